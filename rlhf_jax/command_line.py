@@ -1,0 +1,82 @@
+"""From the command line to a config, every mistake in one sentence."""
+
+from __future__ import annotations
+
+import difflib
+import operator
+import pathlib
+import re
+import runpy
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from rlhf_jax.config import Config, default, keys
+
+USAGE = "python launch/train.py --config FILE --config.any.key=value"
+
+
+def read(argv: list[str]) -> Config:
+    """The config of `--config FILE --config.any.key=value ...`; argv[0] is the program's name.
+
+    Raises ValueError or FileNotFoundError in one sentence: no file, a file that fails, an unknown key
+    or one of another type. Whether the values make sense is the question of `config.validate`.
+    """
+    path, overrides = _split(argv[1:])
+    config = load(path)
+    for argument in overrides:
+        _override(config, argument)
+    return config
+
+
+def load(path: str) -> Config:
+    """The locked config that get_config() of the Python file at `path` returns.
+
+    Raises ValueError or FileNotFoundError in one sentence where it is missing, fails or returns other keys.
+    """
+    if not pathlib.Path(path).is_file():
+        raise FileNotFoundError(f"There is no config file {path} (usage: {USAGE}).")
+    try:
+        config = runpy.run_path(path)["get_config"]()
+    except Exception as error:  # a config file is Python and may raise anything
+        raise ValueError(f"Config {path} fails: {type(error).__name__}: {_first_line(error)}") from error
+    if not isinstance(config, ConfigDict) or keys(config) != keys(default()):
+        raise ValueError(
+            f"Config {path}: get_config() must return rlhf_jax.config.default() with other values"
+            " and no other keys."
+        )
+    return config.lock()
+
+
+def _split(arguments: list[str]) -> tuple[str, list[str]]:
+    """The config's path, from `--config FILE` or `--config=FILE`, and the other arguments."""
+    for place, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in ("--config", "-config") and equals:
+            return value, arguments[:place] + arguments[place + 1 :]
+        if name in ("--config", "-config") and place + 1 < len(arguments):
+            return arguments[place + 1], arguments[:place] + arguments[place + 2 :]
+    raise ValueError(f"No config file is named (usage: {USAGE}).")
+
+
+def _override(config: Config, argument: str) -> None:
+    match = re.fullmatch(r"--?config\.([^=]+)=(.*)", argument, re.DOTALL)
+    if match is None:
+        raise ValueError(f"Argument {argument!r} is not of the form --config.any.key=value (usage: {USAGE}).")
+    name, text = match.groups()
+    known = keys(config)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else "rlhf_jax/config.py lists them all."
+        raise ValueError(f"There is no config key {name!r}; {hint}")
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=[argument])
+    try:
+        values(["", argument])
+    except (flags.Error, TypeError, ValueError) as error:
+        wanted = type(operator.attrgetter(name)(config)).__name__
+        raise ValueError(f"Config key {name!r} is of type {wanted}; {text!r} is not.") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]

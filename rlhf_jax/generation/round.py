@@ -1,0 +1,114 @@
+"""One round of speculative decoding: verify, accept, commit. Drafting is the drafters' part.
+
+Plain decoding is the round with no drafts. A round changes only rows that are not done.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.generation import rejection
+from rlhf_jax.generation.sampling import Draw, Sampling, draw
+from rlhf_jax.generation.tree import accept_equal, path_to
+from rlhf_jax.mesh import pin_rows
+from rlhf_jax.model import cache as kv
+from rlhf_jax.model.attention import cached
+from rlhf_jax.model.transformer import forward, logits
+from rlhf_jax.types import Array, Cache, DecodeState, Emission, Model, Tree
+
+
+class Verified(NamedTuple):
+    """What the target says of every node: its own draw, that draw's log-prob, and the window to commit from."""
+
+    draw: Draw
+    logits: Array  # [B, N+1, V] float32
+    window: Cache
+
+
+def verify(target: Model, state: DecodeState, nodes: Array, tree: Tree, sampling: Sampling) -> Verified:
+    """One call of the target over nodes [B, N+1] (the root and the drafts) of every row.
+
+    The draw at a node of depth d decides the token at position length + d, with that position's noise.
+    """
+    depth = jnp.maximum(tree.depth, 0)
+    attend = functools.partial(cached, length=state.length - 1, mask=tree.ancestors)
+    positions = (state.length - 1)[:, None] + depth
+    hidden, window = forward(target, nodes, positions, attend, tuple((layer, None) for layer in state.cache))
+    scores = logits(target, hidden)
+    return Verified(draw(scores, state.key[:, None], positions + 1, sampling), scores, window)
+
+
+def accept(verified: Verified, nodes: Array, tree: Tree, laws: Array | None, state, sampling, rule: str):
+    """(draws [B, N+1], log-probs [B, N+1], last [B]) under the rule 'replayable' or 'rejection'."""
+    if rule == "replayable":
+        token, logprob = verified.draw.token, verified.draw.logprob
+        return token, logprob, accept_equal(nodes, token, tree)
+    return rejection.accept(nodes, tree, verified.logits, laws, state.key, state.length, sampling)
+
+
+def emit(state: DecodeState, path: Array, draws: Draw, depth: Array, stop_tokens: tuple[int, ...]) -> Emission:
+    """The tokens a row gains along path [B, N+1], cut at the first stop token and at the row's limit."""
+    tokens = jnp.take_along_axis(draws.token, path, axis=1)
+    steps = jnp.arange(path.shape[1], dtype=jnp.int32)
+    stops = jnp.isin(tokens, jnp.asarray(stop_tokens, jnp.int32)) & (steps <= depth[:, None])
+    to_stop = jnp.where(stops.any(1), jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, path.shape[1] + 1)
+    count = jnp.minimum(jnp.minimum(depth + 1, to_stop), state.limit - state.length)
+    count = jnp.where(state.done, 0, count)
+    support = draws.support
+    return Emission(
+        tokens=tokens,
+        logprobs=jnp.take_along_axis(draws.logprob, path, axis=1),
+        support=None if support is None else jnp.take_along_axis(support, path[..., None], axis=1),
+        count=count,
+        accepted=jnp.minimum(depth, count),
+        done=state.done | (to_stop <= count) | (state.length + count >= state.limit),
+    )
+
+
+def commit(state: DecodeState, window: Cache, path: Array, emission: Emission) -> DecodeState:
+    """The state after the round: tokens appended, the path's cache entries in place."""
+    slots = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None] - state.length[:, None]
+    fresh = (slots >= 0) & (slots < emission.count[:, None])
+    taken = jnp.take_along_axis(emission.tokens, jnp.clip(slots, 0, path.shape[1] - 1), axis=1)
+    return state.replace(
+        tokens=jnp.where(fresh, taken, state.tokens),
+        length=state.length + emission.count,
+        done=emission.done,
+        cache=kv.commit(state.cache, window, path, state.length - 1),
+    )
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("sampling", "stop_tokens", "rule", "mesh"),
+    donate_argnames=("state",),
+)
+def run_round(
+    target: Model,
+    state: DecodeState,
+    drafts: Array,
+    laws: Array | None,
+    tree: Tree,
+    *,
+    sampling: Sampling,
+    stop_tokens: tuple[int, ...],
+    rule: str = "replayable",
+    mesh=None,
+) -> tuple[DecodeState, Emission, Array]:
+    """Verify, accept and commit drafts [B, N] (-1: none): the state, what it emitted and the path [B, N+1].
+
+    One program per (row bucket, node bucket): the tree is data. `laws` [B, N+1, V] are a draft model's logits at
+    each node, wanted by rejection only (None: the drafts are points). `state` is donated.
+    """
+    root = jnp.take_along_axis(state.tokens, (state.length - 1)[:, None], axis=1)
+    nodes = jnp.concatenate([root, drafts], axis=1)
+    verified = verify(target, state, nodes, tree, sampling)
+    token, logprob, last = accept(verified, nodes, tree, laws, state, sampling, rule)
+    path = path_to(tree, last)
+    depth = jnp.take_along_axis(tree.depth, last[:, None], axis=1)[:, 0]
+    emission = emit(state, path, Draw(token, logprob, verified.draw.support), depth, stop_tokens)
+    return pin_rows(commit(state, verified.window, path, emission), mesh), emission, path

@@ -1,0 +1,105 @@
+"""The two verbs of every pytree whose axis 0 is the row, and how rows begin: `take`, `put`, `prefill`, `admit`."""
+
+from __future__ import annotations
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from rlhf_jax.mesh import pin_rows
+from rlhf_jax.model import cache as kv
+from rlhf_jax.model.attention import prompt
+from rlhf_jax.model.transformer import forward
+from rlhf_jax.types import Array, Cache, DecodeState, DraftState, Model, ModelConfig
+
+
+@struct.dataclass
+class Prefix:
+    """Prefilled prompts, one a row: what every sample of a prompt begins with."""
+
+    tokens: Array  # [B, P] int32
+    length: Array  # [B] int32
+    cache: Cache
+    draft_cache: Cache | None
+
+
+@struct.dataclass
+class Admission:
+    """Which samples begin, from which prefix, in which rows; a row past the end admits nothing."""
+
+    source: Array  # [R] int32, row of the prefix
+    row: Array  # [R] int32, row of the state
+    limit: Array  # [R] int32
+    key: Array  # [R, 2] uint32
+    history: Array  # [R, E] int32
+
+
+def empty(
+    target: ModelConfig, draft: ModelConfig | None, rows: int, slots: int, history: int, dtype
+) -> DecodeState:
+    """A state of rows that are all done: `slots` token and cache slots each."""
+    caches = [kv.empty(config, rows, slots, dtype) if config else None for config in (target, draft)]
+    return DecodeState(
+        tokens=jnp.zeros((rows, slots), jnp.int32),
+        length=jnp.ones((rows,), jnp.int32),
+        limit=jnp.ones((rows,), jnp.int32),
+        done=jnp.ones((rows,), bool),
+        key=jnp.zeros((rows, 2), jnp.uint32),
+        history=jnp.full((rows, history), -1, jnp.int32),
+        cache=caches[0],
+        draft=None if caches[1] is None else DraftState(caches[1], jnp.zeros((rows,), jnp.int32)),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",))
+def take(state: DecodeState, rows: Array, mesh=None) -> DecodeState:
+    """The state of the given rows [R], in that order."""
+    return pin_rows(jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0), state), mesh)
+
+
+def put(state: DecodeState, rows: Array, other: DecodeState) -> DecodeState:
+    """`state` with rows [R] replaced by those of `other`; a row past the end is dropped."""
+    return jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), state, other)
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",))
+def prefill(target: Model, drafter: Model | None, tokens: Array, length: Array, mesh=None) -> Prefix:
+    """Caches of prompts tokens [B, P] (right-padded, length[B]) in the target and in the draft model."""
+    chex.assert_rank([tokens, length], [2, 1])
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+
+    def cache(model):
+        return None if model is None else forward(model, tokens, positions, prompt)[1]
+
+    return pin_rows(Prefix(tokens, length, cache(target), cache(drafter)), mesh)
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
+def admit(state: DecodeState, prefix: Prefix, admission: Admission, mesh=None) -> DecodeState:
+    """`state` with new samples in the admission's rows. `state` is donated."""
+    begun = jax.tree.map(lambda leaf: jnp.take(leaf, admission.source, axis=0), prefix)
+    row = admission.row
+
+    def write(old: Array, new: Array) -> Array:
+        place = (row, *(slice(0, size) for size in new.shape[1:]))
+        return old.at[place].set(new, mode="drop")
+
+    def draft(old: DraftState) -> DraftState:
+        return DraftState(
+            jax.tree.map(write, old.cache, begun.draft_cache), write(old.length, begun.length - 1)
+        )
+
+    new = DecodeState(
+        tokens=write(state.tokens, begun.tokens),
+        length=write(state.length, begun.length),
+        limit=write(state.limit, admission.limit),
+        done=write(state.done, jnp.zeros_like(row, dtype=bool)),
+        key=write(state.key, admission.key),
+        history=write(state.history, admission.history),
+        cache=jax.tree.map(write, state.cache, begun.cache),
+        draft=None if state.draft is None else draft(state.draft),
+    )
+    return pin_rows(new, mesh)

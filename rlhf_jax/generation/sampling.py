@@ -1,0 +1,344 @@
+"""Replayable sampling: a draw is a function of (logits, seed, sample, position) and of nothing else.
+
+The next token is drawn in two levels. Level a chooses a block of 256 consecutive token ids by
+log-sum-exp + Gumbel noise, level b a token inside it by logit + Gumbel noise. That is exact, because
+the maximum of Gumbel-perturbed logits of a block is a Gumbel around the block's log-sum-exp that is
+independent of where in the block it lies, and it costs one pass of exp and a few hundred hashes a row
+instead of one hash a token. The noise is threefry, written out, so that no JAX flag or version changes
+a text. Drafter and target draw with the same noise, so that speculative text is the plain text
+(Daliri et al. 2025, "Coupling without communication and drafter-invariant speculative decoding").
+
+Leading axes `...` are free and broadcast: `[B]` for one token a row, `[B, N+1]` over a tree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rlhf_jax.types import Array
+
+BLOCK = 256
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """The law that tokens are drawn from; static under jit.
+
+    `temperature` 0 is the argmax; `top_k` 0 and `top_p` 1 keep every token.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self):
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}; give 0 (greedy) or a positive number.")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; give 0 (off) or a positive number of tokens.")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p is {self.top_p}; give a number above 0 and at most 1 (off).")
+
+
+class Draw(NamedTuple):
+    """One drawn token and its law."""
+
+    token: Array  # [...] int32
+    logprob: Array  # [...] float32, under the truncated, renormalised law
+    support: Array | None  # [..., top_k] int32, the kept tokens (-1: absent); None without top-k
+
+
+# Noise
+
+
+def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Threefry-2x32, 20 rounds (Salmon et al. 2011, Random123): two uint32 words; words broadcast."""
+    words = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
+    x, y = counter[0] + words[0], counter[1] + words[1]
+    for group in range(5):
+        for rotation in _ROTATIONS[group % 2]:
+            x = x + y
+            y = x ^ ((y << jnp.uint32(rotation)) | (y >> jnp.uint32(32 - rotation)))
+        x = x + words[(group + 1) % 3]
+        y = y + words[(group + 2) % 3] + jnp.uint32(group + 1)
+    return x, y
+
+
+def noise_bits(key: Array, position: Array, level: int, index: Array) -> Array:
+    """32 random bits of (seed, sample, position, level, index); arguments broadcast.
+
+    `key[..., 2]` uint32 is (seed, sample id); `level` is below 16 and keeps the uses of noise apart,
+    `index` (a block, token or node) is below 2**28.
+    """
+    counter = jnp.uint32(level << 28) | index.astype(jnp.uint32)
+    return threefry((key[..., 0], key[..., 1]), (position.astype(jnp.uint32), counter))[0]
+
+
+def gumbel(bits: Array) -> Array:
+    """Standard Gumbel noise, float32, from uint32 bits: all 32 bits count in the tail that wins draws."""
+    upper = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    return -jnp.log(-jnp.log1p(-upper))
+
+
+def uniform(bits: Array) -> Array:
+    """Uniform float32 strictly inside (0, 1) from uint32 bits."""
+    return (bits >> jnp.uint32(9)).astype(jnp.float32) * 2.0**-23 + 2.0**-24
+
+
+# Laws
+
+
+def truncate(logits: Array, sampling: Sampling) -> Array:
+    """Tempered logits `[..., V]` float32 with -inf outside top-k and top-p: what a draw perturbs.
+
+    Top-k keeps exactly k tokens (of equal ones the lower ids); top-p then keeps, of the tempered law
+    on those, the smallest set {z >= t} whose mass is at least `top_p` (equal tokens stay together).
+    The likeliest token is always kept. Temperature 0 gives the point mass: 0 at the argmax.
+    """
+    return _truncated(logits, sampling)[0]
+
+
+def law(logits: Array, sampling: Sampling) -> Array:
+    """Log-probabilities `[..., V]` float32 of the truncated, renormalised law (-inf: never drawn)."""
+    return jax.nn.log_softmax(truncate(logits, sampling))
+
+
+def support_logprob(logits: Array, tokens: Array, support: Array, temperature: float) -> Array:
+    """Log-probability `[...]` of `tokens[...]` renormalised on the kept ids `support[..., k]`.
+
+    Training under top-k takes its log-probs from this, with the sets that sampling kept (-1: absent).
+    Only k + 1 logits `[..., V]` a position are read. `temperature` must be positive.
+    """
+    chex.assert_rank([logits, support], tokens.ndim + 1)
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}; a law to train on needs a positive one.")
+    kept = jnp.take_along_axis(logits, jnp.maximum(support, 0), -1).astype(jnp.float32)
+    kept = jnp.where(support >= 0, kept / temperature, -jnp.inf)
+    chosen = jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0].astype(jnp.float32)
+    return chosen / temperature - jax.nn.logsumexp(kept, -1)
+
+
+def _truncated(logits: Array, sampling: Sampling) -> tuple[Array, Array | None]:
+    """What `truncate` says, and the ids that top-k proposes, likeliest first."""
+    if sampling.temperature == 0:
+        ids = _argmax(_blocks(logits))[..., None]
+        return jnp.where(jnp.arange(logits.shape[-1]) == ids, 0.0, -jnp.inf), ids
+    z = candidates = _temper(logits, sampling)
+    ids = None
+    if sampling.top_k:
+        candidates, ids = lax.top_k(z, min(sampling.top_k, z.shape[-1]))
+        z = _keep_first(z, candidates, ids)
+    if sampling.top_p < 1:
+        z = jnp.where(z >= _nucleus_edge(candidates, sampling.top_p)[..., None], z, -jnp.inf)
+    return z, ids
+
+
+def _kept(z: Array, ids: Array | None, top_k: int) -> Array | None:
+    """Those of `ids` that `z`, truncated, keeps: `[..., top_k]`, -1 elsewhere; None without top-k."""
+    if ids is None or not top_k:
+        return None
+    return _fill(jnp.where(_at(z, ids) > -jnp.inf, ids, -1), top_k)
+
+
+def _temper(logits: Array, sampling: Sampling) -> Array:
+    return logits.astype(jnp.float32) / sampling.temperature
+
+
+def _keep_first(z: Array, values: Array, ids: Array) -> Array:
+    """`z` on the tokens that `lax.top_k` gave as `values, ids`; -inf elsewhere."""
+    # A minimum, not the last entry: a slice of top_k makes XLA sort the whole vocabulary on a CPU.
+    edge = jnp.min(values, -1, keepdims=True)
+    last_tie = jnp.max(jnp.where(values == edge, ids, -1), -1, keepdims=True)
+    tokens = jnp.arange(z.shape[-1], dtype=ids.dtype)
+    return jnp.where((z > edge) | ((z == edge) & (tokens <= last_tie)), z, -jnp.inf)
+
+
+def _at(z: Array, ids: Array) -> Array:
+    return jnp.take_along_axis(z, ids, -1)
+
+
+def _nucleus_edge(z: Array, top_p: float) -> Array:
+    """The largest t `[...]` with mass(z >= t) >= top_p, by bisection: 30 sums instead of a sort.
+
+    The bits of non-negative floats are ordered like the floats, so halving the bits ends exactly.
+    """
+    weights = jnp.exp(z - jnp.max(z, -1, keepdims=True))
+    enough = top_p * jnp.sum(weights, -1)
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = low + (high - low + 1) // 2
+        edge = lax.bitcast_convert_type(middle, jnp.float32)[..., None]
+        feasible = jnp.sum(jnp.where(weights >= edge, weights, 0.0), -1) >= enough
+        return jnp.where(feasible, middle, low), jnp.where(feasible, high, middle - 1)
+
+    one = lax.bitcast_convert_type(jnp.ones_like(enough), jnp.int32)
+    low, _ = lax.fori_loop(0, 30, halve, (jnp.zeros_like(one), one))
+    edge = lax.bitcast_convert_type(low, jnp.float32)[..., None]
+    return jnp.min(jnp.where(weights >= edge, z, jnp.inf), -1)
+
+
+# Draws
+
+
+def draw(
+    logits: Array,
+    key: Array,
+    position: Array,
+    sampling: Sampling,
+    levels: tuple[int, int] = (0, 1),
+) -> Draw:
+    """Draw one token a place: logits `[..., V]`, key `[..., 2]` uint32, position `[...]` int32.
+
+    `position` is the place in the sample of the token that is drawn; `levels` are the noise levels of
+    block and token and must differ. At temperature 0 the token is the argmax, of log-probability 0.
+    """
+    _assert_ranks(logits, key, position)
+    if sampling.temperature == 0 and not sampling.top_k:
+        token = _argmax(_blocks(logits))
+        return Draw(token, jnp.zeros(token.shape, jnp.float32), None)
+    z, ids = _truncated(logits, sampling)
+    blocks = _blocks(z)
+    mass, scores = _block_scores(blocks, key, position, levels[0])
+    block = jnp.argmax(scores, -1)[..., None].astype(jnp.int32)
+    inside, scores = _token_scores(blocks, block, key, position, levels[1])
+    place = jnp.argmax(scores[..., 0, :], -1)[..., None].astype(jnp.int32)
+    logprob = _at(inside[..., 0, :], place)[..., 0] - jax.nn.logsumexp(mass, -1)
+    return Draw((block * BLOCK + place)[..., 0], logprob, _kept(z, ids, sampling.top_k))
+
+
+def rank(logits: Array, key: Array, position: Array, sampling: Sampling, count: int) -> Array:
+    """The `count` best tokens `[..., count]` int32 of the same draw, best first; -1 where none is left.
+
+    Rank 0 is `draw`'s token; together they are draws without replacement, which makes them siblings
+    of a draft tree. Block scores S are given; a token's raw score z in a block whose best is Z becomes
+    -log(exp(-S) - exp(-Z) + exp(-z)), a Gumbel truncated at S (Kool et al. 2019, "Stochastic beams and
+    where to find them", section 4.3 and appendix B.3). At temperature 0: the largest logits.
+    """
+    _assert_ranks(logits, key, position)
+    if sampling.temperature == 0:
+        values, tokens = lax.top_k(logits, min(count, logits.shape[-1]))
+        return _fill(jnp.where(values > -jnp.inf, tokens, -1), count)
+    blocks = _blocks(truncate(logits, sampling))
+    _, scores = _block_scores(blocks, key, position, 0)
+    best, chosen = lax.top_k(scores, min(count, scores.shape[-1]))
+    _, scores = _token_scores(blocks, chosen, key, position, 1)
+    scores = _truncated_gumbel(scores, best[..., None])
+    tokens = chosen[..., None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+    scores, tokens = (x.reshape(*x.shape[:-2], -1) for x in (scores, tokens))
+    scores, places = lax.top_k(scores, min(count, scores.shape[-1]))
+    return _fill(jnp.where(scores > -jnp.inf, _at(tokens, places), -1), count)
+
+
+def decision_margin(logits: Array, key: Array, position: Array, sampling: Sampling) -> Array:
+    """How far `[...]` float32 the draw is from another outcome: two runs may differ where it is tiny.
+
+    The least of the gaps between the two best blocks and the two best tokens of the best block, in
+    tempered logits, and, where the draw depends on it, of the distance to the top-k or top-p edge.
+    At temperature 0 the gap of the two largest logits.
+    """
+    _assert_ranks(logits, key, position)
+    if sampling.temperature == 0:
+        return _gap(logits.astype(jnp.float32))
+    z = truncate(logits, sampling)
+    token, margin = _outcome(z, key, position)
+    if not sampling.top_k and sampling.top_p == 1:
+        return margin
+    for distance, moved in _edge_moves(_temper(logits, sampling), z, sampling):
+        other, gap = _outcome(moved, key, position)
+        margin = jnp.minimum(margin, jnp.maximum(distance, jnp.where(other == token, gap, 0.0)))
+    return margin
+
+
+def _outcome(z: Array, key: Array, position: Array) -> tuple[Array, Array]:
+    """The token that truncated logits `z` give and the lesser gap, of blocks and inside the best one."""
+    blocks = _blocks(z)
+    _, scores = _block_scores(blocks, key, position, 0)
+    block = jnp.argmax(scores, -1)[..., None].astype(jnp.int32)
+    _, inside = _token_scores(blocks, block, key, position, 1)
+    inside = inside[..., 0, :]
+    token = block[..., 0] * BLOCK + jnp.argmax(inside, -1).astype(jnp.int32)
+    return token, jnp.minimum(_gap(scores), _gap(inside))
+
+
+def _edge_moves(full: Array, z: Array, sampling: Sampling) -> list[tuple[Array, Array]]:
+    """The laws one step over the edge, as (distance `[...]`, logits): last token out, next in, or both."""
+    kept = z > -jnp.inf
+    last = jnp.min(jnp.where(kept, z, jnp.inf), -1, keepdims=True)
+    following = jnp.max(jnp.where(kept, -jnp.inf, full), -1, keepdims=True)
+    swap = out = into = (last - following)[..., 0]
+    if sampling.top_p < 1:
+        # Mass is counted where top-p counts it: on what top-k leaves.
+        mass = jnp.exp(law(full, Sampling(top_k=sampling.top_k)))
+        out = jnp.abs(jnp.sum(jnp.where(z > last, mass, 0.0), -1) - sampling.top_p)
+        into = jnp.abs(jnp.sum(jnp.where(kept, mass, 0.0), -1) - sampling.top_p)
+    fewer = jnp.where(z > last, z, -jnp.inf)
+    entering = ~kept & (full == following)
+    return [(swap, jnp.where(entering, full, fewer)), (out, fewer), (into, jnp.where(entering, full, z))]
+
+
+def _assert_ranks(logits: Array, key: Array, position: Array) -> None:
+    chex.assert_rank([logits, key, position], [position.ndim + 1, position.ndim + 1, position.ndim])
+    chex.assert_axis_dimension(key, -1, 2)
+
+
+def _blocks(z: Array) -> Array:
+    """`[..., V]` as `[..., blocks, 256]`, filled with -inf: the ids of a block never depend on V."""
+    short = -z.shape[-1] % BLOCK
+    z = jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, short)], constant_values=-jnp.inf)
+    return z.reshape(*z.shape[:-1], -1, BLOCK)
+
+
+def _block_scores(blocks: Array, key: Array, position: Array, level: int) -> tuple[Array, Array]:
+    """Log-sum-exp of each block and its perturbed score, both `[..., blocks]`."""
+    mass = jax.nn.logsumexp(blocks, -1)
+    index = jnp.arange(mass.shape[-1], dtype=jnp.uint32)
+    return mass, mass + gumbel(noise_bits(key[..., None, :], position[..., None], level, index))
+
+
+def _token_scores(
+    blocks: Array, chosen: Array, key: Array, position: Array, level: int
+) -> tuple[Array, Array]:
+    """Logits and perturbed scores `[..., c, 256]` inside the blocks `chosen[..., c]`."""
+    inside = jnp.take_along_axis(blocks, chosen[..., None], -2)
+    index = chosen[..., None] * BLOCK + jnp.arange(BLOCK, dtype=chosen.dtype)
+    bits = noise_bits(key[..., None, None, :], position[..., None, None], level, index)
+    return inside, inside + gumbel(bits)
+
+
+def _truncated_gumbel(scores: Array, top: Array) -> Array:
+    """Raw scores `[..., c, 256]` mapped so that each block's best is `top[..., c, 1]` (appendix B.3)."""
+    best = jnp.max(scores, -1, keepdims=True)
+    winner = jnp.arange(BLOCK) == jnp.argmax(scores, -1, keepdims=True)
+    behind = jnp.maximum(best - scores, 1e-7)
+    shift = top - scores + jnp.log(-jnp.expm1(-behind))
+    mapped = top - jnp.maximum(shift, 0.0) - jnp.log1p(jnp.exp(-jnp.abs(shift)))
+    # Rounding must not let a runner-up tie with its block's winner: rank 0 is the draw.
+    mapped = jnp.where(winner, top, jnp.minimum(mapped, jnp.nextafter(top, -jnp.inf)))
+    return jnp.where(scores > -jnp.inf, mapped, -jnp.inf)
+
+
+def _argmax(blocks: Array) -> Array:
+    """Token id `[...]` of the largest logit in two levels: an argmax over V is ten times slower."""
+    block = jnp.argmax(jnp.max(blocks, -1), -1)[..., None].astype(jnp.int32)
+    inside = jnp.take_along_axis(blocks, block[..., None], -2)[..., 0, :]
+    return block[..., 0] * BLOCK + jnp.argmax(inside, -1).astype(jnp.int32)
+
+
+def _fill(tokens: Array, count: int) -> Array:
+    """Tokens `[..., c]` filled with -1 to `[..., count]`."""
+    missing = [(0, 0)] * (tokens.ndim - 1) + [(0, count - tokens.shape[-1])]
+    return jnp.pad(tokens, missing, constant_values=-1)
+
+
+def _gap(scores: Array) -> Array:
+    """Difference of the two largest of the last axis; inf where there is no second."""
+    best = jnp.arange(scores.shape[-1]) == jnp.argmax(scores, -1, keepdims=True)
+    return jnp.max(scores, -1) - jnp.max(jnp.where(best, -jnp.inf, scores), -1)

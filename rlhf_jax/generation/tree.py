@@ -1,0 +1,123 @@
+"""Drafting strategies by name, and the same as data on the device."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax.types import Array, Strategy, Tree
+
+PLAIN = Strategy()
+NODE_BUCKETS = (1, 2, 3, 5, 9, 17, 33)  # nodes verified in one call, the root included
+DRAFTERS = ("lookup", "model")
+_GRAMMAR = (
+    "write 'plain', 'lookup-chain-4', 'model-tree-2x2x1' (children per level) or"
+    " 'model-parents:-1,-1,0,0' (the parent of each draft, -1 for the last committed token)"
+)
+
+
+def parse(name: str) -> Strategy:
+    """The strategy called `name`; raises ValueError with the grammar where there is none."""
+    if name == "plain":
+        return PLAIN
+    match = re.fullmatch(r"(lookup|model)-(chain-\d+|tree-\d+(?:x\d+)*|parents:-?\d+(?:,-?\d+)*)", name)
+    if match is None:
+        raise ValueError(f"Unknown strategy {name!r}: {_GRAMMAR}.")
+    parents = _parents(match[2])
+    _check(name, parents)
+    return Strategy(parents, match[1])
+
+
+def _parents(shape: str) -> tuple[int, ...]:
+    if shape.startswith("chain-"):
+        return chain(int(shape[6:]))
+    if shape.startswith("tree-"):
+        return full_tree(tuple(int(width) for width in shape[5:].split("x")))
+    return tuple(int(parent) for parent in shape[8:].split(","))
+
+
+def _check(name: str, parents: tuple[int, ...]) -> None:
+    levels = depths(Strategy(parents)) if all(-1 <= p < i for i, p in enumerate(parents)) else None
+    if levels is None or list(levels) != sorted(levels) or not parents:
+        raise ValueError(f"Strategy {name!r} is no tree in level order: {_GRAMMAR}.")
+    if len(parents) >= NODE_BUCKETS[-1]:
+        raise ValueError(f"Strategy {name!r} drafts {len(parents)} tokens; the most is {NODE_BUCKETS[-1] - 1}.")
+
+
+def chain(length: int) -> tuple[int, ...]:
+    """Parents of a chain of `length` drafts."""
+    return tuple(range(-1, length - 1))
+
+
+def full_tree(widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Parents of the tree whose nodes at level d each have widths[d] children."""
+    parents, level = [], [-1]
+    for width in widths:
+        born = [parent for parent in level for _ in range(width)]
+        level = list(range(len(parents), len(parents) + len(born)))
+        parents += born
+    return tuple(parents)
+
+
+def depths(strategy: Strategy) -> np.ndarray:
+    """[N+1] depth of every node, the root first with 0."""
+    depth = [0]
+    for parent in strategy.parents:
+        depth.append(depth[parent + 1] + 1)
+    return np.array(depth, np.int32)
+
+
+def ranks(strategy: Strategy) -> np.ndarray:
+    """[N+1] rank of every node among its siblings, 0 the likeliest; 0 for the root."""
+    parents = strategy.parents
+    return np.array([0, *(parents[:i].count(parent) for i, parent in enumerate(parents))], np.int32)
+
+
+def children(strategy: Strategy, node: int) -> list[int]:
+    """Node indices (the root is 0) of the children of `node`, by rank."""
+    return [i + 1 for i, parent in enumerate(strategy.parents) if parent + 1 == node]
+
+
+def bucket(strategy: Strategy) -> int:
+    """Nodes of the verify call that serves the strategy, the root and padding included."""
+    return next(size for size in NODE_BUCKETS if size > len(strategy.parents))
+
+
+@functools.cache
+def _arrays(strategy: Strategy) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    count, size = len(strategy.parents), bucket(strategy)
+    parents, depth = np.zeros(size, np.int32), np.full(size, -1, np.int32)
+    ancestors = np.eye(size, dtype=bool)
+    parents[1 : count + 1] = np.array(strategy.parents, np.int32) + 1
+    depth[: count + 1] = depths(strategy)
+    for node in range(1, count + 1):
+        ancestors[node] |= ancestors[parents[node]]
+    return parents, depth, ancestors
+
+
+def as_data(strategy: Strategy, rows: int) -> Tree:
+    """The strategy as a `Tree` of `rows` equal rows, padded to its node bucket (host arrays)."""
+    return Tree(*(np.broadcast_to(leaf, (rows, *leaf.shape)) for leaf in _arrays(strategy)))
+
+
+def path_to(tree: Tree, last: Array) -> Array:
+    """[B, N+1] node at each depth on the way from the root to node last[B]; repeats `last` beyond its depth."""
+    above = jnp.take_along_axis(tree.ancestors, last[:, None, None], axis=1)[:, 0]  # [B, N+1]
+    levels = jnp.arange(tree.depth.shape[1], dtype=jnp.int32)
+    hit = above[:, None, :] & (tree.depth[:, None, :] == levels[None, :, None])
+    return jnp.where(hit.any(-1), jnp.argmax(hit, axis=-1).astype(jnp.int32), last[:, None])
+
+
+def accept_equal(tokens: Array, draws: Array, tree: Tree) -> Array:
+    """[B] the deepest node all of whose path equals the target's own draws: replayable acceptance.
+
+    tokens [B, N+1] drafted (node 0 unused, -1 never accepted), draws [B, N+1] the target's draw after each node.
+    """
+    wanted = jnp.take_along_axis(draws, tree.parents, axis=1)
+    fits = (tokens == wanted) & (tree.depth > 0)
+    fits = fits.at[:, 0].set(True)
+    accepted = jnp.all(fits[:, None, :] | ~tree.ancestors, axis=-1) & (tree.depth >= 0)
+    return jnp.argmax(jnp.where(accepted, tree.depth, -1), axis=1).astype(jnp.int32)

@@ -1,0 +1,131 @@
+"""Log-probabilities of finished rows, in canonical order and fixed shapes, under the law that was sampled from."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax.model.attention import causal
+from rlhf_jax.model.transformer import cast, forward, logits
+from rlhf_jax.types import Array, Model, Rollout
+
+CHUNK = 512  # tokens whose logits exist at one time
+ABSENT = -1e30  # a score that adds nothing to a log-sum-exp, yet has a finite gradient
+
+
+def token_logprobs(
+    model: Model,
+    tokens: Array,
+    *,
+    temperature: float,
+    mask: Array | None = None,
+    support: Array | None = None,
+    chunk: int = CHUNK,
+    attend: Callable = causal,
+    remat: bool = False,
+) -> Array:
+    """log p(tokens[b, t] | tokens[b, :t]) under softmax(logits / temperature), [B, T] float32; 0 at t = 0.
+
+    `mask[B, T]` names the tokens that are wanted; the others are 0. `support[B, T, k]` (token ids, -1 absent) renormalises
+    the law at t on its ids; a position without any id is not restricted. The vocabulary is projected for about
+    `chunk` tokens at a time, forward and backward, so that [B, T, V] never exists, and not at all for columns of
+    tokens that nobody wants. `attend` and `remat` are `forward`'s.
+    """
+    chex.assert_rank(tokens, 2)
+    if temperature <= 0:
+        raise ValueError(f"Log-probabilities need a temperature above 0, not {temperature}.")
+    rows, slots = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), tokens.shape)
+    hidden, _ = forward(model, tokens, positions, attend=attend, remat=remat)
+    mask = jnp.ones(tokens.shape, bool) if mask is None else mask
+    wanted = (tokens[:, 1:], mask[:, 1:], None if support is None else support[:, 1:])
+    columns = max(1, min(chunk // rows, slots - 1))
+    blocks = jax.tree.map(lambda leaf: _column_blocks(leaf, columns), (hidden[:, :-1], *wanted))
+    # The head's gradient is summed over the blocks in float32, whatever the compute dtype.
+    head = cast(model.replace(layers=()), jnp.float32)
+    # Checkpointed outside its branch, else each block would keep a copy of the head for the backward pass.
+    project = jax.checkpoint(functools.partial(_block_logprobs, temperature=temperature))
+    out = jax.lax.map(lambda block: project(head, *block), blocks)
+    out = jnp.moveaxis(out, 0, 1).reshape(rows, -1)[:, : slots - 1]
+    return jnp.pad(out, ((0, 0), (1, 0)))
+
+
+def _column_blocks(x: Array, columns: int) -> Array:
+    """x [B, T, ...] -> [T / columns, B, columns, ...], zeros (masked out) after the last column."""
+    count = -(-x.shape[1] // columns)
+    padding = [(0, 0), (0, count * columns - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
+    return jnp.moveaxis(jnp.pad(x, padding).reshape(x.shape[0], count, columns, *x.shape[2:]), 1, 0)
+
+
+def _block_logprobs(head: Model, hidden, tokens, mask, support, *, temperature: float) -> Array:
+    """[B, C] log-probabilities of a block of columns, or zeros when none of them is wanted."""
+
+    def project():
+        scores = logits(cast(head, hidden.dtype), hidden) / temperature
+        chosen = jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
+        return jnp.where(mask, chosen - _normaliser(scores, support), 0.0)
+
+    return jax.lax.cond(mask.any(), project, lambda: jnp.zeros(tokens.shape, jnp.float32))
+
+
+def _normaliser(scores: Array, support: Array | None) -> Array:
+    """log-sum-exp of scores [B, C, V] over the vocabulary, or over support [B, C, k] where it has ids."""
+    whole = jax.nn.logsumexp(scores, axis=-1)
+    if support is None:
+        return whole
+    present = support >= 0
+    picked = jnp.take_along_axis(scores, jnp.maximum(support, 0), axis=-1)
+    restricted = jax.nn.logsumexp(jnp.where(present, picked, ABSENT), axis=-1)
+    return jnp.where(present.any(axis=-1), restricted, whole)
+
+
+@functools.partial(jax.jit, static_argnames=("temperature", "rows", "chunk", "attend"))
+def score_rollout(
+    model: Model,
+    rollout: Rollout,
+    *,
+    temperature: float,
+    rows: int,
+    chunk: int = CHUNK,
+    attend: Callable = causal,
+) -> Array:
+    """`token_logprobs` of a rollout's response tokens, [B, T] float32, `rows` rows at a time; B a multiple of `rows`.
+
+    The order is the rollout's and the shapes depend on nothing but [B, T] and `rows`, so the same tokens score the
+    same whatever generated them. Micro-batch j holds rows j, n + j, 2n + j, ...: where rows are split over
+    devices, each device finds its share of every micro-batch at home.
+    """
+    batch = rollout.tokens.shape[0]
+    if batch % rows:
+        raise ValueError(f"{batch} rows cannot be scored {rows} at a time; the first must be a multiple of the second.")
+    inputs = (rollout.tokens, rollout.mask, rollout.support)
+    parts = jax.tree.map(lambda leaf: leaf.reshape(rows, -1, *leaf.shape[1:]).swapaxes(0, 1), inputs)
+
+    def score(part):
+        tokens, mask, support = part
+        return token_logprobs(
+            model, tokens, temperature=temperature, mask=mask, support=support, chunk=chunk, attend=attend
+        )
+
+    return jax.lax.map(score, parts).swapaxes(0, 1).reshape(rollout.tokens.shape)
+
+
+def mismatch(rollout_logprobs, logprobs, mask) -> dict[str, float]:
+    """How far the recomputed law is from the sampled one, over the response tokens of host arrays [B, T].
+
+    `mismatch/kl` estimates KL(sampled || recomputed) by mean(exp(d) - 1 - d) with d = recomputed - sampled
+    (Schulman 2020, k3); `mismatch/mean` and `mismatch/max` are of |d|. All in nats; zeros without response tokens.
+    """
+    difference = np.asarray(logprobs, np.float64)[mask] - np.asarray(rollout_logprobs, np.float64)[mask]
+    if not difference.size:
+        return {"mismatch/kl": 0.0, "mismatch/mean": 0.0, "mismatch/max": 0.0}
+    return {
+        "mismatch/kl": float(np.mean(np.expm1(difference) - difference)),
+        "mismatch/mean": float(np.mean(np.abs(difference))),
+        "mismatch/max": float(np.max(np.abs(difference))),
+    }

@@ -1,0 +1,198 @@
+"""Which devices hold what: three mesh axes, one table from logical axis names to them, and `reshard`.
+
+`data` repeats the weights, `fsdp` splits their width, `tensor` splits heads, feed-forward and vocabulary.
+Rows of a batch lie over data x fsdp, whatever the role.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+AXES: tuple[str, ...] = ("data", "fsdp", "tensor")
+ROW_AXES = ("data", "fsdp")
+
+# Each weight once: its logical axes. A stacked layer has a leading L, which is never split.
+WEIGHT_AXES = {
+    "embed": ("vocab", "width"),
+    "attention_norm": ("norm",),
+    "query": ("width", "heads", "head_dim"),
+    "key": ("width", "kv_heads", "head_dim"),
+    "value": ("width", "kv_heads", "head_dim"),
+    "output": ("heads", "head_dim", "width"),
+    "mlp_norm": ("norm",),
+    "gate": ("width", "ffn"),
+    "up": ("width", "ffn"),
+    "down": ("ffn", "width"),
+    "query_bias": ("heads", "head_dim"),
+    "key_bias": ("kv_heads", "head_dim"),
+    "value_bias": ("kv_heads", "head_dim"),
+    "query_norm": ("norm",),
+    "key_norm": ("norm",),
+    "norm": ("norm",),
+    "head": ("width", "vocab"),
+}
+
+_TENSOR = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "ffn": "tensor"}
+
+# The table: logical axis -> mesh axis, by role. What is not named is not split.
+ROLES = {
+    "training": _TENSOR | {"width": "fsdp"},
+    "generation": _TENSOR,
+}
+
+AnyMesh = Mesh | AbstractMesh
+
+
+def sizes(data: int, fsdp: int, tensor: int, num_devices: int) -> dict[str, int]:
+    """Mesh sizes by axis, with -1 resolved to the devices that the other axes leave.
+
+    Raises ValueError where the product is not the number of devices.
+    """
+    wanted = dict(zip(AXES, (data, fsdp, tensor), strict=True))
+    text = ", ".join(f"{name}={size}" for name, size in wanted.items())
+    rest = [name for name, size in wanted.items() if size == -1]
+    if len(rest) > 1 or any(size < 1 and size != -1 for size in wanted.values()):
+        raise ValueError(f"mesh {text}: sizes must be positive, and at most one may be -1 (the rest).")
+    known = int(np.prod([size for size in wanted.values() if size != -1]))
+    if rest and num_devices % known == 0:
+        wanted[rest[0]] = num_devices // known
+    elif rest or known != num_devices:
+        raise ValueError(
+            f"mesh {text} does not fit {num_devices} devices; choose sizes whose product is {num_devices}."
+        )
+    return wanted
+
+
+def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, devices: Any = None) -> Mesh:
+    """A mesh of axes (data, fsdp, tensor) over `devices` (default: all); -1 takes the rest.
+
+    Raises ValueError where the product is not the number of devices.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    shape = tuple(sizes(data, fsdp, tensor, len(devices)).values())
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def abstract_mesh(shape: dict[str, int]) -> AbstractMesh:
+    """A mesh without devices, for planning: shardings on it know their shard shapes."""
+    return AbstractMesh(tuple(shape[name] for name in AXES), AXES)
+
+
+def model_shardings(tree: Any, mesh: AnyMesh, role: str) -> Any:
+    """A sharding for every leaf of a tree of `Model`s: a model, its gradient, an optax state, a `TrainState`.
+
+    Leaves are arrays or `ShapeDtypeStruct`s. A weight is known by its field name; leaves of other names
+    (counts, steps) are replicated. role: "training" (split over fsdp and tensor) or "generation" (split over
+    tensor, repeated over the rest). A dimension that its axis does not divide stays whole: see `unsplit`.
+    """
+
+    def shard(path, leaf) -> NamedSharding:
+        return NamedSharding(mesh, _fitting(_weight_spec(path, leaf, role), leaf.shape, mesh))
+
+    return jax.tree_util.tree_map_with_path(shard, tree)
+
+
+def row_shardings(tree: Any, mesh: AnyMesh) -> Any:
+    """A sharding for every leaf of a row-first tree: [B, ...] over data x fsdp.
+
+    Leaves of rank 4 are caches, [B, G, ...], whose G lies over tensor as the weights' key-value heads do.
+    Scalars are replicated. What its axes do not divide stays whole.
+    """
+
+    def shard(leaf) -> NamedSharding:
+        return NamedSharding(mesh, _fitting(_row_spec(leaf), leaf.shape, mesh))
+
+    return jax.tree.map(shard, tree)
+
+
+def place_rows(tree: Any, mesh: Mesh | None) -> Any:
+    """A row-first tree on the devices: laid over the mesh, or on the default device where there is none."""
+    return jax.device_put(tree, None if mesh is None else row_shardings(tree, mesh))
+
+
+def pin_rows(tree: Any, mesh: Mesh | None) -> Any:
+    """Inside a jitted function: hold a row-first result to its layout, as the next call will find it."""
+    return tree if mesh is None else jax.lax.with_sharding_constraint(tree, row_shardings(tree, mesh))
+
+
+def replicated(mesh: AnyMesh) -> NamedSharding:
+    """The sharding of what every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def unsplit(tree: Any, mesh: AnyMesh, role: str) -> list[str]:
+    """One line for each dimension that stays whole because its mesh axis does not divide it."""
+    lines = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        wanted = _weight_spec(path, leaf, role)
+        for size, axes, kept in zip(leaf.shape, wanted, _fitting(wanted, leaf.shape, mesh), strict=True):
+            if axes is not None and kept is None:
+                lines.append(
+                    f"{jax.tree_util.keystr(path)}: {size} is not divisible by {axes}={_extent(axes, mesh)}"
+                )
+    return lines
+
+
+def reshard(tree: Any, shardings: Any, donate: bool = False) -> Any:
+    """`tree` laid out as `shardings` say, in one transfer.
+
+    With `donate` the source must lie on the same devices; it goes leaf by leaf and is deleted behind the
+    copy, so that old and new are never alive together: the peak is one leaf more.
+    """
+    return jax.tree.map(_hand_over, tree, shardings) if donate else jax.device_put(tree, shardings)
+
+
+def _hand_over(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """`device_put(donate=True)` keeps a source whose shards change shape, and may share buffers with it."""
+    if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        return leaf
+    moved = jax.jit(_identity, out_shardings=sharding)(leaf)
+    leaf.delete()
+    return moved
+
+
+def _identity(leaf: jax.Array) -> jax.Array:
+    return leaf
+
+
+def bytes_per_device(tree: Any, shardings: Any) -> int:
+    """Bytes that the fullest device holds of a tree of arrays or `ShapeDtypeStruct`s under `shardings`."""
+    held = jax.tree.map(lambda x, s: int(np.prod(s.shard_shape(x.shape))) * x.dtype.itemsize, tree, shardings)
+    return sum(jax.tree.leaves(held))
+
+
+def _weight_spec(path, leaf, role: str) -> tuple:
+    axes = WEIGHT_AXES.get(_field(path), ())
+    if len(axes) > leaf.ndim:
+        raise ValueError(
+            f"{jax.tree_util.keystr(path)} has rank {leaf.ndim}; a weight of that name has axes {axes}."
+        )
+    split = [ROLES[role].get(name) for name in axes]
+    return (None,) * (leaf.ndim - len(axes)) + tuple(split)
+
+
+def _field(path) -> str:
+    return getattr(path[-1], "name", "") if path else ""
+
+
+def _row_spec(leaf) -> tuple:
+    spec = (ROW_AXES, "tensor" if leaf.ndim == 4 else None)
+    return (spec + (None,) * leaf.ndim)[: leaf.ndim]
+
+
+def _fitting(spec: tuple, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
+    """`spec` without the axes that do not divide their dimension."""
+    kept = [
+        axes if axes and size % _extent(axes, mesh) == 0 else None
+        for size, axes in zip(shape, spec, strict=True)
+    ]
+    return PartitionSpec(*kept)
+
+
+def _extent(axes: str | tuple[str, ...], mesh: AnyMesh) -> int:
+    names = (axes,) if isinstance(axes, str) else axes
+    return int(np.prod([mesh.shape[name] for name in names]))

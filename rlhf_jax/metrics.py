@@ -1,0 +1,286 @@
+"""What a run says: metrics.jsonl, samples.jsonl and TensorBoard on disk; progress and tables on screen."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import pathlib
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+from tensorboardX import SummaryWriter
+
+# Keys that every line of metrics.jsonl has; seconds are wall seconds of the phase.
+REQUIRED = (
+    "step",
+    "reward/mean",
+    "kl/mean",
+    "response/length_mean",
+    "generation/seconds",
+    "generation/tokens",
+    "generation/rounds",
+    "generation/tokens_per_second",
+    "inference/seconds",
+    "training/seconds",
+    "loss/policy",
+)
+
+# (heading, key, width, format) of the columns of a step line.
+COLUMNS = (
+    ("reward", "reward/mean", 7, ".3f"),
+    ("kl", "kl/mean", 8, ".4f"),
+    ("loss", "loss/policy", 8, ".4f"),
+    ("length", "response/length_mean", 7, ".1f"),
+    ("tok/s", "generation/tokens_per_second", 7, ".0f"),
+    ("tok/round", "tokens a round", 9, ".1f"),
+    ("gen s", "generation/seconds", 6, ".1f"),
+    ("infer s", "inference/seconds", 7, ".1f"),
+    ("train s", "training/seconds", 7, ".1f"),
+)
+
+RUN_FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "tensorboard")
+
+HEARTBEAT = 10.0  # seconds between phase lines where there is no terminal
+SPARKS = "▁▂▃▄▅▆▇█"
+
+
+class Writer:
+    """Appends to the files of one run: metrics, samples and evaluations as JSON lines, and TensorBoard's `events`.
+
+    `first_step` is the first step that this run will write; lines of that step and later, left by a
+    run that was interrupted after its last checkpoint, are removed, so no step stands there twice.
+    """
+
+    def __init__(self, workdir: str | pathlib.Path, first_step: int):
+        folder = pathlib.Path(workdir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = _reopen(folder / "metrics.jsonl", first_step)
+        self._samples = _reopen(folder / "samples.jsonl", first_step)
+        self._evaluations = _reopen(folder / "evaluations.jsonl", first_step)
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """One line of numbers; raises ValueError if a required key misses or a value is not finite."""
+        missing = [key for key in REQUIRED if key not in metrics]
+        if missing:
+            raise ValueError(f"The metrics of a step miss {', '.join(missing)}.")
+        numbers = {key: _number(key, value, metrics["step"]) for key, value in metrics.items()}
+        _append(self._metrics, numbers)
+        for key, value in numbers.items():
+            if key != "step":
+                self._board.add_scalar(key, value, int(numbers["step"]))
+        self._board.flush()
+
+    def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """One line a sample: the step and whatever the sample holds (prompt, response, reward, ...)."""
+        for sample in samples:
+            _append(self._samples, {"step": step, **sample})
+
+    def write_evaluation(self, step: int, means: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
+        """One line an evaluation: `step` (updates done before it), the means and the samples."""
+        _append(self._evaluations, {"step": step, **means, "samples": samples})
+        for key, value in means.items():
+            self._board.add_scalar(key, value, step)
+        self._board.flush()
+
+    def close(self) -> None:
+        """Closes the files."""
+        for file in (self._metrics, self._samples, self._evaluations, self._board):
+            file.close()
+
+
+class Progress:
+    """Shows where a run is: a live panel under the lines of past steps, or lines alone without a terminal.
+
+    Use as a context manager: `update` whenever something is known, `finish` once a step.
+    """
+
+    def __init__(self, total: int, done: int = 0, console: Console | None = None):
+        self._total, self._done, self._console = total, done, console or Console()
+        self._phase, self._live_numbers = "starting", {}
+        self._seconds, self._rewards = [], []
+        self._step_start = self._phase_start = time.monotonic()
+        self._next_line = 0.0
+        self._spinner = Spinner("dots")
+        self._live = Live(
+            get_renderable=self._panel, console=self._console, refresh_per_second=4, transient=True
+        )
+
+    def __enter__(self) -> Progress:
+        self._step_start = self._phase_start = time.monotonic()
+        self._console.print(Text(_heading(self._total), "bold"), soft_wrap=True)
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def update(self, phase: str, **numbers: float) -> None:
+        """Says the phase that runs now, and numbers about it by name: `live_rows=5`."""
+        now = time.monotonic()
+        changed, self._live_numbers = phase != self._phase, numbers
+        if changed:
+            self._phase, self._phase_start = phase, now
+        if not self._console.is_terminal and (now >= self._next_line or (changed and not self._seconds)):
+            self._next_line = now + HEARTBEAT
+            self._print(f"{self._counter(self._done + 1)}  {self._phase}  {_spoken(numbers)}")
+
+    def finish(self, metrics: Mapping[str, Any]) -> None:
+        """Ends a step: prints its line from the keys in COLUMNS, and reckons the time left."""
+        now = time.monotonic()
+        self._seconds.append(now - self._step_start)
+        self._rewards.append(float(metrics["reward/mean"]))
+        self._step_start, self._next_line, self._done = now, now + HEARTBEAT, self._done + 1
+        tokens_a_round = metrics["generation/tokens"] / max(metrics["generation/rounds"], 1)
+        numbers = {**metrics, "tokens a round": tokens_a_round}
+        cells = [format(float(numbers[key]), form).rjust(width) for _, key, width, form in COLUMNS]
+        self._print(" ".join([self._counter(self._done), *cells, self._left().rjust(8)]))
+
+    def _print(self, line: str) -> None:
+        self._console.print(Text(line.rstrip()), soft_wrap=True)
+
+    def _counter(self, step: int) -> str:
+        return f"{step}/{self._total}".rjust(_counter_width(self._total))
+
+    def _left(self) -> str:
+        """Time left, by the median of recent steps; the first, which compiles, counts only while alone."""
+        recent = self._seconds[1:][-20:] or self._seconds
+        return _duration((self._total - self._done) * statistics.median(recent)) if recent else "?"
+
+    def _panel(self) -> Group:
+        bar = Table.grid(padding=(0, 2))
+        bar.add_row(
+            Text(f"step {min(self._done + 1, self._total)} of {self._total}", "bold"),
+            ProgressBar(total=self._total, completed=self._done, width=36),
+            Text(f"{self._left()} left", "cyan"),
+            Text(_sparkline(self._rewards[-24:]), "green"),
+        )
+        self._spinner.update(text=Text(f"{self._phase} {time.monotonic() - self._phase_start:.0f} s"))
+        phase = Table.grid(padding=(0, 2))
+        phase.add_row(self._spinner, Text(_spoken(self._live_numbers), "dim"))
+        return Group("", bar, phase)
+
+
+def open_run(workdir: str | pathlib.Path, config: str) -> Writer:
+    """A writer for a run that starts in `workdir`, its config (JSON) beside it; an earlier run's files are kept.
+
+    They move to a folder `earlier-N` in the same place.
+    """
+    folder = pathlib.Path(workdir)
+    folder.mkdir(parents=True, exist_ok=True)
+    old = [folder / name for name in RUN_FILES if (folder / name).exists()]
+    if old:
+        number = 1 + sum(1 for _ in folder.glob("earlier-*"))
+        (folder / f"earlier-{number}").mkdir()
+        for path in old:
+            path.rename(folder / f"earlier-{number}" / path.name)
+    (folder / "config.json").write_text(config + "\n", encoding="utf-8")
+    return Writer(folder, first_step=0)
+
+
+def before_and_after(workdir: str | pathlib.Path, shown: int = 6) -> tuple[list, list]:
+    """What `compare` shows of a run: its measures, and `shown` samples, of the first and the last evaluation."""
+    lines = (pathlib.Path(workdir) / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()
+    if not lines:
+        return [], []
+    first, last = json.loads(lines[0]), json.loads(lines[-1])
+    measures = [(key, first[key], last[key]) for key in first if key not in ("step", "samples")]
+    pairs = list(zip(first["samples"], last["samples"], strict=True))
+    texts = [(old["prompt"], old["response"], new["response"]) for old, new in pairs]
+    return measures, texts[:: -(-len(texts) // shown)]
+
+
+def describe(title: str, rows: Sequence[tuple[str, str]], console: Console | None = None) -> None:
+    """Prints the table of what a run will use: (name, value) rows under a title."""
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(name), Text(value))
+    console = console or Console()
+    console.print(Text(title, "bold"), Padding(table, (0, 0, 1, 2)))
+
+
+def compare(
+    measures: Sequence[tuple[str, float, float]],
+    samples: Sequence[tuple[str, str, str]],
+    console: Console | None = None,
+) -> None:
+    """Prints (name, before, after) measures with their change, and (prompt, before, after) texts."""
+    console = console or Console()
+    numbers = Table("measure", box=box.SIMPLE_HEAD)
+    for heading in ("before", "after", "change"):
+        numbers.add_column(heading, justify="right")
+    for name, before, after in measures:
+        style = "green" if after > before else "red" if after < before else ""
+        numbers.add_row(Text(name), f"{before:.3f}", f"{after:.3f}", Text(f"{after - before:+.3f}", style))
+    texts = Table("prompt", "before", "after", box=box.SIMPLE_HEAD, show_lines=True, expand=True)
+    for row in samples:
+        texts.add_row(*(Text(" ".join(cell.split()), overflow="fold") for cell in row))
+    console.print(numbers, texts)
+
+
+def _reopen(path: pathlib.Path, first_step: int):
+    """The file opened to append, without the lines of `first_step` and later and without a torn last line."""
+    kept = []
+    if path.is_file():
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last newline is torn
+        kept = [line for line in lines if json.loads(line)["step"] < first_step]
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    os.replace(fresh, path)
+    return path.open("a", encoding="utf-8")
+
+
+def _append(file: Any, row: Mapping[str, Any]) -> None:
+    line = json.dumps(
+        row, ensure_ascii=False, allow_nan=False, default=lambda value: np.asarray(value).tolist()
+    )
+    file.write(line + "\n")
+    file.flush()
+
+
+def _number(key: str, value: Any, step: Any) -> int | float:
+    """A Python number from a Python, numpy or JAX scalar."""
+    scalar = np.asarray(value).item()
+    if not math.isfinite(scalar):
+        raise ValueError(
+            f"Metric {key} is {scalar} at step {step}; lower the learning rate or check the reward."
+        )
+    return scalar
+
+
+def _counter_width(total: int) -> int:
+    return max(len("step"), 2 * len(str(total)) + 1)
+
+
+def _heading(total: int) -> str:
+    headings = (heading.rjust(width) for heading, _, width, _ in COLUMNS)
+    return " ".join(["step".rjust(_counter_width(total)), *headings, "left".rjust(8)])
+
+
+def _spoken(numbers: Mapping[str, float]) -> str:
+    return "  ".join(f"{value:.4g} {name.replace('_', ' ')}" for name, value in numbers.items())
+
+
+def _duration(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
+def _sparkline(values: Sequence[float]) -> str:
+    low, span = min(values, default=0.0), (max(values, default=0.0) - min(values, default=0.0)) or 1.0
+    return "".join(SPARKS[round((value - low) / span * (len(SPARKS) - 1))] for value in values)

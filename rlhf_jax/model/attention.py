@@ -1,0 +1,159 @@
+"""Attention in two forms: causal over whole rows, and of a window of new tokens over a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.extend
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from rlhf_jax.types import Array, LayerCache
+
+QUERY_BLOCK = 512
+
+
+def causal(query: Array, key: Array, value: Array, memory=None) -> tuple[Array, None]:
+    """Causal attention of right-padded rows: query [B, Q, H, D], key and value [B, Q, G, D] -> [B, Q, H, D].
+
+    Padding comes after a row's tokens, so causality alone keeps it out. Softmax in float32. In half precision it is
+    cuDNN's kernel on an NVIDIA GPU and splash attention on a TPU; otherwise `blockwise`. The choice is made when the
+    program is lowered, so a program compiled here for a TPU gets the TPU's kernel. Kernels do not partition
+    themselves over a mesh: pass `partitioned(causal, ...)` there.
+    """
+    del memory
+    chex.assert_rank([query, key, value], 4)
+    kernels = {}
+    if query.dtype.itemsize == 2:
+        kernels["tpu"] = _splash
+        if _has_cudnn() and query.shape[-1] <= 128 and query.shape[-1] % 8 == 0:
+            kernels["cuda"] = _cudnn
+    if not kernels:
+        return blockwise(query, key, value), None
+    return jax.lax.platform_dependent(query, key, value, default=blockwise, **kernels), None
+
+
+def partitioned(attend: Callable, mesh: Mesh, rows: Any, heads: Any) -> Callable:
+    """`attend` with rows split over the mesh axes `rows` and heads over `heads` (a name, a tuple of names or None).
+
+    Each device runs the kernel on its own part, without communication. B must be a multiple of the size of `rows`
+    and G, the key-value heads, of the size of `heads`.
+    """
+    spec = PartitionSpec(rows, None, heads, None)
+
+    def attend_parts(query: Array, key: Array, value: Array, memory=None) -> tuple[Array, None]:
+        del memory
+        local = jax.shard_map(
+            lambda *parts: attend(*parts)[0], mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False
+        )
+        return local(query, key, value), None
+
+    return attend_parts
+
+
+def blockwise(query: Array, key: Array, value: Array, block: int = QUERY_BLOCK) -> Array:
+    """Causal attention, `block` queries at a time over the keys up to them: [B, H, Q, Q] never exists for Q > block.
+
+    Each block's weights are computed again in the backward pass (Rabe and Staats 2021). Shapes as in `causal`.
+    """
+    if query.shape[1] <= block:
+        return _attend_block(query, key, value)
+    attend = jax.checkpoint(_attend_block)
+    stops = range(block, query.shape[1] + block, block)
+    return jnp.concatenate(
+        [attend(query[:, stop - block : stop], key[:, :stop], value[:, :stop]) for stop in stops], axis=1
+    )
+
+
+def _attend_block(query: Array, key: Array, value: Array) -> Array:
+    """The last queries of a row [B, Q, H, D] over all its keys [B, E, G, D]."""
+    batch, count, heads, dim = query.shape
+    end, groups = key.shape[1:3]
+    grouped = query.reshape(batch, count, groups, heads // groups, dim)
+    scores = jnp.einsum("bqgrd,bkgd->bgrqk", grouped, key, preferred_element_type=jnp.float32)
+    seen = jnp.arange(end)[None, :] <= jnp.arange(end - count, end)[:, None]
+    weights = jax.nn.softmax(jnp.where(seen, scores * dim**-0.5, -jnp.inf), axis=-1).astype(value.dtype)
+    out = jnp.einsum("bgrqk,bkgd->bqgrd", weights, value, preferred_element_type=jnp.float32)
+    return out.astype(query.dtype).reshape(batch, count, heads, dim)
+
+
+def _has_cudnn() -> bool:
+    # cuDNN's primitive asks for the library while it is traced, so it can only be offered where CUDA is the backend.
+    return "cuda" in jax.extend.backend.get_backend().platform_version
+
+
+def _cudnn(query: Array, key: Array, value: Array) -> Array:
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+
+
+def _splash(query: Array, key: Array, value: Array) -> Array:
+    # Imported here: no other platform should pay for loading Pallas.
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    count, heads, dim = query.shape[1:]
+    unit = 128 if count < QUERY_BLOCK else QUERY_BLOCK  # the kernel wants whole lanes and whole blocks
+    padded = -(-count // unit) * unit
+    block = min(padded, QUERY_BLOCK)
+    sizes = splash.BlockSizes(*[block] * 8)
+    mask = splash.MultiHeadMask([splash.CausalMask((padded, padded))] * heads)
+    kernel = splash.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+    lanes = [(0, 0), (0, padded - count), (0, 0), (0, 0)]
+    parts = [jnp.pad(part, lanes).swapaxes(1, 2) for part in (query * dim**-0.5, key, value)]
+    return jax.vmap(kernel)(*parts).swapaxes(1, 2)[:, :count]
+
+
+def prompt(query: Array, key: Array, value: Array, memory=None) -> tuple[Array, LayerCache]:
+    """`causal`, and the keys and values in the cache's layout, for prefill."""
+    out, _ = causal(query, key, value, memory)
+    return out, window_layout(key, value)
+
+
+def window_layout(key: Array, value: Array) -> LayerCache:
+    """[B, W, G, D] keys and values -> (k [B, G, D, W], v [B, G, W, D]): both products then read rows."""
+    return key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
+
+
+def cached(
+    query: Array,
+    key: Array,
+    value: Array,
+    memory: tuple[LayerCache, LayerCache | None],
+    *,
+    length: Array,
+    mask: Array,
+) -> tuple[Array, LayerCache]:
+    """Attention of Q new tokens over a row's cache and over the window of uncommitted tokens.
+
+    query [B, Q, H, D], key and value [B, Q, G, D] are the last Q of the window's W tokens; `memory` is the layer's
+    cache (T slots, of which the first `length[B]` count) and the window before them (`None` when it is empty);
+    mask [B, Q, W] says which tokens of the window a query sees. Softmax in float32.
+    Returns out [B, Q, H, D] and the grown window. The cache is only read: what is accepted is committed later.
+    """
+    chex.assert_rank([query, key, value, length, mask], [4, 4, 4, 1, 3])
+    (cache_k, cache_v), window = memory
+    window_k, window_v = _grow(window, window_layout(key, value))
+    batch, count, heads, dim = query.shape
+    groups, slots = cache_k.shape[1], cache_k.shape[3]
+    grouped = query.reshape(batch, count, groups, heads // groups, dim).transpose(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(batch, groups, -1, dim)  # [B, G, H/G * Q, D]
+    live = jnp.arange(slots)[None, :] < length[:, None]
+    seen = jnp.concatenate([jnp.broadcast_to(live[:, None], (batch, count, slots)), mask], axis=-1)
+    seen = jnp.tile(seen[:, None], (1, 1, heads // groups, 1))
+    scores = jnp.concatenate([_scores(grouped, cache_k), _scores(grouped, window_k)], axis=-1)
+    weights = jax.nn.softmax(jnp.where(seen, scores * dim**-0.5, -jnp.inf), axis=-1).astype(cache_v.dtype)
+    out = weights[..., :slots] @ cache_v + weights[..., slots:] @ window_v
+    out = out.reshape(batch, groups, heads // groups, count, dim).transpose(0, 3, 1, 2, 4)
+    return out.reshape(batch, count, heads, dim), (window_k, window_v)
+
+
+def _grow(window: LayerCache | None, new: LayerCache) -> LayerCache:
+    if window is None:
+        return new
+    return jnp.concatenate([window[0], new[0]], axis=3), jnp.concatenate([window[1], new[1]], axis=2)
+
+
+def _scores(query: Array, key: Array) -> Array:
+    return jnp.matmul(query, key, preferred_element_type=jnp.float32)

@@ -1,0 +1,78 @@
+"""What every test shares: eight virtual CPU devices, strict dtypes, a compilation cache, small models."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+# Both are read when jax is first imported. Single-device tests run as fast with eight devices as with one.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import jax
+import pytest
+
+from rlhf_jax.types import ModelConfig
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Strict promotion, and compiled programs kept between runs."""
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    cache = getattr(config, "cache", None)
+    if cache is not None:
+        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as GGUF, fetched once and cached."""
+    from rlhf_jax.data.download import smollm2
+
+    return smollm2()
+
+
+@pytest.fixture
+def tiny() -> ModelConfig:
+    """Two layers, grouped heads, tied: a model small enough to check by hand."""
+    return ModelConfig(
+        family="llama",
+        vocab_size=320,
+        width=32,
+        ffn_width=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        max_context=128,
+        tied=True,
+    )
+
+
+@pytest.fixture
+def compilations() -> Callable[[], contextlib.AbstractContextManager[list[float]]]:
+    """`with compilations() as seen:` leaves in `seen` the seconds of each program made meanwhile.
+
+    A program read from the compilation cache counts too: what is counted is retracing, not the work of XLA.
+    """
+
+    @contextlib.contextmanager
+    def count() -> Iterator[list[float]]:
+        seen: list[float] = []
+
+        def listen(event: str, duration_secs: float, **_) -> None:
+            if event == COMPILE_EVENT:
+                seen.append(duration_secs)
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            yield seen
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+
+    return count

@@ -1,0 +1,214 @@
+"""Every mistake in a config or on the command line ends in one clear sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from rlhf_jax import command_line
+from rlhf_jax import config as configs
+from rlhf_jax.types import ModelConfig
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+CONFIG_FILE = """
+from rlhf_jax import config as defaults
+def get_config():
+    config = defaults.default()
+    config.steps = 7
+    config.reward.metrics = {"other": "file.py:function"}
+    return config
+"""
+
+PROGRAM = """
+import sys
+from rlhf_jax import command_line
+try:
+    config = command_line.read(sys.argv)
+except (ValueError, FileNotFoundError) as error:
+    sys.exit(str(error))
+print(config.steps, config.training.learning_rate)
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path) -> str:
+    path = tmp_path / "config.py"
+    path.write_text(CONFIG_FILE)
+    return str(path)
+
+
+@pytest.fixture
+def valid(tmp_path):
+    """A config that passes, on eight devices."""
+    config = configs.default()
+    for name in ("train.jsonl", "eval.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "a"}\n')
+    (tmp_path / "reward.py").write_text(
+        "def length(prompt, response, row):\n    return float(len(response))\n"
+    )
+    config.model.path = "folder"
+    config.data.update(train=str(tmp_path / "train.jsonl"), eval=str(tmp_path / "eval.jsonl"))
+    config.reward.function = f"{tmp_path / 'reward.py'}:length"
+    return config
+
+
+def test_the_default_is_locked():
+    config = configs.default()
+    with pytest.raises(AttributeError):
+        config.training.learnig_rate = 1.0
+
+
+def test_every_key_has_a_comment():
+    source = (ROOT / "rlhf_jax" / "config.py").read_text()
+    bare = re.findall(r'^ +"(\w+)": [^#\n]*$', source, re.MULTILINE)
+    sections = {"model", "data", "reward", "generation", "evaluation", "training", "mesh"}
+    assert set(bare) <= sections
+
+
+def test_overrides_keep_their_types(config_file):
+    overrides = ["--config.training.learning_rate=1", "--config.training.remat=false", "--config.workdir=a=b"]
+    config = command_line.read(["train.py", f"--config={config_file}", *overrides])
+    assert (config.steps, config.training.learning_rate, config.training.remat) == (7, 1.0, False)
+    assert config.workdir == "a=b"
+    assert config.reward.metrics.to_dict() == {"other": "file.py:function"}
+    assert config.is_locked
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("--config.training.learning_rat=1", "did you mean 'training.learning_rate'"),
+        ("--config.nothing.like.it=1", "no config key 'nothing.like.it'"),
+        ("--config.mesh=1", "no config key 'mesh'"),
+        ("--config.steps=many", "'steps' is of type int; 'many' is not"),
+        ("--config.steps=2.5", "'steps' is of type int"),
+        ("--config.training.learning_rate=fast", "is of type float"),
+        ("--config.training.remat=7", "is of type bool"),
+        ("--steps=3", "not of the form --config.any.key=value"),
+        ("leftover", "not of the form --config.any.key=value"),
+    ],
+)
+def test_a_bad_override_is_one_sentence(config_file, override, words):
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        command_line.read(["train.py", "--config", config_file, override])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "There is no config file"),
+        ("def get_config(:", "SyntaxError"),
+        ("x = 1", "KeyError: 'get_config'"),
+        (CONFIG_FILE.replace("config.steps", "config.stepz"), "AttributeError"),
+        (CONFIG_FILE.replace("= 7", "= 'seven'"), "TypeError"),
+        ("def get_config(): return {}", "must return rlhf_jax.config.default()"),
+        ("import ml_collections\ndef get_config(): return ml_collections.ConfigDict()", "no other keys"),
+    ],
+)
+def test_a_bad_config_file_is_one_sentence(tmp_path, text, words):
+    path = tmp_path / "config.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(words)) as caught:
+        command_line.load(str(path))
+    assert "\n" not in str(caught.value) and path.name in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--config"], ["--config.steps=3"]])
+def test_a_config_must_be_named(arguments):
+    with pytest.raises(ValueError, match="No config file is named"):
+        command_line.read(["train.py", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("override", "code"), [("--config.steps=9", 0), ("--config.stebs=9", 1), ("--config.steps=x", 1)]
+)
+def test_a_program_ends_without_a_traceback(config_file, override, code):
+    command = [sys.executable, "-c", PROGRAM, "--config", config_file, override]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == code
+    assert len((done.stderr if code else done.stdout).strip().splitlines()) == 1
+
+
+def test_a_valid_config_passes(valid):
+    configs.validate(valid, 8)
+    valid.update(generation={"strategy": "model-tree-2x2x1"}, drafter={"path": "small"})
+    configs.validate(valid, 1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("workdir", "", "workdir is empty"),
+        ("steps", 0, "steps is 0; it must be above 0"),
+        ("seed", -1, "seed is -1"),
+        ("model.path", "", "model.path is empty"),
+        ("model.compute_dtype", "float16", "model.compute_dtype is 'float16'"),
+        ("data.train", "", "data.train is empty"),
+        ("data.train", "missing.jsonl", "data.train: there is no file missing.jsonl"),
+        ("data.eval", "missing.jsonl", "data.eval: there is no file"),
+        ("data.max_prompt_tokens", 0, "data.max_prompt_tokens is 0"),
+        ("reward.function", "", "reward.function is empty"),
+        ("reward.function", "missing.py:reward", "no file missing.py"),
+        ("reward.function", "reward", "must look like"),
+        ("generation.temperature", 0.0, "generation.temperature is 0.0"),
+        ("generation.temperature", float("nan"), "generation.temperature is nan"),
+        ("generation.top_p", 0.9, "is for evaluation"),
+        ("generation.top_k", 65, "is for evaluation"),
+        ("generation.acceptance", "greedy", "generation.acceptance is 'greedy'"),
+        ("generation.strategy", "medusa", "Unknown strategy 'medusa'"),
+        ("generation.strategy", "model-chain-4", "give drafter.path"),
+        ("generation.samples_per_prompt", 1, "GRPO compares"),
+        ("generation.samples_per_prompt", 3, "24 rows"),
+        ("generation.rows", 12, "12 rows of generation.rows"),
+        ("evaluation.top_p", 1.5, "evaluation.top_p is 1.5"),
+        ("evaluation.temperature", -1.0, "evaluation.temperature is -1.0"),
+        ("training.minibatches", 3, "32 samples of a step"),
+        ("training.minibatches", 64, "minibatches = 64"),
+        ("training.microbatch_rows", 5, "training.microbatch_rows = 5"),
+        ("training.microbatch_rows", 4, "mesh.data x mesh.fsdp = 8"),
+        ("training.learning_rate", -1.0, "training.learning_rate is -1.0"),
+        ("training.clip_low", 1.0, "training.clip_low is 1.0"),
+        ("training.kl_coefficient", -0.1, "training.kl_coefficient is -0.1"),
+        ("mesh.fsdp", 3, "does not fit 8 devices"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(valid, key, value, words):
+    section, _, name = key.rpartition(".")
+    target = valid[section] if section else valid
+    target[name] = value
+    if key == "generation.samples_per_prompt" and value == 3:
+        valid.training.microbatch_rows = 16
+        words = "24 rows of a minibatch"
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(words)) as caught:
+        configs.validate(valid, 8)
+    assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
+
+
+def test_evaluation_needs_held_out_prompts(valid):
+    valid.evaluation.every, valid.data.eval = 5, ""
+    with pytest.raises(ValueError, match=r"data\.eval is empty"):
+        configs.validate(valid, 8)
+
+
+def test_prompt_and_response_must_fit_both_contexts(valid, tiny: ModelConfig):
+    roomy = dataclasses.replace(tiny, max_context=384)
+    with pytest.raises(ValueError, match="the drafter's context is 128"):
+        configs.validate_models(valid, roomy, tiny)
+    with pytest.raises(ValueError, match=r"is 384, but the model's context is 128"):
+        configs.validate_models(valid, tiny, None)
+    valid.data.max_prompt_tokens, valid.generation.max_new_tokens = 64, 64
+    configs.validate_models(valid, tiny, None)
+
+
+def test_the_drafter_must_share_the_vocabulary(valid, tiny: ModelConfig):
+    valid.data.max_prompt_tokens, valid.generation.max_new_tokens = 64, 64
+    with pytest.raises(ValueError, match="vocabulary has 321 tokens, the model's 320"):
+        configs.validate_models(valid, tiny, dataclasses.replace(tiny, vocab_size=321))

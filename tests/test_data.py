@@ -1,0 +1,185 @@
+"""Prompt files, the length filter and resumable batches."""
+
+import collections
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from rlhf_jax.data import iterator, prompts
+
+CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs" / "data"
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+
+
+class Words:
+    """A tokenizer of one token a word."""
+
+    template = "{{ messages }}"
+
+    def encode(self, text):
+        return [len(word) for word in text.split()]
+
+    def encode_chat(self, messages):
+        return self.encode(" ".join(f"<{message['role']}> {message['content']}" for message in messages) + " <assistant>")
+
+
+def write(folder, text, name="prompts.jsonl"):
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def lines(*rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_jsonl_rows_strings_and_chats(tmp_path):
+    path = write(tmp_path, "\ufeff" + lines({"q": "Hi\u2028there", "id": 3}) + "\n" + lines({"q": CHAT}))
+    rows = prompts.read(path, "q")
+    assert [row["prompt"] for row in rows] == ["Hi\u2028there", CHAT]
+    assert rows[0]["id"] == 3
+
+
+def test_parquet_equals_jsonl(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"prompt": [{"role": "user", "content": word}], "answer": word} for word in ("one", "two")]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert prompts.read(tmp_path / "rows.parquet") == rows == prompts.read(write(tmp_path, lines(*rows)))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "prompts.jsonl is empty"),
+        ("\n\n", "prompts.jsonl is empty"),
+        (lines({"prompt": "a"}) + '{"prompt": ', "Line 2 of .*prompts.jsonl is not JSON"),
+        (lines({"prompt": "a"}) + lines({"text": "b"}), "Line 2 of .* has no 'prompt'; its keys are 'text'"),
+        (lines({"prompt": 3}), "Line 1 of .*: 'prompt' must be a string or a list of chat messages, not int"),
+        (lines(["a"]), "Line 1 of .* must be an object"),
+        (lines({"prompt": []}), "Line 1 of .*: the last message must come from the user"),
+        (
+            lines({"prompt": [*CHAT, {"role": "assistant", "content": "Hi"}]}),
+            "the last message must come from the user",
+        ),
+        (lines({"prompt": [{"role": "user"}]}), "Line 1 of .*: each chat message must be"),
+        (lines({"prompt": [{"role": "human", "content": "Hi"}]}), "the role 'human' is none of"),
+    ],
+)
+def test_bad_lines_end_in_one_sentence(tmp_path, text, sentence):
+    with pytest.raises(ValueError, match=sentence) as caught:
+        prompts.read(write(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_files_end_in_one_sentence(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none.jsonl does not exist"):
+        prompts.read(tmp_path / "none.jsonl")
+    with pytest.raises(ValueError, match=r"must end in .jsonl or .parquet, not '.csv'"):
+        prompts.read(write(tmp_path, "a,b", "rows.csv"))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
+    with pytest.raises(ValueError, match=r"Line 1 of .*latin.jsonl is not UTF-8"):
+        prompts.read(tmp_path / "latin.jsonl")
+
+
+def test_broken_parquet(tmp_path):
+    pytest.importorskip("pyarrow")
+    with pytest.raises(ValueError, match=r"rows.parquet is not a readable Parquet file"):
+        prompts.read(write(tmp_path, "not parquet at all", "rows.parquet"))
+
+
+def test_parquet_without_pyarrow(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(ValueError, match="needs pyarrow"):
+        prompts.read(write(tmp_path, "x", "rows.parquet"))
+
+
+def test_tokenize_renders_and_counts_what_it_drops():
+    rows = [{"prompt": "one two"}, {"prompt": "w " * 9}, {"prompt": " "}, {"prompt": CHAT, "id": 4}]
+    kept = prompts.tokenize(rows, Words(), system="Rhyme.", max_prompt_tokens=8)
+    assert kept.texts == ["one two", "Hello"] and len(kept) == 2 and kept.rows[1] is rows[3]
+    # <system> Rhyme. <user> one two <assistant>; the chat brings a system message of its own
+    assert [tokens.tolist() for tokens in kept.tokens] == [[8, 6, 6, 3, 3, 11], [8, 2, 6, 6, 5, 11]]
+    assert all(tokens.dtype == np.int32 for tokens in kept.tokens)
+    assert kept.dropped == {"longer than 8 tokens": 1, "empty": 1}
+
+
+def test_tokenize_without_system_message():
+    kept = prompts.tokenize([{"prompt": "one"}], Words(), system="", max_prompt_tokens=3)
+    assert kept.tokens[0].tolist() == [6, 3, 11] and kept.dropped == {}
+
+
+def test_nothing_left_is_an_error():
+    with pytest.raises(
+        ValueError, match=r"No prompt is left after the length filter \(2 longer than 3 tokens\)"
+    ):
+        prompts.tokenize([{"prompt": "a b"}] * 2, Words(), "", 3)
+
+
+def test_nouns_are_disjoint_and_well_formed():
+    train, held_out = (prompts.read(CONFIGS / f"nouns_{name}.jsonl") for name in ("train", "heldout"))
+    nouns = [row["noun"] for row in train + held_out]
+    assert len(train) >= 150 and len(held_out) == 32 and len(set(nouns)) == len(nouns)
+    assert all(row["prompt"] == f"Write one sentence about the {row['noun']}." for row in train + held_out)
+
+
+def take(batches, count):
+    return np.concatenate([batches.next() for _ in range(count)]).tolist()
+
+
+@pytest.mark.parametrize(("count", "batch"), [(10, 4), (12, 4), (3, 7), (1, 2)])
+def test_every_epoch_is_a_permutation(count, batch):
+    stream = take(iterator.Batches(count, batch, seed=1), 5 * count)
+    epochs = [stream[start : start + count] for start in range(0, len(stream) - count, count)]
+    assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
+
+
+def test_epochs_and_seeds_differ_and_repeat():
+    orders = collections.Counter(
+        tuple(take(batches, 1))
+        for seed in range(8)
+        for batches in [iterator.Batches(50, 50, seed)]
+        for _ in range(4)
+    )
+    assert len(orders) == 32  # one order each of 8 seeds and 4 epochs
+    assert take(iterator.Batches(50, 8, 3), 20) == take(iterator.Batches(50, 8, 3), 20)
+
+
+@pytest.mark.parametrize(
+    "steps", [0, 1, 2, 3, 5, 6]
+)  # mid-epoch, at the boundary (5 of 4 = 2 of 10), across it
+def test_resume_neither_skips_nor_repeats(steps):
+    whole = take(iterator.Batches(10, 4, seed=7), 12)
+    first = iterator.Batches(10, 4, seed=7)
+    before = take(first, steps) if steps else []
+    state = json.loads(json.dumps(first.state()))
+    second = iterator.Batches(10, 4, seed=7)
+    second.next()  # what it gave before restoring does not matter
+    second.restore(state)
+    assert before + take(second, 12 - steps) == whole
+
+
+def test_resume_at_an_exact_epoch_boundary():
+    first, second = (iterator.Batches(12, 4, seed=5) for _ in range(2))
+    take(first, 3)
+    second.restore(first.state())
+    assert first.epoch == second.epoch == 1.0
+    assert sorted(take(second, 3)) == list(range(12))
+
+
+def test_resume_with_another_batch_size():
+    whole = take(iterator.Batches(10, 4, seed=7), 5)
+    first, second = iterator.Batches(10, 4, seed=7), iterator.Batches(10, 2, seed=7)
+    before = take(first, 3)
+    second.restore(first.state())
+    assert before + take(second, 4) == whole
+
+
+def test_foreign_positions_and_empty_data_are_refused():
+    with pytest.raises(ValueError, match="prompts with count 10, this run has count 11"):
+        iterator.Batches(11, 4, 0).restore(iterator.Batches(10, 4, 0).state())
+    with pytest.raises(ValueError, match="seed 0, this run has seed 1"):
+        iterator.Batches(10, 4, 1).restore(iterator.Batches(10, 4, 0).state())
+    with pytest.raises(ValueError, match="at least one prompt"):
+        iterator.Batches(0, 4, 0)

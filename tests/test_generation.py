@@ -1,0 +1,293 @@
+"""Speculative text is plain text, whatever drafts it, however rows come, go and move."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from rlhf_jax.generation import rows as row_verbs
+from rlhf_jax.generation import tree as trees
+from rlhf_jax.generation.drafters import lookup
+from rlhf_jax.generation.drafters import model as model_drafter
+from rlhf_jax.generation.engine import Decoding, Request, generate
+from rlhf_jax.generation.round import run_round
+from rlhf_jax.generation.sampling import Sampling, decision_margin
+from rlhf_jax.inference.logprobs import token_logprobs
+from rlhf_jax.model.transformer import forward, init, logits, unstack
+from rlhf_jax.types import ModelConfig
+
+CONFIG = ModelConfig("llama", 300, 64, 96, 3, 4, 2, 16, 128)
+STOP = 7
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+CORE = ("plain", "lookup-chain-4", "model-chain-3", "lookup-tree-3x2", "model-tree-2x2x1")
+REST = (
+    *("lookup-chain-1", "lookup-chain-8", "model-tree-4", "model-tree-3x1x1", "model-parents:-1,-1,0,0,1,2"),
+    *(f"model-chain-{k}" for k in (1, 2, 4, 5, 6, 7, 8)),
+)
+SAMPLED, GREEDY = Sampling(1.0), Sampling(0.0)
+CASES = [
+    *((name, SAMPLED) for name in CORE),
+    *(slow(name, SAMPLED) for name in REST),
+    ("model-chain-3", GREEDY),
+    *(slow(name, GREEDY) for name in (*CORE, *REST) if name != "model-chain-3"),
+]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return unstack(init(jax.random.key(0), CONFIG))
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    """The target without its last layer: right often, not always."""
+    return target.replace(layers=target.layers[:2], config=dataclasses.replace(CONFIG, num_layers=2))
+
+
+def requests(count: int = 6, samples: int = 4) -> list[Request]:
+    rng = np.random.default_rng(0)
+    return [
+        Request(
+            prompt=rng.integers(0, 300, rng.integers(1, 12)).astype(np.int32),
+            sample_ids=tuple(range(i * samples, (i + 1) * samples)),
+            max_new_tokens=int(rng.integers(1, 40)),
+            history=tuple(rng.integers(0, 300, 20).astype(np.int32) for _ in range(2)),
+        )
+        for i in range(count)
+    ]
+
+
+def decoding(strategy: str = "plain", **changes) -> Decoding:
+    base = Decoding(Sampling(1.0), trees.parse(strategy), (STOP,), rows=5, slots=64, seed=3, history=64)
+    return dataclasses.replace(base, **changes)
+
+
+def run(target, drafter, how: Decoding, wanted=None, **options):
+    wanted = requests() if wanted is None else wanted
+    drafter = drafter if how.strategy.drafter == "model" else None
+    samples = list(generate(target, drafter, wanted, how, **options))
+    assert sorted(s.sample_id for s in samples) == sorted(i for r in wanted for i in r.sample_ids)
+    return {sample.sample_id: sample for sample in samples}
+
+
+def assert_equal(target, ours, theirs, how: Decoding, eps: float = 1e-3) -> None:
+    """Equal texts, but for ties: a first difference needs a decision margin below eps; 1 in 10,000 tokens at most."""
+    ties = 0
+    for name, sample in theirs.items():
+        pairs = itertools.zip_longest(ours[name].tokens, sample.tokens)
+        first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if first is None:
+            continue
+        text = np.concatenate([sample.prompt, sample.tokens[:first]])[None].astype(np.int32)
+        places = np.arange(text.shape[1], dtype=np.int32)[None]
+        scores = logits(target, forward(target, text, places)[0])[:, -1]
+        key = jnp.array([[how.seed, name]], jnp.uint32)
+        margin = decision_margin(scores, key, jnp.array([text.shape[1]], jnp.int32), how.sampling)
+        assert float(margin[0]) < eps, f"sample {name} differs at token {first} with margin {margin[0]}"
+        ties += 1
+    assert ties <= max(1, sum(len(s.tokens) for s in theirs.values()) // 10_000)
+
+
+@pytest.fixture(scope="module")
+def plain_text(target):
+    """Plain samples under a sampling law, each law once."""
+    return functools.cache(lambda sampling: run(target, None, decoding(sampling=sampling, rows=24)))
+
+
+@pytest.mark.parametrize(("strategy", "sampling"), CASES)
+def test_speculative_text_is_plain_text(target, drafter, strategy, sampling, plain_text):
+    plain = plain_text(sampling)
+    how = decoding(strategy, sampling=sampling)
+    assert_equal(target, run(target, drafter, how), plain, how)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=20), Sampling(1.0, top_p=0.8)], ids=["top_k", "top_p"])
+def test_truncated_sampling_is_replayable_too(target, drafter, sampling, plain_text):
+    plain = plain_text(sampling)
+    for strategy in ("model-tree-2x2", "lookup-chain-3"):
+        how = decoding(strategy, sampling=sampling)
+        assert_equal(target, run(target, drafter, how), plain, how)
+
+
+def test_a_perfect_drafter_is_always_accepted(target):
+    reports = []
+    how = decoding("model-chain-4", stop_tokens=())
+    wanted = [Request(np.arange(5, dtype=np.int32), (0, 1, 2), 50)]
+    samples = run(target, target, how, wanted, observe=reports.append)
+    assert sum(report.live > 0 for report in reports) == 10
+    assert all(s.rounds == 10 and s.accepted == 40 for s in samples.values())
+
+
+def test_drafts_save_rounds(target, drafter):
+    rounds = {}
+    for strategy in ("plain", "model-chain-3", "model-tree-2x2x1"):
+        reports = []
+        run(target, drafter, decoding(strategy), observe=reports.append)
+        rounds[strategy] = len(reports)
+    assert rounds["model-tree-2x2x1"] < rounds["model-chain-3"] < 0.75 * rounds["plain"]
+
+
+@pytest.mark.parametrize("rule", ["replayable", "rejection"])
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=20)], ids=["temperature", "top_k"])
+def test_logprobs_are_those_of_the_sampled_law(target, drafter, rule, sampling):
+    """At most 1e-4 from a teacher-forced pass, whichever strategy and acceptance rule sampled."""
+    how = decoding("model-tree-2x2", acceptance=rule, sampling=sampling)
+    for sample in run(target, drafter, how).values():
+        text = np.concatenate([sample.prompt, sample.tokens])[None].astype(np.int32)
+        support = None
+        if sampling.top_k:
+            support = np.full((1, text.shape[1], sampling.top_k), -1, np.int32)
+            support[0, len(sample.prompt) :] = sample.support
+        again = token_logprobs(target, jnp.asarray(text), temperature=sampling.temperature, support=support)
+        assert np.abs(np.asarray(again)[0, len(sample.prompt) :] - sample.logprobs).max() < 1e-4
+
+
+@pytest.mark.parametrize("rule", ["replayable", "rejection"])
+@pytest.mark.parametrize("strategy", ["plain", "model-chain-2", "model-tree-3x2", "lookup-chain-2"])
+def test_sampled_pairs_follow_the_models_law(rule, strategy):
+    """Chi-square of the first two tokens of 20,000 samples against the exact joint law."""
+    config = ModelConfig("llama", 12, 16, 24, 2, 2, 1, 8, 32)
+    model = unstack(init(jax.random.key(4), config))
+    model = model.replace(embed=model.embed * 2)
+    small = model.replace(layers=model.layers[:1], config=dataclasses.replace(config, num_layers=1))
+    prompt = np.array([1, 2, 3, 1, 2], np.int32)
+    wanted = [Request(prompt, tuple(range(20_000)), 2)]
+    how = decoding(strategy, acceptance=rule, rows=20_000, slots=8, stop_tokens=(), history=0)
+    drawn = [tuple(sample.tokens) for sample in run(model, small, how, wanted).values()]
+    counts = np.zeros((12, 12))
+    np.add.at(counts, tuple(np.array(drawn).T), 1)
+    assert _pooled_chi_square(counts.ravel(), _joint(model, prompt).ravel() * 20_000) > 1e-4
+
+
+def _joint(model, prompt) -> np.ndarray:
+    texts = np.array([[*prompt, token] for token in range(12)], np.int32)
+    places = np.broadcast_to(np.arange(texts.shape[1], dtype=np.int32), texts.shape)
+    laws = jax.nn.softmax(logits(model, forward(model, texts, places)[0]))
+    return np.asarray(laws[0, -2][:, None] * laws[:, -1], np.float64)
+
+
+def _pooled_chi_square(counts, expected) -> float:
+    """p-value, with cells of fewer than 5 expected counts as one."""
+    rare = expected < 5
+    seen = np.append(counts[~rare], counts[rare].sum())
+    wanted = np.append(expected[~rare], expected[rare].sum())
+    return float(stats.chisquare(seen, wanted * seen.sum() / wanted.sum()).pvalue)
+
+
+def test_text_ends_at_its_limit_its_stop_token_and_the_last_slot(target, drafter):
+    wanted = [Request(np.arange(5, dtype=np.int32), tuple(range(40)), 59)]
+    for strategy in ("plain", "model-chain-5", "model-tree-2x2"):
+        for sample in run(target, drafter, decoding(strategy), wanted).values():
+            stops = [i for i, token in enumerate(sample.tokens) if token == STOP]
+            assert stops in ([], [len(sample.tokens) - 1])
+            assert len(sample.tokens) == 59 or stops, "neither a stop token nor the last slot"
+
+
+def test_a_prompt_that_does_not_fit_is_refused_in_one_sentence(target):
+    with pytest.raises(ValueError, match=r"60 tokens with up to 10 new ones does not fit the cache of 64 slots"):
+        list(generate(target, None, [Request(np.zeros(60, np.int32), (0,), 10)], decoding()))
+
+
+def test_rows_shrink_in_the_tail_and_are_refilled_before(target):
+    reports = []
+    wanted = [Request(np.arange(4, dtype=np.int32), (i,), 3 + 4 * i) for i in range(12)]
+    run(target, None, decoding(rows=8, stop_tokens=()), wanted, observe=reports.append)
+    rows = [report.rows for report in reports]
+    assert rows == sorted(rows, reverse=True) and set(rows) == {8, 4, 2, 1}
+    assert sum(r.live for r in reports) == sum(r.max_new_tokens for r in wanted)
+
+
+def test_samples_of_a_prompt_prefill_it_once(target, monkeypatch):
+    calls = []
+    real = row_verbs.prefill
+    monkeypatch.setattr(row_verbs, "prefill", lambda *a, **k: calls.append(a[2].shape) or real(*a, **k))
+    run(target, None, decoding(rows=4), [Request(np.arange(6, dtype=np.int32), tuple(range(12)), 8)])
+    assert calls == [(1, 32)]
+
+
+def test_a_finished_row_is_a_no_op(target, drafter):
+    """However long a done row stays in the batch, its tokens and length stand still."""
+    state = _state(target, drafter, rows=3)
+    state = state.replace(done=jnp.array([False, True, False]))
+    before = jax.tree.map(np.asarray, (state.tokens, state.length))
+    for _ in range(3):
+        state, emission = _round(target, drafter, state, trees.parse("model-chain-2"))
+        assert int(emission.count[1]) == 0 and int(emission.accepted[1]) == 0
+    assert int(state.length[1]) == before[1][1] and int(state.length[0]) > before[1][0]
+    np.testing.assert_array_equal(state.tokens[1], before[0][1])
+
+
+def test_a_moved_sample_is_the_unmoved_sample(target, drafter):
+    """`take` and `put` move every leaf of a row: the rest of its text is the same elsewhere."""
+    strategy = trees.parse("model-tree-2x2")
+    state = _state(target, drafter, rows=4)
+    state, _ = _round(target, drafter, state, strategy)
+    moved = row_verbs.put(_state(target, drafter, rows=6), jnp.array([5, 1, 9]), row_verbs.take(state, jnp.array([2, 0, 1])))
+    for _ in range(4):
+        state, _ = _round(target, drafter, state, strategy)
+        moved, _ = _round(target, drafter, moved, strategy)
+    for old, new in ((2, 5), (0, 1)):
+        np.testing.assert_array_equal(state.tokens[old], moved.tokens[new])
+
+
+def test_a_draft_model_catches_up_after_rounds_without_it(target):
+    """Switching at random loses no acceptance: a perfect drafter is accepted whole whenever it is asked."""
+    state = _state(target, target, rows=3)
+    chain, plain, rng = trees.parse("model-chain-3"), trees.parse("plain"), np.random.default_rng(1)
+    for _ in range(12):
+        strategy = chain if rng.random() < 0.4 else plain
+        if strategy is chain:
+            state = model_drafter.catch_up(target, state)
+        state, emission = _round(target, target, state, strategy)
+        assert emission.count.tolist() == [len(strategy.parents) + 1] * 3
+
+
+def test_lookup_follows_the_longest_match_and_then_others(target):
+    """History '5 6 8' and own text '5 6 9 ... 5 6': the longest match wins, siblings differ, chains follow on."""
+    state = _state(target, None, rows=1)
+    text = jnp.array([[4, 5, 6, 9, 2, 5, 6, 1, 4, 5, 6] + [0] * (state.tokens.shape[1] - 11)], jnp.int32)
+    history = jnp.full_like(state.history, -1).at[0, :4].set(jnp.array([3, 5, 6, 8]))
+    state = state.replace(tokens=text, length=jnp.array([11]), history=history)
+    assert lookup.propose(state, trees.parse("lookup-chain-4"))[0].tolist() == [9, 2, 5, 6]
+    assert lookup.propose(state, trees.parse("lookup-tree-3"))[0].tolist() == [9, 1, 8, -1]
+
+
+def test_no_compilation_after_warm_up(target, drafter, compilations):
+    for strategy in ("plain", "lookup-chain-3", "model-tree-2x2"):
+        run(target, drafter, decoding(strategy))
+        with compilations() as seen:
+            run(target, drafter, decoding(strategy, seed=11))
+        assert not seen, strategy
+
+
+def _state(target, drafter, rows: int):
+    """Rows that have just been admitted, each with a prompt of its own."""
+    config = None if drafter is None else drafter.config
+    state = row_verbs.empty(target.config, config, rows, 96, 8, jnp.float32)
+    tokens = jnp.arange(rows * 32, dtype=jnp.int32).reshape(rows, 32) % 300
+    prefix = row_verbs.prefill(target, drafter, tokens, jnp.arange(rows, dtype=jnp.int32) + 4)
+    places = jnp.arange(rows, dtype=jnp.int32)
+    key = jnp.stack([jnp.full((rows,), 5, jnp.uint32), places.astype(jnp.uint32)], axis=1)
+    history = jnp.full((rows, 8), -1, jnp.int32)
+    admission = row_verbs.Admission(places, places, jnp.full((rows,), 80, jnp.int32), key, history)
+    return row_verbs.admit(state, prefix, admission)
+
+
+def _round(target, drafter, state, strategy):
+    rows, window, sampling = len(state.done), None, Sampling(1.0)
+    drafts = jnp.zeros((rows, 0), jnp.int32)
+    if strategy.drafter == "model":
+        drafts, _, window = model_drafter.propose(drafter, state, strategy, sampling)
+    tree = trees.as_data(strategy, rows)
+    state, emission, path = run_round(target, state, drafts, None, tree, sampling=sampling, stop_tokens=())
+    if window is not None:
+        state = model_drafter.commit(state, window, path, emission.count, strategy)
+    return state, emission

@@ -1,0 +1,203 @@
+"""GGUF files: the same model as the Hugging Face folder, and SmolLM2's greedy text as transformers writes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf as gguf_package
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_jax.model import gguf, gguf_file, huggingface, layout, transformer
+from rlhf_jax.model.source import open_source
+from rlhf_jax.types import Model, ModelConfig
+
+GOLDEN = Path(__file__).parent / "golden"
+Kind = gguf_package.GGMLQuantizationType
+CASES = ["llama", "llama_tied", "llama3_tied", "linear", "qwen2", "qwen3_tied"]
+
+
+def interleave(array: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp's converter does to the query and key weights of Llama models."""
+    rows = array.shape[0]
+    return array.reshape(heads, 2, rows // heads // 2, -1).swapaxes(1, 2).reshape(array.shape)
+
+
+def write_metadata(writer: gguf_package.GGUFWriter, config: ModelConfig) -> None:
+    writer.add_context_length(config.max_context)
+    writer.add_embedding_length(config.width)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.ffn_width)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    letters = [chr(256 + index) for index in range(config.vocab_size)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(letters)
+    writer.add_token_types([3, *[1] * (config.vocab_size - 1)])
+    writer.add_token_merges([])
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(5)
+
+
+def write_weights(writer: gguf_package.GGUFWriter, model: Model, kind: Kind) -> None:
+    config = model.config
+    for place, _ in layout.places(config):
+        field, layer = place
+        array = np.array(layout.to_stored(field, layout.weight_at(model, place)), np.float32)
+        if field in ("query", "key") and config.family == "llama":
+            array = interleave(array, config.num_heads if field == "query" else config.num_kv_heads)
+        name = gguf.NAMES[field] if layer is None else f"blk.{layer}.{gguf.NAMES[field]}"
+        if array.ndim == 2 and kind != Kind.F32:
+            writer.add_tensor(name, gguf_package.quantize(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, array)
+    if config.rope_scaling and config.rope_scaling.kind == "llama3":
+        plain = transformer.rope_frequencies(config.__class__(**{**vars(config), "rope_scaling": None}))
+        divisors = (plain / transformer.rope_frequencies(config)).astype(np.float32)
+        writer.add_tensor(gguf.ROPE_DIVISORS, divisors)
+    elif config.rope_scaling:
+        writer.add_rope_scaling_type(gguf_package.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_scaling.factor)
+
+
+def write_gguf(
+    file: Path, model: Model, kind: Kind = Kind.F32, family: str | None = None, **extra: str
+) -> Path:
+    writer = gguf_package.GGUFWriter(file, family or model.config.family)
+    write_metadata(writer, model.config)
+    for key, value in extra.items():
+        writer.add_string(key.replace("__", "."), value)
+    write_weights(writer, model, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def golden_model(name: str) -> Model:
+    return huggingface.load(GOLDEN / name, jnp.float32)
+
+
+def with_llama3_factors(model: Model) -> Model:
+    """GGUF keeps no original context: only the published 8192 can be recognised."""
+    scaling = model.config.rope_scaling
+    if scaling is None or scaling.kind != "llama3":
+        return model
+    published = scaling.__class__("llama3", scaling.factor)
+    config = model.config.__class__(
+        **{**vars(model.config), "rope_scaling": published, "rope_theta": 500_000.0}
+    )
+    return model.replace(config=config)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gguf_and_folder_give_the_same_model(name: str, tmp_path: Path):
+    model = with_llama3_factors(golden_model(name))
+    source = open_source(write_gguf(tmp_path / "model.gguf", model))
+    assert source.config == model.config
+    assert source.stop_tokens == (2, 5)
+    jax.tree.map(np.testing.assert_array_equal, source.load(jnp.float32), model)
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_1, Kind.Q5_0])
+def test_quantised_weights_are_near(kind: Kind, tmp_path: Path):
+    model = golden_model("llama")
+    loaded = open_source(write_gguf(tmp_path / "model.gguf", model, kind)).load(jnp.float32)
+    bound = {Kind.F16: 1e-3, Kind.BF16: 1e-2, Kind.Q8_0: 1e-2}.get(kind, 0.2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=bound), loaded, model)
+
+
+def test_bad_files_are_refused(tmp_path: Path):
+    whole = write_gguf(tmp_path / "whole.gguf", golden_model("llama")).read_bytes()
+    with pytest.raises(FileNotFoundError, match="is missing"):
+        open_source(tmp_path / "nowhere.gguf")
+    for size, message in [(0, "only the beginning"), (500, "only the beginning"), (-5000, "is truncated")]:
+        (tmp_path / "part.gguf").write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=message):
+            open_source(tmp_path / "part.gguf")
+    (tmp_path / "other.gguf").write_bytes(b"PK\x03\x04" * 100)
+    with pytest.raises(ValueError, match="is not a GGUF file"):
+        open_source(tmp_path / "other.gguf")
+
+
+def test_other_architectures_and_tokenizers_are_refused(tmp_path: Path):
+    model = golden_model("llama")
+    with pytest.raises(ValueError, match="architecture 'gemma3' is not supported; supported are llama"):
+        open_source(write_gguf(tmp_path / "a.gguf", model, family="gemma3"))
+    with pytest.raises(
+        ValueError, match=r"'blk\.0\.attn_q_norm\.weight' \[8\] of a qwen3 model .* is missing"
+    ):
+        open_source(write_gguf(tmp_path / "b.gguf", model, family="qwen3"))
+    with pytest.raises(ValueError, match="rope scaling 'yarn' is not supported"):
+        open_source(write_gguf(tmp_path / "c.gguf", model, llama__rope__scaling__type="yarn"))
+
+
+def changed(file: gguf_file.File, **metadata) -> gguf_file.File:
+    renamed = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
+    return gguf_file.File(file.path, {**file.metadata, **renamed}, file.tensors)
+
+
+def test_pre_tokenizers_that_are_unknown_are_refused(tmp_path: Path):
+    file = gguf_file.open_file(write_gguf(tmp_path / "model.gguf", golden_model("llama")))
+    with pytest.raises(ValueError, match="pre-tokenizer 'tekken' is not supported"):
+        gguf.read_tokenizer(changed(file, pre="tekken"))
+    with pytest.raises(ValueError, match="tokenizer 'llama' is not supported; only byte-level BPE"):
+        gguf.read_tokenizer(changed(file, model="llama"))
+    assert gguf.read_tokenizer(changed(file, pre="llama-bpe", bos_token_id=1)).encode("")[:1] == [1]
+    assert gguf.read_tokenizer(changed(file, pre="qwen2", bos_token_id=1)).encode("") == []
+
+
+@jax.jit
+def next_tokens(model: Model, tokens: jax.Array, length: jax.Array) -> jax.Array:
+    """The likeliest token after each row's first `length` tokens."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    hidden, _ = transformer.forward(model, tokens, positions)
+    last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
+    return jnp.argmax(transformer.logits(model, last), axis=-1).astype(jnp.int32)
+
+
+def greedy(model: Model, prompts: list[list[int]], count: int) -> np.ndarray:
+    """`count` greedy tokens after each prompt, by whole forward passes."""
+    rows = np.arange(len(prompts))
+    start = np.array([len(prompt) for prompt in prompts], np.int32)
+    tokens = np.zeros((len(prompts), start.max() + count), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    for step in range(count):
+        tokens[rows, start + step] = next_tokens(model, tokens, start + step)
+    return np.stack([tokens[row, begin : begin + count] for row, begin in enumerate(start)])
+
+
+@pytest.mark.slow
+def test_smollm2_writes_the_same_greedy_text_as_transformers(smollm2: Path):
+    samples = json.loads((GOLDEN / "greedy.json").read_text())
+    source = open_source(smollm2)
+    prompts = [source.tokenizer.encode_chat(sample["chat"]) for sample in samples]
+    assert prompts == [sample["prompt"] for sample in samples]
+    texts = greedy(source.load(jnp.float32), prompts, max(len(sample["text"]) for sample in samples))
+    for sample, text in zip(samples, texts.tolist(), strict=True):
+        expected = sample["text"]
+        differing = [t for t, (one, other) in enumerate(zip(expected, text, strict=False)) if one != other]
+        # A difference is a tie only where the two best logits are this close; after it the texts part.
+        assert not differing or sample["gaps"][differing[0]] < 1e-3, sample["chat"]
+
+
+def test_smollm2_saved_as_a_folder_is_the_same_model(smollm2: Path, tmp_path: Path):
+    source = open_source(smollm2)
+    model = source.load(jnp.bfloat16)
+    huggingface.save(tmp_path / "saved", model, source.tokenizer, source.stop_tokens, jnp.bfloat16)
+    saved = open_source(tmp_path / "saved")
+    assert saved.config == source.config and saved.stop_tokens == source.stop_tokens == (2,)
+    jax.tree.map(np.testing.assert_array_equal, saved.load(jnp.bfloat16), model)
+    chat = [{"role": "user", "content": "Write one sentence about the sea."}]
+    assert saved.tokenizer.encode_chat(chat) == source.tokenizer.encode_chat(chat)

@@ -1,0 +1,222 @@
+"""Training attention and token log-probabilities against their naive definitions."""
+
+import dataclasses
+import types
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rlhf_jax.inference.logprobs import mismatch, score_rollout, token_logprobs
+from rlhf_jax.model import attention
+from rlhf_jax.model.transformer import forward, init, logits
+from rlhf_jax.types import Rollout
+
+
+def naive_attention(query, key, value):
+    """Full [Q, Q] weights, heads repeated."""
+    repeats = query.shape[2] // key.shape[2]
+    key, value = jnp.repeat(key, repeats, axis=2), jnp.repeat(value, repeats, axis=2)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * query.shape[-1] ** -0.5
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), value)
+
+
+def random_attention_inputs(count, dtype=jnp.float32, groups=2):
+    shapes = [(2, count, 4, 16), (2, count, groups, 16), (2, count, groups, 16)]
+    keys = jax.random.split(jax.random.key(count), 3)
+    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+@pytest.mark.parametrize("count", [1, 7, 512, 700])
+def test_blockwise_attention_is_naive_attention(count):
+    inputs = random_attention_inputs(count)
+
+    def both(attend):
+        weigh = jnp.cos(jnp.arange(count, dtype=jnp.float32))[None, :, None, None]
+        value_and_grad = jax.value_and_grad(lambda *args: (attend(*args) * weigh).sum(), argnums=(0, 1, 2))
+        return attend(*inputs), value_and_grad(*inputs)[1]
+
+    got, want = both(lambda *args: attention.causal(*args)[0]), both(naive_attention)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, want)
+
+
+def test_long_attention_never_holds_all_weights():
+    inputs = random_attention_inputs(1536)
+    gradient = jax.jit(jax.grad(lambda *args: attention.causal(*args)[0].sum(), argnums=(0, 1, 2)))
+    assert largest_intermediate(gradient, *inputs) < 2 * 4 * 1536 * 1536
+
+
+def test_attention_partitions_over_a_mesh_without_communication():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
+    sharding = NamedSharding(mesh, PartitionSpec("data", None, "tensor", None))
+    inputs = random_attention_inputs(600)
+    split = [jax.device_put(part, sharding) for part in inputs]
+    attend = jax.jit(attention.partitioned(attention.causal, mesh, "data", "tensor"))
+    text = attend.lower(*split).compile().as_text()
+    assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+    np.testing.assert_allclose(attend(*split)[0], naive_attention(*inputs), atol=2e-5)
+
+
+@pytest.mark.parametrize("count", [48, 700])
+@pytest.mark.parametrize("platform, marker", [("tpu", "tpu_custom_call"), ("cuda", "cudnn"), ("cpu", "dot_general")])
+def test_half_precision_attention_lowers_to_the_platforms_kernel(count, platform, marker, monkeypatch):
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    if platform == "cuda":  # the primitive asks for the library, and nothing else, when it is traced
+        library = types.SimpleNamespace(cudnn_get_version=lambda: 91000)
+        monkeypatch.setattr(fused_attention_stablehlo, "cuda_versions", library)
+        monkeypatch.setattr(attention, "_has_cudnn", lambda: True)
+    inputs = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in random_attention_inputs(count)]
+
+    def total(*args):
+        return attention.causal(*args)[0].astype(jnp.float32).sum()
+
+    gradient = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+    text = gradient.trace(*inputs).lower(lowering_platforms=(platform,)).as_text()
+    assert marker in text
+    assert (platform == "cpu") == ("stablehlo.exponential" in text)
+
+
+def random_rollout(config, rows=4, slots=24, seed=0, top_k=None) -> Rollout:
+    """Rows of several lengths, prompts of 3 to 6 tokens; supports hold the token itself."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, config.vocab_size, (rows, slots)).astype(np.int32)
+    prompt, length = rng.integers(3, 7, rows), rng.integers(10, slots + 1, rows)
+    at = np.arange(slots)[None, :]
+    mask = (at >= prompt[:, None]) & (at < length[:, None])
+    support = None
+    if top_k is not None:
+        support = np.stack(
+            [[rng.permutation(config.vocab_size)[:top_k] for _ in range(slots)] for _ in range(rows)]
+        )
+        support[..., -2:] = -1
+        support[..., 0] = tokens
+        support = np.where(mask[..., None], support, -1).astype(np.int32)
+    return Rollout(
+        tokens=tokens,
+        mask=mask,
+        logprobs=np.zeros((rows, slots), np.float32),
+        length=length.astype(np.int32),
+        sample_id=np.arange(rows, dtype=np.uint32),
+        support=support,
+    )
+
+
+def naive_logprobs(model, tokens, temperature, support=None):
+    """A whole softmax, token by token, in float64."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    scores = np.asarray(logits(model, forward(model, tokens, positions)[0]), np.float64) / temperature
+    out = np.zeros(tokens.shape)
+    for b in range(tokens.shape[0]):
+        for t in range(1, tokens.shape[1]):
+            row = scores[b, t - 1]
+            ids = [i for i in support[b, t] if i >= 0] if support is not None else []
+            allowed = row[ids] if ids else row
+            out[b, t] = row[tokens[b, t]] - np.log(np.exp(allowed).sum())
+    return out
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("top_k", [None, 6])
+@pytest.mark.parametrize("chunk", [1, 20, 512])
+def test_logprobs_are_the_whole_softmax(tiny, temperature, top_k, chunk):
+    model = init(jax.random.key(0), tiny)
+    rollout = random_rollout(tiny, top_k=top_k)
+    got = token_logprobs(model, rollout.tokens, temperature=temperature, support=rollout.support, chunk=chunk)
+    want = naive_logprobs(model, rollout.tokens, temperature, rollout.support)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_gradient_is_the_whole_softmaxs(tiny):
+    model = init(jax.random.key(0), tiny)
+    rollout = random_rollout(tiny, top_k=6)
+    weigh = jnp.asarray(np.random.default_rng(1).normal(size=rollout.tokens.shape), jnp.float32)
+
+    def chunked(model):
+        got = token_logprobs(
+            model, rollout.tokens, temperature=0.7, mask=rollout.mask, support=rollout.support, chunk=8, remat=True
+        )
+        return (got * weigh).sum()
+
+    def whole(model):
+        positions = jnp.broadcast_to(jnp.arange(24), rollout.tokens.shape)
+        scores = logits(model, forward(model, rollout.tokens, positions)[0])[:, :-1] / 0.7
+        support = rollout.support[:, 1:]
+        picked = jnp.take_along_axis(scores, jnp.maximum(support, 0), axis=-1)
+        picked = jnp.where(support >= 0, picked, -1e9)
+        law = picked[..., 0] - jax.nn.logsumexp(picked, axis=-1)
+        return jnp.where(rollout.mask[:, 1:], law * weigh[:, 1:], 0.0).sum()
+
+    got, want = jax.grad(chunked)(model), jax.grad(whole)(model)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), got, want)
+
+
+def test_unwanted_tokens_are_zero_and_change_nothing(tiny):
+    model = init(jax.random.key(0), tiny)
+    rollout = random_rollout(tiny)
+    whole = token_logprobs(model, rollout.tokens, temperature=1.0)
+    wanted = token_logprobs(model, rollout.tokens, temperature=1.0, mask=rollout.mask, chunk=8)
+    np.testing.assert_allclose(wanted, np.where(rollout.mask, whole, 0.0), atol=1e-5)
+    filled = np.where(np.arange(24)[None] < rollout.length[:, None], rollout.tokens, 7)
+    padded = np.pad(filled, [(0, 1), (0, 8)])
+    again = token_logprobs(model, padded, temperature=1.0)[:4, :24]
+    np.testing.assert_allclose(np.where(rollout.mask, again, 0.0), wanted, atol=1e-5)
+
+
+def largest_intermediate(function, *args) -> int:
+    """The most elements of any value in the function's program, nested programs included."""
+
+    def sizes(jaxpr):
+        for equation in jaxpr.eqns:
+            yield from (np.prod(out.aval.shape, dtype=int) for out in equation.outvars)
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                yield from sizes(inner)
+
+    return max(sizes(jax.make_jaxpr(function)(*args).jaxpr))
+
+
+def test_no_program_holds_the_logits_of_all_tokens(tiny):
+    model = init(jax.random.key(0), dataclasses.replace(tiny, vocab_size=1000))
+    tokens = np.zeros((4, 24), np.int32)
+
+    def total(model):
+        return token_logprobs(model, tokens, temperature=1.0, chunk=16).sum()
+
+    for function in (total, jax.grad(total)):
+        assert largest_intermediate(function, model) < 4 * 23 * 1000 / 2
+        text = jax.jit(function).lower(model).compile().as_text()
+        assert "1000,92]" not in text and "92,1000]" not in text
+
+
+def test_scores_do_not_depend_on_how_many_rows_go_together(tiny):
+    model = init(jax.random.key(0), tiny)
+    rollout = random_rollout(tiny, rows=6, top_k=6)
+    want = token_logprobs(
+        model, rollout.tokens, temperature=0.7, mask=rollout.mask, support=rollout.support
+    )
+    for rows in (1, 2, 6):
+        got = score_rollout(model, rollout, temperature=0.7, rows=rows)
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_bad_scoring_requests_are_refused(tiny):
+    model = init(jax.random.key(0), tiny)
+    with pytest.raises(ValueError, match="4 rows cannot be scored 3 at a time"):
+        score_rollout(model, random_rollout(tiny), temperature=1.0, rows=3)
+    with pytest.raises(ValueError, match="temperature above 0"):
+        token_logprobs(model, np.zeros((1, 4), np.int32), temperature=0.0)
+
+
+def test_mismatch_is_zero_for_equal_laws_and_positive_otherwise(tiny):
+    rng = np.random.default_rng(0)
+    sampled, mask = rng.normal(size=(2, 5)).astype(np.float32), np.array([[0, 1, 1, 0, 0], [0, 0, 1, 1, 1]], bool)
+    assert mismatch(sampled, sampled, mask) == {"mismatch/kl": 0.0, "mismatch/mean": 0.0, "mismatch/max": 0.0}
+    got = mismatch(sampled, sampled + np.float32(0.1), mask)
+    assert got["mismatch/mean"] == pytest.approx(0.1, rel=1e-5) == got["mismatch/max"]
+    assert got["mismatch/kl"] == pytest.approx(np.exp(0.1) - 1.1, rel=1e-4)
+    assert mismatch(sampled, sampled, np.zeros_like(mask))["mismatch/kl"] == 0.0

@@ -1,0 +1,175 @@
+"""Shards have the right shapes, and a model split over eight devices is the same function."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rlhf_jax import mesh as meshes
+from rlhf_jax.model import cache, transformer
+from rlhf_jax.types import ModelConfig
+
+SHAPES = [(2, 2, 2), (1, 8, 1), (1, 4, 2), (8, 1, 1), (1, 1, 8)]
+
+
+@pytest.fixture
+def config(tiny) -> ModelConfig:
+    return dataclasses.replace(tiny, tied=False, qkv_bias=True, qk_norm=True)
+
+
+@pytest.fixture
+def model(config):
+    return transformer.init(jax.random.key(0), config)
+
+
+def shard_shapes(tree, shardings):
+    return jax.tree.map(lambda leaf, sharding: sharding.shard_shape(leaf.shape), tree, shardings)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "shape"),
+    [((1, -1, 1), (1, 8, 1)), ((2, -1, 2), (2, 2, 2)), ((-1, 4, 2), (1, 4, 2)), ((2, 4, 1), (2, 4, 1))],
+)
+def test_minus_one_takes_the_rest(wanted, shape):
+    made = meshes.make_mesh(*wanted)
+    assert dict(made.shape) == dict(zip(meshes.AXES, shape, strict=True))
+
+
+def test_a_mesh_may_use_some_of_the_devices():
+    assert meshes.make_mesh(1, -1, 1, devices=jax.devices()[:2]).shape["fsdp"] == 2
+
+
+@pytest.mark.parametrize("wanted", [(3, -1, 1), (2, 2, 1), (16, 1, 1), (-1, -1, 1), (0, -1, 1), (-2, 1, 1)])
+def test_sizes_that_do_not_fit_are_refused_in_one_sentence(wanted):
+    with pytest.raises(ValueError, match=r"^mesh data=\S+, fsdp=\S+, tensor=.*\.$"):
+        meshes.make_mesh(*wanted)
+
+
+def test_training_splits_width_over_fsdp_and_heads_over_tensor(model):
+    shapes = shard_shapes(model, meshes.model_shardings(model, meshes.make_mesh(2, 2, 2), "training"))
+    assert shapes.embed == (160, 16)
+    assert shapes.head == (16, 160)
+    assert shapes.layers.query == (2, 16, 2, 8)
+    assert shapes.layers.key == (2, 16, 1, 8)
+    assert shapes.layers.output == (2, 2, 8, 16)
+    assert shapes.layers.down == (2, 32, 16)
+    assert shapes.layers.query_bias == (2, 2, 8)
+    assert shapes.layers.query_norm == (2, 8)
+    assert shapes.norm == (32,)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_generation_splits_over_tensor_only(model, stacked):
+    model = model if stacked else transformer.unstack(model)
+    shapes = shard_shapes(model, meshes.model_shardings(model, meshes.make_mesh(2, 2, 2), "generation"))
+    layer = shapes.layers if stacked else shapes.layers[1]
+    assert shapes.embed == (160, 32)
+    assert layer.query[-3:] == (32, 2, 8)
+    assert layer.down[-2:] == (32, 32)
+
+
+def test_every_weight_is_in_the_table(model):
+    names = {path[-1].name for path, _ in jax.tree_util.tree_leaves_with_path(model)}
+    assert names == set(meshes.WEIGHT_AXES)
+
+
+def test_optimizer_state_lies_as_its_parameters(model):
+    mesh = meshes.make_mesh(1, 4, 2)
+    state = jax.eval_shape(optax.adamw(1e-3).init, model)
+    split = meshes.model_shardings(state, mesh, "training")
+    assert split[0].mu == meshes.model_shardings(model, mesh, "training")
+    assert split[0].nu == split[0].mu
+    assert split[0].count == meshes.replicated(mesh)
+
+
+def test_what_does_not_divide_stays_whole_and_is_listed(config):
+    config = dataclasses.replace(config, num_heads=6, num_kv_heads=3, vocab_size=321)
+    model = transformer.init(jax.random.key(0), config)
+    mesh = meshes.make_mesh(2, 2, 2)
+    shapes = shard_shapes(model, meshes.model_shardings(model, mesh, "training"))
+    assert shapes.layers.key == (2, 16, 3, 8)
+    assert shapes.embed == (321, 16)
+    lines = meshes.unsplit(model, mesh, "training")
+    assert ".layers.key: 3 is not divisible by tensor=2" in lines
+    assert sorted(line.split(":")[0] for line in lines) == sorted(
+        [".embed", ".head", ".layers.key", ".layers.value", ".layers.key_bias", ".layers.value_bias"]
+    )
+
+
+def test_a_scalar_head_is_split_by_width_only(model):
+    critic = model.replace(head=jnp.zeros((32, 1)))
+    split = meshes.model_shardings(critic, meshes.make_mesh(1, 4, 2), "training")
+    assert split.head.shard_shape((32, 1)) == (8, 1)
+
+
+def test_rows_lie_over_data_and_fsdp_and_caches_over_tensor_too(config):
+    rows = {
+        "tokens": jnp.zeros((8, 16)),
+        "done": jnp.zeros(8),
+        "cache": cache.empty(config, 8, 16, jnp.float32),
+    }
+    rows |= {"scalar": jnp.zeros(()), "odd": jnp.zeros((6, 3)), "bits": jnp.zeros((8, 3, 3))}
+    shapes = shard_shapes(rows, meshes.row_shardings(rows, meshes.make_mesh(2, 2, 2)))
+    assert shapes["tokens"] == (2, 16)
+    assert shapes["done"] == (2,)
+    assert shapes["bits"] == (2, 3, 3)
+    assert shapes["cache"][0] == ((2, 1, 8, 16), (2, 1, 16, 8))
+    assert shapes["scalar"] == ()
+    assert shapes["odd"] == (6, 3)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bytes_per_device_are_the_bytes_on_the_device(model, shape):
+    mesh = meshes.make_mesh(*shape)
+    shardings = meshes.model_shardings(model, mesh, "training")
+    placed = meshes.reshard(model, shardings)
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(placed))
+    planned = meshes.model_shardings(model, meshes.abstract_mesh(dict(mesh.shape)), "training")
+    assert meshes.bytes_per_device(model, planned) == held
+
+
+@pytest.mark.parametrize("role", ["training", "generation"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_forward_on_eight_devices_equals_one(model, role, shape):
+    mesh = meshes.make_mesh(*shape)
+    tokens = jax.random.randint(jax.random.key(1), (8, 12), 0, model.config.vocab_size)
+    positions = jnp.broadcast_to(jnp.arange(12), tokens.shape)
+
+    @jax.jit
+    def run(model, tokens, positions):
+        return transformer.logits(model, transformer.forward(model, tokens, positions)[0])
+
+    alone = run(model, tokens, positions)
+    placed = meshes.reshard(model, meshes.model_shardings(model, mesh, role))
+    rows = meshes.reshard((tokens, positions), meshes.row_shardings((tokens, positions), mesh))
+    np.testing.assert_allclose(run(placed, *rows), alone, atol=1e-5, rtol=0)
+
+
+def test_reshard_keeps_the_values_and_gives_up_the_source_when_donated(model):
+    mesh = meshes.make_mesh(2, 2, 2)
+    training = meshes.reshard(model, meshes.model_shardings(model, mesh, "training"))
+    generation = meshes.reshard(training, meshes.model_shardings(model, mesh, "generation"))
+    jax.tree.map(np.testing.assert_array_equal, generation, model)
+    assert not training.embed.is_deleted()
+    back = meshes.reshard(generation, meshes.model_shardings(model, mesh, "training"), donate=True)
+    jax.tree.map(np.testing.assert_array_equal, back, model)
+    assert generation.embed.is_deleted()
+    assert generation.layers.query.is_deleted()
+
+
+def test_a_donated_reshard_is_compiled_once(model, compilations):
+    mesh = meshes.make_mesh(2, 2, 2)
+    training, generation = (meshes.model_shardings(model, mesh, role) for role in ("training", "generation"))
+
+    def there_and_back(model):
+        return meshes.reshard(meshes.reshard(model, generation, donate=True), training, donate=True)
+
+    model = there_and_back(meshes.reshard(model, training))
+    with compilations() as seen:
+        there_and_back(model)
+    assert not seen

@@ -1,0 +1,142 @@
+"""Files, progress and tables of a run."""
+
+import io
+import json
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from rlhf_jax import metrics
+
+
+def row(step, **more):
+    return {key: 0.5 for key in metrics.REQUIRED} | {"step": step, "generation/rounds": 20} | more
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def screen(terminal=False, width=100):
+    return Console(file=io.StringIO(), record=True, width=width, force_terminal=terminal)
+
+
+def test_writes_a_line_a_step_at_once(tmp_path):
+    writer = metrics.Writer(tmp_path, first_step=1)
+    writer.write(
+        row(1, **{"reward/mean": jnp.float32(0.25), "generation/tokens": np.int64(640), "eval/vader": 0.5})
+    )
+    (line,) = read(tmp_path / "metrics.jsonl")  # before close: flushed
+    writer.close()
+    assert set(metrics.REQUIRED) <= set(line)
+    assert line["reward/mean"] == 0.25 and line["generation/tokens"] == 640 and line["eval/vader"] == 0.5
+    assert any(path.name.startswith("events") for path in (tmp_path / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("key", metrics.REQUIRED)
+def test_a_missing_key_is_refused(tmp_path, key):
+    incomplete = row(1)
+    del incomplete[key]
+    writer = metrics.Writer(tmp_path, 1)
+    with pytest.raises(ValueError, match=f"miss {key}"):
+        writer.write(incomplete)
+    writer.close()
+
+
+@pytest.mark.parametrize("value", [float("nan"), jnp.float32("inf"), -np.inf])
+def test_a_value_that_is_not_finite_is_refused(tmp_path, value):
+    writer = metrics.Writer(tmp_path, 1)
+    with pytest.raises(ValueError, match=r"Metric kl/mean is -?(nan|inf) at step 7"):
+        writer.write(row(7, **{"kl/mean": value}))
+    writer.close()
+    assert read(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_resumed_run_writes_no_step_twice(tmp_path):
+    first = metrics.Writer(tmp_path, 1)
+    for step in (1, 2, 3):
+        first.write(row(step))
+        first.write_samples(step, [{"prompt": "p", "response": "schön\u2028", "reward": np.float32(0.5)}])
+    first.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')  # killed while writing
+    second = metrics.Writer(tmp_path, 3)
+    second.write(row(3, **{"reward/mean": 0.75}))
+    second.close()
+    assert [(line["step"], line["reward/mean"]) for line in read(tmp_path / "metrics.jsonl")] == [
+        (1, 0.5),
+        (2, 0.5),
+        (3, 0.75),
+    ]
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().split("\n")[:-1]]
+    assert (
+        samples[1] == {"step": 2, "prompt": "p", "response": "schön\u2028", "reward": 0.5}
+        and len(samples) == 2
+    )
+
+
+def run_progress(console, clock, monkeypatch, steps=3):
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: clock[0])
+    with metrics.Progress(40, console=console) as progress:
+        for step in range(1, steps + 1):
+            for phase in ("generation", "inference", "training"):
+                progress.update(phase, live_rows=5, tokens_per_second=812.4, tokens_per_round=1.9)
+                clock[0] += 1.0
+            progress.finish(row(step, **{"generation/tokens": 640, "generation/tokens_per_second": 1234.5}))
+    return console.export_text()
+
+
+def test_plain_lines_fit_a_hundred_columns_and_line_up(monkeypatch):
+    lines = run_progress(screen(), [0.0], monkeypatch).splitlines()
+    heading, steps = lines[0], [line for line in lines if re.search(r"0:\d\d:\d\d$", line)]
+    assert heading.split()[:3] == ["step", "reward", "kl"] and len(heading) <= 100
+    assert len(steps) == 3 and {len(line) for line in steps} == {len(heading)}
+    assert "32.0" in steps[0] and steps[-1].endswith("0:01:51")  # 640 / 20 tokens a round; 37 steps of 3 s
+    assert all(len(line) <= 100 for line in lines)
+
+
+def test_plain_lines_name_each_phase_of_the_first_step_then_beat(monkeypatch):
+    text = run_progress(screen(), [0.0], monkeypatch)
+    said = [line.split()[:2] for line in text.splitlines() if "live rows" in line]
+    assert said == [["1/40", "generation"], ["1/40", "inference"], ["1/40", "training"]]
+    console, clock = screen(), [0.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: clock[0])
+    with metrics.Progress(40, done=3, console=console) as progress:
+        for _ in range(25):
+            progress.update("generation", live_rows=5)
+            clock[0] += 1.0
+    assert console.export_text().count("4/40  generation  5 live rows") == 3  # at 0, 10 and 20 s
+
+
+def test_terminal_panel_shows_phase_and_time(monkeypatch):
+    console, clock = screen(terminal=True), [0.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: clock[0])
+    progress = metrics.Progress(40, done=1, console=console)
+    progress.finish(row(2, **{"reward/mean": 0.3}))
+    clock[0] += 5
+    progress.finish(row(3, **{"reward/mean": 0.9}))
+    progress.update("generation", live_rows=5, tokens_per_second=812.4)
+    clock[0] += 3
+    console.print(progress._panel())
+    panel = console.export_text()
+    assert "step 4 of 40" in panel and "0:03:05 left" in panel and "▁█" in panel
+    assert "generation 3 s" in panel and "5 live rows  812.4 tokens per second" in panel
+
+
+def test_live_display_runs_and_leaves_the_lines(monkeypatch):
+    text = run_progress(screen(terminal=True), [0.0], monkeypatch)
+    assert text.count("0:00:00") <= 1 and "1/40" in text and "3/40" in text
+
+
+def test_tables_show_text_as_it_is():
+    console = screen()
+    metrics.describe("This run", [("devices", "2 x cpu"), ("memory", "policy 0.5 GB [f32]")], console)
+    metrics.compare(
+        [("held-out reward", 0.56, 0.92), ("kl", 0.1, 0.1)], [("the [bold]", "a\nb", "c" * 90)], console
+    )
+    text = console.export_text()
+    assert "policy 0.5 GB [f32]" in text and "+0.360" in text and "[bold]" in text and "a b" in text
+    assert max(map(len, text.splitlines())) <= 100

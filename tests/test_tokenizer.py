@@ -1,0 +1,159 @@
+"""Tokenizers and chat templates: equal to a plain Python BPE and to transformers' rendering."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from rlhf_jax.data.tokenizer import Tokenizer, check_vocabulary, read_tokenizer
+from rlhf_jax.model import gguf, gguf_file
+from rlhf_jax.types import ModelConfig
+
+GOLDEN = Path(__file__).parent / "golden"
+TOKENIZATION = json.loads((GOLDEN / "tokenization.json").read_text(encoding="utf-8"))
+TEMPLATES = json.loads((GOLDEN / "templates.json").read_text(encoding="utf-8"))
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def smollm2_file(smollm2: Path) -> gguf_file.File:
+    return gguf_file.open_file(smollm2)
+
+
+@pytest.fixture(scope="module")
+def smollm2_tokenizer(smollm2_file: gguf_file.File) -> Tokenizer:
+    return gguf.read_tokenizer(smollm2_file)
+
+
+def small(template: str | None = None, special: dict[str, str] | None = None) -> Tokenizer:
+    """A tokenizer of three words."""
+    words = tokenizers.models.WordLevel({"<unk>": 0, "Hi": 1, "</s>": 2}, unk_token="<unk>")
+    backend = tokenizers.Tokenizer(words)
+    return Tokenizer(backend, template, special or {}, {}, Path("here"))
+
+
+@pytest.mark.parametrize("kind", sorted(TOKENIZATION["ids"]))
+def test_encoding_equals_plain_bpe(kind: str, smollm2_file: gguf_file.File):
+    metadata = {**smollm2_file.metadata, "tokenizer.ggml.pre": kind, "tokenizer.ggml.add_bos_token": False}
+    tokenizer = gguf.read_tokenizer(dataclasses.replace(smollm2_file, metadata=metadata))
+    for text, ids in zip(TOKENIZATION["texts"], TOKENIZATION["ids"][kind], strict=True):
+        assert tokenizer.encode(text) == ids, text
+
+
+def test_decoding_gives_the_text_back(smollm2_tokenizer: Tokenizer):
+    alphabet = smollm2_tokenizer.backend.get_vocab()
+    for text in TOKENIZATION["texts"]:
+        if "\u0000" not in text:  # some control bytes have no token
+            ids = smollm2_tokenizer.encode(text)
+            assert smollm2_tokenizer.decode(ids, skip_special=False) == text
+    assert smollm2_tokenizer.decode([alphabet["<|im_start|>"], *smollm2_tokenizer.encode("hi")]) == "hi"
+
+
+@pytest.mark.parametrize("case", TEMPLATES, ids=range(len(TEMPLATES)))
+def test_templates_render_as_in_transformers(case: dict):
+    tokenizer = small(case["template"], case["special"])
+    if case["text"] is None:
+        with pytest.raises(ValueError, match="the chat template failed on the messages: no such role: stop"):
+            tokenizer.render(case["messages"], case["prompted"])
+    else:
+        assert tokenizer.render(case["messages"], case["prompted"]) == case["text"]
+
+
+def test_a_template_may_ask_the_date():
+    year = small("{{ strftime_now('%Y') }}").render(CHAT)
+    assert abs(int(year) - datetime.datetime.now().year) <= 1
+
+
+def test_a_template_stays_in_its_sandbox():
+    with pytest.raises(ValueError, match="the chat template failed"):
+        small("{{ messages.__class__.__base__.__subclasses__() }}").render(CHAT)
+    with pytest.raises(ValueError, match="the chat template failed"):
+        small("{{ messages.append(1) }}").render(CHAT)
+    with pytest.raises(ValueError, match="the chat template failed"):
+        small("{% for %}").render(CHAT)
+
+
+def test_no_template_is_said_so():
+    with pytest.raises(ValueError, match="here has no chat template"):
+        small().render(CHAT)
+
+
+def test_chat_is_encoded_without_a_second_first_token():
+    tokenizer = small("{{ messages[0].content }}")
+    tokenizer.backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", 2)]
+    )
+    assert tokenizer.encode("Hi") == [2, 1]
+    assert tokenizer.encode_chat(CHAT) == [1]
+
+
+def test_padding_falls_back_to_the_end_token():
+    assert small(special={"pad_token": "Hi", "eos_token": "</s>"}).pad_id == 1
+    assert small(special={"eos_token": "</s>"}).pad_id == 2
+    assert small().pad_id == 0
+
+
+def test_a_larger_vocabulary_than_the_models_is_refused(tiny: ModelConfig):
+    check_vocabulary(small(), dataclasses.replace(tiny, vocab_size=3))
+    with pytest.raises(ValueError, match="Wrong tokenizer: here gives token ids up to 2, .* has 2"):
+        check_vocabulary(small(), dataclasses.replace(tiny, vocab_size=2))
+
+
+def test_saved_tokenizer_is_the_same(smollm2_tokenizer: Tokenizer, tmp_path: Path):
+    smollm2_tokenizer.save(tmp_path)
+    again = read_tokenizer(tmp_path)
+    assert again.special == smollm2_tokenizer.special
+    assert again.render(CHAT) == smollm2_tokenizer.render(CHAT)
+    assert again.pad_id == smollm2_tokenizer.pad_id == 2
+    assert [again.encode(text) for text in TOKENIZATION["texts"]] == TOKENIZATION["ids"]["smollm"]
+
+
+def test_saved_tokenizer_loads_in_transformers(smollm2_tokenizer: Tokenizer, tmp_path: Path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    smollm2_tokenizer.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert [theirs(text)["input_ids"] for text in TOKENIZATION["texts"]] == TOKENIZATION["ids"]["smollm"]
+    text = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert text == smollm2_tokenizer.render(CHAT)
+    assert theirs.special_tokens_map == smollm2_tokenizer.special
+
+
+def write_folder(folder: Path, settings: dict) -> Path:
+    small().backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_settings_are_read_in_every_form(tmp_path: Path):
+    named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    folder = write_folder(
+        tmp_path, {"eos_token": {"content": "</s>"}, "chat_template": named, "pad_token": None}
+    )
+    (folder / "special_tokens_map.json").write_text(json.dumps({"unk_token": "<unk>", "eos_token": "other"}))
+    tokenizer = read_tokenizer(folder)
+    assert tokenizer.special == {"eos_token": "</s>", "unk_token": "<unk>"}
+    assert tokenizer.render(CHAT) == "D"
+    (folder / "chat_template.jinja").write_text("File")
+    assert read_tokenizer(folder).render(CHAT) == "File"
+
+
+def test_unnamed_default_template_is_refused(tmp_path: Path):
+    folder = write_folder(tmp_path, {"chat_template": [{"name": "rag", "template": "R"}]})
+    with pytest.raises(ValueError, match=r"of the chat templates \['rag'\].* none is 'default'"):
+        read_tokenizer(folder)
+
+
+def test_missing_and_broken_tokenizers_are_refused(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json is missing"):
+        read_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.model alone is not read"):
+        read_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer"):
+        read_tokenizer(tmp_path)
