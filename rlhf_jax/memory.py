@@ -140,7 +140,7 @@ def _gradients(master: int, copy: int) -> list[Part]:
 
 
 def _activations(config, policy: ModelConfig, shape: dict[str, int], itemsize: int) -> list[Part]:
-    """Upper estimates of what the backward pass keeps and works on."""
+    """Upper estimates of what the backward pass holds; the factors are those of XLA compiling for a TPU."""
     training = config.training
     shards, tensor = shape["data"] * shape["fsdp"], shape["tensor"]
     longest = config.data.max_prompt_tokens + config.generation.max_new_tokens
@@ -154,7 +154,7 @@ def _activations(config, policy: ModelConfig, shape: dict[str, int], itemsize: i
     fewer = "lower training.microbatch_rows"
     return [
         Part("activations kept by layer", "training", policy.num_layers * tokens * kept * itemsize, fewer),
-        Part("one layer at work", "training", (2 * tokens * layer + gathered) * itemsize, fewer),
+        Part("one layer at work", "training", (3 * tokens * layer + gathered) * itemsize, fewer),
         Part("head and a chunk of logits", "training", 2 * head * itemsize + chunk, "raise mesh.tensor"),
     ]
 
@@ -162,7 +162,7 @@ def _activations(config, policy: ModelConfig, shape: dict[str, int], itemsize: i
 def _layer_values(c: ModelConfig, tensor: int) -> int:
     """Values of a token in one block: norms and residuals [M], attention [H, D] and [G, D], products [F]."""
     split = (3 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim + 4 * c.ffn_width
-    return 6 * c.width + split // tensor
+    return 10 * c.width + split // tensor
 
 
 def _layer_weights(c: ModelConfig) -> int:

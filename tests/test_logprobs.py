@@ -62,7 +62,9 @@ def test_attention_partitions_over_a_mesh_without_communication():
 
 
 @pytest.mark.parametrize("count", [48, 700])
-@pytest.mark.parametrize("platform, marker", [("tpu", "tpu_custom_call"), ("cuda", "cudnn"), ("cpu", "dot_general")])
+@pytest.mark.parametrize(
+    "platform, marker", [("tpu", "tpu_custom_call"), ("cuda", "cudnn"), ("cpu", "dot_general")]
+)
 def test_half_precision_attention_lowers_to_the_platforms_kernel(count, platform, marker, monkeypatch):
     from jax._src.cudnn import fused_attention_stablehlo
 
@@ -139,7 +141,13 @@ def test_gradient_is_the_whole_softmaxs(tiny):
 
     def chunked(model):
         got = token_logprobs(
-            model, rollout.tokens, temperature=0.7, mask=rollout.mask, support=rollout.support, chunk=8, remat=True
+            model,
+            rollout.tokens,
+            temperature=0.7,
+            mask=rollout.mask,
+            support=rollout.support,
+            chunk=8,
+            remat=True,
         )
         return (got * weigh).sum()
 
@@ -196,9 +204,7 @@ def test_no_program_holds_the_logits_of_all_tokens(tiny):
 def test_scores_do_not_depend_on_how_many_rows_go_together(tiny):
     model = init(jax.random.key(0), tiny)
     rollout = random_rollout(tiny, rows=6, top_k=6)
-    want = token_logprobs(
-        model, rollout.tokens, temperature=0.7, mask=rollout.mask, support=rollout.support
-    )
+    want = token_logprobs(model, rollout.tokens, temperature=0.7, mask=rollout.mask, support=rollout.support)
     for rows in (1, 2, 6):
         got = score_rollout(model, rollout, temperature=0.7, rows=rows)
         np.testing.assert_allclose(got, want, atol=1e-5)
@@ -214,7 +220,10 @@ def test_bad_scoring_requests_are_refused(tiny):
 
 def test_mismatch_is_zero_for_equal_laws_and_positive_otherwise(tiny):
     rng = np.random.default_rng(0)
-    sampled, mask = rng.normal(size=(2, 5)).astype(np.float32), np.array([[0, 1, 1, 0, 0], [0, 0, 1, 1, 1]], bool)
+    sampled, mask = (
+        rng.normal(size=(2, 5)).astype(np.float32),
+        np.array([[0, 1, 1, 0, 0], [0, 0, 1, 1, 1]], bool),
+    )
     assert mismatch(sampled, sampled, mask) == {"mismatch/kl": 0.0, "mismatch/mean": 0.0, "mismatch/max": 0.0}
     got = mismatch(sampled, sampled + np.float32(0.1), mask)
     assert got["mismatch/mean"] == pytest.approx(0.1, rel=1e-5) == got["mismatch/max"]

@@ -27,6 +27,16 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def uncached():
+    """Programs of another machine can be stored but not read back."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    yield
+    jax.config.update(name, before)
+
+
 def placed(shapes, shardings):
     """Shapes that know where they lie."""
 

@@ -18,7 +18,7 @@ ranked = jax.jit(rank, static_argnums=(3, 4))
 accept = jax.jit(rejection.accept, static_argnums=6)
 
 VOCABULARY = 10
-ROWS = 40_000
+ROWS = 20_000
 ROOT = 3
 CHAIN, TREE, WIDE = (-1, 0, 1), (-1, -1, 0, 0, 1), (-1, -1, -1, -1)
 # A first-order language model and a drafter of it: next-token logits by the last token.
@@ -38,7 +38,8 @@ def tree_of(parents: tuple[int, ...], rows: int, padding: int = 0) -> Tree:
     ancestors = np.eye(nodes + padding, dtype=bool)
     for node in range(1, nodes):
         ancestors[node] |= ancestors[up[node]]
-    return jax.tree.map(lambda x: jnp.tile(x[None], (rows, *[1] * x.ndim)), Tree(up, depth, ancestors))
+    up, depth, ancestors = (jnp.asarray(np.repeat(x[None], rows, 0)) for x in (up, depth, ancestors))
+    return Tree(parents=up, depth=depth, ancestors=ancestors)
 
 
 def propose(root, key, position, sampling: Sampling, parents: tuple[int, ...], drafter: str):
@@ -90,8 +91,11 @@ def p_values(tokens: np.ndarray, sampling: Sampling) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "model"])
-@pytest.mark.parametrize("parents", [CHAIN, TREE, WIDE], ids=["chain", "tree", "wide"])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.8)], ids=str)
+@pytest.mark.parametrize(
+    ("sampling", "parents"),
+    [(Sampling(), CHAIN), (Sampling(), TREE), (Sampling(), WIDE), (Sampling(top_p=0.8), TREE)],
+    ids=["chain", "tree", "wide", "tree, top-p"],
+)
 def test_emitted_tokens_follow_the_target(sampling, parents, drafter):
     assert min(p_values(two_tokens(sampling, parents, drafter), sampling)) > SIGNIFICANCE
 

@@ -21,7 +21,7 @@ decision_margin = jax.jit(module.decision_margin, static_argnums=3)
 law = jax.jit(module.law, static_argnums=1)
 truncate = jax.jit(module.truncate, static_argnums=1)
 
-DRAWS = 200_000
+DRAWS = 100_000
 LAWS = [
     Sampling(),
     Sampling(0.7),
@@ -331,7 +331,7 @@ def test_a_draw_stands_within_its_margin(sampling):
 @pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=20), Sampling(top_p=0.9)], ids=str)
 def test_a_small_change_only_moves_draws_of_small_margin(sampling):
     """Rounding of 1e-4 changes some of many draws; all of those are ties, and ties are rare."""
-    logits, (key, position) = logits_of(700, (20_000,), scale=1.0), keys(20_000)
+    logits, (key, position) = logits_of(700, (10_000,), scale=1.0), keys(10_000)
     noise = jnp.asarray(np.random.default_rng(1).uniform(-1, 1, logits.shape), jnp.float32)
     before = draw(logits, key, position, sampling).token
     changed = np.asarray(before != draw(logits + 1e-4 * noise, key, position, sampling).token)

@@ -100,7 +100,7 @@ def test_padding_falls_back_to_the_end_token():
 
 def test_a_larger_vocabulary_than_the_models_is_refused(tiny: ModelConfig):
     check_vocabulary(small(), dataclasses.replace(tiny, vocab_size=3))
-    with pytest.raises(ValueError, match="Wrong tokenizer: here gives token ids up to 2, .* has 2"):
+    with pytest.raises(ValueError, match=r"Wrong tokenizer: here gives token ids up to 2, .* has 2"):
         check_vocabulary(small(), dataclasses.replace(tiny, vocab_size=2))
 
 

@@ -11,7 +11,15 @@ import pytest
 from rlhf_jax.inference.logprobs import score_rollout
 from rlhf_jax.model.transformer import init
 from rlhf_jax.training.batching import micro_batches, minibatches
-from rlhf_jax.training.update import UpdateConfig, accumulate, apply, init_train_state, loss, make_optimizer, update
+from rlhf_jax.training.update import (
+    UpdateConfig,
+    accumulate,
+    apply,
+    init_train_state,
+    loss,
+    make_optimizer,
+    update,
+)
 from rlhf_jax.types import Experience, Rollout
 
 CONFIG = UpdateConfig(micro_rows=8, bucket=8, chunk=32, kl_weight=0.1)
@@ -51,7 +59,9 @@ SGD = optax.sgd(1.0)
 def assert_close(got, want, rtol):
     """Every leaf within `rtol` of the largest entry of the wanted leaf."""
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(jnp.abs(b).max())), got, want
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(jnp.abs(b).max())),
+        got,
+        want,
     )
 
 
@@ -73,7 +83,8 @@ def test_loss_of_short_slots_is_the_padded_one(small):
     experience = random_experience(model, slots=40, longest=20)
     other = init(jax.random.key(1), small)
     losses = [
-        gradient(other, experience, dataclasses.replace(CONFIG, bucket=bucket))[1]["loss/policy"] for bucket in (40, 8)
+        gradient(other, experience, dataclasses.replace(CONFIG, bucket=bucket))[1]["loss/policy"]
+        for bucket in (40, 8)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
@@ -149,7 +160,9 @@ def test_later_updates_compile_nothing(small, compilations):
     optimizer = make_optimizer(1e-3)
     state = init_train_state(jax.tree.map(jnp.copy, model), optimizer)
     config = dataclasses.replace(CONFIG, minibatches=2, micro_rows=2, bucket=32)
-    experiences = [random_experience(model, seed=seed, longest=longest) for seed, longest in enumerate((30, 24, 17))]
+    experiences = [
+        random_experience(model, seed=seed, longest=longest) for seed, longest in enumerate((30, 24, 17))
+    ]
     state, _ = update(state, experiences[0], optimizer, config)
     with compilations() as seen:
         for experience in experiences:

@@ -111,34 +111,34 @@ def _emit(walk: _Walk, node: Array, token: Array, where: Array) -> _Walk:
 def _reject(walk: _Walk, token: Array, where: Array) -> _Walk:
     """p becomes norm((p - q)+) and q loses `token[B]`, renormalised, in the rows `where`."""
     drawn = jnp.arange(walk.residual.shape[1]) == token[:, None]
-    where = where[:, None]
-    if walk.proposal is None:
-        left, proposal = jnp.where(drawn, 0.0, walk.residual), None
+    proposal = walk.proposal
+    if proposal is None:
+        left = jnp.where(drawn, 0.0, walk.residual)
     else:
-        left = jnp.maximum(walk.residual - jnp.exp(walk.proposal), 0.0)
-        rest = jnp.where(drawn, -jnp.inf, walk.proposal)
+        left = jnp.maximum(walk.residual - jnp.exp(proposal), 0.0)
+        proposal = jnp.where(drawn, -jnp.inf, proposal)
         # In logs, because the rest of a sharp law underflows; a law with nothing left stays empty.
-        mass = jax.nn.logsumexp(rest, -1, keepdims=True)
-        rest = jnp.where(mass > -jnp.inf, rest - mass, rest)
-        proposal = jnp.where(where, rest, walk.proposal)
+        mass = jax.nn.logsumexp(proposal, -1, keepdims=True)
+        proposal = proposal - jnp.where(mass > -jnp.inf, mass, 0.0)
     total = jnp.sum(left, -1, keepdims=True)
     # Nothing is left only by rounding, where p and q agree: then p stays.
-    residual = jnp.where(where & (total > 0), left / total, walk.residual)
-    return walk._replace(residual=residual, proposal=proposal)
+    residual = jnp.where(total > 0, left / total, walk.residual)
+    return _choose(where, walk._replace(residual=residual, proposal=proposal), walk)
 
 
 def _descend(
     walk: _Walk, node: Array, logits: tuple[Array, Array | None], where: Array, sampling: Sampling
 ) -> _Walk:
     """Go on from `node` with fresh laws, in the rows `where`."""
-    target, proposal = (None if x is None else law(x[:, node], sampling) for x in logits)
-    fresh = jnp.where(where[:, None], target, walk.target)
-    return walk._replace(
-        node=jnp.where(where, node, walk.node),
-        target=fresh,
-        residual=jnp.where(where[:, None], jnp.exp(fresh), walk.residual),
-        proposal=None if proposal is None else jnp.where(where[:, None], proposal, walk.proposal),
-    )
+    target, proposal = jax.tree.map(lambda x: law(x[:, node], sampling), logits)
+    nodes = jnp.full_like(walk.node, node)
+    fresh = walk._replace(node=nodes, target=target, residual=jnp.exp(target), proposal=proposal)
+    return _choose(where, fresh, walk)
+
+
+def _choose(where: Array, new: _Walk, old: _Walk) -> _Walk:
+    """Row by row, `new` where `where[B]` holds, else `old`."""
+    return jax.tree.map(lambda x, y: jnp.where(where.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, old)
 
 
 def _column(x: Array, index: Array) -> Array:

@@ -102,7 +102,9 @@ def score_rollout(
     """
     batch = rollout.tokens.shape[0]
     if batch % rows:
-        raise ValueError(f"{batch} rows cannot be scored {rows} at a time; the first must be a multiple of the second.")
+        raise ValueError(
+            f"{batch} rows cannot be scored {rows} at a time; the first must be a multiple of the second."
+        )
     inputs = (rollout.tokens, rollout.mask, rollout.support)
     parts = jax.tree.map(lambda leaf: leaf.reshape(rows, -1, *leaf.shape[1:]).swapaxes(0, 1), inputs)
 

@@ -47,7 +47,11 @@ def partitioned(attend: Callable, mesh: Mesh, rows: Any, heads: Any) -> Callable
     def attend_parts(query: Array, key: Array, value: Array, memory=None) -> tuple[Array, None]:
         del memory
         local = jax.shard_map(
-            lambda *parts: attend(*parts)[0], mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False
+            lambda *parts: attend(*parts)[0],
+            mesh=mesh,
+            in_specs=(spec, spec, spec),
+            out_specs=spec,
+            check_vma=False,
         )
         return local(query, key, value), None
 

@@ -45,7 +45,13 @@ def token_mean(x: Array, mask: Array, total: Array) -> Array:
 
 
 def grpo_loss(
-    logprobs: Array, experience: Experience, total: Array, *, clip_low: float, clip_high: float, kl_weight: float
+    logprobs: Array,
+    experience: Experience,
+    total: Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+    kl_weight: float,
 ) -> tuple[Array, dict[str, Array]]:
     """mean over tokens of (policy_loss + kl_weight * kl_k3), and metrics (DeepSeekMath eq. 3, token mean as in DAPO).
 

@@ -89,7 +89,9 @@ def update(
         total = np.float32(max(1, host.rollout.mask[rows].sum()))
         grads, metrics = None, []
         for part, slots in micro_batches(rows, host.rollout.length, config.micro_rows, config.bucket):
-            grads, some = accumulate(grads, state.policy, place(select(host, part, slots)), total, config=config)
+            grads, some = accumulate(
+                grads, state.policy, place(select(host, part, slots)), total, config=config
+            )
             metrics.append(some)
         state, norm = apply(state, grads, optimizer=optimizer)
         history.append((metrics, norm))
@@ -133,7 +135,9 @@ def accumulate(
 
 
 @functools.partial(jax.jit, static_argnames="optimizer", donate_argnums=0)
-def apply(state: TrainState, grads: Model, *, optimizer: optax.GradientTransformation) -> tuple[TrainState, Array]:
+def apply(
+    state: TrainState, grads: Model, *, optimizer: optax.GradientTransformation
+) -> tuple[TrainState, Array]:
     """One optimizer step, in place, and the global norm of the gradient before clipping."""
     norm = optax.global_norm(grads)
     with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
@@ -147,5 +151,7 @@ def _summary(history) -> dict[str, float]:
     summary = {"gradient/norm": float(np.mean([norm for _, norm in history]))}
     for name in names:
         values = [[float(metrics[name]) for metrics in micro] for micro, _ in history]
-        summary[name] = max(map(max, values)) if name.endswith("/max") else float(np.mean([sum(v) for v in values]))
+        summary[name] = (
+            max(map(max, values)) if name.endswith("/max") else float(np.mean([sum(v) for v in values]))
+        )
     return summary
