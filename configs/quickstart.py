@@ -18,7 +18,7 @@ def get_config():
     config.data.train = "configs/data/nouns_train.jsonl"
     config.data.eval = "configs/data/nouns_heldout.jsonl"
     config.data.system = "Be brief."
-    config.data.max_prompt_tokens = 40
+    config.data.max_prompt_tokens = 28
     config.reward.function = "configs/rewards/sentiment.py:vader"
     config.reward.metrics = {"textblob": "configs/rewards/sentiment.py:textblob_polarity"}
 
@@ -34,5 +34,6 @@ def get_config():
     config.training.learning_rate = 3e-5
     config.training.kl_coefficient = 0.02
     config.training.microbatch_rows = 16
+    config.training.length_bucket = 48
     config.training.remat = False
     return config

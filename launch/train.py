@@ -21,6 +21,7 @@ from rlhf_jax.generation.rollout import History, Tally
 from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.inference.rewards import load_reward
 from rlhf_jax.model import huggingface, transformer
+from rlhf_jax.model.attention import causal_on
 from rlhf_jax.model.source import Source, open_source
 from rlhf_jax.training.update import UpdateConfig, init_train_state, make_optimizer
 from rlhf_jax.types import Model, TrainState
@@ -67,16 +68,22 @@ def train(config: Config) -> None:
     print(f"The trained policy is in {config.workdir}/policy, every step in {config.workdir}/metrics.jsonl.")
 
 
-def loop(config: Config, stages: rlhf.Stages, models, prompts: Prompts, evaluate, writer, progress) -> TrainState:
+def loop(
+    config: Config, stages: rlhf.Stages, models, prompts: Prompts, evaluate, writer, progress
+) -> TrainState:
     """Evaluate every so often; roll out, infer and update `config.steps` times."""
     state, reference, drafter = models
     batches = Batches(len(prompts), config.generation.prompts_per_step, config.seed)
     history = History(config.generation.history_tokens)
     watch = Watch(progress)
+    watch("compiling", None)
+    rlhf.compile_rounds(state.policy, drafter, config.generation.prompts_per_step, stages)
     for step in range(config.steps):
         evaluate(step, state.policy)
         start = time.perf_counter()
-        state, figures, table = rlhf.step(state, reference, drafter, prompts, batches.next(), history, stages, watch)
+        state, figures, table = rlhf.step(
+            state, reference, drafter, prompts, batches.next(), history, stages, watch
+        )
         figures |= {"step": step, "step/seconds": time.perf_counter() - start}
         writer.write(figures)
         writer.write_samples(step, table)
@@ -105,7 +112,9 @@ class Watch:
 def make_evaluation(config: Config, stages: rlhf.Stages, drafter, held_out: Prompts | None, writer, progress):
     """A function of (updates done, policy) that measures the policy on held-out prompts when it is time to."""
     asked = config.evaluation
-    measures = {"reward": stages.reward} | {name: load_reward(spec) for name, spec in config.reward.metrics.items()}
+    measures = {"reward": stages.reward} | {
+        name: load_reward(spec) for name, spec in config.reward.metrics.items()
+    }
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
     decoding = dataclasses.replace(stages.decoding, sampling=sampling, seed=config.seed ^ EVALUATION_SEED)
 
@@ -147,6 +156,7 @@ def make_stages(config: Config, source: Source, mesh: jax.sharding.Mesh, dtype) 
         strategy=tree.parse(generation.strategy),
         stop_tokens=source.stop_tokens,
         rows=generation.rows,
+        fewest_rows=generation.fewest_rows,
         slots=config.data.max_prompt_tokens + generation.max_new_tokens,
         seed=config.seed,
         acceptance=generation.acceptance,
@@ -163,6 +173,7 @@ def make_stages(config: Config, source: Source, mesh: jax.sharding.Mesh, dtype) 
         kl_weight=training.kl_coefficient,
         dtype=dtype,
         remat=training.remat,
+        attend=causal_on(mesh, source.config.num_kv_heads),
         seed=config.seed,
     )
     return rlhf.Stages(
@@ -201,10 +212,16 @@ def announce(config: Config, source: Source, drafter: Source | None, prompts: Pr
     sizes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     dropped = "".join(f", {count} {reason} dropped" for reason, count in prompts.dropped.items())
     rows = [
-        ("model", f"{source.path.name} ({source.config.num_layers} layers of {source.config.width}), {dtype.name}"),
+        (
+            "model",
+            f"{source.path.name} ({source.config.num_layers} layers of {source.config.width}), {dtype.name}",
+        ),
         ("devices", f"{jax.device_count()} x {jax.devices()[0].device_kind} ({sizes})"),
         ("prompts", f"{len(prompts)} from {config.data.train}{dropped}"),
-        ("a step", f"{samples} samples, up to {samples * generation.max_new_tokens} tokens, {generation.strategy}"),
+        (
+            "a step",
+            f"{samples} samples, up to {samples * generation.max_new_tokens} tokens, {generation.strategy}",
+        ),
         ("workdir", config.workdir),
         ("memory", "\n".join(memory.table(parts))),
     ]

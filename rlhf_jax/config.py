@@ -76,6 +76,7 @@ def _generation() -> dict:
         "strategy": "plain",  # or lookup-chain-4, model-chain-4, model-tree-2x2x1, ...
         "acceptance": "replayable",  # drafts equal to the target's own draw, or 'rejection'
         "rows": 32,  # live rows at most
+        "fewest_rows": 8,  # in the tail the batch halves down to this; each halving is a program to compile
         "history_tokens": 0,  # of earlier roll-outs of the same prompt, for lookup
     }
 
@@ -197,7 +198,7 @@ def _check_rewards(config: Config) -> None:
 
 def _check_generation(config: Config) -> None:
     generation = config.generation
-    names = ("prompts_per_step", "samples_per_prompt", "max_new_tokens", "temperature", "rows")
+    names = ("prompts_per_step", "samples_per_prompt", "max_new_tokens", "temperature", "rows", "fewest_rows")
     _positive(config, *(f"generation.{name}" for name in names))
     _not_negative(config, "generation.history_tokens")
     _require(

@@ -105,15 +105,14 @@ def _generation(
     empty = functools.partial(rows.empty, policy, drafter, generation.rows, slots, generation.history_tokens)
     state = jax.eval_shape(lambda: empty(dtype))
     target, draft = _rows(state.replace(draft=None), mesh), _rows(state.draft, mesh)
-    prompts = min(generation.prompts_per_step, generation.rows)
-    prefix = jax.eval_shape(lambda: [cache.empty(c, prompts, prompt, dtype) for c in (policy, drafter) if c])
+    prefix = jax.eval_shape(lambda: [cache.empty(c, PREFILLED, prompt, dtype) for c in (policy, drafter) if c])
     live = "lower generation.rows or generation.max_new_tokens"
     named = [
         ("policy, for generation", _weights(policy, dtype, "generation", mesh), "raise mesh.tensor"),
         ("key-value cache of the policy", target, live),
         ("key-value cache of the drafter", draft, live),
         ("copy of a shrinking batch", (target + draft) // 2, live),
-        ("prefilled prompts", _rows(prefix, mesh), "lower generation.prompts_per_step"),
+        ("prefilled prompts", _rows(prefix, mesh), "lower data.max_prompt_tokens"),
         ("logits of a round", _round_logits(config, policy, mesh), "lower generation.rows"),
     ]
     return [Part(name, "generation", size, remedy) for name, size, remedy in named]

@@ -89,7 +89,9 @@ class Writer:
         for sample in samples:
             _append(self._samples, {"step": step, **sample})
 
-    def write_evaluation(self, step: int, means: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
+    def write_evaluation(
+        self, step: int, means: Mapping[str, float], samples: Sequence[Mapping[str, Any]]
+    ) -> None:
         """One line an evaluation: `step` (updates done before it), the means and the samples."""
         _append(self._evaluations, {"step": step, **means, "samples": samples})
         for key, value in means.items():

@@ -15,7 +15,7 @@ import optax
 from rlhf_jax import mesh as meshes
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.data.tokenizer import Tokenizer
-from rlhf_jax.generation.engine import Decoding, Request, RoundReport, Sample, generate
+from rlhf_jax.generation.engine import Decoding, Request, RoundReport, Sample, generate, warm_up
 from rlhf_jax.generation.rollout import History, Tally, as_rollout, requests
 from rlhf_jax.inference import rewards as scoring
 from rlhf_jax.inference.logprobs import mismatch, score_rollout
@@ -53,6 +53,12 @@ def _decoding_weights(policy: Model, dtype) -> Model:
     return unstack(cast(policy, dtype))
 
 
+def compile_rounds(policy: Model, drafter: Model | None, prompts: int, stages: Stages) -> None:
+    """Compile the rounds of a step of `prompts` prompts ahead of use, for every number of rows it may shrink to."""
+    target = decoding_weights(policy, stages.dtype, stages.mesh)
+    warm_up(target, drafter, prompts * stages.samples_per_prompt, stages.decoding, stages.mesh)
+
+
 def roll_out(
     target: Model,
     drafter: Model | None,
@@ -83,7 +89,11 @@ def infer(
     """
     placed = meshes.place_rows(rollout, stages.mesh)
     score = functools.partial(
-        score_rollout, rollout=placed, temperature=stages.decoding.sampling.temperature, rows=stages.training.micro_rows
+        score_rollout,
+        rollout=placed,
+        temperature=stages.training.temperature,
+        rows=stages.training.micro_rows,
+        attend=stages.training.attend,
     )
     logprobs = score(_cast(policy, stages.dtype))
     reference_logprobs = logprobs if reference is None else score(reference)
@@ -158,7 +168,9 @@ def evaluate(
     observe("evaluation", None)
     wanted = requests(prompts.tokens, samples_per_prompt, stages.max_new_tokens, 0, History(0))
     target = decoding_weights(policy, stages.dtype, stages.mesh)
-    samples, _ = roll_out(target, drafter, wanted, decoding, stages.mesh, functools.partial(observe, "evaluation"))
+    samples, _ = roll_out(
+        target, drafter, wanted, decoding, stages.mesh, functools.partial(observe, "evaluation")
+    )
     responses, rows = _responses(samples, stages), np.repeat(np.arange(len(prompts)), samples_per_prompt)
     asked, sources = [prompts.texts[row] for row in rows], [prompts.rows[row] for row in rows]
     scores = {name: scoring.score(measure, asked, responses, sources) for name, measure in measures.items()}
@@ -187,4 +199,6 @@ def _outcome(samples: list[Sample], rewards: np.ndarray) -> dict[str, float]:
 
 def _table(asked: list[str], responses: list[str], rewards: np.ndarray) -> list[dict[str, Any]]:
     rows = zip(asked, responses, rewards, strict=True)
-    return [{"prompt": prompt, "response": response, "reward": float(reward)} for prompt, response, reward in rows]
+    return [
+        {"prompt": prompt, "response": response, "reward": float(reward)} for prompt, response, reward in rows
+    ]

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 def test_there_are_eight_devices_and_promotion_is_strict():
     assert jax.device_count() >= 8 or jax.default_backend() != "cpu"
-    assert jax.config.jax_numpy_dtype_promotion == "strict"
+    assert jax.config.values["jax_numpy_dtype_promotion"] == "strict"
 
 
 def test_each_program_is_counted_once(compilations):

@@ -22,7 +22,9 @@ class Words:
         return [len(word) for word in text.split()]
 
     def encode_chat(self, messages):
-        return self.encode(" ".join(f"<{message['role']}> {message['content']}" for message in messages) + " <assistant>")
+        return self.encode(
+            " ".join(f"<{message['role']}> {message['content']}" for message in messages) + " <assistant>"
+        )
 
 
 def write(folder, text, name="prompts.jsonl"):

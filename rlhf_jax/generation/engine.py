@@ -23,7 +23,9 @@ from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.mesh import place_rows
 from rlhf_jax.types import DecodeState, Emission, Model, Strategy
 
-PROMPT_BUCKET = 32  # prompt lengths are padded to a multiple of this
+PREFILLED = 8  # prompts prefilled in one call, ahead of need
+ADMITTED = 8  # rows begun in one call
+NARROWEST = 32  # prompts are padded to this many tokens, or twice, four times ... as many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Decoding:
     seed: int
     acceptance: str = "replayable"  # or "rejection"
     history: int = 0  # history tokens kept for lookup
+    fewest_rows: int = 1  # the batch shrinks no further: each halving is a program of its own
 
 
 @dataclasses.dataclass
@@ -105,12 +108,13 @@ def generate(
     for request in queue:
         _check(request, decoding)
     waiting: collections.deque[_Waiting] = collections.deque()
-    board = _first_board(queue, decoding, mesh)
+    board = [None] * _first_rows(sum(len(request.sample_ids) for request in queue), decoding, mesh)
     state = _empty_state(target, drafter, len(board), decoding, mesh)
     flight: tuple[Emission, list[Sample | None]] | None = None
     while queue or waiting or any(board) or flight:
         state = _refill(state, board, queue, waiting, (target, drafter), decoding, mesh)
-        state, board = _shrink(state, board, bool(queue or waiting), mesh)
+        if not queue and not waiting:
+            state, board = _shrink(state, board, decoding, mesh)
         landed, flight = flight, None
         if any(_may_run(sample, landed) for sample in board):
             state, emission = _dispatch(state, (target, drafter), decoding, mesh)
@@ -128,18 +132,40 @@ def _check(request: Request, decoding: Decoding) -> None:
         )
 
 
-def _first_board(queue, decoding: Decoding, mesh) -> list[Sample | None]:
-    total = sum(len(request.sample_ids) for request in queue)
-    return [None] * _row_bucket(min(max(total, 1), decoding.rows), decoding.rows, mesh)
+def warm_up(
+    target: Model,
+    drafter: Model | None,
+    samples: int,
+    decoding: Decoding,
+    mesh: jax.sharding.Mesh | None = None,
+) -> None:
+    """Compile the rounds of `samples` samples, for every number of rows they may shrink to, before they are needed."""
+    rows = _first_rows(samples, decoding, mesh)
+    state = _empty_state(target, drafter, rows, decoding, mesh)
+    while True:
+        state, _ = _dispatch(state, (target, drafter), decoding, mesh)
+        rows, before = _row_bucket(rows // 2, rows, decoding, mesh), rows
+        if rows == before:
+            return
+        state = row_verbs.shrink(state, np.arange(rows, dtype=np.int32), mesh)
 
 
-def _row_bucket(live: int, most: int, mesh) -> int:
-    """The smallest of most, most/2, most/4 ... that holds `live` rows and divides over the mesh."""
-    shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
-    size = -(-most // shards) * shards
-    while size // 2 >= live and size % (2 * shards) == 0:
+def _first_rows(samples: int, decoding: Decoding, mesh) -> int:
+    return _row_bucket(min(max(samples, 1), decoding.rows), decoding.rows, decoding, mesh)
+
+
+def _row_bucket(live: int, most: int, decoding: Decoding, mesh) -> int:
+    """The smallest of most, most/2, most/4 ... that holds `live` rows, at least the fewest, in equal shares."""
+    size, shards = _shared(most, mesh), _shared(1, mesh)
+    while size // 2 >= max(live, decoding.fewest_rows) and size % (2 * shards) == 0:
         size //= 2
     return size
+
+
+def _shared(rows: int, mesh) -> int:
+    """`rows`, rounded up to equal shares for the devices that rows lie on."""
+    shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    return -(-rows // shards) * shards
 
 
 def _empty_state(target, drafter, rows: int, decoding: Decoding, mesh) -> DecodeState:
@@ -159,19 +185,14 @@ def _may_run(sample: Sample | None, landed) -> bool:
 
 
 def _refill(state, board, queue, waiting, models, decoding: Decoding, mesh) -> DecodeState:
-    """Admit samples to free rows, prefilling as many prompts as that takes."""
+    """Admit samples to free rows; prompts are prefilled several at a time, so some wait ready."""
     free = [row for row, sample in enumerate(board) if sample is None]
-    chosen: list[Request] = []
-    promised = len(waiting)
-    while queue and promised < len(free):
-        chosen.append(queue.popleft())
-        promised += len(chosen[-1].sample_ids)
-    if chosen:
-        waiting.extend(_prefill(chosen, models, decoding, mesh))
-    while free and waiting:
-        prefix = waiting[0].prefix
-        batch = []
-        while free and waiting and waiting[0].prefix is prefix:
+    while free and (waiting or queue):
+        if not waiting:
+            chosen = [queue.popleft() for _ in range(min(len(queue), PREFILLED))]
+            waiting.extend(_prefill(chosen, models, decoding, mesh))
+        prefix, batch = waiting[0].prefix, []
+        while free and waiting and waiting[0].prefix is prefix and len(batch) < ADMITTED:
             batch.append((free.pop(0), waiting.popleft()))
         state = _admit(state, board, prefix, batch, decoding, mesh)
     return state
@@ -179,8 +200,8 @@ def _refill(state, board, queue, waiting, models, decoding: Decoding, mesh) -> D
 
 def _prefill(requests: list[Request], models, decoding: Decoding, mesh) -> Iterator[_Waiting]:
     longest = max(len(request.prompt) for request in requests)
-    width = min(-(-longest // PROMPT_BUCKET) * PROMPT_BUCKET, decoding.slots)
-    tokens = np.zeros((_row_bucket(len(requests), _power(len(requests)), mesh), width), np.int32)
+    width = min(max(NARROWEST, 1 << (longest - 1).bit_length()), decoding.slots)
+    tokens = np.zeros((_shared(PREFILLED, mesh), width), np.int32)
     length = np.ones(len(tokens), np.int32)
     for row, request in enumerate(requests):
         tokens[row, : len(request.prompt)] = request.prompt
@@ -193,10 +214,6 @@ def _prefill(requests: list[Request], models, decoding: Decoding, mesh) -> Itera
             yield _Waiting(Sample(sample_id, request.prompt, limit, history), prefix, row)
 
 
-def _power(count: int) -> int:
-    return 1 << (count - 1).bit_length()
-
-
 def _history(request: Request, size: int) -> np.ndarray:
     """[E] the latest roll-outs that fit, each followed by a separator."""
     flat = [np.append(text, -1) for text in request.history]
@@ -205,10 +222,9 @@ def _history(request: Request, size: int) -> np.ndarray:
 
 
 def _admit(state, board, prefix: Prefix, batch, decoding: Decoding, mesh) -> DecodeState:
-    size = min(_power(len(batch)), len(board))
-    source, row = np.zeros(size, np.int32), np.full(size, len(board), np.int32)
-    limit, key = np.ones(size, np.int32), np.zeros((size, 2), np.uint32)
-    history = np.full((size, decoding.history), -1, np.int32)
+    source, row = np.zeros(ADMITTED, np.int32), np.full(ADMITTED, len(board), np.int32)
+    limit, key = np.ones(ADMITTED, np.int32), np.zeros((ADMITTED, 2), np.uint32)
+    history = np.full((ADMITTED, decoding.history), -1, np.int32)
     for i, (place, waiting) in enumerate(batch):
         sample = board[place] = waiting.sample
         source[i], row[i], limit[i] = waiting.source, place, sample.limit
@@ -216,15 +232,15 @@ def _admit(state, board, prefix: Prefix, batch, decoding: Decoding, mesh) -> Dec
     return row_verbs.admit(state, prefix, Admission(source, row, limit, key, history), mesh=mesh)
 
 
-def _shrink(state, board, more: bool, mesh) -> tuple[DecodeState, list[Sample | None]]:
-    """Once the queue is empty, halve the rows whenever the live ones fit the half."""
+def _shrink(state, board, decoding: Decoding, mesh) -> tuple[DecodeState, list[Sample | None]]:
+    """Halve the rows, nobody being left to wait, whenever the live ones fit the half."""
     live = [row for row, sample in enumerate(board) if sample is not None]
-    size = _row_bucket(max(len(live), 1), len(board), mesh)
-    if more or size == len(board):
+    size = _row_bucket(max(len(live), 1), len(board), decoding, mesh)
+    if size == len(board):
         return state, board
     idle = [row for row, sample in enumerate(board) if sample is None]
     kept = (live + idle)[:size]
-    return row_verbs.take(state, np.array(kept, np.int32), mesh=mesh), [board[row] for row in kept]
+    return row_verbs.shrink(state, np.array(kept, np.int32), mesh), [board[row] for row in kept]
 
 
 def _dispatch(state, models, decoding: Decoding, mesh) -> tuple[DecodeState, Emission]:

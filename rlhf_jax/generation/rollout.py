@@ -26,7 +26,9 @@ def as_rollout(samples: Iterable[Sample], slots: int) -> Rollout:
         if support is not None:
             support[row, start:end] = sample.support
     length = np.array([len(s.prompt) + len(s.tokens) for s in samples], np.int32)
-    return Rollout(tokens, mask, logprobs, length, np.array([s.sample_id for s in samples], np.uint32), support)
+    return Rollout(
+        tokens, mask, logprobs, length, np.array([s.sample_id for s in samples], np.uint32), support
+    )
 
 
 @dataclasses.dataclass
@@ -83,8 +85,17 @@ class History:
 
 
 def requests(
-    prompts: Sequence[np.ndarray], samples_per_prompt: int, max_new_tokens: int, first_id: int, history: History
+    prompts: Sequence[np.ndarray],
+    samples_per_prompt: int,
+    max_new_tokens: int,
+    first_id: int,
+    history: History,
 ) -> list[Request]:
     """One request a prompt, with consecutive sample ids from `first_id`."""
-    ids = [range(first_id + i * samples_per_prompt, first_id + (i + 1) * samples_per_prompt) for i in range(len(prompts))]
-    return [Request(p, tuple(group), max_new_tokens, history.of(p)) for p, group in zip(prompts, ids, strict=True)]
+    ids = [
+        range(first_id + i * samples_per_prompt, first_id + (i + 1) * samples_per_prompt)
+        for i in range(len(prompts))
+    ]
+    return [
+        Request(p, tuple(group), max_new_tokens, history.of(p)) for p, group in zip(prompts, ids, strict=True)
+    ]

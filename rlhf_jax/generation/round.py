@@ -50,7 +50,9 @@ def accept(verified: Verified, nodes: Array, tree: Tree, laws: Array | None, sta
     return rejection.accept(nodes, tree, verified.logits, laws, state.key, state.length, sampling)
 
 
-def emit(state: DecodeState, path: Array, draws: Draw, depth: Array, stop_tokens: tuple[int, ...]) -> Emission:
+def emit(
+    state: DecodeState, path: Array, draws: Draw, depth: Array, stop_tokens: tuple[int, ...]
+) -> Emission:
     """The tokens a row gains along path [B, N+1], cut at the first stop token and at the row's limit."""
     tokens = jnp.take_along_axis(draws.token, path, axis=1)
     steps = jnp.arange(path.shape[1], dtype=jnp.int32)

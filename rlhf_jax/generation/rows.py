@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import chex
 import jax
@@ -11,7 +12,7 @@ from flax import struct
 
 from rlhf_jax.mesh import pin_rows
 from rlhf_jax.model import cache as kv
-from rlhf_jax.model.attention import prompt
+from rlhf_jax.model.attention import causal_on, prompt
 from rlhf_jax.model.transformer import forward
 from rlhf_jax.types import Array, Cache, DecodeState, DraftState, Model, ModelConfig
 
@@ -55,9 +56,20 @@ def empty(
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))
-def take(state: DecodeState, rows: Array, mesh=None) -> DecodeState:
-    """The state of the given rows [R], in that order."""
+def take(state: Any, rows: Array, mesh=None) -> Any:
+    """The given rows [R] of a row-first tree, in that order."""
     return pin_rows(jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0), state), mesh)
+
+
+def shrink(state: DecodeState, rows: Array, mesh=None) -> DecodeState:
+    """`take`, leaf by leaf, each given up as soon as it is copied: the peak is one leaf more. `state` is used up."""
+
+    def move(leaf: Array) -> Array:
+        taken = take(leaf, rows, mesh=mesh)
+        leaf.delete()
+        return taken
+
+    return jax.tree.map(move, state)
 
 
 def put(state: DecodeState, rows: Array, other: DecodeState) -> DecodeState:
@@ -67,12 +79,18 @@ def put(state: DecodeState, rows: Array, other: DecodeState) -> DecodeState:
 
 @functools.partial(jax.jit, static_argnames=("mesh",))
 def prefill(target: Model, drafter: Model | None, tokens: Array, length: Array, mesh=None) -> Prefix:
-    """Caches of prompts tokens [B, P] (right-padded, length[B]) in the target and in the draft model."""
+    """Caches of prompts tokens [B, P] (right-padded, length[B]) in the target and in the draft model.
+
+    On a mesh, B must be a multiple of data x fsdp.
+    """
     chex.assert_rank([tokens, length], [2, 1])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
     def cache(model):
-        return None if model is None else forward(model, tokens, positions, prompt)[1]
+        if model is None:
+            return None
+        attend = functools.partial(prompt, attend=causal_on(mesh, model.config.num_kv_heads))
+        return forward(model, tokens, positions, attend)[1]
 
     return pin_rows(Prefix(tokens, length, cache(target), cache(drafter)), mesh)
 

@@ -128,7 +128,7 @@ def support_logprob(logits: Array, tokens: Array, support: Array, temperature: f
 def _truncated(logits: Array, sampling: Sampling) -> tuple[Array, Array | None]:
     """What `truncate` says, and the ids that top-k proposes, likeliest first."""
     if sampling.temperature == 0:
-        ids = _argmax(_blocks(logits))[..., None]
+        ids = _argmax(logits)[..., None]
         return jnp.where(jnp.arange(logits.shape[-1]) == ids, 0.0, -jnp.inf), ids
     z = candidates = _temper(logits, sampling)
     ids = None
@@ -202,13 +202,12 @@ def draw(
     """
     _assert_ranks(logits, key, position)
     if sampling.temperature == 0 and not sampling.top_k:
-        token = _argmax(_blocks(logits))
+        token = _argmax(logits)
         return Draw(token, jnp.zeros(token.shape, jnp.float32), None)
     z, ids = _truncated(logits, sampling)
-    blocks = _blocks(z)
-    mass, scores = _block_scores(blocks, key, position, levels[0])
+    mass, scores = _block_scores(z, key, position, levels[0])
     block = jnp.argmax(scores, -1)[..., None].astype(jnp.int32)
-    inside, scores = _token_scores(blocks, block, key, position, levels[1])
+    inside, scores = _token_scores(z, block, key, position, levels[1])
     place = jnp.argmax(scores[..., 0, :], -1)[..., None].astype(jnp.int32)
     logprob = _at(inside[..., 0, :], place)[..., 0] - jax.nn.logsumexp(mass, -1)
     return Draw((block * BLOCK + place)[..., 0], logprob, _kept(z, ids, sampling.top_k))
@@ -226,10 +225,10 @@ def rank(logits: Array, key: Array, position: Array, sampling: Sampling, count: 
     if sampling.temperature == 0:
         values, tokens = lax.top_k(logits, min(count, logits.shape[-1]))
         return _fill(jnp.where(values > -jnp.inf, tokens, -1), count)
-    blocks = _blocks(truncate(logits, sampling))
-    _, scores = _block_scores(blocks, key, position, 0)
+    z = truncate(logits, sampling)
+    _, scores = _block_scores(z, key, position, 0)
     best, chosen = lax.top_k(scores, min(count, scores.shape[-1]))
-    _, scores = _token_scores(blocks, chosen, key, position, 1)
+    _, scores = _token_scores(z, chosen, key, position, 1)
     scores = _truncated_gumbel(scores, best[..., None])
     tokens = chosen[..., None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     scores, tokens = (x.reshape(*x.shape[:-2], -1) for x in (scores, tokens))
@@ -259,10 +258,9 @@ def decision_margin(logits: Array, key: Array, position: Array, sampling: Sampli
 
 def _outcome(z: Array, key: Array, position: Array) -> tuple[Array, Array]:
     """The token that truncated logits `z` give and the lesser gap, of blocks and inside the best one."""
-    blocks = _blocks(z)
-    _, scores = _block_scores(blocks, key, position, 0)
+    _, scores = _block_scores(z, key, position, 0)
     block = jnp.argmax(scores, -1)[..., None].astype(jnp.int32)
-    _, inside = _token_scores(blocks, block, key, position, 1)
+    _, inside = _token_scores(z, block, key, position, 1)
     inside = inside[..., 0, :]
     token = block[..., 0] * BLOCK + jnp.argmax(inside, -1).astype(jnp.int32)
     return token, jnp.minimum(_gap(scores), _gap(inside))
@@ -296,21 +294,25 @@ def _blocks(z: Array) -> Array:
     return z.reshape(*z.shape[:-1], -1, BLOCK)
 
 
-def _block_scores(blocks: Array, key: Array, position: Array, level: int) -> tuple[Array, Array]:
+def _block_scores(z: Array, key: Array, position: Array, level: int) -> tuple[Array, Array]:
     """Log-sum-exp of each block and its perturbed score, both `[..., blocks]`."""
-    mass = jax.nn.logsumexp(blocks, -1)
+    mass = jax.nn.logsumexp(_blocks(z), -1)
     index = jnp.arange(mass.shape[-1], dtype=jnp.uint32)
     return mass, mass + gumbel(noise_bits(key[..., None, :], position[..., None], level, index))
 
 
-def _token_scores(
-    blocks: Array, chosen: Array, key: Array, position: Array, level: int
-) -> tuple[Array, Array]:
-    """Logits and perturbed scores `[..., c, 256]` inside the blocks `chosen[..., c]`."""
-    inside = jnp.take_along_axis(blocks, chosen[..., None], -2)
-    index = chosen[..., None] * BLOCK + jnp.arange(BLOCK, dtype=chosen.dtype)
-    bits = noise_bits(key[..., None, None, :], position[..., None, None], level, index)
-    return inside, inside + gumbel(bits)
+def _token_scores(z: Array, chosen: Array, key: Array, position: Array, level: int) -> tuple[Array, Array]:
+    """Logits and perturbed scores `[..., c, 256]` of `z[..., V]` inside the blocks `chosen[..., c]`."""
+    inside, ids = _inside(z, chosen), chosen[..., None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+    return inside, inside + gumbel(noise_bits(key[..., None, None, :], position[..., None, None], level, ids))
+
+
+def _inside(z: Array, chosen: Array) -> Array:
+    """Logits `[..., c, 256]` of the blocks `chosen[..., c]` int32, -inf past V."""
+    # Read from z: a second reader of the padded blocks would make XLA write them out, five times slower.
+    ids = chosen[..., None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+    flat = jnp.minimum(ids, z.shape[-1] - 1).reshape(*chosen.shape[:-1], -1)
+    return jnp.where(ids < z.shape[-1], _at(z, flat).reshape(ids.shape), -jnp.inf)
 
 
 def _truncated_gumbel(scores: Array, top: Array) -> Array:
@@ -325,10 +327,10 @@ def _truncated_gumbel(scores: Array, top: Array) -> Array:
     return jnp.where(scores > -jnp.inf, mapped, -jnp.inf)
 
 
-def _argmax(blocks: Array) -> Array:
+def _argmax(z: Array) -> Array:
     """Token id `[...]` of the largest logit in two levels: an argmax over V is ten times slower."""
-    block = jnp.argmax(jnp.max(blocks, -1), -1)[..., None].astype(jnp.int32)
-    inside = jnp.take_along_axis(blocks, block[..., None], -2)[..., 0, :]
+    block = jnp.argmax(jnp.max(_blocks(z), -1), -1)[..., None].astype(jnp.int32)
+    inside = _inside(z, block)[..., 0, :]
     return block[..., 0] * BLOCK + jnp.argmax(inside, -1).astype(jnp.int32)
 
 
@@ -341,4 +343,5 @@ def _fill(tokens: Array, count: int) -> Array:
 def _gap(scores: Array) -> Array:
     """Difference of the two largest of the last axis; inf where there is no second."""
     best = jnp.arange(scores.shape[-1]) == jnp.argmax(scores, -1, keepdims=True)
-    return jnp.max(scores, -1) - jnp.max(jnp.where(best, -jnp.inf, scores), -1)
+    first, second = jnp.max(scores, -1), jnp.max(jnp.where(best, -jnp.inf, scores), -1)
+    return jnp.where(second > -jnp.inf, first - second, jnp.inf)

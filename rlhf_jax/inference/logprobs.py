@@ -1,7 +1,8 @@
-"""Log-probabilities of finished rows, in canonical order and fixed shapes, under the law that was sampled from."""
+"""Log-probabilities of finished rows under the law they were sampled from, in fixed shapes and order."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -31,10 +32,10 @@ def token_logprobs(
 ) -> Array:
     """log p(tokens[b, t] | tokens[b, :t]) under softmax(logits / temperature), [B, T] float32; 0 at t = 0.
 
-    `mask[B, T]` names the tokens that are wanted; the others are 0. `support[B, T, k]` (token ids, -1 absent) renormalises
-    the law at t on its ids; a position without any id is not restricted. The vocabulary is projected for about
-    `chunk` tokens at a time, forward and backward, so that [B, T, V] never exists, and not at all for columns of
-    tokens that nobody wants. `attend` and `remat` are `forward`'s.
+    `mask[B, T]` names the tokens that are wanted; the others are 0. `support[B, T, k]` (token ids, -1 absent)
+    renormalises the law at t on its ids; a position without any id is not restricted. The vocabulary is
+    projected for about `chunk` tokens at a time, forward and backward, so that [B, T, V] never exists, and
+    not at all for columns of tokens that nobody wants. `attend` and `remat` are `forward`'s.
     """
     chex.assert_rank(tokens, 2)
     if temperature <= 0:
@@ -47,7 +48,7 @@ def token_logprobs(
     columns = max(1, min(chunk // rows, slots - 1))
     blocks = jax.tree.map(lambda leaf: _column_blocks(leaf, columns), (hidden[:, :-1], *wanted))
     # The head's gradient is summed over the blocks in float32, whatever the compute dtype.
-    head = cast(model.replace(layers=()), jnp.float32)
+    head = cast(dataclasses.replace(model, layers=()), jnp.float32)
     # Checkpointed outside its branch, else each block would keep a copy of the head for the backward pass.
     project = jax.checkpoint(functools.partial(_block_logprobs, temperature=temperature))
     out = jax.lax.map(lambda block: project(head, *block), blocks)
@@ -94,11 +95,12 @@ def score_rollout(
     chunk: int = CHUNK,
     attend: Callable = causal,
 ) -> Array:
-    """`token_logprobs` of a rollout's response tokens, [B, T] float32, `rows` rows at a time; B a multiple of `rows`.
+    """`token_logprobs` of a rollout's response tokens, [B, T] float32, `rows` rows at a time; B a multiple of
+    `rows`.
 
-    The order is the rollout's and the shapes depend on nothing but [B, T] and `rows`, so the same tokens score the
-    same whatever generated them. Micro-batch j holds rows j, n + j, 2n + j, ...: where rows are split over
-    devices, each device finds its share of every micro-batch at home.
+    The order is the rollout's and the shapes depend on nothing but [B, T] and `rows`, so the same tokens
+    score the same whatever generated them. Micro-batch j holds rows j, n + j, 2n + j, ...: where rows are
+    split over devices, each device finds its share of every micro-batch at home.
     """
     batch = rollout.tokens.shape[0]
     if batch % rows:
@@ -121,7 +123,8 @@ def mismatch(rollout_logprobs, logprobs, mask) -> dict[str, float]:
     """How far the recomputed law is from the sampled one, over the response tokens of host arrays [B, T].
 
     `mismatch/kl` estimates KL(sampled || recomputed) by mean(exp(d) - 1 - d) with d = recomputed - sampled
-    (Schulman 2020, k3); `mismatch/mean` and `mismatch/max` are of |d|. All in nats; zeros without response tokens.
+    (Schulman 2020, k3); `mismatch/mean` and `mismatch/max` are of |d|. All in nats; zeros without response
+    tokens.
     """
     difference = np.asarray(logprobs, np.float64)[mask] - np.asarray(rollout_logprobs, np.float64)[mask]
     if not difference.size:

@@ -11,6 +11,7 @@ import jax.extend
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from rlhf_jax.mesh import ROW_AXES
 from rlhf_jax.types import Array, LayerCache
 
 QUERY_BLOCK = 512
@@ -19,10 +20,10 @@ QUERY_BLOCK = 512
 def causal(query: Array, key: Array, value: Array, memory=None) -> tuple[Array, None]:
     """Causal attention of right-padded rows: query [B, Q, H, D], key and value [B, Q, G, D] -> [B, Q, H, D].
 
-    Padding comes after a row's tokens, so causality alone keeps it out. Softmax in float32. In half precision it is
-    cuDNN's kernel on an NVIDIA GPU and splash attention on a TPU; otherwise `blockwise`. The choice is made when the
-    program is lowered, so a program compiled here for a TPU gets the TPU's kernel. Kernels do not partition
-    themselves over a mesh: pass `partitioned(causal, ...)` there.
+    Padding comes after a row's tokens, so causality alone keeps it out. Softmax in float32. In half precision
+    it is cuDNN's kernel on an NVIDIA GPU and splash attention on a TPU; otherwise `blockwise`. The choice is
+    made when the program is lowered, so a program compiled here for a TPU gets the TPU's kernel. Kernels do
+    not partition themselves over a mesh: pass `partitioned(causal, ...)` there.
     """
     del memory
     chex.assert_rank([query, key, value], 4)
@@ -37,10 +38,11 @@ def causal(query: Array, key: Array, value: Array, memory=None) -> tuple[Array, 
 
 
 def partitioned(attend: Callable, mesh: Mesh, rows: Any, heads: Any) -> Callable:
-    """`attend` with rows split over the mesh axes `rows` and heads over `heads` (a name, a tuple of names or None).
+    """`attend` with rows split over the mesh axes `rows` and heads over `heads`.
 
-    Each device runs the kernel on its own part, without communication. B must be a multiple of the size of `rows`
-    and G, the key-value heads, of the size of `heads`.
+    An axis is a name, a tuple of names or None. Each device runs the kernel on its own part, without
+    communication. B must be a multiple of the size of `rows` and G, the key-value heads, of the size of
+    `heads`.
     """
     spec = PartitionSpec(rows, None, heads, None)
 
@@ -59,9 +61,10 @@ def partitioned(attend: Callable, mesh: Mesh, rows: Any, heads: Any) -> Callable
 
 
 def blockwise(query: Array, key: Array, value: Array, block: int = QUERY_BLOCK) -> Array:
-    """Causal attention, `block` queries at a time over the keys up to them: [B, H, Q, Q] never exists for Q > block.
+    """Causal attention, `block` queries at a time over the keys up to them; shapes as in `causal`.
 
-    Each block's weights are computed again in the backward pass (Rabe and Staats 2021). Shapes as in `causal`.
+    For Q > block [B, H, Q, Q] never exists: each block's weights are computed again in the backward pass
+    (Rabe and Staats 2021).
     """
     if query.shape[1] <= block:
         return _attend_block(query, key, value)
@@ -85,7 +88,7 @@ def _attend_block(query: Array, key: Array, value: Array) -> Array:
 
 
 def _has_cudnn() -> bool:
-    # cuDNN's primitive asks for the library while it is traced, so it can only be offered where CUDA is the backend.
+    # cuDNN's primitive asks for the library while it is traced: offered only where CUDA is the backend.
     return "cuda" in jax.extend.backend.get_backend().platform_version
 
 
@@ -101,17 +104,30 @@ def _splash(query: Array, key: Array, value: Array) -> Array:
     unit = 128 if count < QUERY_BLOCK else QUERY_BLOCK  # the kernel wants whole lanes and whole blocks
     padded = -(-count // unit) * unit
     block = min(padded, QUERY_BLOCK)
-    sizes = splash.BlockSizes(*[block] * 8)
+    sizes = splash.BlockSizes(
+        *(block, block), block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
+    )
     mask = splash.MultiHeadMask([splash.CausalMask((padded, padded))] * heads)
     kernel = splash.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
     lanes = [(0, 0), (0, padded - count), (0, 0), (0, 0)]
     parts = [jnp.pad(part, lanes).swapaxes(1, 2) for part in (query * dim**-0.5, key, value)]
-    return jax.vmap(kernel)(*parts).swapaxes(1, 2)[:, :count]
+    out: Array = jax.vmap(kernel)(*parts)  # pyright: ignore[reportAssignmentType]
+    return out.swapaxes(1, 2)[:, :count]
 
 
-def prompt(query: Array, key: Array, value: Array, memory=None) -> tuple[Array, LayerCache]:
-    """`causal`, and the keys and values in the cache's layout, for prefill."""
-    out, _ = causal(query, key, value, memory)
+def causal_on(mesh: Mesh | None, num_kv_heads: int) -> Callable:
+    """`causal` with rows over the mesh's data x fsdp, and heads over tensor where that divides them."""
+    if mesh is None or mesh.size == 1:
+        return causal
+    heads = "tensor" if num_kv_heads % mesh.shape["tensor"] == 0 else None
+    return partitioned(causal, mesh, ROW_AXES, heads)
+
+
+def prompt(
+    query: Array, key: Array, value: Array, memory=None, attend: Callable = causal
+) -> tuple[Array, LayerCache]:
+    """`attend`, causal, and the keys and values in the cache's layout, for prefill."""
+    out, _ = attend(query, key, value, memory)
     return out, window_layout(key, value)
 
 
@@ -131,10 +147,10 @@ def cached(
 ) -> tuple[Array, LayerCache]:
     """Attention of Q new tokens over a row's cache and over the window of uncommitted tokens.
 
-    query [B, Q, H, D], key and value [B, Q, G, D] are the last Q of the window's W tokens; `memory` is the layer's
-    cache (T slots, of which the first `length[B]` count) and the window before them (`None` when it is empty);
-    mask [B, Q, W] says which tokens of the window a query sees. Softmax in float32.
-    Returns out [B, Q, H, D] and the grown window. The cache is only read: what is accepted is committed later.
+    query [B, Q, H, D], key and value [B, Q, G, D] are the last Q of the window's W tokens; `memory` is the
+    layer's cache (T slots, of which the first `length[B]` count) and the window before them (`None` when it
+    is empty); mask [B, Q, W] says which tokens of the window a query sees. Softmax in float32. Returns out
+    [B, Q, H, D] and the grown window. The cache is only read: what is accepted is committed later.
     """
     chex.assert_rank([query, key, value, length, mask], [4, 4, 4, 1, 3])
     (cache_k, cache_v), window = memory

@@ -20,7 +20,9 @@ def init(key: Array, config: ModelConfig, dtype=jnp.float32) -> Model:
     shapes = weight_shapes(config)
     leaves, treedef = jax.tree.flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
     keys = jax.random.split(key, len(leaves))
-    weights = [_init_leaf(k, path[-1].name, shape, dtype) for k, (path, shape) in zip(keys, leaves, strict=True)]
+    weights = [
+        _init_leaf(k, path[-1].name, shape, dtype) for k, (path, shape) in zip(keys, leaves, strict=True)
+    ]
     return jax.tree.unflatten(treedef, weights)
 
 

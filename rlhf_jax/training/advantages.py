@@ -12,7 +12,8 @@ def group_advantages(rewards: Array, group_size: int, eps: float = 1e-6) -> Arra
     """Group-relative advantages: A_i = (r_i - mean(r)) / std(r) within each group of one prompt's samples.
 
     rewards [B] float32, groups contiguous, B a multiple of `group_size` -> [B]. The standard deviation is the
-    population's; a group whose deviation is at most `eps` teaches nothing and gets 0 (DeepSeekMath, Shao et al. 2024, 4.1.2).
+    population's; a group whose deviation is at most `eps` teaches nothing and gets 0 (DeepSeekMath, Shao et
+    al. 2024, 4.1.2).
     """
     chex.assert_rank(rewards, 1)
     if rewards.shape[0] % group_size:

@@ -1,4 +1,4 @@
-"""Which rows are trained on together, decided on the host: shuffled minibatches, short micro-batches of like lengths."""
+"""Which rows are trained on together: shuffled minibatches, micro-batches of like lengths (host code)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def micro_batches(
 ) -> Iterator[tuple[np.ndarray, int]]:
     """Row indices [size] and token slots of each micro-batch: rows of like length together, slots rounded up.
 
-    `length[B]` counts each row's tokens. The slots are the smallest multiple of `bucket` that holds the micro-batch's
-    longest row, at least one, so a run sees few shapes.
+    `length[B]` counts each row's tokens. The slots are the smallest multiple of `bucket` that holds the
+    micro-batch's longest row, at least one, so a run sees few shapes.
     """
     if len(rows) % size:
         raise ValueError(

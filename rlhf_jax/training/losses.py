@@ -11,10 +11,11 @@ from rlhf_jax.types import Array, Experience
 def policy_loss(
     logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array, clip_low: float, clip_high: float
 ) -> Array:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = p / p_old, per token, 0 where masked out: [B, T].
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = p / p_old, per token, 0 where masked out:
+    [B, T].
 
-    logprobs, old_logprobs and advantages [B, T] float32, mask [B, T] bool. (PPO, Schulman et al. 2017, eq. 7; two
-    clip widths as in DAPO, Yu et al. 2025.)
+    logprobs, old_logprobs and advantages [B, T] float32, mask [B, T] bool. (PPO, Schulman et al. 2017, eq. 7;
+    two clip widths as in DAPO, Yu et al. 2025.)
     """
     ratios = ratio(logprobs, old_logprobs, mask)
     clipped = jnp.clip(ratios, 1.0 - clip_low, 1.0 + clip_high)
@@ -28,8 +29,9 @@ def ratio(logprobs: Array, old_logprobs: Array, mask: Array) -> Array:
 
 
 def kl_k3(logprobs: Array, reference_logprobs: Array) -> Array:
-    """p_ref / p - log(p_ref / p) - 1 per token, [B, T], in nats: never negative, and unbiased for KL(p || p_ref)
-    over tokens drawn from p (Schulman 2020, "Approximating KL divergence"; DeepSeekMath eq. 4)."""
+    """p_ref / p - log(p_ref / p) - 1 per token, [B, T], in nats: never negative, and unbiased for KL(p ||
+    p_ref) over tokens drawn from p (Schulman 2020, "Approximating KL divergence"; DeepSeekMath eq. 4).
+    """
     chex.assert_equal_shape([logprobs, reference_logprobs])
     difference = reference_logprobs - logprobs
     return jnp.expm1(difference) - difference
@@ -53,10 +55,11 @@ def grpo_loss(
     clip_high: float,
     kl_weight: float,
 ) -> tuple[Array, dict[str, Array]]:
-    """mean over tokens of (policy_loss + kl_weight * kl_k3), and metrics (DeepSeekMath eq. 3, token mean as in DAPO).
+    """mean over tokens of (policy_loss + kl_weight * kl_k3), and metrics (DeepSeekMath eq. 3, token mean as
+    in DAPO).
 
-    logprobs [B, T] are the policy's now; `total` is as in `token_mean`. Metrics are shares of the minibatch's mean,
-    to be summed over micro-batches; those whose name ends in `/max` are maxima.
+    logprobs [B, T] are the policy's now; `total` is as in `token_mean`. Metrics are shares of the minibatch's
+    mean, to be summed over micro-batches; those whose name ends in `/max` are maxima.
     """
     mask, old = experience.rollout.mask, experience.logprobs
     losses = policy_loss(logprobs, old, experience.advantages, mask, clip_low, clip_high)

@@ -61,11 +61,12 @@ def _decays(model: Model) -> Model:
 def init_train_state(policy: Model, optimizer: optax.GradientTransformation) -> TrainState:
     """A state that owns `policy`, in float32 with stacked layers.
 
-    An update overwrites the state's buffers: a caller that keeps using the same weights, as a reference say, passes
-    a copy.
+    An update overwrites the state's buffers: a caller that keeps using the same weights, as a reference say,
+    passes a copy.
     """
     policy = cast(stack(policy), jnp.float32)
-    return TrainState(policy=policy, optimizer=optimizer.init(policy), step=jnp.zeros((), jnp.int32))
+    moments = optimizer.init(policy)  # pyright: ignore[reportArgumentType]
+    return TrainState(policy=policy, optimizer=moments, step=jnp.zeros((), jnp.int32))
 
 
 def update(
@@ -77,10 +78,10 @@ def update(
 ) -> tuple[TrainState, dict[str, float]]:
     """Train on one experience: `epochs` times `minibatches` optimizer steps. The given state is used up.
 
-    A minibatch's loss is the mean over all its response tokens, so the result does not depend on `micro_rows` or
-    `bucket`. `place` puts a micro-batch of host arrays on the device or, with shardings, on a mesh. `step` counts
-    updates and, with the config's seed, orders the rows. The metrics, means over the minibatches (maxima for
-    `.../max`), are read from the device once, at the end.
+    A minibatch's loss is the mean over all its response tokens, so the result does not depend on `micro_rows`
+    or `bucket`. `place` puts a micro-batch of host arrays on the device or, with shardings, on a mesh. `step`
+    counts updates and, with the config's seed, orders the rows. The metrics, means over the minibatches
+    (maxima for `.../max`), are read from the device once, at the end.
     """
     host = jax.tree.map(np.asarray, experience)
     history = []
@@ -95,7 +96,7 @@ def update(
             metrics.append(some)
         state, norm = apply(state, grads, optimizer=optimizer)
         history.append((metrics, norm))
-    return state.replace(step=state.step + 1), _summary(jax.device_get(history))
+    return dataclasses.replace(state, step=state.step + 1), _summary(jax.device_get(history))
 
 
 def loss(policy: Model, experience: Experience, total: Array, config: UpdateConfig) -> tuple[Array, dict]:
@@ -125,9 +126,10 @@ def loss(policy: Model, experience: Experience, total: Array, config: UpdateConf
 def accumulate(
     grads: Model | None, policy: Model, experience: Experience, total: Array, *, config: UpdateConfig
 ) -> tuple[Model, dict]:
-    """`grads` (float32, overwritten; None before the first) plus the gradient of one micro-batch, and its metrics.
+    """`grads` plus the gradient of one micro-batch, both float32, and its metrics.
 
-    The gradient is taken in the compute dtype, so that what exists beside the sum is no larger than that.
+    `grads` is overwritten; it is None before the first micro-batch. The gradient is taken in the compute
+    dtype, so that what exists beside the sum is no larger than that.
     """
     new, metrics = jax.grad(loss, has_aux=True)(cast(policy, config.dtype), experience, total, config)
     new = cast(new, jnp.float32)
@@ -139,10 +141,11 @@ def apply(
     state: TrainState, grads: Model, *, optimizer: optax.GradientTransformation
 ) -> tuple[TrainState, Array]:
     """One optimizer step, in place, and the global norm of the gradient before clipping."""
-    norm = optax.global_norm(grads)
+    policy: Any = state.policy  # optax's types know no dataclasses
     with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
-        updates, moments = optimizer.update(grads, state.optimizer, state.policy)
-    return state.replace(policy=optax.apply_updates(state.policy, updates), optimizer=moments), norm
+        updates, moments = optimizer.update(grads, state.optimizer, policy)  # pyright: ignore[reportArgumentType]
+    policy = optax.apply_updates(policy, updates)
+    return dataclasses.replace(state, policy=policy, optimizer=moments), optax.global_norm(grads)
 
 
 def _summary(history) -> dict[str, float]:
@@ -151,7 +154,6 @@ def _summary(history) -> dict[str, float]:
     summary = {"gradient/norm": float(np.mean([norm for _, norm in history]))}
     for name in names:
         values = [[float(metrics[name]) for metrics in micro] for micro, _ in history]
-        summary[name] = (
-            max(map(max, values)) if name.endswith("/max") else float(np.mean([sum(v) for v in values]))
-        )
+        largest = name.endswith("/max")
+        summary[name] = max(map(max, values)) if largest else float(np.mean([sum(v) for v in values]))
     return summary
