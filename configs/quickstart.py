@@ -33,7 +33,6 @@ def get_config():
 
     config.training.learning_rate = 3e-5
     config.training.kl_coefficient = 0.02
-    config.training.microbatch_rows = 16
+    config.training.microbatch_rows = 32
     config.training.length_bucket = 48
-    config.training.remat = False
     return config

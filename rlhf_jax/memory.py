@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import rows, tree
+from rlhf_jax.generation.engine import PREFILLED
 from rlhf_jax.inference.logprobs import CHUNK
 from rlhf_jax.model import cache, transformer
 from rlhf_jax.types import ModelConfig

@@ -112,7 +112,9 @@ def naive_logprobs(model, tokens, temperature, support=None):
     """A whole softmax, token by token, in float64."""
     tokens, support = np.asarray(tokens), None if support is None else np.asarray(support)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    scores = np.asarray(logits(model, forward(model, jnp.asarray(tokens), positions)[0]), np.float64) / temperature
+    scores = (
+        np.asarray(logits(model, forward(model, jnp.asarray(tokens), positions)[0]), np.float64) / temperature
+    )
     out = np.zeros(tokens.shape)
     for b in range(tokens.shape[0]):
         for t in range(1, tokens.shape[1]):

@@ -18,6 +18,7 @@ from rlhf_jax.training.update import (
     UpdateConfig,
     accumulate,
     apply,
+    clip_by_norm,
     init_train_state,
     loss,
     make_optimizer,
@@ -145,8 +146,8 @@ def test_several_epochs_of_minibatches_improve_the_loss(small):
     assert int(state.step) == 1 and metrics["ratio/max"] > 1.0
 
 
-def aliased(program) -> int:
-    return program.memory_analysis().alias_size_in_bytes
+def memory_of(program) -> Any:
+    return program.memory_analysis()
 
 
 def test_update_reuses_the_states_buffers(small):
@@ -156,9 +157,10 @@ def test_update_reuses_the_states_buffers(small):
     experience = random_experience(model)
     grads, _ = accumulate(None, state.policy, experience, jnp.float32(100), config=CONFIG)
     step = apply.lower(state, grads, optimizer=optimizer).compile()
-    assert aliased(step) >= sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert memory_of(step).alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert memory_of(step).temp_size_in_bytes < sum(leaf.nbytes for leaf in jax.tree.leaves(grads)) / 4
     again = accumulate.lower(grads, state.policy, experience, jnp.float32(100), config=CONFIG).compile()
-    assert aliased(again) >= sum(leaf.nbytes for leaf in jax.tree.leaves(grads))
+    assert memory_of(again).alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(grads))
     old = jax.tree.leaves((state.policy, state.optimizer))
     update(state, experience, optimizer, CONFIG)
     assert all(leaf.is_deleted() for leaf in old)
@@ -196,6 +198,17 @@ def test_weight_decay_spares_norms_and_biases(small):
         updates: Any = optimizer.update(zeros, optimizer.init(model), model)[0]
     np.testing.assert_allclose(updates.embed, -0.05 * model.embed, rtol=1e-5)
     assert not updates.norm.any() and not updates.layers.mlp_norm.any() and not updates.layers.key_bias.any()
+
+
+@pytest.mark.parametrize("limit", [0.5, 100.0])
+def test_clipping_is_optaxs(small, limit):
+    grads = init(jax.random.key(0), small)
+    ours: Any = clip_by_norm(limit)
+    theirs: Any = optax.clip_by_global_norm(limit)
+    pair = [clip.update(grads, clip.init(grads))[0] for clip in (ours, theirs)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *pair)
+    still, _ = ours.update(jax.tree.map(jnp.zeros_like, grads), ours.init(grads))
+    assert not any(leaf.any() for leaf in jax.tree.leaves(still))
 
 
 def test_minibatches_are_replayable_permutations():
