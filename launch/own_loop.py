@@ -29,9 +29,7 @@ def main(model: str, steps: int) -> None:
     encode = source.tokenizer.encode_chat
     prompts = [np.array(encode([{"role": "user", "content": q}]), np.int32) for q in QUESTIONS]
     slots = max(map(len, prompts)) + NEW
-    decoding = Decoding(
-        Sampling(1.0), tree.parse("lookup-chain-2"), source.stop_tokens, rows=8, slots=slots, seed=0
-    )
+    decoding = Decoding(Sampling(1.0), tree.parse("lookup-chain-2"), source.stop_tokens, rows=8, slots=slots, seed=0)
     training = UpdateConfig(micro_rows=GROUP)
     optimizer = make_optimizer(1e-5)
     reference = source.load(jnp.float32)

@@ -68,9 +68,7 @@ def train(config: Config) -> None:
     print(f"The trained policy is in {config.workdir}/policy, every step in {config.workdir}/metrics.jsonl.")
 
 
-def loop(
-    config: Config, stages: rlhf.Stages, models, prompts: Prompts, evaluate, writer, progress
-) -> TrainState:
+def loop(config: Config, stages: rlhf.Stages, models, prompts: Prompts, evaluate, writer, progress) -> TrainState:
     """Evaluate every so often; roll out, infer and update `config.steps` times."""
     state, reference, drafter = models
     batches = Batches(len(prompts), config.generation.prompts_per_step, config.seed)
@@ -81,9 +79,7 @@ def loop(
     for step in range(config.steps):
         evaluate(step, state.policy)
         start = time.perf_counter()
-        state, figures, table = rlhf.step(
-            state, reference, drafter, prompts, batches.next(), history, stages, watch
-        )
+        state, figures, table = rlhf.step(state, reference, drafter, prompts, batches.next(), history, stages, watch)
         figures |= {"step": step, "step/seconds": time.perf_counter() - start}
         writer.write(figures)
         writer.write_samples(step, table)
@@ -112,9 +108,7 @@ class Watch:
 def make_evaluation(config: Config, stages: rlhf.Stages, drafter, held_out: Prompts | None, writer, progress):
     """A function of (updates done, policy) that measures the policy on held-out prompts when it is time to."""
     asked = config.evaluation
-    measures = {"reward": stages.reward} | {
-        name: load_reward(spec) for name, spec in config.reward.metrics.items()
-    }
+    measures = {"reward": stages.reward} | {name: load_reward(spec) for name, spec in config.reward.metrics.items()}
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
     decoding = dataclasses.replace(stages.decoding, sampling=sampling, seed=config.seed ^ EVALUATION_SEED)
 

@@ -42,8 +42,7 @@ def load(path: str) -> Config:
         raise ValueError(f"Config {path} fails: {type(error).__name__}: {_first_line(error)}") from error
     if not isinstance(config, ConfigDict) or keys(config) != keys(default()):
         raise ValueError(
-            f"Config {path}: get_config() must return rlhf_jax.config.default() with other values"
-            " and no other keys."
+            f"Config {path}: get_config() must return rlhf_jax.config.default() with other values and no other keys."
         )
     return config.lock()
 

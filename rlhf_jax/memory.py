@@ -97,15 +97,13 @@ def _weights(model: ModelConfig | None, dtype: Any, role: str, mesh) -> int:
     return meshes.bytes_per_device(shapes, meshes.model_shardings(shapes, mesh, role))
 
 
-def _generation(
-    config: Any, policy: ModelConfig, drafter: ModelConfig | None, mesh, dtype: Any
-) -> list[Part]:
+def _generation(config: Any, policy: ModelConfig, drafter: ModelConfig | None, mesh, dtype: Any) -> list[Part]:
     """The policy's copy, running samples and half of them again when a batch shrinks, prompts, logits."""
     generation, prompt = config.generation, config.data.max_prompt_tokens
     slots = prompt + generation.max_new_tokens + SLACK
     empty = functools.partial(rows.empty, policy, drafter, generation.rows, slots, generation.history_tokens)
     state = jax.eval_shape(lambda: empty(dtype))
-    target, draft = _rows(state.replace(draft=None), mesh), _rows(state.draft, mesh)
+    target, draft = _rows(dataclasses.replace(state, draft=None), mesh), _rows(state.draft, mesh)
     prefix = jax.eval_shape(lambda: [cache.empty(c, PREFILLED, prompt, dtype) for c in (policy, drafter) if c])
     live = "lower generation.rows or generation.max_new_tokens"
     named = [

@@ -131,9 +131,7 @@ def unsplit(tree: Any, mesh: AnyMesh, role: str) -> list[str]:
         wanted = _weight_spec(path, leaf, role)
         for size, axes, kept in zip(leaf.shape, wanted, _fitting(wanted, leaf.shape, mesh), strict=True):
             if axes is not None and kept is None:
-                lines.append(
-                    f"{jax.tree_util.keystr(path)}: {size} is not divisible by {axes}={_extent(axes, mesh)}"
-                )
+                lines.append(f"{jax.tree_util.keystr(path)}: {size} is not divisible by {axes}={_extent(axes, mesh)}")
     return lines
 
 
@@ -168,9 +166,7 @@ def bytes_per_device(tree: Any, shardings: Any) -> int:
 def _weight_spec(path, leaf, role: str) -> tuple:
     axes = WEIGHT_AXES.get(_field(path), ())
     if len(axes) > leaf.ndim:
-        raise ValueError(
-            f"{jax.tree_util.keystr(path)} has rank {leaf.ndim}; a weight of that name has axes {axes}."
-        )
+        raise ValueError(f"{jax.tree_util.keystr(path)} has rank {leaf.ndim}; a weight of that name has axes {axes}.")
     split = [ROLES[role].get(name) for name in axes]
     return (None,) * (leaf.ndim - len(axes)) + tuple(split)
 
@@ -186,10 +182,7 @@ def _row_spec(leaf) -> tuple:
 
 def _fitting(spec: tuple, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
     """`spec` without the axes that do not divide their dimension."""
-    kept = [
-        axes if axes and size % _extent(axes, mesh) == 0 else None
-        for size, axes in zip(shape, spec, strict=True)
-    ]
+    kept = [axes if axes and size % _extent(axes, mesh) == 0 else None for size, axes in zip(shape, spec, strict=True)]
     return PartitionSpec(*kept)
 
 

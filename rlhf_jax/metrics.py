@@ -89,9 +89,7 @@ class Writer:
         for sample in samples:
             _append(self._samples, {"step": step, **sample})
 
-    def write_evaluation(
-        self, step: int, means: Mapping[str, float], samples: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def write_evaluation(self, step: int, means: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
         """One line an evaluation: `step` (updates done before it), the means and the samples."""
         _append(self._evaluations, {"step": step, **means, "samples": samples})
         for key, value in means.items():
@@ -117,9 +115,7 @@ class Progress:
         self._step_start = self._phase_start = time.monotonic()
         self._next_line = 0.0
         self._spinner = Spinner("dots")
-        self._live = Live(
-            get_renderable=self._panel, console=self._console, refresh_per_second=4, transient=True
-        )
+        self._live = Live(get_renderable=self._panel, console=self._console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> Progress:
         self._step_start = self._phase_start = time.monotonic()
@@ -249,9 +245,7 @@ def _reopen(path: pathlib.Path, first_step: int):
 
 
 def _append(file: Any, row: Mapping[str, Any]) -> None:
-    line = json.dumps(
-        row, ensure_ascii=False, allow_nan=False, default=lambda value: np.asarray(value).tolist()
-    )
+    line = json.dumps(row, ensure_ascii=False, allow_nan=False, default=lambda value: np.asarray(value).tolist())
     file.write(line + "\n")
     file.flush()
 
@@ -260,9 +254,7 @@ def _number(key: str, value: Any, step: Any) -> int | float:
     """A Python number from a Python, numpy or JAX scalar."""
     scalar = np.asarray(value).item()
     if not math.isfinite(scalar):
-        raise ValueError(
-            f"Metric {key} is {scalar} at step {step}; lower the learning rate or check the reward."
-        )
+        raise ValueError(f"Metric {key} is {scalar} at step {step}; lower the learning rate or check the reward.")
     return scalar
 
 

@@ -117,7 +117,7 @@ def step(
     reference: Model | None,
     drafter: Model | None,
     prompts: Prompts,
-    chosen: Sequence[int],
+    chosen: np.ndarray,
     history: History,
     stages: Stages,
     observe: Observer = lambda phase, report: None,
@@ -168,9 +168,7 @@ def evaluate(
     observe("evaluation", None)
     wanted = requests(prompts.tokens, samples_per_prompt, stages.max_new_tokens, 0, History(0))
     target = decoding_weights(policy, stages.dtype, stages.mesh)
-    samples, _ = roll_out(
-        target, drafter, wanted, decoding, stages.mesh, functools.partial(observe, "evaluation")
-    )
+    samples, _ = roll_out(target, drafter, wanted, decoding, stages.mesh, functools.partial(observe, "evaluation"))
     responses, rows = _responses(samples, stages), np.repeat(np.arange(len(prompts)), samples_per_prompt)
     asked, sources = [prompts.texts[row] for row in rows], [prompts.rows[row] for row in rows]
     scores = {name: scoring.score(measure, asked, responses, sources) for name, measure in measures.items()}
@@ -199,6 +197,4 @@ def _outcome(samples: list[Sample], rewards: np.ndarray) -> dict[str, float]:
 
 def _table(asked: list[str], responses: list[str], rewards: np.ndarray) -> list[dict[str, Any]]:
     rows = zip(asked, responses, rewards, strict=True)
-    return [
-        {"prompt": prompt, "response": response, "reward": float(reward)} for prompt, response, reward in rows
-    ]
+    return [{"prompt": prompt, "response": response, "reward": float(reward)} for prompt, response, reward in rows]

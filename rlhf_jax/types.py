@@ -12,10 +12,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 from flax import struct
 
-Array = jax.Array
+Array = Any  # a jax.Array, or a numpy array on the host; in templates of a tree, a shape or a sharding
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,9 +49,7 @@ def valid(tmp_path):
     config = configs.default()
     for name in ("train.jsonl", "eval.jsonl"):
         (tmp_path / name).write_text('{"prompt": "a"}\n')
-    (tmp_path / "reward.py").write_text(
-        "def length(prompt, response, row):\n    return float(len(response))\n"
-    )
+    (tmp_path / "reward.py").write_text("def length(prompt, response, row):\n    return float(len(response))\n")
     config.model.path = "folder"
     config.data.update(train=str(tmp_path / "train.jsonl"), eval=str(tmp_path / "eval.jsonl"))
     config.reward.function = f"{tmp_path / 'reward.py'}:length"

@@ -16,7 +16,7 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 class Words:
     """A tokenizer of one token a word."""
 
-    template = "{{ messages }}"
+    template: str | None = "{{ messages }}"
 
     def encode(self, text):
         return [len(word) for word in text.split()]
@@ -113,9 +113,7 @@ def test_tokenize_without_system_message():
 
 
 def test_nothing_left_is_an_error():
-    with pytest.raises(
-        ValueError, match=r"No prompt is left after the length filter \(2 longer than 3 tokens\)"
-    ):
+    with pytest.raises(ValueError, match=r"No prompt is left after the length filter \(2 longer than 3 tokens\)"):
         prompts.tokenize([{"prompt": "a b"}] * 2, Words(), "", 3)
 
 
@@ -139,18 +137,13 @@ def test_every_epoch_is_a_permutation(count, batch):
 
 def test_epochs_and_seeds_differ_and_repeat():
     orders = collections.Counter(
-        tuple(take(batches, 1))
-        for seed in range(8)
-        for batches in [iterator.Batches(50, 50, seed)]
-        for _ in range(4)
+        tuple(take(batches, 1)) for seed in range(8) for batches in [iterator.Batches(50, 50, seed)] for _ in range(4)
     )
     assert len(orders) == 32  # one order each of 8 seeds and 4 epochs
     assert take(iterator.Batches(50, 8, 3), 20) == take(iterator.Batches(50, 8, 3), 20)
 
 
-@pytest.mark.parametrize(
-    "steps", [0, 1, 2, 3, 5, 6]
-)  # mid-epoch, at the boundary (5 of 4 = 2 of 10), across it
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5, 6])  # mid-epoch, at the boundary (5 of 4 = 2 of 10), across it
 def test_resume_neither_skips_nor_repeats(steps):
     whole = take(iterator.Batches(10, 4, seed=7), 12)
     first = iterator.Batches(10, 4, seed=7)

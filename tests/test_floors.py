@@ -119,16 +119,12 @@ def test_files_and_functions_can_be_held_in_the_head(path):
         assert body <= MOST_FUNCTION_LINES, f"{path}:{node.lineno} {node.name} has {body} lines"
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in SOURCES if path.parts[0] in PACKAGES and not empty(path)], ids=str
-)
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.parts[0] in PACKAGES and not empty(path)], ids=str)
 def test_public_functions_have_docstrings(path):
     tree = parse(path)
     assert ast.get_docstring(tree), f"{path} does not say what it is"
     public = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+        node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
     ]
     bare = [f"{path}:{node.lineno} {node.name}" for node in public if not ast.get_docstring(node)]
     assert not bare, ", ".join(bare)

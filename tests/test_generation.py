@@ -51,7 +51,7 @@ def target():
 @pytest.fixture(scope="module")
 def drafter(target):
     """The target without its last layer: right often, not always."""
-    return target.replace(layers=target.layers[:2], config=dataclasses.replace(CONFIG, num_layers=2))
+    return dataclasses.replace(target, layers=target.layers[:2], config=dataclasses.replace(CONFIG, num_layers=2))
 
 
 def requests(count: int = 6, samples: int = 4) -> list[Request]:
@@ -111,9 +111,7 @@ def test_speculative_text_is_plain_text(target, drafter, strategy, sampling, pla
     assert_equal(target, run(target, drafter, how), plain, how)
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(0.7, top_k=20), Sampling(1.0, top_p=0.8)], ids=["top_k", "top_p"]
-)
+@pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=20), Sampling(1.0, top_p=0.8)], ids=["top_k", "top_p"])
 def test_truncated_sampling_is_replayable_too(target, drafter, sampling, plain_text):
     plain = plain_text(sampling)
     for strategy in ("model-tree-2x2", "lookup-chain-3"):
@@ -160,8 +158,8 @@ def test_sampled_pairs_follow_the_models_law(rule, strategy):
     """Chi-square of the first two tokens of 20,000 samples against the exact joint law."""
     config = ModelConfig("llama", 12, 16, 24, 2, 2, 1, 8, 32)
     model = unstack(init(jax.random.key(4), config))
-    model = model.replace(embed=model.embed * 2)
-    small = model.replace(layers=model.layers[:1], config=dataclasses.replace(config, num_layers=1))
+    model = dataclasses.replace(model, embed=model.embed * 2)
+    small = dataclasses.replace(model, layers=model.layers[:1], config=dataclasses.replace(config, num_layers=1))
     prompt = np.array([1, 2, 3, 1, 2], np.int32)
     wanted = [Request(prompt, tuple(range(20_000)), 2)]
     how = decoding(strategy, acceptance=rule, rows=20_000, slots=8, stop_tokens=(), history=0)
@@ -196,9 +194,7 @@ def test_text_ends_at_its_limit_its_stop_token_and_the_last_slot(target, drafter
 
 
 def test_a_prompt_that_does_not_fit_is_refused_in_one_sentence(target):
-    with pytest.raises(
-        ValueError, match=r"60 tokens with up to 10 new ones does not fit the cache of 64 slots"
-    ):
+    with pytest.raises(ValueError, match=r"60 tokens with up to 10 new ones does not fit the cache of 64 slots"):
         list(generate(target, None, [Request(np.zeros(60, np.int32), (0,), 10)], decoding()))
 
 
@@ -222,7 +218,7 @@ def test_samples_of_a_prompt_prefill_it_once(target, monkeypatch):
 def test_a_finished_row_is_a_no_op(target, drafter):
     """However long a done row stays in the batch, its tokens and length stand still."""
     state = _state(target, drafter, rows=3)
-    state = state.replace(done=jnp.array([False, True, False]))
+    state = dataclasses.replace(state, done=jnp.array([False, True, False]))
     before = jax.tree.map(np.asarray, (state.tokens, state.length))
     for _ in range(3):
         state, emission = _round(target, drafter, state, trees.parse("model-chain-2"))
@@ -263,7 +259,7 @@ def test_lookup_follows_the_longest_match_and_then_others(target):
     state = _state(target, None, rows=1)
     text = jnp.array([[4, 5, 6, 9, 2, 5, 6, 1, 4, 5, 6] + [0] * (state.tokens.shape[1] - 11)], jnp.int32)
     history = jnp.full_like(state.history, -1).at[0, :4].set(jnp.array([3, 5, 6, 8]))
-    state = state.replace(tokens=text, length=jnp.array([11]), history=history)
+    state = dataclasses.replace(state, tokens=text, length=jnp.array([11]), history=history)
     assert lookup.propose(state, trees.parse("lookup-chain-4"))[0].tolist() == [9, 2, 5, 6]
     assert lookup.propose(state, trees.parse("lookup-tree-3"))[0].tolist() == [9, 1, 8, -1]
 

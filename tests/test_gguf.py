@@ -71,9 +71,7 @@ def write_weights(writer: gguf_package.GGUFWriter, model: Model, kind: Kind) -> 
         writer.add_rope_scaling_factor(config.rope_scaling.factor)
 
 
-def write_gguf(
-    file: Path, model: Model, kind: Kind = Kind.F32, family: str | None = None, **extra: str
-) -> Path:
+def write_gguf(file: Path, model: Model, kind: Kind = Kind.F32, family: str | None = None, **extra: str) -> Path:
     writer = gguf_package.GGUFWriter(file, family or model.config.family)
     write_metadata(writer, model.config)
     for key, value in extra.items():
@@ -134,9 +132,7 @@ def test_other_architectures_and_tokenizers_are_refused(tmp_path: Path):
     model = golden_model("llama")
     with pytest.raises(ValueError, match="architecture 'gemma3' is not supported; supported are llama"):
         open_source(write_gguf(tmp_path / "a.gguf", model, family="gemma3"))
-    with pytest.raises(
-        ValueError, match=r"'blk\.0\.attn_q_norm\.weight' \[8\] of a qwen3 model .* is missing"
-    ):
+    with pytest.raises(ValueError, match=r"'blk\.0\.attn_q_norm\.weight' \[8\] of a qwen3 model .* is missing"):
         open_source(write_gguf(tmp_path / "b.gguf", model, family="qwen3"))
     with pytest.raises(ValueError, match="rope scaling 'yarn' is not supported"):
         open_source(write_gguf(tmp_path / "c.gguf", model, llama__rope__scaling__type="yarn"))

@@ -86,9 +86,7 @@ def test_saved_folder_gives_the_same_logits_in_transformers(name: str, tmp_path:
 
 def test_sharded_files_and_unrolled_layers_save_the_same_model(tmp_path: Path):
     model = huggingface.load(GOLDEN / "qwen3", jnp.float32)
-    huggingface.save(
-        tmp_path / "sharded", transformer.unstack(model), None, (2,), jnp.float32, shard_bytes=20_000
-    )
+    huggingface.save(tmp_path / "sharded", transformer.unstack(model), None, (2,), jnp.float32, shard_bytes=20_000)
     assert not (tmp_path / "sharded" / "model.safetensors").exists()
     assert len(list((tmp_path / "sharded").glob("model-*-of-*.safetensors"))) > 3
     assert_same(huggingface.load(tmp_path / "sharded", jnp.float32), model)
@@ -105,9 +103,7 @@ def test_bfloat16_files_are_read_and_written_exactly(tmp_path: Path):
 
 def test_saving_replaces_an_older_folder_whole(tmp_path: Path):
     for name in ("llama", "qwen2_tied"):
-        huggingface.save(
-            tmp_path / "saved", huggingface.load(GOLDEN / name, jnp.float32), None, (2,), jnp.float32
-        )
+        huggingface.save(tmp_path / "saved", huggingface.load(GOLDEN / name, jnp.float32), None, (2,), jnp.float32)
     assert huggingface.read_config(tmp_path / "saved").family == "qwen2"
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 

@@ -62,9 +62,7 @@ def test_attention_partitions_over_a_mesh_without_communication():
 
 
 @pytest.mark.parametrize("count", [48, 700])
-@pytest.mark.parametrize(
-    "platform, marker", [("tpu", "tpu_custom_call"), ("cuda", "cudnn"), ("cpu", "dot_general")]
-)
+@pytest.mark.parametrize("platform, marker", [("tpu", "tpu_custom_call"), ("cuda", "cudnn"), ("cpu", "dot_general")])
 def test_half_precision_attention_lowers_to_the_platforms_kernel(count, platform, marker, monkeypatch):
     from jax._src.cudnn import fused_attention_stablehlo
 
@@ -92,9 +90,7 @@ def random_rollout(config, rows=4, slots=24, seed=0, top_k=None) -> Rollout:
     mask = (at >= prompt[:, None]) & (at < length[:, None])
     support = None
     if top_k is not None:
-        support = np.stack(
-            [[rng.permutation(config.vocab_size)[:top_k] for _ in range(slots)] for _ in range(rows)]
-        )
+        support = np.stack([[rng.permutation(config.vocab_size)[:top_k] for _ in range(slots)] for _ in range(rows)])
         support[..., -2:] = -1
         support[..., 0] = tokens
         support = np.where(mask[..., None], support, -1).astype(np.int32)
@@ -112,9 +108,7 @@ def naive_logprobs(model, tokens, temperature, support=None):
     """A whole softmax, token by token, in float64."""
     tokens, support = np.asarray(tokens), None if support is None else np.asarray(support)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    scores = (
-        np.asarray(logits(model, forward(model, jnp.asarray(tokens), positions)[0]), np.float64) / temperature
-    )
+    scores = np.asarray(logits(model, forward(model, jnp.asarray(tokens), positions)[0]), np.float64) / temperature
     out = np.zeros(tokens.shape)
     for b in range(tokens.shape[0]):
         for t in range(1, tokens.shape[1]):

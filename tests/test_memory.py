@@ -71,7 +71,7 @@ def test_weights_optimizer_and_caches_are_exact(tiny, config, shape):
     assert parts["policy, float32"] == held(policy)
     assert parts["optimizer, two moments"] == held(optimizer) - 4  # the count
     assert parts["policy, for generation"] == parts["drafter"] == held(copy)
-    assert parts["key-value cache of the policy"] == held(state.replace(draft=None))
+    assert parts["key-value cache of the policy"] == held(dataclasses.replace(state, draft=None))
     assert parts["key-value cache of the drafter"] == held(state.draft)
 
 
@@ -92,9 +92,7 @@ def test_the_peak_is_what_is_always_there_and_the_larger_stage():
 def test_what_does_not_fit_says_what_to_change(config):
     config.generation.update(rows=1024, max_new_tokens=4096)
     parts = memory.plan(config, LLAMA_8B, None, dict(data=1, fsdp=8, tensor=1), jnp.bfloat16)
-    with pytest.raises(
-        ValueError, match=r"in generation and has 80.0 GB; .* key-value cache .* lower generation.rows"
-    ):
+    with pytest.raises(ValueError, match=r"in generation and has 80.0 GB; .* key-value cache .* lower generation.rows"):
         memory.check(parts, 80e9)
     memory.check(parts, 1e15)
 

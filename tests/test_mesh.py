@@ -102,7 +102,7 @@ def test_what_does_not_divide_stays_whole_and_is_listed(config):
 
 
 def test_a_scalar_head_is_split_by_width_only(model):
-    critic = model.replace(head=jnp.zeros((32, 1)))
+    critic = dataclasses.replace(model, head=jnp.zeros((32, 1)))
     split = meshes.model_shardings(critic, meshes.make_mesh(1, 4, 2), "training")
     assert split.head.shard_shape((32, 1)) == (8, 1)
 

@@ -26,9 +26,7 @@ def screen(terminal=False, width=100):
 
 def test_writes_a_line_a_step_at_once(tmp_path):
     writer = metrics.Writer(tmp_path, first_step=1)
-    writer.write(
-        row(1, **{"reward/mean": jnp.float32(0.25), "generation/tokens": np.int64(640), "eval/vader": 0.5})
-    )
+    writer.write(row(1, **{"reward/mean": jnp.float32(0.25), "generation/tokens": np.int64(640), "eval/vader": 0.5}))
     (line,) = read(tmp_path / "metrics.jsonl")  # before close: flushed
     writer.close()
     assert set(metrics.REQUIRED) <= set(line)
@@ -72,10 +70,7 @@ def test_a_resumed_run_writes_no_step_twice(tmp_path):
         (3, 0.75),
     ]
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().split("\n")[:-1]]
-    assert (
-        samples[1] == {"step": 2, "prompt": "p", "response": "schön\u2028", "reward": 0.5}
-        and len(samples) == 2
-    )
+    assert samples[1] == {"step": 2, "prompt": "p", "response": "schön\u2028", "reward": 0.5} and len(samples) == 2
 
 
 def run_progress(console, clock, monkeypatch, steps=3):
@@ -134,9 +129,7 @@ def test_live_display_runs_and_leaves_the_lines(monkeypatch):
 def test_tables_show_text_as_it_is():
     console = screen()
     metrics.describe("This run", [("devices", "2 x cpu"), ("memory", "policy 0.5 GB [f32]")], console)
-    metrics.compare(
-        [("held-out reward", 0.56, 0.92), ("kl", 0.1, 0.1)], [("the [bold]", "a\nb", "c" * 90)], console
-    )
+    metrics.compare([("held-out reward", 0.56, 0.92), ("kl", 0.1, 0.1)], [("the [bold]", "a\nb", "c" * 90)], console)
     text = console.export_text()
     assert "policy 0.5 GB [f32]" in text and "+0.360" in text and "[bold]" in text and "a b" in text
     assert max(map(len, text.splitlines())) <= 100

@@ -84,9 +84,7 @@ def test_training_of_the_8b_config_compiles_for_its_slice_and_fits():
 
     step = accumulate.lower(state.policy, state.policy, batch, total, config=settings).compile()
     parts = memory.plan(config, LLAMA_8B, LLAMA_1B, dict(slice_mesh.shape), jnp.bfloat16)
-    predicted = sum(
-        part.bytes for part in parts if part.name == "policy, float32" or part.stage == "training"
-    )
+    predicted = sum(part.bytes for part in parts if part.name == "policy, float32" or part.stage == "training")
     assert 0.75 * predicted < needed(step) <= predicted
 
     step = apply.lower(state, state.policy, optimizer=optimizer).compile()

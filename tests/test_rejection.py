@@ -45,9 +45,7 @@ def tree_of(parents: tuple[int, ...], rows: int, padding: int = 0) -> Tree:
 def propose(root, key, position, sampling: Sampling, parents: tuple[int, ...], drafter: str):
     """Draft tokens [B, N+1]: siblings ranked from the drafter's law, or the next tokens up (lookup)."""
     tokens, depth = [root], [0]
-    ranks = functools.cache(
-        lambda node: ranked(DRAFTER[tokens[node]], key, position + depth[node], sampling, 4)
-    )
+    ranks = functools.cache(lambda node: ranked(DRAFTER[tokens[node]], key, position + depth[node], sampling, 4))
     for node, parent in enumerate(parents):
         order = parents[:node].count(parent)
         depth.append(depth[parent + 1] + 1)

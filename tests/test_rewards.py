@@ -91,19 +91,14 @@ def vader():
 
 
 def test_vader_orders_texts_within_bounds(vader):
-    bad, neutral, good = map(
-        vader, ("The lamp is ugly.", "The lamp is on the table.", "The lamp is beautiful.")
-    )
+    bad, neutral, good = map(vader, ("The lamp is ugly.", "The lamp is on the table.", "The lamp is beautiful."))
     assert 0.0 < bad < neutral == 0.5 < good < 1.0
     assert vader("") == vader(" \n") == vader("!!!") == 0.0
 
 
 def test_vader_pays_for_no_cheap_trick(vader):
     honest = vader("A beautiful lamp brings a warm glow and joy to the happy home.")
-    assert (
-        vader("love " * 20) == vader("love, LOVE love!!!") == pytest.approx(vader("love"))
-        and vader("love") < honest
-    )
+    assert vader("love " * 20) == vader("love, LOVE love!!!") == pytest.approx(vader("love")) and vader("love") < honest
     assert vader(":) " * 20) == vader(":)")
     plain = vader("The lamp is beautiful.")
     assert vader("The LAMP is BEAUTIFUL!!!!") == vader("The lamp is beautiful. I love it. So great.") == plain

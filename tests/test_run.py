@@ -99,9 +99,7 @@ def test_a_run_leaves_its_files(arguments, tmp_path, one_device, capsys):
     assert [line["step"] for line in steps] == [0, 1, 2] and all(set(REQUIRED) <= set(line) for line in steps)
     assert len(lines(run / "samples.jsonl")) == 3 * 16
     assert [line["step"] for line in lines(run / "evaluations.jsonl")] == [0, 2, 3]
-    assert all(
-        line["mismatch/max"] < 1e-4 and line["ratio/max"] == pytest.approx(1, abs=1e-4) for line in steps
-    )
+    assert all(line["mismatch/max"] < 1e-4 and line["ratio/max"] == pytest.approx(1, abs=1e-4) for line in steps)
     assert steps[0]["kl/mean"] == pytest.approx(0, abs=1e-6) and steps[2]["kl/mean"] > 1e-6
     trained = open_source(run / "policy").load(jnp.float32)
     assert not np.allclose(trained.embed, init(jax.random.key(0), trained.config).embed)

@@ -82,9 +82,7 @@ def test_threefry_is_jax_own():
     key = np.random.default_rng(0).integers(0, 2**32, 2, np.uint32)
     counter = np.random.default_rng(1).integers(0, 2**32, (2, 64), np.uint32)
     theirs = threefry_2x32(jnp.asarray(key), jnp.asarray(counter.ravel()))
-    x, y = threefry(
-        (jnp.asarray(key[0]), jnp.asarray(key[1])), (jnp.asarray(counter[0]), jnp.asarray(counter[1]))
-    )
+    x, y = threefry((jnp.asarray(key[0]), jnp.asarray(key[1])), (jnp.asarray(counter[0]), jnp.asarray(counter[1])))
     np.testing.assert_array_equal(np.concatenate([x, y]), theirs)
 
 
@@ -114,10 +112,8 @@ def planted(logits, key, position, sampling, bias: str):
     """The draw with one mistake in it."""
     tempered = logits / sampling.temperature
     kept = module._blocks(truncate(logits, sampling))
-    if bias == "block by its best token":
-        summary = jnp.max(kept, -1)
-    else:  # truncation after the block sums
-        summary = jax.nn.logsumexp(module._blocks(tempered), -1)
+    by_best, untruncated = jnp.max(kept, -1), jax.nn.logsumexp(module._blocks(tempered), -1)
+    summary = by_best if bias == "block by its best token" else untruncated
     index = jnp.arange(summary.shape[-1], dtype=jnp.uint32)
     block = jnp.argmax(summary + gumbel(noise_bits(key, position, 0, index)))
     tokens = block * 256 + jnp.arange(256)
@@ -221,9 +217,7 @@ def test_a_draw_is_a_function_of_sample_and_position(sampling):
     logits, (key, position) = logits_of(700, (24,)), keys(24)
     tokens = np.asarray(draw(logits, key, position, sampling).token)
     order = np.random.default_rng(0).permutation(24)
-    np.testing.assert_array_equal(
-        draw(logits[order], key[order], position[order], sampling).token, tokens[order]
-    )
+    np.testing.assert_array_equal(draw(logits[order], key[order], position[order], sampling).token, tokens[order])
     assert int(draw(logits[5], key[5], position[5], sampling).token) == tokens[5]
     boxed = draw(logits.reshape(6, 4, 700), key.reshape(6, 4, 2), position.reshape(6, 4), sampling)
     np.testing.assert_array_equal(boxed.token, tokens.reshape(6, 4))

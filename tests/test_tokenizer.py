@@ -131,9 +131,7 @@ def write_folder(folder: Path, settings: dict) -> Path:
 
 def test_settings_are_read_in_every_form(tmp_path: Path):
     named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
-    folder = write_folder(
-        tmp_path, {"eos_token": {"content": "</s>"}, "chat_template": named, "pad_token": None}
-    )
+    folder = write_folder(tmp_path, {"eos_token": {"content": "</s>"}, "chat_template": named, "pad_token": None})
     (folder / "special_tokens_map.json").write_text(json.dumps({"unk_token": "<unk>", "eos_token": "other"}))
     tokenizer = read_tokenizer(folder)
     assert tokenizer.special == {"eos_token": "</s>", "unk_token": "<unk>"}

@@ -89,8 +89,7 @@ def test_loss_of_short_slots_is_the_padded_one(small):
     experience = random_experience(model, slots=40, longest=20)
     other = init(jax.random.key(1), small)
     losses = [
-        gradient(other, experience, dataclasses.replace(CONFIG, bucket=bucket))[1]["loss/policy"]
-        for bucket in (40, 8)
+        gradient(other, experience, dataclasses.replace(CONFIG, bucket=bucket))[1]["loss/policy"] for bucket in (40, 8)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
@@ -171,9 +170,7 @@ def test_later_updates_compile_nothing(small, compilations):
     optimizer = make_optimizer(1e-3)
     state = init_train_state(jax.tree.map(jnp.copy, model), optimizer)
     config = dataclasses.replace(CONFIG, minibatches=2, micro_rows=2, bucket=32)
-    experiences = [
-        random_experience(model, seed=seed, longest=longest) for seed, longest in enumerate((30, 24, 17))
-    ]
+    experiences = [random_experience(model, seed=seed, longest=longest) for seed, longest in enumerate((30, 24, 17))]
     state, _ = update(state, experiences[0], optimizer, config)
     with compilations() as seen:
         for experience in experiences:

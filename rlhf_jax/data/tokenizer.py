@@ -126,9 +126,7 @@ def _read_template(folder: Path, settings: dict) -> str | None:
         return template
     named = {entry["name"]: entry["template"] for entry in template}
     if "default" not in named:
-        raise ValueError(
-            f"{folder}: of the chat templates {sorted(named)} in tokenizer_config.json none is 'default'."
-        )
+        raise ValueError(f"{folder}: of the chat templates {sorted(named)} in tokenizer_config.json none is 'default'.")
     return named["default"]
 
 
@@ -178,9 +176,7 @@ def _compile(template: str) -> jinja2.Template:
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     """jinja2's own filter would escape HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -126,9 +126,7 @@ def _reject(walk: _Walk, token: Array, where: Array) -> _Walk:
     return _choose(where, walk._replace(residual=residual, proposal=proposal), walk)
 
 
-def _descend(
-    walk: _Walk, node: Array, logits: tuple[Array, Array | None], where: Array, sampling: Sampling
-) -> _Walk:
+def _descend(walk: _Walk, node: Array, logits: tuple[Array, Array | None], where: Array, sampling: Sampling) -> _Walk:
     """Go on from `node` with fresh laws, in the rows `where`."""
     target, proposal = jax.tree.map(lambda x: law(x[:, node], sampling), logits)
     nodes = jnp.full_like(walk.node, node)

@@ -26,9 +26,7 @@ def as_rollout(samples: Iterable[Sample], slots: int) -> Rollout:
         if support is not None:
             support[row, start:end] = sample.support
     length = np.array([len(s.prompt) + len(s.tokens) for s in samples], np.int32)
-    return Rollout(
-        tokens, mask, logprobs, length, np.array([s.sample_id for s in samples], np.uint32), support
-    )
+    return Rollout(tokens, mask, logprobs, length, np.array([s.sample_id for s in samples], np.uint32), support)
 
 
 @dataclasses.dataclass
@@ -93,9 +91,6 @@ def requests(
 ) -> list[Request]:
     """One request a prompt, with consecutive sample ids from `first_id`."""
     ids = [
-        range(first_id + i * samples_per_prompt, first_id + (i + 1) * samples_per_prompt)
-        for i in range(len(prompts))
+        range(first_id + i * samples_per_prompt, first_id + (i + 1) * samples_per_prompt) for i in range(len(prompts))
     ]
-    return [
-        Request(p, tuple(group), max_new_tokens, history.of(p)) for p, group in zip(prompts, ids, strict=True)
-    ]
+    return [Request(p, tuple(group), max_new_tokens, history.of(p)) for p, group in zip(prompts, ids, strict=True)]

@@ -5,6 +5,7 @@ Plain decoding is the round with no drafts. A round changes only rows that are n
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -50,9 +51,7 @@ def accept(verified: Verified, nodes: Array, tree: Tree, laws: Array | None, sta
     return rejection.accept(nodes, tree, verified.logits, laws, state.key, state.length, sampling)
 
 
-def emit(
-    state: DecodeState, path: Array, draws: Draw, depth: Array, stop_tokens: tuple[int, ...]
-) -> Emission:
+def emit(state: DecodeState, path: Array, draws: Draw, depth: Array, stop_tokens: tuple[int, ...]) -> Emission:
     """The tokens a row gains along path [B, N+1], cut at the first stop token and at the row's limit."""
     tokens = jnp.take_along_axis(draws.token, path, axis=1)
     steps = jnp.arange(path.shape[1], dtype=jnp.int32)
@@ -76,7 +75,8 @@ def commit(state: DecodeState, window: Cache, path: Array, emission: Emission) -
     slots = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None] - state.length[:, None]
     fresh = (slots >= 0) & (slots < emission.count[:, None])
     taken = jnp.take_along_axis(emission.tokens, jnp.clip(slots, 0, path.shape[1] - 1), axis=1)
-    return state.replace(
+    return dataclasses.replace(
+        state,
         tokens=jnp.where(fresh, taken, state.tokens),
         length=state.length + emission.count,
         done=emission.done,

@@ -38,11 +38,9 @@ class Admission:
     history: Array  # [R, E] int32
 
 
-def empty(
-    target: ModelConfig, draft: ModelConfig | None, rows: int, slots: int, history: int, dtype
-) -> DecodeState:
+def empty(target: ModelConfig, draft: ModelConfig | None, rows: int, slots: int, history: int, dtype) -> DecodeState:
     """A state of rows that are all done: `slots` token and cache slots each."""
-    caches = [kv.empty(config, rows, slots, dtype) if config else None for config in (target, draft)]
+    draft_cache = None if draft is None else kv.empty(draft, rows, slots, dtype)
     return DecodeState(
         tokens=jnp.zeros((rows, slots), jnp.int32),
         length=jnp.ones((rows,), jnp.int32),
@@ -50,8 +48,8 @@ def empty(
         done=jnp.ones((rows,), bool),
         key=jnp.zeros((rows, 2), jnp.uint32),
         history=jnp.full((rows, history), -1, jnp.int32),
-        cache=caches[0],
-        draft=None if caches[1] is None else DraftState(caches[1], jnp.zeros((rows,), jnp.int32)),
+        cache=kv.empty(target, rows, slots, dtype),
+        draft=None if draft_cache is None else DraftState(draft_cache, jnp.zeros((rows,), jnp.int32)),
     )
 
 
@@ -86,13 +84,11 @@ def prefill(target: Model, drafter: Model | None, tokens: Array, length: Array, 
     chex.assert_rank([tokens, length], [2, 1])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
-    def cache(model):
-        if model is None:
-            return None
+    def cache(model: Model) -> Cache:
         attend = functools.partial(prompt, attend=causal_on(mesh, model.config.num_kv_heads))
         return forward(model, tokens, positions, attend)[1]
 
-    return pin_rows(Prefix(tokens, length, cache(target), cache(drafter)), mesh)
+    return pin_rows(Prefix(tokens, length, cache(target), None if drafter is None else cache(drafter)), mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
@@ -106,9 +102,7 @@ def admit(state: DecodeState, prefix: Prefix, admission: Admission, mesh=None) -
         return old.at[place].set(new, mode="drop")
 
     def draft(old: DraftState) -> DraftState:
-        return DraftState(
-            jax.tree.map(write, old.cache, begun.draft_cache), write(old.length, begun.length - 1)
-        )
+        return DraftState(jax.tree.map(write, old.cache, begun.draft_cache), write(old.length, begun.length - 1))
 
     new = DecodeState(
         tokens=write(state.tokens, begun.tokens),

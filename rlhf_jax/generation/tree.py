@@ -44,9 +44,7 @@ def _check(name: str, parents: tuple[int, ...]) -> None:
     if levels is None or list(levels) != sorted(levels) or not parents:
         raise ValueError(f"Strategy {name!r} is no tree in level order: {_GRAMMAR}.")
     if len(parents) >= NODE_BUCKETS[-1]:
-        raise ValueError(
-            f"Strategy {name!r} drafts {len(parents)} tokens; the most is {NODE_BUCKETS[-1] - 1}."
-        )
+        raise ValueError(f"Strategy {name!r} drafts {len(parents)} tokens; the most is {NODE_BUCKETS[-1] - 1}.")
 
 
 def chain(length: int) -> tuple[int, ...]:

@@ -43,8 +43,8 @@ def token_logprobs(
     rows, slots = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), tokens.shape)
     hidden, _ = forward(model, tokens, positions, attend=attend, remat=remat)
-    mask = jnp.ones(tokens.shape, bool) if mask is None else mask
-    wanted = (tokens[:, 1:], mask[:, 1:], None if support is None else support[:, 1:])
+    wanted_tokens = jnp.ones(tokens.shape, bool) if mask is None else mask
+    wanted = (tokens[:, 1:], wanted_tokens[:, 1:], None if support is None else support[:, 1:])
     columns = max(1, min(chunk // rows, slots - 1))
     blocks = jax.tree.map(lambda leaf: _column_blocks(leaf, columns), (hidden[:, :-1], *wanted))
     # The head's gradient is summed over the blocks in float32, whatever the compute dtype.
@@ -104,9 +104,7 @@ def score_rollout(
     """
     batch = rollout.tokens.shape[0]
     if batch % rows:
-        raise ValueError(
-            f"{batch} rows cannot be scored {rows} at a time; the first must be a multiple of the second."
-        )
+        raise ValueError(f"{batch} rows cannot be scored {rows} at a time; the first must be a multiple of the second.")
     inputs = (rollout.tokens, rollout.mask, rollout.support)
     parts = jax.tree.map(lambda leaf: leaf.reshape(rows, -1, *leaf.shape[1:]).swapaxes(0, 1), inputs)
 

@@ -27,14 +27,8 @@ def load_reward(spec: str) -> Reward:
     """
     place, _, name = spec.rpartition(":")
     if not place or not name.isidentifier():
-        raise ValueError(
-            f"Reward {spec!r} must look like path/to/file.py:function or package.module:function."
-        )
-    module = (
-        _load_file(place, spec)
-        if place.endswith(".py")
-        else _load(spec, lambda: importlib.import_module(place))
-    )
+        raise ValueError(f"Reward {spec!r} must look like path/to/file.py:function or package.module:function.")
+    module = _load_file(place, spec) if place.endswith(".py") else _load(spec, lambda: importlib.import_module(place))
     reward = getattr(module, name, None)
     if reward is None:
         raise ValueError(f"Reward {spec!r}: {place} defines no {name!r}.")
@@ -69,9 +63,7 @@ def _one(reward: Reward, index: int, prompt: str, response: str, row: dict[str, 
     except Exception as error:
         raise ValueError(f"Reward {name} {where} failed with {type(error).__name__}: {error}.") from error
     if not isinstance(value, numbers.Real | np.bool_):
-        raise ValueError(
-            f"Reward {name} {where} is of type {type(value).__name__}; it must return one float."
-        )
+        raise ValueError(f"Reward {name} {where} is of type {type(value).__name__}; it must return one float.")
     if not abs(float(value)) <= float(np.finfo(np.float32).max):  # also true of NaN
         raise ValueError(f"Reward {name} {where} is {value}; it must be a finite float32.")
     return np.float32(value)
@@ -81,9 +73,7 @@ def _load_file(place: str, spec: str) -> types.ModuleType:
     candidates = [folder / pathlib.Path(place).expanduser() for folder in (pathlib.Path.cwd(), REPOSITORY)]
     path = next((path.resolve() for path in candidates if path.is_file()), None)
     if path is None:
-        raise FileNotFoundError(
-            f"Reward {spec!r}: there is no file {place} in {candidates[0].parent} or {REPOSITORY}."
-        )
+        raise FileNotFoundError(f"Reward {spec!r}: there is no file {place} in {candidates[0].parent} or {REPOSITORY}.")
     return _load(spec, lambda: _execute(path))
 
 

@@ -123,9 +123,7 @@ def causal_on(mesh: Mesh | None, num_kv_heads: int) -> Callable:
     return partitioned(causal, mesh, ROW_AXES, heads)
 
 
-def prompt(
-    query: Array, key: Array, value: Array, memory=None, attend: Callable = causal
-) -> tuple[Array, LayerCache]:
+def prompt(query: Array, key: Array, value: Array, memory=None, attend: Callable = causal) -> tuple[Array, LayerCache]:
     """`attend`, causal, and the keys and values in the cache's layout, for prefill."""
     out, _ = attend(query, key, value, memory)
     return out, window_layout(key, value)

@@ -48,9 +48,7 @@ def read_config(file: File) -> ModelConfig:
     """The `ModelConfig` of a file; ValueError names what is missing or not supported."""
     family = file["general.architecture"]
     if family not in FAMILIES:
-        raise ValueError(
-            f"{file.path}: architecture {family!r} is not supported; supported are {', '.join(FAMILIES)}."
-        )
+        raise ValueError(f"{file.path}: architecture {family!r} is not supported; supported are {', '.join(FAMILIES)}.")
     heads, width = file["{arch}.attention.head_count"], file["{arch}.embedding_length"]
     head_dim = file.get("{arch}.attention.key_length", width // heads)
     _refuse_unsupported(file, head_dim)
@@ -87,9 +85,7 @@ def _refuse_unsupported(file: File, head_dim: int) -> None:
     }
     for key, needed in required.items():
         if file.get(key, needed) != needed:
-            raise ValueError(
-                f"{file.path}: {key.format(arch='*')}={file[key]} is not supported; it must be {needed}."
-            )
+            raise ValueError(f"{file.path}: {key.format(arch='*')}={file[key]} is not supported; it must be {needed}.")
 
 
 def _read_scaling(file: File, config: ModelConfig) -> RopeScaling | None:
@@ -99,9 +95,7 @@ def _read_scaling(file: File, config: ModelConfig) -> RopeScaling | None:
     if kind == "linear":
         return RopeScaling("linear", float(file["{arch}.rope.scaling.factor"]))
     if kind != "none":
-        raise ValueError(
-            f"{file.path}: rope scaling {kind!r} is not supported; supported are linear and llama3."
-        )
+        raise ValueError(f"{file.path}: rope scaling {kind!r} is not supported; supported are linear and llama3.")
     return None
 
 
@@ -111,9 +105,7 @@ def _llama3_scaling(file: File, config: ModelConfig) -> RopeScaling:
     scaling = RopeScaling("llama3", factor=float(divisors.max()))
     scaled = rope_frequencies(dataclasses.replace(config, rope_scaling=scaling))
     if not np.allclose(rope_frequencies(config) / scaled, divisors, rtol=1e-3):
-        raise ValueError(
-            f"{file.path}: {ROPE_DIVISORS} is not Llama 3's rope scaling, and no other is supported."
-        )
+        raise ValueError(f"{file.path}: {ROPE_DIVISORS} is not Llama 3's rope scaling, and no other is supported.")
     return scaling
 
 
@@ -143,9 +135,7 @@ def load(file: File, dtype, shardings: Model | None = None) -> Model:
 
 def check_tensors(file: File, config: ModelConfig) -> None:
     """Raise ValueError, naming the tensor, unless the file holds just the weights of `config`."""
-    found = {
-        name: (file.path, tensor.shape) for name, tensor in file.tensors.items() if name != ROPE_DIVISORS
-    }
+    found = {name: (file.path, tensor.shape) for name, tensor in file.tensors.items() if name != ROPE_DIVISORS}
     expected = {_name(place): layout.stored_shape(place[0], shape) for place, shape in layout.places(config)}
     layout.check(found, expected, file.path, config)
 
@@ -165,17 +155,13 @@ def read_tokenizer(file: File) -> Tokenizer:
     """The byte-level BPE tokenizer and chat template of a file; ValueError for any other kind."""
     kind = file["tokenizer.ggml.model"]
     if kind != "gpt2":
-        raise ValueError(
-            f"{file.path}: tokenizer {kind!r} is not supported; only byte-level BPE ('gpt2') is."
-        )
+        raise ValueError(f"{file.path}: tokenizer {kind!r} is not supported; only byte-level BPE ('gpt2') is.")
     tokens = file["tokenizer.ggml.tokens"]
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
     special = {name: tokens[index] for name, index in ids.items() if index is not None}
     settings = special | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    return Tokenizer(
-        _backend(file, special), file.get("tokenizer.chat_template"), special, settings, file.path
-    )
+    return Tokenizer(_backend(file, special), file.get("tokenizer.chat_template"), special, settings, file.path)
 
 
 def _backend(file: File, special: Mapping[str, str]) -> tokenizers.Tokenizer:
@@ -206,8 +192,7 @@ def _pre_tokenizer(kind: str, path: Path) -> pre_tokenizers.PreTokenizer:
     digits = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}
     if kind not in digits:
         raise ValueError(
-            f"{path}: pre-tokenizer {kind!r} is not supported;"
-            " supported are gpt-2, smollm, llama-bpe and qwen2."
+            f"{path}: pre-tokenizer {kind!r} is not supported; supported are gpt-2, smollm, llama-bpe and qwen2."
         )
     words = pre_tokenizers.Split(tokenizers.Regex(WORDS.replace("DIGITS", digits[kind])), behavior="isolated")
     return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])

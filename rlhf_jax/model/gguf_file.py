@@ -55,9 +55,7 @@ class File:
         value = self.get(key)
         if value is None:
             name = key.format(arch=self.metadata.get("general.architecture"))
-            raise ValueError(
-                f"{self.path}: the metadata key {name!r} is missing; it is not a whole language model."
-            )
+            raise ValueError(f"{self.path}: the metadata key {name!r} is missing; it is not a whole language model.")
         return value
 
     def get(self, key: str, default: Any = None) -> Any:

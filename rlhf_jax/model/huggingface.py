@@ -189,9 +189,7 @@ def _weight_files(folder: Path) -> list[Path]:
         files = [single]
     missing = [file for file in files if not file.exists()]
     if missing and list(folder.glob("pytorch_model*.bin")):
-        raise ValueError(
-            f"{folder} has only pytorch_model.bin; convert it to safetensors: nothing is unpickled."
-        )
+        raise ValueError(f"{folder} has only pytorch_model.bin; convert it to safetensors: nothing is unpickled.")
     if missing:
         raise FileNotFoundError(f"{missing[0]} is missing; download the model's safetensors files again.")
     return files
@@ -216,9 +214,7 @@ def save(
     replaced. Weights over `shard_bytes` are split into several files with an index.
     """
     if model.head is not None and model.head.shape[-1] != model.config.vocab_size:
-        raise ValueError(
-            f"{folder}: a language model is saved here, not a head of {model.head.shape[-1]} outputs."
-        )
+        raise ValueError(f"{folder}: a language model is saved here, not a head of {model.head.shape[-1]} outputs.")
     folder = Path(folder)
     partial, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "old"))
     shutil.rmtree(partial, ignore_errors=True)

@@ -145,9 +145,7 @@ def check(
             )
         file, actual = found[name]
         if actual != shape:
-            raise ValueError(
-                f"{file}: tensor {name!r} has shape {list(actual)}, {model} needs {list(shape)}."
-            )
+            raise ValueError(f"{file}: tensor {name!r} has shape {list(actual)}, {model} needs {list(shape)}.")
     for name in found.keys() - expected.keys():
         raise ValueError(
             f"{found[name][0]}: tensor {name!r} {list(found[name][1])} has no place in {model} as configured."

@@ -61,9 +61,7 @@ def _truncated(file: Path, size: int) -> str:
 def _view(file: Path, name: str, spec: dict, mapped: np.ndarray, start: int) -> np.ndarray:
     dtype, shape, (begin, end) = DTYPES.get(spec["dtype"]), tuple(spec["shape"]), spec["data_offsets"]
     if dtype is None:
-        raise ValueError(
-            f"{file}: tensor {name!r} is of type {spec['dtype']}; only {', '.join(DTYPES)} are read."
-        )
+        raise ValueError(f"{file}: tensor {name!r} is of type {spec['dtype']}; only {', '.join(DTYPES)} are read.")
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{file}: tensor {name!r} {list(shape)} does not fit its {end - begin} bytes.")
     return np.ndarray(shape, dtype, buffer=mapped, offset=start + begin)

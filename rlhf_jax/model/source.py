@@ -42,9 +42,7 @@ def open_source(path: str | Path) -> Source:
         return _open_gguf(local)
     if not local.exists() and HUB_NAME.fullmatch(str(path)):
         return _open_folder(_fetch(str(path)))
-    raise FileNotFoundError(
-        f"No model at {path}: give a Hugging Face folder, a .gguf file or a hub name org/name."
-    )
+    raise FileNotFoundError(f"No model at {path}: give a Hugging Face folder, a .gguf file or a hub name org/name.")
 
 
 def _open_folder(folder: Path) -> Source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +21,7 @@ def init(key: Array, config: ModelConfig, dtype=jnp.float32) -> Model:
     shapes = weight_shapes(config)
     leaves, treedef = jax.tree.flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
     keys = jax.random.split(key, len(leaves))
-    weights = [
-        _init_leaf(k, path[-1].name, shape, dtype) for k, (path, shape) in zip(keys, leaves, strict=True)
-    ]
+    weights = [_init_leaf(k, path[-1].name, shape, dtype) for k, (path, shape) in zip(keys, leaves, strict=True)]
     return jax.tree.unflatten(treedef, weights)
 
 
@@ -63,7 +62,7 @@ def stack(model: Model) -> Model:
     """Layers as one `Layer` with a leading L."""
     if isinstance(model.layers, Layer):
         return model
-    return model.replace(layers=jax.tree.map(lambda *leaves: jnp.stack(leaves), *model.layers))
+    return dataclasses.replace(model, layers=jax.tree.map(lambda *leaves: jnp.stack(leaves), *model.layers))
 
 
 def unstack(model: Model) -> Model:
@@ -71,7 +70,7 @@ def unstack(model: Model) -> Model:
     if not isinstance(model.layers, Layer):
         return model
     layers = [jax.tree.map(lambda leaf, i=i: leaf[i], model.layers) for i in range(model.config.num_layers)]
-    return model.replace(layers=tuple(layers))
+    return dataclasses.replace(model, layers=tuple(layers))
 
 
 def cast(model: Model, dtype) -> Model:

@@ -105,9 +105,7 @@ def update(
         total = np.float32(max(1, host.rollout.mask[rows].sum()))
         grads, metrics = None, []
         for part, slots in micro_batches(rows, host.rollout.length, config.micro_rows, config.bucket):
-            grads, some = accumulate(
-                grads, state.policy, place(select(host, part, slots)), total, config=config
-            )
+            grads, some = accumulate(grads, state.policy, place(select(host, part, slots)), total, config=config)
             metrics.append(some)
         state, norm = apply(state, grads, optimizer=optimizer)
         history.append((metrics, norm))
@@ -152,9 +150,7 @@ def accumulate(
 
 
 @functools.partial(jax.jit, static_argnames="optimizer", donate_argnums=0)
-def apply(
-    state: TrainState, grads: Model, *, optimizer: optax.GradientTransformation
-) -> tuple[TrainState, Array]:
+def apply(state: TrainState, grads: Model, *, optimizer: optax.GradientTransformation) -> tuple[TrainState, Array]:
     """One optimizer step, in place, and the global norm of the gradient before clipping."""
     policy: Any = state.policy  # optax's types know no dataclasses
     with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats

@@ -163,9 +163,7 @@ class PlainBPE:
     def merge(self, word: str) -> list[str]:
         parts = list(word)
         while len(parts) > 1:
-            rank, at = min(
-                (self.ranks.get(pair, 1 << 30), i) for i, pair in enumerate(itertools.pairwise(parts))
-            )
+            rank, at = min((self.ranks.get(pair, 1 << 30), i) for i, pair in enumerate(itertools.pairwise(parts)))
             if rank == 1 << 30:
                 break
             parts[at : at + 2] = [parts[at] + parts[at + 1]]
@@ -244,9 +242,7 @@ def templates(smollm: str) -> list[dict]:
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     cases = []
     for template in (smollm, LLAMA_TEMPLATE, CONTROL_TEMPLATE):
-        renderer = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=backend, chat_template=template, **special
-        )
+        renderer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)
         for chat in CHATS:
             for prompted in (False, True):
                 try:

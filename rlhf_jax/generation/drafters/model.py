@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,7 @@ CHUNK = 8  # tokens a catch-up step feeds
 @functools.partial(jax.jit, static_argnames=("strategy", "sampling", "with_laws"))
 def propose(
     drafter: Model, state: DecodeState, strategy: Strategy, sampling: Sampling, with_laws: bool = False
-) -> tuple[Array, Array | None, Cache]:
+) -> tuple[Array, Array | None, Any]:
     """(drafts [B, bucket - 1], laws [B, bucket, V] of the drafter or None, window for `commit`).
 
     Level by level: the nodes of one depth that have children are one call; the children of a node are the best
@@ -103,14 +105,13 @@ def _token_at(state: DecodeState, place: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames=("strategy", "mesh"), donate_argnames=("state",))
-def commit(
-    state: DecodeState, window: Cache, path: Array, count: Array, strategy: Strategy, mesh=None
-) -> DecodeState:
+def commit(state: DecodeState, window: Cache, path: Array, count: Array, strategy: Strategy, mesh=None) -> DecodeState:
     """The draft cache after a round that emitted count[B] tokens along path[B, N+1]. `state` is donated.
 
     `state` is the state after the round; the window began two tokens before the old length. A node that was never
     fed can only be the last one of a fully accepted path: it is left to the next call.
     """
+    assert state.draft is not None
     before = state.length - count
     index = jnp.asarray(_window_index(strategy))[path]
     entries = jnp.concatenate([jnp.zeros_like(index[:, :1]), index], axis=1)
@@ -121,7 +122,7 @@ def commit(
     fed = (inner[path] & (steps < count[:, None])).sum(axis=1, dtype=jnp.int32)
     length = jnp.where(count > 0, before - 1 + fed, state.draft.length)
     draft = DraftState(kv.commit(state.draft.cache, window, entries, start), length)
-    return pin_rows(state.replace(draft=draft), mesh)
+    return pin_rows(dataclasses.replace(state, draft=draft), mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
@@ -144,6 +145,6 @@ def catch_up(drafter: Model, state: DecodeState, mesh=None) -> DecodeState:
         order = jnp.broadcast_to(jnp.arange(CHUNK, dtype=jnp.int32), at.shape)
         cache = kv.commit(state.draft.cache, window, order, state.draft.length)
         length = jnp.maximum(jnp.minimum(state.draft.length + CHUNK, state.length - 1), state.draft.length)
-        return state.replace(draft=DraftState(cache, length))
+        return dataclasses.replace(state, draft=DraftState(cache, length))
 
     return pin_rows(jax.lax.while_loop(lagging, step, state), mesh)
