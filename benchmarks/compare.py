@@ -23,6 +23,7 @@ import datetime
 import json
 import platform
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -93,6 +94,8 @@ def _peer(text: str) -> tuple[str, str]:
     name, _, python = text.partition("=")
     if name not in PEERS or not python:
         raise argparse.ArgumentTypeError(f"{text!r} is neither transformers=PYTHON nor tunix=PYTHON")
+    if shutil.which(python) is None:
+        raise argparse.ArgumentTypeError(f"{python!r} is no program; give the Python that has {name}")
     return name, python
 
 
@@ -119,10 +122,7 @@ def start(name: str, python: str, model: Path) -> Iterator[Worker]:
     """The worker of an engine, ended on leaving."""
     script = Path(__file__).parent / "peers" / f"{name}_worker.py"
     line = [python, str(script), str(model)]
-    try:
-        process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    except OSError as error:
-        raise SystemExit(f"{name}: {python} does not run ({error.strerror}); name its Python.") from error
+    process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin and process.stdout
     try:
         yield Worker(name, process.stdin, process.stdout)

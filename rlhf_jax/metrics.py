@@ -135,7 +135,7 @@ class Progress:
             self._phase, self._phase_start = phase, now
         if not self._console.is_terminal and (now >= self._next_line or (changed and not self._seconds)):
             self._next_line = now + HEARTBEAT
-            self._print(f"{self._counter(self._done + 1)}  {self._phase}  {_spoken(numbers)}")
+            self._print(f"{self._counter(min(self._done + 1, self._total))}  {self._phase}  {_spoken(numbers)}")
 
     def finish(self, metrics: Mapping[str, Any]) -> None:
         """Ends a step: prints its line from the keys in COLUMNS, and reckons the time left."""

@@ -75,12 +75,14 @@ def commit(state: DecodeState, window: Cache, path: Array, emission: Emission) -
     slots = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None] - state.length[:, None]
     fresh = (slots >= 0) & (slots < emission.count[:, None])
     taken = jnp.take_along_axis(emission.tokens, jnp.clip(slots, 0, path.shape[1] - 1), axis=1)
+    # No token is negative: adding zero makes the write wait for the last read, so that XLA writes in place.
+    start = state.length - 1 + jnp.minimum(emission.tokens[:, 0], 0)
     return dataclasses.replace(
         state,
         tokens=jnp.where(fresh, taken, state.tokens),
         length=state.length + emission.count,
         done=emission.done,
-        cache=kv.commit(state.cache, window, path, state.length - 1),
+        cache=kv.commit(state.cache, window, path, start),
     )
 
 

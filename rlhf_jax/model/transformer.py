@@ -112,7 +112,8 @@ def forward(
 def _block(hidden, layer: Layer, memory, *, config: ModelConfig, rotation, attend):
     normed = rms_norm(hidden, layer.attention_norm, config.norm_eps)
     out, kept = attend(*_project(normed, layer, config, rotation), memory)
-    hidden = hidden + jnp.einsum("bqhd,hdm->bqm", out, layer.output)
+    # Heads are merged by hand: an einsum over two axes makes XLA transpose the weight at every step on a CPU.
+    hidden = hidden + out.reshape(*out.shape[:2], -1) @ layer.output.reshape(-1, config.width)
     normed = rms_norm(hidden, layer.mlp_norm, config.norm_eps)
     gated = jax.nn.silu(normed @ layer.gate) * (normed @ layer.up)
     return hidden + gated @ layer.down, kept
