@@ -36,6 +36,14 @@ def main(argv: list[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except jax.errors.JaxRuntimeError as error:
+        print(
+            f"error: the device failed, {str(error).splitlines()[0]} (out of memory? lower the rows)", file=sys.stderr
+        )
+        return 1
+    except KeyboardInterrupt:
+        print("error: stopped by the keyboard; what was written stays in the workdir.", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -43,7 +51,8 @@ def train(config: Config) -> None:
     """The run that a config describes. Mistakes are found before any weight is loaded."""
     validate(config, jax.device_count())
     source = open_source(config.model.path)
-    draft_source = open_source(config.drafter.path) if config.drafter.path else None
+    drafts = tree.parse(config.generation.strategy).drafter == "model"
+    draft_source = open_source(config.drafter.path) if drafts else None
     validate_models(config, source.config, draft_source and draft_source.config)
     prompts = load_prompts(config, config.data.train, source)
     held_out = load_prompts(config, config.data.eval, source) if config.evaluation.every else None
@@ -53,8 +62,9 @@ def train(config: Config) -> None:
 
     keep_programs(config.compilation_cache)
     stages = make_stages(config, source, mesh, dtype)
-    writer = metrics.open_run(config.workdir, config.to_json_best_effort())
-    state = init_train_state(load(source, jnp.float32, mesh), stages.optimizer)
+    workdir = Path(config.workdir).expanduser()
+    writer = metrics.open_run(workdir, config.to_json_best_effort())
+    state = init_train_state(load(source, jnp.float32, mesh), stages.optimizer, mesh)
     reference = load(source, dtype, mesh) if config.training.kl_coefficient else None
     drafter = draft_source and rlhf.decoding_weights(load(draft_source, dtype, mesh), dtype, mesh)
     with metrics.Progress(config.steps) as progress:
@@ -62,10 +72,9 @@ def train(config: Config) -> None:
         state = loop(config, stages, (state, reference, drafter), prompts, evaluate, writer, progress)
     writer.close()
     if held_out:
-        metrics.compare(*metrics.before_and_after(config.workdir))
-    exported = Path(config.workdir) / "policy"
-    huggingface.save(exported, state.policy, source.tokenizer, source.stop_tokens, jnp.float32)
-    print(f"The trained policy is in {config.workdir}/policy, every step in {config.workdir}/metrics.jsonl.")
+        metrics.compare(*metrics.before_and_after(workdir))
+    huggingface.save(workdir / "policy", state.policy, source.tokenizer, source.stop_tokens, jnp.float32)
+    print(f"The trained policy is in {workdir}/policy, every step in {workdir}/metrics.jsonl.")
 
 
 def loop(config: Config, stages: rlhf.Stages, models, prompts: Prompts, evaluate, writer, progress) -> TrainState:
@@ -132,8 +141,12 @@ def load_prompts(config: Config, path: str, source: Source) -> Prompts:
 def compute_dtype(config: Config):
     """bfloat16 where the chip is fast at it, float32 on a CPU, or what the config names."""
     named = config.model.compute_dtype
-    automatic = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return jnp.dtype(automatic if named == "auto" else named)
+    return jnp.dtype(("bfloat16" if _fast_at_bfloat16(jax.devices()[0]) else "float32") if named == "auto" else named)
+
+
+def _fast_at_bfloat16(device) -> bool:
+    """A TPU, or an NVIDIA GPU since Ampere."""
+    return device.platform == "tpu" or float(getattr(device, "compute_capability", 0) or 0) >= 8
 
 
 def load(source: Source, dtype, mesh: jax.sharding.Mesh) -> Model:
@@ -198,6 +211,8 @@ def keep_programs(folder: str) -> None:
 def announce(config: Config, source: Source, drafter: Source | None, prompts: Prompts, mesh, dtype) -> None:
     """Print what the run will use; raise ValueError where it does not fit the devices."""
     parts = memory.plan(config, source.config, drafter and drafter.config, dict(mesh.shape), dtype)
+    shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), source.config, dtype))
+    unsplit = meshes.unsplit(shapes, mesh, "training")
     known = memory.device_memory(config, jax.devices()[0])
     if known is not None:
         memory.check(parts, known)
@@ -217,6 +232,7 @@ def announce(config: Config, source: Source, drafter: Source | None, prompts: Pr
             f"{samples} samples, up to {samples * generation.max_new_tokens} tokens, {generation.strategy}",
         ),
         ("workdir", config.workdir),
+        *(("not split", line) for line in unsplit),
         ("memory", "\n".join(memory.table(parts))),
     ]
     metrics.describe(f"rlhf_jax: GRPO, {config.steps} steps", rows)

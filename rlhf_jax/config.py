@@ -24,7 +24,7 @@ def default() -> Config:
     """Every key of a run with its default, locked: a config file changes values and adds no keys."""
     config = ConfigDict(
         {
-            "workdir": "runs/default",  # all of a run lives here: metrics, samples, checkpoints
+            "workdir": "runs/default",  # all of a run lives here: metrics, samples, the trained policy
             "steps": 100,  # roll-out and update, that many times
             "seed": 0,  # of prompts, sampling and training; the same seed gives the same run
             "model": _model(),
@@ -147,9 +147,9 @@ def validate_models(config: Config, policy: ModelConfig, drafter: ModelConfig | 
             f" {model and model.max_context}; lower one of the two.",
         )
     _require(
-        drafter is None or drafter.vocab_size == policy.vocab_size,
-        f"The drafter's vocabulary has {drafter and drafter.vocab_size} tokens, the model's"
-        f" {policy.vocab_size}; use a drafter of the same family.",
+        drafter is None or config.generation.acceptance == "replayable" or drafter.vocab_size == policy.vocab_size,
+        f"Rejection compares laws over one vocabulary: the drafter's has {drafter and drafter.vocab_size} tokens, the"
+        f" model's {policy.vocab_size}; use acceptance 'replayable' or another drafter.",
     )
 
 

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import rows, tree
-from rlhf_jax.generation.engine import PREFILLED
+from rlhf_jax.generation.engine import PREFILLED, prompt_width, slack
 from rlhf_jax.inference.logprobs import CHUNK
 from rlhf_jax.model import cache, transformer
 from rlhf_jax.types import ModelConfig
 
 GIGA = 1e9
-SLACK = 64  # token slots beyond the longest sample, for drafts that are not accepted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +97,10 @@ def _weights(model: ModelConfig | None, dtype: Any, role: str, mesh) -> int:
 
 
 def _generation(config: Any, policy: ModelConfig, drafter: ModelConfig | None, mesh, dtype: Any) -> list[Part]:
-    """The policy's copy, running samples and half of them again when a batch shrinks, prompts, logits."""
-    generation, prompt = config.generation, config.data.max_prompt_tokens
-    slots = prompt + generation.max_new_tokens + SLACK
+    """The policy's copy, running samples and one leaf again when a batch shrinks, prompts, logits."""
+    generation, strategy = config.generation, tree.parse(config.generation.strategy)
+    slots = config.data.max_prompt_tokens + generation.max_new_tokens + slack(strategy)
+    prompt = prompt_width(config.data.max_prompt_tokens, slots)
     empty = functools.partial(rows.empty, policy, drafter, generation.rows, slots, generation.history_tokens)
     state = jax.eval_shape(lambda: empty(dtype))
     target, draft = _rows(dataclasses.replace(state, draft=None), mesh), _rows(state.draft, mesh)
@@ -110,7 +110,11 @@ def _generation(config: Any, policy: ModelConfig, drafter: ModelConfig | None, m
         ("policy, for generation", _weights(policy, dtype, "generation", mesh), "raise mesh.tensor"),
         ("key-value cache of the policy", target, live),
         ("key-value cache of the drafter", draft, live),
-        ("copy of a shrinking batch", (target + draft) // 2, live),
+        (
+            "a cache leaf of a shrinking batch",
+            max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
+            live,
+        ),
         ("prefilled prompts", _rows(prefix, mesh), "lower data.max_prompt_tokens"),
         ("logits of a round", _round_logits(config, policy, mesh), "lower generation.rows"),
     ]
@@ -118,10 +122,11 @@ def _generation(config: Any, policy: ModelConfig, drafter: ModelConfig | None, m
 
 
 def _round_logits(config: Any, policy: ModelConfig, mesh) -> int:
-    """Float32 logits of every node, their scaled copy and the noise."""
-    nodes = tree.bucket(tree.parse(config.generation.strategy))
+    """Float32 logits of every node, their scaled copy and the noise; rejection wants the drafter's laws as well."""
+    strategy = tree.parse(config.generation.strategy)
     local = -(-config.generation.rows // (mesh.shape["data"] * mesh.shape["fsdp"]))
-    return 3 * 4 * local * nodes * policy.vocab_size
+    copies = 3 + (config.generation.acceptance == "rejection" and strategy.drafter == "model")
+    return copies * 4 * local * tree.bucket(strategy) * policy.vocab_size
 
 
 def _rows(state: Any, mesh) -> int:

@@ -33,6 +33,7 @@ REQUIRED = (
     "generation/tokens",
     "generation/rounds",
     "generation/tokens_per_second",
+    "generation/tokens_per_round",
     "inference/seconds",
     "training/seconds",
     "loss/policy",
@@ -45,13 +46,13 @@ COLUMNS = (
     ("loss", "loss/policy", 8, ".4f"),
     ("length", "response/length_mean", 7, ".1f"),
     ("tok/s", "generation/tokens_per_second", 7, ".0f"),
-    ("tok/round", "tokens a round", 9, ".1f"),
+    ("tok/round", "generation/tokens_per_round", 9, ".2f"),
     ("gen s", "generation/seconds", 6, ".1f"),
     ("infer s", "inference/seconds", 7, ".1f"),
     ("train s", "training/seconds", 7, ".1f"),
 )
 
-RUN_FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "tensorboard")
+RUN_FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "tensorboard", "policy")
 
 HEARTBEAT = 10.0  # seconds between phase lines where there is no terminal
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -143,9 +144,7 @@ class Progress:
         self._seconds.append(now - self._step_start)
         self._rewards.append(float(metrics["reward/mean"]))
         self._step_start, self._next_line, self._done = now, now + HEARTBEAT, self._done + 1
-        tokens_a_round = metrics["generation/tokens"] / max(metrics["generation/rounds"], 1)
-        numbers = {**metrics, "tokens a round": tokens_a_round}
-        cells = [format(float(numbers[key]), form).rjust(width) for _, key, width, form in COLUMNS]
+        cells = [format(float(metrics[key]), form).rjust(width) for _, key, width, form in COLUMNS]
         self._print(" ".join([self._counter(self._done), *cells, self._left().rjust(8)]))
 
     def _print(self, line: str) -> None:
@@ -182,7 +181,7 @@ def open_run(workdir: str | pathlib.Path, config: str) -> Writer:
     folder.mkdir(parents=True, exist_ok=True)
     old = [folder / name for name in RUN_FILES if (folder / name).exists()]
     if old:
-        number = 1 + sum(1 for _ in folder.glob("earlier-*"))
+        number = 1 + max((int(path.name[8:]) for path in folder.glob("earlier-*")), default=0)
         (folder / f"earlier-{number}").mkdir()
         for path in old:
             path.rename(folder / f"earlier-{number}" / path.name)

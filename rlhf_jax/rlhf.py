@@ -43,14 +43,19 @@ class Stages:
 
 
 def decoding_weights(policy: Model, dtype, mesh: jax.sharding.Mesh) -> Model:
-    """The policy as generation wants it: layers unrolled, in `dtype`, split over the tensor axis only."""
-    make = functools.partial(_decoding_weights, dtype=dtype)
-    shardings = meshes.model_shardings(jax.eval_shape(make, policy), mesh, "generation")
-    return jax.jit(_decoding_weights, static_argnames="dtype", out_shardings=shardings)(policy, dtype=dtype)
+    """The policy as generation wants it: layers unrolled, in `dtype`, split over the tensor axis only.
+
+    On a CPU a tied head is copied as [M, V], which is read faster than the embedding the other way round.
+    """
+    return _decoding_weights(policy, dtype, mesh, jax.default_backend() == "cpu")
 
 
-def _decoding_weights(policy: Model, dtype) -> Model:
-    return unstack(cast(policy, dtype))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _decoding_weights(policy: Model, dtype, mesh: jax.sharding.Mesh, untie: bool) -> Model:
+    model = unstack(cast(policy, dtype))
+    if untie and model.head is None:
+        model = dataclasses.replace(model, head=model.embed.T)
+    return jax.lax.with_sharding_constraint(model, meshes.model_shardings(model, mesh, "generation"))
 
 
 def compile_rounds(policy: Model, drafter: Model | None, prompts: int, stages: Stages) -> None:
@@ -141,7 +146,11 @@ def step(
     rewards = scoring.score(stages.reward, asked, responses, [prompts.rows[row] for row in rows])
     rollout = as_rollout(samples, stages.decoding.slots)
     experience, seen = infer(state.policy, reference, rollout, rewards, stages)
-    metrics |= seen | _outcome(samples, rewards) | {"inference/seconds": time.perf_counter() - start}
+    metrics |= (
+        seen
+        | _outcome(samples, rewards, stages.decoding.stop_tokens)
+        | {"inference/seconds": time.perf_counter() - start}
+    )
 
     observe("training", None)
     start = time.perf_counter()
@@ -186,12 +195,12 @@ def _responses(samples: list[Sample], stages: Stages) -> list[str]:
     return [stages.tokenizer.decode(sample.tokens) for sample in samples]
 
 
-def _outcome(samples: list[Sample], rewards: np.ndarray) -> dict[str, float]:
+def _outcome(samples: list[Sample], rewards: np.ndarray, stop_tokens: tuple[int, ...]) -> dict[str, float]:
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "response/length_mean": float(np.mean([len(sample.tokens) for sample in samples])),
-        "response/unfinished": float(np.mean([len(s.prompt) + len(s.tokens) >= s.limit for s in samples])),
+        "response/unfinished": float(np.mean([sample.tokens[-1] not in stop_tokens for sample in samples])),
     }
 
 

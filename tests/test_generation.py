@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import itertools
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from rlhf_jax.generation.engine import Decoding, Request, generate
 from rlhf_jax.generation.round import run_round
 from rlhf_jax.generation.sampling import Sampling, decision_margin
 from rlhf_jax.inference.logprobs import token_logprobs
+from rlhf_jax.model.source import open_source
 from rlhf_jax.model.transformer import forward, init, logits, unstack
 from rlhf_jax.types import ModelConfig
 
@@ -29,9 +32,11 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+TREES = ("tree-4", "tree-2x2", "tree-3x1x1", "parents:-1,-1,0,0,1,2")
 CORE = ("plain", "lookup-chain-4", "model-chain-3", "lookup-tree-3x2", "model-tree-2x2x1")
 REST = (
-    *("lookup-chain-1", "lookup-chain-8", "model-tree-4", "model-tree-3x1x1", "model-parents:-1,-1,0,0,1,2"),
+    *(f"{drafter}-{shape}" for drafter in ("lookup", "model") for shape in TREES),
+    *(f"lookup-chain-{k}" for k in (1, 2, 3, 5, 6, 7, 8)),
     *(f"model-chain-{k}" for k in (1, 2, 4, 5, 6, 7, 8)),
 )
 SAMPLED, GREEDY = Sampling(1.0), Sampling(0.0)
@@ -264,6 +269,20 @@ def test_lookup_follows_the_longest_match_and_then_others(target):
     assert lookup.propose(state, trees.parse("lookup-tree-3"))[0].tolist() == [9, 1, 8, -1]
 
 
+def test_the_donated_cache_is_not_copied(target):
+    """The compiled round writes the cache in place: no copy of its shape, and every leaf of the state aliased."""
+    state = _state(target, None, rows=3)
+    for name in ("plain", "lookup-chain-3", "lookup-tree-2x2"):
+        strategy = trees.parse(name)
+        drafts, tree = jnp.zeros((3, trees.bucket(strategy) - 1), jnp.int32), trees.as_data(strategy, 3)
+        lowered = run_round.lower(target, state, drafts, None, tree, sampling=SAMPLED, stop_tokens=(STOP,))
+        text = str(lowered.compile().as_text())
+        shapes = {"f32[" + ",".join(map(str, leaf.shape)) + "]" for leaf in jax.tree.leaves(state.cache)}
+        copies = [line for line in text.splitlines() if " copy(" in line and any(s in line for s in shapes)]
+        assert not copies, (name, copies[:2])
+        assert text.split("\n")[0].count("may-alias") + text.split("\n")[0].count("must-alias") >= 2 * CONFIG.num_layers
+
+
 def test_no_compilation_after_warm_up(target, drafter, compilations):
     for strategy in ("plain", "lookup-chain-3", "model-tree-2x2"):
         run(target, drafter, decoding(strategy))
@@ -295,3 +314,37 @@ def _round(target, drafter, state, strategy):
     if window is not None:
         state = model_drafter.commit(state, window, path, emission.count, strategy)
     return state, emission
+
+
+GOLDEN = Path(__file__).parent / "golden" / "greedy.json"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["plain", "lookup-chain-3", "model-tree-2x2"])
+def test_a_real_models_greedy_text_is_that_of_transformers(smollm2, strategy):
+    """SmolLM2-135M through the whole engine, 20 prompts; it drafts for itself with its first 24 layers."""
+    target, drafter = _real(smollm2)
+    golden = json.loads(GOLDEN.read_text())
+    wanted = [Request(np.array(g["prompt"], np.int32), (i,), len(g["text"])) for i, g in enumerate(golden)]
+    how = decoding(strategy, sampling=GREEDY, rows=16, slots=128, stop_tokens=())
+    samples = run(target, drafter, how, wanted)
+    theirs = {i: dataclasses.replace(samples[i], tokens=g["text"]) for i, g in enumerate(golden)}
+    assert_equal(target, samples, theirs, how)
+
+
+@pytest.mark.slow
+def test_a_real_models_sampled_text_is_plain_text(smollm2):
+    target, drafter = _real(smollm2)
+    prompts = [json.loads(GOLDEN.read_text())[i]["prompt"] for i in range(6)]
+    wanted = [Request(np.array(p, np.int32), (2 * i, 2 * i + 1), 24) for i, p in enumerate(prompts)]
+    plain = run(target, None, decoding(rows=8, slots=128, stop_tokens=(2,)), wanted)
+    for strategy in ("lookup-tree-2x2", "model-chain-3"):
+        how = decoding(strategy, rows=4, slots=128, stop_tokens=(2,))
+        assert_equal(target, run(target, drafter, how, wanted), plain, how)
+
+
+def _real(path):
+    target = open_source(path).load(jnp.float32)
+    layers = jax.tree.map(lambda leaf: leaf[:24], target.layers)
+    config = dataclasses.replace(target.config, num_layers=24)
+    return unstack(target), unstack(dataclasses.replace(target, layers=layers, config=config))

@@ -13,7 +13,7 @@ import pytest
 
 from rlhf_jax import command_line, memory, mesh
 from rlhf_jax import config as configs
-from rlhf_jax.generation import rows
+from rlhf_jax.generation import engine, rows, tree
 from rlhf_jax.model import transformer
 from rlhf_jax.types import ModelConfig, RopeScaling
 
@@ -67,7 +67,8 @@ def test_weights_optimizer_and_caches_are_exact(tiny, config, shape):
     half = transformer.cast(model, jnp.bfloat16)
     copy = mesh.reshard(half, mesh.model_shardings(half, devices, "generation"))
     optimizer = optax.adamw(1e-3).init(policy)
-    state = mesh.place_rows(rows.empty(tiny, tiny, 32, 64 + memory.SLACK, 0, jnp.bfloat16), devices)
+    slots = 64 + engine.slack(tree.parse(config.generation.strategy))
+    state = rows.empty(tiny, tiny, 32, slots, 0, jnp.bfloat16, devices)
     assert parts["policy, float32"] == held(policy)
     assert parts["optimizer, two moments"] == held(optimizer) - 4  # the count
     assert parts["policy, for generation"] == parts["drafter"] == held(copy)

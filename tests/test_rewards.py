@@ -76,14 +76,6 @@ def test_a_failing_reward_names_its_sample():
         run(length, ["a"])
 
 
-def test_evaluate_means_by_name():
-    metrics = {"length": length, "one": lambda *_: 1}
-    assert rewards.evaluate(metrics, ["p"] * 2, ["a", "bcd"], [{"unit": 1}] * 2) == {
-        "length": 2.0,
-        "one": 1.0,
-    }
-
-
 @pytest.fixture(scope="module")
 def vader():
     pytest.importorskip("vaderSentiment")

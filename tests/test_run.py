@@ -23,6 +23,7 @@ from rlhf_jax.types import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
+STOPS = tuple(range(24))  # many, so that rows finish at different times
 launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
 
 
@@ -37,7 +38,7 @@ def folder(tmp_path_factory) -> Path:
     backend.decoder = decoders.ByteLevel()
     settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
     model = init(jax.random.key(0), config)
-    huggingface.save(place, model, Tokenizer(backend, TEMPLATE, {}, settings, place), (5,), jnp.float32)
+    huggingface.save(place, model, Tokenizer(backend, TEMPLATE, {}, settings, place), STOPS, jnp.float32)
     return place
 
 
@@ -126,7 +127,8 @@ def test_a_strategy_changes_no_sample(arguments, folder, tmp_path, one_device):
 def test_an_earlier_run_is_kept(arguments, tmp_path, one_device):
     for _ in range(2):
         assert launch["main"](arguments(steps=1, evaluation__every=0)) == 0
-    assert len(lines(tmp_path / "run" / "earlier-1" / "metrics.jsonl")) == 1
+    earlier = tmp_path / "run" / "earlier-1"
+    assert len(lines(earlier / "metrics.jsonl")) == 1 and (earlier / "policy" / "model.safetensors").exists()
     assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 1
 
 
@@ -145,8 +147,9 @@ def test_nothing_is_compiled_after_warm_up(arguments, tmp_path, one_device, monk
     assert seen_after[1] == seen_after[-1], seen_after
 
 
-def test_eight_devices_give_the_text_and_losses_of_one(arguments, tmp_path, monkeypatch):
-    """Data x FSDP x tensor: the same samples, losses within 1e-5, over two steps."""
+@pytest.mark.parametrize("strategy", ["lookup-chain-2", "model-tree-2x2"])
+def test_eight_devices_give_the_text_and_losses_of_one(strategy, arguments, folder, tmp_path, monkeypatch):
+    """Data x FSDP x tensor: the same samples while rows finish and shrink, losses within 1e-4, over two steps."""
     shapes = {"one": (1, 1, 1), "eight": (2, 2, 2)}
     devices, found = jax.devices(), {}
     for name, (data, fsdp, tensor) in shapes.items():
@@ -154,18 +157,25 @@ def test_eight_devices_give_the_text_and_losses_of_one(arguments, tmp_path, monk
         monkeypatch.setattr(jax, "devices", lambda *_, used=used: used)
         monkeypatch.setattr(jax, "device_count", lambda used=used: len(used))
         mesh = {"mesh__data": data, "mesh__fsdp": fsdp, "mesh__tensor": tensor}
-        changes = {
-            "workdir": tmp_path / name,
-            "steps": 2,
-            "evaluation__every": 0,
-            "generation__strategy": "lookup-chain-2",
-        }
-        assert launch["main"](arguments(**mesh, **changes)) == 0
-        found[name] = (lines(tmp_path / name / "samples.jsonl"), lines(tmp_path / name / "metrics.jsonl"))
-    assert found["one"][0] == found["eight"][0]
-    for one, eight in zip(found["one"][1], found["eight"][1], strict=True):
+        rows = {"generation__rows": 16, "generation__fewest_rows": 4, "generation__strategy": strategy}
+        changes = {"workdir": tmp_path / name, "steps": 2, "drafter__path": folder}
+        assert launch["main"](arguments(**mesh, **rows, **changes)) == 0
+        run = tmp_path / name
+        found[name] = [lines(run / f"{file}.jsonl") for file in ("samples", "evaluations", "metrics")]
+    one, eight = found["one"], found["eight"]
+    assert one[0] == eight[0] and [e["samples"] for e in one[1]] == [e["samples"] for e in eight[1]]
+    for a, b in zip(one[2], eight[2], strict=True):
+        assert b["generation/occupancy"] == a["generation/occupancy"] > 0.3
         for key in ("loss/policy", "kl/mean", "gradient/norm", "reward/mean"):
-            assert eight[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5), key
+            assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-5), key
+
+
+def test_top_k_is_renormalised_in_training(arguments, tmp_path, one_device):
+    """The sampled sets travel into training: its law is the sampled one, so the ratio starts at 1."""
+    assert launch["main"](arguments(generation__top_k=5, generation__temperature=0.8, evaluation__top_k=5)) == 0
+    for line in lines(tmp_path / "run" / "metrics.jsonl"):
+        assert line["mismatch/max"] < 1e-4 and line["ratio/max"] == pytest.approx(1, abs=1e-4)
+        assert 0 < line["entropy/estimate"] < np.log(5) + 0.3
 
 
 BAD = {
@@ -181,6 +191,7 @@ BAD = {
     "missing reward": ({"reward__function": "nowhere.py:f"}, "there is no file nowhere.py"),
     "longer than the context": ({"generation__max_new_tokens": 300}, "the model's context is 128"),
     "devices that are not there": ({"mesh__data": 64}, "devices"),
+    "a reward that cannot be imported": ({"reward__function": "no.such.module:f"}, "cannot be imported"),
     "too little memory": ({"mesh__device_memory_gb": 0.0001}, "A device needs"),
 }
 
@@ -204,6 +215,11 @@ def _other_architecture(folder: Path) -> None:
     file.write_text(file.read_text().replace('"llama"', '"gpt2"'))
 
 
+def _ill_typed_config(folder: Path) -> None:
+    file = folder / "config.json"
+    file.write_text(file.read_text().replace('"num_attention_heads": 4', '"num_attention_heads": null'))
+
+
 def _larger_tokenizer(folder: Path) -> None:
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -216,6 +232,7 @@ def _larger_tokenizer(folder: Path) -> None:
     [
         (_truncate, "model.safetensors"),
         (_other_architecture, "gpt2"),
+        (_ill_typed_config, "is not a number"),
         (_larger_tokenizer, "Wrong tokenizer"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),
         (lambda folder: (folder / "model.safetensors").unlink(), "safetensors"),

@@ -11,11 +11,12 @@ from protocol import cores, serve
 from rlhf_jax.generation import tree
 from rlhf_jax.generation.engine import Decoding, Request, generate
 from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.mesh import make_mesh
 from rlhf_jax.model import huggingface
-from rlhf_jax.model.transformer import unstack
+from rlhf_jax.rlhf import decoding_weights
 
 jax.config.update("jax_platforms", "cpu")
-target = unstack(huggingface.load(Path(sys.argv[1]), jnp.float32))
+target = decoding_weights(huggingface.load(Path(sys.argv[1]), jnp.float32), jnp.dtype("float32"), make_mesh())
 
 
 def sample(prompts: list[list[int]], new_tokens: int, seed: int) -> list[list[int]]:

@@ -1,9 +1,8 @@
 """Two measures of sentiment from independent lexicons, both in [0, 1] with 0.5 as neutral.
 
 `vader` is the reward; `textblob_polarity` is never trained on and tells whether the text really grew
-kinder. A word list is easily gamed ("love love love!!!" scores 0.98), so `vader` reads what the prompt
-asked for, one sentence, in lower case, without
-closing punctuation and with each word counted once.
+kinder. A word list is easily gamed ("love love love!!!" scores 0.98), so `vader` reads what the prompt asked
+for, one sentence, in lower case, without closing punctuation and with each word counted once.
 Packages: vaderSentiment, textblob (no corpora are downloaded).
 """
 
@@ -11,6 +10,9 @@ from __future__ import annotations
 
 import functools
 import re
+
+from textblob.en import polarity
+from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 
 def vader(prompt: str, response: str, row: dict) -> float:
@@ -22,8 +24,6 @@ def vader(prompt: str, response: str, row: dict) -> float:
 
 def textblob_polarity(prompt: str, response: str, row: dict) -> float:
     """TextBlob's polarity (the pattern lexicon) of the whole response as (polarity + 1) / 2; empty: 0."""
-    from textblob.en import polarity
-
     del prompt, row
     return (polarity(response) + 1) / 2 if response.strip() else 0.0
 
@@ -37,6 +37,4 @@ def first_sentence(text: str) -> str:
 
 @functools.cache
 def _vader():
-    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-
     return SentimentIntensityAnalyzer()

@@ -44,7 +44,7 @@ def read(path: str | pathlib.Path, prompt_key: str = "prompt") -> list[dict[str,
     A prompt is a string or a list of chat messages `{"role", "content"}`. Anything else, a missing or
     empty file, broken JSON or a missing key raises one sentence that names the file and the line.
     """
-    path = pathlib.Path(path)
+    path = pathlib.Path(path).expanduser()
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if path.suffix not in readers:
         raise ValueError(f"Prompt file {path} must end in .jsonl or .parquet, not {path.suffix or 'nothing'!r}.")

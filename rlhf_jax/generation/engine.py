@@ -23,7 +23,7 @@ from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.mesh import place_rows
 from rlhf_jax.types import DecodeState, Emission, Model, Strategy
 
-PREFILLED = 8  # prompts prefilled in one call, ahead of need
+PREFILLED = 8  # prompts prefilled in one call, ahead of need; the last call may have 4, 2 or 1
 ADMITTED = 8  # rows begun in one call
 NARROWEST = 32  # prompts are padded to this many tokens, or twice, four times ... as many
 
@@ -104,6 +104,8 @@ def generate(
     sample id, sampling): not of the strategy, the rows or the order. Raises ValueError for a prompt that does not
     fit. `observe` is called with each round's report.
     """
+    if decoding.strategy.drafter == "model" and drafter is None:
+        raise ValueError("The strategy drafts with a model, and none is given; pass a drafter or choose another.")
     queue = collections.deque(requests)
     for request in queue:
         _check(request, decoding)
@@ -168,12 +170,20 @@ def _shared(rows: int, mesh) -> int:
     return -(-rows // shards) * shards
 
 
+def slack(strategy: Strategy) -> int:
+    """Slots a cache needs beyond the longest sample: a round writes whole paths, a catch-up whole chunks."""
+    return max(trees.bucket(strategy) + 1, model_drafter.CHUNK)
+
+
+def prompt_width(longest: int, slots: int) -> int:
+    """Tokens that prompts of at most `longest` tokens are padded to for prefill."""
+    return min(max(NARROWEST, 1 << (longest - 1).bit_length()), slots)
+
+
 def _empty_state(target, drafter, rows: int, decoding: Decoding, mesh) -> DecodeState:
-    slack = max(trees.bucket(decoding.strategy) + 1, model_drafter.CHUNK)
-    draft = drafter.config if drafter is not None else None
-    dtype = target.embed.dtype
-    state = row_verbs.empty(target.config, draft, rows, decoding.slots + slack, decoding.history, dtype)
-    return place_rows(state, mesh)
+    draft = None if drafter is None else drafter.config
+    slots, dtype = decoding.slots + slack(decoding.strategy), target.embed.dtype
+    return row_verbs.empty(target.config, draft, rows, slots, decoding.history, dtype, mesh)
 
 
 def _may_run(sample: Sample | None, landed) -> bool:
@@ -200,8 +210,8 @@ def _refill(state, board, queue, waiting, models, decoding: Decoding, mesh) -> D
 
 def _prefill(requests: list[Request], models, decoding: Decoding, mesh) -> Iterator[_Waiting]:
     longest = max(len(request.prompt) for request in requests)
-    width = min(max(NARROWEST, 1 << (longest - 1).bit_length()), decoding.slots)
-    tokens = np.zeros((_shared(PREFILLED, mesh), width), np.int32)
+    rows = _shared(1 << (len(requests) - 1).bit_length(), mesh)
+    tokens = np.zeros((rows, prompt_width(longest, decoding.slots)), np.int32)
     length = np.ones(len(tokens), np.int32)
     for row, request in enumerate(requests):
         tokens[row, : len(request.prompt)] = request.prompt
@@ -274,7 +284,7 @@ def _land(emission: Emission, samples, board, decoding: Decoding, observe) -> It
         sample.tokens += arrived.tokens[row, :count].tolist()
         sample.logprobs += arrived.logprobs[row, :count].tolist()
         if arrived.support is not None:
-            sample.support += list(arrived.support[row, :count])
+            sample.support += list(arrived.support[row, :count].copy())
         sample.rounds += 1
         sample.accepted += int(arrived.accepted[row])
         sample.done = bool(arrived.done[row])

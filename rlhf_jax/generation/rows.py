@@ -38,10 +38,13 @@ class Admission:
     history: Array  # [R, E] int32
 
 
-def empty(target: ModelConfig, draft: ModelConfig | None, rows: int, slots: int, history: int, dtype) -> DecodeState:
-    """A state of rows that are all done: `slots` token and cache slots each."""
+@functools.partial(jax.jit, static_argnums=range(7))
+def empty(
+    target: ModelConfig, draft: ModelConfig | None, rows: int, slots: int, history: int, dtype, mesh=None
+) -> DecodeState:
+    """A state of rows that are all done, with `slots` token and cache slots each; each device makes its own part."""
     draft_cache = None if draft is None else kv.empty(draft, rows, slots, dtype)
-    return DecodeState(
+    state = DecodeState(
         tokens=jnp.zeros((rows, slots), jnp.int32),
         length=jnp.ones((rows,), jnp.int32),
         limit=jnp.ones((rows,), jnp.int32),
@@ -51,6 +54,7 @@ def empty(target: ModelConfig, draft: ModelConfig | None, rows: int, slots: int,
         cache=kv.empty(target, rows, slots, dtype),
         draft=None if draft_cache is None else DraftState(draft_cache, jnp.zeros((rows,), jnp.int32)),
     )
+    return pin_rows(state, mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))

@@ -110,21 +110,6 @@ def law(logits: Array, sampling: Sampling) -> Array:
     return jax.nn.log_softmax(truncate(logits, sampling))
 
 
-def support_logprob(logits: Array, tokens: Array, support: Array, temperature: float) -> Array:
-    """Log-probability `[...]` of `tokens[...]` renormalised on the kept ids `support[..., k]`.
-
-    Training under top-k takes its log-probs from this, with the sets that sampling kept (-1: absent).
-    Only k + 1 logits `[..., V]` a position are read. `temperature` must be positive.
-    """
-    chex.assert_rank([logits, support], tokens.ndim + 1)
-    if temperature <= 0:
-        raise ValueError(f"temperature is {temperature}; a law to train on needs a positive one.")
-    kept = jnp.take_along_axis(logits, jnp.maximum(support, 0), -1).astype(jnp.float32)
-    kept = jnp.where(support >= 0, kept / temperature, -jnp.inf)
-    chosen = jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0].astype(jnp.float32)
-    return chosen / temperature - jax.nn.logsumexp(kept, -1)
-
-
 def _truncated(logits: Array, sampling: Sampling) -> tuple[Array, Array | None]:
     """What `truncate` says, and the ids that top-k proposes, likeliest first."""
     if sampling.temperature == 0:

@@ -12,7 +12,6 @@ from rlhf_jax.types import Array, Strategy, Tree
 
 PLAIN = Strategy()
 NODE_BUCKETS = (1, 2, 3, 5, 9, 17, 33)  # nodes verified in one call, the root included
-DRAFTERS = ("lookup", "model")
 _GRAMMAR = (
     "write 'plain', 'lookup-chain-4', 'model-tree-2x2x1' (children per level) or"
     " 'model-parents:-1,-1,0,0' (the parent of each draft, -1 for the last committed token)"

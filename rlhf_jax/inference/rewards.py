@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -9,7 +10,7 @@ import numbers
 import pathlib
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +20,7 @@ Reward = Callable[[str, str, dict[str, Any]], float]
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
 
+@functools.cache
 def load_reward(spec: str) -> Reward:
     """The function named by "package.module:function" or "path/to/file.py:function".
 
@@ -43,16 +45,6 @@ def score(
     """Rewards of samples, float32 [B]; a failing call, a non-number or a non-finite one names its sample."""
     samples = enumerate(zip(prompts, responses, rows, strict=True))
     return np.array([_one(reward, index, *sample) for index, sample in samples], np.float32)
-
-
-def evaluate(
-    metrics: Mapping[str, Reward],
-    prompts: Sequence[str],
-    responses: Sequence[str],
-    rows: Sequence[dict[str, Any]],
-) -> dict[str, float]:
-    """The mean of each metric over the samples, by name."""
-    return {name: float(score(metric, prompts, responses, rows).mean()) for name, metric in metrics.items()}
 
 
 def _one(reward: Reward, index: int, prompt: str, response: str, row: dict[str, Any]) -> np.float32:

@@ -66,6 +66,8 @@ def read_config(folder: Path) -> ModelConfig:
         return _config(raw, family, theta, scaling)
     except KeyError as error:
         raise ValueError(f"{file}: the key {error} of a {family} model is missing.") from error
+    except (TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"{file}: a size of the model is not a number above 0 ({error}).") from error
 
 
 def _config(raw: dict, family: str, theta: float, scaling: RopeScaling | None) -> ModelConfig:

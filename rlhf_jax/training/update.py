@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from rlhf_jax.inference.logprobs import CHUNK, token_logprobs
+from rlhf_jax.mesh import model_shardings
 from rlhf_jax.model.attention import causal
 from rlhf_jax.model.transformer import cast, stack
 from rlhf_jax.training.batching import micro_batches, minibatches, select
@@ -73,15 +74,21 @@ def _decays(model: Model) -> Model:
     return jax.tree.map(lambda name: not name.endswith(("norm", "bias")), names)
 
 
-def init_train_state(policy: Model, optimizer: optax.GradientTransformation) -> TrainState:
-    """A state that owns `policy`, in float32 with stacked layers.
+def init_train_state(
+    policy: Model, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh | None = None
+) -> TrainState:
+    """A state of `policy`, in float32 with stacked layers, split over the mesh as training wants it.
 
-    An update overwrites the state's buffers: a caller that keeps using the same weights, as a reference say,
-    passes a copy.
+    `policy` is used up: a caller that keeps using the same weights, as a reference say, passes a copy.
     """
-    policy = cast(stack(policy), jnp.float32)
-    moments = optimizer.init(policy)  # pyright: ignore[reportArgumentType]
-    return TrainState(policy=policy, optimizer=moments, step=jnp.zeros((), jnp.int32))
+
+    def make(policy: Model) -> TrainState:
+        policy = cast(stack(policy), jnp.float32)
+        moments = optimizer.init(policy)  # pyright: ignore[reportArgumentType]
+        return TrainState(policy=policy, optimizer=moments, step=jnp.zeros((), jnp.int32))
+
+    shardings = None if mesh is None else model_shardings(jax.eval_shape(make, policy), mesh, "training")
+    return jax.jit(make, donate_argnums=0, out_shardings=shardings)(policy)
 
 
 def update(
