@@ -6,7 +6,7 @@ r"""GRPO on Llama-3.1-8B-Instruct with a Llama-3.2-1B-Instruct drafter, on one n
 
 Hardware: one node of 8 GPUs of 80 GB (A100 or H100), of which the run may use 76 GB each.
 Memory of each device, as predicted and printed by part before weights are loaded:
-49.8 GB in generation and 29.4 GB in training.
+41.7 GB in generation and 29.4 GB in training.
 Expect: the mean reward of the function you give rises while `kl/mean` stays small. The text is what
 plain decoding would give; `generation/tokens_per_round`, between 1 and 5, says what the drafter saves.
 """

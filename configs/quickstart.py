@@ -2,8 +2,11 @@
 
     pip install -e ".[quickstart]" && python launch/train.py --config configs/quickstart.py
 
-The weights (93 MB) are fetched at the first run. The reward is VADER's sentiment of the first sentence; TextBlob's
-polarity, from another lexicon, is measured and never trained on.
+Expect the held-out reward to rise from 0.64 to above 0.9, and the measure that is never trained on, TextBlob's
+polarity, from 0.58 to about 0.8.
+
+The weights (93 MB) are fetched at the first run. The reward is VADER's sentiment of the first sentence; TextBlob
+reads another lexicon.
 """
 
 from rlhf_jax.config import default

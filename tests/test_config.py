@@ -206,7 +206,10 @@ def test_prompt_and_response_must_fit_both_contexts(valid, tiny: ModelConfig):
     configs.validate_models(valid, tiny, None)
 
 
-def test_the_drafter_must_share_the_vocabulary(valid, tiny: ModelConfig):
+def test_under_rejection_the_drafter_must_share_the_vocabulary(valid, tiny: ModelConfig):
     valid.data.max_prompt_tokens, valid.generation.max_new_tokens = 64, 64
-    with pytest.raises(ValueError, match="vocabulary has 321 tokens, the model's 320"):
-        configs.validate_models(valid, tiny, dataclasses.replace(tiny, vocab_size=321))
+    other = dataclasses.replace(tiny, vocab_size=321)
+    configs.validate_models(valid, tiny, other)
+    valid.generation.acceptance = "rejection"
+    with pytest.raises(ValueError, match="has 321 tokens, the model's 320"):
+        configs.validate_models(valid, tiny, other)
