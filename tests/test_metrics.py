@@ -80,7 +80,7 @@ def run_progress(console, clock, monkeypatch, steps=3):
             for phase in ("generation", "inference", "training"):
                 progress.update(phase, live_rows=5, tokens_per_second=812.4, tokens_per_round=1.9)
                 clock[0] += 1.0
-            progress.finish(row(step, **{"generation/tokens": 640, "generation/tokens_per_second": 1234.5}))
+            progress.finish(row(step, **{"generation/tokens_per_round": 1.75, "generation/tokens_per_second": 1234.5}))
     return console.export_text()
 
 
@@ -89,7 +89,7 @@ def test_plain_lines_fit_a_hundred_columns_and_line_up(monkeypatch):
     heading, steps = lines[0], [line for line in lines if re.search(r"0:\d\d:\d\d$", line)]
     assert heading.split()[:3] == ["step", "reward", "kl"] and len(heading) <= 100
     assert len(steps) == 3 and {len(line) for line in steps} == {len(heading)}
-    assert "32.0" in steps[0] and steps[-1].endswith("0:01:51")  # 640 / 20 tokens a round; 37 steps of 3 s
+    assert "1.75" in steps[0] and steps[-1].endswith("0:01:51")  # tokens a row gains in a round; 37 steps of 3 s
     assert all(len(line) <= 100 for line in lines)
 
 

@@ -275,6 +275,18 @@ def test_own_loop_runs(folder, capsys):
     assert len((ROOT / "launch" / "own_loop.py").read_text().splitlines()) <= 60
 
 
+def test_the_generation_benchmark_prints_a_json_line_a_case(folder, monkeypatch, capsys):
+    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "generation.py"), run_name="benchmark")
+    sizes = ["--batch", "1,4", "--prompt-tokens", "8", "--new-tokens", "8", "--repeats", "2"]
+    monkeypatch.setattr(sys, "argv", ["generation.py", "--model", str(folder), "--strategy", "lookup-chain-2", *sizes])
+    benchmark["main"]()
+    cases = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [case["batch"] for case in cases] == [1, 4]
+    for case in cases:
+        assert 1 <= case["tokens_per_round"] <= 3 and 8 / 3 <= case["rounds"] <= 8
+        assert case["tokens_per_second"] > 0 and case["peak_memory_bytes"] > 0 and "compile_seconds" in case
+
+
 def test_the_quickstart_config_is_valid():
     config = command_line.load(str(ROOT / "configs" / "quickstart.py"))
     assert config.reward.metrics.textblob and config.workdir and config.steps
