@@ -152,8 +152,8 @@ def memory_of(program) -> Any:
 def test_update_reuses_the_states_buffers(small):
     model = init(jax.random.key(0), small)
     optimizer = make_optimizer(1e-3)
-    state = init_train_state(model, optimizer)
     experience = random_experience(model)
+    state = init_train_state(model, optimizer)
     grads, _ = accumulate(None, state.policy, experience, jnp.float32(100), config=CONFIG)
     step = apply.lower(state, grads, optimizer=optimizer).compile()
     assert memory_of(step).alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(state))
