@@ -45,6 +45,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     tied: bool = False  # the head is the embedding, transposed
+    scalar_head: bool = False  # one output for the vocabulary's many: a critic or reward model; never tied
     qkv_bias: bool = False
     qk_norm: bool = False
 
@@ -170,13 +171,16 @@ class Rollout:
 
 @struct.dataclass
 class Experience:
-    """What training needs of a rollout."""
+    """What training needs of a rollout. `mask` is the rollout's, less the samples that are not trained on."""
 
     rollout: Rollout
+    mask: Array  # [B, T] bool, the response tokens that losses count
     logprobs: Array  # [B, T] float32, recomputed under the policy that generated: the "old" ones
     reference_logprobs: Array  # [B, T] float32
-    rewards: Array  # [B] float32
+    rewards: Array  # [B] float32, of whole samples
     advantages: Array  # [B, T] float32
+    values: Array | None = None  # [B, T] float32, the critic's before the update: of what is known before the token
+    returns: Array | None = None  # [B, T] float32, what the critic is to predict
 
 
 @struct.dataclass
@@ -186,3 +190,5 @@ class TrainState:
     policy: Model  # float32 master weights, layers stacked
     optimizer: Any  # optax state
     step: Array  # [] int32
+    critic: Model | None = None  # as the policy, with a scalar head
+    critic_optimizer: Any = None

@@ -54,7 +54,7 @@ def weight_shapes(config: ModelConfig) -> Model:
         query_norm=(depth, dim) if c.qk_norm else None,
         key_norm=(depth, dim) if c.qk_norm else None,
     )
-    head = None if c.tied else (width, c.vocab_size)
+    head = None if c.tied else (width, 1 if c.scalar_head else c.vocab_size)
     return Model(embed=(c.vocab_size, width), layers=layers, norm=(width,), head=head, config=c)
 
 
