@@ -20,12 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_jax.collect import decoding_weights, roll_out
 from rlhf_jax.generation import tree
 from rlhf_jax.generation.engine import Decoding, Request
+from rlhf_jax.generation.rollout import Tally
 from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.mesh import make_mesh
 from rlhf_jax.model.source import Source, open_source
-from rlhf_jax.rlhf import decoding_weights, roll_out
 
 TEXT = """The lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote the weather in his book. Ships
 passed far out, and he gave each of them a name. In winter the sea was grey and loud; in summer children came with
@@ -102,8 +103,9 @@ def timed(asked, source: Source, models, batch: int, seed: int, mesh) -> dict[st
     decoding = Decoding(Sampling(asked.temperature), strategy, (), batch, slots, seed, asked.acceptance)
     start = time.perf_counter()
     target, drafter = models
-    _, metrics = roll_out(target, drafter, wanted, decoding, mesh)
-    return metrics | {"generation/seconds": time.perf_counter() - start}
+    tally = Tally()
+    roll_out(target, drafter, wanted, decoding, mesh, tally.add)
+    return tally.metrics(time.perf_counter() - start)
 
 
 def peak_memory() -> int:

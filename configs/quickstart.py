@@ -22,7 +22,7 @@ def get_config():
     config.data.eval = "configs/data/nouns_heldout.jsonl"
     config.data.system = "Be brief."
     config.data.max_prompt_tokens = 28
-    config.reward.function = "configs/rewards/sentiment.py:vader"
+    config.reward.functions = ("configs/rewards/sentiment.py:vader",)
     config.reward.metrics = {"textblob": "configs/rewards/sentiment.py:textblob_polarity"}
 
     config.generation.prompts_per_step = 6
@@ -34,9 +34,10 @@ def get_config():
     config.generation.history_tokens = 64
 
     config.evaluation.every = 9
+    config.checkpoint.update(every=6, keep=1)
 
     config.training.learning_rate = 5e-5
-    config.training.kl_coefficient = 0.02
+    config.kl.coefficient = 0.02
     config.training.microbatch_rows = 24
     config.training.length_bucket = 48
     return config

@@ -16,8 +16,8 @@ from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.inference.logprobs import score_rollout
 from rlhf_jax.model.source import open_source
 from rlhf_jax.model.transformer import unstack
-from rlhf_jax.training.advantages import group_advantages
-from rlhf_jax.training.update import UpdateConfig, init_train_state, make_optimizer, update
+from rlhf_jax.training.advantages import grpo
+from rlhf_jax.training.update import Optimizers, UpdateConfig, init_train_state, make_optimizer, update
 from rlhf_jax.types import Experience
 
 QUESTIONS = ("What is a lighthouse?", "Name a colour.")
@@ -31,9 +31,9 @@ def main(model: str, steps: int) -> None:
     slots = max(map(len, prompts)) + NEW
     decoding = Decoding(Sampling(1.0), tree.parse("lookup-chain-2"), source.stop_tokens, rows=8, slots=slots, seed=0)
     training = UpdateConfig(micro_rows=GROUP)
-    optimizer = make_optimizer(1e-5)
+    optimizers = Optimizers(make_optimizer(1e-5))
     reference = source.load(jnp.float32)
-    state = init_train_state(source.load(jnp.float32), optimizer)
+    state = init_train_state(source.load(jnp.float32), optimizers)
     for step in range(steps):
         ids = np.arange(len(prompts) * GROUP).reshape(-1, GROUP) + step * len(prompts) * GROUP
         wanted = [Request(p, tuple(map(int, i)), NEW) for p, i in zip(prompts, ids, strict=True)]
@@ -41,9 +41,9 @@ def main(model: str, steps: int) -> None:
         rewards = -rollout.mask.sum(1).astype(np.float32)
         logprobs = score_rollout(state.policy, rollout, temperature=1.0, rows=GROUP)
         reference_logprobs = score_rollout(reference, rollout, temperature=1.0, rows=GROUP)
-        advantages = np.where(rollout.mask, group_advantages(rewards, GROUP)[:, None], 0.0)
-        experience = Experience(rollout, logprobs, reference_logprobs, rewards, advantages.astype(np.float32))
-        state, metrics = update(state, experience, optimizer, training)
+        advantages = jnp.where(rollout.mask, grpo(jnp.asarray(rewards), GROUP)[:, None], 0.0)
+        experience = Experience(rollout, rollout.mask, logprobs, reference_logprobs, rewards, advantages)
+        state, metrics = update(state, experience, optimizers, training, kl_weight=0.04)
         print(f"step {step}: {-rewards.mean():.1f} tokens an answer, kl {metrics['kl/mean']:.4f}")
 
 

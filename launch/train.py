@@ -1,30 +1,38 @@
-"""RLHF in one command: python launch/train.py --config configs/quickstart.py --config.any.key=value"""
+"""RLHF in one command: python launch/train.py --config configs/quickstart.py --config.any.key=value
+
+The same command again goes on from the last checkpoint.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from rlhf_jax import command_line, memory, metrics, rlhf
+from rlhf_jax import build, command_line, memory, metrics, rlhf
 from rlhf_jax import mesh as meshes
-from rlhf_jax.config import Config, validate, validate_models
-from rlhf_jax.data.iterator import Batches
-from rlhf_jax.data.prompts import Prompts, read, tokenize
-from rlhf_jax.generation import tree
-from rlhf_jax.generation.engine import Decoding, RoundReport
-from rlhf_jax.generation.rollout import History, Tally
+from rlhf_jax.checkpoint.store import Checkpoints
+from rlhf_jax.collect import compile_rounds, evaluate
+from rlhf_jax.config import Config
+from rlhf_jax.data.prompts import Prompts
+from rlhf_jax.generation.engine import RoundReport
+from rlhf_jax.generation.rollout import Tally
 from rlhf_jax.generation.sampling import Sampling
-from rlhf_jax.inference.rewards import load_reward
-from rlhf_jax.model import huggingface, transformer
-from rlhf_jax.model.attention import causal_on
-from rlhf_jax.model.source import Source, open_source
-from rlhf_jax.training.update import UpdateConfig, init_train_state, make_optimizer
-from rlhf_jax.types import Model, TrainState
+from rlhf_jax.model import huggingface
+from rlhf_jax.report.page import write_report
+from rlhf_jax.stages import Frozen, Memory, Stages
+from rlhf_jax.stopping import Stop, Stopped, listening
+from rlhf_jax.types import Experience, Model, TrainState
+from rlhf_jax.watchdog import Watchdog
 
 EVALUATION_SEED = 1 << 31  # keeps evaluation's noise apart from training's
 
@@ -33,13 +41,16 @@ def main(argv: list[str]) -> int:
     """The exit code; a mistake of the user's is one sentence on stderr."""
     try:
         train(command_line.read(argv))
+    except Stopped as stopped:
+        print(f"{str(stopped).capitalize()}; the same command goes on from there.", file=sys.stderr)
+        return stopped.exit_code
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except jax.errors.JaxRuntimeError as error:
-        print(
-            f"error: the device failed, {str(error).splitlines()[0]} (out of memory? lower the rows)", file=sys.stderr
-        )
+        reason = str(error).splitlines()[0].rstrip(".")
+        change = "lower training.microbatch_rows or generation.rows"
+        print(f"error: the device failed ({reason}); if its memory is full, {change}.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("error: stopped by the keyboard; what was written stays in the workdir.", file=sys.stderr)
@@ -47,158 +58,189 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What stands around the loop of steps."""
+
+    run: build.Run
+    stages: Stages
+    models: Frozen
+    saved: Checkpoints
+    writer: metrics.Writer
+    watch: Watch
+
+
 def train(config: Config) -> None:
     """The run that a config describes. Mistakes are found before any weight is loaded."""
-    validate(config, jax.device_count())
-    source = open_source(config.model.path)
-    drafts = tree.parse(config.generation.strategy).drafter == "model"
-    draft_source = open_source(config.drafter.path) if drafts else None
-    validate_models(config, source.config, draft_source and draft_source.config)
-    prompts = load_prompts(config, config.data.train, source)
-    held_out = load_prompts(config, config.data.eval, source) if config.evaluation.every else None
-    mesh = meshes.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    dtype = compute_dtype(config)
-    announce(config, source, draft_source, prompts, mesh, dtype)
-
+    fix_kernels(config)
+    run = build.prepare(config)
+    announce(run)
+    if config.dry_run:
+        return
     keep_programs(config.compilation_cache)
-    stages = make_stages(config, source, mesh, dtype)
-    workdir = Path(config.workdir).expanduser()
-    writer = metrics.open_run(workdir, config.to_json_best_effort())
-    state = init_train_state(load(source, jnp.float32, mesh), stages.optimizer, mesh)
-    reference = load(source, dtype, mesh) if config.training.kl_coefficient else None
-    drafter = draft_source and rlhf.decoding_weights(load(draft_source, dtype, mesh), dtype, mesh)
-    with metrics.Progress(config.steps) as progress:
-        evaluate = make_evaluation(config, stages, drafter, held_out, writer, progress)
-        state = loop(config, stages, (state, reference, drafter), prompts, evaluate, writer, progress)
-    writer.close()
-    if held_out:
-        metrics.compare(*metrics.before_and_after(workdir))
-    huggingface.save(workdir / "policy", state.policy, source.tokenizer, source.stop_tokens, jnp.float32)
-    print(f"The trained policy is in {workdir}/policy, every step in {workdir}/metrics.jsonl.")
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(listening())
+        saved = stack.enter_context(checkpoints(run))
+        stages = build.make_stages(run, stack)
+        state, remembered = start_or_resume(run, stages, saved)
+        progress = stack.enter_context(metrics.Progress(config.steps, int(state.step)))
+        watchdog = stack.enter_context(Watchdog(config.watchdog_seconds, progress.say))
+        writer = metrics.open_run(run.workdir, config.to_json_best_effort(), int(state.step))
+        stack.callback(writer.close)
+        watch = Watch(progress, watchdog, stop)
+        setting = Setting(run, stages, build.frozen(run), saved, writer, watch)
+        state = loop(setting, state, remembered, make_evaluation(setting, stack))
+    finish(run, state)
 
 
-def loop(config: Config, stages: rlhf.Stages, models, prompts: Prompts, evaluate, writer, progress) -> TrainState:
-    """Evaluate every so often; roll out, infer and update `config.steps` times."""
-    state, reference, drafter = models
-    batches = Batches(len(prompts), config.generation.prompts_per_step, config.seed)
-    history = History(config.generation.history_tokens)
-    watch = Watch(progress)
-    watch("compiling", None)
-    rlhf.compile_rounds(state.policy, drafter, config.generation.prompts_per_step, stages)
-    for step in range(config.steps):
-        evaluate(step, state.policy)
-        start = time.perf_counter()
-        state, figures, table = rlhf.step(state, reference, drafter, prompts, batches.next(), history, stages, watch)
-        figures |= {"step": step, "step/seconds": time.perf_counter() - start}
-        writer.write(figures)
-        writer.write_samples(step, table)
-        progress.finish(figures)
-    evaluate(config.steps, state.policy)
+def checkpoints(run: build.Run) -> Checkpoints:
+    """Those in the workdir; the config may differ from theirs where it says so."""
+    asked = run.config.checkpoint
+    may_differ = build.settings(run.config) if asked.allow_changes else ()
+    return Checkpoints(run.workdir / "checkpoints", asked.keep, build.identity(run), may_differ)
+
+
+def start_or_resume(run: build.Run, stages: Stages, saved: Checkpoints) -> tuple[TrainState, Memory]:
+    """The state of the last checkpoint, or that of a new run."""
+    remembered = build.new_memory(run)
+    found = saved.restore(build.state_template(run, stages.optimizers))
+    if found is None:
+        return build.new_state(run, stages.optimizers), remembered
+    remembered.restore(found.host)
+    print(f"Going on from step {found.step}, saved in {run.workdir}/checkpoints; another workdir starts anew.\n")
+    return found.state, remembered
+
+
+def loop(setting: Setting, state: TrainState, remembered: Memory, evaluate: Evaluate) -> TrainState:
+    """Evaluate every so often; roll out, infer and update up to `config.steps` times; save every so often.
+
+    A signal is answered between two rounds of generation at the latest, with the state that the step began with.
+    """
+    config, watch = setting.run.config, setting.watch
+    try:
+        watch("compiling", None)
+        compile_rounds(state.policy, setting.models.drafter, setting.stages)
+        while int(state.step) < config.steps:
+            evaluate(int(state.step), state.policy)
+            state = one_step(setting, state, remembered)
+            if config.checkpoint.every and int(state.step) % config.checkpoint.every == 0:
+                save(setting, state, remembered)
+        save(setting, state, remembered)
+        evaluate(int(state.step), state.policy)
+    except Stopped:
+        save(setting, state, remembered)
+        raise
     return state
 
 
-class Watch:
-    """Shows each phase, and the rounds of generation as they arrive."""
+def one_step(setting: Setting, state: TrainState, remembered: Memory) -> TrainState:
+    """One iteration, written down; a batch that spoils it is kept, and one that is abandoned comes again."""
+    step, start, run = int(state.step), time.perf_counter(), setting.run
+    position = remembered.batches.state()
+    try:
+        state, figures, table = rlhf.step(state, setting.models, run.prompts, remembered, setting.stages, setting.watch)
+    except Stopped:
+        remembered.batches.restore(position)
+        raise
+    except rlhf.Ruined as error:
+        batch = post_mortem(run.workdir, step, error.experience)
+        reason = str(error).rstrip(".")
+        raise ValueError(f"Step {step}: {reason}; the batch is in {batch}, checkpoints are as they were.") from error
+    figures |= {"step": step, "step/seconds": time.perf_counter() - start}
+    setting.writer.write(figures)
+    setting.writer.write_samples(step, table)
+    setting.watch.progress.finish(figures)
+    return state
 
-    def __init__(self, progress: metrics.Progress):
-        self._progress, self._tally, self._start = progress, Tally(), 0.0
+
+def save(setting: Setting, state: TrainState, remembered: Memory) -> None:
+    """A checkpoint of all that the next step depends on, written while the run goes on."""
+    setting.watch.beat("saving")
+    if setting.run.config.checkpoint.every and int(state.step):
+        setting.saved.save(int(state.step), state, remembered.state())
+
+
+def post_mortem(workdir: Path, step: int, experience: Experience) -> Path:
+    """The batch of a step in `post-mortem/step-N.npz`, an array of it under each name."""
+    path = workdir / "post-mortem" / f"step-{step:06d}.npz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    named = jax.tree_util.tree_leaves_with_path(experience)
+    np.savez_compressed(
+        path, **{jax.tree_util.keystr(place, simple=True, separator="."): leaf for place, leaf in named}
+    )
+    return path
+
+
+@dataclasses.dataclass
+class Watch:
+    """Hears of each phase and of the rounds of generation as they arrive: shows them, and stops where asked to."""
+
+    progress: metrics.Progress
+    watchdog: Watchdog
+    stop: Stop
+    tally: Tally = dataclasses.field(default_factory=Tally)
+    start: float = 0.0
 
     def __call__(self, phase: str, report: RoundReport | None) -> None:
+        self.stop.check()
+        self.beat(phase)
         if report is None:
-            self._tally, self._start = Tally(), time.perf_counter()
-            self._progress.update(phase)
+            self.tally, self.start = Tally(), time.perf_counter()
+            self.progress.update(phase)
             return
-        self._tally.add(report)
-        seen = self._tally.metrics(time.perf_counter() - self._start)
+        self.tally.add(report)
+        seen = self.tally.metrics(time.perf_counter() - self.start)
         numbers = {name: seen[f"generation/{name}"] for name in ("tokens_per_second", "tokens_per_round")}
-        self._progress.update(phase, live_rows=report.live, **numbers)
+        self.progress.update(phase, live_rows=report.live, **numbers)
+
+    def beat(self, phase: str) -> None:
+        """The phase is alive."""
+        self.watchdog.beat(phase)
 
 
-def make_evaluation(config: Config, stages: rlhf.Stages, drafter, held_out: Prompts | None, writer, progress):
-    """A function of (updates done, policy) that measures the policy on held-out prompts when it is time to."""
-    asked = config.evaluation
-    measures = {"reward": stages.reward} | {name: load_reward(spec) for name, spec in config.reward.metrics.items()}
+Evaluate = Callable[[int, Model], None]  # of (updates done, policy)
+
+
+def make_evaluation(setting: Setting, stack: contextlib.ExitStack) -> Evaluate:
+    """A function that measures the policy on held-out prompts when it is time to."""
+    run, stages, asked = setting.run, setting.stages, setting.run.config.evaluation
+    if run.held_out is None:
+        return lambda step, policy: None
+    others = {name: build.function_scorer(run.config, spec, stack) for name, spec in run.config.reward.metrics.items()}
+    measures = {"reward": lambda answers: stages.reward(answers)[0]} | others
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
-    decoding = dataclasses.replace(stages.decoding, sampling=sampling, seed=config.seed ^ EVALUATION_SEED)
-
-    def evaluate(step: int, policy: Model) -> None:
-        if held_out is None or (step % asked.every and step < config.steps):
-            return
-        means, table = rlhf.evaluate(
-            policy, drafter, held_out, measures, decoding, stages, asked.samples_per_prompt, Watch(progress)
-        )
-        writer.write_evaluation(step, means, table)
-
-    return evaluate
-
-
-def load_prompts(config: Config, path: str, source: Source) -> Prompts:
-    """The prompts of a file, rendered through the model's chat template and filtered by length."""
-    data = config.data
-    return tokenize(read(path, data.prompt_key), source.tokenizer, data.system, data.max_prompt_tokens)
-
-
-def compute_dtype(config: Config):
-    """bfloat16 where the chip is fast at it, float32 on a CPU, or what the config names."""
-    named = config.model.compute_dtype
-    return jnp.dtype(("bfloat16" if _fast_at_bfloat16(jax.devices()[0]) else "float32") if named == "auto" else named)
-
-
-def _fast_at_bfloat16(device) -> bool:
-    """A TPU, or an NVIDIA GPU since Ampere."""
-    return device.platform == "tpu" or float(getattr(device, "compute_capability", 0) or 0) >= 8
-
-
-def load(source: Source, dtype, mesh: jax.sharding.Mesh) -> Model:
-    """The weights, split as training wants them, each device reading its own slices."""
-    shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), source.config, dtype))
-    return source.load(dtype, meshes.model_shardings(shapes, mesh, "training"))
-
-
-def make_stages(config: Config, source: Source, mesh: jax.sharding.Mesh, dtype) -> rlhf.Stages:
-    """What stays the same from step to step."""
-    generation, training = config.generation, config.training
-    decoding = Decoding(
-        sampling=Sampling(generation.temperature, generation.top_k),
-        strategy=tree.parse(generation.strategy),
-        stop_tokens=source.stop_tokens,
-        rows=generation.rows,
-        fewest_rows=generation.fewest_rows,
-        slots=config.data.max_prompt_tokens + generation.max_new_tokens,
-        seed=config.seed,
-        acceptance=generation.acceptance,
-        history=generation.history_tokens,
-    )
-    update = UpdateConfig(
-        epochs=training.epochs,
-        minibatches=training.minibatches,
-        micro_rows=training.microbatch_rows,
-        bucket=training.length_bucket,
-        temperature=generation.temperature,
-        clip_low=training.clip_low,
-        clip_high=training.clip_high,
-        kl_weight=training.kl_coefficient,
-        dtype=dtype,
-        remat=training.remat,
-        attend=causal_on(mesh, source.config.num_kv_heads),
-        seed=config.seed,
-    )
-    return rlhf.Stages(
+    decoding = dataclasses.replace(stages.decoding, sampling=sampling, seed=run.config.seed ^ EVALUATION_SEED)
+    measure = functools.partial(
+        evaluate,
+        drafter=setting.models.drafter,
+        prompts=run.held_out,
+        measures=measures,
         decoding=decoding,
-        training=update,
-        optimizer=make_optimizer(
-            training.learning_rate,
-            warmup_steps=training.warmup_steps,
-            max_grad_norm=training.max_grad_norm,
-            weight_decay=training.weight_decay,
-        ),
-        reward=load_reward(config.reward.function),
-        tokenizer=source.tokenizer,
-        mesh=mesh,
-        dtype=dtype,
-        samples_per_prompt=generation.samples_per_prompt,
-        max_new_tokens=generation.max_new_tokens,
+        samples_per_prompt=asked.samples_per_prompt,
+        stages=stages,
+        observe=setting.watch,
     )
+
+    def evaluation(step: int, policy: Model) -> None:
+        if step % asked.every == 0 or step >= run.config.steps:
+            setting.writer.write_evaluation(step, *measure(policy))
+
+    return evaluation
+
+
+def finish(run: build.Run, state: TrainState) -> None:
+    """The trained policy as a folder, the report, and what has changed."""
+    huggingface.save(run.workdir / "policy", state.policy, run.policy.tokenizer, run.policy.stop_tokens, jnp.float32)
+    report = write_report(run.workdir, f"{jax.device_count()} x {jax.devices()[0].device_kind}")
+    if run.held_out:
+        metrics.compare(*metrics.before_and_after(run.workdir))
+    print(f"The trained policy is in {run.workdir}/policy, and what happened in {report}.")
+
+
+def fix_kernels(config: Config) -> None:
+    """With `deterministic`, a GPU's sums have one order. Flags are read when the first device is asked for."""
+    if config.deterministic:
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
 
 
 def keep_programs(folder: str) -> None:
@@ -208,34 +250,35 @@ def keep_programs(folder: str) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def announce(config: Config, source: Source, drafter: Source | None, prompts: Prompts, mesh, dtype) -> None:
+def announce(run: build.Run) -> None:
     """Print what the run will use; raise ValueError where it does not fit the devices."""
-    parts = memory.plan(config, source.config, drafter and drafter.config, dict(mesh.shape), dtype)
-    shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), source.config, dtype))
-    unsplit = meshes.unsplit(shapes, mesh, "training")
+    config, mesh, policy = run.config, run.mesh, run.policy
+    parts = memory.plan(run.config, run.models, dict(mesh.shape), run.dtype)
     known = memory.device_memory(config, jax.devices()[0])
     if known is not None:
         memory.check(parts, known)
+    unsplit = meshes.unsplit(build.weight_shapes(policy.config, run.dtype), mesh, "training")
     generation = config.generation
     samples = generation.prompts_per_step * generation.samples_per_prompt
     sizes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    dropped = "".join(f", {count} {reason} dropped" for reason, count in prompts.dropped.items())
+    tokens = f"up to {samples * generation.max_new_tokens:,} tokens"
     rows = [
-        (
-            "model",
-            f"{source.path.name} ({source.config.num_layers} layers of {source.config.width}), {dtype.name}",
-        ),
+        ("model", f"{policy.path.name} ({policy.config.num_layers} layers of {policy.config.width}), {run.dtype.name}"),
         ("devices", f"{jax.device_count()} x {jax.devices()[0].device_kind} ({sizes})"),
-        ("prompts", f"{len(prompts)} from {config.data.train}{dropped}"),
-        (
-            "a step",
-            f"{samples} samples, up to {samples * generation.max_new_tokens} tokens, {generation.strategy}",
-        ),
+        ("prompts", _counted(run.prompts, config.data.train)),
+        *([("held out", _counted(run.held_out, config.data.eval))] if run.held_out else []),
+        ("a step", f"{samples} samples, {tokens}, {generation.strategy}"),
+        ("all steps", f"up to {config.steps * samples * generation.max_new_tokens:,} tokens"),
         ("workdir", config.workdir),
         *(("not split", line) for line in unsplit),
         ("memory", "\n".join(memory.table(parts))),
     ]
-    metrics.describe(f"rlhf_jax: GRPO, {config.steps} steps", rows)
+    metrics.describe(f"rlhf_jax: {config.advantage.estimator}, {config.steps} steps", rows)
+
+
+def _counted(prompts: Prompts, path: str) -> str:
+    dropped = "".join(f", {count} {reason} dropped" for reason, count in prompts.dropped.items())
+    return f"{len(prompts)} from {path}{dropped}"
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ from ml_collections import ConfigDict, config_flags
 
 from rlhf_jax.config import Config, default, keys
 
-USAGE = "python launch/train.py --config FILE --config.any.key=value"
+USAGE = "python launch/train.py --config FILE[:ARGUMENT] --config.any.key=value"
 
 
 def read(argv: list[str]) -> Config:
-    """The config of `--config FILE --config.any.key=value ...`; argv[0] is the program's name.
+    """The config of `--config FILE[:ARGUMENT] --config.any.key=value ...`; argv[0] is the program's name.
 
     Raises ValueError or FileNotFoundError in one sentence: no file, a file that fails, an unknown key
     or one of another type. Whether the values make sense is the question of `config.validate`.
@@ -29,22 +29,28 @@ def read(argv: list[str]) -> Config:
     return config
 
 
-def load(path: str) -> Config:
-    """The locked config that get_config() of the Python file at `path` returns.
+def load(spec: str) -> Config:
+    """The locked config that get_config() of the Python file FILE returns, or get_config(ARGUMENT) of FILE:ARGUMENT.
 
     Raises ValueError or FileNotFoundError in one sentence where it is missing, fails or returns other keys.
     """
+    path, argument = _file_and_argument(spec)
     if not pathlib.Path(path).is_file():
         raise FileNotFoundError(f"There is no config file {path} (usage: {USAGE}).")
     try:
-        config = runpy.run_path(path)["get_config"]()
+        config = runpy.run_path(path)["get_config"](*argument)
     except Exception as error:  # a config file is Python and may raise anything
-        raise ValueError(f"Config {path} fails: {type(error).__name__}: {_first_line(error)}") from error
+        raise ValueError(f"Config {spec} fails: {type(error).__name__}: {_first_line(error)}.") from error
     if not isinstance(config, ConfigDict) or keys(config) != keys(default()):
         raise ValueError(
-            f"Config {path}: get_config() must return rlhf_jax.config.default() with other values and no other keys."
+            f"Config {spec}: get_config() must return rlhf_jax.config.default() with other values and no other keys."
         )
     return config.lock()
+
+
+def _file_and_argument(spec: str) -> tuple[str, tuple[str, ...]]:
+    path, colon, argument = spec.rpartition(":")
+    return (path, (argument,)) if colon and path.endswith(".py") else (spec, ())
 
 
 def _split(arguments: list[str]) -> tuple[str, list[str]]:
@@ -78,4 +84,4 @@ def _override(config: Config, argument: str) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]
+    return (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")

@@ -1,39 +1,47 @@
-"""All keys of a run: their defaults, and what makes them valid."""
+"""All keys of a run, and their defaults; `checks.py` says what makes them valid."""
 
 from __future__ import annotations
 
-import operator
-import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from rlhf_jax import mesh
-from rlhf_jax.generation import tree
-from rlhf_jax.inference.rewards import load_reward
 from rlhf_jax.types import ModelConfig
 
 # An ml_collections.ConfigDict; type checkers cannot know its keys.
 Config = Any
-MOST_SAMPLED = 64  # the largest top-k whose sampled sets are kept for training
-DTYPES = ("auto", "float32", "bfloat16")
-ACCEPTANCE = ("replayable", "rejection")
+
+
+class ModelConfigs(NamedTuple):
+    """The shapes of a run's models."""
+
+    policy: ModelConfig
+    drafter: ModelConfig | None = None
+    critic: ModelConfig | None = None
+    rewards: tuple[ModelConfig, ...] = ()
 
 
 def default() -> Config:
     """Every key of a run with its default, locked: a config file changes values and adds no keys."""
     config = ConfigDict(
         {
-            "workdir": "runs/default",  # all of a run lives here: metrics, samples, the trained policy
+            "workdir": "runs/default",  # all of a run lives here: metrics, samples, checkpoints, the trained policy
             "steps": 100,  # roll-out and update, that many times
             "seed": 0,  # of prompts, sampling and training; the same seed gives the same run
+            "deterministic": False,  # bit for bit: no decision may depend on the wall clock, no kernel on timing
+            "dry_run": False,  # say what the run would need, and stop
+            "watchdog_seconds": 300,  # say which phase stands still after so long; 0 for never
             "model": _model(),
             "drafter": {"path": ""},  # the small model of the 'model-*' strategies, given as model.path is
+            "critic": _critic(),
             "data": _data(),
             "reward": _reward(),
             "generation": _generation(),
             "evaluation": _evaluation(),
+            "advantage": _advantage(),
+            "kl": _kl(),
             "training": _training(),
+            "checkpoint": _checkpoint(),
             "mesh": _mesh(),
             "compilation_cache": "~/.cache/rlhf_jax/compiled",  # of programs, between runs; '' for none
         }
@@ -48,6 +56,16 @@ def _model() -> dict:
     }
 
 
+def _critic() -> dict:
+    """The model of values that the advantage estimator 'gae' trains beside the policy."""
+    return {
+        "path": "",  # a reward model over the policy's vocabulary; '' for the policy's own trunk
+        "learning_rate": 1e-5,  # of AdamW
+        "warmup_steps": 0,  # optimizer steps in which the rate rises linearly
+        "clip": 0.2,  # a value moves at most so far from what it was before the update
+    }
+
+
 def _data() -> dict:
     return {
         "train": "",  # .jsonl or .parquet file of prompts
@@ -59,8 +77,17 @@ def _data() -> dict:
 
 
 def _reward() -> dict:
+    """A sample's reward is the weighted sum of functions and models."""
     return {
-        "function": "",  # FILE.py:function or package.module:function of (prompt, response, row) -> float
+        "functions": (),  # each FILE.py:function or package.module:function of (prompt, response, row) -> float
+        "models": (),  # each a Hugging Face sequence-classification folder, read at a conversation's last token
+        "weights": (),  # of the functions, then of the models; () for 1 each
+        "workers": 2,  # processes that each function runs in
+        "seconds": 10.0,  # the longest a call may take
+        "failed": 0.0,  # the reward where a call failed or took too long; such samples are counted
+        "missing_end": 0.0,  # taken from the reward of a response that was cut off
+        "clip": 0.0,  # rewards are clipped to -clip .. clip; 0 for not
+        "whiten": False,  # rewards of a step are divided by their standard deviation
         "metrics": ConfigDict(),  # name -> function as above: measured in evaluation, never trained on
     }
 
@@ -68,7 +95,8 @@ def _reward() -> dict:
 def _generation() -> dict:
     return {
         "prompts_per_step": 8,  # different prompts of one roll-out
-        "samples_per_prompt": 4,  # the group that advantages are relative to
+        "samples_per_prompt": 4,  # the group that advantages may be relative to
+        "resample": 0,  # more roll-outs, at most, to replace prompts whose samples all earned the same (DAPO)
         "max_new_tokens": 128,  # the longest response
         "temperature": 1.0,  # of the sampled law, and of the one that is trained
         "top_k": 0,  # sample among the k likeliest, at most 64; 0 for all
@@ -91,6 +119,25 @@ def _evaluation() -> dict:
     }
 
 
+def _advantage() -> dict:
+    return {
+        "estimator": "grpo",  # dr_grpo, rloo, reinforce++, reinforce++-baseline, or gae: PPO with a critic
+        "discount": 1.0,  # of later rewards, for gae and reinforce++
+        "gae_lambda": 0.95,  # how far gae looks past the critic
+    }
+
+
+def _kl() -> dict:
+    """The price of leaving the reference."""
+    return {
+        "coefficient": 0.04,  # nats to reward; 0 keeps no reference
+        "place": "loss",  # or 'reward': taken from the reward token by token
+        "estimator": "k3",  # of Schulman 2020: k1 (in the reward only), k2 or k3
+        "target": 0.0,  # nats a response: the coefficient adapts to stay there; 0 keeps it fixed
+        "horizon": 10_000,  # samples in which it adapts
+    }
+
+
 def _training() -> dict:
     return {
         "epochs": 1,  # times that each roll-out is trained on
@@ -102,9 +149,21 @@ def _training() -> dict:
         "max_grad_norm": 1.0,  # the gradient is clipped to this global norm
         "clip_low": 0.2,  # the ratio is clipped at 1 - clip_low
         "clip_high": 0.2,  # and at 1 + clip_high
-        "kl_coefficient": 0.04,  # of the KL divergence to the reference; 0 keeps no reference
+        "aggregate": "token_mean",  # of a minibatch's losses: or sequence_mean, or constant (Dr. GRPO)
+        "entropy_coefficient": 0.0,  # of the entropy, which is added to the objective
+        "target_kl": 0.0,  # the rest of an update is left out once KL(old || new) exceeds it; 0 for never
+        "drop_overlong": False,  # responses that were cut off are not trained on
         "remat": True,  # keep only each layer's input for the backward pass
         "length_bucket": 64,  # token slots of a micro-batch are a multiple of this
+    }
+
+
+def _checkpoint() -> dict:
+    """The same command again goes on from the last checkpoint in the workdir."""
+    return {
+        "every": 50,  # steps between checkpoints, and one at the end; 0 for none
+        "keep": 2,  # the latest so many stay
+        "allow_changes": False,  # go on although the config differs from the checkpoint's
     }
 
 
@@ -119,136 +178,16 @@ def _mesh() -> dict:
 
 def keys(config: Config, prefix: str = "") -> set[str]:
     """Dotted names of all values; `reward.metrics` is one value."""
-    names = set()
+    return set(flat(config, prefix))
+
+
+def flat(config: Config, prefix: str = "") -> dict[str, Any]:
+    """Values by dotted name; `reward.metrics` is one value, a dict."""
+    values = {}
     for key, value in config.items():
-        nested = isinstance(value, ConfigDict) and prefix + key != "reward.metrics"
-        names |= keys(value, f"{prefix}{key}.") if nested else {prefix + key}
-    return names
-
-
-def validate(config: Config, num_devices: int) -> None:
-    """Raise ValueError or FileNotFoundError with one sentence for the first thing that cannot work.
-
-    Files are looked for and the rewards imported; the model itself is checked where it is opened.
-    """
-    for check in (_check_run, _check_files, _check_rewards, _check_generation, _check_evaluation):
-        check(config)
-    _check_training(config)
-    _check_batch(config, mesh.sizes(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, num_devices))
-
-
-def validate_models(config: Config, policy: ModelConfig, drafter: ModelConfig | None) -> None:
-    """Raise ValueError where a sample exceeds a model's context, or the drafter speaks another vocabulary."""
-    longest = config.data.max_prompt_tokens + config.generation.max_new_tokens
-    for name, model in (("model", policy), ("drafter", drafter)):
-        _require(
-            model is None or longest <= model.max_context,
-            f"data.max_prompt_tokens + generation.max_new_tokens is {longest}, but the {name}'s context is"
-            f" {model and model.max_context}; lower one of the two.",
-        )
-    _require(
-        drafter is None or config.generation.acceptance == "replayable" or drafter.vocab_size == policy.vocab_size,
-        f"Rejection compares laws over one vocabulary: the drafter's has {drafter and drafter.vocab_size} tokens, the"
-        f" model's {policy.vocab_size}; use acceptance 'replayable' or another drafter.",
-    )
-
-
-def _require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise ValueError(sentence)
-
-
-def _positive(config: Config, *names: str) -> None:
-    for name in names:
-        value = operator.attrgetter(name)(config)
-        _require(value > 0, f"{name} is {value}; it must be above 0.")
-
-
-def _not_negative(config: Config, *names: str) -> None:
-    for name in names:
-        value = operator.attrgetter(name)(config)
-        _require(value >= 0, f"{name} is {value}; it must be 0 or above.")
-
-
-def _check_run(config: Config) -> None:
-    _require(bool(config.workdir), "workdir is empty; name the folder in which all of the run shall live.")
-    _positive(config, "steps")
-    _require(0 <= config.seed < 2**32, f"seed is {config.seed}; it must lie in 0 .. 2^32 - 1.")
-    _not_negative(config, "mesh.device_memory_gb")
-    dtype = config.model.compute_dtype
-    _require(dtype in DTYPES, f"model.compute_dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}.")
-
-
-def _check_files(config: Config) -> None:
-    _require(bool(config.model.path), "model.path is empty; give a folder, a .gguf file or a hub name.")
-    _positive(config, "data.max_prompt_tokens")
-    _require(bool(config.data.train), "data.train is empty; give a .jsonl or .parquet file of prompts.")
-    for key in ("train", "eval"):
-        path = config.data[key]
-        if path and not pathlib.Path(path).expanduser().is_file():
-            raise FileNotFoundError(f"data.{key}: there is no file {path}.")
-
-
-def _check_rewards(config: Config) -> None:
-    function = config.reward.function
-    _require(bool(function), "reward.function is empty; give FILE.py:function or package.module:function.")
-    for spec in (function, *config.reward.metrics.values()):
-        load_reward(spec)
-
-
-def _check_generation(config: Config) -> None:
-    generation = config.generation
-    names = ("prompts_per_step", "samples_per_prompt", "max_new_tokens", "temperature", "rows", "fewest_rows")
-    _positive(config, *(f"generation.{name}" for name in names))
-    _not_negative(config, "generation.history_tokens")
-    _require(
-        generation.top_p == 1 and 0 <= generation.top_k <= MOST_SAMPLED,
-        f"generation.top_p is {generation.top_p} and generation.top_k {generation.top_k}: other"
-        f" truncation than a top_k of up to {MOST_SAMPLED} is for evaluation: training renormalises.",
-    )
-    _require(
-        generation.acceptance in ACCEPTANCE,
-        f"generation.acceptance is {generation.acceptance!r}; it must be one of {', '.join(ACCEPTANCE)}.",
-    )
-    wants_model = tree.parse(generation.strategy).drafter == "model"
-    _require(
-        bool(config.drafter.path) or not wants_model,
-        f"generation.strategy {generation.strategy!r} drafts with a model; give drafter.path.",
-    )
-
-
-def _check_evaluation(config: Config) -> None:
-    _not_negative(config, "evaluation.every", "evaluation.temperature", "evaluation.top_k")
-    _positive(config, "evaluation.samples_per_prompt")
-    top_p = config.evaluation.top_p
-    _require(0 < top_p <= 1, f"evaluation.top_p is {top_p}; it must lie above 0 and at most at 1.")
-    _require(
-        bool(config.data.eval) or not config.evaluation.every,
-        f"evaluation.every is {config.evaluation.every} but data.eval is empty; give held-out prompts, or 0.",
-    )
-
-
-def _check_training(config: Config) -> None:
-    positive = ("epochs", "minibatches", "microbatch_rows", "learning_rate", "max_grad_norm", "length_bucket")
-    _positive(config, *(f"training.{name}" for name in (*positive, "clip_low", "clip_high")))
-    zero = ("warmup_steps", "weight_decay", "kl_coefficient")
-    _not_negative(config, *(f"training.{name}" for name in zero))
-    clip, group = config.training.clip_low, config.generation.samples_per_prompt
-    _require(clip < 1, f"training.clip_low is {clip}; it must be below 1.")
-    _require(group > 1, f"generation.samples_per_prompt is {group}; GRPO compares two or more of a prompt.")
-
-
-def _check_batch(config: Config, shape: dict[str, int]) -> None:
-    """Every split of the rows comes out even: minibatches, micro-batches, devices."""
-    samples = config.generation.prompts_per_step * config.generation.samples_per_prompt
-    minibatches, rows = config.training.minibatches, config.training.microbatch_rows
-    shards = shape["data"] * shape["fsdp"]
-    _even(samples, minibatches, "samples of a step (prompts x samples per prompt)", "training.minibatches")
-    _even(samples // minibatches, rows, "rows of a minibatch", "training.microbatch_rows")
-    _even(rows, shards, "rows of training.microbatch_rows", "mesh.data x mesh.fsdp")
-    _even(config.generation.rows, shards, "rows of generation.rows", "mesh.data x mesh.fsdp")
-
-
-def _even(whole: int, parts: int, what: str, by: str) -> None:
-    fits = whole > 0 and whole % parts == 0
-    _require(fits, f"The {whole} {what} cannot be split evenly by {by} = {parts}; change one of them.")
+        name = prefix + key
+        if not isinstance(value, ConfigDict):
+            values[name] = value
+        else:
+            values |= {name: value.to_dict()} if name == "reward.metrics" else flat(value, f"{name}.")
+    return values

@@ -8,55 +8,65 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 
 from rlhf_jax import mesh as meshes
+from rlhf_jax.config import Config, ModelConfigs
 from rlhf_jax.generation import rows, tree
 from rlhf_jax.generation.engine import PREFILLED, prompt_width, slack
+from rlhf_jax.generation.sampling import BLOCK
 from rlhf_jax.inference.logprobs import CHUNK
 from rlhf_jax.model import cache, transformer
-from rlhf_jax.types import ModelConfig
+from rlhf_jax.types import DecodeState, ModelConfig
 
 GIGA = 1e9
+STAGES = ("generation", "inference", "training")
+SMALL = 0.01  # of the peak: parts below it are not printed
+
+# What makes a part smaller.
+SPLIT = "raise mesh.fsdp"
+FEWER_ROWS = "lower training.microbatch_rows"
+FEWER_LIVE = "lower generation.rows or generation.max_new_tokens"
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Bytes on the fullest device, in one stage ("generation" or "training") or throughout ("always")."""
+    """Bytes on the fullest device, in one of the STAGES or throughout ("always")."""
 
     name: str
     stage: str
     bytes: int
-    remedy: str  # what makes it smaller
+    remedy: str  # what to change where it is too much
 
 
-def plan(
-    config: Any, policy: ModelConfig, drafter: ModelConfig | None, shape: dict[str, int], dtype: Any
-) -> list[Part]:
+def plan(config: Config, models: ModelConfigs, shape: dict[str, int], dtype: Any) -> list[Part]:
     """Every part of a run that matters, for mesh sizes `shape` and the compute dtype.
 
-    Weights, optimizer and caches are exact; activations are an upper estimate. Generation and training follow
-    each other, so the peak is what is always there plus the larger of the two (`peak`).
+    Weights, optimizers and caches are exact; what a program needs beside them is estimated. The stages follow each
+    other, so the peak is what is always there plus the largest of them (`peak`).
     """
     mesh = meshes.abstract_mesh(shape)
-    master = _weights(policy, jnp.float32, "training", mesh)
-    copy = _weights(policy, dtype, "training", mesh)
+    critic = models.critic and dataclasses.replace(models.critic, scalar_head=True, tied=False)
+    models = models._replace(critic=critic)
+    halves = [_training(config, model, mesh, dtype) for model in (models.policy, critic) if model]
     parts = [
-        Part("policy, float32", "always", master, "raise mesh.fsdp"),
-        Part("optimizer, two moments", "always", 2 * master, "raise mesh.fsdp"),
-        Part("reference", "always", copy if config.training.kl_coefficient else 0, "raise mesh.fsdp"),
-        Part("drafter", "always", _weights(drafter, dtype, "generation", mesh), "raise mesh.tensor"),
-        *_generation(config, policy, drafter, mesh, dtype),
-        *_gradients(master, copy),
-        *_activations(config, policy, shape, jnp.dtype(dtype).itemsize),
+        *_always(config, models, mesh, dtype),
+        *_generation(config, models, mesh, dtype),
+        *_inference(config, models, mesh, dtype),
+        *max(halves, key=lambda half: sum(part.bytes for part in half)),  # one after the other
     ]
     return [part for part in parts if part.bytes]
 
 
+def total(parts: list[Part], stage: str) -> int:
+    """Bytes that a device holds in a stage, what is always there included."""
+    return sum(part.bytes for part in parts if part.stage in ("always", stage))
+
+
 def peak(parts: list[Part]) -> tuple[str, int]:
     """The stage that needs most, and the bytes a device holds in it."""
-    totals = {stage: _total(parts, "always") + _total(parts, stage) for stage in ("generation", "training")}
-    stage = max(totals, key=totals.__getitem__)
-    return stage, totals[stage]
+    stage = max(STAGES, key=functools.partial(total, parts))
+    return stage, total(parts, stage)
 
 
 def check(parts: list[Part], limit: float) -> None:
@@ -71,7 +81,7 @@ def check(parts: list[Part], limit: float) -> None:
     )
 
 
-def device_memory(config: Any, device: Any) -> float | None:
+def device_memory(config: Config, device: Any) -> float | None:
     """Bytes a device may hold: `mesh.device_memory_gb`, or what the device says; None if neither is known."""
     if config.mesh.device_memory_gb:
         return config.mesh.device_memory_gb * GIGA
@@ -79,94 +89,170 @@ def device_memory(config: Any, device: Any) -> float | None:
 
 
 def table(parts: list[Part]) -> list[str]:
-    """The plan as lines of text, the peak last."""
+    """The plan as lines of text: the parts that matter, each stage with what is always there, the peak last."""
     stage, needed = peak(parts)
-    lines = [f"{part.bytes / GIGA:8.2f} GB  {part.stage:10}  {part.name}" for part in parts]
-    return [*lines, f"{needed / GIGA:8.2f} GB  {'peak':10}  in {stage}"]
+    lines = [_line(part.bytes, part.stage, part.name) for part in parts if part.bytes >= SMALL * needed]
+    sums = [_line(total(parts, name), name, "in all") for name in STAGES]
+    return [*lines, *sums, _line(needed, "peak", f"in {stage}")]
 
 
-def _total(parts: list[Part], stage: str) -> int:
-    return sum(part.bytes for part in parts if part.stage == stage)
+def _line(size: int, stage: str, name: str) -> str:
+    return f"{size / GIGA:8.2f} GB  {stage:10}  {name}"
 
 
-def _weights(model: ModelConfig | None, dtype: Any, role: str, mesh) -> int:
+def _always(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype: Any) -> list[Part]:
+    """What lives from the first step to the last."""
+    policy, critic = (_weights(model, jnp.float32, "training", mesh) for model in (models.policy, models.critic))
+    reference = _weights(models.policy, dtype, "training", mesh) if config.kl.coefficient else 0
+    drafter = _weights(models.drafter, dtype, "generation", mesh)
+    rewards = sum(_weights(model, dtype, "training", mesh) for model in models.rewards)
+    return [
+        Part("policy, float32", "always", policy, SPLIT),
+        Part("policy's optimizer, two moments", "always", 2 * policy, SPLIT),
+        Part("critic, float32", "always", critic, SPLIT),
+        Part("critic's optimizer, two moments", "always", 2 * critic, SPLIT),
+        Part("reference", "always", reference, SPLIT),
+        Part("reward models", "always", rewards, SPLIT),
+        Part("drafter", "always", drafter, "raise mesh.tensor"),
+    ]
+
+
+def _weights(model: ModelConfig | None, dtype: Any, role: str, mesh: AbstractMesh) -> int:
     if model is None:
         return 0
     shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), model, dtype))
     return meshes.bytes_per_device(shapes, meshes.model_shardings(shapes, mesh, role))
 
 
-def _generation(config: Any, policy: ModelConfig, drafter: ModelConfig | None, mesh, dtype: Any) -> list[Part]:
-    """The policy's copy, running samples and one leaf again when a batch shrinks, prompts, logits."""
+def _generation(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype: Any) -> list[Part]:
+    """The policy's copy, running samples, waiting prompts, and the largest of what follows each other."""
     generation, strategy = config.generation, tree.parse(config.generation.strategy)
     slots = config.data.max_prompt_tokens + generation.max_new_tokens + slack(strategy)
-    prompt = prompt_width(config.data.max_prompt_tokens, slots)
-    empty = functools.partial(rows.empty, policy, drafter, generation.rows, slots, generation.history_tokens)
-    state = jax.eval_shape(lambda: empty(dtype))
-    target, draft = _rows(dataclasses.replace(state, draft=None), mesh), _rows(state.draft, mesh)
-    prefix = jax.eval_shape(lambda: [cache.empty(c, PREFILLED, prompt, dtype) for c in (policy, drafter) if c])
-    live = "lower generation.rows or generation.max_new_tokens"
+    width = prompt_width(config.data.max_prompt_tokens, slots)
+    empty = functools.partial(rows.empty, models.policy, models.drafter, generation.rows, slots)
+    state = jax.eval_shape(lambda: empty(generation.history_tokens, dtype))
+    caches = [model for model in (models.policy, models.drafter) if model]
+    prefix = jax.eval_shape(lambda: [cache.empty(model, PREFILLED, width, dtype) for model in caches])
+    prompts = _share(PREFILLED, mesh) * width
+    leaf = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    works = [
+        ("a round: logits and attention", _round(config, models.policy, state, mesh), "lower generation.rows"),
+        ("a prefill at work", _layer(models.policy, prompts, mesh, dtype), "lower data.max_prompt_tokens"),
+        ("a cache leaf of a shrinking batch", leaf, FEWER_LIVE),
+    ]
     named = [
-        ("policy, for generation", _weights(policy, dtype, "generation", mesh), "raise mesh.tensor"),
-        ("key-value cache of the policy", target, live),
-        ("key-value cache of the drafter", draft, live),
-        (
-            "a cache leaf of a shrinking batch",
-            max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
-            live,
-        ),
+        ("policy, for generation", _weights(models.policy, dtype, "generation", mesh), "raise mesh.tensor"),
+        ("key-value cache of the policy", _rows(dataclasses.replace(state, draft=None), mesh), FEWER_LIVE),
+        ("key-value cache of the drafter", _rows(state.draft, mesh), FEWER_LIVE),
         ("prefilled prompts", _rows(prefix, mesh), "lower data.max_prompt_tokens"),
-        ("logits of a round", _round_logits(config, policy, mesh), "lower generation.rows"),
+        max(works, key=lambda work: work[1]),
     ]
     return [Part(name, "generation", size, remedy) for name, size, remedy in named]
 
 
-def _round_logits(config: Any, policy: ModelConfig, mesh) -> int:
-    """Float32 logits of every node, their scaled copy and the noise; rejection wants the drafter's laws as well."""
-    strategy = tree.parse(config.generation.strategy)
-    local = -(-config.generation.rows // (mesh.shape["data"] * mesh.shape["fsdp"]))
-    copies = 3 + (config.generation.acceptance == "rejection" and strategy.drafter == "model")
-    return copies * 4 * local * tree.bucket(strategy) * policy.vocab_size
+def _round(config: Config, policy: ModelConfig, state: DecodeState, mesh: AbstractMesh) -> int:
+    """The window of all layers, and the larger of a layer's attention and the logits, which follow each other.
+
+    Attention holds its cache in another layout and its scores twice, in float32; the logits are there twice, or
+    once beside a tied head as [M, V], and once more where they must be padded to whole blocks.
+    """
+    strategy, itemsize = tree.parse(config.generation.strategy), state.cache[0][0].dtype.itemsize
+    nodes = _share(config.generation.rows, mesh) * tree.bucket(strategy)
+    scores = 4 * nodes * _split(policy.num_heads, mesh) * state.cache[0][0].shape[-1]
+    laws = config.generation.acceptance == "rejection" and strategy.drafter == "model"
+    logits, padded = 4 * nodes * policy.vocab_size, policy.vocab_size % BLOCK != 0
+    head = _split(policy.vocab_size, mesh) * policy.width * itemsize if policy.tied else 0
+    window = 2 * policy.num_layers * nodes * _split(policy.num_kv_heads, mesh) * policy.head_dim * itemsize
+    return window + max(_rows(state.cache[0], mesh) + 2 * scores, (1 + laws + padded) * logits + max(logits, head))
 
 
-def _rows(state: Any, mesh) -> int:
-    return meshes.bytes_per_device(state, meshes.row_shardings(state, mesh))
-
-
-def _gradients(master: int, copy: int) -> list[Part]:
-    """The float32 sum, and a micro-batch's beside the weights, both in the compute dtype."""
-    cast = copy if copy < master else 0
+def _inference(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype: Any) -> list[Part]:
+    """Copies in the compute dtype of the models that score, and one micro-batch; reward models score beside
+    generation's weights.
+    """
+    copies = sum(_cast(model, mesh, dtype) for model in (models.policy, models.critic) if model)
+    if models.rewards:
+        copies = max(copies, _weights(models.policy, dtype, "generation", mesh))
+    work = max(
+        _layer(m, _tokens(config, mesh), mesh, dtype) for m in (models.policy, models.critic, *models.rewards) if m
+    )
+    chunk = 2 * 4 * _chunk(config, mesh) * _split(models.policy.vocab_size, mesh)
     return [
-        Part("gradients, float32", "training", master, "raise mesh.fsdp"),
-        Part("weights and gradients of a micro-batch", "training", cast + copy, "raise mesh.fsdp"),
+        Part("models that score", "inference", copies, SPLIT),
+        Part("one layer at work, or logits", "inference", max(work, chunk), FEWER_ROWS),
     ]
 
 
-def _activations(config, policy: ModelConfig, shape: dict[str, int], itemsize: int) -> list[Part]:
-    """Upper estimates of what the backward pass holds; the factors are those of XLA compiling for a TPU."""
-    training = config.training
-    shards, tensor = shape["data"] * shape["fsdp"], shape["tensor"]
-    longest = config.data.max_prompt_tokens + config.generation.max_new_tokens
-    slots = -(-longest // training.length_bucket) * training.length_bucket
-    tokens = training.microbatch_rows // shards * slots
-    layer, head = _layer_values(policy, tensor), policy.width * policy.vocab_size // tensor
-    kept = policy.width if training.remat else layer
-    chunk = 3 * 4 * CHUNK // shards * policy.vocab_size // tensor  # float32 logits, softmax and gradient
-    # A layer's weights, and then the head's, are gathered over fsdp, and so are their gradients.
-    gathered = 2 * (_layer_weights(policy) // tensor)
-    fewer = "lower training.microbatch_rows"
-    return [
-        Part("activations kept by layer", "training", policy.num_layers * tokens * kept * itemsize, fewer),
-        Part("one layer at work", "training", (3 * tokens * layer + gathered) * itemsize, fewer),
-        Part("head and a chunk of logits", "training", 2 * head * itemsize + chunk, "raise mesh.tensor"),
+def _training(config: Config, model: ModelConfig, mesh: AbstractMesh, dtype: Any) -> list[Part]:
+    """One model's gradient: the float32 sum, and a micro-batch's beside the weights, both in the compute dtype.
+
+    The backward pass passes the head first and the layers then: the larger of the two counts.
+    """
+    tokens, itemsize = _tokens(config, mesh), jnp.dtype(dtype).itemsize
+    kept = model.width if config.training.remat else _layer_values(model, mesh)
+    weights_and_gradients = _cast(model, mesh, dtype) + _weights(model, dtype, "training", mesh)
+    works = [
+        ("one layer at work", 3 * _layer(model, tokens, mesh, dtype), FEWER_ROWS),
+        ("head and a chunk of logits", _head(config, model, mesh, dtype), "raise mesh.tensor"),
     ]
+    named = [
+        ("gradients, float32", _weights(model, jnp.float32, "training", mesh), SPLIT),
+        ("weights and gradients of a micro-batch", weights_and_gradients, SPLIT),
+        ("activations kept by layer", model.num_layers * tokens * kept * itemsize, FEWER_ROWS),
+        max(works, key=lambda work: work[1]),
+    ]
+    return [Part(name, "training", size, remedy) for name, size, remedy in named]
 
 
-def _layer_values(c: ModelConfig, tensor: int) -> int:
+def _head(config: Config, model: ModelConfig, mesh: AbstractMesh, dtype: Any) -> int:
+    """The head gathered or transposed, its gradient so far and a chunk's in float32, the chunk's logits and theirs."""
+    outputs = 1 if model.scalar_head else _split(model.vocab_size, mesh)
+    return model.width * outputs * (jnp.dtype(dtype).itemsize + 2 * 4) + 2 * 4 * _chunk(config, mesh) * outputs
+
+
+def _cast(model: ModelConfig, mesh: AbstractMesh, dtype: Any) -> int:
+    """A copy of float32 weights in the compute dtype; none where that is float32."""
+    return 0 if jnp.dtype(dtype) == jnp.float32 else _weights(model, dtype, "training", mesh)
+
+
+def _layer(model: ModelConfig, tokens: int, mesh: AbstractMesh, dtype: Any) -> int:
+    """One block over a device's tokens, forward, and its weights gathered over fsdp."""
+    gathered = _layer_weights(model) // mesh.shape["tensor"]
+    return (tokens * _layer_values(model, mesh) + gathered) * jnp.dtype(dtype).itemsize
+
+
+def _layer_values(c: ModelConfig, mesh: AbstractMesh) -> int:
     """Values of a token in one block: norms and residuals [M], attention [H, D] and [G, D], products [F]."""
     split = (3 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim + 4 * c.ffn_width
-    return 10 * c.width + split // tensor
+    return 10 * c.width + split // mesh.shape["tensor"]
 
 
 def _layer_weights(c: ModelConfig) -> int:
     return c.width * (2 * (c.num_heads + c.num_kv_heads) * c.head_dim + 3 * c.ffn_width)
+
+
+def _tokens(config: Config, mesh: AbstractMesh) -> int:
+    """Token slots of a device's part of the longest micro-batch."""
+    longest = config.data.max_prompt_tokens + config.generation.max_new_tokens
+    return _share(config.training.microbatch_rows, mesh) * longest
+
+
+def _chunk(config: Config, mesh: AbstractMesh) -> int:
+    """Tokens of a device whose logits exist at one time in inference and training."""
+    rows = config.training.microbatch_rows
+    return _share(rows, mesh) * max(1, CHUNK // rows)
+
+
+def _share(rows: int, mesh: AbstractMesh) -> int:
+    """Rows on one device."""
+    return -(-rows // (mesh.shape["data"] * mesh.shape["fsdp"]))
+
+
+def _split(size: int, mesh: AbstractMesh) -> int:
+    """What a device holds of a dimension that lies over tensor: all of it where that does not divide."""
+    tensor = mesh.shape["tensor"]
+    return size if size % tensor else size // tensor
+
+
+def _rows(state: Any, mesh: AbstractMesh) -> int:
+    return meshes.bytes_per_device(state, meshes.row_shardings(state, mesh))

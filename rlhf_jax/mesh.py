@@ -47,6 +47,18 @@ ROLES = {
 AnyMesh = Mesh | AbstractMesh
 
 
+def count_devices() -> int:
+    """The number of devices; ValueError where JAX cannot use the platform that it was asked for."""
+    try:
+        return jax.device_count()
+    except (RuntimeError, AssertionError) as error:  # the latter where a platform is known but not installed
+        reason = (str(error).splitlines() or ["it is not installed"])[0].rstrip(".")
+        raise ValueError(
+            f"JAX cannot use the platform {jax.config.values['jax_platforms']!r} ({reason}); install JAX for it,"
+            " or change JAX_PLATFORMS."
+        ) from error
+
+
 def sizes(data: int, fsdp: int, tensor: int, num_devices: int) -> dict[str, int]:
     """Mesh sizes by axis, with -1 resolved to the devices that the other axes leave.
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import io
 import json
 import math
 import os
 import pathlib
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,9 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 # Keys that every line of metrics.jsonl has; seconds are wall seconds of the phase.
 REQUIRED = (
@@ -52,7 +56,15 @@ COLUMNS = (
     ("train s", "training/seconds", 7, ".1f"),
 )
 
-RUN_FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "tensorboard", "policy")
+RUN_FILES = (
+    "config.json",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "evaluations.jsonl",
+    "tensorboard",
+    "policy",
+    "report.html",
+)
 
 HEARTBEAT = 10.0  # seconds between phase lines where there is no terminal
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -61,17 +73,21 @@ SPARKS = "▁▂▃▄▅▆▇█"
 class Writer:
     """Appends to the files of one run: metrics, samples and evaluations as JSON lines, and TensorBoard's `events`.
 
-    `first_step` is the first step that this run will write; lines of that step and later, left by a
-    run that was interrupted after its last checkpoint, are removed, so no step stands there twice.
+    `first_step` is the first step that this run will write; what a run that was interrupted after its last
+    checkpoint left of that step and later is removed, so no step stands there twice. An error of writing is one
+    OSError that names the file.
     """
 
     def __init__(self, workdir: str | pathlib.Path, first_step: int):
         folder = pathlib.Path(workdir)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = _reopen(folder / "metrics.jsonl", first_step)
-        self._samples = _reopen(folder / "samples.jsonl", first_step)
-        self._evaluations = _reopen(folder / "evaluations.jsonl", first_step)
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+        with _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        lines = [folder / f"{name}.jsonl" for name in ("metrics", "evaluations", "samples")]
+        for path in lines:
+            _cut(path, first_step)
+        self._events = folder / "tensorboard"
+        self._board = _replay(self._events, lines[:2])
+        self._metrics, self._evaluations, self._samples = map(_open, lines)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """One line of numbers; raises ValueError if a required key misses or a value is not finite."""
@@ -80,10 +96,7 @@ class Writer:
             raise ValueError(f"The metrics of a step miss {', '.join(missing)}.")
         numbers = {key: _number(key, value, metrics["step"]) for key, value in metrics.items()}
         _append(self._metrics, numbers)
-        for key, value in numbers.items():
-            if key != "step":
-                self._board.add_scalar(key, value, int(numbers["step"]))
-        self._board.flush()
+        self._draw(numbers)
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """One line a sample: the step and whatever the sample holds (prompt, response, reward, ...)."""
@@ -93,14 +106,17 @@ class Writer:
     def write_evaluation(self, step: int, means: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
         """One line an evaluation: `step` (updates done before it), the means and the samples."""
         _append(self._evaluations, {"step": step, **means, "samples": samples})
-        for key, value in means.items():
-            self._board.add_scalar(key, value, step)
-        self._board.flush()
+        self._draw({"step": step, **means})
 
     def close(self) -> None:
         """Closes the files."""
         for file in (self._metrics, self._samples, self._evaluations, self._board):
             file.close()
+
+    def _draw(self, row: Mapping[str, Any]) -> None:
+        with _writing(self._events):
+            self._board.write_event(_event(row))
+            self._board.flush()
 
 
 class Progress:
@@ -136,7 +152,7 @@ class Progress:
             self._phase, self._phase_start = phase, now
         if not self._console.is_terminal and (now >= self._next_line or (changed and not self._seconds)):
             self._next_line = now + HEARTBEAT
-            self._print(f"{self._counter(min(self._done + 1, self._total))}  {self._phase}  {_spoken(numbers)}")
+            self.say(f"{self._counter(min(self._done + 1, self._total))}  {self._phase}  {_spoken(numbers)}")
 
     def finish(self, metrics: Mapping[str, Any]) -> None:
         """Ends a step: prints its line from the keys in COLUMNS, and reckons the time left."""
@@ -145,9 +161,10 @@ class Progress:
         self._rewards.append(float(metrics["reward/mean"]))
         self._step_start, self._next_line, self._done = now, now + HEARTBEAT, self._done + 1
         cells = [format(float(metrics[key]), form).rjust(width) for _, key, width, form in COLUMNS]
-        self._print(" ".join([self._counter(self._done), *cells, self._left().rjust(8)]))
+        self.say(" ".join([self._counter(self._done), *cells, self._left().rjust(8)]))
 
-    def _print(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """Prints a line above the panel."""
         self._console.print(Text(line.rstrip()), soft_wrap=True)
 
     def _counter(self, step: int) -> str:
@@ -172,21 +189,30 @@ class Progress:
         return Group("", bar, phase)
 
 
-def open_run(workdir: str | pathlib.Path, config: str) -> Writer:
-    """A writer for a run that starts in `workdir`, its config (JSON) beside it; an earlier run's files are kept.
+def open_run(workdir: str | pathlib.Path, config: str, first_step: int = 0) -> Writer:
+    """A writer for a run in `workdir`, its config (JSON) beside it.
 
-    They move to a folder `earlier-N` in the same place.
+    A run that resumes, at a `first_step` above 0, goes on in the files that are there. One that starts keeps those
+    of an earlier run: they move to a folder `earlier-N` in the same place.
     """
     folder = pathlib.Path(workdir)
-    folder.mkdir(parents=True, exist_ok=True)
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if first_step == 0:
+            _keep_earlier(folder)
+    _replace(folder / "config.json", (config + "\n").encode())
+    return Writer(folder, first_step)
+
+
+def _keep_earlier(folder: pathlib.Path) -> None:
+    """Moves an earlier run's files out of the way."""
     old = [folder / name for name in RUN_FILES if (folder / name).exists()]
     if old:
-        number = 1 + max((int(path.name[8:]) for path in folder.glob("earlier-*")), default=0)
+        numbers = (path.name.removeprefix("earlier-") for path in folder.glob("earlier-*"))
+        number = 1 + max((int(name) for name in numbers if name.isdigit()), default=0)
         (folder / f"earlier-{number}").mkdir()
         for path in old:
             path.rename(folder / f"earlier-{number}" / path.name)
-    (folder / "config.json").write_text(config + "\n", encoding="utf-8")
-    return Writer(folder, first_step=0)
 
 
 def before_and_after(workdir: str | pathlib.Path, shown: int = 6) -> tuple[list, list]:
@@ -231,22 +257,83 @@ def compare(
     console.print(numbers, texts)
 
 
-def _reopen(path: pathlib.Path, first_step: int):
-    """The file opened to append, without the lines of `first_step` and later and without a torn last line."""
-    kept = []
-    if path.is_file():
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last newline is torn
-        kept = [line for line in lines if json.loads(line)["step"] < first_step]
+def _cut(path: pathlib.Path, first_step: int) -> None:
+    """Leaves the file without the lines of `first_step` and later, and without a torn last line."""
+    kept = [line for line in _lines(path) if _parsed(path, line)["step"] < first_step]
+    _replace(path, b"".join(line + b"\n" for line in kept))
+
+
+def _open(path: pathlib.Path) -> io.FileIO:
+    """The file opened to append, without a buffer: what fails to be written does not wait to fail again."""
+    with _writing(path):
+        return path.open("ab", buffering=0)
+
+
+def _lines(path: pathlib.Path) -> list[bytes]:
+    """The complete lines of a file that may be missing; what follows the last newline is torn."""
+    return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+
+
+def _parsed(path: pathlib.Path, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+        return row | {"step": int(row["step"])}
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path}: the line {line[:60]!r} is no record of a step; remove it to resume.") from error
+
+
+def _replace(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file whole or not at all, whenever the machine stops."""
     fresh = path.with_name(path.name + ".new")
-    fresh.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    os.replace(fresh, path)
-    return path.open("a", encoding="utf-8")
+    with _writing(path):
+        with fresh.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
 
 
-def _append(file: Any, row: Mapping[str, Any]) -> None:
-    line = json.dumps(row, ensure_ascii=False, allow_nan=False, default=lambda value: np.asarray(value).tolist())
-    file.write(line + "\n")
-    file.flush()
+def _append(file: io.FileIO, row: Mapping[str, Any]) -> None:
+    """Adds a line at once."""
+    text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=lambda value: np.asarray(value).tolist())
+    rest = memoryview((text + "\n").encode())
+    with _writing(str(file.name)):
+        while rest:
+            rest = rest[file.write(rest) :]
+
+
+def _replay(folder: pathlib.Path, files: Sequence[pathlib.Path]) -> EventsWriter:
+    """TensorBoard's event file, written anew from JSON lines: they alone decide which steps stand there."""
+    with _writing(folder):
+        folder.mkdir(exist_ok=True)
+        for old in folder.glob("events.*"):
+            old.unlink()
+        board = EventsWriter(str(folder / "events"))
+        for path in files:
+            for line in _lines(path):
+                board.write_event(_event(_parsed(path, line)))
+        board.flush()
+    return board
+
+
+def _event(row: Mapping[str, Any]) -> Event:
+    """The numbers of a record as points of one step."""
+    points = [
+        Summary.Value(tag=key, simple_value=float(value))
+        for key, value in row.items()
+        if key not in ("step", "samples")
+    ]
+    return Event(wall_time=time.time(), step=row["step"], summary=Summary(value=points))
+
+
+@contextlib.contextmanager
+def _writing(path: str | pathlib.Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be written ({error.strerror or error}): make room or name another workdir."
+        ) from error
 
 
 def _number(key: str, value: Any, step: Any) -> int | float:

@@ -10,8 +10,9 @@ import sys
 
 import pytest
 
-from rlhf_jax import command_line
+from rlhf_jax import checks, command_line
 from rlhf_jax import config as configs
+from rlhf_jax.config import ModelConfigs
 from rlhf_jax.types import ModelConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -52,7 +53,7 @@ def valid(tmp_path):
     (tmp_path / "reward.py").write_text("def length(prompt, response, row):\n    return float(len(response))\n")
     config.model.path = "folder"
     config.data.update(train=str(tmp_path / "train.jsonl"), eval=str(tmp_path / "eval.jsonl"))
-    config.reward.function = f"{tmp_path / 'reward.py'}:length"
+    config.reward.functions = (f"{tmp_path / 'reward.py'}:length",)
     return config
 
 
@@ -65,7 +66,8 @@ def test_the_default_is_locked():
 def test_every_key_has_a_comment():
     source = (ROOT / "rlhf_jax" / "config.py").read_text()
     bare = re.findall(r'^ +"(\w+)": [^#\n]*$', source, re.MULTILINE)
-    sections = {"model", "data", "reward", "generation", "evaluation", "training", "mesh"}
+    sections = {"model", "critic", "data", "reward", "generation", "evaluation"}
+    sections |= {"advantage", "kl", "training", "checkpoint", "mesh"}
     assert set(bare) <= sections
 
 
@@ -136,9 +138,9 @@ def test_a_program_ends_without_a_traceback(config_file, override, code):
 
 
 def test_a_valid_config_passes(valid):
-    configs.validate(valid, 8)
+    checks.validate(valid, 8)
     valid.update(generation={"strategy": "model-tree-2x2x1"}, drafter={"path": "small"})
-    configs.validate(valid, 1)
+    checks.validate(valid, 1)
 
 
 @pytest.mark.parametrize(
@@ -153,9 +155,13 @@ def test_a_valid_config_passes(valid):
         ("data.train", "missing.jsonl", "data.train: there is no file missing.jsonl"),
         ("data.eval", "missing.jsonl", "data.eval: there is no file"),
         ("data.max_prompt_tokens", 0, "data.max_prompt_tokens is 0"),
-        ("reward.function", "", "reward.function is empty"),
-        ("reward.function", "missing.py:reward", "no file missing.py"),
-        ("reward.function", "reward", "must look like"),
+        ("reward.functions", (), "reward.functions and reward.models are empty"),
+        ("reward.functions", ("missing.py:reward",), "no file missing.py"),
+        ("reward.functions", ("reward",), "must look like"),
+        ("reward.weights", (1.0, 2.0), "has 2 entries for 1 functions and models"),
+        ("reward.weights", ("much",), "must hold finite numbers"),
+        ("reward.seconds", 0.0, "reward.seconds is 0.0"),
+        ("reward.metrics", {"reward": "math:dist"}, "names a measure 'reward'"),
         ("generation.temperature", 0.0, "generation.temperature is 0.0"),
         ("generation.temperature", float("nan"), "generation.temperature is nan"),
         ("generation.top_p", 0.9, "is for evaluation"),
@@ -163,7 +169,7 @@ def test_a_valid_config_passes(valid):
         ("generation.acceptance", "greedy", "generation.acceptance is 'greedy'"),
         ("generation.strategy", "medusa", "Unknown strategy 'medusa'"),
         ("generation.strategy", "model-chain-4", "give drafter.path"),
-        ("generation.samples_per_prompt", 1, "GRPO compares"),
+        ("generation.samples_per_prompt", 1, "grpo compares"),
         ("generation.samples_per_prompt", 3, "24 rows"),
         ("generation.rows", 12, "12 rows of generation.rows"),
         ("evaluation.top_p", 1.5, "evaluation.top_p is 1.5"),
@@ -174,7 +180,17 @@ def test_a_valid_config_passes(valid):
         ("training.microbatch_rows", 4, "mesh.data x mesh.fsdp = 8"),
         ("training.learning_rate", -1.0, "training.learning_rate is -1.0"),
         ("training.clip_low", 1.0, "training.clip_low is 1.0"),
-        ("training.kl_coefficient", -0.1, "training.kl_coefficient is -0.1"),
+        ("training.aggregate", "sum", "training.aggregate is 'sum'"),
+        ("training.target_kl", -1.0, "training.target_kl is -1.0"),
+        ("advantage.estimator", "ppo", "advantage.estimator is 'ppo'"),
+        ("advantage.gae_lambda", 1.5, "advantage.gae_lambda is 1.5"),
+        ("critic.path", "folder", "has no critic"),
+        ("kl.coefficient", -0.1, "kl.coefficient is -0.1"),
+        ("kl.coefficient", float("inf"), "kl.coefficient is inf"),
+        ("kl.place", "both", "kl.place is 'both'"),
+        ("kl.estimator", "k1", "its gradient has mean zero"),
+        ("checkpoint.keep", 0, "checkpoint.keep is 0"),
+        ("checkpoint.every", -1, "checkpoint.every is -1"),
         ("mesh.fsdp", 3, "does not fit 8 devices"),
     ],
 )
@@ -186,30 +202,67 @@ def test_what_cannot_work_is_one_sentence(valid, key, value, words):
         valid.training.microbatch_rows = 16
         words = "24 rows of a minibatch"
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(words)) as caught:
-        configs.validate(valid, 8)
+        checks.validate(valid, 8)
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
 
 
 def test_evaluation_needs_held_out_prompts(valid):
     valid.evaluation.every, valid.data.eval = 5, ""
     with pytest.raises(ValueError, match=r"data\.eval is empty"):
-        configs.validate(valid, 8)
+        checks.validate(valid, 8)
 
 
-def test_prompt_and_response_must_fit_both_contexts(valid, tiny: ModelConfig):
+def test_options_that_contradict_each_other(valid):
+    valid.kl.update(coefficient=0.0, target=1.0)
+    with pytest.raises(ValueError, match=r"kl\.coefficient is 0 and would stay there"):
+        checks.validate(valid, 8)
+    valid.kl.update(coefficient=0.1)
+    valid.advantage.estimator = "gae"
+    valid.generation.update(prompts_per_step=32, samples_per_prompt=1, resample=1)
+    with pytest.raises(ValueError, match="one sample of a prompt never differs"):
+        checks.validate(valid, 8)
+    valid.generation.resample = 0
+    checks.validate(valid, 8)
+
+
+def test_prompt_and_response_must_fit_all_contexts(valid, tiny: ModelConfig):
     roomy = dataclasses.replace(tiny, max_context=384)
     with pytest.raises(ValueError, match="the drafter's context is 128"):
-        configs.validate_models(valid, roomy, tiny)
+        checks.validate_models(valid, ModelConfigs(roomy, drafter=tiny))
+    with pytest.raises(ValueError, match="the critic's context is 128"):
+        checks.validate_models(valid, ModelConfigs(roomy, critic=tiny))
     with pytest.raises(ValueError, match=r"is 384, but the model's context is 128"):
-        configs.validate_models(valid, tiny, None)
+        checks.validate_models(valid, ModelConfigs(tiny))
     valid.data.max_prompt_tokens, valid.generation.max_new_tokens = 64, 64
-    configs.validate_models(valid, tiny, None)
+    checks.validate_models(valid, ModelConfigs(tiny))
 
 
-def test_under_rejection_the_drafter_must_share_the_vocabulary(valid, tiny: ModelConfig):
+def test_models_must_be_of_the_right_kind(valid, tiny: ModelConfig):
+    valid.data.max_prompt_tokens, valid.generation.max_new_tokens = 64, 64
+    scorer = dataclasses.replace(tiny, scalar_head=True, tied=False)
+    valid.reward.models = ("judge",)
+    checks.validate_models(valid, ModelConfigs(tiny, critic=scorer, rewards=(scorer,)))
+    with pytest.raises(ValueError, match="judge is a language model"):
+        checks.validate_models(valid, ModelConfigs(tiny, rewards=(tiny,)))
+    for models in (ModelConfigs(scorer, rewards=(scorer,)), ModelConfigs(tiny, scorer, rewards=(scorer,))):
+        with pytest.raises(ValueError, match="path is a reward model"):
+            checks.validate_models(valid, models)
+
+
+def test_vocabularies_must_agree_where_tokens_are_shared(valid, tiny: ModelConfig):
     valid.data.max_prompt_tokens, valid.generation.max_new_tokens = 64, 64
     other = dataclasses.replace(tiny, vocab_size=321)
-    configs.validate_models(valid, tiny, other)
+    checks.validate_models(valid, ModelConfigs(tiny, drafter=other))
     valid.generation.acceptance = "rejection"
     with pytest.raises(ValueError, match="has 321 tokens, the model's 320"):
-        configs.validate_models(valid, tiny, other)
+        checks.validate_models(valid, ModelConfigs(tiny, drafter=other))
+    with pytest.raises(ValueError, match="its vocabulary has 321"):
+        checks.validate_models(valid, ModelConfigs(tiny, critic=other))
+
+
+def test_a_config_may_take_an_argument():
+    path = str(ROOT / "configs" / "grpo_llama31_8b.py")
+    assert command_line.load(path).mesh.fsdp == command_line.load(f"{path}:gpu").mesh.fsdp == 4
+    assert command_line.load(f"{path}:tpu").mesh.fsdp == 2
+    with pytest.raises(ValueError, match="KeyError: 'abacus'"):
+        command_line.load(f"{path}:abacus")

@@ -104,6 +104,10 @@ def test_tokenize_renders_and_counts_what_it_drops():
     # <system> Rhyme. <user> one two <assistant>; the chat brings a system message of its own
     assert [tokens.tolist() for tokens in kept.tokens] == [[8, 6, 6, 3, 3, 11], [8, 2, 6, 6, 5, 11]]
     assert all(tokens.dtype == np.int32 for tokens in kept.tokens)
+    assert kept.messages == [
+        [{"role": "system", "content": "Rhyme."}, {"role": "user", "content": "one two"}],
+        CHAT,
+    ]
     assert kept.dropped == {"longer than 8 tokens": 1, "empty": 1}
 
 

@@ -61,7 +61,7 @@ def test_logits_equal_transformers(name: str, reference: str):
 def test_golden_models_cover_every_family_tied_and_untied():
     configs = [huggingface.read_config(GOLDEN / name) for name in CASES]
     assert {(config.family, config.tied) for config in configs} == {
-        (family, tied) for family in huggingface.ARCHITECTURES for tied in (False, True)
+        (family, tied) for family in huggingface.FAMILIES for tied in (False, True)
     }
     scalings = {config.rope_scaling.kind for config in configs if config.rope_scaling}
     assert scalings == {"llama3", "linear"}
@@ -200,6 +200,7 @@ def test_stop_tokens_come_from_the_generation_config(tmp_path: Path):
         ({"rope_parameters": {"rope_type": "linear"}}, "lacks the key 'factor'"),
         ({"intermediate_size": None}, "the key 'intermediate_size' of a llama model is missing"),
         ({"num_attention_heads": 3}, "3 attention heads cannot share 4"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "a classifier of 2 labels is not supported"),
     ],
 )
 def test_configurations_that_are_not_supported_are_refused(changes: dict, message: str, tmp_path: Path):
@@ -278,12 +279,27 @@ def test_what_old_files_repeat_is_passed_over(tmp_path: Path):
     assert_same(huggingface.load(folder, jnp.float32), huggingface.load(GOLDEN / "llama3_tied", jnp.float32))
 
 
-def test_a_scalar_head_is_not_saved_as_a_language_model(tmp_path: Path):
+def test_a_head_that_the_configuration_does_not_know_is_not_saved(tmp_path: Path):
     model = huggingface.load(GOLDEN / "llama", jnp.float32)
     scalar = dataclasses.replace(model, head=jnp.zeros((32, 1), jnp.float32))
-    with pytest.raises(ValueError, match="a head of 1 outputs"):
+    with pytest.raises(ValueError, match="300 outputs are configured, the head has 1"):
         huggingface.save(tmp_path / "saved", scalar, None, (), jnp.float32)
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("place", ["model.layers.1.mlp.up_proj.weight", "score.weight"])
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_weights_that_are_not_finite_are_named(tmp_path: Path, bad: float, place: str):
+    folder = tmp_path / "bad"
+    shutil.copytree(GOLDEN / "llama_reward", folder)
+    tensors = load_file(folder / "model.safetensors")
+    open_source(folder).load(jnp.float32)
+    tensors[place] = tensors[place].copy()
+    tensors[place][0, 3] = bad
+    save_file(tensors, folder / "model.safetensors")
+    where = "'head'" if place == "score.weight" else "'up' of layer 1"
+    with pytest.raises(ValueError, match=f"bad: weight {where} is not finite in float32"):
+        open_source(folder).load(jnp.float32)
 
 
 def test_source_errors(tmp_path: Path):

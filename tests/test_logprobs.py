@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax.inference.logprobs import mismatch, score_rollout, token_logprobs
+from rlhf_jax.inference.logprobs import mismatch, score_rollout, token_law, token_logprobs
 from rlhf_jax.model import attention
 from rlhf_jax.model.transformer import forward, init, logits
 from rlhf_jax.types import Rollout
@@ -173,6 +173,29 @@ def test_unwanted_tokens_are_zero_and_change_nothing(tiny):
     np.testing.assert_allclose(np.where(rollout.mask, again, 0.0), wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("top_k", [None, 6])
+def test_entropy_is_the_sampled_laws(tiny, top_k):
+    """And asking for it leaves the log-probabilities as they are."""
+    model, rollout = init(jax.random.key(0), tiny), random_rollout(tiny, top_k=top_k)
+    tokens, mask = rollout.tokens, np.asarray(rollout.mask)
+    support = None if rollout.support is None else np.asarray(rollout.support)
+    options = {"temperature": 0.7, "mask": rollout.mask, "support": rollout.support, "chunk": 20}
+    logprobs, got = token_law(model, tokens, entropy=True, **options)
+    positions = jnp.broadcast_to(jnp.arange(24), tokens.shape)
+    scores = np.asarray(logits(model, forward(model, tokens, positions)[0]), np.float64) / 0.7
+    want = np.zeros(tokens.shape)
+    for b, t in zip(*np.nonzero(mask), strict=True):
+        ids = range(tiny.vocab_size) if support is None else support[b, t][support[b, t] >= 0]
+        law = np.exp(scores[b, t - 1][list(ids)])
+        law /= law.sum()
+        want[b, t] = -sum(p * np.log(p) for p in law)
+    assert got is not None
+    np.testing.assert_allclose(got, want, atol=1e-4)
+    same, nothing = token_law(model, tokens, entropy=False, **options)
+    assert nothing is None
+    np.testing.assert_allclose(logprobs, same, atol=1e-6)
+
+
 def largest_intermediate(function, *args) -> int:
     """The most elements of any value in the function's program, nested programs included."""
 
@@ -192,7 +215,11 @@ def test_no_program_holds_the_logits_of_all_tokens(tiny):
     def total(model):
         return token_logprobs(model, tokens, temperature=1.0, chunk=16).sum()
 
-    for function in (total, jax.grad(total)):
+    def with_entropy(model):
+        logprobs, entropy = token_law(model, tokens, temperature=1.0, entropy=True, chunk=16)
+        return jnp.sum(logprobs) + jnp.sum(jnp.asarray(entropy))
+
+    for function in (total, jax.grad(total), jax.grad(with_entropy)):
         assert largest_intermediate(function, model) < 4 * 23 * 1000 / 2
         text = str(jax.jit(function).lower(model).compile().as_text())
         assert "1000,92]" not in text and "92,1000]" not in text

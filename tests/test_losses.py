@@ -1,100 +1,117 @@
-"""Advantages and losses against plain Python loops in float64."""
+"""Losses of policy and critic against plain Python loops in float64, and against rlax and finite differences."""
 
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import rlax
 
-from rlhf_jax.training.advantages import group_advantages
-from rlhf_jax.training.losses import grpo_loss, kl_k3, policy_loss, token_mean
+from rlhf_jax.inference.shaping import KL
+from rlhf_jax.training.batching import MicroBatch
+from rlhf_jax.training.losses import (
+    AGGREGATES,
+    explained_variance,
+    policy_loss,
+    summed_policy_loss,
+    summed_value_loss,
+    token_mean,
+    value_loss,
+)
 from rlhf_jax.types import Experience, Rollout
 
 
-def looped_advantages(rewards, size):
-    out = []
-    for start in range(0, len(rewards), size):
-        group = [float(r) for r in rewards[start : start + size]]
-        mean = sum(group) / size
-        std = math.sqrt(sum((r - mean) ** 2 for r in group) / size)
-        out += [(r - mean) / std if std > 1e-6 else 0.0 for r in group]
-    return out
+def default_loss(logprobs, entropy, batch):
+    return summed_policy_loss(logprobs, entropy, batch, clip_low=0.2, clip_high=0.2, kl=KL["k3"], entropy_weight=0.1)
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 3), st.integers(0, 2**32 - 1))
-def test_group_advantages_are_the_loops(size, groups, seed):
-    rewards = np.random.default_rng(seed).integers(0, 4, size * groups).astype(np.float32) / 4
-    got = group_advantages(jnp.asarray(rewards), size)
-    np.testing.assert_allclose(got, looped_advantages(rewards, size), atol=1e-5)
-
-
-def test_equal_rewards_teach_nothing():
-    assert not group_advantages(jnp.full(6, 0.1, jnp.float32), 3).any()
-
-
-def test_groups_must_fit():
-    with pytest.raises(ValueError, match="7 rewards do not fall into groups of 4"):
-        group_advantages(jnp.zeros(7), 4)
-
-
-def random_experience(seed=0, rows=3, slots=9) -> Experience:
+def random_batch(seed=0, rows=3, slots=9, kl_weight=0.1, aggregate="token_mean") -> MicroBatch:
     rng = np.random.default_rng(seed)
     shape = (rows, slots)
 
     def normal(scale):
         return jnp.asarray(rng.normal(scale=scale, size=shape), jnp.float32)
 
+    mask = rng.random(shape) < 0.6
     rollout = Rollout(
         tokens=jnp.zeros(shape, jnp.int32),
-        mask=jnp.asarray(rng.random(shape) < 0.6),
+        mask=jnp.ones(shape, bool),
         logprobs=jnp.zeros(shape, jnp.float32),
         length=jnp.full(rows, slots, jnp.int32),
         sample_id=jnp.arange(rows, dtype=jnp.uint32),
     )
     old, reference = -2.0 + normal(0.5), -2.0 + normal(0.5)
-    return Experience(rollout, old, reference, jnp.zeros(rows, jnp.float32), normal(1.0))
+    experience = Experience(
+        rollout, jnp.asarray(mask), old, reference, jnp.zeros(rows), normal(1.0), normal(1.0), normal(1.0)
+    )
+    weights = jnp.asarray(AGGREGATES[aggregate](mask, 7))
+    return MicroBatch(experience, weights, jnp.float32(mask.sum()), jnp.float32(kl_weight))
 
 
-def looped_loss(logprobs, experience, low, high, weight):
-    """Token by token: PPO's loss and k3, and the means."""
-    mask = np.asarray(experience.rollout.mask)
+def moved(batch: MicroBatch, seed=100):
+    """Log-probs that differ from the old ones."""
+    rng = np.random.default_rng(seed)
+    return batch.experience.logprobs + jnp.asarray(rng.normal(scale=0.3, size=(3, 9)), jnp.float32)
+
+
+def looped_weights(mask, kind):
+    """Each token's weight, by hand; 7 tokens is the longest response."""
+    rows = [int(row.sum()) for row in mask]
+    used = [tokens for tokens in rows if tokens]
+    by_row = {
+        "token_mean": [1 / sum(rows)] * len(rows),
+        "sequence_mean": [1 / tokens / len(used) if tokens else 0 for tokens in rows],
+        "constant": [1 / (7 * len(used))] * len(rows),
+    }
+    return [[weight if real else 0.0 for real in row] for weight, row in zip(by_row[kind], mask, strict=True)]
+
+
+@pytest.mark.parametrize("kind", AGGREGATES)
+def test_weights_are_the_loops(kind):
+    mask = np.random.default_rng(3).random((5, 9)) < 0.5
+    mask[2] = False
+    got = AGGREGATES[kind](mask, 7)
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, looped_weights(mask, kind), rtol=1e-6)
+    padded = AGGREGATES[kind](np.pad(mask, ((0, 2), (0, 3))), 7)
+    np.testing.assert_array_equal(padded[:5, :9], got)
+    assert not AGGREGATES[kind](np.zeros((2, 3), bool), 7).any()
+
+
+def looped_loss(logprobs, entropy, batch: MicroBatch, low, high, kl, entropy_weight):
+    """Token by token: PPO's loss, the estimate, the entropy, and the means."""
+    experience = batch.experience
+    mask, weights = np.asarray(experience.mask), np.asarray(batch.weights, float)
     old, reference = np.asarray(experience.logprobs, float), np.asarray(experience.reference_logprobs, float)
     advantages, logprobs = np.asarray(experience.advantages, float), np.asarray(logprobs, float)
-    policy = kl = clipped = 0.0
-    ratios = []
+    loss, rows = 0.0, []
     for b, t in zip(*np.nonzero(mask), strict=True):
         ratio = math.exp(logprobs[b, t] - old[b, t])
         bounded = min(max(ratio, 1 - low), 1 + high)
-        policy -= min(ratio * advantages[b, t], bounded * advantages[b, t])
-        difference = reference[b, t] - logprobs[b, t]
-        kl += math.exp(difference) - difference - 1
-        clipped += ratio != bounded
-        ratios.append(ratio)
-    count = len(ratios)
-    metrics = {
-        "loss/policy": policy / count,
-        "kl/mean": kl / count,
-        "ratio/mean": sum(ratios) / count,
-        "ratio/clipped": clipped / count,
-        "ratio/max": max([*ratios, 1.0]),
-        "entropy/estimate": -logprobs[mask].mean(),
-    }
-    return metrics["loss/policy"] + weight * metrics["kl/mean"], metrics
+        policy = -min(ratio * advantages[b, t], bounded * advantages[b, t])
+        d = reference[b, t] - logprobs[b, t]
+        k3 = math.exp(d) - d - 1
+        price = {"k2": d * d / 2, "k3": k3}[kl]
+        loss += weights[b, t] * (policy + float(batch.kl_weight) * price - entropy_weight * float(entropy[b, t]))
+        rows.append((policy, k3, ratio - 1 - math.log(ratio), ratio, ratio != bounded, -logprobs[b, t], entropy[b, t]))
+    names = "loss/policy", "kl/mean", "kl/old", "ratio/mean", "ratio/clipped", "entropy/estimate", "entropy/mean"
+    metrics = dict(zip(names, np.mean(rows, axis=0), strict=True))
+    return loss, metrics | {"ratio/max": max(row[3] for row in rows)}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("low, high", [(0.2, 0.2), (0.1, 0.3)])
-def test_grpo_loss_is_the_loops(seed, low, high):
-    experience = random_experience(seed)
-    rng = np.random.default_rng(seed + 100)
-    logprobs = experience.logprobs + jnp.asarray(rng.normal(scale=0.3, size=(3, 9)), jnp.float32)
-    total = jnp.asarray(experience.rollout.mask.sum(), jnp.float32)
-    loss, metrics = grpo_loss(logprobs, experience, total, clip_low=low, clip_high=high, kl_weight=0.1)
-    want, wanted = looped_loss(logprobs, experience, low, high, 0.1)
+@pytest.mark.parametrize("kl, aggregate", [("k3", "token_mean"), ("k2", "sequence_mean"), ("k3", "constant")])
+def test_the_policys_loss_is_the_loops(seed, low, high, kl, aggregate):
+    batch = random_batch(seed, aggregate=aggregate)
+    logprobs = moved(batch, seed)
+    entropy = jnp.abs(moved(batch, seed + 1))
+    loss, metrics = summed_policy_loss(
+        logprobs, entropy, batch, clip_low=low, clip_high=high, kl=KL[kl], entropy_weight=0.3
+    )
+    want, wanted = looped_loss(logprobs, entropy, batch, low, high, kl, 0.3)
     assert float(loss) == pytest.approx(want, rel=1e-5)
     assert metrics.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -109,29 +126,83 @@ def test_the_clip_bounds_what_a_ratio_can_gain():
     np.testing.assert_allclose(got, [[-1.2, math.exp(0.5), -math.exp(-0.5), 0.8]], rtol=1e-6)
 
 
-def test_k3_averages_to_the_divergence():
-    law, reference = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
-    estimates = kl_k3(jnp.log(jnp.asarray(law, jnp.float32)), jnp.log(jnp.asarray(reference, jnp.float32)))
-    assert (estimates >= 0).all()
-    assert float((law * estimates).sum()) == pytest.approx((law * np.log(law / reference)).sum(), rel=1e-5)
+def test_the_clipped_loss_is_rlaxs():
+    batch = random_batch()
+    experience, logprobs = batch.experience, moved(batch)
+    mask, advantages = experience.mask, experience.advantages
+    ratios = jnp.exp(logprobs - experience.logprobs)
+    want = rlax.clipped_surrogate_pg_loss(ratios[mask], advantages[mask], 0.2)
+    losses = policy_loss(logprobs, experience.logprobs, advantages, mask, 0.2, 0.2)
+    assert float((batch.weights * losses).sum()) == pytest.approx(float(want), rel=1e-5)
+
+
+def test_the_critics_loss_is_the_loops():
+    batch = random_batch(aggregate="sequence_mean")
+    experience, values = batch.experience, moved(batch)
+    before, returns = np.asarray(experience.values), np.asarray(experience.returns)
+    loss, metrics = summed_value_loss(values, batch, clip=0.2)
+    want, rows = 0.0, []
+    for b, t in zip(*np.nonzero(np.asarray(experience.mask)), strict=True):
+        value, old, goal = float(values[b, t]), float(before[b, t]), float(returns[b, t])
+        near = min(max(value, old - 0.2), old + 0.2)
+        rows.append((0.5 * max((value - goal) ** 2, (near - goal) ** 2), value, near != value))
+        want += float(batch.weights[b, t]) * rows[-1][0]
+    assert float(loss) == pytest.approx(want, rel=1e-5)
+    for name, value in zip(("loss/value", "critic/mean", "critic/clipped"), np.mean(rows, axis=0), strict=True):
+        assert float(metrics[name]) == pytest.approx(value, rel=1e-5), name
+
+
+def test_a_clipped_value_gains_nothing_by_moving_on():
+    """By hand: towards the return the gradient ends at the clip, away from it it does not."""
+    mask, old, returns = jnp.ones((1, 3), bool), jnp.zeros((1, 3)), jnp.asarray([[1.0, 1.0, 1.0]])
+    values = jnp.asarray([[0.1, 0.5, -0.5]])
+    got = jax.grad(lambda v: value_loss(v, old, returns, mask, 0.2).sum())(values)
+    np.testing.assert_allclose(got, [[-0.9, 0.0, -1.5]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["policy", "value"])
+def test_gradients_are_the_finite_differences(name):
+    batch = random_batch(4)
+    at, entropy = moved(batch, 5), jnp.zeros((3, 9))
+
+    def loss(x):
+        if name == "value":
+            return summed_value_loss(x, batch, clip=0.2)[0]
+        return default_loss(x, entropy + x * x, batch)[0]
+
+    got, value, step = jax.grad(loss)(at), jax.jit(loss), 1e-3
+    want = np.zeros(at.shape)
+    for b, t in np.ndindex(*at.shape):
+        high, low = (value(at.at[b, t].add(sign * step)) for sign in (1, -1))
+        want[b, t] = (float(high) - float(low)) / (2 * step)
+    np.testing.assert_allclose(got, want, atol=3e-4)
+    assert np.abs(want).max() > 0.01
 
 
 def test_masked_tokens_never_count():
     """Not even infinite ones: an empty row's numbers mean nothing."""
-    experience = random_experience()
-    mask = experience.rollout.mask
-    total = jnp.asarray(mask.sum(), jnp.float32)
-    settings = {"clip_low": 0.2, "clip_high": 0.2, "kl_weight": 0.1}
-    want = grpo_loss(experience.logprobs, experience, total, **settings)
-    broken = dataclasses.replace(
-        experience,
-        logprobs=jnp.where(mask, experience.logprobs, -jnp.inf),
-        reference_logprobs=jnp.where(mask, experience.reference_logprobs, jnp.nan),
-        advantages=jnp.where(mask, experience.advantages, jnp.nan),
+    batch = random_batch()
+    mask = batch.experience.mask
+
+    def broken(x, value):
+        return jnp.where(mask, x, value)
+
+    experience = dataclasses.replace(
+        batch.experience,
+        logprobs=broken(batch.experience.logprobs, -jnp.inf),
+        reference_logprobs=broken(batch.experience.reference_logprobs, jnp.nan),
+        advantages=broken(batch.experience.advantages, jnp.nan),
+        values=broken(batch.experience.values, jnp.nan),
+        returns=broken(batch.experience.returns, jnp.inf),
     )
-    got = grpo_loss(jnp.where(mask, experience.logprobs, -jnp.inf), broken, total, **settings)
-    assert float(got[0]) == float(want[0])
-    assert {k: float(v) for k, v in got[1].items()} == {k: float(v) for k, v in want[1].items()}
+    other = dataclasses.replace(batch, experience=experience)
+    old, values, entropy = batch.experience.logprobs, moved(batch), jnp.abs(moved(batch))
+    pairs = [
+        (default_loss(old, entropy, batch), default_loss(broken(old, -jnp.inf), broken(entropy, jnp.nan), other)),
+        (summed_value_loss(values, batch, clip=0.2), summed_value_loss(broken(values, jnp.inf), other, clip=0.2)),
+    ]
+    for want, got in pairs:
+        jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_token_mean_adds_up_over_parts():
@@ -139,3 +210,14 @@ def test_token_mean_adds_up_over_parts():
     total = jnp.float32(6)
     parts = sum(float(token_mean(x[i : i + 2], mask[i : i + 2], total)) for i in (0, 2))
     assert parts == pytest.approx(float(token_mean(x, mask, total))) == pytest.approx(5.0)
+
+
+def test_explained_variance_is_one_for_the_truth_and_zero_for_the_mean():
+    rng = np.random.default_rng(6)
+    returns, mask = rng.normal(2.0, 1.0, (4, 5)).astype(np.float32), rng.random((4, 5)) < 0.7
+    inside = returns[mask].mean()
+    assert explained_variance(returns, returns, mask) == 1.0
+    assert explained_variance(np.where(mask, inside, np.nan), returns, mask) == pytest.approx(0.0, abs=1e-6)
+    assert explained_variance(returns - 3, returns, mask) == pytest.approx(1.0)
+    assert explained_variance(-returns, returns, mask) < 0
+    assert explained_variance(returns, np.ones_like(returns), mask) == 0.0

@@ -3,11 +3,14 @@
 import io
 import json
 import re
+import resource
+import struct
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
+from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
 from rlhf_jax import metrics
 
@@ -133,3 +136,87 @@ def test_tables_show_text_as_it_is():
     text = console.export_text()
     assert "policy 0.5 GB [f32]" in text and "+0.360" in text and "[bold]" in text and "a b" in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+def points(workdir):
+    """(tag, step) -> value of every point of every event file, whichever order; a point twice is an error."""
+    seen = {}
+    for file in sorted((workdir / "tensorboard").glob("events.*")):
+        content = file.read_bytes()
+        while content:
+            (length,) = struct.unpack("<Q", content[:8])
+            event = Event.FromString(content[12 : 12 + length])
+            content = content[16 + length :]
+            for value in event.summary.value:
+                assert (value.tag, event.step) not in seen
+                seen[value.tag, event.step] = value.simple_value
+    return seen
+
+
+def write_steps(writer, *steps, reward=0.5):
+    for step in steps:
+        writer.write_evaluation(step, {"eval/reward": reward}, [{"prompt": "p", "response": "r", "reward": 1.0}])
+        writer.write(row(step, **{"reward/mean": reward}))
+    writer.close()
+
+
+def test_tensorboard_holds_each_point_of_a_resumed_run_once(tmp_path):
+    write_steps(metrics.open_run(tmp_path, "{}"), 0, 1, 2, 3)
+    for file in (tmp_path / "tensorboard").iterdir():
+        file.rename(file.with_name("events.out.tfevents.1.here"))  # of another second, which a resumed run would be
+    write_steps(metrics.open_run(tmp_path, '{"a": 1}', first_step=2), 2, 3, 4, reward=0.75)
+    found = points(tmp_path)
+    assert {key: found["reward/mean", key] for key in range(5)} == {0: 0.5, 1: 0.5, 2: 0.75, 3: 0.75, 4: 0.75}
+    assert {step for tag, step in found if tag == "eval/reward"} == {0, 1, 2, 3, 4}
+    assert found["generation/rounds", 1] == 20 and len(found) == 5 * len(metrics.REQUIRED)  # step is none, eval is one
+    assert (tmp_path / "config.json").read_text() == '{"a": 1}\n' and not list(tmp_path.glob("earlier-*"))
+
+
+def test_a_line_may_be_torn_at_any_byte(tmp_path):
+    write_steps(metrics.open_run(tmp_path, "{}"), 0)
+    first = metrics.Writer(tmp_path, 1)
+    first.write_samples(1, [{"response": "schön"}])
+    first.close()
+    whole = (tmp_path / "samples.jsonl").read_bytes()
+    for end in range(len(whole) + 1):
+        (tmp_path / "samples.jsonl").write_bytes(whole[:end])
+        metrics.open_run(tmp_path, "{}", first_step=2).close()
+        assert (tmp_path / "samples.jsonl").read_bytes() == (whole if end == len(whole) else b"")
+    (tmp_path / "samples.jsonl").write_bytes(b"\0\0\0\n")
+    with pytest.raises(ValueError, match=r"samples\.jsonl: the line .* is no record of a step"):
+        metrics.open_run(tmp_path, "{}", first_step=2)
+
+
+def test_an_earlier_run_is_kept(tmp_path):
+    for number in range(3):
+        write_steps(metrics.open_run(tmp_path, str(number)), number)
+        (tmp_path / "report.html").write_text(str(number))
+    (tmp_path / "earlier-notes").mkdir()
+    metrics.open_run(tmp_path, "3").close()
+    for number in range(3):
+        kept = tmp_path / f"earlier-{number + 1}"
+        assert (kept / "config.json").read_text() == f"{number}\n"
+        assert (kept / "report.html").read_text() == str(number)
+        assert [line["step"] for line in read(kept / "metrics.jsonl")] == [number]
+    assert points(tmp_path) == {} and (tmp_path / "config.json").read_text() == "3\n"
+
+
+def test_what_cannot_be_written_is_named_in_one_sentence(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"file/run cannot be written \(Not a directory\): make room"):
+        metrics.open_run(tmp_path / "file/run", "{}")
+    writer = metrics.open_run(tmp_path / "run", "{}")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))  # as a full disk: a file cannot grow
+    try:
+        with pytest.raises(OSError, match=r"samples\.jsonl cannot be written \(File too large\)"):
+            writer.write_samples(0, [{"response": "x" * 9000}])
+        writer.write_evaluation(0, {"x" * 3000: 1.0}, [])
+        with pytest.raises(OSError, match=r"tensorboard cannot be written \(File too large\)"):
+            writer.write(row(0, **{"x" * 3000: 1.0}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    writer.close()
+    monkeypatch.setattr(metrics.os, "replace", lambda *paths: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(OSError, match=r"metrics\.jsonl cannot be written \(No space left\)"):
+        metrics.Writer(tmp_path / "run", 1)

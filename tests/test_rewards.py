@@ -1,19 +1,57 @@
-"""Loading rewards, scoring samples, and the two measures of sentiment."""
+"""Rewards: loading them, running them in processes that may fail, sums of several, and those that are shipped."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
 
-from rlhf_jax.inference import rewards
+from rlhf_jax.inference import reward_worker, rewards
+from rlhf_jax.inference.reward_worker import Workers
+from rlhf_jax.inference.rewards import Answer, Term, as_scores, weighted
 
 SENTIMENT = "configs/rewards/sentiment.py"
+ARITHMETIC = "configs/rewards/arithmetic.py:gsm8k"
 
+MISCHIEF = """
+import os, re, signal, subprocess, sys, time
 
-def length(prompt, response, row):
-    return len(response) / row["unit"]
+def mischief(prompt, response, row):
+    match response:
+        case "raise":
+            raise RuntimeError("two\\nlines")
+        case "text" | "nothing":
+            return {"text": "0.5", "nothing": None}[response]
+        case "exit":
+            os._exit(3)
+        case "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "hang":
+            time.sleep(60)
+        case "regex":  # never ends, and holds the interpreter's lock
+            re.fullmatch("(a+)+b", "a" * 60)
+        case "chatter":
+            print("x" * 10_000)
+            os.write(1, b"y" * 10_000)
+            return float(sys.stdin.read() == "")
+        case "jax":
+            return float("jax" in sys.modules)
+        case "pid":
+            return float(os.getpid())
+        case "offspring":
+            return float(subprocess.Popen(["sleep", "60"]).pid)
+    return float(response) * row.get("scale", 1)
 
+def slow_first(prompt, response, row):
+    time.sleep(0.2 if response == "0" else 0)
+    return float(response)
 
-def run(reward, responses, rows=None):
-    return rewards.score(reward, ["p"] * len(responses), responses, rows or [{}] * len(responses))
+def never(prompt, response, row):
+    time.sleep(60)
+"""
 
 
 def test_loads_from_a_module_and_from_a_file(tmp_path, monkeypatch):
@@ -49,31 +87,234 @@ def test_bad_specs_end_in_one_sentence(spec, sentence, tmp_path, monkeypatch):
     assert "\n" not in str(caught.value)
 
 
-def test_scores_each_sample_with_its_row():
-    scores = run(length, ["a", "bcd"], [{"unit": 1}, {"unit": 2}])
-    assert scores.dtype == np.float32 and scores.tolist() == [1.0, 1.5]
-    assert run(lambda *_: True, ["a"]).tolist() == [1.0]
-    assert run(lambda *_: np.float64(0.5), ["a"]).tolist() == [0.5]
+def answers(*responses, **row):
+    return [Answer("p", [{"role": "user", "content": "p"}], row, response) for response in responses]
+
+
+@pytest.fixture(scope="module")
+def mischief(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "mischief.py"
+    path.write_text(MISCHIEF)
+    return path
+
+
+@pytest.fixture
+def workers(mischief):
+    with Workers(f"{mischief}:mischief", 2, 20.0) as pool:
+        yield pool
+
+
+def ended(pid, patience=10.0):
+    """Whether a process is gone, or a zombie that nobody collects, before patience is."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
+        if not state.strip() or state.startswith("Z"):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_scores_come_in_the_order_of_the_answers(mischief):
+    with Workers(f"{mischief}:slow_first", 2, 20.0) as pool:
+        scores = pool(answers(*map(str, range(9))))
+    assert scores.values.dtype == np.float32 and scores.values.tolist() == list(range(9))
+    assert scores.failures == {}
+
+
+def test_processes_are_kept_between_calls_and_see_the_row(workers):
+    first = set(workers(answers("pid", "pid", "pid")).values)
+    assert 1 <= len(first) <= 2 and os.getpid() not in first
+    assert set(workers(answers("pid")).values) <= first
+    assert workers(answers("3", "4", scale=2)).values.tolist() == [6.0, 8.0]
+    assert workers([]).values.shape == (0,)
+
+
+def test_a_process_needs_no_jax_and_what_it_prints_is_harmless(workers, capfd):
+    assert workers(answers("jax", "chatter", "7")).values.tolist() == [0.0, 1.0, 7.0]
+    out, err = capfd.readouterr()
+    assert not out and err.count("x") >= 10_000 and err.count("y") >= 10_000
+
+
+def test_each_failure_stands_alone_with_its_reason(workers):
+    scores = workers(answers("1", "raise", "text", "nothing", "nan", "-inf", "1e300", "exit", "crash", "2"))
+    assert scores.failures == {
+        1: "raised RuntimeError: two lines",
+        2: "gave a value of type str instead of one float",
+        3: "gave a value of type NoneType instead of one float",
+        4: "gave nan, which is no finite float32",
+        5: "gave -inf, which is no finite float32",
+        6: "gave 1e+300, which is no finite float32",
+        7: "ended its process with exit code 3",
+        8: "ended its process with signal SIGSEGV",
+    }
+    assert np.isnan(scores.values[1:9]).all() and scores.values[[0, 9]].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("response", ["hang", "regex"])
+def test_a_call_out_of_time_fails_and_its_process_is_replaced(mischief, response):
+    with Workers(f"{mischief}:mischief", 1, 1.0) as pool:
+        before = pool(answers("pid")).values[0]
+        scores = pool(answers("1", response, "2", "pid"))
+        assert scores.failures == {1: "took longer than 1 s"}
+        assert scores.values[[0, 2]].tolist() == [1.0, 2.0] and scores.values[3] != before
+        assert ended(int(before))
+
+
+def test_a_reward_that_fails_on_everything_is_refused(workers):
+    with pytest.raises(
+        ValueError, match=r"mischief failed on all 2 answers; the first one raised RuntimeError: two lines\.$"
+    ):
+        workers(answers("raise", "text"))
+
+
+def test_a_reward_that_hangs_is_refused_early(mischief):
+    start = time.monotonic()
+    with Workers(f"{mischief}:never", 2, 0.3) as pool, pytest.raises(ValueError, match="hangs: 4 calls took longer"):
+        pool(answers(*"0123456789" * 10))
+    assert time.monotonic() - start < 10
+
+
+def test_a_reward_that_imports_only_here_is_refused(tmp_path):
+    (tmp_path / "fussy.py").write_text("import sys\nsys.modules['pytest']\ndef f(*_):\n    return 1.0\n")
+    with Workers(f"{tmp_path}/fussy.py:f", 1, 20.0) as pool, pytest.raises(ValueError) as caught:
+        pool(answers("1"))
+    assert "does not start in a process of its own: Reward" in str(caught.value)
+    assert "cannot be imported: KeyError: 'pytest'" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_processes_import_what_this_one_can(tmp_path, monkeypatch):
+    (tmp_path / "only_on_the_path.py").write_text("def f(*_):\n    return 5.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with Workers("only_on_the_path:f", 1, 20.0) as pool:
+        assert pool(answers("")).values.tolist() == [5.0]
+
+
+def test_a_process_that_died_idle_costs_nothing(workers):
+    for pid in set(workers(answers("pid", "pid")).values.astype(int)):
+        os.kill(pid, signal.SIGKILL)
+        assert ended(pid)
+    assert workers(answers("1", "2")).values.tolist() == [1.0, 2.0]
+
+
+def test_nothing_of_an_interrupted_call_reaches_the_next(workers, monkeypatch):
+    workers(answers("0", "0"))
+    with monkeypatch.context() as patch:
+        patch.setattr(reward_worker.connection, "wait", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            workers(answers("8", "9"))
+    assert workers(answers("1", "2")).values.tolist() == [1.0, 2.0]
+
+
+def test_leaving_ends_processes_and_their_offspring(mischief):
+    with Workers(f"{mischief}:mischief", 1, 20.0) as pool:
+        pids = pool(answers("pid", "offspring")).values.astype(int)
+    assert all(ended(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("last", ["hang", "regex", "1"])
+def test_processes_end_with_a_parent_that_is_killed(mischief, last):
+    """In the middle of a call, even one that lets no other thread run, and between calls."""
+    program = (
+        "import sys, time\nfrom rlhf_jax.inference.rewards import Answer\n"
+        "from rlhf_jax.inference.reward_worker import Workers\n"
+        "pool = Workers(sys.argv[1], 1, 60.0)\n"
+        "print(int(pool([Answer('', [], {}, 'pid')]).values[0]), flush=True)\n"
+        "pool([Answer('', [], {}, sys.argv[2])])\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", program, f"{mischief}:mischief", last]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        time.sleep(0.3)  # for the second call to begin
+        assert not ended(pid, patience=0.1)
+        parent.kill()
+    assert ended(pid)
+
+
+def test_weighted_sum_with_the_metrics_of_each_term():
+    def scorer(*results):
+        return lambda answers: as_scores("r", results)
+
+    terms = [Term("one", 2.0, scorer(1.0, "hangs", 3.0)), Term("two", -0.5, scorer(2.0, "raised", "raised"))]
+    scores, metrics = weighted(terms, answers("a", "b", "c"))
+    assert scores.values.dtype == np.float32 and scores.values[0] == 1.0 and np.isnan(scores.values[1:]).all()
+    assert scores.failures == {1: "one hangs", 2: "two raised"}
+    assert metrics == {
+        "reward/one/mean": 2.0,
+        "reward/one/failed": 1.0,
+        "reward/two/mean": 2.0,
+        "reward/two/failed": 2.0,
+    }
+
+
+@pytest.fixture(scope="module")
+def gsm8k():
+    return lambda response, answer: rewards.load_reward(ARITHMETIC)("", response, {"answer": answer})
 
 
 @pytest.mark.parametrize(
-    ("value", "sentence"),
+    ("response", "answer"),
     [
-        (float("nan"), "nan"),
-        (float("inf"), "inf"),
-        (1e300, "1e.300"),
-        ("0.5", "type str"),
-        (None, "type NoneType"),
+        ("She pays 3 * 6 = $18.", "9 + 9 = 18\n#### 18"),
+        ("#### 1,234", "#### 1234"),
+        ("#### 1234.00", "1,234"),
+        ("It costs $1,000,000.50 in all.", 1000000.5),
+        ("#### $-5", "-5"),
+        ("-$5", "-5"),
+        ("−7", "-7"),
+        ("So 10-5", "5"),  # a subtraction, not a sign
+        ("f(3)-4", "4"),
+        ("The answer is 42. ", "42"),
+        ("It rose by 25%", "25"),
+        ("\\boxed{25\\%} of 400", "25"),
+        ("\\boxed{\\$1{,}250}", "1250"),
+        ("$1\\,250$", "1250"),
+        ("\\boxed{x = \\text{about } 6}. I checked 7 cases.", "6"),
+        ("\\boxed{\\frac{1}{2}} or 50 percent", "0.5"),
+        ("-\\dfrac{3}{4}", "-0.75"),
+        ("First \\boxed{3}, no: \\boxed{4}", "4"),
+        ("#### 3\nWait.\n#### 4 apples for 2 children", "#### 4"),
+        ("#### 9\n\\boxed{4}", "4"),
+        ("1/3", "1/3"),
+        ("It is .5", "0.5"),
+        ("1e3", "1000"),
+        ("The total is 8.\n####", "8"),  # cut off
+        ("\\boxed{12", "12"),
+        ("8 H2O", "8"),
+        ("\\boxed{x_1 = 5}", "5"),
     ],
 )
-def test_bad_values_name_their_sample(value, sentence):
-    with pytest.raises(ValueError, match=rf"sample 1 \(prompt 'p', response 'second'\) is .*{sentence}"):
-        run(lambda prompt, response, row: value if response == "second" else 0.0, ["first", "second"])
+def test_arithmetic_finds_the_right_number(gsm8k, response, answer):
+    assert gsm8k(response, answer) == 1.0
 
 
-def test_a_failing_reward_names_its_sample():
-    with pytest.raises(ValueError, match=r"Reward length of sample 0 .* failed with KeyError: 'unit'"):
-        run(length, ["a"])
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("", "5"),
+        ("five", "5"),
+        ("5 or 6", "5"),
+        ("#### 6, or 5", "5"),
+        ("\\boxed{6} 5", "5"),
+        ("-5", "5"),
+        ("1,234", "234"),
+        ("1000001", "1000000"),
+        ("0.33", "1/3"),
+        ("5/0", "5"),
+        ("9" * 5000, "9"),
+        ("1e999", "5"),
+    ],
+)
+def test_arithmetic_pays_for_nothing_else(gsm8k, response, answer):
+    assert gsm8k(response, answer) == 0.0
+
+
+def test_arithmetic_needs_a_reference_with_a_number(gsm8k):
+    with pytest.raises(ValueError, match="reference answer 'none' holds no number"):
+        gsm8k("5", "none")
+    with pytest.raises(KeyError, match="answer"):
+        rewards.load_reward(ARITHMETIC)("", "5", {})
 
 
 @pytest.fixture(scope="module")

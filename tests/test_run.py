@@ -1,5 +1,6 @@
 """The whole program: a run on a tiny model, its files, its devices, its mistakes."""
 
+import functools
 import json
 import runpy
 import subprocess
@@ -10,75 +11,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+import tiny_run
+from tiny_run import ROOT, lines
 
 from rlhf_jax import command_line
-from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.metrics import REQUIRED
-from rlhf_jax.model import huggingface
 from rlhf_jax.model.source import open_source
 from rlhf_jax.model.transformer import init
-from rlhf_jax.types import ModelConfig
+from rlhf_jax.training.advantages import ESTIMATORS
 
-ROOT = Path(__file__).resolve().parents[1]
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
-STOPS = tuple(range(24))  # many, so that rows finish at different times
+PPO = {
+    "advantage__estimator": "gae",
+    "kl__place": "reward",
+    "kl__estimator": "k1",
+    "kl__target": 1.0,
+    "critic__learning_rate": 1e-3,
+}
 launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A model of bytes, with its tokenizer."""
-    place = tmp_path_factory.mktemp("models") / "tiny"
-    config = ModelConfig("llama", 320, 32, 64, 2, 4, 2, 8, 128, tied=True)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    model = init(jax.random.key(0), config)
-    huggingface.save(place, model, Tokenizer(backend, TEMPLATE, {}, settings, place), STOPS, jnp.float32)
-    return place
+    return tiny_run.make_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture
 def arguments(folder, tmp_path):
     """A command line that runs three small steps."""
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"Say {word}"}) + "\n" for word in "abcdefgh"))
-    reward = tmp_path / "reward.py"
-    reward.write_text("def vowels(prompt, response, row):\n    return sum(c in 'aeiou' for c in response)\n")
-    config = tmp_path / "config.py"
-    config.write_text("from rlhf_jax.config import default as get_config\n")
-    values = {
-        "workdir": tmp_path / "run",
-        "steps": 3,
-        "model.path": folder,
-        "compilation_cache": "",
-        "data.train": prompts,
-        "data.eval": prompts,
-        "data.max_prompt_tokens": 24,
-        "reward.function": f"{reward}:vowels",
-        "generation.prompts_per_step": 4,
-        "generation.samples_per_prompt": 4,
-        "generation.max_new_tokens": 12,
-        "generation.rows": 8,
-        "generation.strategy": "lookup-chain-2",
-        "generation.history_tokens": 32,
-        "evaluation.every": 2,
-        "training.learning_rate": 1e-3,
-        "training.microbatch_rows": 8,
-        "training.length_bucket": 36,
-        "mesh.data": 1,
-        "mesh.fsdp": 1,
-    }
-
-    def build(**changes) -> list[str]:
-        merged = values | {name.replace("__", "."): value for name, value in changes.items()}
-        return ["train.py", "--config", str(config), *(f"--config.{k}={v}" for k, v in merged.items())]
-
-    return build
+    tiny_run.make_files(tmp_path)
+    return functools.partial(tiny_run.arguments, tmp_path, folder)
 
 
 @pytest.fixture
@@ -87,10 +49,6 @@ def one_device(monkeypatch):
     first = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *_: first)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_run_leaves_its_files(arguments, tmp_path, one_device, capsys):
@@ -132,7 +90,8 @@ def test_an_earlier_run_is_kept(arguments, tmp_path, one_device):
     assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 1
 
 
-def test_nothing_is_compiled_after_warm_up(arguments, tmp_path, one_device, monkeypatch, compilations):
+@pytest.mark.parametrize("method", [{}, PPO], ids=["grpo", "ppo"])
+def test_nothing_is_compiled_after_warm_up(method, arguments, one_device, monkeypatch, compilations):
     """Ten steps; what the first two compile is all."""
     seen_after, real = [], launch["rlhf"].step
     with compilations() as seen:
@@ -143,12 +102,12 @@ def test_nothing_is_compiled_after_warm_up(arguments, tmp_path, one_device, monk
             return out
 
         monkeypatch.setattr(launch["rlhf"], "step", counted)
-        assert launch["main"](arguments(steps=10, evaluation__every=0)) == 0
+        assert launch["main"](arguments(steps=10, evaluation__every=0, **method)) == 0
     assert seen_after[1] == seen_after[-1], seen_after
 
 
-@pytest.mark.parametrize("strategy", ["lookup-chain-2", "model-tree-2x2"])
-def test_eight_devices_give_the_text_and_losses_of_one(strategy, arguments, folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("strategy, method", [("lookup-chain-2", PPO), ("model-tree-2x2", {})])
+def test_eight_devices_give_the_text_and_losses_of_one(strategy, method, arguments, folder, tmp_path, monkeypatch):
     """Data x FSDP x tensor: the same samples while rows finish and shrink, losses within 1e-4, over two steps."""
     shapes = {"one": (1, 1, 1), "eight": (2, 2, 2)}
     devices, found = jax.devices(), {}
@@ -159,14 +118,14 @@ def test_eight_devices_give_the_text_and_losses_of_one(strategy, arguments, fold
         mesh = {"mesh__data": data, "mesh__fsdp": fsdp, "mesh__tensor": tensor}
         rows = {"generation__rows": 16, "generation__fewest_rows": 4, "generation__strategy": strategy}
         changes = {"workdir": tmp_path / name, "steps": 2, "drafter__path": folder}
-        assert launch["main"](arguments(**mesh, **rows, **changes)) == 0
+        assert launch["main"](arguments(**mesh, **rows, **changes, **method)) == 0
         run = tmp_path / name
         found[name] = [lines(run / f"{file}.jsonl") for file in ("samples", "evaluations", "metrics")]
     one, eight = found["one"], found["eight"]
     assert one[0] == eight[0] and [e["samples"] for e in one[1]] == [e["samples"] for e in eight[1]]
     for a, b in zip(one[2], eight[2], strict=True):
         assert b["generation/occupancy"] == a["generation/occupancy"] > 0.3
-        for key in ("loss/policy", "kl/mean", "gradient/norm", "reward/mean"):
+        for key in {"loss/policy", "kl/mean", "gradient/norm", "reward/mean", "loss/value"} & a.keys():
             assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-5), key
 
 
@@ -178,87 +137,77 @@ def test_top_k_is_renormalised_in_training(arguments, tmp_path, one_device):
         assert 0 < line["entropy/estimate"] < np.log(5) + 0.3
 
 
-BAD = {
-    "missing model": ({"model__path": "/nowhere"}, "No model at /nowhere"),
-    "unknown key": ({"generation__strategie": "plain"}, "did you mean 'generation.strategy'"),
-    "wrong type": ({"steps": "many"}, "'steps' is of type int"),
-    "unknown strategy": ({"generation__strategy": "chain"}, "Unknown strategy 'chain'"),
-    "no drafter": ({"generation__strategy": "model-chain-2"}, "give drafter.path"),
-    "top-p in training": ({"generation__top_p": 0.9}, "is for evaluation"),
-    "top-k too large": ({"generation__top_k": 100}, "is for evaluation"),
-    "batch not divisible": ({"training__minibatches": 3}, "cannot be split evenly"),
-    "missing prompts": ({"data__train": "/nowhere.jsonl"}, "there is no file /nowhere.jsonl"),
-    "missing reward": ({"reward__function": "nowhere.py:f"}, "there is no file nowhere.py"),
-    "longer than the context": ({"generation__max_new_tokens": 300}, "the model's context is 128"),
-    "devices that are not there": ({"mesh__data": 64}, "devices"),
-    "a reward that cannot be imported": ({"reward__function": "no.such.module:f"}, "cannot be imported"),
-    "too little memory": ({"mesh__device_memory_gb": 0.0001}, "A device needs"),
-}
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_an_estimator_is_one_line(estimator, arguments, tmp_path, one_device):
+    """Chosen by its name alone: an update from ratio 1, a policy that moves, and a critic only where one is wanted."""
+    assert launch["main"](arguments(steps=2, evaluation__every=0, advantage__estimator=estimator)) == 0
+    steps = lines(tmp_path / "run" / "metrics.jsonl")
+    assert all(line["ratio/max"] == pytest.approx(1, abs=1e-4) for line in steps)
+    assert all(("loss/value" in line) == (estimator == "gae") for line in steps)
+    assert steps[1]["kl/mean"] > 1e-6
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_sentence_before_long_work(case, arguments, one_device, capsys, tmp_path):
-    changes, words = BAD[case]
-    assert launch["main"](arguments(**changes)) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1 and error.startswith("error: ")
-    assert not (tmp_path / "run").exists(), "nothing is written before the checks"
+def test_a_reward_model_and_a_critic_from_it(arguments, tmp_path, one_device):
+    """A classifier's folder scores, weighted against a function, and its copy becomes the critic."""
+    judge = tiny_run.make_model(tmp_path / "judge", seed=3, tied=False, scalar_head=True)
+    mixed = {
+        "reward__models": judge,
+        "reward__weights": "(0.25,2.0)",
+        "critic__path": judge,
+        "reward__missing_end": 0.5,
+    }
+    assert launch["main"](arguments(**(PPO | mixed), steps=2, evaluation__every=0)) == 0
+    for line in lines(tmp_path / "run" / "metrics.jsonl"):
+        terms = 0.25 * line["reward/vowels/mean"] + 2.0 * line["reward/judge/mean"]
+        assert line["reward/mean"] == pytest.approx(terms, abs=1e-5)
+        assert line["critic/mean"] != 0  # at the first step, too: its head is the classifier's
 
 
-def _truncate(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
+def test_prompts_without_signal_are_replaced(arguments, tmp_path, one_device):
+    """Half of the prompts earn the same whatever is said: with resampling the trained ones are the others."""
+    reward = tmp_path / "half.py"
+    body = "    return len(response) if prompt[-1] in 'aceg' else 1.0\n"
+    reward.write_text(f"def half(prompt, response, row):\n{body}")
+    drawn = {"reward__functions": f"{reward}:half", "generation__resample": 4, "steps": 3, "evaluation__every": 0}
+    assert launch["main"](arguments(**drawn)) == 0
+    samples = lines(tmp_path / "run" / "samples.jsonl")
+    assert {row["prompt"][-1] for row in samples} <= set("aceg") and len(samples) == 3 * 16
+    steps = lines(tmp_path / "run" / "metrics.jsonl")
+    assert any(line["generation/attempts"] > 1 for line in steps)
+    assert any(line["generation/groups_without_signal"] > 0 for line in steps)
 
 
-def _other_architecture(folder: Path) -> None:
-    file = folder / "config.json"
-    file.write_text(file.read_text().replace('"llama"', '"gpt2"'))
+def test_a_dry_run_says_what_is_needed_and_stops(arguments, tmp_path, one_device, capsys):
+    assert launch["main"](arguments(dry_run=True)) == 0
+    said = capsys.readouterr().out
+    for words in ("3 steps", "16 samples, up to 192 tokens", "up to 576 tokens", "policy, float32", "peak"):
+        assert words in said, words
+    assert not (tmp_path / "run").exists()
 
 
-def _ill_typed_config(folder: Path) -> None:
-    file = folder / "config.json"
-    file.write_text(file.read_text().replace('"num_attention_heads": 4', '"num_attention_heads": null'))
+def test_a_checkpoint_can_be_exported(arguments, tmp_path, one_device, capsys):
+    """The policy of any checkpoint kept, as a folder: the last is the run's own."""
+    assert launch["main"](arguments(steps=3, checkpoint__every=2, evaluation__every=0)) == 0
+    export = runpy.run_path(str(ROOT / "launch" / "export.py"), run_name="export")["main"]
+    run = tmp_path / "run"
+    assert export(["export.py", str(run)]) == 0 and export(["export.py", str(run), "--step", "2"]) == 0
+    weights = [(run / name / "model.safetensors").read_bytes() for name in ("policy", "policy-3", "policy-2")]
+    assert weights[0] == weights[1] != weights[2]
+    assert export(["export.py", str(run), "--step", "1"]) == 2
+    assert "There is no checkpoint of step 1" in capsys.readouterr().err
 
 
-def _larger_tokenizer(folder: Path) -> None:
-    file = folder / "tokenizer.json"
-    content = json.loads(file.read_text())
-    content["model"]["vocab"]["<extra>"] = 5000
-    file.write_text(json.dumps(content))
-
-
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (_truncate, "model.safetensors"),
-        (_other_architecture, "gpt2"),
-        (_ill_typed_config, "is not a number"),
-        (_larger_tokenizer, "Wrong tokenizer"),
-        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "safetensors"),
-    ],
-)
-def test_a_damaged_model_is_one_sentence(damage, words, arguments, folder, one_device, capsys, tmp_path):
-    copy = tmp_path / "damaged"
-    copy.mkdir()
-    for file in folder.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
-    damage(copy)
-    assert launch["main"](arguments(model__path=copy)) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [("", "is empty"), ('{"prompt": "a"}\n{oops\n', "Line 2"), ('{"question": "a"}\n', "has no 'prompt'")],
-)
-def test_a_broken_prompt_file_is_one_sentence(text, words, arguments, one_device, capsys, tmp_path):
-    file = tmp_path / "broken.jsonl"
-    file.write_text(text)
-    assert launch["main"](arguments(data__train=file)) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1
+def test_settings_may_change_only_where_asked_for(arguments, tmp_path, one_device, capsys):
+    """A lower learning rate for the rest of a run: refused by name, unless the config says that it is meant."""
+    start = {"steps": 2, "checkpoint__every": 1, "evaluation__every": 0}
+    assert launch["main"](arguments(**start)) == 0
+    changed = start | {"steps": 3, "training__learning_rate": 1e-4}
+    assert launch["main"](arguments(**changed)) == 2
+    assert "training.learning_rate = 0.001" in capsys.readouterr().err
+    for steps in (3, 4):  # the second time the checkpoint is of the changed config
+        allowed = {"checkpoint__allow_changes": True} if steps == 3 else {}
+        assert launch["main"](arguments(**(changed | {"steps": steps} | allowed))) == 0
+    assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
 def test_the_command_itself_fails_in_one_sentence():
@@ -287,6 +236,7 @@ def test_the_generation_benchmark_prints_a_json_line_a_case(folder, monkeypatch,
         assert case["tokens_per_second"] > 0 and case["peak_memory_bytes"] > 0 and "compile_seconds" in case
 
 
-def test_the_quickstart_config_is_valid():
-    config = command_line.load(str(ROOT / "configs" / "quickstart.py"))
+@pytest.mark.parametrize("name", ["quickstart", "quickstart_ppo"])
+def test_the_quickstart_configs_are_valid(name):
+    config = command_line.load(str(ROOT / "configs" / f"{name}.py"))
     assert config.reward.metrics.textblob and config.workdir and config.steps

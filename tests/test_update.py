@@ -12,21 +12,30 @@ import optax
 import pytest
 
 from rlhf_jax.inference.logprobs import score_rollout
+from rlhf_jax.inference.values import critic_of, score_values
 from rlhf_jax.model.transformer import init
-from rlhf_jax.training.batching import micro_batches, minibatches
+from rlhf_jax.training.batching import MicroBatch, micro_batches, minibatches
+from rlhf_jax.training.losses import AGGREGATES
 from rlhf_jax.training.update import (
+    NotFinite,
+    Optimizers,
     UpdateConfig,
     accumulate,
     apply,
     clip_by_norm,
+    critic_objective,
     init_train_state,
-    loss,
     make_optimizer,
+    policy_objective,
     update,
 )
 from rlhf_jax.types import Experience, Rollout
 
-CONFIG = UpdateConfig(micro_rows=8, bucket=8, chunk=32, kl_weight=0.1)
+CONFIG = UpdateConfig(micro_rows=8, bucket=8, chunk=32, response_slots=26)
+MANY = dataclasses.replace(CONFIG, epochs=2, minibatches=2, micro_rows=2, bucket=32, value_clip=10.0, target_kl=1e6)
+KL_WEIGHT = 0.1
+SGD = Optimizers(optax.sgd(1.0), optax.sgd(1.0))
+ADAM = Optimizers(make_optimizer(1e-3), make_optimizer(1e-3))
 
 
 @pytest.fixture
@@ -34,8 +43,15 @@ def small(tiny):
     return dataclasses.replace(tiny, vocab_size=64)
 
 
-def random_experience(model, rows=8, slots=30, seed=0, longest=None) -> Experience:
-    """Rows of 8 tokens up to `longest`, scored under `model`; the reference differs a little."""
+def random_support(tokens, mask, rng):
+    """Six ids at each response token, its own among them."""
+    ids = np.argsort(rng.random((*tokens.shape, 64)), axis=-1)[..., :6]
+    ids[..., 0] = tokens
+    return np.where(mask[..., None], ids, -1).astype(np.int32)
+
+
+def random_experience(model, critic=None, rows=8, slots=30, seed=0, longest=None, top_k=False) -> Experience:
+    """Rows of 8 tokens up to `longest`, scored under `model` and `critic`; the reference differs a little."""
     rng = np.random.default_rng(seed)
     length = rng.integers(8, (longest or slots) + 1, rows).astype(np.int32)
     length[0] = longest or slots
@@ -43,23 +59,44 @@ def random_experience(model, rows=8, slots=30, seed=0, longest=None) -> Experien
     mask = (at >= 4) & (at < length[:, None])
     tokens = np.where(at < length[:, None], rng.integers(0, 64, (rows, slots)), 0).astype(np.int32)
     zeros = np.zeros((rows, slots), np.float32)
-    arrays = (tokens, mask, zeros, length, np.arange(rows, dtype=np.uint32))
-    rollout = Rollout(*map(jnp.asarray, arrays))
+    support = random_support(tokens, mask, rng) if top_k else None
+    rollout = Rollout(tokens, mask, zeros, length, np.arange(rows, dtype=np.uint32), support)
+    rollout = jax.tree.map(jnp.asarray, rollout)
     logprobs = np.asarray(score_rollout(model, rollout, temperature=1.0, rows=rows))
     reference = np.where(mask, logprobs + rng.normal(scale=0.2, size=mask.shape), 0.0).astype(np.float32)
     advantages = np.where(mask, rng.normal(size=(rows, 1)), 0.0).astype(np.float32)
-    arrays = (logprobs, reference, np.zeros(rows, np.float32), advantages)
-    return Experience(rollout, *map(jnp.asarray, arrays))
+    values = None if critic is None else np.asarray(score_values(critic, rollout, rows=rows))
+    returns = None if critic is None else np.where(mask, rng.normal(size=(rows, 1)), 0.0).astype(np.float32)
+    arrays = (mask, logprobs, reference, np.zeros(rows, np.float32), advantages, values, returns)
+    return jax.tree.map(jnp.asarray, Experience(rollout, *arrays))
 
 
-def gradient(model, experience, config):
-    """One plain-SGD update's change of the weights, and its metrics."""
-    state = init_train_state(jax.tree.map(jnp.copy, model), optax.sgd(1.0))
-    state, metrics = update(state, experience, SGD, config)
-    return jax.tree.map(jnp.subtract, model, state.policy), metrics
+def random_critic(config):
+    """A critic whose head is not of zeros."""
+    critic = critic_of(init(jax.random.key(5), config))
+    return dataclasses.replace(critic, head=jax.random.normal(jax.random.key(6), (config.width, 1)) / 6)
 
 
-SGD = optax.sgd(1.0)
+def new_state(model, optimizers, critic=None):
+    """A state of copies."""
+    model, critic = jax.tree.map(jnp.copy, (model, critic))
+    if critic is None:
+        optimizers = Optimizers(optimizers.policy)
+    return init_train_state(model, optimizers, critic=critic), optimizers
+
+
+def gradients(model, experience, config, critic=None):
+    """One plain-SGD update's change of policy and critic, and its metrics."""
+    state, optimizers = new_state(model, SGD, critic)
+    state, metrics = update(state, experience, optimizers, config, KL_WEIGHT)
+    return jax.tree.map(jnp.subtract, (model, critic), (state.policy, state.critic)), metrics
+
+
+def whole(experience, config=CONFIG) -> MicroBatch:
+    """The experience as the only micro-batch."""
+    mask = np.asarray(experience.mask)
+    weights = jnp.asarray(config.aggregate(mask, config.response_slots))
+    return MicroBatch(experience, weights, jnp.float32(mask.sum()), jnp.float32(KL_WEIGHT))
 
 
 def assert_close(got, want, rtol):
@@ -72,77 +109,167 @@ def assert_close(got, want, rtol):
 
 
 @pytest.mark.parametrize(
-    "change", [{"micro_rows": 2, "chunk": 8}, {"micro_rows": 4, "bucket": 64}, {"bucket": 30, "remat": False}]
+    "change, aggregate",
+    [
+        ({"micro_rows": 2, "bucket": 16, "chunk": 8}, "token_mean"),
+        ({"micro_rows": 4, "bucket": 64}, "sequence_mean"),
+        ({"bucket": 30, "remat": False, "entropy_weight": 0.1}, "constant"),
+    ],
 )
-def test_how_the_work_is_split_changes_nothing(small, change):
-    model = init(jax.random.key(0), small)
-    experience = random_experience(model)
-    want, metrics = gradient(model, experience, CONFIG)
-    got, other = gradient(model, experience, dataclasses.replace(CONFIG, **change))
+def test_how_the_work_is_split_changes_nothing(small, change, aggregate):
+    model, critic = init(jax.random.key(0), small), random_critic(small)
+    experience = random_experience(model, critic)
+    entropy = {"entropy_weight": change.get("entropy_weight", 0.0)}
+    config = dataclasses.replace(CONFIG, aggregate=AGGREGATES[aggregate], **entropy)
+    want, metrics = gradients(model, experience, config, critic)
+    got, other = gradients(model, experience, dataclasses.replace(config, **change), critic)
     assert_close(got, want, 1e-5)
+    assert other.keys() == metrics.keys()
     for name in metrics:
         assert other[name] == pytest.approx(metrics[name], rel=1e-5, abs=1e-6), name
 
 
 def test_loss_of_short_slots_is_the_padded_one(small):
-    model = init(jax.random.key(0), small)
-    experience = random_experience(model, slots=40, longest=20)
+    model, critic = init(jax.random.key(0), small), random_critic(small)
+    experience = random_experience(model, critic, slots=40, longest=20)
     other = init(jax.random.key(1), small)
-    losses = [
-        gradient(other, experience, dataclasses.replace(CONFIG, bucket=bucket))[1]["loss/policy"] for bucket in (40, 8)
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    found = [gradients(other, experience, dataclasses.replace(CONFIG, bucket=bucket), critic)[1] for bucket in (40, 8)]
+    for name in ("loss/policy", "loss/value", "kl/old"):
+        assert found[0][name] == pytest.approx(found[1][name], rel=1e-6)
 
 
 def test_empty_rows_and_what_lies_past_a_row_change_nothing(small):
-    model = init(jax.random.key(0), small)
-    experience = random_experience(model)
+    model, critic = init(jax.random.key(0), small), random_critic(small)
+    config = dataclasses.replace(CONFIG, aggregate=AGGREGATES["sequence_mean"])
+    experience = random_experience(model, critic)
     rollout = experience.rollout
     noisy = np.where(np.arange(30)[None] < rollout.length[:, None], rollout.tokens, 9).astype(np.int32)
     rows = dataclasses.replace(experience, rollout=dataclasses.replace(rollout, tokens=noisy))
     empty = jax.tree.map(np.zeros_like, experience)
     padded = jax.tree.map(lambda a, b: np.concatenate([a, b]), rows, empty)
-    want, _ = gradient(model, experience, CONFIG)
-    got, _ = gradient(model, padded, CONFIG)
-    assert_close(got, want, 1e-5)
+    assert_close(gradients(model, padded, config, critic)[0], gradients(model, experience, config, critic)[0], 1e-5)
 
 
-def test_gradient_is_the_finite_difference(small):
-    model = init(jax.random.key(0), small)
-    experience = random_experience(init(jax.random.key(1), small), rows=2, slots=16)
-    total = jnp.float32(experience.rollout.mask.sum())
-    direction = jax.tree.map(lambda x: jax.random.normal(jax.random.key(2), x.shape), model)
+def test_samples_that_are_not_trained_on_change_nothing(small):
+    """Their rows are dropped by the mask alone, whatever else they hold."""
+    model, critic = init(jax.random.key(0), small), random_critic(small)
+    experience = random_experience(model, critic)
+    dropped = dataclasses.replace(experience, mask=experience.mask.at[4:].set(False))
+    first = jax.tree.map(lambda leaf: leaf[:4], experience)
+    few = dataclasses.replace(CONFIG, micro_rows=4)
+    assert_close(gradients(model, dropped, CONFIG, critic)[0], gradients(model, first, few, critic)[0], 1e-5)
 
-    def at(step):
-        return loss(jax.tree.map(lambda x, d: x + step * d, model, direction), experience, total, CONFIG)[0]
 
-    got = jax.jvp(at, (jnp.float32(0),), (jnp.float32(1),))[1]
-    reverse = jax.grad(at)(jnp.float32(0))
-    evaluate, step = jax.jit(at), 1e-3
+@pytest.mark.parametrize("objective", [policy_objective, critic_objective])
+def test_gradient_is_the_finite_difference(small, objective):
+    model, critic = init(jax.random.key(0), small), random_critic(small)
+    experience = random_experience(init(jax.random.key(1), small), critic, rows=2, slots=16, top_k=True)
+    batch, config = whole(experience), dataclasses.replace(CONFIG, entropy_weight=0.2)
+    at = model if objective is policy_objective else jax.tree.map(lambda x: x * 1.1, critic)
+    direction = jax.tree.map(lambda x: jax.random.normal(jax.random.key(2), x.shape) / 8, at)
+
+    def along(step):
+        return objective(jax.tree.map(lambda x, d: x + step * d, at, direction), batch, config)[0]
+
+    got = jax.jit(lambda at: jax.jvp(along, (at,), (jnp.float32(1),))[1])(jnp.float32(0))
+    reverse = jax.jit(jax.grad(along))(jnp.float32(0))
+    evaluate, step = jax.jit(along), 1e-3
     want = (evaluate(jnp.float32(step)) - evaluate(jnp.float32(-step))) / (2 * step)
     assert float(got) == pytest.approx(float(reverse), rel=1e-4)
     assert float(reverse) == pytest.approx(float(want), rel=1e-2)
 
 
-def test_first_minibatch_has_ratio_one(small):
-    model = init(jax.random.key(0), small)
-    _, metrics = gradient(model, random_experience(model), CONFIG)
+@pytest.mark.parametrize("top_k", [False, True])
+def test_first_minibatch_has_ratio_one(small, top_k):
+    """And a critic that has not moved from its values."""
+    model, critic = init(jax.random.key(0), small), random_critic(small)
+    experience = random_experience(model, critic, top_k=top_k)
+    _, metrics = gradients(model, experience, CONFIG, critic)
     assert metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-6)
-    assert metrics["ratio/max"] == pytest.approx(1.0, abs=1e-6)
-    assert metrics["ratio/clipped"] == 0.0
+    assert metrics["ratio/max"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["kl/old"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["ratio/clipped"] == metrics["critic/clipped"] == 0.0
+    mask, values = np.asarray(experience.mask), np.asarray(experience.values)
+    assert metrics["critic/mean"] == pytest.approx(values[mask].mean(), rel=1e-4)
 
 
-def test_several_epochs_of_minibatches_improve_the_loss(small):
+def test_several_epochs_of_minibatches_improve_both_losses(small):
+    model, critic = init(jax.random.key(0), small), random_critic(small)
+    experience = random_experience(model, critic)
+    optimizer = make_optimizer(1e-3, warmup_steps=2, weight_decay=0.01)
+    state, optimizers = new_state(model, Optimizers(optimizer, optimizer), critic)
+
+    @jax.jit
+    def losses(state):
+        pairs = (policy_objective, state.policy), (critic_objective, state.critic)
+        return [objective(model, whole(experience), MANY)[0] for objective, model in pairs]
+
+    before, heard = losses(state), []
+    state, metrics = update(state, experience, optimizers, MANY, KL_WEIGHT, observe=lambda *done: heard.append(done))
+    assert all(new < old for new, old in zip(losses(state), before, strict=True))
+    assert int(state.step) == 1 and metrics["ratio/max"] > 1.0
+    assert heard == [(done, 4) for done in range(4)] and metrics["training/minibatches_done"] == 4
+
+
+def test_the_critics_update_is_its_own(small):
+    """The policy's does not depend on there being one, nor the critic's on the KL weight."""
+    model, critic = init(jax.random.key(0), small), random_critic(small)
+    experience = random_experience(model, critic)
+    (alone, _), _ = gradients(model, experience, CONFIG)
+    (beside, moved), metrics = gradients(model, experience, CONFIG, critic)
+    jax.tree.map(np.testing.assert_array_equal, alone, beside)
+    assert moved.head.any() and moved.embed.any() and metrics["critic/gradient_norm"] > 0
+    state, optimizers = new_state(model, SGD, critic)
+    state, _ = update(state, experience, optimizers, CONFIG, 0.0)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(jnp.subtract, critic, state.critic), moved)
+
+
+def test_the_entropy_bonus_raises_the_entropy(small):
     model = init(jax.random.key(0), small)
     experience = random_experience(model)
-    optimizer = make_optimizer(1e-3, warmup_steps=2, weight_decay=0.01)
-    state = init_train_state(jax.tree.map(jnp.copy, model), optimizer)
-    config = dataclasses.replace(CONFIG, epochs=3, minibatches=2, micro_rows=2)
-    before, _ = loss(state.policy, experience, jnp.float32(experience.rollout.mask.sum()), config)
-    state, metrics = update(state, experience, optimizer, config)
-    after, _ = loss(state.policy, experience, jnp.float32(experience.rollout.mask.sum()), config)
-    assert after < before
-    assert int(state.step) == 1 and metrics["ratio/max"] > 1.0
+    experience = dataclasses.replace(experience, advantages=jnp.zeros_like(experience.advantages))
+    config, optimizers = dataclasses.replace(CONFIG, entropy_weight=1.0), Optimizers(ADAM.policy)
+    state, seen = init_train_state(model, optimizers), []
+    for _ in range(5):
+        state, metrics = update(state, experience, optimizers, config)
+        seen.append(metrics["entropy/mean"])
+    assert seen == sorted(seen) and seen[-1] > seen[0] + 0.01
+
+
+def test_the_rest_is_skipped_once_the_policy_is_far_from_the_old_one(small):
+    model, critic = init(jax.random.key(0), small), random_critic(small)
+    experience = random_experience(model, critic)
+    far = Optimizers(make_optimizer(0.03), make_optimizer(1e-3))
+    config = dataclasses.replace(CONFIG, epochs=4, minibatches=1, target_kl=1e-3)
+    state, optimizers = new_state(model, far, critic)
+    state, metrics = update(state, experience, optimizers, config)
+    assert metrics["training/minibatches_done"] == 1
+    once, _ = new_state(model, far, critic)
+    once, _ = update(once, experience, optimizers, dataclasses.replace(config, epochs=1, target_kl=0.0))
+    jax.tree.map(np.testing.assert_array_equal, state, once)
+    state, optimizers = new_state(model, far, critic)
+    _, metrics = update(state, experience, optimizers, dataclasses.replace(config, target_kl=1e6))
+    assert metrics["training/minibatches_done"] == 4
+
+
+def test_a_step_that_is_not_finite_is_not_taken(small):
+    """The minibatch that went wrong is named, and the state in the error is as if it had not been."""
+    model, critic = init(jax.random.key(0), small), random_critic(small)
+    experience = random_experience(model, critic)
+    rows = list(minibatches(8, MANY.minibatches, MANY.epochs, MANY.seed, 0))[1]
+    for field, name in (("advantages", "loss/policy"), ("returns", "loss/value")):
+        leaf = getattr(experience, field)
+        broken = dataclasses.replace(experience, **{field: leaf.at[rows[0], 5].set(jnp.nan)})
+        state, optimizers = new_state(model, ADAM, critic)
+        with pytest.raises(NotFinite, match=f"{name} is nan in minibatch 2 of update 0") as error:
+            update(state, broken, optimizers, MANY, KL_WEIGHT)
+        kept = error.value.state
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(kept)) and int(kept.step) == 0
+        good, _ = new_state(model, ADAM, critic)
+        good, _ = update(good, experience, optimizers, MANY, KL_WEIGHT)
+        same = jax.tree.map(lambda a, b: bool((a == b).all()), kept, good)
+        assert all(jax.tree.leaves(same.policy)) == (name == "loss/value")
+        assert int(kept.optimizer[1][0].count) + 2 * (name == "loss/policy") == 4
 
 
 def memory_of(program) -> Any:
@@ -150,39 +277,48 @@ def memory_of(program) -> Any:
 
 
 def test_update_reuses_the_states_buffers(small):
-    model = init(jax.random.key(0), small)
-    optimizer = make_optimizer(1e-3)
-    experience = random_experience(model)
-    state = init_train_state(model, optimizer)
-    grads, _ = accumulate(None, state.policy, experience, jnp.float32(100), config=CONFIG)
-    step = apply.lower(state, grads, optimizer=optimizer).compile()
-    assert memory_of(step).alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    assert memory_of(step).temp_size_in_bytes < sum(leaf.nbytes for leaf in jax.tree.leaves(grads)) / 4
-    again = accumulate.lower(grads, state.policy, experience, jnp.float32(100), config=CONFIG).compile()
-    assert memory_of(again).alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(grads))
-    old = jax.tree.leaves((state.policy, state.optimizer))
-    update(state, experience, optimizer, CONFIG)
+    model, critic = init(jax.random.key(0), small), random_critic(small)
+    experience = random_experience(model, critic)
+    state, optimizers = new_state(model, ADAM, critic)
+    settings = {"objective": policy_objective, "config": CONFIG}
+    gradient = accumulate(None, state.policy, whole(experience), **settings)
+    step = apply.lower(state.policy, state.optimizer, gradient, optimizer=optimizers.policy).compile()
+    kept = jax.tree.leaves((state.policy, state.optimizer))
+    assert memory_of(step).alias_size_in_bytes >= sum(leaf.nbytes for leaf in kept)
+    assert memory_of(step).temp_size_in_bytes < sum(leaf.nbytes for leaf in jax.tree.leaves(gradient)) / 4
+    again = accumulate.lower(gradient, state.policy, whole(experience), **settings).compile()
+    assert memory_of(again).alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(gradient))
+    old = jax.tree.leaves((state.policy, state.optimizer, state.critic, state.critic_optimizer))
+    update(state, experience, optimizers, CONFIG)
     assert all(leaf.is_deleted() for leaf in old)
 
 
 def test_later_updates_compile_nothing(small, compilations):
-    model = init(jax.random.key(0), small)
-    optimizer = make_optimizer(1e-3)
-    state = init_train_state(jax.tree.map(jnp.copy, model), optimizer)
-    config = dataclasses.replace(CONFIG, minibatches=2, micro_rows=2, bucket=32)
-    experiences = [random_experience(model, seed=seed, longest=longest) for seed, longest in enumerate((30, 24, 17))]
-    state, _ = update(state, experiences[0], optimizer, config)
+    """Also with another KL coefficient."""
+    model, critic = init(jax.random.key(0), small), random_critic(small)
+    state, optimizers = new_state(model, ADAM, critic)
+    experiences = [
+        random_experience(model, critic, seed=seed, longest=longest) for seed, longest in enumerate((30, 24, 17))
+    ]
+    state, _ = update(state, experiences[0], optimizers, MANY, 0.1)
     with compilations() as seen:
-        for experience in experiences:
-            state, _ = update(state, experience, optimizer, config)
+        for index, experience in enumerate(experiences):
+            state, _ = update(state, experience, optimizers, MANY, 0.2 * index)
     assert not seen
 
 
+def test_a_critic_comes_with_its_optimizer(small):
+    with pytest.raises(ValueError, match="give both or neither"):
+        init_train_state(init(jax.random.key(0), small), ADAM)
+
+
 def test_compute_in_half_precision_keeps_float32_weights(small):
-    model = init(jax.random.key(0), small)
-    experience = random_experience(model)
-    want, _ = gradient(model, experience, CONFIG)
-    got, _ = gradient(model, experience, dataclasses.replace(CONFIG, dtype=jnp.bfloat16, micro_rows=4))
+    model, critic = init(jax.random.key(0), small), random_critic(small)
+    experience = random_experience(model, critic)
+    want, _ = gradients(model, experience, CONFIG, critic)
+    got, _ = gradients(
+        model, experience, dataclasses.replace(CONFIG, dtype=jnp.bfloat16, micro_rows=4, bucket=32), critic
+    )
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(got))
     assert_close(got, want, 0.1)
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from protocol import cores, serve
 
+from rlhf_jax.collect import decoding_weights
 from rlhf_jax.generation import tree
 from rlhf_jax.generation.engine import Decoding, Request, generate
 from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.mesh import make_mesh
 from rlhf_jax.model import huggingface
-from rlhf_jax.rlhf import decoding_weights
 
 jax.config.update("jax_platforms", "cpu")
 target = decoding_weights(huggingface.load(Path(sys.argv[1]), jnp.float32), jnp.dtype("float32"), make_mesh())

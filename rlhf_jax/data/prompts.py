@@ -31,6 +31,7 @@ class Prompts:
 
     tokens: list[np.ndarray]  # each [P] int32, rendered through the chat template
     texts: list[str]  # what the user said, for rewards and tables of samples
+    messages: list[list[dict[str, Any]]]  # the chats that were rendered, system messages included
     rows: list[dict[str, Any]]  # the whole rows of the file
     dropped: dict[str, int]  # why prompts were left out, and how many
 
@@ -62,7 +63,7 @@ def tokenize(rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, system: str, 
     A string prompt becomes one user message. `system`, where not empty, is put before prompts that
     bring no system message of their own. If nothing is left, one sentence says why.
     """
-    kept: list[tuple[np.ndarray, str, dict[str, Any]]] = []
+    kept: list[tuple[np.ndarray, str, list[dict[str, Any]], dict[str, Any]]] = []
     dropped: collections.Counter[str] = collections.Counter()
     for row in rows:
         messages = _messages(row["prompt"], system)
@@ -73,12 +74,12 @@ def tokenize(rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, system: str, 
         elif len(tokens) > max_prompt_tokens:
             dropped[f"longer than {max_prompt_tokens} tokens"] += 1
         else:
-            kept.append((tokens, text, row))
+            kept.append((tokens, text, messages, row))
     if not kept:
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "there were none"
         raise ValueError(f"No prompt is left after the length filter ({reasons}); raise max_prompt_tokens.")
-    tokens, texts, rows_kept = (list(column) for column in zip(*kept, strict=True))
-    return Prompts(tokens=tokens, texts=texts, rows=rows_kept, dropped=dict(dropped))
+    tokens, texts, chats, rows_kept = (list(column) for column in zip(*kept, strict=True))
+    return Prompts(tokens, texts, chats, rows_kept, dict(dropped))
 
 
 def _encode(prompt: str | list, messages: list[dict[str, Any]], tokenizer: Tokenizer) -> list[int]:

@@ -69,7 +69,7 @@ class Tokenizer:
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, for AutoTokenizer to load."""
-        self.backend.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
         settings = {key: value for key, value in self.settings.items() if key != "chat_template"}
         text = json.dumps(settings, indent=2, ensure_ascii=False)
         (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")

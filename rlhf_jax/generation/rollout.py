@@ -49,6 +49,10 @@ class Tally:
         self.drafted += report.drafted
         self.accepted += report.accepted
 
+    def __add__(self, other: Tally) -> Tally:
+        counts = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Tally(*(own + more for own, more in counts))
+
     def metrics(self, seconds: float) -> dict[str, float]:
         """The stage's figures by name; `tokens_per_round` is a row's, so plain decoding has 1."""
         return {
@@ -80,6 +84,27 @@ class History:
             texts.append(np.array(sample.tokens, np.int32))
             while len(texts) > 1 and sum(len(text) + 1 for text in texts) > self._size:
                 texts.popleft()
+
+    def state(self) -> dict[str, np.ndarray]:
+        """All of it as arrays for a checkpoint: every prompt and its texts in a row, and the length of each."""
+        runs, counts = [], []
+        for prompt, texts in self._texts.items():
+            runs += [np.frombuffer(prompt, np.int32), *texts]
+            counts.append(len(texts))
+        return {
+            "tokens": np.concatenate([np.zeros(0, np.int32), *runs]).astype(np.int32),
+            "lengths": np.array([len(run) for run in runs], np.int32),
+            "texts": np.array(counts, np.int32),
+        }
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        """Goes on where `state` was taken."""
+        ends = np.cumsum(np.asarray(state["lengths"], np.int64))
+        runs = iter(np.split(np.asarray(state["tokens"], np.int32), ends)[:-1])
+        self._texts = {}
+        for count in state["texts"]:
+            prompt = next(runs).tobytes()
+            self._texts[prompt] = collections.deque(next(runs) for _ in range(int(count)))
 
 
 def requests(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import chex
 import jax
@@ -37,6 +38,25 @@ def token_logprobs(
     projected for about `chunk` tokens at a time, forward and backward, so that [B, T, V] never exists, and
     not at all for columns of tokens that nobody wants. `attend` and `remat` are `forward`'s.
     """
+    options = {"mask": mask, "support": support, "chunk": chunk, "attend": attend, "remat": remat}
+    return token_law(model, tokens, temperature=temperature, entropy=False, **options)[0]
+
+
+def token_law(
+    model: Model,
+    tokens: Array,
+    *,
+    temperature: float,
+    entropy: bool,
+    mask: Array | None = None,
+    support: Array | None = None,
+    chunk: int = CHUNK,
+    attend: Callable = causal,
+    remat: bool = False,
+) -> tuple[Array, Array | None]:
+    """`token_logprobs` and, where `entropy` asks for it, -sum p log p of the same law at each token: both [B, T]
+    float32, in nats. Without it there is None, and no cost.
+    """
     chex.assert_rank(tokens, 2)
     if temperature <= 0:
         raise ValueError(f"Log-probabilities need a temperature above 0, not {temperature}.")
@@ -50,10 +70,9 @@ def token_logprobs(
     # The head's gradient is summed over the blocks in float32, whatever the compute dtype.
     head = cast(dataclasses.replace(model, layers=()), jnp.float32)
     # Checkpointed outside its branch, else each block would keep a copy of the head for the backward pass.
-    project = jax.checkpoint(functools.partial(_block_logprobs, temperature=temperature))
+    project = jax.checkpoint(functools.partial(_block_law, temperature=temperature, entropy=entropy))
     out = jax.lax.map(lambda block: project(head, *block), blocks)
-    out = jnp.moveaxis(out, 0, 1).reshape(rows, -1)[:, : slots - 1]
-    return jnp.pad(out, ((0, 0), (1, 0)))
+    return jax.tree.map(lambda leaf: _token_columns(leaf, slots), out)
 
 
 def _column_blocks(x: Array, columns: int) -> Array:
@@ -63,26 +82,40 @@ def _column_blocks(x: Array, columns: int) -> Array:
     return jnp.moveaxis(jnp.pad(x, padding).reshape(x.shape[0], count, columns, *x.shape[2:]), 1, 0)
 
 
-def _block_logprobs(head: Model, hidden, tokens, mask, support, *, temperature: float) -> Array:
-    """[B, C] log-probabilities of a block of columns, or zeros when none of them is wanted."""
+def _token_columns(blocks: Array, slots: int) -> Array:
+    """The inverse, [T / columns, B, columns] -> [B, T], with a 0 for the first token."""
+    columns = jnp.moveaxis(blocks, 0, 1).reshape(blocks.shape[1], -1)[:, : slots - 1]
+    return jnp.pad(columns, ((0, 0), (1, 0)))
+
+
+def _block_law(head: Model, hidden, tokens, mask, support, *, temperature: float, entropy: bool):
+    """[B, C] log-probabilities of a block of columns and entropies or None; zeros when none of them is wanted."""
 
     def project():
         scores = logits(cast(head, hidden.dtype), hidden) / temperature
         chosen = jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
-        return jnp.where(mask, chosen - _normaliser(scores, support), 0.0)
+        normaliser = _of_law(functools.partial(jax.nn.logsumexp, axis=-1), scores, support)
+        logprobs = jnp.where(mask, chosen - normaliser, 0.0)
+        return logprobs, jnp.where(mask, _of_law(_entropy, scores, support), 0.0) if entropy else None
 
-    return jax.lax.cond(mask.any(), project, lambda: jnp.zeros(tokens.shape, jnp.float32))
+    zeros = jnp.zeros(tokens.shape, jnp.float32)
+    return jax.lax.cond(mask.any(), project, lambda: (zeros, zeros if entropy else None))
 
 
-def _normaliser(scores: Array, support: Array | None) -> Array:
-    """log-sum-exp of scores [B, C, V] over the vocabulary, or over support [B, C, k] where it has ids."""
-    whole = jax.nn.logsumexp(scores, axis=-1)
+def _of_law(statistic: Callable[[Array], Array], scores: Array, support: Array | None) -> Array:
+    """A statistic of scores [B, C, V] over the vocabulary, or over support [B, C, k] where it has ids: [B, C]."""
+    whole = statistic(scores)
     if support is None:
         return whole
     present = support >= 0
     picked = jnp.take_along_axis(scores, jnp.maximum(support, 0), axis=-1)
-    restricted = jax.nn.logsumexp(jnp.where(present, picked, ABSENT), axis=-1)
+    restricted = statistic(jnp.where(present, picked, ABSENT))
     return jnp.where(present.any(axis=-1), restricted, whole)
+
+
+def _entropy(scores: Array) -> Array:
+    """-sum p log p with p = softmax(scores) over the last axis."""
+    return jax.nn.logsumexp(scores, axis=-1) - jnp.sum(jax.nn.softmax(scores, axis=-1) * scores, axis=-1)
 
 
 @functools.partial(jax.jit, static_argnames=("temperature", "rows", "chunk", "attend"))
@@ -102,11 +135,6 @@ def score_rollout(
     score the same whatever generated them. Micro-batch j holds rows j, n + j, 2n + j, ...: where rows are
     split over devices, each device finds its share of every micro-batch at home.
     """
-    batch = rollout.tokens.shape[0]
-    if batch % rows:
-        raise ValueError(f"{batch} rows cannot be scored {rows} at a time; the first must be a multiple of the second.")
-    inputs = (rollout.tokens, rollout.mask, rollout.support)
-    parts = jax.tree.map(lambda leaf: leaf.reshape(rows, -1, *leaf.shape[1:]).swapaxes(0, 1), inputs)
 
     def score(part):
         tokens, mask, support = part
@@ -114,7 +142,17 @@ def score_rollout(
             model, tokens, temperature=temperature, mask=mask, support=support, chunk=chunk, attend=attend
         )
 
-    return jax.lax.map(score, parts).swapaxes(0, 1).reshape(rollout.tokens.shape)
+    return map_rows(score, (rollout.tokens, rollout.mask, rollout.support), rows)
+
+
+def map_rows(score: Callable, inputs: Any, rows: int) -> Array:
+    """score(`rows` rows of the inputs [B, T, ...]) -> [rows, T], one micro-batch after another: [B, T]."""
+    batch = jax.tree.leaves(inputs)[0].shape[0]
+    if batch % rows:
+        raise ValueError(f"{batch} rows cannot be scored {rows} at a time; the first must be a multiple of the second.")
+    parts = jax.tree.map(lambda leaf: leaf.reshape(rows, -1, *leaf.shape[1:]).swapaxes(0, 1), inputs)
+    out = jax.lax.map(score, parts).swapaxes(0, 1)
+    return out.reshape(batch, *out.shape[2:])
 
 
 def mismatch(rollout_logprobs, logprobs, mask) -> dict[str, float]:

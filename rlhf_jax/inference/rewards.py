@@ -1,23 +1,88 @@
-"""Rewards of finished samples: plain Python functions `(prompt, response, row) -> float`, on the host."""
+"""Rewards of finished samples, on the host: what is scored, what a scorer gives back, and sums of several."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import importlib
 import importlib.util
-import numbers
 import pathlib
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-Reward = Callable[[str, str, dict[str, Any]], float]
+Reward = Callable[[str, str, dict[str, Any]], float]  # of (prompt, response, row of the prompt file)
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A response with all that it may be judged by."""
+
+    prompt: str  # what the user said
+    messages: list[dict[str, Any]]  # the chat that was answered, system message included
+    row: dict[str, Any]  # the prompt's whole row of the file
+    response: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """What a scorer gives back: one number for each answer, or the reason why there is none."""
+
+    values: np.ndarray  # [B] float32, NaN where scoring failed
+    failures: dict[int, str]  # index of the answer -> reason, in order of the answers
+
+
+Scorer = Callable[[Sequence[Answer]], Scores]
+
+
+class Term(NamedTuple):
+    """One summand of a reward."""
+
+    name: str
+    weight: float
+    scorer: Scorer
+
+
+def weighted(terms: Sequence[Term], answers: Sequence[Answer]) -> tuple[Scores, dict[str, float]]:
+    """The weighted sum of several scorers, and of each its `reward/<name>/mean` and `reward/<name>/failed`.
+
+    An answer fails where any term fails, for the reason of the first such term; the mean is over the answers
+    that the term could score.
+    """
+    values, failures, metrics = np.zeros(len(answers), np.float32), {}, {}
+    for name, weight, scorer in terms:
+        scores = scorer(answers)
+        values += np.float32(weight) * scores.values
+        failures = {index: f"{name} {reason}" for index, reason in scores.failures.items()} | failures
+        metrics[f"reward/{name}/mean"] = float(np.nanmean(scores.values))
+        metrics[f"reward/{name}/failed"] = float(len(scores.failures))
+    return Scores(values, dict(sorted(failures.items()))), metrics
+
+
+def as_scores(name: str, results: Sequence[float | str]) -> Scores:
+    """Scores of a number, or the reason of a failure, for each answer; a number beyond float32 is a failure.
+
+    Where every answer failed the reward itself is broken: a ValueError names it and the first reason.
+    """
+    failures = {index: reason for index, result in enumerate(results) if (reason := _failure(result))}
+    if failures and len(failures) == len(results):
+        first = failures[0].rstrip(".")
+        raise ValueError(f"Reward {name} failed on all {len(results)} answers; the first one {first}.")
+    values = [np.nan if index in failures else result for index, result in enumerate(results)]
+    return Scores(np.array(values, np.float32), failures)
+
+
+def _failure(result: float | str) -> str:
+    if isinstance(result, str):
+        return result
+    return "" if abs(result) <= LARGEST else f"gave {result}, which is no finite float32"  # NaN is not <= either
 
 
 @functools.cache
@@ -37,28 +102,6 @@ def load_reward(spec: str) -> Reward:
     if not callable(reward):
         raise ValueError(f"Reward {spec!r} is of type {type(reward).__name__}, not a function.")
     return cast(Reward, reward)
-
-
-def score(
-    reward: Reward, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[dict[str, Any]]
-) -> np.ndarray:
-    """Rewards of samples, float32 [B]; a failing call, a non-number or a non-finite one names its sample."""
-    samples = enumerate(zip(prompts, responses, rows, strict=True))
-    return np.array([_one(reward, index, *sample) for index, sample in samples], np.float32)
-
-
-def _one(reward: Reward, index: int, prompt: str, response: str, row: dict[str, Any]) -> np.float32:
-    where = f"of sample {index} (prompt {prompt!r:.60}, response {response!r:.60})"
-    name = getattr(reward, "__name__", repr(reward))
-    try:
-        value = reward(prompt, response, row)
-    except Exception as error:
-        raise ValueError(f"Reward {name} {where} failed with {type(error).__name__}: {error}.") from error
-    if not isinstance(value, numbers.Real | np.bool_):
-        raise ValueError(f"Reward {name} {where} is of type {type(value).__name__}; it must return one float.")
-    if not abs(float(value)) <= float(np.finfo(np.float32).max):  # also true of NaN
-        raise ValueError(f"Reward {name} {where} is {value}; it must be a finite float32.")
-    return np.float32(value)
 
 
 def _load_file(place: str, spec: str) -> types.ModuleType:

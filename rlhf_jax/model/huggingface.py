@@ -8,18 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from rlhf_jax.data.tokenizer import Tokenizer, read_json
 from rlhf_jax.model import layout, safetensors_file
 from rlhf_jax.types import Model, ModelConfig, RopeScaling
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+LANGUAGE_MODEL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # the latter is a critic or reward model
 # A key of config.json and the values under which this project's transformer is the same function.
 SUPPORTED = {
     "hidden_act": ("silu", None),
@@ -47,15 +44,19 @@ NAMES = {
     "query_norm": "self_attn.q_norm.weight",
     "key_norm": "self_attn.k_norm.weight",
 }
+SCALAR_HEAD = "score.weight"
 SHARD_BYTES = 5_000_000_000
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The `ModelConfig` of a folder's config.json; ValueError names what is missing or not supported."""
+    """The `ModelConfig` of a folder's config.json; ValueError names what is missing or not supported.
+
+    A sequence classifier of one label has a scalar head.
+    """
     file = Path(folder) / "config.json"
     raw = read_json(file)
     family = raw.get("model_type")
-    if family not in ARCHITECTURES:
+    if family not in FAMILIES:
         raise ValueError(
             f"{file}: architecture {family!r} is not supported; supported are"
             " llama (Llama 2 to 3.3, SmolLM2), mistral, qwen2 (Qwen2, Qwen2.5) and qwen3."
@@ -76,6 +77,7 @@ def _config(raw: dict, family: str, theta: float, scaling: RopeScaling | None) -
     kv_heads = raw.get("num_key_value_heads") if family == "llama" else raw["num_key_value_heads"]
     head_dim = raw["head_dim"] if family == "qwen3" else raw.get("head_dim")
     context = raw["max_position_embeddings"]
+    scalar_head = _is_classifier(raw)
     return ModelConfig(
         family=family,
         vocab_size=raw["vocab_size"],
@@ -89,10 +91,15 @@ def _config(raw: dict, family: str, theta: float, scaling: RopeScaling | None) -
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=raw["rms_norm_eps"],
-        tied=bool(raw.get("tie_word_embeddings", False)),
+        tied=bool(raw.get("tie_word_embeddings", False)) and not scalar_head,
+        scalar_head=scalar_head,
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
     )
+
+
+def _is_classifier(raw: dict) -> bool:
+    return any(name.endswith(CLASSIFIER) for name in raw.get("architectures") or ())
 
 
 def _window(raw: dict, family: str) -> int | None:
@@ -111,6 +118,10 @@ def _refuse_unsupported(raw: dict, file: Path) -> None:
     kinds = set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise ValueError(f"{file}: layers of type {sorted(kinds)} are not supported; only attention is.")
+    # Two is what transformers takes where nothing is said.
+    labels = raw.get("num_labels") or len(raw.get("id2label") or range(2))
+    if _is_classifier(raw) and labels != 1:
+        raise ValueError(f"{file}: a classifier of {labels} labels is not supported; a reward model has one.")
 
 
 def _read_rope(raw: dict, file: Path) -> tuple[float, RopeScaling | None]:
@@ -152,6 +163,11 @@ def stop_tokens(folder: Path) -> tuple[int, ...]:
     return ()
 
 
+def padding_token(folder: Path) -> int | None:
+    """The token id that config.json names as padding; None where it names none."""
+    return read_json(Path(folder) / "config.json").get("pad_token_id")
+
+
 def load(folder: Path, dtype, shardings: Model | None = None) -> Model:
     """The model in a folder, layers stacked, in `dtype`; each device reads only its own slices.
 
@@ -160,14 +176,14 @@ def load(folder: Path, dtype, shardings: Model | None = None) -> Model:
     """
     config = read_config(folder)
     tensors = open_tensors(folder, config)
-    return layout.assemble(lambda place: tensors[_name(place)], config, dtype, shardings)
+    return layout.assemble(lambda place: tensors[_name(place, config)], config, dtype, shardings)
 
 
 def open_tensors(folder: Path, config: ModelConfig) -> dict[str, np.ndarray]:
     """Every weight of a folder, a mapped view by its name there, checked against `config`; reads no data."""
     files = _weight_files(Path(folder))
     opened = {file: safetensors_file.views(file) for file in files}
-    expected = {_name(place): layout.stored_shape(place[0], shape) for place, shape in layout.places(config)}
+    expected = {_name(place, config): layout.stored_shape(place[0], shape) for place, shape in layout.places(config)}
     found = {
         name: (file, view.shape)
         for file, tensors in opened.items()
@@ -197,8 +213,10 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _name(place: layout.Place) -> str:
+def _name(place: layout.Place, config: ModelConfig) -> str:
     field, layer = place
+    if field == "head" and config.scalar_head:
+        return SCALAR_HEAD
     return NAMES[field] if layer is None else f"model.layers.{layer}.{NAMES[field]}"
 
 
@@ -213,30 +231,43 @@ def save(
     """Write a folder that `transformers` loads: weights in `dtype`, configuration, tokenizer if given.
 
     The folder appears whole or not at all: it is written beside its place and renamed; one already there is
-    replaced. Weights over `shard_bytes` are split into several files with an index.
+    replaced. Weights over `shard_bytes` are split into several files with an index. Raises OSError in one sentence.
     """
-    if model.head is not None and model.head.shape[-1] != model.config.vocab_size:
-        raise ValueError(f"{folder}: a language model is saved here, not a head of {model.head.shape[-1]} outputs.")
+    outputs = 1 if model.config.scalar_head else model.config.vocab_size
+    if model.head is not None and model.head.shape[-1] != outputs:
+        raise ValueError(f"{folder}: {outputs} outputs are configured, the head has {model.head.shape[-1]}.")
     folder = Path(folder)
     partial, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "old"))
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    _write_weights(partial, model, np.dtype(dtype), shard_bytes)
-    _write_json(partial / "config.json", config_json(model.config, stop_tokens, np.dtype(dtype)))
-    _write_json(partial / "generation_config.json", {"eos_token_id": list(stop_tokens) or None})
+    try:
+        _write(partial, model, tokenizer, stop_tokens, np.dtype(dtype), shard_bytes)
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        partial.rename(folder)
+    except (OSError, SafetensorError) as error:  # on a full disk safetensors has an error of its own
+        shutil.rmtree(partial, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(f"{folder} cannot be written ({reason}); make room, or name another folder.") from error
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(
+    folder: Path, model: Model, tokenizer: Tokenizer | None, stop_tokens: tuple[int, ...], dtype, shard_bytes: int
+) -> None:
+    folder.mkdir(parents=True)
+    _write_weights(folder, model, dtype, shard_bytes)
+    _write_json(folder / "config.json", config_json(model.config, stop_tokens, dtype))
+    _write_json(folder / "generation_config.json", {"eos_token_id": list(stop_tokens) or None})
     if tokenizer is not None:
-        tokenizer.save(partial)
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+        tokenizer.save(folder)
 
 
 def config_json(config: ModelConfig, stop_tokens: tuple[int, ...], dtype: np.dtype) -> dict:
     """config.json of a model, in the keys that transformers 4 and 5 both read."""
-    return {
-        "architectures": [ARCHITECTURES[config.family]],
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if config.scalar_head else {}
+    return labels | {
+        "architectures": [FAMILIES[config.family] + (CLASSIFIER if config.scalar_head else LANGUAGE_MODEL)],
         "model_type": config.family,
         "torch_dtype": dtype.name,
         "vocab_size": config.vocab_size,
@@ -278,7 +309,7 @@ def _write_weights(folder: Path, model: Model, dtype: np.dtype, shard_bytes: int
     for number, shard in enumerate(shards, start=1):
         part = "" if len(shards) == 1 else f"-{number:05d}-of-{len(shards):05d}"
         name = f"model{part}.safetensors"
-        tensors = {_name(place): _stored(model, place, dtype) for place in shard}
+        tensors = {_name(place, model.config): _stored(model, place, dtype) for place in shard}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         (folder / name).chmod(0o644)  # safetensors would keep it from other users
         weight_map |= dict.fromkeys(tensors, name)

@@ -8,6 +8,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+
 from rlhf_jax.data.download import smollm2
 from rlhf_jax.data.tokenizer import Tokenizer, check_vocabulary, read_tokenizer
 from rlhf_jax.model import gguf, gguf_file, huggingface
@@ -26,7 +29,7 @@ class Source:
     config: ModelConfig
     stop_tokens: tuple[int, ...]
     tokenizer: Tokenizer
-    load: Callable[..., Model]  # load(dtype, shardings=None): layers stacked
+    load: Callable[..., Model]  # load(dtype, shardings=None): layers stacked, every weight finite
 
 
 def open_source(path: str | Path) -> Source:
@@ -50,7 +53,7 @@ def _open_folder(folder: Path) -> Source:
     huggingface.open_tensors(folder, config)
     tokenizer = read_tokenizer(folder)
     check_vocabulary(tokenizer, config)
-    load = functools.partial(huggingface.load, folder)
+    load = functools.partial(load_finite, folder, functools.partial(huggingface.load, folder))
     return Source(folder, config, huggingface.stop_tokens(folder), tokenizer, load)
 
 
@@ -60,7 +63,29 @@ def _open_gguf(path: Path) -> Source:
     gguf.check_tensors(file, config)
     tokenizer = gguf.read_tokenizer(file)
     check_vocabulary(tokenizer, config)
-    return Source(path, config, gguf.stop_tokens(file), tokenizer, functools.partial(gguf.load, file))
+    load = functools.partial(load_finite, path, functools.partial(gguf.load, file))
+    return Source(path, config, gguf.stop_tokens(file), tokenizer, load)
+
+
+def load_finite(path: Path, load: Callable[..., Model], dtype, shardings: Model | None = None) -> Model:
+    """`load(dtype, shardings)`; ValueError names the first weight that holds NaN or an infinity, and `path`."""
+    model = load(dtype, shardings)
+    for keys, finite in jax.tree.leaves_with_path(jax.device_get(_finite(model))):
+        if not finite.all():
+            layer = f" of layer {int(finite.argmin())}" if finite.ndim else ""
+            raise ValueError(
+                f"{path}: weight {keys[-1].name!r}{layer} is not finite in {jnp.dtype(dtype).name};"
+                " the file is damaged, or the model had diverged before it was saved."
+            )
+    return model
+
+
+@jax.jit
+def _finite(model: Model) -> Model:
+    """Whether all numbers of a weight are finite: [], for stacked layers [L]."""
+    flags = jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), dataclasses.replace(model, layers=()))
+    layers = jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(axis=range(1, leaf.ndim)), model.layers)
+    return dataclasses.replace(flags, layers=layers)
 
 
 def _fetch(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""Which rows are trained on together: shuffled minibatches, micro-batches of like lengths (host code)."""
+"""Which rows are trained on, and which together: shuffled minibatches, micro-batches of like lengths (host code)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,33 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
+from flax import struct
 
-from rlhf_jax.types import Experience
+from rlhf_jax.types import Array, Experience
+
+SAME = 1e-6  # rewards so close are equal
+
+
+@struct.dataclass
+class MicroBatch:
+    """What one gradient is taken of: R rows of a minibatch, and their part in its loss."""
+
+    experience: Experience  # [R, T]
+    weights: Array  # [R, T] float32, of each token's loss
+    total: Array  # [] float32, the minibatch's tokens, which metrics are means over
+    kl_weight: Array  # [] float32, of the KL divergence in the loss
+
+
+def signal(rewards: np.ndarray, group: int) -> np.ndarray:
+    """Which groups of neighbouring samples have rewards [B] that differ: [B / group] bool. The others teach nothing,
+    and dynamic sampling replaces them (DAPO, Yu et al. 2025, 3.2).
+    """
+    return np.ptp(rewards.reshape(-1, group), axis=1) > SAME
+
+
+def overlong(mask: np.ndarray, finished: np.ndarray) -> np.ndarray:
+    """mask [B, T] without the rows that are not `finished` [B]: what was cut off is not trained on (DAPO, 3.4)."""
+    return mask & finished[:, None]
 
 
 def minibatches(batch: int, count: int, epochs: int, seed: int, step: int) -> Iterator[np.ndarray]:

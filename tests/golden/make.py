@@ -3,8 +3,9 @@
     pip install torch transformers accelerate safetensors gguf
     python tests/golden/make.py SmolLM2-135M-Instruct.Q4_1.gguf
 
-Writes beside itself a folder for each tiny random model (weights, configuration, token ids, logits), and
-tokenization.json, templates.json and greedy.json.
+Writes beside itself a folder for each tiny random model (weights, configuration, token ids, logits) and for
+each tiny reward model (weights, configuration, tokenizer, scores), and tokenization.json, templates.json and
+greedy.json.
 """
 
 from __future__ import annotations
@@ -64,6 +65,35 @@ CASES = {  # name: (configuration, what differs from SHAPE, dtype of the file)
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16}, torch.float32),
     "qwen3_tied": (transformers.Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}, torch.bfloat16),
 }
+CLASSIFIERS = {  # name: (configuration, padding token)
+    "llama_reward": (transformers.LlamaConfig, "<|pad|>"),
+    "qwen2_reward": (transformers.Qwen2Config, "<|end|>"),  # what ends every message, too: then it is not read
+}
+CLASSIFIER_SHAPE = {
+    "vocab_size": 264,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "num_labels": 1,
+}
+CLASSIFIER_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+CLASSIFIER_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CONVERSATIONS = [
+    [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 日本?"},
+        {"role": "assistant", "content": "Japan."},
+    ],
+    [{"role": "user", "content": "Speak"}, {"role": "assistant", "content": ""}],
+    [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "It is four, I think."}],
+]
 TEXTS = [
     "Hello, world!",
     "  leading and trailing  ",
@@ -114,15 +144,51 @@ def tiny_model(name: str) -> None:
     config = kind(**(SHAPE | changes))
     torch.manual_seed(sum(name.encode()))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    randomize(model, dtype)
     with torch.no_grad():
-        for key, weight in model.named_parameters():
-            noise = torch.randn_like(weight)
-            weight.copy_((1 + 0.2 * noise if "norm" in key else 0.3 * noise).to(dtype))
         tokens = torch.randint(0, config.vocab_size, (2, 16))
         logits = model(tokens).logits
     model.to(dtype).save_pretrained(HERE / name)
     golden = {"tokens": tokens.int(), "logits": logits.float()}
     save_file(golden, HERE / name / "golden.safetensors")
+
+
+def randomize(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Weights large enough that nothing in them can be forgotten, exact in `dtype`."""
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            noise = torch.randn_like(weight)
+            weight.copy_((1 + 0.2 * noise if "norm" in key else 0.3 * noise).to(dtype))
+
+
+def tiny_reward_model(name: str) -> None:
+    """A folder with a random sequence classifier, a tokenizer of bytes, and its scores of some conversations."""
+    kind, padding = CLASSIFIERS[name]
+    tokenizer = byte_tokenizer(padding)
+    config = kind(**CLASSIFIER_SHAPE, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
+    torch.manual_seed(sum(name.encode()))
+    model = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
+    randomize(model, torch.bfloat16)
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in CONVERSATIONS]
+    batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt", add_special_tokens=False)
+    with torch.no_grad():
+        scores = model(**batch).logits[:, 0].tolist()
+    model.to(torch.bfloat16).save_pretrained(HERE / name)
+    tokenizer.save_pretrained(HERE / name)
+    rows = zip(CONVERSATIONS, scores, strict=True)
+    write(f"{name}/scores.json", [{"messages": chat, "score": round(score, 6)} for chat, score in rows])
+
+
+def byte_tokenizer(padding: str) -> transformers.PreTrainedTokenizerFast:
+    """One token a byte, and those of the template."""
+    letters = {letter: byte for byte, letter in byte_letters().items()}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=letters, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(CLASSIFIER_TOKENS)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|end|>", pad_token=padding, chat_template=CLASSIFIER_TEMPLATE
+    )
 
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -291,6 +357,8 @@ def write(name: str, content) -> None:
 def main(file: Path) -> None:
     for name in CASES:
         tiny_model(name)
+    for name in CLASSIFIERS:
+        tiny_reward_model(name)
     reader = gguf.GGUFReader(file)
     template = reader.fields["tokenizer.chat_template"].contents()
     bpe = PlainBPE(reader)

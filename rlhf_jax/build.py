@@ -1,0 +1,298 @@
+"""From a config to all that a run consists of; everything is checked before any weight is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax import checks
+from rlhf_jax import mesh as meshes
+from rlhf_jax.collect import decoding_weights
+from rlhf_jax.config import Config, ModelConfigs, flat
+from rlhf_jax.data.iterator import Batches
+from rlhf_jax.data.prompts import Prompts, read, tokenize
+from rlhf_jax.experience import Shaping
+from rlhf_jax.generation import tree
+from rlhf_jax.generation.engine import Decoding
+from rlhf_jax.generation.rollout import History
+from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.inference import shaping
+from rlhf_jax.inference.reward_model import model_scorer
+from rlhf_jax.inference.reward_worker import Workers
+from rlhf_jax.inference.rewards import Scorer, Term, weighted
+from rlhf_jax.inference.values import critic_of
+from rlhf_jax.model import transformer
+from rlhf_jax.model.attention import causal_on
+from rlhf_jax.model.source import Source, open_source
+from rlhf_jax.stages import Controller, Frozen, Memory, Stages
+from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig
+from rlhf_jax.training.losses import AGGREGATES
+from rlhf_jax.training.update import Optimizers, UpdateConfig, init_train_state, make_optimizer
+from rlhf_jax.types import Model, ModelConfig, TrainState
+
+# What may change between a checkpoint and the run that goes on from it.
+FREE = ("workdir", "steps", "dry_run", "watchdog_seconds", "compilation_cache", "checkpoint.", "mesh.")
+FOREVER = 1e6  # seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a config describes, opened and checked; no weight is loaded."""
+
+    config: Config
+    policy: Source
+    drafter: Source | None
+    critic: Source | None  # None without one; the policy's own source where its trunk is taken
+    rewards: tuple[Source, ...]
+    prompts: Prompts
+    held_out: Prompts | None
+    mesh: jax.sharding.Mesh
+    dtype: Any
+
+    @property
+    def models(self) -> ModelConfigs:
+        """The shapes of all models."""
+        drafter, critic = (source and source.config for source in (self.drafter, self.critic))
+        return ModelConfigs(self.policy.config, drafter, critic, tuple(source.config for source in self.rewards))
+
+    @property
+    def workdir(self) -> Path:
+        """The folder in which all of the run lives."""
+        return Path(self.config.workdir).expanduser()
+
+
+def prepare(config: Config) -> Run:
+    """Open what the config names. Raises ValueError or OSError, in one sentence, for the first thing that is wrong."""
+    checks.validate(config, meshes.count_devices())
+    policy = open_source(config.model.path)
+    drafts = tree.parse(config.generation.strategy).drafter == "model"
+    drafter = open_source(config.drafter.path) if drafts else None
+    critic = None
+    if ESTIMATORS[config.advantage.estimator].critic:
+        critic = open_source(config.critic.path) if config.critic.path else policy
+    rewards = tuple(open_source(path) for path in config.reward.models)
+    run = Run(
+        config=config,
+        policy=policy,
+        drafter=drafter,
+        critic=critic,
+        rewards=rewards,
+        prompts=load_prompts(config, config.data.train, policy),
+        held_out=load_prompts(config, config.data.eval, policy) if config.evaluation.every else None,
+        mesh=meshes.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor),
+        dtype=compute_dtype(config),
+    )
+    checks.validate_models(config, run.models)
+    return run
+
+
+def load_prompts(config: Config, path: str, source: Source) -> Prompts:
+    """The prompts of a file, rendered through the model's chat template and filtered by length."""
+    data = config.data
+    return tokenize(read(path, data.prompt_key), source.tokenizer, data.system, data.max_prompt_tokens)
+
+
+def compute_dtype(config: Config):
+    """bfloat16 where the chip is fast at it, float32 on a CPU, or what the config names."""
+    named = config.model.compute_dtype
+    return jnp.dtype(("bfloat16" if _fast_at_bfloat16(jax.devices()[0]) else "float32") if named == "auto" else named)
+
+
+def _fast_at_bfloat16(device) -> bool:
+    """A TPU, or an NVIDIA GPU since Ampere."""
+    return device.platform == "tpu" or float(getattr(device, "compute_capability", 0) or 0) >= 8
+
+
+def identity(run: Run) -> dict[str, Any]:
+    """What a checkpoint must share with the run that goes on from it, by name."""
+    models = {"policy": run.policy.config, "critic": run.critic and run.critic.config}
+    shapes = {
+        f"the {name}'s {field}": value
+        for name, model in models.items()
+        for field, value in (dataclasses.asdict(model) if model else {}).items()
+    }
+    prompts = {"the prompts of data.train": _digest(run.prompts)}
+    return shapes | prompts | settings(run.config)
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """The config's values that make a run what it is, by dotted name."""
+    return {key: value for key, value in flat(config).items() if not key.startswith(FREE)}
+
+
+def _digest(prompts: Prompts) -> str:
+    return hashlib.sha256(b"".join(np.append(tokens, -1).tobytes() for tokens in prompts.tokens)).hexdigest()[:16]
+
+
+def make_stages(run: Run, stack: contextlib.ExitStack) -> Stages:
+    """What stays the same from step to step; the stack ends the reward's processes."""
+    config, generation = run.config, run.config.generation
+    return Stages(
+        decoding=_decoding(run),
+        shaping=_shaping(config),
+        training=_training(run),
+        optimizers=_optimizers(run),
+        reward=functools.partial(weighted, _terms(run, stack)),
+        controller=_controller(config),
+        tokenizer=run.policy.tokenizer,
+        mesh=run.mesh,
+        dtype=run.dtype,
+        prompts_per_step=generation.prompts_per_step,
+        samples_per_prompt=generation.samples_per_prompt,
+        max_new_tokens=generation.max_new_tokens,
+        failed=config.reward.failed,
+        resample=generation.resample,
+    )
+
+
+def _decoding(run: Run) -> Decoding:
+    config, generation = run.config, run.config.generation
+    return Decoding(
+        sampling=Sampling(generation.temperature, generation.top_k),
+        strategy=tree.parse(generation.strategy),
+        stop_tokens=run.policy.stop_tokens,
+        rows=generation.rows,
+        fewest_rows=generation.fewest_rows,
+        slots=config.data.max_prompt_tokens + generation.max_new_tokens,
+        seed=config.seed,
+        acceptance=generation.acceptance,
+        history=generation.history_tokens,
+    )
+
+
+def _shaping(config: Config) -> Shaping:
+    advantage, reward, group = config.advantage, config.reward, config.generation.samples_per_prompt
+    return Shaping(
+        estimator=advantage.estimator,
+        estimation=EstimatorConfig(group, advantage.discount, advantage.gae_lambda),
+        kl=config.kl.estimator,
+        kl_in_reward=config.kl.place == "reward",
+        missing_end=reward.missing_end,
+        clip=reward.clip,
+        whiten=reward.whiten,
+        drop_overlong=config.training.drop_overlong,
+    )
+
+
+def _training(run: Run) -> UpdateConfig:
+    config, training = run.config, run.config.training
+    return UpdateConfig(
+        epochs=training.epochs,
+        minibatches=training.minibatches,
+        micro_rows=training.microbatch_rows,
+        bucket=training.length_bucket,
+        temperature=config.generation.temperature,
+        clip_low=training.clip_low,
+        clip_high=training.clip_high,
+        value_clip=config.critic.clip,
+        aggregate=AGGREGATES[training.aggregate],
+        response_slots=config.generation.max_new_tokens,
+        kl=shaping.KL[config.kl.estimator],
+        entropy_weight=training.entropy_coefficient,
+        target_kl=training.target_kl,
+        dtype=run.dtype,
+        remat=training.remat,
+        seed=config.seed,
+        attend=causal_on(run.mesh, run.policy.config.num_kv_heads),
+        critic_attend=causal_on(run.mesh, (run.critic or run.policy).config.num_kv_heads),
+    )
+
+
+def _optimizers(run: Run) -> Optimizers:
+    training, critic = run.config.training, run.config.critic
+    make = functools.partial(make_optimizer, max_grad_norm=training.max_grad_norm, weight_decay=training.weight_decay)
+    return Optimizers(
+        policy=make(training.learning_rate, warmup_steps=training.warmup_steps),
+        critic=make(critic.learning_rate, warmup_steps=critic.warmup_steps) if run.critic else None,
+    )
+
+
+def _controller(config: Config) -> Controller:
+    """The next KL coefficient: steered to the target, or the one there is."""
+    if not config.kl.target:
+        return lambda coefficient, kl, samples: coefficient
+    return lambda coefficient, kl, samples: shaping.adapt_kl(
+        coefficient, kl, config.kl.target, samples, config.kl.horizon
+    )
+
+
+def _terms(run: Run, stack: contextlib.ExitStack) -> list[Term]:
+    """The summands of the reward: functions in their processes, models on the mesh."""
+    reward = run.config.reward
+    functions = [(spec.rpartition(":")[2], function_scorer(run.config, spec, stack)) for spec in reward.functions]
+    models = [(source.path.name, _model_scorer(run, source)) for source in run.rewards]
+    named = [*functions, *models]
+    weights = reward.weights or (1.0,) * len(named)
+    return [Term(name, float(weight), scorer) for (name, scorer), weight in zip(named, weights, strict=True)]
+
+
+def function_scorer(config: Config, spec: str, stack: contextlib.ExitStack) -> Scorer:
+    """A reward function in worker processes, which the stack ends."""
+    seconds = FOREVER if config.deterministic else config.reward.seconds
+    return stack.enter_context(Workers(spec, config.reward.workers, seconds))
+
+
+def _model_scorer(run: Run, source: Source) -> Scorer:
+    training, attend = run.config.training, causal_on(run.mesh, source.config.num_kv_heads)
+    rows = {"rows": training.microbatch_rows, "bucket": training.length_bucket}
+    return model_scorer(source, load(source, run.dtype, run.mesh), attend=attend, mesh=run.mesh, **rows)
+
+
+def load(source: Source, dtype, mesh: jax.sharding.Mesh) -> Model:
+    """The weights, split as training wants them, each device reading its own slices."""
+    shapes = weight_shapes(source.config, dtype)
+    return source.load(dtype, meshes.model_shardings(shapes, mesh, "training"))
+
+
+def weight_shapes(config: ModelConfig, dtype) -> Model:
+    """Shapes and dtypes of a model, layers stacked."""
+    return jax.eval_shape(lambda: transformer.init(jax.random.key(0), config, dtype))
+
+
+def new_state(run: Run, optimizers: Optimizers) -> TrainState:
+    """The state before the first step."""
+    critic = run.critic and _critic(load(run.critic, jnp.float32, run.mesh))
+    return init_train_state(load(run.policy, jnp.float32, run.mesh), optimizers, run.mesh, critic)
+
+
+def state_template(run: Run, optimizers: Optimizers) -> TrainState:
+    """Shapes and places of the state, for one that is restored."""
+
+    def make() -> TrainState:
+        critic = run.critic and _critic(transformer.init(key, run.critic.config, jnp.float32))
+        return init_train_state(transformer.init(key, run.policy.config, jnp.float32), optimizers, critic=critic)
+
+    key = jax.random.key(0)
+    shapes = jax.eval_shape(make)
+    shardings = meshes.model_shardings(shapes, run.mesh, "training")
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def _critic(model: Model) -> Model:
+    """A reward model is a critic already; of a language model the trunk is taken."""
+    return model if model.config.scalar_head else critic_of(model)
+
+
+def new_memory(run: Run) -> Memory:
+    """What the host remembers before the first step."""
+    config = run.config
+    return Memory(
+        batches=Batches(len(run.prompts), config.generation.prompts_per_step, config.seed),
+        history=History(config.generation.history_tokens),
+        kl_coefficient=config.kl.coefficient,
+    )
+
+
+def frozen(run: Run) -> Frozen:
+    """The models that a run does not train, loaded."""
+    reference = load(run.policy, run.dtype, run.mesh) if run.config.kl.coefficient else None
+    drafter = run.drafter and decoding_weights(load(run.drafter, run.dtype, run.mesh), run.dtype, run.mesh)
+    return Frozen(reference, drafter)

@@ -1,0 +1,219 @@
+"""What makes a config valid: every mistake is one sentence, before any weight is loaded."""
+
+from __future__ import annotations
+
+import math
+import operator
+import pathlib
+from collections.abc import Sequence
+
+from rlhf_jax import mesh
+from rlhf_jax.config import Config, ModelConfigs, flat
+from rlhf_jax.generation import tree
+from rlhf_jax.inference import shaping
+from rlhf_jax.inference.rewards import load_reward
+from rlhf_jax.training.advantages import ESTIMATORS
+from rlhf_jax.training.losses import AGGREGATES
+
+MOST_SAMPLED = 64  # the largest top-k whose sampled sets are kept for training
+DTYPES = ("auto", "float32", "bfloat16")
+ACCEPTANCE = ("replayable", "rejection")
+KL_PLACES = ("loss", "reward")
+
+
+def validate(config: Config, num_devices: int) -> None:
+    """Raise ValueError or FileNotFoundError with one sentence for the first thing that cannot work.
+
+    Files are looked for and the rewards imported; the model itself is checked where it is opened.
+    """
+    _finite(config)
+    for check in (_check_run, _check_files, _check_rewards, _check_generation, _check_evaluation):
+        check(config)
+    for check in (_check_training, _check_advantage, _check_kl):
+        check(config)
+    _check_batch(config, mesh.sizes(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, num_devices))
+
+
+def validate_models(config: Config, models: ModelConfigs) -> None:
+    """Raise ValueError where a model is of the wrong kind, has too short a context or another vocabulary."""
+    policy, drafter, critic, rewards = models
+    for name, model in (("model", policy), ("drafter", drafter)):
+        _require(
+            model is None or not model.scalar_head,
+            f"{name}.path is a reward model, which scores text and cannot write it; give a language model.",
+        )
+    for path, model in zip(config.reward.models, rewards, strict=True):
+        _require(model.scalar_head, f"reward.models: {path} is a language model; give a sequence classifier.")
+    longest = config.data.max_prompt_tokens + config.generation.max_new_tokens
+    for name, model in (("model", policy), ("drafter", drafter), ("critic", critic)):
+        _require(
+            model is None or longest <= model.max_context,
+            f"data.max_prompt_tokens + generation.max_new_tokens is {longest}, but the {name}'s context is"
+            f" {model and model.max_context}; lower one of the two.",
+        )
+    _require(
+        drafter is None or config.generation.acceptance == "replayable" or drafter.vocab_size == policy.vocab_size,
+        f"Rejection compares laws over one vocabulary: the drafter's has {drafter and drafter.vocab_size} tokens, the"
+        f" model's {policy.vocab_size}; use acceptance 'replayable' or another drafter.",
+    )
+    _require(
+        critic is None or critic.vocab_size == policy.vocab_size,
+        f"The critic reads the policy's tokens: its vocabulary has {critic and critic.vocab_size}, the model's"
+        f" {policy.vocab_size}; give a critic.path of the same vocabulary, or '' for the policy's own trunk.",
+    )
+
+
+def _require(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise ValueError(sentence)
+
+
+def _one_of(config: Config, name: str, known: Sequence[str]) -> None:
+    value = operator.attrgetter(name)(config)
+    _require(value in known, f"{name} is {value!r}; it must be one of {', '.join(known)}.")
+
+
+def _finite(config: Config) -> None:
+    for name, value in flat(config).items():
+        _require(not isinstance(value, float) or math.isfinite(value), f"{name} is {value}; it must be finite.")
+
+
+def _positive(config: Config, *names: str) -> None:
+    for name in names:
+        value = operator.attrgetter(name)(config)
+        _require(value > 0, f"{name} is {value}; it must be above 0.")
+
+
+def _not_negative(config: Config, *names: str) -> None:
+    for name in names:
+        value = operator.attrgetter(name)(config)
+        _require(value >= 0, f"{name} is {value}; it must be 0 or above.")
+
+
+def _check_run(config: Config) -> None:
+    _require(bool(config.workdir), "workdir is empty; name the folder in which all of the run shall live.")
+    _positive(config, "steps", "checkpoint.keep")
+    _require(0 <= config.seed < 2**32, f"seed is {config.seed}; it must lie in 0 .. 2^32 - 1.")
+    _not_negative(config, "mesh.device_memory_gb", "watchdog_seconds", "checkpoint.every")
+    _one_of(config, "model.compute_dtype", DTYPES)
+
+
+def _check_files(config: Config) -> None:
+    _require(bool(config.model.path), "model.path is empty; give a folder, a .gguf file or a hub name.")
+    _positive(config, "data.max_prompt_tokens")
+    _require(bool(config.data.train), "data.train is empty; give a .jsonl or .parquet file of prompts.")
+    for key in ("train", "eval"):
+        path = config.data[key]
+        if path and not pathlib.Path(path).expanduser().is_file():
+            raise FileNotFoundError(f"data.{key}: there is no file {path}.")
+
+
+def _check_rewards(config: Config) -> None:
+    reward = config.reward
+    terms = len(reward.functions) + len(reward.models)
+    _require(terms > 0, "reward.functions and reward.models are empty; give FILE.py:function or a folder.")
+    _require(
+        len(reward.weights) in (0, terms),
+        f"reward.weights has {len(reward.weights)} entries for {terms} functions and models; give one for each.",
+    )
+    numbers = all(isinstance(weight, int | float) and math.isfinite(weight) for weight in reward.weights)
+    _require(numbers, f"reward.weights is {reward.weights}; it must hold finite numbers.")
+    _positive(config, "reward.workers", "reward.seconds")
+    _not_negative(config, "reward.missing_end", "reward.clip")
+    for spec in (*reward.functions, *reward.metrics.values()):
+        load_reward(spec)
+    _require("reward" not in reward.metrics, "reward.metrics names a measure 'reward', which is training's; rename it.")
+
+
+def _check_generation(config: Config) -> None:
+    generation = config.generation
+    names = ("prompts_per_step", "samples_per_prompt", "max_new_tokens", "temperature", "rows", "fewest_rows")
+    _positive(config, *(f"generation.{name}" for name in names))
+    _not_negative(config, "generation.history_tokens", "generation.resample")
+    _require(
+        generation.top_p == 1 and 0 <= generation.top_k <= MOST_SAMPLED,
+        f"generation.top_p is {generation.top_p} and generation.top_k {generation.top_k}: other"
+        f" truncation than a top_k of up to {MOST_SAMPLED} is for evaluation: training renormalises.",
+    )
+    _one_of(config, "generation.acceptance", ACCEPTANCE)
+    wants_model = tree.parse(generation.strategy).drafter == "model"
+    _require(
+        bool(config.drafter.path) or not wants_model,
+        f"generation.strategy {generation.strategy!r} drafts with a model; give drafter.path.",
+    )
+
+
+def _check_evaluation(config: Config) -> None:
+    _not_negative(config, "evaluation.every", "evaluation.temperature", "evaluation.top_k")
+    _positive(config, "evaluation.samples_per_prompt")
+    top_p = config.evaluation.top_p
+    _require(0 < top_p <= 1, f"evaluation.top_p is {top_p}; it must lie above 0 and at most at 1.")
+    _require(
+        bool(config.data.eval) or not config.evaluation.every,
+        f"evaluation.every is {config.evaluation.every} but data.eval is empty; give held-out prompts, or 0.",
+    )
+
+
+def _check_training(config: Config) -> None:
+    positive = ("epochs", "minibatches", "microbatch_rows", "learning_rate", "max_grad_norm", "length_bucket")
+    _positive(config, *(f"training.{name}" for name in (*positive, "clip_low", "clip_high")))
+    zero = ("warmup_steps", "weight_decay", "entropy_coefficient", "target_kl")
+    _not_negative(config, *(f"training.{name}" for name in zero))
+    clip = config.training.clip_low
+    _require(clip < 1, f"training.clip_low is {clip}; it must be below 1.")
+    _one_of(config, "training.aggregate", tuple(AGGREGATES))
+
+
+def _check_advantage(config: Config) -> None:
+    _one_of(config, "advantage.estimator", tuple(ESTIMATORS))
+    name, group = config.advantage.estimator, config.generation.samples_per_prompt
+    _require(
+        group > 1 or not ESTIMATORS[name].groups,
+        f"generation.samples_per_prompt is {group}; {name} compares two or more of a prompt.",
+    )
+    _require(
+        group > 1 or not config.generation.resample,
+        f"generation.resample is {config.generation.resample}, but one sample of a prompt never differs from the"
+        " others; raise generation.samples_per_prompt, or set 0.",
+    )
+    for key in ("discount", "gae_lambda"):
+        value = config.advantage[key]
+        _require(0 <= value <= 1, f"advantage.{key} is {value}; it must lie in 0 .. 1.")
+    critic = ESTIMATORS[name].critic
+    _require(
+        critic or not config.critic.path,
+        f"critic.path is {config.critic.path!r}, but advantage.estimator {name!r} has no critic; choose 'gae', or ''.",
+    )
+    _positive(config, "critic.learning_rate", "critic.clip")
+    _not_negative(config, "critic.warmup_steps")
+
+
+def _check_kl(config: Config) -> None:
+    _one_of(config, "kl.place", KL_PLACES)
+    _one_of(config, "kl.estimator", tuple(shaping.KL))
+    _not_negative(config, "kl.coefficient", "kl.target")
+    _positive(config, "kl.horizon")
+    _require(
+        config.kl.estimator != "k1" or config.kl.place == "reward",
+        "kl.estimator is 'k1' and kl.place 'loss', where its gradient has mean zero; use k2 or k3, or place 'reward'.",
+    )
+    _require(
+        config.kl.coefficient > 0 or not config.kl.target,
+        f"kl.target is {config.kl.target}, but kl.coefficient is 0 and would stay there; give a start above 0.",
+    )
+
+
+def _check_batch(config: Config, shape: dict[str, int]) -> None:
+    """Every split of the rows comes out even: minibatches, micro-batches, devices."""
+    samples = config.generation.prompts_per_step * config.generation.samples_per_prompt
+    minibatches, rows = config.training.minibatches, config.training.microbatch_rows
+    shards = shape["data"] * shape["fsdp"]
+    _even(samples, minibatches, "samples of a step (prompts x samples per prompt)", "training.minibatches")
+    _even(samples // minibatches, rows, "rows of a minibatch", "training.microbatch_rows")
+    _even(rows, shards, "rows of training.microbatch_rows", "mesh.data x mesh.fsdp")
+    _even(config.generation.rows, shards, "rows of generation.rows", "mesh.data x mesh.fsdp")
+
+
+def _even(whole: int, parts: int, what: str, by: str) -> None:
+    fits = whole > 0 and whole % parts == 0
+    _require(fits, f"The {whole} {what} cannot be split evenly by {by} = {parts}; change one of them.")

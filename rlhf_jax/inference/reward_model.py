@@ -1,0 +1,95 @@
+"""Reward models: Hugging Face sequence classifiers of one label, read at a conversation's last token."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax import mesh as meshes
+from rlhf_jax.inference.rewards import Answer, Scorer, Scores, as_scores
+from rlhf_jax.model import huggingface
+from rlhf_jax.model.attention import causal
+from rlhf_jax.model.source import Source
+from rlhf_jax.model.transformer import forward, logits
+from rlhf_jax.types import Array, Model
+
+
+def model_scorer(
+    source: Source,
+    model: Model,
+    *,
+    rows: int,
+    bucket: int,
+    attend: Callable = causal,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Scorer:
+    """The scorer of a reward model: the scalar head at the last token of the conversation.
+
+    The chat and the response as the assistant's message go through the reward model's own chat template, or
+    one after the other where it has none. As in transformers' ...ForSequenceClassification, the token that is
+    read is the last one that is not config.json's `pad_token_id`: with the end-of-text token as padding, it is
+    the one before the final end of text. `rows` conversations of like length are scored at a time, padded on
+    the right to a multiple of `bucket` tokens. One that is longer than the model's context fails.
+    """
+    if not source.config.scalar_head:
+        raise ValueError(
+            f"{source.path} is a language model; a reward model is a folder of a ...ForSequenceClassification."
+        )
+    padding = huggingface.padding_token(source.path)
+    place = functools.partial(meshes.place_rows, mesh=mesh)
+
+    def score(answers: Sequence[Answer]) -> Scores:
+        texts = dict(enumerate(_tokens(answer, source, padding) for answer in answers))
+        results = {index: text for index, text in texts.items() if isinstance(text, str)}
+        fitting = {index: text for index, text in texts.items() if not isinstance(text, str)}
+        for chosen, tokens, last in _batches(fitting, rows, bucket):
+            scored = _read(model, *place((tokens, last)), attend=attend)
+            results |= zip(chosen, np.asarray(scored).tolist(), strict=False)  # rows may be left over
+        return as_scores(str(source.path), [results[index] for index in texts])
+
+    return score
+
+
+def _tokens(answer: Answer, source: Source, padding: int | None) -> list[int] | str:
+    """The conversation's token ids up to the one that is read, or why it cannot be scored."""
+    tokenizer, response = source.tokenizer, {"role": "assistant", "content": answer.response}
+    messages = [*answer.messages, response]
+    try:
+        if tokenizer.template is None:
+            tokens = tokenizer.encode("".join(message["content"] for message in messages))
+        else:
+            tokens = tokenizer.encode_chat(messages, add_generation_prompt=False)
+    except ValueError as error:
+        return f"could not be rendered: {error}"
+    while tokens and tokens[-1] == padding:
+        tokens.pop()
+    if 0 < len(tokens) <= source.config.max_context:
+        return tokens
+    return f"has {len(tokens)} tokens, the context is 1 to {source.config.max_context}"
+
+
+def _batches(texts: dict[int, list[int]], rows: int, bucket: int) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
+    """Keys of at most `rows` texts of like length, their tokens [rows, T] int32 and last positions [rows] int32."""
+    order = sorted(texts, key=lambda index: len(texts[index]))
+    for start in range(0, len(order), rows):
+        chosen = order[start : start + rows]
+        slots = -(-len(texts[chosen[-1]]) // bucket) * bucket
+        tokens, last = np.zeros((rows, slots), np.int32), np.zeros(rows, np.int32)
+        for row, index in enumerate(chosen):
+            tokens[row, : len(texts[index])], last[row] = texts[index], len(texts[index]) - 1
+        yield chosen, tokens, last
+
+
+@functools.partial(jax.jit, static_argnames="attend")
+def _read(model: Model, tokens: Array, last: Array, *, attend: Callable) -> Array:
+    """The scalar head at position last[b] of tokens [B, T], [B] float32; what lies behind it changes nothing."""
+    chex.assert_rank([tokens, last], [2, 1])
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    hidden, _ = forward(model, tokens, positions, attend=attend)
+    read = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    return logits(model, read)[:, 0]

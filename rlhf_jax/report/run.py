@@ -1,0 +1,126 @@
+"""What a run left in its workdir, as the report needs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import itertools
+import json
+import math
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """A number over steps, finite throughout."""
+
+    name: str
+    steps: np.ndarray  # [n] float64
+    values: np.ndarray  # [n] float64
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The files of a run; of the samples, only the first and the last batch, held-out ones where there are any."""
+
+    name: str
+    date: datetime.date
+    config: dict[str, Any]  # dotted names
+    metrics: list[Row]  # a step each
+    evaluations: list[Row]  # step and means, an evaluation each
+    samples: list[tuple[int, list[Row]]]  # none, one or two (step, samples); held out where `evaluations` is not empty
+
+
+def read_run(workdir: str | pathlib.Path) -> Run:
+    """The run in `workdir`, whatever it has of config, metrics, evaluations and samples.
+
+    Raises FileNotFoundError where there is neither config.json nor metrics.jsonl, ValueError at a damaged line; a
+    torn last line is left out, since the run may be writing it.
+    """
+    folder = pathlib.Path(workdir).expanduser().resolve()
+    files = [path for path in (folder / "metrics.jsonl", folder / "config.json") if path.is_file()]
+    if not files:
+        raise FileNotFoundError(f"{folder} holds neither config.json nor metrics.jsonl; name the workdir of a run.")
+    config = _config(folder / "config.json")
+    evaluations, held_out = _evaluations(folder / "evaluations.jsonl")
+    return Run(
+        name=folder.name,
+        date=datetime.date.fromtimestamp(files[0].stat().st_mtime),
+        config=config,
+        metrics=list(_rows(folder / "metrics.jsonl")),
+        evaluations=evaluations,
+        samples=held_out or _first_and_last(folder / "samples.jsonl"),
+    )
+
+
+def series(rows: list[Row], key: str, name: str = "") -> Series:
+    """The finite values of `key` by step."""
+    points = [(row["step"], row[key]) for row in rows if _finite(row.get(key))]
+    steps, values = np.array(points, np.float64).reshape(-1, 2).T
+    return Series(name or key, steps, values)
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _config(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        return _flat(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); take it away, and the report does without.") from None
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in config.items():
+        values |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}
+    return values
+
+
+def _rows(path: pathlib.Path) -> Iterator[Row]:
+    """The lines of a file one by one, for they may be many."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", newline="\n") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.endswith("\n"):
+                yield _row(path, number, line)
+
+
+def _row(path: pathlib.Path, number: int, line: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict) or not _finite(row.get("step")):
+        raise ValueError(f"{path}, line {number}, is no JSON object with a step; take the line away.")
+    return row
+
+
+def _evaluations(path: pathlib.Path) -> tuple[list[Row], list[tuple[int, list[Row]]]]:
+    """The means of every evaluation, and the samples of the first and the last."""
+    means, first, last = [], [], []
+    for row in _rows(path):
+        last = [(row["step"], row.pop("samples", []))]
+        first = first or last
+        means.append(row)
+    return means, first + last if len(means) > 1 else first
+
+
+def _first_and_last(path: pathlib.Path) -> list[tuple[int, list[Row]]]:
+    """The samples of the first step and of the last."""
+    first, last = [], []
+    for step, rows in itertools.groupby(_rows(path), key=lambda row: row["step"]):
+        last = [(step, list(rows))]
+        first = first or last
+    return first + last if first != last else first

@@ -1,0 +1,113 @@
+"""What a chart computes before it draws: round ticks, domains, smoothing, fewer points, readable numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+
+SPIKE = 3.0  # values this many spans of the others away from them are cut off at the chart's edge
+
+
+def tick_step(low: float, high: float, wanted: int) -> float:
+    """The least of 1, 2 and 5 times a power of ten that cuts low..high into at most `wanted` parts."""
+    least = (high - low) / wanted
+    power = 10.0 ** math.floor(math.log10(least))
+    return power * next(factor for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
+
+
+def ticks(low: float, high: float, step: float) -> list[float]:
+    """The multiples of a step within low..high."""
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def domain(values: np.ndarray, wanted: int = 4, from_zero: bool = False) -> tuple[float, float, float]:
+    """Round ends of a vertical axis for values [n], and the step of its about `wanted` ticks.
+
+    A lone spike is not between the ends; zero is, if asked or near.
+    """
+    low, high = _core(np.sort(values))
+    low = 0.0 if from_zero or 0 <= low < high / 2 else low
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        room = abs(high) / 10 or 1.0
+        low, high = low - room, high + room
+    step = tick_step(low, high, wanted)
+    return math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step, step
+
+
+def _core(ordered: np.ndarray) -> tuple[float, float]:
+    """The ends of sorted values, spikes left out: at most one in a hundred at each end, among ten or more."""
+    low, high = float(ordered[0]), float(ordered[-1])
+    if len(ordered) < 10:
+        return low, high
+    cut = max(1, len(ordered) // 100)
+    inner_low, inner_high = float(ordered[cut]), float(ordered[-1 - cut])
+    reach = SPIKE * (inner_high - inner_low)
+    return (low if low >= inner_low - reach else inner_low), (high if high <= inner_high + reach else inner_high)
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """A moving mean of values [n] under a triangle that reaches a fifteenth of them to either side; spikes are cut."""
+    reach = len(values) // 15 + 1
+    if len(values) < 6:
+        return values
+    values = np.clip(values, *_core(np.sort(values)))
+    weights = 1.0 - np.abs(np.arange(-reach, reach + 1)) / (reach + 1)
+    total = np.convolve(np.ones_like(values), weights)[reach:-reach]
+    return np.convolve(values, weights)[reach:-reach] / total
+
+
+def groups(count: int, most: int) -> list[slice]:
+    """`count` points in at most `most` runs of almost equal size."""
+    edges = np.linspace(0, count, min(count, most) + 1).round().astype(int)
+    return [slice(int(a), int(b)) for a, b in itertools.pairwise(edges)]
+
+
+def extremes(values: np.ndarray, parts: list[slice]) -> np.ndarray:
+    """Positions of the least and greatest value of every part, in order: a line through them keeps each spike."""
+    pairs = [(part.start + int(values[part].argmin()), part.start + int(values[part].argmax())) for part in parts]
+    return np.unique(np.array(pairs))
+
+
+def axis_number(value: float, step: float) -> str:
+    """A tick's label with no more digits than its step asks for: 0.25, 1,500, 20k, 3M, −2e−5."""
+    if abs(value) < step / 2:
+        return "0"
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size and step >= size / 100:
+            unit = 1e3 if letter == "k" else size
+            return signed(f"{value / unit:g}{letter}")
+    if step < 1e-4:
+        return signed(f"{value:.0e}")
+    return signed(f"{value:,.{max(0, -math.floor(math.log10(step) + 1e-9))}f}")
+
+
+def reading(value: float) -> str:
+    """A number to read at a glance, of three digits: 0.972, 19.8, 1,234, 1.2e−5."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e6:
+        return signed(f"{value / 1e6:,.3g}M" if abs(value) < 1e9 else f"{value / 1e9:,.3g}G")
+    if abs(value) >= 100:
+        return signed(f"{value:,.0f}")
+    digits = 3 if abs(value) < 1 else 2 if abs(value) < 10 else 1
+    return signed(f"{value:.{digits}f}" if abs(value) >= 1e-3 else f"{value:.1e}")
+
+
+def duration(seconds: float) -> str:
+    """8.5 s, 4 min 20 s, 3 h 05 min, 2 d 4 h."""
+    whole = round(seconds)
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 48 * 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def signed(text: str) -> str:
+    """The text with a true minus sign, and exponents without leading zeros."""
+    return text.replace("e-0", "e-").replace("-", "−")

@@ -1,0 +1,95 @@
+"""A watchdog says which phase of a run stands still, and for how long; it ends nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Beat(NamedTuple):
+    """The last sign of life: the phase that gave it, and when, in seconds of the clock."""
+
+    phase: str
+    at: float
+
+
+class Seen(NamedTuple):
+    """What the watchdog looked at last: a beat, and the silence in seconds after which it speaks next."""
+
+    beat: Beat
+    due: float
+
+
+def look(seen: Seen, beat: Beat, now: float, seconds: float) -> tuple[Seen, list[str]]:
+    """One look at the last beat at the time `now`: what is seen, and the sentences to say.
+
+    A silence is spoken of after `seconds`, twice that, four times that and so on, and once more when it ends.
+    """
+    said = []
+    if beat != seen.beat:
+        if seen.due > seconds:
+            said.append(f"{seen.beat.phase} moves again: it stood still for {spoken(beat.at - seen.beat.at)}.")
+        seen = Seen(beat, seconds)
+    silence, due = now - beat.at, seen.due
+    if silence >= due:
+        said.append(f"{beat.phase} stands still: nothing has happened for {spoken(silence)}.")
+    while due <= silence:
+        due *= 2
+    return Seen(beat, due), said
+
+
+def spoken(seconds: float) -> str:
+    """A duration to read: 8.5 s, 5 min 00 s, 2 h 05 min."""
+    whole = round(seconds)
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+class Watchdog:
+    """Watches a run from a thread: `with Watchdog(300, print) as watchdog: watchdog.beat("generation")`.
+
+    `say` gets a sentence, from that thread, once nothing was heard for `seconds`; 0 is off. `clock` gives seconds.
+    """
+
+    def __init__(self, seconds: float, say: Callable[[str], object], clock: Callable[[], float] = time.monotonic):
+        if seconds < 0:
+            raise ValueError(f"A watchdog cannot wait {seconds} seconds; give it more, or 0 for none.")
+        self._seconds, self._say, self._clock = seconds, say, clock
+        self._beat = Beat("starting", clock())
+        self._reported = self._stopped = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self._beat = Beat("starting", self._clock())
+        if self._seconds:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped = True
+        self._wake.set()
+        if self._seconds:
+            self._thread.join(timeout=1)  # a `say` that hangs must not hold up the end of a run
+
+    def beat(self, phase: str) -> None:
+        """Says that `phase` is alive; cheap enough for every round."""
+        self._beat = Beat(phase, self._clock())
+        if self._reported:
+            self._wake.set()
+
+    def _watch(self) -> None:
+        seen = Seen(self._beat, self._seconds)
+        while not self._stopped:
+            seen, said = look(seen, self._beat, self._clock(), self._seconds)
+            for sentence in said:
+                self._say(sentence)
+            self._reported = seen.due > self._seconds
+            if self._beat == seen.beat:  # a beat that came meanwhile may not have seen `_reported`
+                self._wake.wait(max(seen.beat.at + seen.due - self._clock(), 0.001))
+            self._wake.clear()

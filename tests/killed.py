@@ -1,0 +1,75 @@
+"""The training command, killed by itself: python tests/killed.py EVENT NUMBER SECONDS ARGUMENTS...
+
+SIGKILL comes SECONDS after the event has happened NUMBER times (from 0); -1 counts all events and prints them at
+the end. Events are the phases of the run as it names them, each round of generation among them; "samples", between
+two lines of the run's files; "unfinished", when a checkpoint begins to lie on the disk; "export", before the
+trained policy is written.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from rlhf_jax import metrics
+from rlhf_jax.model import huggingface
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main(event: str, number: int, seconds: float, arguments: list[str]) -> int:
+    """The exit code of the command, if it lives to have one."""
+    seen = collections.Counter()
+
+    def happens(name: str) -> None:
+        if name == event and seen[name] == number:
+            threading.Thread(target=kill, args=(seconds,)).start() if seconds else kill(0)
+        seen[name] += 1
+
+    launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
+    launch["Watch"].beat = told(launch["Watch"].beat, lambda watch, phase: happens(phase))
+    metrics.Writer.write_samples = told(metrics.Writer.write_samples, lambda *_: happens("samples"))
+    huggingface.save = told(huggingface.save, lambda *_: happens("export"))
+    if event == "unfinished":
+        workdir = next(a.partition("=")[2] for a in arguments if a.startswith("--config.workdir="))
+        threading.Thread(target=look, args=(Path(workdir) / "checkpoints", happens), daemon=True).start()
+    code = launch["main"](["train.py", *arguments])
+    if number < 0:
+        print(json.dumps(seen))
+    return code
+
+
+def told(function, tell):
+    """The function, after `tell` has heard its arguments."""
+
+    def telling(*inputs, **options):
+        tell(*inputs)
+        return function(*inputs, **options)
+
+    return telling
+
+
+def kill(seconds: float) -> None:
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def look(folder: Path, happens) -> None:
+    """Tells of each checkpoint that is being written."""
+    known = set()
+    while True:
+        for path in set(folder.glob("*.orbax-checkpoint-tmp*")) - known:
+            known.add(path)
+            happens("unfinished")
+        time.sleep(0.0002)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4:]))

@@ -1,0 +1,163 @@
+"""Every estimator against a plain Python loop, and gae against rlax."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rlax
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_jax.training import advantages
+from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig
+from rlhf_jax.training.batching import overlong, signal
+
+GROUP = 3
+
+
+def random_batch(seed=0, rows=6, slots=11):
+    """Token rewards, values and the mask of responses, all longer than nothing, behind prompts."""
+    rng = np.random.default_rng(seed)
+    at, start = np.arange(slots)[None], rng.integers(1, 4, (rows, 1))
+    mask = (at >= start) & (at < start + rng.integers(1, 8, (rows, 1)))
+    rewards, values = rng.normal(size=(2, rows, slots)).astype(np.float32)
+    return np.where(mask, rewards, 0), np.where(mask, values, 0), mask
+
+
+def looped_gae(rewards, values, mask, discount, gae_lambda):
+    """Sums of discounted temporal differences, each written out."""
+    out, returns = np.zeros(mask.shape), np.zeros(mask.shape)
+    for b in range(len(mask)):
+        slots = np.nonzero(mask[b])[0]
+        r, v = rewards[b, slots].astype(float), [*values[b, slots].astype(float), 0.0]
+        deltas = [r[i] + discount * v[i + 1] - v[i] for i in range(len(slots))]
+        for i, slot in enumerate(slots):
+            out[b, slot] = sum((discount * gae_lambda) ** (j - i) * deltas[j] for j in range(i, len(slots)))
+            returns[b, slot] = out[b, slot] + v[i]
+    return out, returns
+
+
+def looped_groups(rewards, size, kind):
+    out = []
+    for start in range(0, len(rewards), size):
+        group = [float(r) for r in rewards[start : start + size]]
+        mean = sum(group) / size
+        std = math.sqrt(sum((r - mean) ** 2 for r in group) / size)
+        for i, r in enumerate(group):
+            others = [other for j, other in enumerate(group) if j != i]
+            if kind == "grpo":
+                out.append((r - mean) / std if std > 1e-6 else 0.0)
+            elif kind == "dr_grpo":
+                out.append(r - mean)
+            else:
+                out.append(r - sum(others) / len(others))
+    return out
+
+
+def looped_whitening(x, mask):
+    inside = [float(number) for number in x[mask]]
+    mean = sum(inside) / len(inside)
+    std = math.sqrt(sum((number - mean) ** 2 for number in inside) / len(inside))
+    return np.where(mask, (x - mean) / std, 0.0)
+
+
+@pytest.mark.parametrize("discount, gae_lambda", [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.99, 0.0)])
+def test_gae_is_the_loops(discount, gae_lambda):
+    batch = random_batch()
+    rewards, values, mask = map(jnp.asarray, batch)
+    got = advantages.gae(rewards, values, mask, discount, gae_lambda)
+    for mine, theirs in zip(got, looped_gae(*batch, discount, gae_lambda), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+def test_gae_is_rlaxs():
+    rewards, values, mask = random_batch(1)
+    got, _ = advantages.gae(jnp.asarray(rewards), jnp.asarray(values), jnp.asarray(mask), 0.97, 0.9)
+    for b in range(len(mask)):
+        slots = np.nonzero(mask[b])[0]
+        discounts = np.where(slots == slots[-1], 0.0, 0.97).astype(np.float32)
+        known = np.append(values[b, slots], np.float32(0))
+        want = rlax.truncated_generalized_advantage_estimation(rewards[b, slots], discounts, 0.9, known)
+        np.testing.assert_allclose(got[b, slots], want, atol=1e-5)
+
+
+def test_gae_skips_what_is_not_the_responses():
+    """Tokens of a tool amid the response, and whatever lies under no mask."""
+    rewards, values, mask = random_batch(2)
+    mask[:, 5] = False
+    broken = [jnp.where(mask, x, jnp.nan) for x in (rewards, values)]
+    got, returns = advantages.gae(broken[0], broken[1], jnp.asarray(mask), 0.9, 0.8)
+    want, wanted_returns = looped_gae(rewards, values, mask, 0.9, 0.8)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    np.testing.assert_allclose(returns, wanted_returns, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from([2, 4, 8]), st.integers(1, 3), st.integers(0, 2**32 - 1))
+def test_comparisons_within_groups_are_the_loops(kind, size, groups, seed):
+    rewards = np.random.default_rng(seed).integers(0, 4, size * groups).astype(np.float32) / 4
+    got = getattr(advantages, kind)(jnp.asarray(rewards), size)
+    np.testing.assert_allclose(got, looped_groups(rewards, size, kind), atol=1e-5)
+
+
+def whole(name):
+    """The table's estimator in float64 loops."""
+    rewards, values, mask = random_batch()
+    sums = rewards.sum(axis=1)
+    spread = np.where(mask, 1.0, 0.0)
+    if name == "gae":
+        plain, returns = looped_gae(rewards, values, mask, 0.9, 0.8)
+        return looped_whitening(plain, mask), returns
+    if name == "reinforce++":
+        return looped_whitening(looped_gae(rewards, 0 * values, mask, 0.9, 1.0)[0], mask), None
+    if name == "reinforce++-baseline":
+        return looped_whitening(np.array(looped_groups(sums, GROUP, "dr_grpo"))[:, None] * spread, mask), None
+    return np.array(looped_groups(sums, GROUP, name))[:, None] * spread, None
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_table_is_the_loops(name):
+    rewards, values, mask = map(jnp.asarray, random_batch())
+    chosen = ESTIMATORS[name]
+    config = EstimatorConfig(group=GROUP, discount=0.9, gae_lambda=0.8)
+    got = chosen.estimate(rewards, values if chosen.critic else None, mask, config)
+    for mine, theirs in zip(got, whole(name), strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None and theirs is not None:
+            assert mine.dtype == jnp.float32
+            np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_padding_changes_nothing(name):
+    rewards, values, mask = random_batch()
+    config = EstimatorConfig(group=GROUP, discount=0.9)
+    chosen = jax.jit(ESTIMATORS[name].estimate, static_argnums=3)
+    want, _ = chosen(rewards, values, mask, config)
+    wide = [np.pad(x, ((0, GROUP), (0, 4))) for x in (rewards, values, mask)]
+    got, _ = chosen(*wide, config)
+    np.testing.assert_allclose(got[: len(mask), : mask.shape[1]], want, atol=1e-6)
+    assert not got[len(mask) :].any()
+
+
+def test_equal_rewards_teach_nothing():
+    rewards, mask = jnp.full(6, 0.1, jnp.float32), jnp.ones((6, 4), bool)
+    assert not advantages.grpo(rewards, 3).any()
+    np.testing.assert_allclose(advantages.reinforce_plus_plus_baseline(rewards, mask, 3), np.zeros((6, 4)), atol=1e-6)
+
+
+def test_groups_must_fit():
+    with pytest.raises(ValueError, match="7 rewards do not fall into groups of 4"):
+        advantages.dr_grpo(jnp.zeros(7), 4)
+    with pytest.raises(ValueError, match="groups of two samples or more, not 1"):
+        advantages.rloo(jnp.zeros(7), 1)
+
+
+def test_groups_without_signal_and_responses_without_end_are_found():
+    rewards = np.array([0.1, 0.1, 0.1, 0.0, 0.0, 1.0], np.float32)
+    np.testing.assert_array_equal(signal(rewards, 3), [False, True])
+    mask = np.array([[0, 1, 1], [0, 1, 0]], bool)
+    np.testing.assert_array_equal(overlong(mask, np.array([True, False])), [[0, 1, 1], [0, 0, 0]])

@@ -1,0 +1,129 @@
+"""Learning is right, not only rising: a bandit of tokens whose expected reward and optimum are known exactly.
+
+Two prompts, answers of two tokens out of sixteen, a fixed reward for each answer: the expected reward is a sum over
+all 256 answers under the policy's law, and the best policy has 1 for each prompt.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_jax.inference.logprobs import score_rollout
+from rlhf_jax.inference.shaping import token_rewards
+from rlhf_jax.inference.values import critic_of, score_values
+from rlhf_jax.model.transformer import forward, init, logits
+from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig
+from rlhf_jax.training.update import Optimizers, UpdateConfig, init_train_state, make_optimizer, update
+from rlhf_jax.types import Experience, ModelConfig, Rollout
+
+VOCAB, PROMPTS, GROUP = 16, 2, 64
+ROWS = PROMPTS * GROUP
+PROMPT_TOKENS = np.array([[3, 5], [11, 2]], np.int32)
+BEST_FIRST = [6, 13]
+LAST = 1  # the slot of a prompt's last token
+MASK = np.broadcast_to(np.array([False, False, True, True]), (ROWS, 4))
+MODEL = ModelConfig(
+    family="llama",
+    vocab_size=VOCAB,
+    width=16,
+    ffn_width=32,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_context=8,
+)
+STEPS = 40  # within which each method is to reach 95 % of the optimum
+UPDATE = UpdateConfig(epochs=2, minibatches=2, micro_rows=ROWS // 2, bucket=4, remat=False)
+OPTIMIZERS = Optimizers(make_optimizer(0.005), make_optimizer(0.01))
+
+
+def reward_table() -> np.ndarray:
+    """[prompt, first, second]: half for the prompt's own first token, and the other half if the right one follows."""
+    first, second = np.eye(VOCAB)[BEST_FIRST], np.roll(np.eye(VOCAB), 5, axis=1)
+    return (first[:, :, None] * (0.5 + 0.5 * second)).astype(np.float32)
+
+
+REWARDS = reward_table()
+
+
+@jax.jit
+def law(policy, tokens):
+    """log p of the next token after each of tokens [B, T]: [B, T, V]."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return jax.nn.log_softmax(logits(policy, forward(policy, tokens, positions)[0]))
+
+
+def expected_reward(policy) -> float:
+    """Over all answers, exactly: the mean over prompts of sum p(a) p(b | a) r(a, b)."""
+    starts = np.repeat(PROMPT_TOKENS, VOCAB, axis=0)
+    answers = np.tile(np.arange(VOCAB, dtype=np.int32), PROMPTS)[:, None]
+    scores = np.exp(np.asarray(law(policy, np.concatenate([starts, answers], axis=1)), np.float64))
+    first = scores[::VOCAB, LAST]
+    second = scores[:, LAST + 1].reshape(PROMPTS, VOCAB, VOCAB)
+    return float((first[:, :, None] * second * REWARDS).sum() / PROMPTS)
+
+
+@jax.jit
+def sample(policy, key) -> Rollout:
+    """`GROUP` answers to each prompt, drawn from the policy's law."""
+    keys, tokens = jax.random.split(key), jnp.repeat(jnp.asarray(PROMPT_TOKENS), GROUP, axis=0)
+    for each in keys:
+        drawn = jax.random.categorical(each, law(policy, tokens)[:, -1])
+        tokens = jnp.concatenate([tokens, drawn[:, None].astype(jnp.int32)], axis=1)
+    ids = jnp.arange(ROWS, dtype=jnp.uint32)
+    return Rollout(tokens, jnp.asarray(MASK), jnp.zeros(MASK.shape), jnp.full(ROWS, 4, jnp.int32), ids)
+
+
+@functools.partial(jax.jit, static_argnames="name")
+def experience_of(state, rollout, name: str) -> Experience:
+    """Rewards of the table, and advantages by the named estimator."""
+    prompt, (first, second) = jnp.arange(ROWS) // GROUP, rollout.tokens[:, -2:].T
+    rewards = jnp.asarray(REWARDS)[prompt, first, second]
+    logprobs = score_rollout(state.policy, rollout, temperature=1.0, rows=ROWS)
+    values = score_values(state.critic, rollout, rows=ROWS) if state.critic else None
+    earned = token_rewards(rewards, jnp.zeros(MASK.shape), rollout.mask, 0.0)
+    advantages, returns = ESTIMATORS[name].estimate(earned, values, rollout.mask, EstimatorConfig(group=GROUP))
+    return Experience(rollout, rollout.mask, logprobs, logprobs, rewards, advantages, values, returns)
+
+
+def learn(name: str, seed: int) -> list[float]:
+    """Exact expected rewards: at the start, and every few steps until 95 % or the end."""
+    policy = init(jax.random.key(seed), MODEL)
+    critic = critic_of(policy) if ESTIMATORS[name].critic else None
+    optimizers = OPTIMIZERS if critic else dataclasses.replace(OPTIMIZERS, critic=None)
+    seen = [expected_reward(policy)]
+    state = init_train_state(policy, optimizers, critic=critic)
+    for step in range(STEPS):
+        rollout = sample(state.policy, jax.random.fold_in(jax.random.key(seed + 100), step))
+        state, _ = update(state, experience_of(state, rollout, name), optimizers, UPDATE)
+        if step % 5 == 4:
+            seen.append(expected_reward(state.policy))
+            if seen[-1] >= 0.95:
+                break
+    return seen
+
+
+def test_the_optimum_is_one():
+    assert REWARDS.max(axis=(1, 2)).tolist() == [1.0, 1.0]
+
+
+def test_the_exact_expectation_is_what_sampling_converges_to():
+    policy = init(jax.random.key(7), MODEL)
+    prompt, total = np.arange(ROWS) // GROUP, []
+    for key in jax.random.split(jax.random.key(8), 100):
+        tokens = np.asarray(sample(policy, key).tokens)
+        total.append(REWARDS[prompt, tokens[:, 2], tokens[:, 3]].mean())
+    assert np.mean(total) == pytest.approx(expected_reward(policy), abs=float(4 * np.std(total) / 10))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["gae", "grpo", "rloo", "reinforce++"])
+def test_the_optimum_is_learnt(name, seed):
+    seen = learn(name, seed)
+    assert seen[0] < 0.4
+    assert seen[-1] >= 0.95, seen

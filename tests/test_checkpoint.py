@@ -1,0 +1,329 @@
+"""Checkpoints: what comes back is what was saved, bit for bit, or it is refused by name."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from launch import export
+from rlhf_jax import mesh as meshes
+from rlhf_jax.checkpoint import document
+from rlhf_jax.checkpoint.fingerprint import fingerprint
+from rlhf_jax.checkpoint.store import Checkpoints, Restored, named_leaves, read_part
+from rlhf_jax.model import transformer
+from rlhf_jax.types import TrainState
+
+IDENTITY = {"seed": 3, "model.path": "tiny", "weights": (1.0, 2.0)}
+WORDS = 1 << 16
+
+
+def make_state(seed: int) -> Any:
+    """A policy of every kind of leaf, the state of its optimizer, and no critic."""
+    bits = np.random.default_rng(seed).integers(0, 1 << 32, (4, WORDS // 4), dtype=np.uint32)
+    policy: Any = {
+        "bits": jnp.asarray(bits.view(np.float32)),  # any bits: NaNs with a message, -0.0, denormals
+        "half": jnp.asarray(bits[0].astype(np.uint16)).view(jnp.bfloat16),
+        "none": None,
+        "flags": (jnp.asarray(bits[1, :5] % 2 == 0), jnp.int8(-seed)),
+    }
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-3, 0, 9)))
+    return TrainState(policy, optimizer.init({"bits": policy["bits"]}), jnp.int32(seed))
+
+
+def as_bytes(tree) -> dict[str, tuple]:
+    arrays = {name: np.asarray(leaf) for name, leaf in named_leaves(tree).items()}
+    return {name: (array.dtype, array.shape, array.tobytes()) for name, array in arrays.items()}
+
+
+def opened(folder: Path, keep: int = 2, **changes) -> Checkpoints:
+    return Checkpoints(folder, keep, IDENTITY | changes)
+
+
+def restore(checkpoints: Checkpoints, template) -> Restored:
+    restored = checkpoints.restore(template)
+    assert restored is not None
+    return restored
+
+
+def save(folder: Path, *saved: int) -> None:
+    with opened(folder) as checkpoints:
+        for step in saved:
+            checkpoints.save(step, make_state(step), {"step": step})
+
+
+def listed(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_everything_comes_back_bit_for_bit(tmp_path, capfd):
+    state, history = make_state(5), np.arange(6, dtype=np.int32).reshape(2, 3)
+    host = {"kl": 0.1 + 0.2, "rate": np.float32(0.1), "at": {"epoch": 2}, "history": [history, np.zeros(0, np.int32)]}
+    with opened(tmp_path) as checkpoints:
+        assert checkpoints.latest() is None and checkpoints.restore(state) is None
+        checkpoints.save(5, state, host)
+        history[:] = -1  # the caller's again
+        host["at"]["epoch"] = 9
+        step, restored, back = restore(checkpoints, jax.eval_shape(lambda: state))
+    assert step == 5 and as_bytes(restored) == as_bytes(state)
+    assert jax.tree.structure(restored) == jax.tree.structure(state) and restored.policy["none"] is None
+    assert back["kl"] == 0.1 + 0.2 and np.float32(back["rate"]) == np.float32(0.1) and back["at"] == {"epoch": 2}
+    assert back["history"][0].tolist() == [[0, 1, 2], [3, 4, 5]] and back["history"][1].shape == (0,)
+    assert back["history"][0].dtype == np.int32 and back["history"][0].flags.writeable
+    assert capfd.readouterr() == ("", "")  # orbax says nothing
+
+
+def test_the_latest_few_are_kept_and_a_saved_step_stays(tmp_path):
+    save(tmp_path, 1, 2, 3)
+    assert listed(tmp_path) == {"2", "3"}
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save(3, make_state(7), {})
+        assert checkpoints.latest() == 3 and restore(checkpoints, make_state(0)).host == {"step": 3}
+
+
+def split(state, mesh, *axes):
+    spec = PartitionSpec(*axes)
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, NamedSharding(mesh, spec if leaf.ndim == 2 else PartitionSpec())), state
+    )
+
+
+def test_another_mesh_may_go_on(tmp_path):
+    state = split(make_state(1), meshes.make_mesh(fsdp=4, tensor=2), "tensor", "fsdp")
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save(1, state, {})
+        template = split(make_state(0), meshes.make_mesh(data=2, fsdp=2, tensor=2), "fsdp", "tensor")
+        restored = restore(checkpoints, template).state
+    assert as_bytes(restored) == as_bytes(state)
+    assert jax.tree.map(lambda leaf: leaf.sharding, restored) == jax.tree.map(lambda leaf: leaf.sharding, template)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def update(state):
+    return jax.tree.map(lambda leaf: leaf * 3 + 1, state)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_save_and_the_next_donated_update_share_no_buffer(tmp_path, sharded):
+    sharding = NamedSharding(meshes.make_mesh(), PartitionSpec("fsdp")) if sharded else None
+    state = [jax.device_put(jnp.arange(1 << 23, dtype=jnp.int32) + n, sharding) for n in range(4)]
+    expected = [np.array(leaf) for leaf in state]
+    jax.block_until_ready(update([leaf + 0 for leaf in state]))  # compiled
+    state = [leaf + 0 for leaf in state]  # without the views that numpy may have kept
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save(1, state, {})
+        updated = jax.block_until_ready(update(state))
+        # Where the writer still looked at the memory, jax would have copied instead of giving it to the update.
+        assert all(leaf.is_deleted() for leaf in state)
+        restored = restore(checkpoints, updated).state
+    for leaf, saved in zip(restored, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(leaf), saved)
+
+
+def flip(folder: Path) -> None:
+    file = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+def truncate(folder: Path) -> None:
+    file = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def forge(folder: Path) -> None:
+    file = folder / "host/document.json"
+    file.write_text(file.read_text().replace('"step": 2', '"step": 7'))
+
+
+DAMAGES = {
+    "flipped": flip,
+    "truncated": truncate,
+    "forged": forge,
+    "no manifest": lambda folder: (folder / "state/manifest.ocdbt").unlink(),
+    "no data": lambda folder: shutil.rmtree(folder / "state/ocdbt.process_0"),
+    "torn metadata": lambda folder: os.truncate(folder / "state/_METADATA", 100),
+    "no document": lambda folder: (folder / "host/document.json").unlink(),
+    "torn document": lambda folder: os.truncate(folder / "host/document.json", 100),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_one_is_named_and_the_one_before_it_used(tmp_path, capfd, damage):
+    save(tmp_path, 1, 2)
+    damage(tmp_path / "2")
+    with opened(tmp_path) as checkpoints:
+        step, restored, host = restore(checkpoints, make_state(0))
+        said = capfd.readouterr()
+        assert said.out == "" and said.err.count("\n") == 1
+        assert "checkpoint of step 2 is damaged (" in said.err and "damaged-2" in said.err
+        assert (step, host) == (1, {"step": 1}) and as_bytes(restored) == as_bytes(make_state(1))
+        checkpoints.save(2, make_state(2), {})
+        assert restore(checkpoints, make_state(0)).step == 2
+    assert listed(tmp_path) == {"1", "2", "damaged-2"}
+
+
+def test_where_none_is_whole_nothing_is_begun_anew(tmp_path):
+    for _ in range(2):
+        save(tmp_path, 1)
+        flip(tmp_path / "1")
+        with opened(tmp_path) as checkpoints, pytest.raises(ValueError, match=r"No checkpoint in .* is whole"):
+            restore(checkpoints, make_state(0))
+    assert listed(tmp_path) == {"damaged-1", "damaged-1-2"}
+
+
+KILLED = """
+import os, signal, sys
+import jax, jax.numpy as jnp
+from rlhf_jax.checkpoint.store import Checkpoints
+checkpoints = Checkpoints(sys.argv[1], 2, {}).__enter__()
+checkpoints.save(1, [jnp.ones(5)], {})
+checkpoints.save(2, [jnp.ones(50_000_000)], {})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_save_that_was_killed_is_ignored_and_cleaned(tmp_path):
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=Path(__file__).parents[1])
+    assert killed.returncode == -signal.SIGKILL
+    assert any(name.startswith("2.") for name in listed(tmp_path)) and "2" not in listed(tmp_path)
+    with Checkpoints(tmp_path, 2, {}) as checkpoints:
+        assert restore(checkpoints, [jnp.zeros(5)]).step == 1
+    assert listed(tmp_path) == {"1"}
+
+
+def test_an_error_of_a_save_is_one_sentence_at_the_next_call(tmp_path, capfd):
+    save(tmp_path, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with opened(tmp_path) as checkpoints:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, limits[1]))  # as a full disk: a file cannot grow
+        try:
+            with pytest.raises(OSError, match=r"step 2 could not be saved in .* \(File too large\)") as caught:
+                checkpoints.save(2, make_state(2), {})
+                checkpoints.latest()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+        assert listed(tmp_path) == {"1"}
+        assert restore(checkpoints, make_state(0)).step == 1
+        checkpoints.save(3, make_state(3), {})
+    assert listed(tmp_path) == {"1", "3"} and capfd.readouterr() == ("", "")
+
+
+def test_leaving_tells_of_a_save_that_failed(tmp_path, monkeypatch):
+    def fail(self, x, directory):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("orbax.checkpoint.JsonCheckpointHandler._save_fn", fail)
+    with pytest.raises(OSError, match="step 4 could not be saved"), opened(tmp_path) as checkpoints:
+        checkpoints.save(4, make_state(4), {})
+    with pytest.raises(KeyError) as caught, opened(tmp_path) as checkpoints:
+        checkpoints._saving = 5
+        monkeypatch.setattr(checkpoints._manager, "wait_until_finished", lambda: fail(0, 0, 0))
+        raise KeyError("the first error")
+    assert "step 5 could not be saved" in caught.value.__notes__[0]
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"file/checkpoints cannot be used for checkpoints \(Not a directory\)"):
+        opened(tmp_path / "file" / "checkpoints").__enter__()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"seed": 4}, "seed = 3, and this run has 4"),
+        ({"weights": [1.0]}, r"weights = \[1.0, 2.0\], and this run has \[1.0\]"),
+        ({"new": True}, "new = None, and this run has True"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path, change, said):
+    save(tmp_path, 1)
+    with opened(tmp_path, **change) as checkpoints, pytest.raises(ValueError, match=said):
+        restore(checkpoints, make_state(0))
+    assert listed(tmp_path) == {"1"}
+    assert document.differences(json.loads(json.dumps(IDENTITY)), IDENTITY) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda state: state.replace(critic=state.policy["bits"]), r"has nothing for critic, and this run float32\["),
+        (lambda state: state.replace(optimizer=None), "holds optimizer"),
+        (lambda state: state.replace(step=jnp.float32(0)), r"has int32\[\] for step, and this run float32\[\]"),
+        (lambda state: state.replace(step=jnp.zeros(2, jnp.int32)), r"has int32\[\] for step, and this run int32\[2\]"),
+    ],
+)
+def test_nothing_is_initialised_or_dropped_in_silence(tmp_path, change, said):
+    save(tmp_path, 1)
+    with opened(tmp_path) as checkpoints, pytest.raises(ValueError, match=said):
+        restore(checkpoints, change(make_state(0)))
+    assert listed(tmp_path) == {"1"}
+
+
+def test_a_part_is_read_beside_a_run_that_saves(tmp_path, tiny):
+    state = TrainState(transformer.init(jax.random.key(0), tiny, jnp.float32), {"m": jnp.zeros(3)}, jnp.int32(1))
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save(1, state, {})
+        checkpoints.latest()
+        checkpoints.save(2, [jnp.zeros(1 << 22)], {})
+        step, part, _ = read_part(tmp_path, export.policy_template(tiny), 1)
+    assert step == 1 and as_bytes(part.policy) == as_bytes(state.policy) and part.optimizer is None
+    assert listed(tmp_path) == {"1", "2"}
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 7 in .*; found are: \[1, 2\]"):
+        read_part(tmp_path, part, 7)
+    flip(tmp_path / "1")
+    with pytest.raises(ValueError, match="1 is damaged"):
+        read_part(tmp_path, part, 1)
+
+
+@pytest.mark.parametrize("config", [None, "{}", '{"model": 1}', "{"])
+def test_export_refuses_in_one_sentence(tmp_path, capsys, config):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    assert export.main(["export.py", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "config.json" in said and said.count("\n") == 1
+
+
+def test_export_finds_the_model_of_a_run(tmp_path):
+    (tmp_path / "config.json").write_text('{"model": {"path": "org/name"}, "steps": 3}')
+    assert export.model_path(tmp_path) == "org/name"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
+def test_a_fingerprint_sees_every_bit_and_its_place(dtype):
+    array = np.random.default_rng(0).integers(0, 2, (6, 8)).astype(jnp.dtype(dtype))
+    array[0, 0], array[0, 1] = True, False
+    mark = int(fingerprint(jnp.asarray(array)))
+    for place in np.ndindex(array.shape):
+        changed = array.copy()
+        changed.view(np.uint8)[place[0], place[1] * array.itemsize] ^= 1
+        assert int(fingerprint(jnp.asarray(changed))) != mark
+    swapped = array.copy()
+    swapped[0, :2] = array[0, 1::-1]
+    assert int(fingerprint(jnp.asarray(swapped))) != mark
+    assert int(fingerprint(jnp.asarray(array.reshape(8, 6)))) == mark  # the place is the one in memory
+
+
+@pytest.mark.parametrize("axes", [("fsdp", "tensor"), ("tensor", None), (None, ("fsdp", "tensor")), ()])
+def test_a_fingerprint_does_not_depend_on_the_mesh(axes):
+    array = jax.random.normal(jax.random.key(0), (16, 24))
+    placed = jax.device_put(array, NamedSharding(meshes.make_mesh(fsdp=4, tensor=2), PartitionSpec(*axes)))
+    assert int(fingerprint(placed)) == int(fingerprint(array))

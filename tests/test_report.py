@@ -1,0 +1,311 @@
+"""The report: one page of one file, whatever a run left, read back by an HTML parser and opened in a browser."""
+
+import html.parser
+import json
+import math
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from launch import report as command
+from rlhf_jax import metrics
+from rlhf_jax.report.charts import line_chart, stacked_chart
+from rlhf_jax.report.page import PAIRS, write_report
+from rlhf_jax.report.run import Series
+from rlhf_jax.report.scales import axis_number, domain, duration, groups, reading, smooth, ticks
+
+CONFIG = {
+    "steps": 3,
+    "model": {"path": "models/SmolLM2-135M"},
+    "advantage": {"estimator": "gae"},
+    "generation": {"strategy": "lookup-chain-2", "rows": 8},
+    "reward": {"metrics": {}},
+}
+SAMPLE = {"step": 0, "prompt": "p", "response": "", "reward": None}
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+HOSTILE = "</p><script>alert('gotcha')</script><img src=x onerror=alert(1)> & \x00 \ud800"
+
+
+class Page(html.parser.HTMLParser):
+    """What is on a page: its elements as (tag, attributes), its visible text by words; refuses wrong nesting."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.open, self.text, self.titles = [], [], "", []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "title" in self.open:
+            self.titles.append(data)
+        elif not {"style", "script"} & set(self.open):
+            self.text = " ".join([self.text, *data.split()])
+
+    def all(self, tag, kind=""):
+        found = [attrs for name, attrs in self.elements if name == tag]
+        return [attrs for attrs in found if not kind or kind in attrs.get("class", "").split()]
+
+    def charts(self):
+        return [attrs["aria-label"].split(" by step")[0] for attrs in self.all("svg", "plot")]
+
+
+def row(step, **more):
+    numbers = {key: 0.5 for key in metrics.REQUIRED} | {"generation/tokens": 640, "generation/tokens_per_round": 1.6}
+    return numbers | {"step": step, "step/seconds": 2.0, "reward/mean": 0.1 * step} | more
+
+
+def evaluation(step, reward, response="yes", prompts=("Say yes.", "Say no.")):
+    samples = [{"prompt": prompt, "response": response, "reward": reward} for prompt in prompts]
+    return {"step": step, "eval/reward": reward, "eval/lexicon": 0.5, "samples": samples}
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def page(folder, steps=(), evaluations=None, samples=None, config=CONFIG):
+    """The page of a run with these files."""
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    (folder / "metrics.jsonl").write_text(lines(steps))
+    for name, rows in (("evaluations", evaluations), ("samples", samples)):
+        if rows is not None:
+            (folder / f"{name}.jsonl").write_text(lines(rows))
+    return Page(write_report(folder).read_text(encoding="utf-8"))
+
+
+def test_a_page_says_what_a_run_was_and_did(tmp_path):
+    folder = tmp_path / "my_run"
+    folder.mkdir()
+    steps = [row(step, **{"loss/value": 1.0, "gradient/norm": 2.0}) for step in range(3)]
+    seen = page(folder, steps, [evaluation(0, 0.25, "before"), evaluation(3, 0.75, "afterwards")])
+    for words in ("my_run", "SmolLM2-135M", "PPO", "lookup-chain-2", "0.250", "0.750", "+0.500", "1.60", "6.0 s"):
+        assert words in seen.text, words
+    assert "Held-out reward" in seen.text and "Held-out lexicon" in seen.text and "steps 3 " in seen.text
+    expected = ["Reward", "KL to the reference", "Response length", "Policy loss", "Value loss", "Generation speed"]
+    assert seen.charts()[:6] == expected and "Time by stage" in seen.charts() and "gradient/norm" in seen.charts()
+    assert "generation 33%" in seen.text and "inference 33%" in seen.text
+
+
+def test_samples_stand_side_by_side_with_their_rewards(tmp_path):
+    first, last = evaluation(0, 0.25, "before"), evaluation(3, 0.75, "afterwards")
+    last["samples"][1]["prompt"] = "Another prompt."
+    seen = page(tmp_path, [row(0)], [first, evaluation(2, 0.5, "between"), last])
+    assert len(seen.all("article", "pair")) == 1, "prompts that differ are not paired"
+    for words in ("Say yes.", "before training 0.250 before", "after 3 steps 0.750 afterwards"):
+        assert words in seen.text
+    assert "between" not in seen.text and "Say no." not in seen.text
+
+
+def test_many_long_samples_are_spread_evenly_and_cut(tmp_path):
+    prompts = [f"Prompt number {number}." for number in range(1000)]
+    seen = page(tmp_path, [row(0)], [evaluation(step, 0.5, "é" * 5000, prompts) for step in (0, 1)])
+    shown = [number for number in range(1000) if f"Prompt number {number}. " in seen.text]
+    assert 12 <= len(shown) <= PAIRS and shown[0] == 0 and len(set(np.diff(shown))) == 1
+    assert "… (3,000 more characters)" in seen.text and "é" * 2001 not in seen.text
+
+
+def test_what_a_model_wrote_is_text(tmp_path):
+    config = CONFIG | {"model": {"path": "<b>bold</b>"}, "<i>key": "<script>alert(2)</script>"}
+    evaluations = [evaluation(step, 0.5, HOSTILE, [HOSTILE]) for step in (0, 1)]
+    seen = page(tmp_path, [row(0, **{"<script>alert(3)</script>": 1.0})], evaluations, config=config)
+    assert len(seen.all("script")) == 1 and not seen.all("img") and not seen.all("b", "bold")
+    assert "<script>alert('gotcha')</script>" in seen.text and "<script>alert(2)</script>" in seen.text
+
+
+def test_nothing_comes_from_a_network(tmp_path):
+    seen = page(tmp_path, [row(0), row(1)], [evaluation(0, 0.5)])
+    (policy,) = [attrs["content"] for attrs in seen.all("meta") if "http-equiv" in attrs]
+    assert policy.startswith("default-src 'none'")
+    assert not [attrs for _, attrs in seen.elements if {"src", "href"} & set(attrs)]
+    text = (tmp_path / "report.html").read_text()
+    assert "http" not in text.replace("http-equiv", "") and "@import" not in text and "url(" not in text
+
+
+@pytest.mark.parametrize(
+    ("steps", "evaluations", "samples", "config", "words"),
+    [
+        ([row(0)], None, None, None, "Training reward"),
+        ([row(0)], [], None, CONFIG, "1 of 3"),
+        ([row(0)], [evaluation(0, 0.5)], None, CONFIG, "before training 0.500 yes"),
+        ([], None, None, CONFIG, "No step has finished yet."),
+        ([], [evaluation(0, 0.5)], None, CONFIG, "before training 0.500 yes"),
+        ([{"step": 0}], [{"step": 0, "samples": []}], None, {}, "No step has finished yet."),
+        ([{"step": 0, "reward/mean": 0.5}, {"step": 1, "kl/mean": math.nan}], None, None, CONFIG, "0.500"),
+        ([row(0), row(1)], None, [SAMPLE, SAMPLE | {"step": 1, "response": "s"}], CONFIG, "in step 1 p s"),
+        ([row(0)], [], [SAMPLE], CONFIG, "(nothing)"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_left_out(tmp_path, steps, evaluations, samples, config, words):
+    seen = page(tmp_path, steps, evaluations, samples, config)
+    assert words in seen.text
+    assert not {"nan", "NaN", "inf", "None", "undefined"} & set(seen.text.split())
+
+
+def test_a_run_that_is_being_written_can_be_read(tmp_path):
+    page(tmp_path, [row(0)])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "rew')
+    assert "1 of 3" in Page(write_report(tmp_path).read_text()).text
+
+
+def test_ten_thousand_steps_fit_a_page(tmp_path):
+    rng = np.random.default_rng(0)
+    steps = [row(step, **{f"extra/{i}": rng.normal() for i in range(20)}) for step in range(10_000)]
+    steps[5000]["kl/mean"] = 77.0
+    seen = page(
+        tmp_path, steps, [evaluation(step, 0.5) for step in range(0, 10_001, 10)], config=CONFIG | {"steps": 10_000}
+    )
+    assert (tmp_path / "report.html").stat().st_size < 3e6
+    assert "↑ 77.0" in seen.text, "a spike is seen"
+    assert "10,000" in seen.text and "10,000 of" not in seen.text
+
+
+def test_a_written_run_is_read(tmp_path):
+    writer = metrics.open_run(tmp_path, json.dumps(CONFIG))
+    writer.write_evaluation(0, {"eval/reward": 0.25}, [{"prompt": "p", "response": "r", "reward": 0.25}])
+    writer.write(row(0))
+    writer.write_samples(0, [{"prompt": "p", "response": "r", "reward": 0.25}])
+    writer.close()
+    seen = Page(write_report(tmp_path, device="4 × TPU v5p").read_text(encoding="utf-8"))
+    assert "Held-out reward 0.250" in seen.text and "device 4 × TPU v5p" in seen.text
+
+
+def line(values, steps=None):
+    return Series("loss", np.arange(len(values)) if steps is None else np.array(steps), np.array(values, np.float64))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[0.0], [1e-300], [5.0] * 20, [-1.0, 1.0], [1e300, -1e300], [0.0] * 20 + [1e9], list(range(1000)), [1e-9, 2e-9]],
+)
+def test_a_chart_draws_whatever_is_finite(values):
+    drawn = line_chart("Loss", line(values), line(values[:2]))
+    assert not any(word in drawn.lower().replace("infer", "") for word in ("nan", "inf"))
+    assert len(Page(drawn).all("svg", "plot")) == 1
+
+
+def test_a_chart_of_nothing_is_nothing():
+    assert line_chart("Loss", line([])) == "" and stacked_chart("Time", [line([])]) == ""
+
+
+def test_a_chart_draws_the_values():
+    drawn = Page(line_chart("Loss", line([0.0, 4.0, 2.0])))
+    raw, bold = (attrs["d"] for attrs in drawn.all("path"))
+    assert raw == bold == "M0.0 1000.0L500.0 0.0L1000.0 500.0"
+    assert drawn.titles == ["step 0\nloss 0", "step 1\nloss 4.00", "step 2\nloss 2.00"]
+    assert drawn.text.endswith(" 2.00")
+
+
+def test_bars_stack_to_the_whole():
+    drawn = Page(stacked_chart("Time", [line([1.0, 1.0]), line([3.0, 1.0])]))
+    below, above = (attrs["d"] for attrs in drawn.all("path"))
+    assert below == "M60.0 750.0h380.0v250.0h-380.0zM560.0 750.0h380.0v250.0h-380.0z"
+    assert above == "M60.0 0.0h380.0v750.0h-380.0zM560.0 500.0h380.0v250.0h-380.0z"
+    assert "together 4.0 s" in drawn.titles[0]
+
+
+def test_end_labels_do_not_meet():
+    drawn = Page(line_chart("Loss", line([0.0, 1.0]), line([0.0, 1.0])))
+    heights = [float(attrs["y"]) for attrs in drawn.all("text", "end")]
+    assert abs(heights[0] - heights[1]) == 16 and min(heights) >= 0
+
+
+@pytest.mark.parametrize(
+    ("values", "ends"),
+    [
+        ([0.0, 1.0], (0, 1, 0.5)),
+        ([0.62, 0.97], (0.6, 1.0, 0.1)),
+        ([3.0, 19.0], (0, 20, 5)),
+        ([7.0], (6, 8, 0.5)),
+        ([-3.0, -1.0], (-3, -1, 0.5)),
+    ],
+)
+def test_axes_end_at_round_numbers(values, ends):
+    low, high, step = domain(np.array(values))
+    assert (low, high, step) == pytest.approx(ends)
+    assert np.allclose(np.diff(ticks(low, high, step)), step)
+
+
+def test_a_lone_spike_does_not_flatten_the_rest():
+    values = np.append(np.linspace(1, 2, 50), 900.0)
+    assert domain(values)[1] <= 2.5 and smooth(values).max() <= 2
+    assert domain(np.array([1.0, 2.0, 900.0]))[1] >= 900, "three values have no spike"
+
+
+def test_the_moving_mean_keeps_lines_and_ends():
+    steady = np.full(50, 3.0)
+    assert np.allclose(smooth(steady), steady)
+    noisy = np.linspace(0, 1, 300) + np.random.default_rng(0).normal(0, 0.1, 300)
+    assert np.abs(smooth(noisy) - np.linspace(0, 1, 300)).max() < 0.08 and len(smooth(noisy)) == 300
+    assert smooth(np.array([1.0, 5.0])).tolist() == [1, 5]
+
+
+def test_points_are_grouped_evenly():
+    parts = groups(1003, 200)
+    assert len(parts) == 200 and parts[0].start == 0 and parts[-1].stop == 1003
+    assert {part.stop - part.start for part in parts} == {5, 6} and len(groups(3, 200)) == 3
+
+
+def test_numbers_are_read_at_a_glance():
+    assert [reading(v) for v in (0, 0.9721, -1.646, 19.75, 1234.5, 2.5e7, 1.2e-5)] == [
+        "0", "0.972", "−1.65", "19.8", "1,234", "25M", "1.2e−5"
+    ]  # fmt: skip
+    assert [axis_number(*pair) for pair in ((0.25, 0.05), (-0.0, 1), (1500, 500), (20_000, 10_000), (-2e-5, 1e-5))] == [
+        "0.25", "0", "1,500", "20k", "−2e−5"
+    ]  # fmt: skip
+    assert [duration(s) for s in (8.53, 260, 11_100, 187_300)] == ["8.5 s", "4 min 20 s", "3 h 05 min", "2 d 4 h"]
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "neither config.json nor metrics.jsonl"),
+        ({"config.json": "{"}, "config.json is not JSON"),
+        ({"metrics.jsonl": '{"step": 0}\n{"st\n{"step": 2}\n'}, "metrics.jsonl, line 2, is no JSON object with a step"),
+        ({"metrics.jsonl": "[1]\n"}, "metrics.jsonl, line 1, is no JSON object with a step"),
+    ],
+)
+def test_the_command_names_what_is_wrong(tmp_path, capsys, files, said):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert command.main(["report.py", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error and error.count("\n") == 1
+
+
+def test_the_command_prints_the_path(tmp_path, capsys):
+    assert command.main(["report.py"]) == 2
+    (tmp_path / "metrics.jsonl").write_text(lines([row(0)]))
+    assert command.main(["report.py", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n" and not list(tmp_path.glob("*.new"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 500])
+def test_a_browser_shows_it_without_complaint(tmp_path, width):
+    browser = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
+    if browser is None:
+        pytest.skip("no chromium, google-chrome or chrome on PATH")
+    page(tmp_path, [row(step) for step in range(30)], [evaluation(0, 0.25, HOSTILE), evaluation(30, 0.75, HOSTILE)])
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    options += [f"--window-size={width},900", "--enable-logging=stderr", "--dump-dom"]
+    asked = [browser, *options, (tmp_path / "report.html").as_uri()]
+    seen = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=True)
+    assert "CONSOLE" not in seen.stderr
+    assert 'data-tip="step 29' in seen.stdout, "the script ran"
+    assert seen.stdout.count('<svg class="plot"') >= 8 and "alert('gotcha')&lt;/script&gt;" in seen.stdout

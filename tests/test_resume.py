@@ -1,0 +1,156 @@
+"""Nothing is lost: a run that is killed or stopped and goes on leaves what an uninterrupted one does, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny_run
+from tiny_run import ROOT, lines
+
+# PPO with several epochs, an adaptive KL coefficient, drafts from history, and batches across a data epoch's boundary.
+CHANGES = {
+    "steps": 7,
+    "deterministic": True,
+    "checkpoint__every": 2,
+    "advantage__estimator": "gae",
+    "kl__place": "reward",
+    "kl__estimator": "k1",
+    "kl__target": 0.05,
+    "kl__horizon": 100,
+    "critic__learning_rate": 1e-3,
+    "training__epochs": 2,
+    "training__minibatches": 2,
+    "generation__prompts_per_step": 6,
+    "generation__samples_per_prompt": 2,
+    "generation__rows": 6,
+    "generation__fewest_rows": 3,
+    "generation__resample": 1,
+    "training__microbatch_rows": 3,
+    "evaluation__every": 3,
+}
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+MEASURED = ("seconds", "per_second")  # what the wall clock says is no part of the promise
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    tiny_run.make_model(folder / "tiny")
+    tiny_run.make_files(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(place):
+    """What an uninterrupted run leaves, and how often each event happened in it."""
+    done = run(place, "whole", "none", -1)
+    assert done.returncode == 0, done.stderr
+    return left_by(place / "whole"), json.loads(done.stdout.splitlines()[-1])
+
+
+def command(place: Path, name: str) -> list[str]:
+    options = CHANGES | {"workdir": place / name, "compilation_cache": place / "programs"}
+    return tiny_run.arguments(place, place / "tiny", **options)[1:]
+
+
+def run(place: Path, name: str, event: str, number: int, seconds: float = 0.0) -> subprocess.CompletedProcess:
+    words = [sys.executable, str(ROOT / "tests" / "killed.py"), event, str(number), str(seconds)]
+    return subprocess.run(
+        words + command(place, name), capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=300
+    )
+
+
+def left_by(workdir: Path) -> dict:
+    """All that a run promises to be equal: its lines, its weights, and the fingerprints of its last checkpoint."""
+    steps = [
+        {key: value for key, value in line.items() if not key.endswith(MEASURED)}
+        for line in lines(workdir / "metrics.jsonl")
+    ]
+    last = max(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+    (document,) = (workdir / "checkpoints" / str(last)).rglob("document.json")
+    checkpoint = json.loads(document.read_text())
+    return {
+        "metrics": steps,
+        "samples": (workdir / "samples.jsonl").read_bytes(),
+        "evaluations": (workdir / "evaluations.jsonl").read_bytes(),
+        "policy": (workdir / "policy" / "model.safetensors").read_bytes(),
+        "checkpoint": (last, checkpoint["leaves"], checkpoint["host"]),
+    }
+
+
+def check_equal(workdir: Path, whole: dict) -> None:
+    found = left_by(workdir)
+    assert [line["step"] for line in found["metrics"]] == list(range(CHANGES["steps"]))
+    for name, value in whole.items():
+        assert found[name] == value, name
+
+
+def test_the_run_is_one_to_be_interrupted(whole):
+    """It has what the promise speaks of: all phases, several checkpoints, a moving KL coefficient, prompts redrawn."""
+    left, events = whole
+    assert set(events) >= {"compiling", "evaluation", "generation", "inference", "training", "saving", "samples"}
+    assert events["saving"] >= 4 and events["generation"] > 20
+    assert len({line["kl/coefficient"] for line in left["metrics"]}) > 3
+    assert any(line["generation/attempts"] == 2 for line in left["metrics"])
+    assert all(line["training/minibatches_done"] == 4 for line in left["metrics"])
+
+
+def moments(events: dict[str, int], count: int, seed: int) -> list[tuple[str, int, float]]:
+    """Random moments, of every kind of event in turn; half come a little later than the event."""
+    draw = random.Random(seed)
+    kinds = ["unfinished", "generation", "training", "saving", "inference", "evaluation", "samples", "export"]
+    chosen = []
+    for index in range(count):
+        kind = kinds[index % len(kinds)]
+        happened = 4 if kind == "unfinished" else events[kind]
+        chosen.append((kind, draw.randrange(happened), draw.choice([0.0, draw.uniform(0.0, 0.1)])))
+    return chosen
+
+
+def kill_and_resume(place: Path, name: str, moment: tuple[str, int, float], whole: dict) -> None:
+    killed = run(place, name, *moment)
+    assert killed.returncode == -signal.SIGKILL, (moment, killed.stderr)
+    done = run(place, name, "none", 0)
+    assert done.returncode == 0, (moment, done.stderr)
+    check_equal(place / name, whole)
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_killed_and_resumed_is_uninterrupted(index, place, whole):
+    left, events = whole
+    kill_and_resume(place, f"killed-{index}", moments(events, 3, seed=0)[index], left)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(20))
+def test_killed_at_twenty_moments(index, place, whole):
+    left, events = whole
+    kill_and_resume(place, f"moment-{index}", moments(events, 20, seed=1)[index], left)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopped_and_resumed_is_uninterrupted(number, place, whole):
+    """A signal in the middle of a roll-out: saved, an exit code of its own, no traceback."""
+    name = f"stopped-{int(number)}"
+    words = [sys.executable, str(ROOT / "launch" / "train.py"), *command(place, name)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    metrics = place / name / "metrics.jsonl"
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
+        time.sleep(0.01)
+        assert process.poll() is None
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + number, errors
+    assert "Traceback" not in errors and "the same command goes on" in errors
+    assert len(lines(metrics)) < CHANGES["steps"]
+    done = run(place, name, "none", 0)
+    assert done.returncode == 0 and "Going on from step" in done.stdout, done.stderr
+    check_equal(place / name, whole[0])
