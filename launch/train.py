@@ -31,6 +31,7 @@ from rlhf_jax.model import huggingface
 from rlhf_jax.report.page import write_report
 from rlhf_jax.stages import Frozen, Memory, Stages
 from rlhf_jax.stopping import Stop, Stopped, listening
+from rlhf_jax.training.update import Optimizers
 from rlhf_jax.types import Experience, Model, TrainState
 from rlhf_jax.watchdog import Watchdog
 
@@ -81,13 +82,14 @@ def train(config: Config) -> None:
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(listening())
         saved = stack.enter_context(checkpoints(run))
-        stages = build.make_stages(run, stack)
-        state, remembered = start_or_resume(run, stages, saved)
+        optimizers = build.make_optimizers(run)
+        state, remembered = start_or_resume(run, optimizers, saved)
         progress = stack.enter_context(metrics.Progress(config.steps, int(state.step)))
         watchdog = stack.enter_context(Watchdog(config.watchdog_seconds, progress.say))
         writer = metrics.open_run(run.workdir, config.to_json_best_effort(), int(state.step))
         stack.callback(writer.close)
         watch = Watch(progress, watchdog, stop)
+        stages = build.make_stages(run, optimizers, stack)
         setting = Setting(run, stages, build.frozen(run), saved, writer, watch)
         state = loop(setting, state, remembered, make_evaluation(setting, stack))
     finish(run, state)
@@ -100,12 +102,12 @@ def checkpoints(run: build.Run) -> Checkpoints:
     return Checkpoints(run.workdir / "checkpoints", asked.keep, build.identity(run), may_differ)
 
 
-def start_or_resume(run: build.Run, stages: Stages, saved: Checkpoints) -> tuple[TrainState, Memory]:
+def start_or_resume(run: build.Run, optimizers: Optimizers, saved: Checkpoints) -> tuple[TrainState, Memory]:
     """The state of the last checkpoint, or that of a new run."""
     remembered = build.new_memory(run)
-    found = saved.restore(build.state_template(run, stages.optimizers))
+    found = saved.restore(build.state_template(run, optimizers))
     if found is None:
-        return build.new_state(run, stages.optimizers), remembered
+        return build.new_state(run, optimizers), remembered
     remembered.restore(found.host)
     print(f"Going on from step {found.step}, saved in {run.workdir}/checkpoints; another workdir starts anew.\n")
     return found.state, remembered

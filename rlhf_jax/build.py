@@ -132,14 +132,14 @@ def _digest(prompts: Prompts) -> str:
     return hashlib.sha256(b"".join(np.append(tokens, -1).tobytes() for tokens in prompts.tokens)).hexdigest()[:16]
 
 
-def make_stages(run: Run, stack: contextlib.ExitStack) -> Stages:
+def make_stages(run: Run, optimizers: Optimizers, stack: contextlib.ExitStack) -> Stages:
     """What stays the same from step to step; the stack ends the reward's processes."""
     config, generation = run.config, run.config.generation
     return Stages(
         decoding=_decoding(run),
         shaping=_shaping(config),
         training=_training(run),
-        optimizers=_optimizers(run),
+        optimizers=optimizers,
         reward=functools.partial(weighted, _terms(run, stack)),
         controller=_controller(config),
         tokenizer=run.policy.tokenizer,
@@ -206,7 +206,8 @@ def _training(run: Run) -> UpdateConfig:
     )
 
 
-def _optimizers(run: Run) -> Optimizers:
+def make_optimizers(run: Run) -> Optimizers:
+    """The policy's, and the critic's where there is one."""
     training, critic = run.config.training, run.config.critic
     make = functools.partial(make_optimizer, max_grad_norm=training.max_grad_norm, weight_decay=training.weight_decay)
     return Optimizers(

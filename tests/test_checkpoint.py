@@ -185,6 +185,8 @@ def test_where_none_is_whole_nothing_is_begun_anew(tmp_path):
         with opened(tmp_path) as checkpoints, pytest.raises(ValueError, match=r"No checkpoint in .* is whole"):
             restore(checkpoints, make_state(0))
     assert listed(tmp_path) == {"damaged-1", "damaged-1-2"}
+    with opened(tmp_path) as checkpoints, pytest.raises(ValueError, match=r"No checkpoint in .* is whole"):
+        restore(checkpoints, make_state(0))
 
 
 KILLED = """
@@ -327,3 +329,14 @@ def test_a_fingerprint_does_not_depend_on_the_mesh(axes):
     array = jax.random.normal(jax.random.key(0), (16, 24))
     placed = jax.device_put(array, NamedSharding(meshes.make_mesh(fsdp=4, tensor=2), PartitionSpec(*axes)))
     assert int(fingerprint(placed)) == int(fingerprint(array))
+
+
+def test_two_runs_cannot_share_a_folder(tmp_path):
+    with (
+        Checkpoints(tmp_path, 2, {}),
+        pytest.raises(ValueError, match="Another run is at work"),
+        Checkpoints(tmp_path, 2, {}),
+    ):
+        pass
+    with Checkpoints(tmp_path, 2, {}):
+        pass

@@ -8,6 +8,8 @@ and of every array its dtype, shape and fingerprint.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -25,6 +27,7 @@ from rlhf_jax.checkpoint.quiet import quiet, release
 
 STATE, HOST, DOCUMENT = "state", "host", "document.json"  # the two items of a checkpoint, and the second's file
 UNFINISHED = "*.orbax-checkpoint-tmp*"  # what orbax renames when it is complete
+DAMAGED = "damaged-"
 
 
 class Restored(NamedTuple):
@@ -52,6 +55,7 @@ class Checkpoints:
         self._saving = -1
         with _naming(self._folder), contextlib.ExitStack() as stack:
             self._folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_alone(self._folder))
             _remove_unfinished(self._folder)
             stack.enter_context(quiet())
             self._manager = _manager(self._folder, self._keep)
@@ -103,7 +107,7 @@ class Checkpoints:
                 return self._read(step, template)
             except Damaged as damage:
                 self._move_aside(step, str(damage))
-        if found:
+        if found or list(self._folder.glob(f"{DAMAGED}*")):
             raise ValueError(
                 f"No checkpoint in {self._folder} is whole: bring one back from a copy, or name another workdir."
             )
@@ -124,9 +128,9 @@ class Checkpoints:
         return Restored(step, _read_state(folder, document["leaves"], template), document["host"])
 
     def _move_aside(self, step: int, why: str) -> None:
-        folder, target, number = self._folder / str(step), self._folder / f"damaged-{step}", 2
+        folder, target, number = self._folder / str(step), self._folder / f"{DAMAGED}{step}", 2
         while target.exists():
-            target, number = self._folder / f"damaged-{step}-{number}", number + 1
+            target, number = self._folder / f"{DAMAGED}{step}-{number}", number + 1
         with _naming(folder):
             folder.rename(target)
         self._manager.reload()
@@ -257,6 +261,19 @@ def _check_leaves(folder: Path, saved: dict[str, list], wanted: dict[str, jax.Sh
                 f"The checkpoint {folder} has {dtype}{shape} for {name}, and this run"
                 f" {leaf.dtype.name}{list(leaf.shape)}; name another workdir."
             )
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Within it no other run uses the folder; the lock ends with the process, however that ends."""
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ValueError(f"Another run is at work in {folder.parent}: stop it, or name another workdir.") from error
+    finally:
+        os.close(place)
 
 
 def _remove_unfinished(folder: Path) -> None:
