@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rlax
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,7 +71,10 @@ def test_gae_is_the_loops(discount, gae_lambda):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
+@pytest.mark.slow  # for what it needs, `.[dev]`, not for its time
 def test_gae_is_rlaxs():
+    import rlax
+
     rewards, values, mask = random_batch(1)
     got, _ = advantages.gae(jnp.asarray(rewards), jnp.asarray(values), jnp.asarray(mask), 0.97, 0.9)
     for b in range(len(mask)):

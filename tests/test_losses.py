@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rlax
 
 from rlhf_jax.inference.shaping import KL
 from rlhf_jax.training.batching import MicroBatch
@@ -126,7 +125,10 @@ def test_the_clip_bounds_what_a_ratio_can_gain():
     np.testing.assert_allclose(got, [[-1.2, math.exp(0.5), -math.exp(-0.5), 0.8]], rtol=1e-6)
 
 
+@pytest.mark.slow  # for what it needs, `.[dev]`, not for its time
 def test_the_clipped_loss_is_rlaxs():
+    import rlax
+
     batch = random_batch()
     experience, logprobs = batch.experience, moved(batch)
     mask, advantages = experience.mask, experience.advantages
