@@ -28,7 +28,7 @@ from rlhf_jax.generation.engine import RoundReport
 from rlhf_jax.generation.rollout import Tally
 from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.model import huggingface
-from rlhf_jax.report.page import write_report
+from rlhf_jax.report.page import ALGORITHMS, write_report
 from rlhf_jax.stages import Frozen, Memory, Stages
 from rlhf_jax.stopping import Stop, Stopped, listening
 from rlhf_jax.training.update import Optimizers
@@ -275,7 +275,7 @@ def announce(run: build.Run) -> None:
         *(("not split", line) for line in unsplit),
         ("memory", "\n".join(memory.table(parts))),
     ]
-    metrics.describe(f"rlhf_jax: {config.advantage.estimator}, {config.steps} steps", rows)
+    metrics.describe(f"rlhf_jax: {ALGORITHMS[config.advantage.estimator]}, {config.steps} steps", rows)
 
 
 def _counted(prompts: Prompts, path: str) -> str:
