@@ -20,7 +20,7 @@ import numpy as np
 
 from rlhf_jax import build, command_line, memory, metrics, rlhf
 from rlhf_jax import mesh as meshes
-from rlhf_jax.checkpoint.store import Checkpoints
+from rlhf_jax.checkpoint.store import Checkpoints, named_leaves
 from rlhf_jax.collect import compile_rounds, evaluate
 from rlhf_jax.config import Config
 from rlhf_jax.data.prompts import Prompts
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     try:
         train(command_line.read(argv))
     except Stopped as stopped:
-        print(f"{str(stopped).capitalize()}; the same command goes on from there.", file=sys.stderr)
+        print(f"{str(stopped).capitalize()}: {' '.join(stopped.__notes__)}.", file=sys.stderr)
         return stopped.exit_code
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -84,13 +84,13 @@ def train(config: Config) -> None:
         saved = stack.enter_context(checkpoints(run))
         optimizers = build.make_optimizers(run)
         state, remembered = start_or_resume(run, optimizers, saved)
-        progress = stack.enter_context(metrics.Progress(config.steps, int(state.step)))
-        watchdog = stack.enter_context(Watchdog(config.watchdog_seconds, progress.say))
         writer = metrics.open_run(run.workdir, config.to_json_best_effort(), int(state.step))
         stack.callback(writer.close)
+        progress = stack.enter_context(metrics.Progress(config.steps, int(state.step)))
+        watchdog = stack.enter_context(Watchdog(config.watchdog_seconds, progress.say))
         watch = Watch(progress, watchdog, stop)
-        stages = build.make_stages(run, optimizers, stack)
-        setting = Setting(run, stages, build.frozen(run), saved, writer, watch)
+        stages, models = build.make_stages(run, optimizers, stack, watch.working), build.frozen(run)
+        setting = Setting(run, stages, models, saved, writer, watch)
         state = loop(setting, state, remembered, make_evaluation(setting, stack))
     finish(run, state)
 
@@ -98,8 +98,8 @@ def train(config: Config) -> None:
 def checkpoints(run: build.Run) -> Checkpoints:
     """Those in the workdir; the config may differ from theirs where it says so."""
     asked = run.config.checkpoint
-    may_differ = build.settings(run.config) if asked.allow_changes else ()
-    return Checkpoints(run.workdir / "checkpoints", asked.keep, build.identity(run), may_differ)
+    settings = build.settings(run.config)
+    return Checkpoints(run.workdir / "checkpoints", asked.keep, build.identity(run), settings, asked.allow_changes)
 
 
 def start_or_resume(run: build.Run, optimizers: Optimizers, saved: Checkpoints) -> tuple[TrainState, Memory]:
@@ -116,7 +116,8 @@ def start_or_resume(run: build.Run, optimizers: Optimizers, saved: Checkpoints) 
 def loop(setting: Setting, state: TrainState, remembered: Memory, evaluate: Evaluate) -> TrainState:
     """Evaluate every so often; roll out, infer and update up to `config.steps` times; save every so often.
 
-    A signal is answered between two rounds of generation at the latest, with the state that the step began with.
+    A signal is answered at the next round, reward or phase, but not within an update. Whatever ends the loop, a
+    state that is whole is saved.
     """
     config, watch = setting.run.config, setting.watch
     try:
@@ -129,8 +130,16 @@ def loop(setting: Setting, state: TrainState, remembered: Memory, evaluate: Eval
                 save(setting, state, remembered)
         save(setting, state, remembered)
         evaluate(int(state.step), state.policy)
-    except Stopped:
-        save(setting, state, remembered)
+    except Stopped as stopped:
+        saved = save(setting, state, remembered)
+        stopped.add_note(
+            "the same command goes on from there" if saved else "nothing is saved, the run began or keeps none"
+        )
+        raise
+    except Exception:
+        if not state.step.is_deleted():  # else an update has begun, and used the state up
+            with contextlib.suppress(OSError):  # the first error is the one to be told
+                save(setting, state, remembered)
         raise
     return state
 
@@ -141,12 +150,11 @@ def one_step(setting: Setting, state: TrainState, remembered: Memory) -> TrainSt
     position = remembered.batches.state()
     try:
         state, figures, table = rlhf.step(state, setting.models, run.prompts, remembered, setting.stages, setting.watch)
-    except Stopped:
+    except Exception as error:
         remembered.batches.restore(position)
-        raise
-    except rlhf.Ruined as error:
-        batch = post_mortem(run.workdir, step, error.experience)
-        reason = str(error).rstrip(".")
+        if not isinstance(error, rlhf.Ruined):
+            raise
+        batch, reason = post_mortem(run.workdir, step, error.experience), str(error).rstrip(".")
         raise ValueError(f"Step {step}: {reason}; the batch is in {batch}, checkpoints are as they were.") from error
     figures |= {"step": step, "step/seconds": time.perf_counter() - start}
     setting.writer.write(figures)
@@ -155,21 +163,22 @@ def one_step(setting: Setting, state: TrainState, remembered: Memory) -> TrainSt
     return state
 
 
-def save(setting: Setting, state: TrainState, remembered: Memory) -> None:
-    """A checkpoint of all that the next step depends on, written while the run goes on."""
+def save(setting: Setting, state: TrainState, remembered: Memory) -> bool:
+    """A checkpoint of all that the next step depends on, written while the run goes on; whether one is wanted."""
     setting.watch.beat("saving")
-    if setting.run.config.checkpoint.every and int(state.step):
+    wanted = bool(setting.run.config.checkpoint.every and int(state.step))
+    if wanted:
+        setting.writer.sync()
         setting.saved.save(int(state.step), state, remembered.state())
+    return wanted
 
 
 def post_mortem(workdir: Path, step: int, experience: Experience) -> Path:
     """The batch of a step in `post-mortem/step-N.npz`, an array of it under each name."""
     path = workdir / "post-mortem" / f"step-{step:06d}.npz"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    named = jax.tree_util.tree_leaves_with_path(experience)
-    np.savez_compressed(
-        path, **{jax.tree_util.keystr(place, simple=True, separator="."): leaf for place, leaf in named}
-    )
+    with contextlib.suppress(OSError):  # on a full disk what has happened must still be told
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez_compressed(path, **named_leaves(experience))
     return path
 
 
@@ -182,9 +191,11 @@ class Watch:
     stop: Stop
     tally: Tally = dataclasses.field(default_factory=Tally)
     start: float = 0.0
+    phase: str = "starting"
 
     def __call__(self, phase: str, report: RoundReport | None) -> None:
-        self.stop.check()
+        if phase != "training":  # an update that has begun is finished
+            self.stop.check()
         self.beat(phase)
         if report is None:
             self.tally, self.start = Tally(), time.perf_counter()
@@ -197,7 +208,13 @@ class Watch:
 
     def beat(self, phase: str) -> None:
         """The phase is alive."""
+        self.phase = phase
         self.watchdog.beat(phase)
+
+    def working(self) -> None:
+        """The phase there is goes on, waiting for rewards."""
+        self.stop.check()
+        self.beat(self.phase)
 
 
 Evaluate = Callable[[int, Model], None]  # of (updates done, policy)
@@ -208,7 +225,8 @@ def make_evaluation(setting: Setting, stack: contextlib.ExitStack) -> Evaluate:
     run, stages, asked = setting.run, setting.stages, setting.run.config.evaluation
     if run.held_out is None:
         return lambda step, policy: None
-    others = {name: build.function_scorer(run.config, spec, stack) for name, spec in run.config.reward.metrics.items()}
+    make = functools.partial(build.function_scorer, run.config, stack=stack, observe=setting.watch.working)
+    others = {name: make(spec) for name, spec in run.config.reward.metrics.items()}
     measures = {"reward": lambda answers: stages.reward(answers)[0]} | others
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
     decoding = dataclasses.replace(stages.decoding, sampling=sampling, seed=run.config.seed ^ EVALUATION_SEED)

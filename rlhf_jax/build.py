@@ -6,6 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +34,25 @@ from rlhf_jax.inference.rewards import Scorer, Term, weighted
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.model import transformer
 from rlhf_jax.model.attention import causal_on
-from rlhf_jax.model.source import Source, open_source
+from rlhf_jax.model.source import Source, digest, open_source
 from rlhf_jax.stages import Controller, Frozen, Memory, Stages
 from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig
 from rlhf_jax.training.losses import AGGREGATES
 from rlhf_jax.training.update import Optimizers, UpdateConfig, init_train_state, make_optimizer
 from rlhf_jax.types import Model, ModelConfig, TrainState
 
-# What may change between a checkpoint and the run that goes on from it.
-FREE = ("workdir", "steps", "dry_run", "watchdog_seconds", "compilation_cache", "checkpoint.", "mesh.")
-FOREVER = 1e6  # seconds
+# What may change between a checkpoint and the run that goes on from it: names, or how they begin.
+FREE = (
+    "workdir",
+    "steps",
+    "dry_run",
+    "watchdog_seconds",
+    "compilation_cache",
+    "checkpoint.",
+    "mesh.",
+    "reward.workers",
+)
+FREE += ("reward.seconds", "generation.rows", "generation.fewest_rows", "training.microbatch_rows")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +131,13 @@ def identity(run: Run) -> dict[str, Any]:
         for name, model in models.items()
         for field, value in (dataclasses.asdict(model) if model else {}).items()
     }
-    prompts = {"the prompts of data.train": _digest(run.prompts)}
-    return shapes | prompts | settings(run.config)
+    loaded = {"policy": run.policy, "critic": run.critic} | dict(
+        zip(run.config.reward.models, run.rewards, strict=True)
+    )
+    weights = {f"the weights of the {name}": digest(source) for name, source in loaded.items() if source}
+    files = {"data.train": run.prompts, "data.eval": run.held_out}
+    prompts = {f"the prompts of {name}": _digest(found) for name, found in files.items() if found}
+    return shapes | weights | prompts | settings(run.config)
 
 
 def settings(config: Config) -> dict[str, Any]:
@@ -129,18 +146,21 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def _digest(prompts: Prompts) -> str:
-    return hashlib.sha256(b"".join(np.append(tokens, -1).tobytes() for tokens in prompts.tokens)).hexdigest()[:16]
+    """Of the tokens and of whatever else a reward may read in the rows."""
+    tokens = b"".join(np.append(tokens, -1).tobytes() for tokens in prompts.tokens)
+    rows = json.dumps(prompts.rows, sort_keys=True, default=repr).encode()
+    return hashlib.sha256(tokens + rows).hexdigest()[:16]
 
 
-def make_stages(run: Run, optimizers: Optimizers, stack: contextlib.ExitStack) -> Stages:
-    """What stays the same from step to step; the stack ends the reward's processes."""
+def make_stages(run: Run, optimizers: Optimizers, stack: contextlib.ExitStack, observe: Callable[[], None]) -> Stages:
+    """What stays the same from step to step; the stack ends the reward's processes, `observe` hears them work."""
     config, generation = run.config, run.config.generation
     return Stages(
         decoding=_decoding(run),
         shaping=_shaping(config),
         training=_training(run),
         optimizers=optimizers,
-        reward=functools.partial(weighted, _terms(run, stack)),
+        reward=functools.partial(weighted, _terms(run, stack, observe)),
         controller=_controller(config),
         tokenizer=run.policy.tokenizer,
         mesh=run.mesh,
@@ -225,20 +245,21 @@ def _controller(config: Config) -> Controller:
     )
 
 
-def _terms(run: Run, stack: contextlib.ExitStack) -> list[Term]:
+def _terms(run: Run, stack: contextlib.ExitStack, observe: Callable[[], None]) -> list[Term]:
     """The summands of the reward: functions in their processes, models on the mesh."""
     reward = run.config.reward
-    functions = [(spec.rpartition(":")[2], function_scorer(run.config, spec, stack)) for spec in reward.functions]
+    make = functools.partial(function_scorer, run.config, stack=stack, observe=observe)
+    functions = [(spec.rpartition(":")[2], make(spec)) for spec in reward.functions]
     models = [(source.path.name, _model_scorer(run, source)) for source in run.rewards]
     named = [*functions, *models]
     weights = reward.weights or (1.0,) * len(named)
     return [Term(name, float(weight), scorer) for (name, scorer), weight in zip(named, weights, strict=True)]
 
 
-def function_scorer(config: Config, spec: str, stack: contextlib.ExitStack) -> Scorer:
-    """A reward function in worker processes, which the stack ends."""
-    seconds = FOREVER if config.deterministic else config.reward.seconds
-    return stack.enter_context(Workers(spec, config.reward.workers, seconds))
+def function_scorer(config: Config, spec: str, stack: contextlib.ExitStack, observe: Callable[[], None]) -> Scorer:
+    """A reward function in worker processes, which the stack ends and `observe` hears of while they work."""
+    seconds = math.inf if config.deterministic else config.reward.seconds
+    return stack.enter_context(Workers(spec, config.reward.workers, seconds, observe))
 
 
 def _model_scorer(run: Run, source: Source) -> Scorer:
@@ -288,6 +309,7 @@ def new_memory(run: Run) -> Memory:
     return Memory(
         batches=Batches(len(run.prompts), config.generation.prompts_per_step, config.seed),
         history=History(config.generation.history_tokens),
+        kl_start=config.kl.coefficient,
         kl_coefficient=config.kl.coefficient,
     )
 

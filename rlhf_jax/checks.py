@@ -197,6 +197,12 @@ def _check_kl(config: Config) -> None:
         config.kl.estimator != "k1" or config.kl.place == "reward",
         "kl.estimator is 'k1' and kl.place 'loss', where its gradient has mean zero; use k2 or k3, or place 'reward'.",
     )
+    samples = config.generation.prompts_per_step * config.generation.samples_per_prompt
+    _require(
+        config.kl.horizon >= samples,
+        f"kl.horizon is {config.kl.horizon}, less than the {samples} samples of a step: the coefficient could jump or"
+        " turn negative; raise it.",
+    )
     _require(
         config.kl.coefficient > 0 or not config.kl.target,
         f"kl.target is {config.kl.target}, but kl.coefficient is 0 and would stay there; give a start above 0.",

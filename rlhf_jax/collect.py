@@ -15,6 +15,7 @@ import numpy as np
 from rlhf_jax import mesh as meshes
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.data.tokenizer import Tokenizer
+from rlhf_jax.experience import bound
 from rlhf_jax.generation.engine import Decoding, Request, RoundReport, Sample, generate, warm_up
 from rlhf_jax.generation.rollout import History, Tally, requests
 from rlhf_jax.inference.rewards import Answer, Scorer
@@ -33,9 +34,10 @@ class Collected:
     rewards: np.ndarray  # [B] float32
 
     def table(self) -> list[dict[str, Any]]:
-        """One row a sample, for people to read."""
-        rows = zip(self.answers, self.rewards, strict=True)
-        return [{"prompt": a.prompt, "response": a.response, "reward": float(reward)} for a, reward in rows]
+        """One row a sample, for people to read; the reward is None where scoring failed."""
+        rewards = [float(reward) if np.isfinite(reward) else None for reward in self.rewards]
+        rows = zip(self.answers, rewards, strict=True)
+        return [{"prompt": a.prompt, "response": a.response, "reward": reward} for a, reward in rows]
 
     def rows(self, chosen: np.ndarray) -> Collected:
         """The samples of these indices."""
@@ -51,7 +53,8 @@ def collect(
     roll-outs; those set aside fill what is still missing (dynamic sampling: DAPO, Yu et al. 2025, 3.2).
     """
     target = decoding_weights(policy, stages.dtype, stages.mesh)
-    tally, found, seconds, kept = Tally(), [], {"generation": 0.0, "inference": 0.0}, np.zeros(0, int)
+    tally, found, seconds = Tally(), [], {"generation": 0.0, "inference": 0.0}
+    seen, kept = np.zeros(0, np.float32), np.zeros(0, int)  # rewards as the advantages will see them, samples to keep
     for attempt in range(stages.resample + 1):
         first_id = (step * (stages.resample + 1) + attempt) * stages.prompts_per_step * stages.samples_per_prompt
         with _timed("generation", seconds, observe):
@@ -61,13 +64,15 @@ def collect(
             samples = roll_out(target, drafter, wanted, stages.decoding, stages.mesh, _counting(tally, observe))
         with _timed("inference", seconds, observe):
             found.append(earn(samples, prompts, np.repeat(chosen, stages.samples_per_prompt), stages))
-        rewards = np.concatenate([collected.rewards for collected, _ in found])
-        kept, enough = choose_groups(rewards, stages.samples_per_prompt, stages.prompts_per_step)
+        ended = finished(samples, stages.decoding.stop_tokens)
+        seen = np.append(seen, bound(found[-1][0].rewards, ended, stages.shaping))
+        kept, enough = choose_groups(seen, stages.samples_per_prompt, stages.prompts_per_step)
         if enough:
             break
     everything = _joined([collected for collected, _ in found])
-    metrics = tally.metrics(seconds["generation"]) | _mean([figures for _, figures in found])
+    metrics = tally.metrics(seconds["generation"]) | _together([figures for _, figures in found])
     metrics |= {"inference/seconds": seconds["inference"], "generation/attempts": len(found)}
+    metrics["generation/groups_without_signal"] = float(1 - signal(seen, stages.samples_per_prompt).mean())
     return everything.rows(kept), tally, metrics | _outcome(everything, stages)
 
 
@@ -115,7 +120,7 @@ def evaluate(
     """Means of the measures over held-out prompts, and the table of samples with the first measure.
 
     The noise is the same every time and not training's (another seed), so two evaluations are paired. Samples that a
-    measure failed on are left out of its mean.
+    measure failed on are left out of its mean, and counted.
     """
     observe("evaluation", None)
     wanted = requests(prompts.tokens, samples_per_prompt, stages.max_new_tokens, 0, History(0))
@@ -123,8 +128,11 @@ def evaluate(
     samples = roll_out(target, drafter, wanted, decoding, stages.mesh, functools.partial(observe, "evaluation"))
     answers = answered(samples, prompts, np.repeat(np.arange(len(prompts)), samples_per_prompt), stages.tokenizer)
     scores = {name: measure(answers).values for name, measure in measures.items()}
-    means = {f"eval/{name}": float(np.nanmean(values)) for name, values in scores.items()}
-    return means, Collected(samples, answers, next(iter(scores.values()))).table()
+    means = {f"eval/{name}": float(np.nanmean(values)) for name, values in scores.items() if np.isfinite(values).any()}
+    failed = {f"eval/{name}/failed": int(np.isnan(values).sum()) for name, values in scores.items()}
+    return means | {name: count for name, count in failed.items() if count}, Collected(
+        samples, answers, next(iter(scores.values()))
+    ).table()
 
 
 def roll_out(
@@ -190,8 +198,11 @@ def _joined(parts: Sequence[Collected]) -> Collected:
     return Collected(samples, answers, np.concatenate([part.rewards for part in parts]))
 
 
-def _mean(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: float(np.mean([each[name] for each in figures])) for name in figures[0]}
+def _together(attempts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Figures of several attempts: failures add up, the rest are means."""
+    names = dict.fromkeys(name for figures in attempts for name in figures)
+    found = {name: [figures[name] for figures in attempts if name in figures] for name in names}
+    return {name: float((np.sum if name.endswith("/failed") else np.mean)(values)) for name, values in found.items()}
 
 
 def _outcome(collected: Collected, stages: Stages) -> dict[str, float]:
@@ -201,5 +212,4 @@ def _outcome(collected: Collected, stages: Stages) -> dict[str, float]:
         "reward/std": float(collected.rewards.std()),
         "response/length_mean": float(np.mean([len(sample.tokens) for sample in collected.samples])),
         "response/unfinished": float(1 - ended.mean()),
-        "generation/groups_without_signal": float(1 - signal(collected.rewards, stages.samples_per_prompt).mean()),
     }

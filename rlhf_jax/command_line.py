@@ -20,7 +20,7 @@ def read(argv: list[str]) -> Config:
     """The config of `--config FILE[:ARGUMENT] --config.any.key=value ...`; argv[0] is the program's name.
 
     Raises ValueError or FileNotFoundError in one sentence: no file, a file that fails, an unknown key
-    or one of another type. Whether the values make sense is the question of `config.validate`.
+    or one of another type. Whether the values make sense is the question of `checks.validate`.
     """
     path, overrides = _split(argv[1:])
     config = load(path)

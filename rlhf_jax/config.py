@@ -28,7 +28,7 @@ def default() -> Config:
             "workdir": "runs/default",  # all of a run lives here: metrics, samples, checkpoints, the trained policy
             "steps": 100,  # roll-out and update, that many times
             "seed": 0,  # of prompts, sampling and training; the same seed gives the same run
-            "deterministic": False,  # bit for bit: no decision may depend on the wall clock, no kernel on timing
+            "deterministic": False,  # bit for bit: no decision by the clock (rewards have no time limit), ordered sums
             "dry_run": False,  # say what the run would need, and stop
             "watchdog_seconds": 300,  # say which phase stands still after so long; 0 for never
             "model": _model(),
@@ -121,7 +121,7 @@ def _evaluation() -> dict:
 
 def _advantage() -> dict:
     return {
-        "estimator": "grpo",  # dr_grpo, rloo, reinforce++, reinforce++-baseline, or gae: PPO with a critic
+        "estimator": "grpo",  # dr_grpo (wants aggregate 'constant'), rloo, reinforce++, reinforce++-baseline, gae (PPO)
         "discount": 1.0,  # of later rewards, for gae and reinforce++
         "gae_lambda": 0.95,  # how far gae looks past the critic
     }
@@ -130,7 +130,7 @@ def _advantage() -> dict:
 def _kl() -> dict:
     """The price of leaving the reference."""
     return {
-        "coefficient": 0.04,  # nats to reward; 0 keeps no reference
+        "coefficient": 0.04,  # nats to reward; 0 keeps no reference, and KL is measured to the policy before the update
         "place": "loss",  # or 'reward': taken from the reward token by token
         "estimator": "k3",  # of Schulman 2020: k1 (in the reward only), k2 or k3
         "target": 0.0,  # nats a response: the coefficient adapts to stay there; 0 keeps it fixed
@@ -163,7 +163,7 @@ def _checkpoint() -> dict:
     return {
         "every": 50,  # steps between checkpoints, and one at the end; 0 for none
         "keep": 2,  # the latest so many stay
-        "allow_changes": False,  # go on although the config differs from the checkpoint's
+        "allow_changes": False,  # go on although other keys differ from the checkpoint's; model and data may not
     }
 
 
@@ -176,9 +176,9 @@ def _mesh() -> dict:
     }
 
 
-def keys(config: Config, prefix: str = "") -> set[str]:
+def keys(config: Config) -> set[str]:
     """Dotted names of all values; `reward.metrics` is one value."""
-    return set(flat(config, prefix))
+    return set(flat(config))
 
 
 def flat(config: Config, prefix: str = "") -> dict[str, Any]:

@@ -30,6 +30,13 @@ class Shaping:
 
 
 @functools.partial(jax.jit, static_argnames="config")
+def bound(rewards: Array, finished: Array, config: Shaping) -> Array:
+    """Rewards [B] after the penalty for a missing end (`finished` [B] bool is false) and clipping."""
+    rewards = shaping.missing_end(rewards, finished, config.missing_end)
+    return shaping.clip_rewards(rewards, config.clip) if config.clip else rewards
+
+
+@functools.partial(jax.jit, static_argnames="config")
 def shape(
     rewards: Array,
     finished: Array,
@@ -47,14 +54,13 @@ def shape(
     over samples of the sum over tokens of k1, in nats: what an adaptive coefficient steers.
     """
     chex.assert_rank([rewards, finished, mask, logprobs], [1, 1, 2, 2])
-    rewards = shaping.missing_end(rewards, finished, config.missing_end)
-    rewards = shaping.clip_rewards(rewards, config.clip) if config.clip else rewards
+    rewards = bound(rewards, finished, config)
     everyone = jnp.ones(rewards.shape, bool)
     rewards = shaping.whiten(rewards, everyone, shift_mean=False) if config.whiten else rewards
     weight = kl_coefficient if config.kl_in_reward else jnp.zeros_like(kl_coefficient)
     divergence = shaping.KL[config.kl](logprobs, reference_logprobs)
     earned = shaping.token_rewards(rewards, divergence, mask, weight)
-    advantages, returns = ESTIMATORS[config.estimator].estimate(earned, values, mask, config.estimation)
     trained = overlong(mask, finished) if config.drop_overlong else mask
+    advantages, returns = ESTIMATORS[config.estimator].estimate(earned, values, trained, config.estimation)
     kl = jnp.where(mask, shaping.kl_k1(logprobs, reference_logprobs), 0.0).sum(axis=1).mean()
     return trained, advantages, returns, kl

@@ -82,10 +82,10 @@ def check(parts: list[Part], limit: float) -> None:
 
 
 def device_memory(config: Config, device: Any) -> float | None:
-    """Bytes a device may hold: `mesh.device_memory_gb`, or what the device says; None if neither is known."""
-    if config.mesh.device_memory_gb:
-        return config.mesh.device_memory_gb * GIGA
-    return (device.memory_stats() or {}).get("bytes_limit")
+    """Bytes a device may hold: `mesh.device_memory_gb` or what the device says, if less; None if neither is known."""
+    said = (device.memory_stats() or {}).get("bytes_limit")
+    known = [size for size in (config.mesh.device_memory_gb * GIGA, said) if size]
+    return min(known, default=None)
 
 
 def table(parts: list[Part]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import datetime
 import io
@@ -107,6 +108,12 @@ class Writer:
         """One line an evaluation: `step` (updates done before it), the means and the samples."""
         _append(self._evaluations, {"step": step, **means, "samples": samples})
         self._draw({"step": step, **means})
+
+    def sync(self) -> None:
+        """Returns when a power loss would spare every line so far: a checkpoint that is then saved lacks none."""
+        for file in (self._metrics, self._evaluations, self._samples):
+            with _writing(str(file.name)):
+                os.fsync(file.fileno())
 
     def close(self) -> None:
         """Closes the files."""
@@ -216,15 +223,25 @@ def _keep_earlier(folder: pathlib.Path) -> None:
 
 
 def before_and_after(workdir: str | pathlib.Path, shown: int = 6) -> tuple[list, list]:
-    """What `compare` shows of a run: its measures, and `shown` samples, of the first and the last evaluation."""
-    lines = (pathlib.Path(workdir) / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()
+    """What `compare` shows of a run, from its first and its last evaluation: the measures that both have, and
+    `shown` samples. Samples are paired where their prompts are equal, in order; the rest is left out."""
+    path = pathlib.Path(workdir) / "evaluations.jsonl"
+    lines = _lines(path)
     if not lines:
         return [], []
-    first, last = json.loads(lines[0]), json.loads(lines[-1])
-    measures = [(key, first[key], last[key]) for key in first if key not in ("step", "samples")]
-    pairs = list(zip(first["samples"], last["samples"], strict=True))
-    texts = [(old["prompt"], old["response"], new["response"]) for old, new in pairs]
-    return measures, texts[:: -(-len(texts) // shown)]
+    first, last = _parsed(path, lines[0]), _parsed(path, lines[-1])
+    measures = [(key, first[key], last[key]) for key in first if key in last and key not in ("step", "samples")]
+    texts = _paired(first.get("samples", []), last.get("samples", []))
+    return measures, texts[:: -(-len(texts) // shown) or 1]
+
+
+def _paired(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """(prompt, before, after): the first response to a prompt with the first, the second with the second."""
+    left = collections.defaultdict(list)
+    for sample in reversed(after):
+        left[sample["prompt"]].append(sample["response"])
+    pairs = ((sample["prompt"], sample["response"], left[sample["prompt"]]) for sample in before)
+    return [(prompt, response, later.pop()) for prompt, response, later in pairs if later]
 
 
 def describe(title: str, rows: Sequence[tuple[str, str]], console: Console | None = None) -> None:

@@ -40,8 +40,9 @@ def step(
 ) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
     """One iteration over the next prompts: the new state, its metrics and a table of its samples.
 
-    `state` is used up once training begins; what `observe` raises before that loses nothing but the position in
-    `memory.batches`. Sample ids count on from step to step, so that no noise is ever used twice.
+    `state` is used up once training begins; what is raised before that loses nothing but the position in
+    `memory.batches`. `observe` may raise, but not in training. Sample ids count on from step to step, so that a run
+    uses no noise twice.
     """
     number = int(state.step)
     collected, tally, metrics = collect(state.policy, frozen.drafter, prompts, memory, number, stages, observe)
@@ -56,8 +57,9 @@ def step(
     start = time.perf_counter()
     weight = 0.0 if stages.shaping.kl_in_reward else memory.kl_coefficient
     place = functools.partial(meshes.place_rows, mesh=stages.mesh)
+    watch = functools.partial(observe, "training", None)
     try:
-        state, trained = update(state, experience, stages.optimizers, stages.training, weight, place)
+        state, trained = update(state, experience, stages.optimizers, stages.training, weight, place, watch)
     except NotFinite as error:
         raise Ruined(str(error), experience) from error
     metrics |= trained | {"training/seconds": time.perf_counter() - start}
@@ -72,8 +74,9 @@ def infer(
 ) -> tuple[Experience, float, dict[str, float]]:
     """What training needs of samples, the KL of a response to the reference in nats, and metrics.
 
-    Log-probs are recomputed in canonical order and fixed shapes; without a reference the policy is its own. The
-    metrics say how far the recomputed law is from the one that was sampled (`mismatch/...`).
+    Log-probs are recomputed in canonical order and fixed shapes; without a reference the policy is its own. Under
+    top-k the reference, too, is renormalised on the sampled sets. The metrics say how far the recomputed law is from
+    the one that was sampled (`mismatch/...`).
     """
     rollout = as_rollout(collected.samples, stages.decoding.slots)
     placed, training = meshes.place_rows(rollout, stages.mesh), stages.training

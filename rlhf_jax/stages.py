@@ -56,7 +56,8 @@ class Memory:
 
     batches: Batches
     history: History
-    kl_coefficient: float
+    kl_start: float  # the KL coefficient that the config asks for
+    kl_coefficient: float  # what it is now
     tally: Tally = dataclasses.field(default_factory=Tally)  # of all roll-outs so far
 
     def state(self) -> dict[str, Any]:
@@ -64,15 +65,17 @@ class Memory:
         return {
             "batches": self.batches.state(),
             "history": self.history.state(),
+            "kl_start": self.kl_start,
             "kl_coefficient": self.kl_coefficient,
             "tally": dataclasses.asdict(self.tally),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken."""
+        """Goes on where `state` was taken; a KL coefficient that the config has changed since begins anew."""
         self.batches.restore(state["batches"])
         self.history.restore(state["history"])
-        self.kl_coefficient = float(state["kl_coefficient"])
+        if state["kl_start"] == self.kl_start:
+            self.kl_coefficient = float(state["kl_coefficient"])
         self.tally = Tally(**state["tally"])
 
     def remember(self, samples: Iterable[Sample], tally: Tally, kl_coefficient: float) -> None:

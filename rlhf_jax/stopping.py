@@ -1,12 +1,16 @@
-"""SIGTERM and Ctrl-C: the first asks the run to stop at the next safe place, the second stops it at once."""
+"""SIGTERM and Ctrl-C: the first asks the run to stop at the next safe place, a later one stops it at once."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ASKED = "Stopping at the next safe place; once more stops at once."
+ECHO = 1.0  # seconds after a signal in which another is the same one: launchers send it to the group and the process
 
 
 class Stopped(Exception):
@@ -29,18 +33,33 @@ class Stop:
             raise Stopped(self.signal)
 
 
+def tell(line: str) -> None:
+    """A line to stderr past its buffer, which what the signal interrupted may hold."""
+    # A live panel on a terminal erases its own three lines above the cursor when it is drawn again.
+    text = f"\n{line}\n\n\n" if os.isatty(2) else f"{line}\n"
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
+
+
 @contextlib.contextmanager
-def listening() -> Iterator[Stop]:
-    """Within it, a first signal only sets `Stop.signal`, and the handlers from before serve the second."""
+def listening(say: Callable[[str], object] = tell) -> Iterator[Stop]:
+    """Within it, a first signal sets `Stop.signal` and is answered with a line; the next, unless it comes within
+    ECHO seconds, is given to the handlers from before."""
     stop, before = Stop(), {number: signal.getsignal(number) for number in SIGNALS}
+    first = 0.0
 
     def restore() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
 
     def ask(number: int, _) -> None:
-        stop.signal = number
-        restore()
+        nonlocal first
+        if stop.signal is None:
+            stop.signal, first = number, time.monotonic()
+            say(ASKED)
+        elif time.monotonic() - first > ECHO:
+            restore()
+            os.kill(os.getpid(), number)
 
     for number in SIGNALS:
         signal.signal(number, ask)

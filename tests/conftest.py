@@ -29,6 +29,13 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_more_programs_than_needed() -> Iterator[None]:
+    """Each program in memory takes several of the maps that Linux grants a process, and then XLA crashes."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct as GGUF, fetched once and cached."""

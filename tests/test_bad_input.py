@@ -452,6 +452,7 @@ def test_a_reward_that_sometimes_fails_stops_nothing(place, capsys):
     """It raises, hangs, gives NaN and ends its process, each for some answers: they are counted."""
     reward = f"{place.home}/rewards.py:sometimes"
     changes = {"steps": 2, "reward__functions": reward, "reward__seconds": 0.2, "reward__failed": -7.0}
+    changes |= {"evaluation__every": 1}  # whose samples are not seen here, but whose failures would stop the run
     assert PROGRAMS["train"](command(place, changes)) == 0, capsys.readouterr().err
     kind = runpy.run_path(str(place.home / "rewards.py"))["kind"]
     samples = [(row["step"], kind(row["response"]), row["reward"]) for row in lines(place.run / "samples.jsonl")]

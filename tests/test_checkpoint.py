@@ -24,7 +24,7 @@ from launch import export
 from rlhf_jax import mesh as meshes
 from rlhf_jax.checkpoint import document
 from rlhf_jax.checkpoint.fingerprint import fingerprint
-from rlhf_jax.checkpoint.store import Checkpoints, Restored, named_leaves, read_part
+from rlhf_jax.checkpoint.store import Checkpoints, Restored, named_leaves, read_part, steps
 from rlhf_jax.model import transformer
 from rlhf_jax.types import TrainState
 
@@ -74,7 +74,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path, capfd):
     state, history = make_state(5), np.arange(6, dtype=np.int32).reshape(2, 3)
     host = {"kl": 0.1 + 0.2, "rate": np.float32(0.1), "at": {"epoch": 2}, "history": [history, np.zeros(0, np.int32)]}
     with opened(tmp_path) as checkpoints:
-        assert checkpoints.latest() is None and checkpoints.restore(state) is None
+        assert checkpoints.restore(state) is None
         checkpoints.save(5, state, host)
         history[:] = -1  # the caller's again
         host["at"]["epoch"] = 9
@@ -92,7 +92,8 @@ def test_the_latest_few_are_kept_and_a_saved_step_stays(tmp_path):
     assert listed(tmp_path) == {"2", "3"}
     with opened(tmp_path) as checkpoints:
         checkpoints.save(3, make_state(7), {})
-        assert checkpoints.latest() == 3 and restore(checkpoints, make_state(0)).host == {"step": 3}
+        assert restore(checkpoints, make_state(0)).host == {"step": 3}
+    assert steps(tmp_path) == [2, 3]
 
 
 def split(state, mesh, *axes):
@@ -178,6 +179,73 @@ def test_a_damaged_one_is_named_and_the_one_before_it_used(tmp_path, capfd, dama
     assert listed(tmp_path) == {"1", "2", "damaged-2"}
 
 
+def failing(error: Exception):
+    """A reader of orbax's that ends with an error."""
+
+    def restore(self, directory, args):
+        raise error
+
+    return restore
+
+
+def tensorstore(said: str):
+    """As above, with an error of tensorstore's, which orbax passes on as the cause of its own."""
+    error = RuntimeError("Encountered error while reading array index")
+    error.__cause__ = ValueError(said)
+    return failing(error)
+
+
+OPEN = 'Error reading "step/0" in OCDBT database at local file "/x/": Failed to open: "/x/d/1": '
+UNPROVED = {
+    "EMFILE": (failing(OSError(24, "Too many open files")), "Too many open files"),
+    "EIO": (failing(OSError(5, "Input/output error")), "Input/output error"),
+    "EACCES": (failing(PermissionError(13, "Permission denied")), "Permission denied"),
+    "no memory": (failing(MemoryError()), "MemoryError"),
+    "orbax": (failing(TypeError("restore() got an unexpected argument")), "an unexpected argument"),
+    "tensorstore EMFILE": (
+        tensorstore(f"RESOURCE_EXHAUSTED: {OPEN}Too many open files [os_error_code='24']"),
+        "Too many open files",
+    ),
+    "tensorstore EIO": (tensorstore(f"UNKNOWN: {OPEN}Input/output error [os_error_code='5']"), "Input/output error"),
+    "tensorstore no device": (tensorstore(f"NOT_FOUND: {OPEN}No such device [os_error_code='19']"), "No such device"),
+    "tensorstore ENOMEM": (
+        tensorstore(f"RESOURCE_EXHAUSTED: {OPEN}Cannot allocate memory [tensorstore_spec='{{}}']"),
+        "Cannot allocate memory",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fail", "said"), UNPROVED.values(), ids=UNPROVED)
+def test_what_proves_no_damage_moves_nothing(tmp_path, capfd, monkeypatch, fail, said):
+    save(tmp_path, 1, 2)
+    with opened(tmp_path) as checkpoints:
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="state cannot be read") as caught:
+            patch.setattr("orbax.checkpoint.PyTreeCheckpointHandler.restore", fail)
+            checkpoints.restore(make_state(0))
+        assert f"{said}); the checkpoint stays as it is: give the same command again" in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert listed(tmp_path) == {"1", "2"} and capfd.readouterr() == ("", "")
+        assert restore(checkpoints, make_state(0)).step == 2
+
+
+@pytest.mark.parametrize("number", [5, 13, 24])
+def test_a_document_out_of_reach_and_a_folder_out_of_reach_move_nothing(tmp_path, monkeypatch, number):
+    save(tmp_path, 1, 2)
+
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    with opened(tmp_path) as checkpoints:
+        for place in ("pathlib.Path.read_bytes", "rlhf_jax.checkpoint.store.os.listdir"):
+            with monkeypatch.context() as patch, pytest.raises(OSError, match=os.strerror(number)):
+                patch.setattr(place, fail)
+                checkpoints.restore(make_state(0))
+        with monkeypatch.context() as patch, pytest.raises(OSError, match=r"document\.json cannot be read"):
+            patch.setattr("pathlib.Path.read_bytes", fail)
+            read_part(tmp_path, make_state(0))
+    assert listed(tmp_path) == {"1", "2"}
+
+
 def test_where_none_is_whole_nothing_is_begun_anew(tmp_path):
     for _ in range(2):
         save(tmp_path, 1)
@@ -217,7 +285,7 @@ def test_an_error_of_a_save_is_one_sentence_at_the_next_call(tmp_path, capfd):
         try:
             with pytest.raises(OSError, match=r"step 2 could not be saved in .* \(File too large\)") as caught:
                 checkpoints.save(2, make_state(2), {})
-                checkpoints.latest()
+                checkpoints.restore(make_state(0))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
@@ -263,6 +331,22 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path, change, said):
     assert document.differences(json.loads(json.dumps(IDENTITY)), IDENTITY) == []
 
 
+def test_a_change_of_the_config_is_refused_with_the_way_out_and_may_be_allowed(tmp_path):
+    save(tmp_path, 1)
+    out = r"restore it, set checkpoint\.allow_changes=True, or name another workdir"
+    for change, allowed, said in (
+        ({"seed": 4}, False, rf"seed = 3, and this run has 4; {out}"),
+        ({"model.path": "other"}, True, r"has 'other'; restore it, or name another workdir"),
+    ):
+        with (
+            Checkpoints(tmp_path, 2, IDENTITY | change, ["seed"], allowed) as checkpoints,
+            pytest.raises(ValueError, match=said),
+        ):
+            checkpoints.restore(make_state(0))
+    with Checkpoints(tmp_path, 2, IDENTITY | {"seed": 4}, ["seed"], allow_changes=True) as checkpoints:
+        assert restore(checkpoints, make_state(0)).step == 1
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -283,7 +367,6 @@ def test_a_part_is_read_beside_a_run_that_saves(tmp_path, tiny):
     state = TrainState(transformer.init(jax.random.key(0), tiny, jnp.float32), {"m": jnp.zeros(3)}, jnp.int32(1))
     with opened(tmp_path) as checkpoints:
         checkpoints.save(1, state, {})
-        checkpoints.latest()
         checkpoints.save(2, [jnp.zeros(1 << 22)], {})
         step, part, _ = read_part(tmp_path, export.policy_template(tiny), 1)
     assert step == 1 and as_bytes(part.policy) == as_bytes(state.policy) and part.optimizer is None

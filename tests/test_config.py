@@ -189,6 +189,7 @@ def test_a_valid_config_passes(valid):
         ("kl.coefficient", float("inf"), "kl.coefficient is inf"),
         ("kl.place", "both", "kl.place is 'both'"),
         ("kl.estimator", "k1", "its gradient has mean zero"),
+        ("kl.horizon", 31, "less than the 32 samples of a step"),
         ("checkpoint.keep", 0, "checkpoint.keep is 0"),
         ("checkpoint.every", -1, "checkpoint.every is -1"),
         ("mesh.fsdp", 3, "does not fit 8 devices"),

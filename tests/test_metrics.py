@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import resource
 import struct
@@ -220,3 +221,50 @@ def test_what_cannot_be_written_is_named_in_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics.os, "replace", lambda *paths: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(OSError, match=r"metrics\.jsonl cannot be written \(No space left\)"):
         metrics.Writer(tmp_path / "run", 1)
+
+
+def evaluated(folder, *lines):
+    """The evaluations of a run: (means, (prompt, response) of each sample) of each."""
+    writer = metrics.Writer(folder, 0)
+    for step, (means, texts) in enumerate(lines):
+        samples = [{"prompt": prompt, "response": response, "reward": None} for prompt, response in texts]
+        writer.write_evaluation(step, means, samples)
+    writer.close()
+    return metrics.before_and_after(folder)
+
+
+def test_before_and_after_are_of_what_both_evaluations_have(tmp_path):
+    before = {"eval/reward": 0.25, "eval/vader": 0.5}, [("a", "a1"), ("b", "b1"), ("a", "a2"), ("c", "c1")]
+    after = {"eval/length": 3, "eval/reward": 0.75}, [("d", "D1"), ("a", "A1"), ("b", "B1"), ("a", "A2"), ("a", "A3")]
+    measures, texts = evaluated(tmp_path, before, ({}, []), after)
+    assert measures == [("eval/reward", 0.25, 0.75)]
+    assert texts == [("a", "a1", "A1"), ("b", "b1", "B1"), ("a", "a2", "A2")]
+    console = screen()
+    metrics.compare(measures, texts, console)
+    assert "+0.500" in console.export_text()
+
+
+def test_before_and_after_may_have_nothing_in_common(tmp_path):
+    assert metrics.before_and_after(tmp_path) == ([], [])
+    assert evaluated(tmp_path, ({"eval/reward": 0.25}, [("a", "a1")]), ({}, [("b", "b1")])) == ([], [])
+    metrics.compare([], [], screen())
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 0, "eval/rew')  # killed while writing
+    assert metrics.before_and_after(tmp_path) == ([], [])
+
+
+def test_few_of_many_samples_are_shown_evenly_spread(tmp_path):
+    texts = [(str(number), "r") for number in range(20)]
+    _, shown = evaluated(tmp_path, ({}, texts), ({}, texts))
+    assert [prompt for prompt, _, _ in shown] == ["0", "4", "8", "12", "16"]
+
+
+def test_sync_waits_for_the_disk_to_have_every_line(tmp_path, monkeypatch):
+    writer, synced = metrics.Writer(tmp_path, 1), []
+    monkeypatch.setattr(metrics.os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
+    writer.sync()
+    names = ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl")
+    assert sorted(synced) == sorted((tmp_path / name).stat().st_ino for name in names)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"metrics\.jsonl cannot be written \(No space"):
+        patch.setattr(metrics.os, "fsync", lambda file: (_ for _ in ()).throw(OSError(28, "No space left")))
+        writer.sync()
+    writer.close()

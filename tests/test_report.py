@@ -111,6 +111,15 @@ def test_samples_stand_side_by_side_with_their_rewards(tmp_path):
     assert "between" not in seen.text and "Say no." not in seen.text
 
 
+def test_a_measure_may_be_missing_and_a_reward_may_have_failed(tmp_path):
+    first, between, last = evaluation(0, 0.25), evaluation(1, None), evaluation(3, None, "afterwards")
+    del between["eval/reward"], last["eval/reward"]
+    last["eval/lexicon/failed"] = 2
+    seen = page(tmp_path, [row(0)], [first, between, last])
+    assert "Held-out reward 0.250 after 0 steps" in seen.text and "afterwards" in seen.text
+    assert metrics.before_and_after(tmp_path)[0] == [("eval/lexicon", 0.5, 0.5)]
+
+
 def test_many_long_samples_are_spread_evenly_and_cut(tmp_path):
     prompts = [f"Prompt number {number}." for number in range(1000)]
     seen = page(tmp_path, [row(0)], [evaluation(step, 0.5, "é" * 5000, prompts) for step in (0, 1)])

@@ -112,8 +112,17 @@ def test_a_conversation_beyond_the_context_fails_alone():
     scores = scored(open_source(GOLDEN / "llama_reward"), [long, chats[0]])
     assert scores.failures == {0: "has 70 tokens, the context is 1 to 64"}
     assert np.isnan(scores.values[0]) and scores.values[1] == pytest.approx(expected[0], abs=TOLERANCE)
+
+
+def test_only_a_model_that_never_scored_may_not_fail_on_all():
+    source = open_source(GOLDEN / "llama_reward")
+    score = model_scorer(source, source.load(jnp.float32), rows=1, bucket=16)
+    short, long = answer(SHORT), answer([SHORT[0], {"role": "assistant", "content": "a" * 64}])
     with pytest.raises(ValueError, match="llama_reward failed on all 1 answers; the first one has 70 tokens"):
-        scored(open_source(GOLDEN / "llama_reward"), [long])
+        score([long])
+    assert not score([short]).failures
+    scores = score([long, long])
+    assert list(scores.failures) == [0, 1] and np.isnan(scores.values).all()
 
 
 def test_a_chat_that_the_template_refuses_fails_alone(tmp_path: Path):

@@ -1,5 +1,6 @@
 """Rewards: loading them, running them in processes that may fail, sums of several, and those that are shipped."""
 
+import math
 import os
 import signal
 import subprocess
@@ -175,6 +176,51 @@ def test_a_reward_that_hangs_is_refused_early(mischief):
     assert time.monotonic() - start < 10
 
 
+def test_a_reward_that_has_worked_may_fail_on_everything(workers):
+    workers(answers("raise", "1"))
+    scores = workers(answers("raise", "nan"))
+    assert np.isnan(scores.values).all() and list(scores.failures) == [0, 1]
+
+
+def test_a_reward_that_has_worked_may_hang_on_everything(mischief):
+    hanging = answers(*["hang"] * reward_worker.HANGS)
+    with Workers(f"{mischief}:mischief", 2, 0.5) as pool:
+        pool(answers("1"))
+        scores = pool(hanging)
+        assert scores.failures == dict.fromkeys(range(len(hanging)), "took longer than 0.5 s")
+        assert np.isnan(scores.values).all() and pool(answers("2")).values.tolist() == [2.0]
+
+
+def test_a_long_call_without_a_limit_gives_signs_of_life(mischief, monkeypatch):
+    monkeypatch.setattr(reward_worker, "SILENCE", 0.02)
+    signs = []
+    with Workers(f"{mischief}:slow_first", 1, math.inf, lambda: signs.append(time.monotonic())) as pool:
+        pool(answers("1"))
+        signs.clear()
+        assert pool(answers("0")).values.tolist() == [0.0] and len(signs) >= 3
+        signs.clear()
+        pool(answers(*"123456"))
+        assert len(signs) >= 6  # one after each result of the one process
+
+
+def test_whoever_observes_may_stop_a_call(mischief):
+    stop = []
+
+    def observe():
+        if stop:
+            raise InterruptedError
+
+    with Workers(f"{mischief}:mischief", 1, math.inf, observe) as pool:
+        pid = int(pool(answers("pid")).values[0])
+        stop.append(True)
+        start = time.monotonic()
+        with pytest.raises(InterruptedError):
+            pool(answers("hang"))
+        assert ended(pid) and time.monotonic() - start < 10
+        stop.clear()
+        assert pool(answers("1")).values.tolist() == [1.0]
+
+
 def test_a_reward_that_imports_only_here_is_refused(tmp_path):
     (tmp_path / "fussy.py").write_text("import sys\nsys.modules['pytest']\ndef f(*_):\n    return 1.0\n")
     with Workers(f"{tmp_path}/fussy.py:f", 1, 20.0) as pool, pytest.raises(ValueError) as caught:
@@ -234,7 +280,7 @@ def test_processes_end_with_a_parent_that_is_killed(mischief, last):
 
 def test_weighted_sum_with_the_metrics_of_each_term():
     def scorer(*results):
-        return lambda answers: as_scores("r", results)
+        return lambda answers: as_scores(results)
 
     terms = [Term("one", 2.0, scorer(1.0, "hangs", 3.0)), Term("two", -0.5, scorer(2.0, "raised", "raised"))]
     scores, metrics = weighted(terms, answers("a", "b", "c"))
@@ -246,6 +292,13 @@ def test_weighted_sum_with_the_metrics_of_each_term():
         "reward/two/mean": 2.0,
         "reward/two/failed": 2.0,
     }
+
+
+def test_a_term_that_fails_on_all_has_no_mean():
+    terms = [Term("one", 1.0, lambda answers: as_scores(["hangs", math.nan]))]
+    scores, metrics = weighted(terms, answers("a", "b"))
+    assert np.isnan(scores.values).all() and list(scores.failures) == [0, 1]
+    assert metrics == {"reward/one/failed": 2.0}
 
 
 @pytest.fixture(scope="module")

@@ -210,6 +210,57 @@ def test_settings_may_change_only_where_asked_for(arguments, tmp_path, one_devic
     assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
+def test_an_error_loses_no_step(arguments, tmp_path, one_device, monkeypatch, capsys):
+    """Whatever stops a step before its update: the steps before it are saved, and the run goes on as if nothing was."""
+    changes = {"steps": 4, "checkpoint__every": 50, "evaluation__every": 0}
+    assert launch["main"](arguments(workdir=tmp_path / "whole", **changes)) == 0
+    infer, seen = launch["rlhf"].infer, []
+
+    def failing(*inputs):
+        seen.append(inputs)
+        if len(seen) == 3:
+            raise ValueError("the reward broke.")
+        return infer(*inputs)
+
+    monkeypatch.setattr(launch["rlhf"], "infer", failing)
+    assert launch["main"](arguments(**changes)) == 2 and "the reward broke" in capsys.readouterr().err
+    assert (tmp_path / "run" / "checkpoints" / "2").is_dir()
+    assert launch["main"](arguments(**changes)) == 0
+    assert "Going on from step 2" in capsys.readouterr().out
+    assert lines(tmp_path / "run" / "samples.jsonl") == lines(tmp_path / "whole" / "samples.jsonl")
+
+
+def test_a_run_knows_its_model_and_its_data(arguments, folder, tmp_path, one_device, capsys):
+    """Other weights of the same shape, or other rows of the same prompts, are another run."""
+    start = {"steps": 1, "checkpoint__every": 1, "evaluation__every": 0}
+    assert launch["main"](arguments(**start)) == 0
+    prompts = tmp_path / "prompts.jsonl"
+    before = prompts.read_text()
+    prompts.write_text(before.replace('"}', '", "answer": 1}'))
+    assert launch["main"](arguments(**start)) == 2
+    assert "the prompts of data.train" in capsys.readouterr().err
+    prompts.write_text(before)
+    weights = folder / "model.safetensors"
+    own, other = weights.read_bytes(), tiny_run.make_model(tmp_path / "other", seed=1) / "model.safetensors"
+    weights.write_bytes(other.read_bytes())
+    try:
+        assert launch["main"](arguments(**start)) == 2
+        assert "the weights of the policy" in capsys.readouterr().err
+    finally:
+        weights.write_bytes(own)
+
+
+def test_a_changed_kl_coefficient_is_used(arguments, tmp_path, one_device):
+    """Where the config's coefficient has changed since the checkpoint, the config is right; else the steered one is."""
+    steered = PPO | {"checkpoint__every": 1, "evaluation__every": 0, "kl__horizon": 16, "kl__target": 1e-6}
+    assert launch["main"](arguments(steps=2, kl__coefficient=0.1, **steered)) == 0
+    assert launch["main"](arguments(steps=3, kl__coefficient=0.1, **steered)) == 0
+    allowed = {"checkpoint__allow_changes": True, "kl__coefficient": 0.5}
+    assert launch["main"](arguments(steps=4, **(steered | allowed))) == 0
+    found = [line["kl/coefficient"] for line in lines(tmp_path / "run" / "metrics.jsonl")]
+    assert found[0] == 0.1 and found[2] > found[1] and found[3] == 0.5
+
+
 def test_the_command_itself_fails_in_one_sentence():
     command = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", "nowhere.py"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -5,17 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-
-class Damaged(Exception):
-    """Why a checkpoint cannot be trusted."""
+from rlhf_jax.checkpoint.damage import Damaged, reading
 
 
 def make(**parts: Any) -> dict[str, Any]:
@@ -28,15 +24,10 @@ def make(**parts: Any) -> dict[str, Any]:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """The parts of a document, arrays as numpy arrays that may be written to; raises Damaged where they changed."""
-    try:
+    """The parts of a document, arrays as numpy arrays that may be written to; see `reading` for the errors."""
+    with reading(file):
         content = json.loads(file.read_bytes())
-        digest = content.pop("sha256")
-    except PermissionError:
-        raise
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise Damaged(f"{file.name} cannot be read, {reason(error)}") from error
-    if digest != _digest(content):
+    if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
         raise Damaged(f"{file.name} has changed")
     return json.loads(json.dumps(content), object_hook=_decoded)
 
@@ -45,19 +36,6 @@ def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[tuple[
     """(key, saved, own) of each key of `own` that `saved` has another value for, or none (None)."""
     own = json.loads(json.dumps(own))  # tuples become lists, as they did in `saved`
     return [(key, saved.get(key), value) for key, value in own.items() if saved.get(key) != value]
-
-
-def reason(error: BaseException) -> str:
-    """The heart of an error's message; tensorstore's are long, and say last what happened first."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    code = re.search(r"os_error_code='(\d+)'", text)
-    if code:
-        return os.strerror(int(code[1]))
-    return re.sub(r"^[A-Z_]+: (.*: )?| \[(tensorstore|source).*", "", text)[:160]
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from rlhf_jax.checkpoint import document as documents
-from rlhf_jax.checkpoint.document import Damaged, reason
+from rlhf_jax.checkpoint.damage import Damaged, reading, reason
 from rlhf_jax.checkpoint.fingerprint import fingerprint
 from rlhf_jax.checkpoint.quiet import quiet, release
 
@@ -42,14 +42,21 @@ class Checkpoints:
     """The checkpoints of one run, in `folder`; of complete ones the latest `keep` stay.
 
     Use as a context manager: leaving it waits for the save that is running. `identity` is a flat dict of JSON
-    values, saved with every checkpoint; one that differs in any of its keys is refused, but for those that
-    `may_differ`. Any error of saving is one OSError, at the next call or at the end, and leaves the earlier
-    checkpoints as they were.
+    values, saved with every checkpoint; one that differs in any of its keys is refused. The `changeable` ones among
+    them are keys of the config, which may differ where `allow_changes`. Any error of saving is one OSError, at the
+    next call or at the end, and leaves the earlier checkpoints as they were.
     """
 
-    def __init__(self, folder: str | Path, keep: int, identity: Mapping[str, Any], may_differ: Collection[str] = ()):
+    def __init__(
+        self,
+        folder: str | Path,
+        keep: int,
+        identity: Mapping[str, Any],
+        changeable: Collection[str] = (),
+        allow_changes: bool = False,
+    ):
         self._folder, self._keep = Path(folder).absolute(), keep
-        self._identity, self._may_differ = dict(identity), may_differ
+        self._identity, self._changeable, self._allow_changes = dict(identity), changeable, allow_changes
 
     def __enter__(self) -> Checkpoints:
         self._saving = -1
@@ -87,18 +94,13 @@ class Checkpoints:
         with self._failing():
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
-    def latest(self) -> int | None:
-        """The step of the latest complete checkpoint."""
-        self._settle()
-        return max(steps(self._folder), default=None)
-
     def restore(self, template: Any) -> Restored | None:
         """The latest checkpoint that is whole, placed as `template` says; None where there is none at all.
 
         template: a pytree of jax.ShapeDtypeStruct (with shardings, else for the first device) or jax.Array; its
         mesh need not be the one that saved. A damaged checkpoint is named on stderr and moved to `damaged-STEP`,
         and the one before it is used. Raises ValueError where the identity or the arrays of the state differ from
-        this run's, or where no checkpoint is whole.
+        this run's, or where no checkpoint is whole, OSError where one cannot be read but nothing proves it damaged.
         """
         self._settle()
         found = steps(self._folder)
@@ -107,7 +109,7 @@ class Checkpoints:
                 return self._read(step, template)
             except Damaged as damage:
                 self._move_aside(step, str(damage))
-        if found or list(self._folder.glob(f"{DAMAGED}*")):
+        if found or any(name.startswith(DAMAGED) for name in _names(self._folder)):
             raise ValueError(
                 f"No checkpoint in {self._folder} is whole: bring one back from a copy, or name another workdir."
             )
@@ -117,11 +119,12 @@ class Checkpoints:
         folder = self._folder / str(step)
         document = documents.read(folder / HOST / DOCUMENT)
         for key, saved, own in documents.differences(document["identity"], self._identity):
-            if key in self._may_differ:
+            if key in self._changeable and self._allow_changes:
                 continue
+            permit = " set checkpoint.allow_changes=True," if key in self._changeable else ""
             raise ValueError(
                 f"The checkpoint {folder} was made with {key} = {saved!r}, and this run has {own!r};"
-                " restore it, or name another workdir."
+                f" restore it,{permit} or name another workdir."
             )
         for name in document["leaves"].keys() - named_leaves(template).keys():
             raise ValueError(f"The checkpoint {folder} holds {name}, which this run lacks; name another workdir.")
@@ -160,7 +163,7 @@ class Checkpoints:
 def read_part(folder: str | Path, template: Any, step: int | None = None) -> Restored:
     """The arrays that `template` names (see `Checkpoints.restore`), of `step` or the latest; changes nothing.
 
-    Safe beside a run that is saving there. Raises ValueError or FileNotFoundError in one sentence.
+    Safe beside a run that is saving there. Raises ValueError or OSError in one sentence.
     """
     found = steps(Path(folder))
     if not found or step not in (None, *found):
@@ -179,7 +182,7 @@ def read_part(folder: str | Path, template: Any, step: int | None = None) -> Res
 
 def steps(folder: Path) -> list[int]:
     """The steps of the complete checkpoints in a folder, in order."""
-    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+    return sorted(int(name) for name in _names(folder) if name.isdigit())
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -234,14 +237,8 @@ def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
     _check_leaves(folder, saved, wanted)
     asked = {name: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for name, leaf in wanted.items()}
     arguments = ocp.args.PyTreeRestore(wanted, restore_args=asked, partial_restore=True)
-    try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            leaves = reader.restore(folder / STATE, args=arguments)
-    except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
-        raise  # these say nothing about the files
-    except Exception as error:
-        release(error)
-        raise Damaged(reason(error)) from error
+    with reading(folder / STATE), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        leaves = reader.restore(folder / STATE, args=arguments)
     for (name, _), mark in _marked(leaves):
         if mark != saved[name][2]:
             raise Damaged(f"the values of {name} have changed")
@@ -274,6 +271,13 @@ def _alone(folder: Path) -> Iterator[None]:
         raise ValueError(f"Another run is at work in {folder.parent}: stop it, or name another workdir.") from error
     finally:
         os.close(place)
+
+
+def _names(folder: Path) -> list[str]:
+    """What is in a folder that may be missing. `glob` may take one that cannot be read for an empty one."""
+    with _naming(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return os.listdir(folder)
+    return []
 
 
 def _remove_unfinished(folder: Path) -> None:

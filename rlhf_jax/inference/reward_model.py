@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.inference.rewards import Answer, Scorer, Scores, as_scores
+from rlhf_jax.inference.rewards import Answer, Scorer, Scores, as_scores, refuse_broken
 from rlhf_jax.model import huggingface
 from rlhf_jax.model.attention import causal
 from rlhf_jax.model.source import Source
@@ -34,7 +34,8 @@ def model_scorer(
     one after the other where it has none. As in transformers' ...ForSequenceClassification, the token that is
     read is the last one that is not config.json's `pad_token_id`: with the end-of-text token as padding, it is
     the one before the final end of text. `rows` conversations of like length are scored at a time, padded on
-    the right to a multiple of `bucket` tokens. One that is longer than the model's context fails.
+    the right to a multiple of `bucket` tokens. One that is longer than the model's context fails; ValueError
+    where every one of a call fails and none was ever scored before.
     """
     if not source.config.scalar_head:
         raise ValueError(
@@ -42,15 +43,21 @@ def model_scorer(
         )
     padding = huggingface.padding_token(source.path)
     place = functools.partial(meshes.place_rows, mesh=mesh)
+    works = False  # whether it ever gave a number
 
     def score(answers: Sequence[Answer]) -> Scores:
+        nonlocal works
         texts = dict(enumerate(_tokens(answer, source, padding) for answer in answers))
         results = {index: text for index, text in texts.items() if isinstance(text, str)}
         fitting = {index: text for index, text in texts.items() if not isinstance(text, str)}
         for chosen, tokens, last in _batches(fitting, rows, bucket):
             scored = _read(model, *place((tokens, last)), attend=attend)
             results |= zip(chosen, np.asarray(scored).tolist(), strict=False)  # rows may be left over
-        return as_scores(str(source.path), [results[index] for index in texts])
+        scores = as_scores([results[index] for index in texts])
+        works = works or len(scores.failures) < len(answers)
+        if not works:
+            refuse_broken(str(source.path), scores)
+        return scores
 
     return score
 

@@ -17,17 +17,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import Pipe, connection
 from typing import Any
 
 import numpy as np
 
-from rlhf_jax.inference.rewards import Answer, Reward, Scores, as_scores, load_reward
+from rlhf_jax.inference.rewards import Answer, Reward, Scores, as_scores, failure, load_reward, refuse_broken
 
 READY = "ready"
 START_SECONDS = 120.0  # for Python and the reward's imports
-HANGS = 4  # so many calls out of time, and none that succeeded: the reward hangs
+HANGS = 4  # so many calls out of time, and none that ever succeeded: the reward hangs
+SILENCE = 1.0  # seconds between two signs of life at most
 MESSAGE = 200  # characters of an error that are kept
 
 
@@ -47,16 +48,18 @@ class _Child:
 class Workers:
     """A reward function as a scorer that runs it in up to `count` processes, for `seconds` a call at most.
 
-    A call that raises, gives no finite float32, takes too long or ends its process fails alone; the process is
-    replaced. ValueError where the reward is broken: it cannot be imported (here or in a process), fails on
-    every answer, or hangs. Leaving the context kills the processes and all that they have started; they also
-    end when this process does, killed or not.
+    A call that raises, gives no finite float32, takes too long (never, with math.inf seconds) or ends its process
+    fails alone; the process is replaced. ValueError where the reward is broken: it cannot be imported (here or in a
+    process), or it has never given a number yet and fails on every answer, or hangs. `observe` is called after
+    every wait for results, of a second at most; it may raise to stop the call. Leaving the context kills the
+    processes and all that they have started; they also end when this process does, killed or not.
     """
 
-    def __init__(self, spec: str, count: int, seconds: float):
+    def __init__(self, spec: str, count: int, seconds: float, observe: Callable[[], None] = lambda: None):
         load_reward(spec)
-        self._spec, self._count, self._seconds = spec, count, seconds
+        self._spec, self._count, self._seconds, self._observe = spec, count, seconds, observe
         self._children: list[_Child] = []
+        self._works = False  # whether it ever gave a number
 
     def __enter__(self) -> Workers:
         return self
@@ -76,12 +79,18 @@ class Workers:
         try:
             while len(results) < len(answers):
                 self._hand_out(waiting, answers)
-                results |= self._collect()
+                found = self._collect()
+                results |= found
+                self._works |= not all(map(failure, found.values()))
                 self._refuse_hanging(results)
+                self._observe()
         except BaseException:
             self.close()  # what they still work on must not be taken for a later call's
             raise
-        return as_scores(self._spec, [results[index] for index in range(len(answers))])
+        scores = as_scores([results[index] for index in range(len(answers))])
+        if not self._works:
+            refuse_broken(self._spec, scores)
+        return scores
 
     def _hand_out(self, waiting: collections.deque[int], answers: Sequence[Answer]) -> None:
         for child in [child for child in self._children if not child.busy and child.process.poll() is not None]:
@@ -97,11 +106,11 @@ class Workers:
                     child.pipe.send((answer.prompt, answer.response, answer.row))
 
     def _collect(self) -> dict[int, float | str]:
-        """Waits for the first results, or the first deadline."""
+        """Waits for the first results, or the first deadline, or until a sign of life is due."""
         results: dict[int, float | str] = {}
         busy = {child.pipe: child for child in self._children if child.busy}
         patience = min(child.deadline for child in busy.values()) - time.monotonic()
-        for pipe in connection.wait(list(busy), max(0.0, patience)):
+        for pipe in connection.wait(list(busy), min(max(0.0, patience), SILENCE)):
             results |= self._receive(busy[pipe])  # pyright: ignore[reportArgumentType]
         for child in self._children.copy():
             if child.busy and child.deadline <= time.monotonic():
@@ -129,7 +138,7 @@ class Workers:
 
     def _refuse_hanging(self, results: dict[int, float | str]) -> None:
         late = list(results.values()).count(_late(self._seconds))
-        if late >= HANGS and all(isinstance(result, str) for result in results.values()):
+        if late >= HANGS and not self._works:
             raise ValueError(
                 f"Reward {self._spec} hangs: {late} calls {_late(self._seconds)} and none succeeded;"
                 " make it faster or raise its seconds."

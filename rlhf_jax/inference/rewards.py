@@ -54,35 +54,41 @@ def weighted(terms: Sequence[Term], answers: Sequence[Answer]) -> tuple[Scores, 
     """The weighted sum of several scorers, and of each its `reward/<name>/mean` and `reward/<name>/failed`.
 
     An answer fails where any term fails, for the reason of the first such term; the mean is over the answers
-    that the term could score.
+    that the term could score, and left out where there are none.
     """
     values, failures, metrics = np.zeros(len(answers), np.float32), {}, {}
     for name, weight, scorer in terms:
         scores = scorer(answers)
         values += np.float32(weight) * scores.values
         failures = {index: f"{name} {reason}" for index, reason in scores.failures.items()} | failures
-        metrics[f"reward/{name}/mean"] = float(np.nanmean(scores.values))
+        if len(scores.failures) < len(answers):
+            metrics[f"reward/{name}/mean"] = float(np.nanmean(scores.values))
         metrics[f"reward/{name}/failed"] = float(len(scores.failures))
     return Scores(values, dict(sorted(failures.items()))), metrics
 
 
-def as_scores(name: str, results: Sequence[float | str]) -> Scores:
-    """Scores of a number, or the reason of a failure, for each answer; a number beyond float32 is a failure.
-
-    Where every answer failed the reward itself is broken: a ValueError names it and the first reason.
-    """
-    failures = {index: reason for index, result in enumerate(results) if (reason := _failure(result))}
-    if failures and len(failures) == len(results):
-        first = failures[0].rstrip(".")
-        raise ValueError(f"Reward {name} failed on all {len(results)} answers; the first one {first}.")
+def as_scores(results: Sequence[float | str]) -> Scores:
+    """Scores of a number, or the reason of a failure, for each answer; a number beyond float32 is a failure."""
+    failures = {index: reason for index, result in enumerate(results) if (reason := failure(result))}
     values = [np.nan if index in failures else result for index, result in enumerate(results)]
     return Scores(np.array(values, np.float32), failures)
 
 
-def _failure(result: float | str) -> str:
+def failure(result: float | str) -> str:
+    """Why a result is no score; empty where it is one."""
     if isinstance(result, str):
         return result
     return "" if abs(result) <= LARGEST else f"gave {result}, which is no finite float32"  # NaN is not <= either
+
+
+def refuse_broken(name: str, scores: Scores) -> None:
+    """ValueError with the first reason where every answer failed.
+
+    For a reward that has never given a number: one that has may fail on a whole batch and still not be broken.
+    """
+    if scores.failures and len(scores.failures) == len(scores.values):
+        first = scores.failures[0].rstrip(".")
+        raise ValueError(f"Reward {name} failed on all {len(scores.values)} answers; the first one {first}.")
 
 
 @functools.cache

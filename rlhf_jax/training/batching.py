@@ -1,4 +1,4 @@
-"""Which rows are trained on, and which together: shuffled minibatches, micro-batches of like lengths (host code)."""
+"""Which rows are trained on, and which together: shuffled minibatches, micro-batches of like lengths."""
 
 from __future__ import annotations
 

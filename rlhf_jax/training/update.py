@@ -68,7 +68,7 @@ class Gradient:
 
 
 class NotFinite(ValueError):
-    """A loss or gradient was infinite or no number. `state` is the last good one, without that minibatch's step."""
+    """A loss or gradient was infinite or no number; `state` is finite, without the steps of such minibatches."""
 
     def __init__(self, message: str, state: TrainState):
         super().__init__(message)
@@ -143,22 +143,23 @@ def update(
     config: UpdateConfig,
     kl_weight: float = 0.0,
     place: Callable[[MicroBatch], MicroBatch] = jax.device_put,
-    observe: Callable[[int, int], None] = lambda done, count: None,
+    observe: Callable[[], None] = lambda: None,
 ) -> tuple[TrainState, dict[str, float]]:
     """Train on one experience: `epochs` times `minibatches` optimizer steps. The given state is used up.
 
     A minibatch's loss is a weighted sum over its tokens, so the result does not depend on `micro_rows` or `bucket`.
     Policy and critic take their steps one after the other, so their activations never coexist. `place` puts a
-    micro-batch of host arrays on the device or, with shardings, on a mesh; `observe` hears the minibatches done and
-    their number before each. `step` counts updates and, with the config's seed, orders the rows. The metrics, means
-    over the minibatches (maxima for `.../max`), are read from the device once, at the end; NotFinite if one is not
-    finite: such a step was not taken.
+    micro-batch of host arrays on the device or, with shardings, on a mesh; `observe` is called before each
+    minibatch. `step` counts updates and, with the config's seed, orders the rows. The metrics, means
+    over the minibatches (maxima for `.../max`), are read from the device once, at the end (with `target_kl`, one of
+    them after each minibatch); NotFinite if one is not finite: such a step was not taken.
     """
     host = jax.tree.map(np.asarray, experience)
-    order = list(minibatches(len(host.rewards), config.minibatches, config.epochs, config.seed, int(state.step)))
+    order = minibatches(len(host.rewards), config.minibatches, config.epochs, config.seed, int(state.step))
+    order = [rows for rows in order if host.mask[rows].any()]  # without a token there is nothing to learn
     history, done = [], 0
     for rows in order:
-        observe(done, len(order))
+        observe()
         parts = functools.partial(_parts, host, rows, kl_weight, config, place)
         gradient = _gradient(policy_objective, state.policy, parts(), config)
         if config.target_kl and float(gradient.metrics["kl/old"]) > config.target_kl:
@@ -174,7 +175,7 @@ def update(
         done += 1
     history = jax.device_get(history)
     _check_finite(history, state)
-    metrics = _summary(history) | {"training/minibatches_done": float(done)}
+    metrics = NOTHING | _summary(history) | {"training/minibatches_done": float(done)}
     if host.values is not None:
         metrics["critic/explained_variance"] = explained_variance(host.values, host.returns, host.mask)
     return dataclasses.replace(state, step=state.step + 1), metrics
@@ -214,6 +215,7 @@ def critic_objective(critic: Model, batch: MicroBatch, config: UpdateConfig) -> 
     return summed_value_loss(values, batch, clip=config.value_clip)
 
 
+NOTHING = {"loss/policy": 0.0, "kl/mean": 0.0, "gradient/norm": 0.0}  # metrics of an update without a token
 Objective = Callable[[Model, MicroBatch, UpdateConfig], tuple[Array, dict[str, Array]]]
 
 

@@ -1,0 +1,84 @@
+"""Stopping: the first signal asks and says so, its echo is nothing, a later one does what it always did."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_jax import stopping
+
+PROGRAM = """
+import time
+from rlhf_jax.stopping import listening
+with listening() as stop:
+    print("ready", flush=True)
+    while stop.signal is None:
+        time.sleep(0.01)
+    print("asked", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", stopping.SIGNALS)
+def test_a_process_is_told_once_and_stopped_by_the_later_signal(number):
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        cwd=Path(__file__).parents[1],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout and process.stderr and process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, number)
+    assert process.stdout.readline() == "asked\n"
+    process.send_signal(number)  # as a launcher that forwards what the group already had
+    assert process.stderr.readline() == stopping.ASKED + "\n"
+    time.sleep(stopping.ECHO + 0.1)
+    assert process.poll() is None
+    process.send_signal(number)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == -number
+    assert stopping.ASKED not in said and ("KeyboardInterrupt" in said) == (number == signal.SIGINT)
+
+
+def test_in_process_the_former_handlers_serve_the_later_signal(monkeypatch):
+    clock, said, heard = [100.0], [], []
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: clock[0])
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        with stopping.listening(said.append) as stop:
+            stop.check()
+            for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+                signal.raise_signal(number)
+            with pytest.raises(stopping.Stopped, match="SIGTERM") as caught:
+                stop.check()
+            assert (said, heard, caught.value.exit_code) == ([stopping.ASKED], [], 143)
+            clock[0] += stopping.ECHO + 0.1
+            signal.raise_signal(signal.SIGTERM)
+            assert heard == [signal.SIGTERM] and stop.signal == signal.SIGTERM
+            with pytest.raises(KeyboardInterrupt):  # every former handler is back
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert said == [stopping.ASKED]
+
+
+def test_leaving_brings_the_former_handlers_back():
+    before = [signal.getsignal(number) for number in stopping.SIGNALS]
+    with pytest.raises(ZeroDivisionError), stopping.listening():
+        assert [signal.getsignal(number) for number in stopping.SIGNALS] != before
+        raise ZeroDivisionError
+    assert [signal.getsignal(number) for number in stopping.SIGNALS] == before
+
+
+def test_the_line_passes_a_buffer_that_is_held_and_a_stderr_that_is_closed(capfd, monkeypatch):
+    print("before", file=sys.stderr, flush=True)
+    stopping.tell("line")
+    assert capfd.readouterr().err == "before\nline\n"
+    monkeypatch.setattr(stopping.os, "write", lambda *_: (_ for _ in ()).throw(BrokenPipeError))
+    stopping.tell("line")
