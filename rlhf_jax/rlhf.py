@@ -66,7 +66,7 @@ def step(
 
     samples = len(collected.samples)
     memory.remember(collected.samples, tally, stages.controller(memory.kl_coefficient, kl, samples))
-    return state, metrics, collected.table()
+    return state, metrics | {"generation/tokens_so_far": memory.tally.tokens}, collected.table()
 
 
 def infer(

@@ -57,7 +57,9 @@ def whole(place):
 
 
 def command(place: Path, name: str) -> list[str]:
+    """Of the run in the workdir `name`; one whose name says so does without `deterministic`."""
     options = CHANGES | {"workdir": place / name, "compilation_cache": place / "programs"}
+    options["deterministic"] = not name.startswith("rounding")
     return tiny_run.arguments(place, place / "tiny", **options)[1:]
 
 
@@ -136,10 +138,17 @@ def test_killed_at_twenty_moments(index, place, whole):
     kill_and_resume(place, f"moment-{index}", moments(events, 20, seed=1)[index], left)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_stopped_and_resumed_is_uninterrupted(number, place, whole):
-    """A signal in the middle of a roll-out: saved, an exit code of its own, no traceback."""
-    name = f"stopped-{int(number)}"
+def check_close(workdir: Path, whole: dict) -> None:
+    """The promise without `deterministic`: the same text, and numbers within rounding."""
+    found = left_by(workdir)
+    assert found["samples"] == whole["samples"]
+    for line, other in zip(found["metrics"], whole["metrics"], strict=True):
+        assert line == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("number, name", [(signal.SIGTERM, "stopped"), (signal.SIGINT, "rounding")])
+def test_stopped_and_resumed_is_uninterrupted(number, name, place, whole):
+    """A signal after the third step: saved, an exit code of its own, no traceback."""
     words = [sys.executable, str(ROOT / "launch" / "train.py"), *command(place, name)]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     metrics = place / name / "metrics.jsonl"
@@ -153,4 +162,4 @@ def test_stopped_and_resumed_is_uninterrupted(number, place, whole):
     assert len(lines(metrics)) < CHANGES["steps"]
     done = run(place, name, "none", 0)
     assert done.returncode == 0 and "Going on from step" in done.stdout, done.stderr
-    check_equal(place / name, whole[0])
+    (check_close if name == "rounding" else check_equal)(place / name, whole[0])
