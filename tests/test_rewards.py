@@ -244,9 +244,12 @@ def test_a_process_that_died_idle_costs_nothing(workers):
 
 
 def test_nothing_of_an_interrupted_call_reaches_the_next(workers, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
     workers(answers("0", "0"))
     with monkeypatch.context() as patch:
-        patch.setattr(reward_worker.connection, "wait", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(reward_worker.connection, "wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
             workers(answers("8", "9"))
     assert workers(answers("1", "2")).values.tolist() == [1.0, 2.0]
