@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +22,8 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Strict promotion, and compiled programs kept between runs."""
+    """Strict promotion, compiled programs kept between runs, and SIGINT heard here and by what tests start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has it ignored
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     cache = getattr(config, "cache", None)
     if cache is not None:

@@ -112,8 +112,8 @@ def assert_close(got, want, rtol):
     "change, aggregate",
     [
         ({"micro_rows": 2, "bucket": 16, "chunk": 8}, "token_mean"),
-        ({"micro_rows": 4, "bucket": 64}, "sequence_mean"),
-        ({"bucket": 30, "remat": False, "entropy_weight": 0.1}, "constant"),
+        pytest.param({"micro_rows": 4, "bucket": 64}, "sequence_mean", marks=pytest.mark.slow),
+        pytest.param({"bucket": 30, "remat": False, "entropy_weight": 0.1}, "constant", marks=pytest.mark.slow),
     ],
 )
 def test_how_the_work_is_split_changes_nothing(small, change, aggregate):
