@@ -51,8 +51,11 @@ FREE = (
     "checkpoint.",
     "mesh.",
     "reward.workers",
+    "reward.seconds",
+    "generation.rows",
+    "generation.fewest_rows",
+    "training.microbatch_rows",
 )
-FREE += ("reward.seconds", "generation.rows", "generation.fewest_rows", "training.microbatch_rows")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,11 +252,9 @@ def _terms(run: Run, stack: contextlib.ExitStack, observe: Callable[[], None]) -
     """The summands of the reward: functions in their processes, models on the mesh."""
     reward = run.config.reward
     make = functools.partial(function_scorer, run.config, stack=stack, observe=observe)
-    functions = [(spec.rpartition(":")[2], make(spec)) for spec in reward.functions]
-    models = [(source.path.name, _model_scorer(run, source)) for source in run.rewards]
-    named = [*functions, *models]
-    weights = reward.weights or (1.0,) * len(named)
-    return [Term(name, float(weight), scorer) for (name, scorer), weight in zip(named, weights, strict=True)]
+    scorers = [*map(make, reward.functions), *(_model_scorer(run, source) for source in run.rewards)]
+    weights = map(float, reward.weights or (1.0,) * len(scorers))
+    return list(map(Term, checks.term_names(run.config), weights, scorers))
 
 
 def function_scorer(config: Config, spec: str, stack: contextlib.ExitStack, observe: Callable[[], None]) -> Scorer:

@@ -63,6 +63,12 @@ def validate_models(config: Config, models: ModelConfigs) -> None:
     )
 
 
+def term_names(config: Config) -> list[str]:
+    """What metrics call the reward's functions and models, in order: a function's name, the last part of a path."""
+    functions = [spec.rpartition(":")[2] for spec in config.reward.functions]
+    return functions + [pathlib.PurePath(path).name for path in config.reward.models]
+
+
 def _require(holds: bool, sentence: str) -> None:
     if not holds:
         raise ValueError(sentence)
@@ -115,6 +121,11 @@ def _check_rewards(config: Config) -> None:
     _require(
         len(reward.weights) in (0, terms),
         f"reward.weights has {len(reward.weights)} entries for {terms} functions and models; give one for each.",
+    )
+    names = term_names(config)
+    _require(
+        len(set(names)) == terms,
+        f"The reward's functions and models are called {', '.join(names)} in the metrics; rename one of the same name.",
     )
     numbers = all(isinstance(weight, int | float) and math.isfinite(weight) for weight in reward.weights)
     _require(numbers, f"reward.weights is {reward.weights}; it must hold finite numbers.")

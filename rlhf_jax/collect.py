@@ -130,9 +130,8 @@ def evaluate(
     scores = {name: measure(answers).values for name, measure in measures.items()}
     means = {f"eval/{name}": float(np.nanmean(values)) for name, values in scores.items() if np.isfinite(values).any()}
     failed = {f"eval/{name}/failed": int(np.isnan(values).sum()) for name, values in scores.items()}
-    return means | {name: count for name, count in failed.items() if count}, Collected(
-        samples, answers, next(iter(scores.values()))
-    ).table()
+    means |= {name: count for name, count in failed.items() if count}
+    return means, Collected(samples, answers, next(iter(scores.values()))).table()
 
 
 def roll_out(

@@ -158,6 +158,7 @@ def test_a_valid_config_passes(valid):
         ("reward.functions", (), "reward.functions and reward.models are empty"),
         ("reward.functions", ("missing.py:reward",), "no file missing.py"),
         ("reward.functions", ("reward",), "must look like"),
+        ("reward.functions", ("a.py:f", "b.py:f"), "rename one of the same name"),
         ("reward.weights", (1.0, 2.0), "has 2 entries for 1 functions and models"),
         ("reward.weights", ("much",), "must hold finite numbers"),
         ("reward.seconds", 0.0, "reward.seconds is 0.0"),
