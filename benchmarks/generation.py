@@ -20,10 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax.collect import decoding_weights, roll_out
+from rlhf_jax.collect import decoding_weights
 from rlhf_jax.generation import tree
-from rlhf_jax.generation.engine import Decoding, Request
+from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.rollout import Tally
+from rlhf_jax.generation.samples import Decoding, Request
 from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.mesh import make_mesh
 from rlhf_jax.model.source import Source, open_source
@@ -99,12 +100,12 @@ def timed(asked, source: Source, models, batch: int, seed: int, mesh) -> dict[st
         Request(np.resize(np.roll(words, -start), asked.prompt_tokens), (row,), asked.new_tokens)
         for row, start in enumerate(starts)
     ]
-    strategy, slots = tree.parse(asked.strategy), asked.prompt_tokens + asked.new_tokens
-    decoding = Decoding(Sampling(asked.temperature), strategy, (), batch, slots, seed, asked.acceptance)
+    strategies, slots = (tree.parse(asked.strategy),), asked.prompt_tokens + asked.new_tokens
+    decoding = Decoding(Sampling(asked.temperature), strategies, (), batch, slots, seed, asked.acceptance)
     start = time.perf_counter()
     target, drafter = models
     tally = Tally()
-    roll_out(target, drafter, wanted, decoding, mesh, tally.add)
+    list(generate(target, drafter, wanted, decoding, mesh, tally.add))
     return tally.metrics(time.perf_counter() - start)
 
 

@@ -6,7 +6,7 @@ r"""GRPO on grade-school mathematics with a verifiable reward, Qwen2.5-0.5B-Inst
 The data are GSM8K's own files (Cobbe et al. 2021), train.jsonl and test.jsonl with "question" and "answer". The
 reward is 1 where the response's last number equals the answer's, else 0, so its mean is the share of right answers.
 Memory, of which the run may use 76 GB, as predicted and printed by part before weights are loaded:
-12.9 GB in generation and 17.1 GB in training.
+12.1 GB in generation and 17.1 GB in training.
 Prompts that all samples solve, or none, teach nothing and are replaced (DAPO), and the clip is wider above.
 """
 
@@ -28,7 +28,7 @@ def get_config():
         samples_per_prompt=8,
         resample=2,
         max_new_tokens=512,
-        strategy="lookup-chain-4",
+        strategy="adaptive",
         history_tokens=2048,
         rows=256,
     )

@@ -5,8 +5,8 @@ r"""GRPO on Llama-3.1-8B-Instruct with a Llama-3.2-1B-Instruct drafter: 'gpu', o
         --config.reward.functions=FILE.py:FUNCTION
 
 Hardware and memory of each device, as predicted and printed by part before weights are loaded:
-gpu, 8 GPUs of 80 GB (A100 or H100), of which the run may use 76: 41.3 GB in generation and 28.4 GB in training.
-tpu, a v5p-8 slice, one host with 4 chips of 95 GB: 54.7 GB in generation and 54.9 GB in training.
+gpu, 8 GPUs of 80 GB (A100 or H100), of which the run may use 76: 41.4 GB in generation and 28.4 GB in training.
+tpu, a v5p-8 slice, one host with 4 chips of 95 GB: 54.8 GB in generation and 54.9 GB in training.
 Expect: the mean reward of the function you give rises while `kl/mean` stays small. The text is what
 plain decoding would give; `generation/tokens_per_round`, between 1 and 5, says what the drafter saves.
 """
@@ -31,7 +31,7 @@ def get_config(hardware: str = "gpu"):
         prompts_per_step=64,
         samples_per_prompt=8,
         max_new_tokens=2048,
-        strategy="model-chain-4",
+        strategy="adaptive",
         rows=HARDWARE[hardware]["rows"],
     )
     config.training.update(minibatches=4, warmup_steps=10, length_bucket=512)

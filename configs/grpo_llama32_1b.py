@@ -25,7 +25,7 @@ def get_config():
         prompts_per_step=32,
         samples_per_prompt=8,
         max_new_tokens=1024,
-        strategy="lookup-chain-4",
+        strategy="adaptive",
         history_tokens=2048,
         rows=256,
     )

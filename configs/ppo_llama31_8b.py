@@ -6,8 +6,8 @@ r"""PPO on Llama-3.1-8B-Instruct with a reward model and a critic of 8B and a dr
 
 REWARD_MODEL is a Hugging Face folder of a Llama-3.1-8B sequence classifier with one label.
 Hardware and memory of each device, as predicted and printed by part before weights are loaded:
-gpu, 8 GPUs of 80 GB (A100 or H100), of which the run may use 76: 42.6 GB in generation and 43.0 GB in training.
-tpu, a v5p-8 slice, one host with 4 chips of 95 GB: 75.6 GB in generation and 78.3 GB in training.
+gpu, 8 GPUs of 80 GB (A100 or H100), of which the run may use 76: 42.7 GB in generation and 43.0 GB in training.
+tpu, a v5p-8 slice, one host with 4 chips of 95 GB: 75.7 GB in generation and 78.3 GB in training.
 Expect: `reward/mean` rises while `kl/mean` stays near its target and `critic/explained_variance` climbs above 0
 within the first steps.
 """
@@ -34,7 +34,7 @@ def get_config(hardware: str = "gpu"):
         prompts_per_step=128,
         samples_per_prompt=1,
         max_new_tokens=1024,
-        strategy="model-chain-4",
+        strategy="adaptive",
         rows=128,
     )
     config.advantage.estimator = "gae"

@@ -30,7 +30,6 @@ def get_config():
     config.generation.max_new_tokens = 20
     config.generation.rows = 24
     config.generation.fewest_rows = 12
-    config.generation.strategy = "lookup-chain-1"
     config.generation.history_tokens = 64
 
     config.evaluation.every = 9

@@ -1,10 +1,14 @@
-"""The policy of a checkpoint as a Hugging Face folder: python launch/export.py WORKDIR [--step N] [--out FOLDER]"""
+"""The policy of a checkpoint, or its student, as a Hugging Face folder:
+
+python launch/export.py WORKDIR [--step N] [--out FOLDER] [--drafter]
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +17,7 @@ from rlhf_jax.checkpoint.store import read_part
 from rlhf_jax.data.tokenizer import read_json
 from rlhf_jax.model import huggingface, transformer
 from rlhf_jax.model.source import open_source
+from rlhf_jax.training.distill import completed, student_of
 from rlhf_jax.types import Model, ModelConfig, TrainState
 
 
@@ -21,45 +26,60 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Write the policy of a checkpoint as a Hugging Face folder.")
     parser.add_argument("workdir", type=Path, help="of the run; the run may be going on")
     parser.add_argument("--step", type=int, help="of the checkpoint; the latest if not given")
-    parser.add_argument("--out", type=Path, help="the folder to write; WORKDIR/policy-STEP if not given")
+    parser.add_argument(
+        "--out", type=Path, help="the folder to write; WORKDIR/policy-STEP or drafter-STEP if not given"
+    )
+    parser.add_argument("--drafter", action="store_true", help="the student that drafts for the policy, instead")
     asked = parser.parse_args(argv[1:])
+    name = "drafter" if asked.drafter else "policy"
     try:
-        print(f"The policy is in {export(asked.workdir.expanduser(), asked.step, asked.out)}.")
+        print(f"The {name} is in {export(asked.workdir.expanduser(), asked.step, asked.out, name)}.")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def export(workdir: Path, step: int | None, out: Path | None) -> Path:
+def export(workdir: Path, step: int | None, out: Path | None, name: str = "policy") -> Path:
     """The folder written: weights in float32, the tokenizer and stop tokens of the model that the run began with.
 
     Raises ValueError or OSError in one sentence where there is no such run, model or checkpoint.
     """
     source = open_source(model_path(workdir))
-    step, state, _ = read_part(workdir / "checkpoints", policy_template(source.config), step)
-    out = out or workdir / f"policy-{step}"
-    huggingface.save(out, state.policy, source.tokenizer, source.stop_tokens, jnp.float32)
+    layers = _said(workdir, "drafter", "layers") if name == "drafter" else 0
+    if name == "drafter" and not layers:
+        raise ValueError(f"The run in {workdir} has no student: its drafter.layers is 0.")
+    step, state, _ = read_part(workdir / "checkpoints", policy_template(source.config, layers), step)
+    out = out or workdir / f"{name}-{step}"
+    model = completed(state.drafter, state.policy) if name == "drafter" else state.policy
+    huggingface.save(out, model, source.tokenizer, source.stop_tokens, jnp.float32)
     return out
 
 
 def model_path(workdir: Path) -> str:
     """The path of the model that the run in `workdir` began with, from its config.json."""
+    return _said(workdir, "model", "path")
+
+
+def _said(workdir: Path, section: str, key: str) -> Any:
     file = workdir / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"There is no run in {workdir}: {file} is missing.")
     try:
-        return read_json(file)["model"]["path"]
+        return read_json(file)[section][key]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no config of a run: it lacks model.path.") from error
+        raise ValueError(f"{file} is no config of a run: it lacks {section}.{key}.") from error
 
 
-def policy_template(config: ModelConfig) -> TrainState:
-    """The policy's place in a state, for the host's memory: one accelerator may be too small for its float32."""
+def policy_template(config: ModelConfig, layers: int = 0) -> TrainState:
+    """Places of the policy and, with `layers`, its student, in the host's memory: one accelerator may be too small
+    for their float32.
+    """
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    shapes: Model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config, jnp.float32))
-    placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host), shapes)
-    return TrainState(policy=placed, optimizer=None, step=None)
+    policy: Model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config, jnp.float32))
+    student: Model | None = jax.eval_shape(lambda model: student_of(model, layers), policy) if layers else None
+    shapes = TrainState(policy=policy, optimizer=None, step=None, drafter=student)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host), shapes)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.generation import tree
-from rlhf_jax.generation.engine import Decoding, Request, generate
+from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.rollout import as_rollout
+from rlhf_jax.generation.samples import Decoding, Request
 from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.inference.logprobs import score_rollout
 from rlhf_jax.model.source import open_source
@@ -29,7 +30,8 @@ def main(model: str, steps: int) -> None:
     encode = source.tokenizer.encode_chat
     prompts = [np.array(encode([{"role": "user", "content": q}]), np.int32) for q in QUESTIONS]
     slots = max(map(len, prompts)) + NEW
-    decoding = Decoding(Sampling(1.0), tree.parse("lookup-chain-2"), source.stop_tokens, rows=8, slots=slots, seed=0)
+    strategies = (tree.parse("lookup-chain-2"),)
+    decoding = Decoding(Sampling(1.0), strategies, source.stop_tokens, rows=8, slots=slots, seed=0)
     training = UpdateConfig(micro_rows=GROUP)
     optimizers = Optimizers(make_optimizer(1e-5))
     reference = source.load(jnp.float32)
@@ -37,7 +39,8 @@ def main(model: str, steps: int) -> None:
     for step in range(steps):
         ids = np.arange(len(prompts) * GROUP).reshape(-1, GROUP) + step * len(prompts) * GROUP
         wanted = [Request(p, tuple(map(int, i)), NEW) for p, i in zip(prompts, ids, strict=True)]
-        rollout = as_rollout(generate(jax.jit(unstack)(state.policy), None, wanted, decoding), slots)
+        samples = generate(jax.jit(unstack)(state.policy), None, wanted, decoding)
+        rollout = as_rollout(sorted(samples, key=lambda sample: sample.sample_id), slots)
         rewards = -rollout.mask.sum(1).astype(np.float32)
         logprobs = score_rollout(state.policy, rollout, temperature=1.0, rows=GROUP)
         reference_logprobs = score_rollout(reference, rollout, temperature=1.0, rows=GROUP)

@@ -24,18 +24,21 @@ from rlhf_jax.checkpoint.store import Checkpoints, named_leaves
 from rlhf_jax.collect import compile_rounds, evaluate
 from rlhf_jax.config import Config
 from rlhf_jax.data.prompts import Prompts
-from rlhf_jax.generation.engine import RoundReport
 from rlhf_jax.generation.rollout import Tally
+from rlhf_jax.generation.samples import RoundReport
 from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.model import huggingface
+from rlhf_jax.model.source import digest
 from rlhf_jax.report.page import ALGORITHMS, write_report
-from rlhf_jax.stages import Frozen, Memory, Stages
+from rlhf_jax.stages import Frozen, Memory, Stages, drafter_of
 from rlhf_jax.stopping import Stop, Stopped, listening
+from rlhf_jax.training.distill import completed
 from rlhf_jax.training.update import Optimizers
-from rlhf_jax.types import Experience, Model, TrainState
+from rlhf_jax.types import Experience, TrainState
 from rlhf_jax.watchdog import Watchdog
 
 EVALUATION_SEED = 1 << 31  # keeps evaluation's noise apart from training's
+STEPS = {"reward": rlhf.step, "distill": rlhf.distill_step}  # by objective
 
 
 def main(argv: list[str]) -> int:
@@ -91,7 +94,7 @@ def train(config: Config) -> None:
         watch = Watch(progress, watchdog, stop)
         stages, models = build.make_stages(run, optimizers, stack, watch.working), build.frozen(run)
         setting = Setting(run, stages, models, saved, writer, watch)
-        state = loop(setting, state, remembered, make_evaluation(setting, stack))
+        state = loop(setting, state, remembered, make_evaluation(setting, remembered, stack))
     finish(run, state)
 
 
@@ -122,14 +125,14 @@ def loop(setting: Setting, state: TrainState, remembered: Memory, evaluate: Eval
     config, watch = setting.run.config, setting.watch
     try:
         watch("compiling", None)
-        compile_rounds(state.policy, setting.models.drafter, setting.stages)
+        compile_rounds(state.policy, drafter_of(state, setting.models), remembered, setting.stages)
         while int(state.step) < config.steps:
-            evaluate(int(state.step), state.policy)
+            evaluate(state)
             state = one_step(setting, state, remembered)
             if config.checkpoint.every and int(state.step) % config.checkpoint.every == 0:
                 save(setting, state, remembered)
         save(setting, state, remembered)
-        evaluate(int(state.step), state.policy)
+        evaluate(state)
     except Stopped as stopped:
         saved = save(setting, state, remembered)
         stopped.add_note(
@@ -148,8 +151,9 @@ def one_step(setting: Setting, state: TrainState, remembered: Memory) -> TrainSt
     """One iteration, written down; a batch that spoils it is kept, and one that is abandoned comes again."""
     step, start, run = int(state.step), time.perf_counter(), setting.run
     position = remembered.batches.state()
+    take = STEPS[run.config.objective]
     try:
-        state, figures, table = rlhf.step(state, setting.models, run.prompts, remembered, setting.stages, setting.watch)
+        state, figures, table = take(state, setting.models, run.prompts, remembered, setting.stages, setting.watch)
     except Exception as error:
         remembered.batches.restore(position)
         if not isinstance(error, rlhf.Ruined):
@@ -159,6 +163,8 @@ def one_step(setting: Setting, state: TrainState, remembered: Memory) -> TrainSt
     figures |= {"step": step, "step/seconds": time.perf_counter() - start}
     setting.writer.write(figures)
     setting.writer.write_samples(step, table)
+    if remembered.drafting.selector:
+        setting.writer.write_strategies(step, remembered.drafting.selector.last_stage)
     setting.watch.progress.finish(figures)
     return state
 
@@ -217,14 +223,14 @@ class Watch:
         self.beat(self.phase)
 
 
-Evaluate = Callable[[int, Model], None]  # of (updates done, policy)
+Evaluate = Callable[[TrainState], None]  # of the state after so many updates
 
 
-def make_evaluation(setting: Setting, stack: contextlib.ExitStack) -> Evaluate:
+def make_evaluation(setting: Setting, remembered: Memory, stack: contextlib.ExitStack) -> Evaluate:
     """A function that measures the policy on held-out prompts when it is time to."""
     run, stages, asked = setting.run, setting.stages, setting.run.config.evaluation
     if run.held_out is None:
-        return lambda step, policy: None
+        return lambda state: None
     make = functools.partial(build.function_scorer, run.config, stack=stack, observe=setting.watch.working)
     others = {name: make(spec) for name, spec in run.config.reward.metrics.items()}
     measures = {"reward": lambda answers: stages.reward(answers)[0]} | others
@@ -232,29 +238,36 @@ def make_evaluation(setting: Setting, stack: contextlib.ExitStack) -> Evaluate:
     decoding = dataclasses.replace(stages.decoding, sampling=sampling, seed=run.config.seed ^ EVALUATION_SEED)
     measure = functools.partial(
         evaluate,
-        drafter=setting.models.drafter,
         prompts=run.held_out,
         measures=measures,
+        remembered=remembered.evaluation,
         decoding=decoding,
         samples_per_prompt=asked.samples_per_prompt,
         stages=stages,
         observe=setting.watch,
     )
 
-    def evaluation(step: int, policy: Model) -> None:
+    def evaluation(state: TrainState) -> None:
+        step = int(state.step)
         if step % asked.every == 0 or step >= run.config.steps:
-            setting.writer.write_evaluation(step, *measure(policy))
+            found = measure(state.policy, drafter=drafter_of(state, setting.models))
+            setting.writer.write_evaluation(step, *found)
 
     return evaluation
 
 
 def finish(run: build.Run, state: TrainState) -> None:
-    """The trained policy as a folder, the report, and what has changed."""
-    huggingface.save(run.workdir / "policy", state.policy, run.policy.tokenizer, run.policy.stop_tokens, jnp.float32)
+    """What was trained as folders, the report, and what has changed."""
+    trained = {"policy": state.policy} if run.config.objective == "reward" else {}
+    if state.drafter is not None and run.config.drafter.learning_rate:
+        trained["drafter"] = completed(state.drafter, state.policy)
+    for name, model in trained.items():
+        huggingface.save(run.workdir / name, model, run.policy.tokenizer, run.policy.stop_tokens, jnp.float32)
     report = write_report(run.workdir, f"{jax.device_count()} x {jax.devices()[0].device_kind}")
     if run.held_out:
         metrics.compare(*metrics.before_and_after(run.workdir))
-    print(f"The trained policy is in {run.workdir}/policy, and what happened in {report}.")
+    folders = " and ".join(f"the trained {name} is in {run.workdir}/{name}" for name in trained)
+    print(f"T{folders[1:]}, and what happened in {report}.")
 
 
 def fix_kernels(config: Config) -> None:
@@ -285,6 +298,7 @@ def announce(run: build.Run) -> None:
     rows = [
         ("model", f"{policy.path.name} ({policy.config.num_layers} layers of {policy.config.width}), {run.dtype.name}"),
         ("devices", f"{jax.device_count()} x {jax.devices()[0].device_kind} ({sizes})"),
+        *([("drafter", _drafter(run))] if run.models.drafter else []),
         ("prompts", _counted(run.prompts, config.data.train)),
         *([("held out", _counted(run.held_out, config.data.eval))] if run.held_out else []),
         ("a step", f"{samples} samples, {tokens}, {generation.strategy}"),
@@ -293,7 +307,17 @@ def announce(run: build.Run) -> None:
         *(("not split", line) for line in unsplit),
         ("memory", "\n".join(memory.table(parts))),
     ]
-    metrics.describe(f"rlhf_jax: {ALGORITHMS[config.advantage.estimator]}, {config.steps} steps", rows)
+    name = ALGORITHMS[config.advantage.estimator] if config.objective == "reward" else "distillation of a drafter"
+    metrics.describe(f"rlhf_jax: {name}, {config.steps} steps", rows)
+
+
+def _drafter(run: build.Run) -> str:
+    """What drafts and where its weights begin: their digest, too, as another run may find others in the same place."""
+    begins = f"{run.drafter.path.name} ({digest(run.drafter)})" if run.drafter else "the model's own layers"
+    if run.student is None:
+        return f"{begins}, as it is"
+    learns = "kept current" if run.config.drafter.learning_rate else "as it is"
+    return f"student of {run.student.num_layers} layers, from {begins}, {learns}"
 
 
 def _counted(prompts: Prompts, path: str) -> str:

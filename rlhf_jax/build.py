@@ -15,18 +15,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from rlhf_jax import checks
+from rlhf_jax import checks, drafting
 from rlhf_jax import mesh as meshes
 from rlhf_jax.collect import decoding_weights
 from rlhf_jax.config import Config, ModelConfigs, flat
 from rlhf_jax.data.iterator import Batches
 from rlhf_jax.data.prompts import Prompts, read, tokenize
 from rlhf_jax.experience import Shaping
-from rlhf_jax.generation import tree
-from rlhf_jax.generation.engine import Decoding
+from rlhf_jax.generation.programs import Ahead
 from rlhf_jax.generation.rollout import History
+from rlhf_jax.generation.samples import Decoding
 from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference import shaping
 from rlhf_jax.inference.reward_model import model_scorer
 from rlhf_jax.inference.reward_worker import Workers
@@ -35,8 +37,9 @@ from rlhf_jax.inference.values import critic_of
 from rlhf_jax.model import transformer
 from rlhf_jax.model.attention import causal_on
 from rlhf_jax.model.source import Source, digest, open_source
-from rlhf_jax.stages import Controller, Frozen, Memory, Stages
+from rlhf_jax.stages import Controller, Drafting, Frozen, Memory, Stages
 from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig
+from rlhf_jax.training.distill import Distillation, student_config, student_of, with_student
 from rlhf_jax.training.losses import AGGREGATES
 from rlhf_jax.training.update import Optimizers, UpdateConfig, init_train_state, make_optimizer
 from rlhf_jax.types import Model, ModelConfig, TrainState
@@ -56,6 +59,7 @@ FREE = (
     "generation.fewest_rows",
     "training.microbatch_rows",
 )
+EVERYTHING = 1 << 40  # tokens that are remembered of each held-out prompt: its last samples are the next one's drafts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +80,14 @@ class Run:
     def models(self) -> ModelConfigs:
         """The shapes of all models."""
         drafter, critic = (source and source.config for source in (self.drafter, self.critic))
+        drafter = self.student or drafter
         return ModelConfigs(self.policy.config, drafter, critic, tuple(source.config for source in self.rewards))
+
+    @property
+    def student(self) -> ModelConfig | None:
+        """The shape of a drafter that is a student of the policy."""
+        layers = checks.drafts(self.config) and self.config.drafter.layers
+        return student_config(self.policy.config, layers) if layers else None
 
     @property
     def workdir(self) -> Path:
@@ -88,10 +99,9 @@ def prepare(config: Config) -> Run:
     """Open what the config names. Raises ValueError or OSError, in one sentence, for the first thing that is wrong."""
     checks.validate(config, meshes.count_devices())
     policy = open_source(config.model.path)
-    drafts = tree.parse(config.generation.strategy).drafter == "model"
-    drafter = open_source(config.drafter.path) if drafts else None
+    drafter = open_source(config.drafter.path) if checks.drafts(config) and config.drafter.path else None
     critic = None
-    if ESTIMATORS[config.advantage.estimator].critic:
+    if config.objective == "reward" and ESTIMATORS[config.advantage.estimator].critic:
         critic = open_source(config.critic.path) if config.critic.path else policy
     rewards = tuple(open_source(path) for path in config.reward.models)
     run = Run(
@@ -106,6 +116,7 @@ def prepare(config: Config) -> Run:
         dtype=compute_dtype(config),
     )
     checks.validate_models(config, run.models)
+    checks.validate_student(config, policy.config, drafter and drafter.config)
     return run
 
 
@@ -173,14 +184,27 @@ def make_stages(run: Run, optimizers: Optimizers, stack: contextlib.ExitStack, o
         max_new_tokens=generation.max_new_tokens,
         failed=config.reward.failed,
         resample=generation.resample,
+        repeated_noise=generation.repeated_noise,
+        ahead=_ahead(config, stack),
+        draft_attend=causal_on(run.mesh, (run.models.drafter or run.policy.config).num_kv_heads),
+        distillation=_distillation(run),
     )
+
+
+def _ahead(config: Config, stack: contextlib.ExitStack) -> Ahead | None:
+    """Compiles adaptive strategies; a run that shall repeat itself waits for it."""
+    if not drafting.adaptive(config):
+        return None
+    ahead = Ahead(wait=config.deterministic)
+    stack.callback(ahead.close)
+    return ahead
 
 
 def _decoding(run: Run) -> Decoding:
     config, generation = run.config, run.config.generation
     return Decoding(
         sampling=Sampling(generation.temperature, generation.top_k),
-        strategy=tree.parse(generation.strategy),
+        strategies=drafting.strategies(config).strategies,
         stop_tokens=run.policy.stop_tokens,
         rows=generation.rows,
         fewest_rows=generation.fewest_rows,
@@ -230,13 +254,34 @@ def _training(run: Run) -> UpdateConfig:
 
 
 def make_optimizers(run: Run) -> Optimizers:
-    """The policy's, and the critic's where there is one."""
+    """The policy's, and the critic's where there is one; a policy that stays as it is has no moments."""
+    if run.config.objective == "distill":
+        return Optimizers(policy=optax.identity())
     training, critic = run.config.training, run.config.critic
     make = functools.partial(make_optimizer, max_grad_norm=training.max_grad_norm, weight_decay=training.weight_decay)
     return Optimizers(
         policy=make(training.learning_rate, warmup_steps=training.warmup_steps),
         critic=make(critic.learning_rate, warmup_steps=critic.warmup_steps) if run.critic else None,
     )
+
+
+def _student_optimizer(run: Run) -> optax.GradientTransformation | None:
+    """None where there is no student, or it stays as it is."""
+    rate, training = run.config.drafter.learning_rate, run.config.training
+    return make_optimizer(rate, max_grad_norm=training.max_grad_norm) if run.student and rate else None
+
+
+def _distillation(run: Run) -> Distillation | None:
+    """A student made for later learns from all samples, as often as training says; one beside the policy once."""
+    optimizer, config = _student_optimizer(run), _training(run)
+    if optimizer is None:
+        return None
+    if run.config.objective == "distill":
+        generation = run.config.generation
+        return Distillation(optimizer, config, generation.prompts_per_step * generation.samples_per_prompt)
+    samples = run.config.drafter.samples
+    rows = min(samples, config.micro_rows)
+    return Distillation(optimizer, dataclasses.replace(config, epochs=1, minibatches=1, micro_rows=rows), samples)
 
 
 def _controller(config: Config) -> Controller:
@@ -283,7 +328,11 @@ def weight_shapes(config: ModelConfig, dtype) -> Model:
 def new_state(run: Run, optimizers: Optimizers) -> TrainState:
     """The state before the first step."""
     critic = run.critic and _critic(load(run.critic, jnp.float32, run.mesh))
-    return init_train_state(load(run.policy, jnp.float32, run.mesh), optimizers, run.mesh, critic)
+    state = init_train_state(load(run.policy, jnp.float32, run.mesh), optimizers, run.mesh, critic)
+    if run.student is None:
+        return state
+    source = load(run.drafter, jnp.float32, run.mesh) if run.drafter else state.policy
+    return with_student(state, source, run.student.num_layers, _student_optimizer(run), run.mesh)
 
 
 def state_template(run: Run, optimizers: Optimizers) -> TrainState:
@@ -291,7 +340,11 @@ def state_template(run: Run, optimizers: Optimizers) -> TrainState:
 
     def make() -> TrainState:
         critic = run.critic and _critic(transformer.init(key, run.critic.config, jnp.float32))
-        return init_train_state(transformer.init(key, run.policy.config, jnp.float32), optimizers, critic=critic)
+        state = init_train_state(transformer.init(key, run.policy.config, jnp.float32), optimizers, critic=critic)
+        student = run.student
+        return (
+            state if student is None else with_student(state, state.policy, student.num_layers, _student_optimizer(run))
+        )
 
     key = jax.random.key(0)
     shapes = jax.eval_shape(make)
@@ -309,14 +362,43 @@ def new_memory(run: Run) -> Memory:
     config = run.config
     return Memory(
         batches=Batches(len(run.prompts), config.generation.prompts_per_step, config.seed),
-        history=History(config.generation.history_tokens),
+        drafting=Drafting(History(_remembered(config)), _selector(run)),
+        evaluation=Drafting(History(EVERYTHING if drafting.drafts_by(config, "replay") else 0), _selector(run)),
         kl_start=config.kl.coefficient,
         kl_coefficient=config.kl.coefficient,
     )
 
 
+def _remembered(config: Config) -> int:
+    """Tokens of earlier responses to a prompt: what look-ups read, or what the samples that repeat noise replay."""
+    generation = config.generation
+    return max(generation.history_tokens, generation.repeated_noise * (generation.max_new_tokens + 1))
+
+
+def _selector(run: Run) -> Selector | None:
+    """What chooses strategies, where that is left open."""
+    if not drafting.adaptive(run.config):
+        return None
+    decoding = _decoding(run)
+    size = decoding.rows, decoding.slots
+    costs = drafting.costs(run.models, jax.default_backend(), run.dtype.itemsize, {}, *size)
+    return Selector(drafting.strategies(run.config), costs, frozen_costs=run.config.deterministic)
+
+
 def frozen(run: Run) -> Frozen:
-    """The models that a run does not train, loaded."""
-    reference = load(run.policy, run.dtype, run.mesh) if run.config.kl.coefficient else None
-    drafter = run.drafter and decoding_weights(load(run.drafter, run.dtype, run.mesh), run.dtype, run.mesh)
-    return Frozen(reference, drafter)
+    """The models that a run does not train, loaded; a student is part of the state, and here as it began."""
+    reference = load(run.policy, run.dtype, run.mesh) if checks.refers(run.config) else None
+    if run.student:
+        return Frozen(reference, student=_begun(run, run.student.num_layers, reference))
+    if run.drafter is None:
+        return Frozen(reference)
+    return Frozen(reference, decoding_weights(load(run.drafter, run.dtype, run.mesh), run.dtype, run.mesh))
+
+
+def _begun(run: Run, layers: int, reference: Model | None) -> Model | None:
+    """The student that `new_state` begins with, where one is kept current beside the policy."""
+    if run.config.objective == "distill" or not run.config.drafter.learning_rate:
+        return None
+    source = reference if run.drafter is None else load(run.drafter, run.dtype, run.mesh)
+    student = student_of(source or load(run.policy, run.dtype, run.mesh), layers)
+    return jax.device_put(student, meshes.model_shardings(student, run.mesh, "training"))

@@ -7,18 +7,20 @@ import operator
 import pathlib
 from collections.abc import Sequence
 
-from rlhf_jax import mesh
+from rlhf_jax import drafting, mesh
 from rlhf_jax.config import Config, ModelConfigs, flat
-from rlhf_jax.generation import tree
 from rlhf_jax.inference import shaping
 from rlhf_jax.inference.rewards import load_reward
 from rlhf_jax.training.advantages import ESTIMATORS
+from rlhf_jax.training.distill import student_config
 from rlhf_jax.training.losses import AGGREGATES
+from rlhf_jax.types import ModelConfig
 
 MOST_SAMPLED = 64  # the largest top-k whose sampled sets are kept for training
 DTYPES = ("auto", "float32", "bfloat16")
 ACCEPTANCE = ("replayable", "rejection")
 KL_PLACES = ("loss", "reward")
+OBJECTIVES = ("reward", "distill")
 
 
 def validate(config: Config, num_devices: int) -> None:
@@ -27,9 +29,11 @@ def validate(config: Config, num_devices: int) -> None:
     Files are looked for and the rewards imported; the model itself is checked where it is opened.
     """
     _finite(config)
-    for check in (_check_run, _check_files, _check_rewards, _check_generation, _check_evaluation):
+    _one_of(config, "objective", OBJECTIVES)
+    earns = (_check_rewards, _check_advantage, _check_kl) if config.objective == "reward" else (_check_distillation,)
+    for check in (_check_run, _check_files, _check_generation, _check_drafter, _check_evaluation, _check_training):
         check(config)
-    for check in (_check_training, _check_advantage, _check_kl):
+    for check in earns:
         check(config)
     _check_batch(config, mesh.sizes(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, num_devices))
 
@@ -61,6 +65,36 @@ def validate_models(config: Config, models: ModelConfigs) -> None:
         f"The critic reads the policy's tokens: its vocabulary has {critic and critic.vocab_size}, the model's"
         f" {policy.vocab_size}; give a critic.path of the same vocabulary, or '' for the policy's own trunk.",
     )
+
+
+def validate_student(config: Config, policy: ModelConfig, path: ModelConfig | None) -> None:
+    """Raise ValueError where a student cannot be made of the policy, or is not what drafter.path holds."""
+    layers = config.drafter.layers if drafts(config) else 0
+    _require(
+        layers <= policy.num_layers,
+        f"drafter.layers is {layers}, but the model has {policy.num_layers} layers to make a student of; lower it.",
+    )
+    if not layers or path is None:
+        return
+    wanted = student_config(policy, layers)
+    names = ("num_layers", "width", "ffn_width", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "family")
+    for name in (*names, "rope_theta", "rope_scaling", "norm_eps", "qkv_bias", "qk_norm"):
+        found, needed = getattr(path, name), getattr(wanted, name)
+        _require(
+            found == needed,
+            f"drafter.path holds no student of {layers} layers of this model: its {name} is {found}, not {needed};"
+            " give one that was made from it, or '' to begin with the model's own layers.",
+        )
+
+
+def drafts(config: Config) -> bool:
+    """Whether a run has a model that drafts, or teaches one."""
+    return config.objective == "distill" or drafting.drafts_by(config, "model")
+
+
+def refers(config: Config) -> bool:
+    """Whether a run has a reference, from which KL is measured."""
+    return config.objective == "reward" and config.kl.coefficient > 0
 
 
 def term_names(config: Config) -> list[str]:
@@ -140,17 +174,64 @@ def _check_generation(config: Config) -> None:
     generation = config.generation
     names = ("prompts_per_step", "samples_per_prompt", "max_new_tokens", "temperature", "rows", "fewest_rows")
     _positive(config, *(f"generation.{name}" for name in names))
-    _not_negative(config, "generation.history_tokens", "generation.resample")
+    _not_negative(config, *(f"generation.{name}" for name in ("history_tokens", "resample", "repeated_noise")))
     _require(
         generation.top_p == 1 and 0 <= generation.top_k <= MOST_SAMPLED,
         f"generation.top_p is {generation.top_p} and generation.top_k {generation.top_k}: other"
         f" truncation than a top_k of up to {MOST_SAMPLED} is for evaluation: training renormalises.",
     )
     _one_of(config, "generation.acceptance", ACCEPTANCE)
-    wants_model = tree.parse(generation.strategy).drafter == "model"
     _require(
-        bool(config.drafter.path) or not wants_model,
-        f"generation.strategy {generation.strategy!r} drafts with a model; give drafter.path.",
+        generation.acceptance == "replayable"
+        or not (generation.repeated_noise or drafting.drafts_by(config, "replay")),
+        "Under generation.acceptance 'rejection' a text depends on its drafts and cannot be replayed: set"
+        " generation.repeated_noise to 0 and no 'replay-*' strategy, or acceptance 'replayable'.",
+    )
+    _require(
+        generation.repeated_noise <= generation.samples_per_prompt,
+        f"generation.repeated_noise is {generation.repeated_noise} of {generation.samples_per_prompt} samples of a"
+        " prompt; lower it.",
+    )
+    wants_model = drafting.drafts_by(config, "model")
+    _require(
+        bool(config.drafter.path or config.drafter.layers) or not wants_model,
+        f"generation.strategy {generation.strategy!r} drafts with a model; give drafter.path or drafter.layers.",
+    )
+
+
+def _check_drafter(config: Config) -> None:
+    drafter, generation = config.drafter, config.generation
+    _not_negative(config, "drafter.layers", "drafter.learning_rate")
+    _positive(config, "drafter.samples")
+    _require(
+        drafter.layers > 0 or not drafter.learning_rate,
+        f"drafter.learning_rate is {drafter.learning_rate}, but only a student is kept current: set drafter.layers, or"
+        " 0.",
+    )
+    samples = generation.prompts_per_step * generation.samples_per_prompt
+    _require(
+        drafter.samples <= samples or not _kept_current(config),
+        f"drafter.samples is {drafter.samples}, but a step has {samples}; lower it.",
+    )
+
+
+def _kept_current(config: Config) -> bool:
+    """Whether a student learns beside the policy."""
+    student = drafts(config) and config.drafter.layers > 0 and config.drafter.learning_rate > 0
+    return student and config.objective == "reward"
+
+
+def _check_distillation(config: Config) -> None:
+    """Objective 'distill' trains a student and nothing else, so what it would not use is refused."""
+    _positive(config, "drafter.layers", "drafter.learning_rate")
+    unused = [
+        name
+        for name in ("reward.functions", "reward.models", "evaluation.every", "generation.resample")
+        if operator.attrgetter(name)(config)
+    ]
+    _require(
+        not unused,
+        f"objective is 'distill', which trains a drafter and earns no reward: clear {', '.join(unused)}.",
     )
 
 
@@ -228,6 +309,10 @@ def _check_batch(config: Config, shape: dict[str, int]) -> None:
     _even(samples, minibatches, "samples of a step (prompts x samples per prompt)", "training.minibatches")
     _even(samples // minibatches, rows, "rows of a minibatch", "training.microbatch_rows")
     _even(rows, shards, "rows of training.microbatch_rows", "mesh.data x mesh.fsdp")
+    if _kept_current(config):
+        part = min(config.drafter.samples, rows)
+        _even(config.drafter.samples, part, "rows of drafter.samples", "training.microbatch_rows")
+        _even(part, shards, "rows of drafter.samples at one time", "mesh.data x mesh.fsdp")
     _even(config.generation.rows, shards, "rows of generation.rows", "mesh.data x mesh.fsdp")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import time
@@ -12,17 +13,28 @@ from typing import Any
 import jax
 import numpy as np
 
+from rlhf_jax import drafting
 from rlhf_jax import mesh as meshes
+from rlhf_jax.config import ModelConfigs
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.experience import bound
-from rlhf_jax.generation.engine import Decoding, Request, RoundReport, Sample, generate, warm_up
-from rlhf_jax.generation.rollout import History, Tally, requests
+from rlhf_jax.generation.drafters import teacher
+from rlhf_jax.generation.engine import generate, warm_up
+from rlhf_jax.generation.rollout import Tally, as_rollout, requests
+from rlhf_jax.generation.samples import Decoding, Request, RoundReport, Sample
+from rlhf_jax.generation.strategy.acceptance import Evidence
+from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.rewards import Answer, Scorer
 from rlhf_jax.model.transformer import cast, unstack
-from rlhf_jax.stages import Memory, Observer, Stages
+from rlhf_jax.stages import Drafting, Learned, Memory, Observer, Stages
 from rlhf_jax.training.batching import signal
+from rlhf_jax.training.distill import student_for
 from rlhf_jax.types import Model
+
+KEPT = 0.5  # what counts of acceptance weigh once the policy has moved
+READ = 8  # texts that a draft model reads after a stage, at most,
+SPARED = 16  # and of so many one: far less than it saves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,14 +57,22 @@ class Collected:
 
 
 def collect(
-    policy: Model, drafter: Model | None, prompts: Prompts, memory: Memory, step: int, stages: Stages, observe: Observer
-) -> tuple[Collected, Tally, dict[str, float]]:
-    """Samples of `prompts_per_step` prompts and their rewards, counts of the generation, and the metrics of both.
+    policy: Model,
+    drafter: Model | None,
+    prompts: Prompts,
+    memory: Memory,
+    step: int,
+    stages: Stages,
+    observe: Observer,
+) -> tuple[Collected, Learned, dict[str, float]]:
+    """Samples of `prompts_per_step` prompts and their rewards, what generation has learned, and metrics.
 
     With `resample`, prompts whose samples all earned the same are set aside and others drawn, up to that many more
     roll-outs; those set aside fill what is still missing (dynamic sampling: DAPO, Yu et al. 2025, 3.2).
     """
     target = decoding_weights(policy, stages.dtype, stages.mesh)
+    drafter = student_for(target, drafter, stages.mesh)
+    selector = copy.deepcopy(memory.drafting.selector)
     tally, found, seconds = Tally(), [], {"generation": 0.0, "inference": 0.0}
     seen, kept = np.zeros(0, np.float32), np.zeros(0, int)  # rewards as the advantages will see them, samples to keep
     for attempt in range(stages.resample + 1):
@@ -60,8 +80,9 @@ def collect(
         with _timed("generation", seconds, observe):
             chosen = memory.batches.next()
             asked = [prompts.tokens[index] for index in chosen]
-            wanted = requests(asked, stages.samples_per_prompt, stages.max_new_tokens, first_id, memory.history)
-            samples = roll_out(target, drafter, wanted, stages.decoding, stages.mesh, _counting(tally, observe))
+            history, repeated = memory.drafting.history, stages.repeated_noise
+            wanted = requests(asked, stages.samples_per_prompt, stages.max_new_tokens, first_id, history, repeated)
+            samples = roll_out(target, drafter, wanted, stages.decoding, stages, selector, _counting(tally, observe))
         with _timed("inference", seconds, observe):
             found.append(earn(samples, prompts, np.repeat(chosen, stages.samples_per_prompt), stages))
         ended = finished(samples, stages.decoding.stop_tokens)
@@ -70,10 +91,43 @@ def collect(
         if enough:
             break
     everything = _joined([collected for collected, _ in found])
-    metrics = tally.metrics(seconds["generation"]) | _together([figures for _, figures in found])
+    metrics = tally.metrics(seconds["generation"]) | (selector.metrics() if selector else {})
+    learned = learn(Learned(tally, selector), drafter, everything.samples, stages)
+    metrics |= _together([figures for _, figures in found])
     metrics |= {"inference/seconds": seconds["inference"], "generation/attempts": len(found)}
     metrics["generation/groups_without_signal"] = float(1 - signal(seen, stages.samples_per_prompt).mean())
-    return everything.rows(kept), tally, metrics | _outcome(everything, stages)
+    return everything.rows(kept), learned, metrics | _outcome(everything, stages)
+
+
+def learn(
+    learned: Learned, drafter: Model | None, samples: Sequence[Sample], stages: Stages, decoding: Decoding | None = None
+) -> Learned:
+    """The end of a stage for its selector: how well the draft model predicts some of the texts, costs fitted anew.
+
+    The draft model reads a few texts once, teacher-forced, so that it is known even where it never drafted.
+    """
+    decoding, selector = decoding or stages.decoding, learned.selector
+    if selector is None:
+        return learned
+    if drafter is not None and decoding.drafts_by("model"):
+        chosen = samples[:: max(1, len(samples) // READ)][: min(READ, max(1, len(samples) // SPARED))]
+        selector.taught("model", read_texts(drafter, chosen, decoding, stages))
+    selector.stage_ended(KEPT)
+    return learned
+
+
+def read_texts(drafter: Model, samples: Sequence[Sample], decoding: Decoding, stages: Stages) -> Evidence:
+    """What the draft model would have done on finished texts, READ rows in one call."""
+    rollout = as_rollout(samples, decoding.slots)
+    padding = ((0, READ - len(samples)), (0, 0))
+    tokens, mask = np.pad(rollout.tokens, padding), np.pad(rollout.mask, padding)
+    key = np.full((READ, 2), decoding.seed, np.uint32)
+    key[: len(samples), 1] = rollout.sample_id
+    placed = meshes.place_rows((tokens, mask, key), stages.mesh)
+    scored = teacher.score(drafter, *placed, decoding.sampling, rows=READ, attend=stages.draft_attend)
+    rank, confidence = jax.device_get(scored)
+    familiar = np.array([sample.familiar for sample in samples] + [False] * (READ - len(samples)))
+    return teacher.as_evidence(rank, confidence, mask, familiar)
 
 
 def choose_groups(rewards: np.ndarray, group: int, wanted: int) -> tuple[np.ndarray, bool]:
@@ -112,6 +166,7 @@ def evaluate(
     drafter: Model | None,
     prompts: Prompts,
     measures: Mapping[str, Scorer],
+    remembered: Drafting,
     decoding: Decoding,
     samples_per_prompt: int,
     stages: Stages,
@@ -119,18 +174,25 @@ def evaluate(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Means of the measures over held-out prompts, and the table of samples with the first measure.
 
-    The noise is the same every time and not training's (another seed), so two evaluations are paired. Samples that a
-    measure failed on are left out of its mean, and counted.
+    The noise is the same every time and not training's (another seed), so two evaluations are paired, and the text
+    of the one before is the draft of this one. Samples that a measure failed on are left out of its mean, and counted.
     """
     observe("evaluation", None)
-    wanted = requests(prompts.tokens, samples_per_prompt, stages.max_new_tokens, 0, History(0))
+    wanted = requests(prompts.tokens, samples_per_prompt, stages.max_new_tokens, 0, remembered.history)
     target = decoding_weights(policy, stages.dtype, stages.mesh)
-    samples = roll_out(target, drafter, wanted, decoding, stages.mesh, functools.partial(observe, "evaluation"))
+    drafter = student_for(target, drafter, stages.mesh)
+    learned, start = Learned(Tally(), copy.deepcopy(remembered.selector)), time.perf_counter()
+    counting = _counting(learned.tally, observe, "evaluation")
+    samples = roll_out(target, drafter, wanted, decoding, stages, learned.selector, counting)
+    seconds = time.perf_counter() - start
+    remembered.add(samples, learn(learned, drafter, samples, stages, decoding))
     answers = answered(samples, prompts, np.repeat(np.arange(len(prompts)), samples_per_prompt), stages.tokenizer)
     scores = {name: measure(answers).values for name, measure in measures.items()}
     means = {f"eval/{name}": float(np.nanmean(values)) for name, values in scores.items() if np.isfinite(values).any()}
     failed = {f"eval/{name}/failed": int(np.isnan(values).sum()) for name, values in scores.items()}
     means |= {name: count for name, count in failed.items() if count}
+    figures = learned.tally.metrics(seconds)
+    means |= {f"eval/{name}": figures[name] for name in ("generation/seconds", "generation/tokens_per_round")}
     return means, Collected(samples, answers, next(iter(scores.values()))).table()
 
 
@@ -139,12 +201,14 @@ def roll_out(
     drafter: Model | None,
     wanted: Sequence[Request],
     decoding: Decoding,
-    mesh: jax.sharding.Mesh,
+    stages: Stages,
+    selector: Selector | None = None,
     observe: Callable[[RoundReport], None] = lambda report: None,
 ) -> list[Sample]:
-    """All samples of the requests, by sample id."""
-    samples = generate(target, drafter, wanted, decoding, mesh, observe)
-    return sorted(samples, key=lambda sample: sample.sample_id)
+    """All samples, in the order of the requests."""
+    found = generate(target, drafter, wanted, decoding, stages.mesh, observe, selector, stages.ahead)
+    samples = {sample.sample_id: sample for sample in found}
+    return [samples[sample_id] for request in wanted for sample_id in request.sample_ids]
 
 
 def decoding_weights(policy: Model, dtype, mesh: jax.sharding.Mesh) -> Model:
@@ -163,11 +227,19 @@ def _decoding_weights(policy: Model, dtype, mesh: jax.sharding.Mesh, untie: bool
     return jax.lax.with_sharding_constraint(model, meshes.model_shardings(model, mesh, "generation"))
 
 
-def compile_rounds(policy: Model, drafter: Model | None, stages: Stages) -> None:
-    """Compile the rounds of a step ahead of use, for every number of rows they may shrink to."""
+def compile_rounds(policy: Model, drafter: Model | None, memory: Memory, stages: Stages) -> None:
+    """Compile the rounds that a step begins with ahead of use, for every number of rows they may shrink to.
+
+    What XLA says of them is where a selector's costs begin, unless it has measured some for these models and devices.
+    """
     target = decoding_weights(policy, stages.dtype, stages.mesh)
-    samples = stages.prompts_per_step * stages.samples_per_prompt
-    warm_up(target, drafter, samples, stages.decoding, stages.mesh)
+    drafter = student_for(target, drafter, stages.mesh)
+    samples, selectors = stages.prompts_per_step * stages.samples_per_prompt, memory.selectors()
+    does = warm_up(target, drafter, samples, stages.decoding, stages.mesh, bool(selectors))
+    models = ModelConfigs(target.config, drafter and drafter.config)
+    size = stages.decoding.rows, stages.decoding.slots
+    for selector in selectors:
+        selector.begin(drafting.costs(models, jax.default_backend(), target.norm.dtype.itemsize, does, *size))
 
 
 def finished(samples: Sequence[Sample], stop_tokens: tuple[int, ...]) -> np.ndarray:
@@ -183,10 +255,10 @@ def _timed(phase: str, seconds: dict[str, float], observe: Observer) -> Iterator
     seconds[phase] += time.perf_counter() - start
 
 
-def _counting(tally: Tally, observe: Observer) -> Callable[[RoundReport], None]:
+def _counting(tally: Tally, observe: Observer, phase: str = "generation") -> Callable[[RoundReport], None]:
     def arrived(report: RoundReport) -> None:
         tally.add(report)
-        observe("generation", report)
+        observe(phase, report)
 
     return arrived
 

@@ -26,13 +26,14 @@ def default() -> Config:
     config = ConfigDict(
         {
             "workdir": "runs/default",  # all of a run lives here: metrics, samples, checkpoints, the trained policy
+            "objective": "reward",  # what the policy learns to earn; or 'distill': a student learns to draft for it
             "steps": 100,  # roll-out and update, that many times
             "seed": 0,  # of prompts, sampling and training; the same seed gives the same run
             "deterministic": False,  # bit for bit: no decision by the clock (rewards have no time limit), ordered sums
             "dry_run": False,  # say what the run would need, and stop
             "watchdog_seconds": 300,  # say which phase stands still after so long; 0 for never
             "model": _model(),
-            "drafter": {"path": ""},  # the small model of the 'model-*' strategies, given as model.path is
+            "drafter": _drafter(),
             "critic": _critic(),
             "data": _data(),
             "reward": _reward(),
@@ -53,6 +54,16 @@ def _model() -> dict:
     return {
         "path": "",  # Hugging Face folder, .gguf file, or hub name org/name
         "compute_dtype": "auto",  # of matrix products: bfloat16 on accelerators and float32 on CPU, or named
+    }
+
+
+def _drafter() -> dict:
+    """The small model of the 'model-*' strategies; text does not depend on it under acceptance 'replayable'."""
+    return {
+        "path": "",  # of a draft model, or of a student made before, given as model.path is
+        "layers": 0,  # 0: what the path holds; else a student of so many of the policy's layers, or of the path's
+        "learning_rate": 0.0,  # of a student's AdamW; 0 leaves it as it is, above 0 keeps it current
+        "samples": 8,  # of each step, from which a student that is kept current learns
     }
 
 
@@ -101,11 +112,13 @@ def _generation() -> dict:
         "temperature": 1.0,  # of the sampled law, and of the one that is trained
         "top_k": 0,  # sample among the k likeliest, at most 64; 0 for all
         "top_p": 1.0,  # for evaluation only: refused here unless 1
-        "strategy": "plain",  # or lookup-chain-4, model-chain-4, model-tree-2x2x1, ...
+        "strategy": "adaptive",  # chosen every round; or plain, lookup-chain-4, model-chain-4, model-tree-2x2x1, ...
         "acceptance": "replayable",  # drafts equal to the target's own draw, or 'rejection'
         "rows": 32,  # live rows at most
         "fewest_rows": 8,  # in the tail the batch halves down to this; each halving is a program to compile
-        "history_tokens": 0,  # of earlier roll-outs of the same prompt, for lookup
+        "history_tokens": 256,  # of earlier roll-outs of the same prompt, for lookup
+        "repeated_noise": 0,  # samples of a prompt with an earlier noise: they replay its text, but are no fresh draws
+        # (the weights were fitted to that noise) and explore less
     }
 
 

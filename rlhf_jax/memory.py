@@ -10,14 +10,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
+from rlhf_jax import drafting
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import Config, ModelConfigs
-from rlhf_jax.generation import rows, tree
-from rlhf_jax.generation.engine import PREFILLED, prompt_width, slack
+from rlhf_jax.generation import rows as row_verbs
+from rlhf_jax.generation.board import PREFILLED, prompt_width
+from rlhf_jax.generation.engine import slack
+from rlhf_jax.generation.programs import VERIFIED
 from rlhf_jax.generation.sampling import BLOCK
 from rlhf_jax.inference.logprobs import CHUNK
 from rlhf_jax.model import cache, transformer
-from rlhf_jax.types import DecodeState, ModelConfig
+from rlhf_jax.types import DecodeState, Model, ModelConfig
 
 GIGA = 1e9
 STAGES = ("generation", "inference", "training")
@@ -48,11 +51,12 @@ def plan(config: Config, models: ModelConfigs, shape: dict[str, int], dtype: Any
     mesh = meshes.abstract_mesh(shape)
     critic = models.critic and dataclasses.replace(models.critic, scalar_head=True, tied=False)
     models = models._replace(critic=critic)
-    halves = [_training(config, model, mesh, dtype) for model in (models.policy, critic) if model]
+    halves = [_training(config, model, mesh, dtype) for model in (models.policy, critic) if model and _earns(config)]
+    halves += [_distillation(config, models, mesh, dtype)] if _kept_current(config) else []
     parts = [
         *_always(config, models, mesh, dtype),
         *_generation(config, models, mesh, dtype),
-        *_inference(config, models, mesh, dtype),
+        *(_inference(config, models, mesh, dtype) if _earns(config) else ()),
         *max(halves, key=lambda half: sum(part.bytes for part in half)),  # one after the other
     ]
     return [part for part in parts if part.bytes]
@@ -103,18 +107,41 @@ def _line(size: int, stage: str, name: str) -> str:
 def _always(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype: Any) -> list[Part]:
     """What lives from the first step to the last."""
     policy, critic = (_weights(model, jnp.float32, "training", mesh) for model in (models.policy, models.critic))
-    reference = _weights(models.policy, dtype, "training", mesh) if config.kl.coefficient else 0
-    drafter = _weights(models.drafter, dtype, "generation", mesh)
+    reference = _weights(models.policy, dtype, "training", mesh) if config.kl.coefficient and _earns(config) else 0
+    student = _student(models, jnp.float32, "training", mesh) if config.drafter.layers else 0
+    drafter = 0 if config.drafter.layers else _weights(models.drafter, dtype, "generation", mesh)
     rewards = sum(_weights(model, dtype, "training", mesh) for model in models.rewards)
     return [
         Part("policy, float32", "always", policy, SPLIT),
-        Part("policy's optimizer, two moments", "always", 2 * policy, SPLIT),
+        Part("policy's optimizer, two moments", "always", 2 * policy if _earns(config) else 0, SPLIT),
         Part("critic, float32", "always", critic, SPLIT),
         Part("critic's optimizer, two moments", "always", 2 * critic, SPLIT),
         Part("reference", "always", reference, SPLIT),
         Part("reward models", "always", rewards, SPLIT),
         Part("drafter", "always", drafter, "raise mesh.tensor"),
+        Part("student, float32", "always", student, SPLIT),
+        Part("student's optimizer, two moments", "always", 2 * student if _kept_current(config) else 0, SPLIT),
     ]
+
+
+def _earns(config: Config) -> bool:
+    """Whether the policy learns; else it only teaches a student."""
+    return config.objective == "reward"
+
+
+def _kept_current(config: Config) -> bool:
+    """Whether there is a student that learns."""
+    return config.drafter.layers > 0 and config.drafter.learning_rate > 0
+
+
+def _student(models: ModelConfigs, dtype: Any, role: str, mesh: AbstractMesh) -> int:
+    """A student's own weights: embedding and head are the policy's."""
+    config = models.drafter
+    if config is None:
+        return 0
+    whole: Model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config, dtype))
+    own = dataclasses.replace(whole, embed=None, head=None)
+    return meshes.bytes_per_device(own, meshes.model_shardings(own, mesh, role))
 
 
 def _weights(model: ModelConfig | None, dtype: Any, role: str, mesh: AbstractMesh) -> int:
@@ -126,11 +153,13 @@ def _weights(model: ModelConfig | None, dtype: Any, role: str, mesh: AbstractMes
 
 def _generation(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype: Any) -> list[Part]:
     """The policy's copy, running samples, waiting prompts, and the largest of what follows each other."""
-    generation, strategy = config.generation, tree.parse(config.generation.strategy)
-    slots = config.data.max_prompt_tokens + generation.max_new_tokens + slack(strategy)
+    generation, strategies = config.generation, drafting.strategies(config).strategies
+    longest = config.data.max_prompt_tokens + generation.max_new_tokens
+    slots, earlier = longest + slack(strategies), longest if drafting.drafts_by(config, "replay") else 0
     width = prompt_width(config.data.max_prompt_tokens, slots)
-    empty = functools.partial(rows.empty, models.policy, models.drafter, generation.rows, slots)
-    state = jax.eval_shape(lambda: empty(generation.history_tokens, dtype))
+    empty = functools.partial(row_verbs.empty, models.policy, models.drafter, generation.rows, slots)
+    state = jax.eval_shape(lambda: empty(generation.history_tokens, earlier, dtype))
+    student = _student(models, dtype, "generation", mesh) if config.drafter.layers else 0
     caches = [model for model in (models.policy, models.drafter) if model]
     prefix = jax.eval_shape(lambda: [cache.empty(model, PREFILLED, width, dtype) for model in caches])
     prompts = _share(PREFILLED, mesh) * width
@@ -142,6 +171,7 @@ def _generation(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype:
     ]
     named = [
         ("policy, for generation", _weights(models.policy, dtype, "generation", mesh), "raise mesh.tensor"),
+        ("student, for generation", student, "raise mesh.tensor"),
         ("key-value cache of the policy", _rows(dataclasses.replace(state, draft=None), mesh), FEWER_LIVE),
         ("key-value cache of the drafter", _rows(state.draft, mesh), FEWER_LIVE),
         ("prefilled prompts", _rows(prefix, mesh), "lower data.max_prompt_tokens"),
@@ -156,14 +186,20 @@ def _round(config: Config, policy: ModelConfig, state: DecodeState, mesh: Abstra
     Attention holds its cache in another layout and its scores twice, in float32; the logits are there twice, or
     once beside a tied head as [M, V], and once more where they must be padded to whole blocks.
     """
-    strategy, itemsize = tree.parse(config.generation.strategy), state.cache[0][0].dtype.itemsize
-    nodes = _share(config.generation.rows, mesh) * tree.bucket(strategy)
+    menu, itemsize = drafting.strategies(config), state.cache[0][0].dtype.itemsize
+    nodes = _share(config.generation.rows, mesh) * most_nodes(config, mesh)
     scores = 4 * nodes * _split(policy.num_heads, mesh) * state.cache[0][0].shape[-1]
-    laws = config.generation.acceptance == "rejection" and strategy.drafter == "model"
+    laws = config.generation.acceptance == "rejection" and "model" in menu.drafters
     logits, padded = 4 * nodes * policy.vocab_size, policy.vocab_size % BLOCK != 0
     head = _split(policy.vocab_size, mesh) * policy.width * itemsize if policy.tied else 0
     window = 2 * policy.num_layers * nodes * _split(policy.num_kv_heads, mesh) * policy.head_dim * itemsize
     return window + max(_rows(state.cache[0], mesh) + 2 * scores, (1 + laws + padded) * logits + max(logits, head))
+
+
+def most_nodes(config: Config, mesh: meshes.AnyMesh) -> int:
+    """Nodes of a row that a round of all rows verifies at most; with fewer rows it may be more, but not in all."""
+    nodes, rows = drafting.strategies(config).nodes, _share(config.generation.rows, mesh)
+    return int(nodes[(nodes * rows <= VERIFIED) | (nodes == nodes.min())].max())
 
 
 def _inference(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype: Any) -> list[Part]:
@@ -202,6 +238,25 @@ def _training(config: Config, model: ModelConfig, mesh: AbstractMesh, dtype: Any
         max(works, key=lambda work: work[1]),
     ]
     return [Part(name, "training", size, remedy) for name, size, remedy in named]
+
+
+def _distillation(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype: Any) -> list[Part]:
+    """The student's gradient as in `_training`, what the policy made of all its rows, and the policy at work."""
+    tokens, itemsize = _tokens(config, mesh), jnp.dtype(dtype).itemsize
+    own = [_student(models, kind, "training", mesh) for kind in (jnp.float32, dtype)]
+    samples = config.generation.prompts_per_step * config.generation.samples_per_prompt
+    rows = samples if config.objective == "distill" else config.drafter.samples
+    heard = tokens * _share(rows, mesh) // _share(config.training.microbatch_rows, mesh) * models.policy.width
+    work = max(
+        _cast(models.policy, mesh, dtype) + _layer(models.policy, tokens, mesh, dtype),
+        own[1] + 3 * _layer(models.policy, tokens, mesh, dtype),
+        4 * 4 * _chunk(config, mesh) * _split(models.policy.vocab_size, mesh),
+    )
+    return [
+        Part("student's gradients", "training", own[0] + own[1], SPLIT),
+        Part("the policy's hidden states", "training", heard * itemsize, "lower drafter.samples"),
+        Part("a layer at work, or logits of both", "training", work, FEWER_ROWS),
+    ]
 
 
 def _head(config: Config, model: ModelConfig, mesh: AbstractMesh, dtype: Any) -> int:
@@ -243,7 +298,7 @@ def _chunk(config: Config, mesh: AbstractMesh) -> int:
     return _share(rows, mesh) * max(1, CHUNK // rows)
 
 
-def _share(rows: int, mesh: AbstractMesh) -> int:
+def _share(rows: int, mesh: meshes.AnyMesh) -> int:
     """Rows on one device."""
     return -(-rows // (mesh.shape["data"] * mesh.shape["fsdp"]))
 

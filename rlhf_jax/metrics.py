@@ -1,4 +1,4 @@
-"""What a run says: metrics.jsonl, samples.jsonl and TensorBoard on disk; progress and tables on screen."""
+"""What a run says: JSON lines and TensorBoard on disk; progress and tables on screen."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ RUN_FILES = (
     "metrics.jsonl",
     "samples.jsonl",
     "evaluations.jsonl",
+    "strategies.jsonl",
     "tensorboard",
     "policy",
     "report.html",
@@ -72,7 +73,8 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class Writer:
-    """Appends to the files of one run: metrics, samples and evaluations as JSON lines, and TensorBoard's `events`.
+    """Appends to the files of one run: metrics, evaluations, samples and strategies as JSON lines, and TensorBoard's
+    `events`.
 
     `first_step` is the first step that this run will write; what a run that was interrupted after its last
     checkpoint left of that step and later is removed, so no step stands there twice. An error of writing is one
@@ -83,12 +85,12 @@ class Writer:
         folder = pathlib.Path(workdir)
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        lines = [folder / f"{name}.jsonl" for name in ("metrics", "evaluations", "samples")]
+        lines = [folder / f"{name}.jsonl" for name in ("metrics", "evaluations", "samples", "strategies")]
         for path in lines:
             _cut(path, first_step)
         self._events = folder / "tensorboard"
         self._board = _replay(self._events, lines[:2])
-        self._metrics, self._evaluations, self._samples = map(_open, lines)
+        self._files = self._metrics, self._evaluations, self._samples, self._strategies = [*map(_open, lines)]
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """One line of numbers; raises ValueError if a required key misses or a value is not finite."""
@@ -104,6 +106,11 @@ class Writer:
         for sample in samples:
             _append(self._samples, {"step": step, **sample})
 
+    def write_strategies(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """One line for each strategy at each number of live rows of the step's roll-outs."""
+        for row in rows:
+            _append(self._strategies, {"step": step, **row})
+
     def write_evaluation(self, step: int, means: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
         """One line an evaluation: `step` (updates done before it), the means and the samples."""
         _append(self._evaluations, {"step": step, **means, "samples": samples})
@@ -111,13 +118,13 @@ class Writer:
 
     def sync(self) -> None:
         """Returns when a power loss would spare every line so far: a checkpoint that is then saved lacks none."""
-        for file in (self._metrics, self._evaluations, self._samples):
+        for file in self._files:
             with _writing(str(file.name)):
                 os.fsync(file.fileno())
 
     def close(self) -> None:
         """Closes the files."""
-        for file in (self._metrics, self._samples, self._evaluations, self._board):
+        for file in (*self._files, self._board):
             file.close()
 
     def _draw(self, row: Mapping[str, Any]) -> None:
@@ -230,9 +237,14 @@ def before_and_after(workdir: str | pathlib.Path, shown: int = 6) -> tuple[list,
     if not lines:
         return [], []
     first, last = _parsed(path, lines[0]), _parsed(path, lines[-1])
-    measures = [(key, first[key], last[key]) for key in first if key in last and key not in ("step", "samples")]
+    measures = [(key, first[key], last[key]) for key in first if key in last and is_measure(key)]
     texts = _paired(first.get("samples", []), last.get("samples", []))
     return measures, texts[:: -(-len(texts) // shown) or 1]
+
+
+def is_measure(key: str) -> bool:
+    """Whether a line of evaluations.jsonl has a measure of the policy under this key."""
+    return key not in ("step", "samples") and not key.startswith("eval/generation/")
 
 
 def _paired(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:

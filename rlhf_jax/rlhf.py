@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from typing import Any
@@ -17,9 +18,10 @@ from rlhf_jax.generation.rollout import as_rollout
 from rlhf_jax.inference.logprobs import mismatch, score_rollout
 from rlhf_jax.inference.values import score_values
 from rlhf_jax.model.transformer import cast
-from rlhf_jax.stages import Frozen, Memory, Observer, Stages
+from rlhf_jax.stages import Frozen, Memory, Observer, Stages, drafter_of
+from rlhf_jax.training.distill import distill
 from rlhf_jax.training.update import NotFinite, update
-from rlhf_jax.types import Experience, Model, TrainState
+from rlhf_jax.types import Experience, Model, Rollout, TrainState
 
 
 class Ruined(ValueError):
@@ -45,7 +47,8 @@ def step(
     uses no noise twice.
     """
     number = int(state.step)
-    collected, tally, metrics = collect(state.policy, frozen.drafter, prompts, memory, number, stages, observe)
+    drafter = drafter_of(state, frozen)
+    collected, learned, metrics = collect(state.policy, drafter, prompts, memory, number, stages, observe)
 
     observe("inference", None)
     start = time.perf_counter()
@@ -63,10 +66,62 @@ def step(
     except NotFinite as error:
         raise Ruined(str(error), experience) from error
     metrics |= trained | {"training/seconds": time.perf_counter() - start}
+    state, taught = teach(state, frozen, experience.rollout, memory, stages, observe)
+    metrics |= taught | (age(state, memory) if drafter is not None else {})
 
     samples = len(collected.samples)
-    memory.remember(collected.samples, tally, stages.controller(memory.kl_coefficient, kl, samples))
-    return state, metrics | {"generation/tokens_so_far": memory.tally.tokens}, collected.table()
+    memory.remember(collected.samples, learned, stages.controller(memory.kl_coefficient, kl, samples))
+    return state, metrics | {"generation/tokens_so_far": memory.drafting.tally.tokens}, collected.table()
+
+
+def distill_step(
+    state: TrainState,
+    frozen: Frozen,
+    prompts: Prompts,
+    memory: Memory,
+    stages: Stages,
+    observe: Observer = lambda phase, report: None,
+) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
+    """As `step`, but the policy stays and its student learns from all samples.
+
+    What is earned is the share of the policy's tokens that the student draws too, before it learns from them; KL and
+    loss are the policy's divergence from the student, in nats a token.
+    """
+    drafter = drafter_of(state, frozen)
+    collected, learned, metrics = collect(state.policy, drafter, prompts, memory, int(state.step), stages, observe)
+    observe("training", None)
+    rollout = as_rollout(collected.samples, stages.decoding.slots)
+    state, taught = teach(state, frozen, rollout, memory, stages, observe)
+    state = dataclasses.replace(state, step=state.step + 1)
+    memory.remember(collected.samples, learned, memory.kl_coefficient)
+    metrics = {name: value for name, value in metrics.items() if not name.startswith("reward/")} | taught
+    metrics |= {"reward/mean": taught["drafter/acceptance"], "training/seconds": taught["drafter/seconds"]}
+    metrics |= dict.fromkeys(("kl/mean", "loss/policy"), taught["drafter/loss"])
+    table = [{name: value for name, value in row.items() if name != "reward"} for row in collected.table()]
+    return state, metrics | {"generation/tokens_so_far": memory.drafting.tally.tokens}, table
+
+
+def teach(
+    state: TrainState, frozen: Frozen, rollout: Rollout, memory: Memory, stages: Stages, observe: Observer
+) -> tuple[TrainState, dict[str, float]]:
+    """The state with its student taught by the policy as it is now, where it is kept current, and what was measured."""
+    if stages.distillation is None:
+        return state, {}
+    start = time.perf_counter()
+    place = functools.partial(meshes.place_rows, mesh=stages.mesh)
+    watch = functools.partial(observe, "training", None)
+    state, metrics = distill(state, rollout, stages.distillation, place, watch, frozen.student)
+    memory.taught = int(state.step)
+    return state, metrics | {"drafter/seconds": time.perf_counter() - start}
+
+
+def age(state: TrainState, memory: Memory) -> dict[str, float]:
+    """How old the drafter is: `drafter/version` counts a student's updates, `drafter/policy_step` the policy's when the
+    drafter last learned from it, and `drafter/behind` those since.
+    """
+    version = 0 if state.drafter_version is None else int(state.drafter_version)
+    behind = int(state.step) - memory.taught
+    return {"drafter/version": version, "drafter/policy_step": memory.taught, "drafter/behind": behind}
 
 
 def infer(

@@ -11,11 +11,15 @@ import jax
 from rlhf_jax.data.iterator import Batches
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.experience import Shaping
-from rlhf_jax.generation.engine import Decoding, RoundReport, Sample
+from rlhf_jax.generation.programs import Ahead
 from rlhf_jax.generation.rollout import History, Tally
+from rlhf_jax.generation.samples import Decoding, RoundReport, Sample
+from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.rewards import Answer, Scores
+from rlhf_jax.model.attention import causal
+from rlhf_jax.training.distill import Distillation
 from rlhf_jax.training.update import Optimizers, UpdateConfig
-from rlhf_jax.types import Model
+from rlhf_jax.types import Model, TrainState
 
 Observer = Callable[[str, RoundReport | None], None]  # of (phase, the round that arrived in it)
 Reward = Callable[[Sequence[Answer]], tuple[Scores, dict[str, float]]]  # and what to report
@@ -40,6 +44,10 @@ class Stages:
     max_new_tokens: int
     failed: float = 0.0  # the reward of a sample whose scoring failed
     resample: int = 0  # more roll-outs, at most, in place of prompts without signal
+    repeated_noise: int = 0  # samples of a prompt, at most, that repeat the noise of earlier ones
+    ahead: Ahead | None = None  # compiles strategies before they are used
+    draft_attend: Callable = causal  # attention of a draft model that reads whole texts
+    distillation: Distillation | None = None  # None: there is no student, or it stays as it is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +56,46 @@ class Frozen:
 
     reference: Model | None = None  # None: the policy is its own
     drafter: Model | None = None
+    student: Model | None = None  # as the one that is kept current began: what its learning is measured against
+
+
+def drafter_of(state: TrainState, frozen: Frozen) -> Model | None:
+    """The student of the state, stacked and without embedding and head, else the frozen drafter, unrolled."""
+    return frozen.drafter if state.drafter is None else state.drafter
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """What the roll-outs of a stage leave beside their samples."""
+
+    tally: Tally
+    selector: Selector | None
+
+
+@dataclasses.dataclass
+class Drafting:
+    """What roll-outs of one kind, training's or evaluation's, leave for later ones."""
+
+    history: History
+    selector: Selector | None = None  # None where the strategy is fixed
+    tally: Tally = dataclasses.field(default_factory=Tally)  # of all so far
+
+    def add(self, samples: Iterable[Sample], learned: Learned) -> None:
+        """Take in a finished stage."""
+        self.history.add(samples)
+        self.selector, self.tally = learned.selector, self.tally + learned.tally
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: JSON values and numpy arrays."""
+        selector = {"selector": self.selector.state()} if self.selector else {}
+        return {"history": self.history.state(), "tally": dataclasses.asdict(self.tally)} | selector
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on where `state` was taken; a selector that is new since then begins anew."""
+        self.history.restore(state["history"])
+        self.tally = Tally(**state["tally"])
+        if self.selector and "selector" in state:
+            self.selector.restore(state["selector"])
 
 
 @dataclasses.dataclass
@@ -55,31 +103,37 @@ class Memory:
     """What the host remembers from step to step: with the `TrainState`, all of a run."""
 
     batches: Batches
-    history: History
+    drafting: Drafting
+    evaluation: Drafting
     kl_start: float  # the KL coefficient that the config asks for
     kl_coefficient: float  # what it is now
-    tally: Tally = dataclasses.field(default_factory=Tally)  # of all roll-outs so far
+    taught: int = 0  # updates of the policy when the drafter last learned from it
+
+    def selectors(self) -> list[Selector]:
+        """Those that choose strategies: none where the strategy is fixed."""
+        return [kind.selector for kind in (self.drafting, self.evaluation) if kind.selector]
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: JSON values and numpy arrays."""
         return {
             "batches": self.batches.state(),
-            "history": self.history.state(),
+            "drafting": self.drafting.state(),
+            "evaluation": self.evaluation.state(),
             "kl_start": self.kl_start,
             "kl_coefficient": self.kl_coefficient,
-            "tally": dataclasses.asdict(self.tally),
+            "taught": self.taught,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken; a KL coefficient that the config has changed since begins anew."""
         self.batches.restore(state["batches"])
-        self.history.restore(state["history"])
+        self.drafting.restore(state["drafting"])
+        self.evaluation.restore(state["evaluation"])
         if state["kl_start"] == self.kl_start:
             self.kl_coefficient = float(state["kl_coefficient"])
-        self.tally = Tally(**state["tally"])
+        self.taught = int(state["taught"])
 
-    def remember(self, samples: Iterable[Sample], tally: Tally, kl_coefficient: float) -> None:
+    def remember(self, samples: Iterable[Sample], learned: Learned, kl_coefficient: float) -> None:
         """Take in a finished step."""
-        self.history.add(samples)
-        self.tally = self.tally + tally
+        self.drafting.add(samples, learned)
         self.kl_coefficient = kl_coefficient

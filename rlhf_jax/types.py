@@ -107,7 +107,7 @@ class Strategy:
     """
 
     parents: tuple[int, ...] = ()
-    drafter: str = "none"  # "none", "lookup" or "model"
+    drafter: str = "none"  # "none", "lookup", "replay" or "model"
 
 
 @struct.dataclass
@@ -141,6 +141,7 @@ class DecodeState:
     done: Array  # [B] bool; also true for empty rows
     key: Array  # [B, 2] uint32: (seed, sample id), the key of the row's noise
     history: Array  # [B, E] int32, earlier roll-outs of the same prompt, -1 between and after
+    earlier: Array  # [B, T or 0] int32, the text that the same noise gave before, by position; -1 where there is none
     cache: Cache
     draft: DraftState | None
 
@@ -154,6 +155,7 @@ class Emission:
     support: Array | None  # [B, K+1, top_k] int32, the sampled sets under top-k
     count: Array  # [B] int32, entries that are real; 0 for a row that was done
     accepted: Array  # [B] int32, drafted tokens that were accepted
+    path: Array  # [B, N+1] int32, the node at each depth of the accepted path; its last one repeats
     done: Array  # [B] bool, after this round
 
 
@@ -192,3 +194,6 @@ class TrainState:
     step: Array  # [] int32
     critic: Model | None = None  # as the policy, with a scalar head
     critic_optimizer: Any = None
+    drafter: Model | None = None  # a student that is trained beside the policy
+    drafter_optimizer: Any = None
+    drafter_version: Array | None = None  # [] int32, its updates so far

@@ -66,7 +66,7 @@ def test_the_default_is_locked():
 def test_every_key_has_a_comment():
     source = (ROOT / "rlhf_jax" / "config.py").read_text()
     bare = re.findall(r'^ +"(\w+)": [^#\n]*$', source, re.MULTILINE)
-    sections = {"model", "critic", "data", "reward", "generation", "evaluation"}
+    sections = {"model", "drafter", "critic", "data", "reward", "generation", "evaluation"}
     sections |= {"advantage", "kl", "training", "checkpoint", "mesh"}
     assert set(bare) <= sections
 

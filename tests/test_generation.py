@@ -16,9 +16,10 @@ from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation import tree as trees
 from rlhf_jax.generation.drafters import lookup
 from rlhf_jax.generation.drafters import model as model_drafter
-from rlhf_jax.generation.engine import Decoding, Request, generate
+from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.rollout import as_rollout
 from rlhf_jax.generation.round import run_round
+from rlhf_jax.generation.samples import Decoding, Request
 from rlhf_jax.generation.sampling import Sampling, decision_margin
 from rlhf_jax.inference.logprobs import score_rollout
 from rlhf_jax.model.source import open_source
@@ -74,13 +75,13 @@ def requests(count: int = 6, samples: int = 4) -> list[Request]:
 
 
 def decoding(strategy: str = "plain", **changes) -> Decoding:
-    base = Decoding(Sampling(1.0), trees.parse(strategy), (STOP,), rows=5, slots=64, seed=3, history=64)
+    base = Decoding(Sampling(1.0), (trees.parse(strategy),), (STOP,), rows=5, slots=64, seed=3, history=64)
     return dataclasses.replace(base, **changes)
 
 
 def run(target, drafter, how: Decoding, wanted=None, **options):
     wanted = requests() if wanted is None else wanted
-    drafter = drafter if how.strategy.drafter == "model" else None
+    drafter = drafter if how.drafts_by("model") else None
     samples = list(generate(target, drafter, wanted, how, **options))
     assert sorted(s.sample_id for s in samples) == sorted(i for r in wanted for i in r.sample_ids)
     return {sample.sample_id: sample for sample in samples}
@@ -148,7 +149,7 @@ def test_drafts_save_rounds(target, drafter):
 def test_logprobs_are_those_of_the_sampled_law(target, drafter, rule, sampling):
     """At most 1e-4 from a teacher-forced pass, whichever strategy and acceptance rule sampled."""
     how = decoding("model-tree-2x2", acceptance=rule, sampling=sampling)
-    rollout = as_rollout(run(target, drafter, how).values(), slots=64)
+    rollout = as_rollout(list(run(target, drafter, how).values()), slots=64)
     again = score_rollout(target, rollout, temperature=sampling.temperature, rows=len(rollout.tokens))
     assert rollout.mask.sum() > 200 and np.abs(again - rollout.logprobs)[rollout.mask].max() < 1e-4
 
@@ -261,8 +262,9 @@ def test_lookup_follows_the_longest_match_and_then_others(target):
     text = jnp.array([[4, 5, 6, 9, 2, 5, 6, 1, 4, 5, 6] + [0] * (state.tokens.shape[1] - 11)], jnp.int32)
     history = jnp.full_like(state.history, -1).at[0, :4].set(jnp.array([3, 5, 6, 8]))
     state = dataclasses.replace(state, tokens=text, length=jnp.array([11]), history=history)
-    assert lookup.propose(state, trees.parse("lookup-chain-4"))[0].tolist() == [9, 2, 5, 6]
-    assert lookup.propose(state, trees.parse("lookup-tree-3"))[0].tolist() == [9, 1, 8, -1]
+    alone = jnp.zeros((1, 0), jnp.int32)
+    assert lookup.propose(state, alone, trees.parse("lookup-chain-4"))[0].tolist() == [9, 2, 5, 6]
+    assert lookup.propose(state, alone, trees.parse("lookup-tree-3"))[0].tolist() == [9, 1, 8, -1]
 
 
 def test_the_donated_cache_is_not_copied(target):
@@ -290,13 +292,13 @@ def test_no_compilation_after_warm_up(target, drafter, compilations):
 def _state(target, drafter, rows: int):
     """Rows that have just been admitted, each with a prompt of its own."""
     config = None if drafter is None else drafter.config
-    state = row_verbs.empty(target.config, config, rows, 96, 8, jnp.float32)
+    state = row_verbs.empty(target.config, config, rows, 96, 8, 0, jnp.float32)
     tokens = jnp.arange(rows * 32, dtype=jnp.int32).reshape(rows, 32) % 300
     prefix = row_verbs.prefill(target, drafter, tokens, jnp.arange(rows, dtype=jnp.int32) + 4)
     places = jnp.arange(rows, dtype=jnp.int32)
     key = jnp.stack([jnp.full((rows,), 5, jnp.uint32), places.astype(jnp.uint32)], axis=1)
-    history = jnp.full((rows, 8), -1, jnp.int32)
-    admission = row_verbs.Admission(places, places, jnp.full((rows,), 80, jnp.int32), key, history)
+    history, earlier = jnp.full((rows, 8), -1, jnp.int32), jnp.zeros((rows, 0), jnp.int32)
+    admission = row_verbs.Admission(places, places, jnp.full((rows,), 80, jnp.int32), key, history, earlier)
     return row_verbs.admit(state, prefix, admission)
 
 
@@ -304,11 +306,11 @@ def _round(target, drafter, state, strategy):
     rows, window, sampling = len(state.done), None, Sampling(1.0)
     drafts = jnp.zeros((rows, 0), jnp.int32)
     if strategy.drafter == "model":
-        drafts, _, window = model_drafter.propose(drafter, state, strategy, sampling)
+        drafts, _, window, _ = model_drafter.propose(drafter, state, strategy, sampling)
     tree = trees.as_data(strategy, rows)
-    state, emission, path = run_round(target, state, drafts, None, tree, sampling=sampling, stop_tokens=())
+    state, emission = run_round(target, state, drafts, None, tree, sampling=sampling, stop_tokens=())
     if window is not None:
-        state = model_drafter.commit(state, window, path, emission.count, strategy)
+        state = model_drafter.commit(state, window, emission.path, emission.count, strategy)
     return state, emission
 
 

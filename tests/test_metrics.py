@@ -262,7 +262,7 @@ def test_sync_waits_for_the_disk_to_have_every_line(tmp_path, monkeypatch):
     writer, synced = metrics.Writer(tmp_path, 1), []
     monkeypatch.setattr(metrics.os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
     writer.sync()
-    names = ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl")
+    names = ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "strategies.jsonl")
     assert sorted(synced) == sorted((tmp_path / name).stat().st_ino for name in names)
     with monkeypatch.context() as patch, pytest.raises(OSError, match=r"metrics\.jsonl cannot be written \(No space"):
         patch.setattr(metrics.os, "fsync", lambda file: (_ for _ in ()).throw(OSError(28, "No space left")))

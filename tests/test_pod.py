@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from test_memory import CONFIGS, by_name, load
 
-from rlhf_jax import memory
+from rlhf_jax import drafting, memory
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import Config, ModelConfigs
 from rlhf_jax.generation import engine, rows, tree
@@ -153,10 +153,11 @@ def step_program(at: Target, model: Model):
 def round_program(at: Target, untied: bool):
     """A round of generation with all rows and caches."""
     config, generation = at.config, at.config.generation
-    strategy = tree.parse(generation.strategy)
-    slots = config.data.max_prompt_tokens + generation.max_new_tokens + engine.slack(strategy)
+    longest, menu = config.data.max_prompt_tokens + generation.max_new_tokens, drafting.strategies(config)
+    strategy = menu.strategies[menu.nodes.tolist().index(memory.most_nodes(config, at.mesh))]
+    slots, earlier = longest + engine.slack(menu.strategies), longest if "replay" in menu.drafters else 0
     empty = functools.partial(rows.empty, at.models.policy, at.models.drafter, generation.rows, slots)
-    state = row_shapes(lambda: empty(generation.history_tokens, at.dtype), at.mesh)
+    state = row_shapes(lambda: empty(generation.history_tokens, earlier, at.dtype), at.mesh)
     nodes, replicated = tree.as_data(strategy, generation.rows), meshes.replicated(at.mesh)
     nodes = placed(nodes, jax.tree.map(lambda _: replicated, nodes))
     drafts = row_shapes(lambda: jnp.zeros((generation.rows, tree.bucket(strategy) - 1), jnp.int32), at.mesh)

@@ -11,7 +11,8 @@ import pytest
 
 from launch import report as command
 from rlhf_jax import metrics
-from rlhf_jax.report.charts import line_chart, stacked_chart
+from rlhf_jax.report.charts import line_chart, lines_chart, share_chart, stacked_chart
+from rlhf_jax.report.drafting import NAMED, table
 from rlhf_jax.report.page import PAIRS, write_report
 from rlhf_jax.report.run import Series
 from rlhf_jax.report.scales import axis_number, domain, duration, groups, reading, smooth, ticks
@@ -77,12 +78,24 @@ def lines(rows):
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def page(folder, steps=(), evaluations=None, samples=None, config=CONFIG):
+def played(step, live, name="plain", rounds=10, **more):
+    """A line of strategies.jsonl: 2 tokens of a row a round, 100 tokens predicted a second of timed rounds."""
+    drafter, drafts = ("none", 0) if name == "plain" else (name.split("-")[0], name.count(",") + 1)
+    names = {"step": step, "live": live, "strategy": name, "drafter": drafter, "drafts": drafts}
+    sums = {"rounds": rounds, "live_rows": rounds * live, "tokens": 2 * rounds * live, "accepted": rounds * live}
+    return names | sums | more
+
+
+TIMED = {"timed_rounds": 4, "seconds": 2.0, "timed_tokens": 160, "predicted_tokens": 200.0, "predicted_seconds": 2.0}
+TREE = "model-parents:-1,-1,0"
+
+
+def page(folder, steps=(), evaluations=None, samples=None, config=CONFIG, strategies=()):
     """The page of a run with these files."""
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
     (folder / "metrics.jsonl").write_text(lines(steps))
-    for name, rows in (("evaluations", evaluations), ("samples", samples)):
+    for name, rows in (("evaluations", evaluations), ("samples", samples), ("strategies", strategies)):
         if rows is not None:
             (folder / f"{name}.jsonl").write_text(lines(rows))
     return Page(write_report(folder).read_text(encoding="utf-8"))
@@ -194,6 +207,58 @@ def test_a_written_run_is_read(tmp_path):
     assert "Held-out reward 0.250" in seen.text and "device 4 × TPU v5p" in seen.text
 
 
+ADAPTIVE = CONFIG | {"generation": {"strategy": "adaptive", "rows": 8}}
+
+
+def test_drafting_says_what_was_chosen_at_how_many_live_rows(tmp_path):
+    shares = {"strategy/share_none": 0.25, "strategy/share_model": 0.75, "strategy/acceptance_model": 0.6}
+    steps = [row(step, **shares, **{"generation/acceptance": 0.5}) for step in range(3)]
+    strategies = [played(step, 8) for step in range(3)]
+    strategies += [played(0, 1, TREE, 30, **TIMED), played(2, 1, TREE, 10, **TIMED), played(2, 1, "model-chain-2")]
+    seen = page(tmp_path, steps, config=ADAPTIVE, strategies=strategies)
+    drawn = ["Strategies by live rows", "First third of the steps", "Last third of the steps", "Drafters"]
+    place = seen.charts().index("Strategies by live rows")
+    assert seen.charts()[place : place + 7] == [*drawn, "Acceptance by drafter", "Tokens per round", "Draft acceptance"]
+    assert "plain 38% model 62%" in seen.text and "plain 25% model 75%" in seen.text
+    assert seen.titles.count("1 live row, 20 rounds\nmodel-tree of 3 50%\nmodel-chain-2 50%") == 1
+    assert "5 to 8 live rows, 30 rounds\nplain 100%" in seen.titles
+    assert "model-tree of 3 40 50% 2.00 100 80.0 0.80" in seen.text and "model-chain-2 10 12% 2.00 — — —" in seen.text
+    assert {"title": TREE} in [attrs for attrs in seen.all("td") if "title" in attrs]
+    assert not {"strategy/share_none", "generation/acceptance"} & set(seen.charts()), "each number has one chart"
+
+
+def test_without_choices_there_is_no_section(tmp_path):
+    seen = page(tmp_path, [row(0, **{"generation/acceptance": 0.5})])
+    assert "Drafting" not in seen.text and "Predicted and realised" not in seen.text
+    assert "Draft acceptance" in seen.charts(), "of a strategy that is fixed"
+
+
+def test_a_short_run_has_no_thirds(tmp_path):
+    seen = page(tmp_path, [row(0), row(1)], strategies=[played(0, 2), played(1, 2)])
+    assert "Strategies by live rows" in seen.charts() and "First third of the steps" not in seen.charts()
+
+
+def test_a_student_is_shown_beside_itself_as_it_began(tmp_path):
+    both = {"drafter/acceptance_frozen": 0.25, "drafter/version": 3, "drafter/behind": 0}
+    seen = page(tmp_path, [row(step, **both, **{"drafter/acceptance": 0.25 * (1 + step)}) for step in range(3)])
+    assert "Acceptance of the student" in seen.charts() and "Predicted and realised" not in seen.text
+    assert "version 3, 0 updates of the policy behind" in seen.text and "kept current as it began" in seen.text
+    assert "step 2\nkept current 0.750\nas it began 0.250" in seen.titles
+    assert [seen.all("text", f"end {kind}".split()[1]) != [] for kind in ("current", "frozen")] == [True, True]
+
+
+def test_rare_strategies_count_together():
+    rows = [played(0, 1, f"lookup-chain-{n}", rounds=100 - n, third=0) for n in range(1, NAMED + 4)]
+    found = table(rows)
+    assert len(found) == NAMED + 1 and found[-1].label == "3 others" and found[0].label == "lookup-chain-1"
+    assert found[-1].rounds == str(sum(row["rounds"] for row in rows[NAMED:]))
+
+
+def test_a_line_of_no_strategy_is_one_sentence(tmp_path):
+    with pytest.raises(ValueError, match=r"strategies\.jsonl: a line of step 4 lacks live; take the line away"):
+        page(tmp_path, [row(0)], strategies=[{"step": 4}])
+
+
 def line(values, steps=None):
     return Series("loss", np.arange(len(values)) if steps is None else np.array(steps), np.array(values, np.float64))
 
@@ -232,6 +297,25 @@ def test_end_labels_do_not_meet():
     drawn = Page(line_chart("Loss", line([0.0, 1.0]), line([0.0, 1.0])))
     heights = [float(attrs["y"]) for attrs in drawn.all("text", "end")]
     assert abs(heights[0] - heights[1]) == 16 and min(heights) >= 0
+
+
+def test_labels_of_many_lines_keep_apart_and_in_order():
+    ends = (0.1, 0.5, 0.52, 0.54, 1.0)
+    drawn = Page(lines_chart("Share", [(f"kind-{i}", line([0.0, end])) for i, end in enumerate(ends)]))
+    heights = [float(attrs["y"]) for attrs in drawn.all("text", "end")]
+    assert min(np.diff(heights)) >= 16 - 1e-9 and heights[0] >= 0 and heights[-1] <= 190
+    assert [attrs["class"] for attrs in drawn.all("text", "end")] == [f"end kind-{i}" for i in (4, 3, 2, 1, 0)]
+    assert heights[2] == pytest.approx((1 - 0.52) * 190, abs=0.1), "the middle one of the three stays in its place"
+
+
+def test_shares_are_stacked_bars_by_name():
+    drawn = Page(
+        share_chart("Who", ["1", "2"], [("a", np.array([25.0, 0.0])), ("b", np.array([75.0, 50.0]))], ["x", "y"])
+    )
+    below, above = (attrs["d"] for attrs in drawn.all("path"))
+    assert below == "M60.0 750.0h380.0v250.0h-380.0zM560.0 1000.0h380.0v0.0h-380.0z"
+    assert above == "M60.0 0.0h380.0v750.0h-380.0zM560.0 500.0h380.0v500.0h-380.0z"
+    assert drawn.titles == ["x", "y"] and share_chart("Who", [], [], []) == "" and lines_chart("No", []) == ""
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_an_earlier_run_is_kept(arguments, tmp_path, one_device):
 @pytest.mark.parametrize("method", [{}, PPO], ids=["grpo", "ppo"])
 def test_nothing_is_compiled_after_warm_up(method, arguments, one_device, monkeypatch, compilations):
     """Ten steps; what the first two compile is all."""
-    seen_after, real = [], launch["rlhf"].step
+    seen_after, real = [], launch["STEPS"]["reward"]
     with compilations() as seen:
 
         def counted(*inputs, **options):
@@ -101,7 +101,7 @@ def test_nothing_is_compiled_after_warm_up(method, arguments, one_device, monkey
             seen_after.append(len(seen))
             return out
 
-        monkeypatch.setattr(launch["rlhf"], "step", counted)
+        monkeypatch.setitem(launch["STEPS"], "reward", counted)
         assert launch["main"](arguments(steps=10, evaluation__every=0, **method)) == 0
     assert seen_after[1] == seen_after[-1], seen_after
 

@@ -10,7 +10,8 @@ from protocol import cores, serve
 
 from rlhf_jax.collect import decoding_weights
 from rlhf_jax.generation import tree
-from rlhf_jax.generation.engine import Decoding, Request, generate
+from rlhf_jax.generation.engine import generate
+from rlhf_jax.generation.samples import Decoding, Request
 from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.mesh import make_mesh
 from rlhf_jax.model import huggingface
@@ -22,7 +23,7 @@ target = decoding_weights(huggingface.load(Path(sys.argv[1]), jnp.float32), jnp.
 def sample(prompts: list[list[int]], new_tokens: int, seed: int) -> list[list[int]]:
     requests = [Request(np.array(ids, np.int32), (row,), new_tokens) for row, ids in enumerate(prompts)]
     slots = len(prompts[0]) + new_tokens
-    decoding = Decoding(Sampling(), tree.PLAIN, stop_tokens=(), rows=len(prompts), slots=slots, seed=seed)
+    decoding = Decoding(Sampling(), (tree.PLAIN,), stop_tokens=(), rows=len(prompts), slots=slots, seed=seed)
     return [found.tokens for found in generate(target, None, requests, decoding)]
 
 

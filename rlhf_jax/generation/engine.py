@@ -1,92 +1,66 @@
 """The host loop of generation: a queue of prompts, rows refilled as they finish, the batch shrinking in the tail.
 
-The host decides and the device works: each round is dispatched before the counters of the one before it are read,
-so a row that has finished meanwhile is a no-op for one round.
+The host decides and the device works: each round is chosen and dispatched before the counters of the one before it
+are read, so a row that has finished meanwhile is a no-op for one round.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import jax
 import numpy as np
 
+from rlhf_jax.generation import board as boards
+from rlhf_jax.generation import evidence, programs
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation import tree as trees
-from rlhf_jax.generation.drafters import lookup
+from rlhf_jax.generation.board import Board, Waiting
 from rlhf_jax.generation.drafters import model as model_drafter
-from rlhf_jax.generation.round import run_round
-from rlhf_jax.generation.rows import Admission, Prefix
-from rlhf_jax.generation.sampling import Sampling
-from rlhf_jax.mesh import place_rows
-from rlhf_jax.types import DecodeState, Emission, Model, Strategy
-
-PREFILLED = 8  # prompts prefilled in one call, ahead of need; the last call may have 4, 2 or 1
-ADMITTED = 8  # rows begun in one call
-NARROWEST = 32  # prompts are padded to this many tokens, or twice, four times ... as many
+from rlhf_jax.generation.programs import Ahead, Models, Results
+from rlhf_jax.generation.samples import Decoding, Request, RoundReport, Sample
+from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, Evidence
+from rlhf_jax.generation.strategy.select import Selector, Situation
+from rlhf_jax.types import DecodeState, Model, Strategy
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """One prompt and the samples wanted of it. Sample ids name the noise: they must not repeat within a seed."""
+class Setting:
+    """What stays the same in one call of `generate`."""
 
-    prompt: np.ndarray  # [P] int32
-    sample_ids: tuple[int, ...]
-    max_new_tokens: int
-    history: tuple[np.ndarray, ...] = ()  # earlier roll-outs of this prompt, the latest last
+    models: Models
+    decoding: Decoding
+    mesh: jax.sharding.Mesh | None
+    selector: Selector | None
+    ahead: Ahead | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoding:
-    """How to generate: everything that is fixed for one call of `generate`."""
+class Flight:
+    """A round that was dispatched and whose results are on their way."""
 
-    sampling: Sampling
     strategy: Strategy
-    stop_tokens: tuple[int, ...]
-    rows: int  # live rows at most
-    slots: int  # tokens of the longest sample, prompt included
-    seed: int
-    acceptance: str = "replayable"  # or "rejection"
-    history: int = 0  # history tokens kept for lookup
-    fewest_rows: int = 1  # the batch shrinks no further: each halving is a program of its own
+    samples: Board
+    results: Results
+    context: int  # known tokens of the live samples
+    lag: int  # tokens that the draft model lacked, of the sample that lacked most
+    clean: bool  # it waited for the round before it, and for nothing else
+    compiled: int  # what `ahead` had begun and ended when it was dispatched
 
 
 @dataclasses.dataclass
-class Sample:
-    """One sample on the host; grows as rounds arrive."""
+class Clock:
+    """When the last counters arrived; None where the host came late and cannot know."""
 
-    sample_id: int
-    prompt: np.ndarray  # [P] int32
-    limit: int  # length at which it ends, prompt included
-    history: np.ndarray  # [E] int32
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    support: list[np.ndarray] = dataclasses.field(default_factory=list)  # [top_k] each, under top-k
-    rounds: int = 0  # rounds it took part in
-    accepted: int = 0  # drafted tokens that were accepted
-    done: bool = False
+    last: float | None = None
 
-
-@dataclasses.dataclass(frozen=True)
-class RoundReport:
-    """What the host knows of a round when its counters arrive."""
-
-    rows: int  # row slots decoded, idle ones included
-    live: int  # samples that gained tokens
-    tokens: int
-    accepted: int
-    drafted: int
-
-
-@dataclasses.dataclass
-class _Waiting:
-    """A sample whose prompt is prefilled: row `source` of `prefix`."""
-
-    sample: Sample
-    prefix: Prefix
-    source: int
+    def tick(self, waited: bool) -> float | None:
+        """Seconds since the last arrival, where both are known."""
+        before, self.last = self.last, time.perf_counter() if waited else None
+        return None if before is None or self.last is None else self.last - before
 
 
 def generate(
@@ -95,43 +69,41 @@ def generate(
     requests: Iterable[Request],
     decoding: Decoding,
     mesh: jax.sharding.Mesh | None = None,
-    observe: Callable[[RoundReport], None] | None = None,
+    observe: Callable[[RoundReport], None] = lambda report: None,
+    selector: Selector | None = None,
+    ahead: Ahead | None = None,
 ) -> Iterator[Sample]:
     """Yield every sample of `requests` as it finishes, in order of finishing.
 
-    target and drafter have unrolled layers, in the dtype they decode in; the drafter is wanted by a strategy of
+    target and drafter have unrolled layers, in the dtype they decode in; the drafter is wanted by strategies of
     drafter 'model' only. Under replayable acceptance a sample's tokens are a function of (weights, prompt, seed,
-    sample id, sampling): not of the strategy, the rows or the order. Raises ValueError for a prompt that does not
-    fit. `observe` is called with each round's report.
+    sample id, sampling): not of the strategies, the rows or the order. The `selector` chooses each round's strategy
+    among those that `ahead` has compiled; without it the first is always taken, without `ahead` a strategy is
+    compiled when it is first played. Raises ValueError for a prompt that does not fit. `observe` is called with
+    each round's report.
     """
-    if decoding.strategy.drafter == "model" and drafter is None:
-        raise ValueError("The strategy drafts with a model, and none is given; pass a drafter or choose another.")
-    queue = collections.deque(requests)
+    if decoding.drafts_by("model") and drafter is None:
+        raise ValueError("A strategy drafts with a model, and none is given; pass a drafter or choose another.")
+    queue, waiting = collections.deque(requests), collections.deque[Waiting]()
     for request in queue:
-        _check(request, decoding)
-    waiting: collections.deque[_Waiting] = collections.deque()
-    board = [None] * _first_rows(sum(len(request.sample_ids) for request in queue), decoding, mesh)
-    state = _empty_state(target, drafter, len(board), decoding, mesh)
-    flight: tuple[Emission, list[Sample | None]] | None = None
+        boards.check(request, decoding)
+    setting, clock = Setting((target, drafter), decoding, mesh, selector, ahead), Clock()
+    board: Board = [None] * boards.first_rows(sum(len(request.sample_ids) for request in queue), decoding, mesh)
+    state = _empty_state(setting.models, len(board), decoding, mesh)
+    flight: Flight | None = None
     while queue or waiting or any(board) or flight:
-        state = _refill(state, board, queue, waiting, (target, drafter), decoding, mesh)
+        before = state
+        state = boards.refill(state, board, queue, waiting, setting.models, decoding, mesh)
         if not queue and not waiting:
-            state, board = _shrink(state, board, decoding, mesh)
+            state, board = boards.shrink(state, board, decoding, mesh)
         landed, flight = flight, None
         if any(_may_run(sample, landed) for sample in board):
-            state, emission = _dispatch(state, (target, drafter), decoding, mesh)
-            flight = (emission, list(board))
+            state, flight = _take_off(state, board, landed, state is before, setting)
         if landed:
-            yield from _land(*landed, board, decoding, observe)
-
-
-def _check(request: Request, decoding: Decoding) -> None:
-    wanted = len(request.prompt) + request.max_new_tokens
-    if not len(request.prompt) or request.max_new_tokens < 1 or wanted > decoding.slots:
-        raise ValueError(
-            f"A prompt of {len(request.prompt)} tokens with up to {request.max_new_tokens} new ones does not fit"
-            f" the cache of {decoding.slots} slots; shorten the prompt, ask for fewer tokens or raise the slots."
-        )
+            report, ended = _land(landed, board, clock, setting)
+            state = boards.pass_on(state, board, waiting, ended, decoding, mesh)
+            yield from ended
+            observe(report)
 
 
 def warm_up(
@@ -140,167 +112,161 @@ def warm_up(
     samples: int,
     decoding: Decoding,
     mesh: jax.sharding.Mesh | None = None,
-) -> None:
-    """Compile the rounds of `samples` samples, for every number of rows they may shrink to, before they are needed."""
-    rows = _first_rows(samples, decoding, mesh)
-    state = _empty_state(target, drafter, rows, decoding, mesh)
+    look: bool = False,
+) -> Mapping[str, float]:
+    """Compile the first strategy's rounds of `samples` samples, for every number of rows they may shrink to.
+
+    `look` is for a selector, which wants to know how its drafters would do. Returns what XLA says that the verification
+    at the most rows does: "flops" and "bytes accessed".
+    """
+    rows = boards.first_rows(samples, decoding, mesh)
+    models = (target, drafter)
+    state = _empty_state(models, rows, decoding, mesh)
+    does = programs.analysis(state, target, decoding, mesh)
     while True:
-        state, _ = _dispatch(state, (target, drafter), decoding, mesh)
-        rows, before = _row_bucket(rows // 2, rows, decoding, mesh), rows
+        alone = boards.siblings([None] * rows, decoding)
+        state, _ = programs.dispatch(state, models, decoding.strategies[0], alone, decoding, mesh, look)
+        rows, before = boards.row_bucket(rows // 2, rows, decoding, mesh), rows
         if rows == before:
-            return
+            return does
         state = row_verbs.shrink(state, np.arange(rows, dtype=np.int32), mesh)
 
 
-def _first_rows(samples: int, decoding: Decoding, mesh) -> int:
-    return _row_bucket(min(max(samples, 1), decoding.rows), decoding.rows, decoding, mesh)
-
-
-def _row_bucket(live: int, most: int, decoding: Decoding, mesh) -> int:
-    """The smallest of most, most/2, most/4 ... that holds `live` rows, at least the fewest, in equal shares."""
-    size, shards = _shared(most, mesh), _shared(1, mesh)
-    while size // 2 >= max(live, decoding.fewest_rows) and size % (2 * shards) == 0:
-        size //= 2
-    return size
-
-
-def _shared(rows: int, mesh) -> int:
-    """`rows`, rounded up to equal shares for the devices that rows lie on."""
-    shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
-    return -(-rows // shards) * shards
-
-
-def slack(strategy: Strategy) -> int:
+def slack(strategies: Iterable[Strategy]) -> int:
     """Slots a cache needs beyond the longest sample: a round writes whole paths, a catch-up whole chunks."""
-    return max(trees.bucket(strategy) + 1, model_drafter.CHUNK)
+    return max(model_drafter.CHUNK, *(trees.bucket(strategy) + 1 for strategy in strategies))
 
 
-def prompt_width(longest: int, slots: int) -> int:
-    """Tokens that prompts of at most `longest` tokens are padded to for prefill."""
-    return min(max(NARROWEST, 1 << (longest - 1).bit_length()), slots)
-
-
-def _empty_state(target, drafter, rows: int, decoding: Decoding, mesh) -> DecodeState:
+def _empty_state(models: Models, rows: int, decoding: Decoding, mesh) -> DecodeState:
+    target, drafter = models
     draft = None if drafter is None else drafter.config
-    slots, dtype = decoding.slots + slack(decoding.strategy), target.embed.dtype
-    return row_verbs.empty(target.config, draft, rows, slots, decoding.history, dtype, mesh)
+    slots, dtype = decoding.slots + slack(decoding.strategies), target.embed.dtype
+    earlier = decoding.slots if decoding.drafts_by("replay") else 0
+    return row_verbs.empty(target.config, draft, rows, slots, decoding.history, earlier, dtype, mesh)
 
 
-def _may_run(sample: Sample | None, landed) -> bool:
+def _may_run(sample: Sample | None, landed: Flight | None) -> bool:
     """Whether another round could give the sample anything: false once its limit is surely reached."""
     if sample is None or sample.done:
         return False
-    in_flight = landed is not None and any(other is sample for other in landed[1])
+    in_flight = landed is not None and any(other is sample for other in landed.samples)
     return len(sample.prompt) + len(sample.tokens) + in_flight < sample.limit
 
 
-def _refill(state, board, queue, waiting, models, decoding: Decoding, mesh) -> DecodeState:
-    """Admit samples to free rows; prompts are prefilled several at a time, so some wait ready."""
-    free = [row for row, sample in enumerate(board) if sample is None]
-    while free and (waiting or queue):
-        if not waiting:
-            chosen = [queue.popleft() for _ in range(min(len(queue), PREFILLED))]
-            waiting.extend(_prefill(chosen, models, decoding, mesh))
-        prefix, batch = waiting[0].prefix, []
-        while free and waiting and waiting[0].prefix is prefix and len(batch) < ADMITTED:
-            batch.append((free.pop(0), waiting.popleft()))
-        state = _admit(state, board, prefix, batch, decoding, mesh)
-    return state
+def _take_off(state, board: Board, landed: Flight | None, still: bool, setting: Setting) -> tuple[DecodeState, Flight]:
+    """Choose a strategy and start the round; `still`: no row was admitted or moved since the one before."""
+    ahead, decoding = setting.ahead, setting.decoding
+    running = [sample for sample in board if sample is not None]
+    context = sum(len(sample.prompt) + len(sample.tokens) for sample in running)
+    lag = max(sample.unfed for sample in running)
+    siblings = boards.siblings(board, decoding)
+    strategy = _choose(state, board, siblings, context, lag, setting)
+    busy = landed is not None and not landed.results.emission.count.is_ready()
+    compiled = ahead.events if ahead else 0
+    state, results = programs.dispatch(
+        state, setting.models, strategy, siblings, decoding, setting.mesh, setting.selector is not None
+    )
+    return state, Flight(strategy, list(board), results, context, lag, busy and still, compiled)
 
 
-def _prefill(requests: list[Request], models, decoding: Decoding, mesh) -> Iterator[_Waiting]:
-    longest = max(len(request.prompt) for request in requests)
-    rows = _shared(1 << (len(requests) - 1).bit_length(), mesh)
-    tokens = np.zeros((rows, prompt_width(longest, decoding.slots)), np.int32)
-    length = np.ones(len(tokens), np.int32)
-    for row, request in enumerate(requests):
-        tokens[row, : len(request.prompt)] = request.prompt
-        length[row] = len(request.prompt)
-    prefix = row_verbs.prefill(*models, *place_rows((tokens, length), mesh), mesh=mesh)
-    for row, request in enumerate(requests):
-        history = _history(request, decoding.history)
-        limit = len(request.prompt) + request.max_new_tokens
-        for sample_id in request.sample_ids:
-            yield _Waiting(Sample(sample_id, request.prompt, limit, history), prefix, row)
+def _choose(state, board: Board, siblings, context: int, lag: int, setting: Setting) -> Strategy:
+    """The selector's choice; what it would rather have is compiled meanwhile, as is its choice for fewer rows."""
+    selector, ahead, decoding = setting.selector, setting.ahead, setting.decoding
+    if selector is None:
+        return decoding.strategies[0]
+    rows, live = len(board), sum(sample is not None for sample in board)
+
+    def ready(strategy: Strategy) -> bool:
+        return ahead is None or ahead.ready(strategy, rows, decoding)
+
+    most = programs.VERIFIED * boards.shared(1, setting.mesh) // rows
+    choice = selector.choose(Situation(rows, live, context, lag, _classes(board, decoding), ready, most))
+    fewer = boards.row_bucket(rows // 2, rows, decoding, setting.mesh)
+    for strategy, size in ((choice.wish, rows), (choice.strategy, fewer)):
+        if ahead is not None and strategy is not None:
+            ahead.want(state, setting.models, strategy, size, siblings, decoding, setting.mesh)
+    return choice.strategy
 
 
-def _history(request: Request, size: int) -> np.ndarray:
-    """[E] the latest roll-outs that fit, each followed by a separator."""
-    flat = [np.append(text, -1) for text in request.history]
-    joined = np.concatenate([np.zeros(0, np.int32), *flat])[-size:] if size else np.zeros(0, np.int32)
-    return np.pad(joined, (0, size - len(joined)), constant_values=-1).astype(np.int32)
+def _classes(board: Board, decoding: Decoding) -> dict[str, np.ndarray]:
+    """By drafter, [2, CLASSES] counts of running samples by whether the prompt is familiar, and confidence."""
+    running = [sample for sample in board if sample is not None]
+    familiar = np.array([sample.familiar for sample in running], np.int64)
+    counts = {}
+    for drafter in {strategy.drafter for strategy in decoding.strategies if strategy.parents}:
+        confidence = np.array([sample.confidence.get(drafter, 0) for sample in running], np.int64)
+        cells = np.bincount(familiar * CLASSES + confidence, minlength=2 * CLASSES)
+        counts[drafter] = cells.reshape(2, CLASSES)
+    return counts
 
 
-def _admit(state, board, prefix: Prefix, batch, decoding: Decoding, mesh) -> DecodeState:
-    source, row = np.zeros(ADMITTED, np.int32), np.full(ADMITTED, len(board), np.int32)
-    limit, key = np.ones(ADMITTED, np.int32), np.zeros((ADMITTED, 2), np.uint32)
-    history = np.full((ADMITTED, decoding.history), -1, np.int32)
-    for i, (place, waiting) in enumerate(batch):
-        sample = board[place] = waiting.sample
-        source[i], row[i], limit[i] = waiting.source, place, sample.limit
-        key[i], history[i] = (decoding.seed, sample.sample_id), sample.history
-    return row_verbs.admit(state, prefix, Admission(source, row, limit, key, history), mesh=mesh)
+def _land(flight: Flight, board: Board, clock: Clock, setting: Setting) -> tuple[RoundReport, list[Sample]]:
+    """Read a round's results: samples grow, finished ones leave their rows; the selector hears of it."""
+    waited = not flight.results.emission.count.is_ready()
+    arrived: Results = jax.device_get(flight.results)
+    seconds = clock.tick(waited)
+    ahead = setting.ahead
+    alone = ahead is None or not (ahead.busy or ahead.events != flight.compiled)
+    before = [sample.confidence if sample else {} for sample in flight.samples]  # what was known when it was drafted
+    ended = _grow(flight, arrived, board)
+    report = _report(flight, arrived, before, seconds if flight.clean and alone else None)
+    if setting.selector is not None:
+        setting.selector.arrived(report)
+    return report, ended
 
 
-def _shrink(state, board, decoding: Decoding, mesh) -> tuple[DecodeState, list[Sample | None]]:
-    """Halve the rows, nobody being left to wait, whenever the live ones fit the half."""
-    live = [row for row, sample in enumerate(board) if sample is not None]
-    size = _row_bucket(max(len(live), 1), len(board), decoding, mesh)
-    if size == len(board):
-        return state, board
-    idle = [row for row, sample in enumerate(board) if sample is None]
-    kept = (live + idle)[:size]
-    return row_verbs.shrink(state, np.array(kept, np.int32), mesh), [board[row] for row in kept]
-
-
-def _dispatch(state, models, decoding: Decoding, mesh) -> tuple[DecodeState, Emission]:
-    """Draft and verify once: start the round and the copy of its counters, and wait for neither."""
-    target, drafter = models
-    strategy, window, laws = decoding.strategy, None, None
-    tree = trees.as_data(strategy, len(state.done))
-    if strategy.drafter == "model":
-        wanted = decoding.acceptance == "rejection"
-        drafts, laws, window = model_drafter.propose(drafter, state, strategy, decoding.sampling, wanted)
-    elif strategy.drafter == "lookup":
-        drafts = lookup.propose(state, strategy)
-    else:
-        drafts = np.zeros((len(state.done), 0), np.int32)
-    options = dict(sampling=decoding.sampling, stop_tokens=decoding.stop_tokens, rule=decoding.acceptance)
-    state, emission, path = run_round(target, state, drafts, laws, tree, mesh=mesh, **options)
-    if window is not None:
-        state = model_drafter.commit(state, window, path, emission.count, strategy, mesh=mesh)
-    for leaf in jax.tree.leaves(emission):
-        leaf.copy_to_host_async()
-    return state, emission
-
-
-def _land(emission: Emission, samples, board, decoding: Decoding, observe) -> Iterator[Sample]:
-    """Read a round's counters: samples grow, finished ones leave their rows and are yielded."""
-    arrived = jax.device_get(emission)
-    for row, sample in enumerate(samples):
-        count = int(arrived.count[row])
+def _grow(flight: Flight, arrived: Results, board: Board) -> list[Sample]:
+    """Samples take what they gained; the finished ones."""
+    emission, ended = arrived.emission, []
+    for row, sample in enumerate(flight.samples):
+        count = int(emission.count[row])
         if sample is None or count == 0:
             continue
-        sample.tokens += arrived.tokens[row, :count].tolist()
-        sample.logprobs += arrived.logprobs[row, :count].tolist()
-        if arrived.support is not None:
-            sample.support += list(arrived.support[row, :count].copy())
+        sample.tokens += emission.tokens[row, :count].tolist()
+        sample.logprobs += emission.logprobs[row, :count].tolist()
+        if emission.support is not None:
+            sample.support += list(emission.support[row, :count].copy())
         sample.rounds += 1
-        sample.accepted += int(arrived.accepted[row])
-        sample.done = bool(arrived.done[row])
+        sample.accepted += int(emission.accepted[row])
+        sample.done = bool(emission.done[row])
+        sample.unfed = 0 if flight.strategy.drafter == "model" else sample.unfed + count
+        sample.confidence = {name: int(signal.confidence[row]) for name, signal in arrived.signals.items()}
+        if arrived.confidence is not None:
+            sample.confidence["model"] = int(arrived.confidence[row])
         if sample.done:
             board[next(place for place, other in enumerate(board) if other is sample)] = None
-            yield sample
-    if observe is not None:
-        observe(_report(arrived, decoding))
+            ended.append(sample)
+    return ended
 
 
-def _report(arrived: Emission, decoding: Decoding) -> RoundReport:
-    live = int((arrived.count > 0).sum())
+def _report(flight: Flight, arrived: Results, before: list[dict[str, int]], seconds: float | None) -> RoundReport:
+    emission, strategy = arrived.emission, flight.strategy
+    live = int((emission.count > 0).sum())
     return RoundReport(
-        rows=len(arrived.count),
+        strategy=strategy,
+        rows=len(emission.count),
         live=live,
-        tokens=int(arrived.count.sum()),
-        accepted=int(arrived.accepted.sum()),
-        drafted=live * len(decoding.strategy.parents),
+        tokens=int(emission.count.sum()),
+        accepted=int(emission.accepted.sum()),
+        drafted=live * len(strategy.parents),
+        context=flight.context,
+        lag=flight.lag,
+        seconds=seconds,
+        evidence=_evidence(flight, arrived, before),
     )
+
+
+def _evidence(flight: Flight, arrived: Results, before: list[dict[str, int]]) -> dict[str, Evidence]:
+    """Of the drafter that drafted by its drafts, of the others by looking back.
+
+    A round ends where its drafter was wrong, so looking back from there would see too many of its misses.
+    """
+    used, part = flight.strategy.drafter, arrived.emission.count > 0
+    familiar = np.array([sample is not None and sample.familiar for sample in flight.samples])
+    long = np.array([sample is not None and len(sample.tokens) >= DEPTHS for sample in flight.samples])
+    others = {name: signal for name, signal in arrived.signals.items() if name != used}
+    said = {name: evidence.of_signal(signal, part & long, familiar) for name, signal in others.items()}
+    if used in arrived.signals or arrived.confidence is not None:
+        confidence = np.array([classes.get(used, 0) for classes in before])
+        said[used] = evidence.of_drafts(flight.strategy, arrived.emission, confidence, familiar)
+    return said

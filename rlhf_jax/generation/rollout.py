@@ -8,13 +8,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from rlhf_jax.generation.engine import Request, RoundReport, Sample
+from rlhf_jax.generation.samples import Request, RoundReport, Sample
 from rlhf_jax.types import Rollout
 
 
-def as_rollout(samples: Iterable[Sample], slots: int) -> Rollout:
-    """Host arrays [B, slots] of samples in canonical order, by sample id: the same whatever order they finished in."""
-    samples = sorted(samples, key=lambda sample: sample.sample_id)
+def as_rollout(samples: Sequence[Sample], slots: int) -> Rollout:
+    """Host arrays [B, slots] of samples, in the order given."""
     shape = (len(samples), slots)
     tokens, mask, logprobs = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape, np.float32)
     kept = [sample.support for sample in samples]
@@ -67,44 +66,52 @@ class Tally:
 
 
 class History:
-    """The latest responses to each prompt, by the prompt's tokens, up to `size` tokens each with separators."""
+    """The latest responses to each prompt, by the prompt's tokens, up to `size` tokens each with separators.
+
+    Each keeps the id of its sample, and with it the noise that it was drawn with.
+    """
 
     def __init__(self, size: int):
         self._size = size
-        self._texts: dict[bytes, collections.deque[np.ndarray]] = {}
+        self._texts: dict[bytes, collections.deque[tuple[int, np.ndarray]]] = {}
 
-    def of(self, prompt: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Earlier responses to `prompt`, the latest last."""
-        return tuple(self._texts.get(prompt.tobytes(), ()))
+    def of(self, prompt: np.ndarray) -> dict[int, np.ndarray]:
+        """Earlier responses to `prompt` by sample id, the latest last."""
+        return dict(self._texts.get(prompt.tobytes(), ()))
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Remember finished samples, and forget what no longer fits."""
+        """Remember finished samples, the latest text of an id only, and forget what no longer fits."""
         for sample in samples if self._size else ():
-            texts = self._texts.setdefault(sample.prompt.tobytes(), collections.deque())
-            texts.append(np.array(sample.tokens, np.int32))
-            while len(texts) > 1 and sum(len(text) + 1 for text in texts) > self._size:
+            known = self._texts.get(sample.prompt.tobytes(), ())
+            texts = collections.deque(kept for kept in known if kept[0] != sample.sample_id)
+            texts.append((sample.sample_id, np.array(sample.tokens, np.int32)))
+            while len(texts) > 1 and sum(len(text) + 1 for _, text in texts) > self._size:
                 texts.popleft()
+            self._texts[sample.prompt.tobytes()] = texts
 
     def state(self) -> dict[str, np.ndarray]:
-        """All of it as arrays for a checkpoint: every prompt and its texts in a row, and the length of each."""
-        runs, counts = [], []
+        """All of it as arrays for a checkpoint: every prompt and its texts in a row, the length and id of each."""
+        runs, counts, ids = [], [], []
         for prompt, texts in self._texts.items():
-            runs += [np.frombuffer(prompt, np.int32), *texts]
+            runs += [np.frombuffer(prompt, np.int32), *(text for _, text in texts)]
+            ids += [sample_id for sample_id, _ in texts]
             counts.append(len(texts))
         return {
             "tokens": np.concatenate([np.zeros(0, np.int32), *runs]).astype(np.int32),
             "lengths": np.array([len(run) for run in runs], np.int32),
             "texts": np.array(counts, np.int32),
+            "ids": np.array(ids, np.int64),
         }
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
         """Goes on where `state` was taken."""
         ends = np.cumsum(np.asarray(state["lengths"], np.int64))
         runs = iter(np.split(np.asarray(state["tokens"], np.int32), ends)[:-1])
+        ids = iter(np.asarray(state["ids"]).tolist())
         self._texts = {}
         for count in state["texts"]:
             prompt = next(runs).tobytes()
-            self._texts[prompt] = collections.deque(next(runs) for _ in range(int(count)))
+            self._texts[prompt] = collections.deque((next(ids), next(runs)) for _ in range(int(count)))
 
 
 def requests(
@@ -113,9 +120,18 @@ def requests(
     max_new_tokens: int,
     first_id: int,
     history: History,
+    repeated: int = 0,
 ) -> list[Request]:
-    """One request a prompt, with consecutive sample ids from `first_id`."""
-    ids = [
-        range(first_id + i * samples_per_prompt, first_id + (i + 1) * samples_per_prompt) for i in range(len(prompts))
-    ]
-    return [Request(p, tuple(group), max_new_tokens, history.of(p)) for p, group in zip(prompts, ids, strict=True)]
+    """One request a prompt, with consecutive sample ids from `first_id`.
+
+    Of each prompt's samples up to `repeated` take the ids of its latest responses, and so their noise: they can be
+    replayed, and are no fresh draws. A prompt that comes twice repeats its noise once.
+    """
+    asked, used = [], set[int]()
+    for index, prompt in enumerate(prompts):
+        texts = history.of(prompt)
+        again = [sample_id for sample_id in texts if sample_id not in used][-repeated:] if repeated else []
+        used |= set(again)
+        fresh = range(first_id + index * samples_per_prompt + len(again), first_id + (index + 1) * samples_per_prompt)
+        asked.append(Request(prompt, (*again, *fresh), max_new_tokens, tuple(texts.values()), texts))
+    return asked

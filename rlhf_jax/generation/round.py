@@ -66,6 +66,7 @@ def emit(state: DecodeState, path: Array, draws: Draw, depth: Array, stop_tokens
         support=None if support is None else jnp.take_along_axis(support, path[..., None], axis=1),
         count=count,
         accepted=jnp.minimum(depth, count),
+        path=path,
         done=state.done | (to_stop <= count) | (state.length + count >= state.limit),
     )
 
@@ -102,8 +103,8 @@ def run_round(
     stop_tokens: tuple[int, ...],
     rule: str = "replayable",
     mesh=None,
-) -> tuple[DecodeState, Emission, Array]:
-    """Verify, accept and commit drafts [B, N] (-1: none): the state, what it emitted and the path [B, N+1].
+) -> tuple[DecodeState, Emission]:
+    """Verify, accept and commit drafts [B, N] (-1: none): the state and what it emitted.
 
     One program per (row bucket, node bucket): the tree is data. `laws` [B, N+1, V] are a draft model's logits at
     each node, wanted by rejection only (None: the drafts are points). `state` is donated.
@@ -115,4 +116,4 @@ def run_round(
     path = path_to(tree, last)
     depth = jnp.take_along_axis(tree.depth, last[:, None], axis=1)[:, 0]
     emission = emit(state, path, Draw(token, logprob, verified.draw.support), depth, stop_tokens)
-    return pin_rows(commit(state, verified.window, path, emission), mesh), emission, path
+    return pin_rows(commit(state, verified.window, path, emission), mesh), pin_rows(emission, mesh)

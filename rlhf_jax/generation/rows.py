@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -36,13 +37,17 @@ class Admission:
     limit: Array  # [R] int32
     key: Array  # [R, 2] uint32
     history: Array  # [R, E] int32
+    earlier: Array  # [R, T or 0] int32
 
 
-@functools.partial(jax.jit, static_argnums=range(7))
+@functools.partial(jax.jit, static_argnums=range(8))
 def empty(
-    target: ModelConfig, draft: ModelConfig | None, rows: int, slots: int, history: int, dtype, mesh=None
+    target: ModelConfig, draft: ModelConfig | None, rows: int, slots: int, history: int, earlier: int, dtype, mesh=None
 ) -> DecodeState:
-    """A state of rows that are all done, with `slots` token and cache slots each; each device makes its own part."""
+    """A state of rows that are all done, with `slots` token and cache slots each; each device makes its own part.
+
+    `history` and `earlier` are the tokens kept of earlier roll-outs, for lookup and for replay.
+    """
     draft_cache = None if draft is None else kv.empty(draft, rows, slots, dtype)
     state = DecodeState(
         tokens=jnp.zeros((rows, slots), jnp.int32),
@@ -51,6 +56,7 @@ def empty(
         done=jnp.ones((rows,), bool),
         key=jnp.zeros((rows, 2), jnp.uint32),
         history=jnp.full((rows, history), -1, jnp.int32),
+        earlier=jnp.full((rows, earlier), -1, jnp.int32),
         cache=kv.empty(target, rows, slots, dtype),
         draft=None if draft_cache is None else DraftState(draft_cache, jnp.zeros((rows,), jnp.int32)),
     )
@@ -115,7 +121,15 @@ def admit(state: DecodeState, prefix: Prefix, admission: Admission, mesh=None) -
         done=write(state.done, jnp.zeros_like(row, dtype=bool)),
         key=write(state.key, admission.key),
         history=write(state.history, admission.history),
+        earlier=write(state.earlier, admission.earlier),
         cache=jax.tree.map(write, state.cache, begun.cache),
         draft=None if state.draft is None else draft(state.draft),
     )
     return pin_rows(new, mesh)
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
+def remember(state: DecodeState, rows: Array, history: Array, mesh=None) -> DecodeState:
+    """`state` with the history [R, E] of rows [R] replaced; a row past the end is dropped. `state` is donated."""
+    new = state.history.at[rows].set(history, mode="drop")
+    return pin_rows(dataclasses.replace(state, history=new), mesh)

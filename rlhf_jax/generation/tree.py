@@ -13,7 +13,7 @@ from rlhf_jax.types import Array, Strategy, Tree
 PLAIN = Strategy()
 NODE_BUCKETS = (1, 2, 3, 5, 9, 17, 33)  # nodes verified in one call, the root included
 _GRAMMAR = (
-    "write 'plain', 'lookup-chain-4', 'model-tree-2x2x1' (children per level) or"
+    "write 'plain', 'lookup-chain-4' (or 'replay-', 'model-'), 'model-tree-2x2x1' (children per level) or"
     " 'model-parents:-1,-1,0,0' (the parent of each draft, -1 for the last committed token)"
 )
 
@@ -22,12 +22,21 @@ def parse(name: str) -> Strategy:
     """The strategy called `name`; raises ValueError with the grammar where there is none."""
     if name == "plain":
         return PLAIN
-    match = re.fullmatch(r"(lookup|model)-(chain-\d+|tree-\d+(?:x\d+)*|parents:-?\d+(?:,-?\d+)*)", name)
+    match = re.fullmatch(r"(lookup|replay|model)-(chain-\d+|tree-\d+(?:x\d+)*|parents:-?\d+(?:,-?\d+)*)", name)
     if match is None:
         raise ValueError(f"Unknown strategy {name!r}: {_GRAMMAR}.")
     parents = _parents(match[2])
     _check(name, parents)
     return Strategy(parents, match[1])
+
+
+def name_of(strategy: Strategy) -> str:
+    """The name that `parse` reads as the strategy."""
+    if not strategy.parents:
+        return "plain"
+    straight = strategy.parents == chain(len(strategy.parents))
+    shape = f"chain-{len(strategy.parents)}" if straight else f"parents:{','.join(map(str, strategy.parents))}"
+    return f"{strategy.drafter}-{shape}"
 
 
 def _parents(shape: str) -> tuple[int, ...]:

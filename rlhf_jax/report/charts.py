@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,16 @@ MOST = 200  # points of a line, bars, and places to point at
 UNITS = 1000  # of the box that paths are drawn in
 LABEL = 16  # pixels between two labels
 ROW = 40  # pixels between two lines of the grid, or more
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """A titled chart; `legend` has (class, text) rows."""
+
+    title: str
+    note: str
+    svg: str
+    legend: tuple[tuple[str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +81,60 @@ def line_chart(title: str, trained: Series, evaluated: Series | None = None, hei
     return _svg(spoken, height, *parts, _end_labels(ends, frame))
 
 
-def stacked_chart(title: str, layers: Sequence[Series], height: int = 190) -> str:
-    """SVG of seconds by step, one bar a step (or run of steps) with a layer for each series; '' of nothing.
+def lines_chart(title: str, lines: Sequence[tuple[str, Series]], height: int = 190) -> str:
+    """SVG of the moving means of several numbers by step, each line of its own class; '' of nothing."""
+    lines = [(kind, line) for kind, line in lines if line]
+    if not lines:
+        return ""
+    frame = _frame([line for _, line in lines], height)
+    means = [(kind, smooth(line.values)) for kind, line in lines]
+    drawn = [_mean(line, mean, frame, kind) for (kind, line), (_, mean) in zip(lines, means, strict=True)]
+    named = {line.name: dict(zip(line.steps.tolist(), line.values.tolist(), strict=True)) for _, line in lines}
+    steps = np.unique(np.concatenate([line.steps for _, line in lines]))
+    targets = "".join(
+        _target(frame, left, right, _several_tip(steps[part], named)) for part, left, right in _bands(steps, frame)
+    )
+    ends = [(kind, float(mean[-1])) for kind, mean in means]
+    return _svg(f"{title} by step", height, _grid(frame), *drawn, targets, _end_labels(ends, frame))
 
-    The layers have the same steps.
+
+def share_chart(
+    title: str, names: Sequence[str], layers: Sequence[tuple[str, np.ndarray]], tips: Sequence[str], height: int = 190
+) -> str:
+    """SVG of a bar for each name, stacked of (class, per cent [n]) layers that `tips` [n] say; '' of none."""
+    if not names:
+        return ""
+    frame = Frame(0.0, float(len(names)), 0.0, 100.0, 25.0, height)
+    edges = np.arange(len(names))[:, None] + np.array([0.0, 1.0])
+    above = np.cumsum([shares for _, shares in layers], 0)
+    bars = "".join(
+        f'<path class="{kind}" d="{_bars(edges, top - shares, top, frame)}"/>'
+        for (kind, shares), top in zip(layers, above, strict=True)
+    )
+    labels = "".join(
+        f'<text class="tick" x="{_percent(frame.x(index + 0.5))}" y="{height + 20}" text-anchor="middle">'
+        f"{html.escape(name)}</text>"
+        for index, name in enumerate(names)
+    )
+    targets = "".join(_target(frame, index, index + 1, tip) for index, tip in enumerate(tips))
+    return _svg(title, height, _rows(frame), labels, _stretched(bars), targets)
+
+
+def stacked_chart(
+    title: str,
+    layers: Sequence[Series],
+    height: int = 190,
+    kinds: Sequence[str] = (),
+    say: Callable[[float], str] = duration,
+    whole: bool = True,
+) -> str:
+    """SVG of numbers by step, one bar a step (or run of steps) with a layer for each series; '' of nothing.
+
+    The layers have the same steps, and are of these classes, or 'layer-0', 'layer-1' ...; `say` speaks a number (of
+    seconds), and the tips tell the `whole`.
     """
     layers = [layer for layer in layers if layer]
+    kinds = kinds or [f"layer-{index}" for index in range(len(layers))]
     if not layers:
         return ""
     steps, values = layers[0].steps, np.stack([layer.values for layer in layers])  # [layers, n]
@@ -88,15 +146,15 @@ def stacked_chart(title: str, layers: Sequence[Series], height: int = 190) -> st
     edges = np.array([[steps[part][0] - half, steps[part][-1] + half] for part in parts])
     above = np.cumsum(means, 0)
     bars = "".join(
-        f'<path class="layer-{index}" d="{_bars(edges, above[index] - means[index], above[index], frame)}"/>'
-        for index in range(len(layers))
+        f'<path class="{kind}" d="{_bars(edges, top - mean, top, frame)}"/>'
+        for kind, top, mean in zip(kinds, above, means, strict=True)
     )
     targets = "".join(
-        _target(frame, edge[0], edge[1], _stack_tip(steps[part], layers, bar))
+        _target(frame, edge[0], edge[1], _stack_tip(steps[part], layers, bar, say, whole))
         for part, edge, bar in zip(parts, edges, means.T, strict=True)
     )
-    whole = Series("together", np.array([steps[part][0] for part in parts]), means.sum(0))
-    return _svg(f"{title} by step", height, _grid(frame), _stretched(bars), targets, _spikes(whole, frame))
+    sums = Series("together", np.array([steps[part][0] for part in parts]), means.sum(0))
+    return _svg(f"{title} by step", height, _grid(frame), _stretched(bars), targets, _spikes(sums, frame))
 
 
 def _frame(shown: Sequence[Series], height: int) -> Frame:
@@ -117,14 +175,17 @@ def _stretched(paths: str) -> str:
     return f"<svg {box}>{paths}</svg>"
 
 
-def _grid(frame: Frame) -> str:
-    rows = "".join(
+def _rows(frame: Frame) -> str:
+    return "".join(
         f'<line class="{"zero" if abs(mark) < frame.mark / 2 else "grid"}" x2="100%" y1="{at}" y2="{at}"/>'
         f'<text class="tick" x="-10" y="{at}" dy=".32em" text-anchor="end">{axis_number(mark, frame.mark)}</text>'
         for mark, at in ((mark, _percent(frame.y(mark))) for mark in ticks(frame.bottom, frame.top, frame.mark))
     )
+
+
+def _grid(frame: Frame) -> str:
     step = max(1.0, tick_step(frame.left, frame.right, 6))
-    return rows + "".join(
+    return _rows(frame) + "".join(
         f'<text class="tick" x="{_percent(frame.x(mark))}" y="{frame.height + 20}" text-anchor="middle">'
         f"{axis_number(mark, step)}</text>"
         for mark in ticks(frame.left, frame.right, step)
@@ -133,13 +194,21 @@ def _grid(frame: Frame) -> str:
 
 def _trained(line: Series, mean: np.ndarray, frame: Frame) -> str:
     if len(line) == 1:
-        return f'<circle class="only" cx="{_percent(frame.x(line.steps[0]))}" cy="{_percent(frame.y(mean[0]))}" r="5"/>'
-    parts = groups(len(line), MOST)
-    kept = extremes(line.values, parts)
+        return _mean(line, mean, frame, "")
+    kept = extremes(line.values, groups(len(line), MOST))
     raw = _path(frame.x(line.steps[kept]), frame.y(line.values[kept]))
+    return _stretched(f'<path class="raw" d="{raw}"/>') + _mean(line, mean, frame, "")
+
+
+def _mean(line: Series, mean: np.ndarray, frame: Frame, kind: str) -> str:
+    """The moving mean as a bold line; a dot of one value."""
+    if len(line) == 1:
+        place = f'cx="{_percent(frame.x(line.steps[0]))}" cy="{_percent(frame.y(mean[0]))}"'
+        return f'<circle class="{f"only {kind}".rstrip()}" {place} r="5"/>'
+    parts = groups(len(line), MOST)
     middle = np.unique([0, len(line) - 1, *((part.start + part.stop - 1) // 2 for part in parts)])
     bold = _path(frame.x(line.steps[middle]), frame.y(mean[middle]))
-    return _stretched(f'<path class="raw" d="{raw}"/><path class="mean" d="{bold}"/>')
+    return _stretched(f'<path class="{f"mean {kind}".rstrip()}" d="{bold}"/>')
 
 
 def _path(x: np.ndarray, y: np.ndarray) -> str:
@@ -172,13 +241,18 @@ def _dots(line: Series, frame: Frame) -> str:
 
 def _targets(line: Series, frame: Frame) -> str:
     """Invisible bands over the whole height that say the values under the pointer."""
-    parts = groups(len(line), MOST)
-    between = [(line.steps[a.stop - 1] + line.steps[b.start]) / 2 for a, b in itertools.pairwise(parts)]
-    edges = [frame.left, *between, frame.right]
     return "".join(
         _target(frame, left, right, _tip(line.steps[part], line.values[part], line.name))
-        for part, left, right in zip(parts, edges[:-1], edges[1:], strict=True)
+        for part, left, right in _bands(line.steps, frame)
     )
+
+
+def _bands(steps: np.ndarray, frame: Frame) -> Iterator[tuple[slice, float, float]]:
+    """(part, left, right) of at most MOST parts of the steps, which share the width out among them."""
+    parts = groups(len(steps), MOST)
+    between = [(steps[a.stop - 1] + steps[b.start]) / 2 for a, b in itertools.pairwise(parts)]
+    edges = [frame.left, *between, frame.right]
+    yield from zip(parts, edges[:-1], edges[1:], strict=True)
 
 
 def _target(frame: Frame, left: float, right: float, text: str) -> str:
@@ -191,9 +265,18 @@ def _tip(steps: np.ndarray, values: np.ndarray, name: str) -> str:
     return f"{_when(steps)}\n{name} {reading(values.mean())}{spread}"
 
 
-def _stack_tip(steps: np.ndarray, layers: Sequence[Series], seconds: np.ndarray) -> str:
-    rows = [f"{layer.name} {duration(value)}" for layer, value in zip(layers, seconds, strict=True)]
-    return "\n".join([_when(steps), *rows, f"together {duration(float(seconds.sum()))}"])
+def _stack_tip(
+    steps: np.ndarray, layers: Sequence[Series], values: np.ndarray, say: Callable[[float], str], whole: bool
+) -> str:
+    rows = [f"{layer.name} {say(value)}" for layer, value in zip(layers, values, strict=True)]
+    together = [f"together {say(float(values.sum()))}"] if whole else []
+    return "\n".join([_when(steps), *rows, *together])
+
+
+def _several_tip(steps: np.ndarray, named: Mapping[str, Mapping[float, float]]) -> str:
+    """The mean of each line over these steps."""
+    seen = {name: [values[step] for step in steps.tolist() if step in values] for name, values in named.items()}
+    return "\n".join([_when(steps), *(f"{name} {reading(float(np.mean(v)))}" for name, v in seen.items() if v)])
 
 
 def _when(steps: np.ndarray) -> str:
@@ -203,25 +286,41 @@ def _when(steps: np.ndarray) -> str:
 def _spikes(line: Series, frame: Frame) -> str:
     """The greatest and the least value where they lie outside the chart."""
     found = [(int(line.values.argmax()), -7, "↑"), (int(line.values.argmin()), frame.height - 6, "↓")]
+    slack = 1e-9 * (frame.top - frame.bottom)
     return "".join(
         f'<text class="tick" x="{_percent(frame.x(line.steps[index]))}" y="{at}" text-anchor="start" dx="-4">'
         f"{arrow} {reading(line.values[index])}</text>"
         for index, at, arrow in found
-        if not frame.bottom <= line.values[index] <= frame.top
+        if not frame.bottom - slack <= line.values[index] <= frame.top + slack
     )
 
 
 def _end_labels(ends: Sequence[tuple[str, float]], frame: Frame) -> str:
     """The last value of each line beside its end, moved apart where two would meet."""
     places = sorted((float(frame.y(value)) * frame.height, name, value) for name, value in ends)
-    if len(places) == 2 and places[1][0] - places[0][0] < LABEL:
-        middle = min(max((places[0][0] + places[1][0]) / 2, LABEL / 2), frame.height - LABEL / 2)
-        moved = (middle - LABEL / 2, middle + LABEL / 2)
-        places = [(at, name, value) for at, (_, name, value) in zip(moved, places, strict=True)]
+    moved = _apart(np.array([at for at, _, _ in places]), frame.height)
+    places = [(at, name, value) for at, (_, name, value) in zip(moved, places, strict=True)]
     return "".join(
         f'<text class="end {name}" x="100%" dx="10" y="{at:.1f}" dy=".34em">{reading(value)}</text>'
         for at, name, value in places
     )
+
+
+def _apart(places: np.ndarray, height: int) -> np.ndarray:
+    """Places [n], in order, LABEL or more from each other and within the height where they had to move."""
+    if len(places) < 2 or np.diff(places).min() >= LABEL:
+        return places
+    steps = LABEL * np.arange(len(places))
+    room = max(height - steps[-1], 0)
+    pooled = [[place] for place in places - steps]  # least squares that rise nowhere: neighbours that meet are pooled
+    at = 1
+    while at < len(pooled):
+        if at and np.mean(pooled[at - 1]) > np.mean(pooled[at]):
+            pooled[at - 1 : at + 1] = [pooled[at - 1] + pooled[at]]
+            at -= 1
+        else:
+            at += 1
+    return np.clip([np.mean(part) for part in pooled for _ in part], 0, room) + steps
 
 
 def _percent(share: float) -> str:

@@ -11,7 +11,8 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from rlhf_jax.report.charts import line_chart, stacked_chart
+from rlhf_jax.report import drafting
+from rlhf_jax.report.charts import Chart, line_chart, stacked_chart
 from rlhf_jax.report.run import Row, Run, Series, read_run, series
 from rlhf_jax.report.scales import duration, reading, signed, smooth
 
@@ -31,10 +32,7 @@ CHARTS = (
     ("loss/policy", "Policy loss", ""),
     ("loss/value", "Value loss", ""),
     ("generation/tokens_per_second", "Generation speed", "tokens a second"),
-    ("generation/tokens_per_round", "Tokens per round", "of a row; plain decoding has 1"),
-    ("generation/acceptance", "Draft acceptance", "share of drafted tokens"),
 )
-OF_DRAFTS = ("generation/tokens_per_round", "generation/acceptance")  # they say nothing of plain decoding
 PAIRS, OPEN_PAIRS, LONGEST = 24, 6, 2000  # samples shown, of them unfolded, and characters of a text
 
 
@@ -47,16 +45,6 @@ class Figure:
     before: str = ""
     change: float | None = None
     note: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Chart:
-    """A titled chart; `legend` has (class, text) rows."""
-
-    title: str
-    note: str
-    svg: str
-    legend: tuple[tuple[str, str], ...] = ()
 
 
 def write_report(workdir: str | pathlib.Path, device: str = "") -> pathlib.Path:
@@ -93,6 +81,8 @@ def render(run: Run, device: str = "") -> str:
         facts=facts(run, device),
         figures={"big": rewards(run), "small": headline(run)},
         charts=charts(run),
+        drafting=drafting.charts(run) if drafting.drafts(run) else [],
+        outcomes=drafting.table(run.strategies),
         others=other_charts(run),
         pairs=pairs(run),
         open_pairs=OPEN_PAIRS,
@@ -137,18 +127,18 @@ def headline(run: Run) -> list[Figure]:
 
 
 def charts(run: Run) -> list[Chart]:
-    """The reward's chart, those of CHARTS that have values, and the stages'."""
-    plain = run.config.get("generation.strategy") == "plain"
-    wanted = [chart for chart in CHARTS if not (plain and chart[0] in OF_DRAFTS)]
-    drawn = [_chart(run.metrics, *chart) for chart in wanted]
+    """The reward's chart, those of CHARTS that have values, and the stages'; what drafts bring, of a fixed strategy."""
+    fixed = run.config.get("generation.strategy") != "plain" and not drafting.drafts(run)
+    drawn = [_chart(run.metrics, *chart) for chart in CHARTS + (drafting.GAINS if fixed else ())]
     return [chart for chart in (_reward_chart(run), *drawn, _stage_chart(run.metrics)) if chart.svg]
 
 
 def other_charts(run: Run) -> list[Chart]:
     """A small chart for each number that has none above."""
-    shown = {"step", "step/seconds", "reward/mean", *(key for key, *_ in CHARTS)}
+    shown = {"step", "step/seconds", "reward/mean", *(key for key, *_ in CHARTS + drafting.GAINS)}
     shown |= {f"{stage}/seconds" for stage in STAGES}
-    keys = sorted({key for row in run.metrics for key in row} - shown)
+    own = drafting.OWN if drafting.drafts(run) else ()
+    keys = sorted({key for row in run.metrics for key in row if not key.startswith(own)} - shown)
     small = [Chart(key, "", Markup(line_chart(key, series(run.metrics, key), height=84))) for key in keys]
     return [chart for chart in small if chart.svg]
 
@@ -174,7 +164,8 @@ def _steps(run: Run) -> str:
 def _measures(evaluations: list[Row]) -> list[Figure]:
     if not evaluations:
         return []
-    found = {key.removeprefix("eval/"): series(evaluations, key) for key in evaluations[0] if key != "step"}
+    names = [key for key in evaluations[0] if key != "step" and not key.startswith("eval/generation/")]
+    found = {key.removeprefix("eval/"): series(evaluations, key) for key in names}
     return [figure for name, line in found.items() for figure in _before_after(f"Held-out {name}", line, ends=True)]
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 Row = dict[str, Any]
+THIRDS = 3  # parts of a run that strategies are summed over
+PLACE = ("live", "strategy", "drafter", "drafts")  # what they are summed by; the rest of a row are figures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +40,11 @@ class Run:
     metrics: list[Row]  # a step each
     evaluations: list[Row]  # step and means, an evaluation each
     samples: list[tuple[int, list[Row]]]  # none, one or two (step, samples); held out where `evaluations` is not empty
+    strategies: list[Row]  # sums over each `third` (0, 1, 2) of the steps, by live rows and strategy
 
 
 def read_run(workdir: str | pathlib.Path) -> Run:
-    """The run in `workdir`, whatever it has of config, metrics, evaluations and samples.
+    """The run in `workdir`, whatever it has of config, metrics, evaluations, samples and strategies.
 
     Raises FileNotFoundError where there is neither config.json nor metrics.jsonl, ValueError at a damaged line; a
     torn last line is left out, since the run may be writing it.
@@ -52,13 +55,15 @@ def read_run(workdir: str | pathlib.Path) -> Run:
         raise FileNotFoundError(f"{folder} holds neither config.json nor metrics.jsonl; name the workdir of a run.")
     config = _config(folder / "config.json")
     evaluations, held_out = _evaluations(folder / "evaluations.jsonl")
+    metrics = list(_rows(folder / "metrics.jsonl"))
     return Run(
         name=folder.name,
         date=datetime.date.fromtimestamp(files[0].stat().st_mtime),
         config=config,
-        metrics=list(_rows(folder / "metrics.jsonl")),
+        metrics=metrics,
         evaluations=evaluations,
         samples=held_out or _first_and_last(folder / "samples.jsonl"),
+        strategies=_strategies(folder / "strategies.jsonl", metrics[-1]["step"] + 1 if metrics else 1),
     )
 
 
@@ -124,3 +129,15 @@ def _first_and_last(path: pathlib.Path) -> list[tuple[int, list[Row]]]:
         last = [(step, list(rows))]
         first = first or last
     return first + last if first != last else first
+
+
+def _strategies(path: pathlib.Path, steps: int) -> list[Row]:
+    """The rows of all steps, added up by third of the run, live rows and strategy: a long run has very many."""
+    sums: dict[tuple, Row] = {}
+    for row in _rows(path):
+        if missing := [name for name in PLACE if name not in row]:
+            raise ValueError(f"{path}: a line of step {row['step']} lacks {missing[0]}; take the line away.")
+        names: Row = {"third": min(int(THIRDS * row["step"] / steps), THIRDS - 1)} | {name: row[name] for name in PLACE}
+        known = sums.setdefault(tuple(names.values()), names)
+        known |= {name: known.get(name, 0) + row[name] for name in row.keys() - {"step", *PLACE}}
+    return list(sums.values())

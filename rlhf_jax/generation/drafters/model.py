@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,21 +22,32 @@ from rlhf_jax.types import Array, Cache, DecodeState, DraftState, Model, Strateg
 CHUNK = 8  # tokens a catch-up step feeds
 
 
-@functools.partial(jax.jit, static_argnames=("strategy", "sampling", "with_laws"))
+SURE = (0.3, 0.7)  # probabilities of the best token that divide the confidence classes 1, 2 and 3
+
+
+class Proposal(NamedTuple):
+    """What a draft model proposes for one round."""
+
+    drafts: Array  # [B, bucket - 1] int32
+    laws: Array | None  # [B, bucket, V] float32, its logits at each node, where they were asked for
+    window: Cache  # for `commit`
+    confidence: Array  # [B] int8, the class of its own first draft
+
+
+@functools.partial(jax.jit, static_argnames=("strategy", "sampling", "with_laws", "mesh"))
 def propose(
-    drafter: Model, state: DecodeState, strategy: Strategy, sampling: Sampling, with_laws: bool = False
-) -> tuple[Array, Array | None, Any]:
-    """(drafts [B, bucket - 1], laws [B, bucket, V] of the drafter or None, window for `commit`).
+    drafter: Model, state: DecodeState, strategy: Strategy, sampling: Sampling, with_laws: bool = False, mesh=None
+) -> Proposal:
+    """Drafts for the strategy's nodes, drawn with the noise that the target will use.
 
     Level by level: the nodes of one depth that have children are one call; the children of a node are the best
-    ranks of the drafter's own draw there, with the noise that the target will use. The first call also feeds the
-    token before the root, which the cache lacks after a full acceptance; it must lack no more (see `catch_up`).
+    ranks of the drafter's own draw there. The first call also feeds the token before the root, which the cache
+    lacks after a full acceptance; it must lack no more (see `catch_up`).
     """
-    fed = _fed_nodes(strategy)
     tokens = {0: _token_at(state, state.length - 1)}
     laws = {}
-    window, seen = None, 0
-    for level in fed:
+    window, seen = (), 0
+    for level in _fed_nodes(strategy):
         hidden, window = _feed(drafter, state, strategy, level, tokens, window, seen)
         scores = logits(drafter, hidden[:, -len(level) :])
         seen += hidden.shape[1]
@@ -48,7 +60,17 @@ def propose(
     drafts = jnp.stack([tokens[i + 1] for i in range(len(strategy.parents))], axis=1)
     spare = trees.bucket(strategy) - 1 - drafts.shape[1]
     drafts = jnp.pad(drafts, ((0, 0), (0, spare)), constant_values=-1)
-    return drafts, _stack_laws(laws, trees.bucket(strategy)) if with_laws else None, window
+    stacked = _stack_laws(laws, trees.bucket(strategy)) if with_laws else None
+    return pin_rows(Proposal(drafts, stacked, window, confidence(laws[0], tokens[1], sampling)), mesh)
+
+
+def confidence(scores: Array, token: Array, sampling: Sampling) -> Array:
+    """[...] int8 the class 1..3 of the probability of token [...] under logits [..., V] at the temperature (1 if 0)."""
+    chex.assert_rank(scores, token.ndim + 1)
+    tempered = scores / (sampling.temperature or 1.0)
+    chosen = jnp.take_along_axis(tempered, token[..., None], axis=-1)[..., 0]
+    probability = jnp.exp(chosen - jax.nn.logsumexp(tempered, axis=-1))
+    return 1 + sum((probability >= edge).astype(jnp.int8) for edge in SURE)
 
 
 def _fed_nodes(strategy: Strategy) -> list[list[int]]:
@@ -70,13 +92,13 @@ def _feed(drafter, state, strategy, level, tokens, window, seen):
     depth = trees.depths(strategy)[level]
     queries = jnp.stack([tokens[node] for node in level], axis=1)
     positions = (state.length - 1)[:, None] + depth
-    if window is None:
+    if not window:
         queries = jnp.concatenate([_token_at(state, state.length - 2)[:, None], queries], axis=1)
         positions = jnp.concatenate([jnp.maximum(state.length - 2, 0)[:, None], positions], axis=1)
     mask = _window_mask(strategy, level, seen + queries.shape[1])
     mask = jnp.broadcast_to(mask, (queries.shape[0], *mask.shape))
     first = mask[:, :, :1] & (state.length >= 2)[:, None, None]
-    first = first.at[:, 0].set(True) if window is None else first  # a query sees at least itself
+    first = first.at[:, 0].set(True) if not window else first  # a query sees at least itself
     mask = jnp.concatenate([first, mask[:, :, 1:]], axis=2)
     attend = functools.partial(cached, length=state.length - 2, mask=mask)
     past = window or (None,) * len(state.draft.cache)

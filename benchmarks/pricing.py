@@ -1,0 +1,155 @@
+"""Rounds priced by one measured table: what a run's choices cost, whatever else the machine did meanwhile.
+
+All calls are timed in turn, a round each, within the same roll-outs, so that they share the machine's drift. A price is
+the sum of the medians over the rounds that a run took.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rlhf_jax.generation import tree as trees
+from rlhf_jax.generation.samples import RoundReport
+from rlhf_jax.generation.strategy import cost
+from rlhf_jax.generation.strategy import menu as menus
+from rlhf_jax.generation.strategy.acceptance import Evidence
+from rlhf_jax.generation.strategy.select import Choice, Situation
+from rlhf_jax.types import Strategy
+
+ROUNDS = 7  # of a call that are to be timed
+TRIES = 3  # rounds played for one whose time is known, at most on average
+UNFED = (trees.PLAIN,) * 4  # rounds after which a draft model has something to catch up on
+
+
+class Call(NamedTuple):
+    """All that the time of a round is taken to depend on."""
+
+    rows: int
+    nodes: int  # a row that the target verifies
+    steps: int  # draft-model calls
+    fed: int  # nodes a row that they are fed
+    chunks: int  # draft-model calls that only catch up
+
+
+Table = dict[Call, list[float]]  # seconds of each round that was timed
+
+
+class Forced:
+    """Stands in for a selector: plays `turns` one after the other, each at `rows` rows, and keeps what it hears.
+
+    A round whose time is not known is played again, `spare` times in all; elsewhere decoding is plain.
+    """
+
+    def __init__(self, turns: Iterable[Strategy], rows: int, spare: int = 0):
+        self.turns, self.rows, self.spare = collections.deque(turns), rows, spare
+        self.reports: list[RoundReport] = []
+
+    def choose(self, situation: Situation) -> Choice:
+        """The next turn."""
+        mine = bool(self.turns) and situation.rows == self.rows
+        return Choice(self.turns.popleft() if mine else trees.PLAIN, 1.0, 1.0, None, "told", 1.0, 1.0)
+
+    def arrived(self, report: RoundReport) -> None:
+        """Keep the report."""
+        self.reports.append(report)
+        if report.seconds is None and report.rows == self.rows and self.spare > 0:
+            self.turns.append(report.strategy)
+            self.spare -= 1
+
+
+Play = Callable[[Forced], object]  # rolls out as many samples as the rows that it forces
+
+
+def compile_rounds(play: Play, strategies: Iterable[Strategy], rows: int) -> None:
+    """Play each strategy once."""
+    forced = Forced(strategies, rows)
+    while forced.turns:
+        play(forced)
+
+
+def measure(table: Table, play: Play, strategies: Iterable[Strategy], rows: int) -> None:
+    """Time the calls of compiled strategies at `rows` rows that the table lacks, ROUNDS rounds each."""
+    one_a_call = {Call(rows, *figures(strategy), 0): strategy for strategy in strategies}
+    lacking = [strategy for call, strategy in one_a_call.items() if call not in table]
+    drafting = [strategy for strategy in lacking if strategy.drafter == "model"]
+    turns = (*lacking, *UNFED, drafting[0]) if drafting else tuple(lacking)
+    forced = Forced(turns * ROUNDS, rows, spare=(TRIES - 1) * ROUNDS * len(turns))
+    while forced.turns:
+        play(forced)
+    for report in forced.reports:
+        if report.seconds is not None:
+            table.setdefault(call_of(report), []).append(report.seconds)
+
+
+@functools.cache
+def figures(strategy: Strategy) -> tuple[int, int, int]:
+    """(nodes, steps, fed) of a round by the strategy."""
+    alone = menus.build([strategy])
+    return int(alone.nodes[0]), int(alone.steps[0]), int(alone.fed[0])
+
+
+def call_of(report: RoundReport) -> Call:
+    """What the round was."""
+    nodes, steps, fed = figures(report.strategy)
+    behind = steps and report.lag > cost.FREE_LAG
+    return Call(report.rows, nodes, steps, fed, math.ceil(report.lag / cost.CATCH_UP) if behind else 0)
+
+
+def price(table: Table, reports: Iterable[RoundReport]) -> float | None:
+    """Seconds of all rounds by the table; None where one is of a call that was never timed."""
+    prices = [(seconds(table, call), count) for call, count in collections.Counter(map(call_of, reports)).items()]
+    return None if any(one is None for one, _ in prices) else sum(one * count for one, count in prices if one)
+
+
+def seconds(table: Table, call: Call) -> float | None:
+    """Median seconds of a call. What was not timed while it caught up is a call that did not, and the catching up."""
+    if call in table:
+        return statistics.median(table[call])
+    if not call.chunks:
+        return None
+    kept_up, chunk = seconds(table, call._replace(chunks=0)), catch_up(table, call.rows)
+    return None if kept_up is None or chunk is None else kept_up + call.chunks * chunk
+
+
+def catch_up(table: Table, rows: int) -> float | None:
+    """Seconds of one call of the draft model that only catches up."""
+    pairs = [(call, call._replace(chunks=0)) for call in table if call.rows == rows and call.chunks == 1]
+    extra = [statistics.median(table[call]) - statistics.median(table[base]) for call, base in pairs if base in table]
+    return max(0.0, statistics.median(extra)) if extra else None
+
+
+def ceilings(table: Table, rows: int, strategies: Iterable[Strategy], tokens: dict[str, float]) -> dict:
+    """Best of tokens a row's round over relative cost, plain being 1: were every draft right, and as measured.
+
+    tokens: measured tokens of a row's round, by strategy name.
+    """
+    plain, certain, measured = seconds(table, Call(rows, *figures(trees.PLAIN), 0)), [1.0], [1.0]
+    for strategy in strategies:
+        own = seconds(table, Call(rows, *figures(strategy), 0))
+        if plain is not None and own is not None:
+            certain.append((1 + int(trees.depths(strategy).max())) * plain / own)
+            measured.append(tokens.get(trees.name_of(strategy), 0.0) * plain / own)
+    return {"all_right": max(certain), "as_accepted": max(measured)}
+
+
+def accepted(evidence: Sequence[Evidence]) -> list[float | None]:
+    """By depth, the share of likeliest drafts that were right where all before them were; None where none was seen."""
+    tried = sum((one.offered > 0).sum(axis=0) for one in evidence)
+    right = sum(((one.offered > 0) & (one.ranks == 0)).sum(axis=0) for one in evidence)
+    pairs = zip(np.atleast_1d(right).tolist(), np.atleast_1d(tried).tolist(), strict=True)
+    return [hits / seen if seen else None for hits, seen in pairs]
+
+
+def as_rows(table: Table) -> list[dict]:
+    """The table for JSON: one row a call."""
+    return [
+        call._asdict() | {"seconds": statistics.median(timed), "rounds": len(timed)}
+        for call, timed in sorted(table.items())
+    ]

@@ -1,0 +1,416 @@
+"""How well the strategy selector prices rounds and chooses, on a table of measured call times: one JSON document.
+
+    python benchmarks/strategy.py --latency decode_latency.csv --acceptance 0.5,0.7,0.9 --held-out-fraction 0.5
+
+The table (CSV; columns batch, seq, gamma, mode, median_ms or mean_ms) is split at random. The cost model is fitted to
+one part, and its error on the other is reported. Then the drains of some batches are replayed, each from the table's
+largest batch (at most 64 rows) to one row, with chains whose drafts are each right with the given chance: by plain
+decoding, each fixed length, TLT's rule, SmartSpec's goodput, ours, and an oracle that knows true times and the chance
+and takes the best expected goodput of each round. A round of length k takes one verification of k+1 tokens a row and k
+drafter steps, interpolated in the table and clamped outside it; `--free-drafter` makes drafting free, as lookup is.
+
+What policies see of a round is drawn, and its time 2 % off; what the rows gain is the choice's expectation, so that no
+policy is ahead by luck. Goodput is tokens a second of true time. Costs that policies start from are fitted to the same
+part of the table. The main figures are of the stages after the first, as in a run: acceptance and costs are known from
+the stage before, and a draft model has read some of its finished text. "first_stage" has the figures of the first, in
+which nothing is known of acceptance. A draft cache never lags here: no table says what catching up costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Generator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.latency_table import DECODE, DRAFT, VERIFY, Points, linear, possible_lengths, read_table, surface
+from rlhf_jax.generation import tree
+from rlhf_jax.generation.samples import RoundReport
+from rlhf_jax.generation.strategy import cost
+from rlhf_jax.generation.strategy import menu as menus
+from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Evidence
+from rlhf_jax.generation.strategy.select import Selector, Situation
+from rlhf_jax.types import Strategy
+
+ROWS = 64
+STAGES = 4  # batches after the first
+PROMPT = 256  # tokens of every prompt
+TYPICAL, SPREAD, LONGEST = 290, 0.8, 4000  # of the responses: median, sigma of the logarithm, cut
+GRAIN = 32  # context tokens between two entries of the true times
+NOISE = 0.02  # of the times that policies see
+TAUGHT = 512  # positions of finished text that a draft model reads between two stages
+KEPT = 0.5  # what counts of acceptance weigh after a stage: the policy has moved
+CLASS = 2  # of confidence, for all drafts: one is as good as another here
+
+
+def main() -> None:
+    """Print the document."""
+    asked = arguments()
+    try:
+        print(json.dumps(document(read_table(asked.latency), asked), indent=1))
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from error
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--latency", required=True, help="CSV of measured call times")
+    parser.add_argument("--acceptance", default="0.5,0.7,0.9", help="chances that a draft is right")
+    parser.add_argument("--held-out-fraction", type=float, default=0.5, help="share of the table kept from the fit")
+    parser.add_argument("--free-drafter", action="store_true", help="drafting costs nothing")
+    parser.add_argument("--typical-length", type=int, default=TYPICAL, help="median response tokens")
+    parser.add_argument("--stages", type=int, default=STAGES, help="batches drained after the first")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args(given)
+    asked.acceptance = [float(chance) for chance in asked.acceptance.split(",")]
+    if not all(0 <= chance <= 1 for chance in asked.acceptance) or not 0 < asked.held_out_fraction < 1:
+        parser.error("--acceptance takes chances from 0 to 1, --held-out-fraction a share between 0 and 1.")
+    return asked
+
+
+# ---- the cost model
+
+
+def fitted(points: Points) -> cost.Costs:
+    """Our costs after these points, started from nothing but the fastest call."""
+    scale = points.seconds.min() * cost.RATES["gpu"][0]
+    work = cost.Work(weight_bytes=scale, context_bytes=scale * 1e-5, token_flops=scale, context_flops=scale * 3e-5)
+    small = dataclasses.replace(work, weight_bytes=scale / 4, token_flops=scale / 4)
+    costs = cost.prior("gpu", work, small)
+    for mode, nodes, batch, seq, seconds in zip(*dataclasses.astuple(points), strict=True):
+        steps = int(mode == DRAFT)
+        cost.observe(costs, nodes, steps, steps, batch, batch * seq, 0, seconds)
+    cost.fit(costs)
+    return costs
+
+
+def errors(costs: cost.Costs, points: Points) -> dict:
+    """Relative errors of predicted seconds, by mode and in all."""
+    predicted = []
+    for mode, nodes, batch, seq, _ in zip(*dataclasses.astuple(points), strict=True):
+        steps = np.array([mode == DRAFT], int)
+        predicted += cost.seconds(costs, np.array([nodes]), steps, steps, batch, batch * seq, 0).tolist()
+    off = np.abs(np.array(predicted) / points.seconds - 1)
+    parts = {mode: off[points.mode == mode] for mode in (DECODE, VERIFY, DRAFT)} | {"all": off}
+    return {
+        mode: {"median": round(float(np.median(part)), 4), "p90": round(float(np.quantile(part, 0.9)), 4)}
+        for mode, part in parts.items()
+        if len(part)
+    }
+
+
+# ---- the true machine
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What really happens."""
+
+    lengths: np.ndarray  # [S] draft lengths, 0 first
+    times: np.ndarray  # [S, rows, T] seconds of a round of 1 and more live rows, at 0, GRAIN, 2 GRAIN ... context a row
+    chance: float  # that a draft is right, if those before it are
+
+    def seconds(self, live: int, context: float) -> np.ndarray:
+        """[S] seconds of a round of `live` rows with `context` tokens in all, by length."""
+        low, part = divmod(context / live / GRAIN, 1)
+        pair = self.times[:, live - 1, int(low) : int(low) + 2]
+        return pair[:, 0] + (pair[:, 1] - pair[:, 0]) * part
+
+    @functools.cached_property
+    def tokens(self) -> np.ndarray:
+        """[S] expected of a row's round."""
+        return expected(self.chance, self.lengths)
+
+
+def machine_of(points: Points, chance: float, asked: argparse.Namespace) -> Machine:
+    """The machine of the table."""
+    lengths, seqs = possible_lengths(points), np.arange(0, PROMPT + LONGEST + 2 * GRAIN, GRAIN)
+    lives = np.arange(1, min(ROWS, points.batch.max()) + 1)
+    times = surface(points[points.mode != DRAFT], lengths + 1, lives, seqs)
+    if not free_drafter(points, asked):
+        times = times + lengths[:, None, None] * surface(points[points.mode == DRAFT], np.zeros(1), lives, seqs)
+    return Machine(lengths, times, chance)
+
+
+def batches_of(machine: Machine, asked: argparse.Namespace) -> list[np.ndarray]:
+    """[rows] response tokens of the batch of each stage."""
+    luck, rows = np.random.default_rng(asked.seed), machine.times.shape[1]
+    drawn = np.exp(luck.normal(np.log(asked.typical_length), SPREAD, (1 + asked.stages, rows)))
+    return list(np.clip(drawn.astype(int), 4, LONGEST))
+
+
+def free_drafter(points: Points, asked: argparse.Namespace) -> bool:
+    """Whether drafting costs nothing: asked for, or not in the table."""
+    return asked.free_drafter or DRAFT not in points.mode
+
+
+# ---- the drain
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """What a policy sees of a round that is over."""
+
+    choice: int  # index of the length
+    live: int
+    context: float
+    accepted: np.ndarray  # [live] drafts
+    tried: np.ndarray  # [live] drafts whose path was right before and that the text was long enough for
+    tokens: int
+    seconds: float
+    evidence: Evidence
+
+
+# A choice for (live rows, context, the last Round or, as a stage begins, None).
+Policy = Generator[int, tuple[int, float, Any], None]
+
+
+class Drained(NamedTuple):
+    """A batch that is done."""
+
+    tokens: int
+    seconds: float  # true ones
+    rounds: int
+
+
+def drain(machine: Machine, batches: list[np.ndarray], policy: Policy, retrospect: bool, seed: int) -> list[Drained]:
+    """What a policy makes of the batches, one after the other.
+
+    `retrospect`: what would have been drafted is scored in rounds that draft nothing (lookup, replay).
+    """
+    luck = np.random.default_rng(seed + 1)
+    next(policy)
+    return [_drained(machine, ends, policy, retrospect, luck) for ends in batches]
+
+
+def _drained(
+    machine: Machine, ends: np.ndarray, policy: Policy, retrospect: bool, luck: np.random.Generator
+) -> Drained:
+    place, spent, rounds, last = np.zeros(len(ends)), 0.0, 0, None
+    while (rows := np.flatnonzero(place < ends)).size:
+        context = float((PROMPT + place[rows]).sum())
+        choice = policy.send((len(rows), context, last))
+        seconds = float(machine.seconds(len(rows), context)[choice])
+        last = seen(machine, choice, ends[rows] - place[rows], context, seconds, retrospect, luck)
+        place[rows] += machine.tokens[choice]
+        spent, rounds = spent + seconds, rounds + 1
+    return Drained(int(ends.sum()), spent, rounds)
+
+
+def seen(
+    machine: Machine,
+    choice: int,
+    left: np.ndarray,
+    context: float,
+    seconds: float,
+    retrospect: bool,
+    luck: np.random.Generator,
+) -> Round:
+    """A round as policies see it, with the luck of the draws; left [live] tokens that the texts have to come."""
+    length, left = int(machine.lengths[choice]), np.ceil(left).astype(int)
+    right = luck.random((len(left), length)) < machine.chance
+    accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), left)
+    tried = np.minimum(np.minimum(accepted + 1, length), left)
+    evidence = evidence_of(right[:, :DEPTHS], left)
+    if retrospect and not length:
+        evidence = evidence_of(luck.random((len(left), DEPTHS)) < machine.chance, np.full(len(left), DEPTHS))
+    tokens = int(np.minimum(accepted + 1, left).sum())
+    return Round(choice, len(left), context, accepted, tried, tokens, seconds * luck.lognormal(0, NOISE), evidence)
+
+
+def evidence_of(right: np.ndarray, left: np.ndarray, siblings: int = 1) -> Evidence:
+    """Evidence of chains: right [n, K] bool, of texts that have left [n] tokens to come.
+
+    `siblings`: ranks that were tried at each place; none but the first is ever right.
+    """
+    count, depth = right.shape
+    ranks, offered = np.full((count, DEPTHS), -1), np.zeros((count, DEPTHS), int)
+    through = np.cumprod(right, axis=1).astype(bool)
+    reached = np.hstack([np.ones((count, 1), bool), through])[:, :depth] & (np.arange(depth) < left[:, None])
+    ranks[:, :depth] = np.where(through & reached, 0, -1)
+    offered[:, :depth] = siblings * reached
+    return Evidence(np.zeros(count, bool), np.full(count, CLASS), ranks, offered)
+
+
+# ---- the policies
+
+
+def expected(chance: float, lengths: np.ndarray) -> np.ndarray:
+    """[S] tokens of a row a round: 1 + chance + chance^2 + ..., one term a draft."""
+    return np.cumsum(chance ** np.arange(lengths[-1] + 1))[lengths]
+
+
+def fixed(choice: int) -> Policy:
+    """The same length always."""
+    while True:
+        yield choice
+
+
+def oracle(machine: Machine) -> Policy:
+    """The best expected goodput of each round, true times and chance known."""
+    live, context, _ = yield 0
+    while True:
+        live, context, _ = yield int(np.argmax(machine.tokens / machine.seconds(live, context)))
+
+
+def tlt(lengths: np.ndarray, seed: int) -> Policy:
+    """TLT's rule: nothing above 32 live rows, below by bucket of rows the length of the best measured goodput so far.
+
+    Each length is tried once, then one round in ten is (BEG-MAB: a bandit by bucket, greedy but for a share epsilon).
+    """
+    luck, sums = np.random.default_rng(seed + 2), np.zeros((6, len(lengths), 2))  # tokens, seconds
+    live, _, _ = yield 0
+    while True:
+        tokens, seconds = sums[bucket := int(np.log2(live)) if live <= 32 else 0].T
+        best = int(np.argmax(np.where(seconds > 0, tokens / np.maximum(seconds, 1e-9), np.inf)))
+        choice = (int(luck.integers(len(lengths))) if luck.random() < 0.1 else best) if live <= 32 else 0
+        live, _, last = yield choice
+        if last is not None and last.live <= 32:
+            sums[bucket, last.choice] += last.tokens, last.seconds
+
+
+def smartspec(lengths: np.ndarray, target: np.ndarray, drafter: np.ndarray) -> Policy:
+    """SmartSpec: the length of the best goodput by linear costs and a moving average of the acceptance.
+
+    target, drafter [3]: seconds of a call = dot([context, tokens, 1]) (`linear`).
+    """
+    chance = 0.7  # until a draft was judged
+    live, context, _ = yield 0
+    while True:
+        verify = target[0] * context + target[1] * live * (lengths + 1) + target[2]
+        draft = lengths * (drafter @ [context, live, 1])
+        live, context, last = yield int(np.argmax(expected(chance, lengths) / (verify + draft)))
+        if last is not None and last.tried.sum():
+            chance += 0.1 * (last.accepted.sum() / last.tried.sum() - chance)
+
+
+def ours(lengths: np.ndarray, costs: cost.Costs, drafter: str, texts: Texts, decisions: list[float]) -> Policy:
+    """The project's selector, which knows nothing of the drafter at first; appends the seconds of each decision."""
+    menu = menus.build(Strategy(tree.chain(length), drafter if length else "none") for length in lengths.tolist())
+    menu = dataclasses.replace(menu, nodes=lengths + 1)  # the table's engine pads no nodes
+    selector = Selector(menu, costs)
+    live, context, _ = yield 0
+    while True:
+        situation = Situation(live, live, context, 0, {drafter: rows_by_class(live)}, ready=lambda _: True)
+        began = time.perf_counter()
+        strategy = selector.choose(situation).strategy
+        decisions.append(time.perf_counter() - began)
+        live, context, last = yield selector.menu.strategies.index(strategy)
+        if last is not None:
+            selector.arrived(report(last, strategy, drafter))
+        else:
+            end_stage(selector, texts)
+            selector.menu = menu
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """Finished text, of which a draft is right with this chance."""
+
+    luck: np.random.Generator
+    chance: float
+
+
+def end_stage(selector: Selector, texts: Texts) -> None:
+    """Between two stages: a draft model reads finished text, all fades as if the policy had moved."""
+    if "model" in selector.acceptance:
+        right = texts.luck.random((TAUGHT, DEPTHS)) < texts.chance
+        selector.taught("model", evidence_of(right, np.full(TAUGHT, DEPTHS), siblings=RANKS))
+    selector.stage_ended(KEPT)
+
+
+def rows_by_class(live: int) -> np.ndarray:
+    """[2, CLASSES] rows by what is known before they draft: all are alike."""
+    counts = np.zeros((2, CLASSES), int)
+    counts[0, CLASS] = live
+    return counts
+
+
+def report(last: Round, strategy: Strategy, drafter: str) -> RoundReport:
+    """A round as the engine tells it."""
+    return RoundReport(
+        strategy=strategy,
+        rows=last.live,
+        live=last.live,
+        tokens=last.tokens,
+        accepted=int(last.accepted.sum()),
+        drafted=last.live * len(strategy.parents),
+        context=round(last.context),
+        lag=0,
+        seconds=last.seconds,
+        evidence={drafter: last.evidence},
+    )
+
+
+# ---- the document
+
+
+def document(points: Points, asked: argparse.Namespace) -> dict:
+    """All that the benchmark measures."""
+    held_out = np.random.default_rng(asked.seed).random(len(points.mode)) < asked.held_out_fraction
+    train, test = points[~held_out], points[held_out]
+    if not {DECODE, VERIFY} <= set(train.mode) or not len(test.mode):
+        raise ValueError(f"{asked.latency} has too few points to hold out {asked.held_out_fraction:g} of them.")
+    drains = {str(chance): drains_at(chance, points, train, asked) for chance in asked.acceptance}
+    return {
+        "table": pathlib.Path(asked.latency).name,
+        "drafter": "free" if free_drafter(points, asked) else "the table's",
+        "cost_model": {
+            "trained_on": len(train.mode),
+            "held_out": len(test.mode),
+            "relative_error": errors(fitted(train), test),
+        },
+        "acceptance": drains,
+    }
+
+
+def drains_at(chance: float, points: Points, train: Points, asked: argparse.Namespace) -> dict:
+    """The drains by every policy at one acceptance, and how ours compares: first the later stages, then the first."""
+    machine, free, decisions = machine_of(points, chance, asked), free_drafter(points, asked), []
+    lengths, drafter = machine.lengths, "lookup" if free else "model"
+    draft = linear(train[train.mode == DRAFT]) * (not free)
+    texts = Texts(np.random.default_rng(asked.seed + 3), chance)
+    policies = {
+        **{f"length {length}" if length else "plain": fixed(i) for i, length in enumerate(lengths.tolist())},
+        "tlt": tlt(lengths, asked.seed),
+        "smartspec": smartspec(lengths, linear(train[train.mode != DRAFT]), draft),
+        "ours": ours(lengths, fitted(train), drafter, texts, decisions),
+        "oracle": oracle(machine),
+    }
+    batches = batches_of(machine, asked)
+    drained = {name: drain(machine, batches, policy, free, asked.seed) for name, policy in policies.items()}
+    microseconds = {"decision_microseconds": round(statistics.median(decisions) * 1e6, 1)}
+    return (
+        compared({name: stages[1:] for name, stages in drained.items()})
+        | microseconds
+        | {"first_stage": compared({name: stages[:1] for name, stages in drained.items()})}
+    )
+
+
+def compared(drained: dict[str, list[Drained]]) -> dict:
+    """Goodput over some stages, by policy, and how ours compares."""
+    totals = {name: Drained(*np.sum(stages, axis=0).tolist()) for name, stages in drained.items()}
+    goodput = {name: total.tokens / total.seconds for name, total in totals.items()}
+    best_fixed = max((name for name in goodput if name.startswith("length")), key=goodput.__getitem__)
+    return {
+        "tokens": int(totals["ours"].tokens),
+        "rounds": {name: int(total.rounds) for name, total in totals.items()},
+        "goodput": {name: round(rate, 2) for name, rate in goodput.items()},
+        "best_fixed": best_fixed,
+        "ours_to_oracle": round(goodput["ours"] / goodput["oracle"], 4),
+        "ours_to_best_fixed": round(goodput["ours"] / goodput[best_fixed], 4),
+        "ours_to_plain": round(goodput["ours"] / goodput["plain"], 4),
+        "regret_seconds": round(totals["ours"].seconds - totals["oracle"].seconds, 4),
+    }
+
+
+if __name__ == "__main__":
+    main()

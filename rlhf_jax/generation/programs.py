@@ -1,0 +1,166 @@
+"""The device's part of a round, dispatched or compiled ahead of its use."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from rlhf_jax.generation import tree as trees
+from rlhf_jax.generation.drafters import lookup, replay, signals
+from rlhf_jax.generation.drafters import model as model_drafter
+from rlhf_jax.generation.round import run_round
+from rlhf_jax.generation.samples import Decoding
+from rlhf_jax.types import Array, DecodeState, Emission, Model, Strategy
+
+VERIFIED = 1024  # nodes that a device verifies in one call at most, where a strategy is chosen: their logits all exist
+
+Models = tuple[Model, Model | None]
+Run = Callable[..., Any]  # of a jitted function and its arguments
+
+
+class Results(NamedTuple):
+    """What a round leaves for the host."""
+
+    emission: Emission
+    confidence: Array | None  # [B] the draft model's class of its own draft
+    signals: dict[str, signals.Signal]  # of the drafters without a model, where somebody wants to know
+
+
+def call(function: Run, *arguments, **options) -> Any:
+    """Run a program: dispatch it, and wait for nothing."""
+    return function(*arguments, **options)
+
+
+def compile_only(function: Any, *arguments, **options) -> Any:
+    """Compile a program for arguments given as shapes: what it would return, as shapes."""
+    lowered = function.lower(*arguments, **options)
+    places = lowered.compile().output_shardings
+    # Results are held to a place only where arguments are: else another program would be compiled for them.
+    held = any(getattr(leaf, "sharding", None) is not None for leaf in jax.tree.leaves(arguments))
+
+    def shape(info, place):
+        return jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=place if held else None)
+
+    return jax.tree.map(shape, lowered.out_info, places)
+
+
+def shapes(tree: Any) -> Any:
+    """A tree of arrays as what `compile_only` wants: their shapes, where they lie if they are held there."""
+
+    def shape(leaf):
+        held = leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=held)
+
+    return jax.tree.map(shape, tree)
+
+
+def shrunk(state: Any, rows: int) -> Any:
+    """The shapes of a row-first tree with so many rows."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding), state
+    )
+
+
+def play(
+    run: Run,
+    state: DecodeState,
+    models: Models,
+    strategy: Strategy,
+    siblings: np.ndarray,
+    decoding: Decoding,
+    mesh=None,
+    look: bool = False,
+) -> tuple[DecodeState, Results]:
+    """One round by `strategy`: draft, verify and, if asked, look; `run` is `call` or `compile_only`."""
+    window, laws, confidence, drafts = None, None, None, np.zeros((len(siblings), 0), np.int32)
+    if strategy.drafter == "lookup":
+        drafts = run(lookup.propose, state, siblings, strategy, mesh=mesh)
+    elif strategy.drafter == "replay":
+        drafts = run(replay.propose, state, strategy, mesh=mesh)
+    elif strategy.drafter == "model":
+        if len(decoding.strategies) > 1:
+            state = run(model_drafter.catch_up, models[1], state, mesh=mesh)
+        options = dict(with_laws=decoding.acceptance == "rejection", mesh=mesh)
+        proposed = run(model_drafter.propose, models[1], state, strategy, decoding.sampling, **options)
+        drafts, laws, window, confidence = proposed
+    options = dict(sampling=decoding.sampling, stop_tokens=decoding.stop_tokens, rule=decoding.acceptance)
+    tree = trees.as_data(strategy, len(siblings))
+    state, emission = run(run_round, models[0], state, drafts, laws, tree, mesh=mesh, **options)
+    if window is not None:
+        state = run(model_drafter.commit, state, window, emission.path, emission.count, strategy, mesh=mesh)
+    free = tuple(name for name in signals.FREE if look and decoding.drafts_by(name))
+    seen = run(signals.look, state, siblings, free, mesh=mesh) if free else {}
+    return state, Results(emission, confidence, seen)
+
+
+def dispatch(state, models, strategy, siblings, decoding, mesh, look) -> tuple[DecodeState, Results]:
+    """Start a round and the copy of its results to the host."""
+    state, results = play(call, state, models, strategy, siblings, decoding, mesh, look)
+    for leaf in jax.tree.leaves(results):
+        leaf.copy_to_host_async()
+    return state, results
+
+
+def analysis(state: DecodeState, target: Model, decoding: Decoding, mesh=None) -> Mapping[str, float]:
+    """What XLA says that a plain round of `state` does: "flops", "bytes accessed" and more, or nothing."""
+    rows = len(state.done)
+    arguments = shapes((target, state)), np.zeros((rows, 0), np.int32), None, trees.as_data(trees.PLAIN, rows)
+    options = dict(sampling=decoding.sampling, stop_tokens=decoding.stop_tokens, rule=decoding.acceptance)
+    (target, state), *rest = arguments
+    return run_round.lower(target, state, *rest, mesh=mesh, **options).compile().cost_analysis() or {}
+
+
+class Ahead:
+    """Compiles rounds before they are needed, one at a time, on a thread of its own.
+
+    With `wait` it compiles where it is asked, so that what is ready never depends on the clock.
+    """
+
+    def __init__(self, wait: bool = False):
+        self._worker = None if wait else concurrent.futures.ThreadPoolExecutor(1, "compiling")
+        self._rounds: dict[Hashable, bool] = {}  # whether it is compiled
+        self.events = 0  # compilations begun and ended: equal at two times if there was none between
+        self.busy = False
+
+    def ready(self, strategy: Strategy, rows: int, decoding: Decoding) -> bool:
+        """Whether a round can be played without compiling; the plain one always can, for it begins every stage."""
+        return not strategy.parents or self._rounds.get(_key(strategy, rows, decoding), False)
+
+    def want(self, state, models: Models, strategy: Strategy, rows: int, siblings, decoding: Decoding, mesh) -> None:
+        """Have a round of so many rows compiled, unless it is, or is being so."""
+        key = _key(strategy, rows, decoding)
+        if not strategy.parents or key in self._rounds:
+            return
+        self._rounds[key] = False
+        rowless = np.full((rows, siblings.shape[1]), -1, np.int32)
+        arguments = (shrunk(shapes(state), rows), shapes(models), strategy, rowless, decoding, mesh, True)
+        job = functools.partial(self._compile, key, functools.partial(play, compile_only, *arguments))
+        if self._worker is None:
+            job()
+        else:
+            self._worker.submit(job)
+
+    def _compile(self, key: Hashable, job: Callable[[], Any]) -> None:
+        self.busy, self.events = True, self.events + 1
+        try:
+            job()
+            self._rounds[key] = True
+        except Exception as error:  # a strategy that cannot be compiled is not used; the run goes on
+            warnings.warn(f"A drafting strategy could not be compiled and is left out: {error}", stacklevel=1)
+        self.busy, self.events = False, self.events + 1
+
+    def close(self) -> None:
+        """Compile nothing more."""
+        if self._worker is not None:
+            self._worker.shutdown(wait=True, cancel_futures=True)
+
+
+def _key(strategy: Strategy, rows: int, decoding: Decoding) -> Hashable:
+    return strategy, rows, dataclasses.replace(decoding, seed=0)

@@ -1,0 +1,191 @@
+"""How well each drafter predicts the policy, by what is known before it drafts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import numpy as np
+
+DEPTHS = 8  # of a draft that are told apart
+RANKS = 4  # of siblings that are told apart
+CLASSES = 4  # of a drafter's own confidence
+NOTHING = 0  # the class where nothing is known
+
+WINDOW = 1200.0  # drafts that count for a rate: older ones fade
+RECENT = 4.0  # the same for what rules after a sudden change ...
+RECENT_UPDATES = 3.0  # ... but never fewer than so many updates
+REALISED_WINDOW = 256.0  # accepted tokens, as predicted, that the calibration remembers
+
+PRIOR = 0.3 * 0.3 ** np.arange(RANKS)  # rates of a drafter of which nothing is known
+WEIGHT = 4.0  # observations that the more general estimate is worth
+MOST = 0.99  # nothing is certain
+BOUNDS = 0.1, 1.5  # of the calibration
+SHIFT = math.log(8.0)  # log odds: what counts as a sudden change
+ALARM = 9.0  # log likelihood ratio at which a change is believed
+FADE = 64.0  # observations of drafts not used after which a calibration has lost its hold
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """What n drafts of one drafter, made or only scored, say of it."""
+
+    familiar: np.ndarray  # [n] bool, the prompt has been rolled out before
+    confidence: np.ndarray  # [n] int, the class before drafting
+    ranks: np.ndarray  # [n, DEPTHS] int, rank of the true token among the proposals at each depth; -1: none of them
+    offered: np.ndarray  # [n, DEPTHS] int, ranks tried at each depth, proposed or in vain; 0: not observed
+
+
+@dataclasses.dataclass(frozen=True)
+class Acceptance:
+    """What is known of one drafter. The leading axis of counts is the window: the long one, then the recent one."""
+
+    seen: np.ndarray  # [2, 2, CLASSES, DEPTHS, RANKS] by window, familiar, class: drafts whose path was right before
+    hits: np.ndarray  # the same shape: those that were right
+    realised: np.ndarray  # [2, 2] by window: tokens accepted in its own rounds, tokens predicted
+    drift: np.ndarray  # [2] log likelihood ratios of a sudden fall and of a sudden rise (CUSUM, Page 1954)
+
+    @functools.cached_property
+    def rates(self) -> np.ndarray:
+        """`rates`, found once: the next choices and the next evidence both ask."""
+        return rates(self)
+
+
+def unknown() -> Acceptance:
+    """The acceptance of a drafter of which nothing is known."""
+    counts = np.zeros((2, 2, CLASSES, DEPTHS, RANKS))
+    return Acceptance(counts, counts, np.zeros((2, 2)), np.zeros(2))
+
+
+def observe(acceptance: Acceptance, evidence: Evidence, used: bool = False) -> Acceptance:
+    """The acceptance after more evidence. `used`: of a round that this drafter drafted, which `realise` judges.
+
+    Counts fade as new ones come: none exceeds WINDOW.
+    """
+    if not len(evidence.familiar):
+        return acceptance
+    seen, hits = _count(evidence)
+    drift, realised = acceptance.drift, acceptance.realised
+    if not used:
+        expected = acceptance.rates[..., 0]
+        drift = _drift(drift, expected, hits[..., 0], seen[..., 0])
+        realised = realised * math.exp(-len(evidence.familiar) / FADE)
+    totals, right = acceptance.seen + seen, acceptance.hits + hits
+    kept = _kept(totals, seen)
+    return _cut_if_changed(Acceptance(totals * kept, right * kept, realised, drift))
+
+
+def _kept(totals: np.ndarray, fresh: np.ndarray) -> np.ndarray:
+    """The share of each count that stays. What was not observed fades from the recent window alone."""
+    most = np.stack([np.full_like(fresh, WINDOW), np.maximum(RECENT, RECENT_UPDATES * fresh)])
+    unseen = np.array([1.0, 1.0 - 1.0 / RECENT]).reshape(2, 1, 1, 1, 1)
+    return np.where(fresh > 0, np.minimum(1.0, most / np.maximum(totals, 1e-9)), unseen)
+
+
+def _count(evidence: Evidence) -> tuple[np.ndarray, np.ndarray]:
+    """(seen, hits), each [2, CLASSES, DEPTHS, RANKS]."""
+    rank = np.arange(RANKS)
+    tried = rank < evidence.offered[..., None]
+    right = tried & (evidence.ranks[..., None] == rank)
+    cell = evidence.familiar * CLASSES + evidence.confidence
+    member = (np.arange(2 * CLASSES)[:, None] == cell).astype(float)  # [2 * CLASSES, n]
+    shape = (2, CLASSES, DEPTHS, RANKS)
+    seen, hits = (member @ counted.reshape(len(cell), -1) for counted in (tried, right))
+    return seen.reshape(shape), hits.reshape(shape)
+
+
+def realise(acceptance: Acceptance, accepted: float, predicted: float, rows: int) -> Acceptance:
+    """The acceptance after one of the drafter's own rounds: draft tokens accepted of `rows` rows, and predicted.
+
+    `predicted` is before calibration. The rows' drafts are taken as geometric, with the predicted mean.
+    """
+    if rows == 0 or predicted <= 0:
+        return acceptance
+    mean = predicted * calibration(acceptance) / rows
+    drift = _drift(acceptance.drift, np.array(mean / (1 + mean)), np.array(accepted), np.array(accepted + rows))
+    realised = acceptance.realised + np.array([accepted, predicted])
+    most = np.array([[REALISED_WINDOW], [RECENT_UPDATES * predicted]])
+    kept = np.minimum(1.0, most / realised[:, 1:])
+    return _cut_if_changed(dataclasses.replace(acceptance, realised=realised * kept, drift=drift))
+
+
+def _drift(drift: np.ndarray, expected: np.ndarray, hits: np.ndarray, trials: np.ndarray) -> np.ndarray:
+    """[2] CUSUMs of the log likelihood ratio of odds that have shifted by SHIFT, down and up."""
+    odds = math.exp(SHIFT)
+    expected = np.clip(expected, 0.01, MOST)
+    down = SHIFT * (trials - hits) - trials * np.log(expected + odds * (1 - expected))
+    up = SHIFT * hits - trials * np.log(odds * expected + 1 - expected)
+    return np.maximum(0.0, drift + np.array([down.sum(), up.sum()]))
+
+
+def _cut_if_changed(acceptance: Acceptance) -> Acceptance:
+    """After a sudden change the recent window is all that counts."""
+    if acceptance.drift.max() < ALARM:
+        return acceptance
+    seen, hits, realised = (counts[[1, 1]] for counts in (acceptance.seen, acceptance.hits, acceptance.realised))
+    return Acceptance(seen, hits, realised, np.zeros(2))
+
+
+def forget(acceptance: Acceptance, kept: float) -> Acceptance:
+    """The acceptance after the policy has moved: counts weigh `kept` (0 to 1) of what they did."""
+    return Acceptance(acceptance.seen * kept, acceptance.hits * kept, acceptance.realised * kept, np.zeros(2))
+
+
+def observations(acceptance: Acceptance) -> float:
+    """Drafts that the estimate rests on, faded ones by what is left of them."""
+    return float(acceptance.seen[0, :, :, 0, 0].sum())
+
+
+def rates(acceptance: Acceptance) -> np.ndarray:
+    """[2, CLASSES, DEPTHS, RANKS] P(this rank is right | all before it right), by familiar and class.
+
+    Where counts are small a cell leans on its class, a class on all of the drafter, a depth on the one above it,
+    the first depth on the prior. No rank is above the ranks before it, and the ranks of a place sum to at most 1.
+    """
+    seen, hits = acceptance.seen[0], acceptance.hits[0]
+    seen_by_class, hits_by_class = seen.sum(axis=0), hits.sum(axis=0)
+    everywhere = _along_depth(seen_by_class.sum(axis=0), hits_by_class.sum(axis=0))
+    by_class = _shrunk(seen_by_class, hits_by_class, everywhere)
+    found = np.minimum.accumulate(_shrunk(seen, hits, by_class), axis=-1)
+    sums = np.minimum(found.cumsum(axis=-1), MOST)
+    return np.concatenate([sums[..., :1], sums[..., 1:] - sums[..., :-1]], axis=-1)
+
+
+def _along_depth(seen: np.ndarray, hits: np.ndarray) -> np.ndarray:
+    """[DEPTHS, RANKS] rates over all cells, each depth leaning on the one above."""
+    found, above = [], PRIOR.tolist()
+    for tried, right in zip(seen.tolist(), hits.tolist(), strict=True):  # of so few numbers, quicker than arrays
+        above = [(r + WEIGHT * a) / (n + WEIGHT) for n, r, a in zip(tried, right, above, strict=True)]
+        found.append(above)
+    return np.array(found)
+
+
+def _shrunk(seen: np.ndarray, hits: np.ndarray, general: np.ndarray) -> np.ndarray:
+    """Rates that lean on the general ones, tilted by how all depths of the cell compare with them."""
+    tilt = (hits.sum(axis=-2, keepdims=True) + 1) / ((seen * general).sum(axis=-2, keepdims=True) + 1)
+    target = np.minimum(general * tilt, MOST)
+    return (hits + WEIGHT * target) / (seen + WEIGHT)
+
+
+def pooled(acceptance: Acceptance) -> np.ndarray:
+    """[DEPTHS, RANKS] rates over all cells, each cell by the drafts seen of it: what a tree is found from."""
+    weights = acceptance.seen[0, :, :, :1, :1] + 1e-9
+    return (acceptance.rates * weights).sum(axis=(0, 1)) / weights.sum(axis=(0, 1))
+
+
+def calibration(acceptance: Acceptance) -> float:
+    """Accepted over predicted tokens of the drafter's own rounds, within bounds; 1 where there were none."""
+    accepted, predicted = acceptance.realised[0]
+    return float(np.clip((accepted + 1.0) / (predicted + 1.0), *BOUNDS))
+
+
+def state(acceptance: Acceptance) -> dict[str, np.ndarray]:
+    """All of it as arrays, for a checkpoint."""
+    return dataclasses.asdict(acceptance)
+
+
+def restore(saved: dict[str, Any]) -> Acceptance:
+    """The acceptance that `state` saved."""
+    return Acceptance(**{name: np.array(value, float) for name, value in saved.items()})

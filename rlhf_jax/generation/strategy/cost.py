@@ -1,0 +1,285 @@
+"""Seconds of a round: a roofline that work figures start and measured rounds correct.
+
+A round verifies `nodes` tokens a row with the target, after `steps` calls of the draft model over `fed` tokens a row
+in all (0 and 0 without one). What was measured acts twice: as a correction of the call that was measured (`observe`),
+and on the roofline's own parameters (`fit`), which price the calls that nobody has tried.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from scipy.optimize import least_squares
+
+CATCH_UP = 8  # tokens of one draft-model call that only fills its cache
+FREE_LAG = 2  # missing tokens that a draft's first call feeds anyway
+WINDOW = 25  # rounds of a cell that count: older ones are forgotten
+DOUBT = 2  # rounds without any error that a cell is taken to begin with
+PRIOR_WEIGHT = 0.02  # of a parameter's distance from the prior, in log space, beside the residual of one point
+POINTS = 3  # of a cell that `fit` sees, along its context
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a model does, whatever machine it runs on."""
+
+    weight_bytes: float  # read by a call
+    context_bytes: float  # read by a call for each token of context
+    token_flops: float  # of the matrix products, for each token fed
+    context_flops: float  # of attention, for each token fed and token of context
+
+
+class Roofline(NamedTuple):
+    """Seconds of one call of a model over `nodes` tokens a row; each figure is at least 0.
+
+    max(read + read_context * context, compute * rows * nodes + compute_context * context * nodes) + row * rows + call,
+    where `context` is the sum over rows (the form of EfficientRollout).
+    """
+
+    read: float  # all weights, once
+    read_context: float  # keys and values of one context token
+    compute: float  # matrix products of one token
+    compute_context: float  # attention of one token to one context token
+    row: float  # whatever each row costs
+    call: float  # whatever each call costs
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The parameters of a round's cost."""
+
+    target: Roofline
+    drafter: Roofline | None  # of one draft-model call
+    look: float  # seconds of drafting without a model
+
+
+@dataclasses.dataclass
+class Cell:
+    """The last rounds of one (nodes, steps, fed) at about the same number of rows."""
+
+    rounds: collections.deque  # of (rows, context, lag, log seconds)
+    errors: collections.deque  # log of measured over roofline, of the same rounds
+
+
+@dataclasses.dataclass
+class Costs:
+    """The cost model and what was measured. `corrections` are log factors, by size (of rows) and call.
+
+    A call is (nodes, steps, fed); a size is a half octave of rows. `trends` are the corrections of calls that were not
+    measured at that size, by (drafts at all, drafts with a model).
+    """
+
+    prior: Machine
+    machine: Machine
+    cells: dict[int, dict[tuple, Cell]] = dataclasses.field(default_factory=dict)
+    corrections: dict[int, dict[tuple, float]] = dataclasses.field(default_factory=dict)
+    trends: dict[int, dict[tuple, float]] = dataclasses.field(default_factory=dict)
+
+
+# Bytes and flops a second, seconds of a row and of a call: the order of magnitude, which `fit` corrects.
+RATES = {"cpu": (2e10, 1e11, 2e-4, 5e-4), "gpu": (1.5e12, 2.5e14, 2e-5, 1e-3), "tpu": (1.2e12, 2e14, 2e-5, 5e-4)}
+
+
+def prior(platform: str, target: Work, drafter: Work | None = None) -> Costs:
+    """Costs before anything was measured; `platform` is "cpu", "gpu" or "tpu". Raises ValueError for another.
+
+    Figures of `Work` come from the shapes of the model or from `cost_analysis` of its compiled programs.
+    """
+    if platform not in RATES:
+        raise ValueError(f"No rates are known for the platform {platform!r}; one of {', '.join(RATES)} is needed.")
+    line = _from_work(target, platform)
+    machine = Machine(line, drafter and _from_work(drafter, platform), look=line.call)
+    return Costs(machine, machine)
+
+
+def _from_work(work: Work, platform: str) -> Roofline:
+    bandwidth, speed, row, call = RATES[platform]
+    read = work.weight_bytes / bandwidth, work.context_bytes / bandwidth
+    return Roofline(*read, work.token_flops / speed, work.context_flops / speed, row, call)
+
+
+def seconds(costs: Costs, nodes, steps, fed, rows: int, context: float, lag: int) -> np.ndarray:
+    """[S] seconds that a round of each of S strategies takes.
+
+    nodes, steps, fed [S] int: tokens a row that the target verifies, draft-model calls, tokens a row they are fed in
+    all. rows: slots of the program; context: known tokens summed over rows; lag: tokens that the draft cache lacks, of
+    the row that lacks most.
+    """
+    size = _size(rows)
+    known, trends = costs.corrections.get(size, {}), costs.trends.get(size, {})
+    factors = [
+        known[call] if call in known else trends.get(_kind(call), 0.0)
+        for call in zip(nodes.tolist(), steps.tolist(), fed.tolist(), strict=True)
+    ]
+    return _roofline(costs.machine, nodes, steps, fed, rows, context, lag) * np.exp(factors)
+
+
+def rounds_timed(costs: Costs, nodes, steps, fed, rows: int) -> np.ndarray:
+    """[S] measured rounds that the price of each strategy rests on, WINDOW at most; in the terms of `seconds`."""
+    cells, calls = costs.cells.get(_size(rows), {}), zip(nodes.tolist(), steps.tolist(), fed.tolist(), strict=True)
+    return np.array([len(cells[call].rounds) if call in cells else 0 for call in calls])
+
+
+def _roofline(machine: Machine, nodes, steps, fed, rows, context, lag) -> np.ndarray:
+    total = _call(machine.target, nodes, rows, context) * (nodes > 0)
+    total += machine.look * ((nodes > 1) & (steps == 0))
+    if machine.drafter is not None:
+        draft = steps * _call(machine.drafter, fed / np.maximum(steps, 1), rows, context)
+        missing = np.ceil(lag / CATCH_UP) * (lag > FREE_LAG)
+        total += draft + (steps > 0) * missing * _call(machine.drafter, CATCH_UP, rows, context)
+    return total
+
+
+def _call(line: Roofline, nodes, rows, context):
+    reading = line.read + line.read_context * context
+    computing = (line.compute * rows + line.compute_context * context) * nodes
+    return np.maximum(reading, computing) + (line.row * rows + line.call)
+
+
+def _size(rows: int) -> int:
+    return round(2 * math.log2(rows))
+
+
+def _kind(call: tuple) -> tuple[bool, bool]:
+    return call[0] > 1, call[1] > 0
+
+
+def observe(
+    costs: Costs, nodes: int, steps: int, fed: int, rows: int, context: float, lag: int, seconds: float
+) -> None:
+    """Take in one measured round, in the terms of `seconds` (above 0); one that was held up moves next to nothing."""
+    size, call = _size(rows), (int(nodes), int(steps), int(fed))
+    cells = costs.cells.setdefault(size, {})
+    cell = cells.setdefault(call, Cell(collections.deque(maxlen=WINDOW), collections.deque(maxlen=WINDOW)))
+    cell.rounds.append((int(rows), float(context), int(lag), math.log(seconds)))
+    cell.errors.extend(_errors(costs.machine, [(*call, *cell.rounds[-1])]))
+    _correct(costs, size, call)
+
+
+def _errors(machine: Machine, rounds: list[tuple]) -> Iterator[float]:
+    """Log of measured over roofline, of rounds (nodes, steps, fed, rows, context, lag, log seconds)."""
+    *call, measured = np.array(rounds, float).reshape(-1, 7).T
+    return iter((measured - np.log(_roofline(machine, *call))).tolist())
+
+
+def _correct(costs: Costs, size: int, call: tuple) -> None:
+    """The correction of a call: the median of its errors and of DOUBT times what others of its kind suggest."""
+    trends, corrections = costs.trends.setdefault(size, {}), costs.corrections.setdefault(size, {})
+    kind = _kind(call)
+    errors = [*costs.cells[size][call].errors, *[trends.get(kind, 0.0)] * DOUBT]
+    corrections[call] = statistics.median(errors)
+    alike = [correction for other, correction in corrections.items() if _kind(other) == kind]
+    trends[kind] = sum(alike) / (len(alike) + 1)
+
+
+def fit(costs: Costs) -> None:
+    """Refit the roofline to all measured cells: least squares of log seconds, robust, held weakly to the prior.
+
+    Takes milliseconds, so it belongs between two stages or after many rounds.
+    """
+    if not costs.cells:
+        return
+    points, known = _points(costs)
+    start = _logs(costs.prior)
+
+    def residuals(logs):
+        error = np.log(_terms(_machine(logs), *points).sum(axis=0)) - known
+        return np.concatenate([error, PRIOR_WEIGHT * (logs - start)])
+
+    def slopes(logs):
+        terms = _terms(_machine(logs), *points)
+        return np.concatenate([(terms / terms.sum(axis=0)).T, PRIOR_WEIGHT * np.eye(len(logs))])
+
+    robust = {"loss": "soft_l1", "f_scale": 0.05, "ftol": 1e-5, "max_nfev": 40}
+    found = least_squares(residuals, _logs(costs.machine), jac=cast(Any, slopes), **robust)
+    costs.machine = _machine(found.x)
+    _rebase(costs)
+
+
+def _terms(machine: Machine, nodes, steps, fed, rows, context, lag) -> np.ndarray:
+    """[13 or 7, n] what each parameter adds to the seconds of n rounds: their sum is `_roofline`.
+
+    Seconds are linear in the parameters, but for the max: a term over the sum is d log seconds / d log parameter.
+    """
+    look = machine.look * ((nodes > 1) & (steps == 0))
+    terms = [_call_terms(machine.target, nodes, rows, context) * (nodes > 0), look[None]]
+    if machine.drafter is not None:
+        missing = np.ceil(lag / CATCH_UP) * ((lag > FREE_LAG) & (steps > 0))
+        draft = steps * _call_terms(machine.drafter, fed / np.maximum(steps, 1), rows, context)
+        terms.append(draft + missing * _call_terms(machine.drafter, CATCH_UP, rows, context))
+    return np.concatenate(terms)
+
+
+def _call_terms(line: Roofline, nodes, rows, context) -> np.ndarray:
+    once = np.ones_like(rows)
+    reading = np.array([line.read * once, line.read_context * context])
+    computing = np.array([line.compute * rows, line.compute_context * context]) * nodes
+    bound = reading.sum(axis=0) >= computing.sum(axis=0)  # by memory
+    return np.concatenate([reading * bound, computing * ~bound, [line.row * rows, line.call * once]])
+
+
+def _points(costs: Costs) -> tuple[np.ndarray, np.ndarray]:
+    """([6, n] nodes, steps, fed, rows, context, lag; [n] log seconds): up to POINTS parts of each cell."""
+    calls, errors = [], []
+    for cells in costs.cells.values():
+        for call, cell in cells.items():
+            rounds = sorted(zip(cell.rounds, cell.errors, strict=True), key=lambda one: one[0][1])  # by context
+            length = -(-len(rounds) // POINTS)
+            for part in (rounds[i : i + length] for i in range(0, len(rounds), length)):
+                calls.append((*call, *part[len(part) // 2][0][:3]))
+                errors.append(statistics.median(error for _, error in part))
+    points = np.array(calls, float).reshape(-1, 6).T
+    return points, np.log(_roofline(costs.machine, *points)) + errors
+
+
+def _logs(machine: Machine) -> np.ndarray:
+    return np.log(np.maximum(_figures(machine), 1e-15))
+
+
+def _machine(logs: np.ndarray) -> Machine:
+    return _of_figures(np.exp(logs).tolist())
+
+
+def _figures(machine: Machine) -> list[float]:
+    return [*machine.target, machine.look, *(machine.drafter or ())]
+
+
+def _of_figures(figures: list[float]) -> Machine:
+    return Machine(Roofline(*figures[:6]), Roofline(*figures[7:]) if figures[7:] else None, figures[6])
+
+
+def _rebase(costs: Costs) -> None:
+    """Errors and corrections against the machine of now."""
+    costs.corrections, costs.trends = {}, {}
+    entries = [(size, call, cell) for size, cells in costs.cells.items() for call, cell in cells.items()]
+    errors = _errors(costs.machine, [(*call, *one) for _, call, cell in entries for one in cell.rounds])
+    for size, call, cell in entries:
+        cell.errors = collections.deque(itertools.islice(errors, len(cell.rounds)), maxlen=WINDOW)
+        _correct(costs, size, call)
+
+
+def state(costs: Costs) -> dict:
+    """All of the costs as JSON-able lists, for a checkpoint."""
+    cells = [
+        [size, *call, [list(entry) for entry in cell.rounds]]
+        for size, cells in costs.cells.items()
+        for call, cell in cells.items()
+    ]
+    return {"prior": _figures(costs.prior), "machine": _figures(costs.machine), "cells": cells}
+
+
+def restore(saved: dict) -> Costs:
+    """The costs that `state` saved."""
+    costs = Costs(_of_figures(saved["prior"]), _of_figures(saved["machine"]))
+    for size, nodes, steps, fed, rounds in saved["cells"]:
+        entries = collections.deque(map(tuple, rounds), maxlen=WINDOW)
+        costs.cells.setdefault(size, {})[nodes, steps, fed] = Cell(entries, collections.deque(maxlen=WINDOW))
+    _rebase(costs)
+    return costs

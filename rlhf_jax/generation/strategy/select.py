@@ -1,0 +1,389 @@
+"""The choice of a strategy, round by round: most expected tokens a second, from what was measured and nothing else.
+
+The same statistics and situation give the same choice: there is no clock and no randomness here. The engine asks for
+round n + 1 while round n runs and round n - 1 is known, so that the device never waits.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rlhf_jax.generation import tree as trees
+from rlhf_jax.generation.samples import RoundReport
+from rlhf_jax.generation.strategy import acceptance as accepting
+from rlhf_jax.generation.strategy import cost, tally
+from rlhf_jax.generation.strategy import menu as menus
+from rlhf_jax.generation.strategy.acceptance import CLASSES, NOTHING, Evidence
+from rlhf_jax.generation.strategy.menu import Menu
+from rlhf_jax.generation.strategy.tally import Tallies
+from rlhf_jax.types import Strategy
+
+GAIN = 0.01  # of tokens a second that a switch must bring
+WORTH = 0.02  # over plain decoding that drafts must promise: what is left of a belief in a useless drafter is less
+STAY = 16  # rounds over which the catch-up of a draft model's cache pays
+PROBING = 0.01  # of a stage's time that may be lost on probes
+FEW = 16.0  # drafts seen, below which a drafter is to be probed ...
+OLD = 200  # ... or above so many rounds without evidence,
+READ = 4000  # rounds, about a stage, for which the text that a drafter read speaks: its own weights do not move
+TRIED = 3  # timed rounds that settle what a call costs; one may have been held up
+UNTRIED = 0.3  # by how much a call that was timed less often may be quicker or slower than predicted by the prior ...
+UNTRIED_FITTED = 0.05  # ... and by a machine that was fitted to other calls
+FIRST_FIT = 8  # timed rounds before the cost model is fitted first; then at every doubling
+
+
+@dataclasses.dataclass(frozen=True)
+class Situation:
+    """What a choice depends on besides the statistics."""
+
+    rows: int  # row slots of the program
+    live: int  # rows that will gain tokens
+    context: float  # known tokens, summed over live rows
+    lag: int  # tokens that the draft cache lacks, of the row that lacks most
+    classes: Mapping[str, np.ndarray]  # by drafter: [2, CLASSES] live rows by familiar and confidence
+    ready: Callable[[Strategy], bool]  # whether its programs are compiled for these rows
+    most_nodes: int = trees.NODE_BUCKETS[-1]  # that there is memory to verify a row
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A strategy for the next round, what is expected of it, and what plain decoding would give."""
+
+    strategy: Strategy
+    tokens: float  # expected of the round, all rows together
+    seconds: float
+    wish: Strategy | None  # a better strategy, whose programs are not compiled yet
+    reason: str  # "best", "kept" (nothing is clearly better) or "probe"
+    plain_rate: float  # tokens a second of plain decoding
+    best_rate: float  # of the best strategy that is ready
+
+    @property
+    def why(self) -> str:
+        """The choice in one sentence."""
+        name, rate = trees.name_of(self.strategy), self.tokens / self.seconds
+        wish = f"; {trees.name_of(self.wish)} would be better, once compiled" if self.wish else ""
+        predicted = f"{rate:.4g} tokens/s predicted, plain {self.plain_rate:.4g}, best {self.best_rate:.4g}"
+        return f"{name} ({self.reason}): {predicted}{wish}"
+
+
+def select(
+    menu: Menu, tokens: np.ndarray, seconds: np.ndarray, ready: Callable[[Strategy], bool], current: Strategy | None
+) -> tuple[int, int, int | None]:
+    """(chosen, best, wish) as indices into the menu: most tokens a second among what is ready.
+
+    tokens, seconds [S] expected of a round. `current` stays unless another gains GAIN on it; where the outcome is not
+    WORTH more than plain decoding, that is chosen at once. Where nothing is ready it is the menu's first strategy:
+    plain, or the only one. `wish` is not ready, and better than the chosen one by GAIN; or None.
+    """
+    rate = tokens / seconds
+    order = np.argsort(-rate, kind="stable").tolist()
+    best = next((one for one in order if ready(menu.strategies[one])), 0)
+    chosen = best
+    if current is not None and current != menu.strategies[best] and current in menu.strategies and ready(current):
+        held = menu.strategies.index(current)
+        chosen = held if rate[best] <= (1 + GAIN) * rate[held] else best
+    if rate[chosen] < (1 + WORTH) * rate[0] and ready(menu.strategies[0]):
+        chosen = 0
+    top = order[0]
+    wished = not ready(menu.strategies[top]) and (top == chosen or rate[top] > (1 + GAIN) * rate[chosen])
+    return chosen, best, top if wished else None
+
+
+@dataclasses.dataclass
+class _Stage:
+    """Figures of the stage that runs."""
+
+    tallies: Tallies = dataclasses.field(default_factory=dict)  # what its rounds gave
+    classes: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # of its situations, summed
+    elapsed: float = 0.0  # predicted seconds of what was chosen
+    lost: float = 0.0  # of these, predicted to be lost on probes
+    switches: int = 0
+    last: Strategy | None = None
+    pending: collections.deque = dataclasses.field(default_factory=lambda: collections.deque(maxlen=8))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prediction:
+    """What was expected of a round, for each live row."""
+
+    strategy: Strategy
+    tokens: float
+    drafts: float  # accepted, before calibration
+    seconds: float
+
+
+class Selector:
+    """The statistics that choices rest on: acceptance by drafter, costs, and what strategies have given so far."""
+
+    def __init__(self, menu: Menu, costs: cost.Costs, frozen_costs: bool = False):
+        """`frozen_costs`: no measured time has a say, so that a run's choices repeat."""
+        self.menu, self.costs, self.frozen_costs = menu, costs, frozen_costs
+        self.acceptance = {drafter: accepting.unknown() for drafter in menu.drafters}
+        self.silent = dict.fromkeys(menu.drafters, 0)  # rounds since a drafter's last evidence
+        self.timed = 0  # rounds whose time is known
+        self.earlier: Tallies = {}  # of finished stages, all together
+        self.last_stage: list[dict[str, Any]] = []  # rows of the one that finished last (`tally.rows`)
+        self.classes: dict[str, np.ndarray] = {}  # of its situations, summed over rounds
+        self.current: Strategy | None = None
+        self.stage = _Stage()
+        self._expect()
+
+    def choose(self, situation: Situation) -> Choice:
+        """The strategy of the next round."""
+        fits = self.menu.nodes <= situation.most_nodes
+        tokens = np.where(fits, self._tokens(situation), 0.0)
+        seconds, steady = self._seconds(situation)
+        doubt = self._doubt(situation.rows)
+        chosen, best, wish = select(self.menu, tokens, steady * (1 + doubt), situation.ready, self.current)
+        rate = tokens[best] / steady[best]
+        loss = np.where(fits, seconds - tokens / rate, np.inf)
+        quickest = np.maximum(steady / (1 + doubt), steady[0])
+        goal = (1 + GAIN) * max(rate, (1 + WORTH) * tokens[0] / steady[0])
+        hopeful = (doubt > 0) & (tokens > goal * quickest)
+        probe, probe_wish = self._probe(loss, hopeful & (np.arange(len(loss)) != chosen), situation)
+        reason = "probe" if probe is not None else "best" if chosen == best else "kept"
+        if probe is None:
+            self.current = self.menu.strategies[chosen]
+        else:
+            chosen = probe
+            self.stage.lost += max(0.0, float(loss[probe]))
+        wished = probe_wish if wish is None else wish
+        figures = float(tokens[chosen]), float(seconds[chosen])
+        choice = Choice(
+            self.menu.strategies[chosen],
+            *figures,
+            wish=None if wished is None else self.menu.strategies[wished],
+            reason=reason,
+            plain_rate=float(tokens[0] / steady[0]),
+            best_rate=float(rate),
+        )
+        self._note(choice, situation)
+        return choice
+
+    def _tokens(self, situation: Situation) -> np.ndarray:
+        """[S] expected of a round, all live rows together."""
+        weights = np.zeros((len(self.menu.drafters) + 1, 2 * CLASSES))  # the last row is plain decoding's
+        weights[:, 0] = 1.0
+        for place, drafter in enumerate(self.menu.drafters):
+            counts = situation.classes.get(drafter)
+            if counts is not None and (total := counts.sum()) > 0:
+                weights[place] = counts.ravel() / total
+        return situation.live * (weights @ self.expected)[self.menu.drafter, np.arange(len(self.menu.nodes))]
+
+    def _seconds(self, situation: Situation) -> tuple[np.ndarray, np.ndarray]:
+        """([S] of the next round, [S] with the draft cache's catch-up spread over the rounds that it serves)."""
+        calls = self.menu.nodes, self.menu.steps, self.menu.fed, situation.rows, situation.context
+        kept_up = cost.seconds(self.costs, *calls, 0)
+        kept_up = np.maximum(kept_up, kept_up[0])  # drafts never make a round shorter, whatever was measured of either
+        if situation.lag <= cost.FREE_LAG or not self.menu.steps.any():
+            return kept_up, kept_up
+        whole = np.maximum(cost.seconds(self.costs, *calls, situation.lag), kept_up)
+        return whole, kept_up + (whole - kept_up) / STAY
+
+    def _probe(self, loss: np.ndarray, hopeful: np.ndarray, situation: Situation) -> tuple[int | None, int | None]:
+        """(what to probe, what to compile for a probe): the cheapest of what is not known well, within the budget.
+
+        loss [S]: predicted seconds lost against the best; hopeful [S]: better than the best, were its call quicker.
+        """
+        wanted = np.zeros(len(loss), bool)
+        for index, drafter in enumerate(self.menu.drafters):
+            if self._due(drafter):
+                wanted |= (self.menu.drafter == index) & (loss > 0)
+        wanted = (wanted | hopeful) & (loss <= PROBING * self.stage.elapsed - self.stage.lost)
+        candidates = np.flatnonzero(wanted)
+        wish = None
+        for one in candidates[np.argsort(loss[candidates], kind="stable")].tolist():
+            if situation.ready(self.menu.strategies[one]):
+                return one, None
+            wish = one if wish is None else wish
+        return None, wish
+
+    def _due(self, drafter: str) -> bool:
+        return self.silent[drafter] > OLD or accepting.observations(self.acceptance[drafter]) < FEW
+
+    def _doubt(self, rows: int) -> np.ndarray:
+        """[S] by which share a round may take more or less than predicted: 0 where calls like it were timed."""
+        if self.frozen_costs:
+            return np.zeros(len(self.menu.nodes))
+        rounds = cost.rounds_timed(self.costs, self.menu.nodes, self.menu.steps, self.menu.fed, rows)
+        doubt = UNTRIED if self.costs.machine == self.costs.prior else UNTRIED_FITTED
+        return np.where((rounds < TRIED) & (self.menu.drafter >= 0), doubt, 0.0)
+
+    def _note(self, choice: Choice, situation: Situation) -> None:
+        """Remember what was expected, for when the round arrives, and of which rows."""
+        live, classes = situation.live, self.stage.classes
+        for drafter, counts in situation.classes.items():
+            classes[drafter] = classes[drafter] + counts if drafter in classes else counts
+        self.stage.elapsed += choice.seconds
+        self.stage.switches += self.stage.last not in (None, choice.strategy)
+        self.stage.last = choice.strategy
+        a_row, drafter = choice.tokens / live, choice.strategy.drafter
+        factor = accepting.calibration(self.acceptance[drafter]) if choice.strategy.parents else 1.0
+        self.stage.pending.append(_Prediction(choice.strategy, a_row, (a_row - 1) / factor, choice.seconds))
+
+    def arrived(self, report: RoundReport) -> None:
+        """Learn from a round: its acceptance, what its tokens say of every drafter, its time."""
+        used, prediction = report.strategy.drafter, self._prediction(report.strategy)
+        if prediction is not None:
+            expected = prediction.tokens * report.live, prediction.seconds
+            tally.add(self.stage.tallies, report, *expected, timed=not self.frozen_costs)
+            if used in self.acceptance:
+                figures = report.accepted, prediction.drafts * report.live, report.live
+                self.acceptance[used] = accepting.realise(self.acceptance[used], *figures)
+        for drafter in self.acceptance:
+            self._learn(drafter, report.evidence.get(drafter), drafter == used)
+        if report.seconds is not None and not self.frozen_costs:
+            self._time(report, report.seconds)
+        self._expect()
+
+    def _prediction(self, strategy: Strategy) -> _Prediction | None:
+        """What was expected of the oldest round of this strategy that has not arrived."""
+        while self.stage.pending:
+            prediction = self.stage.pending.popleft()
+            if prediction.strategy == strategy:
+                return prediction
+        return None
+
+    def _learn(self, drafter: str, evidence: Evidence | None, used: bool) -> None:
+        if evidence is None or not len(evidence.familiar):
+            self.silent[drafter] += 1
+            return
+        self.silent[drafter] = min(self.silent[drafter], 0)
+        self.acceptance[drafter] = accepting.observe(self.acceptance[drafter], evidence, used)
+
+    def _time(self, report: RoundReport, seconds: float) -> None:
+        if report.strategy not in self.menu.strategies:
+            return
+        at = self.menu.strategies.index(report.strategy)
+        nodes, steps, fed = (int(figures[at]) for figures in (self.menu.nodes, self.menu.steps, self.menu.fed))
+        cost.observe(self.costs, nodes, steps, fed, report.rows, report.context, report.lag, seconds)
+        self.timed += 1
+        if self.timed >= FIRST_FIT and self.timed & (self.timed - 1) == 0:
+            cost.fit(self.costs)
+
+    def _expect(self) -> None:
+        """Expected tokens a row's round, [2 * CLASSES, S] by familiar and class, from the acceptance of now."""
+        self.expected = np.ones((2 * CLASSES, len(self.menu.strategies)))
+        for drafter, paths in self.menu.paths.items():
+            known = self.acceptance[drafter]
+            drafts = menus.expected_drafts(paths, known.rates) * accepting.calibration(known)
+            if drafter != "model":
+                drafts[:, NOTHING] = 0.0  # what knows nothing to draft drafts nothing; a model always does
+            self.expected[:, paths.columns] += drafts.reshape(2 * CLASSES, -1)
+        self.expected = np.minimum(self.expected, 1 + self.menu.depth)
+
+    def begin(self, costs: cost.Costs) -> None:
+        """Take a run's own prior costs, after a possible restore: what was measured of the same models stays."""
+        if self.costs.prior != costs.prior:
+            self.costs, self.timed = costs, 0
+
+    def taught(self, drafter: str, evidence: Evidence) -> None:
+        """Learn from finished text that the drafter has read: what it would have drafted against what was drawn."""
+        self._learn(drafter, evidence, used=False)
+        self.silent[drafter] = -READ
+        self._expect()
+
+    def stage_ended(self, kept: float = 1.0) -> None:
+        """Between two stages: fit the costs, find the trees anew; counts weigh `kept` once the policy has moved."""
+        if not self.frozen_costs:
+            cost.fit(self.costs)
+        if len(self.menu.strategies) > 1:
+            known = [drafter for drafter in self.menu.drafters if not self._due(drafter)]
+            self.menu = menus.with_trees(self.menu, {name: accepting.pooled(self.acceptance[name]) for name in known})
+        self.acceptance = {drafter: accepting.forget(known, kept) for drafter, known in self.acceptance.items()}
+        self.earlier = tally.merged(self.earlier, self.stage.tallies)
+        self.last_stage, self.classes = tally.rows(self.stage.tallies), self.stage.classes
+        self.stage = _Stage()
+        self._expect()
+
+    def typical(self, live: int, rows: int, most_nodes: int) -> Situation:
+        """A situation as rounds of about so many live rows have had it, or all where there were none such.
+
+        Rows have the mean context of those rounds, and drafters the confidence that they had over the last stage.
+        """
+        known = tally.merged(self.earlier, self.stage.tallies)
+        alike = tally.total(figures for (_, size), figures in known.items() if size == tally.bucket(live))
+        alike = alike if alike["live_rows"] else tally.total(known.values())
+        context = live * tally.ratio(alike["context"], alike["live_rows"])
+        return Situation(rows, live, context, 0, self.classes, lambda strategy: True, most_nodes)
+
+    def table(self, situation: Situation) -> list[dict[str, Any]]:
+        """One row a strategy that fits, the best first: what is predicted here, and what it gave with about as many
+        live rows so far.
+        """
+        tokens, (seconds, _) = self._tokens(situation), self._seconds(situation)
+        rows = [
+            {
+                "strategy": trees.name_of(strategy),
+                "tokens_per_row": float(tokens[i] / situation.live),
+                "seconds": float(seconds[i]),
+                "tokens_per_second": float(tokens[i] / seconds[i]),
+                "ready": situation.ready(strategy),
+            }
+            | self._realised(strategy, tally.bucket(situation.live))
+            for i, strategy in enumerate(self.menu.strategies)
+            if self.menu.nodes[i] <= situation.most_nodes
+        ]
+        return sorted(rows, key=lambda row: -row["tokens_per_second"])
+
+    def _realised(self, strategy: Strategy, live: int) -> dict[str, float]:
+        """Rounds so far, tokens a row's round, tokens a second and those predicted, 0 where there were none."""
+        place = strategy, live
+        found = tally.total([self.earlier.get(place, {}), self.stage.tallies.get(place, {})])
+        return {
+            "rounds": found["rounds"],
+            "realised_tokens_per_row": tally.ratio(found["tokens"], found["live_rows"]),
+            "realised_tokens_per_second": tally.ratio(found["timed_tokens"], found["seconds"]),
+            "predicted_tokens_per_second": tally.ratio(found["predicted_tokens"], found["predicted_seconds"]),
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the stage so far: who drafted, how much, and, of timed rounds, how true the predictions were."""
+        tallies, ratio = self.stage.tallies, tally.ratio
+        total = tally.total(tallies.values())
+        rounds = tally.total({strategy.drafter: figures["rounds"]} for (strategy, _), figures in tallies.items())
+        shares = {drafter: ratio(rounds[drafter], total["rounds"]) for drafter in ("none", *self.menu.drafters)}
+        timed = {
+            "strategy/predicted_tokens_per_second": ratio(total["predicted_tokens"], total["predicted_seconds"]),
+            "strategy/tokens_per_second": ratio(total["timed_tokens"], total["seconds"]),
+        }
+        return {
+            **{f"strategy/share_{drafter}": share for drafter, share in shares.items()},
+            **{f"strategy/acceptance_{name}": float(accepting.pooled(a)[0, 0]) for name, a in self.acceptance.items()},
+            "strategy/draft_length": ratio(total["drafted"], total["live_rows"]),
+            **(timed if total["timed_rounds"] else {}),
+            "strategy/switches": float(self.stage.switches),
+            "strategy/probe_share": ratio(self.stage.lost, self.stage.elapsed),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """What the next stage's choices rest on, as JSON values and numpy arrays; taken between stages."""
+        return {
+            "acceptance": {drafter: accepting.state(known) for drafter, known in self.acceptance.items()},
+            "silent": dict(self.silent),
+            "trees": [trees.name_of(one) for one in self.menu.strategies if not menus.is_chain(one)],
+            "timed": self.timed,
+            "tallies": tally.state(self.earlier),
+            "classes": dict(self.classes),
+            "current": None if self.current is None else trees.name_of(self.current),
+            "costs": cost.state(self.costs),
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `state` saved; what it knows of drafters that are not in this menu is dropped."""
+        for drafter in self.acceptance.keys() & saved["acceptance"].keys():
+            self.acceptance[drafter] = accepting.restore(saved["acceptance"][drafter])
+            self.silent[drafter] = saved["silent"][drafter]
+        if len(self.menu.strategies) > 1:
+            found = [one for one in map(trees.parse, saved["trees"]) if one.drafter in self.acceptance]
+            self.menu = menus.build([*filter(menus.is_chain, self.menu.strategies), *found], self.menu.longest)
+        self.timed = saved["timed"]
+        self.earlier = tally.restore(saved["tallies"])
+        self.classes = {drafter: np.array(counts) for drafter, counts in saved["classes"].items()}
+        self.current = None if saved["current"] is None else trees.parse(saved["current"])
+        self.costs = cost.restore(saved["costs"])
+        self._expect()

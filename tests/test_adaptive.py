@@ -1,0 +1,221 @@
+"""Strategies that change from round to round: the text stays, nothing compiles at a switch, what is learned is true."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_generation import assert_equal
+
+from rlhf_jax.generation import tree as trees
+from rlhf_jax.generation.engine import generate
+from rlhf_jax.generation.programs import Ahead
+from rlhf_jax.generation.samples import Decoding, Request
+from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.generation.strategy.select import Choice
+from rlhf_jax.mesh import make_mesh, model_shardings
+from rlhf_jax.model.transformer import init, unstack
+from rlhf_jax.types import ModelConfig
+
+CONFIG = ModelConfig("llama", 300, 32, 48, 3, 4, 2, 8, 128)
+NAMES = (
+    "plain",
+    "lookup-chain-1",
+    "lookup-chain-6",
+    "lookup-tree-2x2",
+    "replay-chain-4",
+    "replay-chain-8",
+    "model-chain-3",
+    "model-tree-3x1",
+)
+STRATEGIES = tuple(map(trees.parse, NAMES))
+STOP = 7
+
+
+@dataclasses.dataclass
+class Chooser:
+    """Chooses as told, whatever it hears, and keeps what it hears."""
+
+    pick: object  # of the situation, an index into STRATEGIES
+    heard: list = dataclasses.field(default_factory=list)
+    asked: list = dataclasses.field(default_factory=list)
+
+    def choose(self, situation) -> Choice:
+        wanted = STRATEGIES[self.pick(situation)]
+        ready = situation.ready(wanted)
+        self.asked.append((wanted, ready, situation))
+        return Choice(wanted if ready else STRATEGIES[0], 1.0, 1.0, None if ready else wanted, "told", 1.0, 1.0)
+
+    def arrived(self, report) -> None:
+        self.heard.append(report)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return unstack(init(jax.random.key(0), CONFIG))
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    return dataclasses.replace(target, layers=target.layers[:2], config=dataclasses.replace(CONFIG, num_layers=2))
+
+
+def moved(model, size: float, seed: int = 5):
+    """The weights after a small step in a random direction."""
+    leaves, treedef = jax.tree.flatten(model)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return treedef.unflatten(
+        [leaf + size * jax.random.normal(k, leaf.shape) for k, leaf in zip(keys, leaves, strict=True)]
+    )
+
+
+def requests(earlier=None, count: int = 5, new: int = 40) -> list[Request]:
+    rng = np.random.default_rng(0)
+    texts = earlier or {}
+    asked = []
+    for i in range(count):
+        prompt = rng.integers(0, 300, rng.integers(2, 12)).astype(np.int32)
+        ids = tuple(range(4 * i, 4 * i + 4))
+        known = {name: texts[name] for name in ids if name in texts}
+        asked.append(Request(prompt, ids, int(rng.integers(8, new)), tuple(known.values()), known))
+    return asked
+
+
+def decoding(**changes) -> Decoding:
+    base = Decoding(Sampling(1.0), STRATEGIES, (STOP,), rows=8, slots=64, seed=3, history=64, fewest_rows=2)
+    return dataclasses.replace(base, **changes)
+
+
+def run(target, drafter, how, wanted, **options):
+    return {sample.sample_id: sample for sample in generate(target, drafter, wanted, how, **options)}
+
+
+def texts_of(samples) -> dict[int, np.ndarray]:
+    return {name: np.array(sample.tokens, np.int32) for name, sample in samples.items()}
+
+
+@pytest.fixture(scope="module")
+def earlier(target):
+    """What slightly other weights wrote with the same noise."""
+    plain = decoding(strategies=STRATEGIES[:1])
+    return texts_of(run(moved(target, 3e-4), None, plain, requests()))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=20), Sampling(0.0)], ids=str)
+def test_text_is_plain_text_when_every_round_drafts_otherwise(target, drafter, earlier, sampling):
+    wanted = requests(earlier)
+    plain = run(target, None, decoding(strategies=STRATEGIES[:1], sampling=sampling), wanted)
+    rng = np.random.default_rng(2)
+    chooser = Chooser(lambda situation: rng.integers(len(STRATEGIES)))
+    how = decoding(sampling=sampling)
+    found = run(target, drafter, how, wanted, selector=chooser)
+    assert_equal(target, found, plain, how)
+    assert {report.strategy for report in chooser.heard} == set(STRATEGIES)
+
+
+def test_a_changed_policy_replays_most_of_its_earlier_text(target, earlier):
+    """Drafts of the same noise are nearly always right; without that noise they are not."""
+    how = decoding(strategies=(trees.parse("replay-chain-8"),), stop_tokens=(), rows=20)
+    plain = decoding(strategies=STRATEGIES[:1], stop_tokens=(), rows=20)
+    wanted = requests()
+    before = texts_of(run(moved(target, 3e-4), None, plain, wanted))
+    reports = []
+    found = run(target, None, how, requests(before), observe=reports.append)
+    assert_equal(target, found, run(target, None, plain, wanted), how)
+    tokens, live = (sum(getattr(report, name) for report in reports) for name in ("tokens", "live"))
+    assert tokens / live > 3
+    other = []
+    run(target, None, dataclasses.replace(how, seed=4), requests(before), observe=other.append)
+    assert sum(report.tokens for report in other) / sum(report.live for report in other) < 1.5
+
+
+@pytest.mark.parametrize("meshed", [False, True], ids=["alone", "mesh"])
+def test_a_switch_compiles_nothing(target, drafter, meshed, compilations):
+    """What is not compiled is not used; when it is, a whole run with all switches compiles nothing more."""
+    mesh = make_mesh(1, -1, 1, jax.devices()[:2]) if meshed else None
+    models = target, drafter
+    if mesh is not None:
+        models = tuple(jax.device_put(m, model_shardings(m, mesh, "generation")) for m in models)
+    how, ahead = decoding(slots=72, fewest_rows=8, history=0), Ahead()
+    turns = [0, 2, 5, 6]
+
+    def chooser() -> Chooser:
+        made = Chooser(lambda situation: turns[len(made.asked) % len(turns)])
+        return made
+
+    first, again = chooser(), chooser()
+    run(*models, how, requests(), mesh=mesh, selector=first, ahead=ahead)
+    assert not all(ready for _, ready, _ in first.asked)
+    deadline = time.monotonic() + 120
+    while not all(ahead.ready(STRATEGIES[turn], 8, how) for turn in turns):
+        assert time.monotonic() < deadline, "never compiled"
+        time.sleep(0.05)
+    with compilations() as seen:
+        run(*models, how, requests(), mesh=mesh, selector=again, ahead=ahead)
+    ahead.close()
+    assert not seen
+    assert all(ready for _, ready, _ in again.asked) and len(again.asked) > 2 * len(turns)
+
+
+def test_waiting_compiles_where_it_is_asked(target, drafter):
+    """With `wait` what is ready depends on no clock: the second time a strategy is wanted, it is there."""
+    chooser = Chooser(lambda situation: 4 if situation.rows == 8 else 0)
+    run(target, drafter, decoding(slots=80), requests(), selector=chooser, ahead=Ahead(wait=True))
+    wanted = [ready for one, ready, _ in chooser.asked if one.parents]
+    assert wanted[0] is False and all(wanted[1:]) and len(wanted) > 3
+
+
+def test_finished_siblings_are_looked_up(target):
+    """Four samples that write the same: the last one reads what the first ones wrote."""
+    how = decoding(strategies=(trees.parse("lookup-chain-4"),), stop_tokens=(), rows=1, sampling=Sampling(0.0))
+    prompt = np.array([5, 9, 2], np.int32)
+    samples = run(target, None, how, [Request(prompt, (0, 1, 2), 30)])
+    assert samples[0].tokens == samples[1].tokens == samples[2].tokens
+    assert samples[2].rounds < 0.5 * samples[0].rounds
+
+
+def test_running_siblings_are_looked_up(target):
+    """Two rows write the same text, one of them earlier: the later one reads the other's tokens as they come."""
+    how = decoding(strategies=(trees.parse("lookup-chain-4"),), stop_tokens=(), rows=2, sampling=Sampling(0.0))
+    how = dataclasses.replace(how, history=0)
+    prompt = np.array([5, 9, 2], np.int32)
+    alone = [Request(prompt, (0,), 40)]
+    short = [Request(np.array([1, 2], np.int32), (9,), 12)]
+    together = run(target, None, how, [Request(prompt, (0,), 40), *short, Request(prompt, (1,), 40)])
+    assert together[1].tokens == run(target, None, how, alone)[0].tokens
+    # Different requests are no siblings; the same request is.
+    shared = run(target, None, dataclasses.replace(how, rows=2), [*short, Request(prompt, (0, 1), 40)])
+    assert shared[1].rounds < together[1].rounds
+
+
+def test_situations_and_reports_say_what_is(target, drafter, earlier):
+    chooser = Chooser(lambda situation: 6 if situation.live <= 4 else 0)
+    how = decoding(stop_tokens=())
+    wanted = requests(earlier)
+    run(target, drafter, how, wanted, selector=chooser)
+    for _, _, situation in chooser.asked:
+        counts = situation.classes["replay"]
+        assert counts.shape == (2, 4) and counts.sum() == situation.live <= situation.rows
+        assert counts[1].sum() == situation.live  # every prompt was rolled out before
+        assert situation.context >= situation.live
+    lags = [situation.lag for _, _, situation in chooser.asked]
+    assert max(lags) > 5 and lags[-1] <= 2 * 4  # what the draft model has not seen is fed before it drafts
+    for report in chooser.heard:
+        assert report.tokens >= report.live and set(report.evidence) >= {"lookup", "replay"}
+        assert ("model" in report.evidence) == (report.strategy.drafter == "model")
+    ends = [report for report in chooser.heard if report.strategy.drafter == "model" and report.live]
+    hits = sum((evidence := report.evidence["model"]).ranks.size and (evidence.ranks == 0).sum() for report in ends)
+    assert hits == sum(report.accepted for report in ends) > 0
+
+
+def test_rounds_are_timed_only_when_nothing_else_ran(target):
+    """A round's seconds are its own: none at the first, none where rows were admitted."""
+    chooser = Chooser(lambda situation: 0)
+    run(target, None, decoding(strategies=STRATEGIES[:5]), requests(count=8), selector=chooser)
+    assert chooser.heard[0].seconds is None
+    assert all(report.seconds is None or report.seconds > 0 for report in chooser.heard)
+    assert not jnp.isnan(jnp.array([report.seconds or 0.0 for report in chooser.heard])).any()

@@ -1,0 +1,335 @@
+"""The student: what it is made of, what it learns from, and that it drafts; as a run of its own and within one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny_run
+from tiny_run import ROOT, lines
+
+from launch import export
+from rlhf_jax import checks, mesh
+from rlhf_jax.collect import decoding_weights
+from rlhf_jax.config import default
+from rlhf_jax.generation.sampling import Sampling, draw
+from rlhf_jax.model.source import open_source
+from rlhf_jax.model.transformer import forward, init, logits
+from rlhf_jax.training.distill import (
+    Distillation,
+    Lesson,
+    accumulate,
+    completed,
+    distill,
+    forward_kl,
+    student_for,
+    student_of,
+    with_student,
+)
+from rlhf_jax.training.update import Optimizers, UpdateConfig, init_train_state
+from rlhf_jax.types import Rollout
+
+CONFIG = UpdateConfig(micro_rows=2, bucket=8, temperature=0.8, chunk=6, seed=5)
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+DISTILL = {
+    "objective": "distill",
+    "steps": 4,
+    "reward__functions": "()",
+    "evaluation__every": 0,
+    "generation__strategy": "plain",
+    "drafter__layers": 2,
+    "drafter__learning_rate": 3e-3,
+    "training__epochs": 3,
+    "training__minibatches": 2,
+    "checkpoint__every": 2,
+}
+ONLINE = {
+    "deterministic": True,
+    "generation__strategy": "model-chain-2",
+    "generation__history_tokens": 0,
+    "evaluation__every": 0,
+    "drafter__layers": 1,
+    "drafter__learning_rate": 3e-3,
+    "drafter__samples": 4,
+    "checkpoint__every": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return make(jax.random.key(0), dataclasses.replace(tiny_run.CONFIG, num_layers=4))
+
+
+make = jax.jit(init, static_argnums=1)
+
+
+def rollout_of(rows: int, slots: int, vocabulary: int) -> Rollout:
+    """Rows of random tokens, of which the last half of each is the response."""
+    random = np.random.default_rng(0)
+    length = random.integers(slots // 2 + 2, slots + 1, rows).astype(np.int32)
+    place = np.arange(slots)
+    mask = (place >= slots // 2) & (place < length[:, None])
+    tokens = np.where(place < length[:, None], random.integers(0, vocabulary, (rows, slots)), 0).astype(np.int32)
+    return Rollout(tokens, mask, np.zeros(mask.shape, np.float32), length, np.arange(7, 7 + rows, dtype=np.uint32))
+
+
+def lesson_of(policy, rollout: Rollout) -> Lesson:
+    key = jnp.stack([jnp.full(len(rollout.length), 5, jnp.uint32), jnp.asarray(rollout.sample_id)], axis=1)
+    total = jnp.float32(rollout.mask.sum())
+    return Lesson(jnp.asarray(rollout.tokens), jnp.asarray(rollout.mask), key, total, read(policy, rollout.tokens))
+
+
+@jax.jit
+def read(model, tokens):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return forward(model, jnp.asarray(tokens), positions)[0]
+
+
+@jax.jit
+def whole_logits(model, tokens):
+    """[B, T - 1, V] float32 of all places at once, tempered: what the program never holds."""
+    return logits(model, read(model, tokens))[:, :-1] / CONFIG.temperature
+
+
+def test_a_student_has_first_last_and_layers_between(policy):
+    student = student_of(policy, 3)
+    assert student.embed is None and student.head is None and student.config.num_layers == 3
+    np.testing.assert_array_equal(student.layers.query, policy.layers.query[np.array([0, 2, 3])])
+    with pytest.raises(ValueError, match="student of 5 layers cannot be made of 4"):
+        student_of(policy, 5)
+
+
+def test_the_gradient_is_that_of_the_loss_and_of_layers_and_norm_alone(policy):
+    student, rollout = student_of(policy, 2), rollout_of(4, 13, policy.config.vocab_size)
+    found = accumulate(None, student, policy, lesson_of(policy, rollout), config=CONFIG)
+
+    def loss(student):
+        losses = forward_kl(
+            whole_logits(policy, rollout.tokens), whole_logits(completed(student, policy), rollout.tokens)
+        )
+        return jnp.sum(jnp.where(rollout.mask[:, 1:], losses, 0.0)) / np.float32(rollout.mask.sum())
+
+    value, weights = jax.jit(jax.value_and_grad(loss))(student)
+    assert jax.tree.structure(found.weights) == jax.tree.structure(student)
+    assert found.weights.embed is None and found.weights.head is None
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-7), found.weights, weights)
+    assert float(found.metrics["drafter/loss"]) == pytest.approx(float(value), rel=1e-5)
+    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(found.weights))
+
+
+def test_acceptance_is_the_share_of_tokens_that_the_student_draws(policy):
+    """Drawn again from all logits at once; one token more that is the student's own draw counts one more."""
+    student, rollout = student_of(policy, 2), rollout_of(4, 24, policy.config.vocab_size)
+    lesson = lesson_of(policy, rollout)
+    scores = whole_logits(completed(student, policy), rollout.tokens) * CONFIG.temperature
+    positions = jnp.broadcast_to(jnp.arange(1, 24, dtype=jnp.int32), scores.shape[:2])
+    drawing = jax.jit(functools.partial(draw, sampling=Sampling(CONFIG.temperature)))
+    drawn = drawing(scores, lesson.key[:, None], positions).token
+    expected = np.mean((np.asarray(drawn) == rollout.tokens[:, 1:])[rollout.mask[:, 1:]])
+    last = np.flatnonzero(rollout.mask[0])[-1]
+    tokens = rollout.tokens.copy()
+    tokens[0, last] = drawn[0, last - 1]  # nothing after it is read, so it changes no other draw
+    assert tokens[0, last] != rollout.tokens[0, last]
+    for text, share in ((rollout.tokens, expected), (tokens, expected + 1 / rollout.mask.sum())):
+        found = accumulate(None, student, policy, dataclasses.replace(lesson, tokens=jnp.asarray(text)), config=CONFIG)
+        assert float(found.metrics["drafter/acceptance"]) == pytest.approx(share, abs=1e-6)
+
+
+def taught(policy, devices: mesh.Mesh | None, config: UpdateConfig):
+    """The state after one call on eight rows, on the mesh."""
+    optimizers = Optimizers(optax.identity())
+    state = init_train_state(jax.tree.map(jnp.copy, policy), optimizers, devices)
+    optimizer = optax.adam(1e-3)
+    state = with_student(state, state.policy, 2, optimizer, devices)
+    place = jax.device_put if devices is None else functools.partial(mesh.place_rows, mesh=devices)
+    rollout = rollout_of(8, 16, policy.config.vocab_size)
+    return distill(state, rollout, Distillation(optimizer, config, 8), place)
+
+
+def test_the_split_over_devices_and_micro_batches_changes_nothing(policy):
+    config = dataclasses.replace(CONFIG, minibatches=2, epochs=2, micro_rows=4)
+    state, metrics = taught(policy, None, config)
+    other, split = taught(policy, mesh.make_mesh(2, 2, 2), dataclasses.replace(config, chunk=512))
+    assert split == pytest.approx(metrics, rel=1e-3)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), state.drafter, other.drafter)
+    assert state.drafter_version == other.drafter_version == 1
+    assert other.drafter and not other.drafter.layers.gate.sharding.is_fully_replicated
+    np.testing.assert_array_equal(state.policy.layers.query, policy.layers.query)
+
+
+def test_without_a_token_nothing_is_learned(policy):
+    optimizer = optax.adam(1e-3)
+    state = init_train_state(jax.tree.map(jnp.copy, policy), Optimizers(optax.identity()))
+    state = with_student(state, policy, 2, optimizer)
+    rollout = rollout_of(8, 16, policy.config.vocab_size)
+    silent = dataclasses.replace(rollout, mask=np.zeros_like(rollout.mask))
+    after, metrics = distill(state, silent, Distillation(optimizer, CONFIG, 8))
+    assert after is state and metrics["drafter/loss"] == 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_drafts_shares_embedding_and_head_with_the_target(policy, tied):
+    model = policy if tied else make(jax.random.key(1), dataclasses.replace(policy.config, tied=False))
+    devices = mesh.make_mesh(1, 1, 1, jax.devices()[:1])
+    target = decoding_weights(model, jnp.bfloat16, devices)
+    drafter = student_for(target, student_of(model, 2), devices)
+    assert drafter is not None
+    assert drafter.embed is target.embed and drafter.head is target.head
+    assert [layer.query.dtype for layer in drafter.layers] == [jnp.bfloat16] * 2
+    assert student_for(target, None) is None and student_for(target, target) is target
+
+
+# Runs
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distill")
+    tiny_run.make_model(folder / "tiny", num_layers=4)
+    tiny_run.make_files(folder)
+    return folder
+
+
+def run(place, name: str, **changes) -> tuple[list[dict], str]:
+    """The metrics of a run in the workdir `name`, in a process with one device, and what it printed."""
+    options = {"workdir": place / name, "compilation_cache": place / "programs", **changes}
+    command = [
+        sys.executable,
+        str(ROOT / "launch" / "train.py"),
+        *tiny_run.arguments(place, place / "tiny", **options)[1:],
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return lines(place / name / "metrics.jsonl"), done.stdout
+
+
+@pytest.fixture(scope="module")
+def distilled(place):
+    return run(place, "distilled", **DISTILL)[0]
+
+
+def test_a_distilled_student_predicts_more(distilled):
+    assert [line["step"] for line in distilled] == [0, 1, 2, 3]
+    assert distilled[-1]["drafter/loss"] < 0.5 * distilled[0]["drafter/loss"]
+    assert distilled[-1]["drafter/acceptance"] > distilled[0]["drafter/acceptance"]
+
+
+@pytest.mark.slow
+def test_it_is_a_model_that_drafts(place, distilled):
+    """Frozen, in a run with the same noise as plain decoding: the text stays, and drafts are accepted."""
+    assert open_source(place / "distilled" / "drafter").config.num_layers == 2
+    common = {"steps": 1, "evaluation__every": 0, "generation__history_tokens": 0}
+    run(place, "plain", **common, generation__strategy="plain")
+    drafter = place / "distilled" / "drafter"
+    (line,), _ = run(place, "drafted", **common, generation__strategy="model-chain-2", drafter__path=drafter)
+    texts = [(place / name / "samples.jsonl").read_bytes() for name in ("plain", "drafted")]
+    assert texts[0] == texts[1]
+    assert line["generation/acceptance"] > 0.4
+    assert (line["drafter/version"], line["drafter/policy_step"], line["drafter/behind"]) == (0, 0, 1)
+
+
+@pytest.mark.slow
+def test_a_student_made_before_goes_on(place, distilled):
+    """Begun from the folder, it knows what it had learned."""
+    changes = DISTILL | {"steps": 1, "drafter__path": place / "distilled" / "drafter", "checkpoint__every": 0}
+    (line,), _ = run(place, "further", **changes)
+    assert line["drafter/loss"] < 0.5 * distilled[0]["drafter/loss"]
+
+
+def leaves_of(workdir, step: int) -> dict:
+    """The fingerprints of a checkpoint's arrays, by name."""
+    (document,) = (workdir / "checkpoints" / str(step)).rglob("document.json")
+    return json.loads(document.read_text())["leaves"]
+
+
+@pytest.mark.slow
+def test_a_student_is_kept_current_and_goes_on_bit_for_bit(place):
+    whole, said = run(place, "whole", **ONLINE, steps=3)
+    run(place, "halves", **ONLINE, steps=1)
+    halves, resumed = run(place, "halves", **ONLINE, steps=3)
+    assert "kept current" in said and "Going on from step 1" in resumed
+    assert [line["drafter/version"] for line in whole] == [1, 2, 3]
+    assert [line["drafter/policy_step"] for line in whole] == [1, 2, 3]
+    assert all(line["drafter/behind"] == 0 and line["drafter/seconds"] > 0 for line in whole)
+    found, expected = (leaves_of(place / name, 3) for name in ("halves", "whole"))
+    assert {name.split(".")[0] for name in found} >= {"drafter", "drafter_optimizer", "drafter_version"}
+    assert found == expected
+    for one, other in zip(halves, whole, strict=True):
+        assert all(one[name] == other[name] for name in whole[0] if "second" not in name)
+    assert export.main(["export.py", str(place / "whole"), "--step", "2", "--drafter"]) == 0
+    assert open_source(place / "whole" / "drafter-2").config.num_layers == 1
+    assert open_source(place / "whole" / "drafter").config.num_layers == 1
+
+
+# What is refused
+
+
+def configured(**changes):
+    """A config that is valid but for the changes; the files are not looked at."""
+    config = default()
+    config.update(workdir="here")
+    config.model.path, config.data.train = "there", __file__
+    config.reward.functions = ("configs/rewards/arithmetic.py:gsm8k",)
+    with config.unlocked():
+        for name, value in changes.items():
+            section, _, key = name.rpartition("__")
+            (config[section] if section else config)[key] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"objective": "both"}, "objective is 'both'; it must be one of reward, distill"),
+        ({"objective": "distill"}, "drafter.layers is 0; it must be above 0"),
+        ({"drafter__learning_rate": 1e-4}, "only a student is kept current: set drafter.layers, or 0"),
+        ({"drafter__layers": -1}, "drafter.layers is -1; it must be 0 or above"),
+        ({"drafter__samples": 0}, "drafter.samples is 0; it must be above 0"),
+        (
+            {"objective": "distill", "drafter__layers": 2, "drafter__learning_rate": 1e-3},
+            "trains a drafter and earns no reward: clear reward.functions",
+        ),
+        (
+            {"generation__strategy": "model-chain-2"},
+            "drafts with a model; give drafter.path or drafter.layers",
+        ),
+        (
+            {"generation__strategy": "model-chain-2", "drafter__layers": 2, "drafter__learning_rate": 1e-3}
+            | {"drafter__samples": 40},
+            "drafter.samples is 40, but a step has 32",
+        ),
+        (
+            {"generation__strategy": "model-chain-2", "drafter__layers": 2, "drafter__learning_rate": 1e-3}
+            | {"drafter__samples": 12},
+            "12 rows of drafter.samples cannot be split evenly by training.microbatch_rows = 8",
+        ),
+    ],
+)
+def test_a_student_that_cannot_be_is_one_sentence(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        checks.validate(configured(**changes), 1)
+
+
+@pytest.mark.parametrize(
+    "layers, path, sentence",
+    [
+        (5, {}, "drafter.layers is 5, but the model has 4 layers"),
+        (2, {"width": 64}, "no student of 2 layers of this model: its width is 64, not 32"),
+        (2, {"num_layers": 3}, "its num_layers is 3, not 2"),
+        (2, {"vocab_size": 99}, "its vocab_size is 99, not 320"),
+    ],
+)
+def test_a_path_that_holds_another_model_is_one_sentence(layers, path, sentence, policy):
+    config = configured(objective="distill", drafter__layers=layers)
+    other = dataclasses.replace(policy.config, **({"num_layers": layers} | path))
+    with pytest.raises(ValueError, match=sentence):
+        checks.validate_student(config, policy.config, other)

@@ -1,0 +1,416 @@
+"""The selector against simulated machines and drafters whose costs and acceptance are known."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import json
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from rlhf_jax.checkpoint import document
+from rlhf_jax.generation import tree as trees
+from rlhf_jax.generation.samples import RoundReport
+from rlhf_jax.generation.strategy import cost
+from rlhf_jax.generation.strategy import menu as menus
+from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Evidence
+from rlhf_jax.generation.strategy.select import Selector, Situation, select
+from rlhf_jax.types import Strategy
+
+READING = cost.Machine(  # a GPU: few rows wait for the weights to be read
+    cost.Roofline(8e-3, 4e-8, 2.5e-5, 1e-10, 2e-5, 1e-3), cost.Roofline(6e-4, 8e-9, 3e-6, 2e-11, 4e-6, 2e-4), 1e-4
+)
+COMPUTING = cost.Machine(  # a CPU: every verified token costs
+    cost.Roofline(4e-3, 1e-6, 5e-3, 1e-8, 5e-4, 2e-3), cost.Roofline(2e-3, 2e-7, 7e-4, 2e-9, 1e-4, 5e-4), 1e-4
+)
+CLASS = 2  # the confidence of every simulated draft
+
+
+def rates(first: float, ratio: float = 0.3) -> np.ndarray:
+    """[DEPTHS, RANKS] the same at every depth."""
+    return np.tile(first * min(ratio, 1 - first) ** np.arange(RANKS), (DEPTHS, 1))
+
+
+def draw_ranks(truth: np.ndarray, rows: int, rng: np.random.Generator) -> np.ndarray:
+    """[rows, 32] the rank of the true token at each depth; -1: none."""
+    depth = np.minimum(np.arange(32), DEPTHS - 1)
+    edges = np.cumsum(truth[depth], axis=-1)
+    rank = (rng.random((rows, 32, 1)) > edges).sum(axis=-1)
+    return np.where(rank < RANKS, rank, -1)
+
+
+def walk(strategy: Strategy, rank: np.ndarray) -> tuple[int, list[int]]:
+    """(drafts of the strategy that a row accepts, siblings offered at each depth until it fell)."""
+    node, offered = 0, []
+    while below := trees.children(strategy, node):
+        offered.append(len(below))
+        if not 0 <= rank[len(offered) - 1] < len(below):
+            return len(offered) - 1, offered
+        node = below[rank[len(offered) - 1]]
+    return len(offered), offered
+
+
+def live_evidence(strategy: Strategy, drawn: np.ndarray) -> Evidence:
+    """What a model's own round shows: each depth while rank 0 was right before."""
+    ranks, offered = np.full((len(drawn), DEPTHS), -1), np.zeros((len(drawn), DEPTHS), int)
+    for row, rank in enumerate(drawn):
+        for depth, count in enumerate(walk(strategy, rank)[1][:DEPTHS]):
+            ranks[row, depth] = rank[depth] if rank[depth] < count else -1
+            offered[row, depth] = min(count, RANKS)
+            if rank[depth] != 0:
+                break
+    return evidence(ranks, offered)
+
+
+def scored(truth: np.ndarray, rows: int, rng: np.random.Generator) -> Evidence:
+    """What looking back, or a teacher-forced pass, shows of `rows` drafts: all ranks of each depth."""
+    ranks = draw_ranks(truth, rows, rng)[:, :DEPTHS]
+    before = np.cumprod(np.pad(ranks[:, :-1] == 0, ((0, 0), (1, 0)), constant_values=True), axis=1)
+    return evidence(np.where(before, ranks, -1), RANKS * before)
+
+
+def evidence(ranks: np.ndarray, offered: np.ndarray) -> Evidence:
+    return Evidence(np.zeros(len(ranks), bool), np.full(len(ranks), CLASS), ranks, offered)
+
+
+@dataclasses.dataclass
+class World:
+    """A machine and what its drafters are worth; rounds arrive one behind, as in the engine."""
+
+    machine: cost.Machine
+    truth: dict[str, np.ndarray]
+    noise: float = 0.03
+    rng: np.random.Generator = dataclasses.field(default_factory=lambda: np.random.default_rng(1))
+    ready: Callable[[Strategy], bool] = lambda strategy: True
+    length: float = 200.0
+    lag: int = 0
+    seconds: float = 0.0  # true ones, of the rounds taken
+    ideal: float = 0.0  # of the best strategy for as many expected tokens
+    taken: list = dataclasses.field(default_factory=list)
+    probes: int = 0
+    flight: collections.deque = dataclasses.field(default_factory=collections.deque)
+
+    def situation(self, live: int) -> Situation:
+        counts = np.zeros((2, CLASSES))
+        counts[0, CLASS] = live
+        bucket = 1 << (live - 1).bit_length()
+        classes = dict.fromkeys(self.truth, counts)
+        return Situation(bucket, live, self.length * live, self.lag, classes, self.ready)
+
+    def true_rates(self, menu: menus.Menu, at: Situation) -> tuple[np.ndarray, np.ndarray]:
+        """[S] expected tokens a row and true seconds."""
+        tokens = np.ones(len(menu.strategies))
+        for drafter, paths in menu.paths.items():
+            tokens[paths.columns] += menus.expected_drafts(paths, self.truth[drafter])
+        truth = cost.Costs(self.machine, self.machine)
+        return tokens, cost.seconds(truth, menu.nodes, menu.steps, menu.fed, at.rows, at.context, 0)
+
+    def round(self, selector: Selector, live: int) -> np.ndarray:
+        """[live] tokens of one round that the selector chooses."""
+        at = self.situation(live)
+        choice = selector.choose(at)
+        if len(self.flight) == 1:
+            selector.arrived(self.flight.popleft())
+        strategy = choice.strategy
+        drafter = strategy.drafter
+        drawn = draw_ranks(self.truth.get(drafter, rates(0.0)), live, self.rng)
+        accepted = np.array([walk(strategy, rank)[0] for rank in drawn])
+        shown = {name: scored(self.truth[name], live, self.rng) for name in self.truth if name != "model"}
+        if drafter == "model":
+            shown["model"] = live_evidence(strategy, drawn)
+        tokens, seconds = self.true_rates(selector.menu, at)
+        i = selector.menu.strategies.index(strategy)
+        self.seconds += seconds[i]
+        self.ideal += tokens[i] / (tokens / seconds).max()
+        self.taken.append(strategy)
+        self.probes += choice.reason == "probe"
+        timed = float(seconds[i] * np.exp(self.noise * self.rng.standard_normal()))
+        total, drafts = int(accepted.sum()), live * len(strategy.parents)
+        figures = (at.rows, live, total + live, total, drafts, round(at.context), self.lag, timed)
+        self.flight.append(RoundReport(strategy, *figures, shown))
+        return accepted + 1
+
+    def rounds(self, selector: Selector, live: int, count: int) -> list[Strategy]:
+        for _ in range(count):
+            self.round(selector, live)
+        return self.taken[-count:]
+
+    def drain(self, selector: Selector, samples: int = 64) -> float:
+        """The seconds that the oracle would have needed over those taken, until every sample has ended."""
+        left = np.minimum(self.rng.lognormal(5.0, 0.6, samples), 600)
+        while len(left):
+            left = left - self.round(selector, len(left))
+            left = left[left > 0]
+        return self.ideal / self.seconds
+
+
+def scaled(machine: cost.Machine, factor: float) -> cost.Costs:
+    """Costs whose prior is wrong: computing is `factor` times as dear as in truth, reading as cheap."""
+
+    def wrong(line: cost.Roofline) -> cost.Roofline:
+        return line._replace(compute=line.compute * factor, read=line.read / factor)
+
+    assert machine.drafter is not None
+    machine = cost.Machine(wrong(machine.target), wrong(machine.drafter), machine.look)
+    return cost.Costs(machine, machine)
+
+
+def selector(world: World, **options) -> Selector:
+    return Selector(menus.adaptive(world.truth), scaled(world.machine, 1.3), **options)
+
+
+def teach(chooser: Selector, truth: np.ndarray, rows: int = 1000) -> None:
+    chooser.taught("model", scored(truth, rows, np.random.default_rng(5)))
+
+
+@pytest.mark.parametrize(
+    "machine, lookup, model",
+    [(READING, 0.3, 0.7), (READING, 0.85, 0.5), (READING, 0.02, 0.9), (COMPUTING, 0.3, 0.7), (COMPUTING, 0.02, 0.3)],
+)
+def test_drains_are_within_three_per_cent_of_the_oracle(machine, lookup, model):
+    """Two drains of 64 rows to one, the first with costs that nobody has measured."""
+    world = World(machine, {"lookup": rates(lookup), "model": rates(model)})
+    chooser = selector(world)
+    teach(chooser, world.truth["model"])
+    first = world.drain(chooser)
+    chooser.stage_ended()
+    both = world.drain(chooser)
+    assert first >= 0.96 and both >= 0.97
+
+
+@pytest.mark.parametrize("live", [1, 8, 64])
+@pytest.mark.parametrize("drafter", ["lookup", "model"])
+def test_a_drafter_that_fails_suddenly_is_off_within_twenty_rounds(live, drafter):
+    world = World(READING, {drafter: rates(0.7)})
+    chooser = selector(world)
+    chooser.taught(drafter, scored(rates(0.7), 1000, world.rng))
+    assert world.rounds(chooser, live, 40)[-1].drafter == drafter
+    world.truth = {drafter: rates(0.0)}
+    world.rounds(chooser, live, 20)
+    world.probes = 0
+    after = world.rounds(chooser, live, 40)
+    assert sum(one != trees.PLAIN for one in after) == world.probes <= 8
+    assert chooser.metrics()["strategy/probe_share"] <= 0.01
+
+
+def test_the_other_drafter_takes_over_from_one_that_fails():
+    world = World(READING, {"lookup": rates(0.5), "model": rates(0.8)})
+    chooser = selector(world)
+    teach(chooser, world.truth["model"])
+    assert world.rounds(chooser, 8, 40)[-1].drafter == "model"
+    world.truth = world.truth | {"model": rates(0.0)}
+    assert all(one.drafter == "lookup" for one in world.rounds(chooser, 8, 30)[20:])
+
+
+def test_a_model_that_recovers_is_on_again_once_taught():
+    world = World(READING, {"model": rates(0.0)})
+    chooser = selector(world)
+    teach(chooser, world.truth["model"])
+    assert set(world.rounds(chooser, 8, 30)) == {trees.PLAIN}
+    world.truth = {"model": rates(0.7)}
+    chooser.stage_ended(kept=0.5)
+    teach(chooser, world.truth["model"])
+    assert all(one.drafter == "model" for one in world.rounds(chooser, 8, 5))
+
+
+def test_a_model_that_recovers_unseen_is_found_by_a_probe():
+    """Nobody has the model read finished text: live rounds are all that is known of it."""
+    world = World(READING, {"model": rates(0.0)})
+    chooser = selector(world)
+    assert world.rounds(chooser, 4, 60)[-1] == trees.PLAIN
+    world.truth = {"model": rates(0.8)}
+    assert world.rounds(chooser, 4, 600)[-1].drafter == "model"
+
+
+def test_a_model_that_has_read_finished_text_is_not_probed():
+    world = World(COMPUTING, {"model": rates(0.02)})
+    chooser = selector(world)
+    teach(chooser, world.truth["model"])
+    assert set(world.rounds(chooser, 8, 600)) == {trees.PLAIN}
+
+
+def test_lookup_is_known_from_plain_rounds():
+    """Every round but the last is forced to be plain: what looking back shows is all that is known."""
+    world = World(READING, {"lookup": rates(0.0)})
+    chooser = selector(world)
+    world.rounds(chooser, 8, 50)
+    assert world.taken[-1] == trees.PLAIN
+    world.truth, world.ready = {"lookup": rates(0.8)}, lambda strategy: strategy == trees.PLAIN
+    assert set(world.rounds(chooser, 8, 20)) == {trees.PLAIN}
+    world.ready = lambda strategy: True
+    assert world.rounds(chooser, 8, 1)[-1].drafter == "lookup"
+
+
+def test_a_useless_drafter_costs_less_than_one_per_cent_where_computing_is_dear():
+    for live in (1, 8, 64):
+        world = World(COMPUTING, {"lookup": rates(0.02), "model": rates(0.02)})
+        chooser = selector(world)
+        teach(chooser, world.truth["model"])
+        taken = world.rounds(chooser, live, 300)
+        assert taken.count(trees.PLAIN) >= 285
+        assert world.ideal / world.seconds > 0.99
+        assert chooser.metrics()["strategy/probe_share"] <= 0.01
+
+
+def test_what_is_not_ready_is_wished_for_and_never_chosen():
+    world = World(READING, {"model": rates(0.8)})
+    chooser = selector(world)
+    teach(chooser, world.truth["model"])
+    wanted = chooser.choose(world.situation(8)).strategy
+    world.ready = lambda strategy: strategy != wanted
+    choice = chooser.choose(world.situation(8))
+    assert choice.strategy != wanted and choice.strategy.drafter == "model"
+    world.ready = lambda strategy: strategy == trees.PLAIN
+    choice = chooser.choose(world.situation(8))
+    assert (choice.strategy, choice.wish) == (trees.PLAIN, wanted)
+    assert f"{trees.name_of(wanted)} would be better" in choice.why
+    assert set(world.rounds(chooser, 8, 20)) == {trees.PLAIN}
+
+
+def test_a_fixed_strategy_is_chosen_and_wished_for_until_it_is_ready():
+    strategy = trees.parse("model-tree-2x2")
+    chooser = Selector(menus.parse("model-tree-2x2", ["model"]), scaled(READING, 1.0))
+    world = World(READING, {"model": rates(0.1)}, ready=lambda strategy: False)
+    choice = chooser.choose(world.situation(4))
+    assert (choice.strategy, choice.wish) == (strategy, strategy)
+    world.ready = lambda strategy: True
+    assert set(world.rounds(chooser, 4, 20)) == {strategy}
+    chooser.stage_ended()
+    assert chooser.menu.strategies == (strategy,)
+
+
+def test_a_long_catch_up_is_spread_and_does_not_shut_the_model_out():
+    world = World(READING, {"model": rates(0.8)})
+    chooser = selector(world)
+    teach(chooser, world.truth["model"])
+    world.lag = 64
+    choice = chooser.choose(world.situation(1))
+    assert choice.strategy.drafter == "model"
+    chooser = selector(world)
+    teach(chooser, world.truth["model"])
+    world.lag = 0
+    assert choice.seconds > chooser.choose(world.situation(1)).seconds + 64 / 8 * 5e-4
+
+
+def test_select_holds_on_to_the_current_one_but_returns_to_plain_at_once():
+    menu = menus.build([trees.PLAIN, trees.parse("model-chain-2"), trees.parse("model-chain-4")])
+    one, two = menu.strategies[1:]
+
+    def chosen(rate: list[float], current: Strategy | None) -> Strategy:
+        index, _, _ = select(menu, np.array(rate), np.ones(3), lambda strategy: True, current)
+        return menu.strategies[index]
+
+    assert chosen([1.0, 1.2, 1.21], None) == two
+    assert chosen([1.0, 1.2, 1.21], one) == one
+    assert chosen([1.0, 1.2, 1.25], one) == two
+    assert chosen([1.0, 0.99, 0.9], one) == trees.PLAIN
+    assert chosen([1.0, 1.015, 0.9], trees.PLAIN) == trees.PLAIN
+    assert chosen([1.0, 1.04, 0.9], trees.PLAIN) == one
+
+
+def test_trees_join_between_stages_where_they_are_better_and_stay():
+    world = World(READING, {"model": rates(0.5, 0.6)})
+    chooser = selector(world)
+    teach(chooser, world.truth["model"])
+    before = chooser.menu.strategies
+    world.rounds(chooser, 4, 20)
+    assert chooser.menu.strategies == before
+    chooser.stage_ended()
+    found = set(chooser.menu.strategies) - set(before)
+    assert {len(one.parents) for one in found} == {4, 8, 16}
+    assert world.rounds(chooser, 4, 20)[-1] in found
+    chooser.stage_ended()
+    assert set(chooser.menu.strategies) - set(before) == found
+
+
+def test_frozen_costs_never_move_and_other_times_change_nothing():
+    def choices(noise: float) -> list[Strategy]:
+        world = World(READING, {"lookup": rates(0.3), "model": rates(0.6)}, noise=noise)
+        chooser = selector(world, frozen_costs=True)
+        teach(chooser, world.truth["model"])
+        world.rng.standard_normal()
+        return world.rounds(chooser, 8, 40)
+
+    assert choices(0.0) == choices(2.0)
+
+
+def test_a_restored_selector_chooses_as_the_one_that_was_saved():
+    world = World(READING, {"lookup": rates(0.3), "model": rates(0.6)})
+    chooser = selector(world)
+    teach(chooser, world.truth["model"])
+    world.drain(chooser, samples=16)
+    chooser.stage_ended(kept=0.7)
+    saved = json.loads(json.dumps(document.make(selector=chooser.state())), object_hook=document._decoded)
+    other = selector(World(READING, world.truth))
+    other.restore(saved["selector"])
+    twins = World(READING, world.truth), World(READING, world.truth)
+    assert twins[0].rounds(chooser, 8, 60) == twins[1].rounds(other, 8, 60)
+    assert json.dumps(document.make(selector=chooser.state())) == json.dumps(document.make(selector=other.state()))
+
+
+def test_restored_costs_stay_for_the_same_models_and_machine_alone():
+    world = World(READING, {"model": rates(0.6)})
+    chooser = selector(world)
+    world.rounds(chooser, 8, 20)
+    chooser.stage_ended()
+    for factor, kept in ((1.3, True), (2.0, False)):
+        other, own = selector(world), scaled(READING, factor)
+        other.restore(chooser.state())
+        other.begin(own)
+        assert (other.costs is own) != kept
+        assert bool(other.costs.cells) == bool(other.timed) == kept
+
+
+def test_what_is_known_of_a_drafter_that_is_gone_is_dropped():
+    world = World(READING, {"lookup": rates(0.3), "model": rates(0.6, 0.6)})
+    chooser = selector(world)
+    teach(chooser, world.truth["model"])
+    world.rounds(chooser, 4, 30)
+    chooser.stage_ended()
+    fewer = World(READING, {"lookup": rates(0.3)})
+    other = selector(fewer)
+    other.restore(chooser.state())
+    assert {one.drafter for one in fewer.rounds(other, 4, 10)} <= {"none", "lookup"}
+
+
+def test_the_table_and_the_metrics_say_what_was_chosen_and_what_it_gave():
+    world = World(READING, {"lookup": rates(0.3), "model": rates(0.7)}, noise=0.0)
+    chooser = selector(world)
+    teach(chooser, world.truth["model"])
+    taken = world.rounds(chooser, 8, 100)
+    table = {row["strategy"]: row for row in chooser.table(world.situation(8))}
+    assert set(table) == {trees.name_of(one) for one in chooser.menu.strategies}
+    assert sum(row["rounds"] for row in table.values()) == 99  # the last one has not arrived
+    most = table[trees.name_of(collections.Counter(taken).most_common(1)[0][0])]
+    assert most["realised_tokens_per_second"] == pytest.approx(most["tokens_per_second"], rel=0.1)
+    metrics = chooser.metrics()
+    shares = [metrics[f"strategy/share_{name}"] for name in ("none", "lookup", "model")]
+    assert sum(shares) == pytest.approx(1.0) and shares[2] == max(shares)
+    assert metrics["strategy/acceptance_model"] == pytest.approx(0.7, abs=0.1)
+    assert metrics["strategy/predicted_tokens_per_second"] == pytest.approx(
+        metrics["strategy/tokens_per_second"], rel=0.1
+    )
+    switches = sum(one != other for one, other in itertools.pairwise(taken))
+    assert metrics["strategy/switches"] == switches
+
+
+def test_a_choice_among_sixty_takes_less_than_200_microseconds():
+    world = World(READING, {"lookup": rates(0.5), "replay": rates(0.4), "model": rates(0.6, 0.6)})
+    broad = [
+        Strategy(menus.best_tree(rates(0.5, 0.8), size), name) for name in ("lookup", "model") for size in range(3, 20)
+    ]
+    menu = menus.build([*menus.adaptive(world.truth).strategies, *broad])
+    chooser = Selector(menu, scaled(READING, 1.3))
+    teach(chooser, world.truth["model"])
+    world.rounds(chooser, 16, 50)
+    assert len(chooser.menu.strategies) >= 60
+    at, taken = world.situation(16), []
+    for _ in range(300):
+        start = time.thread_time()
+        chooser.choose(at)
+        taken.append(time.thread_time() - start)
+    assert np.median(taken) < 200e-6
