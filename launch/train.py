@@ -240,7 +240,7 @@ def make_evaluation(setting: Setting, remembered: Memory, stack: contextlib.Exit
         evaluate,
         prompts=run.held_out,
         measures=measures,
-        remembered=remembered.evaluation,
+        memory=remembered,
         decoding=decoding,
         samples_per_prompt=asked.samples_per_prompt,
         stages=stages,

@@ -27,7 +27,7 @@ from rlhf_jax.generation.strategy.acceptance import Evidence
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.rewards import Answer, Scorer
 from rlhf_jax.model.transformer import cast, unstack
-from rlhf_jax.stages import Drafting, Learned, Memory, Observer, Stages
+from rlhf_jax.stages import Learned, Memory, Observer, Stages
 from rlhf_jax.training.batching import signal
 from rlhf_jax.training.distill import student_for
 from rlhf_jax.types import Model
@@ -166,7 +166,7 @@ def evaluate(
     drafter: Model | None,
     prompts: Prompts,
     measures: Mapping[str, Scorer],
-    remembered: Drafting,
+    memory: Memory,
     decoding: Decoding,
     samples_per_prompt: int,
     stages: Stages,
@@ -178,21 +178,19 @@ def evaluate(
     of the one before is the draft of this one. Samples that a measure failed on are left out of its mean, and counted.
     """
     observe("evaluation", None)
-    wanted = requests(prompts.tokens, samples_per_prompt, stages.max_new_tokens, 0, remembered.history)
+    wanted = requests(prompts.tokens, samples_per_prompt, stages.max_new_tokens, 0, memory.evaluation.history)
     target = decoding_weights(policy, stages.dtype, stages.mesh)
     drafter = student_for(target, drafter, stages.mesh)
-    learned, start = Learned(Tally(), copy.deepcopy(remembered.selector)), time.perf_counter()
+    learned = Learned(Tally(), copy.deepcopy(memory.evaluation.selector))
     counting = _counting(learned.tally, observe, "evaluation")
     samples = roll_out(target, drafter, wanted, decoding, stages, learned.selector, counting)
-    seconds = time.perf_counter() - start
-    remembered.add(samples, learn(learned, drafter, samples, stages, decoding))
+    memory.evaluated = samples, learn(learned, drafter, samples, stages, decoding)
     answers = answered(samples, prompts, np.repeat(np.arange(len(prompts)), samples_per_prompt), stages.tokenizer)
     scores = {name: measure(answers).values for name, measure in measures.items()}
     means = {f"eval/{name}": float(np.nanmean(values)) for name, values in scores.items() if np.isfinite(values).any()}
     failed = {f"eval/{name}/failed": int(np.isnan(values).sum()) for name, values in scores.items()}
     means |= {name: count for name, count in failed.items() if count}
-    figures = learned.tally.metrics(seconds)
-    means |= {f"eval/{name}": figures[name] for name in ("generation/seconds", "generation/tokens_per_round")}
+    means["eval/generation/tokens_per_round"] = learned.tally.metrics(0.0)["generation/tokens_per_round"]
     return means, Collected(samples, answers, next(iter(scores.values()))).table()
 
 

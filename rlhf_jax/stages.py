@@ -108,6 +108,7 @@ class Memory:
     kl_start: float  # the KL coefficient that the config asks for
     kl_coefficient: float  # what it is now
     taught: int = 0  # updates of the policy when the drafter last learned from it
+    evaluated: tuple[Sequence[Sample], Learned] | None = None  # since the last step: with the next one it is remembered
 
     def selectors(self) -> list[Selector]:
         """Those that choose strategies: none where the strategy is fixed."""
@@ -136,4 +137,7 @@ class Memory:
     def remember(self, samples: Iterable[Sample], learned: Learned, kl_coefficient: float) -> None:
         """Take in a finished step."""
         self.drafting.add(samples, learned)
+        if self.evaluated is not None:  # until now a resumed run would have evaluated again
+            self.evaluation.add(*self.evaluated)
+            self.evaluated = None
         self.kl_coefficient = kl_coefficient

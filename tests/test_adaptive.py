@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.programs import Ahead
 from rlhf_jax.generation.samples import Decoding, Request
 from rlhf_jax.generation.sampling import Sampling
-from rlhf_jax.generation.strategy.select import Choice
+from rlhf_jax.generation.strategy.select import Choice, Situation
 from rlhf_jax.mesh import make_mesh, model_shardings
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.types import ModelConfig
@@ -40,7 +41,7 @@ STOP = 7
 class Chooser:
     """Chooses as told, whatever it hears, and keeps what it hears."""
 
-    pick: object  # of the situation, an index into STRATEGIES
+    pick: Callable[[Situation], int]  # an index into STRATEGIES
     heard: list = dataclasses.field(default_factory=list)
     asked: list = dataclasses.field(default_factory=list)
 
@@ -110,7 +111,7 @@ def test_text_is_plain_text_when_every_round_drafts_otherwise(target, drafter, e
     wanted = requests(earlier)
     plain = run(target, None, decoding(strategies=STRATEGIES[:1], sampling=sampling), wanted)
     rng = np.random.default_rng(2)
-    chooser = Chooser(lambda situation: rng.integers(len(STRATEGIES)))
+    chooser = Chooser(lambda situation: int(rng.integers(len(STRATEGIES))))
     how = decoding(sampling=sampling)
     found = run(target, drafter, how, wanted, selector=chooser)
     assert_equal(target, found, plain, how)
@@ -137,9 +138,8 @@ def test_a_changed_policy_replays_most_of_its_earlier_text(target, earlier):
 def test_a_switch_compiles_nothing(target, drafter, meshed, compilations):
     """What is not compiled is not used; when it is, a whole run with all switches compiles nothing more."""
     mesh = make_mesh(1, -1, 1, jax.devices()[:2]) if meshed else None
-    models = target, drafter
     if mesh is not None:
-        models = tuple(jax.device_put(m, model_shardings(m, mesh, "generation")) for m in models)
+        target, drafter = (jax.device_put(m, model_shardings(m, mesh, "generation")) for m in (target, drafter))
     how, ahead = decoding(slots=72, fewest_rows=8, history=0), Ahead()
     turns = [0, 2, 5, 6]
 
@@ -148,14 +148,14 @@ def test_a_switch_compiles_nothing(target, drafter, meshed, compilations):
         return made
 
     first, again = chooser(), chooser()
-    run(*models, how, requests(), mesh=mesh, selector=first, ahead=ahead)
+    run(target, drafter, how, requests(), mesh=mesh, selector=first, ahead=ahead)
     assert not all(ready for _, ready, _ in first.asked)
     deadline = time.monotonic() + 120
     while not all(ahead.ready(STRATEGIES[turn], 8, how) for turn in turns):
         assert time.monotonic() < deadline, "never compiled"
         time.sleep(0.05)
     with compilations() as seen:
-        run(*models, how, requests(), mesh=mesh, selector=again, ahead=ahead)
+        run(target, drafter, how, requests(), mesh=mesh, selector=again, ahead=ahead)
     ahead.close()
     assert not seen
     assert all(ready for _, ready, _ in again.asked) and len(again.asked) > 2 * len(turns)

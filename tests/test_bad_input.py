@@ -432,7 +432,7 @@ def test_a_device_that_fails_is_one_sentence(place, monkeypatch, capsys):
     def fail(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 byte.\nAllocations:\n...")
 
-    monkeypatch.setattr(PROGRAMS["train"].__globals__["rlhf"], "step", fail)
+    monkeypatch.setitem(PROGRAMS["train"].__globals__["STEPS"], "reward", fail)
     assert PROGRAMS["train"](command(place, {})) == 1
     check_sentence(capsys.readouterr().err, "lower training.microbatch_rows")
 
