@@ -140,7 +140,9 @@ def loop(setting: Setting, state: TrainState, remembered: Memory, evaluate: Eval
         )
         raise
     except Exception:
-        if not state.policy.norm.is_deleted():  # else an update has begun, and used the state up
+        if not any(
+            leaf.is_deleted() for leaf in jax.tree.leaves(state)
+        ):  # else an update has begun, and used the state up
             with contextlib.suppress(OSError):  # the first error is the one to be told
                 save(setting, state, remembered)
         raise

@@ -192,10 +192,10 @@ def make_stages(run: Run, optimizers: Optimizers, stack: contextlib.ExitStack, o
 
 
 def _ahead(config: Config, stack: contextlib.ExitStack) -> Ahead | None:
-    """Compiles adaptive strategies; a run that shall repeat itself waits for it."""
-    if not drafting.adaptive(config):
+    """Compiles adaptive strategies. A run that is to repeat itself does without: what is ready depends on the clock."""
+    if config.deterministic or not drafting.adaptive(config):
         return None
-    ahead = Ahead(wait=config.deterministic)
+    ahead = Ahead()
     stack.callback(ahead.close)
     return ahead
 

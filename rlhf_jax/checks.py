@@ -188,6 +188,11 @@ def _check_generation(config: Config) -> None:
         " generation.repeated_noise to 0 and no 'replay-*' strategy, or acceptance 'replayable'.",
     )
     _require(
+        not generation.repeated_noise or drafting.drafts_by(config, "replay"),
+        f"generation.repeated_noise is {generation.repeated_noise}, but generation.strategy {generation.strategy!r}"
+        " replays nothing: choose 'adaptive' or a 'replay-*' strategy, or set 0.",
+    )
+    _require(
         generation.repeated_noise <= generation.samples_per_prompt,
         f"generation.repeated_noise is {generation.repeated_noise} of {generation.samples_per_prompt} samples of a"
         " prompt; lower it.",
@@ -207,6 +212,11 @@ def _check_drafter(config: Config) -> None:
         drafter.layers > 0 or not drafter.learning_rate,
         f"drafter.learning_rate is {drafter.learning_rate}, but only a student is kept current: set drafter.layers, or"
         " 0.",
+    )
+    _require(
+        drafts(config) or not drafter.learning_rate,
+        f"drafter.learning_rate is {drafter.learning_rate}, but generation.strategy {generation.strategy!r} has no use"
+        " for a student: choose 'adaptive' or a 'model-*' strategy, or set 0.",
     )
     samples = generation.prompts_per_step * generation.samples_per_prompt
     _require(

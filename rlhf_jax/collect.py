@@ -19,6 +19,7 @@ from rlhf_jax.config import ModelConfigs
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.experience import bound
+from rlhf_jax.generation.board import shared
 from rlhf_jax.generation.drafters import teacher
 from rlhf_jax.generation.engine import generate, warm_up
 from rlhf_jax.generation.rollout import Tally, as_rollout, requests
@@ -39,7 +40,7 @@ SPARED = 16  # and of so many one: far less than it saves
 
 @dataclasses.dataclass(frozen=True)
 class Collected:
-    """Finished samples in the order of their ids, as answers, and what they earned."""
+    """Finished samples in the order they were asked for, as answers, and what they earned."""
 
     samples: list[Sample]
     answers: list[Answer]
@@ -74,26 +75,30 @@ def collect(
     drafter = student_for(target, drafter, stages.mesh)
     selector = copy.deepcopy(memory.drafting.selector)
     tally, found, seconds = Tally(), [], {"generation": 0.0, "inference": 0.0}
+    used = set[int]()  # ids of earlier samples whose noise is repeated
     seen, kept = np.zeros(0, np.float32), np.zeros(0, int)  # rewards as the advantages will see them, samples to keep
     for attempt in range(stages.resample + 1):
         first_id = (step * (stages.resample + 1) + attempt) * stages.prompts_per_step * stages.samples_per_prompt
         with _timed("generation", seconds, observe):
-            chosen = memory.batches.next()
-            asked = [prompts.tokens[index] for index in chosen]
+            rows = memory.batches.next()
+            asked = [prompts.tokens[index] for index in rows]
             history, repeated = memory.drafting.history, stages.repeated_noise
-            wanted = requests(asked, stages.samples_per_prompt, stages.max_new_tokens, first_id, history, repeated)
+            wanted = requests(
+                asked, stages.samples_per_prompt, stages.max_new_tokens, first_id, history, repeated, used
+            )
             samples = roll_out(target, drafter, wanted, stages.decoding, stages, selector, _counting(tally, observe))
         with _timed("inference", seconds, observe):
-            found.append(earn(samples, prompts, np.repeat(chosen, stages.samples_per_prompt), stages))
+            found.append(earn(samples, prompts, np.repeat(rows, stages.samples_per_prompt), stages))
         ended = finished(samples, stages.decoding.stop_tokens)
         seen = np.append(seen, bound(found[-1][0].rewards, ended, stages.shaping))
         kept, enough = choose_groups(seen, stages.samples_per_prompt, stages.prompts_per_step)
         if enough:
             break
     everything = _joined([collected for collected, _ in found])
-    metrics = tally.metrics(seconds["generation"]) | (selector.metrics() if selector else {})
-    learned = learn(Learned(tally, selector), drafter, everything.samples, stages)
-    metrics |= _together([figures for _, figures in found])
+    chosen = selector.metrics() if selector else {}
+    with _timed("generation", seconds, observe):
+        learned = learn(Learned(tally, selector), drafter, everything.samples, stages)
+    metrics = tally.metrics(seconds["generation"]) | chosen | _together([figures for _, figures in found])
     metrics |= {"inference/seconds": seconds["inference"], "generation/attempts": len(found)}
     metrics["generation/groups_without_signal"] = float(1 - signal(seen, stages.samples_per_prompt).mean())
     return everything.rows(kept), learned, metrics | _outcome(everything, stages)
@@ -109,7 +114,8 @@ def learn(
     decoding, selector = decoding or stages.decoding, learned.selector
     if selector is None:
         return learned
-    if drafter is not None and decoding.drafts_by("model"):
+    # Under rejection, text has noise of its own: no rank in the drafter's draw says what would have been accepted.
+    if drafter is not None and decoding.drafts_by("model") and decoding.acceptance == "replayable":
         chosen = samples[:: max(1, len(samples) // READ)][: min(READ, max(1, len(samples) // SPARED))]
         selector.taught("model", read_texts(drafter, chosen, decoding, stages))
     selector.stage_ended(KEPT)
@@ -117,16 +123,16 @@ def learn(
 
 
 def read_texts(drafter: Model, samples: Sequence[Sample], decoding: Decoding, stages: Stages) -> Evidence:
-    """What the draft model would have done on finished texts, READ rows in one call."""
-    rollout = as_rollout(samples, decoding.slots)
-    padding = ((0, READ - len(samples)), (0, 0))
+    """What the draft model would have done on finished texts, READ rows, or as many as the devices share evenly."""
+    rollout, rows = as_rollout(samples, decoding.slots), shared(READ, stages.mesh)
+    padding = ((0, rows - len(samples)), (0, 0))
     tokens, mask = np.pad(rollout.tokens, padding), np.pad(rollout.mask, padding)
-    key = np.full((READ, 2), decoding.seed, np.uint32)
+    key = np.full((rows, 2), decoding.seed, np.uint32)
     key[: len(samples), 1] = rollout.sample_id
     placed = meshes.place_rows((tokens, mask, key), stages.mesh)
-    scored = teacher.score(drafter, *placed, decoding.sampling, rows=READ, attend=stages.draft_attend)
+    scored = teacher.score(drafter, *placed, decoding.sampling, rows=rows, attend=stages.draft_attend)
     rank, confidence = jax.device_get(scored)
-    familiar = np.array([sample.familiar for sample in samples] + [False] * (READ - len(samples)))
+    familiar = np.array([sample.familiar for sample in samples] + [False] * (rows - len(samples)))
     return teacher.as_evidence(rank, confidence, mask, familiar)
 
 

@@ -28,8 +28,9 @@ def strategies(config: Config) -> Menu:
 
 
 def _drafters(config: Config) -> list[str]:
-    """Replayed texts are what plain decoding gives: rejection, whose texts depend on the drafts, goes without."""
-    replay = ["replay"] if config.generation.acceptance == "replayable" else []
+    """Only evaluation and training with repeated noise replay; under rejection, texts depend on the drafts."""
+    repeats = config.evaluation.every or config.generation.repeated_noise
+    replay = ["replay"] if repeats and config.generation.acceptance == "replayable" else []
     return ["lookup", *replay, *(["model"] if config.drafter.path or config.drafter.layers else [])]
 
 

@@ -110,6 +110,7 @@ def _always(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype: Any
     reference = _weights(models.policy, dtype, "training", mesh) if config.kl.coefficient and _earns(config) else 0
     student = _student(models, jnp.float32, "training", mesh) if config.drafter.layers else 0
     drafter = 0 if config.drafter.layers else _weights(models.drafter, dtype, "generation", mesh)
+    begun = _student(models, dtype, "training", mesh) if _kept_current(config) and _earns(config) else 0
     rewards = sum(_weights(model, dtype, "training", mesh) for model in models.rewards)
     return [
         Part("policy, float32", "always", policy, SPLIT),
@@ -120,6 +121,7 @@ def _always(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype: Any
         Part("reward models", "always", rewards, SPLIT),
         Part("drafter", "always", drafter, "raise mesh.tensor"),
         Part("student, float32", "always", student, SPLIT),
+        Part("student as it began", "always", begun, SPLIT),
         Part("student's optimizer, two moments", "always", 2 * student if _kept_current(config) else 0, SPLIT),
     ]
 
@@ -131,7 +133,8 @@ def _earns(config: Config) -> bool:
 
 def _kept_current(config: Config) -> bool:
     """Whether there is a student that learns."""
-    return config.drafter.layers > 0 and config.drafter.learning_rate > 0
+    drafts = not _earns(config) or drafting.drafts_by(config, "model")
+    return drafts and config.drafter.layers > 0 and config.drafter.learning_rate > 0
 
 
 def _student(models: ModelConfigs, dtype: Any, role: str, mesh: AbstractMesh) -> int:
@@ -197,7 +200,7 @@ def _round(config: Config, policy: ModelConfig, state: DecodeState, mesh: Abstra
 
 
 def most_nodes(config: Config, mesh: meshes.AnyMesh) -> int:
-    """Nodes of a row that a round of all rows verifies at most; with fewer rows it may be more, but not in all."""
+    """Nodes of a row that a round of all rows verifies at most; with fewer rows and caches it may be more."""
     nodes, rows = drafting.strategies(config).nodes, _share(config.generation.rows, mesh)
     return int(nodes[(nodes * rows <= VERIFIED) | (nodes == nodes.min())].max())
 

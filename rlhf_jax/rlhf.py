@@ -44,7 +44,7 @@ def step(
 
     `state` is used up once training begins; what is raised before that loses nothing but the position in
     `memory.batches`. `observe` may raise, but not in training. Sample ids count on from step to step, so that a run
-    uses no noise twice.
+    uses no noise twice unless it is asked to repeat some.
     """
     number = int(state.step)
     drafter = drafter_of(state, frozen)
@@ -92,6 +92,8 @@ def distill_step(
     observe("training", None)
     rollout = as_rollout(collected.samples, stages.decoding.slots)
     state, taught = teach(state, frozen, rollout, memory, stages, observe)
+    if "drafter/not_finite" in taught:
+        raise ValueError("The student's loss is not finite; lower drafter.learning_rate")
     state = dataclasses.replace(state, step=state.step + 1)
     memory.remember(collected.samples, learned, memory.kl_coefficient)
     metrics = {name: value for name, value in metrics.items() if not name.startswith("reward/")} | taught

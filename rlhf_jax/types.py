@@ -161,7 +161,7 @@ class Emission:
 
 @struct.dataclass
 class Rollout:
-    """Finished samples in canonical order (by sample id), prompt first, padded on the right."""
+    """Finished samples in the order they were asked for, prompt first, padded on the right."""
 
     tokens: Array  # [B, T] int32
     mask: Array  # [B, T] bool, true on response tokens

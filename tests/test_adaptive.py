@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from test_generation import assert_equal
 
+from rlhf_jax.generation import programs
 from rlhf_jax.generation import tree as trees
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.programs import Ahead
@@ -148,12 +149,11 @@ def test_a_switch_compiles_nothing(target, drafter, meshed, compilations):
         return made
 
     first, again = chooser(), chooser()
-    run(target, drafter, how, requests(), mesh=mesh, selector=first, ahead=ahead)
-    assert not all(ready for _, ready, _ in first.asked)
     deadline = time.monotonic() + 120
     while not all(ahead.ready(STRATEGIES[turn], 8, how) for turn in turns):
         assert time.monotonic() < deadline, "never compiled"
-        time.sleep(0.05)
+        run(target, drafter, how, requests(), mesh=mesh, selector=first, ahead=ahead)
+    assert not all(ready for _, ready, _ in first.asked)
     with compilations() as seen:
         run(target, drafter, how, requests(), mesh=mesh, selector=again, ahead=ahead)
     ahead.close()
@@ -161,12 +161,22 @@ def test_a_switch_compiles_nothing(target, drafter, meshed, compilations):
     assert all(ready for _, ready, _ in again.asked) and len(again.asked) > 2 * len(turns)
 
 
-def test_waiting_compiles_where_it_is_asked(target, drafter):
-    """With `wait` what is ready depends on no clock: the second time a strategy is wanted, it is there."""
-    chooser = Chooser(lambda situation: 4 if situation.rows == 8 else 0)
-    run(target, drafter, decoding(slots=80), requests(), selector=chooser, ahead=Ahead(wait=True))
-    wanted = [ready for one, ready, _ in chooser.asked if one.parents]
-    assert wanted[0] is False and all(wanted[1:]) and len(wanted) > 3
+def test_a_strategy_that_cannot_be_compiled_is_left_out(target, monkeypatch):
+    """It is said once, told to the selector, and the run goes on without it."""
+    chooser = Chooser(lambda situation: 1)
+    ahead, real = Ahead(), programs.compile_only
+
+    def fail(*arguments, **options):
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(programs, "compile_only", fail)
+    how = decoding(strategies=STRATEGIES[:3], slots=80)
+    with pytest.warns(UserWarning, match="left out: no room"):
+        run(target, None, how, requests(), selector=chooser, ahead=ahead)
+    monkeypatch.setattr(programs, "compile_only", real)
+    assert not any(ready for _, ready, _ in chooser.asked)
+    assert ahead.failed(STRATEGIES[1], 8, how) and not ahead.failed(STRATEGIES[2], 8, how)
+    assert any(situation.failed(STRATEGIES[1]) for _, _, situation in chooser.asked)
 
 
 def test_finished_siblings_are_looked_up(target):

@@ -333,10 +333,11 @@ def test_evidence_ends_at_a_miss_a_lower_rank_and_the_texts_end():
     rank = np.array([[-1, -1, 0, 0, 2, 0, -1, 0]], np.int8)
     mask = np.array([[False, False, True, True, True, True, True, True]])
     evidence = teacher.as_evidence(rank, np.array([[0, 0, 1, 2, 3, 1, 2, 3]], np.int8), mask, np.array([True]))
-    assert evidence.confidence.tolist() == [0, 1, 2, 3, 1, 2] and evidence.familiar.all()
+    assert evidence.confidence.tolist() == [0, 1, 2, 3, 1, 2] + [0] * 5 and evidence.familiar.all()
     told = [row[seen > 0].tolist() for row, seen in zip(evidence.ranks, evidence.offered, strict=True)]
-    assert told == [[0, 0, 2], [0, 2], [2], [0, -1], [-1], [0]]
-    assert evidence.ranks.shape == (6, DEPTHS) and set(evidence.offered.ravel()) == {0, RANKS}
+    known = [[0, 2], [2], [0, -1], [-1], [0]]  # what has a class counts again where nothing is known
+    assert told == [[0, 0, 2], *known, *known]
+    assert evidence.ranks.shape == (11, DEPTHS) and set(evidence.offered.ravel()) == {0, RANKS}
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.5), Sampling(0.0)], ids=["1", "0.5", "greedy"])

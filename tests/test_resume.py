@@ -33,6 +33,7 @@ CHANGES = {
     "generation__rows": 6,
     "generation__fewest_rows": 3,
     "generation__resample": 1,
+    "generation__strategy": "adaptive",
     "training__microbatch_rows": 3,
     "evaluation__every": 3,
 }

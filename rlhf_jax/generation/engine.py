@@ -91,17 +91,19 @@ def generate(
     board: Board = [None] * boards.first_rows(sum(len(request.sample_ids) for request in queue), decoding, mesh)
     state = _empty_state(setting.models, len(board), decoding, mesh)
     flight: Flight | None = None
+    played = state  # as the last round leaves it
     while queue or waiting or any(board) or flight:
-        before = state
         state = boards.refill(state, board, queue, waiting, setting.models, decoding, mesh)
         if not queue and not waiting:
             state, board = boards.shrink(state, board, decoding, mesh)
         landed, flight = flight, None
         if any(_may_run(sample, landed) for sample in board):
-            state, flight = _take_off(state, board, landed, state is before, setting)
+            state, flight = _take_off(state, board, landed, state is played, setting)
+            played = state
         if landed:
             report, ended = _land(landed, board, clock, setting)
-            state = boards.pass_on(state, board, waiting, ended, decoding, mesh)
+            if decoding.history and decoding.drafts_by("lookup"):
+                state = boards.pass_on(state, board, waiting, ended, decoding, mesh)
             yield from ended
             observe(report)
 
@@ -116,13 +118,13 @@ def warm_up(
 ) -> Mapping[str, float]:
     """Compile the first strategy's rounds of `samples` samples, for every number of rows they may shrink to.
 
-    `look` is for a selector, which wants to know how its drafters would do. Returns what XLA says that the verification
-    at the most rows does: "flops" and "bytes accessed".
+    `look` is for a selector, which wants to know how its drafters would do, and what XLA says that a plain round of the
+    most rows does: that is returned, "flops" and "bytes accessed".
     """
     rows = boards.first_rows(samples, decoding, mesh)
     models = (target, drafter)
     state = _empty_state(models, rows, decoding, mesh)
-    does = programs.analysis(state, target, decoding, mesh)
+    does = programs.analysis(state, target, decoding, mesh) if look else {}
     while True:
         alone = boards.siblings([None] * rows, decoding)
         state, _ = programs.dispatch(state, models, decoding.strategies[0], alone, decoding, mesh, look)
@@ -158,7 +160,8 @@ def _take_off(state, board: Board, landed: Flight | None, still: bool, setting: 
     ahead, decoding = setting.ahead, setting.decoding
     running = [sample for sample in board if sample is not None]
     context = sum(len(sample.prompt) + len(sample.tokens) for sample in running)
-    lag = max(sample.unfed for sample in running)
+    fed = landed is not None and landed.strategy.drafter == "model"  # by the round that is on its way
+    lag = 0 if fed else max(sample.unfed for sample in running)
     siblings = boards.siblings(board, decoding)
     strategy = _choose(state, board, siblings, context, lag, setting)
     busy = landed is not None and not landed.results.emission.count.is_ready()
@@ -179,10 +182,14 @@ def _choose(state, board: Board, siblings, context: int, lag: int, setting: Sett
     def ready(strategy: Strategy) -> bool:
         return ahead is None or ahead.ready(strategy, rows, decoding)
 
+    def failed(strategy: Strategy) -> bool:
+        return ahead is not None and ahead.failed(strategy, rows, decoding)
+
     most = programs.VERIFIED * boards.shared(1, setting.mesh) // rows
-    choice = selector.choose(Situation(rows, live, context, lag, _classes(board, decoding), ready, most))
+    choice = selector.choose(Situation(rows, live, context, lag, _classes(board, decoding), ready, most, failed))
     fewer = boards.row_bucket(rows // 2, rows, decoding, setting.mesh)
-    for strategy, size in ((choice.wish, rows), (choice.strategy, fewer)):
+    stays = None if choice.reason == "probe" else choice.strategy
+    for strategy, size in ((choice.wish, rows), (stays, fewer)):
         if ahead is not None and strategy is not None:
             ahead.want(state, setting.models, strategy, size, siblings, decoding, setting.mesh)
     return choice.strategy

@@ -24,7 +24,7 @@ def of_drafts(strategy: Strategy, arrived: Emission, confidence, familiar: np.nd
     levels = np.arange(min(DEPTHS, path.shape[1] - 1))
     offered = children[path[:, levels]]
     ranks = np.where(levels < depth[:, None], rank[path[:, levels + 1]], -1)
-    ended = arrived.done[part][:, None] & (levels == depth[:, None])
+    ended = levels >= arrived.count[part][:, None]  # by the limit, not by a draft that was wrong
     # The first draft that was not the likeliest is the last that tells: later rates are of the likeliest chain.
     strayed = np.cumsum(ranks != 0, axis=1) - (ranks != 0) > 0
     offered = np.where(ended | strayed | (levels > depth[:, None]), 0, offered)

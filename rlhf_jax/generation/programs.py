@@ -118,48 +118,46 @@ def analysis(state: DecodeState, target: Model, decoding: Decoding, mesh=None) -
 
 
 class Ahead:
-    """Compiles rounds before they are needed, one at a time, on a thread of its own.
+    """Compiles rounds before they are needed, one at a time, on a thread of its own."""
 
-    With `wait` it compiles where it is asked, so that what is ready never depends on the clock.
-    """
-
-    def __init__(self, wait: bool = False):
-        self._worker = None if wait else concurrent.futures.ThreadPoolExecutor(1, "compiling")
-        self._rounds: dict[Hashable, bool] = {}  # whether it is compiled
+    def __init__(self):
+        self._worker = concurrent.futures.ThreadPoolExecutor(1, "compiling")
+        self._compiled: set[Hashable] = set()
+        self._failed: set[Hashable] = set()
         self.events = 0  # compilations begun and ended: equal at two times if there was none between
         self.busy = False
 
     def ready(self, strategy: Strategy, rows: int, decoding: Decoding) -> bool:
         """Whether a round can be played without compiling; the plain one always can, for it begins every stage."""
-        return not strategy.parents or self._rounds.get(_key(strategy, rows, decoding), False)
+        return not strategy.parents or _key(strategy, rows, decoding) in self._compiled
+
+    def failed(self, strategy: Strategy, rows: int, decoding: Decoding) -> bool:
+        """Whether a round could not be compiled."""
+        return bool(self._failed) and _key(strategy, rows, decoding) in self._failed
 
     def want(self, state, models: Models, strategy: Strategy, rows: int, siblings, decoding: Decoding, mesh) -> None:
-        """Have a round of so many rows compiled, unless it is, or is being so."""
+        """Have a round of so many rows compiled. While another is being so nothing is taken down: ask again."""
         key = _key(strategy, rows, decoding)
-        if not strategy.parents or key in self._rounds:
+        if self.busy or key in self._failed or self.ready(strategy, rows, decoding):
             return
-        self._rounds[key] = False
+        self.events, self.busy = self.events + 1, True
         rowless = np.full((rows, siblings.shape[1]), -1, np.int32)
         arguments = (shrunk(shapes(state), rows), shapes(models), strategy, rowless, decoding, mesh, True)
-        job = functools.partial(self._compile, key, functools.partial(play, compile_only, *arguments))
-        if self._worker is None:
-            job()
-        else:
-            self._worker.submit(job)
+        self._worker.submit(self._compile, key, functools.partial(play, compile_only, *arguments))
 
     def _compile(self, key: Hashable, job: Callable[[], Any]) -> None:
-        self.busy, self.events = True, self.events + 1
         try:
             job()
-            self._rounds[key] = True
+            self._compiled.add(key)
         except Exception as error:  # a strategy that cannot be compiled is not used; the run goes on
+            self._failed.add(key)
             warnings.warn(f"A drafting strategy could not be compiled and is left out: {error}", stacklevel=1)
-        self.busy, self.events = False, self.events + 1
+        self.events += 1
+        self.busy = False
 
     def close(self) -> None:
-        """Compile nothing more."""
-        if self._worker is not None:
-            self._worker.shutdown(wait=True, cancel_futures=True)
+        """Compile nothing more; what is being compiled holds up the process's end, and nothing before it."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
 
 
 def _key(strategy: Strategy, rows: int, decoding: Decoding) -> Hashable:

@@ -121,13 +121,14 @@ def requests(
     first_id: int,
     history: History,
     repeated: int = 0,
+    used: set[int] | None = None,
 ) -> list[Request]:
     """One request a prompt, with consecutive sample ids from `first_id`.
 
     Of each prompt's samples up to `repeated` take the ids of its latest responses, and so their noise: they can be
-    replayed, and are no fresh draws. A prompt that comes twice repeats its noise once.
+    replayed, and are no fresh draws. Ids in `used` are not taken again, and those taken are added to it.
     """
-    asked, used = [], set[int]()
+    asked, used = [], set() if used is None else used
     for index, prompt in enumerate(prompts):
         texts = history.of(prompt)
         again = [sample_id for sample_id in texts if sample_id not in used][-repeated:] if repeated else []

@@ -126,7 +126,7 @@ def distill(
     `drafter/acceptance`, the share of the tokens that the student draws too with the same noise (rank 0 of
     replayable acceptance after a known text), are of the first epoch, before each minibatch is learned from.
     `drafter/acceptance_frozen` is that of `begun`, a student that never learns, on the same rows.
-    ValueError where one is not finite.
+    Where one is not finite the step was not taken: `drafter/not_finite` is all there is.
     """
     config = distillation.config
     order = next(minibatches(len(rollout.length), 1, 1, config.seed, int(state.step)))[: distillation.samples]
@@ -143,7 +143,8 @@ def distill(
             history.append(metrics)
     first = jax.device_get(history)[: len(lessons)]
     metrics = {name: float(np.mean([figures[name] for figures in first])) for name in first[0]} | beside
-    _check_finite(metrics)
+    if not all(map(math.isfinite, metrics.values())):
+        return state, {"drafter/not_finite": 1.0}
     return dataclasses.replace(state, drafter_version=typed(Array, state.drafter_version) + 1), metrics
 
 
@@ -278,9 +279,3 @@ def forward_kl(teacher: Array, student: Array) -> Array:
     chex.assert_equal_shape([teacher, student])
     law = jax.lax.stop_gradient(jax.nn.log_softmax(teacher))
     return jnp.sum(jnp.exp(law) * (law - jax.nn.log_softmax(student)), axis=-1)
-
-
-def _check_finite(metrics: dict[str, float]) -> None:
-    for name, value in metrics.items():
-        if not math.isfinite(value):
-            raise ValueError(f"{name} is {value}; the student's step was not taken: lower drafter.learning_rate.")

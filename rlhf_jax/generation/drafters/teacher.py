@@ -17,7 +17,7 @@ import numpy as np
 from rlhf_jax.generation import sampling as draws
 from rlhf_jax.generation.drafters.model import confidence
 from rlhf_jax.generation.sampling import Sampling
-from rlhf_jax.generation.strategy.acceptance import DEPTHS, RANKS, Evidence
+from rlhf_jax.generation.strategy.acceptance import DEPTHS, NOTHING, RANKS, Evidence
 from rlhf_jax.model.attention import causal
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.types import Array, Model
@@ -93,8 +93,9 @@ def _score_block(drafter: Model, part, key: Array, sampling: Sampling) -> tuple[
 def as_evidence(rank: np.ndarray, sure: np.ndarray, mask: np.ndarray, familiar: np.ndarray) -> Evidence:
     """A draft from every response token of mask [B, T], as `score` saw them: rank and sure (confidence) [B, T].
 
-    familiar[B] says whose prompt was rolled out before. The class before a draft is that of the token before it, 0
-    at a response's first token. All RANKS are offered at each depth until the first that rank 0 misses, or the end.
+    familiar[B] says whose prompt was rolled out before. The class before a draft is that of the token before it, none
+    at a response's first token; and each counts once more for the class where nothing is known. All RANKS are offered
+    at each depth until the first that rank 0 misses, or the end.
     """
     row, place = np.nonzero(mask)
     padding = ((0, 0), (0, DEPTHS))
@@ -103,5 +104,9 @@ def as_evidence(rank: np.ndarray, sure: np.ndarray, mask: np.ndarray, familiar: 
     known = np.pad(mask, padding)[row[:, None], ahead]
     right = np.pad(ranks[:, :-1] == 0, ((0, 0), (1, 0)), constant_values=True)
     observed = np.logical_and.accumulate(known & right, axis=1)
-    before = np.where(mask[row, place - 1], sure[row, place - 1], 0)
-    return Evidence(familiar[row], before, np.where(observed, ranks, -1), np.where(observed, RANKS, 0))
+    before = np.where(mask[row, place - 1], sure[row, place - 1], NOTHING)
+    seen = familiar[row], before, np.where(observed, ranks, -1), np.where(observed, RANKS, 0)
+    # Between drafts of its own nothing is known of a row: that class is the mean of all.
+    again = before != NOTHING
+    unknown = familiar[row][again], np.full(again.sum(), NOTHING), seen[2][again], seen[3][again]
+    return Evidence(*(np.concatenate(both) for both in zip(seen, unknown, strict=True)))

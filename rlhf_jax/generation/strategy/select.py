@@ -47,6 +47,7 @@ class Situation:
     classes: Mapping[str, np.ndarray]  # by drafter: [2, CLASSES] live rows by familiar and confidence
     ready: Callable[[Strategy], bool]  # whether its programs are compiled for these rows
     most_nodes: int = trees.NODE_BUCKETS[-1]  # that there is memory to verify a row
+    failed: Callable[[Strategy], bool] = lambda strategy: False  # whether its programs cannot be compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,8 @@ class Selector:
 
     def choose(self, situation: Situation) -> Choice:
         """The strategy of the next round."""
-        fits = self.menu.nodes <= situation.most_nodes
+        fits = (self.menu.nodes <= situation.most_nodes) | (self.menu.nodes == self.menu.nodes.min())
+        fits &= ~np.array([situation.failed(strategy) for strategy in self.menu.strategies])
         tokens = np.where(fits, self._tokens(situation), 0.0)
         seconds, steady = self._seconds(situation)
         doubt = self._doubt(situation.rows)
