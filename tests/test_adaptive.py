@@ -107,7 +107,11 @@ def earlier(target):
     return texts_of(run(moved(target, 3e-4), None, plain, requests()))
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=20), Sampling(0.0)], ids=str)
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(1.0), Sampling(0.0), pytest.param(Sampling(0.7, top_k=20), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_text_is_plain_text_when_every_round_drafts_otherwise(target, drafter, earlier, sampling):
     wanted = requests(earlier)
     plain = run(target, None, decoding(strategies=STRATEGIES[:1], sampling=sampling), wanted)
@@ -188,6 +192,7 @@ def test_finished_siblings_are_looked_up(target):
     assert samples[2].rounds < 0.5 * samples[0].rounds
 
 
+@pytest.mark.slow
 def test_running_siblings_are_looked_up(target):
     """Two rows write the same text, one of them earlier: the later one reads the other's tokens as they come."""
     how = decoding(strategies=(trees.parse("lookup-chain-4"),), stop_tokens=(), rows=2, sampling=Sampling(0.0))

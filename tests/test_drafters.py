@@ -301,7 +301,9 @@ def rounds_foretold(rank: np.ndarray, start: int, end: int, length: int) -> list
     return gained
 
 
-@pytest.mark.parametrize(("length", "sampling"), [(5, Sampling(1.0)), (2, Sampling(0.7, top_k=20))])
+@pytest.mark.parametrize(
+    ("length", "sampling"), [(5, Sampling(1.0)), pytest.param(2, Sampling(0.7, top_k=20), marks=pytest.mark.slow)]
+)
 def test_one_teacher_forced_pass_foretells_every_round(target, drafter, length, sampling):
     """The tokens of each round of each sample, exactly."""
     state, gained = roll_out(target, drafter, length, sampling)

@@ -155,7 +155,14 @@ def test_logprobs_are_those_of_the_sampled_law(target, drafter, rule, sampling):
 
 
 @pytest.mark.parametrize("rule", ["replayable", "rejection"])
-@pytest.mark.parametrize("strategy", ["plain", "model-chain-2", "model-tree-3x2", "lookup-chain-2"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "plain",
+        "model-tree-3x2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("model-chain-2", "lookup-chain-2")),
+    ],
+)
 def test_sampled_pairs_follow_the_models_law(rule, strategy):
     """Chi-square of the first two tokens of 6,000 samples against the exact joint law."""
     config = ModelConfig("llama", 12, 16, 24, 2, 2, 1, 8, 32)
