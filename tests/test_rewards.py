@@ -400,3 +400,27 @@ def test_textblob_is_another_opinion_without_downloads():
     bad, neutral, good = (measure("", f"The lamp is {word}.", {}) for word in ("ugly", "there", "beautiful"))
     assert 0.0 <= bad < neutral == 0.5 < good <= 1.0
     assert measure("", "", {}) == 0.0
+
+
+def test_only_the_parents_end_is_signalled():
+    """Not a call's arrival, whose signal may come after the call was read and would end the child."""
+    held, watched = reward_worker.Pipe()
+    calls, answers = reward_worker.Pipe()
+    seen = []
+    before = signal.getsignal(signal.SIGIO)
+    try:
+        reward_worker._signal_events(watched.fileno())
+        signal.signal(signal.SIGIO, lambda *_: seen.append(1))
+        for number in range(100):
+            calls.send(number)
+            assert answers.recv() == number
+        assert not seen
+        held.close()
+        deadline = time.monotonic() + 5
+        while not seen and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert seen
+    finally:
+        signal.signal(signal.SIGIO, before)
+        for end in (watched, calls, answers):
+            end.close()

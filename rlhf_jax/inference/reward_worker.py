@@ -36,6 +36,7 @@ MESSAGE = 200  # characters of an error that are kept
 class _Child:
     process: subprocess.Popen
     pipe: connection.Connection
+    lifeline: connection.Connection  # closed by the kernel, whatever ends this process
     deadline: float  # of what it does now: start, or answer `index`
     ready: bool = False
     index: int | None = None
@@ -150,20 +151,24 @@ class Workers:
             os.killpg(child.process.pid, signal.SIGKILL)  # it leads a group: what it has started ends as well
         child.process.wait()
         child.pipe.close()
+        child.lifeline.close()
 
 
 def _start(spec: str) -> _Child:
     """A child that imports the reward as this process would, and has not said READY yet."""
     ours, theirs = Pipe()
+    held, watched = Pipe()  # nothing is ever sent: what happens on it is the end of this process
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__, spec],
+        [sys.executable, "-P", "-m", __name__, spec, str(watched.fileno())],
         stdin=theirs.fileno(),
+        pass_fds=(watched.fileno(),),
         stdout=2,  # what a reward prints
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         start_new_session=True,  # Ctrl-C in the terminal is not for it
     )
     theirs.close()
-    return _Child(process, ours, time.monotonic() + START_SECONDS)
+    watched.close()
+    return _Child(process, ours, held, time.monotonic() + START_SECONDS)
 
 
 def _late(seconds: float) -> str:
@@ -177,12 +182,15 @@ def _exit_status(process: subprocess.Popen) -> str:
     return "its end of the pipe closed"
 
 
-def serve(spec: str) -> None:
-    """A child's life: import the reward, then answer calls until the parent closes the socket or ends."""
+def serve(spec: str, watched: int) -> None:
+    """A child's life: import the reward, then answer calls until the parent closes the socket or ends.
+
+    `watched` is the file descriptor on which something happens only when the parent ends.
+    """
     pipe = connection.Connection(os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)  # a reward that reads its input must not take calls
-    _signal_events(pipe)
+    _signal_events(watched)
     try:
         reward = load_reward(spec)
     except (ValueError, OSError) as error:
@@ -199,15 +207,16 @@ def serve(spec: str) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)  # what the reward has started ends as well
 
 
-def _signal_events(pipe: connection.Connection) -> None:
-    """Has the kernel send SIGIO at whatever happens on the pipe; ignored here.
+def _signal_events(watched: int) -> None:
+    """Has the kernel send SIGIO at the parent's end; ignored here.
 
-    In a call the only event is the parent's end. SIGIO, not ignored then, ends the child even in a regular
-    expression that never returns and lets no other thread run.
+    In a call it is not ignored, and ends the child even in a regular expression that never returns and lets no other
+    thread run. The pipe of calls would not do: the signal of a call's arrival may come after the call was read.
     """
     signal.signal(signal.SIGIO, signal.SIG_IGN)
-    fcntl.fcntl(pipe.fileno(), fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(pipe.fileno(), fcntl.F_SETFL, fcntl.fcntl(pipe.fileno(), fcntl.F_GETFL) | os.O_ASYNC)
+    os.set_inheritable(watched, False)
+    fcntl.fcntl(watched, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(watched, fcntl.F_SETFL, fcntl.fcntl(watched, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def call(reward: Reward, prompt: str, response: str, row: dict[str, Any]) -> float | str:
@@ -226,4 +235,4 @@ def _one_line(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1], int(sys.argv[2]))
