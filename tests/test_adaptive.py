@@ -109,7 +109,7 @@ def earlier(target):
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(1.0), Sampling(0.0), pytest.param(Sampling(0.7, top_k=20), marks=pytest.mark.slow)],
+    [Sampling(1.0), *(pytest.param(law, marks=pytest.mark.slow) for law in (Sampling(0.0), Sampling(0.7, top_k=20)))],
     ids=str,
 )
 def test_text_is_plain_text_when_every_round_drafts_otherwise(target, drafter, earlier, sampling):

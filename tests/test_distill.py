@@ -217,6 +217,7 @@ def distilled(place):
     return run(place, "distilled", **DISTILL)[0]
 
 
+@pytest.mark.slow
 def test_a_distilled_student_predicts_more(distilled):
     assert [line["step"] for line in distilled] == [0, 1, 2, 3]
     assert distilled[-1]["drafter/loss"] < 0.5 * distilled[0]["drafter/loss"]

@@ -45,6 +45,7 @@ def a_tenth_a_node(table, play, strategies, rows) -> None:
         table[call] = [0.1 * call.nodes]
 
 
+@pytest.mark.slow
 def test_replayed_noise_is_drafted_well_after_a_real_step(model, monkeypatch):
     monkeypatch.setattr(pricing, "measure", a_tenth_a_node)
     (case,) = measured(model, "replay", "--batches", "4", "--replay-learning-rates", "1e-5")

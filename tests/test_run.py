@@ -106,10 +106,8 @@ def test_nothing_is_compiled_after_warm_up(method, arguments, one_device, monkey
     assert seen_after[1] == seen_after[-1], seen_after
 
 
-@pytest.mark.parametrize(
-    "strategy, method",
-    [("lookup-chain-2", PPO), pytest.param("model-tree-2x2", {}, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy, method", [("lookup-chain-2", PPO), ("model-tree-2x2", {})])
 def test_eight_devices_give_the_text_and_losses_of_one(strategy, method, arguments, folder, tmp_path, monkeypatch):
     """Data x FSDP x tensor: the same samples while rows finish and shrink, losses within 1e-4, over two steps."""
     shapes = {"one": (1, 1, 1), "eight": (2, 2, 2)}
