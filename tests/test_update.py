@@ -312,6 +312,7 @@ def test_a_critic_comes_with_its_optimizer(small):
         init_train_state(init(jax.random.key(0), small), ADAM)
 
 
+@pytest.mark.slow
 def test_compute_in_half_precision_keeps_float32_weights(small):
     model, critic = init(jax.random.key(0), small), random_critic(small)
     experience = random_experience(model, critic)
