@@ -86,7 +86,7 @@ class Run:
     @property
     def student(self) -> ModelConfig | None:
         """The shape of a drafter that is a student of the policy."""
-        layers = checks.drafts(self.config) and self.config.drafter.layers
+        layers = drafting.drafts(self.config) and self.config.drafter.layers
         return student_config(self.policy.config, layers) if layers else None
 
     @property
@@ -99,7 +99,7 @@ def prepare(config: Config) -> Run:
     """Open what the config names. Raises ValueError or OSError, in one sentence, for the first thing that is wrong."""
     checks.validate(config, meshes.count_devices())
     policy = open_source(config.model.path)
-    drafter = open_source(config.drafter.path) if checks.drafts(config) and config.drafter.path else None
+    drafter = open_source(config.drafter.path) if drafting.drafts(config) and config.drafter.path else None
     critic = None
     if config.objective == "reward" and ESTIMATORS[config.advantage.estimator].critic:
         critic = open_source(config.critic.path) if config.critic.path else policy

@@ -69,7 +69,7 @@ def validate_models(config: Config, models: ModelConfigs) -> None:
 
 def validate_student(config: Config, policy: ModelConfig, path: ModelConfig | None) -> None:
     """Raise ValueError where a student cannot be made of the policy, or is not what drafter.path holds."""
-    layers = config.drafter.layers if drafts(config) else 0
+    layers = config.drafter.layers if drafting.drafts(config) else 0
     _require(
         layers <= policy.num_layers,
         f"drafter.layers is {layers}, but the model has {policy.num_layers} layers to make a student of; lower it.",
@@ -85,11 +85,6 @@ def validate_student(config: Config, policy: ModelConfig, path: ModelConfig | No
             f"drafter.path holds no student of {layers} layers of this model: its {name} is {found}, not {needed};"
             " give one that was made from it, or '' to begin with the model's own layers.",
         )
-
-
-def drafts(config: Config) -> bool:
-    """Whether a run has a model that drafts, or teaches one."""
-    return config.objective == "distill" or drafting.drafts_by(config, "model")
 
 
 def refers(config: Config) -> bool:
@@ -214,21 +209,15 @@ def _check_drafter(config: Config) -> None:
         " 0.",
     )
     _require(
-        drafts(config) or not drafter.learning_rate,
+        drafting.drafts(config) or not drafter.learning_rate,
         f"drafter.learning_rate is {drafter.learning_rate}, but generation.strategy {generation.strategy!r} has no use"
         " for a student: choose 'adaptive' or a 'model-*' strategy, or set 0.",
     )
     samples = generation.prompts_per_step * generation.samples_per_prompt
     _require(
-        drafter.samples <= samples or not _kept_current(config),
+        drafter.samples <= samples or not (drafting.teaches(config) and config.objective == "reward"),
         f"drafter.samples is {drafter.samples}, but a step has {samples}; lower it.",
     )
-
-
-def _kept_current(config: Config) -> bool:
-    """Whether a student learns beside the policy."""
-    student = drafts(config) and config.drafter.layers > 0 and config.drafter.learning_rate > 0
-    return student and config.objective == "reward"
 
 
 def _check_distillation(config: Config) -> None:
@@ -319,7 +308,7 @@ def _check_batch(config: Config, shape: dict[str, int]) -> None:
     _even(samples, minibatches, "samples of a step (prompts x samples per prompt)", "training.minibatches")
     _even(samples // minibatches, rows, "rows of a minibatch", "training.microbatch_rows")
     _even(rows, shards, "rows of training.microbatch_rows", "mesh.data x mesh.fsdp")
-    if _kept_current(config):
+    if drafting.teaches(config) and config.objective == "reward":
         part = min(config.drafter.samples, rows)
         _even(config.drafter.samples, part, "rows of drafter.samples", "training.microbatch_rows")
         _even(part, shards, "rows of drafter.samples at one time", "mesh.data x mesh.fsdp")

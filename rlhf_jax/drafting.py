@@ -39,7 +39,19 @@ def drafts_by(config: Config, drafter: str) -> bool:
     return drafter in strategies(config).drafters
 
 
-def costs(models: ModelConfigs, platform: str, itemsize: int, does: Mapping[str, float], rows: int, slots: int):
+def drafts(config: Config) -> bool:
+    """Whether a run has a model that drafts, or teaches one."""
+    return config.objective == "distill" or drafts_by(config, "model")
+
+
+def teaches(config: Config) -> bool:
+    """Whether a run has a student that learns."""
+    return drafts(config) and config.drafter.layers > 0 and config.drafter.learning_rate > 0
+
+
+def costs(
+    models: ModelConfigs, platform: str, itemsize: int, does: Mapping[str, float], rows: int, slots: int
+) -> cost.Costs:
     """What rounds are taken to cost before any is measured; weights and cache have `itemsize` bytes a number.
 
     `does` is what the compiler says of a plain round of the policy over so many rows and slots: it moves and multiplies

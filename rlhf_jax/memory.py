@@ -52,7 +52,7 @@ def plan(config: Config, models: ModelConfigs, shape: dict[str, int], dtype: Any
     critic = models.critic and dataclasses.replace(models.critic, scalar_head=True, tied=False)
     models = models._replace(critic=critic)
     halves = [_training(config, model, mesh, dtype) for model in (models.policy, critic) if model and _earns(config)]
-    halves += [_distillation(config, models, mesh, dtype)] if _kept_current(config) else []
+    halves += [_distillation(config, models, mesh, dtype)] if drafting.teaches(config) else []
     parts = [
         *_always(config, models, mesh, dtype),
         *_generation(config, models, mesh, dtype),
@@ -110,7 +110,7 @@ def _always(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype: Any
     reference = _weights(models.policy, dtype, "training", mesh) if config.kl.coefficient and _earns(config) else 0
     student = _student(models, jnp.float32, "training", mesh) if config.drafter.layers else 0
     drafter = 0 if config.drafter.layers else _weights(models.drafter, dtype, "generation", mesh)
-    begun = _student(models, dtype, "training", mesh) if _kept_current(config) and _earns(config) else 0
+    begun = _student(models, dtype, "training", mesh) if drafting.teaches(config) and _earns(config) else 0
     rewards = sum(_weights(model, dtype, "training", mesh) for model in models.rewards)
     return [
         Part("policy, float32", "always", policy, SPLIT),
@@ -122,19 +122,13 @@ def _always(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype: Any
         Part("drafter", "always", drafter, "raise mesh.tensor"),
         Part("student, float32", "always", student, SPLIT),
         Part("student as it began", "always", begun, SPLIT),
-        Part("student's optimizer, two moments", "always", 2 * student if _kept_current(config) else 0, SPLIT),
+        Part("student's optimizer, two moments", "always", 2 * student if drafting.teaches(config) else 0, SPLIT),
     ]
 
 
 def _earns(config: Config) -> bool:
     """Whether the policy learns; else it only teaches a student."""
     return config.objective == "reward"
-
-
-def _kept_current(config: Config) -> bool:
-    """Whether there is a student that learns."""
-    drafts = not _earns(config) or drafting.drafts_by(config, "model")
-    return drafts and config.drafter.layers > 0 and config.drafter.learning_rate > 0
 
 
 def _student(models: ModelConfigs, dtype: Any, role: str, mesh: AbstractMesh) -> int:

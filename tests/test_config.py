@@ -170,6 +170,7 @@ def test_a_valid_config_passes(valid):
         ("generation.acceptance", "greedy", "generation.acceptance is 'greedy'"),
         ("generation.strategy", "medusa", "Unknown strategy 'medusa'"),
         ("generation.strategy", "model-chain-4", "give drafter.path"),
+        ("generation.repeated_noise", 5, "5 of 4 samples"),
         ("generation.samples_per_prompt", 1, "grpo compares"),
         ("generation.samples_per_prompt", 3, "24 rows"),
         ("generation.rows", 12, "12 rows of generation.rows"),
@@ -268,3 +269,10 @@ def test_a_config_may_take_an_argument():
     assert command_line.load(f"{path}:tpu").mesh.fsdp == 2
     with pytest.raises(ValueError, match="KeyError: 'abacus'"):
         command_line.load(f"{path}:abacus")
+
+
+@pytest.mark.parametrize("change", [{"repeated_noise": 1}, {"strategy": "replay-chain-4"}], ids=str)
+def test_rejection_and_replay_are_refused_together(valid, change):
+    valid.generation.update(acceptance="rejection", **change)
+    with pytest.raises(ValueError, match="cannot be replayed"):
+        checks.validate(valid, 8)

@@ -10,10 +10,11 @@ import numpy as np
 
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation.drafters.replay import FOLLOWS
+from rlhf_jax.generation.programs import Models
 from rlhf_jax.generation.rows import Admission, Prefix
 from rlhf_jax.generation.samples import Decoding, Request, Sample
 from rlhf_jax.mesh import place_rows
-from rlhf_jax.types import DecodeState, Model
+from rlhf_jax.types import DecodeState
 
 PREFILLED = 8  # prompts prefilled in one call, ahead of need; the last call may have 4, 2 or 1
 ADMITTED = 8  # rows begun in one call
@@ -21,7 +22,6 @@ NARROWEST = 32  # prompts are padded to this many tokens, or twice, four times .
 SIBLINGS = 3  # running samples of the same prompt that a lookup reads
 
 Board = list[Sample | None]
-Models = tuple[Model, Model | None]
 
 
 @dataclasses.dataclass(frozen=True)
