@@ -98,7 +98,8 @@ def generate(
             state, board = boards.shrink(state, board, decoding, mesh)
         landed, flight = flight, None
         if any(_may_run(sample, landed) for sample in board):
-            state, flight = _take_off(state, board, landed, state is played, setting)
+            last = not queue and not waiting
+            state, flight = _take_off(state, board, landed, state is played, last, setting)
             played = state
         if landed:
             report, ended = _land(landed, board, clock, setting)
@@ -155,15 +156,20 @@ def _may_run(sample: Sample | None, landed: Flight | None) -> bool:
     return len(sample.prompt) + len(sample.tokens) + in_flight < sample.limit
 
 
-def _take_off(state, board: Board, landed: Flight | None, still: bool, setting: Setting) -> tuple[DecodeState, Flight]:
-    """Choose a strategy and start the round; `still`: no row was admitted or moved since the one before."""
+def _take_off(
+    state, board: Board, landed: Flight | None, still: bool, last: bool, setting: Setting
+) -> tuple[DecodeState, Flight]:
+    """Choose a strategy and start the round.
+
+    `still`: no row was admitted or moved since the round before; `last`: no sample waits for a row.
+    """
     ahead, decoding = setting.ahead, setting.decoding
     running = [sample for sample in board if sample is not None]
     context = sum(len(sample.prompt) + len(sample.tokens) for sample in running)
     fed = landed is not None and landed.strategy.drafter == "model"  # by the round that is on its way
     lag = 0 if fed else max(sample.unfed for sample in running)
     siblings = boards.siblings(board, decoding)
-    strategy = _choose(state, board, siblings, context, lag, setting)
+    strategy = _choose(state, board, siblings, context, lag, last, setting)
     busy = landed is not None and not landed.results.emission.count.is_ready()
     compiled = ahead.events if ahead else 0
     state, results = programs.dispatch(
@@ -172,7 +178,7 @@ def _take_off(state, board: Board, landed: Flight | None, still: bool, setting: 
     return state, Flight(strategy, list(board), results, context, lag, busy and still, compiled)
 
 
-def _choose(state, board: Board, siblings, context: int, lag: int, setting: Setting) -> Strategy:
+def _choose(state, board: Board, siblings, context: int, lag: int, last: bool, setting: Setting) -> Strategy:
     """The selector's choice; what it would rather have is compiled meanwhile, as is its choice for fewer rows."""
     selector, ahead, decoding = setting.selector, setting.ahead, setting.decoding
     if selector is None:
@@ -186,7 +192,8 @@ def _choose(state, board: Board, siblings, context: int, lag: int, setting: Sett
         return ahead is not None and ahead.failed(strategy, rows, decoding)
 
     most = programs.VERIFIED * boards.shared(1, setting.mesh) // rows
-    choice = selector.choose(Situation(rows, live, context, lag, _classes(board, decoding), ready, most, failed))
+    left = _left(board) if last and decoding.drafts_by("replay") else {}
+    choice = selector.choose(Situation(rows, live, context, lag, _classes(board, decoding), ready, most, failed, left))
     fewer = boards.row_bucket(rows // 2, rows, decoding, setting.mesh)
     stays = None if choice.reason == "probe" else choice.strategy
     for strategy, size in ((choice.wish, rows), (stays, fewer)):
@@ -197,14 +204,29 @@ def _choose(state, board: Board, siblings, context: int, lag: int, setting: Sett
 
 def _classes(board: Board, decoding: Decoding) -> dict[str, np.ndarray]:
     """By drafter, [2, CLASSES] counts of running samples by whether the prompt is familiar, and confidence."""
+    drafters = {strategy.drafter for strategy in decoding.strategies if strategy.parents}
+    return {drafter: _by_class(board, drafter, lambda sample: 1).astype(np.int64) for drafter in drafters}
+
+
+def _left(board: Board) -> dict[str, np.ndarray]:
+    """[2, CLASSES] tokens that running samples have to come, by the classes of replay: those of the earlier text.
+
+    Replay's classes last: a text that has left its earlier one rarely comes back.
+    """
+
+    def left(sample: Sample) -> int:
+        earlier = sample.request.earlier.get(sample.sample_id, ())
+        length = min(len(earlier) or sample.request.max_new_tokens, sample.request.max_new_tokens)
+        return max(1, length - len(sample.tokens))
+
+    return {"replay": _by_class(board, "replay", left)}
+
+
+def _by_class(board: Board, drafter: str, figure: Callable[[Sample], int]) -> np.ndarray:
+    """[2, CLASSES] a figure of running samples, summed by whether the prompt is familiar, and by confidence."""
     running = [sample for sample in board if sample is not None]
-    familiar = np.array([sample.familiar for sample in running], np.int64)
-    counts = {}
-    for drafter in {strategy.drafter for strategy in decoding.strategies if strategy.parents}:
-        confidence = np.array([sample.confidence.get(drafter, 0) for sample in running], np.int64)
-        cells = np.bincount(familiar * CLASSES + confidence, minlength=2 * CLASSES)
-        counts[drafter] = cells.reshape(2, CLASSES)
-    return counts
+    cells = [CLASSES * sample.familiar + sample.confidence.get(drafter, 0) for sample in running]
+    return np.bincount(cells, [figure(sample) for sample in running], 2 * CLASSES).reshape(2, CLASSES)
 
 
 def _land(flight: Flight, board: Board, clock: Clock, setting: Setting) -> tuple[RoundReport, list[Sample]]:

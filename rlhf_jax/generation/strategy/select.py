@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from rlhf_jax.generation import tree as trees
 from rlhf_jax.generation.samples import RoundReport
 from rlhf_jax.generation.strategy import acceptance as accepting
-from rlhf_jax.generation.strategy import cost, tally
+from rlhf_jax.generation.strategy import cost, drain, tally
 from rlhf_jax.generation.strategy import menu as menus
 from rlhf_jax.generation.strategy.acceptance import CLASSES, NOTHING, Evidence
 from rlhf_jax.generation.strategy.menu import Menu
@@ -48,6 +49,8 @@ class Situation:
     ready: Callable[[Strategy], bool]  # whether its programs are compiled for these rows
     most_nodes: int = trees.NODE_BUCKETS[-1]  # that there is memory to verify a row
     failed: Callable[[Strategy], bool] = lambda strategy: False  # whether its programs cannot be compiled
+    # As `classes`, of drafters whose classes last: tokens those rows have to come. Empty while samples wait for rows.
+    left: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,12 +143,13 @@ class Selector:
         tokens = np.where(fits, self._tokens(situation), 0.0)
         seconds, steady = self._seconds(situation)
         doubt = self._doubt(situation.rows)
-        chosen, best, wish = select(self.menu, tokens, steady * (1 + doubt), situation.ready, self.current)
-        rate = tokens[best] / steady[best]
-        loss = np.where(fits, seconds - tokens / rate, np.inf)
+        worth = self._worth(situation, tokens, steady)
+        chosen, best, wish = select(self.menu, worth, steady * (1 + doubt), situation.ready, self.current)
+        rate = worth[best] / steady[best]
+        loss = np.where(fits, seconds - worth / rate, np.inf)
         quickest = np.maximum(steady / (1 + doubt), steady[0])
-        goal = (1 + GAIN) * max(rate, (1 + WORTH) * tokens[0] / steady[0])
-        hopeful = (doubt > 0) & (tokens > goal * quickest)
+        goal = (1 + GAIN) * max(rate, (1 + WORTH) * worth[0] / steady[0])
+        hopeful = (doubt > 0) & (worth > goal * quickest)
         probe, probe_wish = self._probe(loss, hopeful & (np.arange(len(loss)) != chosen), situation)
         reason = "probe" if probe is not None else "best" if chosen == best else "kept"
         if probe is None:
@@ -161,7 +165,7 @@ class Selector:
             wish=None if wished is None else self.menu.strategies[wished],
             reason=reason,
             plain_rate=float(tokens[0] / steady[0]),
-            best_rate=float(rate),
+            best_rate=float(tokens[best] / steady[best]),
         )
         self._note(choice, situation)
         return choice
@@ -175,6 +179,29 @@ class Selector:
             if counts is not None and (total := counts.sum()) > 0:
                 weights[place] = counts.ravel() / total
         return situation.live * (weights @ self.expected)[self.menu.drafter, np.arange(len(self.menu.nodes))]
+
+    def _worth(self, situation: Situation, tokens: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        """[S] tokens, but more or fewer where a strategy ends the drain sooner or later than tokens a second tell."""
+        worth = tokens.copy()
+        for drafter, left in situation.left.items():
+            counts = situation.classes[drafter].ravel()
+            classes = np.flatnonzero(counts)
+            own = np.flatnonzero((self.menu.drafter == self.menu.drafters.index(drafter)) & (tokens > 0))
+            if len(classes) > 1:
+                columns = np.concatenate([[0], own])
+                pace, rows = self.expected[np.ix_(classes, columns)], counts[classes]
+                a_row, thinner = left.ravel()[classes] / rows, functools.partial(self._thinner, situation)
+                ends = drain.seconds_left(pace, rows, a_row, seconds[columns], thinner)
+                worth[own] = situation.live * seconds[own] / seconds[0] * ends[0] / ends[1:]
+        return worth
+
+    def _thinner(self, situation: Situation, live: int) -> float:
+        """Seconds of a plain round of the rows that hold `live` samples, over those of all rows."""
+        rows, plain = situation.rows, (self.menu.nodes[:1], self.menu.steps[:1], self.menu.fed[:1])
+        while rows // 2 >= live:
+            rows //= 2
+        part = cost.seconds(self.costs, *plain, rows, situation.context * live / situation.live, 0)
+        return float(part[0] / cost.seconds(self.costs, *plain, situation.rows, situation.context, 0)[0])
 
     def _seconds(self, situation: Situation) -> tuple[np.ndarray, np.ndarray]:
         """([S] of the next round, [S] with the draft cache's catch-up spread over the rounds that it serves)."""

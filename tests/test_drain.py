@@ -1,0 +1,89 @@
+"""Drains of rows that gain at different paces: what is predicted of their end, and that the choice brings it nearer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlhf_jax.generation.drafters.replay import FOLLOWS
+from rlhf_jax.generation.strategy import cost
+from rlhf_jax.generation.strategy import menu as menus
+from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Evidence
+from rlhf_jax.generation.strategy.drain import seconds_left
+from rlhf_jax.generation.strategy.select import Selector, Situation
+
+CPU = cost.Machine(cost.Roofline(8e-3, 1e-6, 5e-3, 1e-8, 5e-4, 2e-3), None, 1e-4)
+GPU = cost.Machine(cost.Roofline(8e-3, 4e-8, 2.5e-5, 1e-10, 2e-5, 1e-3), None, 1e-4)
+FLAT = cost.Machine(cost.Roofline(1e-9, 1e-9, 5e-3, 1e-9, 1e-9, 3e-2), None, 1e-4)  # a small batch is hardly quicker
+SPAN = 64  # tokens of every sample
+
+
+def test_rows_of_one_pace_end_as_tokens_a_second_say():
+    pace, seconds = np.array([[1.0, 4.0]]), np.array([1.0, 2.0])
+    ends = seconds_left(pace, np.array([8.0]), np.array([40.0]), seconds, lambda rows: 1.0)
+    np.testing.assert_allclose(ends, [40, 20])
+
+
+def test_who_is_left_over_decodes_plainly_in_a_smaller_batch():
+    """Six rows gain four tokens a round and end after ten rounds, two gain one: they have thirty plain rounds more."""
+    pace, seconds = np.array([[1.0, 1.0], [1.0, 4.0]]), np.array([1.0, 2.0])
+    ends = seconds_left(pace, np.array([2, 6]), np.array([40.0, 40.0]), seconds, {6: 0.8, 2: 0.5}.__getitem__)
+    np.testing.assert_allclose(ends, [40, 10 * 2 + 30 * 0.5])
+
+
+class Drain:
+    """Samples of SPAN tokens of which a part follows its earlier text until it strays, at `hazard` a token."""
+
+    def __init__(self, machine: cost.Machine, rows: int, following: float, hazard: float, seed: int):
+        self.machine, self.rows, self.following, self.hazard, self.seed = machine, rows, following, hazard, seed
+        self.menu = menus.adaptive(["replay"], 8)
+
+    def seconds(self, choose) -> float:
+        """Of the whole drain; `choose` maps a situation to an index of the menu."""
+        luck, total = np.random.default_rng(self.seed), 0.0
+        follows, rows = luck.random(self.rows) < self.following, self.rows
+        steps, left = (
+            luck.geometric(self.hazard, rows) * follows,
+            np.full(rows, SPAN),
+        )  # tokens until it strays, and in all
+        while len(left):
+            while rows // 2 >= len(left):
+                rows //= 2
+            at = self.situation(rows, steps > 0, left)
+            strategy = choose(at)
+            truth, menu = cost.Costs(self.machine, self.machine), self.menu
+            total += cost.seconds(truth, menu.nodes, menu.steps, menu.fed, rows, at.context, 0)[strategy]
+            gained = 1 + np.minimum(np.maximum(steps - 1, 0), int(menu.depth[strategy]))
+            left, steps = left - gained, np.maximum(steps - gained, 0)
+            left, steps = left[left > 0], steps[left > 0]
+        return total
+
+    def situation(self, rows: int, follows: np.ndarray, left: np.ndarray) -> Situation:
+        cells = FOLLOWS * follows
+        counts, tokens = (np.bincount(cells, each, 2 * CLASSES).reshape(2, CLASSES)[::-1] for each in (None, left))
+        context = float((32 + SPAN - left).sum())
+        return Situation(rows, len(left), context, 0, {"replay": counts}, lambda _: True, left={"replay": tokens})
+
+    def selector(self) -> Selector:
+        chooser = Selector(self.menu, cost.Costs(self.machine, self.machine), frozen_costs=True)
+        luck = np.random.default_rng(5)
+        right = np.cumprod(luck.random((2000, DEPTHS)) > self.hazard, axis=1)
+        reached = np.hstack([np.ones((2000, 1), int), right[:, :-1]])
+        said = Evidence(np.ones(2000, bool), np.full(2000, FOLLOWS), right - 1, RANKS * reached)
+        chooser.taught("replay", said)
+        return chooser
+
+
+@pytest.mark.parametrize("machine", [CPU, GPU, FLAT])
+@pytest.mark.parametrize("rows", [8, 32])
+@pytest.mark.parametrize("following, hazard", [(1.0, 0.002), (0.8, 0.01), (0.5, 0.01), (0.2, 0.01), (0.9, 0.1)])
+def test_a_mixed_drain_ends_no_later_than_plain_or_the_best_fixed_chain(machine, rows, following, hazard):
+    drains = [Drain(machine, rows, following, hazard, seed) for seed in range(4)]
+    ours = sum(adaptive(drain) for drain in drains)
+    fixed = [sum(drain.seconds(lambda at, i=i: i) for drain in drains) for i in range(len(drains[0].menu.strategies))]
+    assert ours <= 1.01 * min(fixed)
+
+
+def adaptive(drain: Drain) -> float:
+    chooser = drain.selector()
+    return drain.seconds(lambda at: chooser.menu.strategies.index(chooser.choose(at).strategy))
