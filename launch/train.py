@@ -307,6 +307,7 @@ def announce(run: build.Run) -> None:
         ("all steps", f"up to {config.steps * samples * generation.max_new_tokens:,} tokens"),
         ("workdir", config.workdir),
         *(("not split", line) for line in unsplit),
+        *((kernel.replace("_", " "), why) for kernel, why in run.kernels[1].items()),
         ("memory", "\n".join(memory.table(parts))),
     ]
     name = ALGORITHMS[config.advantage.estimator] if config.objective == "reward" else "distillation of a drafter"

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from pallas_kernels.dispatch import Kernels, choose
 from rlhf_jax import checks, drafting
 from rlhf_jax import mesh as meshes
 from rlhf_jax.collect import decoding_weights
@@ -53,6 +54,7 @@ FREE = (
     "compilation_cache",
     "checkpoint.",
     "mesh.",
+    "kernels.",
     "reward.workers",
     "reward.seconds",
     "generation.rows",
@@ -88,6 +90,12 @@ class Run:
         """The shape of a drafter that is a student of the policy."""
         layers = drafting.drafts(self.config) and self.config.drafter.layers
         return student_config(self.policy.config, layers) if layers else None
+
+    @property
+    def kernels(self) -> tuple[Kernels, dict[str, str]]:
+        """The implementation of each kernel, and the reason for it by the kernel's name."""
+        device = self.mesh.devices.flat[0]
+        return choose(self.config.kernels, device.platform, device.device_kind, self.dtype.itemsize)
 
     @property
     def workdir(self) -> Path:
@@ -212,6 +220,7 @@ def _decoding(run: Run) -> Decoding:
         seed=config.seed,
         acceptance=generation.acceptance,
         history=generation.history_tokens,
+        kernels=run.kernels[0],
     )
 
 

@@ -7,6 +7,7 @@ import operator
 import pathlib
 from collections.abc import Sequence
 
+from pallas_kernels import dispatch
 from rlhf_jax import drafting, mesh
 from rlhf_jax.config import Config, ModelConfigs, flat
 from rlhf_jax.inference import shaping
@@ -30,6 +31,8 @@ def validate(config: Config, num_devices: int) -> None:
     """
     _finite(config)
     _one_of(config, "objective", OBJECTIVES)
+    for kernel in config.kernels:
+        _one_of(config, f"kernels.{kernel}", dispatch.WANTED)
     earns = (_check_rewards, _check_advantage, _check_kl) if config.objective == "reward" else (_check_distillation,)
     for check in (_check_run, _check_files, _check_generation, _check_drafter, _check_evaluation, _check_training):
         check(config)

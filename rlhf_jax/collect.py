@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_kernels.shapes import BLOCK
 from rlhf_jax import drafting
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import ModelConfigs
@@ -27,7 +28,7 @@ from rlhf_jax.generation.samples import Decoding, Request, RoundReport, Sample
 from rlhf_jax.generation.strategy.acceptance import Evidence
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.rewards import Answer, Scorer
-from rlhf_jax.model.transformer import cast, unstack
+from rlhf_jax.model.transformer import cast, pad_vocab, unstack
 from rlhf_jax.stages import Learned, Memory, Observer, Stages
 from rlhf_jax.training.batching import signal
 from rlhf_jax.training.distill import student_for
@@ -218,7 +219,8 @@ def roll_out(
 def decoding_weights(policy: Model, dtype, mesh: jax.sharding.Mesh) -> Model:
     """The policy as generation wants it: layers unrolled, in `dtype`, split over the tensor axis only.
 
-    On a CPU a tied head is copied as [M, V], which is read faster than the embedding the other way round.
+    On a CPU a tied head is copied as [M, V], which is read faster than the embedding the other way round. Where the
+    vocabulary is split, each device has whole blocks of the two-level draw.
     """
     return _decoding_weights(policy, dtype, mesh, jax.default_backend() == "cpu")
 
@@ -228,6 +230,8 @@ def _decoding_weights(policy: Model, dtype, mesh: jax.sharding.Mesh, untie: bool
     model = unstack(cast(policy, dtype))
     if untie and model.head is None:
         model = dataclasses.replace(model, head=model.embed.T)
+    if mesh.shape["tensor"] > 1:
+        model = pad_vocab(model, BLOCK * mesh.shape["tensor"])
     return jax.lax.with_sharding_constraint(model, meshes.model_shardings(model, mesh, "generation"))
 
 

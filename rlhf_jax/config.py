@@ -44,6 +44,7 @@ def default() -> Config:
             "training": _training(),
             "checkpoint": _checkpoint(),
             "mesh": _mesh(),
+            "kernels": _kernels(),
             "compilation_cache": "~/.cache/rlhf_jax/compiled",  # of programs, between runs; '' for none
         }
     )
@@ -186,6 +187,18 @@ def _mesh() -> dict:
         "fsdp": -1,  # devices over which the weights are split in training
         "tensor": 1,  # devices over which heads, feed-forward and vocabulary are split
         "device_memory_gb": 0.0,  # 10^9 bytes; 0 asks the device
+    }
+
+
+def _kernels() -> dict:
+    """'auto' takes what was measured faster: the chip's own kernel ('pallas') or plain JAX ('reference').
+
+    'interpret' runs the TPU's kernel anywhere, slowly, to debug it.
+    """
+    return {
+        "tree_attention": "auto",  # of the drafts over the cache
+        "verify_head": "auto",  # the draw at each draft, without all logits in memory; not with a top_k
+        "commit": "auto",  # accepted drafts into the cache
     }
 
 

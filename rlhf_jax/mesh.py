@@ -103,7 +103,7 @@ def model_shardings(tree: Any, mesh: AnyMesh, role: str) -> Any:
     """
 
     def shard(path, leaf) -> NamedSharding:
-        return NamedSharding(mesh, _fitting(_weight_spec(path, leaf, role), leaf.shape, mesh))
+        return NamedSharding(mesh, fitting(_weight_spec(path, leaf, role), leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(shard, tree)
 
@@ -116,7 +116,7 @@ def row_shardings(tree: Any, mesh: AnyMesh) -> Any:
     """
 
     def shard(leaf) -> NamedSharding:
-        return NamedSharding(mesh, _fitting(_row_spec(leaf), leaf.shape, mesh))
+        return NamedSharding(mesh, fitting(row_spec(leaf.ndim), leaf.shape, mesh))
 
     return jax.tree.map(shard, tree)
 
@@ -141,7 +141,7 @@ def unsplit(tree: Any, mesh: AnyMesh, role: str) -> list[str]:
     lines = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         wanted = _weight_spec(path, leaf, role)
-        for size, axes, kept in zip(leaf.shape, wanted, _fitting(wanted, leaf.shape, mesh), strict=True):
+        for size, axes, kept in zip(leaf.shape, wanted, fitting(wanted, leaf.shape, mesh), strict=True):
             if axes is not None and kept is None:
                 lines.append(f"{jax.tree_util.keystr(path)}: {size} is not divisible by {axes}={_extent(axes, mesh)}")
     return lines
@@ -187,12 +187,13 @@ def _field(path) -> str:
     return getattr(path[-1], "name", "") if path else ""
 
 
-def _row_spec(leaf) -> tuple:
-    spec = (ROW_AXES, "tensor" if leaf.ndim == 4 else None)
-    return (spec + (None,) * leaf.ndim)[: leaf.ndim]
+def row_spec(rank: int) -> tuple:
+    """The mesh axes of each dimension of a row-first leaf; one of rank 4 is a cache, [B, G, ...]."""
+    spec = (ROW_AXES, "tensor" if rank == 4 else None)
+    return (spec + (None,) * rank)[:rank]
 
 
-def _fitting(spec: tuple, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
+def fitting(spec: tuple, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
     """`spec` without the axes that do not divide their dimension."""
     kept = [axes if axes and size % _extent(axes, mesh) == 0 else None for size, axes in zip(shape, spec, strict=True)]
     return PartitionSpec(*kept)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Both are read when jax is first imported. Single-device tests run as fast with eight devices as with one.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -16,19 +18,39 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 import jax
 import pytest
 
-from rlhf_jax.types import ModelConfig
+from rlhf_jax.model.transformer import init, unstack
+from rlhf_jax.types import Model, ModelConfig
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`pytest --kernels interpret`: everything with the TPU's kernels, interpreted."""
+    parser.addoption("--kernels", choices=("auto", "interpret"), default="auto", help="how tests run the kernels")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Strict promotion, compiled programs kept between runs, and SIGINT heard here and by what tests start."""
+    if config.getoption("--kernels") == "interpret":
+        _interpret_kernels()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has it ignored
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     cache = getattr(config, "cache", None)
     if cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _interpret_kernels() -> None:
+    """Other defaults than the reference, for configs and for whoever generates without one."""
+    from pallas_kernels.dispatch import INTERPRETED
+    from rlhf_jax import config
+    from rlhf_jax.generation.samples import Decoding
+
+    asked = dict.fromkeys(config._kernels(), "interpret")
+    config._kernels = lambda: asked
+    init: Any = Decoding.__init__
+    init.__defaults__ = (*init.__defaults__[:-1], INTERPRETED)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -61,6 +83,19 @@ def tiny() -> ModelConfig:
         max_context=128,
         tied=True,
     )
+
+
+@pytest.fixture(scope="module")
+def target() -> Model:
+    """A random policy of three layers, as it decodes."""
+    return unstack(init(jax.random.key(0), ModelConfig("llama", 300, 64, 96, 3, 4, 2, 16, 128)))
+
+
+@pytest.fixture(scope="module")
+def drafter(target: Model) -> Model:
+    """The target without its last layer: right often, not always."""
+    config = dataclasses.replace(target.config, num_layers=2)
+    return dataclasses.replace(target, layers=target.layers[:2], config=config)
 
 
 @pytest.fixture

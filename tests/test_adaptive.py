@@ -20,10 +20,7 @@ from rlhf_jax.generation.samples import Decoding, Request
 from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.generation.strategy.select import Choice, Situation
 from rlhf_jax.mesh import make_mesh, model_shardings
-from rlhf_jax.model.transformer import init, unstack
-from rlhf_jax.types import ModelConfig
 
-CONFIG = ModelConfig("llama", 300, 32, 48, 3, 4, 2, 8, 128)
 NAMES = (
     "plain",
     "lookup-chain-1",
@@ -54,16 +51,6 @@ class Chooser:
 
     def arrived(self, report) -> None:
         self.heard.append(report)
-
-
-@pytest.fixture(scope="module")
-def target():
-    return unstack(init(jax.random.key(0), CONFIG))
-
-
-@pytest.fixture(scope="module")
-def drafter(target):
-    return dataclasses.replace(target, layers=target.layers[:2], config=dataclasses.replace(CONFIG, num_layers=2))
 
 
 def moved(model, size: float, seed: int = 5):

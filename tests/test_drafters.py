@@ -16,8 +16,8 @@ from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, RANKS
 from rlhf_jax.mesh import make_mesh, place_rows, row_shardings
 from rlhf_jax.model import cache as kv
-from rlhf_jax.model.transformer import forward, init, logits, unstack
-from rlhf_jax.types import DecodeState, DraftState, ModelConfig, Strategy
+from rlhf_jax.model.transformer import forward, logits
+from rlhf_jax.types import DecodeState, DraftState, Strategy
 
 SLOTS = 48
 NOBODY = np.full((1, 0), -1, np.int32)
@@ -249,22 +249,10 @@ def test_drafts_and_signals_lie_as_rows_do_on_a_mesh(crowd):
 
 # Draft models
 
-CONFIG = ModelConfig("llama", 300, 64, 96, 3, 4, 2, 16, 128)
 SEED, TEXTS = 5, 6
 
 
-@pytest.fixture(scope="module")
-def target():
-    return unstack(init(jax.random.key(0), CONFIG))
-
-
-@pytest.fixture(scope="module")
-def drafter(target):
-    """The target without its last layer: right often, not always."""
-    return dataclasses.replace(target, layers=target.layers[:2], config=dataclasses.replace(CONFIG, num_layers=2))
-
-
-def begun(drafter) -> DecodeState:
+def begun(target, drafter) -> DecodeState:
     """Texts of one token each: no cache is wanted yet."""
     empty = texts_state([[i + 1] for i in range(TEXTS)], [[-1]] * TEXTS, None)
     slots = 64 + model_drafter.CHUNK
@@ -274,14 +262,14 @@ def begun(drafter) -> DecodeState:
         tokens=jnp.zeros((TEXTS, slots), jnp.int32).at[:, :1].set(empty.tokens[:, :1]),
         limit=jnp.arange(TEXTS, dtype=jnp.int32) + 52,
         key=jnp.asarray(key),
-        cache=kv.empty(CONFIG, TEXTS, slots, jnp.float32),
+        cache=kv.empty(target.config, TEXTS, slots, jnp.float32),
         draft=DraftState(kv.empty(drafter.config, TEXTS, slots, jnp.float32), jnp.zeros((TEXTS,), jnp.int32)),
     )
 
 
 def roll_out(target, drafter, length: int, sampling: Sampling):
     """(the finished state, tokens [rounds, B] gained) with chains of `length` drafts."""
-    state, strategy, gained = begun(drafter), chain("model", length), []
+    state, strategy, gained = begun(target, drafter), chain("model", length), []
     tree = trees.as_data(strategy, TEXTS)
     while not bool(state.done.all()):
         drafts, _, window, _ = model_drafter.propose(drafter, state, strategy, sampling)
@@ -343,8 +331,8 @@ def test_evidence_ends_at_a_miss_a_lower_rank_and_the_texts_end():
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.5), Sampling(0.0)], ids=["1", "0.5", "greedy"])
-def test_confidence_is_the_probability_of_the_drafters_own_best(drafter, sampling):
-    state = begun(drafter)
+def test_confidence_is_the_probability_of_the_drafters_own_best(target, drafter, sampling):
+    state = begun(target, drafter)
     sharp = dataclasses.replace(drafter, norm=drafter.norm * jnp.linspace(1, 8, 64))
     drafts, _, _, confidence = model_drafter.propose(sharp, state, chain("model", 2), sampling)
     hidden, _ = forward(sharp, state.tokens[:, :1], jnp.zeros((TEXTS, 1), jnp.int32))

@@ -52,7 +52,7 @@ class Drain:
             at = self.situation(rows, steps > 0, left)
             strategy = choose(at)
             truth, menu = cost.Costs(self.machine, self.machine), self.menu
-            total += cost.seconds(truth, menu.nodes, menu.steps, menu.fed, rows, at.context, 0)[strategy]
+            total += float(cost.seconds(truth, menu.nodes, menu.steps, menu.fed, rows, at.context, 0)[strategy])
             gained = 1 + np.minimum(np.maximum(steps - 1, 0), int(menu.depth[strategy]))
             left, steps = left - gained, np.maximum(steps - gained, 0)
             left, steps = left[left > 0], steps[left > 0]

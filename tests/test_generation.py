@@ -26,7 +26,6 @@ from rlhf_jax.model.source import open_source
 from rlhf_jax.model.transformer import forward, init, logits, unstack
 from rlhf_jax.types import ModelConfig
 
-CONFIG = ModelConfig("llama", 300, 64, 96, 3, 4, 2, 16, 128)
 STOP = 7
 
 
@@ -48,17 +47,6 @@ CASES = [
     ("model-chain-3", GREEDY),
     *(slow(name, GREEDY) for name in (*CORE, *REST) if name != "model-chain-3"),
 ]
-
-
-@pytest.fixture(scope="module")
-def target():
-    return unstack(init(jax.random.key(0), CONFIG))
-
-
-@pytest.fixture(scope="module")
-def drafter(target):
-    """The target without its last layer: right often, not always."""
-    return dataclasses.replace(target, layers=target.layers[:2], config=dataclasses.replace(CONFIG, num_layers=2))
 
 
 def requests(count: int = 6, samples: int = 4) -> list[Request]:
@@ -285,7 +273,8 @@ def test_the_donated_cache_is_not_copied(target):
         shapes = {"f32[" + ",".join(map(str, leaf.shape)) + "]" for leaf in jax.tree.leaves(state.cache)}
         copies = [line for line in text.splitlines() if " copy(" in line and any(s in line for s in shapes)]
         assert not copies, (name, copies[:2])
-        assert text.split("\n")[0].count("may-alias") + text.split("\n")[0].count("must-alias") >= 2 * CONFIG.num_layers
+        header = text.split("\n")[0]
+        assert header.count("may-alias") + header.count("must-alias") >= 2 * target.config.num_layers
 
 
 def test_no_compilation_after_warm_up(target, drafter, compilations):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import jax
 import numpy as np
 
+from pallas_kernels.dispatch import REFERENCE
 from rlhf_jax.generation import board as boards
 from rlhf_jax.generation import evidence, programs
 from rlhf_jax.generation import rows as row_verbs
@@ -25,6 +26,8 @@ from rlhf_jax.generation.samples import Decoding, Request, RoundReport, Sample
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, Evidence
 from rlhf_jax.generation.strategy.select import Selector, Situation
 from rlhf_jax.types import DecodeState, Model, Strategy
+
+LANES = 128  # a kernel reads a cache of so many slots, or a multiple, where it lies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +147,7 @@ def _empty_state(models: Models, rows: int, decoding: Decoding, mesh) -> DecodeS
     target, drafter = models
     draft = None if drafter is None else drafter.config
     slots, dtype = decoding.slots + slack(decoding.strategies), target.embed.dtype
+    slots += -slots % (1 if decoding.kernels == REFERENCE else LANES)
     earlier = decoding.slots if decoding.drafts_by("replay") else 0
     return row_verbs.empty(target.config, draft, rows, slots, decoding.history, earlier, dtype, mesh)
 

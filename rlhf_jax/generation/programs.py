@@ -80,21 +80,21 @@ def play(
 ) -> tuple[DecodeState, Results]:
     """One round by `strategy`: draft, verify and, if asked, look; `run` is `call` or `compile_only`."""
     window, laws, confidence, drafts = None, None, None, np.zeros((len(siblings), 0), np.int32)
+    on = dict(kernels=decoding.kernels, mesh=mesh)
     if strategy.drafter == "lookup":
         drafts = run(lookup.propose, state, siblings, strategy, mesh=mesh)
     elif strategy.drafter == "replay":
         drafts = run(replay.propose, state, strategy, mesh=mesh)
     elif strategy.drafter == "model":
         if len(decoding.strategies) > 1:
-            state = run(model_drafter.catch_up, models[1], state, mesh=mesh)
-        options = dict(with_laws=decoding.acceptance == "rejection", mesh=mesh)
+            state = run(model_drafter.catch_up, models[1], state, **on)
+        options = dict(with_laws=decoding.acceptance == "rejection", **on)
         proposed = run(model_drafter.propose, models[1], state, strategy, decoding.sampling, **options)
         drafts, laws, window, confidence = proposed
-    options = dict(sampling=decoding.sampling, stop_tokens=decoding.stop_tokens, rule=decoding.acceptance)
     tree = trees.as_data(strategy, len(siblings))
-    state, emission = run(run_round, models[0], state, drafts, laws, tree, mesh=mesh, **options)
+    state, emission = run(run_round, models[0], state, drafts, laws, tree, **_law(decoding), **on)
     if window is not None:
-        state = run(model_drafter.commit, state, window, emission.path, emission.count, strategy, mesh=mesh)
+        state = run(model_drafter.commit, state, window, emission.path, emission.count, strategy, **on)
     free = tuple(name for name in signals.FREE if look and decoding.drafts_by(name))
     seen = run(signals.look, state, siblings, free, mesh=mesh) if free else {}
     return state, Results(emission, confidence, seen)
@@ -112,9 +112,13 @@ def analysis(state: DecodeState, target: Model, decoding: Decoding, mesh=None) -
     """What XLA says that a plain round of `state` does: "flops", "bytes accessed" and more, or nothing."""
     rows = len(state.done)
     arguments = shapes((target, state)), np.zeros((rows, 0), np.int32), None, trees.as_data(trees.PLAIN, rows)
-    options = dict(sampling=decoding.sampling, stop_tokens=decoding.stop_tokens, rule=decoding.acceptance)
     (target, state), *rest = arguments
-    return run_round.lower(target, state, *rest, mesh=mesh, **options).compile().cost_analysis() or {}
+    options = dict(kernels=decoding.kernels, mesh=mesh, **_law(decoding))
+    return run_round.lower(target, state, *rest, **options).compile().cost_analysis() or {}
+
+
+def _law(decoding: Decoding) -> dict[str, Any]:
+    return dict(sampling=decoding.sampling, stop_tokens=decoding.stop_tokens, rule=decoding.acceptance)
 
 
 class Ahead:

@@ -12,11 +12,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dispatch import REFERENCE, Kernels
 from rlhf_jax.generation import rejection
-from rlhf_jax.generation.sampling import Draw, Sampling, draw
+from rlhf_jax.generation.sampling import Draw, Sampling, block_noise, draw, draw_inside
 from rlhf_jax.generation.tree import accept_equal, path_to
 from rlhf_jax.mesh import pin_rows
-from rlhf_jax.model import cache as kv
+from rlhf_jax.model import kernels as laid
 from rlhf_jax.model.attention import cached
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.types import Array, Cache, DecodeState, Emission, Model, Tree
@@ -26,21 +27,30 @@ class Verified(NamedTuple):
     """What the target says of every node: its own draw, that draw's log-prob, and the window to commit from."""
 
     draw: Draw
-    logits: Array  # [B, N+1, V] float32
+    logits: Array | None  # [B, N+1, V] float32; None where they never existed
     window: Cache
 
 
-def verify(target: Model, state: DecodeState, nodes: Array, tree: Tree, sampling: Sampling) -> Verified:
+def verify(
+    target: Model, state: DecodeState, nodes: Array, tree: Tree, sampling: Sampling, rule: str, kernels, mesh
+) -> Verified:
     """One call of the target over nodes [B, N+1] (the root and the drafts) of every row.
 
     The draw at a node of depth d decides the token at position length + d, with that position's noise.
     """
     depth = jnp.maximum(tree.depth, 0)
-    attend = functools.partial(cached, length=state.length - 1, mask=tree.ancestors)
+    known = jnp.where(state.done, 0, state.length - 1)  # a row that is done reads nothing
+    attention = laid.tree_attention(kernels, mesh)
+    attend = functools.partial(cached, length=known, mask=tree.ancestors, attend=attention)
     positions = (state.length - 1)[:, None] + depth
     hidden, window = forward(target, nodes, positions, attend, tuple((layer, None) for layer in state.cache))
+    key, position = state.key[:, None], positions + 1
+    if rule == "replayable" and kernels.verify_head != "reference" and not (sampling.top_k or sampling.top_p < 1):
+        noise = block_noise(key, position, target.config.vocab_size) if sampling.temperature else None
+        parts = laid.verify_head(kernels, mesh)(target, hidden, noise, sampling.temperature)
+        return Verified(draw_inside(parts, key, position, sampling), None, window)
     scores = logits(target, hidden)
-    return Verified(draw(scores, state.key[:, None], positions + 1, sampling), scores, window)
+    return Verified(draw(scores, key, position, sampling), scores, window)
 
 
 def accept(verified: Verified, nodes: Array, tree: Tree, laws: Array | None, state, sampling, rule: str):
@@ -71,7 +81,7 @@ def emit(state: DecodeState, path: Array, draws: Draw, depth: Array, stop_tokens
     )
 
 
-def commit(state: DecodeState, window: Cache, path: Array, emission: Emission) -> DecodeState:
+def commit(state: DecodeState, window: Cache, path: Array, emission: Emission, kernels, mesh) -> DecodeState:
     """The state after the round: tokens appended, the path's cache entries in place."""
     slots = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None] - state.length[:, None]
     fresh = (slots >= 0) & (slots < emission.count[:, None])
@@ -83,13 +93,13 @@ def commit(state: DecodeState, window: Cache, path: Array, emission: Emission) -
         tokens=jnp.where(fresh, taken, state.tokens),
         length=state.length + emission.count,
         done=emission.done,
-        cache=kv.commit(state.cache, window, path, start),
+        cache=laid.commit(kernels, mesh)(state.cache, window, path, start),
     )
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("sampling", "stop_tokens", "rule", "mesh"),
+    static_argnames=("sampling", "stop_tokens", "rule", "kernels", "mesh"),
     donate_argnames=("state",),
 )
 def run_round(
@@ -102,6 +112,7 @@ def run_round(
     sampling: Sampling,
     stop_tokens: tuple[int, ...],
     rule: str = "replayable",
+    kernels: Kernels = REFERENCE,
     mesh=None,
 ) -> tuple[DecodeState, Emission]:
     """Verify, accept and commit drafts [B, N] (-1: none): the state and what it emitted.
@@ -111,9 +122,10 @@ def run_round(
     """
     root = jnp.take_along_axis(state.tokens, (state.length - 1)[:, None], axis=1)
     nodes = jnp.concatenate([root, drafts], axis=1)
-    verified = verify(target, state, nodes, tree, sampling)
+    verified = verify(target, state, nodes, tree, sampling, rule, kernels, mesh)
     token, logprob, last = accept(verified, nodes, tree, laws, state, sampling, rule)
     path = path_to(tree, last)
     depth = jnp.take_along_axis(tree.depth, last[:, None], axis=1)[:, 0]
     emission = emit(state, path, Draw(token, logprob, verified.draw.support), depth, stop_tokens)
-    return pin_rows(commit(state, verified.window, path, emission), mesh), pin_rows(emission, mesh)
+    state = commit(state, verified.window, path, emission, kernels, mesh)
+    return pin_rows(state, mesh), pin_rows(emission, mesh)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from pallas_kernels.dispatch import REFERENCE, Kernels
 from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.generation.strategy.acceptance import Evidence
 from rlhf_jax.types import Strategy
@@ -36,6 +37,7 @@ class Decoding:
     acceptance: str = "replayable"  # or "rejection"
     history: int = 0  # history tokens kept for lookup
     fewest_rows: int = 1  # the batch shrinks no further: each halving is a program of its own
+    kernels: Kernels = REFERENCE
 
     def drafts_by(self, drafter: str) -> bool:
         """Whether a strategy that may be chosen drafts by 'lookup', 'replay' or 'model'."""

@@ -21,9 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.shapes import BLOCK
+from pallas_kernels.verify_head.reference import Parts, parts_of
+from pallas_kernels.verify_head.reference import blocks as _blocks
+from pallas_kernels.verify_head.reference import inside as _inside
 from rlhf_jax.types import Array
 
-BLOCK = 256
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
@@ -187,15 +190,34 @@ def draw(
     """
     _assert_ranks(logits, key, position)
     if sampling.temperature == 0 and not sampling.top_k:
-        token = _argmax(logits)
-        return Draw(token, jnp.zeros(token.shape, jnp.float32), None)
+        return draw_inside(parts_of(logits, None), key, position, sampling, levels[1])
     z, ids = _truncated(logits, sampling)
-    mass, scores = _block_scores(z, key, position, levels[0])
-    block = jnp.argmax(scores, -1)[..., None].astype(jnp.int32)
-    inside, scores = _token_scores(z, block, key, position, levels[1])
-    place = jnp.argmax(scores[..., 0, :], -1)[..., None].astype(jnp.int32)
-    logprob = _at(inside[..., 0, :], place)[..., 0] - jax.nn.logsumexp(mass, -1)
-    return Draw((block * BLOCK + place)[..., 0], logprob, _kept(z, ids, sampling.top_k))
+    noise = block_noise(key, position, z.shape[-1], levels[0])
+    drawn = draw_inside(parts_of(z, noise), key, position, sampling, levels[1])
+    return drawn._replace(support=_kept(z, ids, sampling.top_k))
+
+
+def block_noise(key: Array, position: Array, vocab: int, level: int = 0) -> Array:
+    """The noise of every block `[..., ceil(vocab/256)]` float32: what `parts_of` and `verify_head` take."""
+    chex.assert_rank(key, position.ndim + 1)
+    index = jnp.arange(-(-vocab // BLOCK), dtype=jnp.uint32)
+    return gumbel(noise_bits(key[..., None, :], position[..., None], level, index))
+
+
+def draw_inside(parts: Parts, key: Array, position: Array, sampling: Sampling, level: int = 1) -> Draw:
+    """The draw's second half, inside the block that `parts` chose: `draw` of logits that no longer exist.
+
+    Of `sampling` only temperature 0 matters here. There is no support: who truncates the law has the logits.
+    """
+    _assert_ranks(parts.inside, key, position)
+    chosen = parts.block[..., None]
+    if sampling.temperature == 0:
+        token = _best_token(parts)
+        return Draw(token, jnp.zeros(token.shape, jnp.float32), None)
+    scores = parts.inside + _token_noise(chosen, key, position, level)[..., 0, :]
+    place = jnp.argmax(scores, -1)[..., None].astype(jnp.int32)
+    logprob = _at(parts.inside, place)[..., 0] - parts.normaliser
+    return Draw((chosen * BLOCK + place)[..., 0], logprob, None)
 
 
 def rank(logits: Array, key: Array, position: Array, sampling: Sampling, count: int) -> Array:
@@ -272,32 +294,22 @@ def _assert_ranks(logits: Array, key: Array, position: Array) -> None:
     chex.assert_axis_dimension(key, -1, 2)
 
 
-def _blocks(z: Array) -> Array:
-    """`[..., V]` as `[..., blocks, 256]`, filled with -inf: the ids of a block never depend on V."""
-    short = -z.shape[-1] % BLOCK
-    z = jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, short)], constant_values=-jnp.inf)
-    return z.reshape(*z.shape[:-1], -1, BLOCK)
-
-
 def _block_scores(z: Array, key: Array, position: Array, level: int) -> tuple[Array, Array]:
     """Log-sum-exp of each block and its perturbed score, both `[..., blocks]`."""
     mass = jax.nn.logsumexp(_blocks(z), -1)
-    index = jnp.arange(mass.shape[-1], dtype=jnp.uint32)
-    return mass, mass + gumbel(noise_bits(key[..., None, :], position[..., None], level, index))
+    return mass, mass + block_noise(key, position, z.shape[-1], level)
 
 
 def _token_scores(z: Array, chosen: Array, key: Array, position: Array, level: int) -> tuple[Array, Array]:
     """Logits and perturbed scores `[..., c, 256]` of `z[..., V]` inside the blocks `chosen[..., c]`."""
-    inside, ids = _inside(z, chosen), chosen[..., None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-    return inside, inside + gumbel(noise_bits(key[..., None, None, :], position[..., None, None], level, ids))
+    inside = _inside(z, chosen)
+    return inside, inside + _token_noise(chosen, key, position, level)
 
 
-def _inside(z: Array, chosen: Array) -> Array:
-    """Logits `[..., c, 256]` of the blocks `chosen[..., c]` int32, -inf past V."""
-    # Read from z: a second reader of the padded blocks would make XLA write them out, five times slower.
+def _token_noise(chosen: Array, key: Array, position: Array, level: int) -> Array:
+    """The noise `[..., c, 256]` float32 of the tokens of the blocks `chosen[..., c]`."""
     ids = chosen[..., None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-    flat = jnp.minimum(ids, z.shape[-1] - 1).reshape(*chosen.shape[:-1], -1)
-    return jnp.where(ids < z.shape[-1], _at(z, flat).reshape(ids.shape), -jnp.inf)
+    return gumbel(noise_bits(key[..., None, None, :], position[..., None, None], level, ids))
 
 
 def _truncated_gumbel(scores: Array, top: Array) -> Array:
@@ -314,9 +326,11 @@ def _truncated_gumbel(scores: Array, top: Array) -> Array:
 
 def _argmax(z: Array) -> Array:
     """Token id `[...]` of the largest logit in two levels: an argmax over V is ten times slower."""
-    block = jnp.argmax(jnp.max(_blocks(z), -1), -1)[..., None].astype(jnp.int32)
-    inside = _inside(z, block)[..., 0, :]
-    return block[..., 0] * BLOCK + jnp.argmax(inside, -1).astype(jnp.int32)
+    return _best_token(parts_of(z, None))
+
+
+def _best_token(parts: Parts) -> Array:
+    return parts.block * BLOCK + jnp.argmax(parts.inside, -1).astype(jnp.int32)
 
 
 def _fill(tokens: Array, count: int) -> Array:

@@ -11,6 +11,7 @@ import jax.extend
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from pallas_kernels.tree_attention.reference import tree_attention
 from rlhf_jax.mesh import ROW_AXES
 from rlhf_jax.types import Array, LayerCache
 
@@ -142,36 +143,22 @@ def cached(
     *,
     length: Array,
     mask: Array,
+    attend: Callable = tree_attention,
 ) -> tuple[Array, LayerCache]:
     """Attention of Q new tokens over a row's cache and over the window of uncommitted tokens.
 
     query [B, Q, H, D], key and value [B, Q, G, D] are the last Q of the window's W tokens; `memory` is the
     layer's cache (T slots, of which the first `length[B]` count) and the window before them (`None` when it
-    is empty); mask [B, Q, W] says which tokens of the window a query sees. Softmax in float32. Returns out
-    [B, Q, H, D] and the grown window. The cache is only read: what is accepted is committed later.
+    is empty); mask [B, Q, W] says which tokens of the window a query sees. `attend` is `tree_attention`. Returns
+    out [B, Q, H, D] and the grown window. The cache is only read: what is accepted is committed later.
     """
     chex.assert_rank([query, key, value, length, mask], [4, 4, 4, 1, 3])
-    (cache_k, cache_v), window = memory
-    window_k, window_v = _grow(window, window_layout(key, value))
-    batch, count, heads, dim = query.shape
-    groups, slots = cache_k.shape[1], cache_k.shape[3]
-    grouped = query.reshape(batch, count, groups, heads // groups, dim).transpose(0, 2, 3, 1, 4)
-    grouped = grouped.reshape(batch, groups, -1, dim)  # [B, G, H/G * Q, D]
-    live = jnp.arange(slots)[None, :] < length[:, None]
-    seen = jnp.concatenate([jnp.broadcast_to(live[:, None], (batch, count, slots)), mask], axis=-1)
-    seen = jnp.tile(seen[:, None], (1, 1, heads // groups, 1))
-    scores = jnp.concatenate([_scores(grouped, cache_k), _scores(grouped, window_k)], axis=-1)
-    weights = jax.nn.softmax(jnp.where(seen, scores * dim**-0.5, -jnp.inf), axis=-1).astype(cache_v.dtype)
-    out = weights[..., :slots] @ cache_v + weights[..., slots:] @ window_v
-    out = out.reshape(batch, groups, heads // groups, count, dim).transpose(0, 3, 1, 2, 4)
-    return out.reshape(batch, count, heads, dim), (window_k, window_v)
+    cache, window = memory
+    window = _grow(window, window_layout(key, value))
+    return attend(query, *cache, *window, length, mask), window
 
 
 def _grow(window: LayerCache | None, new: LayerCache) -> LayerCache:
     if window is None:
         return new
     return jnp.concatenate([window[0], new[0]], axis=3), jnp.concatenate([window[1], new[1]], axis=2)
-
-
-def _scores(query: Array, key: Array) -> Array:
-    return jnp.matmul(query, key, preferred_element_type=jnp.float32)

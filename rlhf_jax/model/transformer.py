@@ -73,6 +73,13 @@ def unstack(model: Model) -> Model:
     return dataclasses.replace(model, layers=tuple(layers))
 
 
+def pad_vocab(model: Model, multiple: int) -> Model:
+    """The model with zeros behind its vocabulary, up to a multiple of tokens; no token there is ever likely."""
+    short = -model.config.vocab_size % multiple
+    head = None if model.head is None else jnp.pad(model.head, ((0, 0), (0, short)))
+    return dataclasses.replace(model, embed=jnp.pad(model.embed, ((0, short), (0, 0))), head=head)
+
+
 def cast(model: Model, dtype) -> Model:
     """Every weight in `dtype`."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), model)
@@ -139,7 +146,10 @@ def logits(model: Model, hidden: Array) -> Array:
     head = model.embed if model.head is None else model.head
     axis = 1 if model.head is None else 0
     dims = (((hidden.ndim - 1,), (axis,)), ((), ()))
-    return jax.lax.dot_general(hidden, head, dims, preferred_element_type=jnp.float32)
+    scores = jax.lax.dot_general(hidden, head, dims, preferred_element_type=jnp.float32)
+    if model.config.scalar_head or scores.shape[-1] == model.config.vocab_size:
+        return scores
+    return jnp.where(jnp.arange(scores.shape[-1]) < model.config.vocab_size, scores, -jnp.inf)
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.dispatch import REFERENCE, Kernels
 from rlhf_jax.generation import tree as trees
 from rlhf_jax.generation.sampling import Sampling, rank
 from rlhf_jax.mesh import pin_rows
-from rlhf_jax.model import cache as kv
+from rlhf_jax.model import kernels as laid
 from rlhf_jax.model.attention import cached
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.types import Array, Cache, DecodeState, DraftState, Model, Strategy
@@ -34,9 +35,15 @@ class Proposal(NamedTuple):
     confidence: Array  # [B] int8, the class of its own first draft
 
 
-@functools.partial(jax.jit, static_argnames=("strategy", "sampling", "with_laws", "mesh"))
+@functools.partial(jax.jit, static_argnames=("strategy", "sampling", "with_laws", "kernels", "mesh"))
 def propose(
-    drafter: Model, state: DecodeState, strategy: Strategy, sampling: Sampling, with_laws: bool = False, mesh=None
+    drafter: Model,
+    state: DecodeState,
+    strategy: Strategy,
+    sampling: Sampling,
+    with_laws: bool = False,
+    kernels: Kernels = REFERENCE,
+    mesh=None,
 ) -> Proposal:
     """Drafts for the strategy's nodes, drawn with the noise that the target will use.
 
@@ -46,9 +53,9 @@ def propose(
     """
     tokens = {0: _token_at(state, state.length - 1)}
     laws = {}
-    window, seen = (), 0
+    window, seen, attention = (), 0, laid.tree_attention(kernels, mesh)
     for level in _fed_nodes(strategy):
-        hidden, window = _feed(drafter, state, strategy, level, tokens, window, seen)
+        hidden, window = _feed(drafter, state, strategy, level, tokens, window, seen, attention)
         scores = logits(drafter, hidden[:, -len(level) :])
         seen += hidden.shape[1]
         for place, node in enumerate(level):
@@ -88,7 +95,7 @@ def _window_index(strategy: Strategy) -> np.ndarray:
     return index
 
 
-def _feed(drafter, state, strategy, level, tokens, window, seen):
+def _feed(drafter, state, strategy, level, tokens, window, seen, attention):
     depth = trees.depths(strategy)[level]
     queries = jnp.stack([tokens[node] for node in level], axis=1)
     positions = (state.length - 1)[:, None] + depth
@@ -100,7 +107,7 @@ def _feed(drafter, state, strategy, level, tokens, window, seen):
     first = mask[:, :, :1] & (state.length >= 2)[:, None, None]
     first = first.at[:, 0].set(True) if not window else first  # a query sees at least itself
     mask = jnp.concatenate([first, mask[:, :, 1:]], axis=2)
-    attend = functools.partial(cached, length=state.length - 2, mask=mask)
+    attend = functools.partial(cached, length=state.length - 2, mask=mask, attend=attention)
     past = window or (None,) * len(state.draft.cache)
     return forward(drafter, queries, positions, attend, tuple(zip(state.draft.cache, past, strict=True)))
 
@@ -126,8 +133,16 @@ def _token_at(state: DecodeState, place: Array) -> Array:
     return jnp.take_along_axis(state.tokens, jnp.maximum(place, 0)[:, None], axis=1)[:, 0]
 
 
-@functools.partial(jax.jit, static_argnames=("strategy", "mesh"), donate_argnames=("state",))
-def commit(state: DecodeState, window: Cache, path: Array, count: Array, strategy: Strategy, mesh=None) -> DecodeState:
+@functools.partial(jax.jit, static_argnames=("strategy", "kernels", "mesh"), donate_argnames=("state",))
+def commit(
+    state: DecodeState,
+    window: Cache,
+    path: Array,
+    count: Array,
+    strategy: Strategy,
+    kernels: Kernels = REFERENCE,
+    mesh=None,
+) -> DecodeState:
     """The draft cache after a round that emitted count[B] tokens along path[B, N+1]. `state` is donated.
 
     `state` is the state after the round; the window began two tokens before the old length. A node that was never
@@ -143,16 +158,18 @@ def commit(state: DecodeState, window: Cache, path: Array, count: Array, strateg
     steps = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
     fed = (inner[path] & (steps < count[:, None])).sum(axis=1, dtype=jnp.int32)
     length = jnp.where(count > 0, before - 1 + fed, state.draft.length)
-    draft = DraftState(kv.commit(state.draft.cache, window, entries, start), length)
+    draft = DraftState(laid.commit(kernels, mesh)(state.draft.cache, window, entries, start), length)
     return pin_rows(dataclasses.replace(state, draft=draft), mesh)
 
 
-@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
-def catch_up(drafter: Model, state: DecodeState, mesh=None) -> DecodeState:
+@functools.partial(jax.jit, static_argnames=("kernels", "mesh"), donate_argnames=("state",))
+def catch_up(drafter: Model, state: DecodeState, kernels: Kernels = REFERENCE, mesh=None) -> DecodeState:
     """Feed what the draft cache has not seen, until it lacks one token at most. `state` is donated.
 
     Needed after rounds that drafted otherwise; CHUNK tokens of every row a step.
     """
+
+    attention, write = laid.tree_attention(kernels, mesh), laid.commit(kernels, mesh)
 
     def lagging(state):
         return jnp.any(~state.done & (state.draft.length < state.length - 2))
@@ -161,11 +178,11 @@ def catch_up(drafter: Model, state: DecodeState, mesh=None) -> DecodeState:
         at = state.draft.length[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)
         tokens = jnp.take_along_axis(state.tokens, jnp.minimum(at, state.tokens.shape[1] - 1), axis=1)
         mask = jnp.broadcast_to(jnp.tril(jnp.ones((CHUNK, CHUNK), bool)), (at.shape[0], CHUNK, CHUNK))
-        attend = functools.partial(cached, length=state.draft.length, mask=mask)
+        attend = functools.partial(cached, length=state.draft.length, mask=mask, attend=attention)
         layers = tuple((layer, None) for layer in state.draft.cache)
         _, window = forward(drafter, tokens, at, attend, layers)
         order = jnp.broadcast_to(jnp.arange(CHUNK, dtype=jnp.int32), at.shape)
-        cache = kv.commit(state.draft.cache, window, order, state.draft.length)
+        cache = write(state.draft.cache, window, order, state.draft.length)
         length = jnp.maximum(jnp.minimum(state.draft.length + CHUNK, state.length - 1), state.draft.length)
         return dataclasses.replace(state, draft=DraftState(cache, length))
 

@@ -1,0 +1,108 @@
+"""What a replayable draw needs of the logits at each node: the meaning in plain JAX, and the path on any hardware.
+
+The draw (`rlhf_jax/generation/sampling.py`) first picks a block of 256 consecutive token ids by log-sum-exp + noise,
+then a token inside it. The first half needs the whole vocabulary and ends in `Parts`, 256 logits a node; the second
+needs `Parts` only. So the first half can stream over the vocabulary, on one device or on several.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.shapes import BLOCK
+
+
+class Parts(NamedTuple):
+    """What is left of logits `[..., V]` when a block has been chosen; all that the rest of the draw reads."""
+
+    normaliser: Array  # [...] float32, log-sum-exp of the tempered logits
+    score: Array  # [...] float32, the chosen block's, the largest of all
+    block: Array  # [...] int32, the chosen block: of equal scores the first
+    inside: Array  # [..., 256] float32, its tempered logits, -inf past V
+
+
+def verify_head(
+    hidden: Array,
+    head: Array,
+    noise: Array | None,
+    vocab: Array | int | None = None,
+    *,
+    temperature: float,
+    tied: bool,
+) -> Parts:
+    """`Parts` of `hidden @ head / temperature` at each of R = B * (N+1) nodes.
+
+    hidden [R, M]; head [M, V], or [V, M] where it is `tied` to the embedding; both of one dtype, bfloat16 or float32
+    (then in the highest precision). noise [R, ceil(V/256)] float32 is added to each block's log-sum-exp, which makes
+    its score. At temperature 0 it is None: logits are not divided, and a block's score is its largest logit.
+
+    `vocab` is how many of the head's tokens count, the others being there to make a share of whole blocks; None: all.
+
+    The law is not truncated: top-k and top-p need all logits of a node at once, so callers that are asked for them
+    keep the logits and give them to `sampling.draw`.
+    """
+    check(hidden, head, noise, temperature=temperature, tied=tied)
+    precision = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
+    dims = (((1,), (1 if tied else 0,)), ((), ()))
+    logits = lax.dot_general(hidden, head, dims, precision=precision, preferred_element_type=jnp.float32)
+    if vocab is not None:
+        logits = jnp.where(jnp.arange(logits.shape[-1], dtype=jnp.int32) < vocab, logits, -jnp.inf)
+    return parts_of(logits / temperature if temperature else logits, noise)
+
+
+def check(hidden: Array, head: Array, noise: Array | None, *, temperature: float, tied: bool) -> None:
+    """Assert the ranks, shapes and dtypes that every implementation of `verify_head` takes."""
+    chex.assert_rank([hidden, head], 2)
+    chex.assert_type(head, hidden.dtype)
+    chex.assert_axis_dimension(head, 1 if tied else 0, hidden.shape[1])
+    if noise is None:
+        assert temperature == 0, f"Only temperature 0 draws without noise, not {temperature}."
+    else:
+        assert temperature > 0, f"Noise belongs to a temperature above 0, not {temperature}."
+        chex.assert_shape(noise, (hidden.shape[0], -(-head.shape[0 if tied else 1] // BLOCK)))
+
+
+def parts_of(z: Array, noise: Array | None) -> Parts:
+    """`Parts` of tempered logits z `[..., V]` and block noise `[..., ceil(V/256)]`, None at temperature 0."""
+    mass = jax.nn.logsumexp(blocks(z), -1)
+    scores = jnp.max(blocks(z), -1).astype(jnp.float32) if noise is None else mass + noise
+    block = jnp.argmax(scores, -1)[..., None].astype(jnp.int32)
+    chosen = inside(z, block)[..., 0, :].astype(jnp.float32)
+    return Parts(jax.nn.logsumexp(mass, -1), jnp.max(scores, -1), block[..., 0], chosen)
+
+
+def blocks(z: Array) -> Array:
+    """`[..., V]` as `[..., blocks, 256]`, filled with -inf: the ids of a block never depend on V."""
+    short = -z.shape[-1] % BLOCK
+    z = jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, short)], constant_values=-jnp.inf)
+    return z.reshape(*z.shape[:-1], -1, BLOCK)
+
+
+def inside(z: Array, chosen: Array) -> Array:
+    """Logits `[..., c, 256]` of the blocks `chosen[..., c]` int32 of z `[..., V]`, -inf past V."""
+    # Read from z: a second reader of the padded blocks would make XLA write them out, five times slower.
+    ids = chosen[..., None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+    flat = jnp.minimum(ids, z.shape[-1] - 1).reshape(*chosen.shape[:-1], -1)
+    return jnp.where(ids < z.shape[-1], jnp.take_along_axis(z, flat, -1).reshape(ids.shape), -jnp.inf)
+
+
+def combine(parts: Parts, axis_name: str, offset: Array | int) -> Parts:
+    """`Parts` of the whole vocabulary from those of its shards over a mesh axis, inside `shard_map`.
+
+    A shard holds whole blocks, the first of which is block `offset` of the vocabulary; its noise is of those blocks.
+    Four numbers a node and one block of logits cross the axis; the result is the same on every device.
+    """
+    chex.assert_rank([parts.normaliser, parts.inside], [parts.score.ndim, parts.score.ndim + 1])
+    block = parts.block + offset
+    peak = lax.pmax(parts.normaliser, axis_name)
+    finite = jnp.where(jnp.isfinite(peak), peak, 0.0)
+    normaliser = jnp.log(lax.psum(jnp.exp(parts.normaliser - finite), axis_name)) + finite
+    score = lax.pmax(parts.score, axis_name)
+    winner = lax.pmin(jnp.where(parts.score < score, jnp.iinfo(jnp.int32).max, block), axis_name)
+    chosen = lax.psum(jnp.where((block == winner)[..., None], parts.inside, 0.0), axis_name)
+    return Parts(normaliser, score, winner, chosen)

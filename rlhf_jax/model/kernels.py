@@ -1,0 +1,87 @@
+"""The kernels that a model decodes with, laid over the mesh: each device runs them on its own rows and heads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from pallas_kernels.dispatch import Kernels, implementation
+from pallas_kernels.shapes import BLOCK
+from pallas_kernels.verify_head.reference import Parts, combine
+from rlhf_jax.mesh import ROW_AXES, fitting, row_spec
+from rlhf_jax.types import Array, Cache, Model
+
+
+def tree_attention(kernels: Kernels, mesh: Mesh | None) -> Callable[..., Array]:
+    """`pallas_kernels.tree_attention.reference.tree_attention` by the chosen implementation."""
+    attend = implementation("tree_attention", kernels)
+    if kernels.tree_attention == "reference" or mesh is None:
+        return attend
+
+    def attend_parts(query, cache_k, cache_v, window_k, window_v, length, mask):
+        cache = fitting(row_spec(cache_k.ndim), cache_k.shape, mesh)
+        rows, heads = cache[0], cache[1]
+        new, of_rows = PartitionSpec(rows, None, heads), PartitionSpec(rows)
+        specs = (new, cache, cache, cache, cache, of_rows, of_rows)
+        parts = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=new, check_vma=False)
+        return parts(query, cache_k, cache_v, window_k, window_v, length, mask)
+
+    return attend_parts
+
+
+def verify_head(kernels: Kernels, mesh: Mesh | None) -> Callable[..., Parts]:
+    """`Parts` of a model's logits at hidden [B, Q, M], with block noise [B, Q, blocks] or, at temperature 0, None.
+
+    Each device takes its rows and its part of the vocabulary, which must be whole blocks: `collect.decoding_weights`.
+    """
+    run = implementation("verify_head", kernels)
+
+    def parts(model: Model, hidden, noise, temperature: float) -> Parts:
+        tied, vocab = model.head is None, model.config.vocab_size
+        head = model.embed if tied else model.head
+        of = functools.partial(run, temperature=temperature, tied=tied)
+        rows, flat = hidden.shape[:2], [None if x is None else x.reshape(-1, x.shape[-1]) for x in (hidden, noise)]
+        if mesh is None:
+            found = of(flat[0], head, flat[1], vocab)
+        else:
+            found = _split_head(of, mesh, tied, vocab)(flat[0], head, flat[1])
+        return jax.tree.map(lambda leaf: leaf.reshape(*rows, *leaf.shape[1:]), found)
+
+    return parts
+
+
+def _split_head(of: Callable[..., Parts], mesh: Mesh, tied: bool, vocab: int) -> Callable[..., Parts]:
+    """`of` on each device's rows and share of a head, of which `vocab` tokens count: `Parts` of all of them."""
+
+    def local(hidden, head, noise):
+        place, held = jax.lax.axis_index("tensor"), head.shape[0 if tied else 1]
+        found = of(hidden, head, noise, jnp.clip(vocab - place * held, 0, held))
+        return combine(found, "tensor", place * (held // BLOCK))
+
+    rows = PartitionSpec(ROW_AXES)
+    specs = (
+        rows,
+        PartitionSpec("tensor") if tied else PartitionSpec(None, "tensor"),
+        PartitionSpec(ROW_AXES, "tensor"),
+    )
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)
+
+
+def commit(kernels: Kernels, mesh: Mesh | None) -> Callable[[Cache, Cache, Array, Array], Cache]:
+    """`pallas_kernels.commit.reference.commit` by the chosen implementation."""
+    write = implementation("commit", kernels)
+    if kernels.commit == "reference" or mesh is None:
+        return write
+
+    def write_parts(cache, window, path, start):
+        leaf = cache[0][0]
+        spec = fitting(row_spec(leaf.ndim), leaf.shape, mesh)
+        specs = (spec, spec, PartitionSpec(spec[0]), PartitionSpec(spec[0]))
+        parts = jax.shard_map(write, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
+        return parts(cache, window, path, start)
+
+    return write_parts

@@ -1,0 +1,158 @@
+"""The commit kernel against its reference, bit for bit, and compiled for TPUs."""
+
+import functools
+import importlib.util
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.layout import Format, Layout
+
+from pallas_kernels.commit import reference, tpu
+from pallas_kernels.shapes import NODES, ROWS, SHAPES, SLOTS, reduced
+
+kernel = jax.jit(functools.partial(tpu.commit, interpret=True))
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="compiling for a TPU needs its compiler: pip install -e '.[pod]'",
+)
+
+
+def leaves(random, layers, groups, dim, rows, slots, dtype):
+    """A cache or a window of noise: per layer k [B, G, D, T] and v [B, G, T, D]."""
+
+    def draw(*shape):
+        return jnp.asarray(random.normal(size=shape), dtype)
+
+    return tuple((draw(rows, groups, dim, slots), draw(rows, groups, slots, dim)) for _ in range(layers))
+
+
+def problem(start, entries, slots=256, width=33, groups=2, dim=128, layers=2, dtype=jnp.bfloat16):
+    """Cache, window, path and start for as many rows as there are starts."""
+    random = np.random.default_rng(entries)
+    make = functools.partial(leaves, random, layers, groups, dim, len(start), dtype=dtype)
+    path = jnp.asarray(random.integers(0, width, (len(start), entries)), jnp.int32)
+    return make(slots), make(width), path, jnp.asarray(start, jnp.int32)
+
+
+def assert_same_bits(got, want):
+    def same(a, b):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+    jax.tree.map(same, got, want)
+
+
+def assert_kernel_is_reference(*inputs):
+    got, want = kernel(*inputs), jax.jit(reference.commit)(*inputs)
+    assert any(np.any(np.asarray(a) != np.asarray(b)) for a, b in zip(want[-1], inputs[0][-1], strict=True))
+    assert_same_bits(got, want)
+
+
+# Shapes that differ in the vocabulary only are the same here.
+CACHES = sorted({(of.groups, of.dim, of.layers) for of in map(reduced, SHAPES.values())})
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("groups, dim, layers", CACHES)
+def test_equals_the_reference_at_every_shape(groups, dim, layers, dtype):
+    sizes = {"groups": groups, "dim": dim, "layers": layers, "dtype": dtype}
+    assert_kernel_is_reference(*problem((125, 130), entries=5, width=5, **sizes))
+
+
+@pytest.mark.parametrize("entries, starts", [(1, (0, 127, 255, 300)), (33, (15, 96, 111, -1))])
+def test_starts_anywhere(entries, starts):
+    """Around the edges of tiles, at the last slots, and where `dynamic_update_slice` moves the start inside."""
+    assert_kernel_is_reference(*problem(starts, entries, groups=1, layers=1))
+
+
+EVERYWHERE = [(5, 128, jnp.float32), (17, 64, jnp.bfloat16), (33, 128, jnp.bfloat16)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entries, dim, dtype", EVERYWHERE)
+def test_starts_everywhere(entries, dim, dtype):
+    """Two tiles of keys are enough for every remainder."""
+    inputs = problem((0,) * 8, entries, slots=384, groups=1, layers=1, dim=dim, dtype=dtype)
+    for low in range(96, 256, 8):
+        assert_kernel_is_reference(*inputs[:3], jnp.arange(low, low + 8, dtype=jnp.int32))
+
+
+@pytest.mark.parametrize("slots, dtype", [(40, jnp.bfloat16), (200, jnp.float32)])
+def test_a_cache_of_any_length(slots, dtype):
+    sizes = {"slots": slots, "dim": 16, "layers": 1, "dtype": dtype}
+    assert_kernel_is_reference(*problem((0, slots - 9, 3), entries=9, **sizes))
+
+
+@pytest.mark.parametrize("dim", [16, 128])
+@pytest.mark.parametrize("poison", [np.nan, pytest.param(-0.0, marks=pytest.mark.slow)])
+def test_no_value_touches_another(poison, dim):
+    """Poison in the cache, in window entries beside the path and in one on it stays where it is put."""
+    cache, window, _, start = problem((120, 7), entries=5, width=9, dim=dim, layers=1)
+    path = jnp.asarray([[0, 2, 4, 4, 4], [0, 1, 2, 3, 8]], jnp.int32)
+    cache = jax.tree.map(lambda leaf: leaf.at[:, :, ::3, ::3].set(poison), cache)
+    window = tuple((key.at[..., 2:4].set(poison), value.at[:, :, 2:4].set(poison)) for key, value in window)
+    assert_kernel_is_reference(cache, window, path, start)
+
+
+def test_layers_that_do_not_fit_go_one_after_another(monkeypatch):
+    monkeypatch.setattr(tpu, "BUFFERS", 2**16)
+    inputs = problem((126, 60), entries=5, layers=2, groups=1)
+    got = jax.jit(functools.partial(tpu.commit, interpret=True))(*inputs)
+    assert_same_bits(got, reference.commit(*inputs))
+
+
+def test_a_window_too_wide_is_refused():
+    with pytest.raises(ValueError, match="129 tokens"):
+        tpu.commit(*problem((0,), entries=1, width=129, layers=1))
+
+
+@pytest.fixture
+def uncached():
+    """Programs of another machine can be stored but not read back."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    yield
+    jax.config.update(name, before)
+
+
+EVERY_SHAPE = [("v5e", name, ROWS[1], NODES[2]) for name in SHAPES]
+OTHER_SIZES = [("v5e", "llama3_8b_of_8", rows, nodes) for rows, nodes in zip(ROWS, NODES, strict=True)]
+OTHER_CHIPS = [(chip, name, ROWS[2], NODES[3]) for chip in ("v5p", "v6e") for name in ("llama3_8b", "llama3_70b_of_8")]
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize("chip, name, rows, nodes", EVERY_SHAPE + OTHER_SIZES + OTHER_CHIPS)
+def test_a_tpu_commits_in_place(chip, name, rows, nodes, uncached):
+    """The whole cache is aliased, and no leaf of it is copied."""
+    from jax.experimental import topologies
+
+    topology = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}[chip]
+    device = topologies.get_topology_desc(topology, platform="tpu").devices[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    shape = SHAPES[name]
+
+    in_rows = Format(Layout((0, 1, 2, 3)), sharding)  # a window is made in the same program, as the kernel wants it
+
+    def spec(*sizes, dtype=jnp.bfloat16, form=sharding):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=form)
+
+    def layers(slots, form):
+        sizes = (rows, shape.groups, shape.dim, slots), (rows, shape.groups, slots, shape.dim)
+        return (tuple(spec(*size, form=form) for size in sizes),) * shape.layers
+
+    path, start = spec(rows, nodes, dtype=jnp.int32), spec(rows, dtype=jnp.int32)
+    inputs = layers(SLOTS, sharding), layers(nodes, in_rows), path, start
+    compiled = jax.jit(tpu.commit, donate_argnums=0).lower(*inputs).compile()
+    sizes, text, cost = compiled.memory_analysis(), compiled.as_text(), compiled.cost_analysis()
+    assert sizes is not None and text is not None and cost is not None
+    moved, leaf = cost["bytes accessed"], rows * shape.groups * shape.dim * SLOTS
+    print(f"{name}, {rows} rows, {nodes} nodes on {chip}: {sizes.temp_size_in_bytes} B temporary, {moved:.0f} B moved")
+    assert sizes.alias_size_in_bytes == 4 * leaf * shape.layers
+    assert sizes.temp_size_in_bytes < 2 * leaf
+    copies = re.findall(r"= bf16\[([\d,]+)\]\S* (?:copy|transpose|fusion|copy-start)\(", text)
+    assert all(np.prod([int(size) for size in copy.split(",")]) < leaf for copy in copies)

@@ -1,0 +1,210 @@
+"""Kernels for Hopper (Mosaic GPU): they lower for CUDA at every real shape, and compute what they should.
+
+Lowering needs no GPU: it makes the whole kernel, with layouts, barriers and copies, short of machine code. The numbers
+come from Pallas' GPU interpreter, which jax has from 0.12 on.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import shapes
+from pallas_kernels.tree_attention import gpu as attention
+from pallas_kernels.verify_head import gpu as head
+
+needs_interpreter = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason=f"jax {jax.__version__} has no Mosaic GPU interpreter; 0.12 has"
+)
+FAST = (1, 1), (64, 33)  # rows, nodes
+OTHERS = (1, 9), (1, 33), (8, 5), (32, 9)
+every_shape = pytest.mark.parametrize("shape", shapes.SHAPES.values(), ids=shapes.SHAPES)
+
+
+def sizes(cases) -> list:
+    """Parameters (rows, nodes): those of `FAST`, and the others as slow tests."""
+    return [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in cases]
+
+
+# Lowering for CUDA
+
+
+@every_shape
+@pytest.mark.parametrize(("rows", "nodes"), sizes([*FAST, *OTHERS]))
+def test_tree_attention_lowers_for_hopper(shape, rows, nodes):
+    """The program for CUDA is one Mosaic GPU kernel and no matrix product of XLA's."""
+    assert_one_kernel(attention.tree_attention.trace(*attention_structs(shape, rows, nodes, shapes.SLOTS, nodes)))
+
+
+@every_shape
+@pytest.mark.parametrize(("rows", "nodes"), sizes([*FAST, *OTHERS]))
+def test_verify_head_lowers_for_hopper(shape, rows, nodes):
+    """The same, and no array of the program is as large as the logits."""
+    count, blocks = rows * nodes, -(-shape.vocab // shapes.BLOCK)
+    weights = struct((shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab))
+    inputs = struct((count, shape.width)), weights, struct((count, blocks), jnp.float32)
+    text = assert_one_kernel(head.verify_head.trace(*inputs, temperature=1.0, tied=shape.tied))
+    assert f"{count}x{shape.vocab}x" not in text
+    cut = head._plan(count, shape.width, shape.vocab, shape.tied, 1.0)
+    assert cut.slices * cut.rows * shapes.BLOCK <= max(1 << 23, count * shape.vocab // 8)
+
+
+def test_sizes_that_fit_no_tile_lower():
+    """A cache of odd slots, two window blocks, few nodes, and a vocabulary of no whole blocks."""
+    shape = shapes.SHAPES["llama3_8b"]
+    assert_one_kernel(attention.tree_attention.trace(*attention_structs(shape, 3, 5, shapes.SLOTS + 9, 70)))
+    inputs = struct((7, 576)), struct((576, 49152 - 192)), None
+    assert_one_kernel(head.verify_head.trace(*inputs, temperature=0.0, tied=False))
+
+
+def attention_structs(shape, rows: int, nodes: int, slots: int, window: int) -> list:
+    """What `tree_attention` takes, as shapes."""
+    groups, dim = shape.groups, shape.dim
+    cache = (rows, groups, dim, slots), (rows, groups, slots, dim)
+    news = (rows, groups, dim, window), (rows, groups, window, dim)
+    arrays = [struct(size) for size in ((rows, nodes, shape.heads, dim), *cache, *news)]
+    return [*arrays, struct((rows,), jnp.int32), struct((rows, nodes, window), jnp.bool_)]
+
+
+def struct(shape: tuple[int, ...], dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def assert_one_kernel(traced) -> str:
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert "stablehlo.dot_general" not in text
+    return text
+
+
+# Tree attention
+
+
+def attention_inputs(shape, rows: int, nodes: int, slots: int, window: int, lengths) -> list:
+    """Random bfloat16 inputs of `tree_attention`; the cache is NaN from each row's length on."""
+    random = np.random.default_rng(rows + nodes + slots)
+    structs = attention_structs(shape, rows, nodes, slots, window)
+    arrays = [random.normal(size=part.shape).astype(part.dtype) for part in structs[:5]]
+    for row, length in enumerate(lengths):
+        arrays[1][row, :, :, length:] = np.nan
+        arrays[2][row, :, length:] = np.nan
+    mask = random.random((rows, nodes, window)) < 0.5
+    mask[:, 0] = False
+    return [*arrays, np.array(lengths, np.int32), mask]
+
+
+def attention_law(query, cache_k, cache_v, window_k, window_v, length, mask) -> np.ndarray:
+    """The formula in float64, one query at a time; it never touches what lies beyond a row's length."""
+    query, cache_k, cache_v, window_k, window_v = (
+        np.asarray(x, np.float64) for x in (query, cache_k, cache_v, window_k, window_v)
+    )
+    out, ratio = np.zeros(query.shape), query.shape[2] // cache_k.shape[1]
+    for row, node, at in np.ndindex(query.shape[:3]):
+        group, live, seen = at // ratio, length[row], mask[row, node]
+        key = np.concatenate([cache_k[row, group, :, :live], window_k[row, group][:, seen]], axis=1)
+        value = np.concatenate([cache_v[row, group, :live], window_v[row, group][seen]])
+        if len(value):
+            scores = query[row, node, at] @ key * query.shape[3] ** -0.5
+            weights = np.exp(scores - scores.max())
+            out[row, node, at] = weights @ value / weights.sum()
+    return out
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("name", "nodes", "slots", "window", "lengths"),
+    [
+        ("llama3_8b_of_8", 5, 203, 9, (0, 1, 64, 203)),  # a cache that is padded, a window that has grown
+        ("smollm2_135m", 1, 136, 1, (130, 0)),  # N = 0, D = 64
+        ("llama3_8b_of_8", 33, 128, 33, (100,)),  # three warpgroups share a ring
+        pytest.param("llama3_70b_of_8", 33, 320, 70, (320, 65), marks=pytest.mark.slow),  # two tiles, two window blocks
+        pytest.param("qwen3_0.6b", 9, 640, 9, (640, 1, 128, 333), marks=pytest.mark.slow),  # five parts of the context
+    ],
+)
+def test_tree_attention_follows_its_law(name, nodes, slots, window, lengths):
+    """Within 1e-2 of each row's largest value, with NaN beyond each length; what sees nothing is zero."""
+    inputs = attention_inputs(shapes.reduced(shapes.SHAPES[name]), len(lengths), nodes, slots, window, lengths)
+    out = np.asarray(attention.tree_attention(*inputs, interpret=True), np.float64)
+    law = attention_law(*inputs)
+    assert np.all(np.abs(out - law).max(-1) <= 1e-2 * np.abs(law).max(-1))
+
+
+def test_tree_attention_refuses_float32():
+    inputs = attention_inputs(shapes.reduced(shapes.SHAPES["llama3_8b"]), 1, 1, 64, 1, (64,))
+    with pytest.raises(NotImplementedError, match="serves bfloat16, not float32"):
+        attention.tree_attention(*[x.astype(np.float32) for x in inputs[:5]], *inputs[5:])
+
+
+# The head
+
+
+def head_inputs(shape, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Random hidden states [R, M], a head, and Gumbel noise [R, blocks]."""
+    random = np.random.default_rng(rows)
+    size = (shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab)
+    hidden, weights = (random.normal(size=size).astype(jnp.bfloat16) for size in ((rows, shape.width), size))
+    noise = random.gumbel(size=(rows, -(-shape.vocab // shapes.BLOCK))).astype(np.float32)
+    return hidden, weights * jnp.bfloat16(0.25), noise
+
+
+def head_law(hidden, weights, noise, temperature: float, tied: bool):
+    """Normaliser, score, block and inside in float64."""
+    hidden, weights = np.asarray(hidden, np.float64), np.asarray(weights, np.float64)
+    logits = hidden @ (weights.T if tied else weights) / (temperature or 1.0)
+    short = -logits.shape[1] % shapes.BLOCK
+    blocks = np.pad(logits, [(0, 0), (0, short)], constant_values=-np.inf).reshape(len(hidden), -1, shapes.BLOCK)
+    scores = np.logaddexp.reduce(blocks, -1) + noise if temperature else blocks.max(-1)
+    block = scores.argmax(-1)
+    return np.logaddexp.reduce(logits, -1), scores.max(-1), block, blocks[np.arange(len(hidden)), block]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("name", "rows", "temperature"),
+    [
+        ("qwen3_8b", 5, 0.7),  # half a block at the end of the vocabulary
+        ("smollm2_135m", 3, 0.0),  # greedy, tied, a width of 5 chunks
+        pytest.param("qwen3_0.6b", 70, 1.0, marks=pytest.mark.slow),  # two warpgroups
+        pytest.param("llama3_8b", 200, 0.0, marks=pytest.mark.slow),  # two tiles
+    ],
+)
+def test_verify_head_follows_its_law(name, rows, temperature):
+    """The law's block at every node, and numbers within 1e-2 of the largest of each node."""
+    shape = shapes.reduced(shapes.SHAPES[name])
+    hidden, weights, noise = head_inputs(shape, rows)
+    parts = head.verify_head(
+        hidden, weights, noise if temperature else None, temperature=temperature, tied=shape.tied, interpret=True
+    )
+    normaliser, score, block, inside = head_law(hidden, weights, noise, temperature, shape.tied)
+    np.testing.assert_array_equal(parts.block, block)
+    np.testing.assert_allclose(parts.normaliser, normaliser, rtol=1e-2)
+    np.testing.assert_allclose(parts.score, score, rtol=1e-2)
+    real = np.isfinite(inside)
+    np.testing.assert_array_equal(np.isfinite(parts.inside), real)
+    error = np.abs(np.where(real, parts.inside, 0) - np.where(real, inside, 0)).max(-1)
+    assert np.all(error <= 1e-2 * np.abs(np.where(real, inside, 0)).max(-1))
+
+
+@needs_interpreter
+def test_the_best_block_may_be_the_short_last_one():
+    """Noise that favours the vocabulary's half block: its 128 logits are kept, and -inf beyond them."""
+    shape = shapes.reduced(shapes.SHAPES["qwen3_8b"])
+    hidden, weights, noise = head_inputs(shape, 2)
+    noise[:, -1] += 1000
+    parts = head.verify_head(hidden, weights, noise, temperature=1.0, tied=False, interpret=True)
+    *_, block, inside = head_law(hidden, weights, noise, 1.0, False)
+    np.testing.assert_array_equal(parts.block, block)
+    assert np.all(block == noise.shape[1] - 1)
+    assert np.all(np.isneginf(parts.inside[:, 128:]))
+    np.testing.assert_allclose(parts.inside[:, :128], inside[:, :128], rtol=1e-2, atol=1e-2)
+
+
+def test_verify_head_refuses_what_it_cannot_serve():
+    hidden, weights, noise = head_inputs(shapes.reduced(shapes.SHAPES["qwen3_8b"]), 1)
+    with pytest.raises(NotImplementedError, match="serves bfloat16, not float32"):
+        head.verify_head(hidden.astype(np.float32), weights.astype(np.float32), noise, temperature=1.0, tied=False)
+    with pytest.raises(NotImplementedError, match="no whole tiles"):
+        head.verify_head(hidden, weights[:, :-1], noise, temperature=1.0, tied=False)

@@ -1,0 +1,146 @@
+"""Streamed log-probabilities, entropies and their gradients against the plain formula in float64, and on TPUs."""
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.logprobs import reference, tpu
+from pallas_kernels.shapes import SHAPES, reduced
+
+TEMPERATURE = 0.7
+IMPLEMENTATIONS = {"reference": reference.law, "tpu": functools.partial(tpu.law, interpret=True)}
+LIMITS = {jnp.dtype(jnp.float32): 1e-5, jnp.dtype(jnp.bfloat16): 1e-2}  # of the largest value
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="compiling for a TPU needs its compiler: pip install -e '.[pod]'",
+)
+
+
+def problem(rows, width, vocab, tied, dtype, head_dtype=None):
+    """Hidden, head, targets (the first and the last token among them) and weights of both outputs."""
+    random = np.random.default_rng(rows)
+    hidden = jnp.asarray(random.normal(size=(rows, width)), dtype)
+    head = jnp.asarray(3 * width**-0.5 * random.normal(size=(vocab, width) if tied else (width, vocab)), dtype)
+    targets = random.integers(0, vocab, rows)
+    targets[:2] = vocab - 1, 0
+    weights = random.normal(size=(2, rows))
+    weights[:, rows // 2] = 0  # a row that no loss counts
+    return hidden, head.astype(head_dtype or dtype), jnp.asarray(targets, jnp.int32), weights
+
+
+def value_and_gradients(law, hidden, head, targets, weights, tied):
+    """Both outputs, and the gradients of their weighted sum."""
+    weights = jnp.asarray(weights, jnp.float32)
+
+    def loss(hidden, head):
+        out = law(hidden, head, targets, temperature=TEMPERATURE, tied=tied)
+        return sum((weight * part).sum() for weight, part in zip(weights, out, strict=True)), out
+
+    with jax.default_matmul_precision("highest"):
+        (_, out), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(hidden, head)
+    return (*out, *gradients)
+
+
+def plain(hidden, head, targets, weights, tied):
+    """The same by the formula, in numpy's float64: p = softmax, d log p = onehot - p, dH = -p (log p + H)."""
+    hidden, head = np.asarray(hidden, np.float64), np.asarray(head, np.float64)
+    head = head.T if tied else head
+    scores = hidden @ head / TEMPERATURE
+    log_p = scores - scores.max(axis=1, keepdims=True)
+    log_p -= np.log(np.exp(log_p).sum(axis=1, keepdims=True))
+    p, onehot = np.exp(log_p), np.eye(head.shape[1])[np.asarray(targets)]
+    entropy = -(p * log_p).sum(axis=1)
+    d_scores = weights[0][:, None] * (onehot - p) - weights[1][:, None] * p * (log_p + entropy[:, None])
+    d_hidden, d_head = d_scores @ head.T / TEMPERATURE, hidden.T @ d_scores / TEMPERATURE
+    return (log_p * onehot).sum(axis=1), entropy, d_hidden, d_head.T if tied else d_head
+
+
+def assert_is_plain(name, hidden, head, targets, weights, tied):
+    got = value_and_gradients(IMPLEMENTATIONS[name], hidden, head, targets, weights, tied)
+    for part, want in zip(got, plain(hidden, head, targets, weights, tied), strict=True):
+        error = np.abs(np.asarray(part, np.float64) - want).max() / np.abs(want).max()
+        assert error <= LIMITS[hidden.dtype], error
+    assert not np.any(np.asarray(got[2][len(targets) // 2], np.float32))
+    assert (got[2].dtype, got[3].dtype) == (hidden.dtype, head.dtype)
+
+
+# Shapes that differ in layers or heads only are the same here.
+HEADS = sorted({(of.width, of.vocab, of.tied) for of in map(reduced, SHAPES.values())})
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("width, vocab, tied", HEADS)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_is_the_plain_formula_at_every_shape(name, width, vocab, tied, dtype):
+    assert_is_plain(name, *problem(20, width, vocab, tied, dtype), tied)
+
+
+@pytest.mark.parametrize("rows, vocab, tied", [(2, 1000, False), (37, 100, True)])
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_sizes_that_are_no_multiple(name, rows, vocab, tied):
+    """Of a tile, of lanes, of a block; the last token is a target."""
+    assert_is_plain(name, *problem(rows, 128, vocab, tied, jnp.float32), tied)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_many_blocks_of_rows_and_a_float32_head(tied, monkeypatch):
+    """The head is multiplied in hidden's dtype; its gradient stays float32, over all blocks."""
+    monkeypatch.setattr(tpu, "BLOCK_BYTES", 4 * 128 * 16)
+    inputs = problem(20, 128, 200, tied, jnp.bfloat16, head_dtype=jnp.float32)
+    assert_is_plain("tpu", *inputs, tied)
+
+
+@pytest.fixture
+def uncached():
+    """Programs of another machine can be stored but not read back."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    yield
+    jax.config.update(name, before)
+
+
+ROWS = 4096
+
+
+def temporary_bytes(law, chip, shape, gradients):
+    """What the compiler allocates beside arguments and results, for bfloat16 hidden and a float32 head."""
+    from jax.experimental import topologies
+
+    topology = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}[chip]
+    device = topologies.get_topology_desc(topology, platform="tpu").devices[0]
+    head = (shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab)
+    kinds = (((ROWS, shape.width), jnp.bfloat16), (head, jnp.float32), ((ROWS,), jnp.int32))
+    inputs = [jax.ShapeDtypeStruct(*kind, sharding=jax.sharding.SingleDeviceSharding(device)) for kind in kinds]
+    of = functools.partial(law, temperature=TEMPERATURE, tied=shape.tied)
+    run = jax.grad(lambda *args: sum(part.sum() for part in of(*args)), argnums=(0, 1)) if gradients else of
+    memory = jax.jit(run).lower(*inputs).compile().memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
+
+
+OTHER_CHIPS = [(chip, name) for chip in ("v5p", "v6e") for name in ("llama3_8b", "llama3_70b_of_8")]
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("chip, name", [*(("v5e", name) for name in SHAPES), *OTHER_CHIPS])
+def test_a_tpu_holds_no_logits(chip, name, gradients, uncached):
+    shape = SHAPES[name]
+    size, logits = temporary_bytes(tpu.law, chip, shape, gradients), 4 * ROWS * shape.vocab
+    print(f"{name} on {chip}, gradients {gradients}: {size / 1e6:.1f} MB temporary; logits are {logits / 1e6:.1f} MB")
+    assert size < logits / 8
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
+def test_the_reference_needs_more_memory(gradients, uncached):
+    kernel, plain = (temporary_bytes(law, "v5p", SHAPES["llama3_8b"], gradients) for law in (tpu.law, reference.law))
+    print(f"gradients {gradients}: {kernel / 1e6:.1f} MB with the kernel, {plain / 1e6:.1f} MB with the reference")
+    assert plain - kernel > 4 * reference.CHUNK * SHAPES["llama3_8b"].vocab

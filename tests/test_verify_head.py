@@ -1,0 +1,338 @@
+"""`verify_head`: every implementation against float64, the draws of its parts, its shards, what it compiles to."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from chi_square import SIGNIFICANCE, expected_law, p_value
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
+from scipy.special import logsumexp
+
+from pallas_kernels.shapes import BLOCK, SHAPES, Shape, reduced
+from pallas_kernels.verify_head import reference, tpu
+from rlhf_jax.generation.sampling import Sampling, block_noise, decision_margin, draw, draw_inside
+
+IMPLEMENTATIONS = {
+    "reference": jax.jit(reference.verify_head, static_argnames=("temperature", "tied")),
+    "tpu": functools.partial(tpu.verify_head, interpret=True),
+}
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
+CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+
+every = pytest.mark.parametrize("verify", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="compiling for a TPU needs its compiler: pip install -e '.[pod]'",
+)
+
+
+def inputs(rows: int, width: int, vocab: int, *, tied=False, dtype=jnp.float32, seed: int = 0):
+    """hidden [R, M], head and block noise: logits of standard deviation 2."""
+    random = np.random.default_rng(seed)
+    hidden, head = random.normal(size=(rows, width)), random.normal(size=(width, vocab)) * 2 / np.sqrt(width)
+    noise = jnp.asarray(random.gumbel(size=(rows, -(-vocab // BLOCK))), jnp.float32)
+    return jnp.asarray(hidden, dtype), jnp.asarray(head.T if tied else head, dtype), noise
+
+
+def exact_logits(hidden, head, temperature: float, tied: bool) -> np.ndarray:
+    """Tempered logits [R, blocks, 256] in float64, -inf past V."""
+    hidden, head = np.asarray(hidden, np.float64), np.asarray(head, np.float64)
+    with np.errstate(invalid="ignore"):
+        z = hidden @ (head.T if tied else head) / (temperature or 1.0)
+    z = np.pad(z, ((0, 0), (0, -z.shape[1] % BLOCK)), constant_values=-np.inf)
+    return z.reshape(len(z), -1, BLOCK)
+
+
+def assert_parts(parts, hidden, head, noise, *, temperature: float, tied: bool) -> None:
+    """Parts are those of float64 to within the tolerance, the block one that is best to within the tolerance."""
+    z = exact_logits(hidden, head, temperature, tied)
+    scores = z.max(-1) if noise is None else np.asarray(noise, np.float64) + np.asarray(logsumexp(z, -1))
+    bound = TOLERANCE[hidden.dtype.type] * np.abs(np.where(np.isfinite(z), z, 0)).max((1, 2))
+    rows = np.arange(len(z))
+    block = np.asarray(parts.block)
+    assert (np.abs(parts.normaliser - logsumexp(z, (1, 2))) <= bound).all()
+    assert (np.abs(parts.score - scores.max(-1)) <= bound).all()
+    assert (scores.max(-1) - scores[rows, block] <= bound).all()
+    chosen, inside = z[rows, block], np.asarray(parts.inside)
+    np.testing.assert_array_equal(np.isfinite(inside), np.isfinite(chosen))
+    error = np.abs(np.where(np.isfinite(chosen), inside, 0) - np.where(np.isfinite(chosen), chosen, 0))
+    assert (error.max(-1) <= bound).all()
+
+
+# Parts
+
+
+@every
+@pytest.mark.parametrize(("dtype", "temperature"), [(jnp.float32, 0.7), (jnp.bfloat16, 0.0)], ids=str)
+@pytest.mark.parametrize("shape", map(reduced, SHAPES.values()), ids=SHAPES)
+def test_parts_are_those_of_float64(shape: Shape, dtype, temperature, verify):
+    hidden, head, noise = inputs(18, shape.width, shape.vocab, tied=shape.tied, dtype=dtype)
+    options = {"temperature": temperature, "tied": shape.tied}
+    noise = noise if temperature else None
+    assert_parts(verify(hidden, head, noise, **options), hidden, head, noise, **options)
+
+
+@every
+@pytest.mark.parametrize(
+    ("rows", "width", "vocab", "tied"),
+    [(1, 32, 100, False), (3, 32, 257, True), (17, 8, 70_000, False), (1030, 8, 600, True)],
+    ids=["less than a block", "one token more", "more than 128 blocks a span", "several row tiles"],
+)
+def test_sizes_need_not_fit_tiles(rows, width, vocab, tied, verify):
+    given = inputs(rows, width, vocab, tied=tied)
+    options = {"temperature": 1.3, "tied": tied}
+    assert_parts(verify(*given, **options), *given, **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_kernel_by_tpu_semantics(temperature):
+    """In the interpreter of TPUs memory that nobody wrote is NaN: beside ragged tiles, in buffers before their use."""
+    hidden, head, noise = inputs(21, 128, 4700, tied=True)
+    options = {"temperature": temperature, "tied": True}
+    noise = noise if temperature else None
+    parts = tpu.verify_head(hidden, head, noise, **options, interpret=pltpu.InterpretParams())
+    assert_parts(parts, hidden, head, noise, **options)
+
+
+@every
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_that_cannot_be_drawn(temperature, verify):
+    """Logits may be -inf: some of a block, a whole block, or all but one token."""
+    hidden, head, noise = inputs(8, 16, 1500)
+    hidden = hidden.at[:, 0].set(1.0)
+    banned = np.zeros(1500, bool)
+    banned[[*range(256), *range(300, 400), 1499]] = True
+    for absent in (banned, np.arange(1500) != 700):
+        given = (
+            hidden,
+            jnp.where(absent & (jnp.arange(16)[:, None] == 0), -jnp.inf, head),
+            noise if temperature else None,
+        )
+        parts = verify(*given, temperature=temperature, tied=False)
+        assert_parts(parts, *given, temperature=temperature, tied=False)
+    assert (np.asarray(parts.block) == 700 // BLOCK).all()
+    np.testing.assert_allclose(parts.normaliser, np.asarray(parts.inside)[:, 700 % BLOCK], rtol=1e-6)
+
+
+@every
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_tokens_behind_the_vocabulary_do_not_count(temperature, verify):
+    """A head filled up to whole blocks gives what the head without them gives; of no tokens nothing is drawn."""
+    hidden, head, noise = inputs(6, 16, 700)
+    filled, longer = (
+        jnp.pad(head, ((0, 0), (0, 4 * BLOCK - 700)), constant_values=9.0),
+        jnp.pad(noise, ((0, 0), (0, 1))),
+    )
+    options = {"temperature": temperature, "tied": False}
+    alone = verify(hidden, head, noise if temperature else None, **options)
+    parts = verify(hidden, filled, longer if temperature else None, jnp.int32(700), **options)
+    for ours, theirs in zip(parts, alone, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    none = verify(hidden, filled, longer if temperature else None, jnp.int32(0), **options)
+    assert (np.asarray(none.normaliser) == -np.inf).all() and (np.asarray(none.inside) == -np.inf).all()
+
+
+@every
+def test_of_equal_scores_the_first_block_wins(verify):
+    """Small whole numbers, so that equal columns are equal logits; the copies lie in tiles and spans of their own."""
+    random = np.random.default_rng(0)
+    block = random.integers(-3, 4, (16, BLOCK))
+    head = jnp.asarray(np.concatenate([np.zeros((16, BLOCK)), *[block] * 19], 1), jnp.float32)
+    hidden = jnp.asarray(random.integers(1, 4, (5, 16)), jnp.float32)
+    for noise, temperature in ((None, 0.0), (jnp.zeros((5, 20)), 1.0)):
+        parts = verify(hidden, head, noise, temperature=temperature, tied=False)
+        np.testing.assert_array_equal(parts.block, np.ones(5))
+
+
+@every
+def test_noise_belongs_to_a_temperature(verify):
+    hidden, head, noise = inputs(2, 8, 300)
+    for wrong, temperature in ((noise, 0.0), (None, 1.0), (noise[:, :1], 1.0)):
+        with pytest.raises(AssertionError):
+            verify(hidden, head, wrong, temperature=temperature, tied=False)
+
+
+# Draws
+
+
+@functools.partial(jax.jit, static_argnames=("sampling", "verify"))
+def drawn(hidden, head, key, position, *, sampling: Sampling, verify):
+    """The draw without logits."""
+    noise = block_noise(key, position, head.shape[1]) if sampling.temperature else None
+    parts = verify(hidden, head, noise, temperature=sampling.temperature, tied=False)
+    return draw_inside(parts, key, position, sampling)
+
+
+@functools.partial(jax.jit, static_argnames="sampling")
+def drawn_from_logits(hidden, head, key, position, *, sampling: Sampling):
+    """The draw of logits, and how far it is from another."""
+    logits = jnp.dot(hidden, head, precision=jax.lax.Precision.HIGHEST)
+    return draw(logits, key, position, sampling), decision_margin(logits, key, position, sampling)
+
+
+def keys(seed: int, count: int) -> tuple[jax.Array, jax.Array]:
+    """`count` pairs of (seed, sample) and position, nine positions a sample."""
+    index = np.arange(count)
+    key = np.stack([np.full(count, seed), index // 9], -1)
+    return jnp.asarray(key, jnp.uint32), jnp.asarray(index % 9, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "seeds"),
+    [(Sampling(0.8), 4), (Sampling(0.0), 1), pytest.param(Sampling(0.8), 100, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_draws_are_those_of_the_logits(sampling, seeds):
+    """1,000 nodes; a draw may differ only where two outcomes are closer than rounding, which is rare."""
+    hidden, head, _ = inputs(1000, 64, 4700)
+    verify, ties = IMPLEMENTATIONS["tpu"], 0
+    for seed in range(seeds):
+        key, position = keys(seed, 1000)
+        ours = drawn(hidden, head, key, position, sampling=sampling, verify=verify)
+        theirs, margin = drawn_from_logits(hidden, head, key, position, sampling=sampling)
+        differs = np.asarray(ours.token != theirs.token)
+        assert (np.asarray(margin)[differs] < 1e-4).all()
+        np.testing.assert_allclose(ours.logprob[~differs], theirs.logprob[~differs], atol=1e-5)
+        ties += int(differs.sum())
+    print(f"{ties} of {seeds * 1000} draws are ties that fell otherwise")
+    assert ties <= seeds
+
+
+def test_draws_follow_the_law():
+    """100,000 draws of one law, rare tokens pooled by about five expected, one token forbidden."""
+    logits = np.random.default_rng(0).normal(size=700) * 2
+    logits[123] = -np.inf
+    head = jnp.asarray(np.stack([logits, *np.zeros((7, 700))]), jnp.float32)
+    hidden, outcomes = jnp.zeros((10_000, 8)).at[:, 0].set(1.0), []
+    for seed in range(10):
+        given = hidden, head, *keys(seed, 10_000)
+        outcomes.append(drawn(*given, sampling=Sampling(0.7), verify=IMPLEMENTATIONS["tpu"]).token)
+    tokens = np.concatenate(outcomes)
+    assert p_value(tokens, expected_law(logits, Sampling(0.7))) > SIGNIFICANCE
+    assert p_value(tokens, expected_law(logits, Sampling(0.75))) < SIGNIFICANCE
+
+
+# Shards
+
+
+@every
+@pytest.mark.parametrize(("shards", "temperature"), [(2, 0.7), (4, 0.0), (8, 0.7)])
+def test_a_sharded_vocabulary_changes_nothing(shards, temperature, verify):
+    """Parts of shards, combined, are those of the whole; one shard has nothing that can be drawn."""
+    hidden, head, noise = inputs(12, 16, 16 * BLOCK)
+    head, noise = head.at[:, : 2 * BLOCK].set(-jnp.inf), noise if temperature else None
+    hidden = jnp.abs(hidden)
+
+    def local(hidden, head, noise):
+        parts = verify(hidden, head, noise, temperature=temperature, tied=False)
+        offset = jax.lax.axis_index("tensor") * (head.shape[1] // BLOCK)
+        return reference.combine(parts, "tensor", offset)
+
+    split, whole = PartitionSpec(None, "tensor"), PartitionSpec()
+    mesh = Mesh(np.array(jax.devices()[:shards]), ("tensor",))
+    combined = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(whole, split, split), out_specs=whole, check_vma=False)
+    )
+    parts = combined(hidden, head, noise)
+    assert len(set(np.asarray(parts.block).tolist())) > 2
+    assert_parts(parts, hidden, head, noise, temperature=temperature, tied=False)
+    together = IMPLEMENTATIONS["reference"](hidden, head, noise, temperature=temperature, tied=False)
+    np.testing.assert_array_equal(parts.block, together.block)
+
+
+def test_combining_takes_the_first_of_equal_shards():
+    whole, split = PartitionSpec(), PartitionSpec("tensor")
+    mesh = Mesh(np.array(jax.devices()[:4]), ("tensor",))
+
+    def local(block, inside):
+        parts = reference.Parts(jnp.zeros(1), jnp.ones(1), block, inside)
+        return reference.combine(parts, "tensor", 10 * jax.lax.axis_index("tensor"))
+
+    combined = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(split, split), out_specs=whole))
+    inside = jnp.arange(4 * BLOCK, dtype=jnp.float32).reshape(4, BLOCK)
+    parts = combined(jnp.asarray([7, 1, 2, 3], jnp.int32), inside)
+    assert parts.block.tolist() == [7]
+    np.testing.assert_array_equal(parts.inside, inside[:1])
+    np.testing.assert_allclose(parts.normaliser, np.log(4), rtol=1e-6)
+
+
+# What it compiles to
+
+
+@pytest.fixture
+def uncached():
+    """Programs of another machine can be stored but not read back."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    yield
+    jax.config.update(name, before)
+
+
+def memory_of(step, chip: str, rows: int, shape: Shape, dtype) -> int:
+    """Temporary bytes of step(hidden, head, key [R, 2], position [R]) on one chip, as the compiler plans them."""
+    device = topologies.get_topology_desc(CHIPS[chip], platform="tpu").devices[0]
+    head = (shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab)
+    kinds = (((rows, shape.width), dtype), (head, dtype), ((rows, 2), jnp.uint32), ((rows,), jnp.int32))
+    given = [jax.ShapeDtypeStruct(*kind, sharding=SingleDeviceSharding(device)) for kind in kinds]
+    memory = jax.jit(step).lower(*given).compile().memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
+
+
+def step_of(verify, shape: Shape, sampling: Sampling):
+    """From hidden states to a draw, without logits."""
+
+    def step(hidden, head, key, position):
+        noise = block_noise(key, position, shape.vocab) if sampling.temperature else None
+        parts = verify(hidden, head, noise, temperature=sampling.temperature, tied=shape.tied)
+        return draw_inside(parts, key, position, sampling)
+
+    return step
+
+
+def step_with_logits(hidden, head, key, position):
+    logits = jnp.dot(hidden, head, preferred_element_type=jnp.float32)
+    return draw(logits, key, position, Sampling())
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("chip", "rows", "dtype", "temperature"),
+    [
+        ("v5p", 1, jnp.bfloat16, 0.0),
+        ("v5p", 64 * 9, jnp.bfloat16, 0.7),
+        ("v5p", 64 * 33, jnp.bfloat16, 1.0),
+        ("v5p", 32 * 9, jnp.float32, 1.0),
+        ("v5e", 64 * 9, jnp.bfloat16, 1.0),
+        ("v6e", 64 * 9, jnp.bfloat16, 1.0),
+    ],
+)
+@pytest.mark.parametrize("name", SHAPES)
+def test_it_compiles_for_tpus(name, chip, rows, dtype, temperature, uncached):
+    """And needs little more than its parts: noise and log-sum-exps of blocks, and a block of logits a span."""
+    shape = SHAPES[name]
+    memory = memory_of(step_of(tpu.verify_head, shape, Sampling(temperature)), chip, rows, shape, dtype)
+    print(f"{name} {chip} {rows} rows {dtype.__name__}: {memory / 1e6:.2f} MB")
+    blocks = -(-shape.vocab // BLOCK)
+    assert memory < 4 * rows * (4 * blocks + 6 * BLOCK) + 4e6
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_the_logits_are_gone(uncached):
+    """128k tokens, 64 rows of 9 nodes: the memory of the step falls by the logits at least."""
+    shape, rows = SHAPES["llama3_8b"], 64 * 9
+    before = memory_of(step_with_logits, "v5p", rows, shape, jnp.bfloat16)
+    after = memory_of(step_of(tpu.verify_head, shape, Sampling()), "v5p", rows, shape, jnp.bfloat16)
+    logits = 4 * rows * shape.vocab
+    print(f"temporary memory {before / 1e6:.1f} MB with logits ({logits / 1e6:.1f} MB), {after / 1e6:.1f} MB without")
+    assert before - after >= logits - 4e6
