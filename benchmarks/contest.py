@@ -122,6 +122,7 @@ def compare(case: Case, asked: argparse.Namespace) -> dict:
 
     Adaptive begins each turn with what `asked.earlier` roll-outs taught it.
     """
+    jax.clear_caches()  # programs of earlier cases: Linux grants a process only so many maps of memory
     selector, table = new_selector(case, asked.lengths), pricing.Table()
     contenders = prepared(case, selector, asked.lengths, table)
     cold = learn_from(case, selector, table)

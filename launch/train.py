@@ -288,7 +288,7 @@ def keep_programs(folder: str) -> None:
 def announce(run: build.Run) -> None:
     """Print what the run will use; raise ValueError where it does not fit the devices."""
     config, mesh, policy = run.config, run.mesh, run.policy
-    parts = memory.plan(run.config, run.models, dict(mesh.shape), run.dtype)
+    parts = memory.plan(run.config, run.models, dict(mesh.shape), run.dtype, run.kernels[0])
     known = memory.device_memory(config, jax.devices()[0])
     if known is not None:
         memory.check(parts, known)

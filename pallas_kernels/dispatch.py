@@ -5,69 +5,97 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from pallas_kernels.shapes import Shape
 
 # The function of each kernel, in each of its files: reference.py, tpu.py, gpu.py.
 FUNCTIONS = {"tree_attention": "tree_attention", "verify_head": "verify_head", "commit": "commit", "logprobs": "law"}
 PLATFORMS = {"tpu": tuple(FUNCTIONS), "gpu": ("tree_attention", "verify_head")}  # the kernels that each one has
+HOPPER = 9  # the major compute capability whose matrix instructions the GPU kernels use
 WANTED = "auto", "reference", "pallas", "interpret"
 
 # (kernel, device kind) -> times as fast as the reference, where benchmarks/results/ has a measurement of it.
 MEASURED: dict[tuple[str, str], float] = {}
 
 
+class Device(Protocol):
+    """What a `jax.Device` says of itself; a GPU also has a `compute_capability`."""
+
+    @property
+    def platform(self) -> str: ...
+
+    @property
+    def device_kind(self) -> str: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """The implementation of each kernel, by the name of its file; static under jit."""
+    """The implementation of each kernel, static under jit: the name of its file, or "interpret".
+
+    "interpret" runs the TPU's on any hardware, slowly.
+    """
 
     tree_attention: str = "reference"
     verify_head: str = "reference"
     commit: str = "reference"
     logprobs: str = "reference"
-    interpret: bool = False  # run the kernels on any hardware, slowly
 
 
 REFERENCE = Kernels()
-INTERPRETED = Kernels("tpu", "tpu", "tpu", "tpu", interpret=True)
+INTERPRETED = Kernels("interpret", "interpret", "interpret", "interpret")
 
 
-def choose(wanted: Mapping[str, str], platform: str, device_kind: str, itemsize: int) -> tuple[Kernels, dict[str, str]]:
+def choose(
+    wanted: Mapping[str, str], device: Device, itemsize: int, models: Sequence[Shape]
+) -> tuple[Kernels, dict[str, str]]:
     """The implementation of each kernel on a device, and the reason for it, by the kernel's name.
 
-    wanted: one of WANTED by kernel; platform: "cpu", "gpu" or "tpu"; itemsize: bytes of a number that the model
-    computes with. "auto" takes the platform's kernel where it was measured to be faster than the reference on that kind
-    of device, "interpret" the TPU's on any. Raises ValueError where "pallas" is asked for and there is none.
+    wanted: one of WANTED by kernel; itemsize: bytes of a number that the models compute with; models: those that
+    decode, the policy first. "auto" takes the platform's kernel where it was measured to be faster than the reference
+    on that kind of device. Raises ValueError where "pallas" is asked for and there is none.
     """
-    chosen = {kernel: _choose(kernel, how, platform, device_kind, itemsize) for kernel, how in wanted.items()}
-    names: dict[str, Any] = {kernel: name for kernel, (name, _) in chosen.items()}
-    return Kernels(**names, interpret="interpret" in wanted.values()), {
-        kernel: f"{name}: {why}" for kernel, (name, why) in chosen.items()
+    chosen = {
+        kernel: _choose(kernel, how, device, _lacking(kernel, device, itemsize, models))
+        for kernel, how in wanted.items()
     }
+    names: dict[str, Any] = {kernel: name for kernel, (name, _) in chosen.items()}
+    return Kernels(**names), {kernel: f"{name}: {why}" for kernel, (name, why) in chosen.items()}
 
 
-def _choose(kernel: str, wanted: str, platform: str, device_kind: str, itemsize: int) -> tuple[str, str]:
+def _choose(kernel: str, wanted: str, device: Device, lacking: str | None) -> tuple[str, str]:
     if wanted in ("reference", "interpret"):
-        return ("reference" if wanted == "reference" else "tpu"), "asked for"
-    lacking = _lacking(kernel, platform, itemsize)
+        return wanted, "asked for"
     if wanted == "pallas":
         if lacking:
             raise ValueError(f"kernels.{kernel} is 'pallas', but {lacking}; choose 'auto' or 'reference'.")
-        return platform, "asked for"
+        return device.platform, "asked for"
     if lacking:
         return "reference", lacking
-    ratio = MEASURED.get((kernel, device_kind))
+    ratio = MEASURED.get((kernel, device.device_kind))
     if ratio is None:
-        return "reference", f"the kernel has not been timed on {device_kind}; 'pallas' asks for it"
-    return (platform if ratio > 1 else "reference"), f"the kernel is {ratio:.2f} times as fast on {device_kind}"
+        return "reference", f"the kernel has not been timed on {device.device_kind}; 'pallas' asks for it"
+    why = f"the kernel is {ratio:.2f} times as fast on {device.device_kind}"
+    return (device.platform if ratio > 1 else "reference"), why
 
 
-def _lacking(kernel: str, platform: str, itemsize: int) -> str | None:
+def _lacking(kernel: str, device: Device, itemsize: int, models: Sequence[Shape]) -> str | None:
     """Why there is no kernel, or None where there is."""
-    if kernel not in PLATFORMS.get(platform, ()):
-        return f"there is no such kernel for {platform}"
-    if platform == "gpu" and itemsize > 2:
+    if kernel not in PLATFORMS.get(device.platform, ()):
+        return f"there is no such kernel for {device.platform}"
+    if device.platform != "gpu":
+        return None
+    if int(float(getattr(device, "compute_capability", 0) or 0)) != HOPPER:
+        return f"the kernel is for Hopper GPUs, and this is {device.device_kind}"
+    if itemsize > 2:
         return "a GPU's matrix units round float32"
+    odd = [model.dim for model in models if model.dim not in (64, 128)]
+    if kernel == "tree_attention" and odd:
+        return f"a GPU's takes heads of 64 or 128, not {odd[0]}"
+    policy = models[0]
+    if kernel == "verify_head" and (policy.width % 64 or policy.vocab % (8 if policy.tied else 64)):
+        return f"a GPU's takes whole tiles, and a head of {policy.width} x {policy.vocab} has none"
     return None
 
 
@@ -76,5 +104,6 @@ def implementation(kernel: str, kernels: Kernels) -> Callable:
     """The function of a kernel; one object for equal arguments, so that programs are not traced again."""
     name = getattr(kernels, kernel)
     # Imported here: no platform should pay for loading the Pallas of another.
-    function = getattr(importlib.import_module(f"pallas_kernels.{kernel}.{name}"), FUNCTIONS[kernel])
-    return function if name == "reference" else functools.partial(function, interpret=kernels.interpret)
+    module = importlib.import_module(f"pallas_kernels.{kernel}.{'tpu' if name == 'interpret' else name}")
+    function = getattr(module, FUNCTIONS[kernel])
+    return functools.partial(function, interpret=True) if name == "interpret" else function

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+LANES = 128  # a TPU's tiles are so wide: a cache of so many slots, or a multiple, is read where it lies
 BLOCK = 256  # tokens of a block of the two-level draw: a device's share of the vocabulary is whole blocks
 
 

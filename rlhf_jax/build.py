@@ -35,6 +35,7 @@ from rlhf_jax.inference.reward_model import model_scorer
 from rlhf_jax.inference.reward_worker import Workers
 from rlhf_jax.inference.rewards import Scorer, Term, weighted
 from rlhf_jax.inference.values import critic_of
+from rlhf_jax.model import kernels as laid
 from rlhf_jax.model import transformer
 from rlhf_jax.model.attention import causal_on
 from rlhf_jax.model.source import Source, digest, open_source
@@ -94,8 +95,8 @@ class Run:
     @property
     def kernels(self) -> tuple[Kernels, dict[str, str]]:
         """The implementation of each kernel, and the reason for it by the kernel's name."""
-        device = self.mesh.devices.flat[0]
-        return choose(self.config.kernels, device.platform, device.device_kind, self.dtype.itemsize)
+        models = [laid.shape_of(model) for model in self.models[:2] if model]
+        return choose(self.config.kernels, self.mesh.devices.flat[0], self.dtype.itemsize, models)
 
     @property
     def workdir(self) -> Path:
@@ -258,6 +259,7 @@ def _training(run: Run) -> UpdateConfig:
         remat=training.remat,
         seed=config.seed,
         attend=causal_on(run.mesh, run.policy.config.num_kv_heads),
+        law=laid.law(run.kernels[0], run.mesh),
         critic_attend=causal_on(run.mesh, (run.critic or run.policy).config.num_kv_heads),
     )
 

@@ -197,8 +197,9 @@ def _kernels() -> dict:
     """
     return {
         "tree_attention": "auto",  # of the drafts over the cache
-        "verify_head": "auto",  # the draw at each draft, without all logits in memory; not with a top_k
+        "verify_head": "auto",  # the draw at each draft, without all logits in memory; not with a top_k or 'rejection'
         "commit": "auto",  # accepted drafts into the cache
+        "logprobs": "auto",  # of training and inference, without logits; not with a top_k or a split vocabulary
     }
 
 

@@ -10,14 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
+from pallas_kernels.dispatch import REFERENCE, Kernels
 from rlhf_jax import drafting
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import Config, ModelConfigs
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation.board import PREFILLED, prompt_width
-from rlhf_jax.generation.engine import slack
+from rlhf_jax.generation.engine import cache_slots
 from rlhf_jax.generation.programs import VERIFIED
-from rlhf_jax.generation.sampling import BLOCK
+from rlhf_jax.generation.round import streams_head
+from rlhf_jax.generation.sampling import BLOCK, Sampling
 from rlhf_jax.inference.logprobs import CHUNK
 from rlhf_jax.model import cache, transformer
 from rlhf_jax.types import DecodeState, Model, ModelConfig
@@ -42,7 +44,9 @@ class Part:
     remedy: str  # what to change where it is too much
 
 
-def plan(config: Config, models: ModelConfigs, shape: dict[str, int], dtype: Any) -> list[Part]:
+def plan(
+    config: Config, models: ModelConfigs, shape: dict[str, int], dtype: Any, kernels: Kernels = REFERENCE
+) -> list[Part]:
     """Every part of a run that matters, for mesh sizes `shape` and the compute dtype.
 
     Weights, optimizers and caches are exact; what a program needs beside them is estimated. The stages follow each
@@ -55,7 +59,7 @@ def plan(config: Config, models: ModelConfigs, shape: dict[str, int], dtype: Any
     halves += [_distillation(config, models, mesh, dtype)] if drafting.teaches(config) else []
     parts = [
         *_always(config, models, mesh, dtype),
-        *_generation(config, models, mesh, dtype),
+        *_generation(config, models, mesh, dtype, kernels),
         *(_inference(config, models, mesh, dtype) if _earns(config) else ()),
         *max(halves, key=lambda half: sum(part.bytes for part in half)),  # one after the other
     ]
@@ -148,11 +152,11 @@ def _weights(model: ModelConfig | None, dtype: Any, role: str, mesh: AbstractMes
     return meshes.bytes_per_device(shapes, meshes.model_shardings(shapes, mesh, role))
 
 
-def _generation(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype: Any) -> list[Part]:
+def _generation(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype: Any, kernels: Kernels) -> list[Part]:
     """The policy's copy, running samples, waiting prompts, and the largest of what follows each other."""
     generation, strategies = config.generation, drafting.strategies(config).strategies
     longest = config.data.max_prompt_tokens + generation.max_new_tokens
-    slots, earlier = longest + slack(strategies), longest if drafting.drafts_by(config, "replay") else 0
+    slots, earlier = cache_slots(longest, strategies, kernels), longest if drafting.drafts_by(config, "replay") else 0
     width = prompt_width(config.data.max_prompt_tokens, slots)
     empty = functools.partial(row_verbs.empty, models.policy, models.drafter, generation.rows, slots)
     state = jax.eval_shape(lambda: empty(generation.history_tokens, earlier, dtype))
@@ -162,7 +166,7 @@ def _generation(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype:
     prompts = _share(PREFILLED, mesh) * width
     leaf = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     works = [
-        ("a round: logits and attention", _round(config, models.policy, state, mesh), "lower generation.rows"),
+        ("a round: logits and attention", _round(config, models.policy, state, mesh, kernels), "lower generation.rows"),
         ("a prefill at work", _layer(models.policy, prompts, mesh, dtype), "lower data.max_prompt_tokens"),
         ("a cache leaf of a shrinking batch", leaf, FEWER_LIVE),
     ]
@@ -177,17 +181,18 @@ def _generation(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype:
     return [Part(name, "generation", size, remedy) for name, size, remedy in named]
 
 
-def _round(config: Config, policy: ModelConfig, state: DecodeState, mesh: AbstractMesh) -> int:
+def _round(config: Config, policy: ModelConfig, state: DecodeState, mesh: AbstractMesh, kernels: Kernels) -> int:
     """The window of all layers, and the larger of a layer's attention and the logits, which follow each other.
 
     Attention holds its cache in another layout and its scores twice, in float32; the logits are there twice, or
-    once beside a tied head as [M, V], and once more where they must be padded to whole blocks.
+    once beside a tied head as [M, V], and once more where they must be padded to whole blocks; or never.
     """
     menu, itemsize = drafting.strategies(config), state.cache[0][0].dtype.itemsize
     nodes = _share(config.generation.rows, mesh) * most_nodes(config, mesh)
     scores = 4 * nodes * _split(policy.num_heads, mesh) * state.cache[0][0].shape[-1]
     laws = config.generation.acceptance == "rejection" and "model" in menu.drafters
-    logits, padded = 4 * nodes * policy.vocab_size, policy.vocab_size % BLOCK != 0
+    streamed = streams_head(kernels, Sampling(top_k=config.generation.top_k), config.generation.acceptance)
+    logits, padded = 0 if streamed else 4 * nodes * policy.vocab_size, policy.vocab_size % BLOCK != 0
     head = _split(policy.vocab_size, mesh) * policy.width * itemsize if policy.tied else 0
     window = 2 * policy.num_layers * nodes * _split(policy.num_kv_heads, mesh) * policy.head_dim * itemsize
     return window + max(_rows(state.cache[0], mesh) + 2 * scores, (1 + laws + padded) * logits + max(logits, head))

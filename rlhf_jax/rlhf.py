@@ -138,9 +138,8 @@ def infer(
     rollout = as_rollout(collected.samples, stages.decoding.slots)
     placed, training = meshes.place_rows(rollout, stages.mesh), stages.training
     rows = training.micro_rows
-    score = functools.partial(
-        score_rollout, rollout=placed, temperature=training.temperature, rows=rows, attend=training.attend
-    )
+    how = dict(temperature=training.temperature, rows=rows, attend=training.attend, law=training.law)
+    score = functools.partial(score_rollout, rollout=placed, **how)
     logprobs = score(_cast(state.policy, stages.dtype))
     reference_logprobs = logprobs if reference is None else score(reference)
     critic = state.critic

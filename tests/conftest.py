@@ -69,6 +69,16 @@ def smollm2() -> Path:
 
 
 @pytest.fixture
+def uncached() -> Iterator[None]:
+    """Nothing is written to the compilation cache: programs of another machine cannot be read back."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    yield
+    jax.config.update(name, before)
+
+
+@pytest.fixture
 def tiny() -> ModelConfig:
     """Two layers, grouped heads, tied: a model small enough to check by hand."""
     return ModelConfig(

@@ -1,7 +1,6 @@
 """The commit kernel against its reference, bit for bit, and compiled for TPUs."""
 
 import functools
-import importlib.util
 import re
 
 import jax
@@ -9,15 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
+from tpu_topology import needs_libtpu, one
 
 from pallas_kernels.commit import reference, tpu
 from pallas_kernels.shapes import NODES, ROWS, SHAPES, SLOTS, reduced
 
 kernel = jax.jit(functools.partial(tpu.commit, interpret=True))
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="compiling for a TPU needs its compiler: pip install -e '.[pod]'",
-)
 
 
 def leaves(random, layers, groups, dim, rows, slots, dtype):
@@ -109,19 +105,9 @@ def test_a_window_too_wide_is_refused():
         tpu.commit(*problem((0,), entries=1, width=129, layers=1))
 
 
-@pytest.fixture
-def uncached():
-    """Programs of another machine can be stored but not read back."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, float("inf"))
-    yield
-    jax.config.update(name, before)
-
-
 EVERY_SHAPE = [("v5e", name, ROWS[1], NODES[2]) for name in SHAPES]
 OTHER_SIZES = [("v5e", "llama3_8b_of_8", rows, nodes) for rows, nodes in zip(ROWS, NODES, strict=True)]
-OTHER_CHIPS = [(chip, name, ROWS[2], NODES[3]) for chip in ("v5p", "v6e") for name in ("llama3_8b", "llama3_70b_of_8")]
+OTHER_CHIPS = [(chip, name, ROWS[2], NODES[3]) for chip in ("v5p", "v6e") for name in SHAPES]
 
 
 @pytest.mark.slow
@@ -129,11 +115,7 @@ OTHER_CHIPS = [(chip, name, ROWS[2], NODES[3]) for chip in ("v5p", "v6e") for na
 @pytest.mark.parametrize("chip, name, rows, nodes", EVERY_SHAPE + OTHER_SIZES + OTHER_CHIPS)
 def test_a_tpu_commits_in_place(chip, name, rows, nodes, uncached):
     """The whole cache is aliased, and no leaf of it is copied."""
-    from jax.experimental import topologies
-
-    topology = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}[chip]
-    device = topologies.get_topology_desc(topology, platform="tpu").devices[0]
-    sharding = jax.sharding.SingleDeviceSharding(device)
+    sharding = one(chip)
     shape = SHAPES[name]
 
     in_rows = Format(Layout((0, 1, 2, 3)), sharding)  # a window is made in the same program, as the kernel wants it

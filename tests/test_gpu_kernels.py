@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from kernel_cases import by_name
+from test_tree_attention import exact
 
 from pallas_kernels import shapes
 from pallas_kernels.tree_attention import gpu as attention
@@ -19,30 +21,27 @@ from pallas_kernels.verify_head import gpu as head
 needs_interpreter = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason=f"jax {jax.__version__} has no Mosaic GPU interpreter; 0.12 has"
 )
-FAST = (1, 1), (64, 33)  # rows, nodes
-OTHERS = (1, 9), (1, 33), (8, 5), (32, 9)
-every_shape = pytest.mark.parametrize("shape", shapes.SHAPES.values(), ids=shapes.SHAPES)
-
-
-def sizes(cases) -> list:
-    """Parameters (rows, nodes): those of `FAST`, and the others as slow tests."""
-    return [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in cases]
+SIZES = (64, 33), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((1, 1), (1, 9), (1, 33), (8, 5), (32, 9)))
+every_size = pytest.mark.parametrize(("rows", "nodes"), SIZES)
+every_shape = pytest.mark.parametrize("name", by_name())
 
 
 # Lowering for CUDA
 
 
 @every_shape
-@pytest.mark.parametrize(("rows", "nodes"), sizes([*FAST, *OTHERS]))
-def test_tree_attention_lowers_for_hopper(shape, rows, nodes):
+@every_size
+def test_tree_attention_lowers_for_hopper(name, rows, nodes):
     """The program for CUDA is one Mosaic GPU kernel and no matrix product of XLA's."""
+    shape = shapes.SHAPES[name]
     assert_one_kernel(attention.tree_attention.trace(*attention_structs(shape, rows, nodes, shapes.SLOTS, nodes)))
 
 
 @every_shape
-@pytest.mark.parametrize(("rows", "nodes"), sizes([*FAST, *OTHERS]))
-def test_verify_head_lowers_for_hopper(shape, rows, nodes):
+@every_size
+def test_verify_head_lowers_for_hopper(name, rows, nodes):
     """The same, and no array of the program is as large as the logits."""
+    shape = shapes.SHAPES[name]
     count, blocks = rows * nodes, -(-shape.vocab // shapes.BLOCK)
     weights = struct((shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab))
     inputs = struct((count, shape.width)), weights, struct((count, blocks), jnp.float32)
@@ -96,23 +95,6 @@ def attention_inputs(shape, rows: int, nodes: int, slots: int, window: int, leng
     return [*arrays, np.array(lengths, np.int32), mask]
 
 
-def attention_law(query, cache_k, cache_v, window_k, window_v, length, mask) -> np.ndarray:
-    """The formula in float64, one query at a time; it never touches what lies beyond a row's length."""
-    query, cache_k, cache_v, window_k, window_v = (
-        np.asarray(x, np.float64) for x in (query, cache_k, cache_v, window_k, window_v)
-    )
-    out, ratio = np.zeros(query.shape), query.shape[2] // cache_k.shape[1]
-    for row, node, at in np.ndindex(query.shape[:3]):
-        group, live, seen = at // ratio, length[row], mask[row, node]
-        key = np.concatenate([cache_k[row, group, :, :live], window_k[row, group][:, seen]], axis=1)
-        value = np.concatenate([cache_v[row, group, :live], window_v[row, group][seen]])
-        if len(value):
-            scores = query[row, node, at] @ key * query.shape[3] ** -0.5
-            weights = np.exp(scores - scores.max())
-            out[row, node, at] = weights @ value / weights.sum()
-    return out
-
-
 @needs_interpreter
 @pytest.mark.parametrize(
     ("name", "nodes", "slots", "window", "lengths"),
@@ -128,7 +110,7 @@ def test_tree_attention_follows_its_law(name, nodes, slots, window, lengths):
     """Within 1e-2 of each row's largest value, with NaN beyond each length; what sees nothing is zero."""
     inputs = attention_inputs(shapes.reduced(shapes.SHAPES[name]), len(lengths), nodes, slots, window, lengths)
     out = np.asarray(attention.tree_attention(*inputs, interpret=True), np.float64)
-    law = attention_law(*inputs)
+    law = exact(*inputs)
     assert np.all(np.abs(out - law).max(-1) <= 1e-2 * np.abs(law).max(-1))
 
 

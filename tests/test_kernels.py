@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from test_generation import assert_equal, decoding, run
 
+from benchmarks import kernels
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import INTERPRETED, REFERENCE, choose
+from pallas_kernels.shapes import SHAPES
 from rlhf_jax import mesh as meshes
 from rlhf_jax.collect import decoding_weights
-from rlhf_jax.generation.sampling import Sampling
-from rlhf_jax.model.transformer import stack
+from rlhf_jax.generation.sampling import Sampling, block_noise, draw, draw_inside
+from rlhf_jax.inference.logprobs import token_law
+from rlhf_jax.model import kernels as laid
+from rlhf_jax.model.transformer import init, logits, stack, unstack
+from rlhf_jax.types import ModelConfig
 
-KERNELS = ("tree_attention", "verify_head", "commit")
+KERNELS = tuple(dispatch.FUNCTIONS)
+MODELS = list(SHAPES.values())
+
+
+class Device(NamedTuple):
+    platform: str
+    device_kind: str
+    compute_capability: str | None = None
+
+
+CPU, V5P = Device("cpu", "cpu"), Device("tpu", "TPU v5p")
+H100, A100 = Device("gpu", "NVIDIA H100 80GB HBM3", "9.0"), Device("gpu", "NVIDIA A100-SXM4-80GB", "8.0")
 
 
 def asked(how: str) -> dict[str, str]:
@@ -23,8 +43,8 @@ def asked(how: str) -> dict[str, str]:
 
 
 def test_without_a_measurement_the_reference_runs_and_says_so():
-    for platform, device in (("cpu", "cpu"), ("gpu", "NVIDIA H100 80GB HBM3"), ("tpu", "TPU v5p")):
-        chosen, why = choose(asked("auto"), platform, device, 2)
+    for device in (CPU, H100, V5P):
+        chosen, why = choose(asked("auto"), device, 2, MODELS)
         assert chosen == REFERENCE
         assert why.keys() == set(KERNELS) and all(line.startswith("reference: ") for line in why.values())
     assert "has not been timed on TPU v5p" in why["verify_head"]
@@ -33,21 +53,34 @@ def test_without_a_measurement_the_reference_runs_and_says_so():
 def test_what_was_measured_faster_is_the_default_there(monkeypatch):
     monkeypatch.setitem(dispatch.MEASURED, ("tree_attention", "TPU v5p"), 1.6)
     monkeypatch.setitem(dispatch.MEASURED, ("commit", "TPU v5p"), 0.9)
-    chosen, why = choose(asked("auto"), "tpu", "TPU v5p", 2)
+    chosen, why = choose(asked("auto"), V5P, 2, MODELS)
     assert (chosen.tree_attention, chosen.verify_head, chosen.commit) == ("tpu", "reference", "reference")
     assert "1.60 times" in why["tree_attention"]
 
 
 def test_what_is_asked_for_runs_or_is_refused():
-    assert choose(asked("pallas"), "tpu", "TPU v6e", 4)[0].commit == "tpu"
+    assert choose(asked("pallas"), V5P, 4, MODELS)[0].commit == "tpu"
     half = dict(tree_attention="pallas", verify_head="pallas", commit="auto")
-    assert choose(half, "gpu", "NVIDIA H100 80GB HBM3", 2)[0] == dataclasses.replace(
-        REFERENCE, tree_attention="gpu", verify_head="gpu"
-    )
-    assert choose(asked("interpret"), "cpu", "cpu", 4)[0] == dataclasses.replace(INTERPRETED, logprobs="reference")
-    for platform, size, kernel in (("cpu", 4, "tree_attention"), ("gpu", 4, "tree_attention"), ("gpu", 2, "commit")):
+    assert choose(half, H100, 2, MODELS)[0] == dataclasses.replace(REFERENCE, tree_attention="gpu", verify_head="gpu")
+    assert choose(asked("interpret"), CPU, 4, MODELS)[0] == INTERPRETED
+    for device, size, kernel in (
+        (CPU, 4, "tree_attention"),
+        (H100, 4, "tree_attention"),
+        (H100, 2, "commit"),
+        (A100, 2, "verify_head"),
+    ):
         with pytest.raises(ValueError, match=f"kernels.{kernel} is 'pallas', but"):
-            choose({kernel: "pallas"}, platform, "", size)
+            choose({kernel: "pallas"}, device, size, MODELS)
+
+
+@pytest.mark.parametrize(
+    "kernel, change",
+    [("tree_attention", {"dim": 80}), ("verify_head", {"vocab": 128257}), ("verify_head", {"width": 96})],
+)
+def test_a_model_that_fits_no_tile_of_a_gpu_is_told(kernel, change):
+    odd = dataclasses.replace(SHAPES["llama3_8b"], **change)
+    chosen, why = choose({kernel: "auto"}, H100, 2, [odd])
+    assert chosen == REFERENCE and str(*change.values()) in why[kernel]
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +102,80 @@ def test_text_is_the_same_with_the_kernels(target, drafter, plain, strategy):
 def test_text_is_the_same_with_the_kernels_on_a_mesh(target, drafter, sampling):
     """Rows over four devices, heads and vocabulary over two: 300 tokens are filled up to two shares of whole blocks."""
     mesh = meshes.make_mesh(2, 2, 2, jax.devices()[:8])
-    how = decoding("model-chain-3", rows=8, sampling=sampling, kernels=INTERPRETED)
+    kernels = dataclasses.replace(INTERPRETED, commit="reference")  # its interpreter waits for all devices: see below
+    how = decoding("model-chain-3", rows=8, sampling=sampling, kernels=kernels)
     plain = run(target, None, decoding("plain", rows=24, sampling=sampling, kernels=REFERENCE))
-    policy, student = (decoding_weights(stack(model), jax.numpy.float32, mesh) for model in (target, drafter))
+    policy, student = (decoding_weights(stack(model), jnp.float32, mesh) for model in (target, drafter))
     assert policy.embed.shape[0] == 512
     assert_equal(target, run(policy, student, how, mesh=mesh), plain, how)
+
+
+def test_the_benchmark_times_what_there_is_and_says_what_is_not():
+    asked = "--shapes smollm2_135m --rows 1 --nodes 3 --slots 128 --dtype float32 --repeats 1"
+    cases = list(kernels.measure(kernels.arguments(asked.split())))
+    assert [case["kernel"] for case in cases] == list(kernels.PROBLEMS)
+    for case in cases:
+        assert case["seconds"].keys() == {"reference"} and case["seconds"]["reference"] > 0
+        assert case["ratio"] is case["floor_seconds"] is case["of_floor"] is None
+        assert "no such kernel for cpu" in case["why"]
+
+
+def test_the_floor_is_the_longer_of_reading_and_multiplying():
+    problem = kernels.Problem((), {}, bytes=3350e9, flops=2 * 989e12)
+    assert kernels.floor(problem, "NVIDIA H100 80GB HBM3") == 2.0
+    assert kernels.floor(problem._replace(flops=0.0), "NVIDIA H100 80GB HBM3") == 1.0
+    assert kernels.floor(problem, "cpu") is None
+
+
+def test_a_vocabulary_that_is_filled_up_by_a_block_gives_the_same_draws():
+    """600 tokens are three blocks, and two shares of whole blocks are four."""
+    mesh, sampling = meshes.make_mesh(2, 1, 2, jax.devices()[:4]), Sampling(0.8)
+    model = unstack(init(jax.random.key(0), ModelConfig("llama", 600, 32, 48, 1, 4, 2, 8, 128)))
+    hidden = jax.random.normal(jax.random.key(1), (4, 3, 32))
+    key, position = jnp.arange(24, dtype=jnp.uint32).reshape(4, 3, 2), jnp.arange(12, dtype=jnp.int32).reshape(4, 3)
+    padded = decoding_weights(stack(model), jnp.float32, mesh)
+    noise = block_noise(key, position, len(padded.embed))
+    assert noise.shape[-1] == 4
+    found = jax.jit(laid.verify_head(REFERENCE, mesh), static_argnums=3)(padded, hidden, noise, 0.8)
+    ours, theirs = draw_inside(found, key, position, sampling), draw(logits(model, hidden), key, position, sampling)
+    np.testing.assert_array_equal(ours.token, theirs.token)
+    np.testing.assert_allclose(ours.logprob, theirs.logprob, atol=1e-5)
+
+
+def test_each_device_commits_its_own_rows_and_heads():
+    mesh, random = meshes.make_mesh(2, 1, 2, jax.devices()[:4]), np.random.default_rng(0)
+
+    def leaves(slots: int):
+        sizes = (4, 2, 16, slots), (4, 2, slots, 16)
+        return tuple(tuple(random.normal(size=size).astype(np.float32) for size in sizes) for _ in range(2))
+
+    cache, window, path = leaves(128), leaves(3), random.integers(0, 3, (4, 3)).astype(np.int32)
+    start = np.array([0, 7, 100, 125], np.int32)
+    cache, window, path, start = meshes.place_rows((cache, window, path, start), mesh)
+    written = jax.jit(laid.commit(INTERPRETED, mesh))(cache, window, path, start)
+    assert written[0][0].sharding.spec == PartitionSpec(meshes.ROW_AXES, "tensor", None, None)
+    jax.tree.map(np.testing.assert_array_equal, written, laid.commit(REFERENCE, None)(cache, window, path, start))
+
+
+@pytest.mark.parametrize("devices", [None, (2, 2, 1)], ids=["alone", "on a mesh"])
+def test_log_probs_and_their_gradients_are_the_same_with_the_kernel(target, devices):
+    mesh = None if devices is None else meshes.make_mesh(*devices, jax.devices()[:4])
+    law = laid.law(INTERPRETED, mesh)
+    assert law is laid.law(INTERPRETED, mesh) and laid.law(REFERENCE, mesh) is None
+    random = np.random.default_rng(0)
+    tokens, mask = random.integers(0, 300, (4, 33)).astype(np.int32), random.random((4, 33)) < 0.6
+    weights = random.normal(size=(2, 4, 33)).astype(np.float32)
+
+    def weighed(model, law):
+        said = token_law(model, tokens, temperature=0.7, entropy=True, mask=mask, law=law)
+        return sum((part * weight).sum() for part, weight in zip(said, weights, strict=True)), said
+
+    given = jax.value_and_grad(weighed, has_aux=True)
+    (_, said), gradient = jax.jit(given, static_argnums=1)(stack(target), law)
+    (_, wanted), theirs = jax.jit(given, static_argnums=1)(stack(target), None)
+    for ours, other in zip(jax.tree.leaves((said, gradient)), jax.tree.leaves((wanted, theirs)), strict=True):
+        np.testing.assert_allclose(ours, other, rtol=1e-4, atol=1e-4)
+
+
+def test_there_is_no_kernel_for_a_split_vocabulary():
+    assert laid.law(INTERPRETED, meshes.make_mesh(1, 1, 2, jax.devices()[:2])) is None

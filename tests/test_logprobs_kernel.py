@@ -1,12 +1,12 @@
 """Streamed log-probabilities, entropies and their gradients against the plain formula in float64, and on TPUs."""
 
 import functools
-import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tpu_topology import needs_libtpu, one
 
 from pallas_kernels.logprobs import reference, tpu
 from pallas_kernels.shapes import SHAPES, reduced
@@ -14,10 +14,6 @@ from pallas_kernels.shapes import SHAPES, reduced
 TEMPERATURE = 0.7
 IMPLEMENTATIONS = {"reference": reference.law, "tpu": functools.partial(tpu.law, interpret=True)}
 LIMITS = {jnp.dtype(jnp.float32): 1e-5, jnp.dtype(jnp.bfloat16): 1e-2}  # of the largest value
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="compiling for a TPU needs its compiler: pip install -e '.[pod]'",
-)
 
 
 def problem(rows, width, vocab, tied, dtype, head_dtype=None):
@@ -94,28 +90,14 @@ def test_many_blocks_of_rows_and_a_float32_head(tied, monkeypatch):
     assert_is_plain("tpu", *inputs, tied)
 
 
-@pytest.fixture
-def uncached():
-    """Programs of another machine can be stored but not read back."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, float("inf"))
-    yield
-    jax.config.update(name, before)
-
-
 ROWS = 4096
 
 
 def temporary_bytes(law, chip, shape, gradients):
     """What the compiler allocates beside arguments and results, for bfloat16 hidden and a float32 head."""
-    from jax.experimental import topologies
-
-    topology = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}[chip]
-    device = topologies.get_topology_desc(topology, platform="tpu").devices[0]
     head = (shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab)
     kinds = (((ROWS, shape.width), jnp.bfloat16), (head, jnp.float32), ((ROWS,), jnp.int32))
-    inputs = [jax.ShapeDtypeStruct(*kind, sharding=jax.sharding.SingleDeviceSharding(device)) for kind in kinds]
+    inputs = [jax.ShapeDtypeStruct(*kind, sharding=one(chip)) for kind in kinds]
     of = functools.partial(law, temperature=TEMPERATURE, tied=shape.tied)
     run = jax.grad(lambda *args: sum(part.sum() for part in of(*args)), argnums=(0, 1)) if gradients else of
     memory = jax.jit(run).lower(*inputs).compile().memory_analysis()
@@ -123,7 +105,7 @@ def temporary_bytes(law, chip, shape, gradients):
     return memory.temp_size_in_bytes
 
 
-OTHER_CHIPS = [(chip, name) for chip in ("v5p", "v6e") for name in ("llama3_8b", "llama3_70b_of_8")]
+OTHER_CHIPS = [(chip, name) for chip in ("v5p", "v6e") for name in SHAPES]
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ def test_weights_optimizer_and_caches_are_exact(tiny, config, shape):
     copy = mesh.reshard(half, mesh.model_shardings(half, devices, "generation"))
     config.generation.strategy, config.generation.history_tokens = "lookup-chain-4", 0
     parts = memory.plan(config, ModelConfigs(tiny, tiny, tiny), dict(devices.shape), jnp.bfloat16)
-    slots = 64 + engine.slack([tree.parse(config.generation.strategy)])
+    slots = engine.cache_slots(64, [tree.parse(config.generation.strategy)])
     state = rows.empty(tiny, tiny, 32, slots, 0, 0, jnp.bfloat16, devices)
     found = by_name(parts)
     assert found["policy, float32"] == held(policy)

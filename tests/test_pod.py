@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +11,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from test_memory import CONFIGS, by_name, load
+from tpu_topology import CHIPS, EIGHT, devices, needs_libtpu
 
+from pallas_kernels.dispatch import Kernels
+from pallas_kernels.shapes import BLOCK
 from rlhf_jax import drafting, memory
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import Config, ModelConfigs
@@ -36,23 +38,9 @@ from rlhf_jax.types import Experience, Model, ModelConfig, Rollout
 
 TOLERANCE = 0.15
 
-pytestmark = pytest.mark.slow
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="compiling for a TPU needs its compiler: pip install -e '.[pod]'",
-)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncached")]
 ON_CPU = ("quickstart", "quickstart_ppo")
 ON_TPU = ("grpo_llama32_1b", "grpo_gsm8k", "grpo_llama31_8b:tpu", "ppo_llama31_8b:tpu")
-
-
-@pytest.fixture(autouse=True)
-def uncached():
-    """Programs of another machine can be stored but not read back."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, float("inf"))
-    yield
-    jax.config.update(name, before)
 
 
 class Target(NamedTuple):
@@ -69,11 +57,8 @@ def target(name: str) -> Target:
     config, models, count = load(name), CONFIGS[name].models, CONFIGS[name].devices
     if name in ON_CPU:
         return Target(config, models, meshes.make_mesh(devices=jax.devices()[:count]), jnp.float32)
-    from jax.experimental import topologies
-
-    devices = topologies.get_topology_desc("v5p:2x2x1", platform="tpu").devices[:count]
     shape = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    return Target(config, models, meshes.make_mesh(*shape, devices), jnp.bfloat16)
+    return Target(config, models, meshes.make_mesh(*shape, devices(CHIPS["v5p"])[:count]), jnp.bfloat16)
 
 
 def placed(shapes, shardings):
@@ -96,7 +81,10 @@ def weights(model: ModelConfig, dtype, role: str, mesh) -> Model:
 
     def make():
         made = transformer.init(jax.random.key(0), model, dtype)
-        return made if role == "training" else transformer.unstack(made)
+        if role == "training":
+            return made
+        split = mesh.shape["tensor"]
+        return transformer.pad_vocab(transformer.unstack(made), BLOCK * split if split > 1 else 1)
 
     shapes = jax.eval_shape(make)
     return placed(shapes, meshes.model_shardings(shapes, mesh, role))
@@ -155,7 +143,7 @@ def round_program(at: Target, untied: bool):
     config, generation = at.config, at.config.generation
     longest, menu = config.data.max_prompt_tokens + generation.max_new_tokens, drafting.strategies(config)
     strategy = menu.strategies[menu.nodes.tolist().index(memory.most_nodes(config, at.mesh))]
-    slots, earlier = longest + engine.slack(menu.strategies), longest if "replay" in menu.drafters else 0
+    slots, earlier = engine.cache_slots(longest, menu.strategies), longest if "replay" in menu.drafters else 0
     empty = functools.partial(rows.empty, at.models.policy, at.models.drafter, generation.rows, slots)
     state = row_shapes(lambda: empty(generation.history_tokens, earlier, at.dtype), at.mesh)
     nodes, replicated = tree.as_data(strategy, generation.rows), meshes.replicated(at.mesh)
@@ -206,3 +194,34 @@ def test_the_optimizers_step_is_taken_in_place():
     policy = weights(at.models.policy, jnp.float32, "training", at.mesh)
     sizes = by_name(memory.plan(at.config, at.models, dict(at.mesh.shape), at.dtype))
     assert_near(4 * sizes["policy, float32"], needed(step_program(at, policy)), "state and gradients")
+
+
+LLAMA_8B = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 8192)
+BATCH, NODES, SLOTS = 64, 9, 2048  # eight drafts a row
+KERNELS = Kernels(tree_attention="tpu", verify_head="tpu", commit="tpu")
+
+
+def round_of_8b(mesh, kernels: Kernels):
+    """A round of an 8B model whose heads and vocabulary are split over all devices."""
+
+    policy = weights(LLAMA_8B, jnp.bfloat16, "generation", mesh)
+    state = row_shapes(lambda: rows.empty(LLAMA_8B, None, BATCH, SLOTS, 0, 0, jnp.bfloat16), mesh)
+    strategy = tree.parse(f"lookup-chain-{NODES - 1}")
+    drafts = row_shapes(lambda: jnp.zeros((BATCH, NODES - 1), jnp.int32), mesh)
+    nodes = row_shapes(lambda: tree.as_data(strategy, BATCH), mesh)
+    options = dict(sampling=Sampling(), stop_tokens=(0,), kernels=kernels, mesh=mesh)
+    return run_round.lower(policy, state, drafts, None, nodes, **options).compile()
+
+
+@needs_libtpu
+@pytest.mark.parametrize("chip", EIGHT)
+def test_a_round_of_an_8b_model_over_eight_chips_holds_no_logits(chip):
+    """With the kernels each chip's temporary memory falls by its share of the logits at least."""
+    mesh = meshes.make_mesh(1, 1, 8, devices(EIGHT[chip]))
+    before, after = (round_of_8b(mesh, kernels).memory_analysis() for kernels in (Kernels(), KERNELS))
+    assert before is not None and after is not None
+    share = 4 * BATCH * NODES * -(-LLAMA_8B.vocab_size // (8 * BLOCK)) * BLOCK
+    sizes = before.temp_size_in_bytes, after.temp_size_in_bytes, share, after.alias_size_in_bytes
+    print(f"{chip}: temporary, with the kernels, share of logits, caches in MB:", *(f"{x / 1e6:.1f}" for x in sizes))
+    assert after.alias_size_in_bytes >= before.alias_size_in_bytes
+    assert before.temp_size_in_bytes - after.temp_size_in_bytes >= share - 4e6

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from kernel_cases import by_name
+from tpu_topology import CHIPS, needs_libtpu, one
 
 from pallas_kernels.shapes import NODES, ROWS, SHAPES, SLOTS, Shape, reduced
 from pallas_kernels.tree_attention import reference, tpu
@@ -98,7 +99,7 @@ def assert_law(one: Implementation, shape: Shape, nodes: int, dtype: str) -> Non
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("nodes", [1, 5])
-@pytest.mark.parametrize("shape", attention_shapes())
+@pytest.mark.parametrize("shape", by_name(attention_shapes()))
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_every_implementation_is_near_float64_whatever_lies_beyond_the_length(name, shape, nodes, dtype):
     assert_law(IMPLEMENTATIONS[name], reduced(SHAPES[shape]), nodes, dtype)
@@ -168,29 +169,10 @@ def test_a_row_of_100_among_4096_slots_costs_one_block_and_an_empty_one_nothing(
 
 # --- compiled for chips that are not there ---
 
-CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="compiling for a TPU needs its compiler: pip install -e '.[pod]'",
-)
-
-
-@pytest.fixture
-def uncached():
-    """Programs of another machine can be stored but not read back."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, float("inf"))
-    yield
-    jax.config.update(name, before)
-
 
 def compiled(chip: str, shape: Shape, rows: int, nodes: int, slots: int, dtype) -> tuple[Any, int]:
     """The kernel's program for one device of a chip's topology, and the bytes of its cache."""
-    from jax.experimental import topologies
-
-    device = topologies.get_topology_desc(CHIPS[chip], platform="tpu").devices[0]
-    at = jax.sharding.SingleDeviceSharding(device)
+    at = one(chip)
     heads, groups, dim = shape.heads, shape.groups, shape.dim
     cache, window = [((rows, groups, dim, end), (rows, groups, end, dim)) for end in (slots, nodes)]
     parts = [jax.ShapeDtypeStruct(one, dtype, sharding=at) for one in ((rows, nodes, heads, dim), *cache, *window)]

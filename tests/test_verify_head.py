@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from chi_square import SIGNIFICANCE, expected_law, p_value
-from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, PartitionSpec
+from kernel_cases import by_name
 from scipy.special import logsumexp
+from tpu_topology import needs_libtpu, one
 
 from pallas_kernels.shapes import BLOCK, SHAPES, Shape, reduced
 from pallas_kernels.verify_head import reference, tpu
@@ -24,13 +24,8 @@ IMPLEMENTATIONS = {
     "tpu": functools.partial(tpu.verify_head, interpret=True),
 }
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
-CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 
 every = pytest.mark.parametrize("verify", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="compiling for a TPU needs its compiler: pip install -e '.[pod]'",
-)
 
 
 def inputs(rows: int, width: int, vocab: int, *, tied=False, dtype=jnp.float32, seed: int = 0):
@@ -71,8 +66,9 @@ def assert_parts(parts, hidden, head, noise, *, temperature: float, tied: bool) 
 
 @every
 @pytest.mark.parametrize(("dtype", "temperature"), [(jnp.float32, 0.7), (jnp.bfloat16, 0.0)], ids=str)
-@pytest.mark.parametrize("shape", map(reduced, SHAPES.values()), ids=SHAPES)
-def test_parts_are_those_of_float64(shape: Shape, dtype, temperature, verify):
+@pytest.mark.parametrize("name", by_name())
+def test_parts_are_those_of_float64(name, dtype, temperature, verify):
+    shape = reduced(SHAPES[name])
     hidden, head, noise = inputs(18, shape.width, shape.vocab, tied=shape.tied, dtype=dtype)
     options = {"temperature": temperature, "tied": shape.tied}
     noise = noise if temperature else None
@@ -266,22 +262,11 @@ def test_combining_takes_the_first_of_equal_shards():
 # What it compiles to
 
 
-@pytest.fixture
-def uncached():
-    """Programs of another machine can be stored but not read back."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, float("inf"))
-    yield
-    jax.config.update(name, before)
-
-
 def memory_of(step, chip: str, rows: int, shape: Shape, dtype) -> int:
     """Temporary bytes of step(hidden, head, key [R, 2], position [R]) on one chip, as the compiler plans them."""
-    device = topologies.get_topology_desc(CHIPS[chip], platform="tpu").devices[0]
     head = (shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab)
     kinds = (((rows, shape.width), dtype), (head, dtype), ((rows, 2), jnp.uint32), ((rows,), jnp.int32))
-    given = [jax.ShapeDtypeStruct(*kind, sharding=SingleDeviceSharding(device)) for kind in kinds]
+    given = [jax.ShapeDtypeStruct(*kind, sharding=one(chip)) for kind in kinds]
     memory = jax.jit(step).lower(*given).compile().memory_analysis()
     assert memory is not None
     return memory.temp_size_in_bytes

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.shapes import LANES
 from rlhf_jax.types import Array, Cache
 
-LANES = 128  # what memory is cut in along the last axis
 BUFFERS = 16 * 2**20  # bytes of vector memory for the tiles and windows of as many layers as fit
 VECTOR_MEMORY = 40 * 2**20  # with what the compiler wants
 

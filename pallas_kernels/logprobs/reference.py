@@ -1,4 +1,8 @@
-"""Log-probability and entropy of given tokens, in plain JAX: the meaning, and the path on any other hardware."""
+"""Log-probability and entropy of given tokens, in plain JAX: what the kernels mean, and what they are timed beside.
+
+Elsewhere training and inference take their own path, `rlhf_jax/inference/logprobs.py`: the same, but it leaves out what
+nobody wants, and knows restricted supports.
+"""
 
 from __future__ import annotations
 

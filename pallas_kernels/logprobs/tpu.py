@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.shapes import LANES
 from rlhf_jax.types import Array
 
-LANES = 128
 BLOCK_BYTES = 8 * 2**20  # float32 of one block of hidden's rows, at most
 TILE = 512  # vocabulary entries of one tile, at most
 TILE_BYTES = 4 * 2**20  # float32 of one tile of the head, at most

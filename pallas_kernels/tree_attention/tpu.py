@@ -20,9 +20,10 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.shapes import LANES
 from rlhf_jax.types import Array
 
-TILE, LANES = 8, 128
+TILE = 8
 BLOCK_BYTES = 2 << 20  # of keys and values: at 2.7 TB/s twice what a grid step costs (0.35 us)
 SCORE_BYTES = 2 << 20  # of a block's scores in float32; what is derived from them takes as much again, twice
 BLOCK_SLOTS = 1024  # half a block is read in vain, on average

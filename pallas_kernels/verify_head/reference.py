@@ -95,14 +95,14 @@ def combine(parts: Parts, axis_name: str, offset: Array | int) -> Parts:
     """`Parts` of the whole vocabulary from those of its shards over a mesh axis, inside `shard_map`.
 
     A shard holds whole blocks, the first of which is block `offset` of the vocabulary; its noise is of those blocks.
-    Four numbers a node and one block of logits cross the axis; the result is the same on every device.
+    Three numbers a node and one block of logits cross the axis; the result is the same on every device.
     """
     chex.assert_rank([parts.normaliser, parts.inside], [parts.score.ndim, parts.score.ndim + 1])
-    block = parts.block + offset
-    peak = lax.pmax(parts.normaliser, axis_name)
-    finite = jnp.where(jnp.isfinite(peak), peak, 0.0)
-    normaliser = jnp.log(lax.psum(jnp.exp(parts.normaliser - finite), axis_name)) + finite
-    score = lax.pmax(parts.score, axis_name)
-    winner = lax.pmin(jnp.where(parts.score < score, jnp.iinfo(jnp.int32).max, block), axis_name)
-    chosen = lax.psum(jnp.where((block == winner)[..., None], parts.inside, 0.0), axis_name)
-    return Parts(normaliser, score, winner, chosen)
+    block = (parts.block + offset).astype(jnp.float32)  # exact: there are fewer than 2**24
+    # One array, for one crossing: several would wait for each other, and each costs its latency.
+    packed = jnp.concatenate([jnp.stack([parts.normaliser, parts.score, block], -1), parts.inside], -1)
+    shards = lax.all_gather(packed, axis_name)
+    best = jnp.argmax(shards[..., 1], 0)[None, ..., None]  # of equal scores the first shard's, whose blocks come first
+    chosen = jnp.take_along_axis(shards, best, 0)[0]
+    normaliser = jax.nn.logsumexp(shards[..., 0], 0)
+    return Parts(normaliser, chosen[..., 1], chosen[..., 2].astype(jnp.int32), chosen[..., 3:])

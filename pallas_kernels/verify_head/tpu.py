@@ -17,10 +17,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.shapes import BLOCK
+from pallas_kernels.shapes import BLOCK, LANES
 from pallas_kernels.verify_head.reference import Parts, check, combine
 
-LANES = 128
 SPANS = 2  # a chip of v4 or v5p has two cores, and divides an axis that is "parallel" between them
 MOST_ROWS, MOST_CHUNK = 1024, 256  # 600 rows already are bound by arithmetic, not by reading the head, on every chip
 HIDDEN_BYTES, HEAD_BYTES = 16 << 20, 8 << 20  # of one buffer; the head has two

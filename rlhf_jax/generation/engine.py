@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import jax
 import numpy as np
 
-from pallas_kernels.dispatch import REFERENCE
+from pallas_kernels.dispatch import REFERENCE, Kernels
+from pallas_kernels.shapes import LANES
 from rlhf_jax.generation import board as boards
 from rlhf_jax.generation import evidence, programs
 from rlhf_jax.generation import rows as row_verbs
@@ -26,8 +27,6 @@ from rlhf_jax.generation.samples import Decoding, Request, RoundReport, Sample
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, Evidence
 from rlhf_jax.generation.strategy.select import Selector, Situation
 from rlhf_jax.types import DecodeState, Model, Strategy
-
-LANES = 128  # a kernel reads a cache of so many slots, or a multiple, where it lies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,18 +137,21 @@ def warm_up(
         state = row_verbs.shrink(state, np.arange(rows, dtype=np.int32), mesh)
 
 
-def slack(strategies: Iterable[Strategy]) -> int:
-    """Slots a cache needs beyond the longest sample: a round writes whole paths, a catch-up whole chunks."""
-    return max(model_drafter.CHUNK, *(trees.bucket(strategy) + 1 for strategy in strategies))
+def cache_slots(longest: int, strategies: Iterable[Strategy], kernels: Kernels = REFERENCE) -> int:
+    """Slots of a cache for samples of up to `longest` tokens: a round writes whole paths, a catch-up whole chunks.
+
+    A kernel reads whole tiles.
+    """
+    slots = longest + max(model_drafter.CHUNK, *(trees.bucket(strategy) + 1 for strategy in strategies))
+    return slots if kernels == REFERENCE else -(-slots // LANES) * LANES
 
 
 def _empty_state(models: Models, rows: int, decoding: Decoding, mesh) -> DecodeState:
     target, drafter = models
     draft = None if drafter is None else drafter.config
-    slots, dtype = decoding.slots + slack(decoding.strategies), target.embed.dtype
-    slots += -slots % (1 if decoding.kernels == REFERENCE else LANES)
+    slots = cache_slots(decoding.slots, decoding.strategies, decoding.kernels)
     earlier = decoding.slots if decoding.drafts_by("replay") else 0
-    return row_verbs.empty(target.config, draft, rows, slots, decoding.history, earlier, dtype, mesh)
+    return row_verbs.empty(target.config, draft, rows, slots, decoding.history, earlier, target.embed.dtype, mesh)
 
 
 def _may_run(sample: Sample | None, landed: Flight | None) -> bool:

@@ -19,7 +19,8 @@ from rlhf_jax.generation.round import run_round
 from rlhf_jax.generation.samples import Decoding
 from rlhf_jax.types import Array, DecodeState, Emission, Model, Strategy
 
-VERIFIED = 1024  # nodes that a device verifies in one call at most, where a strategy is chosen: their logits all exist
+# Nodes that a device verifies in one call at most, where a strategy is chosen: their logits exist, but for a kernel.
+VERIFIED = 1024
 
 Models = tuple[Model, Model | None]
 Run = Callable[..., Any]  # of a jitted function and its arguments

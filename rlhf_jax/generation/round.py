@@ -45,12 +45,17 @@ def verify(
     positions = (state.length - 1)[:, None] + depth
     hidden, window = forward(target, nodes, positions, attend, tuple((layer, None) for layer in state.cache))
     key, position = state.key[:, None], positions + 1
-    if rule == "replayable" and kernels.verify_head != "reference" and not (sampling.top_k or sampling.top_p < 1):
-        noise = block_noise(key, position, target.config.vocab_size) if sampling.temperature else None
+    if streams_head(kernels, sampling, rule):
+        noise = block_noise(key, position, len(target.embed)) if sampling.temperature else None  # filled up, too
         parts = laid.verify_head(kernels, mesh)(target, hidden, noise, sampling.temperature)
         return Verified(draw_inside(parts, key, position, sampling), None, window)
     scores = logits(target, hidden)
     return Verified(draw(scores, key, position, sampling), scores, window)
+
+
+def streams_head(kernels: Kernels, sampling: Sampling, rule: str) -> bool:
+    """Whether a round does without logits: truncation and rejection need all of a node's at once."""
+    return kernels.verify_head != "reference" and rule == "replayable" and not sampling.top_k and sampling.top_p == 1
 
 
 def accept(verified: Verified, nodes: Array, tree: Tree, laws: Array | None, state, sampling, rule: str):

@@ -30,15 +30,17 @@ def token_logprobs(
     chunk: int = CHUNK,
     attend: Callable = causal,
     remat: bool = False,
+    law: Callable | None = None,
 ) -> Array:
     """log p(tokens[b, t] | tokens[b, :t]) under softmax(logits / temperature), [B, T] float32; 0 at t = 0.
 
     `mask[B, T]` names the tokens that are wanted; the others are 0. `support[B, T, k]` (token ids, -1 absent)
     renormalises the law at t on its ids; a position without any id is not restricted. The vocabulary is
     projected for about `chunk` tokens at a time, forward and backward, so that [B, T, V] never exists, and
-    not at all for columns of tokens that nobody wants. `attend` and `remat` are `forward`'s.
+    not at all for columns of tokens that nobody wants. `attend` and `remat` are `forward`'s. `law`, a kernel as
+    `pallas_kernels.logprobs`, does the same without chunks, for all tokens; where there is support it is left out.
     """
-    options = {"mask": mask, "support": support, "chunk": chunk, "attend": attend, "remat": remat}
+    options = {"mask": mask, "support": support, "chunk": chunk, "attend": attend, "remat": remat, "law": law}
     return token_law(model, tokens, temperature=temperature, entropy=False, **options)[0]
 
 
@@ -53,6 +55,7 @@ def token_law(
     chunk: int = CHUNK,
     attend: Callable = causal,
     remat: bool = False,
+    law: Callable | None = None,
 ) -> tuple[Array, Array | None]:
     """`token_logprobs` and, where `entropy` asks for it, -sum p log p of the same law at each token: both [B, T]
     float32, in nats. Without it there is None, and no cost.
@@ -64,15 +67,26 @@ def token_law(
     positions = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), tokens.shape)
     hidden, _ = forward(model, tokens, positions, attend=attend, remat=remat)
     wanted_tokens = jnp.ones(tokens.shape, bool) if mask is None else mask
+    # The head's gradient is summed in float32, whatever the compute dtype.
+    head = cast(dataclasses.replace(model, layers=()), jnp.float32)
+    if law is not None and support is None:
+        logprobs, entropies = _streamed_law(law, head, hidden, tokens, wanted_tokens, temperature)
+        return logprobs, entropies if entropy else None
     wanted = (tokens[:, 1:], wanted_tokens[:, 1:], None if support is None else support[:, 1:])
     columns = max(1, min(chunk // rows, slots - 1))
     blocks = jax.tree.map(lambda leaf: _column_blocks(leaf, columns), (hidden[:, :-1], *wanted))
-    # The head's gradient is summed over the blocks in float32, whatever the compute dtype.
-    head = cast(dataclasses.replace(model, layers=()), jnp.float32)
     # Checkpointed outside its branch, else each block would keep a copy of the head for the backward pass.
     project = jax.checkpoint(functools.partial(_block_law, temperature=temperature, entropy=entropy))
     out = jax.lax.map(lambda block: project(head, *block), blocks)
     return jax.tree.map(lambda leaf: _token_columns(leaf, slots), out)
+
+
+def _streamed_law(law: Callable, head: Model, hidden, tokens, mask, temperature: float) -> tuple[Array, Array]:
+    """[B, T] log-probabilities and entropies by a kernel, zeros where no token is wanted."""
+    tied = head.head is None
+    flat = hidden[:, :-1].reshape(-1, hidden.shape[-1]), head.embed if tied else head.head, tokens[:, 1:].reshape(-1)
+    rows = [leaf.reshape(len(tokens), -1) for leaf in law(*flat, temperature=temperature, tied=tied)]
+    return tuple(jnp.where(mask, jnp.pad(leaf, ((0, 0), (1, 0))), 0.0) for leaf in rows)
 
 
 def _column_blocks(x: Array, columns: int) -> Array:
@@ -118,7 +132,7 @@ def _entropy(scores: Array) -> Array:
     return jax.nn.logsumexp(scores, axis=-1) - jnp.sum(jax.nn.softmax(scores, axis=-1) * scores, axis=-1)
 
 
-@functools.partial(jax.jit, static_argnames=("temperature", "rows", "chunk", "attend"))
+@functools.partial(jax.jit, static_argnames=("temperature", "rows", "chunk", "attend", "law"))
 def score_rollout(
     model: Model,
     rollout: Rollout,
@@ -127,6 +141,7 @@ def score_rollout(
     rows: int,
     chunk: int = CHUNK,
     attend: Callable = causal,
+    law: Callable | None = None,
 ) -> Array:
     """`token_logprobs` of a rollout's response tokens, [B, T] float32, `rows` rows at a time; B a multiple of
     `rows`.
@@ -138,9 +153,8 @@ def score_rollout(
 
     def score(part):
         tokens, mask, support = part
-        return token_logprobs(
-            model, tokens, temperature=temperature, mask=mask, support=support, chunk=chunk, attend=attend
-        )
+        options = dict(temperature=temperature, chunk=chunk, attend=attend, law=law)
+        return token_logprobs(model, tokens, mask=mask, support=support, **options)
 
     return map_rows(score, (rollout.tokens, rollout.mask, rollout.support), rows)
 

@@ -10,10 +10,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels.dispatch import Kernels, implementation
-from pallas_kernels.shapes import BLOCK
+from pallas_kernels.shapes import BLOCK, Shape
 from pallas_kernels.verify_head.reference import Parts, combine
 from rlhf_jax.mesh import ROW_AXES, fitting, row_spec
-from rlhf_jax.types import Array, Cache, Model
+from rlhf_jax.types import Array, Cache, Model, ModelConfig
+
+
+def shape_of(config: ModelConfig) -> Shape:
+    """What `dispatch` wants to know of a model."""
+    c = config
+    return Shape(c.num_heads, c.num_kv_heads, c.head_dim, c.width, c.vocab_size, c.num_layers, c.tied)
 
 
 def tree_attention(kernels: Kernels, mesh: Mesh | None) -> Callable[..., Array]:
@@ -69,6 +75,26 @@ def _split_head(of: Callable[..., Parts], mesh: Mesh, tied: bool, vocab: int) ->
         PartitionSpec(ROW_AXES, "tensor"),
     )
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)
+
+
+@functools.cache
+def law(kernels: Kernels, mesh: Mesh | None) -> Callable[..., tuple[Array, Array]] | None:
+    """`pallas_kernels.logprobs.reference.law` by a kernel, each device on its own rows; None without one.
+
+    There is none, either, for a vocabulary that is split. One object for equal arguments: it is static under jit.
+    """
+    if kernels.logprobs == "reference" or (mesh is not None and mesh.shape["tensor"] > 1):
+        return None
+    run = implementation("logprobs", kernels)
+    if mesh is None:
+        return run
+
+    def of_rows(hidden, head, targets, *, temperature: float, tied: bool):
+        rows, of = PartitionSpec(ROW_AXES), functools.partial(run, temperature=temperature, tied=tied)
+        specs = (rows, PartitionSpec(), rows)
+        return jax.shard_map(of, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(hidden, head, targets)
+
+    return of_rows
 
 
 def commit(kernels: Kernels, mesh: Mesh | None) -> Callable[[Cache, Cache, Array, Array], Cache]:

@@ -74,7 +74,7 @@ def unstack(model: Model) -> Model:
 
 
 def pad_vocab(model: Model, multiple: int) -> Model:
-    """The model with zeros behind its vocabulary, up to a multiple of tokens; no token there is ever likely."""
+    """The model with zeros behind its vocabulary, up to a multiple of tokens: `logits` masks them."""
     short = -model.config.vocab_size % multiple
     head = None if model.head is None else jnp.pad(model.head, ((0, 0), (0, short)))
     return dataclasses.replace(model, embed=jnp.pad(model.embed, ((0, short), (0, 0))), head=head)

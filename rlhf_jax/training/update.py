@@ -49,6 +49,7 @@ class UpdateConfig:
     seed: int = 0
     attend: Callable = causal
     critic_attend: Callable = causal
+    law: Callable | None = None  # log-probs without logits, where there is a kernel of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +195,7 @@ def policy_objective(policy: Model, batch: MicroBatch, config: UpdateConfig) -> 
         chunk=config.chunk,
         attend=config.attend,
         remat=config.remat,
+        law=config.law,
     )
     return summed_policy_loss(
         logprobs,

@@ -107,7 +107,7 @@ def _feed(drafter, state, strategy, level, tokens, window, seen, attention):
     first = mask[:, :, :1] & (state.length >= 2)[:, None, None]
     first = first.at[:, 0].set(True) if not window else first  # a query sees at least itself
     mask = jnp.concatenate([first, mask[:, :, 1:]], axis=2)
-    attend = functools.partial(cached, length=state.length - 2, mask=mask, attend=attention)
+    attend = functools.partial(cached, length=jnp.where(state.done, 0, state.length - 2), mask=mask, attend=attention)
     past = window or (None,) * len(state.draft.cache)
     return forward(drafter, queries, positions, attend, tuple(zip(state.draft.cache, past, strict=True)))
 
@@ -178,7 +178,8 @@ def catch_up(drafter: Model, state: DecodeState, kernels: Kernels = REFERENCE, m
         at = state.draft.length[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)
         tokens = jnp.take_along_axis(state.tokens, jnp.minimum(at, state.tokens.shape[1] - 1), axis=1)
         mask = jnp.broadcast_to(jnp.tril(jnp.ones((CHUNK, CHUNK), bool)), (at.shape[0], CHUNK, CHUNK))
-        attend = functools.partial(cached, length=state.draft.length, mask=mask, attend=attention)
+        known = jnp.where(state.done, 0, state.draft.length)
+        attend = functools.partial(cached, length=known, mask=mask, attend=attention)
         layers = tuple((layer, None) for layer in state.draft.cache)
         _, window = forward(drafter, tokens, at, attend, layers)
         order = jnp.broadcast_to(jnp.arange(CHUNK, dtype=jnp.int32), at.shape)

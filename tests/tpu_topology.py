@@ -1,0 +1,27 @@
+"""TPUs that are not here, to compile for: their compiler comes with the extra `pod`."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="compiling for a TPU needs its compiler: pip install -e '.[pod]'",
+)
+CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+EIGHT = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4"}  # of them
+
+
+def devices(topology: str) -> list:
+    """The devices of a topology by its name."""
+    from jax.experimental import topologies
+
+    return list(topologies.get_topology_desc(topology, platform="tpu").devices)
+
+
+def one(chip: str) -> SingleDeviceSharding:
+    """One chip, by a name of CHIPS."""
+    return SingleDeviceSharding(devices(CHIPS[chip])[0])
