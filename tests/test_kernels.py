@@ -90,7 +90,7 @@ def plain(target):
 
 @pytest.mark.parametrize(
     "strategy",
-    ["model-tree-2x2x1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "lookup-chain-4"))],
+    ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lookup-chain-4", "model-tree-2x2x1"))],
 )
 def test_text_is_the_same_with_the_kernels(target, drafter, plain, strategy):
     how = decoding(strategy, kernels=INTERPRETED)
@@ -110,6 +110,7 @@ def test_text_is_the_same_with_the_kernels_on_a_mesh(target, drafter, sampling):
     assert_equal(target, run(policy, student, how, mesh=mesh), plain, how)
 
 
+@pytest.mark.slow
 def test_the_benchmark_times_what_there_is_and_says_what_is_not():
     asked = "--shapes smollm2_135m --rows 1 --nodes 3 --slots 128 --dtype float32 --repeats 1"
     cases = list(kernels.measure(kernels.arguments(asked.split())))
@@ -157,7 +158,7 @@ def test_each_device_commits_its_own_rows_and_heads():
     jax.tree.map(np.testing.assert_array_equal, written, laid.commit(REFERENCE, None)(cache, window, path, start))
 
 
-@pytest.mark.parametrize("devices", [None, (2, 2, 1)], ids=["alone", "on a mesh"])
+@pytest.mark.parametrize("devices", [None, pytest.param((2, 2, 1), marks=pytest.mark.slow)], ids=["alone", "on a mesh"])
 def test_log_probs_and_their_gradients_are_the_same_with_the_kernel(target, devices):
     mesh = None if devices is None else meshes.make_mesh(*devices, jax.devices()[:4])
     law = laid.law(INTERPRETED, mesh)
