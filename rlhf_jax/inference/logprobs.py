@@ -85,8 +85,12 @@ def _streamed_law(law: Callable, head: Model, hidden, tokens, mask, temperature:
     """[B, T] log-probabilities and entropies by a kernel, zeros where no token is wanted."""
     tied = head.head is None
     flat = hidden[:, :-1].reshape(-1, hidden.shape[-1]), head.embed if tied else head.head, tokens[:, 1:].reshape(-1)
-    rows = [leaf.reshape(len(tokens), -1) for leaf in law(*flat, temperature=temperature, tied=tied)]
-    return tuple(jnp.where(mask, jnp.pad(leaf, ((0, 0), (1, 0))), 0.0) for leaf in rows)
+    logprobs, entropies = law(*flat, temperature=temperature, tied=tied)
+
+    def by_row(leaf: Array) -> Array:
+        return jnp.where(mask, jnp.pad(leaf.reshape(len(tokens), -1), ((0, 0), (1, 0))), 0.0)
+
+    return by_row(logprobs), by_row(entropies)
 
 
 def _column_blocks(x: Array, columns: int) -> Array:
@@ -153,8 +157,8 @@ def score_rollout(
 
     def score(part):
         tokens, mask, support = part
-        options = dict(temperature=temperature, chunk=chunk, attend=attend, law=law)
-        return token_logprobs(model, tokens, mask=mask, support=support, **options)
+        how = functools.partial(token_logprobs, temperature=temperature, chunk=chunk, attend=attend, law=law)
+        return how(model, tokens, mask=mask, support=support)
 
     return map_rows(score, (rollout.tokens, rollout.mask, rollout.support), rows)
 
