@@ -126,7 +126,7 @@ def test_a_changed_policy_replays_most_of_its_earlier_text(target, earlier):
     assert sum(report.tokens for report in other) / sum(report.live for report in other) < 1.5
 
 
-@pytest.mark.parametrize("meshed", [False, True], ids=["alone", "mesh"])
+@pytest.mark.parametrize("meshed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["alone", "mesh"])
 def test_a_switch_compiles_nothing(target, drafter, meshed, compilations):
     """What is not compiled is not used; when it is, a whole run with all switches compiles nothing more."""
     mesh = make_mesh(1, -1, 1, jax.devices()[:2]) if meshed else None

@@ -155,6 +155,7 @@ def taught(policy, devices: mesh.Mesh | None, config: UpdateConfig):
     return distill(state, rollout, Distillation(optimizer, config, 8), place)
 
 
+@pytest.mark.slow
 def test_the_split_over_devices_and_micro_batches_changes_nothing(policy):
     config = dataclasses.replace(CONFIG, minibatches=2, epochs=2, micro_rows=4)
     state, metrics = taught(policy, None, config)

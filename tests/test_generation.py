@@ -106,7 +106,7 @@ def test_speculative_text_is_plain_text(target, drafter, strategy, sampling, pla
     assert_equal(target, run(target, drafter, how), plain, how)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=20), Sampling(1.0, top_p=0.8)], ids=["top_k", "top_p"])
+@pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=20), slow(Sampling(1.0, top_p=0.8))], ids=["top_k", "top_p"])
 def test_truncated_sampling_is_replayable_too(target, drafter, sampling, plain_text):
     plain = plain_text(sampling)
     for strategy in ("model-tree-2x2", "lookup-chain-3"):

@@ -88,9 +88,10 @@ def plain(target):
     return run(target, None, decoding("plain", rows=24, kernels=REFERENCE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lookup-chain-4", "model-tree-2x2x1"))],
+    ["plain", "lookup-chain-4", "model-tree-2x2x1"],
 )
 def test_text_is_the_same_with_the_kernels(target, drafter, plain, strategy):
     how = decoding(strategy, kernels=INTERPRETED)

@@ -31,7 +31,7 @@ def random_attention_inputs(count, dtype=jnp.float32, groups=2):
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
-@pytest.mark.parametrize("count", [1, 7, 512, 700])
+@pytest.mark.parametrize("count", [1, 7, 512, pytest.param(700, marks=pytest.mark.slow)])
 def test_blockwise_attention_is_naive_attention(count):
     inputs = random_attention_inputs(count)
 

@@ -90,7 +90,7 @@ def test_an_earlier_run_is_kept(arguments, tmp_path, one_device):
     assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 1
 
 
-@pytest.mark.parametrize("method", [{}, PPO], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("method", [{}, pytest.param(PPO, marks=pytest.mark.slow)], ids=["grpo", "ppo"])
 def test_nothing_is_compiled_after_warm_up(method, arguments, one_device, monkeypatch, compilations):
     """Ten steps; what the first two compile is all."""
     seen_after, real = [], launch["STEPS"]["reward"]
@@ -130,6 +130,7 @@ def test_eight_devices_give_the_text_and_losses_of_one(strategy, method, argumen
             assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-5), key
 
 
+@pytest.mark.slow
 def test_top_k_is_renormalised_in_training(arguments, tmp_path, one_device):
     """The sampled sets travel into training: its law is the sampled one, so the ratio starts at 1."""
     assert launch["main"](arguments(generation__top_k=5, generation__temperature=0.8, evaluation__top_k=5)) == 0
@@ -269,6 +270,7 @@ def test_the_command_itself_fails_in_one_sentence():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_own_loop_runs(folder, capsys):
     runpy.run_path(str(ROOT / "launch" / "own_loop.py"))["main"](str(folder), 2)
     printed = capsys.readouterr().out

@@ -129,6 +129,7 @@ def test_how_the_work_is_split_changes_nothing(small, change, aggregate):
         assert other[name] == pytest.approx(metrics[name], rel=1e-5, abs=1e-6), name
 
 
+@pytest.mark.slow
 def test_loss_of_short_slots_is_the_padded_one(small):
     model, critic = init(jax.random.key(0), small), random_critic(small)
     experience = random_experience(model, critic, slots=40, longest=20)
