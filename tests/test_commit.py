@@ -107,7 +107,9 @@ def test_a_window_too_wide_is_refused():
 
 EVERY_SHAPE = [("v5e", name, ROWS[1], NODES[2]) for name in SHAPES]
 OTHER_SIZES = [("v5e", "llama3_8b_of_8", rows, nodes) for rows, nodes in zip(ROWS, NODES, strict=True)]
-OTHER_CHIPS = [(chip, name, ROWS[2], NODES[3]) for chip in ("v5p", "v6e") for name in SHAPES]
+# Of narrow heads XLA copies the window into another layout: with 33 nodes that is more than a leaf of the cache.
+LARGE = {name: (ROWS[2], NODES[3]) if shape.dim % 128 == 0 else (ROWS[1], NODES[2]) for name, shape in SHAPES.items()}
+OTHER_CHIPS = [(chip, name, *size) for chip in ("v5p", "v6e") for name, size in LARGE.items()]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 
 import pytest
@@ -15,8 +16,9 @@ CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 EIGHT = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4"}  # of them
 
 
+@functools.cache
 def devices(topology: str) -> list:
-    """The devices of a topology by its name."""
+    """The devices of a topology by its name: the same ones each time, or programs would mix two machines."""
     from jax.experimental import topologies
 
     return list(topologies.get_topology_desc(topology, platform="tpu").devices)
