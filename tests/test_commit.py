@@ -11,7 +11,7 @@ from jax.experimental.layout import Format, Layout
 from tpu_topology import needs_libtpu, one
 
 from pallas_kernels.commit import reference, tpu
-from pallas_kernels.shapes import NODES, ROWS, SHAPES, SLOTS, reduced
+from pallas_kernels.shapes import LANES, NODES, ROWS, SHAPES, SLOTS, reduced
 
 kernel = jax.jit(functools.partial(tpu.commit, interpret=True))
 
@@ -107,9 +107,7 @@ def test_a_window_too_wide_is_refused():
 
 EVERY_SHAPE = [("v5e", name, ROWS[1], NODES[2]) for name in SHAPES]
 OTHER_SIZES = [("v5e", "llama3_8b_of_8", rows, nodes) for rows, nodes in zip(ROWS, NODES, strict=True)]
-# Of narrow heads XLA copies the window into another layout: with 33 nodes that is more than a leaf of the cache.
-LARGE = {name: (ROWS[2], NODES[3]) if shape.dim % 128 == 0 else (ROWS[1], NODES[2]) for name, shape in SHAPES.items()}
-OTHER_CHIPS = [(chip, name, *size) for chip in ("v5p", "v6e") for name, size in LARGE.items()]
+OTHER_CHIPS = [(chip, name, ROWS[2], NODES[3]) for chip in ("v5p", "v6e") for name in SHAPES]
 
 
 @pytest.mark.slow
@@ -137,6 +135,8 @@ def test_a_tpu_commits_in_place(chip, name, rows, nodes, uncached):
     moved, leaf = cost["bytes accessed"], rows * shape.groups * shape.dim * SLOTS
     print(f"{name}, {rows} rows, {nodes} nodes on {chip}: {sizes.temp_size_in_bytes} B temporary, {moved:.0f} B moved")
     assert sizes.alias_size_in_bytes == 4 * leaf * shape.layers
-    assert sizes.temp_size_in_bytes < 2 * leaf
+    # Of narrow heads the window's values are turned, and then each fills a tile of lanes.
+    turned = 2 * rows * shape.groups * shape.dim * LANES * shape.layers if shape.dim % LANES else 0
+    assert sizes.temp_size_in_bytes < 2 * leaf + turned
     copies = re.findall(r"= bf16\[([\d,]+)\]\S* (?:copy|transpose|fusion|copy-start)\(", text)
     assert all(np.prod([int(size) for size in copy.split(",")]) < leaf for copy in copies)
