@@ -307,11 +307,19 @@ def announce(run: build.Run) -> None:
         ("all steps", f"up to {config.steps * samples * generation.max_new_tokens:,} tokens"),
         ("workdir", config.workdir),
         *(("not split", line) for line in unsplit),
-        *((kernel.replace("_", " "), why) for kernel, why in run.kernels[1].items()),
+        ("kernels", _kernels(run.kernels[1])),
         ("memory", "\n".join(memory.table(parts))),
     ]
     name = ALGORITHMS[config.advantage.estimator] if config.objective == "reward" else "distillation of a drafter"
     metrics.describe(f"rlhf_jax: {name}, {config.steps} steps", rows)
+
+
+def _kernels(why: dict[str, str]) -> str:
+    """One line for each choice and its reason, after the kernels that it holds for."""
+    alike = {reason: [kernel for kernel in why if why[kernel] == reason] for reason in why.values()}
+    if len(alike) == 1:
+        return next(iter(alike))
+    return "\n".join(f"{', '.join(kernels)}: {reason}" for reason, kernels in alike.items())
 
 
 def _drafter(run: build.Run) -> str:
