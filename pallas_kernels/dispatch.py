@@ -24,10 +24,14 @@ class Device(Protocol):
     """What a `jax.Device` says of itself; a GPU also has a `compute_capability`."""
 
     @property
-    def platform(self) -> str: ...
+    def platform(self) -> str:
+        """One of "cpu", "gpu" and "tpu"."""
+        ...
 
     @property
-    def device_kind(self) -> str: ...
+    def device_kind(self) -> str:
+        """The model of the chip, as `MEASURED` has it."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ def test_rows_of_one_pace_end_as_tokens_a_second_say():
 def test_who_is_left_over_decodes_plainly_in_a_smaller_batch():
     """Six rows gain four tokens a round and end after ten rounds, two gain one: they have thirty plain rounds more."""
     pace, seconds = np.array([[1.0, 1.0], [1.0, 4.0]]), np.array([1.0, 2.0])
-    ends = seconds_left(pace, np.array([2, 6]), np.array([40.0, 40.0]), seconds, {6: 0.8, 2: 0.5}.__getitem__)
+    ends = seconds_left(pace, np.array([2, 6]), np.array([40.0, 40.0]), seconds, {2: 0.5}.__getitem__)
     np.testing.assert_allclose(ends, [40, 10 * 2 + 30 * 0.5])
 
 

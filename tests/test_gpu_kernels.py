@@ -116,7 +116,7 @@ def test_tree_attention_follows_its_law(name, nodes, slots, window, lengths):
 
 def test_tree_attention_refuses_float32():
     inputs = attention_inputs(shapes.reduced(shapes.SHAPES["llama3_8b"]), 1, 1, 64, 1, (64,))
-    with pytest.raises(NotImplementedError, match="serves bfloat16, not float32"):
+    with pytest.raises(ValueError, match="serves bfloat16, not float32"):
         attention.tree_attention(*[x.astype(np.float32) for x in inputs[:5]], *inputs[5:])
 
 
@@ -186,7 +186,7 @@ def test_the_best_block_may_be_the_short_last_one():
 
 def test_verify_head_refuses_what_it_cannot_serve():
     hidden, weights, noise = head_inputs(shapes.reduced(shapes.SHAPES["qwen3_8b"]), 1)
-    with pytest.raises(NotImplementedError, match="serves bfloat16, not float32"):
+    with pytest.raises(ValueError, match="serves bfloat16, not float32"):
         head.verify_head(hidden.astype(np.float32), weights.astype(np.float32), noise, temperature=1.0, tied=False)
-    with pytest.raises(NotImplementedError, match="no whole tiles"):
+    with pytest.raises(ValueError, match="no whole tiles"):
         head.verify_head(hidden, weights[:, :-1], noise, temperature=1.0, tied=False)

@@ -68,12 +68,12 @@ def tree_attention(
 ) -> Array:
     """`reference.tree_attention` in bfloat16, D 64 or 128; same shapes. Softmax and sums are float32.
 
-    Raises NotImplementedError with the sentence of `unsupported`. Where T is a multiple of 64 the cache is read
+    Raises ValueError with the sentence of `unsupported`. Where T is a multiple of 64 the cache is read
     where it lies, else it is copied with padding. `interpret` needs jax 0.12.
     """
     chex.assert_rank([query, cache_k, cache_v, window_k, window_v, length, mask], [4, 4, 4, 4, 4, 1, 3])
     if reason := unsupported(query):
-        raise NotImplementedError(reason)
+        raise ValueError(reason)
     batch, count, heads, dim = query.shape
     groups = cache_k.shape[1]
     plan = _plan(query.shape, cache_k.shape, window_k.shape[3])

@@ -93,11 +93,11 @@ def verify_head(
     """`reference.verify_head` in bfloat16 without [R, V] anywhere in device memory; same shapes.
 
     A draw differs from the reference's only where rounding decides: logits are summed in another order. Raises
-    NotImplementedError with the sentence of `unsupported`. `interpret` needs jax 0.12.
+    ValueError with the sentence of `unsupported`. `interpret` needs jax 0.12.
     """
     check(hidden, head, noise, temperature=temperature, tied=tied)
     if reason := unsupported(hidden, head):
-        raise NotImplementedError(reason)
+        raise ValueError(reason)
     (rows, width), held = hidden.shape, head.shape[0 if tied else 1]
     plan = _plan(rows, width, held, tied, temperature)
     count = jnp.asarray(held if vocab is None else vocab, jnp.int32).reshape(1)

@@ -190,18 +190,17 @@ class Selector:
             if len(classes) > 1:
                 columns = np.concatenate([[0], own])
                 pace, rows = self.expected[np.ix_(classes, columns)], counts[classes]
-                a_row, thinner = left.ravel()[classes] / rows, functools.partial(self._thinner, situation)
-                ends = drain.seconds_left(pace, rows, a_row, seconds[columns], thinner)
+                a_row, plain = left.ravel()[classes] / rows, functools.partial(self._plain_seconds, situation)
+                ends = drain.seconds_left(pace, rows, a_row, seconds[columns], plain)
                 worth[own] = situation.live * seconds[own] / seconds[0] * ends[0] / ends[1:]
         return worth
 
-    def _thinner(self, situation: Situation, live: int) -> float:
-        """Seconds of a plain round of the rows that hold `live` samples, over those of all rows."""
+    def _plain_seconds(self, situation: Situation, live: int) -> float:
+        """Of a plain round of the rows that hold `live` of the samples."""
         rows, plain = situation.rows, (self.menu.nodes[:1], self.menu.steps[:1], self.menu.fed[:1])
         while rows // 2 >= live:
             rows //= 2
-        part = cost.seconds(self.costs, *plain, rows, situation.context * live / situation.live, 0)
-        return float(part[0] / cost.seconds(self.costs, *plain, situation.rows, situation.context, 0)[0])
+        return float(cost.seconds(self.costs, *plain, rows, situation.context * live / situation.live, 0)[0])
 
     def _seconds(self, situation: Situation) -> tuple[np.ndarray, np.ndarray]:
         """([S] of the next round, [S] with the draft cache's catch-up spread over the rounds that it serves)."""
