@@ -121,7 +121,7 @@ def prepare(config: Config) -> Run:
         rewards=rewards,
         prompts=load_prompts(config, config.data.train, policy),
         held_out=load_prompts(config, config.data.eval, policy) if config.evaluation.every else None,
-        mesh=meshes.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor),
+        mesh=meshes.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, slices=config.mesh.slices),
         dtype=compute_dtype(config),
     )
     checks.validate_models(config, run.models)

@@ -38,7 +38,8 @@ def validate(config: Config, num_devices: int) -> None:
         check(config)
     for check in earns:
         check(config)
-    _check_batch(config, mesh.sizes(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, num_devices))
+    sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    _check_batch(config, mesh.abstract_mesh(mesh.sizes(*sizes, num_devices, config.mesh.slices)))
 
 
 def validate_models(config: Config, models: ModelConfigs) -> None:
@@ -303,19 +304,20 @@ def _check_kl(config: Config) -> None:
     )
 
 
-def _check_batch(config: Config, shape: dict[str, int]) -> None:
+def _check_batch(config: Config, devices: mesh.AnyMesh) -> None:
     """Every split of the rows comes out even: minibatches, micro-batches, devices."""
     samples = config.generation.prompts_per_step * config.generation.samples_per_prompt
     minibatches, rows = config.training.minibatches, config.training.microbatch_rows
-    shards = shape["data"] * shape["fsdp"]
+    shards, over = mesh.row_shards(devices), "mesh.slices x mesh.data x mesh.fsdp"
     _even(samples, minibatches, "samples of a step (prompts x samples per prompt)", "training.minibatches")
     _even(samples // minibatches, rows, "rows of a minibatch", "training.microbatch_rows")
-    _even(rows, shards, "rows of training.microbatch_rows", "mesh.data x mesh.fsdp")
+    _even(rows, shards, "rows of training.microbatch_rows", over)
     if drafting.teaches(config) and config.objective == "reward":
         part = min(config.drafter.samples, rows)
         _even(config.drafter.samples, part, "rows of drafter.samples", "training.microbatch_rows")
-        _even(part, shards, "rows of drafter.samples at one time", "mesh.data x mesh.fsdp")
-    _even(config.generation.rows, shards, "rows of generation.rows", "mesh.data x mesh.fsdp")
+        _even(part, shards, "rows of drafter.samples at one time", over)
+    a_slice = shards // devices.shape["slices"]
+    _even(config.generation.rows, a_slice, "rows of generation.rows", "mesh.data x mesh.fsdp")
 
 
 def _even(whole: int, parts: int, what: str, by: str) -> None:

@@ -115,7 +115,7 @@ def _generation() -> dict:
         "top_p": 1.0,  # for evaluation only: refused here unless 1
         "strategy": "adaptive",  # chosen every round; or plain, lookup-chain-4, model-chain-4, model-tree-2x2x1, ...
         "acceptance": "replayable",  # drafts equal to the target's own draw, or 'rejection'
-        "rows": 32,  # live rows at most
+        "rows": 32,  # live rows of a slice at most
         "fewest_rows": 8,  # in the tail the batch halves down to this; each halving is a program to compile
         "history_tokens": 256,  # of earlier roll-outs of the same prompt, for lookup
         "repeated_noise": 0,  # samples of a prompt with an earlier noise: they replay its text, but are no fresh draws
@@ -183,8 +183,9 @@ def _checkpoint() -> dict:
 
 def _mesh() -> dict:
     return {
+        "slices": 1,  # parts that generate each on its own, and between which running samples may move
         "data": 1,  # copies of the weights; -1 for the devices that are left
-        "fsdp": -1,  # devices over which the weights are split in training
+        "fsdp": -1,  # devices of a slice over which the weights are split in training, as they are over slices
         "tensor": 1,  # devices over which heads, feed-forward and vocabulary are split
         "device_memory_gb": 0.0,  # 10^9 bytes; 0 asks the device
     }

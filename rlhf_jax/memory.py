@@ -29,7 +29,7 @@ STAGES = ("generation", "inference", "training")
 SMALL = 0.01  # of the peak: parts below it are not printed
 
 # What makes a part smaller.
-SPLIT = "raise mesh.fsdp"
+SPLIT = "raise mesh.fsdp or mesh.slices"
 FEWER_ROWS = "lower training.microbatch_rows"
 FEWER_LIVE = "lower generation.rows or generation.max_new_tokens"
 
@@ -153,7 +153,8 @@ def _weights(model: ModelConfig | None, dtype: Any, role: str, mesh: AbstractMes
 
 
 def _generation(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype: Any, kernels: Kernels) -> list[Part]:
-    """The policy's copy, running samples, waiting prompts, and the largest of what follows each other."""
+    """On a slice: the policy's copy, running samples, waiting prompts, and the largest of what follows each other."""
+    mesh = meshes.abstract_mesh(dict(mesh.shape) | {"slices": 1})
     generation, strategies = config.generation, drafting.strategies(config).strategies
     longest = config.data.max_prompt_tokens + generation.max_new_tokens
     slots, earlier = cache_slots(longest, strategies, kernels), longest if drafting.drafts_by(config, "replay") else 0
@@ -302,7 +303,7 @@ def _chunk(config: Config, mesh: AbstractMesh) -> int:
 
 def _share(rows: int, mesh: meshes.AnyMesh) -> int:
     """Rows on one device."""
-    return -(-rows // (mesh.shape["data"] * mesh.shape["fsdp"]))
+    return -(-rows // meshes.row_shards(mesh))
 
 
 def _split(size: int, mesh: AbstractMesh) -> int:

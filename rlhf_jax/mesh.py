@@ -1,7 +1,8 @@
-"""Which devices hold what: three mesh axes, one table from logical axis names to them, and `reshard`.
+"""Which devices hold what: four mesh axes, one table from logical axis names to them, and `reshard`.
 
-`data` repeats the weights, `fsdp` splits their width, `tensor` splits heads, feed-forward and vocabulary.
-Rows of a batch lie over data x fsdp, whatever the role.
+`data` repeats the weights, `fsdp` splits their width, `tensor` splits heads, feed-forward and vocabulary. `slices`
+generate each on its own, with weights of its own, and split the width as `fsdp` does in training.
+Rows of a batch lie over slices x data x fsdp, whatever the role.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-AXES: tuple[str, ...] = ("data", "fsdp", "tensor")
-ROW_AXES = ("data", "fsdp")
+AXES: tuple[str, ...] = ("slices", "data", "fsdp", "tensor")
+ROW_AXES = ("slices", "data", "fsdp")
 
 # Each weight once: its logical axes. A stacked layer has a leading L, which is never split.
 WEIGHT_AXES = {
@@ -38,9 +39,9 @@ WEIGHT_AXES = {
 
 _TENSOR = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "ffn": "tensor"}
 
-# The table: logical axis -> mesh axis, by role. What is not named is not split.
+# The table: logical axis -> mesh axes, by role. What is not named is not split.
 ROLES = {
-    "training": _TENSOR | {"width": "fsdp"},
+    "training": _TENSOR | {"width": ("slices", "fsdp")},
     "generation": _TENSOR,
 }
 
@@ -59,12 +60,12 @@ def count_devices() -> int:
         ) from error
 
 
-def sizes(data: int, fsdp: int, tensor: int, num_devices: int) -> dict[str, int]:
+def sizes(data: int, fsdp: int, tensor: int, num_devices: int, slices: int = 1) -> dict[str, int]:
     """Mesh sizes by axis, with -1 resolved to the devices that the other axes leave.
 
     Raises ValueError where the product is not the number of devices.
     """
-    wanted = dict(zip(AXES, (data, fsdp, tensor), strict=True))
+    wanted = dict(zip(AXES, (slices, data, fsdp, tensor), strict=True))
     text = ", ".join(f"{name}={size}" for name, size in wanted.items())
     rest = [name for name, size in wanted.items() if size == -1]
     if len(rest) > 1 or any(size < 1 and size != -1 for size in wanted.values()):
@@ -79,13 +80,13 @@ def sizes(data: int, fsdp: int, tensor: int, num_devices: int) -> dict[str, int]
     return wanted
 
 
-def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, devices: Any = None) -> Mesh:
-    """A mesh of axes (data, fsdp, tensor) over `devices` (default: all); -1 takes the rest.
+def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, devices: Any = None, slices: int = 1) -> Mesh:
+    """A mesh of axes (slices, data, fsdp, tensor) over `devices` (default: all); -1 takes the rest.
 
     Raises ValueError where the product is not the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    shape = tuple(sizes(data, fsdp, tensor, len(devices)).values())
+    shape = tuple(sizes(data, fsdp, tensor, len(devices), slices).values())
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
@@ -94,11 +95,34 @@ def abstract_mesh(shape: dict[str, int]) -> AbstractMesh:
     return AbstractMesh(tuple(shape[name] for name in AXES), AXES)
 
 
+def split(mesh: Mesh) -> list[Mesh]:
+    """The slices of a mesh, each a mesh of its own with the same axes."""
+    types = (AxisType.Auto,) * len(AXES)
+    return [Mesh(mesh.devices[i : i + 1], AXES, axis_types=types) for i in range(mesh.shape["slices"])]
+
+
+def on_slice(tree: Any, mesh: Mesh) -> Any:
+    """What the devices of one slice hold of a tree that is repeated over slices, as arrays on that slice: no copy."""
+    devices = set(mesh.devices.flat)
+
+    def part(leaf: jax.Array) -> jax.Array:
+        place = NamedSharding(mesh, leaf.sharding.spec)  # pyright: ignore[reportAttributeAccessIssue]
+        shards = [shard.data for shard in leaf.addressable_shards if shard.device in devices]
+        return jax.make_array_from_single_device_arrays(leaf.shape, place, shards)
+
+    return jax.tree.map(part, tree)
+
+
+def row_shards(mesh: AnyMesh | None) -> int:
+    """The parts that the rows of a batch are split into."""
+    return 1 if mesh is None else _extent(ROW_AXES, mesh)
+
+
 def model_shardings(tree: Any, mesh: AnyMesh, role: str) -> Any:
     """A sharding for every leaf of a tree of `Model`s: a model, its gradient, an optax state, a `TrainState`.
 
     Leaves are arrays or `ShapeDtypeStruct`s. A weight is known by its field name; leaves of other names
-    (counts, steps) are replicated. role: "training" (split over fsdp and tensor) or "generation" (split over
+    (counts, steps) are replicated. role: "training" (split over slices, fsdp and tensor) or "generation" (split over
     tensor, repeated over the rest). A dimension that its axis does not divide stays whole: see `unsplit`.
     """
 
@@ -109,7 +133,7 @@ def model_shardings(tree: Any, mesh: AnyMesh, role: str) -> Any:
 
 
 def row_shardings(tree: Any, mesh: AnyMesh) -> Any:
-    """A sharding for every leaf of a row-first tree: [B, ...] over data x fsdp.
+    """A sharding for every leaf of a row-first tree: [B, ...] over slices x data x fsdp.
 
     Leaves of rank 4 are caches, [B, G, ...], whose G lies over tensor as the weights' key-value heads do.
     Scalars are replicated. What its axes do not divide stays whole.

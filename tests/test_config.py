@@ -179,7 +179,7 @@ def test_a_valid_config_passes(valid):
         ("training.minibatches", 3, "32 samples of a step"),
         ("training.minibatches", 64, "minibatches = 64"),
         ("training.microbatch_rows", 5, "training.microbatch_rows = 5"),
-        ("training.microbatch_rows", 4, "mesh.data x mesh.fsdp = 8"),
+        ("training.microbatch_rows", 4, "mesh.slices x mesh.data x mesh.fsdp = 8"),
         ("training.learning_rate", -1.0, "training.learning_rate is -1.0"),
         ("training.clip_low", 1.0, "training.clip_low is 1.0"),
         ("training.aggregate", "sum", "training.aggregate is 'sum'"),

@@ -121,7 +121,7 @@ def config():
     return config
 
 
-ONE = dict(data=1, fsdp=1, tensor=1)
+ONE = dict(slices=1, data=1, fsdp=1, tensor=1)
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 8, 1), (1, 1, 8)])
@@ -189,7 +189,7 @@ def test_the_peak_is_what_is_always_there_and_the_larger_stage():
 
 def test_what_does_not_fit_says_what_to_change(config):
     config.generation.update(rows=1024, max_new_tokens=4096)
-    parts = memory.plan(config, ModelConfigs(LLAMA_8B), dict(data=1, fsdp=8, tensor=1), jnp.bfloat16)
+    parts = memory.plan(config, ModelConfigs(LLAMA_8B), ONE | dict(fsdp=8), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"in generation and has 80.0 GB; .* key-value cache .* lower generation.rows"):
         memory.check(parts, 80e9)
     memory.check(parts, 1e15)
@@ -198,7 +198,7 @@ def test_what_does_not_fit_says_what_to_change(config):
 def test_remat_and_more_shards_need_less(config):
     def kept(remat: bool, fsdp: int) -> int:
         config.training.remat = remat
-        parts = memory.plan(config, ModelConfigs(LLAMA_1B), dict(data=1, fsdp=fsdp, tensor=1), jnp.bfloat16)
+        parts = memory.plan(config, ModelConfigs(LLAMA_1B), ONE | dict(fsdp=fsdp), jnp.bfloat16)
         return by_name(parts)["activations kept by layer"]
 
     assert kept(True, 8) < kept(True, 4) < kept(False, 4)

@@ -37,7 +37,7 @@ def shard_shapes(tree, shardings):
 )
 def test_minus_one_takes_the_rest(wanted, shape):
     made = meshes.make_mesh(*wanted)
-    assert dict(made.shape) == dict(zip(meshes.AXES, shape, strict=True))
+    assert dict(made.shape) == dict(zip(meshes.AXES, (1, *shape), strict=True))
 
 
 def test_a_mesh_may_use_some_of_the_devices():
@@ -46,8 +46,22 @@ def test_a_mesh_may_use_some_of_the_devices():
 
 @pytest.mark.parametrize("wanted", [(3, -1, 1), (2, 2, 1), (16, 1, 1), (-1, -1, 1), (0, -1, 1), (-2, 1, 1)])
 def test_sizes_that_do_not_fit_are_refused_in_one_sentence(wanted):
-    with pytest.raises(ValueError, match=r"^mesh data=\S+, fsdp=\S+, tensor=.*\.$"):
+    with pytest.raises(ValueError, match=r"^mesh slices=1, data=\S+, fsdp=\S+, tensor=.*\.$"):
         meshes.make_mesh(*wanted)
+
+
+def test_slices_split_the_width_in_training_and_repeat_the_weights_in_generation(model):
+    mesh = meshes.make_mesh(1, 2, 2, slices=2)
+    assert shard_shapes(model, meshes.model_shardings(model, mesh, "training")).layers.down == (2, 32, 8)
+    repeated = meshes.reshard(model, meshes.model_shardings(model, mesh, "generation"))
+    first, second = meshes.split(mesh)
+    assert not set(first.devices.flat) & set(second.devices.flat)
+    for part in (first, second):
+        own = meshes.on_slice(repeated, part)
+        assert own.layers.down.sharding == meshes.model_shardings(own, part, "generation").layers.down
+        held = {shard.data.unsafe_buffer_pointer() for shard in own.layers.down.addressable_shards}
+        assert held <= {shard.data.unsafe_buffer_pointer() for shard in repeated.layers.down.addressable_shards}
+        jax.tree.map(np.testing.assert_array_equal, own, model)
 
 
 def test_training_splits_width_over_fsdp_and_heads_over_tensor(model):

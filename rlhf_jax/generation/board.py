@@ -13,7 +13,7 @@ from rlhf_jax.generation.drafters.replay import FOLLOWS
 from rlhf_jax.generation.programs import Models
 from rlhf_jax.generation.rows import Admission, Prefix
 from rlhf_jax.generation.samples import Decoding, Request, Sample
-from rlhf_jax.mesh import place_rows
+from rlhf_jax.mesh import place_rows, row_shards
 from rlhf_jax.types import DecodeState
 
 PREFILLED = 8  # prompts prefilled in one call, ahead of need; the last call may have 4, 2 or 1
@@ -58,7 +58,7 @@ def row_bucket(live: int, most: int, decoding: Decoding, mesh) -> int:
 
 def shared(rows: int, mesh) -> int:
     """`rows`, rounded up to equal shares for the devices that rows lie on."""
-    shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    shards = row_shards(mesh)
     return -(-rows // shards) * shards
 
 

@@ -89,7 +89,7 @@ def put(state: DecodeState, rows: Array, other: DecodeState) -> DecodeState:
 def prefill(target: Model, drafter: Model | None, tokens: Array, length: Array, mesh=None) -> Prefix:
     """Caches of prompts tokens [B, P] (right-padded, length[B]) in the target and in the draft model.
 
-    On a mesh, B must be a multiple of data x fsdp.
+    On a mesh, B must be a multiple of its row shards.
     """
     chex.assert_rank([tokens, length], [2, 1])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)

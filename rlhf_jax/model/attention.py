@@ -117,7 +117,7 @@ def _splash(query: Array, key: Array, value: Array) -> Array:
 
 
 def causal_on(mesh: Mesh | None, num_kv_heads: int) -> Callable:
-    """`causal` with rows over the mesh's data x fsdp, and heads over tensor where that divides them."""
+    """`causal` with rows over the mesh, and heads over tensor where that divides them."""
     if mesh is None or mesh.size == 1:
         return causal
     heads = "tensor" if num_kv_heads % mesh.shape["tensor"] == 0 else None
