@@ -15,8 +15,7 @@ from rlhf_jax import drafting
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import Config, ModelConfigs
 from rlhf_jax.generation import rows as row_verbs
-from rlhf_jax.generation.board import PREFILLED, prompt_width
-from rlhf_jax.generation.engine import cache_slots
+from rlhf_jax.generation.board import PREFILLED, cache_slots, prompt_width
 from rlhf_jax.generation.programs import VERIFIED
 from rlhf_jax.generation.round import streams_head
 from rlhf_jax.generation.sampling import BLOCK, Sampling

@@ -101,6 +101,11 @@ def split(mesh: Mesh) -> list[Mesh]:
     return [Mesh(mesh.devices[i : i + 1], AXES, axis_types=types) for i in range(mesh.shape["slices"])]
 
 
+def is_local(mesh: Mesh) -> bool:
+    """Whether all of its devices belong to this process."""
+    return all(device.process_index == jax.process_index() for device in mesh.devices.flat)
+
+
 def on_slice(tree: Any, mesh: Mesh) -> Any:
     """What the devices of one slice hold of a tree that is repeated over slices, as arrays on that slice: no copy."""
     devices = set(mesh.devices.flat)

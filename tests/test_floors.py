@@ -25,7 +25,7 @@ FLOORS = {
     "rlhf_jax/model": 2,
     "rlhf_jax/generation": 3,
     "rlhf_jax/inference": 3,
-    "rlhf_jax/reallocation": 4,
+    "rlhf_jax/reallocation": 2,
     "rlhf_jax/placement": 4,
     "rlhf_jax/training": 4,
     "rlhf_jax/drafting.py": 4,

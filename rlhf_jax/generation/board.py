@@ -1,36 +1,53 @@
-"""Which sample is in which row: samples admitted, rows refilled, the batch halved in the tail. Host code."""
+"""Which sample is in which row of a slice: samples admitted, rows refilled, the batch halved in the tail. Host code."""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from pallas_kernels.dispatch import REFERENCE, Kernels
+from pallas_kernels.shapes import LANES
 from rlhf_jax.generation import rows as row_verbs
+from rlhf_jax.generation import tree as trees
+from rlhf_jax.generation.drafters import model as model_drafter
 from rlhf_jax.generation.drafters.replay import FOLLOWS
+from rlhf_jax.generation.instance import Board, Instance, Waiting
 from rlhf_jax.generation.programs import Models
 from rlhf_jax.generation.rows import Admission, Prefix
 from rlhf_jax.generation.samples import Decoding, Request, Sample
 from rlhf_jax.mesh import place_rows, row_shards
-from rlhf_jax.types import DecodeState
+from rlhf_jax.types import DecodeState, Strategy
 
 PREFILLED = 8  # prompts prefilled in one call, ahead of need; the last call may have 4, 2 or 1
 ADMITTED = 8  # rows begun in one call
 NARROWEST = 32  # prompts are padded to this many tokens, or twice, four times ... as many
 SIBLINGS = 3  # running samples of the same prompt that a lookup reads
 
-Board = list[Sample | None]
+
+def cache_slots(longest: int, strategies: Iterable[Strategy], kernels: Kernels = REFERENCE) -> int:
+    """Slots of a cache for samples of up to `longest` tokens: a round writes whole paths, a catch-up whole chunks.
+
+    A kernel reads whole tiles.
+    """
+    slots = longest + max(model_drafter.CHUNK, *(trees.bucket(strategy) + 1 for strategy in strategies))
+    return slots if kernels == REFERENCE else -(-slots // LANES) * LANES
 
 
-@dataclasses.dataclass(frozen=True)
-class Waiting:
-    """A sample whose prompt is prefilled: row `source` of `prefix`."""
+def empty_state(models: Models, rows: int, decoding: Decoding, mesh) -> DecodeState:
+    """So many rows that are all done."""
+    target, drafter = models
+    draft = None if drafter is None else drafter.config
+    slots = cache_slots(decoding.slots, decoding.strategies, decoding.kernels)
+    earlier = decoding.slots if decoding.drafts_by("replay") else 0
+    return row_verbs.empty(target.config, draft, rows, slots, decoding.history, earlier, target.embed.dtype, mesh)
 
-    sample: Sample
-    prefix: Prefix
-    source: int
+
+def begin(number: int, models: Models, mesh, samples: int, decoding: Decoding) -> Instance:
+    """A slice with the rows that so many samples begin with, all empty."""
+    rows = first_rows(samples, decoding, mesh)
+    return Instance(number, models, mesh, empty_state(models, rows, decoding, mesh), [None] * rows)
 
 
 def check(request: Request, decoding: Decoding) -> None:
@@ -67,40 +84,43 @@ def prompt_width(longest: int, slots: int) -> int:
     return min(max(NARROWEST, 1 << (longest - 1).bit_length()), slots)
 
 
-def refill(
-    state: DecodeState,
-    board: Board,
-    queue: collections.deque[Request],
-    waiting: collections.deque[Waiting],
-    models: Models,
-    decoding: Decoding,
-    mesh,
-) -> DecodeState:
+def refill(instance: Instance, decoding: Decoding) -> None:
     """Admit samples to free rows; prompts are prefilled several at a time, so some wait ready."""
-    free = [row for row, sample in enumerate(board) if sample is None]
-    while free and (waiting or queue):
+    waiting = instance.waiting
+    free = [row for row, sample in enumerate(instance.board) if sample is None]
+    while free and (waiting or instance.queue):
         if not waiting:
-            chosen = [queue.popleft() for _ in range(min(len(queue), PREFILLED))]
-            waiting.extend(_prefill(chosen, models, decoding, mesh))
+            waiting.extend(_prefill(_next_prompts(instance.queue), instance, decoding))
         prefix, batch = waiting[0].prefix, []
         while free and waiting and waiting[0].prefix is prefix and len(batch) < ADMITTED:
             batch.append((free.pop(0), waiting.popleft()))
-        state = _admit(state, board, prefix, batch, decoding, mesh)
-    return state
+        instance.state = _admit(instance, prefix, batch, decoding)
 
 
-def _prefill(requests: list[Request], models: Models, decoding: Decoding, mesh) -> Iterator[Waiting]:
-    longest = max(len(request.prompt) for request in requests)
-    rows = shared(1 << (len(requests) - 1).bit_length(), mesh)
-    tokens = np.zeros((rows, prompt_width(longest, decoding.slots)), np.int32)
+def _next_prompts(queue: collections.deque[Sample]) -> list[list[Sample]]:
+    """The samples of the first PREFILLED prompts, taken from the queue."""
+    groups: list[list[Sample]] = []
+    while queue and (len(groups) < PREFILLED or queue[0].request is groups[-1][0].request):
+        sample = queue.popleft()
+        if groups and sample.request is groups[-1][0].request:
+            groups[-1].append(sample)
+        else:
+            groups.append([sample])
+    return groups
+
+
+def _prefill(groups: list[list[Sample]], instance: Instance, decoding: Decoding) -> Iterator[Waiting]:
+    prompts, mesh = [group[0].prompt for group in groups], instance.mesh
+    rows = shared(1 << (len(prompts) - 1).bit_length(), mesh)
+    tokens = np.zeros((rows, prompt_width(max(map(len, prompts)), decoding.slots)), np.int32)
     length = np.ones(len(tokens), np.int32)
-    for row, request in enumerate(requests):
-        tokens[row, : len(request.prompt)] = request.prompt
-        length[row] = len(request.prompt)
-    prefix = row_verbs.prefill(*models, *place_rows((tokens, length), mesh), mesh=mesh)
-    for row, request in enumerate(requests):
-        for sample_id in request.sample_ids:
-            yield Waiting(Sample(sample_id, request, list(request.history)), prefix, row)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+        length[row] = len(prompt)
+    prefix = row_verbs.prefill(*instance.models, *place_rows((tokens, length), mesh), mesh=mesh)
+    for row, group in enumerate(groups):
+        for sample in group:
+            yield Waiting(sample, prefix, row)
 
 
 def _history(texts: Sequence[np.ndarray], size: int) -> np.ndarray:
@@ -110,7 +130,8 @@ def _history(texts: Sequence[np.ndarray], size: int) -> np.ndarray:
     return np.pad(joined, (0, size - len(joined)), constant_values=-1).astype(np.int32)
 
 
-def _admit(state, board: Board, prefix: Prefix, batch, decoding: Decoding, mesh) -> DecodeState:
+def _admit(instance: Instance, prefix: Prefix, batch, decoding: Decoding) -> DecodeState:
+    board, state = instance.board, instance.state
     source, row = np.zeros(ADMITTED, np.int32), np.full(ADMITTED, len(board), np.int32)
     limit, key = np.ones(ADMITTED, np.int32), np.zeros((ADMITTED, 2), np.uint32)
     history = np.full((ADMITTED, decoding.history), -1, np.int32)
@@ -124,18 +145,22 @@ def _admit(state, board: Board, prefix: Prefix, batch, decoding: Decoding, mesh)
             aligned = np.concatenate([sample.prompt, text])[: earlier.shape[1]]
             earlier[i, : len(aligned)] = aligned
             sample.confidence = {"replay": FOLLOWS}
-    return row_verbs.admit(state, prefix, Admission(source, row, limit, key, history, earlier), mesh=mesh)
+    return row_verbs.admit(state, prefix, Admission(source, row, limit, key, history, earlier), mesh=instance.mesh)
 
 
-def shrink(state: DecodeState, board: Board, decoding: Decoding, mesh) -> tuple[DecodeState, Board]:
-    """Halve the rows, nobody being left to wait, whenever the live ones fit the half."""
-    live = [row for row, sample in enumerate(board) if sample is not None]
-    size = row_bucket(max(len(live), 1), len(board), decoding, mesh)
+def fit(instance: Instance, wanted: int, decoding: Decoding) -> None:
+    """Give the slice the fewest rows that hold `wanted` samples, its live ones included."""
+    board, mesh = instance.board, instance.mesh
+    size = row_bucket(max(wanted, 1), decoding.rows, decoding, mesh)
     if size == len(board):
-        return state, board
+        return
+    live = [row for row, sample in enumerate(board) if sample is not None]
     idle = [row for row, sample in enumerate(board) if sample is None]
     kept = (live + idle)[:size]
-    return row_verbs.shrink(state, np.array(kept, np.int32), mesh), [board[row] for row in kept]
+    fresh = np.arange(len(kept), size, dtype=np.int32)
+    state = row_verbs.resize(instance.state, np.array([*kept, *np.zeros_like(fresh)], np.int32), mesh)
+    instance.state = row_verbs.retire(state, fresh, mesh=mesh) if len(fresh) else state
+    instance.board = [board[row] for row in kept] + [None] * len(fresh)
 
 
 def siblings(board: Board, decoding: Decoding) -> np.ndarray:
@@ -152,32 +177,19 @@ def siblings(board: Board, decoding: Decoding) -> np.ndarray:
     return found
 
 
-def pass_on(
-    state: DecodeState,
-    board: Board,
-    waiting: collections.deque[Waiting],
-    ended: list[Sample],
-    decoding: Decoding,
-    mesh,
-) -> DecodeState:
-    """What has ended is history to the siblings that still run or wait: their lookups read it."""
-    running = [sample for sample in board if sample is not None]
-    for sample in ended:
-        text = np.array(sample.tokens, np.int32)
-        for other in (*running, *(place.sample for place in waiting)):
-            if other.request is sample.request:
-                other.texts.append(text)
+def pass_on(instance: Instance, ended: Sequence[Sample], decoding: Decoding) -> None:
+    """What has ended is history to its siblings that run here: their lookups read it."""
     asked = {id(sample.request) for sample in ended}
-    rows = [row for row, sample in enumerate(board) if sample is not None and id(sample.request) in asked]
+    rows = [row for row, sample in enumerate(instance.board) if sample and id(sample.request) in asked]
     for start in range(0, len(rows), ADMITTED):
-        state = _remember(state, board, rows[start : start + ADMITTED], decoding, mesh)
-    return state
+        instance.state = _remember(instance, rows[start : start + ADMITTED], decoding)
 
 
-def _remember(state: DecodeState, board: Board, rows: list[int], decoding: Decoding, mesh) -> DecodeState:
-    row, history = np.full(ADMITTED, len(board), np.int32), np.full((ADMITTED, decoding.history), -1, np.int32)
+def _remember(instance: Instance, rows: list[int], decoding: Decoding) -> DecodeState:
+    row = np.full(ADMITTED, len(instance.board), np.int32)
+    history = np.full((ADMITTED, decoding.history), -1, np.int32)
     for i, place in enumerate(rows):
-        sample = board[place]
+        sample = instance.board[place]
         assert sample is not None
         row[i], history[i] = place, _history(sample.texts, decoding.history)
-    return row_verbs.remember(state, row, history, mesh=mesh)
+    return row_verbs.remember(instance.state, row, history, mesh=instance.mesh)

@@ -1,68 +1,31 @@
-"""The host loop of generation: a queue of prompts, rows refilled as they finish, the batch shrinking in the tail.
+"""The host loop of generation: one queue of samples, and slices that decode them, each in its own time.
 
-The host decides and the device works: each round is chosen and dispatched before the counters of the one before it
-are read, so a row that has finished meanwhile is a no-op for one round.
+The host decides and the devices work. It never waits for one slice while another could be fed, and moves samples
+between slices where a plan says so; their text depends on none of that.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import jax
 import numpy as np
 
-from pallas_kernels.dispatch import REFERENCE, Kernels
-from pallas_kernels.shapes import LANES
+from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import board as boards
-from rlhf_jax.generation import evidence, programs
+from rlhf_jax.generation import programs
 from rlhf_jax.generation import rows as row_verbs
-from rlhf_jax.generation import tree as trees
-from rlhf_jax.generation.board import Board, Waiting
-from rlhf_jax.generation.drafters import model as model_drafter
-from rlhf_jax.generation.programs import Ahead, Models, Results
+from rlhf_jax.generation.flights import Setting, fly, land, may_fly
+from rlhf_jax.generation.instance import Instance
+from rlhf_jax.generation.placing import STATIC, Placing, place, replace
+from rlhf_jax.generation.programs import Ahead, Models
 from rlhf_jax.generation.samples import Decoding, Request, RoundReport, Sample
-from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, Evidence
-from rlhf_jax.generation.strategy.select import Selector, Situation
-from rlhf_jax.types import DecodeState, Model, Strategy
+from rlhf_jax.generation.strategy.select import Selector
+from rlhf_jax.types import Model
 
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """What stays the same in one call of `generate`."""
-
-    models: Models
-    decoding: Decoding
-    mesh: jax.sharding.Mesh | None
-    selector: Selector | None
-    ahead: Ahead | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Flight:
-    """A round that was dispatched and whose results are on their way."""
-
-    strategy: Strategy
-    samples: Board
-    results: Results
-    context: int  # known tokens of the live samples
-    lag: int  # tokens that the draft model lacked, of the sample that lacked most
-    clean: bool  # it waited for the round before it, and for nothing else
-    compiled: int  # what `ahead` had begun and ended when it was dispatched
-
-
-@dataclasses.dataclass
-class Clock:
-    """When the last counters arrived; None where the host came late and cannot know."""
-
-    last: float | None = None
-
-    def tick(self, waited: bool) -> float | None:
-        """Seconds since the last arrival, where both are known."""
-        before, self.last = self.last, time.perf_counter() if waited else None
-        return None if before is None or self.last is None else self.last - before
+NAP = 5e-5  # seconds between two looks for a slice whose round has arrived
 
 
 def generate(
@@ -74,41 +37,105 @@ def generate(
     observe: Callable[[RoundReport], None] = lambda report: None,
     selector: Selector | None = None,
     ahead: Ahead | None = None,
+    placing: Placing = STATIC,
 ) -> Iterator[Sample]:
     """Yield every sample of `requests` as it finishes, in order of finishing.
 
-    target and drafter have unrolled layers, in the dtype they decode in; the drafter is wanted by strategies of
-    drafter 'model' only. Under replayable acceptance a sample's tokens are a function of (weights, prompt, seed,
-    sample id, sampling): not of the strategies, the rows or the order. The `selector` chooses each round's strategy
-    among those that `ahead` has compiled; without it the first is always taken, without `ahead` a strategy is
-    compiled when it is first played. Raises ValueError for a prompt that does not fit. `observe` is called with
-    each round's report.
+    target and drafter have unrolled layers, in the dtype they decode in, repeated over the slices of the mesh; the
+    drafter is wanted by strategies of drafter 'model' only. Under replayable acceptance a sample's tokens are a function
+    of (weights, prompt, seed, sample id, sampling): not of the strategies, the rows, the slices or the order. The
+    `selector` chooses each round's strategy among those that `ahead` has compiled; without it the first is always taken,
+    without `ahead` a strategy is compiled when it is first played. `placing` says which slice decodes what, and moves
+    samples; by default each slice gets its share of the requests at once, and keeps it. Raises ValueError for a
+    prompt that does not fit. `observe` is called with each round's report.
     """
     if decoding.drafts_by("model") and drafter is None:
         raise ValueError("A strategy drafts with a model, and none is given; pass a drafter or choose another.")
-    queue, waiting = collections.deque(requests), collections.deque[Waiting]()
-    for request in queue:
+    requests = list(requests)
+    for request in requests:
         boards.check(request, decoding)
-    setting, clock = Setting((target, drafter), decoding, mesh, selector, ahead), Clock()
-    board: Board = [None] * boards.first_rows(sum(len(request.sample_ids) for request in queue), decoding, mesh)
-    state = _empty_state(setting.models, len(board), decoding, mesh)
-    flight: Flight | None = None
-    played = state  # as the last round leaves it
-    while queue or waiting or any(board) or flight:
-        state = boards.refill(state, board, queue, waiting, setting.models, decoding, mesh)
-        if not queue and not waiting:
-            state, board = boards.shrink(state, board, decoding, mesh)
-        landed, flight = flight, None
-        if any(_may_run(sample, landed) for sample in board):
-            last = not queue and not waiting
-            state, flight = _take_off(state, board, landed, state is played, last, setting)
-            played = state
-        if landed:
-            report, ended = _land(landed, board, clock, setting)
-            if decoding.history and decoding.drafts_by("lookup"):
-                state = boards.pass_on(state, board, waiting, ended, decoding, mesh)
+    groups = [[Sample(i, request, list(request.history)) for i in request.sample_ids] for request in requests]
+    setting, fleet = Setting(decoding, selector, ahead), _fleet((target, drafter), groups, decoding, mesh)
+    siblings = {id(request): group for request, group in zip(requests, groups, strict=True)}
+    pool = place(fleet, groups, placing)
+    turns = _in_turn(fleet) if placing.in_turn else _as_they_arrive(fleet)
+    while pool or any(instance.busy for instance in fleet):
+        if placing.decide is not None:
+            pool = replace(fleet, pool, placing, setting)
+        for instance in fleet:
+            _feed(instance, not pool, setting)
+        for report, ended in _next_arrival(next(turns), setting):
+            _pass_on(fleet, siblings, ended, decoding)
             yield from ended
             observe(report)
+
+
+def _fleet(models: Models, groups: list[list[Sample]], decoding: Decoding, mesh) -> list[Instance]:
+    """The slices of this process, without samples; the whole mesh where it has one slice."""
+    samples = sum(map(len, groups))
+    if mesh is None or mesh.shape["slices"] == 1:
+        return [boards.begin(0, models, mesh, samples, decoding)]
+    most = min(samples, decoding.rows * mesh.shape["slices"])
+    own = [(i, part) for i, part in enumerate(meshes.split(mesh)) if meshes.is_local(part)]
+    return [boards.begin(i, meshes.on_slice(models, part), part, most, decoding) for i, part in own]
+
+
+def _feed(instance: Instance, drains: bool, setting: Setting) -> None:
+    """Start the slice's next round, if it may have one; `drains`: no sample will come from elsewhere."""
+    decoding = setting.decoding
+    boards.refill(instance, decoding)
+    if drains and not instance.queue and not instance.waiting:
+        boards.fit(instance, len(instance.live), decoding)
+    while may_fly(instance):
+        fly(instance, drains, setting)
+
+
+def _in_turn(fleet: list[Instance]) -> Iterator[Instance]:
+    """The slices one after the other, whatever the clock says: so a run repeats itself."""
+    while True:
+        yield from [instance for instance in fleet if instance.flights] or fleet[:1]
+
+
+def _as_they_arrive(fleet: list[Instance]) -> Iterator[Instance]:
+    """The slice whose round is there, the one that was served least recently first; the only one is waited for."""
+    order = collections.deque(fleet)
+    while True:
+        flying = [instance for instance in order if instance.flights]
+        for instance in flying:
+            instance.watched = False
+        while len(flying) > 1 and not any(instance.ready for instance in flying):
+            for instance in flying:
+                instance.watched = True
+            time.sleep(NAP)
+        chosen = next((instance for instance in flying if instance.ready), (flying or fleet)[0])
+        order.remove(chosen)
+        order.append(chosen)
+        yield chosen
+
+
+def _next_arrival(instance: Instance, setting: Setting) -> Iterator[tuple[RoundReport, list[Sample]]]:
+    """The slice's oldest round, after those of other slices that its samples took part in before they moved."""
+    if not instance.flights:
+        return
+    for source, flight in instance.flights[0].after:
+        while flight in source.flights:
+            yield from _next_arrival(source, setting)
+    yield land(instance, setting)
+
+
+def _pass_on(fleet: list[Instance], siblings: dict[int, list[Sample]], ended: list[Sample], decoding: Decoding) -> None:
+    """Finished samples give up their rows, and are history to their siblings that are not."""
+    for instance in fleet if ended else ():
+        instance.board = [None if sample is None or sample.done else sample for sample in instance.board]
+    if not ended or not decoding.history or not decoding.drafts_by("lookup"):
+        return
+    for sample in ended:
+        text = np.array(sample.tokens, np.int32)
+        for other in siblings[id(sample.request)]:
+            if not other.done:
+                other.texts.append(text)
+    for instance in fleet:
+        boards.pass_on(instance, ended, decoding)
 
 
 def warm_up(
@@ -124,184 +151,22 @@ def warm_up(
     `look` is for a selector, which wants to know how its drafters would do, and what XLA says that a plain round of the
     most rows does: that is returned, "flops" and "bytes accessed".
     """
-    rows = boards.first_rows(samples, decoding, mesh)
-    models = (target, drafter)
-    state = _empty_state(models, rows, decoding, mesh)
-    does = programs.analysis(state, target, decoding, mesh) if look else {}
+    request = Request(np.zeros(1, np.int32), (), 1)
+    groups = [[Sample(i, request, []) for i in range(samples)]]
+    fleet = _fleet((target, drafter), groups, decoding, mesh)
+    first = fleet[0]
+    does = programs.analysis(first.state, first.models[0], decoding, first.mesh) if look else {}
+    for instance in fleet:
+        _warm_up(instance, decoding, look)
+    return does
+
+
+def _warm_up(instance: Instance, decoding: Decoding, look: bool) -> None:
+    rows, state, mesh = len(instance.board), instance.state, instance.mesh
     while True:
         alone = boards.siblings([None] * rows, decoding)
-        state, _ = programs.dispatch(state, models, decoding.strategies[0], alone, decoding, mesh, look)
+        state, _ = programs.dispatch(state, instance.models, decoding.strategies[0], alone, decoding, mesh, look)
         rows, before = boards.row_bucket(rows // 2, rows, decoding, mesh), rows
         if rows == before:
-            return does
-        state = row_verbs.shrink(state, np.arange(rows, dtype=np.int32), mesh)
-
-
-def cache_slots(longest: int, strategies: Iterable[Strategy], kernels: Kernels = REFERENCE) -> int:
-    """Slots of a cache for samples of up to `longest` tokens: a round writes whole paths, a catch-up whole chunks.
-
-    A kernel reads whole tiles.
-    """
-    slots = longest + max(model_drafter.CHUNK, *(trees.bucket(strategy) + 1 for strategy in strategies))
-    return slots if kernels == REFERENCE else -(-slots // LANES) * LANES
-
-
-def _empty_state(models: Models, rows: int, decoding: Decoding, mesh) -> DecodeState:
-    target, drafter = models
-    draft = None if drafter is None else drafter.config
-    slots = cache_slots(decoding.slots, decoding.strategies, decoding.kernels)
-    earlier = decoding.slots if decoding.drafts_by("replay") else 0
-    return row_verbs.empty(target.config, draft, rows, slots, decoding.history, earlier, target.embed.dtype, mesh)
-
-
-def _may_run(sample: Sample | None, landed: Flight | None) -> bool:
-    """Whether another round could give the sample anything: false once its limit is surely reached."""
-    if sample is None or sample.done:
-        return False
-    in_flight = landed is not None and any(other is sample for other in landed.samples)
-    return len(sample.prompt) + len(sample.tokens) + in_flight < sample.limit
-
-
-def _take_off(
-    state, board: Board, landed: Flight | None, still: bool, last: bool, setting: Setting
-) -> tuple[DecodeState, Flight]:
-    """Choose a strategy and start the round.
-
-    `still`: no row was admitted or moved since the round before; `last`: no sample waits for a row.
-    """
-    ahead, decoding = setting.ahead, setting.decoding
-    running = [sample for sample in board if sample is not None]
-    context = sum(len(sample.prompt) + len(sample.tokens) for sample in running)
-    fed = landed is not None and landed.strategy.drafter == "model"  # by the round that is on its way
-    lag = 0 if fed else max(sample.unfed for sample in running)
-    siblings = boards.siblings(board, decoding)
-    strategy = _choose(state, board, siblings, context, lag, last, setting)
-    busy = landed is not None and not landed.results.emission.count.is_ready()
-    compiled = ahead.events if ahead else 0
-    state, results = programs.dispatch(
-        state, setting.models, strategy, siblings, decoding, setting.mesh, setting.selector is not None
-    )
-    return state, Flight(strategy, list(board), results, context, lag, busy and still, compiled)
-
-
-def _choose(state, board: Board, siblings, context: int, lag: int, last: bool, setting: Setting) -> Strategy:
-    """The selector's choice; what it would rather have is compiled meanwhile, as is its choice for fewer rows."""
-    selector, ahead, decoding = setting.selector, setting.ahead, setting.decoding
-    if selector is None:
-        return decoding.strategies[0]
-    rows, live = len(board), sum(sample is not None for sample in board)
-
-    def ready(strategy: Strategy) -> bool:
-        return ahead is None or ahead.ready(strategy, rows, decoding)
-
-    def failed(strategy: Strategy) -> bool:
-        return ahead is not None and ahead.failed(strategy, rows, decoding)
-
-    most = programs.VERIFIED * boards.shared(1, setting.mesh) // rows
-    left = _left(board) if last and decoding.drafts_by("replay") else {}
-    choice = selector.choose(Situation(rows, live, context, lag, _classes(board, decoding), ready, most, failed, left))
-    fewer = boards.row_bucket(rows // 2, rows, decoding, setting.mesh)
-    stays = None if choice.reason == "probe" else choice.strategy
-    for strategy, size in ((choice.wish, rows), (stays, fewer)):
-        if ahead is not None and strategy is not None:
-            ahead.want(state, setting.models, strategy, size, siblings, decoding, setting.mesh)
-    return choice.strategy
-
-
-def _classes(board: Board, decoding: Decoding) -> dict[str, np.ndarray]:
-    """By drafter, [2, CLASSES] counts of running samples by whether the prompt is familiar, and confidence."""
-    drafters = {strategy.drafter for strategy in decoding.strategies if strategy.parents}
-    return {drafter: _by_class(board, drafter, lambda sample: 1).astype(np.int64) for drafter in drafters}
-
-
-def _left(board: Board) -> dict[str, np.ndarray]:
-    """[2, CLASSES] tokens that running samples have to come, by the classes of replay: those of the earlier text.
-
-    Replay's classes last: a text that has left its earlier one rarely comes back.
-    """
-
-    def left(sample: Sample) -> int:
-        earlier = sample.request.earlier.get(sample.sample_id, ())
-        length = min(len(earlier) or sample.request.max_new_tokens, sample.request.max_new_tokens)
-        return max(1, length - len(sample.tokens))
-
-    return {"replay": _by_class(board, "replay", left)}
-
-
-def _by_class(board: Board, drafter: str, figure: Callable[[Sample], int]) -> np.ndarray:
-    """[2, CLASSES] a figure of running samples, summed by whether the prompt is familiar, and by confidence."""
-    running = [sample for sample in board if sample is not None]
-    cells = [CLASSES * sample.familiar + sample.confidence.get(drafter, 0) for sample in running]
-    return np.bincount(cells, [figure(sample) for sample in running], 2 * CLASSES).reshape(2, CLASSES)
-
-
-def _land(flight: Flight, board: Board, clock: Clock, setting: Setting) -> tuple[RoundReport, list[Sample]]:
-    """Read a round's results: samples grow, finished ones leave their rows; the selector hears of it."""
-    waited = not flight.results.emission.count.is_ready()
-    arrived: Results = jax.device_get(flight.results)
-    seconds = clock.tick(waited)
-    ahead = setting.ahead
-    alone = ahead is None or not (ahead.busy or ahead.events != flight.compiled)
-    before = [sample.confidence if sample else {} for sample in flight.samples]  # what was known when it was drafted
-    ended = _grow(flight, arrived, board)
-    report = _report(flight, arrived, before, seconds if flight.clean and alone else None)
-    if setting.selector is not None:
-        setting.selector.arrived(report)
-    return report, ended
-
-
-def _grow(flight: Flight, arrived: Results, board: Board) -> list[Sample]:
-    """Samples take what they gained; the finished ones."""
-    emission, ended = arrived.emission, []
-    for row, sample in enumerate(flight.samples):
-        count = int(emission.count[row])
-        if sample is None or count == 0:
-            continue
-        sample.tokens += emission.tokens[row, :count].tolist()
-        sample.logprobs += emission.logprobs[row, :count].tolist()
-        if emission.support is not None:
-            sample.support += list(emission.support[row, :count].copy())
-        sample.rounds += 1
-        sample.accepted += int(emission.accepted[row])
-        sample.done = bool(emission.done[row])
-        sample.unfed = 0 if flight.strategy.drafter == "model" else sample.unfed + count
-        sample.confidence = {name: int(signal.confidence[row]) for name, signal in arrived.signals.items()}
-        if arrived.confidence is not None:
-            sample.confidence["model"] = int(arrived.confidence[row])
-        if sample.done:
-            board[next(place for place, other in enumerate(board) if other is sample)] = None
-            ended.append(sample)
-    return ended
-
-
-def _report(flight: Flight, arrived: Results, before: list[dict[str, int]], seconds: float | None) -> RoundReport:
-    emission, strategy = arrived.emission, flight.strategy
-    live = int((emission.count > 0).sum())
-    return RoundReport(
-        strategy=strategy,
-        rows=len(emission.count),
-        live=live,
-        tokens=int(emission.count.sum()),
-        accepted=int(emission.accepted.sum()),
-        drafted=live * len(strategy.parents),
-        context=flight.context,
-        lag=flight.lag,
-        seconds=seconds,
-        evidence=_evidence(flight, arrived, before),
-    )
-
-
-def _evidence(flight: Flight, arrived: Results, before: list[dict[str, int]]) -> dict[str, Evidence]:
-    """Of the drafter that drafted by its drafts, of the others by looking back.
-
-    A round ends where its drafter was wrong, so looking back from there would see too many of its misses.
-    """
-    used, part = flight.strategy.drafter, arrived.emission.count > 0
-    familiar = np.array([sample is not None and sample.familiar for sample in flight.samples])
-    long = np.array([sample is not None and len(sample.tokens) >= DEPTHS for sample in flight.samples])
-    others = {name: signal for name, signal in arrived.signals.items() if name != used}
-    said = {name: evidence.of_signal(signal, part & long, familiar) for name, signal in others.items()}
-    if used in arrived.signals or arrived.confidence is not None:
-        confidence = np.array([classes.get(used, 0) for classes in before])
-        said[used] = evidence.of_drafts(flight.strategy, arrived.emission, confidence, familiar)
-    return said
+            return
+        state = row_verbs.resize(state, np.arange(rows, dtype=np.int32), mesh)

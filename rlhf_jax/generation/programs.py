@@ -132,18 +132,18 @@ class Ahead:
         self.events = 0  # compilations begun and ended: equal at two times if there was none between
         self.busy = False
 
-    def ready(self, strategy: Strategy, rows: int, decoding: Decoding) -> bool:
+    def ready(self, strategy: Strategy, rows: int, decoding: Decoding, mesh) -> bool:
         """Whether a round can be played without compiling; the plain one always can, for it begins every stage."""
-        return not strategy.parents or _key(strategy, rows, decoding) in self._compiled
+        return not strategy.parents or _key(strategy, rows, decoding, mesh) in self._compiled
 
-    def failed(self, strategy: Strategy, rows: int, decoding: Decoding) -> bool:
+    def failed(self, strategy: Strategy, rows: int, decoding: Decoding, mesh) -> bool:
         """Whether a round could not be compiled."""
-        return bool(self._failed) and _key(strategy, rows, decoding) in self._failed
+        return bool(self._failed) and _key(strategy, rows, decoding, mesh) in self._failed
 
     def want(self, state, models: Models, strategy: Strategy, rows: int, siblings, decoding: Decoding, mesh) -> None:
         """Have a round of so many rows compiled. While another is being so nothing is taken down: ask again."""
-        key = _key(strategy, rows, decoding)
-        if self.busy or key in self._failed or self.ready(strategy, rows, decoding):
+        key = _key(strategy, rows, decoding, mesh)
+        if self.busy or key in self._failed or self.ready(strategy, rows, decoding, mesh):
             return
         self.events, self.busy = self.events + 1, True
         rowless = np.full((rows, siblings.shape[1]), -1, np.int32)
@@ -165,5 +165,5 @@ class Ahead:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
 
-def _key(strategy: Strategy, rows: int, decoding: Decoding) -> Hashable:
-    return strategy, rows, dataclasses.replace(decoding, seed=0)
+def _key(strategy: Strategy, rows: int, decoding: Decoding, mesh) -> Hashable:
+    return strategy, rows, dataclasses.replace(decoding, seed=0), mesh

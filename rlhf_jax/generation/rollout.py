@@ -38,6 +38,8 @@ class Tally:
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    moves: int = 0  # of samples between slices
+    moved_bytes: int = 0
 
     def add(self, report: RoundReport) -> None:
         """Count one round; a round that nobody took part in is not one."""
@@ -47,6 +49,8 @@ class Tally:
         self.tokens += report.tokens
         self.drafted += report.drafted
         self.accepted += report.accepted
+        self.moves += report.moves
+        self.moved_bytes += report.moved_bytes
 
     def __add__(self, other: Tally) -> Tally:
         counts = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
@@ -62,6 +66,8 @@ class Tally:
             "generation/tokens_per_round": self.tokens / max(self.live, 1),
             "generation/acceptance": self.accepted / max(self.drafted, 1),
             "generation/occupancy": self.live / max(self.row_slots, 1),
+            "generation/moves": self.moves,
+            "generation/moved_bytes": self.moved_bytes,
         }
 
 

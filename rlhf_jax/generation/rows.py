@@ -69,7 +69,7 @@ def take(state: Any, rows: Array, mesh=None) -> Any:
     return pin_rows(jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0), state), mesh)
 
 
-def shrink(state: DecodeState, rows: Array, mesh=None) -> DecodeState:
+def resize(state: DecodeState, rows: Array, mesh=None) -> DecodeState:
     """`take`, leaf by leaf, each given up as soon as it is copied: the peak is one leaf more. `state` is used up."""
 
     def move(leaf: Array) -> Array:
@@ -78,6 +78,12 @@ def shrink(state: DecodeState, rows: Array, mesh=None) -> DecodeState:
         return taken
 
     return jax.tree.map(move, state)
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
+def retire(state: DecodeState, rows: Array, mesh=None) -> DecodeState:
+    """`state` with rows [R] empty; a row past the end is dropped. `state` is donated."""
+    return pin_rows(dataclasses.replace(state, done=state.done.at[rows].set(True, mode="drop")), mesh)
 
 
 def put(state: DecodeState, rows: Array, other: DecodeState) -> DecodeState:

@@ -58,6 +58,7 @@ class Sample:
     unfed: int = 0  # tokens since the draft model last drafted for it
     rounds: int = 0  # rounds it took part in
     accepted: int = 0  # drafted tokens that were accepted
+    flying: int = 0  # rounds that it takes part in and that have not landed
     done: bool = False
 
     @property
@@ -90,3 +91,8 @@ class RoundReport:
     lag: int = 0  # tokens that the draft model had to catch up on, of the sample that lacked most
     seconds: float | None = None  # None where they are not known to be the round's own
     evidence: Mapping[str, Evidence] = dataclasses.field(default_factory=dict)  # by drafter
+    slice: int = 0
+    began: float = 0.0  # when it was dispatched, by the clock of `time.perf_counter`,
+    ended: float = 0.0  # and when its counters were read
+    moves: int = 0  # samples that came from other slices since the slice's round before,
+    moved_bytes: int = 0  # with their caches

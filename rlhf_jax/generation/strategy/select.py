@@ -51,6 +51,7 @@ class Situation:
     failed: Callable[[Strategy], bool] = lambda strategy: False  # whether its programs cannot be compiled
     # As `classes`, of drafters whose classes last: tokens those rows have to come. Empty while samples wait for rows.
     left: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    slice: int = 0  # that chooses: each keeps to its own strategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +107,8 @@ class _Stage:
     elapsed: float = 0.0  # predicted seconds of what was chosen
     lost: float = 0.0  # of these, predicted to be lost on probes
     switches: int = 0
-    last: Strategy | None = None
-    pending: collections.deque = dataclasses.field(default_factory=lambda: collections.deque(maxlen=8))
+    last: dict[int, Strategy] = dataclasses.field(default_factory=dict)  # by slice
+    pending: dict[int, collections.deque] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Selector:
         self.earlier: Tallies = {}  # of finished stages, all together
         self.last_stage: list[dict[str, Any]] = []  # rows of the one that finished last (`tally.rows`)
         self.classes: dict[str, np.ndarray] = {}  # of its situations, summed over rounds
-        self.current: Strategy | None = None
+        self.current: dict[int, Strategy] = {}  # by slice
         self.stage = _Stage()
         self._expect()
 
@@ -144,7 +145,9 @@ class Selector:
         seconds, steady = self._seconds(situation)
         doubt = self._doubt(situation.rows)
         worth = self._worth(situation, tokens, steady)
-        chosen, best, wish = select(self.menu, worth, steady * (1 + doubt), situation.ready, self.current)
+        chosen, best, wish = select(
+            self.menu, worth, steady * (1 + doubt), situation.ready, self.current.get(situation.slice)
+        )
         rate = worth[best] / steady[best]
         loss = np.where(fits, seconds - worth / rate, np.inf)
         quickest = np.maximum(steady / (1 + doubt), steady[0])
@@ -153,7 +156,7 @@ class Selector:
         probe, probe_wish = self._probe(loss, hopeful & (np.arange(len(loss)) != chosen), situation)
         reason = "probe" if probe is not None else "best" if chosen == best else "kept"
         if probe is None:
-            self.current = self.menu.strategies[chosen]
+            self.current[situation.slice] = self.menu.strategies[chosen]
         else:
             chosen = probe
             self.stage.lost += max(0.0, float(loss[probe]))
@@ -247,15 +250,16 @@ class Selector:
         for drafter, counts in situation.classes.items():
             classes[drafter] = classes[drafter] + counts if drafter in classes else counts
         self.stage.elapsed += choice.seconds
-        self.stage.switches += self.stage.last not in (None, choice.strategy)
-        self.stage.last = choice.strategy
+        self.stage.switches += self.stage.last.get(situation.slice, choice.strategy) != choice.strategy
+        self.stage.last[situation.slice] = choice.strategy
         a_row, drafter = choice.tokens / live, choice.strategy.drafter
         factor = accepting.calibration(self.acceptance[drafter]) if choice.strategy.parents else 1.0
-        self.stage.pending.append(_Prediction(choice.strategy, a_row, (a_row - 1) / factor, choice.seconds))
+        pending = self.stage.pending.setdefault(situation.slice, collections.deque(maxlen=8))
+        pending.append(_Prediction(choice.strategy, a_row, (a_row - 1) / factor, choice.seconds))
 
     def arrived(self, report: RoundReport) -> None:
         """Learn from a round: its acceptance, what its tokens say of every drafter, its time."""
-        used, prediction = report.strategy.drafter, self._prediction(report.strategy)
+        used, prediction = report.strategy.drafter, self._prediction(report)
         if prediction is not None:
             expected = prediction.tokens * report.live, prediction.seconds
             tally.add(self.stage.tallies, report, *expected, timed=not self.frozen_costs)
@@ -268,11 +272,12 @@ class Selector:
             self._time(report, report.seconds)
         self._expect()
 
-    def _prediction(self, strategy: Strategy) -> _Prediction | None:
-        """What was expected of the oldest round of this strategy that has not arrived."""
-        while self.stage.pending:
-            prediction = self.stage.pending.popleft()
-            if prediction.strategy == strategy:
+    def _prediction(self, report: RoundReport) -> _Prediction | None:
+        """What was expected of the slice's oldest round of this strategy that has not arrived."""
+        pending = self.stage.pending.get(report.slice) or collections.deque()
+        while pending:
+            prediction = pending.popleft()
+            if prediction.strategy == report.strategy:
                 return prediction
         return None
 
@@ -397,7 +402,7 @@ class Selector:
             "timed": self.timed,
             "tallies": tally.state(self.earlier),
             "classes": dict(self.classes),
-            "current": None if self.current is None else trees.name_of(self.current),
+            "current": {str(number): trees.name_of(strategy) for number, strategy in self.current.items()},
             "costs": cost.state(self.costs),
         }
 
@@ -412,6 +417,6 @@ class Selector:
         self.timed = saved["timed"]
         self.earlier = tally.restore(saved["tallies"])
         self.classes = {drafter: np.array(counts) for drafter, counts in saved["classes"].items()}
-        self.current = None if saved["current"] is None else trees.parse(saved["current"])
+        self.current = {int(number): trees.parse(name) for number, name in saved["current"].items()}
         self.costs = cost.restore(saved["costs"])
         self._expect()

@@ -1,0 +1,200 @@
+"""The rounds of one slice: chosen and dispatched (`fly`), then read (`land`). Host code.
+
+The next round is chosen and dispatched before the counters of the one before it are read, so a row that has finished
+meanwhile is a no-op for one round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from rlhf_jax.generation import board as boards
+from rlhf_jax.generation import evidence, programs
+from rlhf_jax.generation.instance import Board, Flight, Instance
+from rlhf_jax.generation.programs import Ahead, Results
+from rlhf_jax.generation.samples import Decoding, RoundReport, Sample
+from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, Evidence
+from rlhf_jax.generation.strategy.select import Selector, Situation
+from rlhf_jax.types import Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What all slices share in one call of `generate`."""
+
+    decoding: Decoding
+    selector: Selector | None
+    ahead: Ahead | None
+
+
+def may_fly(instance: Instance) -> bool:
+    """Whether another round could give some sample anything: false once all limits are surely reached."""
+    return len(instance.flights) < 2 and any(
+        not sample.done and len(sample.prompt) + len(sample.tokens) + sample.flying < sample.limit
+        for sample in instance.live
+    )
+
+
+def fly(instance: Instance, drains: bool, setting: Setting) -> None:
+    """Choose a strategy and start the round."""
+    ahead, decoding, live = setting.ahead, setting.decoding, instance.live
+    context = sum(len(sample.prompt) + len(sample.tokens) for sample in live)
+    before = instance.flights[-1] if instance.flights else None
+    fed = before is not None and before.strategy.drafter == "model"  # by the round that is on its way
+    lag = 0 if fed else max(sample.unfed for sample in live)
+    siblings = boards.siblings(instance.board, decoding)
+    last = drains and not instance.queue and not instance.waiting
+    strategy = _choose(instance, siblings, context, lag, last, setting)
+    busy = before is not None and not before.results.emission.count.is_ready()
+    compiled, began = ahead.events if ahead else 0, time.perf_counter()
+    clean, look = busy and instance.state is instance.played, setting.selector is not None
+    where = instance.models, strategy, siblings, decoding, instance.mesh, look
+    instance.state, results = programs.dispatch(instance.state, *where)
+    after, moved = tuple(instance.arrived), tuple(instance.moved)
+    instance.arrived, instance.moved = [], []
+    flight = Flight(strategy, list(instance.board), results, context, lag, clean, compiled, began, after, moved)
+    instance.flights.append(flight)
+    instance.played = instance.state
+    for sample in live:
+        sample.flying += 1
+
+
+def _choose(instance: Instance, siblings: np.ndarray, context: int, lag: int, last: bool, setting: Setting) -> Strategy:
+    """The selector's choice; what it would rather have is compiled meanwhile, as is its choice for fewer rows."""
+    selector, ahead, decoding, mesh = setting.selector, setting.ahead, setting.decoding, instance.mesh
+    if selector is None:
+        return decoding.strategies[0]
+    board = instance.board
+    rows, live = len(board), len(instance.live)
+
+    def ready(strategy: Strategy) -> bool:
+        return ahead is None or ahead.ready(strategy, rows, decoding, mesh)
+
+    def failed(strategy: Strategy) -> bool:
+        return ahead is not None and ahead.failed(strategy, rows, decoding, mesh)
+
+    most = programs.VERIFIED * boards.shared(1, mesh) // rows
+    left = _left(board) if last and decoding.drafts_by("replay") else {}
+    classes = _classes(board, decoding)
+    situation = Situation(rows, live, context, lag, classes, ready, most, failed, left, instance.number)
+    choice = selector.choose(situation)
+    fewer = boards.row_bucket(rows // 2, rows, decoding, mesh)
+    stays = None if choice.reason == "probe" else choice.strategy
+    for strategy, size in ((choice.wish, rows), (stays, fewer)):
+        if ahead is not None and strategy is not None:
+            ahead.want(instance.state, instance.models, strategy, size, siblings, decoding, mesh)
+    return choice.strategy
+
+
+def _classes(board: Board, decoding: Decoding) -> dict[str, np.ndarray]:
+    """By drafter, [2, CLASSES] counts of running samples by whether the prompt is familiar, and confidence."""
+    drafters = {strategy.drafter for strategy in decoding.strategies if strategy.parents}
+    return {drafter: _by_class(board, drafter, lambda sample: 1).astype(np.int64) for drafter in drafters}
+
+
+def _left(board: Board) -> dict[str, np.ndarray]:
+    """[2, CLASSES] tokens that running samples have to come, by the classes of replay: those of the earlier text.
+
+    Replay's classes last: a text that has left its earlier one rarely comes back.
+    """
+
+    def left(sample: Sample) -> int:
+        earlier = sample.request.earlier.get(sample.sample_id, ())
+        length = min(len(earlier) or sample.request.max_new_tokens, sample.request.max_new_tokens)
+        return max(1, length - len(sample.tokens))
+
+    return {"replay": _by_class(board, "replay", left)}
+
+
+def _by_class(board: Board, drafter: str, figure: Callable[[Sample], int]) -> np.ndarray:
+    """[2, CLASSES] a figure of running samples, summed by whether the prompt is familiar, and by confidence."""
+    running = [sample for sample in board if sample is not None]
+    cells = [CLASSES * sample.familiar + sample.confidence.get(drafter, 0) for sample in running]
+    return np.bincount(cells, [figure(sample) for sample in running], 2 * CLASSES).reshape(2, CLASSES)
+
+
+def land(instance: Instance, setting: Setting) -> tuple[RoundReport, list[Sample]]:
+    """Read the oldest round's results: samples grow, the selector hears of it; the finished ones."""
+    flight = instance.flights.popleft()
+    waited, instance.watched = instance.watched or not flight.results.emission.count.is_ready(), False
+    arrived: Results = jax.device_get(flight.results)
+    seconds = instance.clock.tick(waited)
+    ahead = setting.ahead
+    alone = ahead is None or not (ahead.busy or ahead.events != flight.compiled)
+    before = [sample.confidence if sample else {} for sample in flight.samples]  # what was known when it was drafted
+    ended = _grow(flight, arrived)
+    report = _report(instance, flight, arrived, before, seconds if flight.clean and alone else None)
+    if setting.selector is not None:
+        setting.selector.arrived(report)
+    return report, ended
+
+
+def _grow(flight: Flight, arrived: Results) -> list[Sample]:
+    """Samples take what they gained; the finished ones."""
+    emission, ended = arrived.emission, []
+    for row, sample in enumerate(flight.samples):
+        if sample is None:
+            continue
+        sample.flying -= 1
+        count = int(emission.count[row])
+        if count == 0:
+            continue
+        sample.tokens += emission.tokens[row, :count].tolist()
+        sample.logprobs += emission.logprobs[row, :count].tolist()
+        if emission.support is not None:
+            sample.support += list(emission.support[row, :count].copy())
+        sample.rounds += 1
+        sample.accepted += int(emission.accepted[row])
+        sample.done = bool(emission.done[row])
+        sample.unfed = 0 if flight.strategy.drafter == "model" else sample.unfed + count
+        sample.confidence = {name: int(signal.confidence[row]) for name, signal in arrived.signals.items()}
+        if arrived.confidence is not None:
+            sample.confidence["model"] = int(arrived.confidence[row])
+        if sample.done:
+            ended.append(sample)
+    return ended
+
+
+def _report(
+    instance: Instance, flight: Flight, arrived: Results, before: list[dict[str, int]], seconds: float | None
+) -> RoundReport:
+    emission, strategy = arrived.emission, flight.strategy
+    live = int((emission.count > 0).sum())
+    return RoundReport(
+        strategy=strategy,
+        rows=len(emission.count),
+        live=live,
+        tokens=int(emission.count.sum()),
+        accepted=int(emission.accepted.sum()),
+        drafted=live * len(strategy.parents),
+        context=flight.context,
+        lag=flight.lag,
+        seconds=seconds,
+        evidence=_evidence(flight, arrived, before),
+        slice=instance.number,
+        began=flight.began,
+        ended=time.perf_counter(),
+        moves=len(flight.moved),
+        moved_bytes=sum(flight.moved),
+    )
+
+
+def _evidence(flight: Flight, arrived: Results, before: list[dict[str, int]]) -> dict[str, Evidence]:
+    """Of the drafter that drafted by its drafts, of the others by looking back.
+
+    A round ends where its drafter was wrong, so looking back from there would see too many of its misses.
+    """
+    used, part = flight.strategy.drafter, arrived.emission.count > 0
+    familiar = np.array([sample is not None and sample.familiar for sample in flight.samples])
+    long = np.array([sample is not None and len(sample.tokens) >= DEPTHS for sample in flight.samples])
+    others = {name: signal for name, signal in arrived.signals.items() if name != used}
+    said = {name: evidence.of_signal(signal, part & long, familiar) for name, signal in others.items()}
+    if used in arrived.signals or arrived.confidence is not None:
+        confidence = np.array([classes.get(used, 0) for classes in before])
+        said[used] = evidence.of_drafts(flight.strategy, arrived.emission, confidence, familiar)
+    return said

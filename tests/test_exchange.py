@@ -1,0 +1,194 @@
+"""A row that moves takes all of itself along, and nothing else is touched."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_jax import mesh as meshes
+from rlhf_jax.generation import rows as row_verbs
+from rlhf_jax.reallocation import exchange
+from rlhf_jax.types import DecodeState, ModelConfig
+
+TARGET = ModelConfig("llama", 32, 16, 16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, max_context=128)
+DRAFT = dataclasses.replace(TARGET, num_layers=1)
+ROWS, SLOTS = 4, 128
+
+
+def empty(mesh, rows=ROWS) -> DecodeState:
+    return row_verbs.empty(TARGET, DRAFT, rows, SLOTS, 8, SLOTS, jnp.float32, mesh)
+
+
+def content(number: int, shape: tuple[int, ...], salt: int) -> np.ndarray:
+    """What sample `number` has in a leaf: different for every sample, leaf and place."""
+    return np.random.default_rng([number, salt]).integers(-(1 << 20), 1 << 20, shape)
+
+
+def filled(mesh, rows=ROWS) -> DecodeState:
+    leaves, kind = jax.tree.flatten(empty(mesh, rows))
+    made = [
+        np.stack([content(row, leaf.shape[1:], salt) for row in range(rows)]).astype(leaf.dtype)
+        for salt, leaf in enumerate(leaves)
+    ]
+    return meshes.place_rows(jax.tree.unflatten(kind, made), mesh)
+
+
+def slices(count: int, fsdp: int = 1, tensor: int = 1):
+    return meshes.split(meshes.make_mesh(1, fsdp, tensor, jax.devices()[: count * fsdp * tensor], slices=count))
+
+
+def narrowed(row: DecodeState, slots: int) -> DecodeState:
+    """A row's leaves, caches and tokens up to `slots`."""
+
+    def cut(cache):
+        return tuple((k[..., :slots], v[:, :, :slots]) for k, v in cache)
+
+    draft = dataclasses.replace(row.draft, cache=cut(row.draft.cache))
+    return dataclasses.replace(row, tokens=row.tokens[:, :slots], cache=cut(row.cache), draft=draft)
+
+
+@pytest.mark.parametrize(("fsdp", "tensor"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_a_row_arrives_as_it_left_and_the_others_stay(fsdp, tensor):
+    here, there = slices(2, fsdp, tensor)
+    source, target = filled(here), empty(there)
+    parcel = exchange.send(exchange.depart(source, np.array([3], np.int32), 64, mesh=here), there)
+    arrived = exchange.arrive(target, parcel, np.array([1], np.int32), mesh=there)
+    row = functools.partial(jax.tree.map, lambda leaf: np.asarray(leaf)[1:2])
+    old = jax.tree.map(lambda leaf: np.asarray(leaf)[3:4], source)
+    jax.tree.map(np.testing.assert_array_equal, narrowed(row(arrived), 64), narrowed(old, 64))
+    others = jax.tree.map(lambda leaf: np.asarray(leaf)[[0, 2, 3]], (arrived, empty(there)))
+    jax.tree.map(np.testing.assert_array_equal, *others)
+    assert exchange.bytes_of(parcel) < 0.75 * sum(leaf.nbytes for leaf in jax.tree.leaves(source)) / ROWS
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_no_program_of_a_move_gathers_the_batch(fsdp):
+    here, _ = slices(2, fsdp, 2)
+    state, row = empty(here), np.array([3], np.int32)
+    leaving = exchange.depart.lower(state, row, 64, mesh=here).compile().as_text()
+    parcel = exchange.send(exchange.depart(state, row, 64, mesh=here), here)
+    arriving = exchange.arrive.lower(state, parcel, row, mesh=here).compile().as_text()
+    for program in (leaving, arriving):
+        assert "all-gather" not in program and "all-to-all" not in program
+    assert ("all-reduce" in leaving) == (fsdp > 1)
+    aliased = exchange.arrive.lower(state, parcel, row, mesh=here).compile().memory_analysis().alias_size_in_bytes
+    assert aliased >= max(leaf.nbytes for leaf in jax.tree.leaves(state)) / (2 * fsdp)
+
+
+def test_what_was_moved_reads_nothing_beyond_its_length():
+    """Slots beyond the width of the parcel may hold anything."""
+    here, there = slices(2)
+    poisoned = jax.tree.map(
+        lambda leaf: jnp.full_like(leaf, jnp.nan) if leaf.dtype == jnp.float32 else leaf, empty(there)
+    )
+    parcel = exchange.send(exchange.depart(filled(here), np.array([0], np.int32), 64, mesh=here), there)
+    arrived = exchange.arrive(poisoned, parcel, np.array([0], np.int32), mesh=there)
+    assert all(np.isfinite(leaf[0]).all() for leaf in jax.tree.leaves(narrowed(arrived, 64).cache))
+
+
+@pytest.mark.parametrize(("tokens", "wanted"), [(1, 64), (64, 64), (65, 128), (129, 150), (150, 150)])
+def test_widths_are_few(tokens, wanted):
+    assert exchange.width(tokens, 150) == wanted
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
+def grown(state: DecodeState, mesh) -> DecodeState:
+    """Every row that is not done gets its next slot, of what only (sample, position) decide."""
+    at, rows = state.length, jnp.arange(len(state.length))
+    number = state.key[:, 1].astype(jnp.float32)
+
+    def write(leaf, axis):
+        mark = number * 1000 + at.astype(jnp.float32)
+        mark = mark.reshape(-1, *(1,) * (leaf.ndim - 2))
+        old = leaf[rows, ..., at] if axis == 3 else leaf[rows, :, at]
+        new = jnp.where(state.done.reshape(-1, *(1,) * (leaf.ndim - 2)), old, jnp.broadcast_to(mark, old.shape))
+        return leaf.at[rows, :, :, at].set(new) if axis == 3 else leaf.at[rows, :, at].set(new)
+
+    def write_all(cache):
+        return tuple((write(k, 3), write(v, 2)) for k, v in cache)
+
+    draft = dataclasses.replace(state.draft, cache=write_all(state.draft.cache))
+    length = jnp.where(state.done, at, at + 1)
+    return meshes.pin_rows(dataclasses.replace(state, cache=write_all(state.cache), draft=draft, length=length), mesh)
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
+def begun(state: DecodeState, row, number, mesh) -> DecodeState:
+    """A sample arrives in a row."""
+    key = state.key.at[row].set(jnp.stack([jnp.zeros_like(number), number]).astype(jnp.uint32))
+    length, done = state.length.at[row].set(0), state.done.at[row].set(False)
+    return meshes.pin_rows(dataclasses.replace(state, key=key, length=length, done=done), mesh)
+
+
+class Schedule:
+    """Slices on which samples arrive, grow, move and finish, and what each must have by now."""
+
+    def __init__(self, meshed, random: np.random.Generator):
+        self.meshed, self.random = meshed, random
+        self.states = [empty(mesh) for mesh in meshed]
+        self.boards: list[list[int | None]] = [[None] * ROWS for _ in meshed]
+        self.length: dict[int, int] = {}
+        self.count = 0
+
+    def any_row(self, live: bool) -> tuple[int, int] | None:
+        rows = [(s, r) for s, board in enumerate(self.boards) for r, held in enumerate(board) if (held is None) != live]
+        return rows[self.random.integers(len(rows))] if rows else None
+
+    def grow(self):
+        self.states = [grown(state, mesh=mesh) for state, mesh in zip(self.states, self.meshed, strict=True)]
+        self.length = {number: size + 1 for number, size in self.length.items()}
+
+    def arrive(self):
+        if place := self.any_row(live=False):
+            s, r = place
+            self.states[s] = begun(self.states[s], np.int32(r), np.int32(self.count), mesh=self.meshed[s])
+            self.boards[s][r], self.length[self.count] = self.count, 0
+            self.count += 1
+
+    def finish(self):
+        if place := self.any_row(live=True):
+            s, r = place
+            self.states[s] = row_verbs.retire(self.states[s], np.array([r], np.int32), mesh=self.meshed[s])
+            del self.length[self.boards[s][r]]
+            self.boards[s][r] = None
+
+    def move(self):
+        old, new = self.any_row(live=True), self.any_row(live=False)
+        if old and new:
+            (s, r), (to, place) = old, new
+            leaving, coming = np.array([r], np.int32), np.array([place], np.int32)
+            parcel = exchange.send(exchange.depart(self.states[s], leaving, 64, mesh=self.meshed[s]), self.meshed[to])
+            self.states[s] = row_verbs.retire(self.states[s], leaving, mesh=self.meshed[s])
+            self.states[to] = exchange.arrive(self.states[to], parcel, coming, mesh=self.meshed[to])
+            self.boards[to][place], self.boards[s][r] = self.boards[s][r], None
+
+    def check(self):
+        """Every sample is in one row, with the caches of one that never moved."""
+        held = [number for board in self.boards for number in board if number is not None]
+        assert sorted(held) == sorted(self.length)
+        for state, board in zip(jax.device_get(self.states), self.boards, strict=True):
+            assert state.done.tolist() == [number is None for number in board]
+            for row, number in enumerate(board):
+                if number is not None:
+                    check_row(state, row, number, self.length[number])
+
+
+def check_row(state: DecodeState, row: int, number: int, length: int) -> None:
+    assert state.key[row, 1] == number and state.length[row] == length
+    wanted = number * 1000 + np.arange(length, dtype=np.float32)
+    for key, value in (*state.cache, *state.draft.cache):
+        np.testing.assert_array_equal(key[row][..., :length], np.broadcast_to(wanted, (2, 4, length)))
+        np.testing.assert_array_equal(value[row][:, :length], np.broadcast_to(wanted[:, None], (2, length, 4)))
+
+
+def test_no_sample_is_lost_or_overwritten_whatever_comes_goes_and_moves():
+    meshed, random = slices(3), np.random.default_rng(0)
+    for _ in range(1000):
+        schedule = Schedule(meshed, random)
+        acts = (schedule.arrive, schedule.grow, schedule.grow, schedule.move, schedule.move, schedule.finish)
+        for act in random.integers(len(acts), size=random.integers(5, 25)):
+            acts[act]()
+        schedule.check()

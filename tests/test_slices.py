@@ -1,0 +1,109 @@
+"""Slices of a mesh decode each on its own: the texts are those of one, wherever samples run and however they move."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_jax import mesh as meshes
+from rlhf_jax.generation import rows as row_verbs
+from rlhf_jax.generation import tree as trees
+from rlhf_jax.generation.engine import generate
+from rlhf_jax.generation.placing import Placing
+from rlhf_jax.generation.samples import Decoding, Request
+from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.reallocation import exchange
+from rlhf_jax.reallocation.plan import Plan
+
+STOP = 7
+
+
+def requests(count: int = 6, samples: int = 4) -> list[Request]:
+    random = np.random.default_rng(0)
+    return [
+        Request(
+            prompt=random.integers(0, 300, random.integers(1, 12)).astype(np.int32),
+            sample_ids=tuple(range(i * samples, (i + 1) * samples)),
+            max_new_tokens=int(random.integers(1, 40)),
+            history=tuple(random.integers(0, 300, 20).astype(np.int32) for _ in range(2)),
+        )
+        for i in range(count)
+    ]
+
+
+def decoding(*strategies: str, **changes) -> Decoding:
+    menu = tuple(map(trees.parse, strategies or ("plain",)))
+    base = Decoding(Sampling(1.0), menu, (STOP,), rows=6, slots=64, seed=3, history=64)
+    return dataclasses.replace(base, **changes)
+
+
+def over(mesh, model):
+    """A model as `generate` wants it on a mesh."""
+    return model and jax.device_put(model, meshes.model_shardings(model, mesh, "generation"))
+
+
+def roll_out(target, drafter, how, mesh=None, wanted=None, **options):
+    drafter = drafter if how.drafts_by("model") else None
+    models = (target, drafter) if mesh is None else (over(mesh, target), over(mesh, drafter))
+    found = list(generate(*models, requests() if wanted is None else wanted, how, mesh, **options))
+    samples = {sample.sample_id: sample for sample in found}
+    assert len(samples) == len(found)
+    return samples
+
+
+def texts(samples) -> dict[int, list[int]]:
+    return {number: sample.tokens for number, sample in samples.items()}
+
+
+def slices(count: int, fsdp: int = 1, tensor: int = 1):
+    return meshes.make_mesh(1, fsdp, tensor, jax.devices()[: count * fsdp * tensor], slices=count)
+
+
+class Shuffled:
+    """Stands in for a plan: admits and moves what it likes, whenever it is asked."""
+
+    def __init__(self, seed: int, share: float = 0.5):
+        self.random, self.share, self.moves = np.random.default_rng(seed), share, 0
+
+    def __call__(self, view) -> Plan:
+        free = view.rows - np.bincount(view.place[view.place >= 0], minlength=view.slices)
+        admissions, moves = [], []
+        for index, place in enumerate(view.place.tolist()):
+            to = int(self.random.integers(view.slices))
+            if free[to] > 0 and to != place and self.random.random() < self.share:
+                (admissions if place < 0 else moves).append((index, to))
+                free[to] -= 1
+        self.moves += len(moves)
+        return Plan(admissions, moves, np.zeros(view.slices, bool))
+
+
+@pytest.fixture(scope="module")
+def alone(target):
+    return texts(roll_out(target, None, decoding(rows=24)))
+
+
+@pytest.mark.parametrize("strategy", ["plain", "model-chain-3"])
+def test_two_slices_write_what_one_writes(target, drafter, alone, strategy):
+    reports = []
+    found = roll_out(target, drafter, decoding(strategy), slices(2), observe=reports.append)
+    assert texts(found) == alone
+    assert {report.slice for report in reports} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("count", "fsdp", "strategies", "in_turn"),
+    [
+        (2, 1, ("model-tree-2x2",), False),
+        pytest.param(2, 2, ("lookup-chain-4",), True, marks=pytest.mark.slow),
+        pytest.param(4, 1, ("lookup-chain-2",), False, marks=pytest.mark.slow),
+        pytest.param(4, 2, ("model-chain-3",), True, marks=pytest.mark.slow),
+    ],
+)
+def test_samples_that_move_at_random_are_those_that_stayed(target, drafter, alone, count, fsdp, strategies, in_turn):
+    plan = Shuffled(seed=count)
+    placing = Placing(plan, in_turn=in_turn)
+    found = roll_out(target, drafter, decoding(*strategies), slices(count, fsdp), placing=placing)
+    assert plan.moves > 10
+    assert texts(found) == alone
