@@ -34,6 +34,7 @@ FLOORS = {
     "rlhf_jax/command_line.py": 5,
     "rlhf_jax/experience.py": 5,
     "rlhf_jax/stages.py": 6,
+    "rlhf_jax/fusion.py": 6,
     "rlhf_jax/collect.py": 7,
     "rlhf_jax/rlhf.py": 8,
     "rlhf_jax/build.py": 8,

@@ -3,18 +3,18 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.generation import rows as row_verbs
+from rlhf_jax.fusion import Backlog, Scoring
 from rlhf_jax.generation import tree as trees
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.placing import Placing
+from rlhf_jax.generation.rollout import as_rollout
 from rlhf_jax.generation.samples import Decoding, Request
 from rlhf_jax.generation.sampling import Sampling
-from rlhf_jax.reallocation import exchange
+from rlhf_jax.inference.logprobs import score_rollout
 from rlhf_jax.reallocation.plan import Plan
 
 STOP = 7
@@ -107,3 +107,22 @@ def test_samples_that_move_at_random_are_those_that_stayed(target, drafter, alon
     found = roll_out(target, drafter, decoding(*strategies), slices(count, fsdp), placing=placing)
     assert plan.moves > 10
     assert texts(found) == alone
+
+
+def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
+    mesh = slices(2)
+    policy = over(mesh, target)
+    wanted = [Request(np.arange(4, dtype=np.int32), (i,), 4 if i < 20 else 50) for i in range(21)]
+    how = decoding("plain", stop_tokens=())
+    backlog = Backlog(Scoring(policy, policy, None, 1.0, rows=4, slots=64))
+    samples = []
+    for sample in generate(policy, None, wanted, how, mesh, spare=backlog.feed):
+        samples.append(sample)
+        backlog.add(sample)
+    scored = backlog.scored()
+    assert len(scored) >= 8
+    rollout = as_rollout([sample for sample in samples if sample.sample_id in scored], 64)
+    alone = score_rollout(target, rollout, temperature=1.0, rows=len(rollout.length))
+    found = np.stack([scored[int(number)].logprobs for number in rollout.sample_id])
+    np.testing.assert_allclose(found, alone, atol=1e-4, rtol=0)
+    np.testing.assert_array_equal(found, np.stack([scored[int(i)].reference_logprobs for i in rollout.sample_id]))

@@ -23,8 +23,9 @@ from rlhf_jax.generation.placing import STATIC, Placing, place, replace
 from rlhf_jax.generation.programs import Ahead, Models
 from rlhf_jax.generation.samples import Decoding, Request, RoundReport, Sample
 from rlhf_jax.generation.strategy.select import Selector
-from rlhf_jax.types import Model
+from rlhf_jax.types import Array, Model
 
+Spare = Callable[[int, jax.sharding.Mesh | None], Array | None]  # of a slice: starts some work, or finds none
 NAP = 5e-5  # seconds between two looks for a slice whose round has arrived
 
 
@@ -38,16 +39,18 @@ def generate(
     selector: Selector | None = None,
     ahead: Ahead | None = None,
     placing: Placing = STATIC,
+    spare: Spare | None = None,
 ) -> Iterator[Sample]:
     """Yield every sample of `requests` as it finishes, in order of finishing.
 
     target and drafter have unrolled layers, in the dtype they decode in, repeated over the slices of the mesh; the
-    drafter is wanted by strategies of drafter 'model' only. Under replayable acceptance a sample's tokens are a function
-    of (weights, prompt, seed, sample id, sampling): not of the strategies, the rows, the slices or the order. The
-    `selector` chooses each round's strategy among those that `ahead` has compiled; without it the first is always taken,
-    without `ahead` a strategy is compiled when it is first played. `placing` says which slice decodes what, and moves
-    samples; by default each slice gets its share of the requests at once, and keeps it. Raises ValueError for a
-    prompt that does not fit. `observe` is called with each round's report.
+    drafter is wanted by strategies of drafter 'model' only. Under replayable acceptance a sample's tokens are a
+    function of (weights, prompt, seed, sample id, sampling): not of the strategies, the rows, the slices or the order.
+    The `selector` chooses each round's strategy among those that `ahead` has compiled; without it the first is always
+    taken, without `ahead` a strategy is compiled when it is first played. `placing` says which slice decodes what, and
+    moves samples; by default each slice gets its share of the requests at once, and keeps it. `spare` gives other
+    work to a slice that decodes nothing more. `observe` is called with each round's report. Raises ValueError for a
+    prompt that does not fit.
     """
     if decoding.drafts_by("model") and drafter is None:
         raise ValueError("A strategy drafts with a model, and none is given; pass a drafter or choose another.")
@@ -64,6 +67,8 @@ def generate(
             pool = replace(fleet, pool, placing, setting)
         for instance in fleet:
             _feed(instance, not pool, setting)
+            if spare is not None and not instance.samples and (instance.freed or not pool):
+                _occupy(instance, spare)
         for report, ended in _next_arrival(next(turns), setting):
             _pass_on(fleet, siblings, ended, decoding)
             yield from ended
@@ -88,6 +93,13 @@ def _feed(instance: Instance, drains: bool, setting: Setting) -> None:
         boards.fit(instance, len(instance.live), decoding)
     while may_fly(instance):
         fly(instance, drains, setting)
+
+
+def _occupy(instance: Instance, spare: Spare) -> None:
+    """Let an idle slice do something else, two calls ahead of what it is known to have done."""
+    instance.aside = [work for work in instance.aside if not work.is_ready()]
+    if len(instance.aside) < 2 and (work := spare(instance.number, instance.mesh)) is not None:
+        instance.aside.append(work)
 
 
 def _in_turn(fleet: list[Instance]) -> Iterator[Instance]:

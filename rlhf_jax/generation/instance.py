@@ -11,7 +11,7 @@ import jax
 from rlhf_jax.generation.programs import Models, Results
 from rlhf_jax.generation.rows import Prefix
 from rlhf_jax.generation.samples import Sample
-from rlhf_jax.types import DecodeState, Strategy
+from rlhf_jax.types import Array, DecodeState, Strategy
 
 Board = list[Sample | None]  # the sample of each row
 
@@ -69,6 +69,8 @@ class Instance:
     played: DecodeState | None = None  # the state as the last round leaves it
     arrived: list[tuple[Instance, Flight]] = dataclasses.field(default_factory=list)  # see `Flight.after`
     moved: list[int] = dataclasses.field(default_factory=list)  # see `Flight.moved`
+    freed: bool = False  # it is to decode nothing more
+    aside: list[Array] = dataclasses.field(default_factory=list)  # results of other work that it does
     watched: bool = False  # its oldest round was not there yet when last looked for
 
     @property

@@ -1,19 +1,25 @@
-"""Which slice decodes which sample, and when a running one moves: the plan's view of the slices, and what it decided."""
+"""Which slice decodes which sample, and when a running one moves: what a plan is shown, and what it decided."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 from collections.abc import Callable
 
+import jax
 import numpy as np
 
 from rlhf_jax.generation import board as boards
+from rlhf_jax.generation import programs
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation.flights import Setting
 from rlhf_jax.generation.instance import Instance
 from rlhf_jax.generation.samples import Decoding, Sample
-from rlhf_jax.reallocation import exchange
+from rlhf_jax.reallocation import exchange, lengths
+from rlhf_jax.reallocation.lengths import Lengths
+from rlhf_jax.reallocation.plan import Plan, View
+
+LINK = {"cpu": 4e9, "gpu": 5e10, "tpu": 5e10}  # bytes a second between two slices, about,
+MOVE = 2e-3  # and seconds that a move takes besides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +27,7 @@ class Placing:
     """How samples are placed."""
 
     decide: Callable[[View], Plan] | None = None  # None: each slice gets its share at once, and keeps it
-    lengths: Any = None  # the law of responses
+    lengths: Lengths = dataclasses.field(default_factory=Lengths)  # the law of responses
     in_turn: bool = False  # slices are served one after the other, not as they are ready: then a run repeats itself
 
 
@@ -49,6 +55,8 @@ def replace(fleet: list[Instance], pool: list[Sample], placing: Placing, setting
         _reassign(fleet[places[index]], fleet[to], samples[index], setting.decoding)
     for index, to in plan.admissions:
         fleet[to].queue.append(samples[index])
+    for instance, freed in zip(fleet, plan.freed.tolist(), strict=True):
+        instance.freed = freed
     begun = {index for index, _ in plan.admissions}
     return [sample for index, sample in enumerate(samples) if places[index] < 0 and index not in begun]
 
@@ -62,9 +70,43 @@ def _reassign(source: Instance, target: Instance, sample: Sample, decoding: Deco
         target.queue.append(sample)
 
 
-def _view(fleet, samples, places, placing, setting):
-    import types
-    return types.SimpleNamespace(place=np.array(places), slices=len(fleet), rows=setting.decoding.rows)
+def _view(fleet: list[Instance], samples: list[Sample], places: list[int], placing: Placing, setting: Setting) -> View:
+    generated = np.array([len(sample.tokens) for sample in samples])
+    limit = np.array([sample.request.max_new_tokens for sample in samples])
+    earlier = [np.array([len(text) for text in sample.request.history]) for sample in samples]
+    move_seconds, token_seconds = _price_of_a_move(fleet[0])
+    return View(
+        place=np.array(places),
+        left=lengths.remaining(placing.lengths, generated, limit, earlier),
+        context=generated + np.array([len(sample.prompt) for sample in samples]),
+        rows=setting.decoding.rows,
+        slices=len(fleet),
+        speed=_speed(fleet[0], setting),
+        move_seconds=move_seconds,
+        token_seconds=token_seconds,
+        freed=np.array([instance.freed for instance in fleet]),
+    )
+
+
+def _speed(instance: Instance, setting: Setting) -> np.ndarray:
+    """[rows + 1] tokens a second of one row when so many are live; without a selector only their ratios count."""
+    decoding, mesh, selector = setting.decoding, instance.mesh, setting.selector
+    live = np.arange(1, decoding.rows + 1)
+    sizes = np.array([boards.row_bucket(count, decoding.rows, decoding, mesh) for count in live])
+    if selector is None:
+        paces = {size: 1 / (decoding.rows + size) for size in set(sizes.tolist())}
+    else:
+        nodes = programs.VERIFIED * boards.shared(1, mesh)
+        paces = {size: selector.pace(size, size, nodes // size) for size in set(sizes.tolist())}
+    return np.array([0.0, *(paces[size] for size in sizes.tolist())])
+
+
+def _price_of_a_move(instance: Instance) -> tuple[float, float]:
+    """Seconds of a move, and more for each token of context."""
+    state = instance.state
+    caches = jax.tree.leaves((state.cache, state.draft and state.draft.cache))
+    of_token = sum(leaf.nbytes for leaf in caches) / (len(state.done) * state.tokens.shape[1])
+    return MOVE, of_token / LINK[jax.default_backend()]
 
 
 def move(source: Instance, target: Instance, sample: Sample, decoding: Decoding) -> None:

@@ -344,6 +344,12 @@ class Selector:
         context = live * tally.ratio(alike["context"], alike["live_rows"])
         return Situation(rows, live, context, 0, self.classes, lambda strategy: True, most_nodes)
 
+    def pace(self, live: int, rows: int, most_nodes: int) -> float:
+        """Tokens a second that one of `live` rows is expected to gain by the best strategy."""
+        situation = self.typical(live, rows, most_nodes)
+        fits = self.menu.nodes <= max(most_nodes, int(self.menu.nodes.min()))
+        return float((self._tokens(situation) / self._seconds(situation)[0])[fits].max() / live)
+
     def table(self, situation: Situation) -> list[dict[str, Any]]:
         """One row a strategy that fits, the best first: what is predicted here, and what it gave with about as many
         live rows so far.

@@ -1,0 +1,114 @@
+"""Inference beside the tail of generation: slices that have nothing left to decode score what is finished.
+
+(Inter-stage fusion: RLHFuse, Zhong et al. 2024, section 4.) A sample's numbers are those of the unfused order within
+rounding: the same functions over other shapes. What nobody had time for is left to `rlhf.infer`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlhf_jax import mesh as meshes
+from rlhf_jax.generation.rollout import as_rollout
+from rlhf_jax.generation.samples import Sample
+from rlhf_jax.inference.logprobs import score_rollout
+from rlhf_jax.inference.values import score_values
+from rlhf_jax.model.attention import causal_on
+from rlhf_jax.types import Array, Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """The models that score, laid out as generation's weights are, and how."""
+
+    policy: Model
+    reference: Model | None
+    critic: Model | None
+    temperature: float
+    rows: int  # scored at one time on a slice
+    slots: int  # tokens of the longest sample
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """Numbers of one sample under each model, [T] float32 each; None where there is no such model."""
+
+    logprobs: np.ndarray
+    reference_logprobs: np.ndarray | None
+    values: np.ndarray | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    samples: list[Sample]
+    results: tuple[Array, Array | None, Array | None]
+    slice: int
+    began: float
+
+
+class Backlog:
+    """Finished samples that wait to be scored, and those that were."""
+
+    def __init__(self, scoring: Scoring):
+        self.scoring = scoring
+        self.waiting: collections.deque[Sample] = collections.deque()
+        self.batches: list[_Batch] = []
+        self._models: dict[Any, tuple] = {}
+
+    def add(self, sample: Sample) -> None:
+        """A sample has finished."""
+        self.waiting.append(sample)
+
+    def feed(self, number: int, mesh: jax.sharding.Mesh) -> Array | None:
+        """Have a slice score the next samples: an array that is ready when it has; None where too few wait."""
+        scoring = self.scoring
+        if len(self.waiting) < scoring.rows:
+            return None
+        samples = [self.waiting.popleft() for _ in range(scoring.rows)]
+        models = self._on(mesh)
+        results = score(models, place(samples, scoring, mesh), scoring, mesh)
+        for leaf in jax.tree.leaves(results):
+            leaf.copy_to_host_async()
+        self.batches.append(_Batch(samples, results, number, time.perf_counter()))
+        return results[0]
+
+    def _on(self, mesh) -> tuple[Model, Model | None, Model | None]:
+        if mesh not in self._models:
+            scoring = self.scoring
+            self._models[mesh] = meshes.on_slice((scoring.policy, scoring.reference, scoring.critic), mesh)
+        return self._models[mesh]
+
+    def scored(self) -> dict[int, Scored]:
+        """What slices have scored, by sample id."""
+        found = {}
+        for batch in self.batches:
+            numbers = jax.device_get(batch.results)
+            for row, sample in enumerate(batch.samples):
+                found[sample.sample_id] = Scored(*(None if leaf is None else leaf[row] for leaf in numbers))
+        return found
+
+
+def place(samples: list[Sample], scoring: Scoring, mesh):
+    """The samples as a rollout on a slice."""
+    return meshes.place_rows(as_rollout(samples, scoring.slots), mesh)
+
+
+def score(models, rollout, scoring: Scoring, mesh) -> tuple[Array, Array | None, Array | None]:
+    """(log-probs, reference's, values) of a rollout, [rows, T] float32 each, dispatched and not waited for."""
+    policy, reference, critic = models
+    how = functools.partial(score_rollout, rollout=rollout, temperature=scoring.temperature, rows=scoring.rows)
+    attend = causal_on(mesh, policy.config.num_kv_heads)
+    logprobs = how(policy, attend=attend)
+    referred = None if reference is None else how(reference, attend=attend)
+    values = None
+    if critic is not None:
+        values = score_values(critic, rollout, rows=scoring.rows, attend=causal_on(mesh, critic.config.num_kv_heads))
+    return logprobs, referred, values
