@@ -78,6 +78,31 @@ def test_no_program_of_a_move_gathers_the_batch(fsdp):
     assert aliased >= max(leaf.nbytes for leaf in jax.tree.leaves(state)) / (2 * fsdp)
 
 
+@pytest.mark.parametrize(("fsdp", "tensor"), [(1, 1), (2, 2)])
+def test_a_pair_of_slices_passes_a_row_on_without_the_others(fsdp, tensor):
+    here, *_, there = slices(8 // (fsdp * tensor), fsdp, tensor)
+    row = np.array([2], np.int32)
+    parcel, blank = (
+        exchange.depart(filled(here), row, 64, mesh=here),
+        exchange.depart(empty(there), row, 64, mesh=there),
+    )
+    wanted = jax.device_get(parcel)
+    passed = exchange.across([parcel, blank], there, here, there)
+    assert {shard.device for shard in passed.length.addressable_shards} == set(there.devices.flat)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(passed), wanted)
+
+
+def test_the_program_of_a_pair_only_permutes():
+    here, there = slices(2, 2, 2)
+    pair = jax.sharding.Mesh(np.concatenate([here.devices, there.devices]), meshes.AXES)
+    row = np.array([2], np.int32)
+    parcels = [exchange.depart(empty(mesh), row, 64, mesh=mesh) for mesh in (here, there)]
+    both = jax.tree.map(functools.partial(exchange._on_pair, pair), *parcels)
+    program = exchange._passed.lower(both, pair=pair).compile().as_text()
+    assert "collective-permute" in program
+    assert not any(name in program for name in ("all-gather", "all-to-all", "all-reduce"))
+
+
 def test_what_was_moved_reads_nothing_beyond_its_length():
     """Slots beyond the width of the parcel may hold anything."""
     here, there = slices(2)

@@ -15,17 +15,19 @@ import numpy as np
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import board as boards
+from rlhf_jax.generation import placing as placings
 from rlhf_jax.generation import programs
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation.flights import Setting, fly, land, may_fly
 from rlhf_jax.generation.instance import Instance
-from rlhf_jax.generation.placing import STATIC, Placing, place, replace
+from rlhf_jax.generation.placing import STATIC, Placing, Stage
 from rlhf_jax.generation.programs import Ahead, Models
 from rlhf_jax.generation.samples import Decoding, Request, RoundReport, Sample
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.types import Array, Model
 
 Spare = Callable[[int, jax.sharding.Mesh | None], Array | None]  # of a slice: starts some work, or finds none
+Landing = tuple[RoundReport, list[Sample]]  # and the samples that ended with it
 NAP = 5e-5  # seconds between two looks for a slice whose round has arrived
 
 
@@ -60,29 +62,41 @@ def generate(
     groups = [[Sample(i, request, list(request.history)) for i in request.sample_ids] for request in requests]
     setting, fleet = Setting(decoding, selector, ahead), _fleet((target, drafter), groups, decoding, mesh)
     siblings = {id(request): group for request, group in zip(requests, groups, strict=True)}
-    pool = place(fleet, groups, placing)
+    stage = placings.begin(fleet, _slices(mesh), groups, placing, setting)
     turns = _in_turn(fleet) if placing.in_turn else _as_they_arrive(fleet)
-    while pool or any(instance.busy for instance in fleet):
-        if placing.decide is not None:
-            pool = replace(fleet, pool, placing, setting)
-        for instance in fleet:
-            _feed(instance, not pool, setting)
-            if spare is not None and not instance.samples and (instance.freed or not pool):
-                _occupy(instance, spare)
-        for report, ended in _next_arrival(next(turns), setting):
+    for landed in _landings(stage, turns, spare):
+        for report, ended in landed:
+            stage.landed += placings.OFTEN if ended else 1
             _pass_on(fleet, siblings, ended, decoding)
             yield from ended
             observe(report)
 
 
+def _landings(stage: Stage, turns: Iterator[Instance], spare: Spare | None) -> Iterator[Iterable[Landing]]:
+    """The rounds as they land, until all samples have ended; slices are fed meanwhile."""
+    fleet, setting = list(stage.fleet.values()), stage.setting
+    while stage.pool or any(instance.busy for instance in fleet):
+        if stage.due:
+            placings.carry_out(stage, placings.orders(stage, placings.standing(stage)))
+        for instance in fleet:
+            _feed(instance, not stage.pool, setting)
+            if spare is not None and not instance.samples and (instance.freed or not stage.pool):
+                _occupy(instance, spare)
+        yield _next_arrival(next(turns), setting)
+
+
+def _slices(mesh: jax.sharding.Mesh | None) -> list[jax.sharding.Mesh | None]:
+    """All slices of a mesh."""
+    return [mesh] if mesh is None or mesh.shape["slices"] == 1 else [*meshes.split(mesh)]
+
+
 def _fleet(models: Models, groups: list[list[Sample]], decoding: Decoding, mesh) -> list[Instance]:
-    """The slices of this process, without samples; the whole mesh where it has one slice."""
-    samples = sum(map(len, groups))
-    if mesh is None or mesh.shape["slices"] == 1:
+    """The slices of this process, without samples."""
+    samples, slices = sum(map(len, groups)), _slices(mesh)
+    if len(slices) == 1:
         return [boards.begin(0, models, mesh, samples, decoding)]
-    most = min(samples, decoding.rows * mesh.shape["slices"])
-    own = [(i, part) for i, part in enumerate(meshes.split(mesh)) if meshes.is_local(part)]
-    return [boards.begin(i, meshes.on_slice(models, part), part, most, decoding) for i, part in own]
+    own = [(number, part) for number, part in enumerate(slices) if part is not None and meshes.is_local(part)]
+    return [boards.begin(number, meshes.on_slice(models, part), part, samples, decoding) for number, part in own]
 
 
 def _feed(instance: Instance, drains: bool, setting: Setting) -> None:
@@ -125,7 +139,7 @@ def _as_they_arrive(fleet: list[Instance]) -> Iterator[Instance]:
         yield chosen
 
 
-def _next_arrival(instance: Instance, setting: Setting) -> Iterator[tuple[RoundReport, list[Sample]]]:
+def _next_arrival(instance: Instance, setting: Setting) -> Iterator[Landing]:
     """The slice's oldest round, after those of other slices that its samples took part in before they moved."""
     if not instance.flights:
         return

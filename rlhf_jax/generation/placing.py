@@ -16,10 +16,11 @@ from rlhf_jax.generation.instance import Instance
 from rlhf_jax.generation.samples import Decoding, Sample
 from rlhf_jax.reallocation import exchange, lengths
 from rlhf_jax.reallocation.lengths import Lengths
-from rlhf_jax.reallocation.plan import Plan, View
+from rlhf_jax.reallocation.plan import WAITS, Plan, View
 
 LINK = {"cpu": 4e9, "gpu": 5e10, "tpu": 5e10}  # bytes a second between two slices, about,
 MOVE = 2e-3  # and seconds that a move takes besides
+OFTEN = 32  # rounds after which there is a new plan, if no sample has ended before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,36 +30,95 @@ class Placing:
     decide: Callable[[View], Plan] | None = None  # None: each slice gets its share at once, and keeps it
     lengths: Lengths = dataclasses.field(default_factory=Lengths)  # the law of responses
     in_turn: bool = False  # slices are served one after the other, not as they are ready: then a run repeats itself
+    name: str = ""  # of the stage, where several processes plan together: one that no other stage of the run has
 
 
 STATIC = Placing()
+Standing = list[tuple[int, int, int]]  # (sample id, its slice, tokens so far) of unfinished samples
 
 
-def place(fleet: list[Instance], groups: list[list[Sample]], placing: Placing) -> list[Sample]:
-    """Deal the samples out, a prompt's together; what the plan places later is returned."""
-    if placing.decide is not None:
-        return [sample for group in groups for sample in group]
-    for turn, group in enumerate(groups):
-        fleet[turn % len(fleet)].queue.extend(group)
-    return []
+@dataclasses.dataclass
+class Stage:
+    """What one call of `generate` is to decode, and where."""
+
+    fleet: dict[int, Instance]  # this process's slices, by their number
+    slices: list[jax.sharding.Mesh | None]  # all of them
+    samples: dict[int, Sample]  # all of them, by id
+    pool: list[int]  # samples that have no slice yet
+    placing: Placing
+    setting: Setting
+    landed: int = 0  # rounds since the last plan
+    freed: tuple[int, ...] = ()  # slices that are to decode nothing more
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for a plan."""
+        return self.placing.decide is not None and self.landed >= OFTEN
 
 
-def replace(fleet: list[Instance], pool: list[Sample], placing: Placing, setting: Setting) -> list[Sample]:
-    """Carry out what the plan says now; the samples that still have no slice."""
-    assert placing.decide is not None
-    placed = [(sample, at) for at, instance in enumerate(fleet) for sample in instance.samples if not sample.done]
-    samples, places = [*(s for s, _ in placed), *pool], [*(at for _, at in placed), *(-1 for _ in pool)]
-    if not samples:
-        return []
-    plan = placing.decide(_view(fleet, samples, places, placing, setting))
-    for index, to in plan.moves:
-        _reassign(fleet[places[index]], fleet[to], samples[index], setting.decoding)
-    for index, to in plan.admissions:
-        fleet[to].queue.append(samples[index])
-    for instance, freed in zip(fleet, plan.freed.tolist(), strict=True):
-        instance.freed = freed
-    begun = {index for index, _ in plan.admissions}
-    return [sample for index, sample in enumerate(samples) if places[index] < 0 and index not in begun]
+@dataclasses.dataclass(frozen=True)
+class Orders:
+    """A plan by sample ids."""
+
+    admissions: list[tuple[int, int]]  # (sample, slice)
+    moves: list[tuple[int, int, int]]  # (sample, from slice, to slice)
+    freed: list[int]  # slices that are to decode nothing more
+    over: bool = False  # nothing is left to do
+
+
+def begin(fleet: list[Instance], slices, groups: list[list[Sample]], placing: Placing, setting: Setting) -> Stage:
+    """A stage whose samples are dealt out, a prompt's together, or wait for a plan."""
+    samples = {sample.sample_id: sample for group in groups for sample in group}
+    if placing.decide is None:
+        for turn, group in enumerate(groups):
+            fleet[turn % len(fleet)].queue.extend(group)
+    pool = [] if placing.decide is None else list(samples)
+    own = {instance.number: instance for instance in fleet}
+    return Stage(own, slices, samples, pool, placing, setting, landed=OFTEN)
+
+
+def standing(stage: Stage) -> Standing:
+    """Of this process's slices."""
+    return [
+        (sample.sample_id, number, len(sample.tokens))
+        for number, instance in stage.fleet.items()
+        for sample in instance.samples
+        if not sample.done
+    ]
+
+
+def orders(stage: Stage, where: Standing) -> Orders:
+    """What the plan says of samples that stand so, and of those that wait."""
+    assert stage.placing.decide is not None
+    stage.landed = 0
+    ids = [*(one for one, _, _ in where), *stage.pool]
+    places = [*(place for _, place, _ in where), *(WAITS for _ in stage.pool)]
+    generated = np.array([*(tokens for _, _, tokens in where), *(0 for _ in stage.pool)], int)
+    if not ids:
+        return Orders([], [], [])
+    plan = stage.placing.decide(_view(stage, ids, places, generated))
+    return Orders(
+        admissions=[(ids[index], to) for index, to in plan.admissions],
+        moves=[(ids[index], places[index], to) for index, to in plan.moves],
+        freed=np.flatnonzero(plan.freed).tolist(),
+    )
+
+
+def carry_out(stage: Stage, wanted: Orders, carry: Callable[[int, int, int], None] | None = None) -> None:
+    """Do what the orders say of this process's slices; `carry` moves a sample from or to another process."""
+    for sample_id, source, target in wanted.moves:
+        if source in stage.fleet and target in stage.fleet:
+            _reassign(stage.fleet[source], stage.fleet[target], stage.samples[sample_id], stage.setting.decoding)
+        elif carry is not None:
+            carry(sample_id, source, target)
+    for sample_id, number in wanted.admissions:
+        if number in stage.fleet:
+            stage.fleet[number].queue.append(stage.samples[sample_id])
+    stage.freed = tuple(wanted.freed)
+    for number, instance in stage.fleet.items():
+        instance.freed = number in stage.freed
+    begun = {sample_id for sample_id, _ in wanted.admissions}
+    stage.pool = [sample_id for sample_id in stage.pool if sample_id not in begun]
 
 
 def _reassign(source: Instance, target: Instance, sample: Sample, decoding: Decoding) -> None:
@@ -70,21 +130,21 @@ def _reassign(source: Instance, target: Instance, sample: Sample, decoding: Deco
         target.queue.append(sample)
 
 
-def _view(fleet: list[Instance], samples: list[Sample], places: list[int], placing: Placing, setting: Setting) -> View:
-    generated = np.array([len(sample.tokens) for sample in samples])
-    limit = np.array([sample.request.max_new_tokens for sample in samples])
-    earlier = [np.array([len(text) for text in sample.request.history]) for sample in samples]
-    move_seconds, token_seconds = _price_of_a_move(fleet[0])
+def _view(stage: Stage, ids: list[int], places: list[int], generated: np.ndarray) -> View:
+    instance, requests = next(iter(stage.fleet.values())), [stage.samples[one].request for one in ids]
+    limit = np.array([request.max_new_tokens for request in requests])
+    earlier = [[len(text) for text in request.history] for request in requests]
+    move_seconds, token_seconds = _price_of_a_move(instance)
     return View(
         place=np.array(places),
-        left=lengths.remaining(placing.lengths, generated, limit, earlier),
-        context=generated + np.array([len(sample.prompt) for sample in samples]),
-        rows=setting.decoding.rows,
-        slices=len(fleet),
-        speed=_speed(fleet[0], setting),
+        left=lengths.remaining(stage.placing.lengths, generated, limit, earlier),
+        context=generated + np.array([len(request.prompt) for request in requests]),
+        rows=stage.setting.decoding.rows,
+        slices=len(stage.slices),
+        speed=_speed(instance, stage.setting),
         move_seconds=move_seconds,
         token_seconds=token_seconds,
-        freed=np.array([instance.freed for instance in fleet]),
+        freed=np.isin(np.arange(len(stage.slices)), stage.freed),
     )
 
 

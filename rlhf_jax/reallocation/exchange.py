@@ -1,4 +1,4 @@
-"""Rows with their caches from one slice to another: `depart`, `send`, `arrive`. All leaves of a row go together.
+"""Rows with their caches from one slice to another: `depart`, `send` or `across`, `arrive`. All of a row goes together.
 
 Only the part of the caches that holds something travels, rounded up to a width of its own programs. Nothing is
 computed again, and no row that stays is touched.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax.mesh import ROW_AXES, fitting, pin_rows, row_shardings, row_shards, row_spec
+from rlhf_jax.mesh import AXES, ROW_AXES, fitting, pin_rows, row_shards, row_spec
 from rlhf_jax.types import Array, Cache, DecodeState
 
 NARROWEST = 64  # token slots of a parcel: this many, or twice, four times ... as many
@@ -41,7 +43,8 @@ def depart(state: DecodeState, rows: Array, slots: int, mesh: Mesh | None = None
         cache=_cut(state.cache, slots),
         draft=state.draft and dataclasses.replace(state.draft, cache=_cut(state.draft.cache, slots)),
     )
-    return jax.tree.map(lambda leaf: _pick(leaf, rows, mesh), cut)
+    parcel = jax.tree.map(lambda leaf: _pick(leaf, rows, mesh), cut)
+    return parcel if mesh is None else jax.lax.with_sharding_constraint(parcel, _places(parcel, mesh))
 
 
 def _cut(cache: Cache, slots: int) -> Cache:
@@ -63,9 +66,56 @@ def _pick(leaf: Array, rows: Array, mesh: Mesh | None) -> Array:
     return jax.shard_map(own, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(None, *spec[1:]))(leaf)
 
 
+def _parcel_spec(leaf: Array, mesh: Mesh) -> PartitionSpec:
+    """Where a parcel lies on a slice: whole rows, caches over tensor as the state's."""
+    return PartitionSpec(None, *fitting(row_spec(leaf.ndim), leaf.shape, mesh)[1:])
+
+
+def _places(parcel: DecodeState, mesh: Mesh) -> DecodeState:
+    return jax.tree.map(lambda leaf: NamedSharding(mesh, _parcel_spec(leaf, mesh)), parcel)
+
+
 def send(parcel: DecodeState, mesh: Mesh | None) -> DecodeState:
     """The parcel on another slice of this process."""
-    return parcel if mesh is None else jax.device_put(parcel, row_shardings(parcel, mesh))
+    return parcel if mesh is None else jax.device_put(parcel, _places(parcel, mesh))
+
+
+def across(parcels: Sequence[DecodeState], here: Mesh, source: Mesh, target: Mesh) -> DecodeState:
+    """A parcel from one slice to another, of another process: both processes call this, in the same order.
+
+    parcels: what this process has on the two slices: the one that departed, or on the target's side anything of its
+    shape. Returns what lies on `here` afterwards, which has a meaning on the target. No other device takes part.
+    """
+    pair = Mesh(np.concatenate([source.devices, target.devices]), AXES, axis_types=source.axis_types)
+    both = jax.tree.map(functools.partial(_on_pair, pair), *parcels)
+    return jax.tree.map(functools.partial(_part_of, here), _passed(both, pair))
+
+
+def _on_pair(pair: Mesh, *leaves: jax.Array) -> jax.Array:
+    """[2, R, ...], a slice's part each."""
+    sharding = NamedSharding(pair, PartitionSpec("slices", *_parcel_spec(leaves[0], pair)))
+    parts = [shard.data[None] for leaf in leaves for shard in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays((2, *leaves[0].shape), sharding, parts)
+
+
+@functools.partial(jax.jit, static_argnames=("pair",), donate_argnames=("parcels",))
+def _passed(parcels: DecodeState, pair: Mesh) -> DecodeState:
+    """The first slice's parcels [2, R, ...] on the second."""
+
+    def pass_on(leaf: Array) -> Array:
+        spec = PartitionSpec("slices", *_parcel_spec(leaf[0], pair))
+        step = functools.partial(jax.lax.ppermute, axis_name="slices", perm=[(0, 1)])
+        return jax.shard_map(step, mesh=pair, in_specs=spec, out_specs=spec)(leaf)
+
+    return jax.tree.map(pass_on, parcels)
+
+
+def _part_of(here: Mesh, leaf: jax.Array) -> jax.Array:
+    devices = set(here.devices.flat)
+    parts = [shard.data[0] for shard in leaf.addressable_shards if shard.device in devices]
+    shape = leaf.shape[1:]
+    place = NamedSharding(here, _parcel_spec(jax.ShapeDtypeStruct(shape, leaf.dtype), here))
+    return jax.make_array_from_single_device_arrays(shape, place, parts)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
