@@ -19,6 +19,7 @@ FLOORS = {
     "rlhf_jax/config.py": 1,
     "rlhf_jax/mesh.py": 1,
     "rlhf_jax/metrics.py": 1,
+    "rlhf_jax/timeline.py": 1,
     "rlhf_jax/checkpoint": 1,
     "rlhf_jax/report": 1,
     "rlhf_jax/data": 1,

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from launch import report as command
-from rlhf_jax import metrics
+from rlhf_jax import metrics, timeline
 from rlhf_jax.report.charts import line_chart, lines_chart, share_chart, stacked_chart
 from rlhf_jax.report.drafting import NAMED, table
 from rlhf_jax.report.page import PAIRS, write_report
-from rlhf_jax.report.run import Series
-from rlhf_jax.report.scales import axis_number, domain, duration, groups, reading, smooth, ticks
+from rlhf_jax.report.run import Series, read_run
+from rlhf_jax.report.scales import axis_number, domain, duration, groups, reading, share, smooth, ticks, volume
+from rlhf_jax.report.timeline import BARS, picture
 
 CONFIG = {
     "steps": 3,
@@ -259,6 +260,85 @@ def test_a_line_of_no_strategy_is_one_sentence(tmp_path):
         page(tmp_path, [row(0)], strategies=[{"step": 4}])
 
 
+def rounds(slices, count, rows=lambda index: 64 - index % 64, seconds=0.5, strategy="lookup-chain-2"):
+    """`count` rounds of each slice, one after the other."""
+    return [
+        timeline.Span(part, "generate", seconds * index, seconds * (index + 1), rows(index), strategy, 100)
+        for part in range(slices)
+        for index in range(count)
+    ]
+
+
+def traced(folder, spans, slices, step=0, **files):
+    timeline.write(folder, step, spans, slices)
+    return page(folder, [row(step)], **files)
+
+
+def test_the_timeline_has_a_lane_for_each_slice(tmp_path):
+    came = timeline.Span(1, "exchange", 1.0, 1.0, 2, "", 3_000_000)
+    spans = [came, *rounds(3, 4, rows=lambda index: 4 - index, strategy=TREE)]
+    spans += [timeline.Span(2, "inference", 2.5, 3.0, 8, "reference", 900)]
+    seen = traced(tmp_path, spans, 4, step=12)
+    assert "4 slices, idle for 46% of the time; 2 samples moved with caches of 3.00 MB." in seen.text
+    assert "timeline/step-000012.json" in seen.text and "Step 12" in seen.text
+    assert "1 row 2 rows 3–4 rows inference samples came idle" in seen.text
+    assert "What each slice did in step 12" in seen.charts()
+    for part, idle in enumerate(("33%", "33%", "17%", "100%")):
+        assert any(title.startswith(f"slice {part}, 0 to") for title in seen.titles)
+        assert f" {idle}" in seen.text
+    assert "slice 0, 0 to 0.06 s\n4.00 rows, model-tree of 3\nidle 0%" in seen.titles
+    assert (
+        "slice 1, 1.00 to 1.06 s\n2.00 rows, model-tree of 3\n2 samples came with caches of 3.00 MB\nidle 0%"
+        in seen.titles
+    )
+    assert "slice 2, 2.50 to 2.56 s\ninference 100%\nidle 0%" in seen.titles
+    (full,) = seen.all("path", "rows-4")
+    assert full["d"] == "M0.0 26.8H333.3v196.4H0.0zM0.0 276.8H333.3v196.4H0.0zM0.0 526.8H333.3v196.4H0.0z"
+    assert len(seen.all("path", "mark")) == 1 and len(seen.all("path", "inference")) == 1
+
+
+@pytest.mark.parametrize("slices", [2, 64, 200])
+def test_a_timeline_of_thousands_of_rounds_stays_small(tmp_path, slices):
+    random = np.random.default_rng(0)
+    spans = rounds(slices, 4000 // slices * 5, rows=lambda index: int(random.integers(1, 65)))
+    at = random.uniform(0, 100, 3000)
+    spans += [timeline.Span(int(random.integers(slices)), "exchange", t, t, 1, "", 10**8) for t in at]
+    timeline.write(tmp_path, 0, spans, slices)
+    page(tmp_path, [row(0)])
+    chart = picture(read_run(tmp_path))
+    assert chart is not None
+    drawn = Page(chart.svg)
+    assert len(chart.svg) < 100_000 and sum(path["d"].count("z") for path in drawn.all("path", "rows-4")) <= BARS
+    named = {title.split(",")[0] for title in drawn.titles}
+    assert named >= {"slice 0", f"slice {slices - 1}"} and len(named) == min(slices, 128)
+    assert ("128 of 200 slices" in chart.note) == (slices == 200)
+
+
+def test_where_one_slice_only_generates_there_is_no_picture(tmp_path):
+    assert "Perfetto" not in traced(tmp_path, rounds(1, 3), 1).text
+    spans = [*rounds(1, 3), timeline.Span(0, "inference", 1.5, 2.0, 8, "reference", 0)]
+    assert "1 slice, idle for 0% of the time. " in traced(tmp_path, spans, 1).text
+    assert "Perfetto" not in traced(tmp_path, [], 4).text, "nothing happened"
+
+
+def test_the_latest_trace_is_drawn_and_a_damaged_one_named(tmp_path):
+    for step in (9, 10):
+        seen = traced(tmp_path, rounds(2, 3), 2, step=step)
+    assert "Step 10" in seen.text and "Step 9" not in seen.text
+    (tmp_path / "timeline/step-000010.json").write_text('{"traceEvents": [{"ph": "X"')
+    with pytest.raises(ValueError, match=r"step-000010.json is no trace .*; take it away, and the report does without"):
+        write_report(tmp_path)
+
+
+def test_idle_time_and_moves_are_drawn_where_there_are_any(tmp_path):
+    none = {"generation/idle_share": 0.0, "generation/moved_bytes": 0}
+    assert not {"Idle time", "generation/idle_share"} & set(page(tmp_path, [row(0, **none), row(1, **none)]).charts())
+    some = {"generation/idle_share": 0.25, "generation/moved_bytes": 2e9}
+    seen = page(tmp_path, [row(0, **none), row(1, **some)])
+    assert seen.charts().index("Moved between slices") == seen.charts().index("Idle time") + 1
+    assert "generation/moved_bytes" not in seen.charts() and "2G" in seen.text
+
+
 def line(values, steps=None):
     return Series("loss", np.arange(len(values)) if steps is None else np.array(steps), np.array(values, np.float64))
 
@@ -361,6 +441,8 @@ def test_numbers_are_read_at_a_glance():
     assert [axis_number(*pair) for pair in ((0.25, 0.05), (-0.0, 1), (1500, 500), (20_000, 10_000), (-2e-5, 1e-5))] == [
         "0.25", "0", "1,500", "20k", "−2e−5"
     ]  # fmt: skip
+    assert [volume(v) for v in (12, 45_600, 1.234e9)] == ["12 bytes", "45.6 kB", "1.23 GB"]
+    assert [share(*pair) for pair in ((1, 3), (1, 999), (0, 1), (1, 0))] == ["33%", "<1%", "0%", "0%"]
     assert [duration(s) for s in (8.53, 260, 11_100, 187_300)] == ["8.5 s", "4 min 20 s", "3 h 05 min", "2 d 4 h"]
 
 

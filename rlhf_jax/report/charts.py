@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ MOST = 200  # points of a line, bars, and places to point at
 UNITS = 1000  # of the box that paths are drawn in
 LABEL = 16  # pixels between two labels
 ROW = 40  # pixels between two lines of the grid, or more
+LANES = (5, 28, 576)  # pixels of a lane at least and at most, and of all together where that is possible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,18 @@ class Chart:
     note: str
     svg: str
     legend: tuple[tuple[str, str], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """A row of `lanes_chart`: what to call it, bars as (class, left, right), tips as (text, left, right), marks, and a
+    word at its end."""
+
+    name: str
+    bars: Sequence[tuple[str, float, float]]
+    tips: Sequence[tuple[str, float, float]]
+    marks: Sequence[float]
+    end: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +171,52 @@ def stacked_chart(
     return _svg(f"{title} by step", height, _grid(frame), _stretched(bars), targets, _spikes(sums, frame))
 
 
+def lanes_chart(title: str, lanes: Sequence[Lane], right: float, heading: str) -> str:
+    """SVG of lanes from 0 to `right`, their bars over a ground of class 'idle'; `heading` stands over their ends."""
+    least, most, together = LANES
+    pitch = min(max(together // len(lanes), least), most)
+    frame = Frame(0.0, right, 0.0, float(len(lanes)), 1.0, pitch * len(lanes))
+    ground = [("idle", index, 0.0, right) for index in range(len(lanes))]
+    bars = [(kind, index, start, end) for index, lane in enumerate(lanes) for kind, start, end in lane.bars]
+    kinds = dict.fromkeys(kind for kind, *_ in bars)
+    paths = [_lane_bars(kind, [bar for bar in ground + bars if bar[0] == kind], frame) for kind in ("idle", *kinds)]
+    marks = [(frame.x(at), (index + 0.5) / len(lanes)) for index, lane in enumerate(lanes) for at in lane.marks]
+    dots = "".join(f"M{UNITS * x:.1f} {UNITS * y:.1f}h0" for x, y in marks)
+    paths += [f'<path class="mark" stroke-width="{max(2, min(pitch - 4, 7))}" d="{dots}"/>'] if dots else []
+    words = f'<text class="tick" x="100%" dx="10" y="-9">{html.escape(heading)}</text>'
+    labels = [_lane_labels(lanes, pitch), words, _columns(frame, tick_step(0.0, right, 6))]
+    return _svg(title, frame.height, _stretched("".join(paths)), *labels, _lane_tips(lanes, frame))
+
+
+def _lane_bars(kind: str, bars: Sequence[tuple[str, int, float, float]], frame: Frame) -> str:
+    """One path of all bars of a class; a fifth of a lane, in whole pixels, is left between two."""
+    pixel, pitch = UNITS / frame.height, frame.height // frame.top
+    gap = round(pitch / 4.5)
+    tall = pixel * (pitch - gap)
+    places = [(frame.x(left), pixel * (pitch * index + gap // 2), frame.x(right)) for _, index, left, right in bars]
+    drawn = "".join(f"M{UNITS * x:.1f} {y:.1f}H{UNITS * end:.1f}v{tall:.1f}H{UNITS * x:.1f}z" for x, y, end in places)
+    return f'<path class="{kind}" d="{drawn}"/>'
+
+
+def _lane_labels(lanes: Sequence[Lane], pitch: int) -> str:
+    """Names and ends, as many as have room."""
+    shown = range(0, len(lanes), math.ceil(LABEL / pitch))
+    middles = [(lanes[index], f'y="{(index + 0.5) * pitch:.1f}" dy=".34em"') for index in shown]
+    names = [
+        f'<text class="tick" x="-10" {at} text-anchor="end">{html.escape(lane.name)}</text>' for lane, at in middles
+    ]
+    ends = [f'<text class="tick" x="100%" dx="10" {at}>{html.escape(lane.end)}</text>' for lane, at in middles]
+    return "".join([*names, *ends])
+
+
+def _lane_tips(lanes: Sequence[Lane], frame: Frame) -> str:
+    return "".join(
+        _target(frame, left, right, text, f'y="{_percent(index / len(lanes))}" height="{_percent(1 / len(lanes))}"')
+        for index, lane in enumerate(lanes)
+        for text, left, right in lane.tips
+    )
+
+
 def _frame(shown: Sequence[Series], height: int) -> Frame:
     steps = np.concatenate([line.steps for line in shown])
     bottom, top, mark = domain(np.concatenate([line.values for line in shown]), height // ROW)
@@ -184,8 +244,12 @@ def _rows(frame: Frame) -> str:
 
 
 def _grid(frame: Frame) -> str:
-    step = max(1.0, tick_step(frame.left, frame.right, 6))
-    return _rows(frame) + "".join(
+    return _rows(frame) + _columns(frame, max(1.0, tick_step(frame.left, frame.right, 6)))
+
+
+def _columns(frame: Frame, step: float) -> str:
+    """Labels below the chart."""
+    return "".join(
         f'<text class="tick" x="{_percent(frame.x(mark))}" y="{frame.height + 20}" text-anchor="middle">'
         f"{axis_number(mark, step)}</text>"
         for mark in ticks(frame.left, frame.right, step)
@@ -255,9 +319,9 @@ def _bands(steps: np.ndarray, frame: Frame) -> Iterator[tuple[slice, float, floa
     yield from zip(parts, edges[:-1], edges[1:], strict=True)
 
 
-def _target(frame: Frame, left: float, right: float, text: str) -> str:
+def _target(frame: Frame, left: float, right: float, text: str, rows: str = 'height="100%"') -> str:
     start, width = _percent(frame.x(left)), _percent(frame.x(right) - frame.x(left))
-    return f'<rect class="at" x="{start}" width="{width}" height="100%"><title>{html.escape(text)}</title></rect>'
+    return f'<rect class="at" x="{start}" width="{width}" {rows}><title>{html.escape(text)}</title></rect>'
 
 
 def _tip(steps: np.ndarray, values: np.ndarray, name: str) -> str:

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from rlhf_jax.report.charts import Chart, line_chart, lines_chart, share_chart, stacked_chart
 from rlhf_jax.report.run import THIRDS, Row, Run, Series, series
-from rlhf_jax.report.scales import reading
+from rlhf_jax.report.scales import reading, share
 
 DRAFTERS = {"none": "plain", "lookup": "lookup", "replay": "replay", "model": "model"}  # as a reader calls them
 SHADES = (2, 4, 8)  # drafts up to which a strategy has the first, second and third shade of its drafter's colour
@@ -76,7 +76,7 @@ def _by_live_rows(title: str, rows: list[Row], every: list[Row]) -> Chart:
     tips = [_tip(size, [row for row in rows if row["live"] == size]) for size in sizes]
     drawn = [(kind, shares) for kind, shares in layers if shares.any()]
     svg = share_chart(title, [f"{size}" for size in sizes], drawn, tips, height=260 if rows is every else 190)
-    legend = tuple((drafter, f"{name} {share}") for drafter, name, share in _drafter_shares(rows))
+    legend = tuple((drafter, f"{name} {part}") for drafter, name, part in _drafter_shares(rows))
     note = "% of rounds, by live rows rounded up; fuller colour for longer drafts" if rows is every else ""
     return Chart(title, note, Markup(svg), legend)
 
@@ -85,7 +85,7 @@ def _drafter_shares(rows: list[Row]) -> list[tuple[str, str, str]]:
     """(drafter, what it is called, its share of all rounds) of those that drafted."""
     rounds = _summed(rows, lambda row: row["drafter"])
     every = sum(figures["rounds"] for figures in rounds.values())
-    return [(key, name, _share(rounds[key]["rounds"], every)) for key, name in DRAFTERS.items() if key in rounds]
+    return [(key, name, share(rounds[key]["rounds"], every)) for key, name in DRAFTERS.items() if key in rounds]
 
 
 def _tip(size: int, rows: list[Row]) -> str:
@@ -95,7 +95,7 @@ def _tip(size: int, rows: list[Row]) -> str:
     heading = "1 live row" if size == 1 else f"{size // 2 + 1} to {size} live rows" if size > 2 else "2 live rows"
     rare = sum(rounds for rounds, _ in played[SPOKEN:])
     named = [*played[:SPOKEN], *([(rare, f"{len(played) - SPOKEN} others")] if rare else [])]
-    return "\n".join([f"{heading}, {every:,.0f} rounds", *(f"{name} {_share(n, every)}" for n, name in named)])
+    return "\n".join([f"{heading}, {every:,.0f} rounds", *(f"{name} {share(n, every)}" for n, name in named)])
 
 
 def _shares(rows: list[Row]) -> Chart:
@@ -104,7 +104,7 @@ def _shares(rows: list[Row]) -> Chart:
     layers = [(key, series(own, f"strategy/share_{key}", DRAFTERS[key])) for key, own in found if len(own) == len(most)]
     scaled = [Series(line.name, line.steps, 100 * line.values) for _, line in layers]
     kinds, title = [key for key, line in layers if line], "Drafters"
-    svg = stacked_chart(title, scaled, kinds=kinds, say=lambda share: f"{share:.0f}%", whole=False)
+    svg = stacked_chart(title, scaled, kinds=kinds, say=lambda part: f"{part:.0f}%", whole=False)
     return Chart(title, "% of a step's rounds", Markup(svg), tuple((key, DRAFTERS[key]) for key in kinds))
 
 
@@ -135,7 +135,7 @@ def _outcome(label: str, name: str, figures: collections.Counter, every: float) 
         label=label,
         name=name,
         rounds=f"{figures['rounds']:,.0f}",
-        share=_share(figures["rounds"], every),
+        share=share(figures["rounds"], every),
         tokens_per_row=f"{_ratio(figures['tokens'], figures['live_rows']):.2f}",
         predicted=reading(predicted) if predicted else "—",
         realised=reading(realised) if realised else "—",
@@ -162,10 +162,6 @@ def _label(drafter: str, drafts: int, name: str) -> str:
 
 def _per_cent(part: float, whole: float) -> float:
     return 100 * _ratio(part, whole)
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{_per_cent(part, whole):.0f}%" if not 0 < _per_cent(part, whole) < 0.5 else "<1%"
 
 
 def _ratio(above: float, below: float) -> float:

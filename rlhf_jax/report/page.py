@@ -11,7 +11,7 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from rlhf_jax.report import drafting
+from rlhf_jax.report import drafting, timeline
 from rlhf_jax.report.charts import Chart, line_chart, stacked_chart
 from rlhf_jax.report.run import Row, Run, Series, read_run, series
 from rlhf_jax.report.scales import duration, reading, signed, smooth
@@ -81,6 +81,8 @@ def render(run: Run, device: str = "") -> str:
         facts=facts(run, device),
         figures={"big": rewards(run), "small": headline(run)},
         charts=charts(run),
+        picture=timeline.picture(run),
+        words=timeline.words,
         drafting=drafting.charts(run) if drafting.drafts(run) else [],
         outcomes=drafting.table(run.strategies),
         others=other_charts(run),
@@ -127,16 +129,18 @@ def headline(run: Run) -> list[Figure]:
 
 
 def charts(run: Run) -> list[Chart]:
-    """The reward's chart, those of CHARTS that have values, and the stages'; what drafts bring, of a fixed strategy."""
+    """The reward's chart, those of CHARTS that have values, and the stages'; what drafts bring, of a fixed strategy,
+    and what slices left undone and moved."""
     fixed = run.config.get("generation.strategy") != "plain" and not drafting.drafts(run)
     drawn = [_chart(run.metrics, *chart) for chart in CHARTS + (drafting.GAINS if fixed else ())]
+    drawn += timeline.charts(run.metrics)
     return [chart for chart in (_reward_chart(run), *drawn, _stage_chart(run.metrics)) if chart.svg]
 
 
 def other_charts(run: Run) -> list[Chart]:
     """A small chart for each number that has none above."""
     shown = {"step", "step/seconds", "reward/mean", *(key for key, *_ in CHARTS + drafting.GAINS)}
-    shown |= {f"{stage}/seconds" for stage in STAGES}
+    shown |= {f"{stage}/seconds" for stage in STAGES} | {*timeline.OWN}
     own = drafting.OWN if drafting.drafts(run) else ()
     keys = sorted({key for row in run.metrics for key in row if not key.startswith(own)} - shown)
     small = [Chart(key, "", Markup(line_chart(key, series(run.metrics, key), height=84))) for key in keys]

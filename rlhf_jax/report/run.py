@@ -31,6 +31,34 @@ class Series:
 
 
 @dataclasses.dataclass(frozen=True)
+class Trace:
+    """What each slice did in a step, a column of each: [n] spans by when they began, which overlap on no slice."""
+
+    step: int
+    slices: int
+    slice: np.ndarray
+    kind: np.ndarray  # "generate", "exchange" or "inference"
+    name: np.ndarray  # the strategy of a round, the model that scored
+    began: np.ndarray  # seconds from the first,
+    ended: np.ndarray
+    rows: np.ndarray  # live ones of a round, samples of an exchange
+    amount: np.ndarray  # tokens, bytes of an exchange
+
+    @property
+    def file(self) -> str:
+        """Where it stands in the workdir."""
+        return f"timeline/step-{self.step:06d}.json"
+
+    def __len__(self) -> int:
+        return len(self.slice)
+
+    def where(self, chosen: np.ndarray) -> Trace:
+        """The spans that are chosen [n]."""
+        columns = {name: column[chosen] for name, column in vars(self).items() if isinstance(column, np.ndarray)}
+        return dataclasses.replace(self, **columns)
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
     """The files of a run; of the samples, only the first and the last batch, held-out ones where there are any."""
 
@@ -41,10 +69,11 @@ class Run:
     evaluations: list[Row]  # step and means, an evaluation each
     samples: list[tuple[int, list[Row]]]  # none, one or two (step, samples); held out where `evaluations` is not empty
     strategies: list[Row]  # sums over each `third` (0, 1, 2) of the steps, by live rows and strategy
+    trace: Trace | None = None  # the latest
 
 
 def read_run(workdir: str | pathlib.Path) -> Run:
-    """The run in `workdir`, whatever it has of config, metrics, evaluations, samples and strategies.
+    """The run in `workdir`, whatever it has of config, metrics, evaluations, samples, strategies and traces.
 
     Raises FileNotFoundError where there is neither config.json nor metrics.jsonl, ValueError at a damaged line; a
     torn last line is left out, since the run may be writing it.
@@ -64,6 +93,7 @@ def read_run(workdir: str | pathlib.Path) -> Run:
         evaluations=evaluations,
         samples=held_out or _first_and_last(folder / "samples.jsonl"),
         strategies=_strategies(folder / "strategies.jsonl", metrics[-1]["step"] + 1 if metrics else 1),
+        trace=_latest_trace(folder / "timeline"),
     )
 
 
@@ -141,3 +171,34 @@ def _strategies(path: pathlib.Path, steps: int) -> list[Row]:
         known = sums.setdefault(tuple(names.values()), names)
         known |= {name: known.get(name, 0) + row[name] for name in row.keys() - {"step", *PLACE}}
     return list(sums.values())
+
+
+def _latest_trace(folder: pathlib.Path) -> Trace | None:
+    """The trace of the last step that left one."""
+    found = sorted(folder.glob("step-*.json"))
+    if not found:
+        return None
+    try:
+        events = json.loads(found[-1].read_text(encoding="utf-8"))["traceEvents"]
+        return _trace(int(found[-1].stem.removeprefix("step-")), events)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{found[-1]} is no trace ({error!r}); take it away, and the report does without.") from None
+
+
+def _trace(step: int, events: list[Row]) -> Trace:
+    """The complete events of a trace, whose threads are the slices."""
+    threads = sorted(event["tid"] for event in events if event["name"] == "thread_name")
+    spans = [event for event in events if event["ph"] == "X"]
+    began = np.array([event["ts"] for event in spans], np.float64) / 1e6
+    figures = np.array([[*event["args"].values()] for event in spans], np.int64).reshape(-1, 2)
+    return Trace(
+        step=step,
+        slices=len(threads),
+        slice=np.searchsorted(threads, [event["tid"] for event in spans]),
+        kind=np.array([event["cat"] for event in spans], str),
+        name=np.array([event["name"] for event in spans], str),
+        began=began,
+        ended=began + np.array([event["dur"] for event in spans], np.float64) / 1e6,
+        rows=figures[:, 0],
+        amount=figures[:, 1],
+    )

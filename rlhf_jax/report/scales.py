@@ -108,6 +108,20 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
+def share(part: float, whole: float) -> str:
+    """25%; <1% of what is little and not nothing."""
+    per_cent = 100 * part / whole if whole else 0.0
+    return "<1%" if 0 < per_cent < 0.5 else f"{per_cent:.0f}%"
+
+
+def volume(amount: float) -> str:
+    """1.23 GB, 45.6 MB, 789 kB, 12 bytes."""
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if amount >= size:
+            return f"{reading(amount / size)} {unit}"
+    return f"{amount:.0f} bytes"
+
+
 def signed(text: str) -> str:
     """The text with a true minus sign, and exponents without leading zeros."""
     return text.replace("e-0", "e-").replace("-", "−")
