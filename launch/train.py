@@ -1,6 +1,6 @@
 """RLHF in one command: python launch/train.py --config configs/quickstart.py --config.any.key=value
 
-The same command again goes on from the last checkpoint.
+The same command again goes on from the last checkpoint. As several processes: launch/local.sh, slurm.sh, tpu.sh.
 """
 
 from __future__ import annotations
@@ -13,22 +13,25 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
 
-from rlhf_jax import build, command_line, memory, metrics, rlhf
+from rlhf_jax import build, command_line, memory, metrics, processes, rlhf
 from rlhf_jax import mesh as meshes
 from rlhf_jax.checkpoint.store import Checkpoints, named_leaves
 from rlhf_jax.collect import compile_rounds, evaluate
-from rlhf_jax.config import Config
+from rlhf_jax.config import Config, flat
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation.rollout import Tally
 from rlhf_jax.generation.samples import RoundReport
 from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.model import huggingface
 from rlhf_jax.model.source import digest
+from rlhf_jax.processes import Place
 from rlhf_jax.report.page import ALGORITHMS, write_report
 from rlhf_jax.stages import Frozen, Memory, Stages, drafter_of
 from rlhf_jax.stopping import Stop, Stopped, listening
@@ -38,28 +41,43 @@ from rlhf_jax.types import Experience, TrainState
 from rlhf_jax.watchdog import Watchdog
 
 EVALUATION_SEED = 1 << 31  # keeps evaluation's noise apart from training's
+STOP = "stop"  # the word under which a signal is published
 STEPS = {"reward": rlhf.step, "distill": rlhf.distill_step}  # by objective
 
 
 def main(argv: list[str]) -> int:
     """The exit code; a mistake of the user's is one sentence on stderr."""
+    place = Place()
     try:
-        train(command_line.read(argv))
+        place, argv = command_line.place(argv)
+        if place.size is None:  # which rank this is, and so whether it speaks, is known only then
+            processes.start(place)
+        config = command_line.read(argv)
+        if place.size is not None:
+            processes.start(place)
+        train(config)
     except Stopped as stopped:
-        print(f"{str(stopped).capitalize()}: {' '.join(stopped.__notes__)}.", file=sys.stderr)
-        return stopped.exit_code
+        return processes.leave(stopped.exit_code, f"{str(stopped).capitalize()}: {' '.join(stopped.__notes__)}.", place)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return processes.leave(2, f"error: {error}", place)
     except jax.errors.JaxRuntimeError as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        change = "lower training.microbatch_rows or generation.rows"
-        print(f"error: the device failed ({reason}); if its memory is full, {change}.", file=sys.stderr)
-        return 1
+        return processes.leave(1, f"error: {_of_device(error)}.", place)
     except KeyboardInterrupt:
-        print("error: stopped by the keyboard; what was written stays in the workdir.", file=sys.stderr)
-        return 130
-    return 0
+        said = "error: stopped by the keyboard; what was written stays in the workdir."
+        return processes.leave(130, said, place)
+    return processes.leave(0, "", place)
+
+
+def _of_device(error: Exception) -> str:
+    """What an error of the runtime says, and what to do."""
+    reason = str(error).splitlines()[0].rstrip(".")
+    if processes.started() and "RESOURCE_EXHAUSTED" not in reason:
+        return (
+            f"the processes cannot go on together ({reason}); where one has ended its own words say why, and the same"
+            " command goes on from the last checkpoint"
+        )
+    change = "lower training.microbatch_rows or generation.rows"
+    return f"the device failed ({reason}); if its memory is full, {change}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,32 +88,56 @@ class Setting:
     stages: Stages
     models: Frozen
     saved: Checkpoints
-    writer: metrics.Writer
+    writer: metrics.Writer | None  # the leader's; the others write nothing
     watch: Watch
 
 
 def train(config: Config) -> None:
     """The run that a config describes. Mistakes are found before any weight is loaded."""
     fix_kernels(config)
-    run = build.prepare(config)
-    announce(run)
+    run = processes.in_step(lambda: build.prepare(config))
+    processes.in_step(lambda: announce(run))
     if config.dry_run:
         return
     keep_programs(config.compilation_cache)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(listening())
+        check_alike(run)
         saved = stack.enter_context(checkpoints(run))
         optimizers = build.make_optimizers(run)
         state, remembered = start_or_resume(run, optimizers, saved)
-        writer = metrics.open_run(run.workdir, config.to_json_best_effort(), int(state.step))
-        stack.callback(writer.close)
-        progress = stack.enter_context(metrics.Progress(config.steps, int(state.step)))
-        watchdog = stack.enter_context(Watchdog(config.watchdog_seconds, progress.say))
+        opened = functools.partial(metrics.open_run, run.workdir, config.to_json_best_effort(), int(state.step))
+        writer = processes.in_step(lambda: opened() if processes.leads() else None)
+        stack.callback(writer.close if writer else lambda: None)
+        progress = stack.enter_context(metrics.Progress(config.steps, int(state.step), screen()))
+        watchdog = stack.enter_context(Watchdog(config.watchdog_seconds, progress.say if writer else _say_by_rank))
         watch = Watch(progress, watchdog, stop)
         stages, models = build.make_stages(run, optimizers, stack, watch.working), build.frozen(run)
         setting = Setting(run, stages, models, saved, writer, watch)
         state = loop(setting, state, remembered, make_evaluation(setting, remembered, stack))
     finish(run, state)
+
+
+def check_alike(run: build.Run) -> None:
+    """Raise ValueError where a process was given another config, model or data than the leader."""
+    if not processes.started():
+        return
+    found = processes.gather(build.identity(run) | flat(run.config))
+    for rank, other in enumerate(found):
+        for key, value in found[0].items():
+            if other.get(key) != value:
+                raise ValueError(
+                    f"{key} is {other.get(key)!r} on rank {rank} and {value!r} on rank 0: give all the same."
+                )
+
+
+def screen() -> Console:
+    """Where progress is shown: the leader's."""
+    return Console(quiet=not processes.leads())
+
+
+def _say_by_rank(line: str) -> None:
+    print(f"rank {processes.rank()}: {line}", file=sys.stderr, flush=True)
 
 
 def checkpoints(run: build.Run) -> Checkpoints:
@@ -112,7 +154,8 @@ def start_or_resume(run: build.Run, optimizers: Optimizers, saved: Checkpoints) 
     if found is None:
         return build.new_state(run, optimizers), remembered
     remembered.restore(found.host)
-    print(f"Going on from step {found.step}, saved in {run.workdir}/checkpoints; another workdir starts anew.\n")
+    if processes.leads():
+        print(f"Going on from step {found.step}, saved in {run.workdir}/checkpoints; another workdir starts anew.\n")
     return found.state, remembered
 
 
@@ -140,9 +183,8 @@ def loop(setting: Setting, state: TrainState, remembered: Memory, evaluate: Eval
         )
         raise
     except Exception:
-        if not any(
-            leaf.is_deleted() for leaf in jax.tree.leaves(state)
-        ):  # else an update has begun, and used the state up
+        whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))  # no update has begun, and used it up
+        if whole and processes.all_here("a failed step"):
             with contextlib.suppress(OSError):  # the first error is the one to be told
                 save(setting, state, remembered)
         raise
@@ -160,15 +202,27 @@ def one_step(setting: Setting, state: TrainState, remembered: Memory) -> TrainSt
         remembered.batches.restore(position)
         if not isinstance(error, rlhf.Ruined):
             raise
-        batch, reason = post_mortem(run.workdir, step, error.experience), str(error).rstrip(".")
+        batch, reason = run.workdir / "post-mortem" / f"step-{step:06d}.npz", str(error).rstrip(".")
+        if processes.leads():
+            post_mortem(batch, error.experience)
         raise ValueError(f"Step {step}: {reason}; the batch is in {batch}, checkpoints are as they were.") from error
     figures |= {"step": step, "step/seconds": time.perf_counter() - start}
-    setting.writer.write(figures)
-    setting.writer.write_samples(step, table)
-    if remembered.drafting.selector:
-        setting.writer.write_strategies(step, remembered.drafting.selector.last_stage)
+    processes.in_step(lambda: write(setting.writer, figures, table, remembered))
     setting.watch.progress.finish(figures)
     return state
+
+
+def write(
+    writer: metrics.Writer | None, figures: dict[str, float], table: list[dict[str, Any]], remembered: Memory
+) -> None:
+    """A finished step in the files of the run."""
+    if writer is None:
+        return
+    step = int(figures["step"])
+    writer.write(figures)
+    writer.write_samples(step, table)
+    if remembered.drafting.selector:
+        writer.write_strategies(step, remembered.drafting.selector.last_stage)
 
 
 def save(setting: Setting, state: TrainState, remembered: Memory) -> bool:
@@ -176,18 +230,16 @@ def save(setting: Setting, state: TrainState, remembered: Memory) -> bool:
     setting.watch.beat("saving")
     wanted = bool(setting.run.config.checkpoint.every and int(state.step))
     if wanted:
-        setting.writer.sync()
+        processes.in_step(lambda: setting.writer and setting.writer.sync())
         setting.saved.save(int(state.step), state, remembered.state())
     return wanted
 
 
-def post_mortem(workdir: Path, step: int, experience: Experience) -> Path:
-    """The batch of a step in `post-mortem/step-N.npz`, an array of it under each name."""
-    path = workdir / "post-mortem" / f"step-{step:06d}.npz"
+def post_mortem(path: Path, experience: Experience) -> None:
+    """The batch of a step, an array of it under each name."""
     with contextlib.suppress(OSError):  # on a full disk what has happened must still be told
         path.parent.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(path, **named_leaves(experience))
-    return path
 
 
 @dataclasses.dataclass
@@ -200,10 +252,11 @@ class Watch:
     tally: Tally = dataclasses.field(default_factory=Tally)
     start: float = 0.0
     phase: str = "starting"
+    listened: float = 0.0  # when it last heard what others are asked
 
     def __call__(self, phase: str, report: RoundReport | None) -> None:
         if phase != "training":  # an update that has begun is finished
-            self.stop.check()
+            self.listen() if report else self.agree()
         self.beat(phase)
         if report is None:
             self.tally, self.start = Tally(), time.perf_counter()
@@ -221,8 +274,24 @@ class Watch:
 
     def working(self) -> None:
         """The phase there is goes on, waiting for rewards."""
-        self.stop.check()
+        self.listen()
         self.beat(self.phase)
+
+    def agree(self) -> None:
+        """Stop where any process was asked to: all come here in step."""
+        signals = [number for number in processes.gather(self.stop.signal) if number is not None]
+        self.stop.signal = signals[0] if signals else None
+        self.stop.check()
+
+    def listen(self) -> None:
+        """Stop where this process was asked to, or hears that another was: what it works on alone ends early."""
+        now = time.monotonic()
+        if self.stop.signal is not None:
+            processes.publish(STOP, str(self.stop.signal))
+        elif now - self.listened > 1.0:
+            self.listened, word = now, processes.published(STOP)
+            self.stop.signal = None if word is None else int(word)
+        self.stop.check()
 
 
 Evaluate = Callable[[TrainState], None]  # of the state after so many updates
@@ -253,18 +322,25 @@ def make_evaluation(setting: Setting, remembered: Memory, stack: contextlib.Exit
         step = int(state.step)
         if step % asked.every == 0 or step >= run.config.steps:
             found = measure(state.policy, drafter=drafter_of(state, setting.models))
-            setting.writer.write_evaluation(step, *found)
+            processes.in_step(lambda: setting.writer and setting.writer.write_evaluation(step, *found))
 
     return evaluation
 
 
 def finish(run: build.Run, state: TrainState) -> None:
-    """What was trained as folders, the report, and what has changed."""
+    """What was trained as folders, and what there is to tell of the run."""
     trained = {"policy": state.policy} if run.config.objective == "reward" else {}
     if state.drafter is not None and run.config.drafter.learning_rate:
         trained["drafter"] = completed(state.drafter, state.policy)
     for name, model in trained.items():
-        huggingface.save(run.workdir / name, model, run.policy.tokenizer, run.policy.stop_tokens, jnp.float32)
+        held = processes.to_leader(model) if processes.started() else model
+        parts = run.workdir / name, held, run.policy.tokenizer, run.policy.stop_tokens, jnp.float32
+        processes.by_leader(functools.partial(huggingface.save, *parts))
+    processes.by_leader(functools.partial(tell, run, list(trained)))
+
+
+def tell(run: build.Run, trained: list[str]) -> None:
+    """The report, and what has changed."""
     report = write_report(run.workdir, f"{jax.device_count()} x {jax.devices()[0].device_kind}")
     if run.held_out:
         metrics.compare(*metrics.before_and_after(run.workdir))
@@ -279,8 +355,12 @@ def fix_kernels(config: Config) -> None:
 
 
 def keep_programs(folder: str) -> None:
-    """Keep compiled programs in a folder between runs."""
-    if folder:
+    """Keep compiled programs in a folder between runs.
+
+    But not those of several processes on CPUs: a program that was read back no longer keeps its collectives in one
+    order, and two processes then wait for each other in different ones (seen with jax 0.10.2).
+    """
+    if folder and not (processes.started() and jax.default_backend() == "cpu"):
         jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
@@ -289,9 +369,11 @@ def announce(run: build.Run) -> None:
     """Print what the run will use; raise ValueError where it does not fit the devices."""
     config, mesh, policy = run.config, run.mesh, run.policy
     parts = memory.plan(run.config, run.models, dict(mesh.shape), run.dtype, run.kernels[0])
-    known = memory.device_memory(config, jax.devices()[0])
+    known = memory.device_memory(config, jax.local_devices()[0])
     if known is not None:
         memory.check(parts, known)
+    if not processes.leads():
+        return
     unsplit = meshes.unsplit(build.weight_shapes(policy.config, run.dtype), mesh, "training")
     generation = config.generation
     samples = generation.prompts_per_step * generation.samples_per_prompt
@@ -300,6 +382,7 @@ def announce(run: build.Run) -> None:
     rows = [
         ("model", f"{policy.path.name} ({policy.config.num_layers} layers of {policy.config.width}), {run.dtype.name}"),
         ("devices", f"{jax.device_count()} x {jax.devices()[0].device_kind} ({sizes})"),
+        *([("processes", str(processes.count()))] if processes.started() else []),
         *([("drafter", _drafter(run))] if run.models.drafter else []),
         ("prompts", _counted(run.prompts, config.data.train)),
         *([("held out", _counted(run.held_out, config.data.eval))] if run.held_out else []),

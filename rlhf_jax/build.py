@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from pallas_kernels.dispatch import Kernels, choose
-from rlhf_jax import checks, drafting
+from rlhf_jax import checks, drafting, processes
 from rlhf_jax import mesh as meshes
 from rlhf_jax.collect import decoding_weights
 from rlhf_jax.config import Config, ModelConfigs, flat
@@ -34,6 +34,7 @@ from rlhf_jax.inference import shaping
 from rlhf_jax.inference.reward_model import model_scorer
 from rlhf_jax.inference.reward_worker import Workers
 from rlhf_jax.inference.rewards import Scorer, Term, weighted
+from rlhf_jax.inference.sharing import shared_out
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.model import kernels as laid
 from rlhf_jax.model import transformer
@@ -106,7 +107,7 @@ class Run:
 
 def prepare(config: Config) -> Run:
     """Open what the config names. Raises ValueError or OSError, in one sentence, for the first thing that is wrong."""
-    checks.validate(config, meshes.count_devices())
+    checks.validate(config, meshes.count_devices(), processes.count())
     policy = open_source(config.model.path)
     drafter = open_source(config.drafter.path) if drafting.drafts(config) and config.drafter.path else None
     critic = None
@@ -314,9 +315,12 @@ def _terms(run: Run, stack: contextlib.ExitStack, observe: Callable[[], None]) -
 
 
 def function_scorer(config: Config, spec: str, stack: contextlib.ExitStack, observe: Callable[[], None]) -> Scorer:
-    """A reward function in worker processes, which the stack ends and `observe` hears of while they work."""
+    """A reward function in worker processes, which the stack ends and `observe` hears of while they work.
+
+    Each process of the run has workers of its own, for its share of the answers.
+    """
     seconds = math.inf if config.deterministic else config.reward.seconds
-    return stack.enter_context(Workers(spec, config.reward.workers, seconds, observe))
+    return shared_out(stack.enter_context(Workers(spec, config.reward.workers, seconds, observe)))
 
 
 def _model_scorer(run: Run, source: Source) -> Scorer:

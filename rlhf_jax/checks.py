@@ -24,7 +24,7 @@ KL_PLACES = ("loss", "reward")
 OBJECTIVES = ("reward", "distill")
 
 
-def validate(config: Config, num_devices: int) -> None:
+def validate(config: Config, num_devices: int, num_processes: int = 1) -> None:
     """Raise ValueError or FileNotFoundError with one sentence for the first thing that cannot work.
 
     Files are looked for and the rewards imported; the model itself is checked where it is opened.
@@ -39,7 +39,14 @@ def validate(config: Config, num_devices: int) -> None:
     for check in earns:
         check(config)
     sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    _check_batch(config, mesh.abstract_mesh(mesh.sizes(*sizes, num_devices, config.mesh.slices)))
+    devices = mesh.abstract_mesh(mesh.sizes(*sizes, num_devices, config.mesh.slices))
+    slices = devices.shape["slices"]
+    _require(
+        slices % num_processes == 0,
+        f"mesh.slices is {slices}, but the run has {num_processes} processes, and a slice lies inside one: set"
+        f" mesh.slices to a multiple of {num_processes}.",
+    )
+    _check_batch(config, devices)
 
 
 def validate_models(config: Config, models: ModelConfigs) -> None:

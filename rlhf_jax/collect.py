@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.shapes import BLOCK
-from rlhf_jax import drafting
+from rlhf_jax import drafting, processes
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import ModelConfigs
 from rlhf_jax.data.prompts import Prompts
@@ -95,7 +95,7 @@ def collect(
         kept, enough = choose_groups(seen, stages.samples_per_prompt, stages.prompts_per_step)
         if enough:
             break
-    everything = _joined([collected for collected, _ in found])
+    everything, tally = _joined([collected for collected, _ in found]), sum(processes.gather(tally), Tally())
     chosen = selector.metrics() if selector else {}
     with _timed("generation", seconds, observe):
         learned = learn(Learned(tally, selector), drafter, everything.samples, stages)
@@ -120,6 +120,8 @@ def learn(
         chosen = samples[:: max(1, len(samples) // READ)][: min(READ, max(1, len(samples) // SPARED))]
         selector.taught("model", read_texts(drafter, chosen, decoding, stages))
     selector.stage_ended(KEPT)
+    if processes.started():  # all begin the next stage alike
+        selector.restore(processes.from_leader(selector.state()))
     return learned
 
 
@@ -132,7 +134,7 @@ def read_texts(drafter: Model, samples: Sequence[Sample], decoding: Decoding, st
     key[: len(samples), 1] = rollout.sample_id
     placed = meshes.place_rows((tokens, mask, key), stages.mesh)
     scored = teacher.score(drafter, *placed, decoding.sampling, rows=rows, attend=stages.draft_attend)
-    rank, confidence = jax.device_get(scored)
+    rank, confidence = processes.fetch(scored)
     familiar = np.array([sample.familiar for sample in samples] + [False] * (rows - len(samples)))
     return teacher.as_evidence(rank, confidence, mask, familiar)
 
@@ -188,16 +190,16 @@ def evaluate(
     wanted = requests(prompts.tokens, samples_per_prompt, stages.max_new_tokens, 0, memory.evaluation.history)
     target = decoding_weights(policy, stages.dtype, stages.mesh)
     drafter = student_for(target, drafter, stages.mesh)
-    learned = Learned(Tally(), copy.deepcopy(memory.evaluation.selector))
-    counting = _counting(learned.tally, observe, "evaluation")
-    samples = roll_out(target, drafter, wanted, decoding, stages, learned.selector, counting)
-    memory.evaluated = samples, learn(learned, drafter, samples, stages, decoding)
+    selector, tally = copy.deepcopy(memory.evaluation.selector), Tally()
+    samples = roll_out(target, drafter, wanted, decoding, stages, selector, _counting(tally, observe, "evaluation"))
+    tally = sum(processes.gather(tally), Tally())
+    memory.evaluated = samples, learn(Learned(tally, selector), drafter, samples, stages, decoding)
     answers = answered(samples, prompts, np.repeat(np.arange(len(prompts)), samples_per_prompt), stages.tokenizer)
     scores = {name: measure(answers).values for name, measure in measures.items()}
     means = {f"eval/{name}": float(np.nanmean(values)) for name, values in scores.items() if np.isfinite(values).any()}
     failed = {f"eval/{name}/failed": int(np.isnan(values).sum()) for name, values in scores.items()}
     means |= {name: count for name, count in failed.items() if count}
-    means["eval/generation/tokens_per_round"] = learned.tally.metrics(0.0)["generation/tokens_per_round"]
+    means["eval/generation/tokens_per_round"] = tally.metrics(0.0)["generation/tokens_per_round"]
     return means, Collected(samples, answers, next(iter(scores.values()))).table()
 
 
@@ -210,10 +212,42 @@ def roll_out(
     selector: Selector | None = None,
     observe: Callable[[RoundReport], None] = lambda report: None,
 ) -> list[Sample]:
-    """All samples, in the order of the requests."""
-    found = generate(target, drafter, wanted, decoding, stages.mesh, observe, selector, stages.ahead)
-    samples = {sample.sample_id: sample for sample in found}
-    return [samples[sample_id] for request in wanted for sample_id in request.sample_ids]
+    """All samples, in the order of the requests. Each process rolls out its share of them, without the others."""
+    target, drafter, mesh = _at_home(target, drafter, stages.mesh)
+
+    def rolled(asked: Sequence[Request]) -> list[list[Sample]]:
+        found = generate(target, drafter, asked, decoding, mesh, observe, selector, stages.ahead)
+        samples = {sample.sample_id: sample for sample in found}
+        return [[samples[sample_id] for sample_id in request.sample_ids] for request in asked]
+
+    if not processes.started():
+        return [sample for group in rolled(wanted) for sample in group]
+    shares = processes.together(lambda: [list(map(_packed, group)) for group in rolled(processes.share(wanted))])
+    groups = zip(wanted, processes.undealt(shares), strict=True)
+    return [_unpacked(request, packed) for request, group in groups for packed in group]
+
+
+def _at_home(
+    target: Model, drafter: Model | None, mesh: jax.sharding.Mesh
+) -> tuple[Model, Model | None, jax.sharding.Mesh]:
+    """Models that decode, as this process's slices hold them, and the mesh of those slices."""
+    own = meshes.local(mesh)
+    return (target, drafter, own) if own is mesh else (*meshes.on_slice((target, drafter), own), own)
+
+
+def _packed(sample: Sample) -> tuple:
+    """What another process is told of a finished sample."""
+    support = np.array(sample.support, np.int32) if sample.support else None
+    tokens, logprobs = np.array(sample.tokens, np.int32), np.array(sample.logprobs, np.float32)
+    return sample.sample_id, tokens, logprobs, support, sample.rounds, sample.accepted
+
+
+def _unpacked(request: Request, packed: tuple) -> Sample:
+    sample_id, tokens, logprobs, support, rounds, accepted = packed
+    rows = [] if support is None else list(support)
+    sample = Sample(sample_id, request, [], tokens.tolist(), logprobs.tolist(), rows, done=True)
+    sample.rounds, sample.accepted = rounds, accepted
+    return sample
 
 
 def decoding_weights(policy: Model, dtype, mesh: jax.sharding.Mesh) -> Model:
@@ -242,8 +276,9 @@ def compile_rounds(policy: Model, drafter: Model | None, memory: Memory, stages:
     """
     target = decoding_weights(policy, stages.dtype, stages.mesh)
     drafter = student_for(target, drafter, stages.mesh)
-    samples, selectors = stages.prompts_per_step * stages.samples_per_prompt, memory.selectors()
-    does = warm_up(target, drafter, samples, stages.decoding, stages.mesh, bool(selectors))
+    prompts, selectors = -(-stages.prompts_per_step // processes.count()), memory.selectors()
+    target, drafter, mesh = _at_home(target, drafter, stages.mesh)
+    does = warm_up(target, drafter, prompts * stages.samples_per_prompt, stages.decoding, mesh, bool(selectors))
     models = ModelConfigs(target.config, drafter and drafter.config)
     size = stages.decoding.rows, stages.decoding.slots
     for selector in selectors:

@@ -12,8 +12,10 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from rlhf_jax.config import Config, default, keys
+from rlhf_jax.processes import Place
 
 USAGE = "python launch/train.py --config FILE[:ARGUMENT] --config.any.key=value"
+PLACE = ("--coordinator", "--processes", "--process")
 
 
 def read(argv: list[str]) -> Config:
@@ -27,6 +29,33 @@ def read(argv: list[str]) -> Config:
     for argument in overrides:
         _override(config, argument)
     return config
+
+
+def place(argv: list[str]) -> tuple[Place, list[str]]:
+    """Where this process stands among several, and the command line without what says so.
+
+    `--coordinator HOST:PORT --processes N --process I`, or `--processes auto` where the cluster knows. Raises
+    ValueError in one sentence.
+    """
+    found, rest = {}, []
+    words = iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name in PLACE:
+            found[name] = value if equals else next(words, "")
+        else:
+            rest.append(word)
+    if not found:
+        return Place(), rest
+    if found == {"--processes": "auto"}:
+        return Place(None, None, None), rest
+    numbers = [found.get(name, "") for name in PLACE[1:]]
+    if set(found) != set(PLACE) or not all(map(str.isdigit, numbers)) or not 0 <= int(numbers[1]) < int(numbers[0]):
+        raise ValueError(
+            "Several processes are told --coordinator HOST:PORT --processes N --process I, with I from 0 to N - 1, or"
+            " --processes auto."
+        )
+    return Place(found["--coordinator"], *map(int, numbers)), rest
 
 
 def load(spec: str) -> Config:

@@ -83,11 +83,26 @@ def sizes(data: int, fsdp: int, tensor: int, num_devices: int, slices: int = 1) 
 def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, devices: Any = None, slices: int = 1) -> Mesh:
     """A mesh of axes (slices, data, fsdp, tensor) over `devices` (default: all); -1 takes the rest.
 
+    Where processes can share the slices evenly, each has slices of its own, which lie on its devices alone.
     Raises ValueError where the product is not the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     shape = tuple(sizes(data, fsdp, tensor, len(devices), slices).values())
+    owners = sorted({device.process_index for device in devices})
+    if len(owners) == 1 or shape[0] % len(owners):
+        return _make(shape, devices)
+    parts = [[device for device in devices if device.process_index == owner] for owner in owners]
+    own = (shape[0] // len(owners), *shape[1:])
+    return _joined([_make(own, part) for part in parts])
+
+
+def _make(shape: tuple[int, ...], devices: list) -> Mesh:
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def _joined(meshes: list[Mesh]) -> Mesh:
+    """One mesh of the slices of several."""
+    return Mesh(np.concatenate([mesh.devices for mesh in meshes]), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def abstract_mesh(shape: dict[str, int]) -> AbstractMesh:
@@ -104,6 +119,13 @@ def split(mesh: Mesh) -> list[Mesh]:
 def is_local(mesh: Mesh) -> bool:
     """Whether all of its devices belong to this process."""
     return all(device.process_index == jax.process_index() for device in mesh.devices.flat)
+
+
+def local(mesh: Mesh) -> Mesh:
+    """The slices whose devices belong to this process, as a mesh of their own."""
+    if not mesh.is_multi_process:
+        return mesh
+    return _joined([part for part in split(mesh) if is_local(part)])
 
 
 def on_slice(tree: Any, mesh: Mesh) -> Any:
@@ -151,8 +173,17 @@ def row_shardings(tree: Any, mesh: AnyMesh) -> Any:
 
 
 def place_rows(tree: Any, mesh: Mesh | None) -> Any:
-    """A row-first tree on the devices: laid over the mesh, or on the default device where there is none."""
-    return jax.device_put(tree, None if mesh is None else row_shardings(tree, mesh))
+    """A row-first tree on the devices: laid over the mesh, or on the default device where there is none.
+
+    Over the devices of several processes, each places its parts of host arrays that all have alike.
+    """
+    if mesh is None or not mesh.is_multi_process:
+        return jax.device_put(tree, None if mesh is None else row_shardings(tree, mesh))
+    return jax.tree.map(_place_parts, tree, row_shardings(tree, mesh))
+
+
+def _place_parts(leaf: np.ndarray, place: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(leaf.shape, place, lambda index: np.asarray(leaf)[index])
 
 
 def pin_rows(tree: Any, mesh: Mesh | None) -> Any:

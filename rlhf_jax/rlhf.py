@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from rlhf_jax import mesh as meshes
+from rlhf_jax import processes
 from rlhf_jax.collect import Collected, collect, finished
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.experience import shape
@@ -148,7 +149,7 @@ def infer(
         if critic is None
         else score_values(_cast(critic, stages.dtype), placed, rows=rows, attend=training.critic_attend)
     )
-    logprobs, reference_logprobs, values = jax.device_get((logprobs, reference_logprobs, values))
+    logprobs, reference_logprobs, values = processes.fetch((logprobs, reference_logprobs, values))
     ended = finished(collected.samples, stages.decoding.stop_tokens)
     mask, advantages, returns, kl = jax.device_get(
         shape(

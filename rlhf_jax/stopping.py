@@ -20,6 +20,9 @@ class Stopped(Exception):
         self.exit_code = 128 + number
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
+    def __reduce__(self):
+        return Stopped, (self.exit_code - 128,)
+
 
 class Stop:
     """Whether a signal has asked to stop."""

@@ -12,6 +12,7 @@ import fcntl
 import os
 import shutil
 import sys
+import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from etils import epath
 
+from rlhf_jax import processes
 from rlhf_jax.checkpoint import document as documents
 from rlhf_jax.checkpoint.damage import Damaged, reading, reason
 from rlhf_jax.checkpoint.fingerprint import fingerprint
@@ -60,14 +63,21 @@ class Checkpoints:
 
     def __enter__(self) -> Checkpoints:
         self._saving = -1
-        with _naming(self._folder), contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
+            processes.by_leader(lambda: self._take(stack))
+            if processes.started():
+                _check_shared(self._folder)
+            stack.enter_context(quiet())
+            with _naming(self._folder):
+                self._manager = _manager(self._folder, self._keep)
+            self._stack = stack.pop_all()
+        return self
+
+    def _take(self, stack: contextlib.ExitStack) -> None:
+        with _naming(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_alone(self._folder))
             _remove_unfinished(self._folder)
-            stack.enter_context(quiet())
-            self._manager = _manager(self._folder, self._keep)
-            self._stack = stack.pop_all()
-        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
@@ -103,13 +113,14 @@ class Checkpoints:
         this run's, or where no checkpoint is whole, OSError where one cannot be read but nothing proves it damaged.
         """
         self._settle()
-        found = steps(self._folder)
+        names = processes.by_leader(lambda: _names(self._folder))
+        found = _steps(names)
         for step in reversed(found):
             try:
                 return self._read(step, template)
             except Damaged as damage:
                 self._move_aside(step, str(damage))
-        if found or any(name.startswith(DAMAGED) for name in _names(self._folder)):
+        if found or any(name.startswith(DAMAGED) for name in names):
             raise ValueError(
                 f"No checkpoint in {self._folder} is whole: bring one back from a copy, or name another workdir."
             )
@@ -117,7 +128,7 @@ class Checkpoints:
 
     def _read(self, step: int, template: Any) -> Restored:
         folder = self._folder / str(step)
-        document = documents.read(folder / HOST / DOCUMENT)
+        document = processes.by_leader(lambda: documents.read(folder / HOST / DOCUMENT))
         for key, saved, own in documents.differences(document["identity"], self._identity):
             if key in self._changeable and self._allow_changes:
                 continue
@@ -134,10 +145,14 @@ class Checkpoints:
         folder, target, number = self._folder / str(step), self._folder / f"{DAMAGED}{step}", 2
         while target.exists():
             target, number = self._folder / f"{DAMAGED}{step}-{number}", number + 1
-        with _naming(folder):
-            folder.rename(target)
+
+        def move() -> None:
+            with _naming(folder):
+                folder.rename(target)
+            print(f"warning: the checkpoint of step {step} is damaged ({why}); it is now {target}.", file=sys.stderr)
+
+        processes.by_leader(move)
         self._manager.reload()
-        print(f"warning: the checkpoint of step {step} is damaged ({why}); it is now {target}.", file=sys.stderr)
 
     def _settle(self) -> None:
         """Wait for the save that is running."""
@@ -152,7 +167,8 @@ class Checkpoints:
         except Exception as error:
             release(error)
             with contextlib.suppress(OSError):  # the first error is the one to be told
-                _remove_unfinished(self._folder)
+                if processes.leads():
+                    _remove_unfinished(self._folder)
                 self._manager.reload()
             raise OSError(
                 f"The checkpoint of step {self._saving} could not be saved in {self._folder} ({reason(error)});"
@@ -182,7 +198,11 @@ def read_part(folder: str | Path, template: Any, step: int | None = None) -> Res
 
 def steps(folder: Path) -> list[int]:
     """The steps of the complete checkpoints in a folder, in order."""
-    return sorted(int(name) for name in _names(folder) if name.isdigit())
+    return _steps(_names(folder))
+
+
+def _steps(names: Collection[str]) -> list[int]:
+    return sorted(int(name) for name in names if name.isdigit())
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -237,12 +257,17 @@ def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
     _check_leaves(folder, saved, wanted)
     asked = {name: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for name, leaf in wanted.items()}
     arguments = ocp.args.PyTreeRestore(wanted, restore_args=asked, partial_restore=True)
-    with reading(folder / STATE), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        leaves = reader.restore(folder / STATE, args=arguments)
+    leaves = processes.in_step(lambda: _read_arrays(folder / STATE, arguments))
     for (name, _), mark in _marked(leaves):
         if mark != saved[name][2]:
             raise Damaged(f"the values of {name} have changed")
     return jax.tree.unflatten(jax.tree.structure(template), [leaves[name] for name in wanted])
+
+
+def _read_arrays(folder: Path, arguments: ocp.args.PyTreeRestore) -> dict[str, jax.Array]:
+    """Without orbax's Checkpointer, in which a process whose part is damaged would leave the others waiting."""
+    with reading(folder), contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+        return handler.restore(epath.Path(folder), args=arguments)
 
 
 def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -258,6 +283,20 @@ def _check_leaves(folder: Path, saved: dict[str, list], wanted: dict[str, jax.Sh
                 f"The checkpoint {folder} has {dtype}{shape} for {name}, and this run"
                 f" {leaf.dtype.name}{list(leaf.shape)}; name another workdir."
             )
+
+
+def _check_shared(folder: Path) -> None:
+    """Raise ValueError, on all, where a process does not see the leader's folder."""
+    mark = folder / processes.from_leader(f".seen-{os.getpid()}-{time.time_ns()}")
+    with _naming(folder):
+        processes.by_leader(mark.touch)
+        seen = processes.gather(mark.exists())
+        processes.by_leader(mark.unlink)
+    if not all(seen):
+        raise ValueError(
+            f"Rank {seen.index(False)} of the run does not see what rank 0 writes to {folder}: name a workdir on a file"
+            " system that all processes share."
+        )
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax import mesh as meshes
+from rlhf_jax import processes
 from rlhf_jax.inference.rewards import Answer, Scorer, Scores, as_scores, refuse_broken
 from rlhf_jax.model import huggingface
 from rlhf_jax.model.attention import causal
@@ -52,7 +53,7 @@ def model_scorer(
         fitting = {index: text for index, text in texts.items() if not isinstance(text, str)}
         for chosen, tokens, last in _batches(fitting, rows, bucket):
             scored = _read(model, *place((tokens, last)), attend=attend)
-            results |= zip(chosen, np.asarray(scored).tolist(), strict=False)  # rows may be left over
+            results |= zip(chosen, processes.fetch(scored).tolist(), strict=False)  # rows may be left over
         scores = as_scores([results[index] for index in texts])
         works = works or len(scores.failures) < len(answers)
         if not works:

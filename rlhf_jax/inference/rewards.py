@@ -39,6 +39,17 @@ class Scores:
     failures: dict[int, str]  # index of the answer -> reason, in order of the answers
 
 
+class Broken(ValueError):
+    """A reward that has never given a number, and gave none for any of these answers."""
+
+    def __init__(self, message: str, scores: Scores):
+        super().__init__(message)
+        self.scores = scores
+
+    def __reduce__(self):
+        return Broken, (str(self), self.scores)
+
+
 Scorer = Callable[[Sequence[Answer]], Scores]
 
 
@@ -82,13 +93,13 @@ def failure(result: float | str) -> str:
 
 
 def refuse_broken(name: str, scores: Scores) -> None:
-    """ValueError with the first reason where every answer failed.
+    """Broken, with the first reason, where every answer failed.
 
     For a reward that has never given a number: one that has may fail on a whole batch and still not be broken.
     """
     if scores.failures and len(scores.failures) == len(scores.values):
         first = scores.failures[0].rstrip(".")
-        raise ValueError(f"Reward {name} failed on all {len(scores.values)} answers; the first one {first}.")
+        raise Broken(f"Reward {name} failed on all {len(scores.values)} answers; the first one {first}.", scores)
 
 
 @functools.cache

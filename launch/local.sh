@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# A run as several processes of this machine: launch/local.sh PROCESSES --config FILE[:ARGUMENT] --config.any.key=value
+#
+# config.mesh.slices must be a multiple of PROCESSES. GPUs are dealt out evenly. Rank 0 has the terminal; what others say
+# stands behind their rank. Ctrl-C and SIGTERM go to all. Where one dies the others end within a minute, and the
+# same command goes on from the last checkpoint.
+set -u
+if ! [[ "${1:-}" =~ ^[1-9][0-9]*$ ]]; then
+  echo "usage: launch/local.sh PROCESSES --config FILE[:ARGUMENT] --config.any.key=value" >&2
+  exit 2
+fi
+processes=$1
+shift
+train=$(dirname "$0")/train.py
+port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+known=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd, -)}
+IFS=, read -ra gpus <<<"$known"
+each=$((${#gpus[@]} / processes))
+
+rank_of() { # RANK ARGUMENTS...: becomes that process
+  local rank=$1 own
+  shift
+  if ((each > 0)); then
+    own=("${gpus[@]:rank * each:each}")
+    CUDA_VISIBLE_DEVICES=$(IFS=, && echo "${own[*]}")
+    export CUDA_VISIBLE_DEVICES
+  fi
+  exec python "$train" --coordinator "localhost:$port" --processes "$processes" --process "$rank" "$@"
+}
+
+labelled() { # RANK: lines, each behind the rank
+  while IFS= read -r line; do echo "[$1] $line"; done
+}
+
+pids=()
+for ((rank = 0; rank < processes; rank++)); do
+  if ((rank == 0)); then rank_of 0 "$@" & else rank_of "$rank" "$@" > >(labelled "$rank") 2>&1 & fi
+  pids+=($!)
+done
+send() { kill -s "$1" ${pids[@]+"${pids[@]}"} 2>/dev/null; }
+trap 'send INT' INT
+trap 'send TERM' TERM
+
+code=0 deadline=0
+while ((${#pids[@]})); do
+  for rank in "${!pids[@]}"; do
+    kill -0 "${pids[rank]}" 2>/dev/null && continue
+    wait "${pids[rank]}"
+    status=$?
+    unset "pids[rank]"
+    ((status == 0 || code != 0)) && continue
+    code=$status deadline=$((SECONDS + 50))
+    case $status in
+    1 | 2 | 130 | 143) ;; # it has said why itself
+    *) echo "Rank $rank died (exit status $status): the others end within a minute, and the same command goes on from" \
+      "the last checkpoint." >&2 ;;
+    esac
+  done
+  ((deadline && SECONDS >= deadline)) && send KILL
+  sleep 0.2
+done
+exit "$code"

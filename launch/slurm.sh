@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# A run over the nodes of a SLURM job, one process a node; from the repository's root, with python on the PATH:
+#   sbatch --nodes 4 --gpus-per-node 8 launch/slurm.sh --config configs/grpo_llama31_8b.py:gpu --config.mesh.slices=4
+# config.mesh.slices must be a multiple of the nodes, and workdir lie on a file system that all nodes share. Where a
+# process dies SLURM ends the others; the same command goes on from the last checkpoint.
+#SBATCH --job-name=rlhf_jax
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --signal=TERM@180
+# The signal comes so many seconds before the job's time is over: the run saves itself and ends.
+
+host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$((61440 + SLURM_JOB_ID % 4096))
+# shellcheck disable=SC2016  # each task has its own number
+srun --kill-on-bad-exit=1 bash -c \
+  'exec python launch/train.py --coordinator "$0" --processes "$SLURM_NTASKS" --process "$SLURM_PROCID" "$@"' \
+  "$host:$port" "$@"
