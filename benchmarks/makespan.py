@@ -1,0 +1,352 @@
+"""How long a stage takes under several ways to place its samples on slices, by simulation: one JSON document.
+
+    python benchmarks/makespan.py --latency decode_latency.csv --lengths response_lengths.csv --slices 64 --samples 64
+        --acceptance 0.7 --prediction oracle
+
+A slice is the machine of a table of measured call times (columns batch, seq, gamma, mode, median_ms or mean_ms); at
+most 64 rows of it run at once, the other samples wait. Lengths are drawn from a table of percentiles; prompts have its
+mean. All policies but `plain` take the draft length of each round that is best for the rows then live. Our policy is
+the planner that runs for real, `rlhf_jax.reallocation`, which knows the lengths (`oracle`), the true lengths times
+log-normal noise of that sigma as an earlier roll-out would tell them (`noisy:0.5`), or just the law of other stages'
+lengths and each sample's length so far (`none`). `packing` is what could be had with all known from the start.
+
+The lower bound is the larger of all work at the best throughput and the longest sample alone at its best speed, both
+with the context of a fresh prompt. "fused": slices without rows do inference on finished samples while others decode.
+See `drains.py` for what is modelled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from benchmarks.drains import (
+    FINISHED,
+    WAITS,
+    Machine,
+    Outcome,
+    Policy,
+    Stage,
+    draw_lengths,
+    rates_of,
+    read_percentiles,
+    run,
+)
+from benchmarks.latency_table import read_table
+from rlhf_jax.reallocation import lengths
+from rlhf_jax.reallocation.plan import Plan, View, decide
+
+STRIDE = 128  # tokens after which a packed slice's rate follows the context
+PRECISION = 0.003  # of the deadline of a packing
+LEFT = 0.2  # of all samples, at which the threshold rule gathers the rest
+SATURATED = 0.9  # of a lone row's speed that a row keeps on a slice that is not saturated
+CONTEXTS = 64 * 1024  # tokens of context, above which rates stay
+LIMIT = 8192  # tokens of a response
+TOKEN_BYTES = 131_072  # of an 8B model's cache: 2 x 32 layers x 8 heads x 128 x 2 bytes
+OTHERS = 4096  # responses of earlier stages, that the law of lengths was counted from
+
+Predict = Callable[[Stage, np.ndarray], np.ndarray]  # tokens left [m, Q] of samples [m]
+
+
+def main() -> None:
+    """Print the document."""
+    asked = arguments()
+    try:
+        print(json.dumps(document(asked), indent=1))
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from error
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--latency", required=True, help="CSV of measured call times")
+    parser.add_argument("--lengths", required=True, help="CSV of percentiles of response tokens")
+    parser.add_argument("--slices", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=64, help="of a slice")
+    parser.add_argument("--acceptance", type=float, default=0.7, help="chance that a draft is right")
+    parser.add_argument("--prediction", default="oracle", help="oracle, noisy:SIGMA or none")
+    parser.add_argument("--inference-ms-per-token", type=float, default=0.05, help="of one slice, all models together")
+    parser.add_argument("--free-drafter", action="store_true", help="drafting costs nothing")
+    parser.add_argument("--bandwidth-gb", type=float, default=25.0, help="gigabytes a second between slices")
+    parser.add_argument("--move-latency-ms", type=float, default=2.0, help="of a move, besides its bytes")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args(given)
+    kind, _, sigma = asked.prediction.partition(":")
+    if kind not in ("oracle", "noisy", "none") or (kind == "noisy") != bool(sigma):
+        parser.error("--prediction is oracle, noisy:SIGMA or none.")
+    if asked.slices < 1 or asked.samples < 1 or not 0 <= asked.acceptance <= 1:
+        parser.error("--slices and --samples are at least 1, --acceptance is between 0 and 1.")
+    return asked
+
+
+# ---- policies
+
+
+def kept(stage: Stage) -> np.ndarray:
+    """[slices] no slice is given away."""
+    return np.zeros(stage.slices, bool)
+
+
+def from_lists(lists: list[np.ndarray]) -> Policy:
+    """Each slice takes the samples of its own list, in order, as rows come free."""
+    taken = [0] * len(lists)
+
+    def policy(stage: Stage) -> Plan:
+        admissions = []
+        for there, room in enumerate((stage.machine.rows - stage.live).tolist()):
+            some = lists[there][taken[there] : taken[there] + room]
+            taken[there] += len(some)
+            admissions += [(sample, there) for sample in some.tolist()]
+        return Plan(admissions, [], kept(stage))
+
+    return policy
+
+
+def static(slices: int, count: int) -> Policy:
+    """As many samples on each slice, whatever their lengths."""
+    return from_lists(np.array_split(np.arange(count), slices))
+
+
+def even(stage: Stage) -> Plan:
+    """One queue; after each finish rows move from the fullest slice to the emptiest until counts differ by one."""
+    waiting, live, place = np.flatnonzero(stage.place == WAITS).tolist(), stage.live, stage.place.copy()
+    admissions, moves = [], []
+    while waiting and live.min() < stage.machine.rows:
+        there = int(live.argmin())
+        admissions.append((waiting.pop(0), there))
+        live[there] += 1
+    while live.max() - live.min() > 1:
+        here, there = int(live.argmax()), int(live.argmin())
+        sample = int(np.flatnonzero(place == here)[-1])
+        place[sample] = there
+        moves.append((sample, there))
+        live[[here, there]] += [-1, 1]
+    return Plan(admissions, moves, kept(stage))
+
+
+def threshold(slices: int, count: int) -> Policy:
+    """RLHFuse's rule: a static split; once a fifth is left, that is gathered on as few slices as it saturates."""
+    split = static(slices, count)
+
+    def policy(stage: Stage) -> Plan:
+        if stage.freed.any() or (stage.place != FINISHED).sum() > LEFT * count:
+            return split(stage) if not stage.freed.any() else Plan([], [], kept(stage))
+        rates = stage.machine.rate(np.arange(1, stage.machine.rows + 1), np.full(stage.machine.rows, stage.prompt))
+        room = max(1, int((rates >= SATURATED * rates[0]).sum()))
+        left = np.flatnonzero(stage.place != FINISHED)
+        fullest = np.argsort(-stage.live, kind="stable")[: math.ceil(len(left) / room)]
+        freed = ~np.isin(np.arange(stage.slices), fullest)
+        live, plan = stage.live, Plan([], [], freed)
+        for sample in left[~np.isin(stage.place[left], fullest)].tolist():
+            there = int(fullest[live[fullest].argmin()])
+            live[there] += 1
+            (plan.moves if stage.place[sample] >= 0 else plan.admissions).append((sample, there))
+        return plan if live[fullest].max() <= stage.machine.rows else split(stage)
+
+    return policy
+
+
+def ours(predict: Predict, scoring: float) -> Policy:
+    """The project's planner; scoring: seconds of inference a token, 0 where the stages are not fused."""
+
+    def policy(stage: Stage) -> Plan:
+        rows = np.flatnonzero(stage.place != FINISHED)
+        plan = decide(view_of(stage, rows, predict(stage, rows), scoring))
+        admissions, moves = ([(int(rows[row]), there) for row, there in some] for some in (plan.admissions, plan.moves))
+        return Plan(admissions, moves, plan.freed)
+
+    return policy
+
+
+def view_of(stage: Stage, rows: np.ndarray, left: np.ndarray, scoring: float) -> View:
+    """What the planner sees of samples [m] with left [m, Q] tokens to come; speeds are of the tokens to come."""
+    machine, mean = stage.machine, left.mean(axis=1)
+    context = stage.prompt + stage.done[rows]
+    typical = float(((context + mean / 2) * mean).sum() / mean.sum())
+    return View(
+        place=stage.place[rows],
+        left=left,
+        context=context,
+        rows=machine.rows,
+        slices=stage.slices,
+        speed=machine.rate(np.maximum(np.arange(machine.rows + 1), 1), np.full(machine.rows + 1, typical)),
+        move_seconds=machine.latency,
+        token_seconds=machine.token_bytes / machine.bandwidth,
+        freed=stage.freed,
+        unscored=stage.unscored,
+        scoring=scoring,
+    )
+
+
+# ---- predictions
+
+
+def oracle(stage: Stage, rows: np.ndarray) -> np.ndarray:
+    """[m, Q] the truth."""
+    return np.repeat((stage.total[rows] - stage.done[rows])[:, None], lengths.QUANTILES, axis=1)
+
+
+def by_law(law: lengths.Lengths, noisy: np.ndarray | None) -> Predict:
+    """What the law says of each sample, and, where there are such, noisy [n] lengths of earlier roll-outs."""
+
+    def predict(stage: Stage, rows: np.ndarray) -> np.ndarray:
+        earlier = [np.zeros(0)] * len(rows) if noisy is None else list(noisy[rows, None])
+        return lengths.remaining(law, stage.done[rows], np.full(len(rows), LIMIT), earlier)
+
+    return predict
+
+
+# ---- the reference that knows all
+
+
+def drained(machine: Machine, tokens: np.ndarray, prompt: float) -> float:
+    """Seconds of one slice for responses of tokens [n] in descending order, the longest first, refilled as rows end."""
+    rows, at, seconds = tokens[: machine.rows], machine.rows, 0.0
+    done = np.zeros(len(rows))
+    while len(rows):
+        gain = min(float(rows.min()), STRIDE)
+        seconds += gain / float(machine.rate(np.array([len(rows)]), prompt + done.mean(keepdims=True) + gain / 2)[0])
+        rows, done = rows - gain, done + gain
+        going = rows > 1e-9
+        more = tokens[at : at + machine.rows - np.count_nonzero(going)]
+        at += len(more)
+        rows, done = np.concatenate([rows[going], more]), np.concatenate([done[going], np.zeros(len(more))])
+    return seconds
+
+
+def packed(machine: Machine, total: np.ndarray, slices: int, prompt: float) -> list[np.ndarray]:
+    """Samples by slice: the longest together, as many as end by the earliest deadline that all can keep."""
+    order = np.argsort(-total, kind="stable")
+    low = drained(machine, total[order[:1]], prompt)
+    high, found = 2 * low, None
+    while found is None or high - low > PRECISION * high:
+        deadline = (low + high) / 2
+        lists = by_deadline(machine, total, order, slices, prompt, deadline)
+        low, high, found = (low, deadline, lists) if lists else (deadline, high if found else 2 * high, found)
+    return found
+
+
+def by_deadline(
+    machine: Machine, total: np.ndarray, order: np.ndarray, slices: int, prompt: float, deadline: float
+) -> list[np.ndarray] | None:
+    """Samples by slice, each with the longest of the rest that it ends by the deadline; None if some are left."""
+    lists, count = [], 1
+    for _ in range(slices):
+        low, high, tried = 0, len(order), max(count, 1)
+        while low < high:
+            ends = drained(machine, total[order[:tried]], prompt) <= deadline
+            low, high = (tried, high) if ends else (low, tried - 1)
+            guess = low + max(1, low // 16) if high == len(order) else (low + high + 1) // 2
+            tried = min(max(guess, low + 1), max(high, 1))
+        count = low
+        lists.append(order[:count])
+        order = order[count:]
+    return None if len(order) else lists
+
+
+def lower_bound(machine: Machine, total: np.ndarray, slices: int, prompt: float) -> float:
+    """Seconds that no placement can beat."""
+    contexts = np.full(machine.rows, prompt)
+    rates = np.arange(1, machine.rows + 1) * machine.rate(np.arange(1, machine.rows + 1), contexts)
+    return max(
+        float(total.sum() / slices / rates.max()), float(total.max() / machine.rate(np.ones(1, int), contexts[:1])[0])
+    )
+
+
+# ---- the document
+
+
+def document(asked: argparse.Namespace) -> dict:
+    """All that the benchmark measures."""
+    percentiles, tokens, prompt = read_percentiles(asked.lengths)
+    points, luck = read_table(asked.latency), np.random.default_rng(asked.seed)
+    total = draw_lengths(percentiles, tokens, asked.slices * asked.samples, luck)
+    others = draw_lengths(percentiles, tokens, OTHERS, luck)
+    law = lengths.observe(lengths.Lengths(), others, np.ones(OTHERS, bool))
+    plain, machine = (
+        Machine(
+            rates_of(points, asked.acceptance, prompt + total.max(), drafts, asked.free_drafter),
+            TOKEN_BYTES,
+            asked.bandwidth_gb * 1e9,
+            asked.move_latency_ms / 1e3,
+        )
+        for drafts in (False, True)
+    )
+    scoring = asked.inference_ms_per_token / 1e3
+    predict = prediction(asked.prediction, law, total, luck)
+    count, decisions = len(total), []
+    lists = packed(machine, total, asked.slices, prompt)
+    policies: dict[str, tuple[Machine, Policy, Policy]] = {
+        "plain": (plain, static(asked.slices, count), static(asked.slices, count)),
+        "static": (machine, static(asked.slices, count), static(asked.slices, count)),
+        "even": (machine, even, even),
+        "threshold": (machine, threshold(asked.slices, count), threshold(asked.slices, count)),
+        "packing": (machine, from_lists(lists), from_lists(lists)),
+        "ours": (machine, timed(ours(predict, 0.0), decisions), ours(predict, scoring)),
+    }
+    found, inference = {}, scoring * float((prompt + total).sum()) / asked.slices
+    for name, (own, apart, fused) in policies.items():
+        first, second = (run(own, asked.slices, total, prompt, policy, scoring) for policy in (apart, fused))
+        found[name] = figures(first, second, asked.slices, inference, scoring)
+    bound = lower_bound(machine, total, asked.slices, prompt)
+    return {
+        "responses": {"count": count, "mean": round(float(total.mean()), 1), "longest": int(total.max())},
+        "lower_bound_seconds": round(bound, 3),
+        "policies": found,
+        "ours_to_packing": ratio(found, "ours", "packing", "generation_seconds"),
+        "static_to_ours": ratio(found, "static", "ours", "generation_seconds"),
+        "unfused_to_fused": round(found["ours"]["unfused_seconds"] / found["ours"]["fused_seconds"], 4),
+        "static_unfused_to_ours_fused": round(found["static"]["unfused_seconds"] / found["ours"]["fused_seconds"], 4),
+        "first_decision_ms": round(1e3 * decisions[0], 1),
+        "median_decision_ms": round(1e3 * float(np.median(decisions)), 2),
+    }
+
+
+def prediction(asked: str, law: lengths.Lengths, total: np.ndarray, luck: np.random.Generator) -> Predict:
+    """What the command line names."""
+    kind, _, sigma = asked.partition(":")
+    if kind == "oracle":
+        return oracle
+    return by_law(law, total * luck.lognormal(0, float(sigma), len(total)) if kind == "noisy" else None)
+
+
+def timed(policy: Policy, seconds: list[float]) -> Policy:
+    """The policy, which notes how long each decision takes, prediction and all."""
+
+    def noted(stage: Stage) -> Plan:
+        began = time.perf_counter()
+        plan = policy(stage)
+        seconds.append(time.perf_counter() - began)
+        return plan
+
+    return noted
+
+
+def figures(apart: Outcome, fused: Outcome, slices: int, inference: float, scoring: float) -> dict:
+    """Of a policy without and with inference meanwhile; inference: seconds of all of it on all slices."""
+    return {
+        "generation_seconds": round(apart.seconds, 3),
+        "unfused_seconds": round(apart.seconds + inference, 3),
+        "fused_seconds": round(fused.seconds + fused.unscored * scoring / slices, 3),
+        "fused_generation_seconds": round(fused.seconds, 3),
+        "idle_share": round(1 - apart.busy / slices / apart.seconds, 4),
+        "migrations": apart.moves,
+        "migrations_fused": fused.moves,
+        "moved_gigabytes": round(apart.moved_bytes / 1e9, 2),
+        "migration_share": round(apart.paused / slices / apart.seconds, 5),
+    }
+
+
+def ratio(found: dict, above: str, below: str, name: str) -> float:
+    """Of the same figure of two policies."""
+    return round(found[above][name] / found[below][name], 4)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The law of response lengths: what a sample has to come, against brute force on the responses themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlhf_jax.reallocation import lengths
+from rlhf_jax.reallocation.lengths import QUANTILES, Lengths
+
+CHANCES = (np.arange(QUANTILES) + 0.5) / QUANTILES
+
+
+def drawn(count: int, seed: int = 0) -> np.ndarray:
+    luck = np.random.default_rng(seed)
+    return np.clip(np.round(luck.lognormal(5.6, 0.8, count)), 1, 4000)
+
+
+def law_of(tokens: np.ndarray, finished: np.ndarray | None = None) -> Lengths:
+    return lengths.observe(Lengths(), tokens, np.ones(len(tokens), bool) if finished is None else finished)
+
+
+def left(law: Lengths, generated, earlier=None, limit: float = 8192.0) -> np.ndarray:
+    generated = np.atleast_1d(np.asarray(generated, float))
+    return lengths.remaining(law, generated, np.full(len(generated), limit), earlier or [()] * len(generated))
+
+
+@pytest.mark.parametrize("generated", [0, 37, 250, 801, 1500])
+def test_the_law_given_the_length_so_far_is_that_of_the_longer_responses(generated):
+    tokens = drawn(200_000)
+    longer = tokens[tokens > generated] - generated
+    np.testing.assert_allclose(left(law_of(tokens), generated)[0], np.quantile(longer, CHANCES), rtol=0.05, atol=2)
+
+
+def test_a_response_that_was_cut_off_says_only_that_it_is_longer():
+    tokens = drawn(100_000)
+    limits = np.random.default_rng(1).integers(100, 3000, len(tokens))
+    seen = law_of(np.minimum(tokens, limits), tokens <= limits)
+    np.testing.assert_allclose(left(seen, 0)[0], np.quantile(tokens, CHANCES), rtol=0.06)
+    naive = law_of(np.minimum(tokens, limits))
+    assert left(naive, 0)[0, -1] < 0.9 * left(seen, 0)[0, -1]
+
+
+def test_nothing_lasts_beyond_the_limit_and_nothing_takes_no_time():
+    found = left(law_of(drawn(1000)), [0, 990, 1000, 5000], limit=1000.0)
+    assert (found <= [[1000], [10], [1], [1]]).all() and (found >= 1).all()
+    assert (np.diff(found, axis=1) >= 0).all()
+
+
+def test_beyond_all_that_was_seen_what_has_come_far_goes_far():
+    law = law_of(drawn(1000).clip(max=600))
+    found = left(law, [700, 1400], limit=100_000.0)
+    assert (found[0] > 1).all() and np.median(found[1]) > np.median(found[0])
+
+
+def test_without_evidence_there_is_a_prior():
+    found = left(Lengths(), [0, 1000])
+    assert np.isfinite(found).all() and np.median(found[1]) > np.median(found[0]) > 50
+
+
+def test_earlier_roll_outs_sharpen_the_law():
+    """One roll-out with the noise that the law supposes: the posterior by brute force, sampled."""
+    law, tokens, luck = law_of(drawn(100_000)), drawn(400_000, 2), np.random.default_rng(3)
+    noisy = tokens * luck.lognormal(0, lengths.SPREAD, len(tokens))
+    for told, generated in ((60.0, 0), (60.0, 50), (900.0, 0), (900.0, 600)):
+        alike = tokens[(np.abs(np.log(noisy / told)) < 0.05) & (tokens > generated)] - generated
+        found = left(law, generated, [np.array([told])])[0]
+        np.testing.assert_allclose(found, np.quantile(alike, CHANCES), rtol=0.12, atol=4)
+        assert found[-1] / found[0] < left(law, generated)[0, -1] / left(law, generated)[0, 0]
+
+
+def test_a_sample_that_outlives_its_siblings_follows_the_law():
+    law = law_of(drawn(100_000))
+    np.testing.assert_allclose(left(law, 1200, [np.full(8, 40.0)])[0], left(law, 1200)[0], rtol=0.1)
+
+
+def test_samples_are_predicted_one_by_one():
+    law, generated = law_of(drawn(5000)), np.array([0.0, 10.0, 300.0])
+    earlier = [np.array([50.0, 70.0]), (), np.array([400.0])]
+    together = left(law, generated, earlier)
+    for one in range(3):
+        np.testing.assert_allclose(together[one], left(law, generated[one], [earlier[one]])[0])
+
+
+def test_old_evidence_fades_and_a_checkpoint_keeps_the_law():
+    old, new = law_of(drawn(1000).clip(max=200)), np.full(1000, 1500.0)
+    kept, faded = (lengths.observe(law, new, np.ones(1000, bool)) for law in (old, lengths.faded(old, 0.1)))
+    assert left(faded, 0)[0, 1] > left(kept, 0)[0, 1]
+    again = lengths.restore(lengths.state(faded))
+    np.testing.assert_array_equal(left(again, [0, 100]), left(faded, [0, 100]))

@@ -1,0 +1,151 @@
+"""The plan: nothing lost, nothing overfull, long samples on light slices, moves that gain and do not swing."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_jax.reallocation.plan import WAITS, Plan, View, decide
+
+QUANTILES, ROWS = 8, 16
+SPEED = np.concatenate([[100.0], np.interp(np.arange(1, ROWS + 1), [1, ROWS], [100.0, 50.0])])
+
+
+def view_of(left, place, slices=8, rows=ROWS, speed=SPEED, **more: Any) -> View:
+    left = np.asarray(left, float)
+    left = np.repeat(left[:, None], QUANTILES, axis=1) if left.ndim == 1 else left
+    figures: dict[str, Any] = dict(
+        move_seconds=0.002, token_seconds=5e-6, freed=np.zeros(slices, bool), context=np.full(len(left), 300.0)
+    )
+    return View(place=np.asarray(place), left=left, rows=rows, slices=slices, speed=speed, **(figures | more))
+
+
+def any_view(seed: int) -> View:
+    luck = np.random.default_rng(seed)
+    slices, count = int(luck.integers(1, 12)), int(luck.integers(1, 200))
+    left = np.sort(luck.lognormal(5, 1, (count, QUANTILES)), axis=1)
+    freed = (luck.random(slices) < 0.2) & (np.arange(slices) > 0)
+    place = luck.choice(np.append(np.flatnonzero(~freed), WAITS), count)
+    for one in range(slices):
+        place[np.flatnonzero(place == one)[ROWS:]] = WAITS
+    scoring = float(luck.choice([0.0, 1e-4]))
+    return view_of(left, place, slices, freed=freed, scoring=scoring, unscored=float(luck.integers(0, 10**6)))
+
+
+def after(view: View, plan: Plan) -> np.ndarray:
+    """[n] places once the plan is done."""
+    place = view.place.copy()
+    for sample, there in plan.admissions + plan.moves:
+        place[sample] = there
+    return place
+
+
+def ends(view: View, place: np.ndarray) -> np.ndarray:
+    """[slices] seconds until each has ended, the median taken for the truth."""
+    found, truth = np.zeros(view.slices), view.left[:, QUANTILES // 2]
+    for one in range(view.slices):
+        own, gone = np.sort(truth[place == one]), 0.0
+        for rank, tokens in enumerate(own):
+            found[one] += (tokens - gone) / view.speed[len(own) - rank]
+            gone = tokens
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_sample_is_lost_or_placed_twice_and_no_slice_overflows(seed):
+    view = any_view(seed)
+    plan = decide(view)
+    admitted, moved = [one for one, _ in plan.admissions], [one for one, _ in plan.moves]
+    assert len({*admitted, *moved}) == len(admitted) + len(moved)
+    assert (view.place[admitted] == WAITS).all() and (view.place[moved] >= 0).all()
+    place = after(view, plan)
+    assert np.bincount(place[place >= 0], minlength=view.slices).max() <= view.rows
+    assert not plan.freed[place[place >= 0]].any() and (plan.freed >= view.freed).all()
+    arrived = np.bincount([to for _, to in plan.moves + plan.admissions], minlength=view.slices)
+    stood = np.bincount(view.place[view.place >= 0], minlength=view.slices)
+    assert (stood + arrived <= view.rows).all(), "a slice must not wait for another's rows to leave"
+    assert (place >= 0).any(), "somebody runs"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_same_view_gives_the_same_plan(seed):
+    one, other = decide(any_view(seed)), decide(any_view(seed))
+    assert (one.admissions, one.moves) == (other.admissions, other.moves)
+    np.testing.assert_array_equal(one.freed, other.freed)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_moves_end(seed):
+    """Planning on its own outcome comes to rest, sample by sample: nobody goes back where it came from."""
+    view = any_view(seed)
+    been = [{int(here)} for here in view.place]
+    for _ in range(200):
+        plan = decide(view)
+        for sample, there in plan.moves:
+            assert there not in been[sample]
+        for sample, there in plan.admissions + plan.moves:
+            been[sample].add(there)
+        if not plan.moves and not plan.admissions:
+            break
+        view = dataclasses.replace(view, place=after(view, plan), freed=plan.freed)
+    else:
+        pytest.fail("the plan never comes to rest")
+
+
+def test_long_samples_stand_on_light_slices():
+    luck = np.random.default_rng(0)
+    left = np.concatenate([np.full(4, 1000.0), luck.integers(50, 300, 100)])
+    view = view_of(left, np.full(104, WAITS))
+    place = after(view, decide(view))
+    company = np.bincount(place[place >= 0], minlength=8)
+    assert (place[:4] >= 0).all() and company[place[:4]].max() < company[place[4:][place[4:] >= 0]].mean()
+    assert ends(view, place).max() <= 1.1 * 1000 / SPEED[1]
+
+
+def test_a_full_slice_gives_to_an_idle_one_but_only_if_it_gains():
+    crowded = np.concatenate([np.zeros(ROWS, int)])
+    view = view_of(np.full(ROWS, 500.0), crowded, slices=2)
+    plan = decide(view)
+    assert plan.moves and ends(view, after(view, plan)).max() < ends(view, crowded).max()
+    assert not decide(view_of(np.full(ROWS, 500.0), crowded, slices=2, move_seconds=5.0)).moves
+    assert not decide(view_of([500.0, 500.0], [0, 1], slices=2)).moves
+
+
+def test_waiting_samples_are_admitted_as_rows_come_free():
+    place = np.concatenate([np.repeat(np.arange(8), ROWS - 1), np.full(50, WAITS)])
+    plan = decide(view_of(np.full(len(place), 200.0), place))
+    assert len(plan.admissions) == 8
+
+
+def test_slices_are_given_away_where_stages_are_fused_and_only_then():
+    left, place = [900.0, 100.0, 90.0, 80.0], [0, 1, 2, 3]
+    more: dict[str, Any] = dict(slices=8, unscored=1e6)
+    apart, fused = decide(view_of(left, place, **more)), decide(view_of(left, place, scoring=1e-4, **more))
+    assert not apart.freed.any() and not apart.moves
+    assert fused.freed[4:].all() and fused.moves
+    assert ends(view_of(left, place), after(view_of(left, place), fused)).max() <= 900 / SPEED[1] * 1.01
+    assert not decide(view_of(left, place, scoring=1e-9, slices=8)).moves, "no inference waits that would delay the end"
+
+
+def test_without_samples_all_slices_are_free():
+    empty = view_of(np.zeros((0, QUANTILES)), np.zeros(0, int), scoring=1e-4)
+    assert decide(empty).freed.all()
+
+
+@pytest.mark.parametrize("waiting", [0, 8])
+def test_a_thousand_slices_are_planned_in_ten_milliseconds(waiting):
+    luck, slices, rows = np.random.default_rng(0), 1024, 64
+    left = np.sort(luck.lognormal(5, 0.8, (slices * rows, QUANTILES)), axis=1)
+    place = np.repeat(np.arange(slices), rows)
+    place[luck.choice(len(place), waiting, replace=False)] = WAITS
+    speed = np.concatenate([[100.0], np.interp(np.arange(1, rows + 1), [1, rows], [110.0, 65.0])])
+    view, seconds = view_of(left, place, slices, rows, speed), []
+    for _ in range(12):
+        began = time.perf_counter()
+        decide(view)
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.01
