@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from rlhf_jax import build, command_line, memory, metrics, processes, rlhf
+from rlhf_jax import build, command_line, memory, metrics, processes, rlhf, timeline
 from rlhf_jax import mesh as meshes
 from rlhf_jax.checkpoint.store import Checkpoints, named_leaves
 from rlhf_jax.collect import compile_rounds, evaluate
@@ -207,18 +207,17 @@ def one_step(setting: Setting, state: TrainState, remembered: Memory) -> TrainSt
             post_mortem(batch, error.experience)
         raise ValueError(f"Step {step}: {reason}; the batch is in {batch}, checkpoints are as they were.") from error
     figures |= {"step": step, "step/seconds": time.perf_counter() - start}
-    processes.in_step(lambda: write(setting.writer, figures, table, remembered))
+    processes.in_step(lambda: write(setting, figures, table, remembered))
     setting.watch.progress.finish(figures)
     return state
 
 
-def write(
-    writer: metrics.Writer | None, figures: dict[str, float], table: list[dict[str, Any]], remembered: Memory
-) -> None:
+def write(setting: Setting, figures: dict[str, float], table: list[dict[str, Any]], remembered: Memory) -> None:
     """A finished step in the files of the run."""
+    writer, step = setting.writer, int(figures["step"])
     if writer is None:
         return
-    step = int(figures["step"])
+    timeline.write(setting.run.workdir, step, remembered.timeline.spans, setting.stages.mesh.shape["slices"])
     writer.write(figures)
     writer.write_samples(step, table)
     if remembered.drafting.selector:

@@ -40,6 +40,8 @@ from rlhf_jax.model import kernels as laid
 from rlhf_jax.model import transformer
 from rlhf_jax.model.attention import causal_on
 from rlhf_jax.model.source import Source, digest, open_source
+from rlhf_jax.reallocation import plan
+from rlhf_jax.reallocation.plan import Plan, View
 from rlhf_jax.stages import Controller, Drafting, Frozen, Memory, Stages
 from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig
 from rlhf_jax.training.distill import Distillation, student_config, student_of, with_student
@@ -61,6 +63,8 @@ FREE = (
     "reward.seconds",
     "generation.rows",
     "generation.fewest_rows",
+    "generation.reallocate",
+    "generation.fuse_inference",
     "training.microbatch_rows",
 )
 EVERYTHING = 1 << 40  # tokens that are remembered of each held-out prompt: its last samples are the next one's drafts
@@ -198,7 +202,17 @@ def make_stages(run: Run, optimizers: Optimizers, stack: contextlib.ExitStack, o
         ahead=_ahead(config, stack),
         draft_attend=causal_on(run.mesh, (run.models.drafter or run.policy.config).num_kv_heads),
         distillation=_distillation(run),
+        decide=_decide(run),
+        in_turn=config.deterministic,
+        fused=generation.fuse_inference,
     )
+
+
+def _decide(run: Run) -> Callable[[View], Plan] | None:
+    """The plan of where samples run. Several processes plan by the clock: not in a run that repeats itself."""
+    by_clock = run.config.deterministic and processes.started()
+    planned = run.config.generation.reallocate and run.mesh.shape["slices"] > 1 and not by_clock
+    return plan.decide if planned else None
 
 
 def _ahead(config: Config, stack: contextlib.ExitStack) -> Ahead | None:

@@ -46,7 +46,22 @@ def validate(config: Config, num_devices: int, num_processes: int = 1) -> None:
         f"mesh.slices is {slices}, but the run has {num_processes} processes, and a slice lies inside one: set"
         f" mesh.slices to a multiple of {num_processes}.",
     )
+    _check_fusion(config, slices)
     _check_batch(config, devices)
+
+
+def _check_fusion(config: Config, slices: int) -> None:
+    """Inference fused with generation needs a slice to spare, and who scores what depends on the clock."""
+    fused = config.generation.fuse_inference
+    _require(
+        not fused or slices > 1,
+        "generation.fuse_inference needs slices that end apart, and mesh.slices is 1; raise it or leave the key False.",
+    )
+    _require(
+        not fused or not config.deterministic,
+        "generation.fuse_inference scores a sample where there is time, which a deterministic run must not do; leave"
+        " one of the two keys False.",
+    )
 
 
 def validate_models(config: Config, models: ModelConfigs) -> None:

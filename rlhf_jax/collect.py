@@ -20,16 +20,18 @@ from rlhf_jax.config import ModelConfigs
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.experience import bound
+from rlhf_jax.fusion import Backlog, Judges, Scored, Scoring
 from rlhf_jax.generation.board import shared
 from rlhf_jax.generation.drafters import teacher
-from rlhf_jax.generation.engine import generate, warm_up
+from rlhf_jax.generation.engine import warm_up
 from rlhf_jax.generation.rollout import Tally, as_rollout, requests
-from rlhf_jax.generation.samples import Decoding, Request, RoundReport, Sample
+from rlhf_jax.generation.samples import Decoding, RoundReport, Sample
 from rlhf_jax.generation.strategy.acceptance import Evidence
-from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.rewards import Answer, Scorer
 from rlhf_jax.model.transformer import cast, pad_vocab, unstack
+from rlhf_jax.roll_out import placing_of, roll_out, spans_of
 from rlhf_jax.stages import Learned, Memory, Observer, Stages
+from rlhf_jax.timeline import Timeline, idle_share, since
 from rlhf_jax.training.batching import signal
 from rlhf_jax.training.distill import student_for
 from rlhf_jax.types import Model
@@ -46,6 +48,7 @@ class Collected:
     samples: list[Sample]
     answers: list[Answer]
     rewards: np.ndarray  # [B] float32
+    scored: dict[int, Scored] = dataclasses.field(default_factory=dict)  # by sample id, what slices had time for
 
     def table(self) -> list[dict[str, Any]]:
         """One row a sample, for people to read; the reward is None where scoring failed."""
@@ -55,7 +58,8 @@ class Collected:
 
     def rows(self, chosen: np.ndarray) -> Collected:
         """The samples of these indices."""
-        return Collected([self.samples[i] for i in chosen], [self.answers[i] for i in chosen], self.rewards[chosen])
+        samples, answers = ([held[i] for i in chosen] for held in (self.samples, self.answers))
+        return Collected(samples, answers, self.rewards[chosen], self.scored)
 
 
 def collect(
@@ -66,14 +70,19 @@ def collect(
     step: int,
     stages: Stages,
     observe: Observer,
+    judges: Judges,
 ) -> tuple[Collected, Learned, dict[str, float]]:
     """Samples of `prompts_per_step` prompts and their rewards, what generation has learned, and metrics.
+
+    Where inference is fused, `judges` score beside the policy what is finished. `memory.timeline` is this step's.
 
     With `resample`, prompts whose samples all earned the same are set aside and others drawn, up to that many more
     roll-outs; those set aside fill what is still missing (dynamic sampling: DAPO, Yu et al. 2025, 3.2).
     """
     target = decoding_weights(policy, stages.dtype, stages.mesh)
     drafter = student_for(target, drafter, stages.mesh)
+    backlog = _backlog(target, judges, stages)
+    memory.timeline = Timeline()
     selector = copy.deepcopy(memory.drafting.selector)
     tally, found, seconds = Tally(), [], {"generation": 0.0, "inference": 0.0}
     used = set[int]()  # ids of earlier samples whose noise is repeated
@@ -87,7 +96,10 @@ def collect(
             wanted = requests(
                 asked, stages.samples_per_prompt, stages.max_new_tokens, first_id, history, repeated, used
             )
-            samples = roll_out(target, drafter, wanted, stages.decoding, stages, selector, _counting(tally, observe))
+            placing = placing_of(stages, memory.drafting.lengths, f"step {step} attempt {attempt}")
+            counting = _counting(tally, memory.timeline, observe)
+            aside = dict[str, Any](finished=backlog.add, spare=backlog.feed) if backlog else {}
+            samples = roll_out(target, drafter, wanted, stages.decoding, stages, placing, selector, counting, **aside)
         with _timed("inference", seconds, observe):
             found.append(earn(samples, prompts, np.repeat(rows, stages.samples_per_prompt), stages))
         ended = finished(samples, stages.decoding.stop_tokens)
@@ -101,8 +113,28 @@ def collect(
         learned = learn(Learned(tally, selector), drafter, everything.samples, stages)
     metrics = tally.metrics(seconds["generation"]) | chosen | _together([figures for _, figures in found])
     metrics |= {"inference/seconds": seconds["inference"], "generation/attempts": len(found)}
+    if backlog:
+        everything = dataclasses.replace(everything, scored=_scored_by_all(backlog))
+        memory.timeline.spans += backlog.spans()
+    of_all = processes.gather(since(memory.timeline.spans, memory.timeline.start))
+    memory.timeline.spans = [span for spans in of_all for span in spans]
+    metrics["generation/idle_share"] = idle_share(memory.timeline.spans, stages.mesh.shape["slices"])
     metrics["generation/groups_without_signal"] = float(1 - signal(seen, stages.samples_per_prompt).mean())
     return everything.rows(kept), learned, metrics | _outcome(everything, stages)
+
+
+def _backlog(target: Model, judges: Judges, stages: Stages) -> Backlog | None:
+    """What slices score beside generation, where inference is fused with it."""
+    if not stages.fused:
+        return None
+    reference, critic = (judge and decoding_weights(judge, stages.dtype, stages.mesh) for judge in judges)
+    training, rows = stages.training, max(1, stages.training.micro_rows // stages.mesh.shape["slices"])
+    return Backlog(Scoring(target, reference, critic, training.temperature, rows, stages.decoding.slots))
+
+
+def _scored_by_all(backlog: Backlog) -> dict[int, Scored]:
+    """What the slices of all processes have scored."""
+    return {number: scored for part in processes.gather(backlog.scored()) for number, scored in part.items()}
 
 
 def learn(
@@ -191,7 +223,10 @@ def evaluate(
     target = decoding_weights(policy, stages.dtype, stages.mesh)
     drafter = student_for(target, drafter, stages.mesh)
     selector, tally = copy.deepcopy(memory.evaluation.selector), Tally()
-    samples = roll_out(target, drafter, wanted, decoding, stages, selector, _counting(tally, observe, "evaluation"))
+    counting = _counting(tally, Timeline(), observe, "evaluation")
+    placing = placing_of(stages, memory.evaluation.lengths, "")
+    placing = dataclasses.replace(placing, decide=None) if processes.started() else placing
+    samples = roll_out(target, drafter, wanted, decoding, stages, placing, selector, counting)
     tally = sum(processes.gather(tally), Tally())
     memory.evaluated = samples, learn(Learned(tally, selector), drafter, samples, stages, decoding)
     answers = answered(samples, prompts, np.repeat(np.arange(len(prompts)), samples_per_prompt), stages.tokenizer)
@@ -201,53 +236,6 @@ def evaluate(
     means |= {name: count for name, count in failed.items() if count}
     means["eval/generation/tokens_per_round"] = tally.metrics(0.0)["generation/tokens_per_round"]
     return means, Collected(samples, answers, next(iter(scores.values()))).table()
-
-
-def roll_out(
-    target: Model,
-    drafter: Model | None,
-    wanted: Sequence[Request],
-    decoding: Decoding,
-    stages: Stages,
-    selector: Selector | None = None,
-    observe: Callable[[RoundReport], None] = lambda report: None,
-) -> list[Sample]:
-    """All samples, in the order of the requests. Each process rolls out its share of them, without the others."""
-    target, drafter, mesh = _at_home(target, drafter, stages.mesh)
-
-    def rolled(asked: Sequence[Request]) -> list[list[Sample]]:
-        found = generate(target, drafter, asked, decoding, mesh, observe, selector, stages.ahead)
-        samples = {sample.sample_id: sample for sample in found}
-        return [[samples[sample_id] for sample_id in request.sample_ids] for request in asked]
-
-    if not processes.started():
-        return [sample for group in rolled(wanted) for sample in group]
-    shares = processes.together(lambda: [list(map(_packed, group)) for group in rolled(processes.share(wanted))])
-    groups = zip(wanted, processes.undealt(shares), strict=True)
-    return [_unpacked(request, packed) for request, group in groups for packed in group]
-
-
-def _at_home(
-    target: Model, drafter: Model | None, mesh: jax.sharding.Mesh
-) -> tuple[Model, Model | None, jax.sharding.Mesh]:
-    """Models that decode, as this process's slices hold them, and the mesh of those slices."""
-    own = meshes.local(mesh)
-    return (target, drafter, own) if own is mesh else (*meshes.on_slice((target, drafter), own), own)
-
-
-def _packed(sample: Sample) -> tuple:
-    """What another process is told of a finished sample."""
-    support = np.array(sample.support, np.int32) if sample.support else None
-    tokens, logprobs = np.array(sample.tokens, np.int32), np.array(sample.logprobs, np.float32)
-    return sample.sample_id, tokens, logprobs, support, sample.rounds, sample.accepted
-
-
-def _unpacked(request: Request, packed: tuple) -> Sample:
-    sample_id, tokens, logprobs, support, rounds, accepted = packed
-    rows = [] if support is None else list(support)
-    sample = Sample(sample_id, request, [], tokens.tolist(), logprobs.tolist(), rows, done=True)
-    sample.rounds, sample.accepted = rounds, accepted
-    return sample
 
 
 def decoding_weights(policy: Model, dtype, mesh: jax.sharding.Mesh) -> Model:
@@ -264,7 +252,7 @@ def _decoding_weights(policy: Model, dtype, mesh: jax.sharding.Mesh, untie: bool
     model = unstack(cast(policy, dtype))
     if untie and model.head is None:
         model = dataclasses.replace(model, head=model.embed.T)
-    if mesh.shape["tensor"] > 1:
+    if mesh.shape["tensor"] > 1 and not model.config.scalar_head:
         model = pad_vocab(model, BLOCK * mesh.shape["tensor"])
     return jax.lax.with_sharding_constraint(model, meshes.model_shardings(model, mesh, "generation"))
 
@@ -276,9 +264,9 @@ def compile_rounds(policy: Model, drafter: Model | None, memory: Memory, stages:
     """
     target = decoding_weights(policy, stages.dtype, stages.mesh)
     drafter = student_for(target, drafter, stages.mesh)
-    prompts, selectors = -(-stages.prompts_per_step // processes.count()), memory.selectors()
-    target, drafter, mesh = _at_home(target, drafter, stages.mesh)
-    does = warm_up(target, drafter, prompts * stages.samples_per_prompt, stages.decoding, mesh, bool(selectors))
+    selectors, shares = memory.selectors(), 1 if stages.decide else processes.count()
+    samples = -(-stages.prompts_per_step // shares) * stages.samples_per_prompt
+    does = warm_up(target, drafter, samples, stages.decoding, stages.mesh, bool(selectors))
     models = ModelConfigs(target.config, drafter and drafter.config)
     size = stages.decoding.rows, stages.decoding.slots
     for selector in selectors:
@@ -298,9 +286,13 @@ def _timed(phase: str, seconds: dict[str, float], observe: Observer) -> Iterator
     seconds[phase] += time.perf_counter() - start
 
 
-def _counting(tally: Tally, observe: Observer, phase: str = "generation") -> Callable[[RoundReport], None]:
+def _counting(
+    tally: Tally, timeline: Timeline, observe: Observer, phase: str = "generation"
+) -> Callable[[RoundReport], None]:
     def arrived(report: RoundReport) -> None:
         tally.add(report)
+        for span in spans_of(report):
+            timeline.add(span)
         observe(phase, report)
 
     return arrived

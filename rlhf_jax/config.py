@@ -117,6 +117,8 @@ def _generation() -> dict:
         "acceptance": "replayable",  # drafts equal to the target's own draw, or 'rejection'
         "rows": 32,  # live rows of a slice at most
         "fewest_rows": 8,  # in the tail the batch halves down to this; each halving is a program to compile
+        "reallocate": True,  # place samples on slices by their expected lengths, and move them while they run
+        "fuse_inference": False,  # slices with nothing left to decode score what is finished, with weights of their own
         "history_tokens": 256,  # of earlier roll-outs of the same prompt, for lookup
         "repeated_noise": 0,  # samples of a prompt with an earlier noise: they replay its text, but are no fresh draws
         # (the weights were fitted to that noise) and explore less

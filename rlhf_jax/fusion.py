@@ -10,8 +10,7 @@ import collections
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,7 +21,15 @@ from rlhf_jax.generation.samples import Sample
 from rlhf_jax.inference.logprobs import score_rollout
 from rlhf_jax.inference.values import score_values
 from rlhf_jax.model.attention import causal_on
+from rlhf_jax.timeline import Span
 from rlhf_jax.types import Array, Model
+
+
+class Judges(NamedTuple):
+    """The models that score beside the policy."""
+
+    reference: Model | None = None  # None: the policy is its own
+    critic: Model | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,19 +46,20 @@ class Scoring:
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """Numbers of one sample under each model, [T] float32 each; None where there is no such model."""
+    """Numbers of one sample under each model, [T] float32 each, on the host; None where there is no such model."""
 
-    logprobs: np.ndarray
-    reference_logprobs: np.ndarray | None
-    values: np.ndarray | None
+    logprobs: Array
+    reference_logprobs: Array | None
+    values: Array | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Batch:
     samples: list[Sample]
     results: tuple[Array, Array | None, Array | None]
     slice: int
     began: float
+    ended: float | None = None
 
 
 class Backlog:
@@ -69,6 +77,7 @@ class Backlog:
 
     def feed(self, number: int, mesh: jax.sharding.Mesh) -> Array | None:
         """Have a slice score the next samples: an array that is ready when it has; None where too few wait."""
+        self._look()
         scoring = self.scoring
         if len(self.waiting) < scoring.rows:
             return None
@@ -87,13 +96,28 @@ class Backlog:
         return self._models[mesh]
 
     def scored(self) -> dict[int, Scored]:
-        """What slices have scored, by sample id."""
+        """What slices have scored, by sample id; what is still on its way is waited for."""
         found = {}
         for batch in self.batches:
             numbers = jax.device_get(batch.results)
+            self._look()
             for row, sample in enumerate(batch.samples):
                 found[sample.sample_id] = Scored(*(None if leaf is None else leaf[row] for leaf in numbers))
         return found
+
+    def _look(self) -> None:
+        """Note when what has become ready did."""
+        for batch in self.batches:
+            if batch.ended is None and all(leaf.is_ready() for leaf in jax.tree.leaves(batch.results)):
+                batch.ended = time.perf_counter()
+
+    def spans(self) -> list[Span]:
+        """What slices did here, once all of it is there."""
+        return [
+            Span(b.slice, "inference", b.began, b.ended or b.began, len(b.samples), "log-probs and values", tokens)
+            for b in self.batches
+            for tokens in [sum(len(sample.tokens) for sample in b.samples)]
+        ]
 
 
 def place(samples: list[Sample], scoring: Scoring, mesh):

@@ -64,6 +64,7 @@ RUN_FILES = (
     "evaluations.jsonl",
     "strategies.jsonl",
     "tensorboard",
+    "timeline",
     "policy",
     "report.html",
 )

@@ -15,14 +15,16 @@ from rlhf_jax import processes
 from rlhf_jax.collect import Collected, collect, finished
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.experience import shape
+from rlhf_jax.fusion import Judges, Scored
 from rlhf_jax.generation.rollout import as_rollout
 from rlhf_jax.inference.logprobs import mismatch, score_rollout
 from rlhf_jax.inference.values import score_values
 from rlhf_jax.model.transformer import cast
 from rlhf_jax.stages import Frozen, Memory, Observer, Stages, drafter_of
+from rlhf_jax.timeline import Span
 from rlhf_jax.training.distill import distill
 from rlhf_jax.training.update import NotFinite, update
-from rlhf_jax.types import Experience, Model, Rollout, TrainState
+from rlhf_jax.types import Array, Experience, Model, Rollout, TrainState
 
 
 class Ruined(ValueError):
@@ -49,13 +51,15 @@ def step(
     """
     number = int(state.step)
     drafter = drafter_of(state, frozen)
-    collected, learned, metrics = collect(state.policy, drafter, prompts, memory, number, stages, observe)
+    judges = Judges(frozen.reference, state.critic)
+    collected, learned, metrics = collect(state.policy, drafter, prompts, memory, number, stages, observe, judges)
 
     observe("inference", None)
     start = time.perf_counter()
     experience, kl, seen = infer(state, frozen.reference, collected, memory.kl_coefficient, stages)
     metrics |= seen
     metrics["inference/seconds"] += time.perf_counter() - start
+    memory.timeline.spans += _inferred(experience, memory.timeline.start, start, stages)
 
     observe("training", None)
     start = time.perf_counter()
@@ -89,7 +93,8 @@ def distill_step(
     loss are the policy's divergence from the student, in nats a token.
     """
     drafter = drafter_of(state, frozen)
-    collected, learned, metrics = collect(state.policy, drafter, prompts, memory, int(state.step), stages, observe)
+    number, nobody = int(state.step), Judges()
+    collected, learned, metrics = collect(state.policy, drafter, prompts, memory, number, stages, observe, nobody)
     observe("training", None)
     rollout = as_rollout(collected.samples, stages.decoding.slots)
     state, taught = teach(state, frozen, rollout, memory, stages, observe)
@@ -137,19 +142,13 @@ def infer(
     the one that was sampled (`mismatch/...`).
     """
     rollout = as_rollout(collected.samples, stages.decoding.slots)
-    placed, training = meshes.place_rows(rollout, stages.mesh), stages.training
-    rows = training.micro_rows
-    how = dict(temperature=training.temperature, rows=rows, attend=training.attend, law=training.law)
-    score = functools.partial(score_rollout, rollout=placed, **how)
-    logprobs = score(_cast(state.policy, stages.dtype))
-    reference_logprobs = logprobs if reference is None else score(reference)
-    critic = state.critic
-    values = (
-        None
-        if critic is None
-        else score_values(_cast(critic, stages.dtype), placed, rows=rows, attend=training.critic_attend)
-    )
-    logprobs, reference_logprobs, values = processes.fetch((logprobs, reference_logprobs, values))
+    models = _cast(state.policy, stages.dtype), reference, state.critic and _cast(state.critic, stages.dtype)
+    if stages.fused:
+        found = _score_the_rest(models, rollout, collected.scored, stages)
+    else:
+        found = processes.fetch(_score(models, rollout, stages))
+    logprobs, reference_logprobs, values = found
+    reference_logprobs = logprobs if reference_logprobs is None else reference_logprobs
     ended = finished(collected.samples, stages.decoding.stop_tokens)
     mask, advantages, returns, kl = jax.device_get(
         shape(
@@ -167,6 +166,43 @@ def infer(
     _check_finite(experience)
     seen = {"kl/response": float(kl), "kl/coefficient": kl_coefficient}
     return experience, float(kl), seen | mismatch(rollout.logprobs, logprobs, rollout.mask)
+
+
+def _inferred(experience: Experience, zero: float, began: float, stages: Stages) -> list[Span]:
+    """Inference on all slices at once, as the timeline has it."""
+    rows, tokens, count = len(experience.mask), int(experience.rollout.mask.sum()), stages.mesh.shape["slices"]
+    of_slice = began - zero, time.perf_counter() - zero, rows // count, "log-probs and values", tokens // count
+    return [Span(number, "inference", *of_slice) for number in range(count)]
+
+
+Models = tuple[Model, Model | None, Model | None]  # policy, reference, critic
+
+
+def _score(models: Models, rollout: Rollout, stages: Stages) -> tuple[Array, Array | None, Array | None]:
+    """(log-probs, the reference's, values) of a rollout [B, T], dispatched."""
+    (policy, reference, critic), training = models, stages.training
+    placed, rows = meshes.place_rows(rollout, stages.mesh), training.micro_rows
+    how = dict(temperature=training.temperature, rows=rows, attend=training.attend, law=training.law)
+    score = functools.partial(score_rollout, rollout=placed, **how)
+    values = critic and score_values(critic, placed, rows=rows, attend=training.critic_attend)
+    return score(policy), reference and score(reference), values
+
+
+def _score_the_rest(
+    models: Models, rollout: Rollout, scored: dict[int, Scored], stages: Stages
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """As `_score`, on the host: what slices have scored, and the rest in parts of a fixed size."""
+    numbers, rows = rollout.sample_id.tolist(), stages.training.micro_rows
+    rest = [row for row, number in enumerate(numbers) if number not in scored]
+    found = {row: scored[number] for row, number in enumerate(numbers) if number in scored}
+    for start in range(0, len(rest), rows):
+        part = np.resize(rest[start : start + rows], rows)  # filled up by some of them again
+        results = processes.fetch(_score(models, jax.tree.map(lambda leaf, part=part: leaf[part], rollout), stages))
+        found |= {row: Scored(*(None if leaf is None else leaf[i] for leaf in results)) for i, row in enumerate(part)}
+    columns = zip(*(dataclasses.astuple(found[row]) for row in range(len(numbers))), strict=True)
+    logprobs, referred, values = (None if column[0] is None else np.stack(column) for column in columns)
+    assert logprobs is not None
+    return logprobs, referred, values
 
 
 def _check_finite(experience: Experience) -> None:

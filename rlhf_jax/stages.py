@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from rlhf_jax.data.iterator import Batches
 from rlhf_jax.data.tokenizer import Tokenizer
@@ -17,9 +18,15 @@ from rlhf_jax.generation.samples import Decoding, RoundReport, Sample
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.rewards import Answer, Scores
 from rlhf_jax.model.attention import causal
+from rlhf_jax.reallocation import lengths
+from rlhf_jax.reallocation.lengths import Lengths
+from rlhf_jax.reallocation.plan import Plan, View
+from rlhf_jax.timeline import Timeline
 from rlhf_jax.training.distill import Distillation
 from rlhf_jax.training.update import Optimizers, UpdateConfig
 from rlhf_jax.types import Model, TrainState
+
+KEPT = 0.5  # what the lengths of earlier responses weigh once the policy has moved
 
 Observer = Callable[[str, RoundReport | None], None]  # of (phase, the round that arrived in it)
 Reward = Callable[[Sequence[Answer]], tuple[Scores, dict[str, float]]]  # and what to report
@@ -48,6 +55,9 @@ class Stages:
     ahead: Ahead | None = None  # compiles strategies before they are used
     draft_attend: Callable = causal  # attention of a draft model that reads whole texts
     distillation: Distillation | None = None  # None: there is no student, or it stays as it is
+    decide: Callable[[View], Plan] | None = None  # where samples run; None: they stay where they are dealt
+    in_turn: bool = False  # slices are served one after the other, so that a run repeats itself
+    fused: bool = False  # slices with nothing left to decode score what is finished
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,21 +89,26 @@ class Drafting:
     history: History
     selector: Selector | None = None  # None where the strategy is fixed
     tally: Tally = dataclasses.field(default_factory=Tally)  # of all so far
+    lengths: Lengths = dataclasses.field(default_factory=Lengths)  # the law of responses
 
-    def add(self, samples: Iterable[Sample], learned: Learned) -> None:
+    def add(self, samples: Sequence[Sample], learned: Learned) -> None:
         """Take in a finished stage."""
         self.history.add(samples)
+        counts = np.array([len(sample.tokens) for sample in samples])
+        ended = counts < np.array([sample.request.max_new_tokens for sample in samples])
+        self.lengths = lengths.observe(lengths.faded(self.lengths, KEPT), counts, ended)
         self.selector, self.tally = learned.selector, self.tally + learned.tally
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: JSON values and numpy arrays."""
         selector = {"selector": self.selector.state()} if self.selector else {}
-        return {"history": self.history.state(), "tally": dataclasses.asdict(self.tally)} | selector
+        kept = {"history": self.history.state(), "tally": dataclasses.asdict(self.tally)}
+        return kept | {"lengths": lengths.state(self.lengths)} | selector
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken; a selector that is new since then begins anew."""
         self.history.restore(state["history"])
-        self.tally = Tally(**state["tally"])
+        self.tally, self.lengths = Tally(**state["tally"]), lengths.restore(state["lengths"])
         if self.selector and "selector" in state:
             self.selector.restore(state["selector"])
 
@@ -108,6 +123,7 @@ class Memory:
     kl_start: float  # the KL coefficient that the config asks for
     kl_coefficient: float  # what it is now
     taught: int = 0  # updates of the policy when the drafter last learned from it
+    timeline: Timeline = dataclasses.field(default_factory=Timeline)  # of the step that is taken
     evaluated: tuple[Sequence[Sample], Learned] | None = None  # since the last step: with the next one it is remembered
 
     def selectors(self) -> list[Selector]:
@@ -134,7 +150,7 @@ class Memory:
             self.kl_coefficient = float(state["kl_coefficient"])
         self.taught = int(state["taught"])
 
-    def remember(self, samples: Iterable[Sample], learned: Learned, kl_coefficient: float) -> None:
+    def remember(self, samples: Sequence[Sample], learned: Learned, kl_coefficient: float) -> None:
         """Take in a finished step."""
         self.drafting.add(samples, learned)
         if self.evaluated is not None:  # until now a resumed run would have evaluated again

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ class Timeline:
     """The spans of one stage, each slice's in the order in which they were dispatched: what came before its round."""
 
     spans: list[Span] = dataclasses.field(default_factory=list)
+    start: float = dataclasses.field(default_factory=time.perf_counter)  # of the stage, by this process's clock
 
     def add(self, span: Span) -> None:
         """One more."""

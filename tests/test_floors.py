@@ -37,12 +37,13 @@ FLOORS = {
     "rlhf_jax/experience.py": 5,
     "rlhf_jax/stages.py": 6,
     "rlhf_jax/fusion.py": 6,
-    "rlhf_jax/collect.py": 7,
-    "rlhf_jax/rlhf.py": 8,
-    "rlhf_jax/build.py": 8,
-    "configs": 9,
-    "launch": 10,
-    "benchmarks": 10,
+    "rlhf_jax/roll_out.py": 7,
+    "rlhf_jax/collect.py": 8,
+    "rlhf_jax/rlhf.py": 9,
+    "rlhf_jax/build.py": 9,
+    "configs": 10,
+    "launch": 11,
+    "benchmarks": 11,
 }
 PROJECT = ("rlhf_jax", "pallas_kernels", "configs", "launch", "benchmarks")
 PACKAGES = ("rlhf_jax", "pallas_kernels")

@@ -22,6 +22,7 @@ from rlhf_jax.generation.flights import Setting, fly, land, may_fly
 from rlhf_jax.generation.instance import Instance
 from rlhf_jax.generation.placing import STATIC, Placing, Stage
 from rlhf_jax.generation.programs import Ahead, Models
+from rlhf_jax.generation.ranks import Ranks
 from rlhf_jax.generation.samples import Decoding, Request, RoundReport, Sample
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.types import Array, Model
@@ -74,15 +75,23 @@ def generate(
 
 def _landings(stage: Stage, turns: Iterator[Instance], spare: Spare | None) -> Iterator[Iterable[Landing]]:
     """The rounds as they land, until all samples have ended; slices are fed meanwhile."""
-    fleet, setting = list(stage.fleet.values()), stage.setting
-    while stage.pool or any(instance.busy for instance in fleet):
-        if stage.due:
-            placings.carry_out(stage, placings.orders(stage, placings.standing(stage)))
+    fleet, setting, settled = list(stage.fleet.values()), stage.setting, []
+    plans = Ranks(stage, lambda instance: settled.extend(_all_of(instance, setting)))
+    while plans.goes_on():
+        plans.turn()
         for instance in fleet:
             _feed(instance, not stage.pool, setting)
             if spare is not None and not instance.samples and (instance.freed or not stage.pool):
                 _occupy(instance, spare)
+        yield settled
+        settled.clear()
         yield _next_arrival(next(turns), setting)
+
+
+def _all_of(instance: Instance, setting: Setting) -> Iterator[Landing]:
+    """All rounds that the slice has in the air."""
+    while instance.flights:
+        yield from _next_arrival(instance, setting)
 
 
 def _slices(mesh: jax.sharding.Mesh | None) -> list[jax.sharding.Mesh | None]:

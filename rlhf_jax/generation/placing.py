@@ -52,8 +52,9 @@ class Stage:
 
     @property
     def due(self) -> bool:
-        """Whether it is time for a plan."""
-        return self.placing.decide is not None and self.landed >= OFTEN
+        """Whether it is time for a plan: after some rounds, or where nothing else can happen."""
+        flying = any(instance.flights for instance in self.fleet.values())
+        return self.placing.decide is not None and (self.landed >= OFTEN or not flying)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +153,7 @@ def _speed(instance: Instance, setting: Setting) -> np.ndarray:
     """[rows + 1] tokens a second of one row when so many are live; without a selector only their ratios count."""
     decoding, mesh, selector = setting.decoding, instance.mesh, setting.selector
     live = np.arange(1, decoding.rows + 1)
-    sizes = np.array([boards.row_bucket(count, decoding.rows, decoding, mesh) for count in live])
+    sizes = np.array([boards.row_bucket(count, decoding.rows, decoding, mesh) for count in live.tolist()])
     if selector is None:
         paces = {size: 1 / (decoding.rows + size) for size in set(sizes.tolist())}
     else:

@@ -1,0 +1,165 @@
+"""When there is a new plan, and who makes it: one process alone, or for several their leader.
+
+Of several, each says what its slices do, the leader plans, and all carry its plans out in order. A plan has a number,
+and takes effect on a slice at its next round. No process waits for another but to pass a sample on: the one that gives
+says first what the sample has by now, then both take part in the exchange of their two slices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import numpy as np
+
+from rlhf_jax import processes
+from rlhf_jax.generation import board as boards
+from rlhf_jax.generation import placing as placings
+from rlhf_jax.generation import rows as row_verbs
+from rlhf_jax.generation.instance import Instance
+from rlhf_jax.generation.placing import Orders, Stage
+from rlhf_jax.generation.samples import Sample
+from rlhf_jax.reallocation import exchange
+
+POLL = 0.02  # seconds between two looks for a plan
+NAP = 1e-3  # seconds between two looks for a word that another process is about to say
+GONE, QUEUED = "gone", "queued"  # a sample that has ended meanwhile, and one that has not begun
+KEPT = ("tokens", "logprobs", "unfed", "rounds", "accepted", "confidence")  # of a sample that moves
+
+
+@contextlib.contextmanager
+def failed(name: str) -> Iterator[None]:
+    """Around a process's part of a stage: should it fail, the others wait for it no longer."""
+    try:
+        yield
+    except BaseException:
+        processes.publish(f"{name} failed", "yes")
+        raise
+
+
+@dataclasses.dataclass
+class Ranks:
+    """This process's part in planning a stage."""
+
+    stage: Stage
+    settle: Callable[[Instance], None]  # lands all rounds that a slice has in the air
+    carried: int = 0  # plans
+    looked: float = 0.0
+    over: bool = False
+    seen: set[int] = dataclasses.field(default_factory=set)  # samples that stood at the last plan
+
+    def goes_on(self) -> bool:
+        """Whether there is anything left to decode, here or, where samples may yet come, elsewhere."""
+        if self._together:
+            return not self.over
+        return bool(self.stage.pool) or any(instance.busy for instance in self.stage.fleet.values())
+
+    @property
+    def _together(self) -> bool:
+        return processes.started() and self.stage.placing.decide is not None
+
+    def turn(self) -> None:
+        """Carry out the next plan, if it is time for one."""
+        if self._together:
+            self._turn()
+        elif self.stage.due:
+            placings.carry_out(self.stage, placings.orders(self.stage, placings.standing(self.stage)))
+
+    def _turn(self) -> None:
+        """Say what there is, plan if this is the leader, and carry out the next plan if it is there."""
+        flying = any(instance.flights for instance in self.stage.fleet.values())
+        if time.perf_counter() - self.looked < POLL:
+            time.sleep(0 if flying else NAP)
+            return
+        self.looked = time.perf_counter()
+        where = placings.standing(self.stage)
+        processes.publish(f"{self._name} rank {processes.rank()}", json.dumps([self.carried, where]))
+        self.over = processes.published(f"{self._name} failed") is not None
+        if processes.leads():
+            self._plan()
+        if word := processes.published(f"{self._name} plan {self.carried}"):
+            wanted = Orders(**json.loads(word))
+            self.carried, self.over = self.carried + 1, wanted.over
+            placings.carry_out(self.stage, wanted, self._carry)
+
+    @property
+    def _name(self) -> str:
+        return self.stage.placing.name
+
+    def _plan(self) -> None:
+        """The next plan, once all have carried out the last one and said what came of it."""
+        said = [processes.published(f"{self._name} rank {rank}") for rank in range(processes.count())]
+        heard = [json.loads(word) for word in said if word]
+        if len(heard) < len(said) or any(carried != self.carried for carried, _ in heard):
+            return
+        where = [tuple(one) for _, standing in heard for one in standing]
+        over, ids = not where and not self.stage.pool, {one for one, _, _ in where}
+        if over or self.stage.due or ids != self.seen:
+            self.seen = ids
+            wanted = dataclasses.replace(placings.orders(self.stage, where), over=over)
+            if over or wanted.moves or wanted.admissions:
+                processes.publish(f"{self._name} plan {self.carried}", json.dumps(dataclasses.asdict(wanted)))
+
+    def _carry(self, sample_id: int, source: int, target: int) -> None:
+        word = f"{self._name} plan {self.carried} moves {sample_id}"
+        if source in self.stage.fleet:
+            self._give(self.stage.samples[sample_id], source, target, word)
+        elif target in self.stage.fleet:
+            self._take(self.stage.samples[sample_id], source, target, word)
+
+    def _give(self, sample: Sample, source: int, target: int, word: str) -> None:
+        instance = self.stage.fleet[source]
+        self.settle(instance)
+        if sample in instance.queue:
+            instance.queue.remove(sample)
+            processes.publish(word, json.dumps(QUEUED))
+        elif sample.done or sample not in instance.board:
+            processes.publish(word, json.dumps(GONE))
+        else:
+            slots = exchange.width(len(sample.prompt) + len(sample.tokens), instance.state.tokens.shape[1])
+            processes.publish(word, json.dumps(_packed(sample) | {"slots": slots}))
+            row = np.array([instance.board.index(sample)], np.int32)
+            parcel = exchange.depart(instance.state, row, slots, mesh=instance.mesh)
+            instance.state = row_verbs.retire(instance.state, row, mesh=instance.mesh)
+            instance.board[int(row[0])] = None
+            self._pass(parcel, instance, source, target)
+
+    def _take(self, sample: Sample, source: int, target: int, word: str) -> None:
+        instance, said = self.stage.fleet[target], _wait_for(word)
+        if said == QUEUED:
+            instance.queue.append(sample)
+        elif said != GONE:
+            _unpack(sample, said)
+            boards.fit(instance, len(instance.live) + 1, self.stage.setting.decoding)
+            blank = exchange.depart(instance.state, np.zeros(1, np.int32), said["slots"], mesh=instance.mesh)
+            parcel = self._pass(blank, instance, source, target)
+            place = np.array([instance.board.index(None)], np.int32)
+            instance.state = exchange.arrive(instance.state, parcel, place, mesh=instance.mesh)
+            instance.board[int(place[0])] = sample
+            instance.moved.append(exchange.bytes_of(parcel))
+
+    def _pass(self, parcel, instance: Instance, source: int, target: int):
+        here, ends = cast(Any, instance.mesh), cast(Any, self.stage.slices)
+        return exchange.across([parcel], here, ends[source], ends[target])
+
+
+def _wait_for(word: str) -> Any:
+    """What the process that gives has to say; if it dies, the coordination service ends this one."""
+    while (said := processes.published(word)) is None:
+        time.sleep(NAP)
+    return json.loads(said)
+
+
+def _packed(sample: Sample) -> dict[str, Any]:
+    """What the host knows of a sample, as JSON."""
+    return {name: getattr(sample, name) for name in KEPT} | {"support": [ids.tolist() for ids in sample.support]}
+
+
+def _unpack(sample: Sample, said: dict[str, Any]) -> None:
+    for name in KEPT:
+        setattr(sample, name, said[name])
+    sample.support = [np.array(ids, np.int32) for ids in said["support"]]

@@ -1,0 +1,84 @@
+"""All samples of a stage: dealt out to processes and slices, or placed by a plan, and gathered; and what slices did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from rlhf_jax import processes
+from rlhf_jax.generation import tree as trees
+from rlhf_jax.generation.engine import Spare, generate
+from rlhf_jax.generation.placing import Placing
+from rlhf_jax.generation.ranks import failed
+from rlhf_jax.generation.samples import Decoding, Request, RoundReport, Sample
+from rlhf_jax.generation.strategy.select import Selector
+from rlhf_jax.reallocation.lengths import Lengths
+from rlhf_jax.stages import Stages
+from rlhf_jax.timeline import Span
+from rlhf_jax.types import Model
+
+
+def placing_of(stages: Stages, lengths: Lengths, name: str) -> Placing:
+    """Where the samples of the stage of this name run."""
+    return Placing(stages.decide, lengths, stages.in_turn, name)
+
+
+def roll_out(
+    target: Model,
+    drafter: Model | None,
+    wanted: Sequence[Request],
+    decoding: Decoding,
+    stages: Stages,
+    placing: Placing,
+    selector: Selector | None = None,
+    observe: Callable[[RoundReport], None] = lambda report: None,
+    finished: Callable[[Sample], None] = lambda sample: None,
+    spare: Spare | None = None,
+) -> list[Sample]:
+    """All samples, in the order of the requests. Each process decodes on its own slices, without the others.
+
+    What a process decodes is its share of the requests or, where there is a plan, what that says. `finished` hears of
+    each sample that ends here.
+    """
+    asked = wanted if placing.decide else processes.share(wanted)
+
+    def rolled() -> list[Sample]:
+        with failed(placing.name):
+            on = stages.mesh, observe, selector, stages.ahead, placing, spare
+            samples = []
+            for sample in generate(target, drafter, asked, decoding, *on):
+                samples.append(sample)
+                finished(sample)
+            return samples
+
+    ids = [(request, sample_id) for request in wanted for sample_id in request.sample_ids]
+    if not processes.started():
+        samples = {sample.sample_id: sample for sample in rolled()}
+        return [samples[sample_id] for _, sample_id in ids]
+    shares = processes.together(lambda: list(map(_packed, rolled())))
+    packed = {one[0]: one for share in shares for one in share}
+    return [_unpacked(request, packed[sample_id]) for request, sample_id in ids]
+
+
+def _packed(sample: Sample) -> tuple:
+    """What another process is told of a finished sample."""
+    support = np.array(sample.support, np.int32) if sample.support else None
+    tokens, logprobs = np.array(sample.tokens, np.int32), np.array(sample.logprobs, np.float32)
+    return sample.sample_id, tokens, logprobs, support, sample.rounds, sample.accepted
+
+
+def _unpacked(request: Request, packed: tuple) -> Sample:
+    sample_id, tokens, logprobs, support, rounds, accepted = packed
+    rows = [] if support is None else list(support)
+    sample = Sample(sample_id, request, [], tokens.tolist(), logprobs.tolist(), rows, done=True)
+    sample.rounds, sample.accepted = rounds, accepted
+    return sample
+
+
+def spans_of(report: RoundReport) -> Iterator[Span]:
+    """What a round says of its slice: samples that came with it, then the round."""
+    if report.moves:
+        yield Span(report.slice, "exchange", report.began, report.began, report.moves, "", report.moved_bytes)
+    name = trees.name_of(report.strategy)
+    yield Span(report.slice, "generate", report.began, report.ended, report.live, name, report.tokens)
