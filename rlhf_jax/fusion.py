@@ -13,7 +13,6 @@ import time
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation.rollout import as_rollout
