@@ -29,6 +29,7 @@ from rlhf_jax.generation.programs import Ahead
 from rlhf_jax.generation.rollout import History
 from rlhf_jax.generation.samples import Decoding
 from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.generation.strategy.cost import RATES
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference import shaping
 from rlhf_jax.inference.reward_model import model_scorer
@@ -204,8 +205,17 @@ def make_stages(run: Run, optimizers: Optimizers, stack: contextlib.ExitStack, o
         distillation=_distillation(run),
         decide=_decide(run),
         in_turn=config.deterministic,
-        fused=generation.fuse_inference,
+        scoring=_scoring(run) if generation.fuse_inference else 0.0,
     )
+
+
+def _scoring(run: Run) -> float:
+    """Seconds, about, in which a slice scores a token under policy, reference and critic."""
+    devices = run.mesh.size / run.mesh.shape["slices"]
+    referred = [run.policy.config] if checks.refers(run.config) else []
+    models = [run.policy.config, *referred, *([run.models.critic] if run.models.critic else [])]
+    flops = sum(drafting.work(model, run.dtype.itemsize).token_flops for model in models)
+    return flops / (RATES[jax.default_backend()][1] * devices)
 
 
 def _decide(run: Run) -> Callable[[View], Plan] | None:

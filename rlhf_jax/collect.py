@@ -96,7 +96,7 @@ def collect(
             wanted = requests(
                 asked, stages.samples_per_prompt, stages.max_new_tokens, first_id, history, repeated, used
             )
-            placing = placing_of(stages, memory.drafting.lengths, f"step {step} attempt {attempt}")
+            placing = placing_of(stages, memory.drafting.lengths, f"step {step} attempt {attempt}", backlog)
             counting = _counting(tally, memory.timeline, observe)
             aside = dict[str, Any](finished=backlog.add, spare=backlog.feed) if backlog else {}
             samples = roll_out(target, drafter, wanted, stages.decoding, stages, placing, selector, counting, **aside)
@@ -125,7 +125,7 @@ def collect(
 
 def _backlog(target: Model, judges: Judges, stages: Stages) -> Backlog | None:
     """What slices score beside generation, where inference is fused with it."""
-    if not stages.fused:
+    if not stages.scoring:
         return None
     reference, critic = (judge and decoding_weights(judge, stages.dtype, stages.mesh) for judge in judges)
     training, rows = stages.training, max(1, stages.training.micro_rows // stages.mesh.shape["slices"])

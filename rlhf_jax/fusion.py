@@ -74,6 +74,11 @@ class Backlog:
         """A sample has finished."""
         self.waiting.append(sample)
 
+    @property
+    def tokens(self) -> int:
+        """Of samples that wait to be scored."""
+        return sum(len(sample.prompt) + len(sample.tokens) for sample in self.waiting)
+
     def feed(self, number: int, mesh: jax.sharding.Mesh) -> Array | None:
         """Have a slice score the next samples: an array that is ready when it has; None where too few wait."""
         self._look()

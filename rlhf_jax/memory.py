@@ -170,8 +170,11 @@ def _generation(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype:
         ("a prefill at work", _layer(models.policy, prompts, mesh, dtype), "lower data.max_prompt_tokens"),
         ("a cache leaf of a shrinking batch", leaf, FEWER_LIVE),
     ]
+    judges = [models.policy] * bool(config.kl.coefficient) + [models.critic]
+    fused = sum(_weights(model, dtype, "generation", mesh) for model in judges) * config.generation.fuse_inference
     named = [
         ("policy, for generation", _weights(models.policy, dtype, "generation", mesh), "raise mesh.tensor"),
+        ("models that score beside it", fused, "set generation.fuse_inference to False"),
         ("student, for generation", student, "raise mesh.tensor"),
         ("key-value cache of the policy", _rows(dataclasses.replace(state, draft=None), mesh), FEWER_LIVE),
         ("key-value cache of the drafter", _rows(state.draft, mesh), FEWER_LIVE),

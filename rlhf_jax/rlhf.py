@@ -143,7 +143,7 @@ def infer(
     """
     rollout = as_rollout(collected.samples, stages.decoding.slots)
     models = _cast(state.policy, stages.dtype), reference, state.critic and _cast(state.critic, stages.dtype)
-    if stages.fused:
+    if stages.scoring:
         found = _score_the_rest(models, rollout, collected.scored, stages)
     else:
         found = processes.fetch(_score(models, rollout, stages))

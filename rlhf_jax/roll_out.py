@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from rlhf_jax import processes
+from rlhf_jax.fusion import Backlog
 from rlhf_jax.generation import tree as trees
 from rlhf_jax.generation.engine import Spare, generate
 from rlhf_jax.generation.placing import Placing
@@ -19,9 +21,12 @@ from rlhf_jax.timeline import Span
 from rlhf_jax.types import Model
 
 
-def placing_of(stages: Stages, lengths: Lengths, name: str) -> Placing:
-    """Where the samples of the stage of this name run."""
-    return Placing(stages.decide, lengths, stages.in_turn, name)
+def placing_of(stages: Stages, lengths: Lengths, name: str, backlog: Backlog | None = None) -> Placing:
+    """Where the samples of the stage of this name run, beside which slices may work on a backlog."""
+    placing = Placing(stages.decide, lengths, stages.in_turn, name)
+    if backlog is None:
+        return placing
+    return dataclasses.replace(placing, scoring=stages.scoring, unscored=lambda: processes.count() * backlog.tokens)
 
 
 def roll_out(

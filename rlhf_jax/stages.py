@@ -57,7 +57,7 @@ class Stages:
     distillation: Distillation | None = None  # None: there is no student, or it stays as it is
     decide: Callable[[View], Plan] | None = None  # where samples run; None: they stay where they are dealt
     in_turn: bool = False  # slices are served one after the other, so that a run repeats itself
-    fused: bool = False  # slices with nothing left to decode score what is finished
+    scoring: float = 0.0  # seconds, about, in which a slice scores a token; 0: inference begins when all has ended
 
 
 @dataclasses.dataclass(frozen=True)

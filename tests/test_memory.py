@@ -15,7 +15,7 @@ import pytest
 from rlhf_jax import checks, command_line, memory, mesh
 from rlhf_jax import config as configs
 from rlhf_jax.config import ModelConfigs
-from rlhf_jax.generation import engine, rows, tree
+from rlhf_jax.generation import board, rows, tree
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.model import transformer
 from rlhf_jax.types import ModelConfig, RopeScaling
@@ -135,7 +135,7 @@ def test_weights_optimizer_and_caches_are_exact(tiny, config, shape):
     copy = mesh.reshard(half, mesh.model_shardings(half, devices, "generation"))
     config.generation.strategy, config.generation.history_tokens = "lookup-chain-4", 0
     parts = memory.plan(config, ModelConfigs(tiny, tiny, tiny), dict(devices.shape), jnp.bfloat16)
-    slots = engine.cache_slots(64, [tree.parse(config.generation.strategy)])
+    slots = board.cache_slots(64, [tree.parse(config.generation.strategy)])
     state = rows.empty(tiny, tiny, 32, slots, 0, 0, jnp.bfloat16, devices)
     found = by_name(parts)
     assert found["policy, float32"] == held(policy)

@@ -18,7 +18,7 @@ from pallas_kernels.shapes import BLOCK
 from rlhf_jax import drafting, memory
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import Config, ModelConfigs
-from rlhf_jax.generation import engine, rows, tree
+from rlhf_jax.generation import board, rows, tree
 from rlhf_jax.generation.round import run_round
 from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.inference.values import critic_of
@@ -143,7 +143,7 @@ def round_program(at: Target, untied: bool):
     config, generation = at.config, at.config.generation
     longest, menu = config.data.max_prompt_tokens + generation.max_new_tokens, drafting.strategies(config)
     strategy = menu.strategies[menu.nodes.tolist().index(memory.most_nodes(config, at.mesh))]
-    slots, earlier = engine.cache_slots(longest, menu.strategies), longest if "replay" in menu.drafters else 0
+    slots, earlier = board.cache_slots(longest, menu.strategies), longest if "replay" in menu.drafters else 0
     empty = functools.partial(rows.empty, at.models.policy, at.models.drafter, generation.rows, slots)
     state = row_shapes(lambda: empty(generation.history_tokens, earlier, at.dtype), at.mesh)
     nodes, replicated = tree.as_data(strategy, generation.rows), meshes.replicated(at.mesh)

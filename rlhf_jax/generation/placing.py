@@ -31,6 +31,8 @@ class Placing:
     lengths: Lengths = dataclasses.field(default_factory=Lengths)  # the law of responses
     in_turn: bool = False  # slices are served one after the other, not as they are ready: then a run repeats itself
     name: str = ""  # of the stage, where several processes plan together: one that no other stage of the run has
+    scoring: float = 0.0  # seconds of inference a token on a slice that decodes no more; 0 where there is none to do
+    unscored: Callable[[], float] = lambda: 0.0  # tokens of finished samples that wait for it
 
 
 STATIC = Placing()
@@ -146,6 +148,8 @@ def _view(stage: Stage, ids: list[int], places: list[int], generated: np.ndarray
         move_seconds=move_seconds,
         token_seconds=token_seconds,
         freed=np.isin(np.arange(len(stage.slices)), stage.freed),
+        unscored=stage.placing.unscored(),
+        scoring=stage.placing.scoring,
     )
 
 

@@ -1,4 +1,8 @@
-"""Samples that wait, by length: the longest together on light slices, short ones on full slices with refill."""
+"""Samples that wait, by length: the longest together on light slices, short ones on full slices with refill.
+
+How far to go is a matter of how sure the lengths are: placements from packed tightly to dealt out evenly are tried on
+drawn lengths, and the one whose stage ends soonest is taken.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from rlhf_jax.reallocation.survivors import BINS, Clock
 GROUPS = 16  # of slices that are packed alike, at most
 TRIED = 8  # deadlines at once
 ROUNDS = 3  # of ever closer deadlines
+DRAWS = 6  # of lengths, on which placements are tried
+SHARES = 0.25, 0.4, 0.55, 0.7, 0.85, 1.0  # of the slices that may decode, where inference waits for the others
 SLACK = 1.03  # of a deadline, for what waits
 
 
@@ -31,6 +37,34 @@ def deadline(clock: Clock, survivors: np.ndarray, tokens: float) -> float:
         room = np.maximum(rate * middle - work, 0.0).sum()
         low, high = (low, middle) if room >= tokens else (middle, high)
     return high
+
+
+def first(clock: Clock, ends: np.ndarray, slices: int, inference: float) -> list[np.ndarray]:
+    """Samples of each of so many empty slices, as places in ends [n, Q] (`Clock.bins`), which come the longest first.
+
+    inference: slice seconds of it that idle slices may do until the last sample has ended, or all of them after.
+    """
+    tried = [pack(clock, ends, slices, spread=True), [np.arange(len(ends))[one::slices] for one in range(slices)]]
+    fewer = {round(share * slices) for share in SHARES if inference} - {0}
+    tried += [pack(clock, ends, some, spread=False) + [np.arange(0)] * (slices - some) for some in sorted(fewer)]
+    return min(tried, key=lambda lists: _stage(clock, ends, lists, inference))
+
+
+def _stage(clock: Clock, ends: np.ndarray, lists: list[np.ndarray], inference: float) -> float:
+    """Mean seconds of a stage, inference included, over drawn lengths."""
+    samples, counts = np.concatenate(lists), np.array([len(own) for own in lists])
+    place = np.repeat(np.arange(len(lists)), counts)
+    layer = (np.arange(len(samples)) - np.repeat(counts.cumsum() - counts, counts)) // clock.rows
+    total = 0.0
+    for draw in range(DRAWS):
+        # Every sample draws its own quantile, and all draws together draw each quantile about as often.
+        drawn = ends[samples, (samples * 5 + samples // 7 + draw * 3) % ends.shape[1]][:, None]
+        layers = [
+            clock.survivors(drawn[layer == one], place[layer == one], len(lists)) for one in range(layer.max() + 1)
+        ]
+        seconds = clock.refilled(layers)
+        total += seconds.max() + max(0.0, inference - (seconds.max() - seconds).sum()) / len(lists)
+    return total / DRAWS
 
 
 def pack(clock: Clock, ends: np.ndarray, slices: int, spread: bool) -> list[np.ndarray]:

@@ -125,7 +125,7 @@ def _admissions(draft: _Draft) -> list[tuple[int, np.ndarray]]:
     mean = view.left[waiting].mean(axis=1)
     waiting = waiting[np.argsort(-mean, kind="stable")]
     if not draft.live.any():
-        lists = packing.pack(draft.clock, draft.steps[waiting], len(open_slices), spread=not view.scoring)
+        lists = packing.first(draft.clock, draft.steps[waiting], len(open_slices), _inference(view))
         firsts = [(there, waiting[own[: view.rows]]) for there, own in zip(open_slices.tolist(), lists, strict=True)]
         return [(there, samples) for there, samples in firsts if len(samples)]
     kept = draft.survivors[~view.freed]
@@ -229,8 +229,7 @@ def _gathered(draft: _Draft, moved: set[int]) -> list[tuple[int, int]]:
     Idle slices do inference while others decode; what they cannot do by then delays the end of the stage.
     """
     view, last = draft.view, draft.ends.max()
-    tokens = view.unscored + float((view.context + view.left.mean(axis=1)).sum())
-    if tokens * view.scoring <= (last - draft.ends).sum():
+    if _inference(view) <= (last - draft.ends).sum():
         return []
     work = np.where(draft.live > 0, draft.survivors.sum(axis=1), np.inf)
     rows = np.flatnonzero(draft.place == (here := int(work.argmin())))
@@ -249,6 +248,11 @@ def _gathered(draft: _Draft, moved: set[int]) -> list[tuple[int, int]]:
     for name in _CHANGING:
         setattr(draft, name, getattr(trial, name))
     return moves
+
+
+def _inference(view: View) -> float:
+    """Slice seconds of inference on all samples that have not had it."""
+    return view.scoring * (view.unscored + float((view.context + view.left.mean(axis=1)).sum()))
 
 
 def _taker(draft: _Draft, row: int, here: int, last: float) -> int | None:
