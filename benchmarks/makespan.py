@@ -45,7 +45,6 @@ STRIDE = 128  # tokens after which a packed slice's rate follows the context
 PRECISION = 0.003  # of the deadline of a packing
 LEFT = 0.2  # of all samples, at which the threshold rule gathers the rest
 SATURATED = 0.9  # of a lone row's speed that a row keeps on a slice that is not saturated
-CONTEXTS = 64 * 1024  # tokens of context, above which rates stay
 LIMIT = 8192  # tokens of a response
 TOKEN_BYTES = 131_072  # of an 8B model's cache: 2 x 32 layers x 8 heads x 128 x 2 bytes
 OTHERS = 4096  # responses of earlier stages, that the law of lengths was counted from
@@ -71,7 +70,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=64, help="of a slice")
     parser.add_argument("--acceptance", type=float, default=0.7, help="chance that a draft is right")
     parser.add_argument("--prediction", default="oracle", help="oracle, noisy:SIGMA or none")
-    parser.add_argument("--inference-ms-per-token", type=float, default=0.05, help="of one slice, all models together")
+    parser.add_argument("--inference-ms-per-token", type=float, default=0.1, help="of one slice, all models together")
     parser.add_argument("--free-drafter", action="store_true", help="drafting costs nothing")
     parser.add_argument("--bandwidth-gb", type=float, default=25.0, help="gigabytes a second between slices")
     parser.add_argument("--move-latency-ms", type=float, default=2.0, help="of a move, besides its bytes")
@@ -194,10 +193,13 @@ def oracle(stage: Stage, rows: np.ndarray) -> np.ndarray:
 
 def by_law(law: lengths.Lengths, noisy: np.ndarray | None) -> Predict:
     """What the law says of each sample, and, where there are such, noisy [n] lengths of earlier roll-outs."""
+    beliefs = None if noisy is None else lengths.believed(law, list(noisy[:, None]))
 
     def predict(stage: Stage, rows: np.ndarray) -> np.ndarray:
-        earlier = [np.zeros(0)] * len(rows) if noisy is None else list(noisy[rows, None])
-        return lengths.remaining(law, stage.done[rows], np.full(len(rows), LIMIT), earlier)
+        done = stage.done[rows]
+        if beliefs is None:
+            return lengths.remaining(law, done, np.full(len(rows), LIMIT), [()] * len(rows))
+        return np.maximum(lengths.conditional(beliefs[rows], done) - done[:, None], 1)
 
     return predict
 

@@ -65,7 +65,7 @@ def remaining(
     curves = np.broadcast_to(survival(law), (1, BINS + 1))
     ends = _common(curves[0], generated)
     if len(known):
-        ends[known] = _quantiles(believed(law, [earlier[one] for one in known.tolist()]), generated[known])
+        ends[known] = conditional(believed(law, [earlier[one] for one in known.tolist()]), generated[known])
     return np.clip(ends - generated[:, None], 1, np.maximum(limit - generated, 1)[:, None])
 
 
@@ -81,15 +81,7 @@ def believed(law: Lengths, earlier: Sequence[Sequence[int] | np.ndarray]) -> np.
     return np.concatenate([ends, np.zeros((len(ends), 1))], axis=1) / ends[:, :1]
 
 
-def _common(curve: np.ndarray, generated: np.ndarray) -> np.ndarray:
-    """[n, QUANTILES] lengths at the end, for samples of one law: between those of the bin's two edges."""
-    table = _quantiles(np.broadcast_to(curve, (BINS, BINS + 1)), EDGES[:-1])
-    at = np.clip(np.searchsorted(EDGES, generated, side="right") - 1, 0, BINS - 2)
-    part = np.clip((generated - EDGES[at]) / (EDGES[at + 1] - EDGES[at]), 0, 1)[:, None]
-    return table[at] * (1 - part) + table[at + 1] * part
-
-
-def _quantiles(curves: np.ndarray, generated: np.ndarray) -> np.ndarray:
+def conditional(curves: np.ndarray, generated: np.ndarray) -> np.ndarray:
     """[n, QUANTILES] lengths at the end of samples with survival curves [n, BINS + 1] that have come so far."""
     rows = np.arange(len(curves))
     at = np.clip(np.searchsorted(EDGES, generated, side="right") - 1, 0, BINS - 1)
@@ -103,6 +95,14 @@ def _quantiles(curves: np.ndarray, generated: np.ndarray) -> np.ndarray:
     above, below = curves[rows[:, None], low], curves[rows[:, None], low + 1]
     share = np.where(above > below, (above - wanted) / np.maximum(above - below, 1e-300), 0.0)
     return EDGES[low] + np.clip(share, 0, 1) * (EDGES[low + 1] - EDGES[low])
+
+
+def _common(curve: np.ndarray, generated: np.ndarray) -> np.ndarray:
+    """[n, QUANTILES] lengths at the end, for samples of one law: between those of the bin's two edges."""
+    table = conditional(np.broadcast_to(curve, (BINS, BINS + 1)), EDGES[:-1])
+    at = np.clip(np.searchsorted(EDGES, generated, side="right") - 1, 0, BINS - 2)
+    part = np.clip((generated - EDGES[at]) / (EDGES[at + 1] - EDGES[at]), 0, 1)[:, None]
+    return table[at] * (1 - part) + table[at + 1] * part
 
 
 def state(law: Lengths) -> dict[str, Any]:

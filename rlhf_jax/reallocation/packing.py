@@ -16,7 +16,6 @@ GROUPS = 16  # of slices that are packed alike, at most
 TRIED = 8  # deadlines at once
 ROUNDS = 3  # of ever closer deadlines
 DRAWS = 6  # of lengths, on which placements are tried
-SHARES = 0.25, 0.4, 0.55, 0.7, 0.85, 1.0  # of the slices that may decode, where inference waits for the others
 SLACK = 1.03  # of a deadline, for what waits
 
 
@@ -45,8 +44,7 @@ def first(clock: Clock, ends: np.ndarray, slices: int, inference: float) -> list
     inference: slice seconds of it that idle slices may do until the last sample has ended, or all of them after.
     """
     tried = [pack(clock, ends, slices, spread=True), [np.arange(len(ends))[one::slices] for one in range(slices)]]
-    fewer = {round(share * slices) for share in SHARES if inference} - {0}
-    tried += [pack(clock, ends, some, spread=False) + [np.arange(0)] * (slices - some) for some in sorted(fewer)]
+    tried += [pack(clock, ends, slices, spread=False)] if inference else []
     return min(tried, key=lambda lists: _stage(clock, ends, lists, inference))
 
 
