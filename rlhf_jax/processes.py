@@ -29,6 +29,10 @@ LEADER = 0
 FIRST = 1024  # bytes of a message that travel with its length
 PIECE = 1 << 28  # bytes of an array that travel to the leader at one time
 
+# Of XLA on CPUs, at least. A device needs one for a program that waits for other processes and one for the next
+# program's start; with fewer than twice its devices a process may wait for a thread forever (seen with jax 0.10.2).
+THREADS = 32
+
 T = TypeVar("T")
 
 
@@ -45,6 +49,7 @@ def start(place: Place) -> None:
     if place.size == 1:
         return
     _keep_stdout()
+    os.environ["NPROC"] = str(max(THREADS, os.cpu_count() or 1))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which `stopping` hears
     # Where the command line says all, the cluster must not: SLURM's rule would leave a process one device of its node.

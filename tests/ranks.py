@@ -1,0 +1,109 @@
+"""One of two processes that try `rlhf_jax.processes` on each other: python tests/ranks.py PORT RANK [last act]"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rlhf_jax import mesh as meshes
+from rlhf_jax import processes
+from rlhf_jax.inference.rewards import Answer, Broken, Scores, as_scores, refuse_broken
+from rlhf_jax.inference.sharing import shared_out
+from rlhf_jax.stopping import Stopped
+
+
+def main(port: str, rank: int, act: str) -> int:
+    """What each rank checks, and how it ends."""
+    place = processes.Place(f"localhost:{port}", 2, rank)
+    processes.start(place)
+    tell(rank)
+    agree(rank)
+    read()
+    score(rank)
+    if act == "alone" and rank == 1:
+        return processes.leave(2, "error: this rank alone.", place)
+    if act == "alone":
+        signal.pause()
+    return processes.leave(2, "error: both alike.", place)
+
+
+def tell(rank: int) -> None:
+    """Values of any size from all, in the order of the ranks, and words that wait for nobody."""
+    for size in (0, 10, 5_000, 300_000):
+        found = processes.gather((rank, np.arange(size * (rank + 1))))
+        assert [(who, len(values)) for who, values in found] == [(0, size), (1, 2 * size)]
+        np.testing.assert_array_equal(found[1][1], np.arange(2 * size))
+    assert processes.from_leader(rank) == 0
+    assert processes.undealt(processes.gather(processes.share(range(5)))) == list(range(5))
+    processes.publish("word", "first")
+    assert processes.gather(processes.published("word")) == ["first", "first"]
+    assert processes.published("no such word") is None
+
+
+def agree(rank: int) -> None:
+    """An error of one rank, or of all, is the same on all."""
+    for works, seen in ((lambda: 1 // rank, "division"), (lambda: 1 // (rank - 1), "division")):
+        try:
+            processes.in_step(works)
+        except ZeroDivisionError as error:
+            assert seen in str(error)
+        else:
+            raise AssertionError("no error was raised")
+    try:
+        processes.together(lambda: stop() if rank else None)
+    except Stopped as stopped:
+        assert stopped.exit_code == 143
+    assert processes.by_leader(lambda: os.getpid()) == processes.gather(os.getpid())[0]
+    assert processes.all_here("here", 10) and (rank or not processes.all_here("the leader alone", 0.2))
+
+
+def stop() -> None:
+    raise Stopped(signal.SIGTERM)
+
+
+def read() -> None:
+    """Arrays that lie over both, on the host: placed, fetched, and piece by piece on the leader."""
+    mesh = meshes.make_mesh(slices=2)
+    own = meshes.local(mesh)
+    assert own.devices.size == jax.local_device_count() and meshes.is_local(own) and not meshes.is_local(mesh)
+    rows = np.arange(8 * 3, dtype=np.float32).reshape(8, 3)
+    placed = meshes.place_rows({"rows": rows, "one": np.float32(2)}, mesh)
+    found = processes.fetch(jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree))(placed))
+    np.testing.assert_array_equal(found["rows"], rows + 1)
+    assert found["one"] == 3
+    processes.PIECE = 16  # bytes: as if it were large
+    sent = processes.to_leader(placed)
+    assert (sent["rows"] is not None) == processes.leads()
+    np.testing.assert_array_equal(sent["rows"] if processes.leads() else rows, rows)
+    spread = jax.device_put(jnp.float32(1), NamedSharding(own, PartitionSpec()))
+    assert processes.fetch(spread) == 1
+
+
+def score(rank: int) -> None:
+    """Each scores its share; it is broken only where nobody had a number."""
+    answers = [Answer("", [], {}, text) for text in ("0", "1", "2", "3", "4")]
+
+    def reward(given, broken=()) -> Scores:
+        scores = as_scores(["failed" if rank in broken else float(answer.response) for answer in given])
+        refuse_broken("this", scores)
+        return scores
+
+    found = shared_out(reward)(answers)
+    assert found.values.tolist() == [0, 1, 2, 3, 4] and not found.failures
+    found = shared_out(lambda given: reward(given, broken=(1,)))(answers)
+    assert found.failures == {1: "failed", 3: "failed"} and np.isnan(found.values).tolist() == [0, 1, 0, 1, 0]
+    try:
+        shared_out(lambda given: reward(given, broken=(0, 1)))(answers)
+    except Broken:
+        return
+    raise AssertionError("a reward that nobody could compute is broken")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), (*sys.argv, "")[3]))

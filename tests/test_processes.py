@@ -1,0 +1,267 @@
+"""A run as several processes is the run of one: its text, its numbers, its files, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_run
+from safetensors.numpy import load_file
+from tiny_run import ROOT, lines
+
+from rlhf_jax import command_line, processes
+from rlhf_jax.processes import Place
+
+TWO_SLICES = {"mesh__slices": 2, "mesh__fsdp": 4, "compilation_cache": ""}
+ONE_STEP = TWO_SLICES | {"steps": 1, "evaluation__every": 0, "generation__prompts_per_step": 2}
+# PPO, drafts that are chosen, prompts redrawn, evaluations and checkpoints between.
+WHOLE = TWO_SLICES | {
+    "steps": 4,
+    "deterministic": True,
+    "checkpoint__every": 2,
+    "advantage__estimator": "gae",
+    "kl__place": "reward",
+    "kl__estimator": "k1",
+    "kl__target": 0.05,
+    "kl__horizon": 100,
+    "critic__learning_rate": 1e-3,
+    "training__minibatches": 2,
+    "generation__resample": 1,
+    "generation__strategy": "adaptive",
+    "generation__rows": 4,
+    "generation__fewest_rows": 4,
+    "evaluation__every": 3,
+}
+MEASURED = ("seconds", "per_second")
+
+
+def environment(devices: int) -> dict[str, str]:
+    """Of a process with so many devices of its own, whose programs are compiled soon rather than well."""
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    paths = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    return os.environ | paths | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("processes")
+    tiny_run.make_model(folder / "tiny")
+    tiny_run.make_files(folder)
+    return folder
+
+
+def arguments(place: Path, name: str, **changes) -> list[str]:
+    return tiny_run.arguments(place, place / "tiny", workdir=place / name, **changes)[1:]
+
+
+def one(place: Path, name: str, **changes) -> None:
+    """One process with eight devices."""
+    words = [sys.executable, str(ROOT / "launch" / "train.py"), *arguments(place, name, **changes)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment(8), timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
+@contextlib.contextmanager
+def launched(place: Path, name: str, **changes) -> Iterator[subprocess.Popen]:
+    """Two processes with four devices each; whatever happens, none is left."""
+    words = [str(ROOT / "launch" / "local.sh"), "2", *arguments(place, name, **changes)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(words, env=environment(4), start_new_session=True, **pipes)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def two(place: Path, name: str, **changes) -> tuple[int, str, str]:
+    """Exit code, output and errors."""
+    with launched(place, name, **changes) as process:
+        out, errors = process.communicate(timeout=600)
+    return process.returncode, out, errors
+
+
+def rank_of(launcher: int, rank: int) -> int:
+    """The process that is this rank."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            words = (folder / "cmdline").read_text().split("\0")
+            if parent == launcher and "--process" in words and words[words.index("--process") + 1] == str(rank):
+                return int(folder.name)
+    raise AssertionError(f"There is no rank {rank}.")
+
+
+def check_alike(one: Path, other: Path) -> None:
+    """Equal text; rewards, log-probs and weights within 1e-4."""
+    assert lines(one / "samples.jsonl") == lines(other / "samples.jsonl")
+    for a, b in zip(lines(one / "evaluations.jsonl"), lines(other / "evaluations.jsonl"), strict=True):
+        assert a["samples"] == b["samples"] and a["eval/reward"] == b["eval/reward"]
+    for a, b in zip(lines(one / "metrics.jsonl"), lines(other / "metrics.jsonl"), strict=True):
+        assert a.keys() == b.keys()
+        for key in a.keys() - {"generation/rounds", "generation/occupancy", "generation/tokens_per_round"}:
+            if not key.endswith(MEASURED) and not key.startswith(("strategy/", "generation/acceptance")):
+                assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-4), key
+    weights = [load_file(run / "policy" / "model.safetensors") for run in (one, other)]
+    for name, weight in weights[0].items():
+        np.testing.assert_allclose(weights[1][name], weight, rtol=1e-4, atol=1e-4)
+
+
+def test_two_processes_take_the_step_of_one(place):
+    one(place, "step-one", **ONE_STEP)
+    code, out, errors = two(place, "step-two", **ONE_STEP)
+    assert code == 0, errors
+    assert out.count("The trained policy is in") == 1 and "processes   2" in out
+    assert len(lines(place / "step-two" / "samples.jsonl")) == 8
+    check_alike(place / "step-one", place / "step-two")
+
+
+def test_slices_that_processes_cannot_share_are_refused_once(place):
+    code, out, errors = two(place, "refused", mesh__fsdp=-1, compilation_cache="")
+    assert code == 2 and (out + errors).count("error:") == 1 and "Traceback" not in out + errors
+    assert "mesh.slices is 1, but the run has 2 processes" in errors and not (place / "refused").exists()
+
+
+def test_a_mistake_is_found_before_processes_meet(place):
+    began = time.monotonic()
+    code, out, errors = two(place, "mistaken", nowhere=1)
+    assert code == 2 and (out + errors).count("There is no config key 'nowhere'") == 1
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    "act, said",
+    [
+        ("alike", "error: both alike."),
+        pytest.param("alone", "rank 1: error: this rank alone.", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_tell_each_other(act, said):
+    """Each of two processes checks what it hears; where both end alike one says so, where one ends both do."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, str(ROOT / "tests" / "ranks.py"), str(port)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([*words, str(rank), act], env=environment(4), **pipes) for rank in range(2)]
+    try:
+        errors = [rank.communicate(timeout=100)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    spoken = [line for text in errors for line in text.splitlines() if line.startswith(("error", "rank", "Traceback"))]
+    assert spoken == [said], errors
+    assert ranks[1].returncode == 2 and (ranks[0].returncode == 2 or act == "alone")
+
+
+@pytest.fixture(scope="module")
+def whole(place):
+    """What two uninterrupted processes leave."""
+    code, _, errors = two(place, "whole", **WHOLE)
+    assert code == 0, errors
+    return left_by(place / "whole")
+
+
+def left_by(workdir: Path) -> dict:
+    """What a deterministic run promises to be equal."""
+    steps = [
+        {key: value for key, value in line.items() if not key.endswith(MEASURED)}
+        for line in lines(workdir / "metrics.jsonl")
+    ]
+    files = ("samples.jsonl", "evaluations.jsonl", "policy/model.safetensors")
+    return {"metrics": steps} | {name: (workdir / name).read_bytes() for name in files}
+
+
+@pytest.mark.slow
+def test_two_processes_are_one(place, whole):
+    one(place, "one", **WHOLE)
+    check_alike(place / "one", place / "whole")
+
+
+def until(workdir: Path, steps: int, process: subprocess.Popen) -> None:
+    """Waits for so many lines of metrics."""
+    metrics = workdir / "metrics.jsonl"
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= steps):
+        time.sleep(0.05)
+        assert process.poll() is None, process.communicate()
+
+
+def check_resumed(place: Path, name: str, whole: dict) -> None:
+    code, out, errors = two(place, name, **WHOLE)
+    assert code == 0 and out.count("Going on from step") == 1, errors
+    for part, value in left_by(place / name).items():
+        assert value == whole[part], part
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_ends_the_others_and_loses_nothing(rank, place, whole):
+    name = f"killed-{rank}"
+    with launched(place, name, **WHOLE) as process:
+        until(place / name, 3, process)
+        other = rank_of(process.pid, 1 - rank)
+        os.kill(rank_of(process.pid, rank), signal.SIGKILL)
+        began = time.monotonic()
+        out, errors = process.communicate(timeout=100)
+    assert time.monotonic() - began < 60 and not Path(f"/proc/{other}").exists()
+    assert process.returncode == 137 and f"Rank {rank} died" in errors, (out, errors)
+    assert "the same command goes on from the last checkpoint" in errors
+    check_resumed(place, name, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_asked_to_stop_stops_all(rank, place, whole):
+    name = f"stopped-{rank}"
+    with launched(place, name, **WHOLE) as process:
+        until(place / name, 3, process)
+        os.kill(rank_of(process.pid, rank), signal.SIGTERM)
+        out, errors = process.communicate(timeout=100)
+    assert process.returncode == 143 and "died" not in errors and "Traceback" not in out + errors, (out, errors)
+    assert errors.count("Stopped by SIGTERM: the same command goes on from there.") == 1
+    assert len(lines(place / name / "metrics.jsonl")) == 3
+    check_resumed(place, name, whole)
+
+
+@pytest.mark.slow
+def test_ranks_with_other_configs_are_refused(place):
+    """Each by hand, as on a cluster where the files differ."""
+    port, processes_, words = 52_999, [], [sys.executable, str(ROOT / "launch" / "train.py")]
+    for rank in range(2):
+        own = arguments(place, "unlike", **(ONE_STEP | {"seed": rank}))
+        where = ["--coordinator", f"localhost:{port}", "--processes", "2", "--process", str(rank)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes_.append(subprocess.Popen([*words, *where, *own], env=environment(4), **pipes))
+    errors = [process.communicate(timeout=100)[1] for process in processes_]
+    assert [process.returncode for process in processes_] == [2, 2], errors
+    assert "error: seed is 1 on rank 1 and 0 on rank 0" in errors[0] and "error" not in errors[1]
+
+
+def test_the_command_line_says_where_a_process_stands():
+    place = command_line.place
+    assert place(["train.py", "--config", "x.py"]) == (Place(), ["train.py", "--config", "x.py"])
+    words = ["train.py", "--coordinator=host:1", "--config", "x.py", "--processes", "4", "--process=3"]
+    assert place(words) == (Place("host:1", 4, 3), ["train.py", "--config", "x.py"])
+    assert place(["t", "--processes=auto"]) == (Place(None, None, None), ["t"])
+    for wrong in (["--processes", "2"], [*words[1:-1], "--process=4"], [*words[1:-1], "--process"], ["--process=1"]):
+        with pytest.raises(ValueError, match="--coordinator HOST:PORT --processes N --process I"):
+            place(["t", *wrong])
+
+
+def test_one_process_is_alone():
+    assert (processes.count(), processes.rank(), processes.leads(), processes.started()) == (1, 0, True, False)
+    assert processes.gather("x") == ["x"] and processes.from_leader(1) == 1 and processes.share([1, 2]) == [1, 2]
+    assert processes.together(lambda: 3) == [3] and processes.by_leader(lambda: 3) == 3 == processes.in_step(lambda: 3)
+    assert processes.all_here("anywhere") and processes.published("word") is None
+    assert processes.undealt([[1, 3, 5], [2, 4]]) == [1, 2, 3, 4, 5] and processes.undealt([[], []]) == []
+    with pytest.raises(ZeroDivisionError):
+        processes.in_step(lambda: 1 // 0)
