@@ -45,9 +45,9 @@ def requests() -> list[Request]:
     """Prompts of several samples, of different limits."""
     random = np.random.default_rng(0)
     prompts = [random.integers(0, 300, random.integers(1, 12)).astype(np.int32) for _ in range(6)]
-    return [
-        Request(prompt, tuple(range(4 * i, 4 * i + 4)), int(random.integers(20, 110))) for i, prompt in enumerate(prompts)
-    ]
+    limits = random.integers(20, 110, len(prompts)).tolist()
+    ids = [tuple(range(4 * i, 4 * i + 4)) for i in range(len(prompts))]
+    return [Request(*asked) for asked in zip(prompts, ids, limits, strict=True)]
 
 
 def shuffled():

@@ -110,6 +110,7 @@ def test_text_is_plain_text_when_every_round_drafts_otherwise(target, drafter, e
     assert {report.strategy for report in chooser.heard} == set(STRATEGIES)
 
 
+@pytest.mark.slow
 def test_a_changed_policy_replays_most_of_its_earlier_text(target, earlier):
     """Drafts of the same noise are nearly always right; without that noise they are not."""
     how = decoding(strategies=(trees.parse("replay-chain-8"),), stop_tokens=(), rows=20)
@@ -194,6 +195,7 @@ def test_running_siblings_are_looked_up(target):
     assert shared[1].rounds < together[1].rounds
 
 
+@pytest.mark.slow
 def test_situations_and_reports_say_what_is(target, drafter, earlier):
     chooser = Chooser(lambda situation: 6 if situation.live <= 4 else 0)
     how = decoding(stop_tokens=())

@@ -43,7 +43,7 @@ def alone(run):
 @pytest.mark.parametrize(
     ("slices", "fused", "reallocate"),
     [
-        (2, True, True),
+        pytest.param(2, True, True, marks=pytest.mark.slow),
         pytest.param(2, False, False, marks=pytest.mark.slow),
         pytest.param(2, False, True, marks=pytest.mark.slow),
         pytest.param(4, True, True, marks=pytest.mark.slow),
@@ -61,6 +61,7 @@ def test_slices_leave_what_one_leaves(run, alone, slices, fused, reallocate):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-4), key
 
 
+@pytest.mark.slow
 def test_a_trace_says_what_slices_did(run):
     folder = run(2, generation__fuse_inference=True, generation__reallocate=True)
     trace = json.loads((folder / "timeline" / f"step-{STEPS - 1:06d}.json").read_text())

@@ -129,6 +129,7 @@ def test_the_floor_is_the_longer_of_reading_and_multiplying():
     assert kernels.floor(problem, "cpu") is None
 
 
+@pytest.mark.slow
 def test_a_vocabulary_that_is_filled_up_by_a_block_gives_the_same_draws():
     """600 tokens are three blocks, and two shares of whole blocks are four."""
     mesh, sampling = meshes.make_mesh(2, 1, 2, jax.devices()[:4]), Sampling(0.8)

@@ -116,6 +116,7 @@ def check_alike(one: Path, other: Path) -> None:
         np.testing.assert_allclose(weights[1][name], weight, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_two_processes_take_the_step_of_one(place):
     one(place, "step-one", **ONE_STEP)
     code, out, errors = two(place, "step-two", **ONE_STEP)
@@ -147,20 +148,32 @@ def test_a_mistake_is_found_before_processes_meet(place):
 )
 def test_ranks_tell_each_other(act, said):
     """Each of two processes checks what it hears; where both end alike one says so, where one ends both do."""
+    codes, errors = ranks_of("ranks.py", act, devices=4)
+    spoken = [line for text in errors for line in text.splitlines() if line.startswith(("error", "rank", "Traceback"))]
+    assert spoken == [said], errors
+    assert codes[1] == 2 and (codes[0] == 2 or act == "alone")
+
+
+@pytest.mark.slow
+def test_samples_that_move_between_processes_are_those_that_stayed():
+    codes, errors = ranks_of("moving_ranks.py", devices=2)
+    assert codes == [0, 0], errors
+
+
+def ranks_of(script: str, *act: str, devices: int) -> tuple[list[int], list[str]]:
+    """The exit codes of two processes that run a file of this folder, and what they say on stderr."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    words = [sys.executable, str(ROOT / "tests" / "ranks.py"), str(port)]
+    words = [sys.executable, str(ROOT / "tests" / script), str(port)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ranks = [subprocess.Popen([*words, str(rank), act], env=environment(4), **pipes) for rank in range(2)]
+    ranks = [subprocess.Popen([*words, str(rank), *act], env=environment(devices), **pipes) for rank in range(2)]
     try:
-        errors = [rank.communicate(timeout=100)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=200)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    spoken = [line for text in errors for line in text.splitlines() if line.startswith(("error", "rank", "Traceback"))]
-    assert spoken == [said], errors
-    assert ranks[1].returncode == 2 and (ranks[0].returncode == 2 or act == "alone")
+    return [rank.returncode for rank in ranks], errors
 
 
 @pytest.fixture(scope="module")

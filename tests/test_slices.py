@@ -85,7 +85,7 @@ def alone(target):
     return texts(roll_out(target, None, decoding(rows=24)))
 
 
-@pytest.mark.parametrize("strategy", ["plain", "model-chain-3"])
+@pytest.mark.parametrize("strategy", ["plain", pytest.param("model-chain-3", marks=pytest.mark.slow)])
 def test_two_slices_write_what_one_writes(target, drafter, alone, strategy):
     reports = []
     found = roll_out(target, drafter, decoding(strategy), slices(2), observe=reports.append)
@@ -129,6 +129,7 @@ def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
     np.testing.assert_array_equal(found, np.stack([scored[int(i)].reference_logprobs for i in rollout.sample_id]))
 
 
+@pytest.mark.slow
 def test_the_plan_ends_a_long_tailed_stage_sooner(target):
     """Known lengths: long samples begin at once, and no slice is left with more than its share."""
     random, mesh = np.random.default_rng(1), slices(2)

@@ -194,6 +194,7 @@ def test_first_minibatch_has_ratio_one(small, top_k):
     assert metrics["critic/mean"] == pytest.approx(values[mask].mean(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_several_epochs_of_minibatches_improve_both_losses(small):
     model, critic = init(jax.random.key(0), small), random_critic(small)
     experience = random_experience(model, critic)
