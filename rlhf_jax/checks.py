@@ -58,6 +58,10 @@ def _check_fusion(config: Config, slices: int) -> None:
         "generation.fuse_inference needs slices that end apart, and mesh.slices is 1; raise it or leave the key False.",
     )
     _require(
+        not fused or config.objective == "reward",
+        "generation.fuse_inference has nothing to score with the objective 'distill'; leave the key False.",
+    )
+    _require(
         not fused or not config.deterministic,
         "generation.fuse_inference scores a sample where there is time, which a deterministic run must not do; leave"
         " one of the two keys False.",

@@ -170,6 +170,8 @@ def _generation(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype:
         ("a prefill at work", _layer(models.policy, prompts, mesh, dtype), "lower data.max_prompt_tokens"),
         ("a cache leaf of a shrinking batch", leaf, FEWER_LIVE),
     ]
+    if config.generation.fuse_inference:
+        works += [("a micro-batch that is scored", _scored(config, models.policy, mesh, dtype), FEWER_ROWS)]
     judges = [models.policy] * bool(config.kl.coefficient) + [models.critic]
     fused = sum(_weights(model, dtype, "generation", mesh) for model in judges) * config.generation.fuse_inference
     named = [
@@ -182,6 +184,13 @@ def _generation(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype:
         max(works, key=lambda work: work[1]),
     ]
     return [Part(name, "generation", size, remedy) for name, size, remedy in named]
+
+
+def _scored(config: Config, policy: ModelConfig, mesh: AbstractMesh, dtype: Any) -> int:
+    """On a slice: a layer at work on its part of a micro-batch, or the logits of a chunk, twice, in float32."""
+    rows = max(1, config.training.microbatch_rows // config.mesh.slices)
+    tokens = _share(rows, mesh) * (config.data.max_prompt_tokens + config.generation.max_new_tokens)
+    return max(_layer(policy, tokens, mesh, dtype), 2 * 4 * CHUNK * _split(policy.vocab_size, mesh))
 
 
 def _round(config: Config, policy: ModelConfig, state: DecodeState, mesh: AbstractMesh, kernels: Kernels) -> int:

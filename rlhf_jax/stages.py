@@ -108,7 +108,8 @@ class Drafting:
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken; a selector that is new since then begins anew."""
         self.history.restore(state["history"])
-        self.tally, self.lengths = Tally(**state["tally"]), lengths.restore(state["lengths"])
+        self.tally = Tally(**state["tally"])
+        self.lengths = lengths.restore(state["lengths"]) if "lengths" in state else Lengths()
         if self.selector and "selector" in state:
             self.selector.restore(state["selector"])
 

@@ -8,6 +8,7 @@ import pytest
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.fusion import Backlog, Scoring
+from rlhf_jax.generation import placing
 from rlhf_jax.generation import tree as trees
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.placing import Placing
@@ -104,10 +105,25 @@ def test_two_slices_write_what_one_writes(target, drafter, alone, strategy):
 )
 def test_samples_that_move_at_random_are_those_that_stayed(target, drafter, alone, count, fsdp, strategies, in_turn):
     shuffled = Shuffled(seed=count)
-    placing = Placing(shuffled, in_turn=in_turn)
-    found = roll_out(target, drafter, decoding(*strategies), slices(count, fsdp), placing=placing)
+    how = Placing(shuffled, in_turn=in_turn)
+    found = roll_out(target, drafter, decoding(*strategies), slices(count, fsdp), placing=how)
     assert shuffled.moves > 10
     assert texts(found) == alone
+
+
+@pytest.mark.parametrize("in_turn", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_samples_may_move_on_before_they_have_landed(target, monkeypatch, in_turn):
+    """Caches longer than a narrow parcel, and a move of half of all rows after every round."""
+    monkeypatch.setattr(placing, "OFTEN", 1)
+    random, how = np.random.default_rng(5), decoding("plain", slots=128, stop_tokens=())
+    wanted = [
+        Request(random.integers(0, 300, 9).astype(np.int32), (2 * i, 2 * i + 1), int(random.integers(50, 110)))
+        for i in range(4)
+    ]
+    alone, shuffled = texts(roll_out(target, None, how, None, wanted)), Shuffled(seed=1)
+    how_placed = Placing(shuffled, in_turn=in_turn)
+    assert texts(roll_out(target, None, how, slices(3), wanted, placing=how_placed)) == alone
+    assert shuffled.moves > 100
 
 
 def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
@@ -136,9 +152,9 @@ def test_the_plan_ends_a_long_tailed_stage_sooner(target):
     ends = np.clip(random.lognormal(2.0, 0.8, 24).astype(int), 2, 50)
     wanted = [Request(np.arange(4, dtype=np.int32), (i,), int(end)) for i, end in enumerate(ends)]
     how, last, texts_of = decoding("plain", stop_tokens=(), rows=4, fewest_rows=4), {}, {}
-    for name, placing in (("static", Placing(in_turn=True)), ("plan", Placing(plan.decide, in_turn=True))):
+    for name, placed in (("static", Placing(in_turn=True)), ("plan", Placing(plan.decide, in_turn=True))):
         reports = []
-        texts_of[name] = texts(roll_out(target, None, how, mesh, wanted, observe=reports.append, placing=placing))
+        texts_of[name] = texts(roll_out(target, None, how, mesh, wanted, observe=reports.append, placing=placed))
         rounds = [sum(report.slice == number and report.live > 0 for report in reports) for number in range(2)]
         last[name] = max(rounds)
     assert texts_of["plan"] == texts_of["static"]

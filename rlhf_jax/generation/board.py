@@ -157,10 +157,11 @@ def fit(instance: Instance, wanted: int, decoding: Decoding) -> None:
     live = [row for row, sample in enumerate(board) if sample is not None]
     idle = [row for row, sample in enumerate(board) if sample is None]
     kept = (live + idle)[:size]
-    fresh = np.arange(len(kept), size, dtype=np.int32)
-    state = row_verbs.resize(instance.state, np.array([*kept, *np.zeros_like(fresh)], np.int32), mesh)
-    instance.state = row_verbs.retire(state, fresh, mesh=mesh) if len(fresh) else state
-    instance.board = [board[row] for row in kept] + [None] * len(fresh)
+    fresh = size - len(kept)
+    state = row_verbs.resize(instance.state, np.array(kept + [0] * fresh, np.int32), mesh)
+    added = np.arange(size, dtype=np.int32) + len(kept)  # those past the end are dropped: one program for a size
+    instance.state = row_verbs.retire(state, added, mesh=mesh) if fresh else state
+    instance.board = [board[row] for row in kept] + [None] * fresh
 
 
 def siblings(board: Board, decoding: Decoding) -> np.ndarray:

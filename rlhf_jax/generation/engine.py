@@ -67,7 +67,7 @@ def generate(
     turns = _in_turn(fleet) if placing.in_turn else _as_they_arrive(fleet)
     for landed in _landings(stage, turns, spare):
         for report, ended in landed:
-            stage.landed += placings.OFTEN if ended else 1
+            stage.landed, stage.ended = stage.landed + 1, stage.ended + len(ended)
             _pass_on(fleet, siblings, ended, decoding)
             yield from ended
             observe(report)
@@ -79,17 +79,20 @@ def _landings(stage: Stage, turns: Iterator[Instance], spare: Spare | None) -> I
     plans = Ranks(stage, lambda instance: settled.extend(_all_of(instance, setting)))
     while plans.goes_on():
         plans.turn()
-        for instance in fleet:
-            _feed(instance, not stage.pool, setting)
-            if spare is not None and not instance.samples and (instance.freed or not stage.pool):
-                _occupy(instance, spare)
         yield settled
         settled.clear()
+        for instance in fleet:
+            _feed(instance, stage)
+            if spare is not None and not instance.samples and (instance.freed or not stage.pool):
+                _occupy(instance, spare)
         yield _next_arrival(next(turns), setting)
 
 
 def _all_of(instance: Instance, setting: Setting) -> Iterator[Landing]:
-    """All rounds that the slice has in the air."""
+    """All rounds that the samples of a slice have in the air."""
+    for source, flight in instance.arrived:
+        while flight in source.flights:
+            yield from _next_arrival(source, setting)
     while instance.flights:
         yield from _next_arrival(instance, setting)
 
@@ -108,14 +111,16 @@ def _fleet(models: Models, groups: list[list[Sample]], decoding: Decoding, mesh)
     return [boards.begin(number, meshes.on_slice(models, part), part, samples, decoding) for number, part in own]
 
 
-def _feed(instance: Instance, drains: bool, setting: Setting) -> None:
-    """Start the slice's next round, if it may have one; `drains`: no sample will come from elsewhere."""
-    decoding = setting.decoding
+def _feed(instance: Instance, stage: Stage) -> None:
+    """Start the slice's next round, if it may have one. Under a plan it has rows for what that gives it, no more."""
+    decoding, drains = stage.setting.decoding, not stage.pool
+    if stage.placing.decide is not None:
+        boards.fit(instance, len(instance.samples), decoding)
     boards.refill(instance, decoding)
     if drains and not instance.queue and not instance.waiting:
         boards.fit(instance, len(instance.live), decoding)
     while may_fly(instance):
-        fly(instance, drains, setting)
+        fly(instance, drains, stage.setting)
 
 
 def _occupy(instance: Instance, spare: Spare) -> None:

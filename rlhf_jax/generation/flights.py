@@ -45,8 +45,9 @@ def fly(instance: Instance, drains: bool, setting: Setting) -> None:
     ahead, decoding, live = setting.ahead, setting.decoding, instance.live
     context = sum(len(sample.prompt) + len(sample.tokens) for sample in live)
     before = instance.flights[-1] if instance.flights else None
-    fed = before is not None and before.strategy.drafter == "model"  # by the round that is on its way
-    lag = 0 if fed else max(sample.unfed for sample in live)
+    drafted = before is not None and before.strategy.drafter == "model"
+    fed = set(map(id, before.samples)) if before is not None and drafted else set()  # by the round that is on its way
+    lag = max(0 if id(sample) in fed else sample.unfed for sample in live)
     siblings = boards.siblings(instance.board, decoding)
     last = drains and not instance.queue and not instance.waiting
     strategy = _choose(instance, siblings, context, lag, last, setting)

@@ -13,7 +13,7 @@ from rlhf_jax.generation import programs
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation.flights import Setting
 from rlhf_jax.generation.instance import Instance
-from rlhf_jax.generation.samples import Decoding, Sample
+from rlhf_jax.generation.samples import Decoding, Request, Sample
 from rlhf_jax.reallocation import exchange, lengths
 from rlhf_jax.reallocation.lengths import Lengths
 from rlhf_jax.reallocation.plan import WAITS, Plan, View
@@ -49,14 +49,17 @@ class Stage:
     pool: list[int]  # samples that have no slice yet
     placing: Placing
     setting: Setting
-    landed: int = 0  # rounds since the last plan
+    curves: dict[int, np.ndarray]  # by request: chances that a response is longer than each of `lengths.EDGES`
+    landed: int = 0  # rounds since the last plan,
+    ended: int = 0  # and samples
     freed: tuple[int, ...] = ()  # slices that are to decode nothing more
 
     @property
     def due(self) -> bool:
         """Whether it is time for a plan: after some rounds, or where nothing else can happen."""
         flying = any(instance.flights for instance in self.fleet.values())
-        return self.placing.decide is not None and (self.landed >= OFTEN or not flying)
+        enough = self.landed >= (len(self.slices) if self.ended else max(OFTEN, len(self.slices)))
+        return self.placing.decide is not None and (enough or not flying)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +80,18 @@ def begin(fleet: list[Instance], slices, groups: list[list[Sample]], placing: Pl
             fleet[turn % len(fleet)].queue.extend(group)
     pool = [] if placing.decide is None else list(samples)
     own = {instance.number: instance for instance in fleet}
-    return Stage(own, slices, samples, pool, placing, setting, landed=OFTEN)
+    curves = _curves(placing, [group[0].request for group in groups if group]) if pool else {}
+    return Stage(own, slices, samples, pool, placing, setting, curves)
+
+
+def _curves(placing: Placing, requests: list[Request]) -> dict[int, np.ndarray]:
+    """What is known of the lengths of each request's responses: once, as neither law nor history change in a stage."""
+    law, known = placing.lengths, [request for request in requests if request.history]
+    curves = dict.fromkeys(map(id, requests), lengths.survival(law))
+    if known:
+        earlier = [[len(text) for text in request.history] for request in known]
+        curves |= zip(map(id, known), lengths.believed(law, earlier), strict=True)
+    return curves
 
 
 def standing(stage: Stage) -> Standing:
@@ -93,7 +107,7 @@ def standing(stage: Stage) -> Standing:
 def orders(stage: Stage, where: Standing) -> Orders:
     """What the plan says of samples that stand so, and of those that wait."""
     assert stage.placing.decide is not None
-    stage.landed = 0
+    stage.landed = stage.ended = 0
     ids = [*(one for one, _, _ in where), *stage.pool]
     places = [*(place for _, place, _ in where), *(WAITS for _ in stage.pool)]
     generated = np.array([*(tokens for _, _, tokens in where), *(0 for _ in stage.pool)], int)
@@ -136,11 +150,11 @@ def _reassign(source: Instance, target: Instance, sample: Sample, decoding: Deco
 def _view(stage: Stage, ids: list[int], places: list[int], generated: np.ndarray) -> View:
     instance, requests = next(iter(stage.fleet.values())), [stage.samples[one].request for one in ids]
     limit = np.array([request.max_new_tokens for request in requests])
-    earlier = [[len(text) for text in request.history] for request in requests]
+    ends = lengths.conditional(np.stack([stage.curves[id(request)] for request in requests]), generated)
     move_seconds, token_seconds = _price_of_a_move(instance)
     return View(
         place=np.array(places),
-        left=lengths.remaining(stage.placing.lengths, generated, limit, earlier),
+        left=np.clip(ends - generated[:, None], 1, np.maximum(limit - generated, 1)[:, None]),
         context=generated + np.array([len(request.prompt) for request in requests]),
         rows=stage.setting.decoding.rows,
         slices=len(stage.slices),
@@ -179,19 +193,19 @@ def move(source: Instance, target: Instance, sample: Sample, decoding: Decoding)
 
     The source's rounds that it is in land before the target's first one with it.
     """
-    boards.fit(target, len(target.live) + 1, decoding)
+    boards.fit(target, len(target.samples) + 1, decoding)
     row, place = source.board.index(sample), target.board.index(None)
     leaving, arriving = np.array([row], np.int32), np.array([place], np.int32)
-    slots = exchange.width(_longest(source, sample), source.state.tokens.shape[1])
+    slots = exchange.width(_longest(sample, decoding), source.state.tokens.shape[1])
     parcel = exchange.send(exchange.depart(source.state, leaving, slots, mesh=source.mesh), target.mesh)
     source.state = row_verbs.retire(source.state, leaving, mesh=source.mesh)
     target.state = exchange.arrive(target.state, parcel, arriving, mesh=target.mesh)
     source.board[row], target.board[place] = None, sample
-    target.arrived += [(source, flight) for flight in source.flights]
+    target.arrived += [*source.arrived, *((source, flight) for flight in source.flights)]
     target.moved.append(exchange.bytes_of(parcel))
 
 
-def _longest(source: Instance, sample: Sample) -> int:
-    """Tokens that the sample may have once the rounds in the air are over."""
-    flying = [flight.results.emission.tokens.shape[1] for flight in source.flights if sample in flight.samples]
-    return len(sample.prompt) + len(sample.tokens) + sum(flying)
+def _longest(sample: Sample, decoding: Decoding) -> int:
+    """Tokens that the sample may have once the rounds in the air are over, on whichever slices they are."""
+    most = 1 + max(len(strategy.parents) for strategy in decoding.strategies)
+    return len(sample.prompt) + len(sample.tokens) + sample.flying * most

@@ -37,7 +37,7 @@ def failed(name: str) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        processes.publish(f"{name} failed", "yes")
+        processes.publish(f"{name}/failed", "yes")
         raise
 
 
@@ -77,22 +77,29 @@ class Ranks:
             return
         self.looked = time.perf_counter()
         where = placings.standing(self.stage)
-        processes.publish(f"{self._name} rank {processes.rank()}", json.dumps([self.carried, where]))
-        self.over = processes.published(f"{self._name} failed") is not None
+        processes.publish(f"{self._name}/rank {processes.rank()}", json.dumps([self.carried, where]))
+        self.over = self._failed
+        if self.over:
+            return
         if processes.leads():
             self._plan()
-        if word := processes.published(f"{self._name} plan {self.carried}"):
+        if word := processes.published(f"{self._name}/plan {self.carried}"):
             wanted = Orders(**json.loads(word))
-            self.carried, self.over = self.carried + 1, wanted.over
             placings.carry_out(self.stage, wanted, self._carry)
+            self.carried, self.over = self.carried + 1, self.over or wanted.over
 
     @property
     def _name(self) -> str:
         return self.stage.placing.name
 
+    @property
+    def _failed(self) -> bool:
+        """Whether some process has given the stage up."""
+        return processes.published(f"{self._name}/failed") is not None
+
     def _plan(self) -> None:
         """The next plan, once all have carried out the last one and said what came of it."""
-        said = [processes.published(f"{self._name} rank {rank}") for rank in range(processes.count())]
+        said = [processes.published(f"{self._name}/rank {rank}") for rank in range(processes.count())]
         heard = [json.loads(word) for word in said if word]
         if len(heard) < len(said) or any(carried != self.carried for carried, _ in heard):
             return
@@ -101,11 +108,11 @@ class Ranks:
         if over or self.stage.due or ids != self.seen:
             self.seen = ids
             wanted = dataclasses.replace(placings.orders(self.stage, where), over=over)
-            if over or wanted.moves or wanted.admissions:
-                processes.publish(f"{self._name} plan {self.carried}", json.dumps(dataclasses.asdict(wanted)))
+            if over or wanted.moves or wanted.admissions or tuple(wanted.freed) != self.stage.freed:
+                processes.publish(f"{self._name}/plan {self.carried}", json.dumps(dataclasses.asdict(wanted)))
 
     def _carry(self, sample_id: int, source: int, target: int) -> None:
-        word = f"{self._name} plan {self.carried} moves {sample_id}"
+        word = f"{self._name}/plan {self.carried} moves {sample_id}"
         if source in self.stage.fleet:
             self._give(self.stage.samples[sample_id], source, target, word)
         elif target in self.stage.fleet:
@@ -122,6 +129,8 @@ class Ranks:
         else:
             slots = exchange.width(len(sample.prompt) + len(sample.tokens), instance.state.tokens.shape[1])
             processes.publish(word, json.dumps(_packed(sample) | {"slots": slots}))
+            if self._wait_for(f"{word}, awaited") is None:
+                return
             row = np.array([instance.board.index(sample)], np.int32)
             parcel = exchange.depart(instance.state, row, slots, mesh=instance.mesh)
             instance.state = row_verbs.retire(instance.state, row, mesh=instance.mesh)
@@ -129,12 +138,13 @@ class Ranks:
             self._pass(parcel, instance, source, target)
 
     def _take(self, sample: Sample, source: int, target: int, word: str) -> None:
-        instance, said = self.stage.fleet[target], _wait_for(word)
+        instance, said = self.stage.fleet[target], self._wait_for(word)
         if said == QUEUED:
             instance.queue.append(sample)
-        elif said != GONE:
+        elif said not in (GONE, None):
+            processes.publish(f"{word}, awaited", json.dumps("yes"))
             _unpack(sample, said)
-            boards.fit(instance, len(instance.live) + 1, self.stage.setting.decoding)
+            boards.fit(instance, len(instance.samples) + 1, self.stage.setting.decoding)
             blank = exchange.depart(instance.state, np.zeros(1, np.int32), said["slots"], mesh=instance.mesh)
             parcel = self._pass(blank, instance, source, target)
             place = np.array([instance.board.index(None)], np.int32)
@@ -142,16 +152,18 @@ class Ranks:
             instance.board[int(place[0])] = sample
             instance.moved.append(exchange.bytes_of(parcel))
 
+    def _wait_for(self, word: str) -> Any:
+        """What another process has to say; None if one gives up. If it dies, the coordination service ends this one."""
+        while (said := processes.published(word)) is None:
+            self.over = self._failed
+            if self.over:
+                return None
+            time.sleep(NAP)
+        return json.loads(said)
+
     def _pass(self, parcel, instance: Instance, source: int, target: int):
         here, ends = cast(Any, instance.mesh), cast(Any, self.stage.slices)
         return exchange.across([parcel], here, ends[source], ends[target])
-
-
-def _wait_for(word: str) -> Any:
-    """What the process that gives has to say; if it dies, the coordination service ends this one."""
-    while (said := processes.published(word)) is None:
-        time.sleep(NAP)
-    return json.loads(said)
 
 
 def _packed(sample: Sample) -> dict[str, Any]:

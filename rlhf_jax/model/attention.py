@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +117,7 @@ def _splash(query: Array, key: Array, value: Array) -> Array:
     return out.swapaxes(1, 2)[:, :count]
 
 
+@functools.cache  # jit takes it as static: another function would be compiled for anew
 def causal_on(mesh: Mesh | None, num_kv_heads: int) -> Callable:
     """`causal` with rows over the mesh, and heads over tensor where that divides them."""
     if mesh is None or mesh.size == 1:

@@ -423,6 +423,8 @@ class Selector:
         self.timed = saved["timed"]
         self.earlier = tally.restore(saved["tallies"])
         self.classes = {drafter: np.array(counts) for drafter, counts in saved["classes"].items()}
-        self.current = {int(number): trees.parse(name) for number, name in saved["current"].items()}
+        current = saved["current"] or {}
+        current = current if isinstance(current, dict) else {"0": current}  # as it was saved before there were slices
+        self.current = {int(number): trees.parse(name) for number, name in current.items()}
         self.costs = cost.restore(saved["costs"])
         self._expect()
