@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
             processes.start(place)
         train(config)
     except Stopped as stopped:
-        return processes.leave(stopped.exit_code, f"{str(stopped).capitalize()}: {' '.join(stopped.__notes__)}.", place)
+        return processes.leave(stopped.exit_code, f"Stopped by {stopped.name}: {' '.join(stopped.__notes__)}.", place)
     except (ValueError, OSError) as error:
         return processes.leave(2, f"error: {error}", place)
     except jax.errors.JaxRuntimeError as error:

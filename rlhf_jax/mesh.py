@@ -121,13 +121,6 @@ def is_local(mesh: Mesh) -> bool:
     return all(device.process_index == jax.process_index() for device in mesh.devices.flat)
 
 
-def local(mesh: Mesh) -> Mesh:
-    """The slices whose devices belong to this process, as a mesh of their own."""
-    if not mesh.is_multi_process:
-        return mesh
-    return _joined([part for part in split(mesh) if is_local(part)])
-
-
 def on_slice(tree: Any, mesh: Mesh) -> Any:
     """What the devices of one slice hold of a tree that is repeated over slices, as arrays on that slice: no copy."""
     devices = set(mesh.devices.flat)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import pickle
 import sys
@@ -92,15 +91,6 @@ def leads() -> bool:
 def share(items: Sequence[T]) -> list[T]:
     """This process's items, dealt out in turn."""
     return list(items[rank() :: count()])
-
-
-def undealt(shares: Sequence[Sequence[T]]) -> list[T]:
-    """The items of all ranks in the order from which `share` dealt them."""
-    rounds = itertools.zip_longest(*shares, fillvalue=_NOTHING)
-    return [item for turn in rounds for item in turn if item is not _NOTHING]
-
-
-_NOTHING: Any = object()
 
 
 def gather(value: T) -> list[T]:

@@ -14,11 +14,11 @@ ECHO = 1.0  # seconds after a signal in which another is the same one: launchers
 
 
 class Stopped(Exception):
-    """A run that was asked to stop; `exit_code` is the shell's for the signal."""
+    """A run that was asked to stop; `exit_code` is the shell's for the signal, `name` the signal's own."""
 
     def __init__(self, number: int):
-        self.exit_code = 128 + number
-        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code, self.name = 128 + number, signal.Signals(number).name
+        super().__init__(f"stopped by {self.name}")
 
     def __reduce__(self):
         return Stopped, (self.exit_code - 128,)

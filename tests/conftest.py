@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Both are read when jax is first imported. Single-device tests run as fast with eight devices as with one.
+# All are read before jax has its first device. Single-device tests run as fast with eight devices as with one.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# With as few threads as there are cores, eight devices may wait for each other forever; see rlhf_jax/processes.py.
+os.environ.setdefault("NPROC", "32")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 

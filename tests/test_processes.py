@@ -41,14 +41,15 @@ WHOLE = TWO_SLICES | {
     "generation__fewest_rows": 4,
     "evaluation__every": 3,
 }
-MEASURED = ("seconds", "per_second")
+MEASURED = ("seconds", "per_second", "idle_share")
 
 
 def environment(devices: int) -> dict[str, str]:
     """Of a process with so many devices of its own, whose programs are compiled soon rather than well."""
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     paths = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    return os.environ | paths | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    # With few threads eight devices of one process may wait for each other forever; see processes.THREADS.
+    return os.environ | paths | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": str(processes.THREADS)}
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +109,8 @@ def check_alike(one: Path, other: Path) -> None:
         assert a["samples"] == b["samples"] and a["eval/reward"] == b["eval/reward"]
     for a, b in zip(lines(one / "metrics.jsonl"), lines(other / "metrics.jsonl"), strict=True):
         assert a.keys() == b.keys()
-        for key in a.keys() - {"generation/rounds", "generation/occupancy", "generation/tokens_per_round"}:
-            if not key.endswith(MEASURED) and not key.startswith(("strategy/", "generation/acceptance")):
+        for key in a:  # who drafted what, and which slice stood idle, is the clock's
+            if not key.endswith(MEASURED) and not key.startswith(("strategy/", "generation/")):
                 assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-4), key
     weights = [load_file(run / "policy" / "model.safetensors") for run in (one, other)]
     for name, weight in weights[0].items():
@@ -275,6 +276,5 @@ def test_one_process_is_alone():
     assert processes.gather("x") == ["x"] and processes.from_leader(1) == 1 and processes.share([1, 2]) == [1, 2]
     assert processes.together(lambda: 3) == [3] and processes.by_leader(lambda: 3) == 3 == processes.in_step(lambda: 3)
     assert processes.all_here("anywhere") and processes.published("word") is None
-    assert processes.undealt([[1, 3, 5], [2, 4]]) == [1, 2, 3, 4, 5] and processes.undealt([[], []]) == []
     with pytest.raises(ZeroDivisionError):
         processes.in_step(lambda: 1 // 0)
