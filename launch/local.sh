@@ -13,7 +13,7 @@ processes=$1
 shift
 train=$(dirname "$0")/train.py
 port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
-known=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd, -)}
+known=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd, -)}
 IFS=, read -ra gpus <<<"$known"
 each=$((${#gpus[@]} / processes))
 

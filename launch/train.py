@@ -279,8 +279,9 @@ class Watch:
     def agree(self) -> None:
         """Stop where any process was asked to: all come here in step."""
         signals = [number for number in processes.gather(self.stop.signal) if number is not None]
-        self.stop.signal = signals[0] if signals else None
-        self.stop.check()
+        if signals:  # one that comes meanwhile waits for the next time: it is never unset
+            self.stop.signal = signals[0]
+            self.stop.check()
 
     def listen(self) -> None:
         """Stop where this process was asked to, or hears that another was: what it works on alone ends early."""
@@ -289,7 +290,7 @@ class Watch:
             processes.publish(STOP, str(self.stop.signal))
         elif now - self.listened > 1.0:
             self.listened, word = now, processes.published(STOP)
-            self.stop.signal = None if word is None else int(word)
+            self.stop.signal = self.stop.signal if word is None else int(word)
         self.stop.check()
 
 

@@ -206,6 +206,12 @@ def published(name: str) -> str | None:
         return None
 
 
+def forget(folder: str) -> None:
+    """Take back the words whose names begin with `folder/`."""
+    if started():
+        _client().key_value_delete(f"{folder}/")
+
+
 def all_here(name: str, seconds: float = PATIENCE) -> bool:
     """Whether all processes come to the place of this name within so long; a name is good for one time."""
     if not started():

@@ -62,6 +62,8 @@ def roll_out(
         samples = {sample.sample_id: sample for sample in rolled()}
         return [samples[sample_id] for _, sample_id in ids]
     shares = processes.together(lambda: list(map(_packed, rolled())))
+    if placing.decide and processes.leads():
+        processes.forget(placing.name)
     packed = {one[0]: one for share in shares for one in share}
     return [_unpacked(request, packed[sample_id]) for request, sample_id in ids]
 
