@@ -79,7 +79,7 @@ class Backlog:
         """Of samples that wait to be scored."""
         return sum(len(sample.prompt) + len(sample.tokens) for sample in self.waiting)
 
-    def feed(self, number: int, mesh: jax.sharding.Mesh) -> Array | None:
+    def feed(self, number: int, mesh: jax.sharding.Mesh | None) -> Array | None:
         """Have a slice score the next samples: an array that is ready when it has; None where too few wait."""
         self._look()
         scoring = self.scoring

@@ -142,7 +142,7 @@ def test_a_switch_compiles_nothing(target, drafter, meshed, compilations):
 
     first, again = chooser(), chooser()
     deadline = time.monotonic() + 120
-    while not all(ahead.ready(STRATEGIES[turn], 8, how) for turn in turns):
+    while not all(ahead.ready(STRATEGIES[turn], 8, how, mesh) for turn in turns):
         assert time.monotonic() < deadline, "never compiled"
         run(target, drafter, how, requests(), mesh=mesh, selector=first, ahead=ahead)
     assert not all(ready for _, ready, _ in first.asked)
@@ -167,7 +167,7 @@ def test_a_strategy_that_cannot_be_compiled_is_left_out(target, monkeypatch):
         run(target, None, how, requests(), selector=chooser, ahead=ahead)
     monkeypatch.setattr(programs, "compile_only", real)
     assert not any(ready for _, ready, _ in chooser.asked)
-    assert ahead.failed(STRATEGIES[1], 8, how) and not ahead.failed(STRATEGIES[2], 8, how)
+    assert ahead.failed(STRATEGIES[1], 8, how, None) and not ahead.failed(STRATEGIES[2], 8, how, None)
     assert any(situation.failed(STRATEGIES[1]) for _, _, situation in chooser.asked)
 
 

@@ -142,7 +142,8 @@ def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
     alone = score_rollout(target, rollout, temperature=1.0, rows=len(rollout.length))
     found = np.stack([scored[int(number)].logprobs for number in rollout.sample_id])
     np.testing.assert_allclose(found, alone, atol=1e-4, rtol=0)
-    np.testing.assert_array_equal(found, np.stack([scored[int(i)].reference_logprobs for i in rollout.sample_id]))
+    for number, row in zip(rollout.sample_id.tolist(), found, strict=True):
+        np.testing.assert_array_equal(row, scored[number].reference_logprobs)
 
 
 @pytest.mark.slow
