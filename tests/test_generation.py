@@ -24,6 +24,7 @@ from rlhf_jax.generation.sampling import Sampling, decision_margin
 from rlhf_jax.inference.logprobs import score_rollout
 from rlhf_jax.model.source import open_source
 from rlhf_jax.model.transformer import forward, init, logits, unstack
+from rlhf_jax.reallocation import exchange
 from rlhf_jax.types import ModelConfig
 
 STOP = 7
@@ -225,13 +226,12 @@ def test_a_finished_row_is_a_no_op(target, drafter):
 
 
 def test_a_moved_sample_is_the_unmoved_sample(target, drafter):
-    """`take` and `put` move every leaf of a row: the rest of its text is the same elsewhere."""
+    """Every leaf of a row goes along: the rest of its text is the same elsewhere."""
     strategy = trees.parse("model-tree-2x2")
     state = _state(target, drafter, rows=4)
     state, _ = _round(target, drafter, state, strategy)
-    moved = row_verbs.put(
-        _state(target, drafter, rows=6), jnp.array([5, 1, 9]), row_verbs.take(state, jnp.array([2, 0, 1]))
-    )
+    parcel = exchange.depart(state, np.array([2, 0], np.int32), 64)
+    moved = exchange.arrive(_state(target, drafter, rows=6), parcel, np.array([5, 1], np.int32))
     for _ in range(4):
         state, _ = _round(target, drafter, state, strategy)
         moved, _ = _round(target, drafter, moved, strategy)

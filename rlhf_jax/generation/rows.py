@@ -1,4 +1,4 @@
-"""The two verbs of every pytree whose axis 0 is the row, and how rows begin: `take`, `put`, `prefill`, `admit`."""
+"""Rows of a pytree whose axis 0 is the row: how they begin (`prefill`, `admit`), are kept (`take`), end (`retire`)."""
 
 from __future__ import annotations
 
@@ -84,11 +84,6 @@ def resize(state: DecodeState, rows: Array, mesh=None) -> DecodeState:
 def retire(state: DecodeState, rows: Array, mesh=None) -> DecodeState:
     """`state` with rows [R] empty; a row past the end is dropped. `state` is donated."""
     return pin_rows(dataclasses.replace(state, done=state.done.at[rows].set(True, mode="drop")), mesh)
-
-
-def put(state: DecodeState, rows: Array, other: DecodeState) -> DecodeState:
-    """`state` with rows [R] replaced by those of `other`; a row past the end is dropped."""
-    return jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), state, other)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))
