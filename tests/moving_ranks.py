@@ -7,6 +7,7 @@ import sys
 import jax
 import numpy as np
 from tiny_run import CONFIG
+from tiny_stage import Shuffled
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax import processes
@@ -17,7 +18,6 @@ from rlhf_jax.generation.rollout import Tally
 from rlhf_jax.generation.samples import Decoding, Request
 from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.model.transformer import init, unstack
-from rlhf_jax.reallocation.plan import Plan
 
 
 def main(port: str, rank: int) -> int:
@@ -28,7 +28,7 @@ def main(port: str, rank: int) -> int:
     how = Decoding(Sampling(1.0), (trees.parse("plain"),), (), rows=6, slots=128, seed=3)
     mesh = meshes.make_mesh(1, 1, 1, slices=jax.device_count())
     whole = jax.jit(lambda: target, out_shardings=meshes.model_shardings(target, mesh, "generation"))()
-    placing = Placing(shuffled(), name="once")
+    placing = Placing(Shuffled(seed=0), name="once")
     here = {s.sample_id: s for s in generate(whole, None, wanted, how, mesh, tally.add, placing=placing)}
     alone = {s.sample_id: s for s in generate(target, None, wanted, how)}
     for number, sample in here.items():
@@ -48,23 +48,6 @@ def requests() -> list[Request]:
     limits = random.integers(20, 110, len(prompts)).tolist()
     ids = [tuple(range(4 * i, 4 * i + 4)) for i in range(len(prompts))]
     return [Request(*asked) for asked in zip(prompts, ids, limits, strict=True)]
-
-
-def shuffled():
-    """A plan that admits and moves what it likes."""
-    random = np.random.default_rng(0)
-
-    def decide(view) -> Plan:
-        free = view.rows - np.bincount(view.place[view.place >= 0], minlength=view.slices)
-        admissions, moves = [], []
-        for index, place in enumerate(view.place.tolist()):
-            to = int(random.integers(view.slices))
-            if free[to] > 0 and to != place and random.random() < 0.5:
-                (admissions if place < 0 else moves).append((index, to))
-                free[to] -= 1
-        return Plan(admissions, moves, np.zeros(view.slices, bool))
-
-    return decide
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
+from tiny_stage import requests
 
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation import tree as trees
@@ -48,19 +49,6 @@ CASES = [
     ("model-chain-3", GREEDY),
     *(slow(name, GREEDY) for name in (*CORE, *REST) if name != "model-chain-3"),
 ]
-
-
-def requests(count: int = 6, samples: int = 4) -> list[Request]:
-    rng = np.random.default_rng(0)
-    return [
-        Request(
-            prompt=rng.integers(0, 300, rng.integers(1, 12)).astype(np.int32),
-            sample_ids=tuple(range(i * samples, (i + 1) * samples)),
-            max_new_tokens=int(rng.integers(1, 40)),
-            history=tuple(rng.integers(0, 300, 20).astype(np.int32) for _ in range(2)),
-        )
-        for i in range(count)
-    ]
 
 
 def decoding(strategy: str = "plain", **changes) -> Decoding:

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from tiny_stage import Shuffled, requests
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.fusion import Backlog, Scoring
@@ -17,22 +18,8 @@ from rlhf_jax.generation.samples import Decoding, Request
 from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.inference.logprobs import score_rollout
 from rlhf_jax.reallocation import plan
-from rlhf_jax.reallocation.plan import Plan
 
 STOP = 7
-
-
-def requests(count: int = 6, samples: int = 4) -> list[Request]:
-    random = np.random.default_rng(0)
-    return [
-        Request(
-            prompt=random.integers(0, 300, random.integers(1, 12)).astype(np.int32),
-            sample_ids=tuple(range(i * samples, (i + 1) * samples)),
-            max_new_tokens=int(random.integers(1, 40)),
-            history=tuple(random.integers(0, 300, 20).astype(np.int32) for _ in range(2)),
-        )
-        for i in range(count)
-    ]
 
 
 def decoding(*strategies: str, **changes) -> Decoding:
@@ -61,24 +48,6 @@ def texts(samples) -> dict[int, list[int]]:
 
 def slices(count: int, fsdp: int = 1, tensor: int = 1):
     return meshes.make_mesh(1, fsdp, tensor, jax.devices()[: count * fsdp * tensor], slices=count)
-
-
-class Shuffled:
-    """Stands in for a plan: admits and moves what it likes, whenever it is asked."""
-
-    def __init__(self, seed: int, share: float = 0.5):
-        self.random, self.share, self.moves = np.random.default_rng(seed), share, 0
-
-    def __call__(self, view) -> Plan:
-        free = view.rows - np.bincount(view.place[view.place >= 0], minlength=view.slices)
-        admissions, moves = [], []
-        for index, place in enumerate(view.place.tolist()):
-            to = int(self.random.integers(view.slices))
-            if free[to] > 0 and to != place and self.random.random() < self.share:
-                (admissions if place < 0 else moves).append((index, to))
-                free[to] -= 1
-        self.moves += len(moves)
-        return Plan(admissions, moves, np.zeros(view.slices, bool))
 
 
 @pytest.fixture(scope="module")
