@@ -17,6 +17,7 @@ from rlhf_jax.generation.samples import Decoding, Request, Sample
 from rlhf_jax.reallocation import exchange, lengths
 from rlhf_jax.reallocation.lengths import Lengths
 from rlhf_jax.reallocation.plan import WAITS, Plan, View
+from rlhf_jax.types import DecodeState
 
 LINK = {"cpu": 4e9, "gpu": 5e10, "tpu": 5e10}  # bytes a second between two slices, about,
 MOVE = 2e-3  # and seconds that a move takes besides
@@ -194,15 +195,26 @@ def move(source: Instance, target: Instance, sample: Sample, decoding: Decoding)
     The source's rounds that it is in land before the target's first one with it.
     """
     boards.fit(target, len(target.samples) + 1, decoding)
-    row, place = source.board.index(sample), target.board.index(None)
-    leaving, arriving = np.array([row], np.int32), np.array([place], np.int32)
     slots = exchange.width(_longest(sample, decoding), source.state.tokens.shape[1])
-    parcel = exchange.send(exchange.depart(source.state, leaving, slots, mesh=source.mesh), target.mesh)
-    source.state = row_verbs.retire(source.state, leaving, mesh=source.mesh)
-    target.state = exchange.arrive(target.state, parcel, arriving, mesh=target.mesh)
-    source.board[row], target.board[place] = None, sample
+    join(target, sample, exchange.send(leave(source, sample, slots), target.mesh))
     target.arrived += [*source.arrived, *((source, flight) for flight in source.flights)]
-    target.moved.append(exchange.bytes_of(parcel))
+
+
+def leave(instance: Instance, sample: Sample, slots: int) -> DecodeState:
+    """Take a running sample out of its row: what of it travels, with so many token slots."""
+    row = instance.board.index(sample)
+    place, instance.board[row] = np.array([row], np.int32), None
+    parcel = exchange.depart(instance.state, place, slots, mesh=instance.mesh)
+    instance.state = row_verbs.retire(instance.state, place, mesh=instance.mesh)
+    return parcel
+
+
+def join(instance: Instance, sample: Sample, parcel: DecodeState) -> None:
+    """Let a sample that has travelled run on in a free row."""
+    row = instance.board.index(None)
+    instance.board[row] = sample
+    instance.state = exchange.arrive(instance.state, parcel, np.array([row], np.int32), mesh=instance.mesh)
+    instance.moved.append(exchange.bytes_of(parcel))
 
 
 def _longest(sample: Sample, decoding: Decoding) -> int:

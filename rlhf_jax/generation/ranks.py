@@ -19,7 +19,6 @@ import numpy as np
 from rlhf_jax import processes
 from rlhf_jax.generation import board as boards
 from rlhf_jax.generation import placing as placings
-from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation.instance import Instance
 from rlhf_jax.generation.placing import Orders, Stage
 from rlhf_jax.generation.samples import Sample
@@ -131,11 +130,7 @@ class Ranks:
             processes.publish(word, json.dumps(_packed(sample) | {"slots": slots}))
             if self._wait_for(f"{word}, awaited") is None:
                 return
-            row = np.array([instance.board.index(sample)], np.int32)
-            parcel = exchange.depart(instance.state, row, slots, mesh=instance.mesh)
-            instance.state = row_verbs.retire(instance.state, row, mesh=instance.mesh)
-            instance.board[int(row[0])] = None
-            self._pass(parcel, instance, source, target)
+            self._pass(placings.leave(instance, sample, slots), instance, source, target)
 
     def _take(self, sample: Sample, source: int, target: int, word: str) -> None:
         instance, said = self.stage.fleet[target], self._wait_for(word)
@@ -146,11 +141,7 @@ class Ranks:
             _unpack(sample, said)
             boards.fit(instance, len(instance.samples) + 1, self.stage.setting.decoding)
             blank = exchange.depart(instance.state, np.zeros(1, np.int32), said["slots"], mesh=instance.mesh)
-            parcel = self._pass(blank, instance, source, target)
-            place = np.array([instance.board.index(None)], np.int32)
-            instance.state = exchange.arrive(instance.state, parcel, place, mesh=instance.mesh)
-            instance.board[int(place[0])] = sample
-            instance.moved.append(exchange.bytes_of(parcel))
+            placings.join(instance, sample, self._pass(blank, instance, source, target))
 
     def _wait_for(self, word: str) -> Any:
         """What another process has to say; None if one gives up. If it dies, the coordination service ends this one."""
