@@ -59,13 +59,19 @@ def main(argv: list[str]) -> int:
     except Stopped as stopped:
         return processes.leave(stopped.exit_code, f"Stopped by {stopped.name}: {' '.join(stopped.__notes__)}.", place)
     except (ValueError, OSError) as error:
-        return processes.leave(2, f"error: {error}", place)
+        return processes.leave(2, f"error: {_with_notes(error)}", place)
     except jax.errors.JaxRuntimeError as error:
         return processes.leave(1, f"error: {_of_device(error)}.", place)
     except KeyboardInterrupt:
         said = "error: stopped by the keyboard; what was written stays in the workdir."
         return processes.leave(130, said, place)
     return processes.leave(0, "", place)
+
+
+def _with_notes(error: Exception) -> str:
+    """What an error says, and what else failed on the way out, as one sentence."""
+    *firsts, last = dict.fromkeys([str(error), *getattr(error, "__notes__", ())])
+    return "; also: ".join([*(each.removesuffix(".") for each in firsts), last])
 
 
 def _of_device(error: Exception) -> str:
@@ -182,11 +188,13 @@ def loop(setting: Setting, state: TrainState, remembered: Memory, evaluate: Eval
             "the same command goes on from there" if saved else "nothing is saved, the run began or keeps none"
         )
         raise
-    except Exception:
+    except Exception as error:
         whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))  # no update has begun, and used it up
         if whole and processes.all_here("a failed step"):
-            with contextlib.suppress(OSError):  # the first error is the one to be told
+            try:
                 save(setting, state, remembered)
+            except OSError as failure:
+                error.add_note(str(failure))
         raise
     return state
 

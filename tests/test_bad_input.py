@@ -423,7 +423,7 @@ def run_command(arguments: list[str], **environment: str) -> subprocess.Complete
 
 
 def test_a_device_that_is_not_there_is_one_sentence(place):
-    done = run_command(command(place, {}), JAX_PLATFORMS="tpu")
+    done = run_command(command(place, {}), JAX_PLATFORMS="rocm")
     assert done.returncode == 2
     check_sentence(done.stderr, "JAX_PLATFORMS")
 
