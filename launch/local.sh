@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # A run as several processes of this machine: launch/local.sh PROCESSES --config FILE[:ARGUMENT] --config.any.key=value
 #
-# config.mesh.slices must be a multiple of PROCESSES. GPUs are dealt out evenly. Rank 0 has the terminal; what others say
-# stands behind their rank. Ctrl-C and SIGTERM go to all. Where one dies the others end within a minute, and the
-# same command goes on from the last checkpoint.
+# config.mesh.slices must be a multiple of PROCESSES or divide them. GPUs are dealt out evenly. Rank 0 has the terminal;
+# what others say stands behind their rank. Ctrl-C and SIGTERM go to all. Where one dies the others end within a minute,
+# and the same command goes on from the last checkpoint.
 set -u
 if ! [[ "${1:-}" =~ ^[1-9][0-9]*$ ]]; then
   echo "usage: launch/local.sh PROCESSES --config FILE[:ARGUMENT] --config.any.key=value" >&2

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # A run over the nodes of a SLURM job, one process a node; from the repository's root, with python on the PATH:
 #   sbatch --nodes 4 --gpus-per-node 8 launch/slurm.sh --config configs/grpo_llama31_8b.py:gpu --config.mesh.slices=4
-# config.mesh.slices must be a multiple of the nodes, and workdir lie on a file system that all nodes share. Where a
-# process dies SLURM ends the others; the same command goes on from the last checkpoint.
+# config.mesh.slices must be a multiple of the nodes or divide them, and workdir lie on a file system that all nodes share.
+# Where a process dies SLURM ends the others; the same command goes on from the last checkpoint.
 #SBATCH --job-name=rlhf_jax
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive

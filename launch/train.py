@@ -26,6 +26,7 @@ from rlhf_jax.checkpoint.store import Checkpoints, named_leaves
 from rlhf_jax.collect import compile_rounds, evaluate
 from rlhf_jax.config import Config, flat
 from rlhf_jax.data.prompts import Prompts
+from rlhf_jax.generation.crew import crew_of
 from rlhf_jax.generation.rollout import Tally
 from rlhf_jax.generation.samples import RoundReport
 from rlhf_jax.generation.sampling import Sampling
@@ -117,7 +118,7 @@ def train(config: Config) -> None:
         stack.callback(writer.close if writer else lambda: None)
         progress = stack.enter_context(metrics.Progress(config.steps, int(state.step), screen()))
         watchdog = stack.enter_context(Watchdog(config.watchdog_seconds, progress.say if writer else _say_by_rank))
-        watch = Watch(progress, watchdog, stop)
+        watch = Watch(progress, watchdog, stop, follows=not crew_of(run.mesh).leads)
         stages, models = build.make_stages(run, optimizers, stack, watch.working), build.frozen(run)
         setting = Setting(run, stages, models, saved, writer, watch)
         state = loop(setting, state, remembered, make_evaluation(setting, remembered, stack))
@@ -256,6 +257,7 @@ class Watch:
     progress: metrics.Progress
     watchdog: Watchdog
     stop: Stop
+    follows: bool = False  # another process decides what is next on the slice that both share
     tally: Tally = dataclasses.field(default_factory=Tally)
     start: float = 0.0
     phase: str = "starting"
@@ -263,7 +265,7 @@ class Watch:
 
     def __call__(self, phase: str, report: RoundReport | None) -> None:
         if phase != "training":  # an update that has begun is finished
-            self.listen() if report else self.agree()
+            self.listen(may_stop=not self.follows) if report else self.agree()
         self.beat(phase)
         if report is None:
             self.tally, self.start = Tally(), time.perf_counter()
@@ -291,7 +293,7 @@ class Watch:
             self.stop.signal = signals[0]
             self.stop.check()
 
-    def listen(self) -> None:
+    def listen(self, may_stop: bool = True) -> None:
         """Stop where this process was asked to, or hears that another was: what it works on alone ends early."""
         now = time.monotonic()
         if self.stop.signal is not None:
@@ -299,7 +301,8 @@ class Watch:
         elif now - self.listened > 1.0:
             self.listened, word = now, processes.published(STOP)
             self.stop.signal = self.stop.signal if word is None else int(word)
-        self.stop.check()
+        if may_stop:
+            self.stop.check()
 
 
 Evaluate = Callable[[TrainState], None]  # of the state after so many updates

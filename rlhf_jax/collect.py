@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.experience import bound
 from rlhf_jax.fusion import Backlog, Judges, Scored, Scoring
 from rlhf_jax.generation.board import shared
+from rlhf_jax.generation.crew import crew_of
 from rlhf_jax.generation.drafters import teacher
 from rlhf_jax.generation.engine import warm_up
 from rlhf_jax.generation.rollout import Tally, as_rollout, requests
@@ -36,6 +37,7 @@ from rlhf_jax.training.batching import signal
 from rlhf_jax.training.distill import student_for
 from rlhf_jax.types import Model
 
+T = TypeVar("T")
 KEPT = 0.5  # what counts of acceptance weigh once the policy has moved
 READ = 8  # texts that a draft model reads after a stage, at most,
 SPARED = 16  # and of so many one: far less than it saves
@@ -107,7 +109,7 @@ def collect(
         kept, enough = choose_groups(seen, stages.samples_per_prompt, stages.prompts_per_step)
         if enough:
             break
-    everything, tally = _joined([collected for collected, _ in found]), sum(processes.gather(tally), Tally())
+    everything, tally = _joined([collected for collected, _ in found]), sum(_spoken(tally, Tally(), stages), Tally())
     chosen = selector.metrics() if selector else {}
     with _timed("generation", seconds, observe):
         learned = learn(Learned(tally, selector), drafter, everything.samples, stages)
@@ -116,7 +118,7 @@ def collect(
     if backlog:
         everything = dataclasses.replace(everything, scored=_scored_by_all(backlog))
         memory.timeline.spans += backlog.spans()
-    of_all = processes.gather(since(memory.timeline.spans, memory.timeline.start))
+    of_all = _spoken(since(memory.timeline.spans, memory.timeline.start), [], stages)
     memory.timeline.spans = [span for spans in of_all for span in spans]
     metrics["generation/idle_share"] = idle_share(memory.timeline.spans, stages.mesh.shape["slices"])
     metrics["generation/groups_without_signal"] = float(1 - signal(seen, stages.samples_per_prompt).mean())
@@ -130,6 +132,11 @@ def _backlog(target: Model, judges: Judges, stages: Stages) -> Backlog | None:
     reference, critic = (judge and decoding_weights(judge, stages.dtype, stages.mesh) for judge in judges)
     training, rows = stages.training, max(1, stages.training.micro_rows // stages.mesh.shape["slices"])
     return Backlog(Scoring(target, reference, critic, training.temperature, rows, stages.decoding.slots))
+
+
+def _spoken(own: T, nothing: T, stages: Stages) -> list[T]:
+    """What each process has to say of its slices: of those that share one, the first."""
+    return processes.gather(own if crew_of(stages.mesh).leads else nothing)
 
 
 def _scored_by_all(backlog: Backlog) -> dict[int, Scored]:
@@ -224,10 +231,9 @@ def evaluate(
     drafter = student_for(target, drafter, stages.mesh)
     selector, tally = copy.deepcopy(memory.evaluation.selector), Tally()
     counting = _counting(tally, Timeline(), observe, "evaluation")
-    placing = placing_of(stages, memory.evaluation.lengths, "")
-    placing = dataclasses.replace(placing, decide=None) if processes.started() else placing
+    placing = placing_of(stages, memory.evaluation.lengths, "evaluation")
     samples = roll_out(target, drafter, wanted, decoding, stages, placing, selector, counting)
-    tally = sum(processes.gather(tally), Tally())
+    tally = sum(_spoken(tally, Tally(), stages), Tally())
     memory.evaluated = samples, learn(Learned(tally, selector), drafter, samples, stages, decoding)
     answers = answered(samples, prompts, np.repeat(np.arange(len(prompts)), samples_per_prompt), stages.tokenizer)
     scores = {name: measure(answers).values for name, measure in measures.items()}
@@ -264,8 +270,8 @@ def compile_rounds(policy: Model, drafter: Model | None, memory: Memory, stages:
     """
     target = decoding_weights(policy, stages.dtype, stages.mesh)
     drafter = student_for(target, drafter, stages.mesh)
-    selectors, shares = memory.selectors(), 1 if stages.decide else processes.count()
-    samples = -(-stages.prompts_per_step // shares) * stages.samples_per_prompt
+    selectors, prompts = memory.selectors(), range(stages.prompts_per_step)
+    samples = len(prompts if stages.decide else crew_of(stages.mesh).share(prompts)) * stages.samples_per_prompt
     does = warm_up(target, drafter, samples, stages.decoding, stages.mesh, bool(selectors))
     models = ModelConfigs(target.config, drafter and drafter.config)
     size = stages.decoding.rows, stages.decoding.slots

@@ -7,6 +7,7 @@ Rows of a batch lie over slices x data x fsdp, whatever the role.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -83,17 +84,19 @@ def sizes(data: int, fsdp: int, tensor: int, num_devices: int, slices: int = 1) 
 def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, devices: Any = None, slices: int = 1) -> Mesh:
     """A mesh of axes (slices, data, fsdp, tensor) over `devices` (default: all); -1 takes the rest.
 
-    Where processes can share the slices evenly, each has slices of its own, which lie on its devices alone.
-    Raises ValueError where the product is not the number of devices.
+    Processes share the slices evenly: each has slices of its own, or a slice is several processes' own. Raises
+    ValueError where the product is not the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     shape = tuple(sizes(data, fsdp, tensor, len(devices), slices).values())
-    owners = sorted({device.process_index for device in devices})
-    if len(owners) == 1 or shape[0] % len(owners):
-        return _make(shape, devices)
-    parts = [[device for device in devices if device.process_index == owner] for owner in owners]
-    own = (shape[0] // len(owners), *shape[1:])
-    return _joined([_make(own, part) for part in parts])
+    ranks = sorted({device.process_index for device in devices})
+    crews = min(shape[0], len(ranks))
+    size = len(ranks) // crews
+    parts = [
+        [device for device in devices if ranks.index(device.process_index) // size == crew] for crew in range(crews)
+    ]
+    own = (shape[0] // crews, *shape[1:])
+    return _joined([_make(own, part) for part in parts]) if crews > 1 else _make(own, devices)
 
 
 def _make(shape: tuple[int, ...], devices: list) -> Mesh:
@@ -116,9 +119,14 @@ def split(mesh: Mesh) -> list[Mesh]:
     return [Mesh(mesh.devices[i : i + 1], AXES, axis_types=types) for i in range(mesh.shape["slices"])]
 
 
-def is_local(mesh: Mesh) -> bool:
-    """Whether all of its devices belong to this process."""
-    return all(device.process_index == jax.process_index() for device in mesh.devices.flat)
+def owners(mesh: Mesh) -> tuple[int, ...]:
+    """The processes that its devices belong to, in order."""
+    return tuple(sorted({device.process_index for device in mesh.devices.flat}))
+
+
+def is_here(mesh: Mesh) -> bool:
+    """Whether some of its devices belong to this process."""
+    return jax.process_index() in owners(mesh)
 
 
 def on_slice(tree: Any, mesh: Mesh) -> Any:
@@ -182,6 +190,12 @@ def _place_parts(leaf: np.ndarray, place: NamedSharding) -> jax.Array:
 def pin_rows(tree: Any, mesh: Mesh | None) -> Any:
     """Inside a jitted function: hold a row-first result to its layout, as the next call will find it."""
     return tree if mesh is None else jax.lax.with_sharding_constraint(tree, row_shardings(tree, mesh))
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",))
+def repeat(tree: Any, mesh: Mesh) -> Any:
+    """A tree whole on every device of a mesh."""
+    return jax.lax.with_sharding_constraint(tree, replicated(mesh))
 
 
 def replicated(mesh: AnyMesh) -> NamedSharding:

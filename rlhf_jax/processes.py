@@ -206,6 +206,13 @@ def published(name: str) -> str | None:
         return None
 
 
+def awaited(name: str, seconds: float) -> str | None:
+    """A published word, waited for; None where it has not come within so long."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        return _client().blocking_key_value_get(name, int(seconds * 1000))
+    return None
+
+
 def forget(folder: str) -> None:
     """Take back the words whose names begin with `folder/`."""
     if started():
@@ -231,7 +238,7 @@ def leave(code: int, sentence: str, place: Place) -> int:
             print(sentence, file=sys.stderr)
         return code
     publish(f"last words of {rank()}", sentence)
-    if sentence and (leads() or sentence != _heard(f"last words of {LEADER}")):
+    if sentence and (leads() or sentence != awaited(f"last words of {LEADER}", PATIENCE / 2)):
         print(sentence if leads() else f"rank {rank()}: {sentence}", file=sys.stderr)
     if all_here("the end", PATIENCE if code in FAILED else FOREVER):
         jax.distributed.shutdown()
@@ -239,13 +246,6 @@ def leave(code: int, sentence: str, place: Place) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # Python's own end would wait for the others
-
-
-def _heard(name: str) -> str | None:
-    """A published word, waited for as long as there is patience."""
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-        return _client().blocking_key_value_get(name, int(PATIENCE / 2 * 1000))
-    return None
 
 
 def _client() -> Any:

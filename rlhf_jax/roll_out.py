@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 import numpy as np
 
 from rlhf_jax import processes
 from rlhf_jax.fusion import Backlog
 from rlhf_jax.generation import tree as trees
+from rlhf_jax.generation.crew import Abandoned, crew_of
 from rlhf_jax.generation.engine import Spare, generate
 from rlhf_jax.generation.placing import Placing
 from rlhf_jax.generation.ranks import failed
@@ -17,6 +21,7 @@ from rlhf_jax.generation.samples import Decoding, Request, RoundReport, Sample
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.reallocation.lengths import Lengths
 from rlhf_jax.stages import Stages
+from rlhf_jax.stopping import Stopped
 from rlhf_jax.timeline import Span
 from rlhf_jax.types import Model
 
@@ -41,31 +46,48 @@ def roll_out(
     finished: Callable[[Sample], None] = lambda sample: None,
     spare: Spare | None = None,
 ) -> list[Sample]:
-    """All samples, in the order of the requests. Each process decodes on its own slices, without the others.
+    """All samples, in the order of the requests. Each crew decodes on its own slices, without the others.
 
-    What a process decodes is its share of the requests or, where there is a plan, what that says. `finished` hears of
+    What a crew decodes is its share of the requests or, where there is a plan, what that says. `finished` hears of
     each sample that ends here.
     """
-    asked = wanted if placing.decide else processes.share(wanted)
+    crew = crew_of(stages.mesh)
+    asked = wanted if placing.decide else crew.share(wanted)
 
     def rolled() -> list[Sample]:
-        with failed(placing.name):
-            on = stages.mesh, observe, selector, stages.ahead, placing, spare
-            samples = []
+        samples, on = [], (stages.mesh, observe, selector, stages.ahead, placing, spare)
+        with contextlib.suppress(Abandoned), failed(placing.name):
             for sample in generate(target, drafter, asked, decoding, *on):
                 samples.append(sample)
                 finished(sample)
-            return samples
+        return samples if crew.leads else []  # the leader speaks for all
 
     ids = [(request, sample_id) for request in wanted for sample_id in request.sample_ids]
     if not processes.started():
         samples = {sample.sample_id: sample for sample in rolled()}
         return [samples[sample_id] for _, sample_id in ids]
-    shares = processes.together(lambda: list(map(_packed, rolled())))
-    if placing.decide and processes.leads():
-        processes.forget(placing.name)
+    outcome = _of_crew(rolled) if crew.several else rolled
+    shares = processes.together(lambda: list(map(_packed, outcome())))
+    processes.by_leader(lambda: processes.forget(placing.name))
     packed = {one[0]: one for share in shares for one in share}
     return [_unpacked(request, packed[sample_id]) for request, sample_id in ids]
+
+
+def _of_crew(rolled: Callable[[], list[Sample]]) -> Callable[[], list[Sample]]:
+    """What a process of a crew has to tell all others when its part is over.
+
+    A run may be stopped where all of a crew are between two rounds. With any other error the others may wait on their
+    devices for this process: it is raised here, and ends them.
+    """
+    try:
+        samples = rolled()
+    except Stopped as stopped:
+        return functools.partial(_raise, stopped)
+    return lambda: samples
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _packed(sample: Sample) -> tuple:

@@ -1,7 +1,12 @@
-"""One of two processes between whose slices samples move at random: python tests/moving_ranks.py PORT RANK"""
+"""One of several processes between whose slices samples move at random.
+
+python tests/moving_ranks.py PORT RANK RANKS SLICES: with fewer slices than ranks, some of these share each.
+"""
 
 from __future__ import annotations
 
+import functools
+import signal
 import sys
 
 import jax
@@ -12,21 +17,24 @@ from tiny_stage import Shuffled
 from rlhf_jax import mesh as meshes
 from rlhf_jax import processes
 from rlhf_jax.generation import tree as trees
+from rlhf_jax.generation.crew import Abandoned, Crew, crew_of
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.placing import Placing
+from rlhf_jax.generation.ranks import failed
 from rlhf_jax.generation.rollout import Tally
 from rlhf_jax.generation.samples import Decoding, Request
 from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.model.transformer import init, unstack
+from rlhf_jax.stopping import Stopped
 
 
-def main(port: str, rank: int) -> int:
-    """Every sample ends on one of the two, as it would have ended alone."""
-    place = processes.Place(f"localhost:{port}", 2, rank)
+def main(port: str, rank: int, ranks: int, slices: int) -> int:
+    """Every sample ends on one of the slices, as it would have ended alone."""
+    place = processes.Place(f"localhost:{port}", ranks, rank)
     processes.start(place)
     target, wanted, tally = unstack(init(jax.random.key(0), CONFIG)), requests(), Tally()
     how = Decoding(Sampling(1.0), (trees.parse("plain"),), (), rows=6, slots=128, seed=3)
-    mesh = meshes.make_mesh(1, 1, 1, slices=jax.device_count())
+    mesh = meshes.make_mesh(1, -1, 1, slices=slices)
     whole = jax.jit(lambda: target, out_shardings=meshes.model_shardings(target, mesh, "generation"))()
     placing = Placing(Shuffled(seed=0), name="once")
     here = {s.sample_id: s for s in generate(whole, None, wanted, how, mesh, tally.add, placing=placing)}
@@ -35,10 +43,32 @@ def main(port: str, rank: int) -> int:
         assert sample.tokens == alone[number].tokens, number
         np.testing.assert_allclose(sample.logprobs, alone[number].logprobs, atol=1e-4)
         assert sample.rounds == alone[number].rounds and sample.accepted == alone[number].accepted
-    assert sorted(number for part in processes.gather(list(here)) for number in part) == sorted(alone)
-    moves = sum(processes.gather(tally.moves))
+    crew = crew_of(mesh)
+    assert len(crew.ranks) == max(1, ranks // slices)
+    parts = processes.gather(list(here) if crew.leads else [])
+    assert sorted(number for part in parts for number in part) == sorted(alone)
+    moves = sum(processes.gather(tally.moves if crew.leads else 0))
     assert moves > 5, moves
+    give_up(functools.partial(generate, whole, None, wanted, how, mesh), crew)
     return processes.leave(0, "", place)
+
+
+def give_up(begin, crew: Crew) -> None:
+    """The last to decide is stopped between two rounds: all others give the stage up, and none waits for a device."""
+    last = crew.leads and processes.rank() + len(crew.ranks) == processes.count()
+
+    def observe(_) -> None:
+        if last:
+            raise Stopped(signal.SIGTERM)
+
+    try:
+        with failed("twice"):
+            list(begin(observe, placing=Placing(Shuffled(seed=0), name="twice")))
+    except (Stopped, Abandoned) as error:
+        ends = processes.gather(type(error))
+        assert ends.count(Stopped) == 1 and ends.count(Abandoned) == len(ends) - 1, ends
+    else:
+        raise AssertionError("the stage went on")
 
 
 def requests() -> list[Request]:
@@ -51,4 +81,4 @@ def requests() -> list[Request]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:])))

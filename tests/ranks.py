@@ -70,8 +70,8 @@ def stop() -> None:
 def read() -> None:
     """Arrays that lie over both, on the host: placed, fetched, and piece by piece on the leader."""
     mesh = meshes.make_mesh(slices=2)
-    (own,) = [part for part in meshes.split(mesh) if meshes.is_local(part)]
-    assert own.devices.size == jax.local_device_count() and not meshes.is_local(mesh)
+    (own,) = [part for part in meshes.split(mesh) if meshes.is_here(part)]
+    assert own.devices.size == jax.local_device_count() and meshes.owners(mesh) == (0, 1)
     rows = np.arange(8 * 3, dtype=np.float32).reshape(8, 3)
     placed = meshes.place_rows({"rows": rows, "one": np.float32(2)}, mesh)
     found = processes.fetch(jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree))(placed))

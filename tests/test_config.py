@@ -209,6 +209,14 @@ def test_what_cannot_work_is_one_sentence(valid, key, value, words):
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
 
 
+def test_processes_share_slices_evenly(valid):
+    valid.mesh.update(slices=2, fsdp=-1)
+    checks.validate(valid, 8, 2)
+    checks.validate(valid, 8, 4)
+    with pytest.raises(ValueError, match="3 processes cannot share them evenly: set mesh.slices to a multiple of 3 or"):
+        checks.validate(valid, 8, 3)
+
+
 def test_evaluation_needs_held_out_prompts(valid):
     valid.evaluation.every, valid.data.eval = 5, ""
     with pytest.raises(ValueError, match=r"data\.eval is empty"):

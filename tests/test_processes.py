@@ -23,6 +23,8 @@ from rlhf_jax.processes import Place
 
 TWO_SLICES = {"mesh__slices": 2, "mesh__fsdp": 4, "compilation_cache": ""}
 ONE_STEP = TWO_SLICES | {"steps": 1, "evaluation__every": 0, "generation__prompts_per_step": 2}
+# One slice over all processes: rank 0 chooses its drafts, by the clock.
+SHARED = {"mesh__slices": 1, "mesh__fsdp": 8, "generation__strategy": "adaptive"}
 # PPO, drafts that are chosen, prompts redrawn, evaluations and checkpoints between.
 WHOLE = TWO_SLICES | {
     "steps": 4,
@@ -108,9 +110,11 @@ def check_alike(one: Path, other: Path) -> None:
     for a, b in zip(lines(one / "evaluations.jsonl"), lines(other / "evaluations.jsonl"), strict=True):
         assert a["samples"] == b["samples"] and a["eval/reward"] == b["eval/reward"]
     for a, b in zip(lines(one / "metrics.jsonl"), lines(other / "metrics.jsonl"), strict=True):
-        assert a.keys() == b.keys()
-        for key in a:  # who drafted what, and which slice stood idle, is the clock's
-            if not key.endswith(MEASURED) and not key.startswith(("strategy/", "generation/")):
+        # Who drafted what, and which slice stood idle, is the clock's.
+        kept = [{key for key in line if not key.startswith(("strategy/", "generation/"))} for line in (a, b)]
+        assert kept[0] == kept[1]
+        for key in kept[0]:
+            if not key.endswith(MEASURED):
                 assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-4), key
     weights = [load_file(run / "policy" / "model.safetensors") for run in (one, other)]
     for name, weight in weights[0].items():
@@ -118,19 +122,22 @@ def check_alike(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_take_the_step_of_one(place):
-    one(place, "step-one", **ONE_STEP)
-    code, out, errors = two(place, "step-two", **ONE_STEP)
+@pytest.mark.parametrize("changes", [{}, SHARED], ids=["slices apart", "one slice of both"])
+def test_two_processes_take_the_step_of_one(changes, place):
+    name = f"step-{len(changes)}"
+    one(place, f"{name}-one", **ONE_STEP | changes)
+    code, out, errors = two(place, f"{name}-two", **ONE_STEP | changes)
     assert code == 0, errors
     assert out.count("The trained policy is in") == 1 and "processes   2" in out
-    assert len(lines(place / "step-two" / "samples.jsonl")) == 8
-    check_alike(place / "step-one", place / "step-two")
+    assert len(lines(place / f"{name}-two" / "samples.jsonl")) == 8
+    check_alike(place / f"{name}-one", place / f"{name}-two")
 
 
-def test_slices_that_processes_cannot_share_are_refused_once(place):
-    code, out, errors = two(place, "refused", mesh__fsdp=-1, compilation_cache="")
+def test_what_processes_cannot_do_together_is_refused_once(place):
+    fused = {"mesh__fsdp": -1, "generation__fuse_inference": True, "compilation_cache": ""}
+    code, out, errors = two(place, "refused", **fused)
     assert code == 2 and (out + errors).count("error:") == 1 and "Traceback" not in out + errors
-    assert "mesh.slices is 1, but the run has 2 processes" in errors and not (place / "refused").exists()
+    assert "2 processes share mesh.slices = 1; raise it" in errors and not (place / "refused").exists()
 
 
 def test_a_mistake_is_found_before_processes_meet(place):
@@ -156,25 +163,26 @@ def test_ranks_tell_each_other(act, said):
 
 
 @pytest.mark.slow
-def test_samples_that_move_between_processes_are_those_that_stayed():
-    codes, errors = ranks_of("moving_ranks.py", devices=2)
-    assert codes == [0, 0], errors
+@pytest.mark.parametrize("ranks, slices, devices", [(2, 4, 2), (4, 2, 1)], ids=["two slices each", "half a slice each"])
+def test_samples_that_move_between_processes_are_those_that_stayed(ranks, slices, devices):
+    codes, errors = ranks_of("moving_ranks.py", str(ranks), str(slices), ranks=ranks, devices=devices)
+    assert codes == [0] * ranks, errors
 
 
-def ranks_of(script: str, *act: str, devices: int) -> tuple[list[int], list[str]]:
-    """The exit codes of two processes that run a file of this folder, and what they say on stderr."""
+def ranks_of(script: str, *act: str, ranks: int = 2, devices: int) -> tuple[list[int], list[str]]:
+    """The exit codes of processes that run a file of this folder, and what they say on stderr."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     words = [sys.executable, str(ROOT / "tests" / script), str(port)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ranks = [subprocess.Popen([*words, str(rank), *act], env=environment(devices), **pipes) for rank in range(2)]
+    begun = [subprocess.Popen([*words, str(rank), *act], env=environment(devices), **pipes) for rank in range(ranks)]
     try:
-        errors = [rank.communicate(timeout=200)[1] for rank in ranks]
+        errors = [process.communicate(timeout=200)[1] for process in begun]
     finally:
-        for rank in ranks:
-            rank.kill()
-    return [rank.returncode for rank in ranks], errors
+        for process in begun:
+            process.kill()
+    return [process.returncode for process in begun], errors
 
 
 @pytest.fixture(scope="module")
@@ -244,6 +252,16 @@ def test_a_rank_that_is_asked_to_stop_stops_all(rank, place, whole):
     assert errors.count("Stopped by SIGTERM: the same command goes on from there.") == 1
     assert len(lines(place / name / "metrics.jsonl")) == 3
     check_resumed(place, name, whole)
+
+
+@pytest.mark.slow
+def test_one_that_shares_a_slice_is_asked_to_stop_and_both_do_between_two_rounds(place):
+    with launched(place, "shared", **TWO_SLICES | SHARED | {"steps": 100, "checkpoint__every": 2}) as process:
+        until(place / "shared", 2, process)
+        os.kill(rank_of(process.pid, 1), signal.SIGTERM)
+        out, errors = process.communicate(timeout=100)
+    assert process.returncode == 143 and "died" not in errors and "Traceback" not in out + errors, (out, errors)
+    assert errors.count("Stopped by SIGTERM: the same command goes on from there.") == 1
 
 
 @pytest.mark.slow

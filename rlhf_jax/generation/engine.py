@@ -18,6 +18,7 @@ from rlhf_jax.generation import board as boards
 from rlhf_jax.generation import placing as placings
 from rlhf_jax.generation import programs
 from rlhf_jax.generation import rows as row_verbs
+from rlhf_jax.generation.crew import crew_of
 from rlhf_jax.generation.flights import Setting, fly, land, may_fly
 from rlhf_jax.generation.instance import Instance
 from rlhf_jax.generation.placing import STATIC, Placing, Stage
@@ -61,7 +62,8 @@ def generate(
     for request in requests:
         boards.check(request, decoding)
     groups = [[Sample(i, request, list(request.history)) for i in request.sample_ids] for request in requests]
-    setting, fleet = Setting(decoding, selector, ahead), _fleet((target, drafter), groups, decoding, mesh)
+    setting = Setting(decoding, selector, ahead, crew_of(mesh, placing.name))
+    fleet = _fleet((target, drafter), groups, decoding, mesh)
     siblings = {id(request): group for request, group in zip(requests, groups, strict=True)}
     stage = placings.begin(fleet, _slices(mesh), groups, placing, setting)
     turns = _in_turn(fleet) if placing.in_turn else _as_they_arrive(fleet)
@@ -103,11 +105,11 @@ def _slices(mesh: jax.sharding.Mesh | None) -> list[jax.sharding.Mesh | None]:
 
 
 def _fleet(models: Models, groups: list[list[Sample]], decoding: Decoding, mesh) -> list[Instance]:
-    """The slices of this process, without samples."""
+    """The slices of this process, those that it shares among them, without samples."""
     samples, slices = sum(map(len, groups)), _slices(mesh)
     if len(slices) == 1:
         return [boards.begin(0, models, mesh, samples, decoding)]
-    own = [(number, part) for number, part in enumerate(slices) if part is not None and meshes.is_local(part)]
+    own = [(number, part) for number, part in enumerate(slices) if part is not None and meshes.is_here(part)]
     return [boards.begin(number, meshes.on_slice(models, part), part, samples, decoding) for number, part in own]
 
 

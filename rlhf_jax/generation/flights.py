@@ -15,6 +15,7 @@ import numpy as np
 
 from rlhf_jax.generation import board as boards
 from rlhf_jax.generation import evidence, programs
+from rlhf_jax.generation.crew import Crew
 from rlhf_jax.generation.instance import Board, Flight, Instance
 from rlhf_jax.generation.programs import Ahead, Results
 from rlhf_jax.generation.samples import Decoding, RoundReport, Sample
@@ -30,6 +31,7 @@ class Setting:
     decoding: Decoding
     selector: Selector | None
     ahead: Ahead | None
+    crew: Crew = dataclasses.field(default_factory=Crew)
 
 
 def may_fly(instance: Instance) -> bool:
@@ -83,7 +85,7 @@ def _choose(instance: Instance, siblings: np.ndarray, context: int, lag: int, la
     left = _left(board) if last and decoding.drafts_by("replay") else {}
     classes = _classes(board, decoding)
     situation = Situation(rows, live, context, lag, classes, ready, most, failed, left, instance.number)
-    choice = selector.choose(situation)
+    choice = setting.crew.agreed(lambda: selector.choose(situation))
     fewer = boards.row_bucket(rows // 2, rows, decoding, mesh)
     stays = None if choice.reason == "probe" else choice.strategy
     for strategy, size in ((choice.wish, rows), (stays, fewer)):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import tree as trees
 from rlhf_jax.generation.drafters import lookup, replay, signals
 from rlhf_jax.generation.drafters import model as model_drafter
@@ -98,7 +99,10 @@ def play(
         state = run(model_drafter.commit, state, window, emission.path, emission.count, strategy, **on)
     free = tuple(name for name in signals.FREE if look and decoding.drafts_by(name))
     seen = run(signals.look, state, siblings, free, mesh=mesh) if free else {}
-    return state, Results(emission, confidence, seen)
+    results = Results(emission, confidence, seen)
+    if mesh is not None and mesh.is_multi_process:  # each of its hosts reads all rows
+        results = run(meshes.repeat, results, mesh=mesh)
+    return state, results
 
 
 def dispatch(state, models, strategy, siblings, decoding, mesh, look) -> tuple[DecodeState, Results]:

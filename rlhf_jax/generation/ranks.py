@@ -1,33 +1,35 @@
 """When there is a new plan, and who makes it: one process alone, or for several their leader.
 
-Of several, each says what its slices do, the leader plans, and all carry its plans out in order. A plan has a number,
-and takes effect on a slice at its next round. No process waits for another but to pass a sample on: the one that gives
-says first what the sample has by now, then both take part in the exchange of their two slices.
+Of several, each crew says what its slices do, rank 0 plans, and all carry its plans out in order. A plan has a number,
+and takes effect on a slice at its next round, the one that its crew's leader says. No crew waits for another but to
+pass a sample on: the one that gives says first what the sample has by now, then both take part in the exchange of
+their two slices.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import numpy as np
 
+from rlhf_jax import mesh as meshes
 from rlhf_jax import processes
 from rlhf_jax.generation import board as boards
 from rlhf_jax.generation import placing as placings
+from rlhf_jax.generation.crew import Crew, check, unpacked, wait_for
 from rlhf_jax.generation.instance import Instance
 from rlhf_jax.generation.placing import Orders, Stage
 from rlhf_jax.generation.samples import Sample
 from rlhf_jax.reallocation import exchange
 
 POLL = 0.02  # seconds between two looks for a plan
-NAP = 1e-3  # seconds between two looks for a word that another process is about to say
+NAP = 1e-3  # seconds, where there is nothing else to do
 GONE, QUEUED = "gone", "queued"  # a sample that has ended meanwhile, and one that has not begun
-KEPT = ("tokens", "logprobs", "unfed", "rounds", "accepted", "confidence")  # of a sample that moves
+KEPT = ("tokens", "logprobs", "unfed", "rounds", "accepted", "confidence", "support")  # of a sample that moves
 
 
 @contextlib.contextmanager
@@ -47,7 +49,7 @@ class Ranks:
     stage: Stage
     settle: Callable[[Instance], None]  # lands all rounds that a slice has in the air
     carried: int = 0  # plans
-    looked: float = 0.0
+    looked: float = 0.0  # for a plan, last
     over: bool = False
     seen: set[int] = dataclasses.field(default_factory=set)  # samples that stood at the last plan
 
@@ -62,53 +64,61 @@ class Ranks:
         return processes.started() and self.stage.placing.decide is not None
 
     def turn(self) -> None:
-        """Carry out the next plan, if it is time for one."""
+        """Carry out the next plan, if it is time for one. Raises Abandoned where another process gives the stage up."""
         if self._together:
             self._turn()
         elif self.stage.due:
             placings.carry_out(self.stage, placings.orders(self.stage, placings.standing(self.stage)))
+        else:
+            self._crew.agreed(lambda: None)  # its leader goes on
 
     def _turn(self) -> None:
-        """Say what there is, plan if this is the leader, and carry out the next plan if it is there."""
-        flying = any(instance.flights for instance in self.stage.fleet.values())
-        if time.perf_counter() - self.looked < POLL:
-            time.sleep(0 if flying else NAP)
-            return
-        self.looked = time.perf_counter()
-        where = placings.standing(self.stage)
-        processes.publish(f"{self._name}/rank {processes.rank()}", json.dumps([self.carried, where]))
-        self.over = self._failed
-        if self.over:
-            return
-        if processes.leads():
-            self._plan()
-        if word := processes.published(f"{self._name}/plan {self.carried}"):
-            wanted = Orders(**json.loads(word))
+        if self._crew.agreed(self._next):
+            wanted: Orders = wait_for(self._name, f"{self._name}/plan {self.carried}")
             placings.carry_out(self.stage, wanted, self._carry)
-            self.carried, self.over = self.carried + 1, self.over or wanted.over
+            self.carried, self.over = self.carried + 1, wanted.over
 
     @property
     def _name(self) -> str:
         return self.stage.placing.name
 
     @property
-    def _failed(self) -> bool:
-        """Whether some process has given the stage up."""
-        return processes.published(f"{self._name}/failed") is not None
+    def _crew(self) -> Crew:
+        return self.stage.setting.crew
+
+    def _next(self) -> bool:
+        """Whether there is another plan now. A crew of several with nothing to decode waits for one."""
+        busy = any(instance.busy for instance in self.stage.fleet.values())
+        while not (found := self._look(busy)) and self._crew.several and not busy:
+            continue
+        return found
+
+    def _look(self, busy: bool) -> bool:
+        """From time to time: say what there is, plan if this is rank 0, and look for the next plan."""
+        if time.perf_counter() - self.looked < POLL:
+            time.sleep(0 if busy else NAP)
+            return False
+        self.looked = time.perf_counter()
+        self._crew.say(f"{self._name}/rank {processes.rank()}", [self.carried, placings.standing(self.stage)])
+        check(self._name)
+        if processes.leads():
+            self._plan()
+        return processes.published(f"{self._name}/plan {self.carried}") is not None
 
     def _plan(self) -> None:
         """The next plan, once all have carried out the last one and said what came of it."""
-        said = [processes.published(f"{self._name}/rank {rank}") for rank in range(processes.count())]
-        heard = [json.loads(word) for word in said if word]
+        leaders = sorted({meshes.owners(part)[0] for part in self.stage.slices if part is not None})
+        said = [processes.published(f"{self._name}/rank {rank}") for rank in leaders]
+        heard = [unpacked(word) for word in said if word]
         if len(heard) < len(said) or any(carried != self.carried for carried, _ in heard):
             return
-        where = [tuple(one) for _, standing in heard for one in standing]
+        where = [one for _, standing in heard for one in standing]
         over, ids = not where and not self.stage.pool, {one for one, _, _ in where}
         if over or self.stage.due or ids != self.seen:
             self.seen = ids
             wanted = dataclasses.replace(placings.orders(self.stage, where), over=over)
             if over or wanted.moves or wanted.admissions or tuple(wanted.freed) != self.stage.freed:
-                processes.publish(f"{self._name}/plan {self.carried}", json.dumps(dataclasses.asdict(wanted)))
+                self._crew.say(f"{self._name}/plan {self.carried}", wanted)
 
     def _carry(self, sample_id: int, source: int, target: int) -> None:
         word = f"{self._name}/plan {self.carried} moves {sample_id}"
@@ -122,47 +132,27 @@ class Ranks:
         self.settle(instance)
         if sample in instance.queue:
             instance.queue.remove(sample)
-            processes.publish(word, json.dumps(QUEUED))
+            self._crew.say(word, QUEUED)
         elif sample.done or sample not in instance.board:
-            processes.publish(word, json.dumps(GONE))
+            self._crew.say(word, GONE)
         else:
             slots = exchange.width(len(sample.prompt) + len(sample.tokens), instance.state.tokens.shape[1])
-            processes.publish(word, json.dumps(_packed(sample) | {"slots": slots}))
-            if self._wait_for(f"{word}, awaited") is None:
-                return
+            self._crew.say(word, {name: getattr(sample, name) for name in KEPT} | {"slots": slots})
+            wait_for(self._name, f"{word}, awaited")
             self._pass(placings.leave(instance, sample, slots), instance, source, target)
 
     def _take(self, sample: Sample, source: int, target: int, word: str) -> None:
-        instance, said = self.stage.fleet[target], self._wait_for(word)
+        instance, said = self.stage.fleet[target], wait_for(self._name, word)
         if said == QUEUED:
             instance.queue.append(sample)
-        elif said not in (GONE, None):
-            processes.publish(f"{word}, awaited", json.dumps("yes"))
-            _unpack(sample, said)
+        elif said != GONE:
+            self._crew.say(f"{word}, awaited", "yes")
+            for name in KEPT:
+                setattr(sample, name, said[name])
             boards.fit(instance, len(instance.samples) + 1, self.stage.setting.decoding)
             blank = exchange.depart(instance.state, np.zeros(1, np.int32), said["slots"], mesh=instance.mesh)
             placings.join(instance, sample, self._pass(blank, instance, source, target))
 
-    def _wait_for(self, word: str) -> Any:
-        """What another process has to say; None if one gives up. If it dies, the coordination service ends this one."""
-        while (said := processes.published(word)) is None:
-            self.over = self._failed
-            if self.over:
-                return None
-            time.sleep(NAP)
-        return json.loads(said)
-
     def _pass(self, parcel, instance: Instance, source: int, target: int):
         here, ends = cast(Any, instance.mesh), cast(Any, self.stage.slices)
         return exchange.across([parcel], here, ends[source], ends[target])
-
-
-def _packed(sample: Sample) -> dict[str, Any]:
-    """What the host knows of a sample, as JSON."""
-    return {name: getattr(sample, name) for name in KEPT} | {"support": [ids.tolist() for ids in sample.support]}
-
-
-def _unpack(sample: Sample, said: dict[str, Any]) -> None:
-    for name in KEPT:
-        setattr(sample, name, said[name])
-    sample.support = [np.array(ids, np.int32) for ids in said["support"]]
