@@ -8,7 +8,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.generation.strategy.cost import RATES
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference import shaping
-from rlhf_jax.inference.reward_model import model_scorer
+from rlhf_jax.inference.reward_model import RewardModel, model_scorer
 from rlhf_jax.inference.reward_worker import Workers
 from rlhf_jax.inference.rewards import Scorer, Term, weighted
 from rlhf_jax.inference.sharing import shared_out
@@ -183,13 +183,14 @@ def _digest(prompts: Prompts) -> str:
 
 def make_stages(run: Run, optimizers: Optimizers, stack: contextlib.ExitStack, observe: Callable[[], None]) -> Stages:
     """What stays the same from step to step; the stack ends the reward's processes, `observe` hears them work."""
-    config, generation = run.config, run.config.generation
+    config, generation, judges = run.config, run.config.generation, _reward_models(run)
     return Stages(
         decoding=_decoding(run),
         shaping=_shaping(config),
         training=_training(run),
         optimizers=optimizers,
-        reward=functools.partial(weighted, _terms(run, stack, observe)),
+        reward=functools.partial(weighted, _terms(run, judges, stack, observe)),
+        reward_models=judges,
         controller=_controller(config),
         tokenizer=run.policy.tokenizer,
         mesh=run.mesh,
@@ -210,10 +211,10 @@ def make_stages(run: Run, optimizers: Optimizers, stack: contextlib.ExitStack, o
 
 
 def _scoring(run: Run) -> float:
-    """Seconds, about, in which a slice scores a token under policy, reference and critic."""
+    """Seconds, about, in which a slice scores a token under policy, reference, critic and reward models."""
     devices = run.mesh.size / run.mesh.shape["slices"]
     referred = [run.policy.config] if checks.refers(run.config) else []
-    models = [run.policy.config, *referred, *([run.models.critic] if run.models.critic else [])]
+    models = [run.policy.config, *referred, *filter(None, [run.models.critic]), *run.models.rewards]
     flops = sum(drafting.work(model, run.dtype.itemsize).token_flops for model in models)
     return flops / (RATES[jax.default_backend()][1] * devices)
 
@@ -329,11 +330,13 @@ def _controller(config: Config) -> Controller:
     )
 
 
-def _terms(run: Run, stack: contextlib.ExitStack, observe: Callable[[], None]) -> list[Term]:
+def _terms(
+    run: Run, judges: Mapping[str, RewardModel], stack: contextlib.ExitStack, observe: Callable[[], None]
+) -> list[Term]:
     """The summands of the reward: functions in their processes, models on the mesh."""
     reward = run.config.reward
     make = functools.partial(function_scorer, run.config, stack=stack, observe=observe)
-    scorers = [*map(make, reward.functions), *(_model_scorer(run, source) for source in run.rewards)]
+    scorers = [*map(make, reward.functions), *(model_scorer(judge, run.mesh) for judge in judges.values())]
     weights = map(float, reward.weights or (1.0,) * len(scorers))
     return list(map(Term, checks.term_names(run.config), weights, scorers))
 
@@ -347,10 +350,14 @@ def function_scorer(config: Config, spec: str, stack: contextlib.ExitStack, obse
     return shared_out(stack.enter_context(Workers(spec, config.reward.workers, seconds, observe)))
 
 
-def _model_scorer(run: Run, source: Source) -> Scorer:
-    training, attend = run.config.training, causal_on(run.mesh, source.config.num_kv_heads)
-    rows = {"rows": training.microbatch_rows, "bucket": training.length_bucket}
-    return model_scorer(source, load(source, run.dtype, run.mesh), attend=attend, mesh=run.mesh, **rows)
+def _reward_models(run: Run) -> dict[str, RewardModel]:
+    """By the names of their terms, which follow those of the functions."""
+    names, training = checks.term_names(run.config)[len(run.config.reward.functions) :], run.config.training
+    how = {"rows": training.microbatch_rows, "bucket": training.length_bucket}
+    return {
+        name: RewardModel(source, load(source, run.dtype, run.mesh), **how)
+        for name, source in zip(names, run.rewards, strict=True)
+    }
 
 
 def load(source: Source, dtype, mesh: jax.sharding.Mesh) -> Model:

@@ -100,10 +100,11 @@ def collect(
             )
             placing = placing_of(stages, memory.drafting.lengths, f"step {step} attempt {attempt}", backlog)
             counting = _counting(tally, memory.timeline, observe)
-            aside = dict[str, Any](finished=backlog.add, spare=backlog.feed) if backlog else {}
+            aside = _aside(backlog, dict(zip(map(id, wanted), rows, strict=True)), prompts, stages) if backlog else {}
             samples = roll_out(target, drafter, wanted, stages.decoding, stages, placing, selector, counting, **aside)
         with _timed("inference", seconds, observe):
-            found.append(earn(samples, prompts, np.repeat(rows, stages.samples_per_prompt), stages))
+            scored = _scored_by_all(backlog) if backlog else {}
+            found.append(earn(samples, prompts, np.repeat(rows, stages.samples_per_prompt), stages, scored))
         ended = finished(samples, stages.decoding.stop_tokens)
         seen = np.append(seen, bound(found[-1][0].rewards, ended, stages.shaping))
         kept, enough = choose_groups(seen, stages.samples_per_prompt, stages.prompts_per_step)
@@ -129,9 +130,24 @@ def _backlog(target: Model, judges: Judges, stages: Stages) -> Backlog | None:
     """What slices score beside generation, where inference is fused with it."""
     if not stages.scoring:
         return None
-    reference, critic = (judge and decoding_weights(judge, stages.dtype, stages.mesh) for judge in judges)
+    place = functools.partial(decoding_weights, dtype=stages.dtype, mesh=stages.mesh)
+    reference, critic = (judge and place(judge) for judge in judges)
     training, rows = stages.training, max(1, stages.training.micro_rows // stages.mesh.shape["slices"])
-    return Backlog(Scoring(target, reference, critic, training.temperature, rows, stages.decoding.slots))
+    rewards = {
+        name: dataclasses.replace(judge, model=place(judge.model), rows=rows)
+        for name, judge in stages.reward_models.items()
+    }
+    return Backlog(Scoring(target, reference, critic, training.temperature, rows, stages.decoding.slots, rewards))
+
+
+def _aside(backlog: Backlog, row_of: Mapping[int, int], prompts: Prompts, stages: Stages) -> dict[str, Any]:
+    """What a roll-out hands to a backlog: finished samples, their prompts by request, and idle slices."""
+
+    def heard(sample: Sample) -> None:
+        (answer,) = answered([sample], prompts, np.array([row_of[id(sample.request)]]), stages.tokenizer)
+        backlog.add(sample, answer)
+
+    return {"finished": heard, "spare": backlog.feed}
 
 
 def _spoken(own: T, nothing: T, stages: Stages) -> list[T]:
@@ -189,14 +205,16 @@ def choose_groups(rewards: np.ndarray, group: int, wanted: int) -> tuple[np.ndar
 
 
 def earn(
-    samples: list[Sample], prompts: Prompts, rows: np.ndarray, stages: Stages
+    samples: list[Sample], prompts: Prompts, rows: np.ndarray, stages: Stages, scored: Mapping[int, Scored] = {}
 ) -> tuple[Collected, dict[str, float]]:
     """The samples of prompts `rows` [B], as answers with their rewards, and what the reward reports.
 
-    A sample whose scoring failed earns `stages.failed`.
+    What slices have `scored` of them is not scored again. A sample whose scoring failed earns `stages.failed`.
     """
     answers = answered(samples, prompts, rows, stages.tokenizer)
-    scores, figures = stages.reward(answers)
+    own = [scored[sample.sample_id].rewards if sample.sample_id in scored else {} for sample in samples]
+    known = {name: {at: one[name] for at, one in enumerate(own) if name in one} for name in stages.reward_models}
+    scores, figures = stages.reward(answers, known)
     rewards = np.where(np.isnan(scores.values), np.float32(stages.failed), scores.values)
     return Collected(samples, answers, rewards), figures
 

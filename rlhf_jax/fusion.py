@@ -10,14 +10,18 @@ import collections
 import dataclasses
 import functools
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation.rollout import as_rollout
 from rlhf_jax.generation.samples import Sample
 from rlhf_jax.inference.logprobs import score_rollout
+from rlhf_jax.inference.reward_model import Read, RewardModel, read
+from rlhf_jax.inference.rewards import Answer
 from rlhf_jax.inference.values import score_values
 from rlhf_jax.model.attention import causal_on
 from rlhf_jax.timeline import Span
@@ -41,6 +45,7 @@ class Scoring:
     temperature: float
     rows: int  # scored at one time on a slice
     slots: int  # tokens of the longest sample
+    rewards: Mapping[str, RewardModel] = dataclasses.field(default_factory=dict)  # by their names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +55,27 @@ class Scored:
     logprobs: Array
     reference_logprobs: Array | None
     values: Array | None
+    rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of the reward models that could read it
+
+
+def scored_row(numbers: Sequence[Array | None], row: int, rewards: Mapping[str, float] = {}) -> Scored:
+    """One sample of a batch: a row of (log-probs, reference's, values), [rows, T] each."""
+    return Scored(*(None if leaf is None else leaf[row] for leaf in numbers), rewards=rewards)  # pyright: ignore
 
 
 @dataclasses.dataclass
 class _Batch:
-    samples: list[Sample]
+    samples: tuple[Sample, ...]
     results: tuple[Array, Array | None, Array | None]
+    rewards: dict[str, list[Read]]
     slice: int
     began: float
     ended: float | None = None
+
+    @property
+    def arrays(self) -> list[Array]:
+        """All that is on its way."""
+        return [*jax.tree.leaves(self.results), *(scores for parts in self.rewards.values() for _, scores in parts)]
 
 
 class Backlog:
@@ -66,18 +83,18 @@ class Backlog:
 
     def __init__(self, scoring: Scoring):
         self.scoring = scoring
-        self.waiting: collections.deque[Sample] = collections.deque()
+        self.waiting: collections.deque[tuple[Sample, Answer]] = collections.deque()
         self.batches: list[_Batch] = []
         self._models: dict[Any, tuple] = {}
 
-    def add(self, sample: Sample) -> None:
-        """A sample has finished."""
-        self.waiting.append(sample)
+    def add(self, sample: Sample, answer: Answer) -> None:
+        """A sample has finished; `answer` is what reward models read of it."""
+        self.waiting.append((sample, answer))
 
     @property
     def tokens(self) -> int:
         """Of samples that wait to be scored."""
-        return sum(len(sample.prompt) + len(sample.tokens) for sample in self.waiting)
+        return sum(len(sample.prompt) + len(sample.tokens) for sample, _ in self.waiting)
 
     def feed(self, number: int, mesh: jax.sharding.Mesh | None) -> Array | None:
         """Have a slice score the next samples: an array that is ready when it has; None where too few wait."""
@@ -85,18 +102,24 @@ class Backlog:
         scoring = self.scoring
         if len(self.waiting) < scoring.rows:
             return None
-        samples = [self.waiting.popleft() for _ in range(scoring.rows)]
-        models = self._on(mesh)
+        samples, answers = zip(*(self.waiting.popleft() for _ in range(scoring.rows)), strict=True)
+        *models, judges = self._on(mesh)
         results = score(models, place(samples, scoring, mesh), scoring, mesh)
-        for leaf in jax.tree.leaves(results):
+        rewards = {name: read(judge, answers, mesh)[0] for name, judge in judges.items()}
+        batch = _Batch(samples, results, rewards, number, time.perf_counter())
+        for leaf in batch.arrays:
             leaf.copy_to_host_async()
-        self.batches.append(_Batch(samples, results, number, time.perf_counter()))
+        self.batches.append(batch)
         return results[0]
 
-    def _on(self, mesh) -> tuple[Model, Model | None, Model | None]:
+    def _on(self, mesh) -> tuple[Model, Model | None, Model | None, dict[str, RewardModel]]:
+        """The models as a slice holds them."""
         if mesh not in self._models:
             scoring = self.scoring
-            self._models[mesh] = meshes.on_slice((scoring.policy, scoring.reference, scoring.critic), mesh)
+            weights = {name: judge.model for name, judge in scoring.rewards.items()}
+            *models, weights = meshes.on_slice((scoring.policy, scoring.reference, scoring.critic, weights), mesh)
+            judges = {name: dataclasses.replace(scoring.rewards[name], model=weights[name]) for name in weights}
+            self._models[mesh] = (*models, judges)
         return self._models[mesh]
 
     def scored(self) -> dict[int, Scored]:
@@ -105,14 +128,16 @@ class Backlog:
         for batch in self.batches:
             numbers = jax.device_get(batch.results)
             self._look()
+            rewards = {name: _by_row(parts) for name, parts in batch.rewards.items()}
             for row, sample in enumerate(batch.samples):
-                found[sample.sample_id] = Scored(*(None if leaf is None else leaf[row] for leaf in numbers))
+                own = {name: scores[row] for name, scores in rewards.items() if row in scores}
+                found[sample.sample_id] = scored_row(numbers, row, own)
         return found
 
     def _look(self) -> None:
         """Note when what has become ready did."""
         for batch in self.batches:
-            if batch.ended is None and all(leaf.is_ready() for leaf in jax.tree.leaves(batch.results)):
+            if batch.ended is None and all(leaf.is_ready() for leaf in batch.arrays):
                 batch.ended = time.perf_counter()
 
     def spans(self) -> list[Span]:
@@ -124,7 +149,12 @@ class Backlog:
         ]
 
 
-def place(samples: list[Sample], scoring: Scoring, mesh):
+def _by_row(parts: list[Read]) -> dict[int, float]:
+    """The scores of a batch by row; one that could not be read has none."""
+    return {row: score for rows, scores in parts for row, score in zip(rows, np.asarray(scores).tolist(), strict=False)}
+
+
+def place(samples: Sequence[Sample], scoring: Scoring, mesh):
     """The samples as a rollout on a slice."""
     return meshes.place_rows(as_rollout(samples, scoring.slots), mesh)
 

@@ -172,7 +172,7 @@ def _generation(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype:
     ]
     if config.generation.fuse_inference:
         works += [("a micro-batch that is scored", _scored(config, models.policy, mesh, dtype), FEWER_ROWS)]
-    judges = [models.policy] * bool(config.kl.coefficient) + [models.critic]
+    judges = [models.policy] * bool(config.kl.coefficient) + [models.critic, *models.rewards]
     fused = sum(_weights(model, dtype, "generation", mesh) for model in judges) * config.generation.fuse_inference
     named = [
         ("policy, for generation", _weights(models.policy, dtype, "generation", mesh), "raise mesh.tensor"),

@@ -15,7 +15,7 @@ from rlhf_jax import processes
 from rlhf_jax.collect import Collected, collect, finished
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.experience import shape
-from rlhf_jax.fusion import Judges, Scored
+from rlhf_jax.fusion import Judges, Scored, scored_row
 from rlhf_jax.generation.rollout import as_rollout
 from rlhf_jax.inference.logprobs import mismatch, score_rollout
 from rlhf_jax.inference.values import score_values
@@ -175,6 +175,7 @@ def _inferred(experience: Experience, zero: float, began: float, stages: Stages)
     return [Span(number, "inference", *of_slice) for number in range(count)]
 
 
+SCORED = ("logprobs", "reference_logprobs", "values")
 Models = tuple[Model, Model | None, Model | None]  # policy, reference, critic
 
 
@@ -198,9 +199,9 @@ def _score_the_rest(
     for start in range(0, len(rest), rows):
         part = np.resize(rest[start : start + rows], rows)  # filled up by some of them again
         results = processes.fetch(_score(models, jax.tree.map(lambda leaf, part=part: leaf[part], rollout), stages))
-        found |= {row: Scored(*(None if leaf is None else leaf[i] for leaf in results)) for i, row in enumerate(part)}
-    columns = zip(*(dataclasses.astuple(found[row]) for row in range(len(numbers))), strict=True)
-    logprobs, referred, values = (None if column[0] is None else np.stack(column) for column in columns)
+        found |= {row: scored_row(results, i) for i, row in enumerate(part)}
+    rows_of = ([getattr(found[row], name) for row in range(len(numbers))] for name in SCORED)
+    logprobs, referred, values = (None if column[0] is None else np.stack(column) for column in rows_of)
     assert logprobs is not None
     return logprobs, referred, values
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,8 @@ from rlhf_jax.generation.programs import Ahead
 from rlhf_jax.generation.rollout import History, Tally
 from rlhf_jax.generation.samples import Decoding, RoundReport, Sample
 from rlhf_jax.generation.strategy.select import Selector
-from rlhf_jax.inference.rewards import Answer, Scores
+from rlhf_jax.inference.reward_model import RewardModel
+from rlhf_jax.inference.rewards import Scores
 from rlhf_jax.model.attention import causal
 from rlhf_jax.reallocation import lengths
 from rlhf_jax.reallocation.lengths import Lengths
@@ -29,7 +30,7 @@ from rlhf_jax.types import Model, TrainState
 KEPT = 0.5  # what the lengths of earlier responses weigh once the policy has moved
 
 Observer = Callable[[str, RoundReport | None], None]  # of (phase, the round that arrived in it)
-Reward = Callable[[Sequence[Answer]], tuple[Scores, dict[str, float]]]  # and what to report
+Reward = Callable[..., tuple[Scores, dict[str, float]]]  # `weighted` over some terms
 Controller = Callable[[float, float, int], float]  # of (KL coefficient, KL of a response, samples): the next one
 
 
@@ -57,6 +58,7 @@ class Stages:
     distillation: Distillation | None = None  # None: there is no student, or it stays as it is
     decide: Callable[[View], Plan] | None = None  # where samples run; None: they stay where they are dealt
     in_turn: bool = False  # slices are served one after the other, so that a run repeats itself
+    reward_models: Mapping[str, RewardModel] = dataclasses.field(default_factory=dict)  # terms of the reward, by name
     scoring: float = 0.0  # seconds, about, in which a slice scores a token; 0: inference begins when all has ended
 
 

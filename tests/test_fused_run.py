@@ -9,6 +9,9 @@ import pytest
 import tiny_run
 from tiny_run import ROOT, lines
 
+from rlhf_jax import build
+from rlhf_jax.inference import rewards
+
 PPO = {"advantage__estimator": "gae", "training__minibatches": 2}
 STEPS = 2
 launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
@@ -23,7 +26,7 @@ def run(tmp_path_factory):
     every_device = jax.devices()
 
     def run(slices: int, **changes) -> Path:
-        folder = home / "-".join([str(slices), *map(str, changes.values())])
+        folder = home / "-".join([str(slices), *(Path(str(value)).name for value in changes.values())])
         asked = {"workdir": folder, "steps": STEPS, "mesh__slices": slices, "generation__rows": 4, **PPO, **changes}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(jax, "devices", lambda *_: every_device[:slices])
@@ -59,6 +62,20 @@ def test_slices_leave_what_one_leaves(run, alone, slices, fused, reallocate):
         assert ours["mismatch/max"] < 1e-4
         for key in ("reward/mean", "kl/response", "kl/mean", "loss/policy", "loss/value", "gradient/norm"):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-4), key
+
+
+@pytest.mark.slow
+def test_a_reward_model_may_score_beside_generation(run, tmp_path, monkeypatch):
+    judge = tiny_run.make_model(tmp_path / "judge", seed=3, tied=False, scalar_head=True)
+    told, weighted = [], rewards.weighted
+    asked = {"reward__models": judge, "reward__weights": "(0.25,2.0)"}
+    apart = run(1, **asked)
+    monkeypatch.setattr(build, "weighted", lambda *given: told.append(given) or weighted(*given))
+    fused = run(2, generation__fuse_inference=True, **asked)
+    assert sum(len(known["judge"]) for _, _, *rest in told for known in rest) > 0
+    for ours, theirs in zip(lines(fused / "metrics.jsonl"), lines(apart / "metrics.jsonl"), strict=True):
+        for key in ("reward/mean", "reward/judge/mean", "reward/vowels/mean", "kl/mean"):
+            assert ours[key] == pytest.approx(theirs[key], abs=1e-4), key
 
 
 @pytest.mark.slow

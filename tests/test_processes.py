@@ -23,6 +23,7 @@ from rlhf_jax.processes import Place
 
 TWO_SLICES = {"mesh__slices": 2, "mesh__fsdp": 4, "compilation_cache": ""}
 ONE_STEP = TWO_SLICES | {"steps": 1, "evaluation__every": 0, "generation__prompts_per_step": 2}
+FOUR = {"mesh__slices": 4, "mesh__fsdp": 2}
 # One slice over all processes: rank 0 chooses its drafts, by the clock.
 SHARED = {"mesh__slices": 1, "mesh__fsdp": 8, "generation__strategy": "adaptive"}
 # PPO, drafts that are chosen, prompts redrawn, evaluations and checkpoints between.
@@ -122,7 +123,7 @@ def check_alike(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, SHARED], ids=["slices apart", "one slice of both"])
+@pytest.mark.parametrize("changes", [{}, FOUR, SHARED], ids=["a slice each", "two slices each", "one slice of both"])
 def test_two_processes_take_the_step_of_one(changes, place):
     name = f"step-{len(changes)}"
     one(place, f"{name}-one", **ONE_STEP | changes)

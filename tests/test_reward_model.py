@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.inference.reward_model import model_scorer
+from rlhf_jax.inference.reward_model import RewardModel, model_scorer
 from rlhf_jax.inference.rewards import Answer
 from rlhf_jax.model import huggingface, transformer
 from rlhf_jax.model.source import Source, open_source
@@ -36,7 +36,7 @@ def answer(chat: list[dict]) -> Answer:
 
 def scored(source: Source, chats: list[list[dict]], rows: int = 3, bucket: int = 16, **options):
     model = source.load(jnp.float32)
-    return model_scorer(source, model, rows=rows, bucket=bucket, **options)([answer(chat) for chat in chats])
+    return model_scorer(RewardModel(source, model, rows, bucket), **options)([answer(chat) for chat in chats])
 
 
 def live_scores(folder: Path, chats: list[list[dict]]) -> list[float]:
@@ -93,13 +93,13 @@ def test_scores_on_a_mesh():
     shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), source.config))
     model = source.load(jnp.float32, meshes.model_shardings(shapes, mesh, "training"))
     chats, expected = golden("llama_reward")
-    scores = model_scorer(source, model, rows=4, bucket=16, mesh=mesh)([answer(chat) for chat in chats])
+    scores = model_scorer(RewardModel(source, model, 4, 16), mesh)([answer(chat) for chat in chats])
     np.testing.assert_allclose(scores.values, expected, atol=TOLERANCE, rtol=0)
 
 
 def test_few_programs_serve_many_calls(compilations):
     source = open_source(GOLDEN / "llama_reward")
-    score = model_scorer(source, source.load(jnp.float32), rows=2, bucket=64)
+    score = model_scorer(RewardModel(source, source.load(jnp.float32), 2, 64))
     score([answer(SHORT)])
     with compilations() as seen:
         score([answer(chat) for chat in golden("llama_reward")[0]])
@@ -116,7 +116,7 @@ def test_a_conversation_beyond_the_context_fails_alone():
 
 def test_only_a_model_that_never_scored_may_not_fail_on_all():
     source = open_source(GOLDEN / "llama_reward")
-    score = model_scorer(source, source.load(jnp.float32), rows=1, bucket=16)
+    score = model_scorer(RewardModel(source, source.load(jnp.float32), 1, 16))
     short, long = answer(SHORT), answer([SHORT[0], {"role": "assistant", "content": "a" * 64}])
     with pytest.raises(ValueError, match="llama_reward failed on all 1 answers; the first one has 70 tokens"):
         score([long])
@@ -151,7 +151,7 @@ def test_a_language_model_is_no_reward_model():
     source = open_source(GOLDEN / "llama_reward")
     source = dataclasses.replace(source, config=dataclasses.replace(source.config, scalar_head=False))
     with pytest.raises(ValueError, match="llama_reward is a language model; a reward model is a folder of"):
-        model_scorer(source, source.load(jnp.float32), rows=1, bucket=1)
+        RewardModel(source, source.load(jnp.float32), 1, 1)
 
 
 def saved(folder: Path, family: str, tiny: ModelConfig) -> Model:

@@ -1,6 +1,8 @@
 """Slices of a mesh decode each on its own: the texts are those of one, wherever samples run and however they move."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,9 +19,13 @@ from rlhf_jax.generation.rollout import as_rollout
 from rlhf_jax.generation.samples import Decoding, Request
 from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.inference.logprobs import score_rollout
+from rlhf_jax.inference.reward_model import RewardModel, model_scorer
+from rlhf_jax.inference.rewards import Answer
+from rlhf_jax.model.source import open_source
 from rlhf_jax.reallocation import plan
 
 STOP = 7
+GOLDEN = Path(__file__).parent / "golden" / "llama_reward"
 
 
 def decoding(*strategies: str, **changes) -> Decoding:
@@ -99,11 +105,16 @@ def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
     policy = over(mesh, target)
     wanted = [Request(np.arange(4, dtype=np.int32), (i,), 4 if i < 20 else 50) for i in range(21)]
     how = decoding("plain", stop_tokens=())
-    backlog = Backlog(Scoring(policy, policy, None, 1.0, rows=4, slots=64))
+    source = open_source(GOLDEN)
+    judge = RewardModel(source, source.load(np.float32), rows=4)
+    on_slices = dataclasses.replace(judge, model=over(mesh, judge.model))
+    backlog = Backlog(Scoring(policy, policy, None, 1.0, rows=4, slots=64, rewards={"judge": on_slices}))
+    chat = json.loads((GOLDEN / "scores.json").read_text())[0]["messages"]
+    answer = Answer("", chat[:-1], {}, chat[-1]["content"])
     samples = []
     for sample in generate(policy, None, wanted, how, mesh, spare=backlog.feed):
         samples.append(sample)
-        backlog.add(sample)
+        backlog.add(sample, answer)
     scored = backlog.scored()
     assert len(scored) >= 8
     rollout = as_rollout([sample for sample in samples if sample.sample_id in scored], 64)
@@ -112,6 +123,8 @@ def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
     np.testing.assert_allclose(found, alone, atol=1e-4, rtol=0)
     for number, row in zip(rollout.sample_id.tolist(), found, strict=True):
         np.testing.assert_array_equal(row, scored[number].reference_logprobs)
+    (wanted,) = model_scorer(judge)([answer]).values
+    assert [one.rewards for one in scored.values()] == [{"judge": pytest.approx(wanted, abs=1e-4)}] * len(scored)
 
 
 @pytest.mark.slow

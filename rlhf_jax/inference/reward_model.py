@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
@@ -14,50 +15,68 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax import processes
 from rlhf_jax.inference.rewards import Answer, Scorer, Scores, as_scores, refuse_broken
 from rlhf_jax.model import huggingface
-from rlhf_jax.model.attention import causal
+from rlhf_jax.model.attention import causal_on
 from rlhf_jax.model.source import Source
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.types import Array, Model
 
 
-def model_scorer(
-    source: Source,
-    model: Model,
-    *,
-    rows: int,
-    bucket: int,
-    attend: Callable = causal,
-    mesh: jax.sharding.Mesh | None = None,
-) -> Scorer:
-    """The scorer of a reward model: the scalar head at the last token of the conversation.
+@dataclasses.dataclass(frozen=True)
+class RewardModel:
+    """A classifier, and how it reads: the scalar head at the last token of the conversation.
 
     The chat and the response as the assistant's message go through the reward model's own chat template, or
     one after the other where it has none. As in transformers' ...ForSequenceClassification, the token that is
     read is the last one that is not config.json's `pad_token_id`: with the end-of-text token as padding, it is
-    the one before the final end of text. `rows` conversations of like length are scored at a time, padded on
-    the right to a multiple of `bucket` tokens. One that is longer than the model's context fails; ValueError
-    where every one of a call fails and none was ever scored before.
+    the one before the final end of text. Raises ValueError for a language model.
     """
-    if not source.config.scalar_head:
-        raise ValueError(
-            f"{source.path} is a language model; a reward model is a folder of a ...ForSequenceClassification."
-        )
-    padding = huggingface.padding_token(source.path)
-    place = functools.partial(meshes.place_rows, mesh=mesh)
+
+    source: Source
+    model: Model
+    rows: int  # conversations read at a time
+    bucket: int = 64  # their tokens are padded on the right to a multiple of this
+
+    def __post_init__(self):
+        if not self.source.config.scalar_head:
+            raise ValueError(
+                f"{self.source.path} is a language model; a reward model is a folder of a ...ForSequenceClassification."
+            )
+
+    @functools.cached_property
+    def padding(self) -> int | None:
+        """The token that is never read."""
+        return huggingface.padding_token(self.source.path)
+
+
+Read = tuple[list[int], Array]  # indices of answers, and their scores in the first of [rows] float32
+
+
+def read(judge: RewardModel, answers: Sequence[Answer], mesh: jax.sharding.Mesh | None) -> tuple[list[Read], dict]:
+    """Start to score answers on the judge's devices: the parts that are on their way, and by index why others fail.
+
+    Answers of like length go together. One that is longer than the model's context fails.
+    """
+    texts = dict(enumerate(_tokens(answer, judge.source, judge.padding) for answer in answers))
+    fitting = {index: text for index, text in texts.items() if not isinstance(text, str)}
+    attend, parts = causal_on(mesh, judge.source.config.num_kv_heads), []
+    for chosen, tokens, last in _batches(fitting, judge.rows, judge.bucket):
+        parts.append((chosen, _read(judge.model, *meshes.place_rows((tokens, last), mesh), attend=attend)))
+    return parts, {index: text for index, text in texts.items() if isinstance(text, str)}
+
+
+def model_scorer(judge: RewardModel, mesh: jax.sharding.Mesh | None = None) -> Scorer:
+    """The scorer of a reward model. It raises Broken where every answer of a call fails and none was scored before."""
     works = False  # whether it ever gave a number
 
     def score(answers: Sequence[Answer]) -> Scores:
         nonlocal works
-        texts = dict(enumerate(_tokens(answer, source, padding) for answer in answers))
-        results = {index: text for index, text in texts.items() if isinstance(text, str)}
-        fitting = {index: text for index, text in texts.items() if not isinstance(text, str)}
-        for chosen, tokens, last in _batches(fitting, rows, bucket):
-            scored = _read(model, *place((tokens, last)), attend=attend)
+        parts, results = read(judge, answers, mesh)
+        for chosen, scored in parts:
             results |= zip(chosen, processes.fetch(scored).tolist(), strict=False)  # rows may be left over
-        scores = as_scores([results[index] for index in texts])
+        scores = as_scores([results[index] for index in range(len(answers))])
         works = works or len(scores.failures) < len(answers)
         if not works:
-            refuse_broken(str(source.path), scores)
+            refuse_broken(str(judge.source.path), scores)
         return scores
 
     return score

@@ -10,7 +10,7 @@ import importlib.util
 import pathlib
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -61,21 +61,37 @@ class Term(NamedTuple):
     scorer: Scorer
 
 
-def weighted(terms: Sequence[Term], answers: Sequence[Answer]) -> tuple[Scores, dict[str, float]]:
+def weighted(
+    terms: Sequence[Term], answers: Sequence[Answer], known: Mapping[str, Mapping[int, float]] = {}
+) -> tuple[Scores, dict[str, float]]:
     """The weighted sum of several scorers, and of each its `reward/<name>/mean` and `reward/<name>/failed`.
 
-    An answer fails where any term fails, for the reason of the first such term; the mean is over the answers
-    that the term could score, and left out where there are none.
+    known: by term, scores that some answers have already, by their index. An answer fails where any term fails, for the
+    reason of the first such term; the mean is over the answers that the term could score, and left out where there are
+    none.
     """
     values, failures, metrics = np.zeros(len(answers), np.float32), {}, {}
     for name, weight, scorer in terms:
-        scores = scorer(answers)
+        scores = _with_known(scorer, answers, known.get(name, {}))
         values += np.float32(weight) * scores.values
         failures = {index: f"{name} {reason}" for index, reason in scores.failures.items()} | failures
         if len(scores.failures) < len(answers):
             metrics[f"reward/{name}/mean"] = float(np.nanmean(scores.values))
         metrics[f"reward/{name}/failed"] = float(len(scores.failures))
     return Scores(values, dict(sorted(failures.items()))), metrics
+
+
+def _with_known(scorer: Scorer, answers: Sequence[Answer], known: Mapping[int, float]) -> Scores:
+    rest = [index for index in range(len(answers)) if index not in known]
+    try:
+        found = scorer([answers[index] for index in rest]) if rest else as_scores([])
+    except Broken as broken:
+        if not known:
+            raise
+        found = broken.scores
+    values = np.array([known.get(index, np.nan) for index in range(len(answers))], np.float32)
+    values[rest] = found.values
+    return Scores(values, {rest[index]: reason for index, reason in found.failures.items()})
 
 
 def as_scores(results: Sequence[float | str]) -> Scores:
