@@ -11,6 +11,7 @@ import sys
 
 import jax
 import numpy as np
+import pytest
 from tiny_run import CONFIG
 from tiny_stage import Shuffled
 
@@ -49,6 +50,9 @@ def main(port: str, rank: int, ranks: int, slices: int) -> int:
     assert sorted(number for part in parts for number in part) == sorted(alone)
     moves = sum(processes.gather(tally.moves if crew.leads else 0))
     assert moves > 5, moves
+    if crew.several:
+        with pytest.raises(ValueError, match="give it one"):
+            list(generate(whole, None, wanted, how, mesh))
     give_up(functools.partial(generate, whole, None, wanted, how, mesh), crew)
     return processes.leave(0, "", place)
 

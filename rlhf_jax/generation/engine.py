@@ -54,7 +54,7 @@ def generate(
     taken, without `ahead` a strategy is compiled when it is first played. `placing` says which slice decodes what, and
     moves samples; by default each slice gets its share of the requests at once, and keeps it. `spare` gives other
     work to a slice that decodes nothing more. `observe` is called with each round's report. Raises ValueError for a
-    prompt that does not fit.
+    prompt that does not fit, and Abandoned where another process gives the stage up.
     """
     if decoding.drafts_by("model") and drafter is None:
         raise ValueError("A strategy drafts with a model, and none is given; pass a drafter or choose another.")
@@ -63,6 +63,10 @@ def generate(
         boards.check(request, decoding)
     groups = [[Sample(i, request, list(request.history)) for i in request.sample_ids] for request in requests]
     setting = Setting(decoding, selector, ahead, crew_of(mesh, placing.name))
+    if setting.crew.several and not placing.name:
+        raise ValueError(
+            "Processes that share a slice agree under the stage's name: give it one, as Placing(name=)."
+        )
     fleet = _fleet((target, drafter), groups, decoding, mesh)
     siblings = {id(request): group for request, group in zip(requests, groups, strict=True)}
     stage = placings.begin(fleet, _slices(mesh), groups, placing, setting)

@@ -31,7 +31,7 @@ class Placing:
     decide: Callable[[View], Plan] | None = None  # None: each slice gets its share at once, and keeps it
     lengths: Lengths = dataclasses.field(default_factory=Lengths)  # the law of responses
     in_turn: bool = False  # slices are served one after the other, not as they are ready: then a run repeats itself
-    name: str = ""  # of the stage, where several processes plan together: one that no other stage of the run has
+    name: str = ""  # of the stage, where processes plan together or share a slice: no other has it before `forget`
     scoring: float = 0.0  # seconds of inference a token on a slice that decodes no more; 0 where there is none to do
     unscored: Callable[[], float] = lambda: 0.0  # tokens of finished samples that wait for it
 
