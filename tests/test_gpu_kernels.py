@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_cases import by_name
 from test_tree_attention import exact
 
-from pallas_kernels import shapes
+from pallas_kernels import hopper, shapes
 from pallas_kernels.tree_attention import gpu as attention
 from pallas_kernels.verify_head import gpu as head
 
@@ -47,7 +47,7 @@ def test_verify_head_lowers_for_hopper(name, rows, nodes):
     inputs = struct((count, shape.width)), weights, struct((count, blocks), jnp.float32)
     text = assert_one_kernel(head.verify_head.trace(*inputs, temperature=1.0, tied=shape.tied))
     assert f"{count}x{shape.vocab}x" not in text
-    cut = head._plan(count, shape.width, shape.vocab, shape.tied, 1.0)
+    cut = hopper.plan(count, shape.width, shape.vocab, shape.tied, 1.0)
     assert cut.slices * cut.rows * shapes.BLOCK <= max(1 << 23, count * shape.vocab // 8)
 
 

@@ -160,25 +160,33 @@ def test_each_device_commits_its_own_rows_and_heads():
     jax.tree.map(np.testing.assert_array_equal, written, laid.commit(REFERENCE, None)(cache, window, path, start))
 
 
-@pytest.mark.parametrize("meshed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_log_probs_and_their_gradients_are_the_same_with_the_kernel(target, meshed):
-    mesh = meshes.make_mesh(2, 2, 1, jax.devices()[:4]) if meshed else None
+@pytest.mark.parametrize(
+    "sizes, vocabulary, tied",
+    [
+        (None, 300, False),
+        pytest.param((1, 1, 8), 304, False, marks=pytest.mark.slow),  # 38 tokens a device
+        pytest.param((1, 1, 8), 300, False, marks=pytest.mark.slow),  # which eight do not divide: it stays whole
+        pytest.param((2, 2, 1), 300, False, marks=pytest.mark.slow),
+        pytest.param((2, 2, 2), 300, True, marks=pytest.mark.slow),
+    ],
+)
+def test_log_probs_and_their_gradients_are_the_same_with_the_kernel(sizes, vocabulary, tied):
+    """By autodiff of the plain path on one device, with rows and vocabulary over the devices of a mesh."""
+    mesh = meshes.make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)]) if sizes else None
     law = laid.law(INTERPRETED, mesh)
     assert law is laid.law(INTERPRETED, mesh) and laid.law(REFERENCE, mesh) is None
+    model = init(jax.random.key(0), ModelConfig("llama", vocabulary, 64, 96, 1, 4, 2, 16, 128, tied=tied))
     random = np.random.default_rng(0)
-    tokens, mask = random.integers(0, 300, (4, 33)).astype(np.int32), random.random((4, 33)) < 0.6
+    tokens, mask = random.integers(0, vocabulary, (4, 33)).astype(np.int32), random.random((4, 33)) < 0.6
     weights = random.normal(size=(2, 4, 33)).astype(np.float32)
 
     def weighed(model, law):
         said = token_law(model, tokens, temperature=0.7, entropy=True, mask=mask, law=law)
         return sum((part * weight).sum() for part, weight in zip(said, weights, strict=True)), said
 
-    given = jax.value_and_grad(weighed, has_aux=True)
-    (_, said), gradient = jax.jit(given, static_argnums=1)(stack(target), law)
-    (_, wanted), theirs = jax.jit(given, static_argnums=1)(stack(target), None)
+    given = jax.jit(jax.value_and_grad(weighed, has_aux=True), static_argnums=1)
+    placed = jax.device_put(model, meshes.model_shardings(model, mesh, "training")) if mesh else model
+    (_, said), gradient = given(placed, law)
+    (_, wanted), theirs = given(model, None)
     for ours, other in zip(jax.tree.leaves((said, gradient)), jax.tree.leaves((wanted, theirs)), strict=True):
         np.testing.assert_allclose(ours, other, rtol=1e-4, atol=1e-4)
-
-
-def test_there_is_no_kernel_for_a_split_vocabulary():
-    assert laid.law(INTERPRETED, meshes.make_mesh(1, 1, 2, jax.devices()[:2])) is None

@@ -6,10 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import log_softmax, logsumexp
 from tpu_topology import needs_libtpu, one
 
+from pallas_kernels.dispatch import INTERPRETED
 from pallas_kernels.logprobs import reference, tpu
+from pallas_kernels.logprobs.streaming import Sums, combine
 from pallas_kernels.shapes import SHAPES, reduced
+from rlhf_jax import mesh as meshes
+from rlhf_jax.model import kernels as laid
 
 TEMPERATURE = 0.7
 IMPLEMENTATIONS = {"reference": reference.law, "tpu": functools.partial(tpu.law, interpret=True)}
@@ -89,6 +94,45 @@ def test_many_blocks_of_rows_and_a_float32_head(tied, monkeypatch):
     inputs = problem(20, 128, 200, tied, jnp.bfloat16, head_dtype=jnp.float32)
     assert_is_plain("tpu", *inputs, tied)
 
+
+# Parts of the vocabulary
+
+
+@pytest.mark.parametrize(
+    "vocab, tied",
+    [(1032, False), pytest.param(1032, True, marks=pytest.mark.slow), pytest.param(99, True, marks=pytest.mark.slow)],
+)
+def test_a_vocabulary_over_devices_changes_nothing(vocab, tied):
+    """Of four devices in a row each has 258 tokens, more than two tiles' lanes, or all 99; rows lie over two."""
+    mesh = meshes.make_mesh(2, 1, 4, jax.devices()[:8])
+    inputs = problem(12, 128, vocab, tied, jnp.float32)
+    got = value_and_gradients(laid.law(INTERPRETED, mesh), *inputs, tied)
+    alone = value_and_gradients(IMPLEMENTATIONS["tpu"], *inputs, tied)
+    for part, whole, want in zip(got, alone, plain(*inputs, tied), strict=True):
+        bound = LIMITS[jnp.dtype(jnp.float32)] * np.abs(want).max()
+        np.testing.assert_allclose(part, want, rtol=0, atol=bound)
+        np.testing.assert_allclose(part, whole, rtol=0, atol=bound)
+
+
+def test_sums_of_parts_are_those_of_the_whole():
+    """Three parts of scores, of which one has all but nothing of the probability."""
+    scores, targets = np.random.default_rng(0).normal(size=(3, 7, 50)) * 3, np.arange(7) * 20
+    scores[1] -= 1e4
+
+    def sums(scores, target):
+        mine = (target >= 0) & (target < scores.shape[1])
+        chosen = np.where(mine, scores[np.arange(7), np.clip(target, 0, scores.shape[1] - 1)], 0)
+        log_p = log_softmax(scores, axis=1)
+        return Sums(chosen, logsumexp(scores, axis=1), -(np.exp(log_p) * log_p).sum(axis=1))
+
+    parts = [sums(part, targets - 50 * at) for at, part in enumerate(scores)]
+    stacked = Sums(*(jnp.asarray(np.stack(leaf), jnp.float32) for leaf in zip(*parts, strict=True)))
+    whole = jax.vmap(functools.partial(combine, axis_name="part"), out_axes=None, axis_name="part")(stacked)
+    for ours, want in zip(whole, sums(np.concatenate(scores, axis=1), targets), strict=True):
+        np.testing.assert_allclose(ours, want, rtol=1e-5, atol=1e-5)
+
+
+# Compiled for TPUs
 
 ROWS = 4096
 

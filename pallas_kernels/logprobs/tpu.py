@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.logprobs import streaming
+from pallas_kernels.logprobs.streaming import Streams, Sums
 from pallas_kernels.shapes import LANES
 from rlhf_jax.types import Array
 
@@ -32,36 +33,21 @@ class Options(NamedTuple):
 
 
 def law(
-    hidden: Array, head: Array, targets: Array, *, temperature: float, tied: bool, interpret: bool = False
+    hidden: Array,
+    head: Array,
+    targets: Array,
+    *,
+    temperature: float,
+    tied: bool,
+    axis: str | None = None,
+    interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """`reference.law`. [R, V] exists nowhere, neither forward nor backward.
-
-    The gradient keeps hidden, head, targets and two numbers a row, and computes the logits again. The head's is
-    summed in float32 and given in the head's dtype: give a float32 head to keep it.
-    """
-    chex.assert_rank([hidden, head, targets], [2, 2, 1])
+    """`streaming.law`; `interpret` runs it on any hardware, slowly."""
     if tied and hidden.shape[1] % LANES:  # XLA lays a head of such rows out with the vocabulary last
         tied, head = False, head.T
-    return _law(Options(temperature, tied, interpret), hidden, head, targets)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _law(options: Options, hidden: Array, head: Array, targets: Array) -> tuple[Array, Array]:
-    return _forward(options, hidden, head, targets)[0]
-
-
-def _forward(options: Options, hidden: Array, head: Array, targets: Array):
-    logprob, normaliser, entropy = _stream(options, hidden, head, targets)
-    return (logprob, entropy), (hidden, head, targets, normaliser, entropy)
-
-
-def _backward(options: Options, residuals, cotangents):
-    hidden, head, *rows = residuals
-    d_hidden, d_head = _gradients(options, hidden, head, (*rows, *cotangents))
-    return d_hidden, d_head.astype(head.dtype), None
-
-
-_law.defvjp(_forward, _backward)
+    options = Options(temperature, tied, interpret)
+    streams = Streams(functools.partial(_sums, options), functools.partial(_gradients, options), tied, axis)
+    return streaming.law(streams, hidden, head, targets)
 
 
 class Sizes(NamedTuple):
@@ -110,14 +96,13 @@ def _head_spec(options: Options, sizes: Sizes, width: int, tile_of) -> pl.BlockS
     return pl.BlockSpec((width, sizes.tile), lambda *at: (0, tile_of(*at)))
 
 
-def _stream(options: Options, hidden: Array, head: Array, targets: Array) -> list[Array]:
-    """Log-probability, normaliser (log-sum-exp) and entropy, each [R] float32."""
+def _sums(options: Options, hidden: Array, head: Array, targets: Array) -> Sums:
     (rows, width), vocab = hidden.shape, _vocab(options, head)
     sizes = _sizes(hidden, vocab, _widest_tile(width, vocab))
     per_row = pl.BlockSpec((sizes.block, 1), lambda row, _: (row, 0))
     column = jax.ShapeDtypeStruct((sizes.block * sizes.blocks, 1), jnp.float32)
     out = pl.pallas_call(
-        functools.partial(_stream_kernel, options, sizes),
+        functools.partial(_sums_kernel, options, sizes),
         grid=(sizes.blocks, sizes.tiles),
         in_specs=[
             pl.BlockSpec((sizes.block, width), lambda row, _: (row, 0)),
@@ -126,7 +111,7 @@ def _stream(options: Options, hidden: Array, head: Array, targets: Array) -> lis
         ],
         out_specs=[per_row] * 3,
         out_shape=[column] * 3,
-        scratch_shapes=[pltpu.VMEM((sizes.block, 1), jnp.float32)] * 4,
+        scratch_shapes=[pltpu.VMEM((sizes.block, 1), jnp.float32)] * 3,
         compiler_params=PARAMETERS,
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * head.size,
@@ -136,13 +121,13 @@ def _stream(options: Options, hidden: Array, head: Array, targets: Array) -> lis
         interpret=pltpu.InterpretParams() if options.interpret else False,
         name="logprobs",
     )(_blocks(hidden, sizes), head, _blocks(targets, sizes))
-    return [x[:rows, 0] for x in out]
+    return Sums(*(x[:rows, 0] for x in out))
 
 
-def _stream_kernel(
-    options: Options, sizes: Sizes, hidden, head, target, logprob, normaliser, entropy, top, total, weighted, chosen
+def _sums_kernel(
+    options: Options, sizes: Sizes, hidden, head, target, chosen, normaliser, entropy, top, total, weighted
 ) -> None:
-    """Running maximum m, sum of exp(z - m), sum of exp(z - m) (z - m), and the target's logit."""
+    """Running maximum m, sum of exp(z - m), sum of exp(z - m) (z - m); the target's logit adds up in its output."""
     tile = pl.program_id(1)
 
     @pl.when(tile == 0)
@@ -163,7 +148,6 @@ def _stream_kernel(
     @pl.when(tile == sizes.tiles - 1)
     def end():
         log_total = jnp.log(total[...])
-        logprob[...] = (chosen[...] - top[...]) - log_total
         normaliser[...] = top[...] + log_total
         entropy[...] = log_total - weighted[...] / total[...]
 
@@ -182,7 +166,7 @@ def _product(left: Array, right: Array, left_axis: int, right_axis: int) -> Arra
     return jax.lax.dot_general(left, right, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _gradients(options: Options, hidden: Array, head: Array, rows: tuple[Array, ...]) -> tuple[Array, Array]:
+def _gradients(options: Options, hidden: Array, head: Array, *rows: Array) -> tuple[Array, Array]:
     """The gradients of hidden, in its dtype, and of head, in float32: one block of rows after another.
 
     `rows` are target, normaliser, entropy, and the cotangents of log-probability and entropy, each [R].

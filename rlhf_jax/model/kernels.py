@@ -79,20 +79,27 @@ def _split_head(of: Callable[..., Parts], mesh: Mesh, tied: bool, vocab: int) ->
 
 @functools.cache
 def law(kernels: Kernels, mesh: Mesh | None) -> Callable[..., tuple[Array, Array]] | None:
-    """`pallas_kernels.logprobs.reference.law` by a kernel, each device on its own rows; None without one.
+    """`pallas_kernels.logprobs.reference.law` by a kernel; None without one.
 
-    There is none, either, for a vocabulary that is split. One object for equal arguments: it is static under jit.
+    Each device takes its rows and, where the tensor axis divides the vocabulary, its part of that. One object for equal
+    arguments: it is static under jit.
     """
-    if kernels.logprobs == "reference" or (mesh is not None and mesh.shape["tensor"] > 1):
+    if kernels.logprobs == "reference":
         return None
     run = implementation("logprobs", kernels)
     if mesh is None:
         return run
 
     def of_rows(hidden, head, targets, *, temperature: float, tied: bool):
-        rows, of = PartitionSpec(ROW_AXES), functools.partial(run, temperature=temperature, tied=tied)
-        specs = (rows, PartitionSpec(), rows)
-        return jax.shard_map(of, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(hidden, head, targets)
+        rows, words = PartitionSpec(ROW_AXES), fitting(("tensor", None) if tied else (None, "tensor"), head.shape, mesh)
+        axis = "tensor" if "tensor" in words else None
+
+        def local(hidden, head, targets):
+            first = jax.lax.axis_index("tensor") * head.shape[0 if tied else 1] if axis else 0
+            return run(hidden, head, targets - first, temperature=temperature, tied=tied, axis=axis)
+
+        specs = (rows, words, rows)
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(hidden, head, targets)
 
     return of_rows
 
