@@ -12,7 +12,7 @@ from pallas_kernels.shapes import Shape
 
 # The function of each kernel, in each of its files: reference.py, tpu.py, gpu.py.
 FUNCTIONS = {"tree_attention": "tree_attention", "verify_head": "verify_head", "commit": "commit", "logprobs": "law"}
-PLATFORMS = {"tpu": tuple(FUNCTIONS), "gpu": ("tree_attention", "verify_head")}  # the kernels that each one has
+PLATFORMS = "tpu", "gpu"  # each has all of the kernels
 HOPPER = 9  # the major compute capability whose matrix instructions the GPU kernels use
 WANTED = "auto", "reference", "pallas", "interpret"
 
@@ -86,16 +86,20 @@ def _choose(kernel: str, wanted: str, device: Device, lacking: str | None) -> tu
 
 def _lacking(kernel: str, device: Device, itemsize: int, models: Sequence[Shape]) -> str | None:
     """Why there is no kernel, or None where there is."""
-    if kernel not in PLATFORMS.get(device.platform, ()):
+    if device.platform not in PLATFORMS:
         return f"there is no such kernel for {device.platform}"
     if device.platform != "gpu":
         return None
     if int(float(getattr(device, "compute_capability", 0) or 0)) != HOPPER:
         return f"the kernel is for Hopper GPUs, and this is {device.device_kind}"
-    if itemsize > 2:
+    return _lacking_on_hopper(kernel, itemsize, models)
+
+
+def _lacking_on_hopper(kernel: str, itemsize: int, models: Sequence[Shape]) -> str | None:
+    if itemsize > 2 and kernel != "commit":  # which only moves bits
         return "a GPU's matrix units round float32"
     odd = [model.dim for model in models if model.dim not in (64, 128)]
-    if kernel == "tree_attention" and odd:
+    if kernel in ("tree_attention", "commit") and odd:
         return f"a GPU's takes heads of 64 or 128, not {odd[0]}"
     policy = models[0]
     if kernel == "verify_head" and (policy.width % 64 or policy.vocab % (8 if policy.tied else 64)):

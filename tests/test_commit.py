@@ -8,12 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
+from kernel_cases import each
 from tpu_topology import needs_libtpu, one
 
-from pallas_kernels.commit import reference, tpu
+from pallas_kernels.commit import gpu, reference, tpu
 from pallas_kernels.shapes import LANES, NODES, ROWS, SHAPES, SLOTS, reduced
 
-kernel = jax.jit(functools.partial(tpu.commit, interpret=True))
+KERNELS = {
+    name: jax.jit(functools.partial(module.commit, interpret=True)) for name, module in {"tpu": tpu, "gpu": gpu}.items()
+}
+every = pytest.mark.parametrize("kernel", each(KERNELS))
 
 
 def leaves(random, layers, groups, dim, rows, slots, dtype):
@@ -41,7 +45,7 @@ def assert_same_bits(got, want):
     jax.tree.map(same, got, want)
 
 
-def assert_kernel_is_reference(*inputs):
+def assert_is_reference(kernel, *inputs):
     got, want = kernel(*inputs), jax.jit(reference.commit)(*inputs)
     assert any(np.any(np.asarray(a) != np.asarray(b)) for a, b in zip(want[-1], inputs[0][-1], strict=True))
     assert_same_bits(got, want)
@@ -51,46 +55,58 @@ def assert_kernel_is_reference(*inputs):
 CACHES = sorted({(of.groups, of.dim, of.layers) for of in map(reduced, SHAPES.values())})
 
 
+@every
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("groups, dim, layers", CACHES)
-def test_equals_the_reference_at_every_shape(groups, dim, layers, dtype):
+def test_equals_the_reference_at_every_shape(kernel, groups, dim, layers, dtype):
     sizes = {"groups": groups, "dim": dim, "layers": layers, "dtype": dtype}
-    assert_kernel_is_reference(*problem((125, 130), entries=5, width=5, **sizes))
+    assert_is_reference(kernel, *problem((125, 130), entries=5, width=5, **sizes))
 
 
+@every
 @pytest.mark.parametrize("entries, starts", [(1, (0, 127, 255, 300)), (33, (15, 96, 111, -1))])
-def test_starts_anywhere(entries, starts):
+def test_starts_anywhere(kernel, entries, starts):
     """Around the edges of tiles, at the last slots, and where `dynamic_update_slice` moves the start inside."""
-    assert_kernel_is_reference(*problem(starts, entries, groups=1, layers=1))
+    assert_is_reference(kernel, *problem(starts, entries, groups=1, layers=1))
 
 
 EVERYWHERE = [(5, 128, jnp.float32), (17, 64, jnp.bfloat16), (33, 128, jnp.bfloat16)]
 
 
 @pytest.mark.slow
+@every
 @pytest.mark.parametrize("entries, dim, dtype", EVERYWHERE)
-def test_starts_everywhere(entries, dim, dtype):
+def test_starts_everywhere(kernel, entries, dim, dtype):
     """Two tiles of keys are enough for every remainder."""
     inputs = problem((0,) * 8, entries, slots=384, groups=1, layers=1, dim=dim, dtype=dtype)
     for low in range(96, 256, 8):
-        assert_kernel_is_reference(*inputs[:3], jnp.arange(low, low + 8, dtype=jnp.int32))
+        assert_is_reference(kernel, *inputs[:3], jnp.arange(low, low + 8, dtype=jnp.int32))
 
 
+@every
 @pytest.mark.parametrize("slots, dtype", [(40, jnp.bfloat16), (200, jnp.float32)])
-def test_a_cache_of_any_length(slots, dtype):
-    sizes = {"slots": slots, "dim": 16, "layers": 1, "dtype": dtype}
-    assert_kernel_is_reference(*problem((0, slots - 9, 3), entries=9, **sizes))
+def test_a_cache_of_any_length(kernel, slots, dtype):
+    sizes = {"slots": slots, "dim": 64, "layers": 1, "dtype": dtype}
+    assert_is_reference(kernel, *problem((0, slots - 9, 3), entries=9, **sizes))
 
 
-@pytest.mark.parametrize("dim", [16, 128])
+@every
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("poison", [np.nan, pytest.param(-0.0, marks=pytest.mark.slow)])
-def test_no_value_touches_another(poison, dim):
+def test_no_value_touches_another(kernel, poison, dim):
     """Poison in the cache, in window entries beside the path and in one on it stays where it is put."""
     cache, window, _, start = problem((120, 7), entries=5, width=9, dim=dim, layers=1)
     path = jnp.asarray([[0, 2, 4, 4, 4], [0, 1, 2, 3, 8]], jnp.int32)
     cache = jax.tree.map(lambda leaf: leaf.at[:, :, ::3, ::3].set(poison), cache)
     window = tuple((key.at[..., 2:4].set(poison), value.at[:, :, 2:4].set(poison)) for key, value in window)
-    assert_kernel_is_reference(cache, window, path, start)
+    assert_is_reference(kernel, cache, window, path, start)
+
+
+def test_heads_of_sixteen_are_for_a_tpu():
+    inputs = problem((0, 31, 3), entries=9, slots=40, dim=16, layers=1)
+    assert_is_reference(KERNELS["tpu"], *inputs)
+    with pytest.raises(ValueError, match="A head dim of 16"):
+        gpu.commit(*inputs)
 
 
 def test_layers_that_do_not_fit_go_one_after_another(monkeypatch):

@@ -6,21 +6,21 @@ come from Pallas' GPU interpreter, which jax has from 0.12 on.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from kernel_cases import by_name
+from kernel_cases import by_name, needs_interpreter
 from test_tree_attention import exact
 
 from pallas_kernels import hopper, shapes
+from pallas_kernels.commit import gpu as commit
+from pallas_kernels.logprobs import gpu as logprobs
 from pallas_kernels.tree_attention import gpu as attention
 from pallas_kernels.verify_head import gpu as head
 
-needs_interpreter = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason=f"jax {jax.__version__} has no Mosaic GPU interpreter; 0.12 has"
-)
 SIZES = (64, 33), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((1, 1), (1, 9), (1, 33), (8, 5), (32, 9)))
 every_size = pytest.mark.parametrize(("rows", "nodes"), SIZES)
 every_shape = pytest.mark.parametrize("name", by_name())
@@ -49,6 +49,41 @@ def test_verify_head_lowers_for_hopper(name, rows, nodes):
     assert f"{count}x{shape.vocab}x" not in text
     cut = hopper.plan(count, shape.width, shape.vocab, shape.tied, 1.0)
     assert cut.slices * cut.rows * shapes.BLOCK <= max(1 << 23, count * shape.vocab // 8)
+
+
+@every_shape
+@pytest.mark.parametrize("rows", [4000, pytest.param(100, marks=pytest.mark.slow)])
+def test_log_probs_lower_for_hopper(name, rows):
+    """A kernel forward and, backward, two more and two products of slices: the last slice may be a shorter one."""
+    shape = shapes.SHAPES[name]
+    weights = struct((shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab), jnp.float32)
+    inputs = struct((rows, shape.width)), weights, struct((rows,), jnp.int32)
+    law = functools.partial(logprobs.law, temperature=1.0, tied=shape.tied)
+
+    def loss(*inputs):
+        return sum(part.sum() for part in law(*inputs))
+
+    text = assert_one_kernel(jax.jit(law).trace(*inputs))
+    assert f"{rows}x{shape.vocab}x" not in text
+    text = jax.jit(jax.grad(loss, argnums=(0, 1))).trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
+    kernels, products = text.count("stablehlo.custom_call @mosaic_gpu"), text.count("stablehlo.dot_general")
+    assert (kernels, products) in ((2, 2), (3, 4))
+    assert f"{rows}x{shape.vocab}x" not in text
+
+
+@every_shape
+@every_size
+def test_commit_lowers_for_hopper(name, rows, nodes):
+    """One kernel for all layers, to which every leaf of the cache is lent, and nothing else but the starts."""
+    shape = shapes.SHAPES[name]
+    keys, values = ((rows, shape.groups, shape.dim), (rows, shape.groups))
+    cache, window = (
+        ((struct((*keys, size)), struct((*values, size, shape.dim))),) * shape.layers for size in (shapes.SLOTS, nodes)
+    )
+    path, start = struct((rows, nodes), jnp.int32), struct((rows,), jnp.int32)
+    text = assert_one_kernel(jax.jit(commit.commit, donate_argnums=0).trace(cache, window, path, start))
+    assert text.count("output_operand_alias<") == 2 * shape.layers
+    assert not any(f"stablehlo.{copy}" in text for copy in ("pad", "gather", "dynamic_update_slice", "transpose"))
 
 
 def test_sizes_that_fit_no_tile_lower():

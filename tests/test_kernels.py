@@ -14,7 +14,7 @@ from test_generation import assert_equal, decoding, run
 
 from benchmarks import kernels
 from pallas_kernels import dispatch
-from pallas_kernels.dispatch import INTERPRETED, REFERENCE, choose
+from pallas_kernels.dispatch import INTERPRETED, REFERENCE, Kernels, choose
 from pallas_kernels.shapes import SHAPES
 from rlhf_jax import mesh as meshes
 from rlhf_jax.collect import decoding_weights
@@ -60,14 +60,15 @@ def test_what_was_measured_faster_is_the_default_there(monkeypatch):
 
 def test_what_is_asked_for_runs_or_is_refused():
     assert choose(asked("pallas"), V5P, 4, MODELS)[0].commit == "tpu"
-    half = dict(tree_attention="pallas", verify_head="pallas", commit="auto")
-    assert choose(half, H100, 2, MODELS)[0] == dataclasses.replace(REFERENCE, tree_attention="gpu", verify_head="gpu")
+    some = dict(tree_attention="pallas", verify_head="pallas", logprobs="pallas", commit="auto")
+    assert choose(some, H100, 2, MODELS)[0] == dataclasses.replace(Kernels(*["gpu"] * 4), commit="reference")
+    assert choose({"commit": "pallas"}, H100, 4, MODELS)[0].commit == "gpu"
     assert choose(asked("interpret"), CPU, 4, MODELS)[0] == INTERPRETED
     for device, size, kernel in (
         (CPU, 4, "tree_attention"),
         (H100, 4, "tree_attention"),
-        (H100, 2, "commit"),
-        (A100, 2, "verify_head"),
+        (H100, 4, "logprobs"),
+        (A100, 2, "commit"),
     ):
         with pytest.raises(ValueError, match=f"kernels.{kernel} is 'pallas', but"):
             choose({kernel: "pallas"}, device, size, MODELS)
@@ -75,7 +76,12 @@ def test_what_is_asked_for_runs_or_is_refused():
 
 @pytest.mark.parametrize(
     "kernel, change",
-    [("tree_attention", {"dim": 80}), ("verify_head", {"vocab": 128257}), ("verify_head", {"width": 96})],
+    [
+        ("tree_attention", {"dim": 80}),
+        ("commit", {"dim": 80}),
+        ("verify_head", {"vocab": 128257}),
+        ("verify_head", {"width": 96}),
+    ],
 )
 def test_a_model_that_fits_no_tile_of_a_gpu_is_told(kernel, change):
     odd = dataclasses.replace(SHAPES["llama3_8b"], **change)

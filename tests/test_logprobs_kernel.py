@@ -6,18 +6,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_cases import each, each_by_type
 from scipy.special import log_softmax, logsumexp
 from tpu_topology import needs_libtpu, one
 
 from pallas_kernels.dispatch import INTERPRETED
-from pallas_kernels.logprobs import reference, tpu
+from pallas_kernels.logprobs import gpu, reference, tpu
 from pallas_kernels.logprobs.streaming import Sums, combine
 from pallas_kernels.shapes import SHAPES, reduced
 from rlhf_jax import mesh as meshes
 from rlhf_jax.model import kernels as laid
 
 TEMPERATURE = 0.7
-IMPLEMENTATIONS = {"reference": reference.law, "tpu": functools.partial(tpu.law, interpret=True)}
+IMPLEMENTATIONS = {
+    "reference": reference.law,
+    "tpu": functools.partial(tpu.law, interpret=True),
+    "gpu": functools.partial(gpu.law, interpret=True),
+}
 LIMITS = {jnp.dtype(jnp.float32): 1e-5, jnp.dtype(jnp.bfloat16): 1e-2}  # of the largest value
 
 
@@ -60,8 +65,8 @@ def plain(hidden, head, targets, weights, tied):
     return (log_p * onehot).sum(axis=1), entropy, d_hidden, d_head.T if tied else d_head
 
 
-def assert_is_plain(name, hidden, head, targets, weights, tied):
-    got = value_and_gradients(IMPLEMENTATIONS[name], hidden, head, targets, weights, tied)
+def assert_is_plain(law, hidden, head, targets, weights, tied):
+    got = value_and_gradients(law, hidden, head, targets, weights, tied)
     for part, want in zip(got, plain(hidden, head, targets, weights, tied), strict=True):
         error = np.abs(np.asarray(part, np.float64) - want).max() / np.abs(want).max()
         assert error <= LIMITS[hidden.dtype], error
@@ -73,26 +78,27 @@ def assert_is_plain(name, hidden, head, targets, weights, tied):
 HEADS = sorted({(of.width, of.vocab, of.tied) for of in map(reduced, SHAPES.values())})
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("law, dtype", each_by_type(IMPLEMENTATIONS, float32_marks=pytest.mark.slow))
 @pytest.mark.parametrize("width, vocab, tied", HEADS)
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_is_the_plain_formula_at_every_shape(name, width, vocab, tied, dtype):
-    assert_is_plain(name, *problem(20, width, vocab, tied, dtype), tied)
+def test_is_the_plain_formula_at_every_shape(law, width, vocab, tied, dtype):
+    assert_is_plain(law, *problem(20, width, vocab, tied, dtype), tied)
 
 
-@pytest.mark.parametrize("rows, vocab, tied", [(2, 1000, False), (37, 100, True)])
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_sizes_that_are_no_multiple(name, rows, vocab, tied):
+@pytest.mark.parametrize("law, dtype", each_by_type(IMPLEMENTATIONS))
+@pytest.mark.parametrize("rows, width, vocab, tied", [(2, 128, 1000, False), (37, 100, 100, True)])
+def test_sizes_that_are_no_multiple(law, rows, width, vocab, tied, dtype):
     """Of a tile, of lanes, of a block; the last token is a target."""
-    assert_is_plain(name, *problem(rows, 128, vocab, tied, jnp.float32), tied)
+    assert_is_plain(law, *problem(rows, width, vocab, tied, dtype), tied)
 
 
+@pytest.mark.parametrize("law", each({name: IMPLEMENTATIONS[name] for name in ("tpu", "gpu")}))
 @pytest.mark.parametrize("tied", [False, True])
-def test_many_blocks_of_rows_and_a_float32_head(tied, monkeypatch):
-    """The head is multiplied in hidden's dtype; its gradient stays float32, over all blocks."""
+def test_many_passes_and_a_float32_head(law, tied, monkeypatch):
+    """Blocks of rows, slices of the vocabulary and what they leave: the head's gradient stays float32, over all."""
     monkeypatch.setattr(tpu, "BLOCK_BYTES", 4 * 128 * 16)
-    inputs = problem(20, 128, 200, tied, jnp.bfloat16, head_dtype=jnp.float32)
-    assert_is_plain("tpu", *inputs, tied)
+    monkeypatch.setattr(gpu, "SLICE_BYTES", 2 * 20 * 256)
+    inputs = problem(20, 128, 600, tied, jnp.bfloat16, head_dtype=jnp.float32)
+    assert_is_plain(law, *inputs, tied)
 
 
 # Parts of the vocabulary

@@ -21,17 +21,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import hopper
+from pallas_kernels.hopper import LOWEST, TILE, across, rowwise, smem
 from rlhf_jax.types import Array
 
 BLOCK = 64  # cache slots fetched at a time
 STAGES = 2  # slots of the ring: two thread blocks of one warpgroup fit a multiprocessor, one fetch of each in flight
-TILE = 64  # query rows of a warpgroup: the height of its matrix instruction
 WARPGROUPS = 3  # that share one ring; more would not leave them registers
 PLACES = 2 * 132  # thread blocks that an H100 runs at a time
-LOWEST = -1e30  # the running maximum before anything is seen: finite, so that differences are
 LOG2_E = math.log2(math.e)
-TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # 64 bfloat16 are 128 bytes
-ROWWISE = plgpu.Layout.WGMMA.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +137,6 @@ def _kernel(plan: Plan, query: tuple[int, ...], interpret: bool) -> Callable:
     """The kernel for query [B, G, R, D]; gives what `_merge` takes."""
     batch, groups, _, dim = query
     sums = jax.ShapeDtypeStruct((plan.parts, *query[:3]), jnp.float32)
-    tile = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=TRANSFORMS)
     return plgpu.kernel(
         functools.partial(_attend, plan),
         out_type=(jax.ShapeDtypeStruct((*sums.shape, dim), jnp.float32), sums, sums),
@@ -148,16 +145,16 @@ def _kernel(plan: Plan, query: tuple[int, ...], interpret: bool) -> Callable:
         num_threads=plan.warpgroups,
         thread_name="warpgroup",
         scratch_types=Scratch(
-            query=tile((plan.warpgroups, TILE, dim)),
-            key=tile((STAGES, dim, BLOCK)),
-            value=tile((STAGES, BLOCK, dim)),
-            weight=tile((plan.warpgroups, TILE, plan.windows * BLOCK)),
+            query=smem(plan.warpgroups, TILE, dim),
+            key=smem(STAGES, dim, BLOCK),
+            value=smem(STAGES, BLOCK, dim),
+            weight=smem(plan.warpgroups, TILE, plan.windows * BLOCK),
             asked=plgpu.Barrier(num_arrivals=2, num_barriers=plan.warpgroups),
             loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
             consumed=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=STAGES),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,  # pyright: ignore[reportAttributeAccessIssue]
+        interpret=hopper.interpretation(interpret),
     )
 
 
@@ -228,10 +225,6 @@ def _refill(work: Work, scratch: Scratch, fetch: Callable, step: Array) -> None:
 
 def _nothing(dim: int) -> tuple[Array, Array, Array]:
     """Weighted sum [TILE, D], maximum (a power of two) and sum [TILE] of no scores."""
-
-    def rowwise(value: float) -> Array:
-        return plgpu.layout_cast(jnp.full((TILE,), value, jnp.float32), ROWWISE)
-
     out = plgpu.layout_cast(jnp.zeros((TILE, dim), jnp.float32), plgpu.Layout.WGMMA)
     return out, rowwise(LOWEST), rowwise(0.0)
 
@@ -266,12 +259,12 @@ def _online(plan: Plan, scratch: Scratch, me: Array, slot: Array, seen: Array, c
     scores = _product((TILE, BLOCK), scratch.query.at[me], scratch.key.at[slot])
     scores = jnp.where(seen, scores * plan.scale, -jnp.inf)
     higher = jnp.maximum(top, jnp.max(scores, axis=1))
-    weights = jnp.exp2(scores - lax.broadcast_in_dim(higher, scores.shape, [0]))
+    weights = jnp.exp2(scores - across(higher, scores.shape))
     fade = jnp.exp2(top - higher)
     weight = scratch.weight.at[me, :, pl.ds(0, BLOCK)]
     weight[...] = weights.astype(jnp.bfloat16)
     plgpu.commit_smem()
-    out = out * lax.broadcast_in_dim(fade, out.shape, [0])
+    out = out * across(fade, out.shape)
     out = out + _product(out.shape, weight, scratch.value.at[slot])
     return out, higher, total * fade + jnp.sum(weights, axis=1)
 
