@@ -52,10 +52,9 @@ def test_verify_head_lowers_for_hopper(name, rows, nodes):
 
 
 @every_shape
-@pytest.mark.parametrize("rows", [4000, pytest.param(100, marks=pytest.mark.slow)])
-def test_log_probs_lower_for_hopper(name, rows):
-    """A kernel forward and, backward, two more and two products of slices: the last slice may be a shorter one."""
-    shape = shapes.SHAPES[name]
+def test_log_probs_lower_for_hopper(name):
+    """A kernel forward and, backward, one and two products of a slice; twice where the last slice is a shorter one."""
+    shape, rows = shapes.SHAPES[name], 4000
     weights = struct((shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab), jnp.float32)
     inputs = struct((rows, shape.width)), weights, struct((rows,), jnp.int32)
     law = functools.partial(logprobs.law, temperature=1.0, tied=shape.tied)
@@ -67,7 +66,7 @@ def test_log_probs_lower_for_hopper(name, rows):
     assert f"{rows}x{shape.vocab}x" not in text
     text = jax.jit(jax.grad(loss, argnums=(0, 1))).trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
     kernels, products = text.count("stablehlo.custom_call @mosaic_gpu"), text.count("stablehlo.dot_general")
-    assert (kernels, products) in ((2, 2), (3, 4))
+    assert (kernels, products) in ((2, 2), (3, 4))  # of which one kernel is the forward's
     assert f"{rows}x{shape.vocab}x" not in text
 
 

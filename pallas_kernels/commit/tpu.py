@@ -81,7 +81,8 @@ def _commit_leaves(lanes: Leaves, rows: Leaves, path: Array, start: Array, inter
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2, grid=(_cores(start),), in_specs=anywhere, out_specs=anywhere[0]
         ),
-        out_shape=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), cache),
+        # Where it may choose, XLA brings a whole leaf into vector memory for the call, and back.
+        out_shape=jax.tree.map(lambda leaf: pltpu.HBM(leaf.shape, leaf.dtype), cache),
         input_output_aliases={2 + leaf: leaf for leaf in range(len(jax.tree.leaves(cache)))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=VECTOR_MEMORY),
         cost_estimate=_cost(lanes, rows, path.shape[1]),
