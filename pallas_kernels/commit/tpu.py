@@ -24,7 +24,7 @@ class Leaves(NamedTuple):
     """Keys or values of all layers, with the slots in lanes (axis 3) or in rows (axis 2)."""
 
     cache: tuple[Any, ...]  # [B, G, D, T] or [B, G, T, D]
-    window: tuple[Any, ...]  # [B, G, D, W] or [B, G, W, D]
+    window: tuple[Any, ...]  # [B, G, W, D]: a few tokens fill the rows of a tile better than its lanes
 
 
 class Buffers(NamedTuple):
@@ -34,7 +34,7 @@ class Buffers(NamedTuple):
     """
 
     tiles: Any  # [C, tiles, G, D, LANES] or [C, tiles, G, unit, D]
-    window: Any  # [C, G, D, W] or [C, G, W, D]
+    window: Any  # [C, G, W, D]
     come: Any  # []
     gone: Any  # []
 
@@ -58,12 +58,14 @@ def commit(cache: Cache, window: Cache, path: Array, start: Array, *, interpret:
         padded = tuple((_pad(key, 3, slack), _pad(value, 2, slack)) for key, value in cache)
         done = commit(padded, window, path, first, interpret=interpret)
         return tuple((key[..., :slots], value[:, :, :slots]) for key, value in done)
-    keys, values = (Leaves(*(tuple(layer[at] for layer in of) for of in (cache, window))) for at in (0, 1))
+    (keys, values), (new_keys, new_values) = (zip(*of, strict=True) for of in (cache, window))
+    new_keys = tuple(leaf.swapaxes(2, 3) for leaf in new_keys)
     if dim % LANES == 0:
-        return tuple(zip(*_commit_leaves(keys, values, path, first, interpret), strict=True))
+        done = _commit_leaves(Leaves(keys, new_keys), Leaves(values, new_values), path, first, interpret)
+        return tuple(zip(*done, strict=True))
     # XLA lays values narrower than a tile out with the slots last: there they are moved as keys are.
-    turned = jax.tree.map(lambda leaf: leaf.swapaxes(2, 3), values)
-    both = Leaves(keys.cache + turned.cache, keys.window + turned.window)
+    turned = tuple(leaf.swapaxes(2, 3) for leaf in values)
+    both = Leaves(keys + turned, new_keys + new_values)
     done, _ = _commit_leaves(both, Leaves((), ()), path, first, interpret)
     return tuple((key, value.swapaxes(2, 3)) for key, value in zip(done[: len(cache)], done[len(cache) :], strict=True))
 
@@ -188,8 +190,8 @@ def _aligned(slot, unit: int):
 
 
 def _change_lanes(mine: Buffers, row, start, path) -> None:
-    """A gather along lanes of 32-bit words: it moves bits, so that no value, NaN or other, touches another."""
-    (layers, tiles, groups), entries = mine.tiles.shape[:3], path.shape[1]
+    """A gather along lanes: no value, NaN or other, touches another."""
+    (layers, tiles), entries = mine.tiles.shape[:2], path.shape[1]
     lanes = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
     for tile in range(tiles):
         first = _aligned(start, LANES) + tile * LANES
@@ -199,20 +201,22 @@ def _change_lanes(mine: Buffers, row, start, path) -> None:
             node = jnp.where(entry == step, path[row, step], node)
 
         def change(layer, _, tile=tile, entry=entry, node=node):
-            words, old = _words(mine.window[layer]), _words(mine.tiles[layer, tile])
-            taken = jnp.take_along_axis(words, jnp.broadcast_to(node, words.shape), axis=1)
-            new = jnp.where((entry >= 0) & (entry < entries), taken, old)
-            mine.tiles[layer, tile] = pltpu.bitcast(new.reshape(groups, -1, LANES), mine.tiles.dtype)
+            columns = _columns(mine.window[layer])
+            taken = jnp.take_along_axis(columns, jnp.broadcast_to(node, columns.shape), axis=1)
+            old = mine.tiles[layer, tile]
+            fresh = (entry >= 0) & (entry < entries)
+            mine.tiles[layer, tile] = jnp.where(fresh, taken.reshape(old.shape).astype(old.dtype), old)
 
         @pl.when(tile == 0 or first < start + entries)
         def _(change=change):
             jax.lax.fori_loop(0, layers, change, None)
 
 
-def _words(x: Array) -> Array:
-    """x [G, D, up to LANES] as 32-bit words [G * D / values of a word, LANES]."""
-    words = pltpu.bitcast(x, jnp.int32).reshape(-1, x.shape[2])
-    return jnp.pad(words, ((0, 0), (0, LANES - x.shape[2])))
+def _columns(x: Array) -> Array:
+    """x [G, W, D] with its tokens in lanes, [G * D, LANES] in 32 bits, of which alone single lanes can be chosen."""
+    groups, width, dim = x.shape
+    rows = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, LANES - width), (0, 0)))
+    return rows.swapaxes(1, 2).reshape(groups * dim, LANES)
 
 
 def _change_rows(mine: Buffers, row, start, path) -> None:
