@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -20,24 +21,42 @@ def by_name(names: Iterable[str] = SHAPES) -> list:
     return [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in names]
 
 
-needs_interpreter = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason=f"jax {jax.__version__} has no Mosaic GPU interpreter; 0.12 has"
+GPU = jax.default_backend() == "gpu"
+MARKS = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not GPU and not hasattr(plgpu, "InterpretGPUParams"),
+        reason=f"there is no GPU, and jax {jax.__version__} has no interpreter of Mosaic GPU; 0.12 has",
+    ),
 )
 
 
+def runs_on_gpu(test: Callable) -> Callable:
+    """Mark a test that calls what `on_gpu` gives."""
+    return functools.reduce(lambda marked, mark: mark(marked), MARKS, test)
+
+
+def on_gpu(kernel: Callable) -> Callable:
+    """A kernel for Hopper: on a GPU, where that is the platform, else interpreted."""
+    return functools.partial(kernel, interpret=not GPU)
+
+
 def each(implementations: dict[str, Any]) -> list:
-    """Parameters that are implementations; those for a GPU are interpreted, where jax can."""
-    marks = {"gpu": needs_interpreter}
-    return [pytest.param(one, id=name, marks=marks.get(name, ())) for name, one in implementations.items()]
+    """Parameters that are implementations by name; "gpu" is the one for a GPU."""
+    return [pytest.param(one, id=name, marks=_marks(name)) for name, one in implementations.items()]
 
 
 def each_by_type(implementations: dict[str, Any], float32_marks=()) -> list:
     """Parameters that are implementations and dtypes: a GPU's matrix units round float32."""
     half = [
-        pytest.param(*one.values, jnp.bfloat16, id=f"{one.id}-bfloat16", marks=one.marks)
-        for one in each(implementations)
+        pytest.param(one, jnp.bfloat16, id=f"{name}-bfloat16", marks=_marks(name))
+        for name, one in implementations.items()
     ]
     others = {name: one for name, one in implementations.items() if name != "gpu"}
     return half + [
         pytest.param(one, jnp.float32, id=f"{name}-float32", marks=float32_marks) for name, one in others.items()
     ]
+
+
+def _marks(name: str) -> tuple:
+    return MARKS if name == "gpu" else ()

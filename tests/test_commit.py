@@ -2,21 +2,20 @@
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
-from kernel_cases import each
+from kernel_cases import each, on_gpu
 from tpu_topology import needs_libtpu, one
 
 from pallas_kernels.commit import gpu, reference, tpu
 from pallas_kernels.shapes import NODES, ROWS, SHAPES, SLOTS, reduced
 
-KERNELS = {
-    name: jax.jit(functools.partial(module.commit, interpret=True)) for name, module in {"tpu": tpu, "gpu": gpu}.items()
-}
+KERNELS = {"tpu": jax.jit(functools.partial(tpu.commit, interpret=True)), "gpu": on_gpu(gpu.commit)}
 every = pytest.mark.parametrize("kernel", each(KERNELS))
 
 
@@ -134,13 +133,13 @@ def test_a_tpu_commits_in_place(chip, name, rows, nodes, uncached):
     sharding = one(chip)
     shape = SHAPES[name]
 
-    def spec(*sizes, dtype=jnp.bfloat16, form=sharding):
+    def spec(*sizes, dtype=jnp.bfloat16, form: Any = sharding):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=form)
 
     # A window is made in the same program, as the kernel wants it: each token a row.
     turned, in_rows = (Format(Layout(order), sharding) for order in ((0, 1, 3, 2), (0, 1, 2, 3)))
 
-    def layers(slots, of_keys=sharding, of_values=sharding):
+    def layers(slots, of_keys: Any = sharding, of_values: Any = sharding):
         sizes = (rows, shape.groups, shape.dim, slots), (rows, shape.groups, slots, shape.dim)
         return ((spec(*sizes[0], form=of_keys), spec(*sizes[1], form=of_values)),) * shape.layers
 

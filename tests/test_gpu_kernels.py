@@ -1,7 +1,7 @@
 """Kernels for Hopper (Mosaic GPU): they lower for CUDA at every real shape, and compute what they should.
 
 Lowering needs no GPU: it makes the whole kernel, with layouts, barriers and copies, short of machine code. The numbers
-come from Pallas' GPU interpreter, which jax has from 0.12 on.
+come from a GPU (`JAX_PLATFORMS=cuda,cpu pytest -m gpu`), or from Pallas' GPU interpreter, which jax has from 0.12 on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import by_name, needs_interpreter
+from kernel_cases import by_name, on_gpu, runs_on_gpu
 from test_tree_attention import exact
 
 from pallas_kernels import hopper, shapes
@@ -129,7 +129,7 @@ def attention_inputs(shape, rows: int, nodes: int, slots: int, window: int, leng
     return [*arrays, np.array(lengths, np.int32), mask]
 
 
-@needs_interpreter
+@runs_on_gpu
 @pytest.mark.parametrize(
     ("name", "nodes", "slots", "window", "lengths"),
     [
@@ -143,7 +143,7 @@ def attention_inputs(shape, rows: int, nodes: int, slots: int, window: int, leng
 def test_tree_attention_follows_its_law(name, nodes, slots, window, lengths):
     """Within 1e-2 of each row's largest value, with NaN beyond each length; what sees nothing is zero."""
     inputs = attention_inputs(shapes.reduced(shapes.SHAPES[name]), len(lengths), nodes, slots, window, lengths)
-    out = np.asarray(attention.tree_attention(*inputs, interpret=True), np.float64)
+    out = np.asarray(on_gpu(attention.tree_attention)(*inputs), np.float64)
     law = exact(*inputs)
     assert np.all(np.abs(out - law).max(-1) <= 1e-2 * np.abs(law).max(-1))
 
@@ -177,7 +177,7 @@ def head_law(hidden, weights, noise, temperature: float, tied: bool):
     return np.logaddexp.reduce(logits, -1), scores.max(-1), block, blocks[np.arange(len(hidden)), block]
 
 
-@needs_interpreter
+@runs_on_gpu
 @pytest.mark.parametrize(
     ("name", "rows", "temperature"),
     [
@@ -191,8 +191,8 @@ def test_verify_head_follows_its_law(name, rows, temperature):
     """The law's block at every node, and numbers within 1e-2 of the largest of each node."""
     shape = shapes.reduced(shapes.SHAPES[name])
     hidden, weights, noise = head_inputs(shape, rows)
-    parts = head.verify_head(
-        hidden, weights, noise if temperature else None, temperature=temperature, tied=shape.tied, interpret=True
+    parts = on_gpu(head.verify_head)(
+        hidden, weights, noise if temperature else None, temperature=temperature, tied=shape.tied
     )
     normaliser, score, block, inside = head_law(hidden, weights, noise, temperature, shape.tied)
     np.testing.assert_array_equal(parts.block, block)
@@ -204,13 +204,13 @@ def test_verify_head_follows_its_law(name, rows, temperature):
     assert np.all(error <= 1e-2 * np.abs(np.where(real, inside, 0)).max(-1))
 
 
-@needs_interpreter
+@runs_on_gpu
 def test_the_best_block_may_be_the_short_last_one():
     """Noise that favours the vocabulary's half block: its 128 logits are kept, and -inf beyond them."""
     shape = shapes.reduced(shapes.SHAPES["qwen3_8b"])
     hidden, weights, noise = head_inputs(shape, 2)
     noise[:, -1] += 1000
-    parts = head.verify_head(hidden, weights, noise, temperature=1.0, tied=False, interpret=True)
+    parts = on_gpu(head.verify_head)(hidden, weights, noise, temperature=1.0, tied=False)
     *_, block, inside = head_law(hidden, weights, noise, 1.0, False)
     np.testing.assert_array_equal(parts.block, block)
     assert np.all(block == noise.shape[1] - 1)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import each, each_by_type
+from kernel_cases import each, each_by_type, on_gpu
 from scipy.special import log_softmax, logsumexp
 from tpu_topology import needs_libtpu, one
 
@@ -21,7 +21,7 @@ TEMPERATURE = 0.7
 IMPLEMENTATIONS = {
     "reference": reference.law,
     "tpu": functools.partial(tpu.law, interpret=True),
-    "gpu": functools.partial(gpu.law, interpret=True),
+    "gpu": on_gpu(gpu.law),
 }
 LIMITS = {jnp.dtype(jnp.float32): 1e-5, jnp.dtype(jnp.bfloat16): 1e-2}  # of the largest value
 

@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernel_cases import by_name
+from kernel_cases import by_name, each_by_type, on_gpu
 from tpu_topology import CHIPS, needs_libtpu, one
 
 from pallas_kernels.shapes import NODES, ROWS, SHAPES, SLOTS, Shape, reduced
-from pallas_kernels.tree_attention import reference, tpu
+from pallas_kernels.tree_attention import gpu, reference, tpu
 from rlhf_jax.model.attention import cached
 
 SLOTS_HERE = 300  # no multiple of a block
 LENGTHS = [0, 300, 1, 128, 0, 171]
-TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Implementation:
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.tree_attention, poison=1e30),
     "tpu": Implementation(functools.partial(tpu.attend, cut=tpu.Cut(128, splits=1), interpret=True)),
+    "gpu": Implementation(on_gpu(gpu.tree_attention)),
 }
 
 
@@ -46,7 +47,7 @@ def attention_shapes() -> dict[str, Shape]:
     return {name: SHAPES[name] for name in first.values()}
 
 
-def inputs(shape: Shape, length: list[int], nodes: int, slots: int, dtype: str) -> tuple[np.ndarray, ...]:
+def inputs(shape: Shape, length: list[int], nodes: int, slots: int, dtype) -> tuple[np.ndarray, ...]:
     """All arguments: query, cache and window of normal numbers, the lengths, and a random tree of each row."""
     rng, rows = np.random.default_rng(0), len(length)
     heads, groups, dim = shape.heads, shape.groups, shape.dim
@@ -83,12 +84,12 @@ def exact(query, cache_k, cache_v, window_k, window_v, length, mask) -> np.ndarr
     return out
 
 
-def assert_near(got, want: np.ndarray, dtype: str) -> None:
+def assert_near(got, want: np.ndarray, dtype) -> None:
     error = np.abs(np.asarray(got, np.float64) - want).max(axis=-1)
     assert np.all(error <= TOLERANCE[dtype] * np.abs(want).max(axis=-1))
 
 
-def assert_law(one: Implementation, shape: Shape, nodes: int, dtype: str) -> None:
+def assert_law(one: Implementation, shape: Shape, nodes: int, dtype) -> None:
     arguments, attend = inputs(shape, LENGTHS, nodes, SLOTS_HERE, dtype), jax.jit(one.attend)
     with jax.default_matmul_precision("highest"):
         clean, dirty = attend(*arguments), attend(*poisoned(arguments, one.poison))
@@ -97,22 +98,21 @@ def assert_law(one: Implementation, shape: Shape, nodes: int, dtype: str) -> Non
     np.testing.assert_array_equal(np.asarray(clean, np.float32), np.asarray(dirty, np.float32))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("one, dtype", each_by_type(IMPLEMENTATIONS))
 @pytest.mark.parametrize("nodes", [1, 5])
 @pytest.mark.parametrize("shape", by_name(attention_shapes()))
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_every_implementation_is_near_float64_whatever_lies_beyond_the_length(name, shape, nodes, dtype):
-    assert_law(IMPLEMENTATIONS[name], reduced(SHAPES[shape]), nodes, dtype)
+def test_every_implementation_is_near_float64_whatever_lies_beyond_the_length(one, shape, nodes, dtype):
+    assert_law(one, reduced(SHAPES[shape]), nodes, dtype)
 
 
 def test_tpu_merges_the_splits_of_a_context():
     in_two = functools.partial(tpu.attend, cut=tpu.Cut(128, splits=2), interpret=True)
-    assert_law(Implementation(in_two), reduced(SHAPES["smollm2_135m"]), 5, "bfloat16")
+    assert_law(Implementation(in_two), reduced(SHAPES["smollm2_135m"]), 5, jnp.bfloat16)
 
 
 def test_reference_is_what_the_model_computes_today():
     shape = reduced(SHAPES["smollm2_135m"])
-    query, cache_k, cache_v, window_k, window_v, length, mask = inputs(shape, [3, 9], 4, 9, "float32")
+    query, cache_k, cache_v, window_k, window_v, length, mask = inputs(shape, [3, 9], 4, 9, jnp.float32)
     key, value = window_k.transpose(0, 3, 1, 2), window_v.transpose(0, 2, 1, 3)
     want, window = cached(query, key, value, ((cache_k, cache_v), None), length=length, mask=mask)
     got = reference.tree_attention(query, cache_k, cache_v, *window, length, mask)
@@ -121,20 +121,20 @@ def test_reference_is_what_the_model_computes_today():
 
 def test_tpu_splits_the_long_context_of_a_single_row():
     shape = Shape(heads=4, groups=2, dim=128, width=0, vocab=0, layers=1)
-    arguments = inputs(shape, [5000], 3, 8192, "float32")
+    arguments = inputs(shape, [5000], 3, 8192, jnp.float32)
     query, cache_k = arguments[:2]
     assert tpu.cut_for(query, cache_k).splits == 2
     assert tpu.cut_for(query, cache_k[..., :4096]).splits == 1
     got = tpu.tree_attention(*poisoned(arguments, np.nan), interpret=True)
-    assert_near(got, exact(*arguments), "float32")
+    assert_near(got, exact(*arguments), jnp.float32)
 
 
 def test_tpu_kernel_reads_no_memory_that_was_never_written():
-    arguments = inputs(reduced(SHAPES["smollm2_135m"]), [0, 200, 300], 5, SLOTS_HERE, "float32")
+    arguments = inputs(reduced(SHAPES["smollm2_135m"]), [0, 200, 300], 5, SLOTS_HERE, jnp.float32)
     attend = functools.partial(tpu.attend, cut=tpu.Cut(128, splits=1))
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan")):
         got = attend(*poisoned(arguments, np.nan))
-    assert_near(got, exact(*arguments), "float32")
+    assert_near(got, exact(*arguments), jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("cut", "slots"))

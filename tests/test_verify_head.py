@@ -11,21 +11,25 @@ import pytest
 from chi_square import SIGNIFICANCE, expected_law, p_value
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
-from kernel_cases import by_name
+from kernel_cases import by_name, each_by_type, on_gpu
 from scipy.special import logsumexp
 from tpu_topology import needs_libtpu, one
 
 from pallas_kernels.shapes import BLOCK, SHAPES, Shape, reduced
-from pallas_kernels.verify_head import reference, tpu
+from pallas_kernels.verify_head import gpu, reference, tpu
 from rlhf_jax.generation.sampling import Sampling, block_noise, decision_margin, draw, draw_inside
 
 IMPLEMENTATIONS = {
     "reference": jax.jit(reference.verify_head, static_argnames=("temperature", "tied")),
     "tpu": functools.partial(tpu.verify_head, interpret=True),
+    "gpu": on_gpu(gpu.verify_head),
 }
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
 
-every = pytest.mark.parametrize("verify", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+of_any_size = pytest.mark.parametrize(
+    "verify", [IMPLEMENTATIONS[name] for name in ("reference", "tpu")], ids=["reference", "tpu"]
+)
+every = pytest.mark.parametrize("verify, dtype", each_by_type(IMPLEMENTATIONS))
 
 
 def inputs(rows: int, width: int, vocab: int, *, tied=False, dtype=jnp.float32, seed: int = 0):
@@ -65,17 +69,16 @@ def assert_parts(parts, hidden, head, noise, *, temperature: float, tied: bool) 
 
 
 @every
-@pytest.mark.parametrize(("dtype", "temperature"), [(jnp.float32, 0.7), (jnp.bfloat16, 0.0)], ids=str)
 @pytest.mark.parametrize("name", by_name())
-def test_parts_are_those_of_float64(name, dtype, temperature, verify):
-    shape = reduced(SHAPES[name])
+def test_parts_are_those_of_float64(name, dtype, verify):
+    shape, temperature = reduced(SHAPES[name]), 0.7 if dtype == jnp.float32 else 0.0
     hidden, head, noise = inputs(18, shape.width, shape.vocab, tied=shape.tied, dtype=dtype)
     options = {"temperature": temperature, "tied": shape.tied}
     noise = noise if temperature else None
     assert_parts(verify(hidden, head, noise, **options), hidden, head, noise, **options)
 
 
-@every
+@of_any_size
 @pytest.mark.parametrize(
     ("rows", "width", "vocab", "tied"),
     [(1, 32, 100, False), (3, 32, 257, True), (17, 8, 70_000, False), (1030, 8, 600, True)],
@@ -99,16 +102,16 @@ def test_the_kernel_by_tpu_semantics(temperature):
 
 @every
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_tokens_that_cannot_be_drawn(temperature, verify):
+def test_tokens_that_cannot_be_drawn(temperature, verify, dtype):
     """Logits may be -inf: some of a block, a whole block, or all but one token."""
-    hidden, head, noise = inputs(8, 16, 1500)
+    hidden, head, noise = inputs(8, 64, 1472, dtype=dtype)
     hidden = hidden.at[:, 0].set(1.0)
-    banned = np.zeros(1500, bool)
-    banned[[*range(256), *range(300, 400), 1499]] = True
-    for absent in (banned, np.arange(1500) != 700):
+    banned = np.zeros(1472, bool)
+    banned[[*range(256), *range(300, 400), 1471]] = True
+    for absent in (banned, np.arange(1472) != 700):
         given = (
             hidden,
-            jnp.where(absent & (jnp.arange(16)[:, None] == 0), -jnp.inf, head),
+            jnp.where(absent & (jnp.arange(64)[:, None] == 0), -jnp.inf, head),
             noise if temperature else None,
         )
         parts = verify(*given, temperature=temperature, tied=False)
@@ -119,16 +122,16 @@ def test_tokens_that_cannot_be_drawn(temperature, verify):
 
 @every
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_tokens_behind_the_vocabulary_do_not_count(temperature, verify):
+def test_tokens_behind_the_vocabulary_do_not_count(temperature, verify, dtype):
     """A head filled up to whole blocks gives what the head without them gives; of no tokens nothing is drawn."""
-    hidden, head, noise = inputs(6, 16, 700)
+    hidden, head, noise = inputs(6, 64, 704, dtype=dtype)
     filled, longer = (
-        jnp.pad(head, ((0, 0), (0, 4 * BLOCK - 700)), constant_values=9.0),
+        jnp.pad(head, ((0, 0), (0, 4 * BLOCK - 704)), constant_values=9.0),
         jnp.pad(noise, ((0, 0), (0, 1))),
     )
     options = {"temperature": temperature, "tied": False}
     alone = verify(hidden, head, noise if temperature else None, **options)
-    parts = verify(hidden, filled, longer if temperature else None, jnp.int32(700), **options)
+    parts = verify(hidden, filled, longer if temperature else None, jnp.int32(704), **options)
     for ours, theirs in zip(parts, alone, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
     none = verify(hidden, filled, longer if temperature else None, jnp.int32(0), **options)
@@ -136,20 +139,20 @@ def test_tokens_behind_the_vocabulary_do_not_count(temperature, verify):
 
 
 @every
-def test_of_equal_scores_the_first_block_wins(verify):
+def test_of_equal_scores_the_first_block_wins(verify, dtype):
     """Small whole numbers, so that equal columns are equal logits; the copies lie in tiles and spans of their own."""
     random = np.random.default_rng(0)
-    block = random.integers(-3, 4, (16, BLOCK))
-    head = jnp.asarray(np.concatenate([np.zeros((16, BLOCK)), *[block] * 19], 1), jnp.float32)
-    hidden = jnp.asarray(random.integers(1, 4, (5, 16)), jnp.float32)
+    block = random.integers(-3, 4, (64, BLOCK))
+    head = jnp.asarray(np.concatenate([np.zeros((64, BLOCK)), *[block] * 19], 1), dtype)
+    hidden = jnp.asarray(random.integers(1, 4, (5, 64)), dtype)
     for noise, temperature in ((None, 0.0), (jnp.zeros((5, 20)), 1.0)):
         parts = verify(hidden, head, noise, temperature=temperature, tied=False)
         np.testing.assert_array_equal(parts.block, np.ones(5))
 
 
 @every
-def test_noise_belongs_to_a_temperature(verify):
-    hidden, head, noise = inputs(2, 8, 300)
+def test_noise_belongs_to_a_temperature(verify, dtype):
+    hidden, head, noise = inputs(2, 64, 320, dtype=dtype)
     for wrong, temperature in ((noise, 0.0), (None, 1.0), (noise[:, :1], 1.0)):
         with pytest.raises(AssertionError):
             verify(hidden, head, wrong, temperature=temperature, tied=False)
@@ -218,7 +221,7 @@ def test_draws_follow_the_law():
 # Shards
 
 
-@every
+@of_any_size
 @pytest.mark.parametrize(("shards", "temperature"), [(2, 0.7), (4, 0.0), (8, 0.7)])
 def test_a_sharded_vocabulary_changes_nothing(shards, temperature, verify):
     """Parts of shards, combined, are those of the whole; one shard has nothing that can be drawn."""
