@@ -13,8 +13,9 @@ import pytest
 from test_memory import CONFIGS, by_name, load
 from tpu_topology import CHIPS, EIGHT, devices, needs_libtpu
 
+from benchmarks.compiled import KERNELS, LLAMA_8B, lower_round, placed, row_shapes, weights
 from pallas_kernels.dispatch import Kernels
-from pallas_kernels.shapes import BLOCK
+from pallas_kernels.shapes import BLOCK, SLOTS
 from rlhf_jax import drafting, memory
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import Config, ModelConfigs
@@ -22,7 +23,6 @@ from rlhf_jax.generation import board, rows, tree
 from rlhf_jax.generation.round import run_round
 from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.inference.values import critic_of
-from rlhf_jax.model import transformer
 from rlhf_jax.model.attention import causal_on
 from rlhf_jax.training.batching import MicroBatch
 from rlhf_jax.training.update import (
@@ -59,35 +59,6 @@ def target(name: str) -> Target:
         return Target(config, models, meshes.make_mesh(devices=jax.devices()[:count]), jnp.float32)
     shape = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     return Target(config, models, meshes.make_mesh(*shape, devices(CHIPS["v5p"])[:count]), jnp.bfloat16)
-
-
-def placed(shapes, shardings):
-    """Shapes that know where they lie."""
-
-    def place(leaf, sharding):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return jax.tree.map(place, shapes, shardings)
-
-
-def row_shapes(make: Callable, mesh):
-    """Shapes of a row-first tree on the mesh."""
-    shapes = jax.eval_shape(make)
-    return placed(shapes, meshes.row_shardings(shapes, mesh))
-
-
-def weights(model: ModelConfig, dtype, role: str, mesh) -> Model:
-    """Shapes of a model; generation's layers are unrolled."""
-
-    def make():
-        made = transformer.init(jax.random.key(0), model, dtype)
-        if role == "training":
-            return made
-        split = mesh.shape["tensor"]
-        return transformer.pad_vocab(transformer.unstack(made), BLOCK * split if split > 1 else 1)
-
-    shapes = jax.eval_shape(make)
-    return placed(shapes, meshes.model_shardings(shapes, mesh, role))
 
 
 def critic_weights(model: ModelConfig, mesh) -> Model:
@@ -196,21 +167,12 @@ def test_the_optimizers_step_is_taken_in_place():
     assert_near(4 * sizes["policy, float32"], needed(step_program(at, policy)), "state and gradients")
 
 
-LLAMA_8B = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 8192)
-BATCH, NODES, SLOTS = 64, 9, 2048  # eight drafts a row
-KERNELS = Kernels(tree_attention="tpu", verify_head="tpu", commit="tpu")
+BATCH, NODES = 64, 9  # eight drafts a row
 
 
 def round_of_8b(chip: str, layers: int, kernels: Kernels):
     """Memory of a round of the first layers of an 8B model, with heads and vocabulary split over eight chips."""
-    mesh, model = meshes.make_mesh(1, 1, 8, devices(EIGHT[chip])), dataclasses.replace(LLAMA_8B, num_layers=layers)
-    policy = weights(model, jnp.bfloat16, "generation", mesh)
-    state = row_shapes(lambda: rows.empty(model, None, BATCH, SLOTS, 0, 0, jnp.bfloat16), mesh)
-    strategy = tree.parse(f"lookup-chain-{NODES - 1}")
-    drafts = row_shapes(lambda: jnp.zeros((BATCH, NODES - 1), jnp.int32), mesh)
-    nodes = row_shapes(lambda: tree.as_data(strategy, BATCH), mesh)
-    options = dict(sampling=Sampling(), stop_tokens=(0,), kernels=kernels, mesh=mesh)
-    sizes = run_round.lower(policy, state, drafts, None, nodes, **options).compile().memory_analysis()
+    sizes = lower_round(EIGHT[chip], layers, kernels, BATCH, NODES).compile().memory_analysis()
     print(f"{chip}, {layers} layers, {kernels}: {sizes}")
     assert sizes is not None
     return sizes

@@ -1,0 +1,173 @@
+"""What the TPU's compiler says of each kernel and of a whole round, for chips that are not here. One JSON line a case.
+
+    pip install -e ".[pod]" && python -m benchmarks.compiled > benchmarks/results/compiled.jsonl
+
+The cases are those of `benchmarks/kernels.py`, by the reference and by the kernel, log-probs with gradients too; then
+the round of a Llama-3 8B over eight chips, its first layers, without and with all kernels. Bytes are one device's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from benchmarks import kernels
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import REFERENCE, Kernels
+from pallas_kernels.shapes import BLOCK, SHAPES, SLOTS, Shape
+from rlhf_jax import mesh as meshes
+from rlhf_jax.generation import rows, tree
+from rlhf_jax.generation.round import run_round
+from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.model import transformer
+from rlhf_jax.types import Model, ModelConfig
+
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip is taken: another process may compile, too
+CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+EIGHT = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4"}  # of them
+KERNELS = Kernels(tree_attention="tpu", verify_head="tpu", commit="tpu", logprobs="tpu")
+LLAMA_8B = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 8192)
+
+
+def main() -> None:
+    """Print one JSON line a case."""
+    for case in measure(arguments()):
+        print(json.dumps(case), flush=True)
+
+
+def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chips", default=",".join(CHIPS), help="some of them, with commas")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="of pallas_kernels/shapes.py")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--nodes", type=int, default=9)
+    parser.add_argument("--layers", type=int, default=4, help="of the round's model; 0: no round")
+    asked = parser.parse_args(line)
+    asked.chips, asked.shapes = asked.chips.split(","), asked.shapes.split(",")
+    return asked
+
+
+def measure(asked: argparse.Namespace) -> Iterator[dict]:
+    """The cases that are asked for."""
+    versions = {"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")}
+    where = versions | {"date": datetime.date.today().isoformat(), "rows": asked.rows, "nodes": asked.nodes}
+    for chip, name, kernel in itertools.product(asked.chips, asked.shapes, kernels.PROBLEMS):
+        for how, program in programs(kernel, SHAPES[name], asked.rows, asked.nodes, one(chip)):
+            case = {"what": kernel, "how": how, "shape": name, "topology": CHIPS[chip]}
+            yield case | said(program.compile()) | where
+    for chip, how in itertools.product(asked.chips if asked.layers else (), (REFERENCE, KERNELS)):
+        program = lower_round(EIGHT[chip], asked.layers, how, asked.rows, asked.nodes)
+        case = {"what": "round", "how": "reference" if how == REFERENCE else "pallas", "shape": "llama3_8b"}
+        yield case | {"layers": asked.layers, "topology": EIGHT[chip]} | said(program.compile()) | where
+
+
+def said(compiled: Any) -> dict[str, float]:
+    """The compiler's own figures of one device."""
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    sizes = {f"{part}_bytes": getattr(memory, f"{part}_size_in_bytes") for part in ("argument", "alias", "temp")}
+    return sizes | {
+        "peak_bytes": memory.peak_memory_in_bytes,
+        "moved_bytes": cost["bytes accessed"],
+        "flops": cost["flops"],
+    }
+
+
+def programs(kernel: str, shape: Shape, row_count: int, nodes: int, place: Any) -> Iterator[tuple[str, Any]]:
+    """(name, lowered program) of the reference and of the kernel at one shape."""
+    problem = abstract(
+        functools.partial(kernels.PROBLEMS[kernel], shape, row_count, nodes, SLOTS, jnp.dtype("bfloat16"))
+    )
+    inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), problem.inputs)
+    donated = (0,) if problem.in_place else ()
+    for how, chosen in (("reference", REFERENCE), ("pallas", KERNELS)):
+        run = functools.partial(dispatch.implementation(kernel, chosen), **problem.options)
+        yield how, jax.jit(run, donate_argnums=donated).lower(*inputs)
+        if kernel == "logprobs":
+            yield f"{how}, gradients", jax.jit(_gradients(run)).lower(*inputs)
+
+
+def _gradients(law: Callable) -> Callable:
+    """Of both outputs' sum, by hidden states and head."""
+    return jax.grad(lambda *inputs: sum(part.sum() for part in law(*inputs)), argnums=(0, 1))
+
+
+def abstract(make: Callable[[], kernels.Problem]) -> kernels.Problem:
+    """A problem whose inputs are shapes."""
+    made = []
+
+    def inputs() -> tuple:
+        made.append(make())
+        return made[0].inputs
+
+    shapes = jax.eval_shape(inputs)
+    return made[0]._replace(inputs=shapes)
+
+
+@functools.cache
+def devices(topology: str) -> list:
+    """The devices of a topology by its name: the same ones each time, or programs would mix two machines."""
+    from jax.experimental import topologies
+
+    return list(topologies.get_topology_desc(topology, platform="tpu").devices)
+
+
+def one(chip: str) -> SingleDeviceSharding:
+    """One chip, by a name of CHIPS."""
+    return SingleDeviceSharding(devices(CHIPS[chip])[0])
+
+
+def lower_round(topology: str, layers: int, chosen: Kernels, row_count: int, nodes: int) -> Any:
+    """The round of the first layers of an 8B model, with heads and vocabulary split over the chips; 2,048 slots."""
+    chips = devices(topology)
+    mesh, model = meshes.make_mesh(1, 1, len(chips), chips), dataclasses.replace(LLAMA_8B, num_layers=layers)
+    state = row_shapes(lambda: rows.empty(model, None, row_count, SLOTS, 0, 0, jnp.bfloat16), mesh)
+    drafts = row_shapes(lambda: jnp.zeros((row_count, nodes - 1), jnp.int32), mesh)
+    chain = row_shapes(lambda: tree.as_data(tree.parse(f"lookup-chain-{nodes - 1}"), row_count), mesh)
+    options = dict(sampling=Sampling(), stop_tokens=(0,), kernels=chosen, mesh=mesh)
+    return run_round.lower(weights(model, jnp.bfloat16, "generation", mesh), state, drafts, None, chain, **options)
+
+
+def weights(model: ModelConfig, dtype: Any, role: str, mesh: Any) -> Model:
+    """Shapes of a model on the mesh; generation's layers are unrolled."""
+
+    def make() -> Model:
+        made = transformer.init(jax.random.key(0), model, dtype)
+        if role == "training":
+            return made
+        split = mesh.shape["tensor"]
+        return transformer.pad_vocab(transformer.unstack(made), BLOCK * split if split > 1 else 1)
+
+    shapes = jax.eval_shape(make)
+    return placed(shapes, meshes.model_shardings(shapes, mesh, role))
+
+
+def row_shapes(make: Callable, mesh: Any) -> Any:
+    """Shapes of a row-first tree on the mesh."""
+    shapes = jax.eval_shape(make)
+    return placed(shapes, meshes.row_shardings(shapes, mesh))
+
+
+def placed(shapes: Any, shardings: Any) -> Any:
+    """Shapes that know where they lie."""
+
+    def place(leaf, sharding):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(place, shapes, shardings)
+
+
+if __name__ == "__main__":
+    main()
