@@ -11,6 +11,7 @@ fixed English text, each row beginning elsewhere in it, and no stop token ends a
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import resource
 import statistics
@@ -20,6 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Kernels
 from rlhf_jax.collect import decoding_weights
 from rlhf_jax.generation import tree
 from rlhf_jax.generation.engine import generate
@@ -27,6 +30,7 @@ from rlhf_jax.generation.rollout import Tally
 from rlhf_jax.generation.samples import Decoding, Request
 from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.mesh import make_mesh
+from rlhf_jax.model.kernels import shape_of
 from rlhf_jax.model.source import Source, open_source
 
 TEXT = """The lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote the weather in his book. Ships
@@ -60,6 +64,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--strategy", default="plain")
     parser.add_argument("--acceptance", default="replayable", choices=("replayable", "rejection"))
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--kernels", default="auto", choices=dispatch.WANTED, help="as the config's, all alike")
     parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
 
@@ -79,6 +84,7 @@ def measure(asked, source: Source, models, batch: int, mesh) -> dict:
         "batch": batch,
         "strategy": asked.strategy,
         "temperature": asked.temperature,
+        "kernels": dataclasses.asdict(chosen(asked.kernels, models)),
         "tokens_per_second": tokens / seconds,
         "rounds": statistics.median(run["generation/rounds"] for run in rest),
         "tokens_per_round": statistics.mean(run["generation/tokens_per_round"] for run in rest),
@@ -101,12 +107,21 @@ def timed(asked, source: Source, models, batch: int, seed: int, mesh) -> dict[st
         for row, start in enumerate(starts)
     ]
     strategies, slots = (tree.parse(asked.strategy),), asked.prompt_tokens + asked.new_tokens
-    decoding = Decoding(Sampling(asked.temperature), strategies, (), batch, slots, seed, asked.acceptance)
+    sampling, kernels = Sampling(asked.temperature), chosen(asked.kernels, models)
+    decoding = Decoding(sampling, strategies, (), batch, slots, seed, asked.acceptance, kernels=kernels)
     start = time.perf_counter()
     target, drafter = models
     tally = Tally()
     list(generate(target, drafter, wanted, decoding, mesh, tally.add))
     return tally.metrics(time.perf_counter() - start)
+
+
+def chosen(wanted: str, models) -> Kernels:
+    """The kernels that such a model decodes with on the first device."""
+    shapes = [shape_of(model.config) for model in models if model]
+    return dispatch.choose(
+        dict.fromkeys(dispatch.FUNCTIONS, wanted), jax.devices()[0], models[0].embed.dtype.itemsize, shapes
+    )[0]
 
 
 def peak_memory() -> int:
