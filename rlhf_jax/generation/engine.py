@@ -64,9 +64,7 @@ def generate(
     groups = [[Sample(i, request, list(request.history)) for i in request.sample_ids] for request in requests]
     setting = Setting(decoding, selector, ahead, crew_of(mesh, placing.name))
     if setting.crew.several and not placing.name:
-        raise ValueError(
-            "Processes that share a slice agree under the stage's name: give it one, as Placing(name=)."
-        )
+        raise ValueError("Processes that share a slice agree under the stage's name: give it one, as Placing(name=).")
     fleet = _fleet((target, drafter), groups, decoding, mesh)
     siblings = {id(request): group for request, group in zip(requests, groups, strict=True)}
     stage = placings.begin(fleet, _slices(mesh), groups, placing, setting)
