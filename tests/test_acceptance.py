@@ -99,9 +99,27 @@ def test_after_a_sudden_change_the_new_rates_rule_within_twenty_rounds(rows, bef
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("before, after", [(0.7, 0.0), (0.05, 0.8)])
+def test_what_was_seen_before_a_sudden_change_hardly_counts_after_it(rows, before, after):
+    rng = np.random.default_rng(6)
+    known = learned(*[evidence(rng, rows, before) for _ in range(600 // rows)])
+    changed, drafts = False, 0
+    while not changed:
+        drafts += rows
+        known = accepting.observe(known, evidence(rng, rows, after))
+        changed = accepting.observations(known) < 500
+    assert accepting.observations(known) <= drafts + 64  # of 600
+
+
+def test_few_lucky_rounds_are_no_calibration():
+    known = accepting.realise(accepting.unknown(), accepted=4.0, predicted=2.0, rows=4)
+    assert 1.0 < accepting.calibration(known) < 1.05
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.7, 0.95])
 def test_without_a_change_no_alarm_is_raised(rows, share):
-    """An alarm would leave the recent window's few counts; the long window stays full."""
+    """An alarm would leave the few counts since; the long window stays full."""
     rng = np.random.default_rng(7)
     known = learned(*[evidence(rng, rows, share) for _ in range(1500 // rows)])
     for _ in range(1500 // rows):

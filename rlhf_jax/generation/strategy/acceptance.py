@@ -15,9 +15,10 @@ CLASSES = 4  # of a drafter's own confidence
 NOTHING = 0  # the class where nothing is known
 
 WINDOW = 1200.0  # drafts that count for a rate: older ones fade
-RECENT = 4.0  # the same for what rules after a sudden change ...
-RECENT_UPDATES = 3.0  # ... but never fewer than so many updates
 REALISED_WINDOW = 256.0  # accepted tokens, as predicted, that the calibration remembers
+BELIEF = np.array(
+    [[64.0, 64.0], [0.0, 0.0], [0.0, 0.0]]
+)  # realised before anything was: a few lucky rounds move little
 
 PRIOR = 0.3 * 0.3 ** np.arange(RANKS)  # rates of a drafter of which nothing is known
 WEIGHT = 4.0  # observations that the more general estimate is worth
@@ -40,11 +41,14 @@ class Evidence:
 
 @dataclasses.dataclass(frozen=True)
 class Acceptance:
-    """What is known of one drafter. The leading axis of counts is the window: the long one, then the recent one."""
+    """What is known of one drafter.
 
-    seen: np.ndarray  # [2, 2, CLASSES, DEPTHS, RANKS] by window, familiar, class: drafts whose path was right before
+    The leading axis of counts is the window: the long one, that since a fall may have begun, that since a rise may.
+    """
+
+    seen: np.ndarray  # [3, 2, CLASSES, DEPTHS, RANKS] by window, familiar, class: drafts whose path was right before
     hits: np.ndarray  # the same shape: those that were right
-    realised: np.ndarray  # [2, 2] by window: tokens accepted in its own rounds, tokens predicted
+    realised: np.ndarray  # [3, 2] by window: tokens accepted in its own rounds, tokens predicted
     drift: np.ndarray  # [2] log likelihood ratios of a sudden fall and of a sudden rise (CUSUM, Page 1954)
 
     @functools.cached_property
@@ -55,8 +59,8 @@ class Acceptance:
 
 def unknown() -> Acceptance:
     """The acceptance of a drafter of which nothing is known."""
-    counts = np.zeros((2, 2, CLASSES, DEPTHS, RANKS))
-    return Acceptance(counts, counts, np.zeros((2, 2)), np.zeros(2))
+    counts = np.zeros((3, 2, CLASSES, DEPTHS, RANKS))
+    return Acceptance(counts, counts, BELIEF, np.zeros(2))
 
 
 def observe(acceptance: Acceptance, evidence: Evidence, used: bool = False) -> Acceptance:
@@ -67,21 +71,13 @@ def observe(acceptance: Acceptance, evidence: Evidence, used: bool = False) -> A
     if not len(evidence.familiar):
         return acceptance
     seen, hits = _count(evidence)
-    drift, realised = acceptance.drift, acceptance.realised
     if not used:
-        expected = acceptance.rates[..., 0]
-        drift = _drift(drift, expected, hits[..., 0], seen[..., 0])
-        realised = realised * math.exp(-len(evidence.familiar) / FADE)
+        acceptance = _judged(acceptance, acceptance.rates[..., 0], hits[..., 0], seen[..., 0])
+        faded = _fade(acceptance.realised, math.exp(-len(evidence.familiar) / FADE))
+        acceptance = dataclasses.replace(acceptance, realised=faded)
     totals, right = acceptance.seen + seen, acceptance.hits + hits
-    kept = _kept(totals, seen)
-    return _cut_if_changed(Acceptance(totals * kept, right * kept, realised, drift))
-
-
-def _kept(totals: np.ndarray, fresh: np.ndarray) -> np.ndarray:
-    """The share of each count that stays. What was not observed fades from the recent window alone."""
-    most = np.stack([np.full_like(fresh, WINDOW), np.maximum(RECENT, RECENT_UPDATES * fresh)])
-    unseen = np.array([1.0, 1.0 - 1.0 / RECENT]).reshape(2, 1, 1, 1, 1)
-    return np.where(fresh > 0, np.minimum(1.0, most / np.maximum(totals, 1e-9)), unseen)
+    kept = np.minimum(1.0, WINDOW / np.maximum(totals, 1e-9))
+    return _cut_if_changed(dataclasses.replace(acceptance, seen=totals * kept, hits=right * kept))
 
 
 def _count(evidence: Evidence) -> tuple[np.ndarray, np.ndarray]:
@@ -104,33 +100,46 @@ def realise(acceptance: Acceptance, accepted: float, predicted: float, rows: int
     if rows == 0 or predicted <= 0:
         return acceptance
     mean = predicted * calibration(acceptance) / rows
-    drift = _drift(acceptance.drift, np.array(mean / (1 + mean)), np.array(accepted), np.array(accepted + rows))
+    acceptance = _judged(acceptance, np.array(mean / (1 + mean)), np.array(accepted), np.array(accepted + rows))
     realised = acceptance.realised + np.array([accepted, predicted])
-    most = np.array([[REALISED_WINDOW], [RECENT_UPDATES * predicted]])
-    kept = np.minimum(1.0, most / realised[:, 1:])
-    return _cut_if_changed(dataclasses.replace(acceptance, realised=realised * kept, drift=drift))
+    kept = np.minimum(1.0, REALISED_WINDOW / realised[:, 1:])
+    return _cut_if_changed(dataclasses.replace(acceptance, realised=realised * kept))
 
 
-def _drift(drift: np.ndarray, expected: np.ndarray, hits: np.ndarray, trials: np.ndarray) -> np.ndarray:
-    """[2] CUSUMs of the log likelihood ratio of odds that have shifted by SHIFT, down and up."""
+def _judged(acceptance: Acceptance, expected: np.ndarray, hits: np.ndarray, trials: np.ndarray) -> Acceptance:
+    """The drift after these trials. A window since a change may have begun is emptied where none may have.
+
+    The drift is a CUSUM of the log likelihood ratio of odds that have shifted by SHIFT, down and up: while it is 0 no
+    change is likely, so that the likeliest time of one is when it was 0 last.
+    """
     odds = math.exp(SHIFT)
     expected = np.clip(expected, 0.01, MOST)
     down = SHIFT * (trials - hits) - trials * np.log(expected + odds * (1 - expected))
     up = SHIFT * hits - trials * np.log(odds * expected + 1 - expected)
-    return np.maximum(0.0, drift + np.array([down.sum(), up.sum()]))
+    lasting = np.array([True, *(acceptance.drift > 0)])
+    counts = acceptance.seen, acceptance.hits, acceptance.realised
+    left = (count * lasting.reshape(-1, *[1] * (count.ndim - 1)) for count in counts)
+    return Acceptance(*left, np.maximum(0.0, acceptance.drift + np.array([down.sum(), up.sum()])))
 
 
 def _cut_if_changed(acceptance: Acceptance) -> Acceptance:
-    """After a sudden change the recent window is all that counts."""
+    """After a sudden change what came since is all that counts."""
     if acceptance.drift.max() < ALARM:
         return acceptance
-    seen, hits, realised = (counts[[1, 1]] for counts in (acceptance.seen, acceptance.hits, acceptance.realised))
-    return Acceptance(seen, hits, realised, np.zeros(2))
+    since = 1 + int(acceptance.drift.argmax())
+    counts = acceptance.seen, acceptance.hits, acceptance.realised
+    return Acceptance(*(count[[since] * 3] for count in counts), np.zeros(2))
+
+
+def _fade(realised: np.ndarray, kept: float) -> np.ndarray:
+    """What was realised, on its way to the belief that it began with."""
+    return BELIEF + kept * (realised - BELIEF)
 
 
 def forget(acceptance: Acceptance, kept: float) -> Acceptance:
     """The acceptance after the policy has moved: counts weigh `kept` (0 to 1) of what they did."""
-    return Acceptance(acceptance.seen * kept, acceptance.hits * kept, acceptance.realised * kept, np.zeros(2))
+    realised = _fade(acceptance.realised, kept)
+    return Acceptance(acceptance.seen * kept, acceptance.hits * kept, realised, np.zeros(2))
 
 
 def observations(acceptance: Acceptance) -> float:
@@ -187,5 +196,6 @@ def state(acceptance: Acceptance) -> dict[str, np.ndarray]:
 
 
 def restore(saved: dict[str, Any]) -> Acceptance:
-    """The acceptance that `state` saved."""
-    return Acceptance(**{name: np.array(value, float) for name, value in saved.items()})
+    """The acceptance that `state` saved; what had other windows is forgotten."""
+    found = Acceptance(**{name: np.array(value, float) for name, value in saved.items()})
+    return found if len(found.seen) == len(BELIEF) else unknown()
