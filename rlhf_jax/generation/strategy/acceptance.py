@@ -16,9 +16,7 @@ NOTHING = 0  # the class where nothing is known
 
 WINDOW = 1200.0  # drafts that count for a rate: older ones fade
 REALISED_WINDOW = 256.0  # accepted tokens, as predicted, that the calibration remembers
-BELIEF = np.array(
-    [[64.0, 64.0], [0.0, 0.0], [0.0, 0.0]]
-)  # realised before anything was: a few lucky rounds move little
+BELIEF = np.array([[64.0, 64.0], [0.0, 0.0], [0.0, 0.0]])  # what counts as realised at first: a few rounds are luck
 
 PRIOR = 0.3 * 0.3 ** np.arange(RANKS)  # rates of a drafter of which nothing is known
 WEIGHT = 4.0  # observations that the more general estimate is worth
@@ -117,18 +115,19 @@ def _judged(acceptance: Acceptance, expected: np.ndarray, hits: np.ndarray, tria
     down = SHIFT * (trials - hits) - trials * np.log(expected + odds * (1 - expected))
     up = SHIFT * hits - trials * np.log(odds * expected + 1 - expected)
     lasting = np.array([True, *(acceptance.drift > 0)])
-    counts = acceptance.seen, acceptance.hits, acceptance.realised
-    left = (count * lasting.reshape(-1, *[1] * (count.ndim - 1)) for count in counts)
-    return Acceptance(*left, np.maximum(0.0, acceptance.drift + np.array([down.sum(), up.sum()])))
+    drift = np.maximum(0.0, acceptance.drift + np.array([down.sum(), up.sum()]))
+    by_cell = lasting.reshape(3, 1, 1, 1, 1)
+    return Acceptance(
+        acceptance.seen * by_cell, acceptance.hits * by_cell, acceptance.realised * lasting[:, None], drift
+    )
 
 
 def _cut_if_changed(acceptance: Acceptance) -> Acceptance:
     """After a sudden change what came since is all that counts."""
     if acceptance.drift.max() < ALARM:
         return acceptance
-    since = 1 + int(acceptance.drift.argmax())
-    counts = acceptance.seen, acceptance.hits, acceptance.realised
-    return Acceptance(*(count[[since] * 3] for count in counts), np.zeros(2))
+    since = [1 + int(acceptance.drift.argmax())] * 3
+    return Acceptance(acceptance.seen[since], acceptance.hits[since], acceptance.realised[since], np.zeros(2))
 
 
 def _fade(realised: np.ndarray, kept: float) -> np.ndarray:
