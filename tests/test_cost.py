@@ -181,3 +181,20 @@ def median_seconds(action, repeats: int) -> float:
         action()
         took.append(time.perf_counter() - began)
     return statistics.median(took)
+
+
+def test_a_call_timed_at_other_contexts_is_priced_at_those_of_now():
+    """Seconds of one row grow with its context as no roofline that fits large batches has it."""
+
+    def took(call: int, rows: int, context: float) -> float:
+        return float(truly(rows, rows * context)[call]) * (context / 1000) ** (0.1 if rows == 1 else 0.0)
+
+    luck, costs = np.random.default_rng(2), cost.prior("gpu", TARGET, DRAFTER)
+    for rows, begin, calls in ((64, 200, range(len(CALLS))), (1, 2000, (PLAIN, CHAIN_4)), (1, 500, (PLAIN,))):
+        for context, call in [(begin + 20 * i, call) for i in range(25) for call in calls]:
+            cost.observe(
+                costs, *CALLS[call], rows, rows * context, 0, took(call, rows, context) * luck.lognormal(0, 0.01)
+            )
+    cost.fit(costs)
+    now = priced(costs, 1, 700)
+    assert [now[call] / took(call, 1, 700) for call in (PLAIN, CHAIN_4)] == pytest.approx([1, 1], abs=0.08)

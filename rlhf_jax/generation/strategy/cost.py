@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import math
 import statistics
 from collections.abc import Iterator
@@ -24,6 +23,8 @@ WINDOW = 25  # rounds of a cell that count: older ones are forgotten
 DOUBT = 2  # rounds without any error that a cell is taken to begin with
 PRIOR_WEIGHT = 0.02  # of a parameter's distance from the prior, in log space, beside the residual of one point
 POINTS = 3  # of a cell that `fit` sees, along its context
+LEVEL = 1.0  # squared log contexts, summed, that a size must span before its own growth with the context counts half
+HELD_UP = 0.2  # of log seconds: more than this off is no growth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +69,27 @@ class Cell:
     errors: collections.deque  # log of measured over roofline, of the same rounds
 
 
+class Growth(NamedTuple):
+    """Log seconds = slope * (log of a row's context - middle), beyond what a roofline says."""
+
+    slope: float
+    middle: float
+
+    def __call__(self, rows: int, context: float) -> float:
+        """Log seconds at this context, summed over rows."""
+        return self.slope * (_length(rows, context) - self.middle)
+
+
+NO_GROWTH = Growth(0.0, 0.0)
+
+
 @dataclasses.dataclass
 class Costs:
     """The cost model and what was measured. `corrections` are log factors, by size (of rows) and call.
 
     A call is (nodes, steps, fed); a size is a half octave of rows. `trends` are the corrections of calls that were not
-    measured at that size, by (drafts at all, drafts with a model).
+    measured at that size, by (drafts at all, drafts with a model). `growth` is how seconds of a size grow with a row's
+    context beyond the roofline: without it, what was timed at other contexts would be priced as if at those.
     """
 
     prior: Machine
@@ -81,6 +97,7 @@ class Costs:
     cells: dict[int, dict[tuple, Cell]] = dataclasses.field(default_factory=dict)
     corrections: dict[int, dict[tuple, float]] = dataclasses.field(default_factory=dict)
     trends: dict[int, dict[tuple, float]] = dataclasses.field(default_factory=dict)
+    growth: dict[int, Growth] = dataclasses.field(default_factory=dict)
 
 
 # Bytes and flops a second, seconds of a row and of a call: the order of magnitude, which `fit` corrects.
@@ -118,7 +135,8 @@ def seconds(costs: Costs, nodes, steps, fed, rows: int, context: float, lag: int
         known[call] if call in known else trends.get(_kind(call), 0.0)
         for call in zip(nodes.tolist(), steps.tolist(), fed.tolist(), strict=True)
     ]
-    return _roofline(costs.machine, nodes, steps, fed, rows, context, lag) * np.exp(factors)
+    grown = costs.growth.get(size, NO_GROWTH)(rows, context)
+    return _roofline(costs.machine, nodes, steps, fed, rows, context, lag) * np.exp(np.array(factors) + grown)
 
 
 def rounds_timed(costs: Costs, nodes, steps, fed, rows: int) -> np.ndarray:
@@ -147,6 +165,11 @@ def _size(rows: int) -> int:
     return round(2 * math.log2(rows))
 
 
+def _length(rows: int, context: float) -> float:
+    """Log of the context of a row."""
+    return math.log(max(context / rows, 1.0))
+
+
 def _kind(call: tuple) -> tuple[bool, bool]:
     return call[0] > 1, call[1] > 0
 
@@ -159,14 +182,16 @@ def observe(
     cells = costs.cells.setdefault(size, {})
     cell = cells.setdefault(call, Cell(collections.deque(maxlen=WINDOW), collections.deque(maxlen=WINDOW)))
     cell.rounds.append((int(rows), float(context), int(lag), math.log(seconds)))
-    cell.errors.extend(_errors(costs.machine, [(*call, *cell.rounds[-1])]))
+    cell.errors.extend(_errors(costs, size, [(*call, *cell.rounds[-1])]))
     _correct(costs, size, call)
 
 
-def _errors(machine: Machine, rounds: list[tuple]) -> Iterator[float]:
-    """Log of measured over roofline, of rounds (nodes, steps, fed, rows, context, lag, log seconds)."""
+def _errors(costs: Costs, size: int, rounds: list[tuple]) -> Iterator[float]:
+    """Log of measured over predicted, of rounds (nodes, steps, fed, rows, context, lag, log seconds) of a size."""
     *call, measured = np.array(rounds, float).reshape(-1, 7).T
-    return iter((measured - np.log(_roofline(machine, *call))).tolist())
+    growth = costs.growth.get(size, NO_GROWTH)
+    grown = np.array([growth(rows, context) for _, _, _, rows, context, *_ in rounds])
+    return iter((measured - np.log(_roofline(costs.machine, *call)) - grown).tolist())
 
 
 def _correct(costs: Costs, size: int, call: tuple) -> None:
@@ -228,13 +253,15 @@ def _call_terms(line: Roofline, nodes, rows, context) -> np.ndarray:
 def _points(costs: Costs) -> tuple[np.ndarray, np.ndarray]:
     """([6, n] nodes, steps, fed, rows, context, lag; [n] log seconds): up to POINTS parts of each cell."""
     calls, errors = [], []
-    for cells in costs.cells.values():
+    for size, cells in costs.cells.items():
         for call, cell in cells.items():
             rounds = sorted(zip(cell.rounds, cell.errors, strict=True), key=lambda one: one[0][1])  # by context
             length = -(-len(rounds) // POINTS)
             for part in (rounds[i : i + length] for i in range(0, len(rounds), length)):
-                calls.append((*call, *part[len(part) // 2][0][:3]))
-                errors.append(statistics.median(error for _, error in part))
+                rows, context, lag, _ = part[len(part) // 2][0]
+                calls.append((*call, rows, context, lag))
+                grown = costs.growth.get(size, NO_GROWTH)(rows, context)
+                errors.append(statistics.median(error for _, error in part) + grown)
     points = np.array(calls, float).reshape(-1, 6).T
     return points, np.log(_roofline(costs.machine, *points)) + errors
 
@@ -256,13 +283,23 @@ def _of_figures(figures: list[float]) -> Machine:
 
 
 def _rebase(costs: Costs) -> None:
-    """Errors and corrections against the machine of now."""
-    costs.corrections, costs.trends = {}, {}
-    entries = [(size, call, cell) for size, cells in costs.cells.items() for call, cell in cells.items()]
-    errors = _errors(costs.machine, [(*call, *one) for _, call, cell in entries for one in cell.rounds])
-    for size, call, cell in entries:
-        cell.errors = collections.deque(itertools.islice(errors, len(cell.rounds)), maxlen=WINDOW)
-        _correct(costs, size, call)
+    """Growth, errors and corrections against the machine of now."""
+    costs.corrections, costs.trends, costs.growth = {}, {}, {}
+    for size, cells in costs.cells.items():
+        rounds = [[(*call, *one) for one in cell.rounds] for call, cell in cells.items()]
+        errors = [np.fromiter(_errors(costs, size, each), float) for each in rounds]
+        lengths = [np.array([_length(rows, context) for rows, context, *_ in cell.rounds]) for cell in cells.values()]
+        costs.growth[size] = _growth(lengths, errors)
+        for (call, cell), each in zip(cells.items(), rounds, strict=True):
+            cell.errors = collections.deque(_errors(costs, size, each), maxlen=WINDOW)
+            _correct(costs, size, call)
+
+
+def _growth(lengths: list[np.ndarray], errors: list[np.ndarray]) -> Growth:
+    """The slope of errors against lengths, alike for all calls, each of which has a level of its own."""
+    span = np.concatenate([each - each.mean() for each in lengths])
+    off = np.concatenate([np.clip(each - np.median(each), -HELD_UP, HELD_UP) for each in errors])
+    return Growth(float(span @ off / (span @ span + LEVEL)), float(np.concatenate(lengths).mean()))
 
 
 def state(costs: Costs) -> dict:
