@@ -1,7 +1,8 @@
 """The rounds of one slice: chosen and dispatched (`fly`), then read (`land`). Host code.
 
 The next round is chosen and dispatched before the counters of the one before it are read, so a row that has finished
-meanwhile is a no-op for one round.
+meanwhile is a no-op for one round. But a long replayed draft ends rows or shows that they have strayed: the round after
+it is chosen when it has landed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, Evidence
 from rlhf_jax.generation.strategy.select import Selector, Situation
 from rlhf_jax.types import Strategy
 
+FAR = 4  # replayed drafts of a row's round that are waited for
+
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
@@ -35,11 +38,18 @@ class Setting:
 
 
 def may_fly(instance: Instance) -> bool:
-    """Whether another round could give some sample anything: false once all limits are surely reached."""
-    return len(instance.flights) < 2 and any(
+    """Whether another round may begin: false while one must be known first, or once all limits are surely reached."""
+    if len(instance.flights) == 2 or any(_goes_far(flight.strategy) for flight in instance.flights):
+        return False
+    return any(
         not sample.done and len(sample.prompt) + len(sample.tokens) + sample.flying < sample.limit
         for sample in instance.live
     )
+
+
+def _goes_far(strategy: Strategy) -> bool:
+    """Whether a row may well end in its round, or show that it has strayed: both change what is best next."""
+    return strategy.drafter == "replay" and len(strategy.parents) >= FAR
 
 
 def fly(instance: Instance, drains: bool, setting: Setting) -> None:
@@ -53,15 +63,15 @@ def fly(instance: Instance, drains: bool, setting: Setting) -> None:
     siblings = boards.siblings(instance.board, decoding)
     last = drains and not instance.queue and not instance.waiting
     strategy = _choose(instance, siblings, context, lag, last, setting)
-    busy = before is not None and not before.results.emission.count.is_ready()
+    follows = before is not None and not before.results.emission.count.is_ready()
     compiled, began = ahead.events if ahead else 0, time.perf_counter()
-    clean, look = busy and instance.state is instance.played, setting.selector is not None
+    clean, look = instance.state is instance.played, setting.selector is not None
     where = instance.models, strategy, siblings, decoding, instance.mesh, look
     instance.state, results = programs.dispatch(instance.state, *where)
     after, moved = tuple(instance.arrived), tuple(instance.moved)
     instance.arrived, instance.moved = [], []
-    flight = Flight(strategy, list(instance.board), results, context, lag, clean, compiled, began, after, moved)
-    instance.flights.append(flight)
+    known = context, lag, clean, follows, compiled, began, after, moved
+    instance.flights.append(Flight(strategy, list(instance.board), results, *known))
     instance.played = instance.state
     for sample in live:
         sample.flying += 1
@@ -126,7 +136,7 @@ def land(instance: Instance, setting: Setting) -> tuple[RoundReport, list[Sample
     flight = instance.flights.popleft()
     waited, instance.watched = instance.watched or not flight.results.emission.count.is_ready(), False
     arrived: Results = jax.device_get(flight.results)
-    seconds = instance.clock.tick(waited)
+    seconds = instance.clock.tick(waited, None if flight.follows else flight.began)
     ahead = setting.ahead
     alone = ahead is None or not (ahead.busy or ahead.events != flight.compiled)
     before = [sample.confidence if sample else {} for sample in flight.samples]  # what was known when it was drafted

@@ -34,7 +34,8 @@ class Flight:
     results: Results
     context: int  # known tokens of the live samples
     lag: int  # tokens that the draft model lacked, of the sample that lacked most
-    clean: bool  # it waited for the round before it, and for nothing else
+    clean: bool  # the slice had nothing to do between it and the round before it
+    follows: bool  # it was dispatched while the round before it ran
     compiled: int  # what `ahead` had begun and ended when it was dispatched
     began: float  # when it was dispatched
     after: tuple[tuple[Instance, Flight], ...]  # rounds of other slices that its samples took part in before
@@ -47,9 +48,9 @@ class Clock:
 
     last: float | None = None
 
-    def tick(self, waited: bool) -> float | None:
-        """Seconds since the last arrival, where both are known."""
-        before, self.last = self.last, time.perf_counter() if waited else None
+    def tick(self, waited: bool, began: float | None) -> float | None:
+        """Seconds since the device `began`, or without that since the last arrival, where both ends are known."""
+        before, self.last = began or self.last, time.perf_counter() if waited else None
         return None if before is None or self.last is None else self.last - before
 
 
