@@ -107,8 +107,8 @@ def test_what_was_seen_before_a_sudden_change_hardly_counts_after_it(rows, befor
     while not changed:
         drafts += rows
         known = accepting.observe(known, evidence(rng, rows, after))
-        changed = accepting.observations(known) < 500
-    assert accepting.observations(known) <= drafts + 64  # of 600
+        changed = known.observations < 500
+    assert known.observations <= drafts + 64  # of 600
 
 
 def test_few_lucky_rounds_are_no_calibration():
@@ -124,7 +124,7 @@ def test_without_a_change_no_alarm_is_raised(rows, share):
     known = learned(*[evidence(rng, rows, share) for _ in range(1500 // rows)])
     for _ in range(1500 // rows):
         known = accepting.observe(known, evidence(rng, rows, share))
-        assert accepting.observations(known) > 0.9 * WINDOW
+        assert known.observations > 0.9 * WINDOW
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
@@ -162,7 +162,7 @@ def test_forgetting_makes_new_evidence_weigh_more():
     rng = np.random.default_rng(10)
     old, new = evidence(rng, 400, 0.5), evidence(rng, 50, 0.6)
     faded = accepting.forget(learned(old, used=True), 0.1)
-    assert accepting.observations(faded) == pytest.approx(40)
+    assert faded.observations == pytest.approx(40)
     kept = [
         accepting.rates(accepting.observe(known, new, True))[0, 1, 0, 0] for known in (learned(old, used=True), faded)
     ]

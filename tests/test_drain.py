@@ -9,7 +9,7 @@ from rlhf_jax.generation.drafters.replay import FOLLOWS
 from rlhf_jax.generation.strategy import cost
 from rlhf_jax.generation.strategy import menu as menus
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Evidence
-from rlhf_jax.generation.strategy.drain import seconds_left
+from rlhf_jax.generation.strategy.drain import Rows, foreseen, seconds_left
 from rlhf_jax.generation.strategy.select import Selector, Situation
 
 CPU = cost.Machine(cost.Roofline(8e-3, 1e-6, 5e-3, 1e-8, 5e-4, 2e-3), None, 1e-4)
@@ -19,16 +19,30 @@ SPAN = 64  # tokens of every sample
 
 
 def test_rows_of_one_pace_end_as_tokens_a_second_say():
-    pace, seconds = np.array([[1.0, 4.0]]), np.array([1.0, 2.0])
-    ends = seconds_left(pace, np.array([8.0]), np.array([40.0]), seconds, lambda rows: 1.0)
-    np.testing.assert_allclose(ends, [40, 20])
+    rows = Rows(np.array([[1.0, 4.0]]), np.array([8.0]), np.array([40.0]))
+    np.testing.assert_allclose(seconds_left(rows, np.array([1.0, 2.0]), np.ones_like), [40, 20])
 
 
 def test_who_is_left_over_decodes_plainly_in_a_smaller_batch():
     """Six rows gain four tokens a round and end after ten rounds, two gain one: they have thirty plain rounds more."""
-    pace, seconds = np.array([[1.0, 1.0], [1.0, 4.0]]), np.array([1.0, 2.0])
-    ends = seconds_left(pace, np.array([2, 6]), np.array([40.0, 40.0]), seconds, {2: 0.5}.__getitem__)
+    rows = Rows(np.array([[1.0, 1.0], [1.0, 4.0]]), np.array([2.0, 6.0]), np.array([40.0, 40.0]))
+    ends = seconds_left(rows, np.array([1.0, 2.0]), lambda live: np.where(live <= 2, 0.5, 1.0))
     np.testing.assert_allclose(ends, [40, 10 * 2 + 30 * 0.5])
+
+
+@pytest.mark.parametrize("stay", [0.9, 0.99])
+def test_rows_that_follow_are_foreseen_to_stray_as_often_as_they_do(stay):
+    """Of 20 rows with 30 tokens to come, gaining 10 a round while they follow and 1 afterwards."""
+    pace, counts = np.ones((2 * CLASSES, 2)), np.zeros(2 * CLASSES, int)
+    pace[-1, 1], counts[-1], counts[-3] = 10.0, 20, 5
+    found = foreseen(pace, counts, np.where(counts, 30 * counts, 0), stay)
+    assert found.counts.sum() == pytest.approx(25) and found.counts[0] == 5
+    assert found.counts[1] == pytest.approx(20 * stay**30)
+    strays = np.minimum(np.random.default_rng(0).geometric(1 - stay, 100_000) - 1, 30)
+    rounds = (strays / 10 + (30 - strays)).mean()
+    expected = found.counts[1:] @ (found.left / found.pace[:, 1])[1:] / 20
+    assert expected == pytest.approx(rounds, rel=0.1)
+    np.testing.assert_allclose(found.pace[:, 0], 1.0)
 
 
 class Drain:

@@ -54,6 +54,11 @@ class Acceptance:
         """`rates`, found once: the next choices and the next evidence both ask."""
         return rates(self)
 
+    @functools.cached_property
+    def observations(self) -> float:
+        """Drafts that the estimate rests on, faded ones by what is left of them."""
+        return float(self.seen[0, :, :, 0, 0].sum())
+
 
 def unknown() -> Acceptance:
     """The acceptance of a drafter of which nothing is known."""
@@ -139,11 +144,6 @@ def forget(acceptance: Acceptance, kept: float) -> Acceptance:
     """The acceptance after the policy has moved: counts weigh `kept` (0 to 1) of what they did."""
     realised = _fade(acceptance.realised, kept)
     return Acceptance(acceptance.seen * kept, acceptance.hits * kept, realised, np.zeros(2))
-
-
-def observations(acceptance: Acceptance) -> float:
-    """Drafts that the estimate rests on, faded ones by what is left of them."""
-    return float(acceptance.seen[0, :, :, 0, 0].sum())
 
 
 def rates(acceptance: Acceptance) -> np.ndarray:

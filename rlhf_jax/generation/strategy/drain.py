@@ -6,30 +6,54 @@ left over in a small batch, which uses the machine badly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
+from rlhf_jax.generation.strategy.acceptance import CLASSES
 
-def seconds_left(
-    pace: np.ndarray, counts: np.ndarray, left: np.ndarray, seconds: np.ndarray, plain: Callable[[int], float]
-) -> np.ndarray:
+STRAYED, FOLLOWS = 1 - CLASSES, -1  # cells of rows whose text has left their earlier one, and whose text follows it
+PARTS = np.array([1, 3, 5]) / 6  # of the rows that will stray, the parts that have by the middle of each third
+
+
+class Rows(NamedTuple):
+    """Rows in C groups that stay what they are."""
+
+    pace: np.ndarray  # [C, S] tokens of a row's round by each strategy, the first being plain decoding
+    counts: np.ndarray  # [C] rows
+    left: np.ndarray  # [C] tokens that one of them has to come
+
+
+def foreseen(pace: np.ndarray, counts: np.ndarray, left: np.ndarray, stay: float) -> Rows:
+    """The rows in groups, those that follow their earlier text split by where they will stray from it.
+
+    pace [2 * CLASSES, S] of a row of each cell, by familiar and class; counts, left [2 * CLASSES]: rows, and tokens
+    that they have to come, summed. stay: chance that a text which follows does so for one token more.
+    """
+    some = counts.nonzero()[0]
+    groups = Rows(pace[some], counts[some].astype(float), left[some] / counts[some])
+    if not counts[FOLLOWS]:
+        return groups
+    span = float(groups.left[-1])
+    whole = stay**span
+    where = np.log(1 - PARTS * (1 - whole)) / math.log(stay)  # tokens to the place, which is geometric
+    strays = span / (where[:, None] / pace[FOLLOWS] + (span - where)[:, None] / pace[STRAYED])
+    parts = counts[FOLLOWS] * np.array([whole, *[(1 - whole) / len(PARTS)] * len(PARTS)])
+    spans = groups.left, [span] * len(PARTS)
+    return Rows(*map(np.concatenate, ((groups.pace, strays), (groups.counts[:-1], parts), spans)))
+
+
+def seconds_left(rows: Rows, seconds: np.ndarray, plain: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """[S] seconds until the last row has ended, were each strategy kept until the first rows end.
 
-    pace [C, S]: tokens of a row's round, for C classes of rows that stay what they are; counts, left [C]: rows, and
-    tokens that one of them has to come; seconds [S] of a round of all rows, the first strategy being plain decoding.
-    plain(n): of a plain round of n rows; drafts are taken to cost as many times that as they do now. Once rows have
-    ended, the others go on with the strategy or decode plainly, whichever is quicker.
+    seconds [S] of a round of all rows; plain(n) of a plain round of n rows; drafts are taken to cost as many times that
+    as they do now. Once rows have ended, the others go on with the strategy or decode plainly, whichever is quicker.
     """
-    ends = left[:, None] / pace
+    ends = rows.left[:, None] / rows.pace
     order, columns = np.argsort(ends, axis=0, kind="stable"), np.arange(len(seconds))  # take_along_axis is slow
-    ends, pace = ends[order, columns], pace[order, columns]
-    rows = counts[order[::-1]].cumsum(axis=0)[::-1]  # that are left in each phase
-    phases = ends[1:] - ends[:-1]
-    rows = np.where(phases > 0, rows[1:], 0)  # nobody is left for no time
-    thin = {count: plain(int(count)) if count else 0.0 for count in set(rows.ravel().tolist())}
-    total = ends[0] * seconds
-    for phase, count, tokens in zip(phases, rows, pace[1:], strict=True):
-        times_plain = np.minimum(seconds / seconds[0], tokens)
-        total = total + phase * times_plain * [thin[each] for each in count.tolist()]
-    return total
+    ends, pace = ends[order, columns], rows.pace[order, columns]
+    going = rows.counts[order[::-1]].cumsum(axis=0)[::-1]  # in each phase
+    times_plain = np.minimum(seconds / seconds[0], pace[1:])
+    return ends[0] * seconds + ((ends[1:] - ends[:-1]) * times_plain * plain(going[1:])).sum(axis=0)

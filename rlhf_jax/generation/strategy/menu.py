@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 from collections.abc import Iterable, Mapping
 
@@ -41,6 +42,11 @@ class Menu:
     depth: np.ndarray  # [S] int, the longest path
     paths: Mapping[str, Paths]  # by drafter
     longest: int  # drafts of a strategy at most
+
+    @functools.cached_property
+    def place(self) -> dict[Strategy | None, int]:
+        """The index of each strategy."""
+        return {strategy: index for index, strategy in enumerate(self.strategies)}
 
 
 def build(strategies: Iterable[Strategy], longest: int = LONG_CHAINS[-1]) -> Menu:

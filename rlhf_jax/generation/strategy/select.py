@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -88,8 +87,8 @@ def select(
     order = np.argsort(-rate, kind="stable").tolist()
     best = next((one for one in order if ready(menu.strategies[one])), 0)
     chosen = best
-    if current is not None and current != menu.strategies[best] and current in menu.strategies and ready(current):
-        held = menu.strategies.index(current)
+    held = menu.place.get(current)
+    if held is not None and held != best and ready(menu.strategies[held]):
         chosen = held if rate[best] <= (1 + GAIN) * rate[held] else best
     if rate[chosen] < (1 + WORTH) * rate[0] and ready(menu.strategies[0]):
         chosen = 0
@@ -187,23 +186,21 @@ class Selector:
         """[S] tokens, but more or fewer where a strategy ends the drain sooner or later than tokens a second tell."""
         worth = tokens.copy()
         for drafter, left in situation.left.items():
-            counts = situation.classes[drafter].ravel()
-            classes = np.flatnonzero(counts)
-            own = np.flatnonzero((self.menu.drafter == self.menu.drafters.index(drafter)) & (tokens > 0))
-            if len(classes) > 1:
-                columns = np.concatenate([[0], own])
-                pace, rows = self.expected[np.ix_(classes, columns)], counts[classes]
-                a_row, plain = left.ravel()[classes] / rows, functools.partial(self._plain_seconds, situation)
-                ends = drain.seconds_left(pace, rows, a_row, seconds[columns], plain)
+            own = ((self.menu.drafter == self.menu.drafters.index(drafter)) & (tokens > 0)).nonzero()[0]
+            columns = np.concatenate([[0], own])
+            stay = float(self.acceptance[drafter].rates[1, -1, :, 0].mean())
+            cells = self.expected[:, columns], situation.classes[drafter].ravel(), left.ravel()
+            rows = drain.foreseen(*cells, stay)
+            if len(rows.counts) > 1:
+                ends = drain.seconds_left(rows, seconds[columns], self._plain_seconds(situation))
                 worth[own] = situation.live * seconds[own] / seconds[0] * ends[0] / ends[1:]
         return worth
 
-    def _plain_seconds(self, situation: Situation, live: int) -> float:
-        """Of a plain round of the rows that hold `live` of the samples."""
-        rows, plain = situation.rows, (self.menu.nodes[:1], self.menu.steps[:1], self.menu.fed[:1])
-        while rows // 2 >= live:
-            rows //= 2
-        return float(cost.seconds(self.costs, *plain, rows, situation.context * live / situation.live, 0)[0])
+    def _plain_seconds(self, situation: Situation) -> Callable[[np.ndarray], np.ndarray]:
+        """Of plain rounds, by how many samples their rows hold; of a part of a sample, that part of one's."""
+        halved = [situation.rows >> times for times in range(situation.rows.bit_length())]
+        prices = cost.plain_seconds(self.costs, int(self.menu.nodes[0]), halved, situation.context / situation.live)
+        return lambda live: np.minimum(live, 1) * prices[np.log2(situation.rows / np.ceil(live)).astype(int)]
 
     def _seconds(self, situation: Situation) -> tuple[np.ndarray, np.ndarray]:
         """([S] of the next round, [S] with the draft cache's catch-up spread over the rounds that it serves)."""
@@ -234,7 +231,7 @@ class Selector:
         return None, wish
 
     def _due(self, drafter: str) -> bool:
-        return self.silent[drafter] > OLD or accepting.observations(self.acceptance[drafter]) < FEW
+        return self.silent[drafter] > OLD or self.acceptance[drafter].observations < FEW
 
     def _doubt(self, rows: int) -> np.ndarray:
         """[S] by which share a round may take more or less than predicted: 0 where calls like it were timed."""
@@ -289,9 +286,9 @@ class Selector:
         self.acceptance[drafter] = accepting.observe(self.acceptance[drafter], evidence, used)
 
     def _time(self, report: RoundReport, seconds: float) -> None:
-        if report.strategy not in self.menu.strategies:
+        at = self.menu.place.get(report.strategy)
+        if at is None:
             return
-        at = self.menu.strategies.index(report.strategy)
         nodes, steps, fed = (int(figures[at]) for figures in (self.menu.nodes, self.menu.steps, self.menu.fed))
         cost.observe(self.costs, nodes, steps, fed, report.rows, report.context, report.lag, seconds)
         self.timed += 1
