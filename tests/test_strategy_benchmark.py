@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import strategy as benchmark
+from rlhf_jax.generation.strategy.select import PROBING
 
 BATCHES, SEQS, GAMMAS = (1, 2, 4, 8, 16, 32), (128, 512, 1024, 2048), (1, 3, 8)
 
@@ -21,8 +22,23 @@ def milliseconds(mode: str, batch: int, seq: int, gamma: int) -> float:
     return cliff * (max(weights + 2e-5 * batch * seq, token * batch * nodes) + 0.01 * batch + 0.2)
 
 
-def write_table(path, modes=(benchmark.DECODE, benchmark.VERIFY, benchmark.DRAFT)) -> str:
-    """A table in the format of the measured ones, with 2 % of noise and rows of averages."""
+def dear(mode: str, batch: int, seq: int, gamma: int) -> float:
+    """A machine where drafting never pays: half the target's work for a draft, and every verified token costs."""
+    nodes, weights, token = (1, 1.5, 0.5) if mode == benchmark.DRAFT else (gamma + 1, 3.0, 1.0)
+    return max(weights + 1e-5 * batch * seq, token * batch * nodes) + 0.05 * batch + 0.3
+
+
+def cheap(mode: str, batch: int, seq: int, gamma: int) -> float:
+    """A machine where drafting always pays: it waits for the target's weights, whatever is verified."""
+    nodes, weights, token = (1, 0.4, 0.001) if mode == benchmark.DRAFT else (gamma + 1, 20.0, 0.004)
+    return max(weights + 1e-6 * batch * seq, token * batch * nodes) + 0.01 * batch + 0.1
+
+
+MODES = benchmark.DECODE, benchmark.VERIFY, benchmark.DRAFT
+
+
+def write_table(path, modes=MODES, machine=milliseconds, noise: float = 0.02) -> str:
+    """A table in the format of the measured ones, with noise and rows of averages."""
     luck = np.random.default_rng(0)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, ["model", "batch", "seq", "gamma", "mode", "mean_ms", "median_ms"])
@@ -30,7 +46,7 @@ def write_table(path, modes=(benchmark.DECODE, benchmark.VERIFY, benchmark.DRAFT
         for mode, gamma in [(m, g) for m in modes for g in ((0,) if m == benchmark.DECODE else GAMMAS)]:
             writer.writerow(dict(model="m", batch=0, seq=0, gamma=gamma, mode=mode, mean_ms=1, median_ms=1))
             for batch, seq in itertools.product(BATCHES, SEQS):
-                took = milliseconds(mode, batch, seq, gamma) * np.exp(luck.normal(0, 0.02))
+                took = machine(mode, batch, seq, gamma) * np.exp(luck.normal(0, noise))
                 writer.writerow(dict(model="m", batch=batch, seq=seq, gamma=gamma, mode=mode, median_ms=took))
     return str(path)
 
@@ -54,6 +70,18 @@ def test_ours_is_near_the_oracle_and_behind_no_fixed_choice(tmp_path, drafter):
         assert case["first_stage"]["ours_to_oracle"] >= 0.93
         assert case["decision_microseconds"] > 0
     assert found["acceptance"]["0.8"]["ours_to_plain"] > 1.2
+
+
+@pytest.mark.parametrize(
+    ("machine", "noise"), [(dear, 0.02), (cheap, 0.02), (milliseconds, 0.12)], ids=["never", "always", "noisy"]
+)
+def test_ours_is_behind_plain_and_fixed_by_probes_at_most_whatever_the_machine(tmp_path, machine, noise):
+    """Where drafting never or always pays, plain decoding or a fixed length is the best there is."""
+    path = write_table(tmp_path / "table.csv", machine=machine, noise=noise)
+    found = benchmark.document(benchmark.read_table(path), asked_of(path, "--acceptance=0.6"))
+    case = found["acceptance"]["0.6"]
+    assert case["ours_to_plain"] >= 1 - PROBING and case["ours_to_best_fixed"] >= 1 - PROBING
+    assert case["ours_to_oracle"] >= 0.97
 
 
 def test_the_table_is_read_without_its_averages(tmp_path):

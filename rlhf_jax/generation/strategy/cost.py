@@ -98,6 +98,7 @@ class Costs:
     corrections: dict[int, dict[tuple, float]] = dataclasses.field(default_factory=dict)
     trends: dict[int, dict[tuple, float]] = dataclasses.field(default_factory=dict)
     growth: dict[int, Growth] = dataclasses.field(default_factory=dict)
+    error: float = math.inf  # what one correction in ten is above, in size: how far off the roofline may be
 
 
 # Bytes and flops a second, seconds of a row and of a call: the order of magnitude, which `fit` corrects.
@@ -303,6 +304,8 @@ def _rebase(costs: Costs) -> None:
         for (call, cell), each in zip(cells.items(), rounds, strict=True):
             cell.errors = collections.deque(_errors(costs, size, each), maxlen=WINDOW)
             _correct(costs, size, call)
+    corrections = [abs(one) for known in costs.corrections.values() for one in known.values()]
+    costs.error = float(np.quantile(corrections, 0.9)) if corrections else math.inf
 
 
 def _growth(lengths: list[np.ndarray], errors: list[np.ndarray]) -> Growth:

@@ -32,7 +32,7 @@ OLD = 200  # ... or above so many rounds without evidence,
 READ = 4000  # rounds, about a stage, for which the text that a drafter read speaks: its own weights do not move
 TRIED = 3  # timed rounds that settle what a call costs; one may have been held up
 UNTRIED = 0.3  # by how much a call that was timed less often may be quicker or slower than predicted by the prior ...
-UNTRIED_FITTED = 0.05  # ... and by a machine that was fitted to other calls
+UNTRIED_FITTED = 0.05  # ... and by a machine that was fitted to other calls, unless these show it to be less off
 FIRST_FIT = 8  # timed rounds before the cost model is fitted first; then at every doubling
 
 
@@ -138,7 +138,7 @@ class Selector:
 
     def choose(self, situation: Situation) -> Choice:
         """The strategy of the next round."""
-        fits = (self.menu.nodes <= situation.most_nodes) | (self.menu.nodes == self.menu.nodes.min())
+        fits = self.menu.nodes <= max(situation.most_nodes, int(self.menu.nodes[0]))
         fits &= ~np.array([situation.failed(strategy) for strategy in self.menu.strategies])
         tokens = np.where(fits, self._tokens(situation), 0.0)
         seconds, steady = self._seconds(situation)
@@ -152,7 +152,8 @@ class Selector:
         quickest = np.maximum(steady / (1 + doubt), steady[0])
         goal = (1 + GAIN) * max(rate, (1 + WORTH) * worth[0] / steady[0])
         hopeful = (doubt > 0) & (worth > goal * quickest)
-        probe, probe_wish = self._probe(loss, hopeful & (np.arange(len(loss)) != chosen), situation)
+        hopeful[chosen] = False
+        probe, probe_wish = self._probe(loss, hopeful, situation)
         reason = "probe" if probe is not None else "best" if chosen == best else "kept"
         if probe is None:
             self.current[situation.slice] = self.menu.strategies[chosen]
@@ -184,17 +185,17 @@ class Selector:
 
     def _worth(self, situation: Situation, tokens: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         """[S] tokens, but more or fewer where a strategy ends the drain sooner or later than tokens a second tell."""
-        worth = tokens.copy()
+        worth, fits = tokens.copy(), tokens > 0
         for drafter, left in situation.left.items():
-            own = ((self.menu.drafter == self.menu.drafters.index(drafter)) & (tokens > 0)).nonzero()[0]
+            own = self.menu.paths[drafter].columns
             columns = np.concatenate([[0], own])
-            stay = float(self.acceptance[drafter].rates[1, -1, :, 0].mean())
+            stay = float(self.acceptance[drafter].rates[1, drain.FOLLOWS, :, 0].mean())
             cells = self.expected[:, columns], situation.classes[drafter].ravel(), left.ravel()
-            rows = drain.foreseen(*cells, stay)
+            rows, took = drain.foreseen(*cells, stay), seconds[columns]
             if len(rows.counts) > 1:
-                ends = drain.seconds_left(rows, seconds[columns], self._plain_seconds(situation))
-                worth[own] = situation.live * seconds[own] / seconds[0] * ends[0] / ends[1:]
-        return worth
+                ends = drain.seconds_left(rows, took, self._plain_seconds(situation))
+                worth[own] = took[1:] / ends[1:] * (situation.live * ends[0] / took[0])
+        return worth * fits
 
     def _plain_seconds(self, situation: Situation) -> Callable[[np.ndarray], np.ndarray]:
         """Of plain rounds, by how many samples their rows hold; of a part of a sample, that part of one's."""
@@ -238,7 +239,8 @@ class Selector:
         if self.frozen_costs:
             return np.zeros(len(self.menu.nodes))
         rounds = cost.rounds_timed(self.costs, self.menu.nodes, self.menu.steps, self.menu.fed, rows)
-        doubt = UNTRIED if self.costs.machine == self.costs.prior else UNTRIED_FITTED
+        fitted = min(UNTRIED_FITTED, self.costs.error)
+        doubt = UNTRIED if self.costs.machine == self.costs.prior else fitted
         return np.where((rounds < TRIED) & (self.menu.drafter >= 0), doubt, 0.0)
 
     def _note(self, choice: Choice, situation: Situation) -> None:
