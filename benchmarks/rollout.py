@@ -49,7 +49,7 @@ from rlhf_jax.mesh import make_mesh, place_rows
 from rlhf_jax.model.source import Source, open_source
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.rlhf import infer
-from rlhf_jax.stages import Stages
+from rlhf_jax.stages import Known, Stages
 from rlhf_jax.training.advantages import EstimatorConfig
 from rlhf_jax.training.distill import Distillation, distill, forward_kl, student_for, student_of, with_student
 from rlhf_jax.training.update import Optimizers, UpdateConfig, init_train_state, make_optimizer, update
@@ -389,7 +389,7 @@ def stages_of(world: World, temperature: float, rate: float) -> Stages:
     )
 
 
-def shortness(answers: Sequence[Answer]) -> tuple[Scores, dict[str, float]]:
+def shortness(answers: Sequence[Answer], known: Known) -> tuple[Scores, dict[str, float]]:
     """Hundreds of characters that a response does not have: a reward that nearly always differs."""
     return Scores(np.array([-len(answer.response) / 100 for answer in answers], np.float32), {}), {}
 

@@ -60,18 +60,18 @@ def main(argv: list[str]) -> int:
     except Stopped as stopped:
         return processes.leave(stopped.exit_code, f"Stopped by {stopped.name}: {' '.join(stopped.__notes__)}.", place)
     except (ValueError, OSError) as error:
-        return processes.leave(2, f"error: {_with_notes(error)}", place)
+        return processes.leave(2, f"error: {_with_notes(str(error), error)}", place)
     except jax.errors.JaxRuntimeError as error:
-        return processes.leave(1, f"error: {_of_device(error)}.", place)
+        return processes.leave(1, f"error: {_with_notes(_of_device(error), error)}", place)
     except KeyboardInterrupt:
         said = "error: stopped by the keyboard; what was written stays in the workdir."
         return processes.leave(130, said, place)
     return processes.leave(0, "", place)
 
 
-def _with_notes(error: Exception) -> str:
-    """What an error says, and what else failed on the way out, as one sentence."""
-    *firsts, last = dict.fromkeys([str(error), *getattr(error, "__notes__", ())])
+def _with_notes(said: str, error: Exception) -> str:
+    """What is said of an error, and what else failed on the way out, as one sentence."""
+    *firsts, last = dict.fromkeys([said, *getattr(error, "__notes__", ())])
     return "; also: ".join([*(each.removesuffix(".") for each in firsts), last])
 
 
@@ -81,10 +81,10 @@ def _of_device(error: Exception) -> str:
     if processes.started() and "RESOURCE_EXHAUSTED" not in reason:
         return (
             f"the processes cannot go on together ({reason}); where one has ended its own words say why, and the same"
-            " command goes on from the last checkpoint"
+            " command goes on from the last checkpoint."
         )
     change = "lower training.microbatch_rows or generation.rows"
-    return f"the device failed ({reason}); if its memory is full, {change}"
+    return f"the device failed ({reason}); if its memory is full, {change}."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,9 +212,8 @@ def one_step(setting: Setting, state: TrainState, remembered: Memory) -> TrainSt
         if not isinstance(error, rlhf.Ruined):
             raise
         batch, reason = run.workdir / "post-mortem" / f"step-{step:06d}.npz", str(error).rstrip(".")
-        if processes.leads():
-            post_mortem(batch, error.experience)
-        raise ValueError(f"Step {step}: {reason}; the batch is in {batch}, checkpoints are as they were.") from error
+        kept = post_mortem(batch, error.experience) if processes.leads() else f"the batch is in {batch}"
+        raise ValueError(f"Step {step}: {reason}; {kept}, checkpoints are as they were.") from error
     figures |= {"step": step, "step/seconds": time.perf_counter() - start}
     processes.in_step(lambda: write(setting, figures, table, remembered))
     setting.watch.progress.finish(figures)
@@ -243,11 +242,14 @@ def save(setting: Setting, state: TrainState, remembered: Memory) -> bool:
     return wanted
 
 
-def post_mortem(path: Path, experience: Experience) -> None:
-    """The batch of a step, an array of it under each name."""
-    with contextlib.suppress(OSError):  # on a full disk what has happened must still be told
+def post_mortem(path: Path, experience: Experience) -> str:
+    """Writes the batch of a step, an array of it under each name, and says where it is, or why it is not."""
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(path, **named_leaves(experience))
+    except OSError as error:
+        return f"the batch could not be kept ({error.strerror or error})"
+    return f"the batch is in {path}"
 
 
 @dataclasses.dataclass
@@ -315,7 +317,7 @@ def make_evaluation(setting: Setting, remembered: Memory, stack: contextlib.Exit
         return lambda state: None
     make = functools.partial(build.function_scorer, run.config, stack=stack, observe=setting.watch.working)
     others = {name: make(spec) for name, spec in run.config.reward.metrics.items()}
-    measures = {"reward": lambda answers: stages.reward(answers)[0]} | others
+    measures = {"reward": lambda answers: stages.reward(answers, {})[0]} | others
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
     decoding = dataclasses.replace(stages.decoding, sampling=sampling, seed=run.config.seed ^ EVALUATION_SEED)
     measure = functools.partial(

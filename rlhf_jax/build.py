@@ -338,7 +338,7 @@ def _terms(
     make = functools.partial(function_scorer, run.config, stack=stack, observe=observe)
     scorers = [*map(make, reward.functions), *(model_scorer(judge, run.mesh) for judge in judges.values())]
     weights = map(float, reward.weights or (1.0,) * len(scorers))
-    return list(map(Term, checks.term_names(run.config), weights, scorers))
+    return [Term(*term) for term in zip(checks.term_names(run.config), weights, scorers, strict=True)]
 
 
 def function_scorer(config: Config, spec: str, stack: contextlib.ExitStack, observe: Callable[[], None]) -> Scorer:

@@ -103,7 +103,7 @@ def collect(
             aside = _aside(backlog, dict(zip(map(id, wanted), rows, strict=True)), prompts, stages) if backlog else {}
             samples = roll_out(target, drafter, wanted, stages.decoding, stages, placing, selector, counting, **aside)
         with _timed("inference", seconds, observe):
-            scored = _scored_by_all(backlog) if backlog else {}
+            scored = _scored_by_all(backlog) if backlog and stages.reward_models else {}
             found.append(earn(samples, prompts, np.repeat(rows, stages.samples_per_prompt), stages, scored))
         ended = finished(samples, stages.decoding.stop_tokens)
         seen = np.append(seen, bound(found[-1][0].rewards, ended, stages.shaping))
@@ -117,7 +117,7 @@ def collect(
     metrics = tally.metrics(seconds["generation"]) | chosen | _together([figures for _, figures in found])
     metrics |= {"inference/seconds": seconds["inference"], "generation/attempts": len(found)}
     if backlog:
-        everything = dataclasses.replace(everything, scored=_scored_by_all(backlog))
+        everything = dataclasses.replace(everything, scored=scored or _scored_by_all(backlog))
         memory.timeline.spans += backlog.spans()
     of_all = _spoken(since(memory.timeline.spans, memory.timeline.start), [], stages)
     memory.timeline.spans = [span for spans in of_all for span in spans]
@@ -134,7 +134,7 @@ def _backlog(target: Model, judges: Judges, stages: Stages) -> Backlog | None:
     reference, critic = (judge and place(judge) for judge in judges)
     training, rows = stages.training, max(1, stages.training.micro_rows // stages.mesh.shape["slices"])
     rewards = {
-        name: dataclasses.replace(judge, model=place(judge.model), rows=rows)
+        name: dataclasses.replace(judge, model=place(judge.model), rows=rows, bucket=stages.decoding.slots)
         for name, judge in stages.reward_models.items()
     }
     return Backlog(Scoring(target, reference, critic, training.temperature, rows, stages.decoding.slots, rewards))
@@ -144,8 +144,10 @@ def _aside(backlog: Backlog, row_of: Mapping[int, int], prompts: Prompts, stages
     """What a roll-out hands to a backlog: finished samples, their prompts by request, and idle slices."""
 
     def heard(sample: Sample) -> None:
+        if not stages.reward_models:
+            return backlog.add(sample)
         (answer,) = answered([sample], prompts, np.array([row_of[id(sample.request)]]), stages.tokenizer)
-        backlog.add(sample, answer)
+        return backlog.add(sample, answer)
 
     return {"finished": heard, "spare": backlog.feed}
 

@@ -21,11 +21,13 @@ from rlhf_jax.generation.rollout import as_rollout
 from rlhf_jax.generation.samples import Sample
 from rlhf_jax.inference.logprobs import score_rollout
 from rlhf_jax.inference.reward_model import Read, RewardModel, read
-from rlhf_jax.inference.rewards import Answer
+from rlhf_jax.inference.rewards import Answer, failure
 from rlhf_jax.inference.values import score_values
 from rlhf_jax.model.attention import causal_on
 from rlhf_jax.timeline import Span
 from rlhf_jax.types import Array, Model
+
+SCORED = ("logprobs", "reference_logprobs", "values")  # of a sample's tokens
 
 
 class Judges(NamedTuple):
@@ -60,7 +62,8 @@ class Scored:
 
 def scored_row(numbers: Sequence[Array | None], row: int, rewards: Mapping[str, float] = {}) -> Scored:
     """One sample of a batch: a row of (log-probs, reference's, values), [rows, T] each."""
-    return Scored(*(None if leaf is None else leaf[row] for leaf in numbers), rewards=rewards)  # pyright: ignore
+    found = {name: leaf if leaf is None else leaf[row] for name, leaf in zip(SCORED, numbers, strict=True)}
+    return Scored(**found, rewards=rewards)
 
 
 @dataclasses.dataclass
@@ -83,12 +86,12 @@ class Backlog:
 
     def __init__(self, scoring: Scoring):
         self.scoring = scoring
-        self.waiting: collections.deque[tuple[Sample, Answer]] = collections.deque()
+        self.waiting: collections.deque[tuple[Sample, Answer | None]] = collections.deque()
         self.batches: list[_Batch] = []
         self._models: dict[Any, tuple] = {}
 
-    def add(self, sample: Sample, answer: Answer) -> None:
-        """A sample has finished; `answer` is what reward models read of it."""
+    def add(self, sample: Sample, answer: Answer | None = None) -> None:
+        """A sample has finished; `answer` is what reward models, where there are some, read of it."""
         self.waiting.append((sample, answer))
 
     @property
@@ -110,7 +113,7 @@ class Backlog:
         for leaf in batch.arrays:
             leaf.copy_to_host_async()
         self.batches.append(batch)
-        return results[0]
+        return batch.arrays[-1]
 
     def _on(self, mesh) -> tuple[Model, Model | None, Model | None, dict[str, RewardModel]]:
         """The models as a slice holds them."""
@@ -127,8 +130,8 @@ class Backlog:
         found = {}
         for batch in self.batches:
             numbers = jax.device_get(batch.results)
-            self._look()
             rewards = {name: _by_row(parts) for name, parts in batch.rewards.items()}
+            self._look()
             for row, sample in enumerate(batch.samples):
                 own = {name: scores[row] for name, scores in rewards.items() if row in scores}
                 found[sample.sample_id] = scored_row(numbers, row, own)
@@ -143,15 +146,16 @@ class Backlog:
     def spans(self) -> list[Span]:
         """What slices did here, once all of it is there."""
         return [
-            Span(b.slice, "inference", b.began, b.ended or b.began, len(b.samples), "log-probs and values", tokens)
+            Span(b.slice, "inference", b.began, b.ended or b.began, len(b.samples), "inference", tokens)
             for b in self.batches
             for tokens in [sum(len(sample.tokens) for sample in b.samples)]
         ]
 
 
 def _by_row(parts: list[Read]) -> dict[int, float]:
-    """The scores of a batch by row; one that could not be read has none."""
-    return {row: score for rows, scores in parts for row, score in zip(rows, np.asarray(scores).tolist(), strict=False)}
+    """The scores of a batch by row; one that could not be read, or is no finite number, has none."""
+    found = (one for rows, scores in parts for one in zip(rows, np.asarray(scores).tolist(), strict=False))
+    return {row: score for row, score in found if not failure(score)}
 
 
 def place(samples: Sequence[Sample], scoring: Scoring, mesh):

@@ -171,7 +171,9 @@ def _generation(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype:
         ("a cache leaf of a shrinking batch", leaf, FEWER_LIVE),
     ]
     if config.generation.fuse_inference:
-        works += [("a micro-batch that is scored", _scored(config, models.policy, mesh, dtype), FEWER_ROWS)]
+        scorers = filter(None, (models.policy, models.critic, *models.rewards))
+        scored = max(_scored(config, model, mesh, dtype) for model in scorers)
+        works += [("a micro-batch that is scored", scored, FEWER_ROWS)]
     judges = [models.policy] * bool(config.kl.coefficient) + [models.critic, *models.rewards]
     fused = sum(_weights(model, dtype, "generation", mesh) for model in judges) * config.generation.fuse_inference
     named = [
@@ -186,11 +188,12 @@ def _generation(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype:
     return [Part(name, "generation", size, remedy) for name, size, remedy in named]
 
 
-def _scored(config: Config, policy: ModelConfig, mesh: AbstractMesh, dtype: Any) -> int:
+def _scored(config: Config, model: ModelConfig, mesh: AbstractMesh, dtype: Any) -> int:
     """On a slice: a layer at work on its part of a micro-batch, or the logits of a chunk, twice, in float32."""
     rows = max(1, config.training.microbatch_rows // config.mesh.slices)
     tokens = _share(rows, mesh) * (config.data.max_prompt_tokens + config.generation.max_new_tokens)
-    return max(_layer(policy, tokens, mesh, dtype), 2 * 4 * CHUNK * _split(policy.vocab_size, mesh))
+    logits = 0 if model.scalar_head else 2 * 4 * CHUNK * _split(model.vocab_size, mesh)
+    return max(_layer(model, tokens, mesh, dtype), logits)
 
 
 def _round(config: Config, policy: ModelConfig, state: DecodeState, mesh: AbstractMesh, kernels: Kernels) -> int:

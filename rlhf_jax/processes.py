@@ -208,9 +208,19 @@ def published(name: str) -> str | None:
 
 def awaited(name: str, seconds: float) -> str | None:
     """A published word, waited for; None where it has not come within so long."""
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
+    try:
         return _client().blocking_key_value_get(name, int(seconds * 1000))
-    return None
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        return None
+
+
+def first(name: str, value: str) -> str:
+    """Lay a word unless one of that name lies there; the one that does then."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        _client().key_value_set(name, value)
+    return _client().blocking_key_value_get(name, int(PATIENCE * 1000))
 
 
 def forget(folder: str) -> None:
@@ -238,7 +248,7 @@ def leave(code: int, sentence: str, place: Place) -> int:
             print(sentence, file=sys.stderr)
         return code
     publish(f"last words of {rank()}", sentence)
-    if sentence and (leads() or sentence != awaited(f"last words of {LEADER}", PATIENCE / 2)):
+    if sentence and (leads() or sentence != _last_words_of_leader()):
         print(sentence if leads() else f"rank {rank()}: {sentence}", file=sys.stderr)
     if all_here("the end", PATIENCE if code in FAILED else FOREVER):
         jax.distributed.shutdown()
@@ -246,6 +256,12 @@ def leave(code: int, sentence: str, place: Place) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # Python's own end would wait for the others
+
+
+def _last_words_of_leader() -> str | None:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        return awaited(f"last words of {LEADER}", PATIENCE / 2)
+    return None
 
 
 def _client() -> Any:

@@ -15,7 +15,7 @@ from rlhf_jax import processes
 from rlhf_jax.collect import Collected, collect, finished
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.experience import shape
-from rlhf_jax.fusion import Judges, Scored, scored_row
+from rlhf_jax.fusion import SCORED, Judges, Scored, scored_row
 from rlhf_jax.generation.rollout import as_rollout
 from rlhf_jax.inference.logprobs import mismatch, score_rollout
 from rlhf_jax.inference.values import score_values
@@ -175,7 +175,6 @@ def _inferred(experience: Experience, zero: float, began: float, stages: Stages)
     return [Span(number, "inference", *of_slice) for number in range(count)]
 
 
-SCORED = ("logprobs", "reference_logprobs", "values")
 Models = tuple[Model, Model | None, Model | None]  # policy, reference, critic
 
 

@@ -13,10 +13,9 @@ import numpy as np
 from rlhf_jax import processes
 from rlhf_jax.fusion import Backlog
 from rlhf_jax.generation import tree as trees
-from rlhf_jax.generation.crew import Abandoned, crew_of
+from rlhf_jax.generation.crew import Abandoned, crew_of, failed
 from rlhf_jax.generation.engine import Spare, generate
 from rlhf_jax.generation.placing import Placing
-from rlhf_jax.generation.ranks import failed
 from rlhf_jax.generation.samples import Decoding, Request, RoundReport, Sample
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.reallocation.lengths import Lengths

@@ -17,7 +17,7 @@ from rlhf_jax.generation.rollout import History, Tally
 from rlhf_jax.generation.samples import Decoding, RoundReport, Sample
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.reward_model import RewardModel
-from rlhf_jax.inference.rewards import Scores
+from rlhf_jax.inference.rewards import Answer, Scores
 from rlhf_jax.model.attention import causal
 from rlhf_jax.reallocation import lengths
 from rlhf_jax.reallocation.lengths import Lengths
@@ -30,7 +30,8 @@ from rlhf_jax.types import Model, TrainState
 KEPT = 0.5  # what the lengths of earlier responses weigh once the policy has moved
 
 Observer = Callable[[str, RoundReport | None], None]  # of (phase, the round that arrived in it)
-Reward = Callable[..., tuple[Scores, dict[str, float]]]  # `weighted` over some terms
+Known = Mapping[str, Mapping[int, float]]  # scores that answers have already, by the reward's term and their index
+Reward = Callable[[Sequence[Answer], Known], tuple[Scores, dict[str, float]]]  # and what to report
 Controller = Callable[[float, float, int], float]  # of (KL coefficient, KL of a response, samples): the next one
 
 

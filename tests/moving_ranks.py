@@ -17,11 +17,11 @@ from tiny_stage import Shuffled
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax import processes
+from rlhf_jax.generation import engine
 from rlhf_jax.generation import tree as trees
-from rlhf_jax.generation.crew import Abandoned, Crew, crew_of
+from rlhf_jax.generation.crew import Abandoned, Crew, crew_of, failed
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.placing import Placing
-from rlhf_jax.generation.ranks import failed
 from rlhf_jax.generation.rollout import Tally
 from rlhf_jax.generation.samples import Decoding, Request
 from rlhf_jax.generation.sampling import Sampling
@@ -58,21 +58,20 @@ def main(port: str, rank: int, ranks: int, slices: int) -> int:
 
 
 def give_up(begin, crew: Crew) -> None:
-    """The last to decide is stopped between two rounds: all others give the stage up, and none waits for a device."""
-    last = crew.leads and processes.rank() + len(crew.ranks) == processes.count()
+    """The last to decide is stopped, at a round or at one that landed for a move: all others give the stage up, and
+    none waits for a device."""
+    last, landed, all_of = crew.leads and processes.rank() + len(crew.ranks) == processes.count(), [], engine._all_of
+    engine._all_of = lambda *given: (landed.append(one) or one for one in all_of(*given))
+    for name in ("at once", "at a move"):
 
-    def observe(_) -> None:
-        if last:
-            raise Stopped(signal.SIGTERM)
+        def observe(_, name=name) -> None:
+            if last and (name == "at once" or landed):
+                raise Stopped(signal.SIGTERM)
 
-    try:
-        with failed("twice"):
-            list(begin(observe, placing=Placing(Shuffled(seed=0), name="twice")))
-    except (Stopped, Abandoned) as error:
-        ends = processes.gather(type(error))
+        with pytest.raises((Stopped, Abandoned)) as caught, failed(name):
+            list(begin(observe, placing=Placing(Shuffled(seed=0), name=name)))
+        ends = processes.gather(caught.type)
         assert ends.count(Stopped) == 1 and ends.count(Abandoned) == len(ends) - 1, ends
-    else:
-        raise AssertionError("the stage went on")
 
 
 def requests() -> list[Request]:

@@ -23,7 +23,7 @@ from rlhf_jax.processes import Place
 
 TWO_SLICES = {"mesh__slices": 2, "mesh__fsdp": 4, "compilation_cache": ""}
 ONE_STEP = TWO_SLICES | {"steps": 1, "evaluation__every": 0, "generation__prompts_per_step": 2}
-FOUR = {"mesh__slices": 4, "mesh__fsdp": 2}
+FOUR = {"mesh__slices": 4, "mesh__fsdp": 2, "evaluation__every": 1}
 # One slice over all processes: rank 0 chooses its drafts, by the clock.
 SHARED = {"mesh__slices": 1, "mesh__fsdp": 8, "generation__strategy": "adaptive"}
 # PPO, drafts that are chosen, prompts redrawn, evaluations and checkpoints between.

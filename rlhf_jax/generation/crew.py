@@ -7,9 +7,10 @@ that depends on a clock, on what is compiled or on words of other processes is d
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -52,14 +53,14 @@ class Crew:
     def agreed(self, decide: Callable[[], T]) -> T:
         """What the leader decides; the others wait for its word. All call it, in the same order.
 
-        Raises Abandoned where the leader has given the stage up.
+        Raises Abandoned where the leader has given the stage up; for others that have, the leader alone looks.
         """
         if not self.several:
             return decide()
         word = f"{self.name}/of {self.ranks[0]}/{self.decided}"
         self.decided += 1
         if not self.leads:
-            return wait_for(self.name, word)
+            return wait_for(self.name, word, self.ranks[0])
         decision = decide()
         self.say(word, decision)
         return decision
@@ -78,21 +79,32 @@ def crew_of(mesh: jax.sharding.Mesh | None, name: str = "") -> Crew:
     return Crew(meshes.owners(own), name)
 
 
-def wait_for(stage: str, word: str) -> Any:
+@contextlib.contextmanager
+def failed(stage: str) -> Iterator[None]:
+    """Around a process's part of a stage: should it fail, the others wait for it no longer."""
+    try:
+        yield
+    except BaseException:
+        processes.publish(f"{stage}/failed {processes.rank()}", "yes")
+        processes.publish(f"{stage}/failed", "yes")
+        raise
+
+
+def check(stage: str, rank: int | None = None) -> None:
+    """Raise Abandoned where a process, of this rank or any, has given the stage up."""
+    if processes.published(f"{stage}/failed" if rank is None else f"{stage}/failed {rank}") is not None:
+        raise Abandoned
+
+
+def wait_for(stage: str, word: str, rank: int | None = None) -> Any:
     """What another process says under a word.
 
-    Raises Abandoned where some process gives the stage up meanwhile; if one dies, the coordination service ends this
-    one.
+    Raises Abandoned where a process, of this rank or any, gives the stage up meanwhile; if one dies, the coordination
+    service ends this one.
     """
     while (said := processes.awaited(word, LOOK)) is None:
-        check(stage)
+        check(stage, rank)
     return unpacked(said)
-
-
-def check(stage: str) -> None:
-    """Raise Abandoned where some process has given the stage up."""
-    if processes.published(f"{stage}/failed") is not None:
-        raise Abandoned
 
 
 def unpacked(word: str) -> Any:

@@ -83,8 +83,10 @@ def _landings(stage: Stage, turns: Iterator[Instance], spare: Spare | None) -> I
     plans = Ranks(stage, lambda instance: settled.extend(_all_of(instance, setting)))
     while plans.goes_on():
         plans.turn()
-        yield settled
-        settled.clear()
+        if settled:
+            yield settled
+            settled.clear()
+            setting.crew.agreed(lambda: None)  # its leader has not stopped there
         for instance in fleet:
             _feed(instance, stage)
             if spare is not None and not instance.samples and (instance.freed or not stage.pool):

@@ -95,13 +95,20 @@ def _choose(instance: Instance, siblings: np.ndarray, context: int, lag: int, la
     left = _left(board) if last and decoding.drafts_by("replay") else {}
     classes = _classes(board, decoding)
     situation = Situation(rows, live, context, lag, classes, ready, most, failed, left, instance.number)
-    choice = setting.crew.agreed(lambda: selector.choose(situation))
-    fewer = boards.row_bucket(rows // 2, rows, decoding, mesh)
-    stays = None if choice.reason == "probe" else choice.strategy
-    for strategy, size in ((choice.wish, rows), (stays, fewer)):
-        if ahead is not None and strategy is not None:
-            ahead.want(instance.state, instance.models, strategy, size, siblings, decoding, mesh)
-    return choice.strategy
+
+    def decide() -> tuple[Strategy, tuple[Strategy, int] | None]:
+        choice = selector.choose(situation)
+        stays = None if choice.reason == "probe" else choice.strategy
+        fewer = boards.row_bucket(rows // 2, rows, decoding, mesh)
+        for wish, size in ((choice.wish, rows), (stays, fewer)):
+            if ahead and wish and ahead.may(wish, size, decoding, mesh):
+                return choice.strategy, (wish, size)
+        return choice.strategy, None
+
+    strategy, wanted = setting.crew.agreed(decide)
+    if ahead and wanted:
+        ahead.want(instance.state, instance.models, *wanted, siblings, decoding, mesh)
+    return strategy
 
 
 def _classes(board: Board, decoding: Decoding) -> dict[str, np.ndarray]:

@@ -144,11 +144,14 @@ class Ahead:
         """Whether a round could not be compiled."""
         return bool(self._failed) and _key(strategy, rows, decoding, mesh) in self._failed
 
+    def may(self, strategy: Strategy, rows: int, decoding: Decoding, mesh) -> bool:
+        """Whether a round is to be compiled now; while another is being so, ask again."""
+        known = self.failed(strategy, rows, decoding, mesh) or self.ready(strategy, rows, decoding, mesh)
+        return not self.busy and not known
+
     def want(self, state, models: Models, strategy: Strategy, rows: int, siblings, decoding: Decoding, mesh) -> None:
-        """Have a round of so many rows compiled. While another is being so nothing is taken down: ask again."""
+        """Have a round of so many rows compiled, after those that were asked for before."""
         key = _key(strategy, rows, decoding, mesh)
-        if self.busy or key in self._failed or self.ready(strategy, rows, decoding, mesh):
-            return
         self.events, self.busy = self.events + 1, True
         rowless = np.full((rows, siblings.shape[1]), -1, np.int32)
         arguments = (shrunk(shapes(state), rows), shapes(models), strategy, rowless, decoding, mesh, True)

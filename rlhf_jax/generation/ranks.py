@@ -8,10 +8,9 @@ their two slices.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +19,7 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax import processes
 from rlhf_jax.generation import board as boards
 from rlhf_jax.generation import placing as placings
-from rlhf_jax.generation.crew import Crew, check, unpacked, wait_for
+from rlhf_jax.generation.crew import LOOK, Abandoned, Crew, check, unpacked, wait_for
 from rlhf_jax.generation.instance import Instance
 from rlhf_jax.generation.placing import Orders, Stage
 from rlhf_jax.generation.samples import Sample
@@ -28,23 +27,14 @@ from rlhf_jax.reallocation import exchange
 
 POLL = 0.02  # seconds between two looks for a plan
 NAP = 1e-3  # seconds, where there is nothing else to do
+YES, NO = "yes", "no"
 GONE, QUEUED = "gone", "queued"  # a sample that has ended meanwhile, and one that has not begun
 KEPT = ("tokens", "logprobs", "unfed", "rounds", "accepted", "confidence", "support")  # of a sample that moves
 
 
-@contextlib.contextmanager
-def failed(name: str) -> Iterator[None]:
-    """Around a process's part of a stage: should it fail, the others wait for it no longer."""
-    try:
-        yield
-    except BaseException:
-        processes.publish(f"{name}/failed", "yes")
-        raise
-
-
 @dataclasses.dataclass
 class Ranks:
-    """This process's part in planning a stage."""
+    """The part of this process, or of its crew, in planning a stage."""
 
     stage: Stage
     settle: Callable[[Instance], None]  # lands all rounds that a slice has in the air
@@ -138,21 +128,33 @@ class Ranks:
         else:
             slots = exchange.width(len(sample.prompt) + len(sample.tokens), instance.state.tokens.shape[1])
             self._crew.say(word, {name: getattr(sample, name) for name in KEPT} | {"slots": slots})
-            wait_for(self._name, f"{word}, awaited")
+            self._crew.agreed(lambda: self._is_awaited(word))
             self._pass(placings.leave(instance, sample, slots), instance, source, target)
 
     def _take(self, sample: Sample, source: int, target: int, word: str) -> None:
-        instance, said = self.stage.fleet[target], wait_for(self._name, word)
+        instance, said = self.stage.fleet[target], self._crew.agreed(lambda: wait_for(self._name, word))
         if said == QUEUED:
             instance.queue.append(sample)
         elif said != GONE:
-            self._crew.say(f"{word}, awaited", "yes")
+            self._crew.agreed(lambda: _promise(word))
             for name in KEPT:
                 setattr(sample, name, said[name])
             boards.fit(instance, len(instance.samples) + 1, self.stage.setting.decoding)
             blank = exchange.depart(instance.state, np.zeros(1, np.int32), said["slots"], mesh=instance.mesh)
             placings.join(instance, sample, self._pass(blank, instance, source, target))
 
+    def _is_awaited(self, word: str) -> None:
+        """Wait until a sample is. Who has given up by then takes no part in the exchange, and nor does the other."""
+        while processes.awaited(f"{word}, awaited", LOOK) is None:
+            if processes.published(f"{self._name}/failed") and processes.first(f"{word}, awaited", NO) == NO:
+                raise Abandoned
+
     def _pass(self, parcel, instance: Instance, source: int, target: int):
         here, ends = cast(Any, instance.mesh), cast(Any, self.stage.slices)
         return exchange.across([parcel], here, ends[source], ends[target])
+
+
+def _promise(word: str) -> None:
+    """Say that a sample is awaited: from then on both take part in the exchange."""
+    if processes.first(f"{word}, awaited", YES) == NO:
+        raise Abandoned
