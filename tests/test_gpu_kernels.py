@@ -6,12 +6,15 @@ come from a GPU (`JAX_PLATFORMS=cuda,cpu pytest -m gpu`), or from Pallas' GPU in
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_cases import by_name, on_gpu, runs_on_gpu
 from test_tree_attention import exact
 
@@ -224,3 +227,32 @@ def test_verify_head_refuses_what_it_cannot_serve():
         head.verify_head(hidden.astype(np.float32), weights.astype(np.float32), noise, temperature=1.0, tied=False)
     with pytest.raises(ValueError, match="no whole tiles"):
         head.verify_head(hidden, weights[:, :-1], noise, temperature=1.0, tied=False)
+
+
+# Warpgroups beside each other
+
+
+def two_warpgroups_attend():
+    shape = shapes.reduced(shapes.SHAPES["llama3_8b_of_8"])
+    return attention.tree_attention(*attention_inputs(shape, 1, 20, 203, 20, (100,)), interpret=True)
+
+
+def two_warpgroups_draw():
+    shape = dataclasses.replace(shapes.SHAPES["llama3_8b"], width=128, vocab=640)
+    return head.verify_head(*head_inputs(shape, 70), temperature=1.0, tied=False, interpret=True)
+
+
+def two_warpgroups_differentiate():
+    shape = dataclasses.replace(shapes.SHAPES["llama3_8b"], width=128, vocab=640)
+    hidden, weights = (jnp.asarray(x) for x in head_inputs(shape, 70)[:2])
+    law = functools.partial(logprobs.law, temperature=1.0, tied=False, interpret=True)
+    return jax.grad(lambda x: sum(part.sum() for part in law(x, weights, jnp.arange(70, dtype=jnp.int32))))(hidden)
+
+
+@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="jax 0.12 has the interpreter that sees races")
+@pytest.mark.parametrize("run", [two_warpgroups_attend, two_warpgroups_draw, two_warpgroups_differentiate])
+def test_no_warpgroup_reads_what_another_writes(run, monkeypatch):
+    """The interpreter raises where two of them, or a copy, touch memory with no barrier between."""
+    watching: Any = getattr(plgpu, "InterpretGPUParams", None)
+    monkeypatch.setattr(hopper, "interpretation", lambda interpret: watching(detect_races=True))
+    jax.block_until_ready(run())

@@ -122,6 +122,7 @@ class Scratch(NamedTuple):
     asked: Any  # [A]: a warpgroup's queries and mask are here
     loaded: Any  # [S]: keys and values are here
     consumed: Any  # [S]: every warpgroup has read them
+    cleared: Any  # what lies behind the length is zeros
 
 
 class Work(NamedTuple):
@@ -152,6 +153,7 @@ def _kernel(plan: Plan, query: tuple[int, ...], interpret: bool) -> Callable:
             asked=plgpu.Barrier(num_arrivals=2, num_barriers=plan.warpgroups),
             loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
             consumed=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=STAGES),
+            cleared=plgpu.Barrier(),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=hopper.interpretation(interpret),
@@ -184,7 +186,7 @@ def _attend(plan, length, query, cache_k, cache_v, window_k, window_v, mask, out
 
     plgpu.barrier_wait(scratch.asked.at[me])
     in_window = functools.partial(visit, seen=functools.partial(_window_seen, scratch.weight.at[me]))
-    in_cache = functools.partial(visit, seen=functools.partial(_cache_seen, work, scratch))
+    in_cache = functools.partial(visit, seen=functools.partial(_cache_seen, work, scratch, me))
     carry = lax.fori_loop(0, work.windows, in_window, _nothing(query.shape[-1]))
     carry = lax.fori_loop(work.windows, work.steps, in_cache, carry)
     for ref, result in zip((out, top, total), carry, strict=True):
@@ -234,19 +236,25 @@ def _window_seen(mask, step: Array) -> Array:
     return plgpu.layout_cast(block[...], plgpu.Layout.WGMMA) > 0
 
 
-def _cache_seen(work: Work, scratch: Scratch, step: Array) -> Array:
+def _cache_seen(work: Work, scratch: Scratch, me: Array, step: Array) -> Array:
     """Which slots of a cache block lie below the length [TILE, BLOCK]; the values of the others become zeros."""
     left = work.length - (work.first + step - work.windows) * BLOCK
 
     @pl.when(left < BLOCK)
     def _():
-        # What lies behind the length may be NaN, which a weight of zero would not undo.
-        value = scratch.value.at[lax.rem(step, STAGES)]
-        kept = _iota(value.shape, 0) < left
-        value[...] = jnp.where(kept, plgpu.layout_cast(value[...], plgpu.Layout.WGMMA), jnp.bfloat16(0))
-        plgpu.commit_smem()
+        pl.when(me == 0)(lambda: _clear(scratch, lax.rem(step, STAGES), left))
+        plgpu.barrier_wait(scratch.cleared)
 
     return _iota((TILE, BLOCK), 1) < left
+
+
+def _clear(scratch: Scratch, slot: Array, left: Array) -> None:
+    """For all warpgroups: what lies behind the length may be NaN, which a weight of zero would not undo."""
+    value = scratch.value.at[slot]
+    kept = _iota(value.shape, 0) < left
+    value[...] = jnp.where(kept, plgpu.layout_cast(value[...], plgpu.Layout.WGMMA), jnp.bfloat16(0))
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(scratch.cleared)
 
 
 def _iota(shape: tuple[int, ...], axis: int) -> Array:
