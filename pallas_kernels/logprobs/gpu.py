@@ -20,19 +20,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper
 from pallas_kernels.hopper import LOWEST, STRIP, TILE, Plan, across
 from pallas_kernels.logprobs import streaming
-from pallas_kernels.logprobs.streaming import Streams, Sums
+from pallas_kernels.logprobs.streaming import Options, Streams, Sums
 from pallas_kernels.shapes import BLOCK
 
 SLICE_BYTES = 64 * 2**20  # of the gradient of one slice's logits
 UNIT = 64  # columns that a copy's tile has: head and hidden are filled up to whole ones
-
-
-class Options(NamedTuple):
-    """What is static."""
-
-    temperature: float
-    tied: bool
-    interpret: bool
 
 
 def law(

@@ -34,6 +34,14 @@ def combine(sums: Sums, axis_name: str) -> Sums:
     return Sums(parts.chosen.sum(axis=0), normaliser, entropy)
 
 
+class Options(NamedTuple):
+    """What of a kernel's call is static."""
+
+    temperature: float
+    tied: bool
+    interpret: bool
+
+
 class Streams(NamedTuple):
     """The two passes over a head of V tokens, or a device's part of them; static.
 

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.logprobs import streaming
-from pallas_kernels.logprobs.streaming import Streams, Sums
+from pallas_kernels.logprobs.streaming import Options, Streams, Sums
 from pallas_kernels.shapes import LANES
 from rlhf_jax.types import Array
 
@@ -22,14 +22,6 @@ SCORE_BYTES = 2 * 2**20  # float32 logits of one block and tile, at most
 VECTOR_MEMORY = 56 * 2**20  # of the 64 MiB that the smallest of these chips has
 PARAMETERS = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VECTOR_MEMORY)
 ABSENT = -1e30  # a logit that adds nothing, yet whose multiples are finite
-
-
-class Options(NamedTuple):
-    """What is static."""
-
-    temperature: float
-    tied: bool
-    interpret: bool
 
 
 def law(
