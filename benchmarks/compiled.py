@@ -68,22 +68,23 @@ def measure(asked: argparse.Namespace) -> Iterator[dict]:
     for chip, name, kernel in itertools.product(asked.chips, asked.shapes, kernels.PROBLEMS):
         for how, program in programs(kernel, SHAPES[name], asked.rows, asked.nodes, one(chip)):
             case = {"what": kernel, "how": how, "shape": name, "topology": CHIPS[chip]}
-            yield case | said(program.compile()) | where
+            yield case | said(program) | where
     for chip, how in itertools.product(asked.chips if asked.layers else (), (REFERENCE, KERNELS)):
         program = lower_round(EIGHT[chip], asked.layers, how, asked.rows, asked.nodes)
         case = {"what": "round", "how": "reference" if how == REFERENCE else "pallas", "shape": "llama3_8b"}
-        yield case | {"layers": asked.layers, "topology": EIGHT[chip]} | said(program.compile()) | where
+        yield case | {"layers": asked.layers, "topology": EIGHT[chip]} | said(program) | where
 
 
-def said(compiled: Any) -> dict[str, float]:
-    """The compiler's own figures of one device."""
+def said(lowered: Any) -> dict[str, Any]:
+    """The compiler's own figures of one device, or why there are none, such as too little memory."""
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        return {"error": str(error).partition("\n")[0]}
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
     sizes = {f"{part}_bytes": getattr(memory, f"{part}_size_in_bytes") for part in ("argument", "alias", "temp")}
-    return sizes | {
-        "peak_bytes": memory.peak_memory_in_bytes,
-        "moved_bytes": cost["bytes accessed"],
-        "flops": cost["flops"],
-    }
+    peak, moved = memory.peak_memory_in_bytes, cost["bytes accessed"]
+    return sizes | {"peak_bytes": peak, "moved_bytes": moved, "flops": cost["flops"]}
 
 
 def programs(kernel: str, shape: Shape, row_count: int, nodes: int, place: Any) -> Iterator[tuple[str, Any]]:
