@@ -41,6 +41,7 @@ TOLERANCE = 0.15
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncached")]
 ON_CPU = ("quickstart", "quickstart_ppo")
 ON_TPU = ("grpo_llama32_1b", "grpo_gsm8k", "grpo_llama31_8b:tpu", "ppo_llama31_8b:tpu")
+LIKE_OTHERS = ("grpo_gsm8k", "grpo_llama31_8b:tpu")
 
 
 class Target(NamedTuple):
@@ -140,7 +141,13 @@ def assert_near(predicted: int, compiled: int, what: str) -> None:
     assert abs(error) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", [*ON_CPU, *(pytest.param(name, marks=needs_libtpu) for name in ON_TPU)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *ON_CPU,
+        *(pytest.param(name, marks=[needs_libtpu, *[pytest.mark.long] * (name in LIKE_OTHERS)]) for name in ON_TPU),
+    ],
+)
 def test_predicted_memory_is_the_compilers(name):
     """Of each stage's largest program, alone: what else is there is exact, and would only make the error smaller."""
     at = target(name)

@@ -13,7 +13,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, gain, minutes", [("quickstart", 0.25, 10), ("quickstart_ppo", 0.2, 10)])
+@pytest.mark.parametrize(
+    "name, gain, minutes", [("quickstart", 0.25, 10), pytest.param("quickstart_ppo", 0.2, 10, marks=pytest.mark.long)]
+)
 def test_a_quickstart_raises_the_reward(name, gain, minutes, tmp_path):
     """The real command on the real model: held-out reward up in time, and the measure never trained on up too."""
     run, start = tmp_path / "run", time.monotonic()

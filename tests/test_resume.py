@@ -132,7 +132,7 @@ def test_killed_and_resumed_is_uninterrupted(place, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", range(20))
+@pytest.mark.parametrize("index", [pytest.param(i, marks=[pytest.mark.long] * (i % 2)) for i in range(20)])
 def test_killed_at_twenty_moments(index, place, whole):
     left, events = whole
     kill_and_resume(place, f"moment-{index}", moments(events, 20, seed=1)[index], left)
