@@ -10,8 +10,9 @@ the planner that runs for real, `rlhf_jax.reallocation`, which knows the lengths
 log-normal noise of that sigma as an earlier roll-out would tell them (`noisy:0.5`), or just the law of other stages'
 lengths and each sample's length so far (`none`). `packing` is what could be had with all known from the start.
 
-The lower bound is the larger of all work at the best throughput and the longest sample alone at its best speed, both
-with the context of a fresh prompt. "fused": slices without rows do inference on finished samples while others decode.
+The lower bound is the larger of all work at the best throughput (and all inference, where fused) and the longest
+sample alone at its best speed, both with the context of a fresh prompt. What can be had with less known, `foresight.py`
+bounds. "fused": slices without rows do inference on finished samples while others decode.
 See `drains.py` for what is modelled.
 """
 
@@ -45,7 +46,6 @@ STRIDE = 128  # tokens after which a packed slice's rate follows the context
 PRECISION = 0.003  # of the deadline of a packing
 LEFT = 0.2  # of all samples, at which the threshold rule gathers the rest
 SATURATED = 0.9  # of a lone row's speed that a row keeps on a slice that is not saturated
-LIMIT = 8192  # tokens of a response
 TOKEN_BYTES = 131_072  # of an 8B model's cache: 2 x 32 layers x 8 heads x 128 x 2 bytes
 OTHERS = 4096  # responses of earlier stages, that the law of lengths was counted from
 
@@ -63,19 +63,29 @@ def main() -> None:
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
+    parser.add_argument("--inference-ms-per-token", type=float, default=0.1, help="of one slice, all models together")
+    parser.add_argument("--bandwidth-gb", type=float, default=25.0, help="gigabytes a second between slices")
+    parser.add_argument("--move-latency-ms", type=float, default=2.0, help="of a move, besides its bytes")
+    parser.add_argument("--seed", type=int, default=0)
+    return checked(parser, parser.parse_args(given))
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A parser of what a stage is, and of what is known of it."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--latency", required=True, help="CSV of measured call times")
     parser.add_argument("--lengths", required=True, help="CSV of percentiles of response tokens")
     parser.add_argument("--slices", type=int, default=64)
     parser.add_argument("--samples", type=int, default=64, help="of a slice")
     parser.add_argument("--acceptance", type=float, default=0.7, help="chance that a draft is right")
     parser.add_argument("--prediction", default="oracle", help="oracle, noisy:SIGMA or none")
-    parser.add_argument("--inference-ms-per-token", type=float, default=0.1, help="of one slice, all models together")
     parser.add_argument("--free-drafter", action="store_true", help="drafting costs nothing")
-    parser.add_argument("--bandwidth-gb", type=float, default=25.0, help="gigabytes a second between slices")
-    parser.add_argument("--move-latency-ms", type=float, default=2.0, help="of a move, besides its bytes")
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args(given)
+    return parser
+
+
+def checked(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> argparse.Namespace:
+    """What was asked; the parser ends the program where it makes no sense."""
     kind, _, sigma = asked.prediction.partition(":")
     if kind not in ("oracle", "noisy", "none") or (kind == "noisy") != bool(sigma):
         parser.error("--prediction is oracle, noisy:SIGMA or none.")
@@ -165,7 +175,7 @@ def ours(predict: Predict, scoring: float) -> Policy:
 
 def view_of(stage: Stage, rows: np.ndarray, left: np.ndarray, scoring: float) -> View:
     """What the planner sees of samples [m] with left [m, Q] tokens to come; speeds are of the tokens to come."""
-    machine, mean = stage.machine, left.mean(axis=1)
+    machine, mean = stage.machine, left @ lengths.SHARES
     context = stage.prompt + stage.done[rows]
     typical = float(((context + mean / 2) * mean).sum() / mean.sum())
     return View(
@@ -188,18 +198,19 @@ def view_of(stage: Stage, rows: np.ndarray, left: np.ndarray, scoring: float) ->
 
 def oracle(stage: Stage, rows: np.ndarray) -> np.ndarray:
     """[m, Q] the truth."""
-    return np.repeat((stage.total[rows] - stage.done[rows])[:, None], lengths.QUANTILES, axis=1)
+    return np.repeat((stage.total[rows] - stage.done[rows])[:, None], len(lengths.SHARES), axis=1)
 
 
-def by_law(law: lengths.Lengths, noisy: np.ndarray | None) -> Predict:
-    """What the law says of each sample, and, where there are such, noisy [n] lengths of earlier roll-outs."""
-    beliefs = None if noisy is None else lengths.believed(law, list(noisy[:, None]))
+def by_law(law: lengths.Lengths, noisy: np.ndarray | None, limit: float) -> Predict:
+    """What the law says of each sample, and, where there are such, noisy [n] lengths of earlier roll-outs.
+
+    limit: tokens of a response, at most.
+    """
+    curves = lengths.survival(law)[None] if noisy is None else lengths.believed(law, list(noisy[:, None]))
 
     def predict(stage: Stage, rows: np.ndarray) -> np.ndarray:
-        done = stage.done[rows]
-        if beliefs is None:
-            return lengths.remaining(law, done, np.full(len(rows), LIMIT), [()] * len(rows))
-        return np.maximum(lengths.conditional(beliefs[rows], done) - done[:, None], 1)
+        which = np.zeros(len(rows), int) if noisy is None else np.arange(len(rows))
+        return lengths.remaining(curves if noisy is None else curves[rows], which, stage.done[rows], limit)
 
     return predict
 
@@ -252,12 +263,13 @@ def by_deadline(
     return None if len(order) else lists
 
 
-def lower_bound(machine: Machine, total: np.ndarray, slices: int, prompt: float) -> float:
-    """Seconds that no placement can beat."""
+def lower_bound(machine: Machine, total: np.ndarray, slices: int, prompt: float, inference: float) -> float:
+    """Seconds that no placement can beat; inference: seconds of it on all slices, that must have ended too."""
     contexts = np.full(machine.rows, prompt)
     rates = np.arange(1, machine.rows + 1) * machine.rate(np.arange(1, machine.rows + 1), contexts)
     return max(
-        float(total.sum() / slices / rates.max()), float(total.max() / machine.rate(np.ones(1, int), contexts[:1])[0])
+        float(total.sum() / slices / rates.max()) + inference,
+        float(total.max() / machine.rate(np.ones(1, int), contexts[:1])[0]),
     )
 
 
@@ -281,7 +293,7 @@ def document(asked: argparse.Namespace) -> dict:
         for drafts in (False, True)
     )
     scoring = asked.inference_ms_per_token / 1e3
-    predict = prediction(asked.prediction, law, total, luck)
+    predict = prediction(asked.prediction, law, total, luck, float(tokens[-1]))
     count, decisions = len(total), []
     lists = packed(machine, total, asked.slices, prompt)
     policies: dict[str, tuple[Machine, Policy, Policy]] = {
@@ -296,10 +308,11 @@ def document(asked: argparse.Namespace) -> dict:
     for name, (own, apart, fused) in policies.items():
         first, second = (run(own, asked.slices, total, prompt, policy, scoring) for policy in (apart, fused))
         found[name] = figures(first, second, asked.slices, inference, scoring)
-    bound = lower_bound(machine, total, asked.slices, prompt)
+    bound, fused = (lower_bound(machine, total, asked.slices, prompt, after) for after in (0.0, inference))
     return {
         "responses": {"count": count, "mean": round(float(total.mean()), 1), "longest": int(total.max())},
         "lower_bound_seconds": round(bound, 3),
+        "fused_lower_bound_seconds": round(fused, 3),
         "policies": found,
         "ours_to_packing": ratio(found, "ours", "packing", "generation_seconds"),
         "static_to_ours": ratio(found, "static", "ours", "generation_seconds"),
@@ -310,12 +323,12 @@ def document(asked: argparse.Namespace) -> dict:
     }
 
 
-def prediction(asked: str, law: lengths.Lengths, total: np.ndarray, luck: np.random.Generator) -> Predict:
+def prediction(asked: str, law: lengths.Lengths, total: np.ndarray, luck: np.random.Generator, limit: float) -> Predict:
     """What the command line names."""
     kind, _, sigma = asked.partition(":")
     if kind == "oracle":
         return oracle
-    return by_law(law, total * luck.lognormal(0, float(sigma), len(total)) if kind == "noisy" else None)
+    return by_law(law, total * luck.lognormal(0, float(sigma), len(total)) if kind == "noisy" else None, limit)
 
 
 def timed(policy: Policy, seconds: list[float]) -> Policy:

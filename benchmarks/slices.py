@@ -88,8 +88,7 @@ def by_law(asked: argparse.Namespace):
 
     def decide(view: View) -> Plan:
         generated = view.context - PROMPT
-        limit = np.full(len(generated), asked.tokens)
-        left = lengths.remaining(law, generated, limit, [np.zeros(0)] * len(generated))
+        left = lengths.remaining(lengths.survival(law)[None], np.zeros(len(generated), int), generated, asked.tokens)
         return plan.decide(dataclasses.replace(view, left=left))
 
     return decide

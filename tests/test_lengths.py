@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 
 from rlhf_jax.reallocation import lengths
-from rlhf_jax.reallocation.lengths import QUANTILES, Lengths
-
-CHANCES = (np.arange(QUANTILES) + 0.5) / QUANTILES
+from rlhf_jax.reallocation.lengths import CHANCES, Lengths
 
 
 def drawn(count: int, seed: int = 0) -> np.ndarray:
     luck = np.random.default_rng(seed)
-    return np.clip(np.round(luck.lognormal(5.6, 0.8, count)), 1, 4000)
+    return np.maximum(np.round(luck.lognormal(5.6, 0.8, count)), 1)
 
 
 def law_of(tokens: np.ndarray, finished: np.ndarray | None = None) -> Lengths:
@@ -22,7 +20,8 @@ def law_of(tokens: np.ndarray, finished: np.ndarray | None = None) -> Lengths:
 
 def left(law: Lengths, generated, earlier=None, limit: float = 8192.0) -> np.ndarray:
     generated = np.atleast_1d(np.asarray(generated, float))
-    return lengths.remaining(law, generated, np.full(len(generated), limit), earlier or [()] * len(generated))
+    curves = lengths.believed(law, earlier) if earlier else lengths.survival(law)[None]
+    return lengths.remaining(curves, np.arange(len(generated)) % len(curves), generated, limit)
 
 
 @pytest.mark.parametrize("generated", [0, 37, 250, 801, 1500])
@@ -34,7 +33,7 @@ def test_the_law_given_the_length_so_far_is_that_of_the_longer_responses(generat
 
 def test_a_response_that_was_cut_off_says_only_that_it_is_longer():
     tokens = drawn(100_000)
-    limits = np.random.default_rng(1).integers(100, 3000, len(tokens))
+    limits = np.random.default_rng(1).integers(100, 4000, len(tokens))  # beyond the last outcome: none is a guess
     seen = law_of(np.minimum(tokens, limits), tokens <= limits)
     np.testing.assert_allclose(left(seen, 0)[0], np.quantile(tokens, CHANCES), rtol=0.06)
     naive = law_of(np.minimum(tokens, limits))
@@ -76,10 +75,19 @@ def test_a_sample_that_outlives_its_siblings_follows_the_law():
 
 def test_samples_are_predicted_one_by_one():
     law, generated = law_of(drawn(5000)), np.array([0.0, 10.0, 300.0])
-    earlier = [np.array([50.0, 70.0]), (), np.array([400.0])]
+    earlier = [np.array([50.0, 70.0]), np.array([60.0]), np.array([400.0])]
     together = left(law, generated, earlier)
     for one in range(3):
         np.testing.assert_allclose(together[one], left(law, generated[one], [earlier[one]])[0])
+
+
+def test_samples_may_share_a_law_and_differ_in_limits():
+    curves = np.stack([lengths.survival(law_of(drawn(5000).clip(max=most))) for most in (100, 4000)])
+    which, generated, limit = np.array([1, 0, 1]), np.array([0.0, 50.0, 50.0]), np.array([4000, 4000, 120])
+    together = lengths.remaining(curves, which, generated, limit)
+    for one in range(3):
+        alone = lengths.remaining(curves[which[[one]]], np.zeros(1, int), generated[[one]], limit[one])
+        np.testing.assert_allclose(together[one], alone[0])
 
 
 def test_old_evidence_fades_and_a_checkpoint_keeps_the_law():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_strategy_benchmark import write_table
 
-from benchmarks import drains, makespan
+from benchmarks import drains, foresight, makespan
 from rlhf_jax.reallocation.plan import Plan
 
 LENGTHS = "percentile,prompt_tokens,response_tokens\n1,1,4\n50,25,290\n90,491,700\n99.9,8288,1140\nmean,217.7,333.7\n"
@@ -113,6 +113,14 @@ def test_bad_input_is_told(tmp_path):
         makespan.arguments(["--latency=a", "--lengths=b", "--prediction=noisy"])
 
 
+@pytest.mark.parametrize("deadline, late", [(8.0, 6.0), (16.0, 2.0), (24.0, 0.0)])
+def test_the_bound_of_foresight_where_it_is_known(deadline, late):
+    """Ten samples of 4 s each, one after the other on two slices."""
+    machine = drains.Machine(np.array([np.zeros(10), np.full(10, 24.0)]), 0.0, 1.0, 0.0)
+    alike = foresight.Kinds(np.array([10.0]), np.array([[1.0] * 24 + [0.0] * 2]))  # 96 tokens long
+    assert 0.94 * late <= foresight.least_late(machine, alike, 2, 0.0, deadline) <= late + 1e-6
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("samples, gain", [(32, 1.15), (64, 1.25), (128, 1.3)])
 def test_known_lengths_gain_what_they_can(tmp_path, samples, gain):
@@ -120,6 +128,11 @@ def test_known_lengths_gain_what_they_can(tmp_path, samples, gain):
     assert found["static_to_ours"] >= gain and found["ours_to_packing"] <= 1.08
     assert found["policies"]["ours"]["migration_share"] < 0.02
     assert found["static_unfused_to_ours_fused"] >= 1.2
+
+
+@pytest.mark.slow
+def test_half_known_lengths_gain_where_samples_wait(tmp_path):
+    assert measured(tmp_path, 128, "noisy:0.5")["static_to_ours"] >= 1.15
 
 
 @pytest.mark.slow

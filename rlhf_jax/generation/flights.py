@@ -22,6 +22,7 @@ from rlhf_jax.generation.programs import Ahead, Results
 from rlhf_jax.generation.samples import Decoding, RoundReport, Sample
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, Evidence
 from rlhf_jax.generation.strategy.select import Selector, Situation
+from rlhf_jax.mesh import row_shards
 from rlhf_jax.types import Strategy
 
 FAR = 4  # replayed drafts of a row's round that are waited for
@@ -62,12 +63,12 @@ def fly(instance: Instance, drains: bool, setting: Setting) -> None:
     lag = max(0 if id(sample) in fed else sample.unfed for sample in live)
     siblings = boards.siblings(instance.board, decoding)
     last = drains and not instance.queue and not instance.waiting
-    strategy = _choose(instance, siblings, context, lag, last, setting)
+    strategy, worth = _choose(instance, siblings, context, lag, last, setting)
     follows = before is not None and not before.results.emission.count.is_ready()
     compiled, began = ahead.events if ahead else 0, time.perf_counter()
     clean, look = instance.state is instance.played, setting.selector is not None
     where = instance.models, strategy, siblings, decoding, instance.mesh, look
-    instance.state, results = programs.dispatch(instance.state, *where)
+    instance.state, results = programs.dispatch(instance.state, *where, worth)
     after, moved = tuple(instance.arrived), tuple(instance.moved)
     instance.arrived, instance.moved = [], []
     known = context, lag, clean, follows, compiled, began, after, moved
@@ -77,44 +78,54 @@ def fly(instance: Instance, drains: bool, setting: Setting) -> None:
         sample.flying += 1
 
 
-def _choose(instance: Instance, siblings: np.ndarray, context: int, lag: int, last: bool, setting: Setting) -> Strategy:
-    """The selector's choice; what it would rather have is compiled meanwhile, as is its choice for fewer rows."""
+def _choose(
+    instance: Instance, siblings: np.ndarray, context: int, lag: int, last: bool, setting: Setting
+) -> tuple[Strategy, np.ndarray | None]:
+    """The selector's choice, and the worth of drafts by which packed rounds choose.
+
+    What it would rather have is compiled meanwhile, as is its choice for fewer rows.
+    """
     selector, ahead, decoding, mesh = setting.selector, setting.ahead, setting.decoding, instance.mesh
     if selector is None:
-        return decoding.strategies[0]
+        return decoding.strategies[0], None
     board = instance.board
     rows, live = len(board), len(instance.live)
 
     def ready(strategy: Strategy) -> bool:
         return ahead is None or ahead.ready(strategy, rows, decoding, mesh)
 
-    def failed(strategy: Strategy) -> bool:
-        return ahead is not None and ahead.failed(strategy, rows, decoding, mesh)
-
     most = programs.VERIFIED * boards.shared(1, mesh) // rows
     left = _left(board) if last and decoding.drafts_by("replay") else {}
     classes = _classes(board, decoding)
-    situation = Situation(rows, live, context, lag, classes, ready, most, failed, left, instance.number)
+    failed = ahead.failed(rows, decoding, mesh) if ahead else ()
+    by_device = {"replay": _by_device(board, mesh)} if "replay" in classes else {}
+    situation = Situation(rows, live, context, lag, classes, ready, most, failed, left, instance.number, by_device)
 
-    def decide() -> tuple[Strategy, tuple[Strategy, int] | None]:
+    def decide() -> tuple[Strategy, np.ndarray | None, tuple[Strategy, int] | None]:
         choice = selector.choose(situation)
         stays = None if choice.reason == "probe" else choice.strategy
         fewer = boards.row_bucket(rows // 2, rows, decoding, mesh)
         for wish, size in ((choice.wish, rows), (stays, fewer)):
             if ahead and wish and ahead.may(wish, size, decoding, mesh):
-                return choice.strategy, (wish, size)
-        return choice.strategy, None
+                return choice.strategy, choice.worth, (wish, size)
+        return choice.strategy, choice.worth, None
 
-    strategy, wanted = setting.crew.agreed(decide)
+    strategy, worth, wanted = setting.crew.agreed(decide)
     if ahead and wanted:
         ahead.want(instance.state, instance.models, *wanted, siblings, decoding, mesh)
-    return strategy
+    return strategy, worth
 
 
 def _classes(board: Board, decoding: Decoding) -> dict[str, np.ndarray]:
     """By drafter, [2, CLASSES] counts of running samples by whether the prompt is familiar, and confidence."""
     drafters = {strategy.drafter for strategy in decoding.strategies if strategy.parents}
     return {drafter: _by_class(board, drafter, lambda sample: 1).astype(np.int64) for drafter in drafters}
+
+
+def _by_device(board: Board, mesh) -> np.ndarray:
+    """[D, CLASSES] running samples by replay's confidence, on each of the devices that rows lie on."""
+    kinds = np.array([CLASSES if sample is None else sample.confidence.get("replay", 0) for sample in board])
+    return (kinds.reshape(row_shards(mesh), -1, 1) == np.arange(CLASSES)).sum(axis=1)
 
 
 def _left(board: Board) -> dict[str, np.ndarray]:
@@ -191,7 +202,7 @@ def _report(
         live=live,
         tokens=int(emission.count.sum()),
         accepted=int(emission.accepted.sum()),
-        drafted=live * len(strategy.parents),
+        drafted=int(_drafts(flight, arrived)[emission.count > 0].sum()),
         context=flight.context,
         lag=flight.lag,
         seconds=seconds,
@@ -202,6 +213,11 @@ def _report(
         moves=len(flight.moved),
         moved_bytes=sum(flight.moved),
     )
+
+
+def _drafts(flight: Flight, arrived: Results) -> np.ndarray:
+    """[B] drafts that each row had, or was to have."""
+    return np.full(len(flight.samples), len(flight.strategy.parents)) if arrived.spent is None else arrived.spent.drafts
 
 
 def _evidence(flight: Flight, arrived: Results, before: list[dict[str, int]]) -> dict[str, Evidence]:
@@ -216,5 +232,8 @@ def _evidence(flight: Flight, arrived: Results, before: list[dict[str, int]]) ->
     said = {name: evidence.of_signal(signal, part & long, familiar) for name, signal in others.items()}
     if used in arrived.signals or arrived.confidence is not None:
         confidence = np.array([classes.get(used, 0) for classes in before])
-        said[used] = evidence.of_drafts(flight.strategy, arrived.emission, confidence, familiar)
+        allowed = np.full(len(confidence), len(flight.strategy.parents))
+        if arrived.spent is not None:
+            allowed = np.where(arrived.spent.short, arrived.spent.drafts, allowed)
+        said[used] = evidence.of_drafts(flight.strategy, arrived.emission, confidence, familiar, allowed)
     return said

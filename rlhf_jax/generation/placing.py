@@ -50,7 +50,8 @@ class Stage:
     pool: list[int]  # samples that have no slice yet
     placing: Placing
     setting: Setting
-    curves: dict[int, np.ndarray]  # by request: chances that a response is longer than each of `lengths.EDGES`
+    curves: np.ndarray  # [k, bins + 1] chances that a response is longer than each of `lengths.EDGES`,
+    laws: dict[int, int]  # and which of them is a request's
     landed: int = 0  # rounds since the last plan,
     ended: int = 0  # and samples
     freed: tuple[int, ...] = ()  # slices that are to decode nothing more
@@ -81,18 +82,19 @@ def begin(fleet: list[Instance], slices, groups: list[list[Sample]], placing: Pl
             fleet[turn % len(fleet)].queue.extend(group)
     pool = [] if placing.decide is None else list(samples)
     own = {instance.number: instance for instance in fleet}
-    curves = _curves(placing, [group[0].request for group in groups if group]) if pool else {}
-    return Stage(own, slices, samples, pool, placing, setting, curves)
+    curves, laws = _curves(placing, [group[0].request for group in groups if group] if pool else [])
+    return Stage(own, slices, samples, pool, placing, setting, curves, laws)
 
 
-def _curves(placing: Placing, requests: list[Request]) -> dict[int, np.ndarray]:
+def _curves(placing: Placing, requests: list[Request]) -> tuple[np.ndarray, dict[int, int]]:
     """What is known of the lengths of each request's responses: once, as neither law nor history change in a stage."""
     law, known = placing.lengths, [request for request in requests if request.history]
-    curves = dict.fromkeys(map(id, requests), lengths.survival(law))
+    curves, laws = lengths.survival(law)[None], dict.fromkeys(map(id, requests), 0)
     if known:
         earlier = [[len(text) for text in request.history] for request in known]
-        curves |= zip(map(id, known), lengths.believed(law, earlier), strict=True)
-    return curves
+        curves = np.concatenate([curves, lengths.believed(law, earlier)])
+        laws |= {id(request): 1 + one for one, request in enumerate(known)}
+    return curves, laws
 
 
 def standing(stage: Stage) -> Standing:
@@ -151,11 +153,11 @@ def _reassign(source: Instance, target: Instance, sample: Sample, decoding: Deco
 def _view(stage: Stage, ids: list[int], places: list[int], generated: np.ndarray) -> View:
     instance, requests = next(iter(stage.fleet.values())), [stage.samples[one].request for one in ids]
     limit = np.array([request.max_new_tokens for request in requests])
-    ends = lengths.conditional(np.stack([stage.curves[id(request)] for request in requests]), generated)
+    which = np.array([stage.laws[id(request)] for request in requests])
     move_seconds, token_seconds = _price_of_a_move(instance)
     return View(
         place=np.array(places),
-        left=np.clip(ends - generated[:, None], 1, np.maximum(limit - generated, 1)[:, None]),
+        left=lengths.remaining(stage.curves, which, generated, limit),
         context=generated + np.array([len(request.prompt) for request in requests]),
         rows=stage.setting.decoding.rows,
         slices=len(stage.slices),

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-QUANTILES = 8
+SHARES = np.array([0.25, 0.25, 0.2, 0.15, 0.1, 0.04, 0.008, 0.002])  # of the outcomes that stand for a law, ascending
+CHANCES = SHARES.cumsum() - SHARES / 2  # to end before each
 EDGES = np.unique(np.concatenate([np.arange(16), np.round(np.geomspace(16, 131_072, 150))]))  # of bins, tokens
 BINS = len(EDGES) - 1
 PRIOR = 1.0  # responses that the prior is worth, in each bin
@@ -21,8 +22,8 @@ TYPICAL = 256.0  # tokens after which half have ended, by the prior
 SPREAD = 0.5  # of the logarithm of a length, between roll-outs of one prompt
 STRAY = 1e-4  # of the evidence: earlier roll-outs that say nothing
 
-_CHANCES = (np.arange(QUANTILES) + 0.5) / QUANTILES
 _PRIOR_HAZARD = 1 - (EDGES[:-1] + TYPICAL) / (EDGES[1:] + TYPICAL)
+_WIDTHS = np.diff(EDGES)
 _LOG_MIDDLE = np.log((EDGES[:-1] + EDGES[1:]) / 2)
 
 
@@ -53,22 +54,6 @@ def survival(law: Lengths) -> np.ndarray:
     return np.concatenate([[1.0], np.cumprod(1 - np.minimum(hazard, 1.0))])
 
 
-def remaining(
-    law: Lengths, generated: np.ndarray, limit: np.ndarray, earlier: Sequence[Sequence[int] | np.ndarray]
-) -> np.ndarray:
-    """[n, QUANTILES] tokens to come at equally likely quantiles, ascending, at least 1 where the limit lets them.
-
-    generated, limit [n]: tokens of each response so far, and at most; earlier: lengths of earlier responses to the
-    same prompt, for each sample (empty where there are none), which sharpen the law.
-    """
-    known = np.flatnonzero([len(each) > 0 for each in earlier])
-    curves = np.broadcast_to(survival(law), (1, BINS + 1))
-    ends = _common(curves[0], generated)
-    if len(known):
-        ends[known] = conditional(believed(law, [earlier[one] for one in known.tolist()]), generated[known])
-    return np.clip(ends - generated[:, None], 1, np.maximum(limit - generated, 1)[:, None])
-
-
 def believed(law: Lengths, earlier: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
     """[n, BINS + 1] survival of samples with earlier roll-outs: the law, weighed by how near these were."""
     common = survival(law)
@@ -81,28 +66,23 @@ def believed(law: Lengths, earlier: Sequence[Sequence[int] | np.ndarray]) -> np.
     return np.concatenate([ends, np.zeros((len(ends), 1))], axis=1) / ends[:, :1]
 
 
-def conditional(curves: np.ndarray, generated: np.ndarray) -> np.ndarray:
-    """[n, QUANTILES] lengths at the end of samples with survival curves [n, BINS + 1] that have come so far."""
-    rows = np.arange(len(curves))
+def remaining(curves: np.ndarray, which: np.ndarray, generated: np.ndarray, limit: np.ndarray | float) -> np.ndarray:
+    """[n, Q] tokens to come in outcomes of `SHARES`, ascending, at least 1 where the limit lets them.
+
+    curves [k, BINS + 1]: survival, and which [n] of them holds for each sample; generated, limit [n]: tokens of each
+    response so far, and at most.
+    """
     at = np.clip(np.searchsorted(EDGES, generated, side="right") - 1, 0, BINS - 1)
     part = np.clip((generated - EDGES[at]) / (EDGES[at + 1] - EDGES[at]), 0, 1)
-    alive = curves[rows, at] * (1 - part) + curves[rows, at + 1] * part
-    wanted = alive[:, None] * (1 - _CHANCES)
-    # One ascending array for all rows, so that one search serves.
-    flat = (-curves + 2.0 * rows[:, None]).ravel()
-    low = np.searchsorted(flat, -wanted + 2.0 * rows[:, None], side="right") - 1 - rows[:, None] * (BINS + 1)
-    low = np.clip(low, 0, BINS - 1)
-    above, below = curves[rows[:, None], low], curves[rows[:, None], low + 1]
-    share = np.where(above > below, (above - wanted) / np.maximum(above - below, 1e-300), 0.0)
-    return EDGES[low] + np.clip(share, 0, 1) * (EDGES[low + 1] - EDGES[low])
-
-
-def _common(curve: np.ndarray, generated: np.ndarray) -> np.ndarray:
-    """[n, QUANTILES] lengths at the end, for samples of one law: between those of the bin's two edges."""
-    table = conditional(np.broadcast_to(curve, (BINS, BINS + 1)), EDGES[:-1])
-    at = np.clip(np.searchsorted(EDGES, generated, side="right") - 1, 0, BINS - 2)
-    part = np.clip((generated - EDGES[at]) / (EDGES[at + 1] - EDGES[at]), 0, 1)[:, None]
-    return table[at] * (1 - part) + table[at + 1] * part
+    alive = curves[which, at] * (1 - part) + curves[which, at + 1] * part
+    # One ascending array for all curves, so that one search serves.
+    flat, own = (2.0 * np.arange(len(curves))[:, None] - curves).ravel(), which[:, None]
+    wanted, begin = 2.0 * own - alive[:, None] * (1 - CHANCES), own * (BINS + 1)
+    low = np.clip(np.searchsorted(flat, wanted, side="right") - 1, begin, begin + BINS - 1)
+    before = flat.take(low)
+    share = (wanted - before) / np.maximum(flat.take(low + 1) - before, 1e-300)
+    ends = EDGES.take(low - begin) + np.clip(share, 0, 1) * _WIDTHS.take(low - begin)
+    return np.clip(ends - generated[:, None], 1, np.maximum(limit - generated, 1)[:, None])
 
 
 def state(law: Lengths) -> dict[str, Any]:

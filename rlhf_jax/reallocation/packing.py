@@ -1,22 +1,39 @@
 """Samples that wait, by length: the longest together on light slices, short ones on full slices with refill.
 
-How far to go is a matter of how sure the lengths are: placements from packed tightly to dealt out evenly are tried on
-drawn lengths, and the one whose stage ends soonest is taken.
+Samples in order of their length are cut into runs, one for each slice; from some cut on they may be dealt out to the
+slices that are left: where many must wait, long ones beside short ones wait less. Of all such ways the one is taken
+whose stage is expected to end soonest. So the less sure lengths are, the more evenly samples stand.
 """
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 
 import numpy as np
 
-from rlhf_jax.reallocation.survivors import BINS, Clock
+from rlhf_jax.reallocation.survivors import BINS, ROUNDING, Clock, Drain
 
 GROUPS = 16  # of slices that are packed alike, at most
-TRIED = 8  # deadlines at once
-ROUNDS = 3  # of ever closer deadlines
-DRAWS = 6  # of lengths, on which placements are tried
+CUTS, CLOSER = 72, 1.7  # of all samples, and the power by which the first are closer together
+STARTS = 5  # cuts between two from which the rest may be dealt out
+SHARERS = 10  # numbers of slices to which it may
+PIECES = 8  # of a slice's rows, that begin together
+WIDE = 2 * BINS  # bins in which all samples of a slice end, one after the other
+TRIED, ROUNDS = 4, 5  # deadlines at once, and times that they close in
 SLACK = 1.03  # of a deadline, for what waits
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ways:
+    """What a slice does for each way to give it samples."""
+
+    cuts: np.ndarray  # [C] places, all samples after the last
+    runs: Drain  # [C (C + 1) / 2, WIDE], samples from one cut to another, by the latter
+    starts: np.ndarray  # [S] of the cuts, the last among them
+    sharers: np.ndarray  # [K] slices, from none to all
+    dealt: Drain  # [K, S, WIDE], all samples from a start on, dealt out to so many
+    share: int  # slices that each one stands for
+    inference: float  # seconds of it, were all slices to do it
 
 
 def deadline(clock: Clock, survivors: np.ndarray, tokens: float) -> float:
@@ -43,90 +60,112 @@ def first(clock: Clock, ends: np.ndarray, slices: int, inference: float) -> list
 
     inference: slice seconds of it that idle slices may do until the last sample has ended, or all of them after.
     """
-    tried = [pack(clock, ends, slices, spread=True), [np.arange(len(ends))[one::slices] for one in range(slices)]]
-    tried += [pack(clock, ends, slices, spread=False)] if inference else []
-    return min(tried, key=lambda lists: _stage(clock, ends, lists, inference))
-
-
-def _stage(clock: Clock, ends: np.ndarray, lists: list[np.ndarray], inference: float) -> float:
-    """Mean seconds of a stage, inference included, over drawn lengths."""
-    samples, counts = np.concatenate(lists), np.array([len(own) for own in lists])
-    place = np.repeat(np.arange(len(lists)), counts)
-    layer = (np.arange(len(samples)) - np.repeat(counts.cumsum() - counts, counts)) // clock.rows
-    total = 0.0
-    for draw in range(DRAWS):
-        # Every sample draws its own quantile, and all draws together draw each quantile about as often.
-        drawn = ends[samples, (samples * 5 + samples // 7 + draw * 3) % ends.shape[1]][:, None]
-        layers = [
-            clock.survivors(drawn[layer == one], place[layer == one], len(lists)) for one in range(layer.max() + 1)
-        ]
-        seconds = clock.refilled(layers)
-        total += seconds.max() + max(0.0, inference - (seconds.max() - seconds).sum()) / len(lists)
-    return total / DRAWS
-
-
-def pack(clock: Clock, ends: np.ndarray, slices: int, spread: bool) -> list[np.ndarray]:
-    """Samples of each slice, as places in ends [n, Q] (`Clock.bins`), which come the longest first.
-
-    The earliest deadline that all can keep rules; with `spread` only the first slices, and what is left is packed
-    again by a deadline of its own, so that no slice does more than it must.
-    """
     share = -(-slices // GROUPS)  # slices of a group
     groups = -(-slices // share)
-    total = np.concatenate([np.zeros((1, BINS)), clock.curves(ends[::share]).cumsum(axis=0)])
-    counts, at, fixed = [], 0, 1
-    while len(counts) < groups and at < len(total) - 1:
-        found = _earliest(clock, total[at:] - total[at], groups - len(counts))
-        kept = found[:fixed] if spread else found
-        counts, at, fixed = counts + kept, at + sum(kept), 2 * fixed
-    return _dealt(counts, share, len(ends), slices)
+    ways = _ways(clock, ends, groups, share, inference / slices)
+    prices = (0.0, 1 / slices) if inference else (0.0,)
+    _, counts = min((_soonest(ways, price) for price in prices), key=lambda one: one[0])
+    return _lists(counts, share, ends, slices)
 
 
-def _dealt(counts: list[int], share: int, samples: int, slices: int) -> list[np.ndarray]:
-    """Every share-th sample was packed: each group takes the run around its own, dealt out to its slices."""
-    lists, at = [], 0
-    for count in counts:
-        run = np.arange(at, min(at + count * share, samples))
-        own = min(share, slices - len(lists))
-        lists += [run[one::own] for one in range(own)]
-        at += count * share
-    return lists + [np.arange(0)] * (slices - len(lists))
+def _ways(clock: Clock, ends: np.ndarray, slices: int, share: int, inference: float) -> _Ways:
+    """All ways for every share-th of samples with last bins ends [n, Q]."""
+    ends = ends[::share]
+    alike, closer = np.linspace(0, 1, slices + 1), np.linspace(0, 1, CUTS + 1) ** CLOSER
+    cuts = np.unique(np.round(len(ends) * np.concatenate([alike, closer])).astype(int))
+    parts = np.add.reduceat(clock.curves(ends), cuts[:-1], axis=0).astype(np.float32)
+    starts = np.unique(np.append(np.arange(0, len(cuts), STARTS), len(cuts) - 1))
+    sharers = np.unique(np.append(0, np.round(np.geomspace(1, slices, SHARERS)).astype(int)))
+    runs = clock.drain(_runs(clock, parts))
+    dealt = clock.drain(_dealt(clock, parts, starts, sharers))
+    return _Ways(cuts, runs, starts, sharers, dealt, share, inference)
 
 
-def _earliest(clock: Clock, total: np.ndarray, slices: int) -> list[int]:
-    """Samples of each slice for the earliest deadline; total [n + 1, B] summed curves, the longest first."""
-    low = float(clock.seconds(total[1]))
-    high = 1.5 * low + 1.5 * float(clock.seconds(total[-1] / slices))
-    found = [len(total) - 1] + [0] * (slices - 1)
+def _runs(clock: Clock, parts: np.ndarray) -> np.ndarray:
+    """[C (C + 1) / 2, WIDE] rows of a slice that takes the parts [C - 1, B] from one cut to another, in turn."""
+    none = np.zeros((1, WIDE), np.float32)
+    ending = [none]  # at each cut, from each cut up to it
+    for part in parts:
+        ending.append(np.concatenate([_begun(clock, ending[-1], part[None]), none]))
+    return np.concatenate(ending)
+
+
+def _dealt(clock: Clock, parts: np.ndarray, starts: np.ndarray, sharers: np.ndarray) -> np.ndarray:
+    """[K, S, WIDE] rows of one of so many slices that take the parts [C - 1, B] from a start on, in turn."""
+    live = np.zeros((len(sharers), len(starts), WIDE), np.float32)
+    for at, part in enumerate(parts):
+        begun = np.count_nonzero(starts <= at)
+        curves = np.repeat(part / np.maximum(sharers, 1)[:, None], begun, axis=0)
+        live[1:, :begun] = _begun(clock, live[1:, :begun].reshape(-1, WIDE), curves[begun:]).reshape(-1, begun, WIDE)
+    return live
+
+
+def _begun(clock: Clock, live: np.ndarray, curves: np.ndarray) -> np.ndarray:
+    """[m, WIDE] rows of slices with live [m, WIDE] after samples of curves [m or 1, B] have begun, a few at a time."""
+    pieces = max(1, int(np.ceil(curves[:, 0].max() * PIECES / clock.rows)))
+    live, curves, rows = live.copy(), curves / pieces, WIDE * np.arange(len(live))
+    for _ in range(pieces):
+        full = (live > clock.rows * (1 + ROUNDING) - curves[:, :1]).sum(axis=1)
+        begins = rows + np.minimum(full, WIDE - BINS)
+        live.reshape(-1)[begins[:, None] + np.arange(BINS)] += curves
+    return live
+
+
+def _soonest(ways: _Ways, price: float) -> tuple[float, list[int]]:
+    """`_cut` by ever better deadlines."""
+    low, high = 0.0, float(ways.dealt.over[-1, 0][ways.dealt.live[-1, 0] > ROUNDING].max())
+    found = []
     for _ in range(ROUNDS):
-        tried = np.linspace(low, high, TRIED + 1)[1:]
-        counts = _filled(clock, total, slices, tried)
-        kept = np.flatnonzero(counts.sum(axis=1) == len(total) - 1)
-        if len(kept):
-            found = counts[kept[0]].tolist()
-            high = float(tried[kept[0]])
-        low = high - (tried[1] - tried[0])
-    return found
+        tried = np.linspace(low, high, TRIED + 2)[1:-1]
+        found += [_cut(ways, float(deadline), price) for deadline in tried]
+        best = tried[np.argmin([seconds for seconds, _ in found[-TRIED:]])]
+        low, high = best - (tried[1] - tried[0]), best + (tried[1] - tried[0])
+    return min(found, key=lambda one: one[0])
 
 
-def _filled(clock: Clock, total: np.ndarray, slices: int, deadlines: np.ndarray) -> np.ndarray:
-    """[K, slices] samples when each slice takes as many as end by the deadline, for K deadlines."""
-    most, at = len(total) - 1, np.zeros(len(deadlines), int)
-    counts = np.zeros((len(deadlines), slices), int)
-    widest = most
-    for one in range(slices):
-        low, high = at.copy(), np.minimum(at + widest, most)
-        while (low < high).any():
-            middle = (low + high + 1) // 2
-            fits = clock.refilled(_layers(clock, total, at, middle)) <= deadlines
-            low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
-        counts[:, one], at = low - at, low
-        widest = 2 * int(counts[:, one].max()) + 2
-    return counts
+def _cut(ways: _Ways, deadline: float, price: float) -> tuple[float, list[int]]:
+    """(seconds of a stage, samples of each slice of the first runs) for a deadline and the row seconds after it.
+
+    price: seconds that a busy slice second is held to cost.
+    """
+    slices, sharers, triangle = int(ways.sharers[-1]), ways.sharers, np.tril_indices(len(ways.cuts))
+    cost = np.full((len(ways.cuts), len(ways.cuts)), np.inf)  # of a run from one cut to another
+    cost.T[triangle] = ways.runs.late(deadline) + price * ways.runs.seconds
+    least, paths = _paths(cost, slices)
+    rest = sharers[:, None] * (ways.dealt.late(deadline) + price * ways.dealt.seconds)
+    rest[0, :-1] = np.inf  # nobody takes what is left
+    total = least[slices - sharers][:, ways.starts] + rest
+    few, start = np.unravel_index(total.argmin(), total.shape)
+    path = paths[slices - sharers[few]][ways.starts[start]]
+    busy = ways.runs.seconds[path[1:] * (path[1:] + 1) // 2 + path[:-1]].sum()
+    busy += sharers[few] * ways.dealt.seconds[few, start]
+    late, idle = ways.share * float(total[few, start] - price * busy), deadline - busy / slices
+    return deadline + late + max(0.0, ways.inference - idle), np.diff(ways.cuts[path]).tolist()
 
 
-def _layers(clock: Clock, total: np.ndarray, begin: np.ndarray, end: np.ndarray) -> list[np.ndarray]:
-    """[K, B] summed curves of samples begin to end [K], as many at once as a slice has rows."""
-    most = max(1, -(-int((end - begin).max()) // clock.rows))
-    cuts = [np.minimum(begin + layer * clock.rows, end) for layer in range(most + 1)]
-    return [total[after] - total[before] for before, after in itertools.pairwise(cuts)]
+def _paths(cost: np.ndarray, slices: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """([slices + 1, C] least cost of so many runs up to each cut, [C, runs + 1] for each number of them their cuts).
+
+    cost [C, C] of a run from one cut to another.
+    """
+    cuts = np.arange(len(cost))
+    least, paths = [np.where(cuts > 0, np.inf, 0.0)], [cuts[:, None]]
+    for _ in range(slices):
+        through = least[-1][:, None] + cost
+        least.append(through.min(axis=0))
+        paths.append(np.column_stack([paths[-1][through.argmin(axis=0)], cuts]))
+    return np.array(least), paths
+
+
+def _lists(counts: list[int], share: int, ends: np.ndarray, slices: int) -> list[np.ndarray]:
+    """Every share-th sample was packed: each group, and all that are left, deal out the run around their own.
+
+    Samples that look alike stay in order, as a slice prefills a prompt once.
+    """
+    lists, at = [], 0
+    for own, count in [*((share, count * share) for count in counts), (slices, len(ends))]:
+        own, run = min(own, slices - len(lists)), np.arange(at, min(at + count, len(ends)))
+        alike = (ends[run] == ends[run[:1]]).all()
+        lists += np.array_split(run, own) if alike and own else [run[one::own] for one in range(own)]
+        at += len(run)
+    return lists

@@ -2,7 +2,9 @@
 
 A slice is known by its survivors: how many of its rows are expected to live after so many tokens more. Its end follows,
 as rows gain at the speed of their number. The longest samples rule the end of the stage, so these stand on light
-slices and short ones on full ones (`packing.py`); afterwards single moves correct what turns out otherwise.
+slices and short ones on full ones (`packing.py`); afterwards single moves correct what turns out otherwise. A move
+gains if fewer row seconds are then expected after the time at which all but one row of the stage have ended: so what
+many rows may become counts for as much as it is likely.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import dataclasses
 import numpy as np
 
 from rlhf_jax.reallocation import packing
+from rlhf_jax.reallocation.lengths import SHARES
 from rlhf_jax.reallocation.survivors import Clock, clock_of
 
 WAITS = -1
@@ -19,15 +22,14 @@ MOST_MOVES = 4  # a decision
 MOST_STUCK = 4  # late slices that nothing helps, after which a decision looks no further
 MOST_GATHERED = 8  # rows of a slice that is emptied to be given away
 MOST_ROUNDS = 4  # of admissions, one sample a slice each
-ROWS_TRIED, SLICES_TRIED = 8, 12  # of the late slice, and of those that might take one of them
-WORTH = 8.0  # times what a move costs that it must gain
-LEAST = 0.001  # of the end, that it must gain besides
-NEAR = 0.95  # of the last end: earlier slices are left as they are
+ROWS_TRIED, SLICES_TRIED = 16, 12  # of the late slice, and of those that might take one of them
+WORTH = 4.0  # times what a move costs that it must gain
+LEAST = 0.2  # of what is late on its two slices, that it must gain besides
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """What is known of the unfinished samples and of the slices; n samples, Q equally likely quantiles."""
+    """What is known of the unfinished samples and of the slices; n samples, Q outcomes of `lengths.SHARES`."""
 
     place: np.ndarray  # [n] int, slice of each sample, WAITS where it has none
     left: np.ndarray  # [n, Q] tokens to come, at least a little
@@ -57,34 +59,48 @@ class _Draft:
 
     view: View
     clock: Clock
-    steps: np.ndarray  # [n, Q] bin of the clock in which each quantile ends
+    steps: np.ndarray  # [n, Q] bin of the clock in which each outcome ends
     place: np.ndarray  # [n]
     live: np.ndarray  # [slices] rows
     held: np.ndarray  # [slices] rows for which there must be memory: those that leave still hold theirs
     survivors: np.ndarray  # [slices, B]
-    ends: np.ndarray  # [slices] seconds
+    fixed: np.ndarray  # [n] bool, not to move: what waited, or has moved
+    deadline: float = dataclasses.field(init=False)  # these by `admit`, which comes first
+    ends: np.ndarray = dataclasses.field(init=False)  # [slices] seconds
+    late: np.ndarray = dataclasses.field(init=False)  # [slices] row seconds expected after the deadline
 
     def curve(self, samples: np.ndarray) -> np.ndarray:
         """[m, B] survivors of each of m samples alone."""
         return self.clock.curves(self.steps[samples])
 
-    def put(self, samples: np.ndarray, there: int) -> None:
-        """Let samples stand on a slice; all were on one other, or on none."""
-        curve, here = self.curve(samples).sum(axis=0), int(self.place[samples[0]])
-        for one, sign in ((here, -1), (there, 1)):
-            if one != WAITS:
-                self.survivors[one] += sign * curve
-                self.live[one] += sign * len(samples)
-                self.ends[one] = self.clock.seconds(self.survivors[one])
-        self.held[there] += len(samples)
+    def admit(self, samples: np.ndarray, there: np.ndarray) -> None:
+        """Let samples [m] that wait stand on slices [m]."""
         self.place[samples] = there
+        slices, which, joined = np.unique(there, return_inverse=True, return_counts=True)
+        self.live[slices] += joined
+        self.held[slices] += joined
+        self.survivors[slices] += self.clock.survivors(self.steps[samples], which, len(slices))
+        drain = self.clock.drain(self.survivors)
+        self.deadline, self.ends = drain.deadline(), drain.seconds
+        self.late = drain.late(self.deadline)
+
+    def move(self, sample: int, there: int) -> None:
+        """Let a sample stand on another slice; the deadline stays."""
+        curve, pair = self.curve(np.array([sample])), np.array([self.place[sample], there])
+        self.survivors[pair] += curve * [[-1], [1]]
+        self.live[pair] += [-1, 1]
+        self.held[there] += 1
+        self.place[sample], self.fixed[sample] = there, True
+        drain = self.clock.drain(self.survivors[pair])
+        self.ends[pair], self.late[pair] = drain.seconds, drain.late(self.deadline)
+
+    def longest_first(self, samples: np.ndarray) -> np.ndarray:
+        """[m] the samples in order of their expected tokens."""
+        return samples[np.argsort(-(self.view.left[samples] @ SHARES), kind="stable")]
 
     def cost(self, samples: np.ndarray) -> np.ndarray:
         """[m] seconds for which a move of each stops two slices."""
         return self.view.move_seconds + self.view.context[samples] * self.view.token_seconds
-
-
-_CHANGING = ("place", "live", "held", "survivors", "ends")
 
 
 def decide(view: View) -> Plan:
@@ -92,82 +108,81 @@ def decide(view: View) -> Plan:
     if not len(view.place):
         return Plan([], [], view.freed | (view.scoring > 0))
     draft = _drafted(view)
-    admissions = _admissions(draft)
-    for there, samples in admissions:
-        draft.put(samples, there)
+    samples, there = _admissions(draft)
+    draft.admit(samples, there)
     waits = bool((draft.place == WAITS).any())
-    moves = _moves(draft)
+    moves, gathered = _moves(draft), []
+    empty = draft.live == 0
     if view.scoring and not waits:
-        moves += _gathered(draft, {sample for sample, _ in moves})
-    admitted = [(sample, there) for there, samples in admissions for sample in samples.tolist()]
-    given = view.freed | ((draft.live == 0) & (view.scoring > 0) & (not waits))
-    return Plan(admitted, moves, given)
+        gathered = _gathered(draft)
+        empty[[view.place[sample] for sample, _ in gathered]] = True
+    begins = not (view.place >= 0).any()  # then a slice without samples is to have none
+    given = view.freed | (empty & (view.scoring > 0) & (begins or not waits))
+    return Plan(list(zip(samples.tolist(), there.tolist(), strict=True)), moves + gathered, given)
 
 
 def _drafted(view: View) -> _Draft:
     clock = clock_of(view.left, view.speed)
     steps = clock.bins(view.left)
-    on = view.place >= 0
-    survivors = clock.survivors(steps[on], view.place[on], view.slices)
-    live = np.bincount(view.place[on], minlength=view.slices)
-    return _Draft(view, clock, steps, view.place.copy(), live, live.copy(), survivors, clock.seconds(survivors))
+    survivors = clock.survivors(steps, view.place, view.slices)
+    live = np.bincount(view.place + 1, minlength=view.slices + 1)[1:]
+    return _Draft(view, clock, steps, view.place.copy(), live, live.copy(), survivors, view.place == WAITS)
 
 
 # ---- admissions
 
 
-def _admissions(draft: _Draft) -> list[tuple[int, np.ndarray]]:
-    """(slice, samples) to admit: the longest first, wherever they end in time."""
+def _admissions(draft: _Draft) -> tuple[np.ndarray, np.ndarray]:
+    """(samples, their slices) to admit: the longest first, wherever they end in time."""
     view, waiting = draft.view, np.flatnonzero(draft.view.place == WAITS)
     open_slices = np.flatnonzero(~view.freed & (draft.live < view.rows))
     if not len(waiting) or not len(open_slices):
-        return []
-    mean = view.left[waiting].mean(axis=1)
-    waiting = waiting[np.argsort(-mean, kind="stable")]
+        return np.zeros(0, int), np.zeros(0, int)
+    waiting = draft.longest_first(waiting)
     if not draft.live.any():
         lists = packing.first(draft.clock, draft.steps[waiting], len(open_slices), _inference(view))
-        firsts = [(there, waiting[own[: view.rows]]) for there, own in zip(open_slices.tolist(), lists, strict=True)]
-        return [(there, samples) for there, samples in firsts if len(samples)]
-    kept = draft.survivors[~view.freed]
-    # Full slices will have room, too; the first to end are the likely ones.
-    lightest = np.argsort(np.where(view.freed, np.inf, draft.ends), kind="stable")[: 2 * SLICES_TRIED]
-    longest = draft.survivors[lightest] + draft.curve(waiting[:1])
-    deadline = packing.deadline(draft.clock, kept, float(mean.sum()))
-    return _refilled(draft, waiting, open_slices, packing.SLACK * max(deadline, draft.clock.seconds(longest).min()))
+        lists = [own[: view.rows] for own in lists]
+        return waiting[np.concatenate(lists)], open_slices.repeat([len(own) for own in lists])
+    return _refilled(draft, waiting, open_slices, packing.SLACK * _deadline(draft, waiting))
+
+
+def _deadline(draft: _Draft, waiting: np.ndarray) -> float:
+    """Seconds by which all that waits, the longest first, could be done: the sum of it, and its longest."""
+    freed, tokens = draft.view.freed, float((draft.view.left[waiting] @ SHARES).sum())
+    # Full slices will have room, too; those with least to do are the likely ones.
+    work = np.where(freed, np.inf, draft.survivors.sum(axis=1))
+    lightest = np.argsort(work, kind="stable")[: 2 * SLICES_TRIED]
+    alone = draft.clock.drain(draft.survivors[lightest] + draft.curve(waiting[:1])).seconds.min()
+    return max(packing.deadline(draft.clock, draft.survivors[~freed], tokens), float(alone))
 
 
 def _refilled(
     draft: _Draft, waiting: np.ndarray, open_slices: np.ndarray, deadline: float
-) -> list[tuple[int, np.ndarray]]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Each open slice, the first to end first, takes the longest of those waiting that let it end by the deadline."""
-    view, found = draft.view, []
-    room = view.rows - draft.live
-    taken, survivors = np.zeros(len(waiting), bool), draft.survivors.copy()
+    room, survivors = draft.view.rows - draft.live, draft.survivors.copy()
+    there = np.full(len(waiting), WAITS)
     for _ in range(MOST_ROUNDS):
-        order = open_slices[np.argsort(draft.clock.seconds(survivors[open_slices]), kind="stable")]
-        firsts = _firsts(draft, survivors[order], waiting[~taken], deadline)
-        queue = np.flatnonzero(~taken)
-        admitted = _distinct(firsts, len(queue))
-        for at, there in zip(admitted, order.tolist(), strict=True):
-            if at is not None:
-                taken[queue[at]] = True
-                found.append((there, waiting[queue[at : at + 1]]))
-                survivors[there] += draft.curve(waiting[queue[at : at + 1]])[0]
-                room[there] -= 1
-        open_slices = np.array([t for a, t in zip(admitted, order, strict=True) if a is not None and room[t] > 0], int)
-        if not len(open_slices) or taken.all():
+        order = open_slices[np.argsort(draft.clock.drain(survivors[open_slices]).seconds, kind="stable")]
+        queue = np.flatnonzero(there == WAITS)
+        found = _distinct(_firsts(draft, survivors[order], waiting[queue], deadline), len(queue))
+        taking, taken = order[found < len(queue)], queue[found[found < len(queue)]]
+        there[taken] = taking
+        survivors[taking] += draft.curve(waiting[taken])
+        room[taking] -= 1
+        open_slices = taking[room[taking] > 0]
+        if not len(open_slices) or (there != WAITS).all():
             break
-    return found
+    return waiting[there != WAITS], there[there != WAITS]
 
 
-def _distinct(firsts: np.ndarray, count: int) -> list[int | None]:
-    """For each slice in turn the first place that is free from firsts [m] on; None where there is none."""
+def _distinct(firsts: np.ndarray, count: int) -> np.ndarray:
+    """[m] for each slice in turn the first place that is free from firsts [m] on; count where there is none."""
     free, found = np.ones(count + 1, bool), []
     for first in firsts.tolist():
-        at = first + int(free[first:].argmax()) if first < count else count
-        found.append(at if at < count and free[at] else None)
-        free[at] = at == count
-    return found
+        found.append(first + int(free[first:].argmax()))
+        free[found[-1]] = found[-1] == count
+    return np.array(found)
 
 
 def _firsts(draft: _Draft, survivors: np.ndarray, waiting: np.ndarray, deadline: float) -> np.ndarray:
@@ -176,7 +191,7 @@ def _firsts(draft: _Draft, survivors: np.ndarray, waiting: np.ndarray, deadline:
     low, high = np.zeros(len(survivors), int), np.full(len(survivors), len(waiting))
     while (low < high).any():
         middle = np.minimum((low + high) // 2, len(waiting) - 1)
-        late = draft.clock.seconds(survivors + draft.curve(waiting[middle])) > deadline
+        late = draft.clock.drain(survivors + draft.curve(waiting[middle])).seconds > deadline
         low, high = np.where(late & (low < high), middle + 1, low), np.where(late, high, np.minimum(middle, high))
     return low
 
@@ -185,82 +200,77 @@ def _firsts(draft: _Draft, survivors: np.ndarray, waiting: np.ndarray, deadline:
 
 
 def _moves(draft: _Draft) -> list[tuple[int, int]]:
-    """The moves that let the last slices end sooner, by clearly more than they cost; no sample moves twice."""
-    moves, stuck, last = [], np.zeros(draft.view.slices, bool), draft.ends.max()
-    fixed = draft.view.place == WAITS
+    """The moves that let least be late, by clearly more than they cost; no sample moves twice."""
+    moves, stuck = [], np.zeros(draft.view.slices, bool)
     while len(moves) < MOST_MOVES and stuck.sum() < min(MOST_STUCK, len(stuck)):
-        late = int(np.where(stuck, -np.inf, draft.ends).argmax())
-        if draft.ends[late] < NEAR * last:
-            break
-        move = _move(draft, late, fixed)
+        late = int(np.where(stuck, -np.inf, draft.late).argmax())
+        move = _move(draft, late)
         if move is None:
             stuck[late] = True
         else:
-            draft.put(np.array([move[0]]), move[1])
-            fixed[move[0]] = True
+            draft.move(*move)
             moves.append(move)
     return moves
 
 
-def _move(draft: _Draft, late: int, fixed: np.ndarray) -> tuple[int, int] | None:
-    """The row of a late slice, and the slice to take it, after which both end soonest; None if nothing gains."""
+def _move(draft: _Draft, late: int) -> tuple[int, int] | None:
+    """The row of a late slice, and the slice to take it, after which both are least late; None if nothing gains."""
     view = draft.view
-    rows = np.flatnonzero((draft.place == late) & ~fixed)
+    rows = np.flatnonzero((draft.place == late) & ~draft.fixed)
     takers = np.flatnonzero(~view.freed & (draft.held < view.rows) & (np.arange(view.slices) != late))
     if not len(rows) or not len(takers) or draft.live[late] < 2:
         return None
-    rows = rows[np.argsort(-view.left[rows].mean(axis=1), kind="stable")]
+    rows = draft.longest_first(rows)
     rows = rows[np.unique(np.linspace(0, len(rows) - 1, ROWS_TRIED).astype(int))]
-    takers = takers[np.argsort(draft.ends[takers], kind="stable")[:SLICES_TRIED]]
-    curves = draft.curve(rows)
-    without = draft.clock.seconds(draft.survivors[late] - curves)
-    joined = draft.clock.seconds(draft.survivors[takers][None] + curves[:, None])
-    gain = draft.ends[late] - np.maximum(without[:, None], joined) - WORTH * draft.cost(rows)[:, None]
+    takers = takers[np.lexsort((draft.ends[takers], draft.late[takers]))[:SLICES_TRIED]]
+    curves, deadline = draft.curve(rows), draft.deadline - WORTH * draft.cost(rows)  # as late as the deadline sooner
+    without = draft.clock.drain(draft.survivors[late] - curves).late(deadline)
+    joined = draft.clock.drain(draft.survivors[takers][None] + curves[:, None]).late(deadline[:, None])
+    before = draft.late[late] + draft.late[takers]
+    gain = before - without[:, None] - joined - LEAST * before
     row, taker = np.unravel_index(gain.argmax(), gain.shape)
-    return (int(rows[row]), int(takers[taker])) if gain[row, taker] > LEAST * draft.ends[late] else None
+    return (int(rows[row]), int(takers[taker])) if gain[row, taker] > 0 else None
 
 
 # ---- slices given away
 
 
-def _gathered(draft: _Draft, moved: set[int]) -> list[tuple[int, int]]:
-    """The moves that empty the slice with least to do, if inference needs it and no slice ends later than the last.
+def _gathered(draft: _Draft) -> list[tuple[int, int]]:
+    """The moves that empty the slice with least to do, if inference gains more by it than other rows are late.
 
-    Idle slices do inference while others decode; what they cannot do by then delays the end of the stage.
+    Idle slices do inference while others decode; what they cannot do by then delays the end of the stage. The draft is
+    left with these moves, whether they gain or not.
     """
-    view, last = draft.view, draft.ends.max()
-    if _inference(view) <= (last - draft.ends).sum():
-        return []
+    view, ends, late = draft.view, draft.ends.sum(), draft.late.sum()
     work = np.where(draft.live > 0, draft.survivors.sum(axis=1), np.inf)
-    rows = np.flatnonzero(draft.place == (here := int(work.argmin())))
-    if len(rows) > MOST_GATHERED or np.count_nonzero(draft.live) < 2 or moved & set(rows.tolist()):
+    rows = np.flatnonzero(draft.place == work.argmin())
+    if len(rows) > MOST_GATHERED or np.count_nonzero(draft.live) < 2 or draft.fixed[rows].any():
         return []
-    trial = dataclasses.replace(draft, **{name: getattr(draft, name).copy() for name in _CHANGING})
+    if _inference(view) <= (draft.ends.max() - draft.ends).sum():
+        return []
     moves = []
-    for row in rows[np.argsort(-view.left[rows].mean(axis=1), kind="stable")].tolist():
-        there = _taker(trial, row, here, last)
+    for row in draft.longest_first(rows).tolist():
+        there = _taker(draft, row)
         if there is None:
             return []
-        trial.put(np.array([row]), there)
+        draft.move(row, there)
         moves.append((row, there))
-    if draft.ends.sum() - trial.ends.sum() <= 2 * WORTH * draft.cost(rows).sum():
-        return []
-    for name in _CHANGING:
-        setattr(draft, name, getattr(trial, name))
-    return moves
+    spared = ends - draft.ends.sum() - 2 * WORTH * draft.cost(rows).sum()
+    return moves if spared > max(0.0, view.slices * (draft.late.sum() - late)) else []
 
 
 def _inference(view: View) -> float:
     """Slice seconds of inference on all samples that have not had it."""
-    return view.scoring * (view.unscored + float((view.context + view.left.mean(axis=1)).sum()))
+    return view.scoring * (view.unscored + float((view.context + view.left @ SHARES).sum()))
 
 
-def _taker(draft: _Draft, row: int, here: int, last: float) -> int | None:
-    """The slice that a row delays least, of those that have rows and end in time with it; None without any."""
-    view = draft.view
+def _taker(draft: _Draft, row: int) -> int | None:
+    """The slice whose rows that one delays least, of those that have rows and room; None without any."""
+    view, samples = draft.view, np.array([row])
     open_slices = ~view.freed & (draft.held < view.rows) & (draft.live > 0)
-    open_slices[here] = False
-    joined = draft.clock.seconds(draft.survivors + draft.curve(np.array([row])))
-    added = np.where(open_slices & (joined + draft.cost(np.array([row])) <= last), joined - draft.ends, np.inf)
+    open_slices[draft.place[row]] = False
+    joined = draft.clock.drain(draft.survivors + draft.curve(samples))
+    late = joined.late(draft.deadline - draft.cost(samples)) - draft.late
+    added = np.where(open_slices, joined.seconds - draft.ends + view.slices * late, np.inf)
     there = int(added.argmin())
     return there if np.isfinite(added[there]) else None
