@@ -89,6 +89,7 @@ def first(case: Case, count: int) -> Case:
 def prepare(case: Case, strategies: Sequence[Strategy], table: pricing.Table | None = None) -> None:
     """Compile the strategies' rounds at all sizes that the batch may shrink to; time what the table lacks."""
     rows = samples = case.decoding.rows
+    run(first(case, rows + 1))  # a row that is taken again
     warm_up(case.target, case.drafter, samples, case.decoding, case.mesh, look=table is not None)
     while True:
         play = functools.partial(run, first(case, rows))

@@ -35,6 +35,7 @@ class Call(NamedTuple):
     nodes: int  # a row that the target verifies
     steps: int  # draft-model calls
     fed: int  # nodes a row that they are fed
+    grid: int  # nodes of a row that attention has room for
     chunks: int  # draft-model calls that only catch up
 
 
@@ -89,17 +90,16 @@ def measure(table: Table, play: Play, strategies: Iterable[Strategy], rows: int)
 
 
 @functools.cache
-def figures(strategy: Strategy) -> tuple[int, int, int]:
-    """(nodes, steps, fed) of a round by the strategy."""
-    alone = menus.build([strategy])
-    return int(alone.nodes[0]), int(alone.steps[0]), int(alone.fed[0])
+def figures(strategy: Strategy) -> cost.Call:
+    """What a round by the strategy runs."""
+    return menus.build([strategy]).calls.each[0]
 
 
 def call_of(report: RoundReport) -> Call:
     """What the round was."""
-    nodes, steps, fed = figures(report.strategy)
-    behind = steps and report.lag > cost.FREE_LAG
-    return Call(report.rows, nodes, steps, fed, math.ceil(report.lag / cost.CATCH_UP) if behind else 0)
+    call = figures(report.strategy)
+    behind = call.steps and report.lag > cost.FREE_LAG
+    return Call(report.rows, *call, chunks=math.ceil(report.lag / cost.CATCH_UP) if behind else 0)
 
 
 def price(table: Table, reports: Iterable[RoundReport]) -> float | None:

@@ -87,7 +87,7 @@ def fitted(points: Points) -> cost.Costs:
     costs = cost.prior("gpu", work, small)
     for mode, nodes, batch, seq, seconds in zip(*dataclasses.astuple(points), strict=True):
         steps = int(mode == DRAFT)
-        cost.observe(costs, nodes, steps, steps, batch, batch * seq, 0, seconds)
+        cost.observe(costs, cost.Call(int(nodes), steps, steps, int(nodes)), batch, batch * seq, 0, seconds)
     cost.fit(costs)
     return costs
 
@@ -96,8 +96,9 @@ def errors(costs: cost.Costs, points: Points) -> dict:
     """Relative errors of predicted seconds, by mode and in all."""
     predicted = []
     for mode, nodes, batch, seq, _ in zip(*dataclasses.astuple(points), strict=True):
-        steps = np.array([mode == DRAFT], int)
-        predicted += cost.seconds(costs, np.array([nodes]), steps, steps, batch, batch * seq, 0).tolist()
+        steps, verified = np.array([mode == DRAFT], int), np.array([nodes])
+        calls = cost.Calls(verified, steps, steps, verified)
+        predicted += cost.seconds(costs, calls, batch, batch * seq, 0).tolist()
     off = np.abs(np.array(predicted) / points.seconds - 1)
     parts = {mode: off[points.mode == mode] for mode in (DECODE, VERIFY, DRAFT)} | {"all": off}
     return {
@@ -295,7 +296,9 @@ def smartspec(lengths: np.ndarray, target: np.ndarray, drafter: np.ndarray) -> P
 def ours(lengths: np.ndarray, costs: cost.Costs, drafter: str, texts: Texts, decisions: list[float]) -> Policy:
     """The project's selector, which knows nothing of the drafter at first; appends the seconds of each decision."""
     menu = menus.build(Strategy(tree.chain(length), drafter if length else "none") for length in lengths.tolist())
-    menu = dataclasses.replace(menu, nodes=lengths + 1)  # the table's engine pads no nodes
+    # The table's engine pads no nodes.
+    unpadded = dataclasses.replace(menu.calls, nodes=lengths + 1, grid=lengths + 1)
+    menu = dataclasses.replace(menu, calls=unpadded)
     selector = Selector(menu, costs)
     live, context, _ = yield 0
     while True:

@@ -113,7 +113,7 @@ def _generation() -> dict:
         "temperature": 1.0,  # of the sampled law, and of the one that is trained
         "top_k": 0,  # sample among the k likeliest, at most 64; 0 for all
         "top_p": 1.0,  # for evaluation only: refused here unless 1
-        "strategy": "adaptive",  # chosen every round; or plain, lookup-chain-4, model-chain-4, model-tree-2x2x1, ...
+        "strategy": "adaptive",  # chosen every round; or plain, lookup-chain-4, replay-chain-8-packed-3 ...
         "acceptance": "replayable",  # drafts equal to the target's own draw, or 'rejection'
         "rows": 32,  # live rows of a slice at most
         "fewest_rows": 8,  # in the tail the batch halves down to this; each halving is a program to compile

@@ -203,13 +203,14 @@ def _round(config: Config, policy: ModelConfig, state: DecodeState, mesh: Abstra
     once beside a tied head as [M, V], and once more where they must be padded to whole blocks; or never.
     """
     menu, itemsize = drafting.strategies(config), state.cache[0][0].dtype.itemsize
-    nodes = _share(config.generation.rows, mesh) * most_nodes(config, mesh)
-    scores = 4 * nodes * _split(policy.num_heads, mesh) * state.cache[0][0].shape[-1]
+    rows, most = _share(config.generation.rows, mesh), most_nodes(config, mesh)
+    nodes, grid = rows * most, rows * int(menu.calls.grid[menu.nodes <= most].max())
+    scores = 4 * grid * _split(policy.num_heads, mesh) * state.cache[0][0].shape[-1]
     laws = config.generation.acceptance == "rejection" and "model" in menu.drafters
     streamed = streams_head(kernels, Sampling(top_k=config.generation.top_k), config.generation.acceptance)
     logits, padded = 0 if streamed else 4 * nodes * policy.vocab_size, policy.vocab_size % BLOCK != 0
     head = _split(policy.vocab_size, mesh) * policy.width * itemsize if policy.tied else 0
-    window = 2 * policy.num_layers * nodes * _split(policy.num_kv_heads, mesh) * policy.head_dim * itemsize
+    window = 2 * policy.num_layers * grid * _split(policy.num_kv_heads, mesh) * policy.head_dim * itemsize
     return window + max(_rows(state.cache[0], mesh) + 2 * scores, (1 + laws + padded) * logits + max(logits, head))
 
 

@@ -103,11 +103,13 @@ class Strategy:
 
     `parents` counts nodes as the drafts see them: -1 is the committed token, 0 the first draft, so
     `()` is plain decoding, `(-1, 0, 1)` a chain of three and `(-1, -1, 0, 0)` a tree.
-    Nodes stand in level order.
+    Nodes stand in level order. A packed chain is drafted by all rows, as far as the drafts promise by some: its rows
+    verify `packed` nodes on average, roots included.
     """
 
     parents: tuple[int, ...] = ()
     drafter: str = "none"  # "none", "lookup", "replay" or "model"
+    packed: int = 0  # 0: every node of every row is verified
 
 
 @struct.dataclass

@@ -18,15 +18,17 @@ TARGET_LINE = Roofline(read=9e-3, read_context=3e-8, compute=5e-5, compute_conte
 DRAFT_LINE = Roofline(read=2e-3, read_context=1e-8, compute=1e-5, compute_context=1e-9, row=1e-5, call=5e-4)
 TRUE = cost.Machine(TARGET_LINE, DRAFT_LINE, look=3e-4)
 # Plain, chains by a model, chains by lookup, and a tree by a model that three calls draft.
-CALLS = ((1, 0, 0), (2, 1, 1), (5, 4, 4), (9, 8, 8), (2, 0, 0), (5, 0, 0), (17, 0, 0), (17, 3, 9))
-NODES, STEPS, FED = np.array(CALLS).T
+# The last one is packed.
+SHAPES = ((1, 0, 0), (2, 1, 1), (5, 4, 4), (9, 8, 8), (2, 0, 0), (5, 0, 0), (17, 0, 0), (17, 3, 9))
+CALLS = *(cost.Call(nodes, steps, fed, nodes) for nodes, steps, fed in SHAPES), cost.Call(3, 0, 0, 17)
+MENU = cost.Calls(*np.array(CALLS).T)
 PLAIN, CHAIN_4, LOOKUP_4 = 0, 2, 5
 SIZES = (1, 4, 8, 16, 64)
 
 
 def priced(costs: cost.Costs, rows: int, context: float, lag: int = 0) -> np.ndarray:
     """[S] seconds over the menu."""
-    return cost.seconds(costs, NODES, STEPS, FED, rows, context, lag)
+    return cost.seconds(costs, MENU, rows, context, lag)
 
 
 def truly(rows: int, context: float, lag: int = 0) -> np.ndarray:
@@ -41,7 +43,7 @@ def measured(rounds: int, noise: float, outliers: float = 0.0, sizes=SIZES) -> c
         context, lag = rows * float(luck.integers(100, 3000)), int(luck.choice([0, 0, 0, 20]))
         slow = 10.0 if luck.random() < outliers else 1.0
         took = truly(rows, context, lag)[strategy] * np.exp(luck.normal(0, noise)) * slow
-        cost.observe(costs, *CALLS[strategy], rows, context, lag, took)
+        cost.observe(costs, CALLS[strategy], rows, context, lag, took)
     return costs
 
 
@@ -75,7 +77,7 @@ def test_seconds_are_the_roofline_by_hand():
 def test_a_draft_cache_that_lags_costs_calls_that_catch_up(lag, calls):
     without, behind = (truly(4, 400.0, each) for each in (0, lag))
     step = (without[CHAIN_4] - without[PLAIN]) / 4
-    np.testing.assert_allclose(behind - without, calls * step * (STEPS > 0), rtol=1e-9)
+    np.testing.assert_allclose(behind - without, calls * step * (MENU.steps > 0), rtol=1e-9)
 
 
 def test_fit_recovers_the_machine_from_noisy_rounds_with_outliers():
@@ -100,9 +102,9 @@ def test_fit_prices_batch_sizes_that_were_never_measured():
 def test_rounds_that_a_price_rests_on_are_counted_by_call_and_size():
     costs = cost.Costs(TRUE, TRUE)
     for rows in (8, 8, 9, 64):  # 8 and 9 are of one half octave
-        cost.observe(costs, *CALLS[CHAIN_4], rows, 4000.0, 0, 0.02)
+        cost.observe(costs, CALLS[CHAIN_4], rows, 4000.0, 0, 0.02)
     for rows, rounds in ((8, 3), (64, 1), (1, 0)):
-        counted = cost.rounds_timed(costs, NODES, STEPS, FED, rows)
+        counted = cost.rounds_timed(costs, MENU, rows)
         assert counted[CHAIN_4] == counted.sum() == rounds
 
 
@@ -110,10 +112,10 @@ def test_corrections_learn_what_no_roofline_can_say():
     """One program is 40 % slower than the form allows: its price is learned and its neighbours' hardly move."""
     costs = cost.Costs(TRUE, TRUE)
     for _ in range(40):
-        cost.observe(costs, *CALLS[CHAIN_4], 8, 4000.0, 0, 1.4 * truly(8, 4000.0)[CHAIN_4])
+        cost.observe(costs, CALLS[CHAIN_4], 8, 4000.0, 0, 1.4 * truly(8, 4000.0)[CHAIN_4])
     ratio = priced(costs, 8, 4400.0, 0) / truly(8, 4400.0)
     assert ratio[CHAIN_4] == pytest.approx(1.4, rel=0.02)
-    np.testing.assert_allclose(ratio[STEPS == 0], 1.0)
+    np.testing.assert_allclose(ratio[MENU.steps == 0], 1.0)
     np.testing.assert_allclose(priced(costs, 32, 4400.0, 0)[PLAIN], truly(32, 4400.0)[PLAIN])
 
 
@@ -122,8 +124,8 @@ def test_one_round_ten_times_too_long_moves_nothing(earlier):
     costs = cost.Costs(TRUE, TRUE)
     right = truly(8, 4000.0)[CHAIN_4]
     for _ in range(earlier):
-        cost.observe(costs, *CALLS[CHAIN_4], 8, 4000.0, 0, right)
-    cost.observe(costs, *CALLS[CHAIN_4], 8, 4000.0, 0, 10 * right)
+        cost.observe(costs, CALLS[CHAIN_4], 8, 4000.0, 0, right)
+    cost.observe(costs, CALLS[CHAIN_4], 8, 4000.0, 0, 10 * right)
     assert priced(costs, 8, 4000.0, 0)[CHAIN_4] == pytest.approx(right, rel=1e-6)
 
 
@@ -131,7 +133,7 @@ def test_a_machine_that_changes_is_learned_anew():
     costs = cost.Costs(TRUE, TRUE)
     for factor in (1.0, 2.0):
         for _ in range(cost.WINDOW):
-            cost.observe(costs, *CALLS[PLAIN], 8, 4000.0, 0, factor * truly(8, 4000.0)[PLAIN])
+            cost.observe(costs, CALLS[PLAIN], 8, 4000.0, 0, factor * truly(8, 4000.0)[PLAIN])
     assert priced(costs, 8, 4000.0, 0)[PLAIN] == pytest.approx(2 * truly(8, 4000.0)[PLAIN], rel=0.01)
 
 
@@ -154,9 +156,14 @@ def test_costs_survive_a_checkpoint():
     again = cost.restore(json.loads(json.dumps(cost.state(costs))))
     np.testing.assert_array_equal(priced(again, 8, 999.0, 5), priced(costs, 8, 999.0, 5))
     for each in (costs, again):
-        cost.observe(each, *CALLS[CHAIN_4], 8, 999.0, 0, 0.05)
+        cost.observe(each, CALLS[CHAIN_4], 8, 999.0, 0, 0.05)
         cost.fit(each)
     assert cost.state(again) == cost.state(costs)
+
+
+def test_costs_that_were_saved_before_rounds_were_packed_are_restored():
+    saved = {"prior": [1.0] * 7, "machine": [1.0] * 7, "cells": [[6, 5, 0, 0, [[8, 999.0, 0, -3.0]]]]}
+    assert cost.restore(saved).cells[6].keys() == {cost.Call(5, 0, 0, 5)}
 
 
 @pytest.mark.parametrize("drafter", [None, DRAFTER])
@@ -168,9 +175,9 @@ def test_costs_that_measured_nothing_survive_a_checkpoint_exactly(drafter):
 def test_pricing_and_learning_are_quick():
     """Well over the 25 and 32 microseconds and 19 milliseconds measured: two busy cores run the suite."""
     costs = measured(3000, noise=0.05)
-    nodes, steps, fed = (np.tile(column, 8)[:60] for column in (NODES, STEPS, FED))
-    assert median_seconds(lambda: cost.seconds(costs, nodes, steps, fed, 16, 16000.0, 0), 200) < 2e-4
-    assert median_seconds(lambda: cost.observe(costs, 5, 4, 4, 16, 16000.0, 0, 0.02), 200) < 2e-4
+    sixty = cost.Calls(*np.array((CALLS * 8)[:60]).T)
+    assert median_seconds(lambda: cost.seconds(costs, sixty, 16, 16000.0, 0), 200) < 2e-4
+    assert median_seconds(lambda: cost.observe(costs, CALLS[CHAIN_4], 16, 16000.0, 0, 0.02), 200) < 2e-4
     assert median_seconds(lambda: cost.fit(costs), 3) < 0.2
 
 
@@ -193,7 +200,7 @@ def test_a_call_timed_at_other_contexts_is_priced_at_those_of_now():
     for rows, begin, calls in ((64, 200, range(len(CALLS))), (1, 2000, (PLAIN, CHAIN_4)), (1, 500, (PLAIN,))):
         for context, call in [(begin + 20 * i, call) for i in range(25) for call in calls]:
             cost.observe(
-                costs, *CALLS[call], rows, rows * context, 0, took(call, rows, context) * luck.lognormal(0, 0.01)
+                costs, CALLS[call], rows, rows * context, 0, took(call, rows, context) * luck.lognormal(0, 0.01)
             )
     cost.fit(costs)
     now = priced(costs, 1, 700)

@@ -156,7 +156,7 @@ STRATEGIES = (trees.chain(1), trees.chain(7), trees.chain(32), trees.full_tree((
 def test_drafts_are_those_of_plain_python(crowd, drafter, parents):
     strategy, state = Strategy(parents, drafter), texts_state(*crowd[:3])
     propose = lookup.propose if drafter == "lookup" else replay.propose
-    drafts = propose(state, crowd[3], strategy) if drafter == "lookup" else propose(state, strategy)
+    drafts = propose(state, crowd[3], strategy) if drafter == "lookup" else propose(state, strategy)[0]
     depth = int(trees.depths(strategy).max())
     wanted = [slow_drafts(slow_find(crowd, drafter, row, 0, depth)[1], strategy) for row in range(len(crowd[0]))]
     np.testing.assert_array_equal(drafts, wanted)
@@ -219,13 +219,13 @@ EARLIER = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
 )
 def test_replay_follows_the_earlier_text(text, drafts, kind):
     state = texts_state([text], [[-1]], [EARLIER])
-    assert replay.propose(state, chain("replay", 4))[0].tolist() == drafts
+    assert replay.propose(state, chain("replay", 4))[0][0].tolist() == drafts
     assert signals.look(state, NOBODY, ("replay",))["replay"].confidence.tolist() == [kind]
 
 
 def test_without_an_earlier_text_there_is_nothing_to_replay():
     for state in (texts_state([[1, 2, 3]], [[-1]], None), texts_state([[1, 2, 3]], [[-1]], [[]])):
-        assert replay.propose(state, chain("replay", 2)).tolist() == [[-1, -1]]
+        assert replay.propose(state, chain("replay", 2))[0].tolist() == [[-1, -1]]
         signal = signals.look(state, NOBODY, ("replay",))["replay"]
         assert signal.confidence.tolist() == [0]
 

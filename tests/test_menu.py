@@ -43,7 +43,8 @@ def test_the_adaptive_menu_holds_plain_and_the_chains():
     names = {trees.name_of(one) for one in menu.strategies}
     free = {f"{drafter}-chain-{k}" for drafter in ("lookup", "replay") for k in (*range(1, 9), 16, 32)}
     assert menu.strategies[0] == trees.PLAIN
-    assert names == {"plain"} | free | {f"model-chain-{k}" for k in range(1, 9)}
+    packed = {f"replay-chain-8-packed-{nodes}" for nodes in (2, 3, 5)}
+    assert names == {"plain"} | free | packed | {f"model-chain-{k}" for k in range(1, 9)}
 
 
 def test_no_strategy_is_longer_than_the_limit():
@@ -57,8 +58,8 @@ def test_no_strategy_is_longer_than_the_limit():
 def test_a_menu_counts_what_a_round_feeds():
     menu = menus.build(trees.parse(name) for name in ("plain", "lookup-chain-4", "model-chain-3", "model-tree-2x2"))
     np.testing.assert_array_equal(menu.nodes, [1, 5, 5, 9])
-    np.testing.assert_array_equal(menu.steps, [0, 0, 3, 2])
-    np.testing.assert_array_equal(menu.fed, [0, 0, 3, 3])  # the root and the nodes that have children
+    np.testing.assert_array_equal(menu.calls.steps, [0, 0, 3, 2])
+    np.testing.assert_array_equal(menu.calls.fed, [0, 0, 3, 3])  # the root and the nodes that have children
     np.testing.assert_array_equal(menu.depth, [0, 4, 3, 2])
     assert [menu.drafters[i] if i >= 0 else "none" for i in menu.drafter] == ["none", "lookup", "model", "model"]
 
@@ -108,7 +109,7 @@ def test_trees_come_where_they_beat_chains_and_go_where_they_do_not():
     narrow = np.tile([0.95, 0.01, 0.01, 0.01], (DEPTHS, 1))
     menu = menus.adaptive(["lookup", "replay", "model"])
     grown = menus.with_trees(menu, {"model": broad, "lookup": narrow, "replay": broad})
-    found = [one for one in grown.strategies if not menus.is_chain(one)]
+    found = [one for one in grown.strategies if not trees.is_chain(one)]
     assert {(one.drafter, len(one.parents)) for one in found} == {("model", 4), ("model", 8), ("model", 16)}
     assert set(menus.with_trees(grown, {"model": narrow}).strategies) == set(menu.strategies)
 

@@ -82,9 +82,9 @@ def report(strategy=PLAIN, rows: int = 4, lag: int = 0, seconds: float | None = 
 
 def test_a_price_is_the_sum_of_medians_and_catching_up_is_paid_for():
     table = {
-        Call(4, 1, 0, 0, 0): [1.0, 9.0, 1.0],
-        Call(4, 3, 2, 2, 0): [3.0],
-        Call(4, 3, 2, 2, 1): [3.5],
+        Call(4, 1, 0, 0, 1, 0): [1.0, 9.0, 1.0],
+        Call(4, 3, 2, 2, 3, 0): [3.0],
+        Call(4, 3, 2, 2, 3, 1): [3.5],
     }
     assert pricing.price(table, [report(), report(), report(BY_MODEL), report(BY_MODEL, lag=2)]) == 8.0
     assert pricing.price(table, [report(BY_MODEL, lag=3)]) == 3.5
@@ -94,7 +94,7 @@ def test_a_price_is_the_sum_of_medians_and_catching_up_is_paid_for():
 
 
 def test_what_the_machine_allows():
-    table = {Call(4, 1, 0, 0, 0): [1.0], Call(4, 3, 0, 0, 0): [1.5]}
+    table = {Call(4, 1, 0, 0, 1, 0): [1.0], Call(4, 3, 0, 0, 3, 0): [1.5]}
     assert pricing.ceilings(table, 4, [CHAIN], {"lookup-chain-2": 1.2}) == {"all_right": 2.0, "as_accepted": 1.0}
     assert pricing.ceilings(table, 4, [CHAIN], {"lookup-chain-2": 1.8})["as_accepted"] == pytest.approx(1.2)
 

@@ -12,11 +12,13 @@ from rlhf_jax.generation.strategy.acceptance import DEPTHS, Evidence
 from rlhf_jax.types import Emission, Strategy
 
 
-def of_drafts(strategy: Strategy, arrived: Emission, confidence, familiar: np.ndarray) -> Evidence:
+def of_drafts(
+    strategy: Strategy, arrived: Emission, confidence: np.ndarray, familiar: np.ndarray, allowed: np.ndarray
+) -> Evidence:
     """Of the drafts that were verified: which siblings were right on the way to where the row stopped.
 
     confidence, familiar [B]; what was to be drafted and could not be counts as wrong. Rows that gained nothing say
-    nothing, and the end of a sample hides what would have followed.
+    nothing; the end of a sample hides what would have followed, as does the depth that a row was allowed [B].
     """
     rank, children = _shape(strategy)
     part = arrived.count > 0
@@ -24,7 +26,7 @@ def of_drafts(strategy: Strategy, arrived: Emission, confidence, familiar: np.nd
     levels = np.arange(min(DEPTHS, path.shape[1] - 1))
     offered = children[path[:, levels]]
     ranks = np.where(levels < depth[:, None], rank[path[:, levels + 1]], -1)
-    ended = levels >= arrived.count[part][:, None]  # by the limit, not by a draft that was wrong
+    ended = levels >= np.minimum(arrived.count, allowed)[part][:, None]  # not by a draft that was wrong
     # The first draft that was not the likeliest is the last that tells: later rates are of the likeliest chain.
     strayed = np.cumsum(ranks != 0, axis=1) - (ranks != 0) > 0
     offered = np.where(ended | strayed | (levels > depth[:, None]), 0, offered)

@@ -6,18 +6,20 @@ import concurrent.futures
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from rlhf_jax import mesh as meshes
+from rlhf_jax.generation import packed
 from rlhf_jax.generation import tree as trees
 from rlhf_jax.generation.drafters import lookup, replay, signals
 from rlhf_jax.generation.drafters import model as model_drafter
 from rlhf_jax.generation.round import run_round
 from rlhf_jax.generation.samples import Decoding
+from rlhf_jax.generation.strategy.spending import UNMEASURED
 from rlhf_jax.types import Array, DecodeState, Emission, Model, Strategy
 
 # Nodes that a device verifies in one call at most, where a strategy is chosen: their logits exist, but for a kernel.
@@ -32,6 +34,7 @@ class Results(NamedTuple):
 
     emission: Emission
     confidence: Array | None  # [B] the draft model's class of its own draft
+    spent: packed.Spent | None  # of a packed round
     signals: dict[str, signals.Signal]  # of the drafters without a model, where somebody wants to know
 
 
@@ -79,35 +82,42 @@ def play(
     decoding: Decoding,
     mesh=None,
     look: bool = False,
+    worth: np.ndarray | None = None,
 ) -> tuple[DecodeState, Results]:
-    """One round by `strategy`: draft, verify and, if asked, look; `run` is `call` or `compile_only`."""
-    window, laws, confidence, drafts = None, None, None, np.zeros((len(siblings), 0), np.int32)
+    """One round by `strategy`: draft, verify and, if asked, look; `run` is `call` or `compile_only`.
+
+    worth [CLASSES, N or more] float32 ranks the drafts of a packed round (`packed.spend`).
+    """
+    window, laws, confidence, spent, drafts = None, None, None, None, np.zeros((len(siblings), 0), np.int32)
     on = dict(kernels=decoding.kernels, mesh=mesh)
     if strategy.drafter == "lookup":
         drafts = run(lookup.propose, state, siblings, strategy, mesh=mesh)
     elif strategy.drafter == "replay":
-        drafts = run(replay.propose, state, strategy, mesh=mesh)
+        drafts, kind = run(replay.propose, state, strategy, mesh=mesh)
+        if strategy.packed:
+            worth = UNMEASURED if worth is None else worth
+            drafts, spent = run(packed.spend, state, drafts, kind, worth, strategy.packed, mesh=mesh)
     elif strategy.drafter == "model":
         if len(decoding.strategies) > 1:
             state = run(model_drafter.catch_up, models[1], state, **on)
         options = dict(with_laws=decoding.acceptance == "rejection", **on)
         proposed = run(model_drafter.propose, models[1], state, strategy, decoding.sampling, **options)
         drafts, laws, window, confidence = proposed
-    tree = trees.as_data(strategy, len(siblings))
-    state, emission = run(run_round, models[0], state, drafts, laws, tree, **_law(decoding), **on)
+    tree, nodes = trees.as_data(strategy, len(siblings)), dict(verified=strategy.packed)
+    state, emission = run(run_round, models[0], state, drafts, laws, tree, **_law(decoding), **nodes, **on)
     if window is not None:
         state = run(model_drafter.commit, state, window, emission.path, emission.count, strategy, **on)
     free = tuple(name for name in signals.FREE if look and decoding.drafts_by(name))
     seen = run(signals.look, state, siblings, free, mesh=mesh) if free else {}
-    results = Results(emission, confidence, seen)
+    results = Results(emission, confidence, spent, seen)
     if mesh is not None and mesh.is_multi_process:  # each of its hosts reads all rows
         results = run(meshes.repeat, results, mesh=mesh)
     return state, results
 
 
-def dispatch(state, models, strategy, siblings, decoding, mesh, look) -> tuple[DecodeState, Results]:
-    """Start a round and the copy of its results to the host."""
-    state, results = play(call, state, models, strategy, siblings, decoding, mesh, look)
+def dispatch(*round_of) -> tuple[DecodeState, Results]:
+    """Start a round, in the terms of `play`, and the copy of its results to the host."""
+    state, results = play(call, *round_of)
     for leaf in jax.tree.leaves(results):
         leaf.copy_to_host_async()
     return state, results
@@ -131,8 +141,8 @@ class Ahead:
 
     def __init__(self):
         self._worker = concurrent.futures.ThreadPoolExecutor(1, "compiling")
-        self._compiled: set[Hashable] = set()
-        self._failed: set[Hashable] = set()
+        self._compiled: set[tuple] = set()
+        self._failed: set[tuple] = set()
         self.events = 0  # compilations begun and ended: equal at two times if there was none between
         self.busy = False
 
@@ -140,13 +150,13 @@ class Ahead:
         """Whether a round can be played without compiling; the plain one always can, for it begins every stage."""
         return not strategy.parents or _key(strategy, rows, decoding, mesh) in self._compiled
 
-    def failed(self, strategy: Strategy, rows: int, decoding: Decoding, mesh) -> bool:
-        """Whether a round could not be compiled."""
-        return bool(self._failed) and _key(strategy, rows, decoding, mesh) in self._failed
+    def failed(self, rows: int, decoding: Decoding, mesh) -> set[Strategy]:
+        """The strategies whose rounds could not be compiled."""
+        return {key[0] for key in tuple(self._failed) if key == _key(key[0], rows, decoding, mesh)}
 
     def may(self, strategy: Strategy, rows: int, decoding: Decoding, mesh) -> bool:
         """Whether a round is to be compiled now; while another is being so, ask again."""
-        known = self.failed(strategy, rows, decoding, mesh) or self.ready(strategy, rows, decoding, mesh)
+        known = self.ready(strategy, rows, decoding, mesh) or strategy in self.failed(rows, decoding, mesh)
         return not self.busy and not known
 
     def want(self, state, models: Models, strategy: Strategy, rows: int, siblings, decoding: Decoding, mesh) -> None:
@@ -157,7 +167,7 @@ class Ahead:
         arguments = (shrunk(shapes(state), rows), shapes(models), strategy, rowless, decoding, mesh, True)
         self._worker.submit(self._compile, key, functools.partial(play, compile_only, *arguments))
 
-    def _compile(self, key: Hashable, job: Callable[[], Any]) -> None:
+    def _compile(self, key: tuple, job: Callable[[], Any]) -> None:
         try:
             job()
             self._compiled.add(key)
@@ -172,5 +182,5 @@ class Ahead:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
 
-def _key(strategy: Strategy, rows: int, decoding: Decoding, mesh) -> Hashable:
+def _key(strategy: Strategy, rows: int, decoding: Decoding, mesh) -> tuple[Strategy, int, Decoding, Any]:
     return strategy, rows, dataclasses.replace(decoding, seed=0), mesh

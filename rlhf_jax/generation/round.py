@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from rlhf_jax.generation import rejection
+from rlhf_jax.generation.packed import Packing, pack
 from rlhf_jax.generation.sampling import Draw, Sampling, block_noise, draw, draw_inside
 from rlhf_jax.generation.tree import accept_equal, path_to
 from rlhf_jax.mesh import pin_rows
@@ -27,14 +28,22 @@ class Verified(NamedTuple):
     """What the target says of every node: its own draw, that draw's log-prob, and the window to commit from."""
 
     draw: Draw
-    logits: Array | None  # [B, N+1, V] float32; None where they never existed
+    logits: Array | None  # [B, N+1, V] float32; None where they never existed, or are packed
     window: Cache
 
 
 def verify(
-    target: Model, state: DecodeState, nodes: Array, tree: Tree, sampling: Sampling, rule: str, kernels, mesh
+    target: Model,
+    state: DecodeState,
+    nodes: Array,
+    tree: Tree,
+    sampling: Sampling,
+    rule: str,
+    kernels: Kernels,
+    mesh,
+    packing: Packing | None = None,
 ) -> Verified:
-    """One call of the target over nodes [B, N+1] (the root and the drafts) of every row.
+    """One call of the target over nodes [B, N+1] (the root and the drafts) of every row, or those that are packed.
 
     The draw at a node of depth d decides the token at position length + d, with that position's noise.
     """
@@ -42,15 +51,26 @@ def verify(
     known = jnp.where(state.done, 0, state.length - 1)  # a row that is done reads nothing
     attention = laid.tree_attention(kernels, mesh)
     attend = functools.partial(cached, length=known, mask=tree.ancestors, attend=attention)
-    positions = (state.length - 1)[:, None] + depth
+    key, positions = state.key[:, None], (state.length - 1)[:, None] + depth
+    if packing is not None:
+        key = jnp.broadcast_to(key, (*nodes.shape, 2))
+        nodes, positions, key = map(packing.pack, (nodes, positions, key))
+        attend = packing.attention(attend)
     hidden, window = forward(target, nodes, positions, attend, tuple((layer, None) for layer in state.cache))
-    key, position = state.key[:, None], positions + 1
+    drawn, scores = _drawn(target, hidden, key, positions + 1, sampling, rule, kernels, mesh)
+    if packing is not None:
+        drawn, scores = jax.tree.map(packing.unpack, drawn), None
+    return Verified(drawn, scores, window)
+
+
+def _drawn(target: Model, hidden: Array, key, position, sampling, rule, kernels, mesh) -> tuple[Draw, Array | None]:
+    """The draw at each hidden state, and the logits where they were made."""
     if streams_head(kernels, sampling, rule):
         noise = block_noise(key, position, len(target.embed)) if sampling.temperature else None  # filled up, too
         parts = laid.verify_head(kernels, mesh)(target, hidden, noise, sampling.temperature)
-        return Verified(draw_inside(parts, key, position, sampling), None, window)
+        return draw_inside(parts, key, position, sampling), None
     scores = logits(target, hidden)
-    return Verified(draw(scores, key, position, sampling), scores, window)
+    return draw(scores, key, position, sampling), scores
 
 
 def streams_head(kernels: Kernels, sampling: Sampling, rule: str) -> bool:
@@ -104,7 +124,7 @@ def commit(state: DecodeState, window: Cache, path: Array, emission: Emission, k
 
 @functools.partial(
     jax.jit,
-    static_argnames=("sampling", "stop_tokens", "rule", "kernels", "mesh"),
+    static_argnames=("sampling", "stop_tokens", "rule", "verified", "kernels", "mesh"),
     donate_argnames=("state",),
 )
 def run_round(
@@ -117,20 +137,23 @@ def run_round(
     sampling: Sampling,
     stop_tokens: tuple[int, ...],
     rule: str = "replayable",
+    verified: int = 0,
     kernels: Kernels = REFERENCE,
     mesh=None,
 ) -> tuple[DecodeState, Emission]:
     """Verify, accept and commit drafts [B, N] (-1: none): the state and what it emitted.
 
     One program per (row bucket, node bucket): the tree is data. `laws` [B, N+1, V] are a draft model's logits at
-    each node, wanted by rejection only (None: the drafts are points). `state` is donated.
+    each node, wanted by rejection only (None: the drafts are points). `verified`: nodes a row, on average, that are
+    packed for the target, where drafts were left out for that (`packed.spend`); 0: all. `state` is donated.
     """
     root = jnp.take_along_axis(state.tokens, (state.length - 1)[:, None], axis=1)
     nodes = jnp.concatenate([root, drafts], axis=1)
-    verified = verify(target, state, nodes, tree, sampling, rule, kernels, mesh)
-    token, logprob, last = accept(verified, nodes, tree, laws, state, sampling, rule)
+    packing = pack((nodes >= 0) & ~state.done[:, None], verified, mesh) if verified else None
+    seen = verify(target, state, nodes, tree, sampling, rule, kernels, mesh, packing)
+    token, logprob, last = accept(seen, nodes, tree, laws, state, sampling, rule)
     path = path_to(tree, last)
     depth = jnp.take_along_axis(tree.depth, last[:, None], axis=1)[:, 0]
-    emission = emit(state, path, Draw(token, logprob, verified.draw.support), depth, stop_tokens)
-    state = commit(state, verified.window, path, emission, kernels, mesh)
+    emission = emit(state, path, Draw(token, logprob, seen.draw.support), depth, stop_tokens)
+    state = commit(state, seen.window, path, emission, kernels, mesh)
     return pin_rows(state, mesh), pin_rows(emission, mesh)

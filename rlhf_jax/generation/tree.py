@@ -13,8 +13,9 @@ from rlhf_jax.types import Array, Strategy, Tree
 PLAIN = Strategy()
 NODE_BUCKETS = (1, 2, 3, 5, 9, 17, 33)  # nodes verified in one call, the root included
 _GRAMMAR = (
-    "write 'plain', 'lookup-chain-4' (or 'replay-', 'model-'), 'model-tree-2x2x1' (children per level) or"
-    " 'model-parents:-1,-1,0,0' (the parent of each draft, -1 for the last committed token)"
+    "write 'plain', 'lookup-chain-4' (or 'replay-', 'model-'), 'replay-chain-8-packed-3' (the worthiest drafts only,"
+    " so that rows have 3 nodes on average), 'model-tree-2x2x1' (children per level) or 'model-parents:-1,-1,0,0' (the"
+    " parent of each draft, -1 for the last committed token)"
 )
 
 
@@ -22,21 +23,23 @@ def parse(name: str) -> Strategy:
     """The strategy called `name`; raises ValueError with the grammar where there is none."""
     if name == "plain":
         return PLAIN
-    match = re.fullmatch(r"(lookup|replay|model)-(chain-\d+|tree-\d+(?:x\d+)*|parents:-?\d+(?:,-?\d+)*)", name)
+    shape = r"chain-\d+|tree-\d+(?:x\d+)*|parents:-?\d+(?:,-?\d+)*"
+    match = re.fullmatch(rf"(lookup|replay|model)-({shape})(?:-packed-(\d+))?", name)
     if match is None:
         raise ValueError(f"Unknown strategy {name!r}: {_GRAMMAR}.")
-    parents = _parents(match[2])
-    _check(name, parents)
-    return Strategy(parents, match[1])
+    strategy = Strategy(_parents(match[2]), match[1], int(match[3] or 0))
+    _check(name, strategy, match[3] is not None)
+    return strategy
 
 
 def name_of(strategy: Strategy) -> str:
     """The name that `parse` reads as the strategy."""
     if not strategy.parents:
         return "plain"
-    straight = strategy.parents == chain(len(strategy.parents))
-    shape = f"chain-{len(strategy.parents)}" if straight else f"parents:{','.join(map(str, strategy.parents))}"
-    return f"{strategy.drafter}-{shape}"
+    shape = (
+        f"chain-{len(strategy.parents)}" if is_chain(strategy) else f"parents:{','.join(map(str, strategy.parents))}"
+    )
+    return f"{strategy.drafter}-{shape}" + (f"-packed-{strategy.packed}" if strategy.packed else "")
 
 
 def _parents(shape: str) -> tuple[int, ...]:
@@ -47,17 +50,29 @@ def _parents(shape: str) -> tuple[int, ...]:
     return tuple(int(parent) for parent in shape[8:].split(","))
 
 
-def _check(name: str, parents: tuple[int, ...]) -> None:
-    levels = depths(Strategy(parents)) if all(-1 <= p < i for i, p in enumerate(parents)) else None
+def _check(name: str, strategy: Strategy, packed: bool) -> None:
+    parents = strategy.parents
+    levels = depths(strategy) if all(-1 <= p < i for i, p in enumerate(parents)) else None
     if levels is None or list(levels) != sorted(levels) or not parents:
         raise ValueError(f"Strategy {name!r} is no tree in level order: {_GRAMMAR}.")
     if len(parents) >= NODE_BUCKETS[-1]:
         raise ValueError(f"Strategy {name!r} drafts {len(parents)} tokens; the most is {NODE_BUCKETS[-1] - 1}.")
+    chains = strategy.drafter == "replay" and is_chain(strategy)
+    if packed and not (chains and 1 < strategy.packed <= len(parents)):
+        raise ValueError(
+            f"Strategy {name!r} packs nothing: only chains by replay are packed, into 2 nodes a row or more, but"
+            f" no more than their {len(parents)} drafts."
+        )
 
 
 def chain(length: int) -> tuple[int, ...]:
     """Parents of a chain of `length` drafts."""
     return tuple(range(-1, length - 1))
+
+
+def is_chain(strategy: Strategy) -> bool:
+    """Whether the strategy is a chain; plain is one of no drafts."""
+    return strategy.parents == chain(len(strategy.parents))
 
 
 def full_tree(widths: tuple[int, ...]) -> tuple[int, ...]:
@@ -90,7 +105,7 @@ def children(strategy: Strategy, node: int) -> list[int]:
 
 
 def bucket(strategy: Strategy) -> int:
-    """Nodes of the verify call that serves the strategy, the root and padding included."""
+    """Nodes of a row in the round that serves the strategy, the root and padding included."""
     return next(size for size in NODE_BUCKETS if size > len(strategy.parents))
 
 

@@ -33,10 +33,11 @@ REALIGNED = 2  # tokens that must match elsewhere to leave the position: noise i
 
 
 @functools.partial(jax.jit, static_argnames=("strategy", "mesh"))
-def propose(state: DecodeState, strategy: Strategy, mesh=None) -> Array:
-    """Drafts [B, bucket - 1] int32 for the strategy's nodes; -1 where the earlier text has no continuation."""
+def propose(state: DecodeState, strategy: Strategy, mesh=None) -> tuple[Array, Array]:
+    """(drafts [B, bucket - 1] int32 for the strategy's nodes, -1 where the earlier text has none; class [B])."""
     depth = int(trees.depths(strategy).max())
-    return pin_rows(fill(strategy, search(state, depth).tokens), mesh)
+    found = search(state, depth)
+    return pin_rows((fill(strategy, found.tokens), found.confidence), mesh)
 
 
 def search(state: DecodeState, depth: int) -> Found:

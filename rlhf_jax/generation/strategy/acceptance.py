@@ -177,6 +177,13 @@ def _shrunk(seen: np.ndarray, hits: np.ndarray, general: np.ndarray) -> np.ndarr
     return (hits + WEIGHT * target) / (seen + WEIGHT)
 
 
+def likeliest(acceptance: Acceptance, familiar: int, confidence: int) -> float:
+    """P(the likeliest draft is right) over all depths of a cell: nearer to 1 than any of `rates` may be."""
+    cell = 0, familiar, confidence, slice(None), 0
+    seen, hits = acceptance.seen[cell].sum(), acceptance.hits[cell].sum()
+    return float((hits + WEIGHT * MOST) / (seen + WEIGHT))
+
+
 def pooled(acceptance: Acceptance) -> np.ndarray:
     """[DEPTHS, RANKS] rates over all cells, each cell by the drafts seen of it: what a tree is found from."""
     weights = acceptance.seen[0, :, :, :1, :1] + 1e-9
@@ -185,8 +192,8 @@ def pooled(acceptance: Acceptance) -> np.ndarray:
 
 def calibration(acceptance: Acceptance) -> float:
     """Accepted over predicted tokens of the drafter's own rounds, within bounds; 1 where there were none."""
-    accepted, predicted = acceptance.realised[0]
-    return float(np.clip((accepted + 1.0) / (predicted + 1.0), *BOUNDS))
+    accepted, predicted = acceptance.realised[0].tolist()
+    return min(max((accepted + 1.0) / (predicted + 1.0), BOUNDS[0]), BOUNDS[1])
 
 
 def state(acceptance: Acceptance) -> dict[str, np.ndarray]:

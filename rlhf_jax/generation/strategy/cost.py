@@ -1,14 +1,14 @@
 """Seconds of a round: a roofline that work figures start and measured rounds correct.
 
-A round verifies `nodes` tokens a row with the target, after `steps` calls of the draft model over `fed` tokens a row
-in all (0 and 0 without one). What was measured acts twice: as a correction of the call that was measured (`observe`),
-and on the roofline's own parameters (`fit`), which price the calls that nobody has tried.
+What was measured acts twice: as a correction of the call that was measured (`observe`), and on the roofline's own
+parameters (`fit`), which price the calls that nobody has tried.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Iterator
@@ -37,10 +37,60 @@ class Work:
     context_flops: float  # of attention, for each token fed and token of context
 
 
+class Call(NamedTuple):
+    """What a round runs."""
+
+    nodes: int  # tokens a row, on average, that the target verifies
+    steps: int  # calls of the draft model before that, 0 without one
+    fed: int  # tokens a row that these are fed in all
+    grid: int  # tokens of a row that attention has room for: more than `nodes` in a packed round
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Calls:
+    """S calls: the figures of `Call`, [S] each, and what follows from them, found once."""
+
+    nodes: np.ndarray
+    steps: np.ndarray
+    fed: np.ndarray
+    grid: np.ndarray
+
+    @functools.cached_property
+    def each(self) -> list[Call]:
+        """The calls."""
+        figures = self.nodes, self.steps, self.fed, self.grid
+        return [Call(*map(int, one)) for one in zip(*figures, strict=True)]
+
+    @functools.cached_property
+    def kinds(self) -> list[tuple[bool, bool, bool]]:
+        """Of each call, for `Costs.trends`."""
+        return [_kind(call) for call in self.each]
+
+    @functools.cached_property
+    def verifies(self) -> np.ndarray:
+        """Whether the target is called at all."""
+        return self.nodes > 0
+
+    @functools.cached_property
+    def looks(self) -> np.ndarray:
+        """Whether there are drafts that no model made."""
+        return (self.nodes > 1) & (self.steps == 0)
+
+    @functools.cached_property
+    def by_model(self) -> np.ndarray:
+        """Whether a model drafts."""
+        return self.steps > 0
+
+    @functools.cached_property
+    def fed_a_step(self) -> np.ndarray:
+        """Tokens a row that each call of the draft model is fed."""
+        return self.fed / np.maximum(self.steps, 1)
+
+
 class Roofline(NamedTuple):
     """Seconds of one call of a model over `nodes` tokens a row; each figure is at least 0.
 
-    max(read + read_context * context, compute * rows * nodes + compute_context * context * nodes) + row * rows + call,
+    max(read + read_context * context, compute * rows * nodes + compute_context * context * grid) + row * rows + call,
     where `context` is the sum over rows (the form of EfficientRollout).
     """
 
@@ -63,7 +113,7 @@ class Machine:
 
 @dataclasses.dataclass
 class Cell:
-    """The last rounds of one (nodes, steps, fed) at about the same number of rows."""
+    """The last rounds of one call at about the same number of rows."""
 
     rounds: collections.deque  # of (rows, context, lag, log seconds)
     errors: collections.deque  # log of measured over roofline, of the same rounds
@@ -87,15 +137,15 @@ NO_GROWTH = Growth(0.0, 0.0)
 class Costs:
     """The cost model and what was measured. `corrections` are log factors, by size (of rows) and call.
 
-    A call is (nodes, steps, fed); a size is a half octave of rows. `trends` are the corrections of calls that were not
-    measured at that size, by (drafts at all, drafts with a model). `growth` is how seconds of a size grow with a row's
-    context beyond the roofline: without it, what was timed at other contexts would be priced as if at those.
+    A size is a half octave of rows. `trends` are the corrections of calls that were not measured at that size, by kind
+    (drafts at all, with a model, packed). `growth` is how seconds of a size grow with a row's context beyond the
+    roofline: without it, what was timed at other contexts would be priced as if at those.
     """
 
     prior: Machine
     machine: Machine
-    cells: dict[int, dict[tuple, Cell]] = dataclasses.field(default_factory=dict)
-    corrections: dict[int, dict[tuple, float]] = dataclasses.field(default_factory=dict)
+    cells: dict[int, dict[Call, Cell]] = dataclasses.field(default_factory=dict)
+    corrections: dict[int, dict[Call, float]] = dataclasses.field(default_factory=dict)
     trends: dict[int, dict[tuple, float]] = dataclasses.field(default_factory=dict)
     growth: dict[int, Growth] = dataclasses.field(default_factory=dict)
     error: float = math.inf  # what one correction in ten is above, in size: how far off the roofline may be
@@ -123,52 +173,51 @@ def _from_work(work: Work, platform: str) -> Roofline:
     return Roofline(*read, work.token_flops / speed, work.context_flops / speed, row, call)
 
 
-def seconds(costs: Costs, nodes, steps, fed, rows: int, context: float, lag: int) -> np.ndarray:
-    """[S] seconds that a round of each of S strategies takes.
+def seconds(costs: Costs, calls: Calls, rows: int, context: float, lag: int) -> np.ndarray:
+    """[S] seconds that a round of each of S calls takes.
 
-    nodes, steps, fed [S] int: tokens a row that the target verifies, draft-model calls, tokens a row they are fed in
-    all. rows: slots of the program; context: known tokens summed over rows; lag: tokens that the draft cache lacks, of
-    the row that lacks most.
+    rows: slots of the program; context: known tokens summed over rows; lag: tokens that the draft cache lacks, of the
+    row that lacks most.
     """
     size = _size(rows)
     known, trends = costs.corrections.get(size, {}), costs.trends.get(size, {})
-    factors = [
-        known[call] if call in known else trends.get(_kind(call), 0.0)
-        for call in zip(nodes.tolist(), steps.tolist(), fed.tolist(), strict=True)
-    ]
+    factors = [known.get(call, trends.get(kind, 0.0)) for call, kind in zip(calls.each, calls.kinds, strict=True)]
     grown = costs.growth.get(size, NO_GROWTH)(rows, context)
-    return _roofline(costs.machine, nodes, steps, fed, rows, context, lag) * np.exp(np.array(factors) + grown)
+    return _roofline(costs.machine, calls, rows, context, lag) * np.exp(np.array(factors) + grown)
 
 
 def plain_seconds(costs: Costs, nodes: int, rows: list[int], context: float) -> np.ndarray:
     """[n] seconds of rounds without drafts at so many rows [n], each of so much context; quicker than `seconds`."""
-    factors, call, slots = [], (nodes, 0, 0), np.array(rows)
+    factors, call, slots, length = [], Call(nodes, 0, 0, nodes), np.array(rows), _length(1, context)
     for size in map(_size, rows):
         known = costs.corrections.get(size, {})
         factor = known[call] if call in known else costs.trends.get(size, {}).get(_kind(call), 0.0)
-        factors.append(factor + costs.growth.get(size, NO_GROWTH)(1, context))
-    return _call(costs.machine.target, nodes, slots, slots * context) * np.exp(factors)
+        growth = costs.growth.get(size, NO_GROWTH)
+        factors.append(factor + growth.slope * (length - growth.middle))
+    return _call(costs.machine.target, nodes, nodes, slots, slots * context) * np.exp(factors)
 
 
-def rounds_timed(costs: Costs, nodes, steps, fed, rows: int) -> np.ndarray:
-    """[S] measured rounds that the price of each strategy rests on, WINDOW at most; in the terms of `seconds`."""
-    cells, calls = costs.cells.get(_size(rows), {}), zip(nodes.tolist(), steps.tolist(), fed.tolist(), strict=True)
-    return np.array([len(cells[call].rounds) if call in cells else 0 for call in calls])
+def rounds_timed(costs: Costs, calls: Calls, rows: int) -> np.ndarray:
+    """[S] measured rounds that the price of each call rests on, WINDOW at most; in the terms of `seconds`."""
+    cells = costs.cells.get(_size(rows), {})
+    return np.array([len(cells[call].rounds) if call in cells else 0 for call in calls.each])
 
 
-def _roofline(machine: Machine, nodes, steps, fed, rows, context, lag) -> np.ndarray:
-    total = _call(machine.target, nodes, rows, context) * (nodes > 0)
-    total += machine.look * ((nodes > 1) & (steps == 0))
+def _roofline(machine: Machine, calls: Calls, rows, context, lag) -> np.ndarray:
+    total = _call(machine.target, calls.nodes, calls.grid, rows, context) * calls.verifies
+    total += machine.look * calls.looks
     if machine.drafter is not None:
-        draft = steps * _call(machine.drafter, fed / np.maximum(steps, 1), rows, context)
-        missing = np.ceil(lag / CATCH_UP) * (lag > FREE_LAG)
-        total += draft + (steps > 0) * missing * _call(machine.drafter, CATCH_UP, rows, context)
+        fed = calls.fed_a_step
+        total += calls.steps * _call(machine.drafter, fed, fed, rows, context)
+        if not isinstance(lag, int) or lag > FREE_LAG:
+            missing = np.ceil(lag / CATCH_UP) * (lag > FREE_LAG) * calls.by_model
+            total += missing * _call(machine.drafter, CATCH_UP, CATCH_UP, rows, context)
     return total
 
 
-def _call(line: Roofline, nodes, rows, context):
+def _call(line: Roofline, nodes, grid, rows, context):
     reading = line.read + line.read_context * context
-    computing = (line.compute * rows + line.compute_context * context) * nodes
+    computing = line.compute * rows * nodes + line.compute_context * context * grid
     return np.maximum(reading, computing) + (line.row * rows + line.call)
 
 
@@ -181,15 +230,14 @@ def _length(rows: int, context: float) -> float:
     return math.log(max(context / rows, 1.0))
 
 
-def _kind(call: tuple) -> tuple[bool, bool]:
-    return call[0] > 1, call[1] > 0
+def _kind(call: tuple) -> tuple[bool, bool, bool]:
+    nodes, steps, _, grid = call
+    return nodes > 1, steps > 0, grid > nodes
 
 
-def observe(
-    costs: Costs, nodes: int, steps: int, fed: int, rows: int, context: float, lag: int, seconds: float
-) -> None:
+def observe(costs: Costs, call: Call, rows: int, context: float, lag: int, seconds: float) -> None:
     """Take in one measured round, in the terms of `seconds` (above 0); one that was held up moves next to nothing."""
-    size, call = _size(rows), (int(nodes), int(steps), int(fed))
+    size = _size(rows)
     cells = costs.cells.setdefault(size, {})
     cell = cells.setdefault(call, Cell(collections.deque(maxlen=WINDOW), collections.deque(maxlen=WINDOW)))
     cell.rounds.append((int(rows), float(context), int(lag), math.log(seconds)))
@@ -198,14 +246,14 @@ def observe(
 
 
 def _errors(costs: Costs, size: int, rounds: list[tuple]) -> Iterator[float]:
-    """Log of measured over predicted, of rounds (nodes, steps, fed, rows, context, lag, log seconds) of a size."""
-    *call, measured = np.array(rounds, float).reshape(-1, 7).T
+    """Log of measured over predicted, of rounds (*call, rows, context, lag, log seconds) of a size."""
+    *call, rows, context, lag, measured = np.array(rounds, float).reshape(-1, 8).T
     growth = costs.growth.get(size, NO_GROWTH)
-    grown = np.array([growth(rows, context) for _, _, _, rows, context, *_ in rounds])
-    return iter((measured - np.log(_roofline(costs.machine, *call)) - grown).tolist())
+    grown = np.array([growth(rows, context) for *_, rows, context, _, _ in rounds])
+    return iter((measured - np.log(_roofline(costs.machine, Calls(*call), rows, context, lag)) - grown).tolist())
 
 
-def _correct(costs: Costs, size: int, call: tuple) -> None:
+def _correct(costs: Costs, size: int, call: Call) -> None:
     """The correction of a call: the median of its errors and of DOUBT times what others of its kind suggest."""
     trends, corrections = costs.trends.setdefault(size, {}), costs.corrections.setdefault(size, {})
     kind = _kind(call)
@@ -239,30 +287,31 @@ def fit(costs: Costs) -> None:
     _rebase(costs)
 
 
-def _terms(machine: Machine, nodes, steps, fed, rows, context, lag) -> np.ndarray:
+def _terms(machine: Machine, calls: Calls, rows, context, lag) -> np.ndarray:
     """[13 or 7, n] what each parameter adds to the seconds of n rounds: their sum is `_roofline`.
 
     Seconds are linear in the parameters, but for the max: a term over the sum is d log seconds / d log parameter.
     """
-    look = machine.look * ((nodes > 1) & (steps == 0))
-    terms = [_call_terms(machine.target, nodes, rows, context) * (nodes > 0), look[None]]
+    target = _call_terms(machine.target, calls.nodes, calls.grid, rows, context)
+    terms = [target * calls.verifies, (machine.look * calls.looks)[None]]
     if machine.drafter is not None:
-        missing = np.ceil(lag / CATCH_UP) * ((lag > FREE_LAG) & (steps > 0))
-        draft = steps * _call_terms(machine.drafter, fed / np.maximum(steps, 1), rows, context)
-        terms.append(draft + missing * _call_terms(machine.drafter, CATCH_UP, rows, context))
+        fed = calls.fed_a_step
+        missing = np.ceil(lag / CATCH_UP) * ((lag > FREE_LAG) & calls.by_model)
+        draft = calls.steps * _call_terms(machine.drafter, fed, fed, rows, context)
+        terms.append(draft + missing * _call_terms(machine.drafter, CATCH_UP, CATCH_UP, rows, context))
     return np.concatenate(terms)
 
 
-def _call_terms(line: Roofline, nodes, rows, context) -> np.ndarray:
+def _call_terms(line: Roofline, nodes, grid, rows, context) -> np.ndarray:
     once = np.ones_like(rows)
     reading = np.array([line.read * once, line.read_context * context])
-    computing = np.array([line.compute * rows, line.compute_context * context]) * nodes
+    computing = np.array([line.compute * rows * nodes, line.compute_context * context * grid])
     bound = reading.sum(axis=0) >= computing.sum(axis=0)  # by memory
     return np.concatenate([reading * bound, computing * ~bound, [line.row * rows, line.call * once]])
 
 
-def _points(costs: Costs) -> tuple[np.ndarray, np.ndarray]:
-    """([6, n] nodes, steps, fed, rows, context, lag; [n] log seconds): up to POINTS parts of each cell."""
+def _points(costs: Costs) -> tuple[tuple[Calls, np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
+    """((calls, rows, context, lag), log seconds), all [n]: up to POINTS parts of each cell."""
     calls, errors = [], []
     for size, cells in costs.cells.items():
         for call, cell in cells.items():
@@ -273,7 +322,8 @@ def _points(costs: Costs) -> tuple[np.ndarray, np.ndarray]:
                 calls.append((*call, rows, context, lag))
                 grown = costs.growth.get(size, NO_GROWTH)(rows, context)
                 errors.append(statistics.median(error for _, error in part) + grown)
-    points = np.array(calls, float).reshape(-1, 6).T
+    *call, rows, context, lag = np.array(calls, float).reshape(-1, 7).T
+    points = Calls(*call), rows, context, lag
     return points, np.log(_roofline(costs.machine, *points)) + errors
 
 
@@ -328,8 +378,9 @@ def state(costs: Costs) -> dict:
 def restore(saved: dict) -> Costs:
     """The costs that `state` saved."""
     costs = Costs(_of_figures(saved["prior"]), _of_figures(saved["machine"]))
-    for size, nodes, steps, fed, rounds in saved["cells"]:
+    for size, nodes, steps, fed, *grid, rounds in saved["cells"]:
+        call = Call(nodes, steps, fed, *(grid or [nodes]))  # before rounds were packed none was saved
         entries = collections.deque(map(tuple, rounds), maxlen=WINDOW)
-        costs.cells.setdefault(size, {})[nodes, steps, fed] = Cell(entries, collections.deque(maxlen=WINDOW))
+        costs.cells.setdefault(size, {})[call] = Cell(entries, collections.deque(maxlen=WINDOW))
     _rebase(costs)
     return costs

@@ -15,7 +15,7 @@ import numpy as np
 from rlhf_jax.generation.strategy.acceptance import CLASSES
 
 STRAYED, FOLLOWS = 1 - CLASSES, -1  # cells of rows whose text has left their earlier one, and whose text follows it
-PARTS = np.array([1, 3, 5]) / 6  # of the rows that will stray, the parts that have by the middle of each third
+PARTS = 1 / 6, 3 / 6, 5 / 6  # of the rows that will stray, the parts that have by the middle of each third
 
 
 class Rows(NamedTuple):
@@ -32,17 +32,18 @@ def foreseen(pace: np.ndarray, counts: np.ndarray, left: np.ndarray, stay: float
     pace [2 * CLASSES, S] of a row of each cell, by familiar and class; counts, left [2 * CLASSES]: rows, and tokens
     that they have to come, summed. stay: chance that a text which follows does so for one token more.
     """
-    some = counts.nonzero()[0]
-    groups = Rows(pace[some], counts[some].astype(float), left[some] / counts[some])
-    if not counts[FOLLOWS]:
-        return groups
-    span = float(groups.left[-1])
+    of, tokens = counts.tolist(), left.tolist()  # quicker than arrays, of so few
+    some = [cell for cell, rows in enumerate(of) if rows]
+    own, spans = [of[cell] for cell in some], [tokens[cell] / of[cell] for cell in some]
+    if not of[FOLLOWS]:
+        return Rows(pace[some], np.array(own, float), np.array(spans))
+    span = spans[-1]
     whole = stay**span
-    where = np.log(1 - PARTS * (1 - whole)) / math.log(stay)  # tokens to the place, which is geometric
-    strays = span / (where[:, None] / pace[FOLLOWS] + (span - where)[:, None] / pace[STRAYED])
-    parts = counts[FOLLOWS] * np.array([whole, *[(1 - whole) / len(PARTS)] * len(PARTS)])
-    spans = groups.left, [span] * len(PARTS)
-    return Rows(*map(np.concatenate, ((groups.pace, strays), (groups.counts[:-1], parts), spans)))
+    where = np.array([[math.log(1 - part * (1 - whole)) / math.log(stay)] for part in PARTS])  # it is geometric
+    strays = span / (where / pace[FOLLOWS] + (span - where) / pace[STRAYED])
+    parts = [own[-1] * share for share in (whole, *[(1 - whole) / len(PARTS)] * len(PARTS))]
+    paces = np.concatenate((pace[some], strays))
+    return Rows(paces, np.array(own[:-1] + parts), np.array(spans + [span] * len(PARTS)))
 
 
 def seconds_left(rows: Rows, seconds: np.ndarray, plain: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:

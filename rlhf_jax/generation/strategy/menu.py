@@ -11,12 +11,15 @@ import numpy as np
 
 from rlhf_jax.generation import tree as trees
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, RANKS
+from rlhf_jax.generation.strategy.cost import Calls
 from rlhf_jax.types import Strategy
 
 CHAINS = tuple(range(1, DEPTHS + 1))
 LONG_CHAINS = (16, 32)  # of drafters that draft without a model
 TREE_SIZES = (4, 8, 16)  # draft nodes
 BRANCHING = ("lookup", "model")  # drafters whose siblings are worth trees
+PACKING = ("replay",)  # drafters whose rows differ so much that packed rounds are worth their programs
+PACKED_CHAIN, PACKED_NODES = 8, (2, 3, 5)  # drafts of such a round's chains, and nodes a row that it verifies
 BETTER = 1.02  # expected tokens over those of the shape it replaces that make a tree worth a program
 
 
@@ -28,6 +31,11 @@ class Paths:
     steps: np.ndarray  # [U, DEPTHS * RANKS] how often a node's path takes the step (depth, rank)
     members: np.ndarray  # [U, S'] 1 where the strategy has the node
 
+    @functools.cached_property
+    def plain_too(self) -> np.ndarray:
+        """[1 + S'] the columns, after that of plain decoding."""
+        return np.concatenate([[0], self.columns])
+
 
 @dataclasses.dataclass(frozen=True)
 class Menu:
@@ -36,12 +44,16 @@ class Menu:
     strategies: tuple[Strategy, ...]
     drafters: tuple[str, ...]  # that occur, 'none' left out
     drafter: np.ndarray  # [S] int, index into `drafters`; -1 for plain
-    nodes: np.ndarray  # [S] int, verified a row: the node bucket, root included
-    steps: np.ndarray  # [S] int, calls of the draft model
-    fed: np.ndarray  # [S] int, nodes fed to the draft model in all
+    calls: Calls  # nodes and the grid are node buckets, the root included
     depth: np.ndarray  # [S] int, the longest path
     paths: Mapping[str, Paths]  # by drafter
+    packed: Mapping[str, np.ndarray]  # by drafter, its packed chains, if it has any: all of one length
     longest: int  # drafts of a strategy at most
+
+    @property
+    def nodes(self) -> np.ndarray:
+        """[S] int, verified a row."""
+        return self.calls.nodes
 
     @functools.cached_property
     def place(self) -> dict[Strategy | None, int]:
@@ -56,15 +68,23 @@ def build(strategies: Iterable[Strategy], longest: int = LONG_CHAINS[-1]) -> Men
     depth = np.array([trees.depths(one).max() for one in chosen])
     by_model = np.array([one.drafter == "model" for one in chosen])
     inner = np.array([len(set(one.parents)) for one in chosen])  # nodes with children: those whose law is wanted
+    packed: dict[str, list[int]] = {}
+    for column, one in enumerate(chosen):
+        if one.packed:
+            packed.setdefault(one.drafter, []).append(column)
     return Menu(
         strategies=chosen,
         drafters=drafters,
         drafter=np.array([drafters.index(one.drafter) if one.parents else -1 for one in chosen]),
-        nodes=np.array([trees.bucket(one) for one in chosen]),
-        steps=depth * by_model,
-        fed=inner * by_model,
+        calls=Calls(
+            nodes=np.array([one.packed or trees.bucket(one) for one in chosen]),
+            steps=depth * by_model,
+            fed=inner * by_model,
+            grid=np.array([trees.bucket(one) for one in chosen]),
+        ),
         depth=depth,
         paths={drafter: _paths(chosen, drafter) for drafter in drafters},
+        packed={drafter: np.array(columns) for drafter, columns in packed.items()},
         longest=longest,
     )
 
@@ -75,6 +95,8 @@ def adaptive(drafters: Iterable[str], longest: int = LONG_CHAINS[-1]) -> Menu:
     for drafter in drafters:
         lengths = CHAINS if drafter == "model" else CHAINS + LONG_CHAINS
         strategies += [Strategy(trees.chain(length), drafter) for length in lengths if length <= longest]
+        if drafter in PACKING and longest >= PACKED_CHAIN:
+            strategies += [Strategy(trees.chain(PACKED_CHAIN), drafter, nodes) for nodes in PACKED_NODES]
     return build(strategies, longest)
 
 
@@ -140,18 +162,13 @@ def with_trees(menu: Menu, rates: Mapping[str, np.ndarray]) -> Menu:
     A tree of the menu stays while no other of its size is better, for a new one is a new program; a tree that is no
     better than the chain of its size goes.
     """
-    chosen = [one for one in menu.strategies if is_chain(one)]
+    chosen = [one for one in menu.strategies if trees.is_chain(one)]
     for drafter in (drafter for drafter in BRANCHING if drafter in rates):
-        old = {len(one.parents): one for one in menu.strategies if one.drafter == drafter and not is_chain(one)}
+        old = {len(one.parents): one for one in menu.strategies if one.drafter == drafter and not trees.is_chain(one)}
         sizes = [size for size in TREE_SIZES if size <= menu.longest]
         chosen += [_worthiest(drafter, size, old.get(size), rates[drafter]) for size in sizes]
-    in_menu = (one for one in chosen if one in menu.strategies or not is_chain(one))
+    in_menu = (one for one in chosen if one in menu.strategies or not trees.is_chain(one))
     return build(in_menu, menu.longest)
-
-
-def is_chain(strategy: Strategy) -> bool:
-    """Whether the strategy is a chain; plain is one of no drafts."""
-    return strategy.parents == trees.chain(len(strategy.parents))
 
 
 def _worthiest(drafter: str, size: int, old: Strategy | None, rates: np.ndarray) -> Strategy:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from rlhf_jax.generation import tree as trees
 from rlhf_jax.generation.samples import RoundReport
 from rlhf_jax.generation.strategy import acceptance as accepting
-from rlhf_jax.generation.strategy import cost, drain, tally
+from rlhf_jax.generation.strategy import cost, drain, spending, tally
 from rlhf_jax.generation.strategy import menu as menus
 from rlhf_jax.generation.strategy.acceptance import CLASSES, NOTHING, Evidence
 from rlhf_jax.generation.strategy.menu import Menu
@@ -47,10 +47,11 @@ class Situation:
     classes: Mapping[str, np.ndarray]  # by drafter: [2, CLASSES] live rows by familiar and confidence
     ready: Callable[[Strategy], bool]  # whether its programs are compiled for these rows
     most_nodes: int = trees.NODE_BUCKETS[-1]  # that there is memory to verify a row
-    failed: Callable[[Strategy], bool] = lambda strategy: False  # whether its programs cannot be compiled
+    failed: Collection[Strategy] = ()  # whose programs cannot be compiled
     # As `classes`, of drafters whose classes last: tokens those rows have to come. Empty while samples wait for rows.
     left: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     slice: int = 0  # that chooses: each keeps to its own strategy
+    by_device: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  # of `classes`: [D, CLASSES]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Choice:
     reason: str  # "best", "kept" (nothing is clearly better) or "probe"
     plain_rate: float  # tokens a second of plain decoding
     best_rate: float  # of the best strategy that is ready
+    # Of a packed round's drafts, by class and depth (`packed.spend`).
+    worth: np.ndarray | None = dataclasses.field(default=None, compare=False)
 
     @property
     def why(self) -> str:
@@ -139,11 +142,13 @@ class Selector:
     def choose(self, situation: Situation) -> Choice:
         """The strategy of the next round."""
         fits = self.menu.nodes <= max(situation.most_nodes, int(self.menu.nodes[0]))
-        fits &= ~np.array([situation.failed(strategy) for strategy in self.menu.strategies])
-        tokens = np.where(fits, self._tokens(situation), 0.0)
+        if situation.failed:
+            fits &= np.array([strategy not in situation.failed for strategy in self.menu.strategies])
+        pace = self._pace(situation)
+        tokens = np.where(fits, self._tokens(situation, pace), 0.0)
         seconds, steady = self._seconds(situation)
         doubt = self._doubt(situation.rows)
-        worth = self._worth(situation, tokens, steady)
+        worth = self._worth(situation, pace, tokens, steady)
         chosen, best, wish = select(
             self.menu, worth, steady * (1 + doubt), situation.ready, self.current.get(situation.slice)
         )
@@ -161,37 +166,49 @@ class Selector:
             chosen = probe
             self.stage.lost += max(0.0, float(loss[probe]))
         wished = probe_wish if wish is None else wish
-        figures = float(tokens[chosen]), float(seconds[chosen])
+        figures, strategy = (float(tokens[chosen]), float(seconds[chosen])), self.menu.strategies[chosen]
         choice = Choice(
-            self.menu.strategies[chosen],
+            strategy,
             *figures,
             wish=None if wished is None else self.menu.strategies[wished],
             reason=reason,
             plain_rate=float(tokens[0] / steady[0]),
             best_rate=float(tokens[best] / steady[best]),
+            worth=self.worths[strategy.drafter] if strategy.packed else None,
         )
         self._note(choice, situation)
         return choice
 
-    def _tokens(self, situation: Situation) -> np.ndarray:
-        """[S] expected of a round, all live rows together."""
+    def _pace(self, situation: Situation) -> np.ndarray:
+        """[2 * CLASSES, S] tokens expected of a row's round, by familiar and class."""
+        pace = self.expected.copy()
+        for drafter, columns in self.menu.packed.items():
+            if (counts := situation.classes.get(drafter)) is not None:
+                rows = situation.by_device.get(drafter)
+                rows = spending.on_one_device(counts, situation.live) if rows is None else rows
+                factor = accepting.calibration(self.acceptance[drafter])
+                slots = situation.rows, self.menu.nodes[columns]
+                pace[:CLASSES, columns] = spending.tokens(self.rankings[drafter], rows, *slots, factor)
+                pace[CLASSES:, columns] = pace[:CLASSES, columns]
+        return pace
+
+    def _tokens(self, situation: Situation, pace: np.ndarray) -> np.ndarray:
+        """[S] expected of a round, all live rows together. pace as `_pace` says."""
         weights = np.zeros((len(self.menu.drafters) + 1, 2 * CLASSES))  # the last row is plain decoding's
         weights[:, 0] = 1.0
         for place, drafter in enumerate(self.menu.drafters):
             counts = situation.classes.get(drafter)
-            if counts is not None and (total := counts.sum()) > 0:
+            if counts is not None and (total := sum(counts.ravel().tolist())) > 0:  # quicker than numpy's, of so few
                 weights[place] = counts.ravel() / total
-        return situation.live * (weights @ self.expected)[self.menu.drafter, np.arange(len(self.menu.nodes))]
+        return situation.live * (weights @ pace)[self.menu.drafter, np.arange(len(self.menu.nodes))]
 
-    def _worth(self, situation: Situation, tokens: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    def _worth(self, situation: Situation, pace: np.ndarray, tokens: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         """[S] tokens, but more or fewer where a strategy ends the drain sooner or later than tokens a second tell."""
         worth, fits = tokens.copy(), tokens > 0
         for drafter, left in situation.left.items():
-            own = self.menu.paths[drafter].columns
-            columns = np.concatenate([[0], own])
-            stay = float(self.acceptance[drafter].rates[1, drain.FOLLOWS, :, 0].mean())
-            cells = self.expected[:, columns], situation.classes[drafter].ravel(), left.ravel()
-            rows, took = drain.foreseen(*cells, stay), seconds[columns]
+            own, columns = self.menu.paths[drafter].columns, self.menu.paths[drafter].plain_too
+            cells = pace[:, columns], situation.classes[drafter].ravel(), left.ravel()
+            rows, took = drain.foreseen(*cells, self.stay[drafter]), seconds[columns]
             if len(rows.counts) > 1:
                 ends = drain.seconds_left(rows, took, self._plain_seconds(situation))
                 worth[own] = took[1:] / ends[1:] * (situation.live * ends[0] / took[0])
@@ -205,12 +222,12 @@ class Selector:
 
     def _seconds(self, situation: Situation) -> tuple[np.ndarray, np.ndarray]:
         """([S] of the next round, [S] with the draft cache's catch-up spread over the rounds that it serves)."""
-        calls = self.menu.nodes, self.menu.steps, self.menu.fed, situation.rows, situation.context
-        kept_up = cost.seconds(self.costs, *calls, 0)
+        where = self.menu.calls, situation.rows, situation.context
+        kept_up = cost.seconds(self.costs, *where, 0)
         kept_up = np.maximum(kept_up, kept_up[0])  # drafts never make a round shorter, whatever was measured of either
-        if situation.lag <= cost.FREE_LAG or not self.menu.steps.any():
+        if situation.lag <= cost.FREE_LAG or not self.menu.calls.steps.any():
             return kept_up, kept_up
-        whole = np.maximum(cost.seconds(self.costs, *calls, situation.lag), kept_up)
+        whole = np.maximum(cost.seconds(self.costs, *where, situation.lag), kept_up)
         return whole, kept_up + (whole - kept_up) / STAY
 
     def _probe(self, loss: np.ndarray, hopeful: np.ndarray, situation: Situation) -> tuple[int | None, int | None]:
@@ -238,7 +255,7 @@ class Selector:
         """[S] by which share a round may take more or less than predicted: 0 where calls like it were timed."""
         if self.frozen_costs:
             return np.zeros(len(self.menu.nodes))
-        rounds = cost.rounds_timed(self.costs, self.menu.nodes, self.menu.steps, self.menu.fed, rows)
+        rounds = cost.rounds_timed(self.costs, self.menu.calls, rows)
         fitted = min(UNTRIED_FITTED, self.costs.error)
         doubt = UNTRIED if self.costs.machine == self.costs.prior else fitted
         return np.where((rounds < TRIED) & (self.menu.drafter >= 0), doubt, 0.0)
@@ -291,8 +308,7 @@ class Selector:
         at = self.menu.place.get(report.strategy)
         if at is None:
             return
-        nodes, steps, fed = (int(figures[at]) for figures in (self.menu.nodes, self.menu.steps, self.menu.fed))
-        cost.observe(self.costs, nodes, steps, fed, report.rows, report.context, report.lag, seconds)
+        cost.observe(self.costs, self.menu.calls.each[at], report.rows, report.context, report.lag, seconds)
         self.timed += 1
         if self.timed >= FIRST_FIT and self.timed & (self.timed - 1) == 0:
             cost.fit(self.costs)
@@ -307,6 +323,11 @@ class Selector:
                 drafts[:, NOTHING] = 0.0  # what knows nothing to draft drafts nothing; a model always does
             self.expected[:, paths.columns] += drafts.reshape(2 * CLASSES, -1)
         self.expected = np.minimum(self.expected, 1 + self.menu.depth)
+        self.stay = {name: accepting.likeliest(known, 1, drain.FOLLOWS) for name, known in self.acceptance.items()}
+        self.worths, self.rankings = {}, {}
+        for drafter, columns in self.menu.packed.items():
+            self.worths[drafter] = spending.worths(self.acceptance[drafter].rates[1, ..., 0])
+            self.rankings[drafter] = spending.ranked(self.worths[drafter][:, : self.menu.depth[columns[0]]])
 
     def begin(self, costs: cost.Costs) -> None:
         """Take a run's own prior costs, after a possible restore: what was measured of the same models stays."""
@@ -347,13 +368,13 @@ class Selector:
         """Tokens a second that one of `live` rows is expected to gain by the best strategy."""
         situation = self.typical(live, rows, most_nodes)
         fits = self.menu.nodes <= max(most_nodes, int(self.menu.nodes.min()))
-        return float((self._tokens(situation) / self._seconds(situation)[0])[fits].max() / live)
+        return float((self._tokens(situation, self._pace(situation)) / self._seconds(situation)[0])[fits].max() / live)
 
     def table(self, situation: Situation) -> list[dict[str, Any]]:
         """One row a strategy that fits, the best first: what is predicted here, and what it gave with about as many
         live rows so far.
         """
-        tokens, (seconds, _) = self._tokens(situation), self._seconds(situation)
+        tokens, (seconds, _) = self._tokens(situation, self._pace(situation)), self._seconds(situation)
         rows = [
             {
                 "strategy": trees.name_of(strategy),
@@ -403,7 +424,7 @@ class Selector:
         return {
             "acceptance": {drafter: accepting.state(known) for drafter, known in self.acceptance.items()},
             "silent": dict(self.silent),
-            "trees": [trees.name_of(one) for one in self.menu.strategies if not menus.is_chain(one)],
+            "trees": [trees.name_of(one) for one in self.menu.strategies if not trees.is_chain(one)],
             "timed": self.timed,
             "tallies": tally.state(self.earlier),
             "classes": dict(self.classes),
@@ -418,7 +439,7 @@ class Selector:
             self.silent[drafter] = saved["silent"][drafter]
         if len(self.menu.strategies) > 1:
             found = [one for one in map(trees.parse, saved["trees"]) if one.drafter in self.acceptance]
-            self.menu = menus.build([*filter(menus.is_chain, self.menu.strategies), *found], self.menu.longest)
+            self.menu = menus.build([*filter(trees.is_chain, self.menu.strategies), *found], self.menu.longest)
         self.timed = saved["timed"]
         self.earlier = tally.restore(saved["tallies"])
         self.classes = {drafter: np.array(counts) for drafter, counts in saved["classes"].items()}
