@@ -97,7 +97,7 @@ def plain(target):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    ["plain", "lookup-chain-4", "model-tree-2x2x1"],
+    [pytest.param("plain", marks=pytest.mark.long), "lookup-chain-4", "model-tree-2x2x1"],
 )
 def test_text_is_the_same_with_the_kernels(target, drafter, plain, strategy):
     how = decoding(strategy, kernels=INTERPRETED)

@@ -41,7 +41,7 @@ TOLERANCE = 0.15
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncached")]
 ON_CPU = ("quickstart", "quickstart_ppo")
 ON_TPU = ("grpo_llama32_1b", "grpo_gsm8k", "grpo_llama31_8b:tpu", "ppo_llama31_8b:tpu")
-LIKE_OTHERS = ("grpo_gsm8k", "grpo_llama31_8b:tpu")
+LIKE_OTHERS = ("grpo_gsm8k", "grpo_llama31_8b:tpu", "ppo_llama31_8b:tpu")
 
 
 class Target(NamedTuple):
@@ -186,7 +186,9 @@ def round_of_8b(chip: str, layers: int, kernels: Kernels):
 
 
 @needs_libtpu
-@pytest.mark.parametrize(("chip", "layers"), [("v5p", LLAMA_8B.num_layers), ("v5e", 4), ("v6e", 4)])
+@pytest.mark.parametrize(
+    ("chip", "layers"), [("v5p", LLAMA_8B.num_layers), ("v5e", 4), pytest.param("v6e", 4, marks=pytest.mark.long)]
+)
 def test_a_round_of_an_8b_model_over_eight_chips_compiles_with_the_kernels(chip, layers):
     """And writes its caches in place."""
     cache = 2 * 2 * layers * BATCH * SLOTS * LLAMA_8B.head_dim  # one of eight groups, in bfloat16

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "name, gain, minutes", [("quickstart", 0.25, 10), pytest.param("quickstart_ppo", 0.2, 10, marks=pytest.mark.long)]
 )
