@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 KEPT = 10  # traces of a run: the latest
-PROCESS, FIRST_THREAD = 1, 1  # Perfetto takes process 0 and thread 0 for the idle task of a kernel
+# Perfetto takes process 0 and thread 0 for the idle task of a kernel, and a thread of its process's number for the main
+# one. It writes the numbers behind the names, as in "slice 0 1000".
+PROCESS, FIRST_THREAD = 1, 1000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ def _event(span: Span) -> dict[str, Any]:
 
 
 def _live_rows(own: Sequence[Span]) -> list[dict[str, Any]]:
-    """A counter event wherever the number of live rows over all slices changes."""
+    """A counter event wherever the number of live rows over all slices changes. Perfetto joins its names."""
     rounds = [span for span in own if span.kind == "generate"]
     begins = np.array([(_microseconds(span.began), span.rows) for span in rounds], np.int64).reshape(-1, 2)
     ends = np.array([(_microseconds(span.ended), -span.rows) for span in rounds], np.int64).reshape(-1, 2)
@@ -129,14 +131,14 @@ def _live_rows(own: Sequence[Span]) -> list[dict[str, Any]]:
     sums = np.bincount(place, changes[:, 1], len(times)).astype(int)
     points = [(at, live) for at, live, change in zip(times, np.cumsum(sums), sums, strict=True) if change]
     return [
-        {"ph": "C", "name": "live rows", "pid": PROCESS, "ts": int(at), "args": {"rows": int(live)}}
+        {"ph": "C", "name": "live rows", "pid": PROCESS, "ts": int(at), "args": {"of all slices": int(live)}}
         for at, live in points
     ]
 
 
 def _names(slices: int) -> list[dict[str, Any]]:
     """What the process and its threads are called, and their order."""
-    process = {"ph": "M", "name": "process_name", "pid": PROCESS, "args": {"name": "slices"}}
+    process = {"ph": "M", "name": "process_name", "pid": PROCESS, "args": {"name": "rlhf_jax"}}
     threads = [{"ph": "M", "pid": PROCESS, "tid": FIRST_THREAD + index} for index in range(slices)]
     names = [thread | {"name": "thread_name", "args": {"name": f"slice {i}"}} for i, thread in enumerate(threads)]
     order = [thread | {"name": "thread_sort_index", "args": {"sort_index": i}} for i, thread in enumerate(threads)]

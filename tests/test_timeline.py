@@ -79,6 +79,7 @@ def test_a_trace_is_one_that_viewers_accept(spans):
     assert {event["pid"] for event in events} == {timeline.PROCESS}, "process 0 is the kernel's to Perfetto"
     named = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert [named[tid] for tid in sorted(named)] == ["slice 0", "slice 1", "slice 2"] and 0 not in named
+    assert timeline.PROCESS not in named, "that thread would be shown as the main one"
     timed = [event for event in events if event["ph"] != "M"]
     assert [event["ts"] for event in timed] == sorted(event["ts"] for event in timed)
     complete = [event for event in timed if event["ph"] == "X"]
@@ -93,8 +94,8 @@ def test_a_trace_is_one_that_viewers_accept(spans):
 def test_a_trace_says_what_a_slice_did():
     spans = [generate(1, 10.0, 10.5, 4, "lookup-chain-2", 9), exchange(1, 10.25, 3, 4096)]
     events = [event for event in chrome_trace(spans, 2)["traceEvents"] if event["ph"] == "X"]
-    assert events[0] | {"tid": 2} == events[0] == {
-        "ph": "X", "cat": "generate", "name": "lookup-chain-2", "pid": 1, "tid": 2, "ts": 0, "dur": 500_000,
+    assert events[0] == {
+        "ph": "X", "cat": "generate", "name": "lookup-chain-2", "pid": 1, "tid": 1001, "ts": 0, "dur": 500_000,
         "args": {"rows": 4, "tokens": 9},
     }  # fmt: skip
     assert (events[1]["name"], events[1]["args"]) == ("exchange", {"samples": 3, "bytes": 4096})
@@ -103,7 +104,8 @@ def test_a_trace_says_what_a_slice_did():
 def test_live_rows_are_counted_over_all_slices_where_they_change():
     spans = [generate(0, 0.0, 1.0, 4), generate(1, 0.5, 2.0, 3), generate(0, 0.5, 2.0, 4), generate(0, 3.0, 4.0, 1)]
     points = [event for event in chrome_trace(spans, 2)["traceEvents"] if event["ph"] == "C"]
-    assert [(event["ts"], event["args"]["rows"]) for event in points] == [
+    assert {(event["name"], *event["args"]) for event in points} == {("live rows", "of all slices")}
+    assert [(event["ts"], event["args"]["of all slices"]) for event in points] == [
         (0, 4), (500_000, 7), (2_000_000, 0), (3_000_000, 1), (4_000_000, 0)
     ]  # fmt: skip
 
