@@ -1,0 +1,73 @@
+"""The launchers of clusters, with the cluster played by a few lines: what reaches each process, and what is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_run import ROOT
+
+HARD = (
+    "--config",
+    "my configs/a.py:gpu",
+    "--config.a=b=c",
+    '--config.b=it\'s "so"',
+    "--config.c=(1, 2)",
+    "--config.d=",
+)
+HARD += ("$HOME `id` $(id)", "*", "a;b|c&d>e", "back\\slash", "two\nlines", "#", "~", "")
+PYTHON = """#!{python}
+import json, os, sys
+print(json.dumps([os.getcwd(), *sys.argv[1:]]))
+sys.exit({code})
+"""
+GCLOUD = """#!/usr/bin/env bash
+while (($#)) && [[ $1 != --command ]]; do shift; done
+cd "$HOME" && for worker in 1 2; do bash -c "$2" || exit; done
+"""
+SCONTROL = "#!/usr/bin/env bash\n[[ $* == 'show hostnames n[7-8]' ]] && printf 'n7\\nn8\\n'\n"
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+for rank in 0 1; do SLURM_PROCID=$rank SLURM_NTASKS=2 "$@" || code=$?; done
+exit "${code:-0}"
+"""
+
+
+def launched(folder: Path, *words: str, code: int = 0) -> tuple[list[list[str]], subprocess.CompletedProcess]:
+    """What each process heard, its own folder first, and how the launcher ended; a process ends with this code."""
+    tools = {"python": PYTHON.format(python=sys.executable, code=code), "gcloud": GCLOUD}
+    tools |= {"scontrol": SCONTROL, "srun": SRUN}
+    for name, text in tools.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    (folder / "rlhf_jax").mkdir()
+    job = {"SLURM_JOB_NODELIST": "n[7-8]", "SLURM_JOB_ID": "4099", "HOME": str(folder)}
+    paths = {"PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        words, cwd=ROOT, env=os.environ | job | paths, capture_output=True, text=True, check=False, timeout=60
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()], done
+
+
+def test_every_host_of_a_tpu_hears_the_words_as_they_were_written(tmp_path):
+    heard, done = launched(tmp_path, "launch/tpu.sh", "name", "zone", *HARD)
+    own = [str(tmp_path / "rlhf_jax"), "launch/train.py", "--processes", "auto", *HARD]
+    assert heard == [own, own] and done.returncode == 0, done.stderr
+
+
+def test_every_node_of_a_slurm_job_hears_the_words_and_its_rank(tmp_path):
+    heard, done = launched(tmp_path, "launch/slurm.sh", *HARD)
+    start = [str(ROOT), "launch/train.py", "--coordinator", "n7:61443", "--processes", "2", "--process"]
+    assert heard == [[*start, "0", *HARD], [*start, "1", *HARD]]
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("code", [1, 2, 137, 143])
+def test_a_slurm_job_says_what_a_process_that_died_could_not(code, tmp_path):
+    _, done = launched(tmp_path, "launch/slurm.sh", "--config", "x.py", code=code)
+    died = "A process died (exit status 137): the same command goes on from the last checkpoint.\n"
+    assert (done.returncode, done.stderr) == (code, died if code == 137 else "")
