@@ -428,9 +428,12 @@ def test_a_device_that_is_not_there_is_one_sentence(place):
     check_sentence(done.stderr, "JAX_PLATFORMS")
 
 
-def test_a_device_that_fails_is_one_sentence(place, monkeypatch, capsys):
+@pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, ValueError], ids=["running", "reading"])
+def test_a_device_that_fails_is_one_sentence(place, monkeypatch, capsys, kind):
+    """A result that is read on the host tells of its failure by a ValueError."""
+
     def fail(*_):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 byte.\nAllocations:\n...")
+        raise kind("RESOURCE_EXHAUSTED: Out of memory allocating 1 byte.\nAllocations:\n...")
 
     monkeypatch.setitem(PROGRAMS["train"].__globals__["STEPS"], "reward", fail)
     assert PROGRAMS["train"](command(place, {})) == 1
