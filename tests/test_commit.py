@@ -9,13 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
+from jax.experimental.pallas import tpu as pltpu
 from kernel_cases import each, on_gpu
 from tpu_topology import needs_libtpu, one
 
 from pallas_kernels.commit import gpu, reference, tpu
 from pallas_kernels.shapes import NODES, ROWS, SHAPES, SLOTS, reduced
 
-KERNELS = {"tpu": jax.jit(functools.partial(tpu.commit, interpret=True)), "gpu": on_gpu(gpu.commit)}
+
+def on_tpu(interpret):
+    return jax.jit(functools.partial(tpu.commit, interpret=interpret))
+
+
+KERNELS = {"tpu": on_tpu(pltpu.InterpretParams()), "gpu": on_gpu(gpu.commit)}
 every = pytest.mark.parametrize("kernel", each(KERNELS))
 
 
@@ -103,7 +109,8 @@ def test_no_value_touches_another(kernel, poison, dim):
 
 def test_heads_of_sixteen_are_for_a_tpu():
     inputs = problem((0, 31, 3), entries=9, slots=40, dim=16, layers=1)
-    assert_is_reference(KERNELS["tpu"], *inputs)
+    for kernel in (KERNELS["tpu"], on_tpu(True)):  # memories and copies as on the chip, and as plain arrays
+        assert_is_reference(kernel, *inputs)
     with pytest.raises(ValueError, match="A head dim of 16"):
         gpu.commit(*inputs)
 
@@ -111,7 +118,7 @@ def test_heads_of_sixteen_are_for_a_tpu():
 def test_layers_that_do_not_fit_go_one_after_another(monkeypatch):
     monkeypatch.setattr(tpu, "BUFFERS", 2**16)
     inputs = problem((126, 60), entries=5, layers=2, groups=1)
-    got = jax.jit(functools.partial(tpu.commit, interpret=True))(*inputs)
+    got = on_tpu(pltpu.InterpretParams())(*inputs)
     assert_same_bits(got, reference.commit(*inputs))
 
 

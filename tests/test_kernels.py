@@ -109,8 +109,7 @@ def test_text_is_the_same_with_the_kernels(target, drafter, plain, strategy):
 def test_text_is_the_same_with_the_kernels_on_a_mesh(target, drafter, sampling):
     """Rows over four devices, heads and vocabulary over two: 300 tokens are filled up to two shares of whole blocks."""
     mesh = meshes.make_mesh(2, 2, 2, jax.devices()[:8])
-    kernels = dataclasses.replace(INTERPRETED, commit="reference")  # its interpreter waits for all devices: see below
-    how = decoding("model-chain-3", rows=8, sampling=sampling, kernels=kernels)
+    how = decoding("model-chain-3", rows=8, sampling=sampling, kernels=INTERPRETED)
     plain = run(target, None, decoding("plain", rows=24, sampling=sampling, kernels=REFERENCE))
     policy, student = (decoding_weights(stack(model), jnp.float32, mesh) for model in (target, drafter))
     assert policy.embed.shape[0] == 512

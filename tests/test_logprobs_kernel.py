@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from kernel_cases import each, each_by_type, on_gpu
 from scipy.special import log_softmax, logsumexp
 from tpu_topology import needs_libtpu, one
@@ -20,7 +21,7 @@ from rlhf_jax.model import kernels as laid
 TEMPERATURE = 0.7
 IMPLEMENTATIONS = {
     "reference": reference.law,
-    "tpu": functools.partial(tpu.law, interpret=True),
+    "tpu": functools.partial(tpu.law, interpret=pltpu.InterpretParams()),
     "gpu": on_gpu(gpu.law),
 }
 LIMITS = {jnp.dtype(jnp.float32): 1e-5, jnp.dtype(jnp.bfloat16): 1e-2}  # of the largest value

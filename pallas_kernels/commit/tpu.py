@@ -39,13 +39,13 @@ class Buffers(NamedTuple):
     gone: Any  # []
 
 
-def commit(cache: Cache, window: Cache, path: Array, start: Array, *, interpret: bool = False) -> Cache:
+def commit(cache: Cache, window: Cache, path: Array, start: Array, *, interpret: Any = False) -> Cache:
     """`reference.commit`, equal to the bit, of floating types and for a window of at most 128 tokens.
 
     Of each row it reads and writes the tiles that hold the J slots, of keys 128 slots and of values 32 bytes' worth,
     while the next row is on its way. In place where the cache is donated and T is a multiple of 128: any other
     cache is padded, a copy that XLA's layout of such an array would cost as well. Raises ValueError for a window
-    that is too wide.
+    that is too wide. `interpret` (True, or the parameters of Pallas' TPU interpreter) runs it on any hardware, slowly.
     """
     chex.assert_rank([path, start, *jax.tree.leaves((cache, window))], [2, 1] + [4] * (4 * len(cache)))
     dim, slots, width = *cache[0][0].shape[2:], window[0][0].shape[3]
@@ -74,7 +74,7 @@ def _pad(x: Array, axis: int, count: int) -> Array:
     return jnp.pad(x, [(0, count if at == axis else 0) for at in range(x.ndim)])
 
 
-def _commit_leaves(lanes: Leaves, rows: Leaves, path: Array, start: Array, interpret: bool):
+def _commit_leaves(lanes: Leaves, rows: Leaves, path: Array, start: Array, interpret: Any):
     """The cache leaves of both kinds after the call, for starts inside and T a multiple of LANES."""
     cache, window = (lanes.cache, rows.cache), (lanes.window, rows.window)
     anywhere = jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), (cache, window))
@@ -88,7 +88,7 @@ def _commit_leaves(lanes: Leaves, rows: Leaves, path: Array, start: Array, inter
         input_output_aliases={2 + leaf: leaf for leaf in range(len(jax.tree.leaves(cache)))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=VECTOR_MEMORY),
         cost_estimate=_cost(lanes, rows, path.shape[1]),
-        interpret=pltpu.InterpretParams() if interpret else False,
+        interpret=interpret,
         name="commit",
     )(start, path, cache, window)
 
@@ -114,12 +114,14 @@ def _unit(axis: int, dtype) -> int:
 
 
 def _kernel(start, path, _, window, lane_cache, row_cache) -> None:
+    # Asked for out here: in the scopes and loops below, Pallas' plain interpreter does not know it.
+    first = pl.program_id(0) * (start.shape[0] // _cores(start))
     for axis, *leaves in ((3, lane_cache, window[0]), (2, row_cache, window[1])):
         if leaves[0]:
-            _commit_axis(axis, Leaves(*leaves), start, path)
+            _commit_axis(axis, Leaves(*leaves), first, start, path)
 
 
-def _commit_axis(axis: int, leaves: Leaves, start, path) -> None:
+def _commit_axis(axis: int, leaves: Leaves, first, start, path) -> None:
     """As many leaves as fit, then the next ones."""
     (cache, *_), (window, *_), entries = *leaves, path.shape[1]
     unit = _unit(axis, cache.dtype)
@@ -130,7 +132,7 @@ def _commit_axis(axis: int, leaves: Leaves, start, path) -> None:
         part = Leaves(*(leaf[low : low + fitting] for leaf in leaves))
         buffers = [pltpu.VMEM((2, len(part.cache), *shape), dtype) for shape in shapes]
         semaphores = [pltpu.SemaphoreType.DMA((2,))] * 2
-        pl.run_scoped(functools.partial(_commit_rows, axis, part, start, path), *buffers, *semaphores)
+        pl.run_scoped(functools.partial(_commit_rows, axis, part, first, start, path), *buffers, *semaphores)
 
 
 def _padded_bytes(shape: tuple[int, ...], size: int) -> int:
@@ -139,12 +141,12 @@ def _padded_bytes(shape: tuple[int, ...], size: int) -> int:
     return math.prod(outer) * pl.cdiv(rows * size, 32) * 32 * pl.cdiv(lanes, LANES) * LANES
 
 
-def _commit_rows(axis: int, leaves: Leaves, start, path, *buffers) -> None:
+def _commit_rows(axis: int, leaves: Leaves, first, start, path, *buffers) -> None:
     """Row `step` begins to fill the buffers that row `step - 2` has left, row `step - 1` is changed meanwhile."""
     count = start.shape[0] // _cores(start)
 
     def at(place):
-        row, mine = pl.program_id(0) * count + place, Buffers(*(both.at[jax.lax.rem(place, 2)] for both in buffers))
+        row, mine = first + place, Buffers(*(both.at[jax.lax.rem(place, 2)] for both in buffers))
         tiles = list(_tiles(axis, leaves.cache, mine.tiles, row, start[row], path.shape[1]))
         windows = [(True, leaf.at[row], mine.window.at[layer]) for layer, leaf in enumerate(leaves.window)]
         return row, mine, tiles, windows

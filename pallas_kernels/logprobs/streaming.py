@@ -39,7 +39,7 @@ class Options(NamedTuple):
 
     temperature: float
     tied: bool
-    interpret: bool
+    interpret: Any  # True, or the parameters of the interpreter of a platform
 
 
 class Streams(NamedTuple):

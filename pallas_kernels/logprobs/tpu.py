@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,9 @@ def law(
     temperature: float,
     tied: bool,
     axis: str | None = None,
-    interpret: bool = False,
+    interpret: Any = False,
 ) -> tuple[Array, Array]:
-    """`streaming.law`; `interpret` runs it on any hardware, slowly."""
+    """`streaming.law`; `interpret` (True, or the parameters of Pallas' TPU interpreter) runs it anywhere, slowly."""
     if tied and hidden.shape[1] % LANES:  # XLA lays a head of such rows out with the vocabulary last
         tied, head = False, head.T
     options = Options(temperature, tied, interpret)
@@ -110,7 +110,7 @@ def _sums(options: Options, hidden: Array, head: Array, targets: Array) -> Sums:
             transcendentals=rows * sizes.vocab,
             bytes_accessed=sizes.blocks * head.size * head.dtype.itemsize + hidden.size * hidden.dtype.itemsize,
         ),
-        interpret=pltpu.InterpretParams() if options.interpret else False,
+        interpret=options.interpret,
         name="logprobs",
     )(_blocks(hidden, sizes), head, _blocks(targets, sizes))
     return Sums(*(x[:rows, 0] for x in out))
@@ -204,7 +204,7 @@ def _gradients_of_block(options: Options, sizes: Sizes, head: Array, d_head: Arr
         cost_estimate=pl.CostEstimate(
             flops=6 * sizes.block * head.size, transcendentals=sizes.block * sizes.vocab, bytes_accessed=moved
         ),
-        interpret=pltpu.InterpretParams() if options.interpret else False,
+        interpret=options.interpret,
         name="logprobs_gradients",
     )(head, d_head, *block)
 
