@@ -55,6 +55,12 @@ def _interpret_kernels() -> None:
     init.__defaults__ = (*init.__defaults__[:-1], INTERPRETED)
 
 
+@pytest.fixture(scope="session")
+def kernels_are_interpreted(pytestconfig: pytest.Config) -> bool:
+    """Whether kernels are slow, so that a statistical test takes fewer samples, still enough for its law."""
+    return pytestconfig.getoption("--kernels") == "interpret"
+
+
 @pytest.fixture(autouse=True, scope="module")
 def no_more_programs_than_needed() -> Iterator[None]:
     """Each program in memory takes several of the maps that Linux grants a process, and then XLA crashes."""

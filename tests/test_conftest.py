@@ -3,10 +3,22 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dispatch import INTERPRETED, REFERENCE
+from rlhf_jax.config import default
+from rlhf_jax.generation.samples import Decoding
+from rlhf_jax.generation.sampling import Sampling
+
 
 def test_there_are_eight_devices_and_promotion_is_strict():
     assert jax.device_count() >= 8 or jax.default_backend() != "cpu"
     assert jax.config.values["jax_numpy_dtype_promotion"] == "strict"
+
+
+def test_kernels_are_those_asked_for(kernels_are_interpreted):
+    """In configs and where no config is, and in each process that runs tests: `pytest -n 2 --kernels interpret`."""
+    how = Decoding(Sampling(), (), (), rows=1, slots=1, seed=0).kernels
+    wanted = ("interpret", INTERPRETED) if kernels_are_interpreted else ("auto", REFERENCE)
+    assert (set(default().kernels.values()), how) == ({wanted[0]}, wanted[1])
 
 
 def test_each_program_is_counted_once(compilations):
