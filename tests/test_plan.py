@@ -132,6 +132,30 @@ def test_slices_are_given_away_where_stages_are_fused_and_only_then():
     assert not decide(view_of(left, place, scoring=1e-9, slices=8)).moves, "no inference waits that would delay the end"
 
 
+def at_rest(view: View) -> np.ndarray:
+    """[n] places once the plan for its own outcome moves nothing more."""
+    for _ in range(20):
+        view = dataclasses.replace(view, place=after(view, decide(view)))
+    assert not decide(view).moves
+    return view.place
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "law"])
+def test_the_last_rows_share_a_slice_where_that_slows_none(known):
+    """As where a batch of one row is padded to that of four: then four slices are one, and five rows stand on two."""
+    left = np.array([900.0, 400.0, 300.0, 80.0, 70.0])
+    left = left[:, None] * (np.ones(OUTCOMES) if known else np.linspace(0.6, 1.6, OUTCOMES))
+    padded = np.repeat([100.0, 50.0], [5, ROWS - 4])
+    assert len(set(at_rest(view_of(left[:4], np.arange(4), speed=padded)))) == 1
+    assert len(set(at_rest(view_of(left, np.arange(5), speed=padded)))) == 2
+    assert not decide(view_of(left, np.arange(5))).moves, "here each row more is slower"
+
+
+def test_rows_are_not_gathered_for_less_than_it_costs():
+    view = view_of([900.0, 20.0], [0, 1], slices=2, speed=np.full(ROWS + 1, 100.0))
+    assert decide(view).moves and not decide(dataclasses.replace(view, move_seconds=0.05)).moves
+
+
 @pytest.mark.parametrize("left, place", [([900, 60, 50], [0, 1, WAITS]), ([900, 300, 20], [0, 1, WAITS])])
 def test_a_sample_is_not_admitted_and_moved_at_once(left, place):
     plan = decide(view_of(left, place, scoring=1e-4, unscored=1e6))

@@ -21,6 +21,7 @@ PIECES = 8  # of a slice's rows, that begin together
 WIDE = 2 * BINS  # bins in which all samples of a slice end, one after the other
 TRIED, ROUNDS = 4, 5  # deadlines at once, and times that they close in
 SLACK = 1.03  # of a deadline, for what waits
+IDLE = 1e-5  # of a second by which a stage ends sooner: a second of all slices that nobody needs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,9 +131,10 @@ def _cut(ways: _Ways, deadline: float, price: float) -> tuple[float, list[int]]:
     """
     slices, sharers, triangle = int(ways.sharers[-1]), ways.sharers, np.tril_indices(len(ways.cuts))
     cost = np.full((len(ways.cuts), len(ways.cuts)), np.inf)  # of a run from one cut to another
-    cost.T[triangle] = ways.runs.late(deadline) + price * ways.runs.seconds
+    cost.T[triangle] = ways.runs.late(deadline) + price * ways.runs.seconds + IDLE / slices * ways.runs.spent
     least, paths = _paths(cost, slices)
-    rest = sharers[:, None] * (ways.dealt.late(deadline) + price * ways.dealt.seconds)
+    rest = ways.dealt.late(deadline) + price * ways.dealt.seconds + IDLE / slices * ways.dealt.spent
+    rest *= sharers[:, None]
     rest[0, :-1] = np.inf  # nobody takes what is left
     total = least[slices - sharers][:, ways.starts] + rest
     few, start = np.unravel_index(total.argmin(), total.shape)

@@ -94,6 +94,11 @@ class _Draft:
         drain = self.clock.drain(self.survivors[pair])
         self.ends[pair], self.late[pair] = drain.seconds, drain.late(self.deadline)
 
+    def hasten(self, slices: np.ndarray) -> None:
+        """Let all that rows of some slices still do be late: whatever slows them makes that more."""
+        self.deadline = 0.0
+        self.late[slices] = self.clock.drain(self.survivors[slices]).late(self.deadline)
+
     def longest_first(self, samples: np.ndarray) -> np.ndarray:
         """[m] the samples in order of their expected tokens."""
         return samples[np.argsort(-(self.view.left[samples] @ SHARES), kind="stable")]
@@ -113,7 +118,7 @@ def decide(view: View) -> Plan:
     waits = bool((draft.place == WAITS).any())
     moves, gathered = _moves(draft), []
     empty = draft.live == 0
-    if view.scoring and not waits:
+    if not waits:
         gathered = _gathered(draft)
         empty[[view.place[sample] for sample, _ in gathered]] = True
     begins = not (view.place >= 0).any()  # then a slice without samples is to have none
@@ -236,27 +241,31 @@ def _move(draft: _Draft, late: int) -> tuple[int, int] | None:
 
 
 def _gathered(draft: _Draft) -> list[tuple[int, int]]:
-    """The moves that empty the slice with least to do, if inference gains more by it than other rows are late.
+    """The moves that empty the slice with least to do, if that is worth more than by what other rows are late.
 
-    Idle slices do inference while others decode; what they cannot do by then delays the end of the stage. The draft is
+    Idle slices do inference while others decode; what they cannot do by then delays the end of the stage. Where nothing
+    waits for them they only spare the slots of rows that pad a batch, for which no row is to be slower. The draft is
     left with these moves, whether they gain or not.
     """
-    view, ends, late = draft.view, draft.ends.sum(), draft.late.sum()
+    view, ends = draft.view, draft.ends.sum()
     work = np.where(draft.live > 0, draft.survivors.sum(axis=1), np.inf)
-    rows = np.flatnonzero(draft.place == work.argmin())
-    if len(rows) > MOST_GATHERED or np.count_nonzero(draft.live) < 2 or draft.fixed[rows].any():
+    here = int(work.argmin())
+    rows, takers = np.flatnonzero(draft.place == here), _takers(draft, here)
+    if len(rows) > MOST_GATHERED or not len(takers) or draft.fixed[rows].any():
         return []
+    worth = 1.0
     if _inference(view) <= (draft.ends.max() - draft.ends).sum():
-        return []
-    moves = []
+        worth = packing.IDLE
+        draft.hasten(np.append(takers, here))
+    late, moves = draft.late.sum(), []
     for row in draft.longest_first(rows).tolist():
-        there = _taker(draft, row)
+        there = _taker(draft, row, takers, worth)
         if there is None:
             return []
         draft.move(row, there)
         moves.append((row, there))
     spared = ends - draft.ends.sum() - 2 * WORTH * draft.cost(rows).sum()
-    return moves if spared > max(0.0, view.slices * (draft.late.sum() - late)) else []
+    return moves if worth * spared > max(0.0, view.slices * (draft.late.sum() - late)) else []
 
 
 def _inference(view: View) -> float:
@@ -264,13 +273,24 @@ def _inference(view: View) -> float:
     return view.scoring * (view.unscored + float((view.context + view.left @ SHARES).sum()))
 
 
-def _taker(draft: _Draft, row: int) -> int | None:
-    """The slice whose rows that one delays least, of those that have rows and room; None without any."""
-    view, samples = draft.view, np.array([row])
-    open_slices = ~view.freed & (draft.held < view.rows) & (draft.live > 0)
-    open_slices[draft.place[row]] = False
-    joined = draft.clock.drain(draft.survivors + draft.curve(samples))
-    late = joined.late(draft.deadline - draft.cost(samples)) - draft.late
-    added = np.where(open_slices, joined.seconds - draft.ends + view.slices * late, np.inf)
-    there = int(added.argmin())
-    return there if np.isfinite(added[there]) else None
+def _takers(draft: _Draft, here: int) -> np.ndarray:
+    """[m] slices that may take the rows of another: a few of those with rows and room, from the first to end on."""
+    may = ~draft.view.freed & (draft.live > 0) & (draft.held < draft.view.rows)
+    may[here] = False
+    found = np.flatnonzero(may)
+    found = found[np.argsort(draft.ends[found], kind="stable")]
+    return found[np.unique(np.linspace(0, len(found) - 1, 2 * SLICES_TRIED).astype(int))] if len(found) else found
+
+
+def _taker(draft: _Draft, row: int, takers: np.ndarray, worth: float) -> int | None:
+    """The slice of some whose rows that one delays least; None without room.
+
+    worth: of a busy slice second, in seconds of the stage over all slices.
+    """
+    view, samples, takers = draft.view, np.array([row]), takers[draft.held[takers] < draft.view.rows]
+    if not len(takers):
+        return None
+    joined = draft.clock.drain(draft.survivors[takers] + draft.curve(samples))
+    late = joined.late(draft.deadline - draft.cost(samples)) - draft.late[takers]
+    added = worth * (joined.seconds - draft.ends[takers]) + view.slices * late
+    return int(takers[added.argmin()])

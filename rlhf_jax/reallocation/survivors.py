@@ -34,6 +34,12 @@ class Drain:
         """[...] until the last row ends; a bin in which one may live counts by that chance."""
         return np.einsum("...b,...b->...", np.minimum(self.live, 1), self.pace)
 
+    @functools.cached_property
+    def spent(self) -> np.ndarray:
+        """[...] seconds of the slices and of their rows: less where fewer slices are busy, and none of their rows
+        slower."""
+        return self.seconds + np.einsum("...b,...b->...", self.live, self.pace)
+
     def late(self, deadline: np.ndarray | float) -> np.ndarray:
         """[...] row seconds expected after a deadline [...]."""
         after = self.over - np.asarray(deadline, self.over.dtype)[..., None]
