@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,28 +93,43 @@ def across(parcels: Sequence[DecodeState], here: Mesh, source: Mesh, target: Mes
 
 
 def _on_pair(pair: Mesh, *leaves: jax.Array) -> jax.Array:
-    """[2, R, ...], a slice's part each."""
-    sharding = NamedSharding(pair, PartitionSpec("slices", *_parcel_spec(leaves[0], pair)))
-    parts = [shard.data[None] for leaf in leaves for shard in leaf.addressable_shards]
-    return jax.make_array_from_single_device_arrays((2, *leaves[0].shape), sharding, parts)
+    """[2 R, ...], a slice's part each: no copy."""
+    shape, sharding = leaves[0].shape, NamedSharding(pair, _pair_spec(leaves[0], pair))
+    parts = [shard.data for leaf in leaves for shard in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays((2 * shape[0], *shape[1:]), sharding, parts)
+
+
+def _pair_spec(leaf: Array, pair: Mesh) -> PartitionSpec:
+    return PartitionSpec("slices", *_parcel_spec(leaf, pair)[1:])
 
 
 @functools.partial(jax.jit, static_argnames=("pair",), donate_argnames=("parcels",))
 def _passed(parcels: DecodeState, pair: Mesh) -> DecodeState:
-    """The first slice's parcels [2, R, ...] on the second."""
+    """The first slice's parcels [2 R, ...] on the second: leaves alike in one piece, as each piece waits for both."""
+    leaves, kind = jax.tree.flatten(parcels)
+    specs = [_pair_spec(leaf, pair) for leaf in leaves]
+    alike: dict[Any, list[int]] = {}
+    for place, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
+        alike.setdefault((leaf.dtype, frozenset(spec)), []).append(place)
 
-    def pass_on(leaf: Array) -> Array:
-        spec = PartitionSpec("slices", *_parcel_spec(leaf[0], pair))
-        step = functools.partial(jax.lax.ppermute, axis_name="slices", perm=[(0, 1)])
-        return jax.shard_map(step, mesh=pair, in_specs=spec, out_specs=spec)(leaf)
+    def pass_on(*parts: Array) -> tuple[Array, ...]:
+        found = list(parts)
+        for places in alike.values():
+            piece = jnp.concatenate([parts[place].ravel() for place in places])
+            piece = jax.lax.ppermute(piece, axis_name="slices", perm=[(0, 1)])
+            ends = np.cumsum([parts[place].size for place in places])
+            for place, end in zip(places, ends.tolist(), strict=True):
+                found[place] = piece[end - parts[place].size : end].reshape(parts[place].shape)
+        return tuple(found)
 
-    return jax.tree.map(pass_on, parcels)
+    passed = jax.shard_map(pass_on, mesh=pair, in_specs=tuple(specs), out_specs=tuple(specs))(*leaves)
+    return jax.tree.unflatten(kind, passed)
 
 
 def _part_of(here: Mesh, leaf: jax.Array) -> jax.Array:
-    devices = set(here.devices.flat)
-    parts = [shard.data[0] for shard in leaf.addressable_shards if shard.device in devices]
-    shape = leaf.shape[1:]
+    devices, shape = set(here.devices.flat), (leaf.shape[0] // 2, *leaf.shape[1:])
+    parts = [shard.data for shard in leaf.addressable_shards if shard.device in devices]
+    parts = parts if leaf.size else [part[: shape[0]] for part in parts]  # of nothing each device has the whole
     place = NamedSharding(here, _parcel_spec(jax.ShapeDtypeStruct(shape, leaf.dtype), here))
     return jax.make_array_from_single_device_arrays(shape, place, parts)
 
