@@ -5,6 +5,7 @@ python tests/moving_ranks.py PORT RANK RANKS SLICES: with fewer slices than rank
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import signal
 import sys
@@ -23,10 +24,16 @@ from rlhf_jax.generation.crew import Abandoned, Crew, crew_of, failed
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.placing import Placing
 from rlhf_jax.generation.rollout import Tally
-from rlhf_jax.generation.samples import Decoding, Request
+from rlhf_jax.generation.samples import Decoding, Request, RoundReport, Sample
 from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS
+from rlhf_jax.generation.strategy.select import Choice, Situation
+from rlhf_jax.generation.strategy.spending import worths
+from rlhf_jax.generation.tree import PLAIN
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.stopping import Stopped
+
+PACKED = trees.parse("replay-chain-8-packed-3")
 
 
 def main(port: str, rank: int, ranks: int, slices: int) -> int:
@@ -34,27 +41,69 @@ def main(port: str, rank: int, ranks: int, slices: int) -> int:
     place = processes.Place(f"localhost:{port}", ranks, rank)
     processes.start(place)
     target, wanted, tally = unstack(init(jax.random.key(0), CONFIG)), requests(), Tally()
-    how = Decoding(Sampling(1.0), (trees.parse("plain"),), (), rows=6, slots=128, seed=3)
+    how = Decoding(Sampling(1.0), (PLAIN,), (), rows=6, slots=128, seed=3)
     mesh = meshes.make_mesh(1, -1, 1, slices=slices)
     whole = jax.jit(lambda: target, out_shardings=meshes.model_shardings(target, mesh, "generation"))()
-    placing = Placing(Shuffled(seed=0), name="once")
-    here = {s.sample_id: s for s in generate(whole, None, wanted, how, mesh, tally.add, placing=placing)}
-    alone = {s.sample_id: s for s in generate(target, None, wanted, how)}
-    for number, sample in here.items():
-        assert sample.tokens == alone[number].tokens, number
-        np.testing.assert_allclose(sample.logprobs, alone[number].logprobs, atol=1e-4)
-        assert sample.rounds == alone[number].rounds and sample.accepted == alone[number].accepted
-    crew = crew_of(mesh)
+    crew, alone = crew_of(mesh), {s.sample_id: s for s in generate(target, None, wanted, how)}
     assert len(crew.ranks) == max(1, ranks // slices)
-    parts = processes.gather(list(here) if crew.leads else [])
+    begin = functools.partial(generate, whole, None)
+    check(list(begin(wanted, how, mesh, tally.add, placing=shuffled("once"))), tally, alone, crew)
+    if crew.several:
+        pack(begin, mesh, alone, crew)
+        with pytest.raises(ValueError, match="give it one"):
+            list(begin(wanted, how, mesh))
+    give_up(functools.partial(begin, wanted, how, mesh), crew)
+    return processes.leave(0, "", place)
+
+
+def shuffled(name: str) -> Placing:
+    return Placing(Shuffled(seed=0), name=name)
+
+
+def check(here: list[Sample], tally: Tally, alone: dict[int, Sample], crew: Crew) -> None:
+    """All samples ended once, some had moved, and each is what it is alone."""
+    for sample in here:
+        assert sample.tokens == alone[sample.sample_id].tokens, sample.sample_id
+        np.testing.assert_allclose(sample.logprobs, alone[sample.sample_id].logprobs, atol=1e-4)
+    parts = processes.gather([sample.sample_id for sample in here] if crew.leads else [])
     assert sorted(number for part in parts for number in part) == sorted(alone)
     moves = sum(processes.gather(tally.moves if crew.leads else 0))
     assert moves > 5, moves
-    if crew.several:
-        with pytest.raises(ValueError, match="give it one"):
-            list(generate(whole, None, wanted, how, mesh))
-    give_up(functools.partial(generate, whole, None, wanted, how, mesh), crew)
-    return processes.leave(0, "", place)
+
+
+class Packs:
+    """Stands in for a selector that ranks the drafts of each round in its own way: a crew's leader alone chooses."""
+
+    def __init__(self, leads: bool):
+        self.leads, self.random, self.packed = leads, np.random.default_rng(0), 0
+
+    def choose(self, situation: Situation) -> Choice:
+        assert self.leads
+        rates = self.random.random((CLASSES, DEPTHS))
+        return Choice(PACKED, 1.0, 1.0, None, "best", 1.0, 1.0, worths(rates))
+
+    def pace(self, live: int, rows: int, most_nodes: int) -> float:
+        return 1.0 / rows
+
+    def arrived(self, report: RoundReport) -> None:
+        self.packed += report.strategy.packed > 0 and report.drafted > 0
+
+
+def pack(begin, mesh, alone: dict[int, Sample], crew: Crew) -> None:
+    """Rounds that spend a budget on the worthiest drafts, as the leader ranks them, leave the same texts."""
+    wanted = [dataclasses.replace(one, earlier=nearly(one, alone)) for one in requests()]
+    selector, tally = Packs(crew.leads), Tally()
+    how = Decoding(Sampling(1.0), (PLAIN, PACKED), (), rows=6, slots=128, seed=3, fewest_rows=6)
+    check(list(begin(wanted, how, mesh, tally.add, selector, placing=shuffled("packed"))), tally, alone, crew)
+    assert selector.packed > 5 and 0 < tally.accepted < tally.drafted
+
+
+def nearly(request: Request, alone: dict[int, Sample]) -> dict[int, np.ndarray]:
+    """Texts that are followed up to some token, of another place in each."""
+    texts = {number: np.array(alone[number].tokens, np.int32) for number in request.sample_ids}
+    for number, text in texts.items():
+        text[number % len(text)] += 1
+    return texts
 
 
 def give_up(begin, crew: Crew) -> None:
