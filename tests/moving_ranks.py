@@ -47,7 +47,9 @@ def main(port: str, rank: int, ranks: int, slices: int) -> int:
     crew, alone = crew_of(mesh), {s.sample_id: s for s in generate(target, None, wanted, how)}
     assert len(crew.ranks) == max(1, ranks // slices)
     begin = functools.partial(generate, whole, None)
-    check(list(begin(wanted, how, mesh, tally.add, placing=shuffled("once"))), tally, alone, crew)
+    here = list(begin(wanted, how, mesh, tally.add, placing=shuffled("once")))
+    check(here, tally, alone, crew)
+    assert all(sample.rounds == alone[sample.sample_id].rounds and not sample.accepted for sample in here)
     if crew.several:
         pack(begin, mesh, alone, crew)
         with pytest.raises(ValueError, match="give it one"):
