@@ -14,6 +14,7 @@ from rlhf_jax.reallocation.plan import WAITS, Plan, View, decide
 
 ROWS, OUTCOMES = 16, len(SHARES)
 SPEED = np.concatenate([[100.0], np.interp(np.arange(1, ROWS + 1), [1, ROWS], [100.0, 50.0])])
+PADDED = np.repeat([100.0, 50.0], [5, ROWS - 4])  # as where a batch of one row is padded to that of four
 
 
 def view_of(left, place, slices=8, rows=ROWS, speed=SPEED, **more: Any) -> View:
@@ -25,7 +26,7 @@ def view_of(left, place, slices=8, rows=ROWS, speed=SPEED, **more: Any) -> View:
     return View(place=np.asarray(place), left=left, rows=rows, slices=slices, speed=speed, **(figures | more))
 
 
-def any_view(seed: int) -> View:
+def any_view(seed: int, speed: np.ndarray = SPEED) -> View:
     luck = np.random.default_rng(seed)
     slices, count = int(luck.integers(1, 12)), int(luck.integers(1, 200))
     left = np.sort(luck.lognormal(5, 1, (count, OUTCOMES)), axis=1)
@@ -34,7 +35,8 @@ def any_view(seed: int) -> View:
     for one in range(slices):
         place[np.flatnonzero(place == one)[ROWS:]] = WAITS
     scoring = float(luck.choice([0.0, 1e-4]))
-    return view_of(left, place, slices, freed=freed, scoring=scoring, unscored=float(luck.integers(0, 10**6)))
+    unscored = float(luck.integers(0, 10**6))
+    return view_of(left, place, slices, speed=speed, freed=freed, scoring=scoring, unscored=unscored)
 
 
 def after(view: View, plan: Plan) -> np.ndarray:
@@ -79,10 +81,11 @@ def test_the_same_view_gives_the_same_plan(seed):
     np.testing.assert_array_equal(one.freed, other.freed)
 
 
+@pytest.mark.parametrize("speed", [SPEED, PADDED, np.full(ROWS + 1, 100.0)], ids=["sloped", "padded", "flat"])
 @pytest.mark.parametrize("seed", range(10))
-def test_moves_end(seed):
+def test_moves_end(seed, speed):
     """Planning on its own outcome comes to rest, sample by sample: nobody goes back where it came from."""
-    view = any_view(seed)
+    view = any_view(seed, speed)
     been = [{int(here)} for here in view.place]
     for _ in range(200):
         plan = decide(view)
@@ -142,13 +145,24 @@ def at_rest(view: View) -> np.ndarray:
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "law"])
 def test_the_last_rows_share_a_slice_where_that_slows_none(known):
-    """As where a batch of one row is padded to that of four: then four slices are one, and five rows stand on two."""
+    """Four slices of one row are one, and five rows stand on two."""
     left = np.array([900.0, 400.0, 300.0, 80.0, 70.0])
     left = left[:, None] * (np.ones(OUTCOMES) if known else np.linspace(0.6, 1.6, OUTCOMES))
-    padded = np.repeat([100.0, 50.0], [5, ROWS - 4])
-    assert len(set(at_rest(view_of(left[:4], np.arange(4), speed=padded)))) == 1
-    assert len(set(at_rest(view_of(left, np.arange(5), speed=padded)))) == 2
+    assert len(set(at_rest(view_of(left[:4], np.arange(4), speed=PADDED)))) == 1
+    assert len(set(at_rest(view_of(left, np.arange(5), speed=PADDED)))) == 2
     assert not decide(view_of(left, np.arange(5))).moves, "here each row more is slower"
+
+
+@pytest.mark.parametrize("scoring", [0.0, 1e-9], ids=["apart", "no inference waits"])
+def test_short_rows_do_not_slow_the_longest_for_being_quicker_themselves(scoring):
+    """Five leave a slice of their own for two light ones: all rows together take less time, and the last takes more."""
+    left, place = [900.0, 300.0] + [50.0] * 5, [0, 1] + [2] * 5
+    assert not decide(view_of(left, place, slices=3, scoring=scoring)).moves
+
+
+def test_rows_are_gathered_beside_those_that_do_not_end_the_stage():
+    plan = decide(view_of([900.0, 500.0, 300.0, 100.0], np.arange(4), slices=4, speed=PADDED))
+    assert plan.moves == [(3, 2)]
 
 
 def test_rows_are_not_gathered_for_less_than_it_costs():

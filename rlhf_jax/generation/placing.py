@@ -171,7 +171,10 @@ def _view(stage: Stage, ids: list[int], places: list[int], generated: np.ndarray
 
 
 def _speed(instance: Instance, setting: Setting) -> np.ndarray:
-    """[rows + 1] tokens a second of one row when so many are live; without a selector only their ratios count."""
+    """[rows + 1] tokens a second of one row when so many are live.
+
+    Without a selector only their ratios are right: rounds seem long, and moves cost nothing beside them.
+    """
     decoding, mesh, selector = setting.decoding, instance.mesh, setting.selector
     live = np.arange(1, decoding.rows + 1)
     sizes = np.array([boards.row_bucket(count, decoding.rows, decoding, mesh) for count in live.tolist()])

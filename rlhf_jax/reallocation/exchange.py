@@ -110,7 +110,7 @@ def _passed(parcels: DecodeState, pair: Mesh) -> DecodeState:
     specs = [_pair_spec(leaf, pair) for leaf in leaves]
     alike: dict[Any, list[int]] = {}
     for place, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
-        alike.setdefault((leaf.dtype, frozenset(spec)), []).append(place)
+        alike.setdefault((leaf.dtype, frozenset(spec) - {None}), []).append(place)
 
     def pass_on(*parts: Array) -> tuple[Array, ...]:
         found = list(parts)

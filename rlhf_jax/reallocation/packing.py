@@ -21,7 +21,7 @@ PIECES = 8  # of a slice's rows, that begin together
 WIDE = 2 * BINS  # bins in which all samples of a slice end, one after the other
 TRIED, ROUNDS = 4, 5  # deadlines at once, and times that they close in
 SLACK = 1.03  # of a deadline, for what waits
-IDLE = 1e-5  # of a second by which a stage ends sooner: a second of all slices that nobody needs
+IDLE = 1e-5  # seconds later that a first plan may end for a second of all slices and their rows that it spares
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from rlhf_jax.reallocation import packing
 from rlhf_jax.reallocation.lengths import SHARES
-from rlhf_jax.reallocation.survivors import Clock, clock_of
+from rlhf_jax.reallocation.survivors import ROUNDING, Clock, clock_of
 
 WAITS = -1
 MOST_MOVES = 4  # a decision
@@ -93,11 +93,6 @@ class _Draft:
         self.place[sample], self.fixed[sample] = there, True
         drain = self.clock.drain(self.survivors[pair])
         self.ends[pair], self.late[pair] = drain.seconds, drain.late(self.deadline)
-
-    def hasten(self, slices: np.ndarray) -> None:
-        """Let all that rows of some slices still do be late: whatever slows them makes that more."""
-        self.deadline = 0.0
-        self.late[slices] = self.clock.drain(self.survivors[slices]).late(self.deadline)
 
     def longest_first(self, samples: np.ndarray) -> np.ndarray:
         """[m] the samples in order of their expected tokens."""
@@ -241,31 +236,28 @@ def _move(draft: _Draft, late: int) -> tuple[int, int] | None:
 
 
 def _gathered(draft: _Draft) -> list[tuple[int, int]]:
-    """The moves that empty the slice with least to do, if that is worth more than by what other rows are late.
+    """The moves that empty the slice with least to do, if inference gains more by it than other rows are late.
 
     Idle slices do inference while others decode; what they cannot do by then delays the end of the stage. Where nothing
-    waits for them they only spare the slots of rows that pad a batch, for which no row is to be slower. The draft is
+    waits for them they only spare the slots of rows that pad a batch, and for that no row is to be slower. The draft is
     left with these moves, whether they gain or not.
     """
-    view, ends = draft.view, draft.ends.sum()
+    view, ends, late = draft.view, draft.ends.sum(), draft.late.sum()
     work = np.where(draft.live > 0, draft.survivors.sum(axis=1), np.inf)
-    here = int(work.argmin())
-    rows, takers = np.flatnonzero(draft.place == here), _takers(draft, here)
-    if len(rows) > MOST_GATHERED or not len(takers) or draft.fixed[rows].any():
+    rows, takers = np.flatnonzero(draft.place == work.argmin()), _takers(draft, int(work.argmin()))
+    if len(rows) > MOST_GATHERED or draft.fixed[rows].any():
         return []
-    worth = 1.0
-    if _inference(view) <= (draft.ends.max() - draft.ends).sum():
-        worth = packing.IDLE
-        draft.hasten(np.append(takers, here))
-    late, moves = draft.late.sum(), []
+    wanted, moves = _inference(view) > (draft.ends.max() - draft.ends).sum(), []
     for row in draft.longest_first(rows).tolist():
-        there = _taker(draft, row, takers, worth)
+        there = _taker(draft, row, takers, wanted)
         if there is None:
             return []
         draft.move(row, there)
         moves.append((row, there))
-    spared = ends - draft.ends.sum() - 2 * WORTH * draft.cost(rows).sum()
-    return moves if worth * spared > max(0.0, view.slices * (draft.late.sum() - late)) else []
+    tokens = float(view.left[rows].max())  # a bin may be more than all that they have to come
+    spared = min(ends - draft.ends.sum(), tokens / draft.clock.width * draft.clock.paces[len(rows)])
+    spared -= 2 * WORTH * draft.cost(rows).sum()
+    return moves if spared > max(0.0, view.slices * (draft.late.sum() - late)) else []
 
 
 def _inference(view: View) -> float:
@@ -282,15 +274,23 @@ def _takers(draft: _Draft, here: int) -> np.ndarray:
     return found[np.unique(np.linspace(0, len(found) - 1, 2 * SLICES_TRIED).astype(int))] if len(found) else found
 
 
-def _taker(draft: _Draft, row: int, takers: np.ndarray, worth: float) -> int | None:
-    """The slice of some whose rows that one delays least; None without room.
+def _taker(draft: _Draft, row: int, takers: np.ndarray, wanted: bool) -> int | None:
+    """The slice of some whose rows that one delays least, the first to end of those alike; None without room.
 
-    worth: of a busy slice second, in seconds of the stage over all slices.
+    Where the slice that it leaves is not `wanted` for anything else, none that is slower for it, or slows it.
     """
     view, samples, takers = draft.view, np.array([row]), takers[draft.held[takers] < draft.view.rows]
-    if not len(takers):
-        return None
     joined = draft.clock.drain(draft.survivors[takers] + draft.curve(samples))
     late = joined.late(draft.deadline - draft.cost(samples)) - draft.late[takers]
-    added = worth * (joined.seconds - draft.ends[takers]) + view.slices * late
-    return int(takers[added.argmin()])
+    added = joined.seconds - draft.ends[takers] + view.slices * late
+    if not wanted:
+        added = np.where(_slowed(draft, row, takers, joined.pace), np.inf, added)
+    return int(takers[added.argmin()]) if np.isfinite(added).any() else None
+
+
+def _slowed(draft: _Draft, row: int, takers: np.ndarray, pace: np.ndarray) -> np.ndarray:
+    """[m] whether a row that joins a slice is slower there than it was, or slows it: at pace [m, B] with the row."""
+    here, there = draft.survivors[draft.place[row]], draft.survivors[takers]
+    own = np.where(draft.curve(np.array([row])) > ROUNDING, draft.clock.pace(here), np.inf)
+    theirs = np.where(there > ROUNDING, draft.clock.pace(there), np.inf)
+    return np.any(pace > np.minimum(own, theirs) * (1 + ROUNDING), axis=1)

@@ -36,8 +36,7 @@ class Drain:
 
     @functools.cached_property
     def spent(self) -> np.ndarray:
-        """[...] seconds of the slices and of their rows: less where fewer slices are busy, and none of their rows
-        slower."""
+        """[...] seconds of the slices, and those of all their rows."""
         return self.seconds + np.einsum("...b,...b->...", self.live, self.pace)
 
     def late(self, deadline: np.ndarray | float) -> np.ndarray:
