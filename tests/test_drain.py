@@ -59,10 +59,7 @@ class Drain:
         """Of the whole drain; `choose` maps a situation to an index of the menu."""
         luck, total = np.random.default_rng(self.seed), 0.0
         follows, rows = luck.random(self.rows) < self.following, self.rows
-        steps, left = (
-            luck.geometric(self.hazard, rows) * follows,
-            np.full(rows, SPAN),
-        )  # tokens until it strays, and in all
+        steps, left = luck.geometric(self.hazard, rows) * follows, np.full(rows, SPAN)  # until it strays, and in all
         while len(left):
             while rows // 2 >= len(left):
                 rows //= 2

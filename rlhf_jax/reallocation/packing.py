@@ -127,7 +127,7 @@ def _soonest(ways: _Ways, price: float) -> tuple[float, list[int]]:
 def _cut(ways: _Ways, deadline: float, price: float) -> tuple[float, list[int]]:
     """(seconds of a stage, samples of each slice of the first runs) for a deadline and the row seconds after it.
 
-    price: seconds that a busy slice second is held to cost.
+    price: seconds that a busy slice second is held to cost; those of IDLE stay in the figure, to choose among equals.
     """
     slices, sharers, triangle = int(ways.sharers[-1]), ways.sharers, np.tril_indices(len(ways.cuts))
     cost = np.full((len(ways.cuts), len(ways.cuts)), np.inf)  # of a run from one cut to another

@@ -280,17 +280,18 @@ def _taker(draft: _Draft, row: int, takers: np.ndarray, wanted: bool) -> int | N
     Where the slice that it leaves is not `wanted` for anything else, none that is slower for it, or slows it.
     """
     view, samples, takers = draft.view, np.array([row]), takers[draft.held[takers] < draft.view.rows]
-    joined = draft.clock.drain(draft.survivors[takers] + draft.curve(samples))
+    curve, here = draft.curve(samples), int(draft.place[row])
+    joined = draft.clock.drain(draft.survivors[takers] + curve)
     late = joined.late(draft.deadline - draft.cost(samples)) - draft.late[takers]
     added = joined.seconds - draft.ends[takers] + view.slices * late
     if not wanted:
-        added = np.where(_slowed(draft, row, takers, joined.pace), np.inf, added)
+        added = np.where(_slowed(draft, curve, here, takers, joined.pace), np.inf, added)
     return int(takers[added.argmin()]) if np.isfinite(added).any() else None
 
 
-def _slowed(draft: _Draft, row: int, takers: np.ndarray, pace: np.ndarray) -> np.ndarray:
-    """[m] whether a row that joins a slice is slower there than it was, or slows it: at pace [m, B] with the row."""
-    here, there = draft.survivors[draft.place[row]], draft.survivors[takers]
-    own = np.where(draft.curve(np.array([row])) > ROUNDING, draft.clock.pace(here), np.inf)
+def _slowed(draft: _Draft, curve: np.ndarray, here: int, takers: np.ndarray, pace: np.ndarray) -> np.ndarray:
+    """[m] whether a row of `curve` [1, B] is slower on a slice than here, or slows it: at pace [m, B] with the row."""
+    there = draft.survivors[takers]
+    own = np.where(curve > ROUNDING, draft.clock.pace(draft.survivors[here]), np.inf)
     theirs = np.where(there > ROUNDING, draft.clock.pace(there), np.inf)
     return np.any(pace > np.minimum(own, theirs) * (1 + ROUNDING), axis=1)
