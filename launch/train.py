@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -44,8 +43,6 @@ from rlhf_jax.watchdog import Watchdog
 
 EVALUATION_SEED = 1 << 31  # keeps evaluation's noise apart from training's
 STOP = "stop"  # the word under which a signal is published
-# How an error of the runtime begins; where results are read on the host, it comes as a ValueError.
-STATUS = re.compile("(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|INTERNAL|RESOURCE_EXHAUSTED|UNAVAILABLE|UNKNOWN): ")
 STEPS = {"reward": rlhf.step, "distill": rlhf.distill_step}  # by objective
 
 
@@ -63,7 +60,7 @@ def main(argv: list[str]) -> int:
     except Stopped as stopped:
         return processes.leave(stopped.exit_code, f"Stopped by {stopped.name}: {' '.join(stopped.__notes__)}.", place)
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
-        of_device = isinstance(error, jax.errors.JaxRuntimeError) or STATUS.match(str(error))
+        of_device = processes.is_of_device(error)
         said = _with_notes(_of_device(error) if of_device else str(error), error)
         return processes.leave(1 if of_device else 2, f"error: {said}", place)
     except KeyboardInterrupt:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import pickle
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -25,6 +26,9 @@ PATIENCE = 10.0  # seconds in which ranks that fail alike come to the same place
 FOREVER = 86_400.0  # seconds: what ends it sooner is the heartbeat
 FAILED = (1, 2)  # exit codes of an error, which may be one rank's alone
 LEADER = 0
+# How an error of the runtime begins. Where results are read on the host it comes as a ValueError, as do tensorstore's.
+STATUS = re.compile("(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|INTERNAL|RESOURCE_EXHAUSTED|UNAVAILABLE|UNKNOWN): ")
+OF_FILES = re.compile(r" \[(tensorstore|source|os_error)")  # in what tensorstore says
 FIRST = 1024  # bytes of a message that travel with its length
 PIECE = 1 << 28  # bytes of an array that travel to the leader at one time
 
@@ -142,6 +146,14 @@ def in_step(work: Callable[[], T]) -> T:
 def by_leader(work: Callable[[], T]) -> T:
     """What `work` gives on the leader, which alone does it; its error is raised on all."""
     return together(lambda: work() if leads() else None)[LEADER]  # pyright: ignore[reportReturnType]
+
+
+def is_of_device(error: BaseException) -> bool:
+    """Whether a device failed, or another process of the run, and nothing that was asked or read."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return True
+    said = str(error)
+    return isinstance(error, ValueError) and bool(STATUS.match(said)) and not OF_FILES.search(said)
 
 
 def _portable(error: Exception) -> Exception:

@@ -309,6 +309,23 @@ def test_leaving_tells_of_a_save_that_failed(tmp_path, monkeypatch):
     assert "step 5 could not be saved" in caught.value.__notes__[0]
 
 
+@pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, ValueError], ids=["running", "reading"])
+def test_a_device_that_fails_in_a_save_or_a_read_is_no_fault_of_the_folder(tmp_path, monkeypatch, kind):
+    def fail(*_, **__):
+        raise kind("INTERNAL: the device is lost")
+
+    save(tmp_path, 1)
+    with opened(tmp_path) as checkpoints, monkeypatch.context() as patch:
+        patch.setattr("orbax.checkpoint.CheckpointManager.save", fail)
+        with pytest.raises(kind, match="the device is lost") as caught:
+            checkpoints.save(2, make_state(2), {})
+        assert "step 2 could not be saved" in caught.value.__notes__[0]
+        patch.setattr("orbax.checkpoint.PyTreeCheckpointHandler.restore", fail)
+        with pytest.raises(kind, match="the device is lost"):
+            checkpoints.restore(make_state(0))
+    assert listed(tmp_path) == {"1"}
+
+
 def test_a_folder_that_cannot_be_used_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"file/checkpoints cannot be used for checkpoints \(Not a directory\)"):

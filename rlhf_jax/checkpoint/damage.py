@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
-
+from rlhf_jax import processes
 from rlhf_jax.checkpoint.quiet import release
 
 # What tensorstore says of files that are missing, too short or changed; whatever else it says proves nothing.
@@ -32,11 +31,13 @@ def reading(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (Damaged, jax.errors.JaxRuntimeError):
+    except Damaged:
         raise
     except Exception as error:
+        if processes.is_of_device(root(error)):
+            raise
         release(error)
-        if _proves_damage(_root(error)):
+        if _proves_damage(root(error)):
             raise Damaged(f"{path.name} cannot be read, {reason(error)}") from error
         raise OSError(
             f"{path} cannot be read ({reason(error)}); the checkpoint stays as it is:"
@@ -46,7 +47,7 @@ def reading(path: Path) -> Iterator[None]:
 
 def reason(error: BaseException) -> str:
     """The heart of an error's message; tensorstore's are long, and say last what happened first."""
-    error = _root(error)
+    error = root(error)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -56,7 +57,8 @@ def reason(error: BaseException) -> str:
     return re.sub(r"^[A-Z_]+: (.*: )?| \[(tensorstore|source).*", "", text)[:160]
 
 
-def _root(error: BaseException) -> BaseException:
+def root(error: BaseException) -> BaseException:
+    """What happened first."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

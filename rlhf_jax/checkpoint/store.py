@@ -24,7 +24,7 @@ from etils import epath
 
 from rlhf_jax import processes
 from rlhf_jax.checkpoint import document as documents
-from rlhf_jax.checkpoint.damage import Damaged, reading, reason
+from rlhf_jax.checkpoint.damage import Damaged, reading, reason, root
 from rlhf_jax.checkpoint.fingerprint import fingerprint
 from rlhf_jax.checkpoint.quiet import quiet, release
 
@@ -83,7 +83,7 @@ class Checkpoints:
         try:
             with self._stack, self._failing(), contextlib.closing(self._manager):
                 self._manager.wait_until_finished()
-        except OSError as failure:
+        except Exception as failure:
             if error is None:
                 raise
             error.add_note(str(failure))
@@ -161,7 +161,10 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Any error of orbax, in the foreground or the background, is one OSError and leaves nothing half written."""
+        """Any error of orbax, in the foreground or the background, is one OSError and leaves nothing half written.
+
+        A device's stays itself: room would not help it.
+        """
         try:
             yield
         except Exception as error:
@@ -170,9 +173,12 @@ class Checkpoints:
                 if processes.leads():
                     _remove_unfinished(self._folder)
                 self._manager.reload()
+            unsaved = f"The checkpoint of step {self._saving} could not be saved in {self._folder}"
+            if processes.is_of_device(root(error)):
+                root(error).add_note(f"{unsaved}; those before it are whole.")
+                raise root(error) from None
             raise OSError(
-                f"The checkpoint of step {self._saving} could not be saved in {self._folder} ({reason(error)});"
-                " those before it are whole: make room and give the same command again."
+                f"{unsaved} ({reason(error)}); those before it are whole: make room and give the same command again."
             ) from error
 
 
