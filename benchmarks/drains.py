@@ -168,6 +168,8 @@ def _score(stage: Stage, idle: float, scoring: float, finished: float) -> None:
 
 def _apply(stage: Stage, plan: Plan, pause: np.ndarray, outcome: Outcome) -> None:
     """Do what a plan says; pause [slices] seconds that slices stand still."""
+    if any(stage.freed[there] for _, there in plan.admissions + plan.moves):
+        raise RuntimeError("A slice that was given away was to decode more.")
     for sample, there in plan.admissions:
         if stage.place[sample] != WAITS:
             raise RuntimeError("A sample was admitted twice.")
@@ -180,6 +182,5 @@ def _apply(stage: Stage, plan: Plan, pause: np.ndarray, outcome: Outcome) -> Non
         outcome.moved_bytes += float(stage.prompt + stage.done[sample]) * stage.machine.token_bytes
         outcome.paused += 2 * seconds
     stage.freed |= plan.freed
-    live = stage.live
-    if (live > stage.machine.rows).any() or (live[stage.freed] > 0).any():
-        raise RuntimeError("A slice has more rows than it has room for, or was given away.")
+    if (stage.live > stage.machine.rows).any():
+        raise RuntimeError("A slice has more rows than it has room for.")

@@ -67,7 +67,7 @@ def test_no_sample_is_lost_or_placed_twice_and_no_slice_overflows(seed):
     assert (view.place[admitted] == WAITS).all() and (view.place[moved] >= 0).all()
     place = after(view, plan)
     assert np.bincount(place[place >= 0], minlength=view.slices).max() <= view.rows
-    assert not plan.freed[place[place >= 0]].any() and (plan.freed >= view.freed).all()
+    assert not view.freed[place[admitted + moved]].any() and (plan.freed >= view.freed).all()
     arrived = np.bincount([to for _, to in plan.moves + plan.admissions], minlength=view.slices)
     stood = np.bincount(view.place[view.place >= 0], minlength=view.slices)
     assert (stood + arrived <= view.rows).all(), "a slice must not wait for another's rows to leave"
@@ -133,6 +133,19 @@ def test_slices_are_given_away_where_stages_are_fused_and_only_then():
     assert fused.freed[4:].all() and fused.moves
     assert ends(view_of(left, place), after(view_of(left, place), fused)).max() <= 900 / SPEED[1] * 1.01
     assert not decide(view_of(left, place, scoring=1e-9, slices=8)).moves, "no inference waits that would delay the end"
+
+
+def test_slices_that_are_spared_for_inference_begin_with_the_shortest():
+    """There is nothing to score before something has ended, and what they take makes the others end sooner."""
+    left = np.random.default_rng(0).permutation(np.append(np.linspace(20, 700, 200), 3000.0))
+    view = view_of(left, np.full(len(left), WAITS), scoring=1e-3)
+    plan = decide(view)
+    place = after(view, plan)
+    short, rest = (place >= 0) & plan.freed[place], (place >= 0) & ~plan.freed[place]
+    assert plan.freed.any() and (np.bincount(place[short], minlength=8)[plan.freed] == ROWS).all()
+    assert left[short].max() < min(left[rest].min(), left[place == WAITS].min())
+    later = dataclasses.replace(view, place=np.where(short, WAITS, place), freed=plan.freed)
+    assert not {there for _, there in decide(later).admissions} & set(np.flatnonzero(plan.freed))
 
 
 def at_rest(view: View) -> np.ndarray:

@@ -56,17 +56,32 @@ def deadline(clock: Clock, survivors: np.ndarray, tokens: float) -> float:
     return high
 
 
-def first(clock: Clock, ends: np.ndarray, slices: int, inference: float) -> list[np.ndarray]:
-    """Samples of each of so many empty slices, as places in ends [n, Q] (`Clock.bins`), which come the longest first.
+def first(clock: Clock, ends: np.ndarray, slices: int, inference: float) -> tuple[list[np.ndarray], int]:
+    """Samples of each of so many empty slices, as places in ends [n, Q] (`Clock.bins`), which come the longest first;
+    and how many slices, the last ones, are to decode nothing else.
 
     inference: slice seconds of it that idle slices may do until the last sample has ended, or all of them after.
+    Nothing can be scored before something has ended, so slices that are spared for it decode the shortest ones first.
     """
+    seconds, lists = _packed(clock, ends, slices, inference)
+    spared = sum(not len(own) for own in lists) if inference else 0
+    count = min(spared * clock.rows, len(ends) // 2)
+    if not count:
+        return lists, 0
+    rest, shortest = ends[:-count], np.arange(len(ends) - count, len(ends))
+    begins = float(clock.drain(clock.curves(ends[shortest]).sum(axis=0) / spared).seconds)
+    _, lists = _packed(clock, rest, slices - spared, max(0.0, inference - spared * (seconds - begins)))
+    return lists + [shortest[one::spared] for one in range(spared)], spared
+
+
+def _packed(clock: Clock, ends: np.ndarray, slices: int, inference: float) -> tuple[float, list[np.ndarray]]:
+    """(seconds of the stage, `first`'s lists) as if there were something to score at once."""
     share = -(-slices // GROUPS)  # slices of a group
     groups = -(-slices // share)
     ways = _ways(clock, ends, groups, share, inference / slices)
     prices = (0.0, 1 / slices) if inference else (0.0,)
-    _, counts = min((_soonest(ways, price) for price in prices), key=lambda one: one[0])
-    return _lists(counts, share, ends, slices)
+    seconds, counts = min((_soonest(ways, price) for price in prices), key=lambda one: one[0])
+    return seconds, _lists(counts, share, ends, slices)
 
 
 def _ways(clock: Clock, ends: np.ndarray, slices: int, share: int, inference: float) -> _Ways:

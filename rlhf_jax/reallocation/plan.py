@@ -39,7 +39,7 @@ class View:
     speed: np.ndarray  # [rows + 1] tokens a second of one row when so many of its slice are live; speed[0] is unused
     move_seconds: float  # that a move stops its two slices for ...
     token_seconds: float  # ... and more for each token of context
-    freed: np.ndarray  # [slices] bool, given to inference already
+    freed: np.ndarray  # [slices] bool, given to inference already, once their rows have ended
     unscored: float = 0.0  # tokens of finished samples that wait for inference
     scoring: float = 0.0  # seconds of inference a token on one slice; 0 where the stages are not fused
 
@@ -50,7 +50,7 @@ class Plan:
 
     admissions: list[tuple[int, int]]  # (sample, slice)
     moves: list[tuple[int, int]]  # (sample, to slice)
-    freed: np.ndarray  # [slices] bool, that from now on decode nothing
+    freed: np.ndarray  # [slices] bool, that from now on decode nothing but what they have
 
 
 @dataclasses.dataclass
@@ -108,7 +108,7 @@ def decide(view: View) -> Plan:
     if not len(view.place):
         return Plan([], [], view.freed | (view.scoring > 0))
     draft = _drafted(view)
-    samples, there = _admissions(draft)
+    samples, there, given = _admissions(draft)
     draft.admit(samples, there)
     waits = bool((draft.place == WAITS).any())
     moves, gathered = _moves(draft), []
@@ -117,7 +117,7 @@ def decide(view: View) -> Plan:
         gathered = _gathered(draft)
         empty[[view.place[sample] for sample, _ in gathered]] = True
     begins = not (view.place >= 0).any()  # then a slice without samples is to have none
-    given = view.freed | (empty & (view.scoring > 0) & (begins or not waits))
+    given |= view.freed | (empty & (view.scoring > 0) & (begins or not waits))
     return Plan(list(zip(samples.tolist(), there.tolist(), strict=True)), moves + gathered, given)
 
 
@@ -132,18 +132,20 @@ def _drafted(view: View) -> _Draft:
 # ---- admissions
 
 
-def _admissions(draft: _Draft) -> tuple[np.ndarray, np.ndarray]:
-    """(samples, their slices) to admit: the longest first, wherever they end in time."""
-    view, waiting = draft.view, np.flatnonzero(draft.view.place == WAITS)
+def _admissions(draft: _Draft) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(samples, slices) to admit, the longest first, wherever they end in time; [slices] that are to have no more."""
+    view, given = draft.view, np.zeros(draft.view.slices, bool)
+    waiting = np.flatnonzero(view.place == WAITS)
     open_slices = np.flatnonzero(~view.freed & (draft.live < view.rows))
     if not len(waiting) or not len(open_slices):
-        return np.zeros(0, int), np.zeros(0, int)
+        return np.zeros(0, int), np.zeros(0, int), given
     waiting = draft.longest_first(waiting)
     if not draft.live.any():
-        lists = packing.first(draft.clock, draft.steps[waiting], len(open_slices), _inference(view))
+        lists, spared = packing.first(draft.clock, draft.steps[waiting], len(open_slices), _inference(view))
         lists = [own[: view.rows] for own in lists]
-        return waiting[np.concatenate(lists)], open_slices.repeat([len(own) for own in lists])
-    return _refilled(draft, waiting, open_slices, packing.SLACK * _deadline(draft, waiting))
+        given[open_slices[len(open_slices) - spared :]] = True
+        return waiting[np.concatenate(lists)], open_slices.repeat([len(own) for own in lists]), given
+    return *_refilled(draft, waiting, open_slices, packing.SLACK * _deadline(draft, waiting)), given
 
 
 def _deadline(draft: _Draft, waiting: np.ndarray) -> float:
