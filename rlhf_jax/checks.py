@@ -46,18 +46,13 @@ def validate(config: Config, num_devices: int, num_processes: int = 1) -> None:
         f"mesh.slices is {slices}, and the run's {num_processes} processes cannot share them evenly: set mesh.slices"
         f" to a multiple of {num_processes} or to a number that divides it.",
     )
-    _check_fusion(config, slices, num_processes)
+    _check_fusion(config, slices)
     _check_batch(config, devices)
 
 
-def _check_fusion(config: Config, slices: int, num_processes: int) -> None:
+def _check_fusion(config: Config, slices: int) -> None:
     """Inference fused with generation needs a slice to spare, and who scores what depends on the clock."""
     fused = config.generation.fuse_inference
-    _require(
-        not fused or slices >= num_processes,
-        f"generation.fuse_inference needs slices inside a process, and {num_processes} processes share mesh.slices ="
-        f" {slices}; raise it or leave the key False.",
-    )
     _require(
         not fused or slices > 1,
         "generation.fuse_inference needs slices that end apart, and mesh.slices is 1; raise it or leave the key False.",

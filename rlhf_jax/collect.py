@@ -103,7 +103,7 @@ def collect(
             aside = _aside(backlog, dict(zip(map(id, wanted), rows, strict=True)), prompts, stages) if backlog else {}
             samples = roll_out(target, drafter, wanted, stages.decoding, stages, placing, selector, counting, **aside)
         with _timed("inference", seconds, observe):
-            scored = _scored_by_all(backlog) if backlog and stages.reward_models else {}
+            scored = _scored_by_all(backlog, stages) if backlog and stages.reward_models else {}
             found.append(earn(samples, prompts, np.repeat(rows, stages.samples_per_prompt), stages, scored))
         ended = finished(samples, stages.decoding.stop_tokens)
         seen = np.append(seen, bound(found[-1][0].rewards, ended, stages.shaping))
@@ -117,7 +117,7 @@ def collect(
     metrics = tally.metrics(seconds["generation"]) | chosen | _together([figures for _, figures in found])
     metrics |= {"inference/seconds": seconds["inference"], "generation/attempts": len(found)}
     if backlog:
-        everything = dataclasses.replace(everything, scored=scored or _scored_by_all(backlog))
+        everything = dataclasses.replace(everything, scored=scored or _scored_by_all(backlog, stages))
         memory.timeline.spans += backlog.spans()
     of_all = _spoken(since(memory.timeline.spans, memory.timeline.start), [], stages)
     memory.timeline.spans = [span for spans in of_all for span in spans]
@@ -149,7 +149,7 @@ def _aside(backlog: Backlog, row_of: Mapping[int, int], prompts: Prompts, stages
         (answer,) = answered([sample], prompts, np.array([row_of[id(sample.request)]]), stages.tokenizer)
         return backlog.add(sample, answer)
 
-    return {"finished": heard, "spare": backlog.feed}
+    return {"finished": heard, "spare": backlog}
 
 
 def _spoken(own: T, nothing: T, stages: Stages) -> list[T]:
@@ -157,9 +157,9 @@ def _spoken(own: T, nothing: T, stages: Stages) -> list[T]:
     return processes.gather(own if crew_of(stages.mesh).leads else nothing)
 
 
-def _scored_by_all(backlog: Backlog) -> dict[int, Scored]:
+def _scored_by_all(backlog: Backlog, stages: Stages) -> dict[int, Scored]:
     """What the slices of all processes have scored."""
-    return {number: scored for part in processes.gather(backlog.scored()) for number, scored in part.items()}
+    return {number: scored for part in _spoken(backlog.scored(), {}, stages) for number, scored in part.items()}
 
 
 def learn(

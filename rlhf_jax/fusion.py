@@ -82,7 +82,7 @@ class _Batch:
 
 
 class Backlog:
-    """Finished samples that wait to be scored, and those that were."""
+    """Finished samples that wait to be scored, and those that were. Processes that share a slice hold the same."""
 
     def __init__(self, scoring: Scoring):
         self.scoring = scoring
@@ -99,16 +99,22 @@ class Backlog:
         """Of samples that wait to be scored."""
         return sum(len(sample.prompt) + len(sample.tokens) for sample, _ in self.waiting)
 
-    def feed(self, number: int, mesh: jax.sharding.Mesh | None) -> Array | None:
-        """Have a slice score the next samples: an array that is ready when it has; None where too few wait."""
+    @property
+    def waits(self) -> bool:
+        """Whether there are as many as a slice scores at one time."""
+        return len(self.waiting) >= self.scoring.rows
+
+    def feed(self, number: int, mesh: jax.sharding.Mesh | None) -> Array:
+        """Have a slice score the next samples: an array that is ready when it has."""
         self._look()
         scoring = self.scoring
-        if len(self.waiting) < scoring.rows:
-            return None
         samples, answers = zip(*(self.waiting.popleft() for _ in range(scoring.rows)), strict=True)
         *models, judges = self._on(mesh)
-        results = score(models, place(samples, scoring, mesh), scoring, mesh)
-        rewards = {name: read(judge, answers, mesh)[0] for name, judge in judges.items()}
+        results = _readable(score(models, place(samples, scoring, mesh), scoring, mesh), mesh)
+        rewards = {
+            name: [(rows, _readable(scores, mesh)) for rows, scores in read(judge, answers, mesh)[0]]
+            for name, judge in judges.items()
+        }
         batch = _Batch(samples, results, rewards, number, time.perf_counter())
         for leaf in batch.arrays:
             leaf.copy_to_host_async()
@@ -156,6 +162,11 @@ def _by_row(parts: list[Read]) -> dict[int, float]:
     """The scores of a batch by row; one that could not be read, or is no finite number, has none."""
     found = (one for rows, scores in parts for one in zip(rows, np.asarray(scores).tolist(), strict=False))
     return {row: score for row, score in found if not failure(score)}
+
+
+def _readable(tree: Any, mesh: jax.sharding.Mesh | None) -> Any:
+    """Results as each host of a slice can read them."""
+    return meshes.repeat(tree, mesh=mesh) if mesh is not None and mesh.is_multi_process else tree
 
 
 def place(samples: Sequence[Sample], scoring: Scoring, mesh):

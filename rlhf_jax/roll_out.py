@@ -30,7 +30,8 @@ def placing_of(stages: Stages, lengths: Lengths, name: str, backlog: Backlog | N
     placing = Placing(stages.decide, lengths, stages.in_turn, name)
     if backlog is None:
         return placing
-    return dataclasses.replace(placing, scoring=stages.scoring, unscored=lambda: processes.count() * backlog.tokens)
+    crews = crew_of(stages.mesh).crews  # each has finished about as much as this one
+    return dataclasses.replace(placing, scoring=stages.scoring, unscored=lambda: crews * backlog.tokens)
 
 
 def roll_out(

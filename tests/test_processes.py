@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -74,12 +76,25 @@ def one(place: Path, name: str, **changes) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.fixture(scope="module")
+def alone(place) -> Callable[..., Path]:
+    """The step that one process takes, once for all that compare with it: its folder."""
+
+    @functools.cache
+    def alone(**changes) -> Path:
+        name = f"alone-{len(changes)}"
+        one(place, name, **ONE_STEP | changes)
+        return place / name
+
+    return alone
+
+
 @contextlib.contextmanager
-def launched(place: Path, name: str, **changes) -> Iterator[subprocess.Popen]:
-    """Two processes with four devices each; whatever happens, none is left."""
-    words = [str(ROOT / "launch" / "local.sh"), "2", *arguments(place, name, **changes)]
+def launched(place: Path, name: str, ranks: int = 2, **changes) -> Iterator[subprocess.Popen]:
+    """Processes that share eight devices; whatever happens, none is left."""
+    words = [str(ROOT / "launch" / "local.sh"), str(ranks), *arguments(place, name, **changes)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(words, env=environment(4), start_new_session=True, **pipes)
+    process = subprocess.Popen(words, env=environment(8 // ranks), start_new_session=True, **pipes)
     try:
         yield process
     finally:
@@ -87,9 +102,9 @@ def launched(place: Path, name: str, **changes) -> Iterator[subprocess.Popen]:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def two(place: Path, name: str, **changes) -> tuple[int, str, str]:
-    """Exit code, output and errors."""
-    with launched(place, name, **changes) as process:
+def two(place: Path, name: str, ranks: int = 2, **changes) -> tuple[int, str, str]:
+    """Exit code, output and errors, of two processes or more."""
+    with launched(place, name, ranks, **changes) as process:
         out, errors = process.communicate(timeout=600)
     return process.returncode, out, errors
 
@@ -124,21 +139,38 @@ def check_alike(one: Path, other: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, FOUR, SHARED], ids=["a slice each", "two slices each", "one slice of both"])
-def test_two_processes_take_the_step_of_one(changes, place):
+def test_two_processes_take_the_step_of_one(changes, place, alone):
     name = f"step-{len(changes)}"
-    one(place, f"{name}-one", **ONE_STEP | changes)
-    code, out, errors = two(place, f"{name}-two", **ONE_STEP | changes)
+    code, out, errors = two(place, name, **ONE_STEP | changes)
     assert code == 0, errors
     assert out.count("The trained policy is in") == 1 and "processes   2" in out
-    assert len(lines(place / f"{name}-two" / "samples.jsonl")) == 8
-    check_alike(place / f"{name}-one", place / f"{name}-two")
+    assert len(lines(place / name / "samples.jsonl")) == 8
+    check_alike(alone(**changes), place / name)
+
+
+@pytest.mark.slow
+def test_slices_of_two_processes_score_beside_generation_and_leave_the_step_of_one(place, alone):
+    code, _, errors = two(place, "fused", 4, **ONE_STEP | {"generation__fuse_inference": True, "generation__rows": 4})
+    assert code == 0, errors
+    check_alike(alone(), place / "fused")
+    events = json.loads((place / "fused" / "timeline" / "step-000000.json").read_text())["traceEvents"]
+    # So called where a slice does it by itself; all together compute "log-probs and values". One has ended half of all.
+    assert sum(event["args"]["rows"] for event in events if event["name"] == "inference") >= 4
+
+
+@pytest.mark.slow
+def test_a_slice_of_two_processes_scores_what_it_ended_while_others_decode():
+    """And a stop meanwhile ends all in step, an error of one ends all."""
+    codes, errors = ranks_of("fused_ranks.py", "4", ranks=4, devices=1)
+    assert codes[0] == 2 and "error: this rank alone." in errors[0], errors
+    assert 0 not in codes, errors
 
 
 def test_what_processes_cannot_do_together_is_refused_once(place):
     fused = {"mesh__fsdp": -1, "generation__fuse_inference": True, "compilation_cache": ""}
     code, out, errors = two(place, "refused", **fused)
     assert code == 2 and (out + errors).count("error:") == 1 and "Traceback" not in out + errors
-    assert "2 processes share mesh.slices = 1; raise it" in errors and not (place / "refused").exists()
+    assert "mesh.slices is 1; raise it" in errors and not (place / "refused").exists()
 
 
 def test_a_mistake_is_found_before_processes_meet(place):

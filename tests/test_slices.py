@@ -112,7 +112,7 @@ def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
     chat = json.loads((GOLDEN / "scores.json").read_text())[0]["messages"]
     answer = Answer("", chat[:-1], {}, chat[-1]["content"])
     samples = []
-    for sample in generate(policy, None, wanted, how, mesh, spare=backlog.feed):
+    for sample in generate(policy, None, wanted, how, mesh, spare=backlog):
         samples.append(sample)
         backlog.add(sample, answer)
     scored = backlog.scored()

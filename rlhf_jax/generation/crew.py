@@ -45,10 +45,14 @@ class Crew:
         """Whether this process decides, and speaks for the crew's slices."""
         return not self.several or processes.rank() == self.ranks[0]
 
+    @property
+    def crews(self) -> int:
+        """All crews of the stage."""
+        return processes.count() // len(self.ranks)
+
     def share(self, items: Sequence[T]) -> list[T]:
         """This crew's items, dealt out to all crews in turn."""
-        size = len(self.ranks)
-        return list(items[self.ranks[0] // size :: processes.count() // size])
+        return list(items[self.ranks[0] // len(self.ranks) :: self.crews])
 
     def agreed(self, decide: Callable[[], T]) -> T:
         """What the leader decides; the others wait for its word. All call it, in the same order.

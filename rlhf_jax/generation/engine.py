@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from rlhf_jax.generation import board as boards
 from rlhf_jax.generation import placing as placings
 from rlhf_jax.generation import programs
 from rlhf_jax.generation import rows as row_verbs
-from rlhf_jax.generation.crew import crew_of
+from rlhf_jax.generation.crew import Crew, crew_of
 from rlhf_jax.generation.flights import Setting, fly, land, may_fly
 from rlhf_jax.generation.instance import Instance
 from rlhf_jax.generation.placing import STATIC, Placing, Stage
@@ -28,9 +29,21 @@ from rlhf_jax.generation.samples import Decoding, Request, RoundReport, Sample
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.types import Array, Model
 
-Spare = Callable[[int, jax.sharding.Mesh | None], Array | None]  # of a slice: starts some work, or finds none
 Landing = tuple[RoundReport, list[Sample]]  # and the samples that ended with it
 NAP = 5e-5  # seconds between two looks for a slice whose round has arrived
+
+
+class Spare(Protocol):
+    """Other work for slices that decode nothing more. Processes that share a slice have the same work in one order."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is any now."""
+        ...
+
+    def feed(self, number: int, mesh: jax.sharding.Mesh | None) -> Array:
+        """Have a slice do the next of it: an array that is ready when it has."""
+        ...
 
 
 def generate(
@@ -80,7 +93,11 @@ def generate(
 def _landings(stage: Stage, turns: Iterator[Instance], spare: Spare | None) -> Iterator[Iterable[Landing]]:
     """The rounds as they land, until all samples have ended; slices are fed meanwhile."""
     fleet, setting, settled = list(stage.fleet.values()), stage.setting, []
-    plans = Ranks(stage, lambda instance: settled.extend(_all_of(instance, setting)))
+    plans = Ranks(
+        stage,
+        settle=lambda instance: settled.extend(_all_of(instance, setting)),
+        may_occupy=lambda: any(_idle(instance, stage, spare) and instance.has_room for instance in fleet),
+    )
     while plans.goes_on():
         plans.turn()
         if settled:
@@ -89,8 +106,8 @@ def _landings(stage: Stage, turns: Iterator[Instance], spare: Spare | None) -> I
             setting.crew.agreed(lambda: None)  # its leader has not stopped there
         for instance in fleet:
             _feed(instance, stage)
-            if spare is not None and not instance.samples and (instance.freed or not stage.pool):
-                _occupy(instance, spare)
+            if spare is not None and _idle(instance, stage, spare):
+                _occupy(instance, spare, setting.crew)
         yield _next_arrival(next(turns), setting)
 
 
@@ -129,11 +146,16 @@ def _feed(instance: Instance, stage: Stage) -> None:
         fly(instance, drains, stage.setting)
 
 
-def _occupy(instance: Instance, spare: Spare) -> None:
-    """Let an idle slice do something else, two calls ahead of what it is known to have done."""
-    instance.aside = [work for work in instance.aside if not work.is_ready()]
-    if len(instance.aside) < 2 and (work := spare(instance.number, instance.mesh)) is not None:
-        instance.aside.append(work)
+def _idle(instance: Instance, stage: Stage, spare: Spare | None) -> bool:
+    """Whether a slice decodes nothing while other work waits: all that share it say the same."""
+    return spare is not None and spare.waits and not instance.samples and (instance.freed or not stage.pool)
+
+
+def _occupy(instance: Instance, spare: Spare, crew: Crew) -> None:
+    """Let an idle slice do something else, if its crew's leader sees that it has done most of what it was given."""
+    if crew.agreed(lambda: instance.has_room):
+        running = [work for work in instance.aside if not work.is_ready()]
+        instance.aside = [*running, spare.feed(instance.number, instance.mesh)]
 
 
 def _in_turn(fleet: list[Instance]) -> Iterator[Instance]:

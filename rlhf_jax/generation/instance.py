@@ -90,6 +90,11 @@ class Instance:
         return bool(self.queue or self.waiting or self.flights or any(self.board))
 
     @property
+    def has_room(self) -> bool:
+        """Whether it may be given other work: two calls ahead of what it is known to have done."""
+        return sum(not work.is_ready() for work in self.aside) < 2
+
+    @property
     def ready(self) -> bool:
         """Whether its oldest round's counters are there."""
         return bool(self.flights) and self.flights[0].results.emission.count.is_ready()

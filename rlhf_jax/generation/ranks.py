@@ -38,6 +38,7 @@ class Ranks:
 
     stage: Stage
     settle: Callable[[Instance], None]  # lands all rounds that a slice has in the air
+    may_occupy: Callable[[], bool]  # whether an idle slice here may be given other work now
     carried: int = 0  # plans
     looked: float = 0.0  # for a plan, last
     over: bool = False
@@ -77,9 +78,9 @@ class Ranks:
         return self.stage.setting.crew
 
     def _next(self) -> bool:
-        """Whether there is another plan now. A crew of several with nothing to decode waits for one."""
+        """Whether there is another plan now. A crew of several with nothing to do waits for one."""
         busy = any(instance.busy for instance in self.stage.fleet.values())
-        while not (found := self._look(busy)) and self._crew.several and not busy:
+        while not (found := self._look(busy)) and self._crew.several and not busy and not self.may_occupy():
             continue
         return found
 

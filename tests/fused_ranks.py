@@ -1,0 +1,199 @@
+"""One of several processes that share two slices, of which the first scores while the second decodes.
+
+python tests/fused_ranks.py PORT RANK RANKS
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import signal
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+from tiny_run import CONFIG
+
+from rlhf_jax import fusion, processes
+from rlhf_jax import mesh as meshes
+from rlhf_jax.fusion import Backlog, Scored, Scoring
+from rlhf_jax.generation.crew import crew_of
+from rlhf_jax.generation.placing import Placing
+from rlhf_jax.generation.samples import Decoding, Request, Sample
+from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.generation.tree import PLAIN
+from rlhf_jax.inference.reward_model import RewardModel, model_scorer
+from rlhf_jax.inference.rewards import Answer
+from rlhf_jax.model.source import open_source
+from rlhf_jax.model.transformer import init, unstack
+from rlhf_jax.reallocation.plan import WAITS, Plan, View
+from rlhf_jax.roll_out import roll_out
+from rlhf_jax.stopping import Stopped
+
+GOLDEN = Path(__file__).parent / "golden" / "llama_reward"
+HOW = Decoding(Sampling(1.0), (PLAIN,), (), rows=6, slots=64, seed=3, fewest_rows=6)
+SHORT = HOW.rows  # samples that the first slice has: they end long before the others
+ROWS = 2  # that are scored at one time
+
+
+def main(port: str, rank: int, ranks: int) -> int:
+    """What is scored beside generation, alike on all that share a slice; then a stop, and an error of one."""
+    place, processes.PATIENCE = processes.Place(f"localhost:{port}", ranks, rank), 1.0
+    processes.start(place)
+    mesh, alone = meshes.make_mesh(1, -1, 1, slices=2), models()
+    stage = Stage(mesh, dataclasses.replace(alone, **laid_over(mesh, alone)))
+    heard, backlog, samples = stage.roll_out("scores")
+    assert heard
+    check(stage, backlog, samples, alone)
+    try:
+        stage.roll_out("stops", then=stop)
+    except Stopped as stopped:
+        assert stopped.exit_code == 143
+    else:
+        raise AssertionError("All that is rolled out is stopped.")
+    assert processes.gather(rank) == list(range(ranks))  # no device waits for another
+    try:
+        stage.roll_out("fails", feeds=fail if processes.leads() else lambda: None)
+    except ValueError as error:
+        return processes.leave(2, f"error: {error}", place)
+    return processes.leave(0, "", place)
+
+
+def models() -> Scoring:
+    """Of policy, reference, critic and a reward model, as one device has them."""
+    policy, reference = (unstack(init(jax.random.key(seed), CONFIG)) for seed in range(2))
+    critic = unstack(init(jax.random.key(2), dataclasses.replace(CONFIG, scalar_head=True, tied=False)))
+    source = open_source(GOLDEN)
+    judge = RewardModel(source, unstack(source.load(np.float32)), rows=ROWS)
+    return Scoring(policy, reference, critic, 1.0, rows=ROWS, slots=HOW.slots, rewards={"judge": judge})
+
+
+def laid_over(mesh, alone: Scoring) -> dict:
+    """The models repeated over a mesh."""
+    judge = alone.rewards["judge"]
+    tree = {"policy": alone.policy, "reference": alone.reference, "critic": alone.critic, "rewards": judge.model}
+    tree = jax.jit(lambda: tree, out_shardings=meshes.model_shardings(tree, mesh, "generation"))()
+    return tree | {"rewards": {"judge": dataclasses.replace(judge, model=tree["rewards"])}}
+
+
+@dataclasses.dataclass
+class Stage:
+    """Samples that are rolled out over a mesh, beside which slices score."""
+
+    mesh: jax.sharding.Mesh
+    scoring: Scoring
+
+    @functools.cached_property
+    def crew(self):
+        return crew_of(self.mesh)
+
+    def roll_out(self, name: str, then=lambda: None, feeds=lambda: None) -> tuple[bool, Backlog, list[Sample]]:
+        """Whether the second slice decoded when the first had all that it could score; the backlog; all samples.
+
+        The second slice dawdles until the first is fed, waits for the rest, and does `then`. Who feeds a slice does
+        `feeds` first.
+        """
+        backlog, heard, hears = Told(self, name, feeds), [], self.crew.leads and self.crew.ranks[0] != 0
+
+        def observe(_) -> None:
+            if heard or not hears:
+                return
+            if processes.published(f"{name}/slice 0 fed 1") is None:
+                time.sleep(0.05)
+                return
+            assert processes.awaited(f"{name}/slice 0 fed {SHORT // ROWS}", 60.0)
+            heard.append(True)
+            then()
+
+        def finished(sample: Sample) -> None:
+            backlog.add(sample, answer(sample))
+
+        stages = cast(Any, types.SimpleNamespace(mesh=self.mesh, ahead=None))
+        what, placing = (self.scoring.policy, None, requests(), HOW, stages), Placing(given_away, name=name)
+        samples = roll_out(*what, placing, observe=observe, finished=finished, spare=backlog)
+        return any(processes.gather(bool(heard))), backlog, samples
+
+
+class Told(Backlog):
+    """It tells of each slice that it feeds. Who follows never sees that any of it is done, and feeds as it is told."""
+
+    def __init__(self, stage: Stage, name: str, feeds):
+        super().__init__(stage.scoring)
+        self.leads, self.name, self.feeds, self.fed = stage.crew.leads, name, feeds, 0
+
+    def feed(self, number: int, mesh):
+        self.feeds()
+        self.fed += 1
+        processes.publish(f"{self.name}/slice {number} fed {self.fed}", "yes")
+        done = super().feed(number, mesh)
+        return done if self.leads else types.SimpleNamespace(is_ready=lambda: False)
+
+
+def given_away(view: View) -> Plan:
+    """The first slice decodes the short samples, and then nothing more."""
+    waiting, begins = np.flatnonzero(view.place == WAITS), (view.place == WAITS).all() and not view.freed[0]
+    first = [(index, 0) for index in waiting[: SHORT * begins].tolist()]
+    room = view.rows - int((view.place == 1).sum())
+    others = [(index, 1) for index in waiting[len(first) :][:room].tolist()]
+    return Plan(first + others, [], np.array([not begins and not (view.place == 0).any(), False]))
+
+
+def requests() -> list[Request]:
+    """One sample each; so many that the second slice has twice its rows to begin."""
+    limits = [4] * SHORT + [30] * 2 * HOW.rows
+    prompts = np.random.default_rng(0).integers(0, 300, (len(limits), 5)).astype(np.int32)
+    return [Request(prompt, (i,), limit) for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))]
+
+
+@functools.cache
+def chat() -> list[dict[str, str]]:
+    return json.loads((GOLDEN / "scores.json").read_text())[0]["messages"]
+
+
+def answer(sample: Sample) -> Answer:
+    """What the reward model reads: another text for each sample."""
+    return Answer("", chat()[:-1], {}, chat()[-1]["content"] + " so" * sample.sample_id)
+
+
+def check(stage: Stage, backlog: Backlog, samples: list[Sample], alone: Scoring) -> None:
+    """All short samples were scored where they had been decoded, each as it is on one device."""
+    found = backlog.scored()
+    for rank, other in enumerate(processes.gather(found)):
+        if rank in stage.crew.ranks:
+            assert other.keys() == found.keys()
+            assert all(same(other[number], found[number]) for number in found)
+    assert stage.crew.ranks[0] != 0 or found.keys() == set(range(SHORT))
+    chosen = [sample for sample in samples if sample.sample_id in found]
+    assert len(chosen) == len(found) == sum(len(batch.samples) for batch in backlog.batches)
+    rollout = fusion.place(chosen, alone, None)
+    numbers: Any = fusion.score((alone.policy, alone.reference, alone.critic), rollout, alone, None) if chosen else ()
+    for name, wanted in zip(fusion.SCORED, numbers, strict=False):
+        given = np.stack([getattr(found[sample.sample_id], name) for sample in chosen])
+        np.testing.assert_allclose(given, wanted, atol=1e-4, rtol=0)
+        assert np.abs(given).max() > 1e-2, name
+    wanted = model_scorer(alone.rewards["judge"])([answer(sample) for sample in chosen]).values if chosen else []
+    given = [found[sample.sample_id].rewards["judge"] for sample in chosen]
+    np.testing.assert_allclose(given, wanted, atol=1e-4, rtol=0)
+
+
+def same(one: Scored, other: Scored) -> bool:
+    """Bit for bit."""
+    alike = [np.array_equal(getattr(one, name), getattr(other, name)) for name in fusion.SCORED]
+    return all(alike) and one.rewards == other.rewards
+
+
+def stop() -> None:
+    raise Stopped(signal.SIGTERM)
+
+
+def fail() -> None:
+    raise ValueError("this rank alone.")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:])))
