@@ -1,6 +1,7 @@
 """One of several processes between whose slices samples move at random.
 
-python tests/moving_ranks.py PORT RANK RANKS SLICES: with fewer slices than ranks, some of these share each.
+python tests/moving_ranks.py PORT RANK RANKS SLICES KERNELS: with fewer slices than ranks, some of these share each;
+"reference" or "interpret" is how all kernels run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pytest
 from tiny_run import CONFIG
 from tiny_stage import Shuffled
 
+from pallas_kernels.dispatch import Kernels
 from rlhf_jax import mesh as meshes
 from rlhf_jax import processes
 from rlhf_jax.generation import engine
@@ -36,12 +38,12 @@ from rlhf_jax.stopping import Stopped
 PACKED = trees.parse("replay-chain-8-packed-3")
 
 
-def main(port: str, rank: int, ranks: int, slices: int) -> int:
+def main(port: str, rank: int, ranks: int, slices: int, kernels: str) -> int:
     """Every sample ends on one of the slices, as it would have ended alone."""
     place = processes.Place(f"localhost:{port}", ranks, rank)
     processes.start(place)
     target, wanted, tally = unstack(init(jax.random.key(0), CONFIG)), requests(), Tally()
-    how = Decoding(Sampling(1.0), (PLAIN,), (), rows=6, slots=128, seed=3)
+    how = Decoding(Sampling(1.0), (PLAIN,), (), rows=6, slots=128, seed=3, kernels=Kernels(*[kernels] * 4))
     mesh = meshes.make_mesh(1, -1, 1, slices=slices)
     whole = jax.jit(lambda: target, out_shardings=meshes.model_shardings(target, mesh, "generation"))()
     crew, alone = crew_of(mesh), {s.sample_id: s for s in generate(target, None, wanted, how)}
@@ -51,7 +53,7 @@ def main(port: str, rank: int, ranks: int, slices: int) -> int:
     check(here, tally, alone, crew)
     assert all(sample.rounds == alone[sample.sample_id].rounds and not sample.accepted for sample in here)
     if crew.several:
-        pack(begin, mesh, alone, crew)
+        pack(begin, mesh, alone, crew, how)
         with pytest.raises(ValueError, match="give it one"):
             list(begin(wanted, how, mesh))
     give_up(functools.partial(begin, wanted, how, mesh), crew)
@@ -91,11 +93,11 @@ class Packs:
         self.packed += report.strategy.packed > 0 and report.drafted > 0
 
 
-def pack(begin, mesh, alone: dict[int, Sample], crew: Crew) -> None:
+def pack(begin, mesh, alone: dict[int, Sample], crew: Crew, how: Decoding) -> None:
     """Rounds that spend a budget on the worthiest drafts, as the leader ranks them, leave the same texts."""
     wanted = [dataclasses.replace(one, earlier=nearly(one, alone)) for one in requests()]
     selector, tally = Packs(crew.leads), Tally()
-    how = Decoding(Sampling(1.0), (PLAIN, PACKED), (), rows=6, slots=128, seed=3, fewest_rows=6)
+    how = dataclasses.replace(how, strategies=(PLAIN, PACKED), fewest_rows=6)
     check(list(begin(wanted, how, mesh, tally.add, selector, placing=shuffled("packed"))), tally, alone, crew)
     assert selector.packed > 5 and 0 < tally.accepted < tally.drafted
 
@@ -135,4 +137,4 @@ def requests() -> list[Request]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:])))
+    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:5]), kernels=sys.argv[5]))

@@ -2,8 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import tiny_run
 
-from pallas_kernels.dispatch import INTERPRETED, REFERENCE
+from pallas_kernels.dispatch import FUNCTIONS, INTERPRETED, REFERENCE
 from rlhf_jax.config import default
 from rlhf_jax.generation.samples import Decoding
 from rlhf_jax.generation.sampling import Sampling
@@ -14,11 +15,12 @@ def test_there_are_eight_devices_and_promotion_is_strict():
     assert jax.config.values["jax_numpy_dtype_promotion"] == "strict"
 
 
-def test_kernels_are_those_asked_for(kernels_are_interpreted):
-    """In configs and where no config is, and in each process that runs tests: `pytest -n 2 --kernels interpret`."""
+def test_kernels_are_those_asked_for(kernels_are_interpreted, tmp_path):
+    """In configs and where no config is, in each process that runs tests (`-n 2`), and in commands that these begin."""
     how = Decoding(Sampling(), (), (), rows=1, slots=1, seed=0).kernels
     wanted = ("interpret", INTERPRETED) if kernels_are_interpreted else ("auto", REFERENCE)
     assert (set(default().kernels.values()), how) == ({wanted[0]}, wanted[1])
+    assert {f"--config.kernels.{name}={wanted[0]}" for name in FUNCTIONS} <= set(tiny_run.arguments(tmp_path, tmp_path))
 
 
 def test_each_program_is_counted_once(compilations):

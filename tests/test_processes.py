@@ -139,11 +139,12 @@ def check_alike(one: Path, other: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, FOUR, SHARED], ids=["a slice each", "two slices each", "one slice of both"])
-def test_two_processes_take_the_step_of_one(changes, place, alone):
+def test_two_processes_take_the_step_of_one(changes, place, alone, kernels_are_interpreted):
     name = f"step-{len(changes)}"
     code, out, errors = two(place, name, **ONE_STEP | changes)
     assert code == 0, errors
     assert out.count("The trained policy is in") == 1 and "processes   2" in out
+    assert ("kernels     interpret: asked for" in out) == kernels_are_interpreted
     assert len(lines(place / name / "samples.jsonl")) == 8
     check_alike(alone(**changes), place / name)
 
@@ -197,8 +198,9 @@ def test_ranks_tell_each_other(act, said):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, slices, devices", [(2, 4, 2), (4, 2, 1)], ids=["two slices each", "half a slice each"])
-def test_samples_that_move_between_processes_are_those_that_stayed(ranks, slices, devices):
-    codes, errors = ranks_of("moving_ranks.py", str(ranks), str(slices), ranks=ranks, devices=devices)
+def test_samples_that_move_between_processes_are_those_that_stayed(ranks, slices, devices, kernels_are_interpreted):
+    words = str(ranks), str(slices), "interpret" if kernels_are_interpreted else "reference"
+    codes, errors = ranks_of("moving_ranks.py", *words, ranks=ranks, devices=devices)
     assert codes == [0] * ranks, errors
 
 

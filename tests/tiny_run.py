@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from rlhf_jax.config import default
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.model import huggingface
 from rlhf_jax.model.transformer import init
@@ -44,7 +45,10 @@ def make_files(folder: Path) -> None:
 
 
 def arguments(folder: Path, model: Path, **changes) -> list[str]:
-    """The command line of three small steps; `training__epochs=2` changes training.epochs."""
+    """The command line of three small steps; `training__epochs=2` changes training.epochs.
+
+    It names the kernels of these tests, which a command in a process of its own would not know.
+    """
     values = {
         "workdir": folder / "run",
         "steps": 3,
@@ -68,6 +72,7 @@ def arguments(folder: Path, model: Path, **changes) -> list[str]:
         "checkpoint.every": 0,
         "mesh.data": 1,
         "mesh.fsdp": 1,
+        **{f"kernels.{name}": how for name, how in default().kernels.items()},
     }
     values |= {name.replace("__", "."): value for name, value in changes.items()}
     return ["train.py", "--config", str(folder / "config.py"), *(f"--config.{k}={v}" for k, v in values.items())]
