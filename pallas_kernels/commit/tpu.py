@@ -132,7 +132,9 @@ def _commit_axis(axis: int, leaves: Leaves, first, start, path) -> None:
         part = Leaves(*(leaf[low : low + fitting] for leaf in leaves))
         buffers = [pltpu.VMEM((2, len(part.cache), *shape), dtype) for shape in shapes]
         semaphores = [pltpu.SemaphoreType.DMA((2,))] * 2
-        pl.run_scoped(functools.partial(_commit_rows, axis, part, first, start, path), *buffers, *semaphores)
+        # With the others: in a loop, Pallas' plain interpreter of jax 0.12 knows no scope of its own.
+        wide = [pltpu.VMEM(shape, jnp.float32) for shape in shapes] if axis == 2 else []
+        pl.run_scoped(functools.partial(_commit_rows, axis, part, first, start, path), *buffers, *semaphores, *wide)
 
 
 def _padded_bytes(shape: tuple[int, ...], size: int) -> int:
@@ -141,9 +143,9 @@ def _padded_bytes(shape: tuple[int, ...], size: int) -> int:
     return math.prod(outer) * pl.cdiv(rows * size, 32) * 32 * pl.cdiv(lanes, LANES) * LANES
 
 
-def _commit_rows(axis: int, leaves: Leaves, first, start, path, *buffers) -> None:
+def _commit_rows(axis: int, leaves: Leaves, first, start, path, tiles, window, come, gone, *wide) -> None:
     """Row `step` begins to fill the buffers that row `step - 2` has left, row `step - 1` is changed meanwhile."""
-    count = start.shape[0] // _cores(start)
+    count, buffers = start.shape[0] // _cores(start), Buffers(tiles, window, come, gone)
 
     def at(place):
         row, mine = first + place, Buffers(*(both.at[jax.lax.rem(place, 2)] for both in buffers))
@@ -169,7 +171,7 @@ def _commit_rows(axis: int, leaves: Leaves, first, start, path, *buffers) -> Non
             row, mine, tiles, windows = at(step - 1)
             for needed, memory, buffer in tiles + windows:
                 pl.when(needed)(pltpu.make_async_copy(memory, buffer, mine.come).wait)
-            (_change_lanes if axis == 3 else _change_rows)(mine, row, start[row], path)
+            (_change_lanes if axis == 3 else _change_rows)(mine, row, start[row], path, *wide)
             for needed, memory, buffer in tiles:
                 pl.when(needed)(pltpu.make_async_copy(buffer, memory, mine.gone).start)
 
@@ -221,21 +223,17 @@ def _columns(x: Array) -> Array:
     return rows.swapaxes(1, 2).reshape(groups * dim, LANES)
 
 
-def _change_rows(mine: Buffers, row, start, path) -> None:
+def _change_rows(mine: Buffers, row, start, path, wide_tiles, wide_window) -> None:
     """Entry by entry, in 32 bits, of which alone single rows can be addressed, and back: exact."""
     unit = mine.tiles.shape[3]
     place = start - _aligned(start, unit)
 
-    def change_all(wide_tiles, wide_window):
-        def change(layer, _):
-            wide_tiles[...] = mine.tiles[layer].astype(jnp.float32)
-            wide_window[...] = mine.window[layer].astype(jnp.float32)
-            for step in range(path.shape[1]):
-                tile, at = jax.lax.div(place + step, unit), jax.lax.rem(place + step, unit)
-                wide_tiles[tile, :, pl.ds(at, 1), :] = wide_window[:, pl.ds(path[row, step], 1), :]
-            mine.tiles[layer] = wide_tiles[...].astype(mine.tiles.dtype)
+    def change(layer, _):
+        wide_tiles[...] = mine.tiles[layer].astype(jnp.float32)
+        wide_window[...] = mine.window[layer].astype(jnp.float32)
+        for step in range(path.shape[1]):
+            tile, at = jax.lax.div(place + step, unit), jax.lax.rem(place + step, unit)
+            wide_tiles[tile, :, pl.ds(at, 1), :] = wide_window[:, pl.ds(path[row, step], 1), :]
+        mine.tiles[layer] = wide_tiles[...].astype(mine.tiles.dtype)
 
-        jax.lax.fori_loop(0, mine.tiles.shape[0], change, None)
-
-    wide = [pltpu.VMEM(buffer.shape[1:], jnp.float32) for buffer in (mine.tiles, mine.window)]
-    pl.run_scoped(change_all, *wide)
+    jax.lax.fori_loop(0, mine.tiles.shape[0], change, None)
