@@ -40,7 +40,7 @@ class Buffers(NamedTuple):
 
 
 def commit(cache: Cache, window: Cache, path: Array, start: Array, *, interpret: Any = False) -> Cache:
-    """`reference.commit`, equal to the bit, of floating types and for a window of at most 128 tokens.
+    """`reference.commit`, equal to the bit, of bfloat16 (D even) or float32 and for a window of at most 128 tokens.
 
     Of each row it reads and writes the tiles that hold the J slots, of keys 128 slots and of values 32 bytes' worth,
     while the next row is on its way. In place where the cache is donated and T is a multiple of 128: any other
@@ -195,7 +195,7 @@ def _aligned(slot, unit: int):
 
 def _change_lanes(mine: Buffers, row, start, path) -> None:
     """A gather along lanes: no value, NaN or other, touches another."""
-    (layers, tiles), entries = mine.tiles.shape[:2], path.shape[1]
+    (layers, tiles, groups), entries = mine.tiles.shape[:3], path.shape[1]
     lanes = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
     for tile in range(tiles):
         first = _aligned(start, LANES) + tile * LANES
@@ -205,11 +205,12 @@ def _change_lanes(mine: Buffers, row, start, path) -> None:
             node = jnp.where(entry == step, path[row, step], node)
 
         def change(layer, _, tile=tile, entry=entry, node=node):
-            columns = _columns(mine.window[layer])
-            taken = jnp.take_along_axis(columns, jnp.broadcast_to(node, columns.shape), axis=1)
-            old = mine.tiles[layer, tile]
             fresh = (entry >= 0) & (entry < entries)
-            mine.tiles[layer, tile] = jnp.where(fresh, taken.reshape(old.shape).astype(old.dtype), old)
+            for group in range(groups):
+                columns = _columns(mine.window[layer, group])
+                taken = jnp.take_along_axis(columns, jnp.broadcast_to(node, columns.shape), axis=1)
+                new = jnp.where(fresh, taken, pltpu.bitcast(mine.tiles[layer, tile, group], jnp.uint32))
+                mine.tiles[layer, tile, group] = pltpu.bitcast(new, mine.tiles.dtype)
 
         @pl.when(tile == 0 or first < start + entries)
         def _(change=change):
@@ -217,10 +218,8 @@ def _change_lanes(mine: Buffers, row, start, path) -> None:
 
 
 def _columns(x: Array) -> Array:
-    """x [G, W, D] with its tokens in lanes, [G * D, LANES] in 32 bits, of which alone single lanes can be chosen."""
-    groups, width, dim = x.shape
-    rows = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, LANES - width), (0, 0)))
-    return rows.swapaxes(1, 2).reshape(groups * dim, LANES)
+    """x [W, D], tokens in lanes, as words [D / 2, LANES] of two bfloat16: of words alone lanes can be chosen."""
+    return pltpu.bitcast(jnp.pad(x, ((0, LANES - x.shape[0]), (0, 0))).T, jnp.uint32)
 
 
 def _change_rows(mine: Buffers, row, start, path, wide_tiles, wide_window) -> None:
