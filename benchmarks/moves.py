@@ -145,7 +145,7 @@ def across(state: Callable[..., DecodeState], slots: int, source: Mesh, target: 
     step = functools.partial(jax.lax.ppermute, axis_name="slices", perm=[(0, 1)])
     plain = jax.jit(jax.shard_map(step, mesh=pair, in_specs=spread.spec, out_specs=spread.spec))
 
-    def move() -> DecodeState:
+    def move() -> DecodeState | exchange.Parcel:
         parcel = exchange.depart(mine[0], ROW, slots, mesh=own)
         passed = exchange.across([parcel], own, source, target)
         if own is target:

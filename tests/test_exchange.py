@@ -66,13 +66,33 @@ def test_a_row_arrives_as_it_left_and_the_others_stay(fsdp, tensor):
     assert exchange.bytes_of(parcel) < 0.75 * sum(leaf.nbytes for leaf in jax.tree.leaves(source)) / ROWS
 
 
+@pytest.mark.parametrize("piece", [256, 5000])
+def test_a_row_travels_in_several_pieces_as_in_one(piece, monkeypatch):
+    """Two rows, and larger leaves than a piece; however they are shared out, all comes to its place."""
+    programs: list[Any] = [exchange.depart, exchange._begins, exchange._put]
+    rows = np.array([3, 0], np.int32)
+    whole = exchange.depart(filled(None), rows, 64)
+    wanted = jax.device_get(exchange.arrive(empty(None), whole, rows[::-1]))
+    monkeypatch.setattr(exchange, "PIECE", piece)
+    for program in programs:
+        program.clear_cache()
+    parcel = exchange.depart(filled(None), rows, 64)
+    arrived = exchange.arrive(empty(None), parcel, rows[::-1])
+    for program in programs:
+        program.clear_cache()
+    assert len(parcel.pieces) > len(whole.pieces) == 2 and exchange.bytes_of(parcel) == exchange.bytes_of(whole)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(arrived), wanted)
+
+
 @pytest.mark.parametrize("fsdp", [1, 2])
 def test_no_program_of_a_move_gathers_the_batch(fsdp):
     here, _ = slices(2, fsdp, 2)
     state, row = empty(here), np.array([3], np.int32)
-    leaving = str(exchange.depart.lower(state, row, 64, mesh=here).compile().as_text())
+    compiled: Any = exchange.depart.lower(state, row, 64, mesh=here).compile()
+    leaving = compiled.as_text()
     parcel = exchange.send(exchange.depart(state, row, 64, mesh=here), here)
-    compiled: Any = exchange.arrive.lower(state, parcel, row, mesh=here).compile()
+    compiled = exchange._put.lower(state, parcel, row, exchange._begins(state, 64, here), here).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1000  # all goes from the parcel to its place
     arriving = compiled.as_text()
     for program in (leaving, arriving):
         assert "all-gather" not in program and "all-to-all" not in program
@@ -92,7 +112,7 @@ def test_a_pair_of_slices_passes_a_row_on_without_the_others(fsdp, tensor):
     )
     wanted = jax.device_get(parcel)
     passed = exchange.across([parcel, blank], there, here, there)
-    assert {shard.device for shard in passed.length.addressable_shards} == set(there.devices.flat)
+    assert {shard.device for shard in passed.pieces[0].addressable_shards} == set(there.devices.flat)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(passed), wanted)
 
 
@@ -101,11 +121,13 @@ def test_the_program_of_a_pair_only_permutes():
     pair = jax.sharding.Mesh(np.concatenate([here.devices, there.devices]), meshes.AXES)
     row = np.array([2], np.int32)
     parcels = [exchange.depart(empty(mesh), row, 64, mesh=mesh) for mesh in (here, there)]
-    both = jax.tree.map(functools.partial(exchange._on_pair, pair), *parcels)
-    program = str(exchange._passed.lower(both, pair=pair).compile().as_text())
-    kinds = {(leaf.dtype, "tensor" in exchange._pair_spec(leaf, pair)) for leaf in jax.tree.leaves(both)}
-    assert 0 < program.count(" collective-permute(") + program.count(" collective-permute-start(") <= len(kinds)
-    assert not any(name in program for name in ("all-gather", "all-to-all", "all-reduce"))
+    both = jax.tree.map(functools.partial(exchange._on, pair), *parcels)
+    compiled: Any = exchange._passed.lower(both, pair=pair).compile()
+    program = compiled.as_text()
+    assert len(both.pieces) == 2  # of two dtypes
+    assert program.count(" collective-permute(") + program.count(" collective-permute-start(") == 2
+    assert not any(name in program for name in ("all-gather", "all-to-all", "all-reduce", "concatenate"))
+    assert compiled.memory_analysis().temp_size_in_bytes == 0  # nothing is copied beside it
 
 
 def test_what_was_moved_reads_nothing_beyond_its_length():

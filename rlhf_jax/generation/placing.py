@@ -15,9 +15,9 @@ from rlhf_jax.generation.flights import Setting
 from rlhf_jax.generation.instance import Instance
 from rlhf_jax.generation.samples import Decoding, Request, Sample
 from rlhf_jax.reallocation import exchange, lengths
+from rlhf_jax.reallocation.exchange import Parcel
 from rlhf_jax.reallocation.lengths import Lengths
 from rlhf_jax.reallocation.plan import WAITS, Plan, View
-from rlhf_jax.types import DecodeState
 
 LINK = {"cpu": 4e9, "gpu": 5e10, "tpu": 5e10}  # bytes a second between two slices, about,
 MOVE = 2e-3  # and seconds that a move takes besides
@@ -205,7 +205,7 @@ def move(source: Instance, target: Instance, sample: Sample, decoding: Decoding)
     target.arrived += [*source.arrived, *((source, flight) for flight in source.flights)]
 
 
-def leave(instance: Instance, sample: Sample, slots: int) -> DecodeState:
+def leave(instance: Instance, sample: Sample, slots: int) -> Parcel:
     """Take a running sample out of its row: what of it travels, with so many token slots."""
     row = instance.board.index(sample)
     place, instance.board[row] = np.array([row], np.int32), None
@@ -214,7 +214,7 @@ def leave(instance: Instance, sample: Sample, slots: int) -> DecodeState:
     return parcel
 
 
-def join(instance: Instance, sample: Sample, parcel: DecodeState) -> None:
+def join(instance: Instance, sample: Sample, parcel: Parcel) -> None:
     """Let a sample that has travelled run on in a free row."""
     row = instance.board.index(None)
     instance.board[row] = sample

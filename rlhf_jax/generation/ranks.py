@@ -24,6 +24,7 @@ from rlhf_jax.generation.instance import Instance
 from rlhf_jax.generation.placing import Orders, Stage
 from rlhf_jax.generation.samples import Sample
 from rlhf_jax.reallocation import exchange
+from rlhf_jax.reallocation.exchange import Parcel
 
 POLL = 0.02  # seconds between two looks for a plan
 NAP = 1e-3  # seconds, where there is nothing else to do
@@ -150,7 +151,7 @@ class Ranks:
             if processes.published(f"{self._name}/failed") and processes.first(f"{word}, awaited", NO) == NO:
                 raise Abandoned
 
-    def _pass(self, parcel, instance: Instance, source: int, target: int):
+    def _pass(self, parcel: Parcel, instance: Instance, source: int, target: int) -> Parcel:
         here, ends = cast(Any, instance.mesh), cast(Any, self.stage.slices)
         return exchange.across([parcel], here, ends[source], ends[target])
 

@@ -1,25 +1,38 @@
 """Rows with their caches from one slice to another: `depart`, `send` or `across`, `arrive`. All of a row goes together.
 
-Only the part of the caches that holds something travels, rounded up to a width of its own programs. Nothing is
-computed again, and no row that stays is touched.
+Only the part of the caches that holds something travels, rounded up to a width of its own programs. Each device
+flattens what it has of the rows to a few pieces, as each takes a while to send, however small; the device in its place
+on the other slice parts them again. Nothing is computed again, and no row that stays is touched.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax.mesh import AXES, ROW_AXES, fitting, pin_rows, row_shards, row_spec
+from rlhf_jax.mesh import AXES, ROW_AXES, pin_rows, row_shardings
 from rlhf_jax.types import Array, Cache, DecodeState
 
 NARROWEST = 64  # token slots of a parcel: this many, or twice, four times ... as many
+PIECE = 1 << 22  # bytes of a row in a piece, but for larger leaves: much fresh memory at once is slow on a CPU
+PLACE = PartitionSpec("slices", "tensor")  # of a piece: it is repeated over the devices that rows lie on
+
+
+@struct.dataclass
+class Parcel:
+    """Rows that travel."""
+
+    pieces: tuple[Array, ...]  # [1, n] each: leaves of one dtype, one after the other; int32 for all that are no floats
+    slots: int = struct.field(pytree_node=False)  # token slots of each row
 
 
 def width(tokens: int, slots: int) -> int:
@@ -27,119 +40,152 @@ def width(tokens: int, slots: int) -> int:
     return min(max(NARROWEST, 1 << (tokens - 1).bit_length()), slots)
 
 
-def bytes_of(parcel: DecodeState) -> int:
+def bytes_of(parcel: Parcel) -> int:
     """What travels."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(parcel))
+    return sum(piece.nbytes for piece in parcel.pieces)
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "mesh"))
-def depart(state: DecodeState, rows: Array, slots: int, mesh: Mesh | None = None) -> DecodeState:
+def depart(state: DecodeState, rows: Array, slots: int, mesh: Mesh | None = None) -> Parcel:
     """Rows [R] of a state, cut to `slots` token slots.
 
     The rows may lie on any of the slice's devices: each gives its own, and a sum gathers R rows and no more.
     """
-    cut = dataclasses.replace(
-        state,
-        tokens=state.tokens[:, :slots],
-        cache=_cut(state.cache, slots),
-        draft=state.draft and dataclasses.replace(state.draft, cache=_cut(state.draft.cache, slots)),
-    )
-    parcel = jax.tree.map(lambda leaf: _pick(leaf, rows, mesh), cut)
-    return parcel if mesh is None else jax.lax.with_sharding_constraint(parcel, _places(parcel, mesh))
+
+    def give(held: DecodeState) -> tuple[Array, ...]:
+        own, leaves = _own(rows, held, state), jax.tree.leaves(_cut(held, slots))
+        pieces = tuple(_joined([_picked(leaves[one], own) for one in shared]) for shared in _shares(leaves))
+        return pieces if own is rows else jax.lax.psum(pieces, ROW_AXES)
+
+    if mesh is None:
+        return Parcel(give(state), slots)
+    return Parcel(_on_each(give, mesh=mesh, in_specs=(_specs(state, mesh),), out_specs=PLACE)(state), slots)
 
 
-def _cut(cache: Cache, slots: int) -> Cache:
-    return tuple((key[..., :slots], value[:, :, :slots]) for key, value in cache)
+def arrive(state: DecodeState, parcel: Parcel, rows: Array, mesh: Mesh | None = None) -> DecodeState:
+    """`state` with the parcel in its rows [R]. `state` is donated."""
+    return _put(state, parcel, rows, _begins(state, parcel.slots, mesh), mesh)
 
 
-def _pick(leaf: Array, rows: Array, mesh: Mesh | None) -> Array:
-    if mesh is None or row_shards(mesh) == 1 or len(leaf) % row_shards(mesh):
-        return jnp.take(leaf, rows, axis=0, mode="clip")
-    spec = fitting(row_spec(leaf.ndim), leaf.shape, mesh)
+@functools.partial(jax.jit, static_argnames=("slots", "mesh"))
+def _begins(state: DecodeState, slots: int, mesh: Mesh | None) -> list[list[Array]]:
+    """[] int32, where in its piece a row of each leaf begins: as data, so that one kernel does for all leaves alike."""
 
-    def own(part: Array) -> Array:
-        place = rows - jax.lax.axis_index(ROW_AXES) * len(part)
-        here = ((place >= 0) & (place < len(part))).reshape(-1, *(1,) * (part.ndim - 1))
-        found = jnp.where(here, jnp.take(part, place, axis=0, mode="clip"), jnp.zeros((), part.dtype))
-        summed = jax.lax.psum(found.astype(jnp.int32) if part.dtype == bool else found, ROW_AXES)
-        return summed.astype(part.dtype)
+    def find(held: DecodeState) -> list[list[Array]]:
+        leaves = jax.tree.leaves(_cut(held, slots))
+        sizes = [[math.prod(leaves[one].shape[1:]) for one in shared] for shared in _shares(leaves)]
+        return [list(map(jnp.int32, np.cumsum([0, *each[:-1]]))) for each in sizes]
 
-    return jax.shard_map(own, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(None, *spec[1:]))(leaf)
-
-
-def _parcel_spec(leaf: Array, mesh: Mesh) -> PartitionSpec:
-    """Where a parcel lies on a slice: whole rows, caches over tensor as the state's."""
-    return PartitionSpec(None, *fitting(row_spec(leaf.ndim), leaf.shape, mesh)[1:])
+    if mesh is None:
+        return find(state)
+    return _on_each(find, mesh=mesh, in_specs=(_specs(state, mesh),), out_specs=PartitionSpec())(state)
 
 
-def _places(parcel: DecodeState, mesh: Mesh) -> DecodeState:
-    return jax.tree.map(lambda leaf: NamedSharding(mesh, _parcel_spec(leaf, mesh)), parcel)
+@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
+def _put(state: DecodeState, parcel: Parcel, rows: Array, begins: list[list[Array]], mesh: Mesh | None) -> DecodeState:
+    def put(held: DecodeState, pieces: tuple[Array, ...], begins: list[list[Array]]) -> DecodeState:
+        own, cut = _own(rows, held, state), jax.tree.leaves(_cut(held, parcel.slots))
+        leaves, kind = jax.tree.flatten(held)
+        for piece, places, shared in zip(pieces, begins, _shares(cut), strict=True):
+            for one, begin in zip(shared, places, strict=True):
+                shape = (len(rows), *cut[one].shape[1:])
+                new = jax.lax.dynamic_slice(piece[0], (len(rows) * begin,), (math.prod(shape),))
+                leaves[one] = _written(leaves[one], new.reshape(shape), own)
+        return jax.tree.unflatten(kind, leaves)
+
+    if mesh is None:
+        return put(state, parcel.pieces, begins)
+    specs = _specs(state, mesh)
+    place = _on_each(put, mesh=mesh, in_specs=(specs, PLACE, PartitionSpec()), out_specs=specs)
+    return pin_rows(place(state, parcel.pieces, begins), mesh)
 
 
-def send(parcel: DecodeState, mesh: Mesh | None) -> DecodeState:
+# Unchecked: what is not split, in a state or a parcel, all devices that have it find to be the same.
+_on_each = functools.partial(jax.shard_map, check_vma=False)
+
+
+def _specs(state: DecodeState, mesh: Mesh) -> Any:
+    return jax.tree.map(lambda place: place.spec, row_shardings(state, mesh))
+
+
+def _own(rows: Array, held: DecodeState, state: DecodeState) -> Array:
+    """Where rows of a state lie in what a device holds of it: past its end, those of other devices."""
+    count = len(held.done)
+    if count == len(state.done):
+        return rows
+    place = rows - jax.lax.axis_index(ROW_AXES) * count
+    return jnp.where((place >= 0) & (place < count), place, count)
+
+
+def _cut(state: DecodeState, slots: int) -> DecodeState:
+    def cut(cache: Cache) -> Cache:
+        return tuple((key[..., :slots], value[:, :, :slots]) for key, value in cache)
+
+    draft = state.draft and dataclasses.replace(state.draft, cache=cut(state.draft.cache))
+    return dataclasses.replace(state, tokens=state.tokens[:, :slots], cache=cut(state.cache), draft=draft)
+
+
+def _shares(leaves: Sequence[Array]) -> list[list[int]]:
+    """Which leaves share a piece, by their number."""
+    found: dict[Any, list[list[int]]] = {}
+    for one, leaf in enumerate(leaves):
+        pieces = found.setdefault(_word(leaf), [[]])
+        if sum(_bytes_of_row(leaves[other]) for other in pieces[-1]) + _bytes_of_row(leaf) > PIECE:
+            pieces.append([])
+        pieces[-1].append(one)
+    return [piece for pieces in found.values() for piece in pieces if piece]
+
+
+def _word(leaf: Array) -> Any:
+    """The dtype that a leaf travels as."""
+    return leaf.dtype if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.dtype(jnp.int32)
+
+
+def _bytes_of_row(leaf: Array) -> int:
+    return math.prod(leaf.shape[1:]) * _word(leaf).itemsize
+
+
+def _picked(leaf: Array, rows: Array) -> Array:
+    """Rows [R, ...], zeros for those past the end."""
+    found = jnp.concatenate([jax.lax.dynamic_slice_in_dim(leaf, row, 1) for row in rows])
+    return jnp.where(jnp.expand_dims(rows < len(leaf), range(1, leaf.ndim)), found, jnp.zeros((), leaf.dtype))
+
+
+def _joined(leaves: list[Array]) -> Array:
+    """[1, n], all that each has, as one dtype."""
+    return jnp.concatenate([leaf.astype(_word(leaf)).ravel() for leaf in leaves])[None]
+
+
+def _written(old: Array, new: Array, rows: Array) -> Array:
+    place = (rows, *(slice(0, size) for size in new.shape[1:]))
+    return old.at[place].set(new.astype(old.dtype), mode="drop")
+
+
+def send(parcel: Parcel, mesh: Mesh | None) -> Parcel:
     """The parcel on another slice of this process."""
-    return parcel if mesh is None else jax.device_put(parcel, _places(parcel, mesh))
+    return parcel if mesh is None else jax.device_put(parcel, NamedSharding(mesh, PLACE))
 
 
-def across(parcels: Sequence[DecodeState], here: Mesh, source: Mesh, target: Mesh) -> DecodeState:
+def across(parcels: Sequence[Parcel], here: Mesh, source: Mesh, target: Mesh) -> Parcel:
     """A parcel from one slice to another, of another process: both processes call this, in the same order.
 
     parcels: what this process has on the two slices: the one that departed, or on the target's side anything of its
     shape. Returns what lies on `here` afterwards, which has a meaning on the target. No other device takes part.
     """
     pair = Mesh(np.concatenate([source.devices, target.devices]), AXES, axis_types=source.axis_types)
-    both = jax.tree.map(functools.partial(_on_pair, pair), *parcels)
-    return jax.tree.map(functools.partial(_part_of, here), _passed(both, pair))
+    both = jax.tree.map(functools.partial(_on, pair), *parcels)
+    return jax.tree.map(functools.partial(_on, here), _passed(both, pair))
 
 
-def _on_pair(pair: Mesh, *leaves: jax.Array) -> jax.Array:
-    """[2 R, ...], a slice's part each: no copy."""
-    shape, sharding = leaves[0].shape, NamedSharding(pair, _pair_spec(leaves[0], pair))
-    parts = [shard.data for leaf in leaves for shard in leaf.addressable_shards]
-    return jax.make_array_from_single_device_arrays((2 * shape[0], *shape[1:]), sharding, parts)
+def _on(mesh: Mesh, *pieces: jax.Array) -> jax.Array:
+    """[S, n], what a mesh of S slices holds of some pieces: no copy."""
+    devices, shape = set(mesh.devices.flat), (len(mesh.devices), *pieces[0].shape[1:])
+    parts = [shard.data for piece in pieces for shard in piece.addressable_shards if shard.device in devices]
+    return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, PLACE), parts)
 
 
-def _pair_spec(leaf: Array, pair: Mesh) -> PartitionSpec:
-    return PartitionSpec("slices", *_parcel_spec(leaf, pair)[1:])
-
-
-@functools.partial(jax.jit, static_argnames=("pair",), donate_argnames=("parcels",))
-def _passed(parcels: DecodeState, pair: Mesh) -> DecodeState:
-    """The first slice's parcels [2 R, ...] on the second: leaves alike in one piece, as each piece waits for both."""
-    leaves, kind = jax.tree.flatten(parcels)
-    specs = [_pair_spec(leaf, pair) for leaf in leaves]
-    alike: dict[Any, list[int]] = {}
-    for place, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
-        alike.setdefault((leaf.dtype, frozenset(spec) - {None}), []).append(place)
-
-    def pass_on(*parts: Array) -> tuple[Array, ...]:
-        found = list(parts)
-        for places in alike.values():
-            piece = jnp.concatenate([parts[place].ravel() for place in places])
-            piece = jax.lax.ppermute(piece, axis_name="slices", perm=[(0, 1)])
-            ends = np.cumsum([parts[place].size for place in places])
-            for place, end in zip(places, ends.tolist(), strict=True):
-                found[place] = piece[end - parts[place].size : end].reshape(parts[place].shape)
-        return tuple(found)
-
-    passed = jax.shard_map(pass_on, mesh=pair, in_specs=tuple(specs), out_specs=tuple(specs))(*leaves)
-    return jax.tree.unflatten(kind, passed)
-
-
-def _part_of(here: Mesh, leaf: jax.Array) -> jax.Array:
-    devices, shape = set(here.devices.flat), (leaf.shape[0] // 2, *leaf.shape[1:])
-    parts = [shard.data for shard in leaf.addressable_shards if shard.device in devices]
-    parts = parts if leaf.size else [part[: shape[0]] for part in parts]  # of nothing each device has the whole
-    place = NamedSharding(here, _parcel_spec(jax.ShapeDtypeStruct(shape, leaf.dtype), here))
-    return jax.make_array_from_single_device_arrays(shape, place, parts)
-
-
-@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
-def arrive(state: DecodeState, parcel: DecodeState, rows: Array, mesh: Mesh | None = None) -> DecodeState:
-    """`state` with the parcel in its rows [R]. `state` is donated."""
-
-    def write(old: Array, new: Array) -> Array:
-        place = (rows, *(slice(0, size) for size in new.shape[1:]))
-        return old.at[place].set(new)
-
-    return pin_rows(jax.tree.map(write, state, parcel), mesh)
+@functools.partial(jax.jit, static_argnames=("pair",))
+def _passed(parcels: Parcel, pair: Mesh) -> Parcel:
+    """The first slice's pieces [2, n] on the second."""
+    pass_on = functools.partial(jax.lax.ppermute, axis_name="slices", perm=[(0, 1)])
+    return jax.shard_map(pass_on, mesh=pair, in_specs=PLACE, out_specs=PLACE)(parcels)
