@@ -19,7 +19,7 @@ from rlhf_jax.reallocation.exchange import Parcel
 from rlhf_jax.reallocation.lengths import Lengths
 from rlhf_jax.reallocation.plan import WAITS, Plan, View
 
-LINK = {"cpu": 4e9, "gpu": 5e10, "tpu": 5e10}  # bytes a second between two slices, about,
+LINK = {"cpu": 1e9, "gpu": 5e10, "tpu": 5e10}  # bytes a second of a move, about (a CPU's by benchmarks/moves.py),
 MOVE = 2e-3  # and seconds that a move takes besides
 OFTEN = 32  # rounds after which there is a new plan, if no sample has ended before
 
