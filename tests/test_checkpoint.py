@@ -309,6 +309,18 @@ def test_leaving_tells_of_a_save_that_failed(tmp_path, monkeypatch):
     assert "step 5 could not be saved" in caught.value.__notes__[0]
 
 
+def test_leaving_tells_of_a_device_that_failed_in_a_save(tmp_path, monkeypatch):
+    def fail():
+        raise jax.errors.JaxRuntimeError("INTERNAL: the device is lost")
+
+    with pytest.raises(KeyError) as caught, opened(tmp_path) as checkpoints:
+        checkpoints._saving = 5
+        monkeypatch.setattr(checkpoints._manager, "wait_until_finished", fail)
+        raise KeyError("the first error")
+    told, unsaved = caught.value.__notes__
+    assert "the device is lost" in told and "step 5 could not be saved" in unsaved
+
+
 @pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, ValueError], ids=["running", "reading"])
 def test_a_device_that_fails_in_a_save_or_a_read_is_no_fault_of_the_folder(tmp_path, monkeypatch, kind):
     def fail(*_, **__):

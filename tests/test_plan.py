@@ -31,7 +31,7 @@ def any_view(seed: int, speed: np.ndarray = SPEED) -> View:
     slices, count = int(luck.integers(1, 12)), int(luck.integers(1, 200))
     left = np.sort(luck.lognormal(5, 1, (count, OUTCOMES)), axis=1)
     freed = (luck.random(slices) < 0.2) & (np.arange(slices) > 0)
-    place = luck.choice(np.append(np.flatnonzero(~freed), WAITS), count)
+    place = luck.choice(np.append(np.arange(slices), WAITS), count)  # what is freed decodes what it has
     for one in range(slices):
         place[np.flatnonzero(place == one)[ROWS:]] = WAITS
     scoring = float(luck.choice([0.0, 1e-4]))
@@ -146,6 +146,14 @@ def test_slices_that_are_spared_for_inference_begin_with_the_shortest():
     assert left[short].max() < min(left[rest].min(), left[place == WAITS].min())
     later = dataclasses.replace(view, place=np.where(short, WAITS, place), freed=plan.freed)
     assert not {there for _, there in decide(later).admissions} & set(np.flatnonzero(plan.freed))
+
+
+@pytest.mark.parametrize("others", [[], [80.0] * 4], ids=["empty", "with rows"])
+def test_a_slice_that_is_freed_has_no_say_in_when_those_that_wait_could_end(others):
+    """So the longest does not wait for what only that slice could keep."""
+    left, place = [200.0] * 10 + [1500.0] + [300.0] * 3 + others, [0] * 10 + [WAITS] * 4 + [1] * len(others)
+    plan = decide(view_of(left, place, slices=2, scoring=1e-4, freed=np.array([False, True])))
+    assert (10, 0) in plan.admissions
 
 
 def at_rest(view: View) -> np.ndarray:

@@ -40,12 +40,13 @@ class Buffers(NamedTuple):
 
 
 def commit(cache: Cache, window: Cache, path: Array, start: Array, *, interpret: Any = False) -> Cache:
-    """`reference.commit`, equal to the bit, of bfloat16 (D even) or float32 and for a window of at most 128 tokens.
+    """`reference.commit`, equal to the bit but for signalling NaNs, of bfloat16 (D even) or float32.
 
-    Of each row it reads and writes the tiles that hold the J slots, of keys 128 slots and of values 32 bytes' worth,
-    while the next row is on its way. In place where the cache is donated and T is a multiple of 128: any other
-    cache is padded, a copy that XLA's layout of such an array would cost as well. Raises ValueError for a window
-    that is too wide. `interpret` (True, or the parameters of Pallas' TPU interpreter) runs it on any hardware, slowly.
+    The window has at most 128 tokens. Of each row it reads and writes the tiles that hold the J slots, of keys 128
+    slots and of values 32 bytes' worth, while the next row is on its way. In place where the cache is donated and T is
+    a multiple of 128: any other cache is padded, a copy that XLA's layout of such an array would cost as well. Raises
+    ValueError for a window that is too wide. `interpret` (True, or the parameters of Pallas' TPU interpreter) runs it
+    on any hardware, slowly.
     """
     chex.assert_rank([path, start, *jax.tree.leaves((cache, window))], [2, 1] + [4] * (4 * len(cache)))
     dim, slots, width = *cache[0][0].shape[2:], window[0][0].shape[3]

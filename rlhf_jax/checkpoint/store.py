@@ -46,8 +46,8 @@ class Checkpoints:
 
     Use as a context manager: leaving it waits for the save that is running. `identity` is a flat dict of JSON
     values, saved with every checkpoint; one that differs in any of its keys is refused. The `changeable` ones among
-    them are keys of the config, which may differ where `allow_changes`. Any error of saving is one OSError, at the
-    next call or at the end, and leaves the earlier checkpoints as they were.
+    them are keys of the config, which may differ where `allow_changes`. Any error of saving but a device's is one
+    OSError, at the next call or at the end, and leaves the earlier checkpoints as they were.
     """
 
     def __init__(
@@ -86,7 +86,8 @@ class Checkpoints:
         except Exception as failure:
             if error is None:
                 raise
-            error.add_note(str(failure))
+            for said in [str(failure), *getattr(failure, "__notes__", ())]:
+                error.add_note(said)
 
     def save(self, step: int, state: Any, host: Mapping[str, Any]) -> None:
         """Start saving; the caller may donate `state` and change `host` as soon as this returns.

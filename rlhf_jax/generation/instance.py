@@ -70,7 +70,7 @@ class Instance:
     played: DecodeState | None = None  # the state as the last round leaves it
     arrived: list[tuple[Instance, Flight]] = dataclasses.field(default_factory=list)  # see `Flight.after`
     moved: list[int] = dataclasses.field(default_factory=list)  # see `Flight.moved`
-    freed: bool = False  # it is to decode nothing more
+    freed: bool = False  # it is to decode nothing but what it has
     aside: list[Array] = dataclasses.field(default_factory=list)  # results of other work that it does
     watched: bool = False  # its oldest round was not there yet when last looked for
 

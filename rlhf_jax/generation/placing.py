@@ -54,7 +54,7 @@ class Stage:
     laws: dict[int, int]  # and which of them is a request's
     landed: int = 0  # rounds since the last plan,
     ended: int = 0  # and samples
-    freed: tuple[int, ...] = ()  # slices that are to decode nothing more
+    freed: tuple[int, ...] = ()  # slices that are to decode nothing but what they have
 
     @property
     def due(self) -> bool:
@@ -70,7 +70,7 @@ class Orders:
 
     admissions: list[tuple[int, int]]  # (sample, slice)
     moves: list[tuple[int, int, int]]  # (sample, from slice, to slice)
-    freed: list[int]  # slices that are to decode nothing more
+    freed: list[int]  # slices that are to decode nothing but what they have
     over: bool = False  # nothing is left to do
 
 

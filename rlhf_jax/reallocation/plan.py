@@ -150,12 +150,11 @@ def _admissions(draft: _Draft) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _deadline(draft: _Draft, waiting: np.ndarray) -> float:
     """Seconds by which all that waits, the longest first, could be done: the sum of it, and its longest."""
-    freed, tokens = draft.view.freed, float((draft.view.left[waiting] @ SHARES).sum())
+    survivors, tokens = draft.survivors[~draft.view.freed], float((draft.view.left[waiting] @ SHARES).sum())
     # Full slices will have room, too; those with least to do are the likely ones.
-    work = np.where(freed, np.inf, draft.survivors.sum(axis=1))
-    lightest = np.argsort(work, kind="stable")[: 2 * SLICES_TRIED]
-    alone = draft.clock.drain(draft.survivors[lightest] + draft.curve(waiting[:1])).seconds.min()
-    return max(packing.deadline(draft.clock, draft.survivors[~freed], tokens), float(alone))
+    lightest = np.argsort(survivors.sum(axis=1), kind="stable")[: 2 * SLICES_TRIED]
+    alone = draft.clock.drain(survivors[lightest] + draft.curve(waiting[:1])).seconds.min()
+    return max(packing.deadline(draft.clock, survivors, tokens), float(alone))
 
 
 def _refilled(
