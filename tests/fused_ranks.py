@@ -1,6 +1,6 @@
 """One of several processes that share two slices, of which the first scores while the second decodes.
 
-python tests/fused_ranks.py PORT RANK RANKS
+python tests/fused_ranks.py PORT RANK RANKS KERNELS: "reference" or "interpret" is how all kernels run.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from tiny_run import CONFIG
 
+from pallas_kernels.dispatch import Kernels
 from rlhf_jax import fusion, processes
 from rlhf_jax import mesh as meshes
 from rlhf_jax.fusion import Backlog, Scored, Scoring
@@ -41,12 +42,13 @@ SHORT = HOW.rows  # samples that the first slice has: they end long before the o
 ROWS = 2  # that are scored at one time
 
 
-def main(port: str, rank: int, ranks: int) -> int:
+def main(port: str, rank: int, ranks: int, kernels: str) -> int:
     """What is scored beside generation, alike on all that share a slice; then a stop, and an error of one."""
     place, processes.PATIENCE = processes.Place(f"localhost:{port}", ranks, rank), 1.0
     processes.start(place)
     mesh, alone = meshes.make_mesh(1, -1, 1, slices=2), models()
-    stage = Stage(mesh, dataclasses.replace(alone, **laid_over(mesh, alone)))
+    how = dataclasses.replace(HOW, kernels=Kernels(*[kernels] * 4))
+    stage = Stage(mesh, how, dataclasses.replace(alone, **laid_over(mesh, alone)))
     heard, backlog, samples = stage.roll_out("scores")
     assert heard
     check(stage, backlog, samples, alone)
@@ -86,6 +88,7 @@ class Stage:
     """Samples that are rolled out over a mesh, beside which slices score."""
 
     mesh: jax.sharding.Mesh
+    how: Decoding
     scoring: Scoring
 
     @functools.cached_property
@@ -114,7 +117,7 @@ class Stage:
             backlog.add(sample, answer(sample))
 
         stages = cast(Any, types.SimpleNamespace(mesh=self.mesh, ahead=None))
-        what, placing = (self.scoring.policy, None, requests(), HOW, stages), Placing(given_away, name=name)
+        what, placing = (self.scoring.policy, None, requests(), self.how, stages), Placing(given_away, name=name)
         samples = roll_out(*what, placing, observe=observe, finished=finished, spare=backlog)
         return any(processes.gather(bool(heard))), backlog, samples
 
@@ -196,4 +199,4 @@ def fail() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:])))
+    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:4]), kernels=sys.argv[4]))

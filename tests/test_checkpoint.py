@@ -324,7 +324,7 @@ def test_leaving_tells_of_a_device_that_failed_in_a_save(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, ValueError], ids=["running", "reading"])
 def test_a_device_that_fails_in_a_save_or_a_read_is_no_fault_of_the_folder(tmp_path, monkeypatch, kind):
     def fail(*_, **__):
-        raise kind("INTERNAL: the device is lost")
+        raise RuntimeError("A task of orbax has failed.") from kind("INTERNAL: the device is lost")
 
     save(tmp_path, 1)
     with opened(tmp_path) as checkpoints, monkeypatch.context() as patch:

@@ -160,9 +160,10 @@ def test_slices_of_two_processes_score_beside_generation_and_leave_the_step_of_o
 
 
 @pytest.mark.slow
-def test_a_slice_of_two_processes_scores_what_it_ended_while_others_decode():
+def test_a_slice_of_two_processes_scores_what_it_ended_while_others_decode(kernels_are_interpreted):
     """And a stop meanwhile ends all in step, an error of one ends all."""
-    codes, errors = ranks_of("fused_ranks.py", "4", ranks=4, devices=1)
+    words = "4", "interpret" if kernels_are_interpreted else "reference"
+    codes, errors = ranks_of("fused_ranks.py", *words, ranks=4, devices=1)
     assert codes[0] == 2 and "error: this rank alone." in errors[0], errors
     assert 0 not in codes, errors
 

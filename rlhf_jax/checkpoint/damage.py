@@ -35,7 +35,7 @@ def reading(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         if processes.is_of_device(root(error)):
-            raise
+            raise root(error) from None
         release(error)
         if _proves_damage(root(error)):
             raise Damaged(f"{path.name} cannot be read, {reason(error)}") from error
