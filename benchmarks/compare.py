@@ -1,4 +1,5 @@
-"""Plain decoding beside transformers' generate and tunix's vanilla sampler: CPU, float32, temperature 1.
+"""Plain decoding beside transformers' generate and tunix's vanilla sampler: CPU, float32,
+temperature 1.
 
     python benchmarks/compare.py --model DIR --batch 1,8,32 --prompt-tokens 32 --new-tokens 64 --repeats 5 \
         --peer transformers=/path/to/python --peer tunix=/path/to/python
@@ -8,11 +9,12 @@ DIR is a Hugging Face folder of a Llama model. Each peer runs in a Python enviro
     python3.11 -m venv torch_env && torch_env/bin/pip install torch transformers
     python3.12 -m venv tunix_env && tunix_env/bin/pip install google-tunix
 
-Every engine is a process that loads the model once and runs each batch size once before it is timed. Then
-the engines take turns, A B C A B C, so that all share the machine's drift, and only one works at a time. All
-get the same random prompts, one a row, all cores, no truncation of the law and no stop token. A time is from
-prompt ids to new ids, prefill included. One JSON line is printed a batch size: tokens/s of each engine and
-the ratio to each peer, taken turn by turn, as median, least and greatest.
+Every engine is a process that loads the model once and runs each batch size once before it is
+timed. Then the engines take turns, A B C A B C, so that all share the machine's drift, and only one
+works at a time. All get the same random prompts, one a row, all cores, no truncation of the law and
+no stop token. A time is from prompt ids to new ids, prefill included. One JSON line is printed a
+batch size: tokens/s of each engine and the ratio to each peer, taken turn by turn, as median, least
+and greatest.
 """
 
 from __future__ import annotations
@@ -56,27 +58,40 @@ def main() -> None:
     """Start the workers, warm them up one after the other, time them in turns."""
     arguments = read_arguments()
     vocabulary = read_vocabulary(arguments.model)
-    cases = [Case(batch, arguments.prompt_tokens, arguments.new_tokens) for batch in arguments.batch]
+    cases = [
+        Case(batch, arguments.prompt_tokens, arguments.new_tokens) for batch in arguments.batch
+    ]
     pythons = {"rlhf_jax": sys.executable} | dict(arguments.peer)
     with contextlib.ExitStack() as stack:
-        workers, facts = [], {}
+        workers = []
+        facts = {}
         for name, python in pythons.items():
             workers.append(stack.enter_context(start(name, python, arguments.model)))
             facts[name] = warm_up(workers[-1], cases, vocabulary)
         for case in cases:
-            turns = [turn(workers, command(case, vocabulary, 1 + i)) for i in range(arguments.repeats)]
+            turns = [
+                turn(workers, command(case, vocabulary, 1 + i)) for i in range(arguments.repeats)
+            ]
             print(json.dumps(describe(case, turns, facts)), flush=True)
 
 
 def read_arguments() -> argparse.Namespace:
     """The command line; ends in one sentence where it is wrong."""
-    parser = argparse.ArgumentParser(description="Plain decoding of rlhf_jax beside that of its peers.")
-    parser.add_argument("--model", required=True, type=Path, help="Hugging Face folder of a Llama model")
-    parser.add_argument("--batch", default=[1, 8, 32], type=_counts, help="batch sizes, such as 1,8,32")
+    parser = argparse.ArgumentParser(
+        description="Plain decoding of rlhf_jax beside that of its peers."
+    )
+    parser.add_argument(
+        "--model", required=True, type=Path, help="Hugging Face folder of a Llama model"
+    )
+    parser.add_argument(
+        "--batch", default=[1, 8, 32], type=_counts, help="batch sizes, such as 1,8,32"
+    )
     parser.add_argument("--prompt-tokens", default=32, type=_count)
     parser.add_argument("--new-tokens", default=64, type=_count)
     parser.add_argument("--repeats", default=5, type=_count)
-    parser.add_argument("--peer", default=[], action="append", type=_peer, help="transformers=/its/python")
+    parser.add_argument(
+        "--peer", default=[], action="append", type=_peer, help="transformers=/its/python"
+    )
     return parser.parse_args()
 
 
@@ -93,27 +108,39 @@ def _counts(text: str) -> list[int]:
 def _peer(text: str) -> tuple[str, str]:
     name, _, python = text.partition("=")
     if name not in PEERS or not python:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither transformers=PYTHON nor tunix=PYTHON")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither transformers=PYTHON nor tunix=PYTHON"
+        )
     if shutil.which(python) is None:
-        raise argparse.ArgumentTypeError(f"{python!r} is no program; give the Python that has {name}")
+        raise argparse.ArgumentTypeError(
+            f"{python!r} is no program; give the Python that has {name}"
+        )
     return name, python
 
 
 def read_vocabulary(folder: Path) -> int:
-    """Vocabulary size in the folder's config.json; ends in one sentence for what is no Llama folder."""
+    """Vocabulary size in the folder's config.json; ends in one sentence for what is no Llama
+    folder.
+    """
     file = folder / "config.json"
     if not file.exists():
         raise SystemExit(f"{file} is missing; give --model a Hugging Face folder.")
     raw = json.loads(file.read_text(encoding="utf-8"))
     if raw.get("model_type") != "llama":
-        raise SystemExit(f"{file} is of type {raw.get('model_type')!r}; every engine here runs 'llama' only.")
+        raise SystemExit(
+            f"{file} is of type {raw.get('model_type')!r}; every engine here runs 'llama' only."
+        )
     return raw["vocab_size"]
 
 
 def command(case: Case, vocabulary: int, seed: int) -> dict:
-    """What a worker is asked: different random prompts, so that no engine can share their prefill."""
+    """What a worker is asked: different random prompts, so that no engine can share their
+    prefill.
+    """
     ids = random.Random(seed)
-    prompts = [[ids.randrange(vocabulary) for _ in range(case.prompt_tokens)] for _ in range(case.batch)]
+    prompts = [
+        [ids.randrange(vocabulary) for _ in range(case.prompt_tokens)] for _ in range(case.batch)
+    ]
     return {"prompts": prompts, "new_tokens": case.new_tokens, "seed": seed}
 
 
@@ -135,7 +162,9 @@ def warm_up(worker: Worker, cases: list[Case], vocabulary: int) -> dict:
     """Wait until the worker is loaded and has compiled every case; what it says of itself."""
     facts = receive(worker)
     first = {case.batch: ask(worker, command(case, vocabulary, 0))["seconds"] for case in cases}
-    return facts | {"first_call_seconds": {batch: round(seconds, 2) for batch, seconds in first.items()}}
+    return facts | {
+        "first_call_seconds": {batch: round(seconds, 2) for batch, seconds in first.items()}
+    }
 
 
 def ask(worker: Worker, content: dict) -> dict:
@@ -149,7 +178,9 @@ def receive(worker: Worker) -> dict:
     """The next answer of a worker; ends in one sentence if it has died."""
     line = worker.answers.readline()
     if not line:
-        raise SystemExit(f"The worker of {worker.name} ended without an answer; its last words stand above.")
+        raise SystemExit(
+            f"The worker of {worker.name} ended without an answer; its last words stand above."
+        )
     return json.loads(line)
 
 
@@ -169,7 +200,9 @@ def describe(case: Case, turns: list[dict[str, float]], facts: dict[str, dict]) 
     return case._asdict() | {
         "repeats": len(turns),
         "tokens_per_second": {name: spread([rates[name] for rates in turns]) for name in facts},
-        "ratio": {peer: spread([rates["rlhf_jax"] / rates[peer] for rates in turns]) for peer in peers},
+        "ratio": {
+            peer: spread([rates["rlhf_jax"] / rates[peer] for rates in turns]) for peer in peers
+        },
         "engines": facts,
         "device": f"cpu ({cpu_name()})",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -1,10 +1,12 @@
-"""What the TPU's compiler says of each kernel and of a whole round, for chips that are not here. One JSON line a case.
+"""What the TPU's compiler says of each kernel and of a whole round, for chips that are not here.
+One JSON line a case.
 
     pip install -e ".[pod]" && python -m benchmarks.compiled > benchmarks/results/compiled.jsonl
 
-The cases are those of `benchmarks/kernels.py`, by the reference and by the kernel, log-probs with gradients too; then
-the round of a Llama-3 8B over eight chips, its first layers, without and with all kernels. Bytes are one device's;
-of a loop the compiler counts the operations and moved bytes of one turn.
+The cases are those of `benchmarks/kernels.py`, by the reference and by the kernel, log-probs with
+gradients too; then the round of a Llama-3 8B over eight chips, its first layers, without and with
+all kernels. Bytes are one device's; of a loop the compiler counts the operations and moved bytes of
+one turn.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ from rlhf_jax.generation.sampling import Sampling
 from rlhf_jax.model import transformer
 from rlhf_jax.types import Model, ModelConfig
 
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip is taken: another process may compile, too
+os.environ.setdefault(
+    "ALLOW_MULTIPLE_LIBTPU_LOAD", "1"
+)  # no chip is taken: another process may compile, too
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 EIGHT = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4"}  # of them
 KERNELS = Kernels(tree_attention="tpu", verify_head="tpu", commit="tpu", logprobs="tpu")
@@ -50,7 +54,9 @@ def main() -> None:
 
 def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--chips", default=",".join(CHIPS), help="some of them, with commas")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="of pallas_kernels/shapes.py")
     parser.add_argument("--rows", type=int, default=64)
@@ -64,35 +70,56 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
 def measure(asked: argparse.Namespace) -> Iterator[dict]:
     """The cases that are asked for."""
     versions = {"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")}
-    where = versions | {"date": datetime.date.today().isoformat(), "rows": asked.rows, "nodes": asked.nodes}
+    where = versions | {
+        "date": datetime.date.today().isoformat(),
+        "rows": asked.rows,
+        "nodes": asked.nodes,
+    }
     for chip, name, kernel in itertools.product(asked.chips, asked.shapes, kernels.PROBLEMS):
         for how, program in programs(kernel, SHAPES[name], asked.rows, asked.nodes, one(chip)):
             case = {"what": kernel, "how": how, "shape": name, "topology": CHIPS[chip]}
             yield case | said(program) | where
     for chip, how in itertools.product(asked.chips if asked.layers else (), (REFERENCE, KERNELS)):
         program = lower_round(EIGHT[chip], asked.layers, how, asked.rows, asked.nodes)
-        case = {"what": "round", "how": "reference" if how == REFERENCE else "pallas", "shape": "llama3_8b"}
+        case = {
+            "what": "round",
+            "how": "reference" if how == REFERENCE else "pallas",
+            "shape": "llama3_8b",
+        }
         yield case | {"layers": asked.layers, "topology": EIGHT[chip]} | said(program) | where
 
 
 def said(lowered: Any) -> dict[str, Any]:
-    """The compiler's own figures of one device, or why there are none, such as too little memory."""
+    """The compiler's own figures of one device, or why there are none, such as too little
+    memory.
+    """
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         return {"error": str(error).partition("\n")[0]}
-    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
-    sizes = {f"{part}_bytes": getattr(memory, f"{part}_size_in_bytes") for part in ("argument", "alias", "temp")}
-    peak, moved = memory.peak_memory_in_bytes, cost["bytes accessed"]
+    memory = compiled.memory_analysis()
+    cost = compiled.cost_analysis()
+    sizes = {
+        f"{part}_bytes": getattr(memory, f"{part}_size_in_bytes")
+        for part in ("argument", "alias", "temp")
+    }
+    peak = memory.peak_memory_in_bytes
+    moved = cost["bytes accessed"]
     return sizes | {"peak_bytes": peak, "moved_bytes": moved, "flops": cost["flops"]}
 
 
-def programs(kernel: str, shape: Shape, row_count: int, nodes: int, place: Any) -> Iterator[tuple[str, Any]]:
+def programs(
+    kernel: str, shape: Shape, row_count: int, nodes: int, place: Any
+) -> Iterator[tuple[str, Any]]:
     """(name, lowered program) of the reference and of the kernel at one shape."""
     problem = abstract(
-        functools.partial(kernels.PROBLEMS[kernel], shape, row_count, nodes, SLOTS, jnp.dtype("bfloat16"))
+        functools.partial(
+            kernels.PROBLEMS[kernel], shape, row_count, nodes, SLOTS, jnp.dtype("bfloat16")
+        )
     )
-    inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), problem.inputs)
+    inputs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), problem.inputs
+    )
     donated = (0,) if problem.in_place else ()
     for how, chosen in (("reference", REFERENCE), ("pallas", KERNELS)):
         run = functools.partial(dispatch.implementation(kernel, chosen), **problem.options)
@@ -120,7 +147,9 @@ def abstract(make: Callable[[], kernels.Problem]) -> kernels.Problem:
 
 @functools.cache
 def devices(topology: str) -> list:
-    """The devices of a topology by its name: the same ones each time, or programs would mix two machines."""
+    """The devices of a topology by its name: the same ones each time, or programs would mix two
+    machines.
+    """
     from jax.experimental import topologies
 
     return list(topologies.get_topology_desc(topology, platform="tpu").devices)
@@ -132,14 +161,21 @@ def one(chip: str) -> SingleDeviceSharding:
 
 
 def lower_round(topology: str, layers: int, chosen: Kernels, row_count: int, nodes: int) -> Any:
-    """The round of the first layers of an 8B model, with heads and vocabulary split over the chips; 2,048 slots."""
+    """The round of the first layers of an 8B model, with heads and vocabulary split over the chips;
+    2,048 slots.
+    """
     chips = devices(topology)
-    mesh, model = meshes.make_mesh(1, 1, len(chips), chips), dataclasses.replace(LLAMA_8B, num_layers=layers)
+    mesh = meshes.make_mesh(1, 1, len(chips), chips)
+    model = dataclasses.replace(LLAMA_8B, num_layers=layers)
     state = row_shapes(lambda: rows.empty(model, None, row_count, SLOTS, 0, 0, jnp.bfloat16), mesh)
     drafts = row_shapes(lambda: jnp.zeros((row_count, nodes - 1), jnp.int32), mesh)
-    chain = row_shapes(lambda: tree.as_data(tree.parse(f"lookup-chain-{nodes - 1}"), row_count), mesh)
+    chain = row_shapes(
+        lambda: tree.as_data(tree.parse(f"lookup-chain-{nodes - 1}"), row_count), mesh
+    )
     options = dict(sampling=Sampling(), stop_tokens=(0,), kernels=chosen, mesh=mesh)
-    return run_round.lower(weights(model, jnp.bfloat16, "generation", mesh), state, drafts, None, chain, **options)
+    return run_round.lower(
+        weights(model, jnp.bfloat16, "generation", mesh), state, drafts, None, chain, **options
+    )
 
 
 def weights(model: ModelConfig, dtype: Any, role: str, mesh: Any) -> Model:

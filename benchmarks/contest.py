@@ -1,4 +1,6 @@
-"""One set of samples rolled out by all contenders: plain, fixed chains, adaptive. Compiled first, then turn by turn."""
+"""One set of samples rolled out by all contenders: plain, fixed chains, adaptive. Compiled first,
+then turn by turn.
+"""
 
 from __future__ import annotations
 
@@ -55,19 +57,28 @@ class Run:
 
 
 def run(case: Case, selector=None) -> Run:
-    """Roll out; samples in the order asked for. The selector's place may be taken by `pricing.Forced`."""
-    reports, start = [], time.perf_counter()
+    """Roll out; samples in the order asked for. The selector's place may be taken by
+    `pricing.Forced`.
+    """
+    reports = []
+    start = time.perf_counter()
     chooser = cast(Selector | None, selector)
-    found = generate(case.target, case.drafter, case.wanted, case.decoding, case.mesh, reports.append, chooser)
+    found = generate(
+        case.target, case.drafter, case.wanted, case.decoding, case.mesh, reports.append, chooser
+    )
     samples = {sample.sample_id: sample for sample in found}
     took = time.perf_counter() - start
-    return Run([samples[one] for request in case.wanted for one in request.sample_ids], reports, took)
+    return Run(
+        [samples[one] for request in case.wanted for one in request.sample_ids], reports, took
+    )
 
 
 def fixed(case: Case, strategy: Strategy) -> Case:
     """The case with one strategy, with programs of the same shapes."""
     others = [one for one in case.decoding.strategies if one != strategy]
-    return dataclasses.replace(case, decoding=dataclasses.replace(case.decoding, strategies=(strategy, *others)))
+    return dataclasses.replace(
+        case, decoding=dataclasses.replace(case.decoding, strategies=(strategy, *others))
+    )
 
 
 def plain(case: Case) -> Case:
@@ -78,7 +89,8 @@ def plain(case: Case) -> Case:
 
 def first(case: Case, count: int) -> Case:
     """The first `count` samples of the case."""
-    wanted, left = [], count
+    wanted = []
+    left = count
     for request in case.wanted:
         if ids := request.sample_ids[:left]:
             wanted.append(dataclasses.replace(request, sample_ids=ids))
@@ -87,7 +99,9 @@ def first(case: Case, count: int) -> Case:
 
 
 def prepare(case: Case, strategies: Sequence[Strategy], table: pricing.Table | None = None) -> None:
-    """Compile the strategies' rounds at all sizes that the batch may shrink to; time what the table lacks."""
+    """Compile the strategies' rounds at all sizes that the batch may shrink to; time what the table
+    lacks.
+    """
     rows = samples = case.decoding.rows
     run(first(case, rows + 1))  # a row that is taken again
     warm_up(case.target, case.drafter, samples, case.decoding, case.mesh, look=table is not None)
@@ -119,12 +133,15 @@ def compilations() -> Iterator[list[float]]:
 
 
 def compare(case: Case, asked: argparse.Namespace) -> dict:
-    """What each contender took over `asked.repeats` turns, and what its rounds are worth by one table.
+    """What each contender took over `asked.repeats` turns, and what its rounds are worth by one
+    table.
 
     Adaptive begins each turn with what `asked.earlier` roll-outs taught it.
     """
-    jax.clear_caches()  # programs of earlier cases: Linux grants a process only so many maps of memory
-    selector, table = new_selector(case, asked.lengths), pricing.Table()
+    # programs of earlier cases: Linux grants a process only so many maps of memory
+    jax.clear_caches()
+    selector = new_selector(case, asked.lengths)
+    table = pricing.Table()
     contenders = prepared(case, selector, asked.lengths, table)
     cold = learn_from(case, selector, table)
     for _ in range(asked.earlier - 1):
@@ -138,8 +155,12 @@ def compare(case: Case, asked: argparse.Namespace) -> dict:
     return described(case, runs, table) | {"cold": cold, "compilations": len(compiled)}
 
 
-def take_turn(case: Case, selector: Selector, table: pricing.Table, turn: int, lengths: Sequence[int]) -> dict:
-    """One roll-out by each contender, the `turn`th of them first; the selector learns, but its stage is left open."""
+def take_turn(
+    case: Case, selector: Selector, table: pricing.Table, turn: int, lengths: Sequence[int]
+) -> dict:
+    """One roll-out by each contender, the `turn`th of them first; the selector learns, but its
+    stage is left open.
+    """
     contenders = prepared(case, selector, lengths, table)
     order = collections.deque(["adaptive", *contenders])
     order.rotate(-turn)
@@ -147,10 +168,15 @@ def take_turn(case: Case, selector: Selector, table: pricing.Table, turn: int, l
     with compilations() as compiled:
         for name in order:
             runs[name] = [run(contenders.get(name, case), selector if name == "adaptive" else None)]
-    return described(case, runs, table) | {"compilations": len(compiled), "samples": runs["plain"][0].samples}
+    return described(case, runs, table) | {
+        "compilations": len(compiled),
+        "samples": runs["plain"][0].samples,
+    }
 
 
-def prepared(case: Case, selector: Selector, lengths: Sequence[int], table: pricing.Table) -> dict[str, Case]:
+def prepared(
+    case: Case, selector: Selector, lengths: Sequence[int], table: pricing.Table
+) -> dict[str, Case]:
     """The contenders but adaptive, all programs compiled."""
     contenders = contenders_of(case, lengths)
     tell("  compiles and times rounds")
@@ -161,7 +187,9 @@ def prepared(case: Case, selector: Selector, lengths: Sequence[int], table: pric
 
 def contenders_of(case: Case, lengths: Sequence[int]) -> dict[str, Case]:
     """Plain, and the chains of these lengths by each drafter of the case."""
-    chains = [one for one in case.decoding.strategies if one.parents and len(one.parents) in lengths]
+    chains = [
+        one for one in case.decoding.strategies if one.parents and len(one.parents) in lengths
+    ]
     return {"plain": plain(case)} | {trees.name_of(one): fixed(case, one) for one in chains}
 
 
@@ -174,7 +202,9 @@ def new_selector(case: Case, lengths: Sequence[int]) -> Selector:
 
 
 def learn_from(case: Case, selector: Selector, table: pricing.Table) -> dict:
-    """One roll-out that the selector learns from; the trees that it then finds are compiled and timed."""
+    """One roll-out that the selector learns from; the trees that it then finds are compiled and
+    timed.
+    """
     tell("  adaptive learns")
     done = run(case, selector)
     selector.stage_ended()
@@ -196,12 +226,17 @@ def described(case: Case, runs: dict[str, list[Run]], table: pricing.Table) -> d
         "priced": priced,
         "best": best,
         "ratio": {"wall": versus(runs["adaptive"], runs[best]), "priced": priced_ratio(priced)},
-        "speedup": {"wall": versus(runs["plain"], runs["adaptive"]), "priced": quotient(priced, "plain", "adaptive")},
+        "speedup": {
+            "wall": versus(runs["plain"], runs["adaptive"]),
+            "priced": quotient(priced, "plain", "adaptive"),
+        },
         "tokens_per_round": tokens,
         "acceptance_by_depth": acceptance(everything, case),
         "strategies": taken(runs["adaptive"]),
         "ceiling": pricing.ceilings(table, case.decoding.rows, strategies, tokens),
-        "differing_samples": sum(differing(one, runs["plain"][0]) for done in runs.values() for one in done),
+        "differing_samples": sum(
+            differing(one, runs["plain"][0]) for done in runs.values() for one in done
+        ),
         "table": pricing.as_rows(table),
     }
 
@@ -216,12 +251,17 @@ def priced_ratio(priced: dict[str, float | None]) -> float | None:
     """Adaptive over the best of the others, None where one of them is not known."""
     others = [name for name in priced if name != "adaptive"]
     known = all(priced[name] is not None for name in others)
-    return quotient(priced, "adaptive", min(others, key=lambda name: priced[name] or 0.0)) if known else None
+    return (
+        quotient(priced, "adaptive", min(others, key=lambda name: priced[name] or 0.0))
+        if known
+        else None
+    )
 
 
 def quotient(figures: dict[str, float | None], above: str, below: str) -> float | None:
     """One figure over another, None where one of them is not known."""
-    over, under = figures[above], figures[below]
+    over = figures[above]
+    under = figures[below]
     return None if over is None or not under else over / under
 
 
@@ -244,18 +284,27 @@ def tokens_a_round(runs: Sequence[Run]) -> float:
 def acceptance(reports: Sequence[RoundReport], case: Case) -> dict[str, list[float | None]]:
     """By drafter, as `pricing.accepted`, of all that these rounds say of it."""
     drafters = dict.fromkeys(one.drafter for one in case.decoding.strategies if one.parents)
-    said = {name: [report.evidence[name] for report in reports if name in report.evidence] for name in drafters}
+    said = {
+        name: [report.evidence[name] for report in reports if name in report.evidence]
+        for name in drafters
+    }
     return {name: pricing.accepted(evidence) for name, evidence in said.items() if evidence}
 
 
 def taken(runs: Sequence[Run]) -> dict[str, int]:
     """Rounds by strategy."""
-    return dict(collections.Counter(trees.name_of(report.strategy) for one in runs for report in one.reports))
+    return dict(
+        collections.Counter(
+            trees.name_of(report.strategy) for one in runs for report in one.reports
+        )
+    )
 
 
 def differing(ours: Run, theirs: Run) -> int:
     """Samples whose texts are not equal."""
-    return sum(one.tokens != other.tokens for one, other in zip(ours.samples, theirs.samples, strict=True))
+    return sum(
+        one.tokens != other.tokens for one, other in zip(ours.samples, theirs.samples, strict=True)
+    )
 
 
 def tell(line: str) -> None:

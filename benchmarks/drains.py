@@ -1,8 +1,10 @@
-"""Slices of a measured machine that drain a stage's samples under some policy: the simulator of `makespan.py`.
+"""Slices of a measured machine that drain a stage's samples under some policy: the simulator of
+`makespan.py`.
 
-What is modelled: all live rows of a slice gain tokens at one rate, the measured one at their number and mean context;
-a decision falls at most once a round; a move stops the moving sample and everything on both of its slices for as long
-as it takes. What is not: prefills (the same for all policies), the luck of single drafts, errors of the cost model.
+What is modelled: all live rows of a slice gain tokens at one rate, the measured one at their number
+and mean context; a decision falls at most once a round; a move stops the moving sample and
+everything on both of its slices for as long as it takes. What is not: prefills (the same for all
+policies), the luck of single drafts, errors of the cost model.
 """
 
 from __future__ import annotations
@@ -21,14 +23,17 @@ ROWS = 64
 ROUND = 0.01  # seconds between two looks at what has finished: about a round
 FRESH = 0.2  # seconds after which rates follow the context
 GRAIN = 64  # context tokens between two entries of the rates
-WAITS, FINISHED = -1, -2  # places of samples on no slice
+# places of samples on no slice
+WAITS = -1
+FINISHED = -2
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
     """One slice of the machine, and the wires between slices."""
 
-    rates: np.ndarray  # [rows + 1, T] tokens a second of a row, at 0, GRAIN, 2 GRAIN ... context a row; rates[0] is 0
+    # [rows + 1, T] tokens a second of a row, at 0, GRAIN, 2 GRAIN ... context a row; rates[0] is 0
+    rates: np.ndarray
     token_bytes: float  # of context that a move carries
     bandwidth: float  # bytes a second
     latency: float  # seconds of a move besides
@@ -49,31 +54,43 @@ class Machine:
         return self.latency + context * self.token_bytes / self.bandwidth
 
 
-def rates_of(points: Points, chance: float, longest: float, drafts: bool, free_drafter: bool) -> np.ndarray:
+def rates_of(
+    points: Points, chance: float, longest: float, drafts: bool, free_drafter: bool
+) -> np.ndarray:
     """[rows + 1, T] tokens a second of a row with the best draft length of each round, or none.
 
-    `longest`: context tokens that must be covered; `chance`: that a draft is right, if those before it are.
+    `longest`: context tokens that must be covered; `chance`: that a draft is right, if those before
+    it are.
     """
-    lives, seqs = np.arange(1, min(ROWS, points.batch.max()) + 1), np.arange(0, longest + 2 * GRAIN, GRAIN)
+    lives = np.arange(1, min(ROWS, points.batch.max()) + 1)
+    seqs = np.arange(0, longest + 2 * GRAIN, GRAIN)
     lengths = possible_lengths(points) if drafts else np.zeros(1, int)
     times = surface(points[points.mode != DRAFT], lengths + 1, lives, seqs)
     if drafts and not free_drafter and DRAFT in points.mode:
-        times = times + lengths[:, None, None] * surface(points[points.mode == DRAFT], np.zeros(1), lives, seqs)
+        times = times + lengths[:, None, None] * surface(
+            points[points.mode == DRAFT], np.zeros(1), lives, seqs
+        )
     tokens = np.cumsum(chance ** np.arange(lengths[-1] + 1))[lengths]
     best = (tokens[:, None, None] / times).max(axis=0)
     return np.concatenate([np.zeros((1, len(seqs))), best])
 
 
 def read_percentiles(path: str) -> tuple[np.ndarray, np.ndarray, float]:
-    """(percentiles [k], response tokens [k], mean prompt tokens) of a table; raises ValueError on another file."""
+    """(percentiles [k], response tokens [k], mean prompt tokens) of a table; raises ValueError on
+    another file.
+    """
     if not pathlib.Path(path).is_file():
-        raise FileNotFoundError(f"There is no table of lengths {path}; --lengths takes the path of a CSV file.")
+        raise FileNotFoundError(
+            f"There is no table of lengths {path}; --lengths takes the path of a CSV file."
+        )
     with pathlib.Path(path).open(newline="") as file:
         rows = list(csv.DictReader(file))
     try:
         prompt = next(float(row["prompt_tokens"]) for row in rows if row["percentile"] == "mean")
         table = [
-            (float(row["percentile"]), float(row["response_tokens"])) for row in rows if row["percentile"] != "mean"
+            (float(row["percentile"]), float(row["response_tokens"]))
+            for row in rows
+            if row["percentile"] != "mean"
         ]
     except (KeyError, StopIteration, ValueError) as error:
         wanted = "columns percentile, prompt_tokens, response_tokens, and a row of means"
@@ -82,8 +99,12 @@ def read_percentiles(path: str) -> tuple[np.ndarray, np.ndarray, float]:
     return percentiles, tokens, prompt
 
 
-def draw_lengths(percentiles: np.ndarray, tokens: np.ndarray, count: int, luck: np.random.Generator) -> np.ndarray:
-    """[count] response tokens: linear between the percentiles, from 1 below the first, the last one above it."""
+def draw_lengths(
+    percentiles: np.ndarray, tokens: np.ndarray, count: int, luck: np.random.Generator
+) -> np.ndarray:
+    """[count] response tokens: linear between the percentiles, from 1 below the first, the last one
+    above it.
+    """
     drawn = np.interp(100 * luck.random(count), [0, *percentiles], [1, *tokens])
     return np.maximum(np.round(drawn), 1)
 
@@ -126,14 +147,30 @@ class Outcome:
     moves: int = 0
     moved_bytes: float = 0.0
     paused: float = 0.0  # slice seconds lost to moves
-    unscored: float = 0.0  # tokens that still wait for inference at the end, where idle slices did some
+    unscored: float = (
+        0.0  # tokens that still wait for inference at the end, where idle slices did some
+    )
 
 
-def run(machine: Machine, slices: int, total: np.ndarray, prompt: float, policy: Policy, scoring: float) -> Outcome:
-    """Drain the samples; scoring: seconds of inference a token on one slice that has no rows to decode."""
+def run(
+    machine: Machine, slices: int, total: np.ndarray, prompt: float, policy: Policy, scoring: float
+) -> Outcome:
+    """Drain the samples; scoring: seconds of inference a token on one slice that has no rows to
+    decode.
+    """
     count = len(total)
-    stage = Stage(machine, slices, prompt, total, np.zeros(count), np.full(count, WAITS), np.zeros(slices, bool))
-    outcome, pause, changed = Outcome(), np.zeros(slices), True
+    stage = Stage(
+        machine,
+        slices,
+        prompt,
+        total,
+        np.zeros(count),
+        np.full(count, WAITS),
+        np.zeros(slices, bool),
+    )
+    outcome = Outcome()
+    pause = np.zeros(slices)
+    changed = True
     while (stage.place != FINISHED).any():
         if changed:
             _apply(stage, policy(stage), pause, outcome)
@@ -154,7 +191,9 @@ def run(machine: Machine, slices: int, total: np.ndarray, prompt: float, policy:
         outcome.seconds += step
         stage.seconds = outcome.seconds
         outcome.busy += step * np.count_nonzero(live)
-        _score(stage, step * np.count_nonzero(live == 0), scoring, float((prompt + total[over]).sum()))
+        _score(
+            stage, step * np.count_nonzero(live == 0), scoring, float((prompt + total[over]).sum())
+        )
     outcome.unscored = stage.unscored
     return outcome
 

@@ -1,14 +1,16 @@
-"""How soon a stage can end for whoever knows only so much of its lengths: a bound, by which to judge `makespan.py`.
+"""How soon a stage can end for whoever knows only so much of its lengths: a bound, by which to
+judge `makespan.py`.
 
     python benchmarks/foresight.py --latency decode_latency.csv --lengths response_lengths.csv --slices 64 --samples 64
         --acceptance 0.7 --prediction noisy:0.5 --deadlines 12,12.5
 
-Prints for each deadline the least number of samples that any policy must expect to end later, to the precision of the
-grids below. Moves cost nothing, slices are divisible, and a row keeps running once it has begun. Samples of one kind
-look alike, and only the slices that they share bind them together. With a price on slice seconds at each time instead,
-dynamic programming finds the best for each kind on its own; whatever the prices, late samples and what was paid, less
-the worth of all slices, are no more than the late samples of the best policy (Lagrange). Prices rise where slices are
-short and fall where they are idle; the best bound counts.
+Prints for each deadline the least number of samples that any policy must expect to end later, to
+the precision of the grids below. Moves cost nothing, slices are divisible, and a row keeps running
+once it has begun. Samples of one kind look alike, and only the slices that they share bind them
+together. With a price on slice seconds at each time instead, dynamic programming finds the best for
+each kind on its own; whatever the prices, late samples and what was paid, less the worth of all
+slices, are no more than the late samples of the best policy (Lagrange). Prices rise where slices
+are short and fall where they are idle; the best bound counts.
 """
 
 from __future__ import annotations
@@ -25,9 +27,13 @@ from benchmarks.latency_table import read_table
 GRAIN = 4.0  # tokens
 STEPS = 48  # of time
 SHARES = 20  # numbers of rows on a slice
-ROUNDS, PATIENCE = 100, 10  # of prices, and those without a better bound
+# of prices, and those without a better bound
+ROUNDS = 100
+PATIENCE = 10
 HOPES = 1.0, 0.1, 0.01, 0.001  # of all samples: how much better the bound might be
-KINDS, DRAWN = 28, 400_000  # of samples whose noisy lengths are known, and lengths by which they are told apart
+# of samples whose noisy lengths are known, and lengths by which they are told apart
+KINDS = 28
+DRAWN = 400_000
 CONTEXT = 0.75  # of its length so far: the mean context of the slice that a row is on, or more
 
 
@@ -45,65 +51,100 @@ def main() -> None:
     parser.add_argument("--deadlines", required=True, help="seconds, with commas between")
     asked = makespan.checked(parser, parser.parse_args())
     percentiles, tokens, prompt = read_percentiles(asked.lengths)
-    rates = rates_of(read_table(asked.latency), asked.acceptance, prompt + tokens[-1], True, asked.free_drafter)
+    rates = rates_of(
+        read_table(asked.latency), asked.acceptance, prompt + tokens[-1], True, asked.free_drafter
+    )
     kinds = kinds_of(percentiles, tokens, asked.slices * asked.samples, asked.prediction)
-    machine, deadlines = Machine(rates, 0.0, 1.0, 0.0), map(float, asked.deadlines.split(","))
-    late = {each: round(least_late(machine, kinds, asked.slices, prompt, each), 3) for each in deadlines}
+    machine = Machine(rates, 0.0, 1.0, 0.0)
+    deadlines = map(float, asked.deadlines.split(","))
+    late = {
+        each: round(least_late(machine, kinds, asked.slices, prompt, each), 3) for each in deadlines
+    }
     asked_for = {name: getattr(asked, name) for name in ("slices", "samples", "prediction")}
     print(json.dumps(asked_for | {"least_late": late}, indent=1))
 
 
 def kinds_of(percentiles: np.ndarray, tokens: np.ndarray, count: int, prediction: str) -> Kinds:
-    """Kinds of so many samples whose noisy lengths are known (`noisy:SIGMA`), or nothing (`none`)."""
+    """Kinds of so many samples whose noisy lengths are known (`noisy:SIGMA`), or nothing
+    (`none`).
+    """
     grid = np.arange(0.0, tokens[-1] + GRAIN, GRAIN)
     chance = np.append(np.interp(grid[1:], [1, *tokens], [0, *percentiles]) / 100, 1.0)
-    mass, counts = np.diff(chance, prepend=0.0)[None], np.array([float(count)])
+    mass = np.diff(chance, prepend=0.0)[None]
+    counts = np.array([float(count)])
     if prediction != "none":
-        sigma, luck = float(prediction.partition(":")[2]), np.random.default_rng(0)
+        sigma = float(prediction.partition(":")[2])
+        luck = np.random.default_rng(0)
         noisy = draw_lengths(percentiles, tokens, DRAWN, luck) * luck.lognormal(0, sigma, DRAWN)
-        edges = np.append(1 - np.geomspace(1, 1 / 400, KINDS), 1.0)  # ever narrower kinds of ever longer samples
+        edges = np.append(
+            1 - np.geomspace(1, 1 / 400, KINDS), 1.0
+        )  # ever narrower kinds of ever longer samples
         told = np.quantile(noisy, (edges[:-1] + edges[1:]) / 2)
         near = np.exp(-0.5 * (np.log(told[:, None] / (grid + GRAIN / 2)) / sigma) ** 2) * mass
-        mass, counts = near / near.sum(axis=1, keepdims=True), count * np.diff(edges)
+        mass = near / near.sum(axis=1, keepdims=True)
+        counts = count * np.diff(edges)
     return Kinds(counts, np.pad(mass[:, ::-1].cumsum(axis=1)[:, ::-1], ((0, 0), (0, 2))))
 
 
-def least_late(machine: Machine, kinds: Kinds, slices: int, prompt: float, deadline: float) -> float:
+def least_late(
+    machine: Machine, kinds: Kinds, slices: int, prompt: float, deadline: float
+) -> float:
     """Samples that end after a deadline, expected and at least, whatever the policy."""
     gained, share = _choices(machine, prompt, kinds.survival.shape[1] - 2, deadline / STEPS)
-    return max(_bound(kinds, gained, share, slices, float(kinds.count.sum()) * part) for part in HOPES)
+    return max(
+        _bound(kinds, gained, share, slices, float(kinds.count.sum()) * part) for part in HOPES
+    )
 
 
 def _bound(kinds: Kinds, gained: np.ndarray, share: np.ndarray, slices: int, hope: float) -> float:
-    """The best bound by Polyak's steps, which hope for so much more, and for half once it does not come."""
-    price, best, since = np.zeros(STEPS), 0.0, 0  # of a slice for a step
+    """The best bound by Polyak's steps, which hope for so much more, and for half once it does not
+    come.
+    """
+    # of a slice for a step
+    price = np.zeros(STEPS)
+    best = 0.0
+    since = 0
     for turn in range(ROUNDS):
         late, chosen = _cheapest(kinds, gained, share, price)
         bound = float(kinds.count @ late - slices * price.sum())
         if bound > best:
-            best, since = bound, turn
+            best = bound
+            since = turn
         elif turn - since >= PATIENCE:
-            hope, since = hope / 2, turn
+            hope = hope / 2
+            since = turn
         short = _used(kinds, gained, share, chosen) - slices
         price = np.maximum(price + short * (best + hope - bound) / max(short @ short, 1e-9), 0.0)
     return best
 
 
-def _choices(machine: Machine, prompt: float, lengths: int, seconds: float) -> tuple[np.ndarray, np.ndarray]:
-    """([A, L] GRAIN tokens that a row gains in a step, [A] slices that it takes): how many share one, or waiting."""
+def _choices(
+    machine: Machine, prompt: float, lengths: int, seconds: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """([A, L] GRAIN tokens that a row gains in a step, [A] slices that it takes): how many share
+    one, or waiting.
+    """
     rows = np.unique(np.round(np.geomspace(1, machine.rows, SHARES)).astype(int))
     context = prompt + CONTEXT * GRAIN * np.arange(lengths)
     rates = np.stack([machine.rate(np.full(lengths, count), context) for count in rows])
     return np.pad(rates * seconds / GRAIN, ((0, 1), (0, 0))), np.append(1 / rows, 0.0)
 
 
-def _cheapest(kinds: Kinds, gained: np.ndarray, share: np.ndarray, price: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """([K] late and paid for a sample of each kind from the start on, [STEPS, K, L] the choices that cost least)."""
+def _cheapest(
+    kinds: Kinds, gained: np.ndarray, share: np.ndarray, price: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """([K] late and paid for a sample of each kind from the start on, [STEPS, K, L] the choices
+    that cost least).
+    """
     lengths = gained.shape[1]
     to = np.minimum(np.arange(lengths) + gained, lengths)
     low = np.minimum(to.astype(int), lengths - 1)
-    halted = np.where((share[:, None] == 0) & (np.arange(lengths) > 0), np.inf, 0.0)  # what runs does not wait
-    taken, cost, chosen = share[:, None] * kinds.survival[:, None, :lengths], kinds.survival[:, : lengths + 1], []
+    halted = np.where(
+        (share[:, None] == 0) & (np.arange(lengths) > 0), np.inf, 0.0
+    )  # what runs does not wait
+    taken = share[:, None] * kinds.survival[:, None, :lengths]
+    cost = kinds.survival[:, : lengths + 1]
+    chosen = []
     for each in price[::-1]:
         after = cost[:, low] * (1 - to + low) + cost[:, low + 1] * (to - low)
         paid = after + each * taken + halted
@@ -114,8 +155,10 @@ def _cheapest(kinds: Kinds, gained: np.ndarray, share: np.ndarray, price: np.nda
 
 def _used(kinds: Kinds, gained: np.ndarray, share: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     """[STEPS] slices that all samples take by their choices."""
-    which, lengths = np.arange(len(kinds.count)), gained.shape[1]
-    at, used = np.zeros(len(which)), []
+    which = np.arange(len(kinds.count))
+    lengths = gained.shape[1]
+    at = np.zeros(len(which))
+    used = []
     for choice in chosen:
         place = np.minimum(at.astype(int), lengths - 1)
         part = np.minimum(at - place, 1)

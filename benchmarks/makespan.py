@@ -1,19 +1,22 @@
-"""How long a stage takes under several ways to place its samples on slices, by simulation: one JSON document.
+"""How long a stage takes under several ways to place its samples on slices, by simulation: one JSON
+document.
 
     python benchmarks/makespan.py --latency decode_latency.csv --lengths response_lengths.csv --slices 64 --samples 64
         --acceptance 0.7 --prediction oracle
 
-A slice is the machine of a table of measured call times (columns batch, seq, gamma, mode, median_ms or mean_ms); at
-most 64 rows of it run at once, the other samples wait. Lengths are drawn from a table of percentiles; prompts have its
-mean. All policies but `plain` take the draft length of each round that is best for the rows then live. Our policy is
-the planner that runs for real, `rlhf_jax.reallocation`, which knows the lengths (`oracle`), the true lengths times
-log-normal noise of that sigma as an earlier roll-out would tell them (`noisy:0.5`), or just the law of other stages'
-lengths and each sample's length so far (`none`). `packing` is what could be had with all known from the start.
+A slice is the machine of a table of measured call times (columns batch, seq, gamma, mode, median_ms
+or mean_ms); at most 64 rows of it run at once, the other samples wait. Lengths are drawn from a
+table of percentiles; prompts have its mean. All policies but `plain` take the draft length of each
+round that is best for the rows then live. Our policy is the planner that runs for real,
+`rlhf_jax.reallocation`, which knows the lengths (`oracle`), the true lengths times log-normal noise
+of that sigma as an earlier roll-out would tell them (`noisy:0.5`), or just the law of other stages'
+lengths and each sample's length so far (`none`). `packing` is what could be had with all known from
+the start.
 
-The lower bound is the larger of all work at the best throughput (and all inference, where fused) and the longest
-sample alone at its best speed, both with the context of a fresh prompt. What can be had with less known, `foresight.py`
-bounds. "fused": slices without rows do inference on finished samples while others decode.
-See `drains.py` for what is modelled.
+The lower bound is the larger of all work at the best throughput (and all inference, where fused)
+and the longest sample alone at its best speed, both with the context of a fresh prompt. What can be
+had with less known, `foresight.py` bounds. "fused": slices without rows do inference on finished
+samples while others decode. See `drains.py` for what is modelled.
 """
 
 from __future__ import annotations
@@ -64,21 +67,34 @@ def main() -> None:
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = parser_of(__doc__)
-    parser.add_argument("--inference-ms-per-token", type=float, default=0.1, help="of one slice, all models together")
-    parser.add_argument("--bandwidth-gb", type=float, default=25.0, help="gigabytes a second between slices")
-    parser.add_argument("--move-latency-ms", type=float, default=2.0, help="of a move, besides its bytes")
+    parser.add_argument(
+        "--inference-ms-per-token",
+        type=float,
+        default=0.1,
+        help="of one slice, all models together",
+    )
+    parser.add_argument(
+        "--bandwidth-gb", type=float, default=25.0, help="gigabytes a second between slices"
+    )
+    parser.add_argument(
+        "--move-latency-ms", type=float, default=2.0, help="of a move, besides its bytes"
+    )
     parser.add_argument("--seed", type=int, default=0)
     return checked(parser, parser.parse_args(given))
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
     """A parser of what a stage is, and of what is known of it."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--latency", required=True, help="CSV of measured call times")
     parser.add_argument("--lengths", required=True, help="CSV of percentiles of response tokens")
     parser.add_argument("--slices", type=int, default=64)
     parser.add_argument("--samples", type=int, default=64, help="of a slice")
-    parser.add_argument("--acceptance", type=float, default=0.7, help="chance that a draft is right")
+    parser.add_argument(
+        "--acceptance", type=float, default=0.7, help="chance that a draft is right"
+    )
     parser.add_argument("--prediction", default="oracle", help="oracle, noisy:SIGMA or none")
     parser.add_argument("--free-drafter", action="store_true", help="drafting costs nothing")
     return parser
@@ -123,15 +139,21 @@ def static(slices: int, count: int) -> Policy:
 
 
 def even(stage: Stage) -> Plan:
-    """One queue; after each finish rows move from the fullest slice to the emptiest until counts differ by one."""
-    waiting, live, place = np.flatnonzero(stage.place == WAITS).tolist(), stage.live, stage.place.copy()
-    admissions, moves = [], []
+    """One queue; after each finish rows move from the fullest slice to the emptiest until counts
+    differ by one.
+    """
+    waiting = np.flatnonzero(stage.place == WAITS).tolist()
+    live = stage.live
+    place = stage.place.copy()
+    admissions = []
+    moves = []
     while waiting and live.min() < stage.machine.rows:
         there = int(live.argmin())
         admissions.append((waiting.pop(0), there))
         live[there] += 1
     while live.max() - live.min() > 1:
-        here, there = int(live.argmax()), int(live.argmin())
+        here = int(live.argmax())
+        there = int(live.argmin())
         sample = int(np.flatnonzero(place == here)[-1])
         place[sample] = there
         moves.append((sample, there))
@@ -140,18 +162,23 @@ def even(stage: Stage) -> Plan:
 
 
 def threshold(slices: int, count: int) -> Policy:
-    """RLHFuse's rule: a static split; once a fifth is left, that is gathered on as few slices as it saturates."""
+    """RLHFuse's rule: a static split; once a fifth is left, that is gathered on as few slices as it
+    saturates.
+    """
     split = static(slices, count)
 
     def policy(stage: Stage) -> Plan:
         if stage.freed.any() or (stage.place != FINISHED).sum() > LEFT * count:
             return split(stage) if not stage.freed.any() else Plan([], [], kept(stage))
-        rates = stage.machine.rate(np.arange(1, stage.machine.rows + 1), np.full(stage.machine.rows, stage.prompt))
+        rates = stage.machine.rate(
+            np.arange(1, stage.machine.rows + 1), np.full(stage.machine.rows, stage.prompt)
+        )
         room = max(1, int((rates >= SATURATED * rates[0]).sum()))
         left = np.flatnonzero(stage.place != FINISHED)
         fullest = np.argsort(-stage.live, kind="stable")[: math.ceil(len(left) / room)]
         freed = ~np.isin(np.arange(stage.slices), fullest)
-        live, plan = stage.live, Plan([], [], freed)
+        live = stage.live
+        plan = Plan([], [], freed)
         for sample in left[~np.isin(stage.place[left], fullest)].tolist():
             there = int(fullest[live[fullest].argmin()])
             live[there] += 1
@@ -162,20 +189,28 @@ def threshold(slices: int, count: int) -> Policy:
 
 
 def ours(predict: Predict, scoring: float) -> Policy:
-    """The project's planner; scoring: seconds of inference a token, 0 where the stages are not fused."""
+    """The project's planner; scoring: seconds of inference a token, 0 where the stages are not
+    fused.
+    """
 
     def policy(stage: Stage) -> Plan:
         rows = np.flatnonzero(stage.place != FINISHED)
         plan = decide(view_of(stage, rows, predict(stage, rows), scoring))
-        admissions, moves = ([(int(rows[row]), there) for row, there in some] for some in (plan.admissions, plan.moves))
+        admissions, moves = (
+            [(int(rows[row]), there) for row, there in some]
+            for some in (plan.admissions, plan.moves)
+        )
         return Plan(admissions, moves, plan.freed)
 
     return policy
 
 
 def view_of(stage: Stage, rows: np.ndarray, left: np.ndarray, scoring: float) -> View:
-    """What the planner sees of samples [m] with left [m, Q] tokens to come; speeds are of the tokens to come."""
-    machine, mean = stage.machine, left @ lengths.SHARES
+    """What the planner sees of samples [m] with left [m, Q] tokens to come; speeds are of the
+    tokens to come.
+    """
+    machine = stage.machine
+    mean = left @ lengths.SHARES
     context = stage.prompt + stage.done[rows]
     typical = float(((context + mean / 2) * mean).sum() / mean.sum())
     return View(
@@ -184,7 +219,9 @@ def view_of(stage: Stage, rows: np.ndarray, left: np.ndarray, scoring: float) ->
         context=context,
         rows=machine.rows,
         slices=stage.slices,
-        speed=machine.rate(np.maximum(np.arange(machine.rows + 1), 1), np.full(machine.rows + 1, typical)),
+        speed=machine.rate(
+            np.maximum(np.arange(machine.rows + 1), 1), np.full(machine.rows + 1, typical)
+        ),
         move_seconds=machine.latency,
         token_seconds=machine.token_bytes / machine.bandwidth,
         freed=stage.freed,
@@ -202,15 +239,22 @@ def oracle(stage: Stage, rows: np.ndarray) -> np.ndarray:
 
 
 def by_law(law: lengths.Lengths, noisy: np.ndarray | None, limit: float) -> Predict:
-    """What the law says of each sample, and, where there are such, noisy [n] lengths of earlier roll-outs.
+    """What the law says of each sample, and, where there are such, noisy [n] lengths of earlier
+    roll-outs.
 
     limit: tokens of a response, at most.
     """
-    curves = lengths.survival(law)[None] if noisy is None else lengths.believed(law, list(noisy[:, None]))
+    curves = (
+        lengths.survival(law)[None]
+        if noisy is None
+        else lengths.believed(law, list(noisy[:, None]))
+    )
 
     def predict(stage: Stage, rows: np.ndarray) -> np.ndarray:
         which = np.zeros(len(rows), int) if noisy is None else np.arange(len(rows))
-        return lengths.remaining(curves if noisy is None else curves[rows], which, stage.done[rows], limit)
+        return lengths.remaining(
+            curves if noisy is None else curves[rows], which, stage.done[rows], limit
+        )
 
     return predict
 
@@ -219,39 +263,62 @@ def by_law(law: lengths.Lengths, noisy: np.ndarray | None, limit: float) -> Pred
 
 
 def drained(machine: Machine, tokens: np.ndarray, prompt: float) -> float:
-    """Seconds of one slice for responses of tokens [n] in descending order, the longest first, refilled as rows end."""
-    rows, at, seconds = tokens[: machine.rows], machine.rows, 0.0
+    """Seconds of one slice for responses of tokens [n] in descending order, the longest first,
+    refilled as rows end.
+    """
+    rows = tokens[: machine.rows]
+    at = machine.rows
+    seconds = 0.0
     done = np.zeros(len(rows))
     while len(rows):
         gain = min(float(rows.min()), STRIDE)
-        seconds += gain / float(machine.rate(np.array([len(rows)]), prompt + done.mean(keepdims=True) + gain / 2)[0])
-        rows, done = rows - gain, done + gain
+        seconds += gain / float(
+            machine.rate(np.array([len(rows)]), prompt + done.mean(keepdims=True) + gain / 2)[0]
+        )
+        rows = rows - gain
+        done = done + gain
         going = rows > 1e-9
         more = tokens[at : at + machine.rows - np.count_nonzero(going)]
         at += len(more)
-        rows, done = np.concatenate([rows[going], more]), np.concatenate([done[going], np.zeros(len(more))])
+        rows = np.concatenate([rows[going], more])
+        done = np.concatenate([done[going], np.zeros(len(more))])
     return seconds
 
 
 def packed(machine: Machine, total: np.ndarray, slices: int, prompt: float) -> list[np.ndarray]:
-    """Samples by slice: the longest together, as many as end by the earliest deadline that all can keep."""
+    """Samples by slice: the longest together, as many as end by the earliest deadline that all can
+    keep.
+    """
     order = np.argsort(-total, kind="stable")
     low = drained(machine, total[order[:1]], prompt)
-    high, found = 2 * low, None
+    high = 2 * low
+    found = None
     while found is None or high - low > PRECISION * high:
         deadline = (low + high) / 2
         lists = by_deadline(machine, total, order, slices, prompt, deadline)
-        low, high, found = (low, deadline, lists) if lists else (deadline, high if found else 2 * high, found)
+        low, high, found = (
+            (low, deadline, lists) if lists else (deadline, high if found else 2 * high, found)
+        )
     return found
 
 
 def by_deadline(
-    machine: Machine, total: np.ndarray, order: np.ndarray, slices: int, prompt: float, deadline: float
+    machine: Machine,
+    total: np.ndarray,
+    order: np.ndarray,
+    slices: int,
+    prompt: float,
+    deadline: float,
 ) -> list[np.ndarray] | None:
-    """Samples by slice, each with the longest of the rest that it ends by the deadline; None if some are left."""
-    lists, count = [], 1
+    """Samples by slice, each with the longest of the rest that it ends by the deadline; None if
+    some are left.
+    """
+    lists = []
+    count = 1
     for _ in range(slices):
-        low, high, tried = 0, len(order), max(count, 1)
+        low = 0
+        high = len(order)
+        tried = max(count, 1)
         while low < high:
             ends = drained(machine, total[order[:tried]], prompt) <= deadline
             low, high = (tried, high) if ends else (low, tried - 1)
@@ -263,8 +330,12 @@ def by_deadline(
     return None if len(order) else lists
 
 
-def lower_bound(machine: Machine, total: np.ndarray, slices: int, prompt: float, inference: float) -> float:
-    """Seconds that no placement can beat; inference: seconds of it on all slices, that must have ended too."""
+def lower_bound(
+    machine: Machine, total: np.ndarray, slices: int, prompt: float, inference: float
+) -> float:
+    """Seconds that no placement can beat; inference: seconds of it on all slices, that must have
+    ended too.
+    """
     contexts = np.full(machine.rows, prompt)
     rates = np.arange(1, machine.rows + 1) * machine.rate(np.arange(1, machine.rows + 1), contexts)
     return max(
@@ -279,7 +350,8 @@ def lower_bound(machine: Machine, total: np.ndarray, slices: int, prompt: float,
 def document(asked: argparse.Namespace) -> dict:
     """All that the benchmark measures."""
     percentiles, tokens, prompt = read_percentiles(asked.lengths)
-    points, luck = read_table(asked.latency), np.random.default_rng(asked.seed)
+    points = read_table(asked.latency)
+    luck = np.random.default_rng(asked.seed)
     total = draw_lengths(percentiles, tokens, asked.slices * asked.samples, luck)
     others = draw_lengths(percentiles, tokens, OTHERS, luck)
     law = lengths.observe(lengths.Lengths(), others, np.ones(OTHERS, bool))
@@ -294,7 +366,8 @@ def document(asked: argparse.Namespace) -> dict:
     )
     scoring = asked.inference_ms_per_token / 1e3
     predict = prediction(asked.prediction, law, total, luck, float(tokens[-1]))
-    count, decisions = len(total), []
+    count = len(total)
+    decisions = []
     lists = packed(machine, total, asked.slices, prompt)
     policies: dict[str, tuple[Machine, Policy, Policy]] = {
         "plain": (plain, static(asked.slices, count), static(asked.slices, count)),
@@ -304,31 +377,48 @@ def document(asked: argparse.Namespace) -> dict:
         "packing": (machine, from_lists(lists), from_lists(lists)),
         "ours": (machine, timed(ours(predict, 0.0), decisions), ours(predict, scoring)),
     }
-    found, inference = {}, scoring * float((prompt + total).sum()) / asked.slices
+    found = {}
+    inference = scoring * float((prompt + total).sum()) / asked.slices
     for name, (own, apart, fused) in policies.items():
-        first, second = (run(own, asked.slices, total, prompt, policy, scoring) for policy in (apart, fused))
+        first, second = (
+            run(own, asked.slices, total, prompt, policy, scoring) for policy in (apart, fused)
+        )
         found[name] = figures(first, second, asked.slices, inference, scoring)
-    bound, fused = (lower_bound(machine, total, asked.slices, prompt, after) for after in (0.0, inference))
+    bound, fused = (
+        lower_bound(machine, total, asked.slices, prompt, after) for after in (0.0, inference)
+    )
     return {
-        "responses": {"count": count, "mean": round(float(total.mean()), 1), "longest": int(total.max())},
+        "responses": {
+            "count": count,
+            "mean": round(float(total.mean()), 1),
+            "longest": int(total.max()),
+        },
         "lower_bound_seconds": round(bound, 3),
         "fused_lower_bound_seconds": round(fused, 3),
         "policies": found,
         "ours_to_packing": ratio(found, "ours", "packing", "generation_seconds"),
         "static_to_ours": ratio(found, "static", "ours", "generation_seconds"),
-        "unfused_to_fused": round(found["ours"]["unfused_seconds"] / found["ours"]["fused_seconds"], 4),
-        "static_unfused_to_ours_fused": round(found["static"]["unfused_seconds"] / found["ours"]["fused_seconds"], 4),
+        "unfused_to_fused": round(
+            found["ours"]["unfused_seconds"] / found["ours"]["fused_seconds"], 4
+        ),
+        "static_unfused_to_ours_fused": round(
+            found["static"]["unfused_seconds"] / found["ours"]["fused_seconds"], 4
+        ),
         "first_decision_ms": round(1e3 * decisions[0], 1),
         "median_decision_ms": round(1e3 * float(np.median(decisions)), 2),
     }
 
 
-def prediction(asked: str, law: lengths.Lengths, total: np.ndarray, luck: np.random.Generator, limit: float) -> Predict:
+def prediction(
+    asked: str, law: lengths.Lengths, total: np.ndarray, luck: np.random.Generator, limit: float
+) -> Predict:
     """What the command line names."""
     kind, _, sigma = asked.partition(":")
     if kind == "oracle":
         return oracle
-    return by_law(law, total * luck.lognormal(0, float(sigma), len(total)) if kind == "noisy" else None, limit)
+    return by_law(
+        law, total * luck.lognormal(0, float(sigma), len(total)) if kind == "noisy" else None, limit
+    )
 
 
 def timed(policy: Policy, seconds: list[float]) -> Policy:
@@ -344,7 +434,9 @@ def timed(policy: Policy, seconds: list[float]) -> Policy:
 
 
 def figures(apart: Outcome, fused: Outcome, slices: int, inference: float, scoring: float) -> dict:
-    """Of a policy without and with inference meanwhile; inference: seconds of all of it on all slices."""
+    """Of a policy without and with inference meanwhile; inference: seconds of all of it on all
+    slices.
+    """
     return {
         "generation_seconds": round(apart.seconds, 3),
         "unfused_seconds": round(apart.seconds + inference, 3),

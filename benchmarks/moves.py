@@ -1,15 +1,18 @@
-"""What moving a row costs, against a plain copy of as many bytes and against the prefill that it replaces: JSON.
+"""What moving a row costs, against a plain copy of as many bytes and against the prefill that it
+replaces: JSON.
 
     python benchmarks/moves.py --shape smollm2-135m                  between two devices of this process
     python benchmarks/moves.py --shape llama-8b --layers 2 --across  between two processes on this machine
 
-On two hosts, each with its own number: `--coordinator HOST:PORT --processes 2 --process 0` in place of `--across`.
+On two hosts, each with its own number: `--coordinator HOST:PORT --processes 2 --process 0` in place
+of `--across`.
 
-A move is `depart`, `send` (or `across`) and `arrive` as in a run, from a dispatched state to a state that is there,
-after all programs are compiled. The link's own time is that of one flat array of as many bytes by the plainest means:
-`jax.device_put` between two devices of a process, one `ppermute` between two processes. Both in turn, medians; a
-prefill once. On a CPU the link is memory, or gloo over loopback, and the move's copies on its two devices count as
-much as the link; on an accelerator's link they should not.
+A move is `depart`, `send` (or `across`) and `arrive` as in a run, from a dispatched state to a
+state that is there, after all programs are compiled. The link's own time is that of one flat array
+of as many bytes by the plainest means: `jax.device_put` between two devices of a process, one
+`ppermute` between two processes. Both in turn, medians; a prefill once. On a CPU the link is
+memory, or gloo over loopback, and the move's copies on its two devices count as much as the link;
+on an accelerator's link they should not.
 """
 
 from __future__ import annotations
@@ -57,9 +60,15 @@ def main() -> None:
     if place.size == 1:
         jax.config.update("jax_num_cpu_devices", 2)
     if jax.device_count() < 2:
-        raise SystemExit("A move needs two devices; run it where there are two, or with JAX_PLATFORMS=cpu.")
+        raise SystemExit(
+            "A move needs two devices; run it where there are two, or with JAX_PLATFORMS=cpu."
+        )
     found = [measured(asked, slots) for slots in map(int, asked.slots.split(","))]
-    device = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "processes": processes.count()}
+    device = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "processes": processes.count(),
+    }
     if processes.rank() == processes.count() - 1:
         print(json.dumps(vars(asked) | device | {"moves": found}, indent=1))
     processes.leave(0, "", place)
@@ -67,12 +76,20 @@ def main() -> None:
 
 def arguments(given: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="smollm2-135m")
-    parser.add_argument("--layers", type=int, default=0, help="of the model, from the first; 0: all")
-    parser.add_argument("--slots", default="256,1024,4096", help="valid token slots of the row, with commas")
+    parser.add_argument(
+        "--layers", type=int, default=0, help="of the model, from the first; 0: all"
+    )
+    parser.add_argument(
+        "--slots", default="256,1024,4096", help="valid token slots of the row, with commas"
+    )
     parser.add_argument("--times", type=int, default=30, help="that each is measured")
-    parser.add_argument("--across", action="store_true", help="between two processes that are started here")
+    parser.add_argument(
+        "--across", action="store_true", help="between two processes that are started here"
+    )
     return parser.parse_args(given)
 
 
@@ -80,7 +97,13 @@ def both(words: list[str]) -> None:
     """Two of this program, which find each other; the second prints."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        where = ["--coordinator", f"localhost:{free.getsockname()[1]}", "--processes", "2", "--process"]
+        where = [
+            "--coordinator",
+            f"localhost:{free.getsockname()[1]}",
+            "--processes",
+            "2",
+            "--process",
+        ]
     own = [sys.executable, __file__, *(word for word in words if word != "--across")]
     begun = [subprocess.Popen([*own, *where, str(rank)]) for rank in range(2)]
     sys.exit(max(process.wait() for process in begun))
@@ -91,7 +114,9 @@ def measured(asked: argparse.Namespace, slots: int) -> dict[str, Any]:
     config = SHAPES[asked.shape]
     config = dataclasses.replace(config, num_layers=asked.layers or config.num_layers)
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    source, target = meshes.split(meshes.make_mesh(1, 1, 1, [jax.devices()[0], jax.devices()[-1]], slices=2))
+    source, target = meshes.split(
+        meshes.make_mesh(1, 1, 1, [jax.devices()[0], jax.devices()[-1]], slices=2)
+    )
     ways = across if processes.count() > 1 else inside
     state = functools.partial(row_verbs.empty, config, None, ROWS, slots, 0, 0, dtype)
     move, plain, count = ways(state, slots, source, target)
@@ -122,7 +147,8 @@ def timed(act: Callable[[], Any]) -> float:
 
 def inside(state: Callable[..., DecodeState], slots: int, source: Mesh, target: Mesh):
     """(a move, the plain copy, bytes) between two devices of this process."""
-    here, there = state(source), [state(target)]
+    here = state(source)
+    there = [state(target)]
     count = exchange.bytes_of(exchange.depart(here, ROW, slots, mesh=source))
     flat = jax.device_put(np.zeros(count, np.uint8), source.devices.flat[0])
 
@@ -137,7 +163,8 @@ def inside(state: Callable[..., DecodeState], slots: int, source: Mesh, target: 
 def across(state: Callable[..., DecodeState], slots: int, source: Mesh, target: Mesh):
     """(a move, the plain copy, bytes) from this process to the other, or from there to here."""
     own = source if meshes.is_here(source) else target
-    mine, pair = [state(own)], Mesh(np.concatenate([source.devices, target.devices]), meshes.AXES)
+    mine = [state(own)]
+    pair = Mesh(np.concatenate([source.devices, target.devices]), meshes.AXES)
     count = exchange.bytes_of(exchange.depart(mine[0], ROW, slots, mesh=own))
     spread = NamedSharding(pair, PartitionSpec("slices"))
     part = jax.device_put(np.zeros((1, count), np.uint8), own.devices.flat[0])

@@ -1,7 +1,8 @@
-"""Rounds priced by one measured table: what a run's choices cost, whatever else the machine did meanwhile.
+"""Rounds priced by one measured table: what a run's choices cost, whatever else the machine did
+meanwhile.
 
-All calls are timed in turn, a round each, within the same roll-outs, so that they share the machine's drift. A price is
-the sum of the medians over the rounds that a run took.
+All calls are timed in turn, a round each, within the same roll-outs, so that they share the
+machine's drift. A price is the sum of the medians over the rounds that a run took.
 """
 
 from __future__ import annotations
@@ -43,19 +44,25 @@ Table = dict[Call, list[float]]  # seconds of each round that was timed
 
 
 class Forced:
-    """Stands in for a selector: plays `turns` one after the other, each at `rows` rows, and keeps what it hears.
+    """Stands in for a selector: plays `turns` one after the other, each at `rows` rows, and keeps
+    what it hears.
 
-    A round whose time is not known is played again, `spare` times in all; elsewhere decoding is plain.
+    A round whose time is not known is played again, `spare` times in all; elsewhere decoding is
+    plain.
     """
 
     def __init__(self, turns: Iterable[Strategy], rows: int, spare: int = 0):
-        self.turns, self.rows, self.spare = collections.deque(turns), rows, spare
+        self.turns = collections.deque(turns)
+        self.rows = rows
+        self.spare = spare
         self.reports: list[RoundReport] = []
 
     def choose(self, situation: Situation) -> Choice:
         """The next turn."""
         mine = bool(self.turns) and situation.rows == self.rows
-        return Choice(self.turns.popleft() if mine else trees.PLAIN, 1.0, 1.0, None, "told", 1.0, 1.0)
+        return Choice(
+            self.turns.popleft() if mine else trees.PLAIN, 1.0, 1.0, None, "told", 1.0, 1.0
+        )
 
     def arrived(self, report: RoundReport) -> None:
         """Keep the report."""
@@ -76,7 +83,9 @@ def compile_rounds(play: Play, strategies: Iterable[Strategy], rows: int) -> Non
 
 
 def measure(table: Table, play: Play, strategies: Iterable[Strategy], rows: int) -> None:
-    """Time the calls of compiled strategies at `rows` rows that the table lacks, ROUNDS rounds each."""
+    """Time the calls of compiled strategies at `rows` rows that the table lacks, ROUNDS rounds
+    each.
+    """
     one_a_call = {Call(rows, *figures(strategy), 0): strategy for strategy in strategies}
     lacking = [strategy for call, strategy in one_a_call.items() if call not in table]
     drafting = [strategy for strategy in lacking if strategy.drafter == "model"]
@@ -104,33 +113,54 @@ def call_of(report: RoundReport) -> Call:
 
 def price(table: Table, reports: Iterable[RoundReport]) -> float | None:
     """Seconds of all rounds by the table; None where one is of a call that was never timed."""
-    prices = [(seconds(table, call), count) for call, count in collections.Counter(map(call_of, reports)).items()]
-    return None if any(one is None for one, _ in prices) else sum(one * count for one, count in prices if one)
+    prices = [
+        (seconds(table, call), count)
+        for call, count in collections.Counter(map(call_of, reports)).items()
+    ]
+    return (
+        None
+        if any(one is None for one, _ in prices)
+        else sum(one * count for one, count in prices if one)
+    )
 
 
 def seconds(table: Table, call: Call) -> float | None:
-    """Median seconds of a call. What was not timed while it caught up is a call that did not, and the catching up."""
+    """Median seconds of a call. What was not timed while it caught up is a call that did not, and
+    the catching up.
+    """
     if call in table:
         return statistics.median(table[call])
     if not call.chunks:
         return None
-    kept_up, chunk = seconds(table, call._replace(chunks=0)), catch_up(table, call.rows)
+    kept_up = seconds(table, call._replace(chunks=0))
+    chunk = catch_up(table, call.rows)
     return None if kept_up is None or chunk is None else kept_up + call.chunks * chunk
 
 
 def catch_up(table: Table, rows: int) -> float | None:
     """Seconds of one call of the draft model that only catches up."""
-    pairs = [(call, call._replace(chunks=0)) for call in table if call.rows == rows and call.chunks == 1]
-    extra = [statistics.median(table[call]) - statistics.median(table[base]) for call, base in pairs if base in table]
+    pairs = [
+        (call, call._replace(chunks=0)) for call in table if call.rows == rows and call.chunks == 1
+    ]
+    extra = [
+        statistics.median(table[call]) - statistics.median(table[base])
+        for call, base in pairs
+        if base in table
+    ]
     return max(0.0, statistics.median(extra)) if extra else None
 
 
-def ceilings(table: Table, rows: int, strategies: Iterable[Strategy], tokens: dict[str, float]) -> dict:
-    """Best of tokens a row's round over relative cost, plain being 1: were every draft right, and as measured.
+def ceilings(
+    table: Table, rows: int, strategies: Iterable[Strategy], tokens: dict[str, float]
+) -> dict:
+    """Best of tokens a row's round over relative cost, plain being 1: were every draft right, and
+    as measured.
 
     tokens: measured tokens of a row's round, by strategy name.
     """
-    plain, certain, measured = seconds(table, Call(rows, *figures(trees.PLAIN), 0)), [1.0], [1.0]
+    plain = seconds(table, Call(rows, *figures(trees.PLAIN), 0))
+    certain = [1.0]
+    measured = [1.0]
     for strategy in strategies:
         own = seconds(table, Call(rows, *figures(strategy), 0))
         if plain is not None and own is not None:
@@ -140,7 +170,9 @@ def ceilings(table: Table, rows: int, strategies: Iterable[Strategy], tokens: di
 
 
 def accepted(evidence: Sequence[Evidence]) -> list[float | None]:
-    """By depth, the share of likeliest drafts that were right where all before them were; None where none was seen."""
+    """By depth, the share of likeliest drafts that were right where all before them were; None
+    where none was seen.
+    """
     tried = sum((one.offered > 0).sum(axis=0) for one in evidence)
     right = sum(((one.offered > 0) & (one.ranks == 0)).sum(axis=0) for one in evidence)
     pairs = zip(np.atleast_1d(right).tolist(), np.atleast_1d(tried).tolist(), strict=True)

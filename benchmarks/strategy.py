@@ -1,19 +1,23 @@
-"""How well the strategy selector prices rounds and chooses, on a table of measured call times: one JSON document.
+"""How well the strategy selector prices rounds and chooses, on a table of measured call times: one
+JSON document.
 
     python benchmarks/strategy.py --latency decode_latency.csv --acceptance 0.5,0.7,0.9 --held-out-fraction 0.5
 
-The table (CSV; columns batch, seq, gamma, mode, median_ms or mean_ms) is split at random. The cost model is fitted to
-one part, and its error on the other is reported. Then the drains of some batches are replayed, each from the table's
-largest batch (at most 64 rows) to one row, with chains whose drafts are each right with the given chance: by plain
-decoding, each fixed length, TLT's rule, SmartSpec's goodput, ours, and an oracle that knows true times and the chance
-and takes the best expected goodput of each round. A round of length k takes one verification of k+1 tokens a row and k
-drafter steps, interpolated in the table and clamped outside it; `--free-drafter` makes drafting free, as lookup is.
+The table (CSV; columns batch, seq, gamma, mode, median_ms or mean_ms) is split at random. The cost
+model is fitted to one part, and its error on the other is reported. Then the drains of some batches
+are replayed, each from the table's largest batch (at most 64 rows) to one row, with chains whose
+drafts are each right with the given chance: by plain decoding, each fixed length, TLT's rule,
+SmartSpec's goodput, ours, and an oracle that knows true times and the chance and takes the best
+expected goodput of each round. A round of length k takes one verification of k+1 tokens a row and k
+drafter steps, interpolated in the table and clamped outside it; `--free-drafter` makes drafting
+free, as lookup is.
 
-What policies see of a round is drawn, and its time 2 % off; what the rows gain is the choice's expectation, so that no
-policy is ahead by luck. Goodput is tokens a second of true time. Costs that policies start from are fitted to the same
-part of the table. The main figures are of the stages after the first, as in a run: acceptance and costs are known from
-the stage before, and a draft model has read some of its finished text. "first_stage" has the figures of the first, in
-which nothing is known of acceptance. A draft cache never lags here: no table says what catching up costs.
+What policies see of a round is drawn, and its time 2 % off; what the rows gain is the choice's
+expectation, so that no policy is ahead by luck. Goodput is tokens a second of true time. Costs that
+policies start from are fitted to the same part of the table. The main figures are of the stages
+after the first, as in a run: acceptance and costs are known from the stage before, and a draft
+model has read some of its finished text. "first_stage" has the figures of the first, in which
+nothing is known of acceptance. A draft cache never lags here: no table says what catching up costs.
 """
 
 from __future__ import annotations
@@ -30,7 +34,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.latency_table import DECODE, DRAFT, VERIFY, Points, linear, possible_lengths, read_table, surface
+from benchmarks.latency_table import (
+    DECODE,
+    DRAFT,
+    VERIFY,
+    Points,
+    linear,
+    possible_lengths,
+    read_table,
+    surface,
+)
 from rlhf_jax.generation import tree
 from rlhf_jax.generation.samples import RoundReport
 from rlhf_jax.generation.strategy import cost
@@ -42,7 +55,10 @@ from rlhf_jax.types import Strategy
 ROWS = 64
 STAGES = 4  # batches after the first
 PROMPT = 256  # tokens of every prompt
-TYPICAL, SPREAD, LONGEST = 290, 0.8, 4000  # of the responses: median, sigma of the logarithm, cut
+# of the responses: median, sigma of the logarithm, cut
+TYPICAL = 290
+SPREAD = 0.8
+LONGEST = 4000
 GRAIN = 32  # context tokens between two entries of the true times
 NOISE = 0.02  # of the times that policies see
 TAUGHT = 512  # positions of finished text that a draft model reads between two stages
@@ -61,18 +77,31 @@ def main() -> None:
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--latency", required=True, help="CSV of measured call times")
     parser.add_argument("--acceptance", default="0.5,0.7,0.9", help="chances that a draft is right")
-    parser.add_argument("--held-out-fraction", type=float, default=0.5, help="share of the table kept from the fit")
+    parser.add_argument(
+        "--held-out-fraction", type=float, default=0.5, help="share of the table kept from the fit"
+    )
     parser.add_argument("--free-drafter", action="store_true", help="drafting costs nothing")
-    parser.add_argument("--typical-length", type=int, default=TYPICAL, help="median response tokens")
-    parser.add_argument("--stages", type=int, default=STAGES, help="batches drained after the first")
+    parser.add_argument(
+        "--typical-length", type=int, default=TYPICAL, help="median response tokens"
+    )
+    parser.add_argument(
+        "--stages", type=int, default=STAGES, help="batches drained after the first"
+    )
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(given)
     asked.acceptance = [float(chance) for chance in asked.acceptance.split(",")]
-    if not all(0 <= chance <= 1 for chance in asked.acceptance) or not 0 < asked.held_out_fraction < 1:
-        parser.error("--acceptance takes chances from 0 to 1, --held-out-fraction a share between 0 and 1.")
+    if (
+        not all(0 <= chance <= 1 for chance in asked.acceptance)
+        or not 0 < asked.held_out_fraction < 1
+    ):
+        parser.error(
+            "--acceptance takes chances from 0 to 1, --held-out-fraction a share between 0 and 1."
+        )
     return asked
 
 
@@ -82,12 +111,19 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def fitted(points: Points) -> cost.Costs:
     """Our costs after these points, started from nothing but the fastest call."""
     scale = points.seconds.min() * cost.RATES["gpu"][0]
-    work = cost.Work(weight_bytes=scale, context_bytes=scale * 1e-5, token_flops=scale, context_flops=scale * 3e-5)
+    work = cost.Work(
+        weight_bytes=scale,
+        context_bytes=scale * 1e-5,
+        token_flops=scale,
+        context_flops=scale * 3e-5,
+    )
     small = dataclasses.replace(work, weight_bytes=scale / 4, token_flops=scale / 4)
     costs = cost.prior("gpu", work, small)
     for mode, nodes, batch, seq, seconds in zip(*dataclasses.astuple(points), strict=True):
         steps = int(mode == DRAFT)
-        cost.observe(costs, cost.Call(int(nodes), steps, steps, int(nodes)), batch, batch * seq, 0, seconds)
+        cost.observe(
+            costs, cost.Call(int(nodes), steps, steps, int(nodes)), batch, batch * seq, 0, seconds
+        )
     cost.fit(costs)
     return costs
 
@@ -96,13 +132,17 @@ def errors(costs: cost.Costs, points: Points) -> dict:
     """Relative errors of predicted seconds, by mode and in all."""
     predicted = []
     for mode, nodes, batch, seq, _ in zip(*dataclasses.astuple(points), strict=True):
-        steps, verified = np.array([mode == DRAFT], int), np.array([nodes])
+        steps = np.array([mode == DRAFT], int)
+        verified = np.array([nodes])
         calls = cost.Calls(verified, steps, steps, verified)
         predicted += cost.seconds(costs, calls, batch, batch * seq, 0).tolist()
     off = np.abs(np.array(predicted) / points.seconds - 1)
     parts = {mode: off[points.mode == mode] for mode in (DECODE, VERIFY, DRAFT)} | {"all": off}
     return {
-        mode: {"median": round(float(np.median(part)), 4), "p90": round(float(np.quantile(part, 0.9)), 4)}
+        mode: {
+            "median": round(float(np.median(part)), 4),
+            "p90": round(float(np.quantile(part, 0.9)), 4),
+        }
         for mode, part in parts.items()
         if len(part)
     }
@@ -116,7 +156,9 @@ class Machine:
     """What really happens."""
 
     lengths: np.ndarray  # [S] draft lengths, 0 first
-    times: np.ndarray  # [S, rows, T] seconds of a round of 1 and more live rows, at 0, GRAIN, 2 GRAIN ... context a row
+    # [S, rows, T] seconds of a round of 1 and more live rows, at 0, GRAIN, 2 GRAIN ... context a
+    # row
+    times: np.ndarray
     chance: float  # that a draft is right, if those before it are
 
     def seconds(self, live: int, context: float) -> np.ndarray:
@@ -133,17 +175,21 @@ class Machine:
 
 def machine_of(points: Points, chance: float, asked: argparse.Namespace) -> Machine:
     """The machine of the table."""
-    lengths, seqs = possible_lengths(points), np.arange(0, PROMPT + LONGEST + 2 * GRAIN, GRAIN)
+    lengths = possible_lengths(points)
+    seqs = np.arange(0, PROMPT + LONGEST + 2 * GRAIN, GRAIN)
     lives = np.arange(1, min(ROWS, points.batch.max()) + 1)
     times = surface(points[points.mode != DRAFT], lengths + 1, lives, seqs)
     if not free_drafter(points, asked):
-        times = times + lengths[:, None, None] * surface(points[points.mode == DRAFT], np.zeros(1), lives, seqs)
+        times = times + lengths[:, None, None] * surface(
+            points[points.mode == DRAFT], np.zeros(1), lives, seqs
+        )
     return Machine(lengths, times, chance)
 
 
 def batches_of(machine: Machine, asked: argparse.Namespace) -> list[np.ndarray]:
     """[rows] response tokens of the batch of each stage."""
-    luck, rows = np.random.default_rng(asked.seed), machine.times.shape[1]
+    luck = np.random.default_rng(asked.seed)
+    rows = machine.times.shape[1]
     drawn = np.exp(luck.normal(np.log(asked.typical_length), SPREAD, (1 + asked.stages, rows)))
     return list(np.clip(drawn.astype(int), 4, LONGEST))
 
@@ -164,7 +210,9 @@ class Round:
     live: int
     context: float
     accepted: np.ndarray  # [live] drafts
-    tried: np.ndarray  # [live] drafts whose path was right before and that the text was long enough for
+    tried: (
+        np.ndarray
+    )  # [live] drafts whose path was right before and that the text was long enough for
     tokens: int
     seconds: float
     evidence: Evidence
@@ -182,10 +230,13 @@ class Drained(NamedTuple):
     rounds: int
 
 
-def drain(machine: Machine, batches: list[np.ndarray], policy: Policy, retrospect: bool, seed: int) -> list[Drained]:
+def drain(
+    machine: Machine, batches: list[np.ndarray], policy: Policy, retrospect: bool, seed: int
+) -> list[Drained]:
     """What a policy makes of the batches, one after the other.
 
-    `retrospect`: what would have been drafted is scored in rounds that draft nothing (lookup, replay).
+    `retrospect`: what would have been drafted is scored in rounds that draft nothing (lookup,
+    replay).
     """
     luck = np.random.default_rng(seed + 1)
     next(policy)
@@ -195,14 +246,18 @@ def drain(machine: Machine, batches: list[np.ndarray], policy: Policy, retrospec
 def _drained(
     machine: Machine, ends: np.ndarray, policy: Policy, retrospect: bool, luck: np.random.Generator
 ) -> Drained:
-    place, spent, rounds, last = np.zeros(len(ends)), 0.0, 0, None
+    place = np.zeros(len(ends))
+    spent = 0.0
+    rounds = 0
+    last = None
     while (rows := np.flatnonzero(place < ends)).size:
         context = float((PROMPT + place[rows]).sum())
         choice = policy.send((len(rows), context, last))
         seconds = float(machine.seconds(len(rows), context)[choice])
         last = seen(machine, choice, ends[rows] - place[rows], context, seconds, retrospect, luck)
         place[rows] += machine.tokens[choice]
-        spent, rounds = spent + seconds, rounds + 1
+        spent = spent + seconds
+        rounds = rounds + 1
     return Drained(int(ends.sum()), spent, rounds)
 
 
@@ -215,16 +270,30 @@ def seen(
     retrospect: bool,
     luck: np.random.Generator,
 ) -> Round:
-    """A round as policies see it, with the luck of the draws; left [live] tokens that the texts have to come."""
-    length, left = int(machine.lengths[choice]), np.ceil(left).astype(int)
+    """A round as policies see it, with the luck of the draws; left [live] tokens that the texts
+    have to come.
+    """
+    length = int(machine.lengths[choice])
+    left = np.ceil(left).astype(int)
     right = luck.random((len(left), length)) < machine.chance
     accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), left)
     tried = np.minimum(np.minimum(accepted + 1, length), left)
     evidence = evidence_of(right[:, :DEPTHS], left)
     if retrospect and not length:
-        evidence = evidence_of(luck.random((len(left), DEPTHS)) < machine.chance, np.full(len(left), DEPTHS))
+        evidence = evidence_of(
+            luck.random((len(left), DEPTHS)) < machine.chance, np.full(len(left), DEPTHS)
+        )
     tokens = int(np.minimum(accepted + 1, left).sum())
-    return Round(choice, len(left), context, accepted, tried, tokens, seconds * luck.lognormal(0, NOISE), evidence)
+    return Round(
+        choice,
+        len(left),
+        context,
+        accepted,
+        tried,
+        tokens,
+        seconds * luck.lognormal(0, NOISE),
+        evidence,
+    )
 
 
 def evidence_of(right: np.ndarray, left: np.ndarray, siblings: int = 1) -> Evidence:
@@ -233,9 +302,12 @@ def evidence_of(right: np.ndarray, left: np.ndarray, siblings: int = 1) -> Evide
     `siblings`: ranks that were tried at each place; none but the first is ever right.
     """
     count, depth = right.shape
-    ranks, offered = np.full((count, DEPTHS), -1), np.zeros((count, DEPTHS), int)
+    ranks = np.full((count, DEPTHS), -1)
+    offered = np.zeros((count, DEPTHS), int)
     through = np.cumprod(right, axis=1).astype(bool)
-    reached = np.hstack([np.ones((count, 1), bool), through])[:, :depth] & (np.arange(depth) < left[:, None])
+    reached = np.hstack([np.ones((count, 1), bool), through])[:, :depth] & (
+        np.arange(depth) < left[:, None]
+    )
     ranks[:, :depth] = np.where(through & reached, 0, -1)
     offered[:, :depth] = siblings * reached
     return Evidence(np.zeros(count, bool), np.full(count, CLASS), ranks, offered)
@@ -263,23 +335,30 @@ def oracle(machine: Machine) -> Policy:
 
 
 def tlt(lengths: np.ndarray, seed: int) -> Policy:
-    """TLT's rule: nothing above 32 live rows, below by bucket of rows the length of the best measured goodput so far.
+    """TLT's rule: nothing above 32 live rows, below by bucket of rows the length of the best
+    measured goodput so far.
 
-    Each length is tried once, then one round in ten is (BEG-MAB: a bandit by bucket, greedy but for a share epsilon).
+    Each length is tried once, then one round in ten is (BEG-MAB: a bandit by bucket, greedy but for
+    a share epsilon).
     """
-    luck, sums = np.random.default_rng(seed + 2), np.zeros((6, len(lengths), 2))  # tokens, seconds
+    # tokens, seconds
+    luck = np.random.default_rng(seed + 2)
+    sums = np.zeros((6, len(lengths), 2))
     live, _, _ = yield 0
     while True:
         tokens, seconds = sums[bucket := int(np.log2(live)) if live <= 32 else 0].T
         best = int(np.argmax(np.where(seconds > 0, tokens / np.maximum(seconds, 1e-9), np.inf)))
-        choice = (int(luck.integers(len(lengths))) if luck.random() < 0.1 else best) if live <= 32 else 0
+        choice = (
+            (int(luck.integers(len(lengths))) if luck.random() < 0.1 else best) if live <= 32 else 0
+        )
         live, _, last = yield choice
         if last is not None and last.live <= 32:
             sums[bucket, last.choice] += last.tokens, last.seconds
 
 
 def smartspec(lengths: np.ndarray, target: np.ndarray, drafter: np.ndarray) -> Policy:
-    """SmartSpec: the length of the best goodput by linear costs and a moving average of the acceptance.
+    """SmartSpec: the length of the best goodput by linear costs and a moving average of the
+    acceptance.
 
     target, drafter [3]: seconds of a call = dot([context, tokens, 1]) (`linear`).
     """
@@ -293,16 +372,24 @@ def smartspec(lengths: np.ndarray, target: np.ndarray, drafter: np.ndarray) -> P
             chance += 0.1 * (last.accepted.sum() / last.tried.sum() - chance)
 
 
-def ours(lengths: np.ndarray, costs: cost.Costs, drafter: str, texts: Texts, decisions: list[float]) -> Policy:
-    """The project's selector, which knows nothing of the drafter at first; appends the seconds of each decision."""
-    menu = menus.build(Strategy(tree.chain(length), drafter if length else "none") for length in lengths.tolist())
+def ours(
+    lengths: np.ndarray, costs: cost.Costs, drafter: str, texts: Texts, decisions: list[float]
+) -> Policy:
+    """The project's selector, which knows nothing of the drafter at first; appends the seconds of
+    each decision.
+    """
+    menu = menus.build(
+        Strategy(tree.chain(length), drafter if length else "none") for length in lengths.tolist()
+    )
     # The table's engine pads no nodes.
     unpadded = dataclasses.replace(menu.calls, nodes=lengths + 1, grid=lengths + 1)
     menu = dataclasses.replace(menu, calls=unpadded)
     selector = Selector(menu, costs)
     live, context, _ = yield 0
     while True:
-        situation = Situation(live, live, context, 0, {drafter: rows_by_class(live)}, ready=lambda _: True)
+        situation = Situation(
+            live, live, context, 0, {drafter: rows_by_class(live)}, ready=lambda _: True
+        )
         began = time.perf_counter()
         strategy = selector.choose(situation).strategy
         decisions.append(time.perf_counter() - began)
@@ -323,7 +410,9 @@ class Texts:
 
 
 def end_stage(selector: Selector, texts: Texts) -> None:
-    """Between two stages: a draft model reads finished text, all fades as if the policy had moved."""
+    """Between two stages: a draft model reads finished text, all fades as if the policy had
+    moved.
+    """
     if "model" in selector.acceptance:
         right = texts.luck.random((TAUGHT, DEPTHS)) < texts.chance
         selector.taught("model", evidence_of(right, np.full(TAUGHT, DEPTHS), siblings=RANKS))
@@ -359,9 +448,12 @@ def report(last: Round, strategy: Strategy, drafter: str) -> RoundReport:
 def document(points: Points, asked: argparse.Namespace) -> dict:
     """All that the benchmark measures."""
     held_out = np.random.default_rng(asked.seed).random(len(points.mode)) < asked.held_out_fraction
-    train, test = points[~held_out], points[held_out]
+    train = points[~held_out]
+    test = points[held_out]
     if not {DECODE, VERIFY} <= set(train.mode) or not len(test.mode):
-        raise ValueError(f"{asked.latency} has too few points to hold out {asked.held_out_fraction:g} of them.")
+        raise ValueError(
+            f"{asked.latency} has too few points to hold out {asked.held_out_fraction:g} of them."
+        )
     drains = {str(chance): drains_at(chance, points, train, asked) for chance in asked.acceptance}
     return {
         "table": pathlib.Path(asked.latency).name,
@@ -376,20 +468,30 @@ def document(points: Points, asked: argparse.Namespace) -> dict:
 
 
 def drains_at(chance: float, points: Points, train: Points, asked: argparse.Namespace) -> dict:
-    """The drains by every policy at one acceptance, and how ours compares: first the later stages, then the first."""
-    machine, free, decisions = machine_of(points, chance, asked), free_drafter(points, asked), []
-    lengths, drafter = machine.lengths, "lookup" if free else "model"
+    """The drains by every policy at one acceptance, and how ours compares: first the later stages,
+    then the first.
+    """
+    machine = machine_of(points, chance, asked)
+    free = free_drafter(points, asked)
+    decisions = []
+    lengths = machine.lengths
+    drafter = "lookup" if free else "model"
     draft = linear(train[train.mode == DRAFT]) * (not free)
     texts = Texts(np.random.default_rng(asked.seed + 3), chance)
     policies = {
-        **{f"length {length}" if length else "plain": fixed(i) for i, length in enumerate(lengths.tolist())},
+        **{
+            f"length {length}" if length else "plain": fixed(i)
+            for i, length in enumerate(lengths.tolist())
+        },
         "tlt": tlt(lengths, asked.seed),
         "smartspec": smartspec(lengths, linear(train[train.mode != DRAFT]), draft),
         "ours": ours(lengths, fitted(train), drafter, texts, decisions),
         "oracle": oracle(machine),
     }
     batches = batches_of(machine, asked)
-    drained = {name: drain(machine, batches, policy, free, asked.seed) for name, policy in policies.items()}
+    drained = {
+        name: drain(machine, batches, policy, free, asked.seed) for name, policy in policies.items()
+    }
     microseconds = {"decision_microseconds": round(statistics.median(decisions) * 1e6, 1)}
     return (
         compared({name: stages[1:] for name, stages in drained.items()})
@@ -402,7 +504,9 @@ def compared(drained: dict[str, list[Drained]]) -> dict:
     """Goodput over some stages, by policy, and how ours compares."""
     totals = {name: Drained(*np.sum(stages, axis=0).tolist()) for name, stages in drained.items()}
     goodput = {name: total.tokens / total.seconds for name, total in totals.items()}
-    best_fixed = max((name for name in goodput if name.startswith("length")), key=goodput.__getitem__)
+    best_fixed = max(
+        (name for name in goodput if name.startswith("length")), key=goodput.__getitem__
+    )
     return {
         "tokens": int(totals["ours"].tokens),
         "rounds": {name: int(total.rounds) for name, total in totals.items()},

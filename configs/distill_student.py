@@ -1,8 +1,10 @@
-"""A small draft model from SmolLM2-135M-Instruct itself, for the prompts of the quickstart, on two CPU cores.
+"""A small draft model from SmolLM2-135M-Instruct itself, for the prompts of the quickstart, on two
+CPU cores.
 
     python launch/train.py --config configs/distill_student.py
 
-It ends in runs/distill_student/drafter, a model as any other; a run drafts with it and keeps it current by
+It ends in runs/distill_student/drafter, a model as any other; a run drafts with it and keeps it
+current by
 
     --config.generation.strategy=model-chain-4 --config.drafter.path=runs/distill_student/drafter
     --config.drafter.layers=4 --config.drafter.learning_rate=1e-4
@@ -24,7 +26,9 @@ def get_config():
     config.data.train = "configs/data/nouns_train.jsonl"
     config.data.system = "Be brief."
     config.data.max_prompt_tokens = 28
-    config.generation.update(prompts_per_step=16, samples_per_prompt=4, max_new_tokens=40, rows=32, fewest_rows=8)
+    config.generation.update(
+        prompts_per_step=16, samples_per_prompt=4, max_new_tokens=40, rows=32, fewest_rows=8
+    )
 
     config.training.epochs = 3
     config.training.minibatches = 4

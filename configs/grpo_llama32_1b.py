@@ -3,12 +3,11 @@ r"""GRPO on Llama-3.2-1B-Instruct, on one 80 GB GPU.
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python launch/train.py --config configs/grpo_llama32_1b.py \
         --config.model.path=PATH --config.data.train=PROMPTS.jsonl --config.reward.functions=FILE.py:FUNCTION
 
-Hardware: one GPU of 80 GB (A100 or H100), of which the run may use 76 GB.
-Memory of each device, as predicted and printed by part before weights are loaded:
-34.2 GB in generation and 32.8 GB in training.
-Expect: the mean reward of the function you give rises while `kl/mean` stays small. Drafts are looked up in
-the sample itself and in earlier roll-outs of its prompt, so `generation/tokens_per_round` rises as prompts
-come again.
+Hardware: one GPU of 80 GB (A100 or H100), of which the run may use 76 GB. Memory of each device, as
+predicted and printed by part before weights are loaded: 34.2 GB in generation and 32.8 GB in
+training. Expect: the mean reward of the function you give rises while `kl/mean` stays small. Drafts
+are looked up in the sample itself and in earlier roll-outs of its prompt, so
+`generation/tokens_per_round` rises as prompts come again.
 """
 
 from rlhf_jax.config import default
@@ -30,11 +29,7 @@ def get_config():
         rows=256,
     )
     config.training.update(
-        minibatches=4,
-        microbatch_rows=8,
-        learning_rate=1e-6,
-        warmup_steps=10,
-        length_bucket=256,
+        minibatches=4, microbatch_rows=8, learning_rate=1e-6, warmup_steps=10, length_bucket=256
     )
     config.mesh.device_memory_gb = 76.0
     return config

@@ -1,12 +1,13 @@
-"""GRPO on SmolLM2-135M-Instruct: write about a thing, and be kind about it. A few minutes on two CPU cores.
+"""GRPO on SmolLM2-135M-Instruct: write about a thing, and be kind about it. A few minutes on two
+CPU cores.
 
     pip install -e ".[quickstart]" && python launch/train.py --config configs/quickstart.py
 
-Expect the held-out reward to rise from 0.64 to above 0.9, and the measure that is never trained on, TextBlob's
-polarity, from 0.58 to about 0.8.
+Expect the held-out reward to rise from 0.64 to above 0.9, and the measure that is never trained on,
+TextBlob's polarity, from 0.58 to about 0.8.
 
-The weights (93 MB) are fetched at the first run. The reward is VADER's sentiment of the first sentence; TextBlob
-reads another lexicon.
+The weights (93 MB) are fetched at the first run. The reward is VADER's sentiment of the first
+sentence; TextBlob reads another lexicon.
 """
 
 from rlhf_jax.config import default

@@ -1,10 +1,12 @@
-"""PPO on SmolLM2-135M-Instruct, with a critic, on the quickstart's task. A few minutes on two CPU cores.
+"""PPO on SmolLM2-135M-Instruct, with a critic, on the quickstart's task. A few minutes on two CPU
+cores.
 
     pip install -e ".[quickstart]" && python launch/train.py --config configs/quickstart_ppo.py
 
-The critic starts from the policy's own trunk; the KL penalty is taken from the reward token by token. Expect the
-held-out reward to rise from 0.64 to about 0.85, and `critic/explained_variance` from 0 to 0.4: slower than the
-quickstart, whose groups need no critic to learn what a prompt is worth.
+The critic starts from the policy's own trunk; the KL penalty is taken from the reward token by
+token. Expect the held-out reward to rise from 0.64 to about 0.85, and `critic/explained_variance`
+from 0 to 0.4: slower than the quickstart, whose groups need no critic to learn what a prompt is
+worth.
 """
 
 from pathlib import Path

@@ -23,17 +23,25 @@ from rlhf_jax.types import Model, ModelConfig, TrainState
 
 def main(argv: list[str]) -> int:
     """The exit code; a mistake of the user's is one sentence on stderr."""
-    parser = argparse.ArgumentParser(description="Write the policy of a checkpoint as a Hugging Face folder.")
+    parser = argparse.ArgumentParser(
+        description="Write the policy of a checkpoint as a Hugging Face folder."
+    )
     parser.add_argument("workdir", type=Path, help="of the run; the run may be going on")
     parser.add_argument("--step", type=int, help="of the checkpoint; the latest if not given")
     parser.add_argument(
-        "--out", type=Path, help="the folder to write; WORKDIR/policy-STEP or drafter-STEP if not given"
+        "--out",
+        type=Path,
+        help="the folder to write; WORKDIR/policy-STEP or drafter-STEP if not given",
     )
-    parser.add_argument("--drafter", action="store_true", help="the student that drafts for the policy, instead")
+    parser.add_argument(
+        "--drafter", action="store_true", help="the student that drafts for the policy, instead"
+    )
     asked = parser.parse_args(argv[1:])
     name = "drafter" if asked.drafter else "policy"
     try:
-        print(f"The {name} is in {export(asked.workdir.expanduser(), asked.step, asked.out, name)}.")
+        print(
+            f"The {name} is in {export(asked.workdir.expanduser(), asked.step, asked.out, name)}."
+        )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -41,7 +49,8 @@ def main(argv: list[str]) -> int:
 
 
 def export(workdir: Path, step: int | None, out: Path | None, name: str = "policy") -> Path:
-    """The folder written: weights in float32, the tokenizer and stop tokens of the model that the run began with.
+    """The folder written: weights in float32, the tokenizer and stop tokens of the model that the
+    run began with.
 
     Raises ValueError or OSError in one sentence where there is no such run, model or checkpoint.
     """
@@ -49,7 +58,9 @@ def export(workdir: Path, step: int | None, out: Path | None, name: str = "polic
     layers = _said(workdir, "drafter", "layers") if name == "drafter" else 0
     if name == "drafter" and not layers:
         raise ValueError(f"The run in {workdir} has no student: its drafter.layers is 0.")
-    step, state, _ = read_part(workdir / "checkpoints", policy_template(source.config, layers), step)
+    step, state, _ = read_part(
+        workdir / "checkpoints", policy_template(source.config, layers), step
+    )
     out = out or workdir / f"{name}-{step}"
     model = completed(state.drafter, state.policy) if name == "drafter" else state.policy
     huggingface.save(out, model, source.tokenizer, source.stop_tokens, jnp.float32)
@@ -72,14 +83,18 @@ def _said(workdir: Path, section: str, key: str) -> Any:
 
 
 def policy_template(config: ModelConfig, layers: int = 0) -> TrainState:
-    """Places of the policy and, with `layers`, its student, in the host's memory: one accelerator may be too small
-    for their float32.
+    """Places of the policy and, with `layers`, its student, in the host's memory: one accelerator
+    may be too small for their float32.
     """
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     policy: Model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config, jnp.float32))
-    student: Model | None = jax.eval_shape(lambda model: student_of(model, layers), policy) if layers else None
+    student: Model | None = (
+        jax.eval_shape(lambda model: student_of(model, layers), policy) if layers else None
+    )
     shapes = TrainState(policy=policy, optimizer=None, step=None, drafter=student)
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host), shapes)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host), shapes
+    )
 
 
 if __name__ == "__main__":

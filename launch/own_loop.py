@@ -18,11 +18,18 @@ from rlhf_jax.inference.logprobs import score_rollout
 from rlhf_jax.model.source import open_source
 from rlhf_jax.model.transformer import unstack
 from rlhf_jax.training.advantages import grpo
-from rlhf_jax.training.update import Optimizers, UpdateConfig, init_train_state, make_optimizer, update
+from rlhf_jax.training.update import (
+    Optimizers,
+    UpdateConfig,
+    init_train_state,
+    make_optimizer,
+    update,
+)
 from rlhf_jax.types import Experience
 
 QUESTIONS = ("What is a lighthouse?", "Name a colour.")
-GROUP, NEW = 4, 24
+GROUP = 4
+NEW = 24
 
 
 def main(model: str, steps: int) -> None:
@@ -45,7 +52,9 @@ def main(model: str, steps: int) -> None:
         logprobs = score_rollout(state.policy, rollout, temperature=1.0, rows=GROUP)
         reference_logprobs = score_rollout(reference, rollout, temperature=1.0, rows=GROUP)
         advantages = jnp.where(rollout.mask, grpo(jnp.asarray(rewards), GROUP)[:, None], 0.0)
-        experience = Experience(rollout, rollout.mask, logprobs, reference_logprobs, rewards, advantages)
+        experience = Experience(
+            rollout, rollout.mask, logprobs, reference_logprobs, rewards, advantages
+        )
         state, metrics = update(state, experience, optimizers, training, kl_weight=0.04)
         print(f"step {step}: {-rewards.mean():.1f} tokens an answer, kl {metrics['kl/mean']:.4f}")
 

@@ -10,7 +10,9 @@ from rlhf_jax.report.page import write_report
 def main(argv: list[str]) -> int:
     """The exit code; a mistake of the user's is one sentence on stderr."""
     if len(argv) != 2:
-        print("error: name the workdir of one run: python launch/report.py WORKDIR", file=sys.stderr)
+        print(
+            "error: name the workdir of one run: python launch/report.py WORKDIR", file=sys.stderr
+        )
         return 2
     try:
         print(write_report(argv[1]))

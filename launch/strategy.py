@@ -1,7 +1,8 @@
-"""What adaptive drafting would choose, and why: python launch/strategy.py WORKDIR [--live 1,4,16,64] [--step N]
+"""What adaptive drafting would choose, and why: python launch/strategy.py WORKDIR [--live
+1,4,16,64] [--step N]
 
-For each number of live rows: every strategy, the best first, with what its round is predicted to give and what its
-rounds gave with about as many live rows.
+For each number of live rows: every strategy, the best first, with what its round is predicted to
+give and what its rounds gave with about as many live rows.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from rlhf_jax.generation.strategy import cost, tally
 from rlhf_jax.generation.strategy.select import Selector, Situation
 from rlhf_jax.types import TrainState
 
-# (heading, key, format) of the figures of a row: those predicted of a round, then what rounds gave, empty without any.
+# (heading, key, format) of the figures of a row: those predicted of a round, then what rounds gave,
+# empty without any.
 COLUMNS = (
     ("predicted\ntokens/row", "tokens_per_row", ".2f"),
     ("\nms", "milliseconds", ".3g"),
@@ -42,9 +44,13 @@ COLUMNS = (
 
 def main(argv: list[str], console: Console | None = None) -> int:
     """The exit code; a mistake of the user's is one sentence on stderr."""
-    parser = argparse.ArgumentParser(description="Print the table that adaptive drafting chooses from.")
+    parser = argparse.ArgumentParser(
+        description="Print the table that adaptive drafting chooses from."
+    )
     parser.add_argument("workdir", type=Path, help="of the run; the run may be going on")
-    parser.add_argument("--live", help="numbers of live rows, as in 1,4,16; from 1 to generation.rows if not given")
+    parser.add_argument(
+        "--live", help="numbers of live rows, as in 1,4,16; from 1 to generation.rows if not given"
+    )
     parser.add_argument("--step", type=int, help="of the checkpoint; the latest if not given")
     asked = parser.parse_args(argv[1:])
     try:
@@ -60,32 +66,41 @@ def main(argv: list[str], console: Console | None = None) -> int:
 
 
 def read_config(workdir: Path) -> Config:
-    """The config of the run in `workdir`; raises ValueError or FileNotFoundError where there is none."""
+    """The config of the run in `workdir`; raises ValueError or FileNotFoundError where there is
+    none.
+    """
     file = workdir / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"There is no run in {workdir}: {file} is missing.")
     said = read_json(file)
     if not isinstance(said, dict) or not {"generation", "drafter", "deterministic"} <= said.keys():
-        raise ValueError(f"{file} is no config of a run: it lacks generation, drafter or deterministic.")
+        raise ValueError(
+            f"{file} is no config of a run: it lacks generation, drafter or deterministic."
+        )
     return ConfigDict(said)
 
 
 def read_selector(workdir: Path, config: Config, step: int | None) -> tuple[int, Selector]:
     """The step of the checkpoint and what it keeps of training's choices; no weights are read.
 
-    Raises ValueError or OSError in one sentence where the run's strategy is fixed or there is no such checkpoint.
+    Raises ValueError or OSError in one sentence where the run's strategy is fixed or there is no
+    such checkpoint.
     """
     if not drafting.adaptive(config):
         raise ValueError(
-            f"The run in {workdir} chooses no strategy: its generation.strategy is {config.generation.strategy!r}."
+            f"The run in {workdir} chooses no strategy: its generation.strategy is"
+            f" {config.generation.strategy!r}."
         )
     step, _, host = read_part(workdir / "checkpoints", _counter(), step)
     saved = host["drafting"].get("selector")
     if saved is None:
         raise ValueError(
-            f"The checkpoint of step {step} in {workdir} was made with a fixed strategy; name a later one."
+            f"The checkpoint of step {step} in {workdir} was made with a fixed strategy; name a"
+            " later one."
         )
-    selector = Selector(drafting.strategies(config), cost.restore(saved["costs"]), config.deterministic)
+    selector = Selector(
+        drafting.strategies(config), cost.restore(saved["costs"]), config.deterministic
+    )
     selector.restore(saved)
     return step, selector
 
@@ -115,13 +130,17 @@ def show(selector: Selector, config: Config, live: list[int], title: str, consol
     console.print(Text(title, "bold"))
     for count in live:
         situation = _situation(selector, config, count)
-        choice = copy.deepcopy(selector).choose(situation)  # a choice is remembered, and these are only asked for
+        choice = copy.deepcopy(selector).choose(
+            situation
+        )  # a choice is remembered, and these are only asked for
         console.print(_table(selector.table(situation), situation))
         console.print(Text(f"{choice.why}.\n"), soft_wrap=True)
 
 
 def _situation(selector: Selector, config: Config, live: int) -> Situation:
-    """As rounds of so many live rows have had it, in a batch that has shrunk as far as it may on one device."""
+    """As rounds of so many live rows have had it, in a batch that has shrunk as far as it may on
+    one device.
+    """
     rows = config.generation.rows if live <= config.generation.rows else tally.bucket(live)
     while rows % 2 == 0 and rows // 2 >= max(live, config.generation.fewest_rows):
         rows //= 2

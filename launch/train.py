@@ -1,6 +1,7 @@
 """RLHF in one command: python launch/train.py --config configs/quickstart.py --config.any.key=value
 
-The same command again goes on from the last checkpoint. As several processes: launch/local.sh, slurm.sh, tpu.sh.
+The same command again goes on from the last checkpoint. As several processes: launch/local.sh,
+slurm.sh, tpu.sh.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def main(argv: list[str]) -> int:
             processes.start(place)
         train(config)
     except Stopped as stopped:
-        return processes.leave(stopped.exit_code, f"Stopped by {stopped.name}: {' '.join(stopped.__notes__)}.", place)
+        return processes.leave(
+            stopped.exit_code, f"Stopped by {stopped.name}: {' '.join(stopped.__notes__)}.", place
+        )
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
         of_device = processes.is_of_device(error)
         said = _with_notes(_of_device(error) if of_device else str(error), error)
@@ -80,7 +83,8 @@ def _of_device(error: Exception) -> str:
     reason = str(error).splitlines()[0].rstrip(".")
     if processes.started() and "RESOURCE_EXHAUSTED" not in reason:
         return (
-            f"the processes cannot go on together ({reason}); where one has ended its own words say why, and the same"
+            f"the processes cannot go on together ({reason}); where one has ended its own words"
+            " say why, and the same"
             " command goes on from the last checkpoint."
         )
     change = "lower training.microbatch_rows or generation.rows"
@@ -113,13 +117,18 @@ def train(config: Config) -> None:
         saved = stack.enter_context(checkpoints(run))
         optimizers = build.make_optimizers(run)
         state, remembered = start_or_resume(run, optimizers, saved)
-        opened = functools.partial(metrics.open_run, run.workdir, config.to_json_best_effort(), int(state.step))
+        opened = functools.partial(
+            metrics.open_run, run.workdir, config.to_json_best_effort(), int(state.step)
+        )
         writer = processes.in_step(lambda: opened() if processes.leads() else None)
         stack.callback(writer.close if writer else lambda: None)
         progress = stack.enter_context(metrics.Progress(config.steps, int(state.step), screen()))
-        watchdog = stack.enter_context(Watchdog(config.watchdog_seconds, progress.say if writer else _say_by_rank))
+        watchdog = stack.enter_context(
+            Watchdog(config.watchdog_seconds, progress.say if writer else _say_by_rank)
+        )
         watch = Watch(progress, watchdog, stop, follows=not crew_of(run.mesh).leads)
-        stages, models = build.make_stages(run, optimizers, stack, watch.working), build.frozen(run)
+        stages = build.make_stages(run, optimizers, stack, watch.working)
+        models = build.frozen(run)
         setting = Setting(run, stages, models, saved, writer, watch)
         state = loop(setting, state, remembered, make_evaluation(setting, remembered, stack))
     finish(run, state)
@@ -134,7 +143,8 @@ def check_alike(run: build.Run) -> None:
         for key, value in found[0].items():
             if other.get(key) != value:
                 raise ValueError(
-                    f"{key} is {other.get(key)!r} on rank {rank} and {value!r} on rank 0: give all the same."
+                    f"{key} is {other.get(key)!r} on rank {rank} and {value!r} on rank 0: give"
+                    " all the same."
                 )
 
 
@@ -151,10 +161,14 @@ def checkpoints(run: build.Run) -> Checkpoints:
     """Those in the workdir; the config may differ from theirs where it says so."""
     asked = run.config.checkpoint
     settings = build.settings(run.config)
-    return Checkpoints(run.workdir / "checkpoints", asked.keep, build.identity(run), settings, asked.allow_changes)
+    return Checkpoints(
+        run.workdir / "checkpoints", asked.keep, build.identity(run), settings, asked.allow_changes
+    )
 
 
-def start_or_resume(run: build.Run, optimizers: Optimizers, saved: Checkpoints) -> tuple[TrainState, Memory]:
+def start_or_resume(
+    run: build.Run, optimizers: Optimizers, saved: Checkpoints
+) -> tuple[TrainState, Memory]:
     """The state of the last checkpoint, or that of a new run."""
     remembered = build.new_memory(run)
     found = saved.restore(build.state_template(run, optimizers))
@@ -162,17 +176,22 @@ def start_or_resume(run: build.Run, optimizers: Optimizers, saved: Checkpoints) 
         return build.new_state(run, optimizers), remembered
     remembered.restore(found.host)
     if processes.leads():
-        print(f"Going on from step {found.step}, saved in {run.workdir}/checkpoints; another workdir starts anew.\n")
+        print(
+            f"Going on from step {found.step}, saved in {run.workdir}/checkpoints; another"
+            " workdir starts anew.\n"
+        )
     return found.state, remembered
 
 
 def loop(setting: Setting, state: TrainState, remembered: Memory, evaluate: Evaluate) -> TrainState:
-    """Evaluate every so often; roll out, infer and update up to `config.steps` times; save every so often.
+    """Evaluate every so often; roll out, infer and update up to `config.steps` times; save every so
+    often.
 
-    A signal is answered at the next round, reward or phase, but not within an update. Whatever ends the loop, a
-    state that is whole is saved.
+    A signal is answered at the next round, reward or phase, but not within an update. Whatever ends
+    the loop, a state that is whole is saved.
     """
-    config, watch = setting.run.config, setting.watch
+    config = setting.run.config
+    watch = setting.watch
     try:
         watch("compiling", None)
         compile_rounds(state.policy, drafter_of(state, setting.models), remembered, setting.stages)
@@ -186,11 +205,15 @@ def loop(setting: Setting, state: TrainState, remembered: Memory, evaluate: Eval
     except Stopped as stopped:
         saved = save(setting, state, remembered)
         stopped.add_note(
-            "the same command goes on from there" if saved else "nothing is saved, the run began or keeps none"
+            "the same command goes on from there"
+            if saved
+            else "nothing is saved, the run began or keeps none"
         )
         raise
     except Exception as error:
-        whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))  # no update has begun, and used it up
+        whole = not any(
+            leaf.is_deleted() for leaf in jax.tree.leaves(state)
+        )  # no update has begun, and used it up
         if whole and processes.all_here("a failed step"):
             try:
                 save(setting, state, remembered)
@@ -201,18 +224,29 @@ def loop(setting: Setting, state: TrainState, remembered: Memory, evaluate: Eval
 
 
 def one_step(setting: Setting, state: TrainState, remembered: Memory) -> TrainState:
-    """One iteration, written down; a batch that spoils it is kept, and one that is abandoned comes again."""
-    step, start, run = int(state.step), time.perf_counter(), setting.run
+    """One iteration, written down; a batch that spoils it is kept, and one that is abandoned comes
+    again.
+    """
+    step = int(state.step)
+    start = time.perf_counter()
+    run = setting.run
     position = remembered.batches.state()
     take = STEPS[run.config.objective]
     try:
-        state, figures, table = take(state, setting.models, run.prompts, remembered, setting.stages, setting.watch)
+        state, figures, table = take(
+            state, setting.models, run.prompts, remembered, setting.stages, setting.watch
+        )
     except Exception as error:
         remembered.batches.restore(position)
         if not isinstance(error, rlhf.Ruined):
             raise
-        batch, reason = run.workdir / "post-mortem" / f"step-{step:06d}.npz", str(error).rstrip(".")
-        kept = post_mortem(batch, error.experience) if processes.leads() else f"the batch is in {batch}"
+        batch = run.workdir / "post-mortem" / f"step-{step:06d}.npz"
+        reason = str(error).rstrip(".")
+        kept = (
+            post_mortem(batch, error.experience)
+            if processes.leads()
+            else f"the batch is in {batch}"
+        )
         raise ValueError(f"Step {step}: {reason}; {kept}, checkpoints are as they were.") from error
     figures |= {"step": step, "step/seconds": time.perf_counter() - start}
     processes.in_step(lambda: write(setting, figures, table, remembered))
@@ -220,12 +254,17 @@ def one_step(setting: Setting, state: TrainState, remembered: Memory) -> TrainSt
     return state
 
 
-def write(setting: Setting, figures: dict[str, float], table: list[dict[str, Any]], remembered: Memory) -> None:
+def write(
+    setting: Setting, figures: dict[str, float], table: list[dict[str, Any]], remembered: Memory
+) -> None:
     """A finished step in the files of the run."""
-    writer, step = setting.writer, int(figures["step"])
+    writer = setting.writer
+    step = int(figures["step"])
     if writer is None:
         return
-    timeline.write(setting.run.workdir, step, remembered.timeline.spans, setting.stages.mesh.shape["slices"])
+    timeline.write(
+        setting.run.workdir, step, remembered.timeline.spans, setting.stages.mesh.shape["slices"]
+    )
     writer.write(figures)
     writer.write_samples(step, table)
     if remembered.drafting.selector:
@@ -233,7 +272,9 @@ def write(setting: Setting, figures: dict[str, float], table: list[dict[str, Any
 
 
 def save(setting: Setting, state: TrainState, remembered: Memory) -> bool:
-    """A checkpoint of all that the next step depends on, written while the run goes on; whether one is wanted."""
+    """A checkpoint of all that the next step depends on, written while the run goes on; whether one
+    is wanted.
+    """
     setting.watch.beat("saving")
     wanted = bool(setting.run.config.checkpoint.every and int(state.step))
     if wanted:
@@ -243,7 +284,9 @@ def save(setting: Setting, state: TrainState, remembered: Memory) -> bool:
 
 
 def post_mortem(path: Path, experience: Experience) -> str:
-    """Writes the batch of a step, an array of it under each name, and says where it is, or why it is not."""
+    """Writes the batch of a step, an array of it under each name, and says where it is, or why it
+    is not.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(path, **named_leaves(experience))
@@ -254,7 +297,9 @@ def post_mortem(path: Path, experience: Experience) -> str:
 
 @dataclasses.dataclass
 class Watch:
-    """Hears of each phase and of the rounds of generation as they arrive: shows them, and stops where asked to."""
+    """Hears of each phase and of the rounds of generation as they arrive: shows them, and stops
+    where asked to.
+    """
 
     progress: metrics.Progress
     watchdog: Watchdog
@@ -270,12 +315,15 @@ class Watch:
             self.listen(may_stop=not self.follows) if report else self.agree()
         self.beat(phase)
         if report is None:
-            self.tally, self.start = Tally(), time.perf_counter()
+            self.tally = Tally()
+            self.start = time.perf_counter()
             self.progress.update(phase)
             return
         self.tally.add(report)
         seen = self.tally.metrics(time.perf_counter() - self.start)
-        numbers = {name: seen[f"generation/{name}"] for name in ("tokens_per_second", "tokens_per_round")}
+        numbers = {
+            name: seen[f"generation/{name}"] for name in ("tokens_per_second", "tokens_per_round")
+        }
         self.progress.update(phase, live_rows=report.live, **numbers)
 
     def beat(self, phase: str) -> None:
@@ -296,12 +344,15 @@ class Watch:
             self.stop.check()
 
     def listen(self, may_stop: bool = True) -> None:
-        """Stop where this process was asked to, or hears that another was: what it works on alone ends early."""
+        """Stop where this process was asked to, or hears that another was: what it works on alone
+        ends early.
+        """
         now = time.monotonic()
         if self.stop.signal is not None:
             processes.publish(STOP, str(self.stop.signal))
         elif now - self.listened > 1.0:
-            self.listened, word = now, processes.published(STOP)
+            self.listened = now
+            word = processes.published(STOP)
             self.stop.signal = self.stop.signal if word is None else int(word)
         if may_stop:
             self.stop.check()
@@ -312,14 +363,20 @@ Evaluate = Callable[[TrainState], None]  # of the state after so many updates
 
 def make_evaluation(setting: Setting, remembered: Memory, stack: contextlib.ExitStack) -> Evaluate:
     """A function that measures the policy on held-out prompts when it is time to."""
-    run, stages, asked = setting.run, setting.stages, setting.run.config.evaluation
+    run = setting.run
+    stages = setting.stages
+    asked = setting.run.config.evaluation
     if run.held_out is None:
         return lambda state: None
-    make = functools.partial(build.function_scorer, run.config, stack=stack, observe=setting.watch.working)
+    make = functools.partial(
+        build.function_scorer, run.config, stack=stack, observe=setting.watch.working
+    )
     others = {name: make(spec) for name, spec in run.config.reward.metrics.items()}
     measures = {"reward": lambda answers: stages.reward(answers, {})[0]} | others
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
-    decoding = dataclasses.replace(stages.decoding, sampling=sampling, seed=run.config.seed ^ EVALUATION_SEED)
+    decoding = dataclasses.replace(
+        stages.decoding, sampling=sampling, seed=run.config.seed ^ EVALUATION_SEED
+    )
     measure = functools.partial(
         evaluate,
         prompts=run.held_out,
@@ -335,7 +392,9 @@ def make_evaluation(setting: Setting, remembered: Memory, stack: contextlib.Exit
         step = int(state.step)
         if step % asked.every == 0 or step >= run.config.steps:
             found = measure(state.policy, drafter=drafter_of(state, setting.models))
-            processes.in_step(lambda: setting.writer and setting.writer.write_evaluation(step, *found))
+            processes.in_step(
+                lambda: setting.writer and setting.writer.write_evaluation(step, *found)
+            )
 
     return evaluation
 
@@ -362,16 +421,21 @@ def tell(run: build.Run, trained: list[str]) -> None:
 
 
 def fix_kernels(config: Config) -> None:
-    """With `deterministic`, a GPU's sums have one order. Flags are read when the first device is asked for."""
+    """With `deterministic`, a GPU's sums have one order. Flags are read when the first device is
+    asked for.
+    """
     if config.deterministic:
-        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
+        os.environ["XLA_FLAGS"] = (
+            os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
+        )
 
 
 def keep_programs(folder: str) -> None:
     """Keep compiled programs in a folder between runs.
 
-    But not those of several processes on CPUs: a program that was read back no longer keeps its collectives in one
-    order, and two processes then wait for each other in different ones (seen with jax 0.10.2).
+    But not those of several processes on CPUs: a program that was read back no longer keeps its
+    collectives in one order, and two processes then wait for each other in different ones (seen
+    with jax 0.10.2).
     """
     if folder and not (processes.started() and jax.default_backend() == "cpu"):
         jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
@@ -380,7 +444,9 @@ def keep_programs(folder: str) -> None:
 
 def announce(run: build.Run) -> None:
     """Print what the run will use; raise ValueError where it does not fit the devices."""
-    config, mesh, policy = run.config, run.mesh, run.policy
+    config = run.config
+    mesh = run.mesh
+    policy = run.policy
     parts = memory.plan(run.config, run.models, dict(mesh.shape), run.dtype, run.kernels[0])
     known = memory.device_memory(config, jax.local_devices()[0])
     if known is not None:
@@ -393,7 +459,11 @@ def announce(run: build.Run) -> None:
     sizes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     tokens = f"up to {samples * generation.max_new_tokens:,} tokens"
     rows = [
-        ("model", f"{policy.path.name} ({policy.config.num_layers} layers of {policy.config.width}), {run.dtype.name}"),
+        (
+            "model",
+            f"{policy.path.name} ({policy.config.num_layers} layers of {policy.config.width}),"
+            f" {run.dtype.name}",
+        ),
         ("devices", f"{jax.device_count()} x {jax.devices()[0].device_kind} ({sizes})"),
         *([("processes", str(processes.count()))] if processes.started() else []),
         *([("drafter", _drafter(run))] if run.models.drafter else []),
@@ -406,7 +476,11 @@ def announce(run: build.Run) -> None:
         ("kernels", _kernels(run.kernels[1])),
         ("memory", "\n".join(memory.table(parts))),
     ]
-    name = ALGORITHMS[config.advantage.estimator] if config.objective == "reward" else "distillation of a drafter"
+    name = (
+        ALGORITHMS[config.advantage.estimator]
+        if config.objective == "reward"
+        else "distillation of a drafter"
+    )
     metrics.describe(f"rlhf_jax: {name}, {config.steps} steps", rows)
 
 
@@ -419,8 +493,14 @@ def _kernels(why: dict[str, str]) -> str:
 
 
 def _drafter(run: build.Run) -> str:
-    """What drafts and where its weights begin: their digest, too, as another run may find others in the same place."""
-    begins = f"{run.drafter.path.name} ({digest(run.drafter)})" if run.drafter else "the model's own layers"
+    """What drafts and where its weights begin: their digest, too, as another run may find others in
+    the same place.
+    """
+    begins = (
+        f"{run.drafter.path.name} ({digest(run.drafter)})"
+        if run.drafter
+        else "the model's own layers"
+    )
     if run.student is None:
         return f"{begins}, as it is"
     learns = "kept current" if run.config.drafter.learning_rate else "as it is"

@@ -11,12 +11,18 @@ from typing import Any, Protocol
 from pallas_kernels.shapes import Shape
 
 # The function of each kernel, in each of its files: reference.py, tpu.py, gpu.py.
-FUNCTIONS = {"tree_attention": "tree_attention", "verify_head": "verify_head", "commit": "commit", "logprobs": "law"}
+FUNCTIONS = {
+    "tree_attention": "tree_attention",
+    "verify_head": "verify_head",
+    "commit": "commit",
+    "logprobs": "law",
+}
 PLATFORMS = "tpu", "gpu"  # each has all of the kernels
 HOPPER = 9  # the major compute capability whose matrix instructions the GPU kernels use
 WANTED = "auto", "reference", "pallas", "interpret"
 
-# (kernel, device kind) -> times as fast as the reference, where benchmarks/results/ has a measurement of it.
+# (kernel, device kind) -> times as fast as the reference, where benchmarks/results/ has a
+# measurement of it.
 MEASURED: dict[tuple[str, str], float] = {}
 
 
@@ -56,9 +62,10 @@ def choose(
 ) -> tuple[Kernels, dict[str, str]]:
     """The implementation of each kernel on a device, and the reason for it, by the kernel's name.
 
-    wanted: one of WANTED by kernel; itemsize: bytes of a number that the models compute with; models: those that
-    decode, the policy first. "auto" takes the platform's kernel where it was measured to be faster than the reference
-    on that kind of device. Raises ValueError where "pallas" is asked for and there is none.
+    wanted: one of WANTED by kernel; itemsize: bytes of a number that the models compute with;
+    models: those that decode, the policy first. "auto" takes the platform's kernel where it was
+    measured to be faster than the reference on that kind of device. Raises ValueError where
+    "pallas" is asked for and there is none.
     """
     chosen = {
         kernel: _choose(kernel, how, device, _lacking(kernel, device, itemsize, models))
@@ -73,13 +80,18 @@ def _choose(kernel: str, wanted: str, device: Device, lacking: str | None) -> tu
         return wanted, "asked for"
     if wanted == "pallas":
         if lacking:
-            raise ValueError(f"kernels.{kernel} is 'pallas', but {lacking}; choose 'auto' or 'reference'.")
+            raise ValueError(
+                f"kernels.{kernel} is 'pallas', but {lacking}; choose 'auto' or 'reference'."
+            )
         return device.platform, "asked for"
     if lacking:
         return "reference", lacking
     ratio = MEASURED.get((kernel, device.device_kind))
     if ratio is None:
-        return "reference", f"the kernel has not been timed on {device.device_kind}; 'pallas' asks for it"
+        return (
+            "reference",
+            f"the kernel has not been timed on {device.device_kind}; 'pallas' asks for it",
+        )
     why = f"the kernel is {ratio:.2f} times as fast on {device.device_kind}"
     return (device.platform if ratio > 1 else "reference"), why
 
@@ -109,9 +121,13 @@ def _lacking_on_hopper(kernel: str, itemsize: int, models: Sequence[Shape]) -> s
 
 @functools.cache
 def implementation(kernel: str, kernels: Kernels) -> Callable:
-    """The function of a kernel; one object for equal arguments, so that programs are not traced again."""
+    """The function of a kernel; one object for equal arguments, so that programs are not traced
+    again.
+    """
     name = getattr(kernels, kernel)
     # Imported here: no platform should pay for loading the Pallas of another.
-    module = importlib.import_module(f"pallas_kernels.{kernel}.{'tpu' if name == 'interpret' else name}")
+    module = importlib.import_module(
+        f"pallas_kernels.{kernel}.{'tpu' if name == 'interpret' else name}"
+    )
     function = getattr(module, FUNCTIONS[kernel])
     return functools.partial(function, interpret=True) if name == "interpret" else function

@@ -1,8 +1,9 @@
-"""What the kernels for Hopper (Mosaic GPU) share: layouts, loads and stores, and the product of rows and the head.
+"""What the kernels for Hopper (Mosaic GPU) share: layouts, loads and stores, and the product of
+rows and the head.
 
-The product streams through shared memory: a thread block takes up to 128 rows (nodes, tokens) through one slice of the
-vocabulary, block by block of 256 tokens. A warpgroup's accumulators are 64 rows' logits of one block, and never leave
-its registers.
+The product streams through shared memory: a thread block takes up to 128 rows (nodes, tokens)
+through one slice of the vocabulary, block by block of 256 tokens. A warpgroup's accumulators are 64
+rows' logits of one block, and never leave its registers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ TILE = 64  # rows of a warpgroup: the height of its matrix instruction
 PLACES = 132  # multiprocessors of an H100
 LOWEST = -1e30  # the running maximum before anything is seen: finite, so that differences are
 STRIP = 64  # columns of a block that are read or written at a time: all would not fit the registers
-TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # 64 bfloat16 are 128 bytes
+TRANSFORMS = (
+    plgpu.TilingTransform((8, 64)),
+    plgpu.SwizzleTransform(128),
+)  # 64 bfloat16 are 128 bytes
 ROWWISE = plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -74,15 +78,29 @@ class Plan(NamedTuple):
 
 
 def plan(rows: int, width: int, vocab: int, tied: bool, temperature: float) -> Plan:
-    """The plan for hidden [rows, width] and a head of `vocab` tokens: as many slices as fill the chip."""
+    """The plan for hidden [rows, width] and a head of `vocab` tokens: as many slices as fill the
+    chip.
+    """
     warpgroups = 1 if rows <= TILE else 2
-    tiles, blocks = pl.cdiv(rows, warpgroups * TILE), pl.cdiv(vocab, BLOCK)
+    tiles = pl.cdiv(rows, warpgroups * TILE)
+    blocks = pl.cdiv(vocab, BLOCK)
     share = pl.cdiv(blocks, max(1, PLACES // tiles))
-    return Plan(warpgroups, tiles, pl.cdiv(blocks, share), share, pl.cdiv(width, DEPTH), vocab, tied, temperature)
+    return Plan(
+        warpgroups,
+        tiles,
+        pl.cdiv(blocks, share),
+        share,
+        pl.cdiv(width, DEPTH),
+        vocab,
+        tied,
+        temperature,
+    )
 
 
 class Ring(NamedTuple):
-    """Shared memory through which rows and head come, and its barriers; A is the warpgroups, S the stages."""
+    """Shared memory through which rows and head come, and its barriers; A is the warpgroups, S the
+    stages.
+    """
 
     hidden: Any  # [S, A * TILE, DEPTH]
     head: Any  # [S, DEPTH, 256], or [S, 256, DEPTH] where tied
@@ -91,7 +109,9 @@ class Ring(NamedTuple):
 
 
 def smem(*shape: int) -> Any:
-    """Shared memory for bfloat16 tiles as the matrix unit wants them; the last dimension is a multiple of 64."""
+    """Shared memory for bfloat16 tiles as the matrix unit wants them; the last dimension is a
+    multiple of 64.
+    """
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=TRANSFORMS)
 
 
@@ -106,7 +126,9 @@ def ring(plan: Plan) -> Ring:
 
 
 class Work(NamedTuple):
-    """What one warpgroup does: its rows of all, through so many blocks of the vocabulary from block `first` on."""
+    """What one warpgroup does: its rows of all, through so many blocks of the vocabulary from block
+    `first` on.
+    """
 
     me: Array
     rows: Any  # pl.Slice
@@ -123,22 +145,37 @@ def work(plan: Plan) -> Work:
     return Work(me, pl.ds((tile * plan.warpgroups + me) * TILE, TILE), part, first, blocks)
 
 
-def stream(plan: Plan, ring: Ring, hidden, head, visit: Callable[[Array, Callable[[], Array], Any], Any], carry: Any):
-    """The carry after visit(block, logits, carry) at each block of this warpgroup's slice, one after another.
+def stream(
+    plan: Plan,
+    ring: Ring,
+    hidden,
+    head,
+    visit: Callable[[Array, Callable[[], Array], Any], Any],
+    carry: Any,
+):
+    """The carry after visit(block, logits, carry) at each block of this warpgroup's slice, one
+    after another.
 
-    hidden [plan.rows, M] and head ([M, V], or [V, M] where tied) are refs in bfloat16; block is its number in the
-    vocabulary. A visit calls `logits` once: it waits for the block's logits [TILE, 256], not tempered.
+    hidden [plan.rows, M] and head ([M, V], or [V, M] where tied) are refs in bfloat16; block is its
+    number in the vocabulary. A visit calls `logits` once: it waits for the block's logits [TILE,
+    256], not tempered.
     """
     mine = work(plan)
-    nodes = hidden.at[pl.ds(lax.axis_index("tile") * plan.warpgroups * TILE, plan.warpgroups * TILE)]
+    nodes = hidden.at[
+        pl.ds(lax.axis_index("tile") * plan.warpgroups * TILE, plan.warpgroups * TILE)
+    ]
     fetch = functools.partial(_fetch, plan, nodes, head, ring, mine.first)
 
     @pl.when(mine.me == 0)
     def _():
-        lax.fori_loop(0, jnp.minimum(mine.blocks * plan.chunks, STAGES), lambda step, _: fetch(step), None)
+        lax.fori_loop(
+            0, jnp.minimum(mine.blocks * plan.chunks, STAGES), lambda step, _: fetch(step), None
+        )
 
     def step(count: Array, carry):
-        return visit(mine.first + count, functools.partial(_logits, plan, ring, mine, fetch, count), carry)
+        return visit(
+            mine.first + count, functools.partial(_logits, plan, ring, mine, fetch, count), carry
+        )
 
     return lax.fori_loop(0, mine.blocks, step, carry)
 
@@ -165,7 +202,9 @@ def _logits(plan: Plan, ring: Ring, mine: Work, fetch: Callable, count: Array) -
             nodes = ring.hidden.at[slot, pl.ds(mine.me * TILE, TILE)]
             plgpu.wgmma(accumulator, nodes, part.transpose((1, 0)) if plan.tied else part)
             plgpu.wgmma_wait(1)
-            pl.when(step > 0)(lambda: _refill(ring, mine.me, fetch, step, mine.blocks * plan.chunks))
+            pl.when(step > 0)(
+                lambda: _refill(ring, mine.me, fetch, step, mine.blocks * plan.chunks)
+            )
 
         lax.fori_loop(0, plan.chunks, add, None)
         return accumulator[...]

@@ -1,11 +1,16 @@
-"""The real shapes that kernels meet, one device's share of a model: shared by tests and benchmarks."""
+"""The real shapes that kernels meet, one device's share of a model: shared by tests and
+benchmarks.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
-LANES = 128  # a TPU's tiles are so wide: a cache of so many slots, or a multiple, is read where it lies
-BLOCK = 256  # tokens of a block of the two-level draw: a device's share of the vocabulary is whole blocks
+LANES = (
+    128  # a TPU's tiles are so wide: a cache of so many slots, or a multiple, is read where it lies
+)
+# tokens of a block of the two-level draw: a device's share of the vocabulary is whole blocks
+BLOCK = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,4 +45,6 @@ def reduced(shape: Shape) -> Shape:
     groups = min(shape.groups, 2 + shape.groups % 2)
     vocab = 16 * BLOCK + shape.vocab % BLOCK
     width = 256 + shape.width % 128
-    return dataclasses.replace(shape, heads=ratio * groups, groups=groups, width=width, vocab=vocab, layers=2)
+    return dataclasses.replace(
+        shape, heads=ratio * groups, groups=groups, width=width, vocab=vocab, layers=2
+    )

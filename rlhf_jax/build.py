@@ -1,4 +1,6 @@
-"""From a config to all that a run consists of; everything is checked before any weight is loaded."""
+"""From a config to all that a run consists of; everything is checked before any weight is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ FREE = (
     "generation.fuse_inference",
     "training.microbatch_rows",
 )
-EVERYTHING = 1 << 40  # tokens that are remembered of each held-out prompt: its last samples are the next one's drafts
+EVERYTHING = (
+    1 << 40
+)  # tokens that are remembered of each held-out prompt: its last samples are the next one's drafts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +94,9 @@ class Run:
         """The shapes of all models."""
         drafter, critic = (source and source.config for source in (self.drafter, self.critic))
         drafter = self.student or drafter
-        return ModelConfigs(self.policy.config, drafter, critic, tuple(source.config for source in self.rewards))
+        return ModelConfigs(
+            self.policy.config, drafter, critic, tuple(source.config for source in self.rewards)
+        )
 
     @property
     def student(self) -> ModelConfig | None:
@@ -111,10 +117,16 @@ class Run:
 
 
 def prepare(config: Config) -> Run:
-    """Open what the config names. Raises ValueError or OSError, in one sentence, for the first thing that is wrong."""
+    """Open what the config names. Raises ValueError or OSError, in one sentence, for the first
+    thing that is wrong.
+    """
     checks.validate(config, meshes.count_devices(), processes.count())
     policy = open_source(config.model.path)
-    drafter = open_source(config.drafter.path) if drafting.drafts(config) and config.drafter.path else None
+    drafter = (
+        open_source(config.drafter.path)
+        if drafting.drafts(config) and config.drafter.path
+        else None
+    )
     critic = None
     if config.objective == "reward" and ESTIMATORS[config.advantage.estimator].critic:
         critic = open_source(config.critic.path) if config.critic.path else policy
@@ -126,8 +138,12 @@ def prepare(config: Config) -> Run:
         critic=critic,
         rewards=rewards,
         prompts=load_prompts(config, config.data.train, policy),
-        held_out=load_prompts(config, config.data.eval, policy) if config.evaluation.every else None,
-        mesh=meshes.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, slices=config.mesh.slices),
+        held_out=load_prompts(config, config.data.eval, policy)
+        if config.evaluation.every
+        else None,
+        mesh=meshes.make_mesh(
+            config.mesh.data, config.mesh.fsdp, config.mesh.tensor, slices=config.mesh.slices
+        ),
         dtype=compute_dtype(config),
     )
     checks.validate_models(config, run.models)
@@ -138,13 +154,19 @@ def prepare(config: Config) -> Run:
 def load_prompts(config: Config, path: str, source: Source) -> Prompts:
     """The prompts of a file, rendered through the model's chat template and filtered by length."""
     data = config.data
-    return tokenize(read(path, data.prompt_key), source.tokenizer, data.system, data.max_prompt_tokens)
+    return tokenize(
+        read(path, data.prompt_key), source.tokenizer, data.system, data.max_prompt_tokens
+    )
 
 
 def compute_dtype(config: Config):
     """bfloat16 where the chip is fast at it, float32 on a CPU, or what the config names."""
     named = config.model.compute_dtype
-    return jnp.dtype(("bfloat16" if _fast_at_bfloat16(jax.devices()[0]) else "float32") if named == "auto" else named)
+    return jnp.dtype(
+        ("bfloat16" if _fast_at_bfloat16(jax.devices()[0]) else "float32")
+        if named == "auto"
+        else named
+    )
 
 
 def _fast_at_bfloat16(device) -> bool:
@@ -163,7 +185,9 @@ def identity(run: Run) -> dict[str, Any]:
     loaded = {"policy": run.policy, "critic": run.critic} | dict(
         zip(run.config.reward.models, run.rewards, strict=True)
     )
-    weights = {f"the weights of the {name}": digest(source) for name, source in loaded.items() if source}
+    weights = {
+        f"the weights of the {name}": digest(source) for name, source in loaded.items() if source
+    }
     files = {"data.train": run.prompts, "data.eval": run.held_out}
     prompts = {f"the prompts of {name}": _digest(found) for name, found in files.items() if found}
     return shapes | weights | prompts | settings(run.config)
@@ -181,9 +205,15 @@ def _digest(prompts: Prompts) -> str:
     return hashlib.sha256(tokens + rows).hexdigest()[:16]
 
 
-def make_stages(run: Run, optimizers: Optimizers, stack: contextlib.ExitStack, observe: Callable[[], None]) -> Stages:
-    """What stays the same from step to step; the stack ends the reward's processes, `observe` hears them work."""
-    config, generation, judges = run.config, run.config.generation, _reward_models(run)
+def make_stages(
+    run: Run, optimizers: Optimizers, stack: contextlib.ExitStack, observe: Callable[[], None]
+) -> Stages:
+    """What stays the same from step to step; the stack ends the reward's processes, `observe` hears
+    them work.
+    """
+    config = run.config
+    generation = run.config.generation
+    judges = _reward_models(run)
     return Stages(
         decoding=_decoding(run),
         shaping=_shaping(config),
@@ -211,7 +241,9 @@ def make_stages(run: Run, optimizers: Optimizers, stack: contextlib.ExitStack, o
 
 
 def _scoring(run: Run) -> float:
-    """Seconds, about, in which a slice scores a token under policy, reference, critic and reward models."""
+    """Seconds, about, in which a slice scores a token under policy, reference, critic and reward
+    models.
+    """
     devices = run.mesh.size / run.mesh.shape["slices"]
     referred = [run.policy.config] if checks.refers(run.config) else []
     models = [run.policy.config, *referred, *filter(None, [run.models.critic]), *run.models.rewards]
@@ -220,14 +252,18 @@ def _scoring(run: Run) -> float:
 
 
 def _decide(run: Run) -> Callable[[View], Plan] | None:
-    """The plan of where samples run. Several processes plan by the clock: not in a run that repeats itself."""
+    """The plan of where samples run. Several processes plan by the clock: not in a run that repeats
+    itself.
+    """
     by_clock = run.config.deterministic and processes.started()
     planned = run.config.generation.reallocate and run.mesh.shape["slices"] > 1 and not by_clock
     return plan.decide if planned else None
 
 
 def _ahead(config: Config, stack: contextlib.ExitStack) -> Ahead | None:
-    """Compiles adaptive strategies. A run that is to repeat itself does without: what is ready depends on the clock."""
+    """Compiles adaptive strategies. A run that is to repeat itself does without: what is ready
+    depends on the clock.
+    """
     if config.deterministic or not drafting.adaptive(config):
         return None
     ahead = Ahead()
@@ -236,7 +272,8 @@ def _ahead(config: Config, stack: contextlib.ExitStack) -> Ahead | None:
 
 
 def _decoding(run: Run) -> Decoding:
-    config, generation = run.config, run.config.generation
+    config = run.config
+    generation = run.config.generation
     return Decoding(
         sampling=Sampling(generation.temperature, generation.top_k),
         strategies=drafting.strategies(config).strategies,
@@ -252,7 +289,9 @@ def _decoding(run: Run) -> Decoding:
 
 
 def _shaping(config: Config) -> Shaping:
-    advantage, reward, group = config.advantage, config.reward, config.generation.samples_per_prompt
+    advantage = config.advantage
+    reward = config.reward
+    group = config.generation.samples_per_prompt
     return Shaping(
         estimator=advantage.estimator,
         estimation=EstimatorConfig(group, advantage.discount, advantage.gae_lambda),
@@ -266,7 +305,8 @@ def _shaping(config: Config) -> Shaping:
 
 
 def _training(run: Run) -> UpdateConfig:
-    config, training = run.config, run.config.training
+    config = run.config
+    training = run.config.training
     return UpdateConfig(
         epochs=training.epochs,
         minibatches=training.minibatches,
@@ -291,11 +331,16 @@ def _training(run: Run) -> UpdateConfig:
 
 
 def make_optimizers(run: Run) -> Optimizers:
-    """The policy's, and the critic's where there is one; a policy that stays as it is has no moments."""
+    """The policy's, and the critic's where there is one; a policy that stays as it is has no
+    moments.
+    """
     if run.config.objective == "distill":
         return Optimizers(policy=optax.identity())
-    training, critic = run.config.training, run.config.critic
-    make = functools.partial(make_optimizer, max_grad_norm=training.max_grad_norm, weight_decay=training.weight_decay)
+    training = run.config.training
+    critic = run.config.critic
+    make = functools.partial(
+        make_optimizer, max_grad_norm=training.max_grad_norm, weight_decay=training.weight_decay
+    )
     return Optimizers(
         policy=make(training.learning_rate, warmup_steps=training.warmup_steps),
         critic=make(critic.learning_rate, warmup_steps=critic.warmup_steps) if run.critic else None,
@@ -304,21 +349,31 @@ def make_optimizers(run: Run) -> Optimizers:
 
 def _student_optimizer(run: Run) -> optax.GradientTransformation | None:
     """None where there is no student, or it stays as it is."""
-    rate, training = run.config.drafter.learning_rate, run.config.training
-    return make_optimizer(rate, max_grad_norm=training.max_grad_norm) if run.student and rate else None
+    rate = run.config.drafter.learning_rate
+    training = run.config.training
+    return (
+        make_optimizer(rate, max_grad_norm=training.max_grad_norm) if run.student and rate else None
+    )
 
 
 def _distillation(run: Run) -> Distillation | None:
-    """A student made for later learns from all samples, as often as training says; one beside the policy once."""
-    optimizer, config = _student_optimizer(run), _training(run)
+    """A student made for later learns from all samples, as often as training says; one beside the
+    policy once.
+    """
+    optimizer = _student_optimizer(run)
+    config = _training(run)
     if optimizer is None:
         return None
     if run.config.objective == "distill":
         generation = run.config.generation
-        return Distillation(optimizer, config, generation.prompts_per_step * generation.samples_per_prompt)
+        return Distillation(
+            optimizer, config, generation.prompts_per_step * generation.samples_per_prompt
+        )
     samples = run.config.drafter.samples
     rows = min(samples, config.micro_rows)
-    return Distillation(optimizer, dataclasses.replace(config, epochs=1, minibatches=1, micro_rows=rows), samples)
+    return Distillation(
+        optimizer, dataclasses.replace(config, epochs=1, minibatches=1, micro_rows=rows), samples
+    )
 
 
 def _controller(config: Config) -> Controller:
@@ -331,18 +386,29 @@ def _controller(config: Config) -> Controller:
 
 
 def _terms(
-    run: Run, judges: Mapping[str, RewardModel], stack: contextlib.ExitStack, observe: Callable[[], None]
+    run: Run,
+    judges: Mapping[str, RewardModel],
+    stack: contextlib.ExitStack,
+    observe: Callable[[], None],
 ) -> list[Term]:
     """The summands of the reward: functions in their processes, models on the mesh."""
     reward = run.config.reward
     make = functools.partial(function_scorer, run.config, stack=stack, observe=observe)
-    scorers = [*map(make, reward.functions), *(model_scorer(judge, run.mesh) for judge in judges.values())]
+    scorers = [
+        *map(make, reward.functions),
+        *(model_scorer(judge, run.mesh) for judge in judges.values()),
+    ]
     weights = map(float, reward.weights or (1.0,) * len(scorers))
-    return [Term(*term) for term in zip(checks.term_names(run.config), weights, scorers, strict=True)]
+    return [
+        Term(*term) for term in zip(checks.term_names(run.config), weights, scorers, strict=True)
+    ]
 
 
-def function_scorer(config: Config, spec: str, stack: contextlib.ExitStack, observe: Callable[[], None]) -> Scorer:
-    """A reward function in worker processes, which the stack ends and `observe` hears of while they work.
+def function_scorer(
+    config: Config, spec: str, stack: contextlib.ExitStack, observe: Callable[[], None]
+) -> Scorer:
+    """A reward function in worker processes, which the stack ends and `observe` hears of while they
+    work.
 
     Each process of the run has workers of its own, for its share of the answers.
     """
@@ -352,7 +418,8 @@ def function_scorer(config: Config, spec: str, stack: contextlib.ExitStack, obse
 
 def _reward_models(run: Run) -> dict[str, RewardModel]:
     """By the names of their terms, which follow those of the functions."""
-    names, training = checks.term_names(run.config)[len(run.config.reward.functions) :], run.config.training
+    names = checks.term_names(run.config)[len(run.config.reward.functions) :]
+    training = run.config.training
     how = {"rows": training.microbatch_rows, "bucket": training.length_bucket}
     return {
         name: RewardModel(source, load(source, run.dtype, run.mesh), **how)
@@ -386,16 +453,22 @@ def state_template(run: Run, optimizers: Optimizers) -> TrainState:
 
     def make() -> TrainState:
         critic = run.critic and _critic(transformer.init(key, run.critic.config, jnp.float32))
-        state = init_train_state(transformer.init(key, run.policy.config, jnp.float32), optimizers, critic=critic)
+        state = init_train_state(
+            transformer.init(key, run.policy.config, jnp.float32), optimizers, critic=critic
+        )
         student = run.student
         return (
-            state if student is None else with_student(state, state.policy, student.num_layers, _student_optimizer(run))
+            state
+            if student is None
+            else with_student(state, state.policy, student.num_layers, _student_optimizer(run))
         )
 
     key = jax.random.key(0)
     shapes = jax.eval_shape(make)
     shardings = meshes.model_shardings(shapes, run.mesh, "training")
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
 
 
 def _critic(model: Model) -> Model:
@@ -409,16 +482,22 @@ def new_memory(run: Run) -> Memory:
     return Memory(
         batches=Batches(len(run.prompts), config.generation.prompts_per_step, config.seed),
         drafting=Drafting(History(_remembered(config)), _selector(run)),
-        evaluation=Drafting(History(EVERYTHING if drafting.drafts_by(config, "replay") else 0), _selector(run)),
+        evaluation=Drafting(
+            History(EVERYTHING if drafting.drafts_by(config, "replay") else 0), _selector(run)
+        ),
         kl_start=config.kl.coefficient,
         kl_coefficient=config.kl.coefficient,
     )
 
 
 def _remembered(config: Config) -> int:
-    """Tokens of earlier responses to a prompt: what look-ups read, or what the samples that repeat noise replay."""
+    """Tokens of earlier responses to a prompt: what look-ups read, or what the samples that repeat
+    noise replay.
+    """
     generation = config.generation
-    return max(generation.history_tokens, generation.repeated_noise * (generation.max_new_tokens + 1))
+    return max(
+        generation.history_tokens, generation.repeated_noise * (generation.max_new_tokens + 1)
+    )
 
 
 def _selector(run: Run) -> Selector | None:
@@ -432,13 +511,17 @@ def _selector(run: Run) -> Selector | None:
 
 
 def frozen(run: Run) -> Frozen:
-    """The models that a run does not train, loaded; a student is part of the state, and here as it began."""
+    """The models that a run does not train, loaded; a student is part of the state, and here as it
+    began.
+    """
     reference = load(run.policy, run.dtype, run.mesh) if checks.refers(run.config) else None
     if run.student:
         return Frozen(reference, student=_begun(run, run.student.num_layers, reference))
     if run.drafter is None:
         return Frozen(reference)
-    return Frozen(reference, decoding_weights(load(run.drafter, run.dtype, run.mesh), run.dtype, run.mesh))
+    return Frozen(
+        reference, decoding_weights(load(run.drafter, run.dtype, run.mesh), run.dtype, run.mesh)
+    )
 
 
 def _begun(run: Run, layers: int, reference: Model | None) -> Model | None:

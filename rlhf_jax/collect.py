@@ -50,13 +50,17 @@ class Collected:
     samples: list[Sample]
     answers: list[Answer]
     rewards: np.ndarray  # [B] float32
-    scored: dict[int, Scored] = dataclasses.field(default_factory=dict)  # by sample id, what slices had time for
+    scored: dict[int, Scored] = dataclasses.field(
+        default_factory=dict
+    )  # by sample id, what slices had time for
 
     def table(self) -> list[dict[str, Any]]:
         """One row a sample, for people to read; the reward is None where scoring failed."""
         rewards = [float(reward) if np.isfinite(reward) else None for reward in self.rewards]
         rows = zip(self.answers, rewards, strict=True)
-        return [{"prompt": a.prompt, "response": a.response, "reward": reward} for a, reward in rows]
+        return [
+            {"prompt": a.prompt, "response": a.response, "reward": reward} for a, reward in rows
+        ]
 
     def rows(self, chosen: np.ndarray) -> Collected:
         """The samples of these indices."""
@@ -74,55 +78,100 @@ def collect(
     observe: Observer,
     judges: Judges,
 ) -> tuple[Collected, Learned, dict[str, float]]:
-    """Samples of `prompts_per_step` prompts and their rewards, what generation has learned, and metrics.
+    """Samples of `prompts_per_step` prompts and their rewards, what generation has learned, and
+    metrics.
 
-    Where inference is fused, `judges` score beside the policy what is finished. `memory.timeline` is this step's.
+    Where inference is fused, `judges` score beside the policy what is finished. `memory.timeline`
+    is this step's.
 
-    With `resample`, prompts whose samples all earned the same are set aside and others drawn, up to that many more
-    roll-outs; those set aside fill what is still missing (dynamic sampling: DAPO, Yu et al. 2025, 3.2).
+    With `resample`, prompts whose samples all earned the same are set aside and others drawn, up to
+    that many more roll-outs; those set aside fill what is still missing (dynamic sampling: DAPO, Yu
+    et al. 2025, 3.2).
     """
     target = decoding_weights(policy, stages.dtype, stages.mesh)
     drafter = student_for(target, drafter, stages.mesh)
     backlog = _backlog(target, judges, stages)
     memory.timeline = Timeline()
     selector = copy.deepcopy(memory.drafting.selector)
-    tally, found, seconds = Tally(), [], {"generation": 0.0, "inference": 0.0}
+    tally = Tally()
+    found = []
+    seconds = {"generation": 0.0, "inference": 0.0}
     used = set[int]()  # ids of earlier samples whose noise is repeated
-    seen, kept = np.zeros(0, np.float32), np.zeros(0, int)  # rewards as the advantages will see them, samples to keep
+    # rewards as the advantages will see them, samples to keep
+    seen = np.zeros(0, np.float32)
+    kept = np.zeros(0, int)
     for attempt in range(stages.resample + 1):
-        first_id = (step * (stages.resample + 1) + attempt) * stages.prompts_per_step * stages.samples_per_prompt
+        first_id = (
+            (step * (stages.resample + 1) + attempt)
+            * stages.prompts_per_step
+            * stages.samples_per_prompt
+        )
         with _timed("generation", seconds, observe):
             rows = memory.batches.next()
             asked = [prompts.tokens[index] for index in rows]
-            history, repeated = memory.drafting.history, stages.repeated_noise
+            history = memory.drafting.history
+            repeated = stages.repeated_noise
             wanted = requests(
-                asked, stages.samples_per_prompt, stages.max_new_tokens, first_id, history, repeated, used
+                asked,
+                stages.samples_per_prompt,
+                stages.max_new_tokens,
+                first_id,
+                history,
+                repeated,
+                used,
             )
-            placing = placing_of(stages, memory.drafting.lengths, f"step {step} attempt {attempt}", backlog)
+            placing = placing_of(
+                stages, memory.drafting.lengths, f"step {step} attempt {attempt}", backlog
+            )
             counting = _counting(tally, memory.timeline, observe)
-            aside = _aside(backlog, dict(zip(map(id, wanted), rows, strict=True)), prompts, stages) if backlog else {}
-            samples = roll_out(target, drafter, wanted, stages.decoding, stages, placing, selector, counting, **aside)
+            aside = (
+                _aside(backlog, dict(zip(map(id, wanted), rows, strict=True)), prompts, stages)
+                if backlog
+                else {}
+            )
+            samples = roll_out(
+                target,
+                drafter,
+                wanted,
+                stages.decoding,
+                stages,
+                placing,
+                selector,
+                counting,
+                **aside,
+            )
         with _timed("inference", seconds, observe):
             scored = _scored_by_all(backlog, stages) if backlog and stages.reward_models else {}
-            found.append(earn(samples, prompts, np.repeat(rows, stages.samples_per_prompt), stages, scored))
+            found.append(
+                earn(samples, prompts, np.repeat(rows, stages.samples_per_prompt), stages, scored)
+            )
         ended = finished(samples, stages.decoding.stop_tokens)
         seen = np.append(seen, bound(found[-1][0].rewards, ended, stages.shaping))
         kept, enough = choose_groups(seen, stages.samples_per_prompt, stages.prompts_per_step)
         if enough:
             break
-    everything, tally = _joined([collected for collected, _ in found]), sum(_spoken(tally, Tally(), stages), Tally())
+    everything = _joined([collected for collected, _ in found])
+    tally = sum(_spoken(tally, Tally(), stages), Tally())
     chosen = selector.metrics() if selector else {}
     with _timed("generation", seconds, observe):
         learned = learn(Learned(tally, selector), drafter, everything.samples, stages)
-    metrics = tally.metrics(seconds["generation"]) | chosen | _together([figures for _, figures in found])
+    metrics = (
+        tally.metrics(seconds["generation"]) | chosen | _together([figures for _, figures in found])
+    )
     metrics |= {"inference/seconds": seconds["inference"], "generation/attempts": len(found)}
     if backlog:
-        everything = dataclasses.replace(everything, scored=scored or _scored_by_all(backlog, stages))
+        everything = dataclasses.replace(
+            everything, scored=scored or _scored_by_all(backlog, stages)
+        )
         memory.timeline.spans += backlog.spans()
     of_all = _spoken(since(memory.timeline.spans, memory.timeline.start), [], stages)
     memory.timeline.spans = [span for spans in of_all for span in spans]
-    metrics["generation/idle_share"] = idle_share(memory.timeline.spans, stages.mesh.shape["slices"])
-    metrics["generation/groups_without_signal"] = float(1 - signal(seen, stages.samples_per_prompt).mean())
+    metrics["generation/idle_share"] = idle_share(
+        memory.timeline.spans, stages.mesh.shape["slices"]
+    )
+    metrics["generation/groups_without_signal"] = float(
+        1 - signal(seen, stages.samples_per_prompt).mean()
+    )
     return everything.rows(kept), learned, metrics | _outcome(everything, stages)
 
 
@@ -132,21 +181,34 @@ def _backlog(target: Model, judges: Judges, stages: Stages) -> Backlog | None:
         return None
     place = functools.partial(decoding_weights, dtype=stages.dtype, mesh=stages.mesh)
     reference, critic = (judge and place(judge) for judge in judges)
-    training, rows = stages.training, max(1, stages.training.micro_rows // stages.mesh.shape["slices"])
+    training = stages.training
+    rows = max(1, stages.training.micro_rows // stages.mesh.shape["slices"])
     rewards = {
-        name: dataclasses.replace(judge, model=place(judge.model), rows=rows, bucket=stages.decoding.slots)
+        name: dataclasses.replace(
+            judge, model=place(judge.model), rows=rows, bucket=stages.decoding.slots
+        )
         for name, judge in stages.reward_models.items()
     }
-    return Backlog(Scoring(target, reference, critic, training.temperature, rows, stages.decoding.slots, rewards))
+    return Backlog(
+        Scoring(
+            target, reference, critic, training.temperature, rows, stages.decoding.slots, rewards
+        )
+    )
 
 
-def _aside(backlog: Backlog, row_of: Mapping[int, int], prompts: Prompts, stages: Stages) -> dict[str, Any]:
-    """What a roll-out hands to a backlog: finished samples, their prompts by request, and idle slices."""
+def _aside(
+    backlog: Backlog, row_of: Mapping[int, int], prompts: Prompts, stages: Stages
+) -> dict[str, Any]:
+    """What a roll-out hands to a backlog: finished samples, their prompts by request, and idle
+    slices.
+    """
 
     def heard(sample: Sample) -> None:
         if not stages.reward_models:
             return backlog.add(sample)
-        (answer,) = answered([sample], prompts, np.array([row_of[id(sample.request)]]), stages.tokenizer)
+        (answer,) = answered(
+            [sample], prompts, np.array([row_of[id(sample.request)]]), stages.tokenizer
+        )
         return backlog.add(sample, answer)
 
     return {"finished": heard, "spare": backlog}
@@ -159,22 +221,36 @@ def _spoken(own: T, nothing: T, stages: Stages) -> list[T]:
 
 def _scored_by_all(backlog: Backlog, stages: Stages) -> dict[int, Scored]:
     """What the slices of all processes have scored."""
-    return {number: scored for part in _spoken(backlog.scored(), {}, stages) for number, scored in part.items()}
+    return {
+        number: scored
+        for part in _spoken(backlog.scored(), {}, stages)
+        for number, scored in part.items()
+    }
 
 
 def learn(
-    learned: Learned, drafter: Model | None, samples: Sequence[Sample], stages: Stages, decoding: Decoding | None = None
+    learned: Learned,
+    drafter: Model | None,
+    samples: Sequence[Sample],
+    stages: Stages,
+    decoding: Decoding | None = None,
 ) -> Learned:
-    """The end of a stage for its selector: how well the draft model predicts some of the texts, costs fitted anew.
+    """The end of a stage for its selector: how well the draft model predicts some of the texts,
+    costs fitted anew.
 
-    The draft model reads a few texts once, teacher-forced, so that it is known even where it never drafted.
+    The draft model reads a few texts once, teacher-forced, so that it is known even where it never
+    drafted.
     """
-    decoding, selector = decoding or stages.decoding, learned.selector
+    decoding = decoding or stages.decoding
+    selector = learned.selector
     if selector is None:
         return learned
-    # Under rejection, text has noise of its own: no rank in the drafter's draw says what would have been accepted.
+    # Under rejection, text has noise of its own: no rank in the drafter's draw says what would have
+    # been accepted.
     if drafter is not None and decoding.drafts_by("model") and decoding.acceptance == "replayable":
-        chosen = samples[:: max(1, len(samples) // READ)][: min(READ, max(1, len(samples) // SPARED))]
+        chosen = samples[:: max(1, len(samples) // READ)][
+            : min(READ, max(1, len(samples) // SPARED))
+        ]
         selector.taught("model", read_texts(drafter, chosen, decoding, stages))
     selector.stage_ended(KEPT)
     if processes.started():  # all begin the next stage alike
@@ -182,22 +258,31 @@ def learn(
     return learned
 
 
-def read_texts(drafter: Model, samples: Sequence[Sample], decoding: Decoding, stages: Stages) -> Evidence:
-    """What the draft model would have done on finished texts, READ rows, or as many as the devices share evenly."""
-    rollout, rows = as_rollout(samples, decoding.slots), shared(READ, stages.mesh)
+def read_texts(
+    drafter: Model, samples: Sequence[Sample], decoding: Decoding, stages: Stages
+) -> Evidence:
+    """What the draft model would have done on finished texts, READ rows, or as many as the devices
+    share evenly.
+    """
+    rollout = as_rollout(samples, decoding.slots)
+    rows = shared(READ, stages.mesh)
     padding = ((0, rows - len(samples)), (0, 0))
-    tokens, mask = np.pad(rollout.tokens, padding), np.pad(rollout.mask, padding)
+    tokens = np.pad(rollout.tokens, padding)
+    mask = np.pad(rollout.mask, padding)
     key = np.full((rows, 2), decoding.seed, np.uint32)
     key[: len(samples), 1] = rollout.sample_id
     placed = meshes.place_rows((tokens, mask, key), stages.mesh)
-    scored = teacher.score(drafter, *placed, decoding.sampling, rows=rows, attend=stages.draft_attend)
+    scored = teacher.score(
+        drafter, *placed, decoding.sampling, rows=rows, attend=stages.draft_attend
+    )
     rank, confidence = processes.fetch(scored)
     familiar = np.array([sample.familiar for sample in samples] + [False] * (rows - len(samples)))
     return teacher.as_evidence(rank, confidence, mask, familiar)
 
 
 def choose_groups(rewards: np.ndarray, group: int, wanted: int) -> tuple[np.ndarray, bool]:
-    """Sample indices [wanted * group] of the first `wanted` groups whose rewards differ, and whether there are so many.
+    """Sample indices [wanted * group] of the first `wanted` groups whose rewards differ, and
+    whether there are so many.
 
     Where there are not, the first of the others fill up; groups stay in order.
     """
@@ -207,24 +292,42 @@ def choose_groups(rewards: np.ndarray, group: int, wanted: int) -> tuple[np.ndar
 
 
 def earn(
-    samples: list[Sample], prompts: Prompts, rows: np.ndarray, stages: Stages, scored: Mapping[int, Scored] = {}
+    samples: list[Sample],
+    prompts: Prompts,
+    rows: np.ndarray,
+    stages: Stages,
+    scored: Mapping[int, Scored] = {},
 ) -> tuple[Collected, dict[str, float]]:
-    """The samples of prompts `rows` [B], as answers with their rewards, and what the reward reports.
+    """The samples of prompts `rows` [B], as answers with their rewards, and what the reward
+    reports.
 
-    What slices have `scored` of them is not scored again. A sample whose scoring failed earns `stages.failed`.
+    What slices have `scored` of them is not scored again. A sample whose scoring failed earns
+    `stages.failed`.
     """
     answers = answered(samples, prompts, rows, stages.tokenizer)
-    own = [scored[sample.sample_id].rewards if sample.sample_id in scored else {} for sample in samples]
-    known = {name: {at: one[name] for at, one in enumerate(own) if name in one} for name in stages.reward_models}
+    own = [
+        scored[sample.sample_id].rewards if sample.sample_id in scored else {} for sample in samples
+    ]
+    known = {
+        name: {at: one[name] for at, one in enumerate(own) if name in one}
+        for name in stages.reward_models
+    }
     scores, figures = stages.reward(answers, known)
     rewards = np.where(np.isnan(scores.values), np.float32(stages.failed), scores.values)
     return Collected(samples, answers, rewards), figures
 
 
-def answered(samples: list[Sample], prompts: Prompts, rows: np.ndarray, tokenizer: Tokenizer) -> list[Answer]:
+def answered(
+    samples: list[Sample], prompts: Prompts, rows: np.ndarray, tokenizer: Tokenizer
+) -> list[Answer]:
     """What the reward reads: each sample's text beside its prompt, row and messages."""
     return [
-        Answer(prompts.texts[row], prompts.messages[row], prompts.rows[row], tokenizer.decode(sample.tokens))
+        Answer(
+            prompts.texts[row],
+            prompts.messages[row],
+            prompts.rows[row],
+            tokenizer.decode(sample.tokens),
+        )
         for sample, row in zip(samples, rows, strict=True)
     ]
 
@@ -242,22 +345,32 @@ def evaluate(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Means of the measures over held-out prompts, and the table of samples with the first measure.
 
-    The noise is the same every time and not training's (another seed), so two evaluations are paired, and the text
-    of the one before is the draft of this one. Samples that a measure failed on are left out of its mean, and counted.
+    The noise is the same every time and not training's (another seed), so two evaluations are
+    paired, and the text of the one before is the draft of this one. Samples that a measure failed
+    on are left out of its mean, and counted.
     """
     observe("evaluation", None)
-    wanted = requests(prompts.tokens, samples_per_prompt, stages.max_new_tokens, 0, memory.evaluation.history)
+    wanted = requests(
+        prompts.tokens, samples_per_prompt, stages.max_new_tokens, 0, memory.evaluation.history
+    )
     target = decoding_weights(policy, stages.dtype, stages.mesh)
     drafter = student_for(target, drafter, stages.mesh)
-    selector, tally = copy.deepcopy(memory.evaluation.selector), Tally()
+    selector = copy.deepcopy(memory.evaluation.selector)
+    tally = Tally()
     counting = _counting(tally, Timeline(), observe, "evaluation")
     placing = placing_of(stages, memory.evaluation.lengths, "evaluation")
     samples = roll_out(target, drafter, wanted, decoding, stages, placing, selector, counting)
     tally = sum(_spoken(tally, Tally(), stages), Tally())
     memory.evaluated = samples, learn(Learned(tally, selector), drafter, samples, stages, decoding)
-    answers = answered(samples, prompts, np.repeat(np.arange(len(prompts)), samples_per_prompt), stages.tokenizer)
+    answers = answered(
+        samples, prompts, np.repeat(np.arange(len(prompts)), samples_per_prompt), stages.tokenizer
+    )
     scores = {name: measure(answers).values for name, measure in measures.items()}
-    means = {f"eval/{name}": float(np.nanmean(values)) for name, values in scores.items() if np.isfinite(values).any()}
+    means = {
+        f"eval/{name}": float(np.nanmean(values))
+        for name, values in scores.items()
+        if np.isfinite(values).any()
+    }
     failed = {f"eval/{name}/failed": int(np.isnan(values).sum()) for name, values in scores.items()}
     means |= {name: count for name, count in failed.items() if count}
     means["eval/generation/tokens_per_round"] = tally.metrics(0.0)["generation/tokens_per_round"]
@@ -265,10 +378,11 @@ def evaluate(
 
 
 def decoding_weights(policy: Model, dtype, mesh: jax.sharding.Mesh) -> Model:
-    """The policy as generation wants it: layers unrolled, in `dtype`, split over the tensor axis only.
+    """The policy as generation wants it: layers unrolled, in `dtype`, split over the tensor axis
+    only.
 
-    On a CPU a tied head is copied as [M, V], which is read faster than the embedding the other way round. Where the
-    vocabulary is split, each device has whole blocks of the two-level draw.
+    On a CPU a tied head is copied as [M, V], which is read faster than the embedding the other way
+    round. Where the vocabulary is split, each device has whole blocks of the two-level draw.
     """
     return _decoding_weights(policy, dtype, mesh, jax.default_backend() == "cpu")
 
@@ -280,23 +394,33 @@ def _decoding_weights(policy: Model, dtype, mesh: jax.sharding.Mesh, untie: bool
         model = dataclasses.replace(model, head=model.embed.T)
     if mesh.shape["tensor"] > 1 and not model.config.scalar_head:
         model = pad_vocab(model, BLOCK * mesh.shape["tensor"])
-    return jax.lax.with_sharding_constraint(model, meshes.model_shardings(model, mesh, "generation"))
+    return jax.lax.with_sharding_constraint(
+        model, meshes.model_shardings(model, mesh, "generation")
+    )
 
 
 def compile_rounds(policy: Model, drafter: Model | None, memory: Memory, stages: Stages) -> None:
-    """Compile the rounds that a step begins with ahead of use, for every number of rows they may shrink to.
+    """Compile the rounds that a step begins with ahead of use, for every number of rows they may
+    shrink to.
 
-    What XLA says of them is where a selector's costs begin, unless it has measured some for these models and devices.
+    What XLA says of them is where a selector's costs begin, unless it has measured some for these
+    models and devices.
     """
     target = decoding_weights(policy, stages.dtype, stages.mesh)
     drafter = student_for(target, drafter, stages.mesh)
-    selectors, prompts = memory.selectors(), range(stages.prompts_per_step)
-    samples = len(prompts if stages.decide else crew_of(stages.mesh).share(prompts)) * stages.samples_per_prompt
+    selectors = memory.selectors()
+    prompts = range(stages.prompts_per_step)
+    samples = (
+        len(prompts if stages.decide else crew_of(stages.mesh).share(prompts))
+        * stages.samples_per_prompt
+    )
     does = warm_up(target, drafter, samples, stages.decoding, stages.mesh, bool(selectors))
     models = ModelConfigs(target.config, drafter and drafter.config)
     size = stages.decoding.rows, stages.decoding.slots
     for selector in selectors:
-        selector.begin(drafting.costs(models, jax.default_backend(), target.norm.dtype.itemsize, does, *size))
+        selector.begin(
+            drafting.costs(models, jax.default_backend(), target.norm.dtype.itemsize, does, *size)
+        )
 
 
 def finished(samples: Sequence[Sample], stop_tokens: tuple[int, ...]) -> np.ndarray:
@@ -334,7 +458,10 @@ def _together(attempts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Figures of several attempts: failures add up, the rest are means."""
     names = dict.fromkeys(name for figures in attempts for name in figures)
     found = {name: [figures[name] for figures in attempts if name in figures] for name in names}
-    return {name: float((np.sum if name.endswith("/failed") else np.mean)(values)) for name, values in found.items()}
+    return {
+        name: float((np.sum if name.endswith("/failed") else np.mean)(values))
+        for name, values in found.items()
+    }
 
 
 def _outcome(collected: Collected, stages: Stages) -> dict[str, float]:
@@ -342,6 +469,8 @@ def _outcome(collected: Collected, stages: Stages) -> dict[str, float]:
     return {
         "reward/mean": float(collected.rewards.mean()),
         "reward/std": float(collected.rewards.std()),
-        "response/length_mean": float(np.mean([len(sample.tokens) for sample in collected.samples])),
+        "response/length_mean": float(
+            np.mean([len(sample.tokens) for sample in collected.samples])
+        ),
         "response/unfinished": float(1 - ended.mean()),
     }

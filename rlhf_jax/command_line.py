@@ -19,10 +19,11 @@ PLACE = ("--coordinator", "--processes", "--process")
 
 
 def read(argv: list[str]) -> Config:
-    """The config of `--config FILE[:ARGUMENT] --config.any.key=value ...`; argv[0] is the program's name.
+    """The config of `--config FILE[:ARGUMENT] --config.any.key=value ...`; argv[0] is the program's
+    name.
 
-    Raises ValueError or FileNotFoundError in one sentence: no file, a file that fails, an unknown key
-    or one of another type. Whether the values make sense is the question of `checks.validate`.
+    Raises ValueError or FileNotFoundError in one sentence: no file, a file that fails, an unknown
+    key or one of another type. Whether the values make sense is the question of `checks.validate`.
     """
     path, overrides = _split(argv[1:])
     config = load(path)
@@ -34,10 +35,11 @@ def read(argv: list[str]) -> Config:
 def place(argv: list[str]) -> tuple[Place, list[str]]:
     """Where this process stands among several, and the command line without what says so.
 
-    `--coordinator HOST:PORT --processes N --process I`, or `--processes auto` where the cluster knows. Raises
-    ValueError in one sentence.
+    `--coordinator HOST:PORT --processes N --process I`, or `--processes auto` where the cluster
+    knows. Raises ValueError in one sentence.
     """
-    found, rest = {}, []
+    found = {}
+    rest = []
     words = iter(argv)
     for word in words:
         name, equals, value = word.partition("=")
@@ -50,18 +52,25 @@ def place(argv: list[str]) -> tuple[Place, list[str]]:
     if found == {"--processes": "auto"}:
         return Place(None, None, None), rest
     numbers = [found.get(name, "") for name in PLACE[1:]]
-    if set(found) != set(PLACE) or not all(map(str.isdigit, numbers)) or not 0 <= int(numbers[1]) < int(numbers[0]):
+    if (
+        set(found) != set(PLACE)
+        or not all(map(str.isdigit, numbers))
+        or not 0 <= int(numbers[1]) < int(numbers[0])
+    ):
         raise ValueError(
-            "Several processes are told --coordinator HOST:PORT --processes N --process I, with I from 0 to N - 1, or"
+            "Several processes are told --coordinator HOST:PORT --processes N --process I, with I"
+            " from 0 to N - 1, or"
             " --processes auto."
         )
     return Place(found["--coordinator"], *map(int, numbers)), rest
 
 
 def load(spec: str) -> Config:
-    """The locked config that get_config() of the Python file FILE returns, or get_config(ARGUMENT) of FILE:ARGUMENT.
+    """The locked config that get_config() of the Python file FILE returns, or get_config(ARGUMENT)
+    of FILE:ARGUMENT.
 
-    Raises ValueError or FileNotFoundError in one sentence where it is missing, fails or returns other keys.
+    Raises ValueError or FileNotFoundError in one sentence where it is missing, fails or returns
+    other keys.
     """
     path, argument = _file_and_argument(spec)
     if not pathlib.Path(path).is_file():
@@ -69,10 +78,13 @@ def load(spec: str) -> Config:
     try:
         config = runpy.run_path(path)["get_config"](*argument)
     except Exception as error:  # a config file is Python and may raise anything
-        raise ValueError(f"Config {spec} fails: {type(error).__name__}: {_first_line(error)}.") from error
+        raise ValueError(
+            f"Config {spec} fails: {type(error).__name__}: {_first_line(error)}."
+        ) from error
     if not isinstance(config, ConfigDict) or keys(config) != keys(default()):
         raise ValueError(
-            f"Config {spec}: get_config() must return rlhf_jax.config.default() with other values and no other keys."
+            f"Config {spec}: get_config() must return rlhf_jax.config.default() with other values"
+            " and no other keys."
         )
     return config.lock()
 
@@ -96,7 +108,9 @@ def _split(arguments: list[str]) -> tuple[str, list[str]]:
 def _override(config: Config, argument: str) -> None:
     match = re.fullmatch(r"--?config\.([^=]+)=(.*)", argument, re.DOTALL)
     if match is None:
-        raise ValueError(f"Argument {argument!r} is not of the form --config.any.key=value (usage: {USAGE}).")
+        raise ValueError(
+            f"Argument {argument!r} is not of the form --config.any.key=value (usage: {USAGE})."
+        )
     name, text = match.groups()
     known = keys(config)
     if name not in known:

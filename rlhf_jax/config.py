@@ -22,14 +22,19 @@ class ModelConfigs(NamedTuple):
 
 
 def default() -> Config:
-    """Every key of a run with its default, locked: a config file changes values and adds no keys."""
+    """Every key of a run with its default, locked: a config file changes values and adds no
+    keys.
+    """
     config = ConfigDict(
         {
-            "workdir": "runs/default",  # all of a run lives here: metrics, samples, checkpoints, the trained policy
-            "objective": "reward",  # what the policy learns to earn; or 'distill': a student learns to draft for it
+            # all of a run lives here: metrics, samples, checkpoints, the trained policy
+            "workdir": "runs/default",
+            # what the policy learns to earn; or 'distill': a student learns to draft for it
+            "objective": "reward",
             "steps": 100,  # roll-out and update, that many times
             "seed": 0,  # of prompts, sampling and training; the same seed gives the same run
-            "deterministic": False,  # bit for bit: no decision by the clock (rewards have no time limit), ordered sums
+            # bit for bit: no decision by the clock (rewards have no time limit), ordered sums
+            "deterministic": False,
             "dry_run": False,  # say what the run would need, and stop
             "watchdog_seconds": 300,  # say which phase stands still after so long; 0 for never
             "model": _model(),
@@ -45,7 +50,8 @@ def default() -> Config:
             "checkpoint": _checkpoint(),
             "mesh": _mesh(),
             "kernels": _kernels(),
-            "compilation_cache": "~/.cache/rlhf_jax/compiled",  # of programs, between runs; '' for none
+            # of programs, between runs; '' for none
+            "compilation_cache": "~/.cache/rlhf_jax/compiled",
         }
     )
     return config.lock()
@@ -54,16 +60,21 @@ def default() -> Config:
 def _model() -> dict:
     return {
         "path": "",  # Hugging Face folder, .gguf file, or hub name org/name
-        "compute_dtype": "auto",  # of matrix products: bfloat16 on accelerators and float32 on CPU, or named
+        # of matrix products: bfloat16 on accelerators and float32 on CPU, or named
+        "compute_dtype": "auto",
     }
 
 
 def _drafter() -> dict:
-    """The small model of the 'model-*' strategies; text does not depend on it under acceptance 'replayable'."""
+    """The small model of the 'model-*' strategies; text does not depend on it under acceptance
+    'replayable'.
+    """
     return {
         "path": "",  # of a draft model, or of a student made before, given as model.path is
-        "layers": 0,  # 0: what the path holds; else a student of so many of the policy's layers, or of the path's
-        "learning_rate": 0.0,  # of a student's AdamW; 0 leaves it as it is, above 0 keeps it current
+        # 0: what the path holds; else a student of so many of the policy's layers, or of the path's
+        "layers": 0,
+        # of a student's AdamW; 0 leaves it as it is, above 0 keeps it current
+        "learning_rate": 0.0,
         "samples": 8,  # of each step, from which a student that is kept current learns
     }
 
@@ -91,8 +102,10 @@ def _data() -> dict:
 def _reward() -> dict:
     """A sample's reward is the weighted sum of functions and models."""
     return {
-        "functions": (),  # each FILE.py:function or package.module:function of (prompt, response, row) -> float
-        "models": (),  # each a Hugging Face sequence-classification folder, read at a conversation's last token
+        # each FILE.py:function or package.module:function of (prompt, response, row) -> float
+        "functions": (),
+        # each a Hugging Face sequence-classification folder, read at a conversation's last token
+        "models": (),
         "weights": (),  # of the functions, then of the models; () for 1 each
         "workers": 2,  # processes that each function runs in
         "seconds": 10.0,  # the longest a call may take
@@ -100,7 +113,8 @@ def _reward() -> dict:
         "missing_end": 0.0,  # taken from the reward of a response that was cut off
         "clip": 0.0,  # rewards are clipped to -clip .. clip; 0 for not
         "whiten": False,  # rewards of a step are divided by their standard deviation
-        "metrics": ConfigDict(),  # name -> function as above: measured in evaluation, never trained on
+        # name -> function as above: measured in evaluation, never trained on
+        "metrics": ConfigDict(),
     }
 
 
@@ -108,19 +122,25 @@ def _generation() -> dict:
     return {
         "prompts_per_step": 8,  # different prompts of one roll-out
         "samples_per_prompt": 4,  # the group that advantages may be relative to
-        "resample": 0,  # more roll-outs, at most, to replace prompts whose samples all earned the same (DAPO)
+        # more roll-outs, at most, to replace prompts whose samples all earned the same (DAPO)
+        "resample": 0,
         "max_new_tokens": 128,  # the longest response
         "temperature": 1.0,  # of the sampled law, and of the one that is trained
         "top_k": 0,  # sample among the k likeliest, at most 64; 0 for all
         "top_p": 1.0,  # for evaluation only: refused here unless 1
-        "strategy": "adaptive",  # chosen every round; or plain, lookup-chain-4, replay-chain-8-packed-3 ...
+        # chosen every round; or plain, lookup-chain-4, replay-chain-8-packed-3 ...
+        "strategy": "adaptive",
         "acceptance": "replayable",  # drafts equal to the target's own draw, or 'rejection'
         "rows": 32,  # live rows of a slice at most
-        "fewest_rows": 8,  # in the tail the batch halves down to this; each halving is a program to compile
-        "reallocate": True,  # place samples on slices by their expected lengths, and move them while they run
-        "fuse_inference": False,  # slices with nothing left to decode score what is finished, with weights of their own
+        # in the tail the batch halves down to this; each halving is a program to compile
+        "fewest_rows": 8,
+        # place samples on slices by their expected lengths, and move them while they run
+        "reallocate": True,
+        # slices with nothing left to decode score what is finished, with weights of their own
+        "fuse_inference": False,
         "history_tokens": 256,  # of earlier roll-outs of the same prompt, for lookup
-        "repeated_noise": 0,  # samples of a prompt with an earlier noise: they replay its text, but are no fresh draws
+        # samples of a prompt with an earlier noise: they replay its text, but are no fresh draws
+        "repeated_noise": 0,
         # (the weights were fitted to that noise) and explore less
     }
 
@@ -137,7 +157,8 @@ def _evaluation() -> dict:
 
 def _advantage() -> dict:
     return {
-        "estimator": "grpo",  # dr_grpo (wants aggregate 'constant'), rloo, reinforce++, reinforce++-baseline, gae (PPO)
+        # dr_grpo (wants aggregate 'constant'), rloo, reinforce++, reinforce++-baseline, gae (PPO)
+        "estimator": "grpo",
         "discount": 1.0,  # of later rewards, for gae and reinforce++
         "gae_lambda": 0.95,  # how far gae looks past the critic
     }
@@ -146,7 +167,8 @@ def _advantage() -> dict:
 def _kl() -> dict:
     """The price of leaving the reference."""
     return {
-        "coefficient": 0.04,  # nats to reward; 0 keeps no reference, and KL is measured to the policy before the update
+        # nats to reward; 0 keeps no reference, and KL is measured to the policy before the update
+        "coefficient": 0.04,
         "place": "loss",  # or 'reward': taken from the reward token by token
         "estimator": "k3",  # of Schulman 2020: k1 (in the reward only), k2 or k3
         "target": 0.0,  # nats a response: the coefficient adapts to stay there; 0 keeps it fixed
@@ -165,9 +187,11 @@ def _training() -> dict:
         "max_grad_norm": 1.0,  # the gradient is clipped to this global norm
         "clip_low": 0.2,  # the ratio is clipped at 1 - clip_low
         "clip_high": 0.2,  # and at 1 + clip_high
-        "aggregate": "token_mean",  # of a minibatch's losses: or sequence_mean, or constant (Dr. GRPO)
+        # of a minibatch's losses: or sequence_mean, or constant (Dr. GRPO)
+        "aggregate": "token_mean",
         "entropy_coefficient": 0.0,  # of the entropy, which is added to the objective
-        "target_kl": 0.0,  # the rest of an update is left out once KL(old || new) exceeds it; 0 for never
+        # the rest of an update is left out once KL(old || new) exceeds it; 0 for never
+        "target_kl": 0.0,
         "drop_overlong": False,  # responses that were cut off are not trained on
         "remat": True,  # keep only each layer's input for the backward pass
         "length_bucket": 64,  # token slots of a micro-batch are a multiple of this
@@ -179,30 +203,36 @@ def _checkpoint() -> dict:
     return {
         "every": 50,  # steps between checkpoints, and one at the end; 0 for none
         "keep": 2,  # the latest so many stay
-        "allow_changes": False,  # go on although other keys differ from the checkpoint's; model and data may not
+        # go on although other keys differ from the checkpoint's; model and data may not
+        "allow_changes": False,
     }
 
 
 def _mesh() -> dict:
     return {
-        "slices": 1,  # parts that generate each on its own, and between which running samples may move
+        # parts that generate each on its own, and between which running samples may move
+        "slices": 1,
         "data": 1,  # copies of the weights; -1 for the devices that are left
-        "fsdp": -1,  # devices of a slice over which the weights are split in training, as they are over slices
+        # devices of a slice over which the weights are split in training, as they are over slices
+        "fsdp": -1,
         "tensor": 1,  # devices over which heads, feed-forward and vocabulary are split
         "device_memory_gb": 0.0,  # 10^9 bytes; 0 asks the device
     }
 
 
 def _kernels() -> dict:
-    """'auto' takes what was measured faster: the chip's own kernel ('pallas') or plain JAX ('reference').
+    """'auto' takes what was measured faster: the chip's own kernel ('pallas') or plain JAX
+    ('reference').
 
     'interpret' runs the TPU's kernel anywhere, slowly, to debug it.
     """
     return {
         "tree_attention": "auto",  # of the drafts over the cache
-        "verify_head": "auto",  # the draw at each draft, without all logits in memory; not with a top_k or 'rejection'
+        # the draw at each draft, without all logits in memory; not with a top_k or 'rejection'
+        "verify_head": "auto",
         "commit": "auto",  # accepted drafts into the cache
-        "logprobs": "auto",  # of training and inference, without logits; not with a top_k or a split vocabulary
+        # of training and inference, without logits; not with a top_k or a split vocabulary
+        "logprobs": "auto",
     }
 
 
@@ -219,5 +249,7 @@ def flat(config: Config, prefix: str = "") -> dict[str, Any]:
         if not isinstance(value, ConfigDict):
             values[name] = value
         else:
-            values |= {name: value.to_dict()} if name == "reward.metrics" else flat(value, f"{name}.")
+            values |= (
+                {name: value.to_dict()} if name == "reward.metrics" else flat(value, f"{name}.")
+            )
     return values

@@ -1,4 +1,6 @@
-"""How a config asks for drafts: which drafters, which strategies, and what they cost before anything is measured."""
+"""How a config asks for drafts: which drafters, which strategies, and what they cost before
+anything is measured.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def strategies(config: Config) -> Menu:
 
 
 def _drafters(config: Config) -> list[str]:
-    """Only evaluation and training with repeated noise replay; under rejection, texts depend on the drafts."""
+    """Only evaluation and training with repeated noise replay; under rejection, texts depend on the
+    drafts.
+    """
     repeats = config.evaluation.every or config.generation.repeated_noise
     replay = ["replay"] if repeats and config.generation.acceptance == "replayable" else []
     return ["lookup", *replay, *(["model"] if config.drafter.path or config.drafter.layers else [])]
@@ -50,15 +54,24 @@ def teaches(config: Config) -> bool:
 
 
 def costs(
-    models: ModelConfigs, platform: str, itemsize: int, does: Mapping[str, float], rows: int, slots: int
+    models: ModelConfigs,
+    platform: str,
+    itemsize: int,
+    does: Mapping[str, float],
+    rows: int,
+    slots: int,
 ) -> cost.Costs:
-    """What rounds are taken to cost before any is measured; weights and cache have `itemsize` bytes a number.
+    """What rounds are taken to cost before any is measured; weights and cache have `itemsize` bytes
+    a number.
 
-    `does` is what the compiler says of a plain round of the policy over so many rows and slots: it moves and multiplies
-    more than the weights and the cache that a round cannot do without, and a draft model's calls as much more.
+    `does` is what the compiler says of a plain round of the policy over so many rows and slots: it
+    moves and multiplies more than the weights and the cache that a round cannot do without, and a
+    draft model's calls as much more.
     """
     policy = work(models.policy, itemsize)
-    moved = does.get("bytes accessed", 0.0) / (policy.weight_bytes + rows * slots * policy.context_bytes)
+    moved = does.get("bytes accessed", 0.0) / (
+        policy.weight_bytes + rows * slots * policy.context_bytes
+    )
     done = does.get("flops", 0.0) / (rows * (policy.token_flops + slots * policy.context_flops))
     scale = functools.partial(scaled, moved=max(moved, 1.0), done=max(done, 1.0))
     drafter = models.drafter and scale(work(models.drafter, itemsize))
@@ -66,7 +79,9 @@ def costs(
 
 
 def work(model: ModelConfig, itemsize: int) -> cost.Work:
-    """What a call of a model cannot do without: weights, but for the embedding, are read, and multiplied a token."""
+    """What a call of a model cannot do without: weights, but for the embedding, are read, and
+    multiplied a token.
+    """
     layers = sum(math.prod(shape) for shape in vars(weight_shapes(model).layers).values() if shape)
     weights = layers + model.width * model.vocab_size
     context = 2 * model.num_layers * model.num_kv_heads * model.head_dim
@@ -77,4 +92,9 @@ def work(model: ModelConfig, itemsize: int) -> cost.Work:
 def scaled(needed: cost.Work, moved: float, done: float) -> cost.Work:
     """Work whose bytes and flops are so many times what is needed."""
     factors = (moved, moved, done, done)
-    return cost.Work(*(figure * factor for figure, factor in zip(dataclasses.astuple(needed), factors, strict=True)))
+    return cost.Work(
+        *(
+            figure * factor
+            for figure, factor in zip(dataclasses.astuple(needed), factors, strict=True)
+        )
+    )

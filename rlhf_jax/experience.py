@@ -1,4 +1,6 @@
-"""From rewards of whole samples to advantages of their tokens: penalties, shaping, and the estimator of choice."""
+"""From rewards of whole samples to advantages of their tokens: penalties, shaping, and the
+estimator of choice.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Shaping:
 
 @functools.partial(jax.jit, static_argnames="config")
 def bound(rewards: Array, finished: Array, config: Shaping) -> Array:
-    """Rewards [B] after the penalty for a missing end (`finished` [B] bool is false) and clipping."""
+    """Rewards [B] after the penalty for a missing end (`finished` [B] bool is false) and
+    clipping.
+    """
     rewards = shaping.missing_end(rewards, finished, config.missing_end)
     return shaping.clip_rewards(rewards, config.clip) if config.clip else rewards
 
@@ -47,11 +51,13 @@ def shape(
     kl_coefficient: Array,
     config: Shaping,
 ) -> tuple[Array, Array, Array | None, Array]:
-    """(mask of what is trained on [B, T], advantages [B, T], returns [B, T] or None, KL of a response).
+    """(mask of what is trained on [B, T], advantages [B, T], returns [B, T] or None, KL of a
+    response).
 
-    rewards [B] float32, finished [B] bool (the response has an end), the rest [B, T]. In order: the penalty for a
-    missing end, clipping, whitening, the KL penalty token by token, the estimator. The KL to the reference is the mean
-    over samples of the sum over tokens of k1, in nats: what an adaptive coefficient steers.
+    rewards [B] float32, finished [B] bool (the response has an end), the rest [B, T]. In order: the
+    penalty for a missing end, clipping, whitening, the KL penalty token by token, the estimator.
+    The KL to the reference is the mean over samples of the sum over tokens of k1, in nats: what an
+    adaptive coefficient steers.
     """
     chex.assert_rank([rewards, finished, mask, logprobs], [1, 1, 2, 2])
     rewards = bound(rewards, finished, config)
@@ -61,6 +67,8 @@ def shape(
     divergence = shaping.KL[config.kl](logprobs, reference_logprobs)
     earned = shaping.token_rewards(rewards, divergence, mask, weight)
     trained = overlong(mask, finished) if config.drop_overlong else mask
-    advantages, returns = ESTIMATORS[config.estimator].estimate(earned, values, trained, config.estimation)
+    advantages, returns = ESTIMATORS[config.estimator].estimate(
+        earned, values, trained, config.estimation
+    )
     kl = jnp.where(mask, shaping.kl_k1(logprobs, reference_logprobs), 0.0).sum(axis=1).mean()
     return trained, advantages, returns, kl

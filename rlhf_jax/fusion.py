@@ -1,7 +1,9 @@
-"""Inference beside the tail of generation: slices that have nothing left to decode score what is finished.
+"""Inference beside the tail of generation: slices that have nothing left to decode score what is
+finished.
 
-(Inter-stage fusion: RLHFuse, Zhong et al. 2024, section 4.) A sample's numbers are those of the unfused order within
-rounding: the same functions over other shapes. What nobody had time for is left to `rlhf.infer`.
+(Inter-stage fusion: RLHFuse, Zhong et al. 2024, section 4.) A sample's numbers are those of the
+unfused order within rounding: the same functions over other shapes. What nobody had time for is
+left to `rlhf.infer`.
 """
 
 from __future__ import annotations
@@ -52,17 +54,26 @@ class Scoring:
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """Numbers of one sample under each model, [T] float32 each, on the host; None where there is no such model."""
+    """Numbers of one sample under each model, [T] float32 each, on the host; None where there is no
+    such model.
+    """
 
     logprobs: Array
     reference_logprobs: Array | None
     values: Array | None
-    rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of the reward models that could read it
+    rewards: Mapping[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # of the reward models that could read it
 
 
-def scored_row(numbers: Sequence[Array | None], row: int, rewards: Mapping[str, float] = {}) -> Scored:
+def scored_row(
+    numbers: Sequence[Array | None], row: int, rewards: Mapping[str, float] = {}
+) -> Scored:
     """One sample of a batch: a row of (log-probs, reference's, values), [rows, T] each."""
-    found = {name: leaf if leaf is None else leaf[row] for name, leaf in zip(SCORED, numbers, strict=True)}
+    found = {
+        name: leaf if leaf is None else leaf[row]
+        for name, leaf in zip(SCORED, numbers, strict=True)
+    }
     return Scored(**found, rewards=rewards)
 
 
@@ -78,11 +89,16 @@ class _Batch:
     @property
     def arrays(self) -> list[Array]:
         """All that is on its way."""
-        return [*jax.tree.leaves(self.results), *(scores for parts in self.rewards.values() for _, scores in parts)]
+        return [
+            *jax.tree.leaves(self.results),
+            *(scores for parts in self.rewards.values() for _, scores in parts),
+        ]
 
 
 class Backlog:
-    """Finished samples that wait to be scored, and those that were. Processes that share a slice hold the same."""
+    """Finished samples that wait to be scored, and those that were. Processes that share a slice
+    hold the same.
+    """
 
     def __init__(self, scoring: Scoring):
         self.scoring = scoring
@@ -91,7 +107,9 @@ class Backlog:
         self._models: dict[Any, tuple] = {}
 
     def add(self, sample: Sample, answer: Answer | None = None) -> None:
-        """A sample has finished; `answer` is what reward models, where there are some, read of it."""
+        """A sample has finished; `answer` is what reward models, where there are some, read of
+        it.
+        """
         self.waiting.append((sample, answer))
 
     @property
@@ -112,7 +130,9 @@ class Backlog:
         *models, judges = self._on(mesh)
         results = _readable(score(models, place(samples, scoring, mesh), scoring, mesh), mesh)
         rewards = {
-            name: [(rows, _readable(scores, mesh)) for rows, scores in read(judge, answers, mesh)[0]]
+            name: [
+                (rows, _readable(scores, mesh)) for rows, scores in read(judge, answers, mesh)[0]
+            ]
             for name, judge in judges.items()
         }
         batch = _Batch(samples, results, rewards, number, time.perf_counter())
@@ -126,8 +146,13 @@ class Backlog:
         if mesh not in self._models:
             scoring = self.scoring
             weights = {name: judge.model for name, judge in scoring.rewards.items()}
-            *models, weights = meshes.on_slice((scoring.policy, scoring.reference, scoring.critic, weights), mesh)
-            judges = {name: dataclasses.replace(scoring.rewards[name], model=weights[name]) for name in weights}
+            *models, weights = meshes.on_slice(
+                (scoring.policy, scoring.reference, scoring.critic, weights), mesh
+            )
+            judges = {
+                name: dataclasses.replace(scoring.rewards[name], model=weights[name])
+                for name in weights
+            }
             self._models[mesh] = (*models, judges)
         return self._models[mesh]
 
@@ -152,15 +177,29 @@ class Backlog:
     def spans(self) -> list[Span]:
         """What slices did here, once all of it is there."""
         return [
-            Span(b.slice, "inference", b.began, b.ended or b.began, len(b.samples), "inference", tokens)
+            Span(
+                b.slice,
+                "inference",
+                b.began,
+                b.ended or b.began,
+                len(b.samples),
+                "inference",
+                tokens,
+            )
             for b in self.batches
             for tokens in [sum(len(sample.tokens) for sample in b.samples)]
         ]
 
 
 def _by_row(parts: list[Read]) -> dict[int, float]:
-    """The scores of a batch by row; one that could not be read, or is no finite number, has none."""
-    found = (one for rows, scores in parts for one in zip(rows, np.asarray(scores).tolist(), strict=False))
+    """The scores of a batch by row; one that could not be read, or is no finite number, has
+    none.
+    """
+    found = (
+        one
+        for rows, scores in parts
+        for one in zip(rows, np.asarray(scores).tolist(), strict=False)
+    )
     return {row: score for row, score in found if not failure(score)}
 
 
@@ -175,13 +214,19 @@ def place(samples: Sequence[Sample], scoring: Scoring, mesh):
 
 
 def score(models, rollout, scoring: Scoring, mesh) -> tuple[Array, Array | None, Array | None]:
-    """(log-probs, reference's, values) of a rollout, [rows, T] float32 each, dispatched and not waited for."""
+    """(log-probs, reference's, values) of a rollout, [rows, T] float32 each, dispatched and not
+    waited for.
+    """
     policy, reference, critic = models
-    how = functools.partial(score_rollout, rollout=rollout, temperature=scoring.temperature, rows=scoring.rows)
+    how = functools.partial(
+        score_rollout, rollout=rollout, temperature=scoring.temperature, rows=scoring.rows
+    )
     attend = causal_on(mesh, policy.config.num_kv_heads)
     logprobs = how(policy, attend=attend)
     referred = None if reference is None else how(reference, attend=attend)
     values = None
     if critic is not None:
-        values = score_values(critic, rollout, rows=scoring.rows, attend=causal_on(mesh, critic.config.num_kv_heads))
+        values = score_values(
+            critic, rollout, rows=scoring.rows, attend=causal_on(mesh, critic.config.num_kv_heads)
+        )
     return logprobs, referred, values

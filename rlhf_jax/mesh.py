@@ -1,8 +1,9 @@
-"""Which devices hold what: four mesh axes, one table from logical axis names to them, and `reshard`.
+"""Which devices hold what: four mesh axes, one table from logical axis names to them, and
+`reshard`.
 
-`data` repeats the weights, `fsdp` splits their width, `tensor` splits heads, feed-forward and vocabulary. `slices`
-generate each on its own, with weights of its own, and split the width as `fsdp` does in training.
-Rows of a batch lie over slices x data x fsdp, whatever the role.
+`data` repeats the weights, `fsdp` splits their width, `tensor` splits heads, feed-forward and
+vocabulary. `slices` generate each on its own, with weights of its own, and split the width as
+`fsdp` does in training. Rows of a batch lie over slices x data x fsdp, whatever the role.
 """
 
 from __future__ import annotations
@@ -41,10 +42,7 @@ WEIGHT_AXES = {
 _TENSOR = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "ffn": "tensor"}
 
 # The table: logical axis -> mesh axes, by role. What is not named is not split.
-ROLES = {
-    "training": _TENSOR | {"width": ("slices", "fsdp")},
-    "generation": _TENSOR,
-}
+ROLES = {"training": _TENSOR | {"width": ("slices", "fsdp")}, "generation": _TENSOR}
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -53,10 +51,14 @@ def count_devices() -> int:
     """The number of devices; ValueError where JAX cannot use the platform that it was asked for."""
     try:
         return jax.device_count()
-    except (RuntimeError, AssertionError) as error:  # the latter where a platform is known but not installed
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # the latter where a platform is known but not installed
         reason = (str(error).splitlines() or ["it is not installed"])[0].rstrip(".")
         raise ValueError(
-            f"JAX cannot use the platform {jax.config.values['jax_platforms']!r} ({reason}); install JAX for it,"
+            f"JAX cannot use the platform {jax.config.values['jax_platforms']!r} ({reason});"
+            " install JAX for it,"
             " or change JAX_PLATFORMS."
         ) from error
 
@@ -70,22 +72,27 @@ def sizes(data: int, fsdp: int, tensor: int, num_devices: int, slices: int = 1) 
     text = ", ".join(f"{name}={size}" for name, size in wanted.items())
     rest = [name for name, size in wanted.items() if size == -1]
     if len(rest) > 1 or any(size < 1 and size != -1 for size in wanted.values()):
-        raise ValueError(f"mesh {text}: sizes must be positive, and at most one may be -1 (the rest).")
+        raise ValueError(
+            f"mesh {text}: sizes must be positive, and at most one may be -1 (the rest)."
+        )
     known = int(np.prod([size for size in wanted.values() if size != -1]))
     if rest and num_devices % known == 0:
         wanted[rest[0]] = num_devices // known
     elif rest or known != num_devices:
         raise ValueError(
-            f"mesh {text} does not fit {num_devices} devices; choose sizes whose product is {num_devices}."
+            f"mesh {text} does not fit {num_devices} devices; choose sizes whose product is"
+            f" {num_devices}."
         )
     return wanted
 
 
-def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, devices: Any = None, slices: int = 1) -> Mesh:
+def make_mesh(
+    data: int = 1, fsdp: int = -1, tensor: int = 1, devices: Any = None, slices: int = 1
+) -> Mesh:
     """A mesh of axes (slices, data, fsdp, tensor) over `devices` (default: all); -1 takes the rest.
 
-    Processes share the slices evenly: each has slices of its own, or a slice is several processes' own. Raises
-    ValueError where the product is not the number of devices.
+    Processes share the slices evenly: each has slices of its own, or a slice is several processes'
+    own. Raises ValueError where the product is not the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     shape = tuple(sizes(data, fsdp, tensor, len(devices), slices).values())
@@ -93,7 +100,8 @@ def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, devices: Any = Non
     crews = min(shape[0], len(ranks))
     size = len(ranks) // crews
     parts = [
-        [device for device in devices if ranks.index(device.process_index) // size == crew] for crew in range(crews)
+        [device for device in devices if ranks.index(device.process_index) // size == crew]
+        for crew in range(crews)
     ]
     own = (shape[0] // crews, *shape[1:])
     return _joined([_make(own, part) for part in parts]) if crews > 1 else _make(own, devices)
@@ -105,7 +113,11 @@ def _make(shape: tuple[int, ...], devices: list) -> Mesh:
 
 def _joined(meshes: list[Mesh]) -> Mesh:
     """One mesh of the slices of several."""
-    return Mesh(np.concatenate([mesh.devices for mesh in meshes]), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(
+        np.concatenate([mesh.devices for mesh in meshes]),
+        AXES,
+        axis_types=(AxisType.Auto,) * len(AXES),
+    )
 
 
 def abstract_mesh(shape: dict[str, int]) -> AbstractMesh:
@@ -116,7 +128,9 @@ def abstract_mesh(shape: dict[str, int]) -> AbstractMesh:
 def split(mesh: Mesh) -> list[Mesh]:
     """The slices of a mesh, each a mesh of its own with the same axes."""
     types = (AxisType.Auto,) * len(AXES)
-    return [Mesh(mesh.devices[i : i + 1], AXES, axis_types=types) for i in range(mesh.shape["slices"])]
+    return [
+        Mesh(mesh.devices[i : i + 1], AXES, axis_types=types) for i in range(mesh.shape["slices"])
+    ]
 
 
 def owners(mesh: Mesh) -> tuple[int, ...]:
@@ -130,7 +144,9 @@ def is_here(mesh: Mesh) -> bool:
 
 
 def on_slice(tree: Any, mesh: Mesh) -> Any:
-    """What the devices of one slice hold of a tree that is repeated over slices, as arrays on that slice: no copy."""
+    """What the devices of one slice hold of a tree that is repeated over slices, as arrays on that
+    slice: no copy.
+    """
     devices = set(mesh.devices.flat)
 
     def part(leaf: jax.Array) -> jax.Array:
@@ -147,11 +163,13 @@ def row_shards(mesh: AnyMesh | None) -> int:
 
 
 def model_shardings(tree: Any, mesh: AnyMesh, role: str) -> Any:
-    """A sharding for every leaf of a tree of `Model`s: a model, its gradient, an optax state, a `TrainState`.
+    """A sharding for every leaf of a tree of `Model`s: a model, its gradient, an optax state, a
+    `TrainState`.
 
-    Leaves are arrays or `ShapeDtypeStruct`s. A weight is known by its field name; leaves of other names
-    (counts, steps) are replicated. role: "training" (split over slices, fsdp and tensor) or "generation" (split over
-    tensor, repeated over the rest). A dimension that its axis does not divide stays whole: see `unsplit`.
+    Leaves are arrays or `ShapeDtypeStruct`s. A weight is known by its field name; leaves of other
+    names (counts, steps) are replicated. role: "training" (split over slices, fsdp and tensor) or
+    "generation" (split over tensor, repeated over the rest). A dimension that its axis does not
+    divide stays whole: see `unsplit`.
     """
 
     def shard(path, leaf) -> NamedSharding:
@@ -163,8 +181,8 @@ def model_shardings(tree: Any, mesh: AnyMesh, role: str) -> Any:
 def row_shardings(tree: Any, mesh: AnyMesh) -> Any:
     """A sharding for every leaf of a row-first tree: [B, ...] over slices x data x fsdp.
 
-    Leaves of rank 4 are caches, [B, G, ...], whose G lies over tensor as the weights' key-value heads do.
-    Scalars are replicated. What its axes do not divide stays whole.
+    Leaves of rank 4 are caches, [B, G, ...], whose G lies over tensor as the weights' key-value
+    heads do. Scalars are replicated. What its axes do not divide stays whole.
     """
 
     def shard(leaf) -> NamedSharding:
@@ -174,7 +192,8 @@ def row_shardings(tree: Any, mesh: AnyMesh) -> Any:
 
 
 def place_rows(tree: Any, mesh: Mesh | None) -> Any:
-    """A row-first tree on the devices: laid over the mesh, or on the default device where there is none.
+    """A row-first tree on the devices: laid over the mesh, or on the default device where there is
+    none.
 
     Over the devices of several processes, each places its parts of host arrays that all have alike.
     """
@@ -188,8 +207,12 @@ def _place_parts(leaf: np.ndarray, place: NamedSharding) -> jax.Array:
 
 
 def pin_rows(tree: Any, mesh: Mesh | None) -> Any:
-    """Inside a jitted function: hold a row-first result to its layout, as the next call will find it."""
-    return tree if mesh is None else jax.lax.with_sharding_constraint(tree, row_shardings(tree, mesh))
+    """Inside a jitted function: hold a row-first result to its layout, as the next call will find
+    it.
+    """
+    return (
+        tree if mesh is None else jax.lax.with_sharding_constraint(tree, row_shardings(tree, mesh))
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))
@@ -208,23 +231,30 @@ def unsplit(tree: Any, mesh: AnyMesh, role: str) -> list[str]:
     lines = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         wanted = _weight_spec(path, leaf, role)
-        for size, axes, kept in zip(leaf.shape, wanted, fitting(wanted, leaf.shape, mesh), strict=True):
+        for size, axes, kept in zip(
+            leaf.shape, wanted, fitting(wanted, leaf.shape, mesh), strict=True
+        ):
             if axes is not None and kept is None:
-                lines.append(f"{jax.tree_util.keystr(path)}: {size} is not divisible by {axes}={_extent(axes, mesh)}")
+                lines.append(
+                    f"{jax.tree_util.keystr(path)}: {size} is not divisible by"
+                    f" {axes}={_extent(axes, mesh)}"
+                )
     return lines
 
 
 def reshard(tree: Any, shardings: Any, donate: bool = False) -> Any:
     """`tree` laid out as `shardings` say, in one transfer.
 
-    With `donate` the source must lie on the same devices; it goes leaf by leaf and is deleted behind the
-    copy, so that old and new are never alive together: the peak is one leaf more.
+    With `donate` the source must lie on the same devices; it goes leaf by leaf and is deleted
+    behind the copy, so that old and new are never alive together: the peak is one leaf more.
     """
     return jax.tree.map(_hand_over, tree, shardings) if donate else jax.device_put(tree, shardings)
 
 
 def _hand_over(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """`device_put(donate=True)` keeps a source whose shards change shape, and may share buffers with it."""
+    """`device_put(donate=True)` keeps a source whose shards change shape, and may share buffers
+    with it.
+    """
     if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
         return leaf
     moved = jax.jit(_identity, out_shardings=sharding)(leaf)
@@ -237,15 +267,22 @@ def _identity(leaf: jax.Array) -> jax.Array:
 
 
 def bytes_per_device(tree: Any, shardings: Any) -> int:
-    """Bytes that the fullest device holds of a tree of arrays or `ShapeDtypeStruct`s under `shardings`."""
-    held = jax.tree.map(lambda x, s: int(np.prod(s.shard_shape(x.shape))) * x.dtype.itemsize, tree, shardings)
+    """Bytes that the fullest device holds of a tree of arrays or `ShapeDtypeStruct`s under
+    `shardings`.
+    """
+    held = jax.tree.map(
+        lambda x, s: int(np.prod(s.shard_shape(x.shape))) * x.dtype.itemsize, tree, shardings
+    )
     return sum(jax.tree.leaves(held))
 
 
 def _weight_spec(path, leaf, role: str) -> tuple:
     axes = WEIGHT_AXES.get(_field(path), ())
     if len(axes) > leaf.ndim:
-        raise ValueError(f"{jax.tree_util.keystr(path)} has rank {leaf.ndim}; a weight of that name has axes {axes}.")
+        raise ValueError(
+            f"{jax.tree_util.keystr(path)} has rank {leaf.ndim}; a weight of that name has axes"
+            f" {axes}."
+        )
     split = [ROLES[role].get(name) for name in axes]
     return (None,) * (leaf.ndim - len(axes)) + tuple(split)
 
@@ -255,14 +292,19 @@ def _field(path) -> str:
 
 
 def row_spec(rank: int) -> tuple:
-    """The mesh axes of each dimension of a row-first leaf; one of rank 4 is a cache, [B, G, ...]."""
+    """The mesh axes of each dimension of a row-first leaf; one of rank 4 is a cache, [B, G,
+    ...].
+    """
     spec = (ROW_AXES, "tensor" if rank == 4 else None)
     return (spec + (None,) * rank)[:rank]
 
 
 def fitting(spec: tuple, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
     """`spec` without the axes that do not divide their dimension."""
-    kept = [axes if axes and size % _extent(axes, mesh) == 0 else None for size, axes in zip(shape, spec, strict=True)]
+    kept = [
+        axes if axes and size % _extent(axes, mesh) == 0 else None
+        for size, axes in zip(shape, spec, strict=True)
+    ]
     return PartitionSpec(*kept)
 
 

@@ -74,27 +74,33 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class Writer:
-    """Appends to the files of one run: metrics, evaluations, samples and strategies as JSON lines, and TensorBoard's
-    `events`.
+    """Appends to the files of one run: metrics, evaluations, samples and strategies as JSON lines,
+    and TensorBoard's `events`.
 
-    `first_step` is the first step that this run will write; what a run that was interrupted after its last
-    checkpoint left of that step and later is removed, so no step stands there twice. An error of writing is one
-    OSError that names the file.
+    `first_step` is the first step that this run will write; what a run that was interrupted after
+    its last checkpoint left of that step and later is removed, so no step stands there twice. An
+    error of writing is one OSError that names the file.
     """
 
     def __init__(self, workdir: str | pathlib.Path, first_step: int):
         folder = pathlib.Path(workdir)
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        lines = [folder / f"{name}.jsonl" for name in ("metrics", "evaluations", "samples", "strategies")]
+        lines = [
+            folder / f"{name}.jsonl" for name in ("metrics", "evaluations", "samples", "strategies")
+        ]
         for path in lines:
             _cut(path, first_step)
         self._events = folder / "tensorboard"
         self._board = _replay(self._events, lines[:2])
-        self._files = self._metrics, self._evaluations, self._samples, self._strategies = [*map(_open, lines)]
+        self._files = self._metrics, self._evaluations, self._samples, self._strategies = [
+            *map(_open, lines)
+        ]
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """One line of numbers; raises ValueError if a required key misses or a value is not finite."""
+        """One line of numbers; raises ValueError if a required key misses or a value is not
+        finite.
+        """
         missing = [key for key in REQUIRED if key not in metrics]
         if missing:
             raise ValueError(f"The metrics of a step miss {', '.join(missing)}.")
@@ -103,7 +109,9 @@ class Writer:
         self._draw(numbers)
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """One line a sample: the step and whatever the sample holds (prompt, response, reward, ...)."""
+        """One line a sample: the step and whatever the sample holds (prompt, response, reward,
+        ...).
+        """
         for sample in samples:
             _append(self._samples, {"step": step, **sample})
 
@@ -112,13 +120,17 @@ class Writer:
         for row in rows:
             _append(self._strategies, {"step": step, **row})
 
-    def write_evaluation(self, step: int, means: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
+    def write_evaluation(
+        self, step: int, means: Mapping[str, float], samples: Sequence[Mapping[str, Any]]
+    ) -> None:
         """One line an evaluation: `step` (updates done before it), the means and the samples."""
         _append(self._evaluations, {"step": step, **means, "samples": samples})
         self._draw({"step": step, **means})
 
     def sync(self) -> None:
-        """Returns when a power loss would spare every line so far: a checkpoint that is then saved lacks none."""
+        """Returns when a power loss would spare every line so far: a checkpoint that is then saved
+        lacks none.
+        """
         for file in self._files:
             with _writing(str(file.name)):
                 os.fsync(file.fileno())
@@ -135,19 +147,26 @@ class Writer:
 
 
 class Progress:
-    """Shows where a run is: a live panel under the lines of past steps, or lines alone without a terminal.
+    """Shows where a run is: a live panel under the lines of past steps, or lines alone without a
+    terminal.
 
     Use as a context manager: `update` whenever something is known, `finish` once a step.
     """
 
     def __init__(self, total: int, done: int = 0, console: Console | None = None):
-        self._total, self._done, self._console = total, done, console or Console()
-        self._phase, self._live_numbers = "starting", {}
-        self._seconds, self._rewards = [], []
+        self._total = total
+        self._done = done
+        self._console = console or Console()
+        self._phase = "starting"
+        self._live_numbers = {}
+        self._seconds = []
+        self._rewards = []
         self._step_start = self._phase_start = time.monotonic()
         self._next_line = 0.0
         self._spinner = Spinner("dots")
-        self._live = Live(get_renderable=self._panel, console=self._console, refresh_per_second=4, transient=True)
+        self._live = Live(
+            get_renderable=self._panel, console=self._console, refresh_per_second=4, transient=True
+        )
 
     def __enter__(self) -> Progress:
         self._step_start = self._phase_start = time.monotonic()
@@ -162,12 +181,19 @@ class Progress:
     def update(self, phase: str, **numbers: float) -> None:
         """Says the phase that runs now, and numbers about it by name: `live_rows=5`."""
         now = time.monotonic()
-        changed, self._live_numbers = phase != self._phase, numbers
+        changed = phase != self._phase
+        self._live_numbers = numbers
         if changed:
-            self._phase, self._phase_start = phase, now
-        if not self._console.is_terminal and (now >= self._next_line or (changed and not self._seconds)):
+            self._phase = phase
+            self._phase_start = now
+        if not self._console.is_terminal and (
+            now >= self._next_line or (changed and not self._seconds)
+        ):
             self._next_line = now + HEARTBEAT
-            self.say(f"{self._counter(min(self._done + 1, self._total))}  {self._phase}  {_spoken(numbers)}")
+            self.say(
+                f"{self._counter(min(self._done + 1, self._total))}  {self._phase} "
+                f" {_spoken(numbers)}"
+            )
 
     def finish(self, metrics: Mapping[str, Any]) -> None:
         """Ends a step: prints its line from the keys in COLUMNS, and reckons the time left."""
@@ -186,7 +212,9 @@ class Progress:
         return f"{step}/{self._total}".rjust(_counter_width(self._total))
 
     def _left(self) -> str:
-        """Time left, by the median of recent steps; the first, which compiles, counts only while alone."""
+        """Time left, by the median of recent steps; the first, which compiles, counts only while
+        alone.
+        """
         recent = self._seconds[1:][-20:] or self._seconds
         return _duration((self._total - self._done) * statistics.median(recent)) if recent else "?"
 
@@ -198,7 +226,9 @@ class Progress:
             Text(f"{self._left()} left", "cyan"),
             Text(_sparkline(self._rewards[-24:]), "green"),
         )
-        self._spinner.update(text=Text(f"{self._phase} {time.monotonic() - self._phase_start:.0f} s"))
+        self._spinner.update(
+            text=Text(f"{self._phase} {time.monotonic() - self._phase_start:.0f} s")
+        )
         phase = Table.grid(padding=(0, 2))
         phase.add_row(self._spinner, Text(_spoken(self._live_numbers), "dim"))
         return Group("", bar, phase)
@@ -207,8 +237,8 @@ class Progress:
 def open_run(workdir: str | pathlib.Path, config: str, first_step: int = 0) -> Writer:
     """A writer for a run in `workdir`, its config (JSON) beside it.
 
-    A run that resumes, at a `first_step` above 0, goes on in the files that are there. One that starts keeps those
-    of an earlier run: they move to a folder `earlier-N` in the same place.
+    A run that resumes, at a `first_step` above 0, goes on in the files that are there. One that
+    starts keeps those of an earlier run: they move to a folder `earlier-N` in the same place.
     """
     folder = pathlib.Path(workdir)
     with _writing(folder):
@@ -231,13 +261,16 @@ def _keep_earlier(folder: pathlib.Path) -> None:
 
 
 def before_and_after(workdir: str | pathlib.Path, shown: int = 6) -> tuple[list, list]:
-    """What `compare` shows of a run, from its first and its last evaluation: the measures that both have, and
-    `shown` samples. Samples are paired where their prompts are equal, in order; the rest is left out."""
+    """What `compare` shows of a run, from its first and its last evaluation: the measures that both
+    have, and `shown` samples. Samples are paired where their prompts are equal, in order; the rest
+    is left out.
+    """
     path = pathlib.Path(workdir) / "evaluations.jsonl"
     lines = _lines(path)
     if not lines:
         return [], []
-    first, last = _parsed(path, lines[0]), _parsed(path, lines[-1])
+    first = _parsed(path, lines[0])
+    last = _parsed(path, lines[-1])
     measures = [(key, first[key], last[key]) for key in first if key in last and is_measure(key)]
     texts = _paired(first.get("samples", []), last.get("samples", []))
     return measures, texts[:: -(-len(texts) // shown) or 1]
@@ -248,8 +281,12 @@ def is_measure(key: str) -> bool:
     return key not in ("step", "samples") and not key.startswith("eval/generation/")
 
 
-def _paired(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """(prompt, before, after): the first response to a prompt with the first, the second with the second."""
+def _paired(
+    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, str, str]]:
+    """(prompt, before, after): the first response to a prompt with the first, the second with the
+    second.
+    """
     left = collections.defaultdict(list)
     for sample in reversed(after):
         left[sample["prompt"]].append(sample["response"])
@@ -273,14 +310,18 @@ def compare(
     samples: Sequence[tuple[str, str, str]],
     console: Console | None = None,
 ) -> None:
-    """Prints (name, before, after) measures with their change, and (prompt, before, after) texts."""
+    """Prints (name, before, after) measures with their change, and (prompt, before, after)
+    texts.
+    """
     console = console or Console()
     numbers = Table("measure", box=box.SIMPLE_HEAD)
     for heading in ("before", "after", "change"):
         numbers.add_column(heading, justify="right")
     for name, before, after in measures:
         style = "green" if after > before else "red" if after < before else ""
-        numbers.add_row(Text(name), f"{before:.3f}", f"{after:.3f}", Text(f"{after - before:+.3f}", style))
+        numbers.add_row(
+            Text(name), f"{before:.3f}", f"{after:.3f}", Text(f"{after - before:+.3f}", style)
+        )
     texts = Table("prompt", "before", "after", box=box.SIMPLE_HEAD, show_lines=True, expand=True)
     for row in samples:
         texts.add_row(*(Text(" ".join(cell.split()), overflow="fold") for cell in row))
@@ -294,7 +335,9 @@ def _cut(path: pathlib.Path, first_step: int) -> None:
 
 
 def _open(path: pathlib.Path) -> io.FileIO:
-    """The file opened to append, without a buffer: what fails to be written does not wait to fail again."""
+    """The file opened to append, without a buffer: what fails to be written does not wait to fail
+    again.
+    """
     with _writing(path):
         return path.open("ab", buffering=0)
 
@@ -309,7 +352,9 @@ def _parsed(path: pathlib.Path, line: bytes) -> dict[str, Any]:
         row = json.loads(line)
         return row | {"step": int(row["step"])}
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path}: the line {line[:60]!r} is no record of a step; remove it to resume.") from error
+        raise ValueError(
+            f"{path}: the line {line[:60]!r} is no record of a step; remove it to resume."
+        ) from error
 
 
 def _replace(path: pathlib.Path, content: bytes) -> None:
@@ -325,7 +370,9 @@ def _replace(path: pathlib.Path, content: bytes) -> None:
 
 def _append(file: io.FileIO, row: Mapping[str, Any]) -> None:
     """Adds a line at once."""
-    text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=lambda value: np.asarray(value).tolist())
+    text = json.dumps(
+        row, ensure_ascii=False, allow_nan=False, default=lambda value: np.asarray(value).tolist()
+    )
     rest = memoryview((text + "\n").encode())
     with _writing(str(file.name)):
         while rest:
@@ -333,7 +380,9 @@ def _append(file: io.FileIO, row: Mapping[str, Any]) -> None:
 
 
 def _replay(folder: pathlib.Path, files: Sequence[pathlib.Path]) -> EventsWriter:
-    """TensorBoard's event file, written anew from JSON lines: they alone decide which steps stand there."""
+    """TensorBoard's event file, written anew from JSON lines: they alone decide which steps stand
+    there.
+    """
     with _writing(folder):
         folder.mkdir(exist_ok=True)
         for old in folder.glob("events.*"):
@@ -362,7 +411,8 @@ def _writing(path: str | pathlib.Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(
-            f"{path} cannot be written ({error.strerror or error}): make room or name another workdir."
+            f"{path} cannot be written ({error.strerror or error}): make room or name another"
+            " workdir."
         ) from error
 
 
@@ -370,7 +420,9 @@ def _number(key: str, value: Any, step: Any) -> int | float:
     """A Python number from a Python, numpy or JAX scalar."""
     scalar = np.asarray(value).item()
     if not math.isfinite(scalar):
-        raise ValueError(f"Metric {key} is {scalar} at step {step}; lower the learning rate or check the reward.")
+        raise ValueError(
+            f"Metric {key} is {scalar} at step {step}; lower the learning rate or check the reward."
+        )
     return scalar
 
 
@@ -392,5 +444,6 @@ def _duration(seconds: float) -> str:
 
 
 def _sparkline(values: Sequence[float]) -> str:
-    low, span = min(values, default=0.0), (max(values, default=0.0) - min(values, default=0.0)) or 1.0
+    low = min(values, default=0.0)
+    span = (max(values, default=0.0) - min(values, default=0.0)) or 1.0
     return "".join(SPARKS[round((value - low) / span * (len(SPARKS) - 1))] for value in values)

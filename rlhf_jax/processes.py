@@ -1,7 +1,8 @@
-"""Several processes as one run: which is this one, what they tell each other, and how the host reads their arrays.
+"""Several processes as one run: which is this one, what they tell each other, and how the host
+reads their arrays.
 
-Rank 0 leads: it writes the files, shows the progress and decides what only one can. With one process every function
-here is the plain thing, and costs nothing.
+Rank 0 leads: it writes the files, shows the progress and decides what only one can. With one
+process every function here is the plain thing, and costs nothing.
 """
 
 from __future__ import annotations
@@ -26,21 +27,27 @@ PATIENCE = 10.0  # seconds in which ranks that fail alike come to the same place
 FOREVER = 86_400.0  # seconds: what ends it sooner is the heartbeat
 FAILED = (1, 2)  # exit codes of an error, which may be one rank's alone
 LEADER = 0
-# How an error of the runtime begins. Where results are read on the host it comes as a ValueError, as do tensorstore's.
-STATUS = re.compile("(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|INTERNAL|RESOURCE_EXHAUSTED|UNAVAILABLE|UNKNOWN): ")
+# How an error of the runtime begins. Where results are read on the host it comes as a ValueError,
+# as do tensorstore's.
+STATUS = re.compile(
+    "(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|INTERNAL|RESOURCE_EXHAUSTED|UNAVAILABLE|UNKNOWN): "
+)
 OF_FILES = re.compile(r" \[(tensorstore|source|os_error)")  # in what tensorstore says
 FIRST = 1024  # bytes of a message that travel with its length
 PIECE = 1 << 28  # bytes of an array that travel to the leader at one time
 
-# Of XLA on CPUs, at least. A device needs one for a program that waits for other processes and one for the next
-# program's start; with fewer than twice its devices a process may wait for a thread forever (seen with jax 0.10.2).
+# Of XLA on CPUs, at least. A device needs one for a program that waits for other processes and one
+# for the next program's start; with fewer than twice its devices a process may wait for a thread
+# forever (seen with jax 0.10.2).
 THREADS = 32
 
 T = TypeVar("T")
 
 
 class Place(NamedTuple):
-    """Where this process stands among all, as the command line says it; `size` None: the cluster is asked."""
+    """Where this process stands among all, as the command line says it; `size` None: the cluster is
+    asked.
+    """
 
     coordinator: str | None = None  # HOST:PORT of rank 0
     size: int | None = 1
@@ -48,20 +55,29 @@ class Place(NamedTuple):
 
 
 def start(place: Place) -> None:
-    """Join the others, before any device is touched. Raises ValueError in one sentence where they cannot be found."""
+    """Join the others, before any device is touched. Raises ValueError in one sentence where they
+    cannot be found.
+    """
     if place.size == 1:
         return
     _keep_stdout()
     os.environ["NPROC"] = str(max(THREADS, os.cpu_count() or 1))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which `stopping` hears
-    # Where the command line says all, the cluster must not: SLURM's rule would leave a process one device of its node.
+    jax.config.update(
+        "jax_enable_preemption_service", False
+    )  # it would take SIGTERM, which `stopping` hears
+    # Where the command line says all, the cluster must not: SLURM's rule would leave a process one
+    # device of its node.
     how = None if place.size is None else "deactivate"
     try:
-        jax.distributed.initialize(*place, cluster_detection_method=how, heartbeat_timeout_seconds=HEARTBEAT)
+        jax.distributed.initialize(
+            *place, cluster_detection_method=how, heartbeat_timeout_seconds=HEARTBEAT
+        )
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        raise ValueError(f"The {place.size or ''} processes of the run did not meet ({reason}).") from error
+        raise ValueError(
+            f"The {place.size or ''} processes of the run did not meet ({reason})."
+        ) from error
 
 
 def _keep_stdout() -> None:
@@ -98,7 +114,9 @@ def share(items: Sequence[T]) -> list[T]:
 
 
 def gather(value: T) -> list[T]:
-    """The value of every rank, by rank; all call it, in the same order. Values are pickled: any size, any kind."""
+    """The value of every rank, by rank; all call it, in the same order. Values are pickled: any
+    size, any kind.
+    """
     if not started():
         return [value]
     message = np.frombuffer(pickle.dumps(value), np.uint8)
@@ -121,15 +139,17 @@ def from_leader(value: T) -> T:
 
 
 def together(work: Callable[[], T]) -> list[T]:
-    """What `work` gives on each rank, by rank. An error of one is raised on all, the lowest rank's where several fail,
-    so that they leave in step."""
+    """What `work` gives on each rank, by rank. An error of one is raised on all, the lowest rank's
+    where several fail, so that they leave in step.
+    """
     if not started():
         return [work()]
     own: Exception | None = None
     try:
         outcome = work(), None
     except Exception as error:
-        own, outcome = error, (None, _portable(error))
+        own = error
+        outcome = (None, _portable(error))
     for place, (_, error) in enumerate(outcomes := gather(outcome)):
         if error is not None:
             raise own if own is not None and place == rank() else error
@@ -149,7 +169,9 @@ def by_leader(work: Callable[[], T]) -> T:
 
 
 def is_of_device(error: BaseException) -> bool:
-    """Whether a device failed, or another process of the run, and nothing that was asked or read."""
+    """Whether a device failed, or another process of the run, and nothing that was asked or
+    read.
+    """
     if isinstance(error, jax.errors.JaxRuntimeError):
         return True
     said = str(error)
@@ -165,7 +187,9 @@ def _portable(error: Exception) -> Exception:
 
 
 def fetch(tree: Any) -> Any:
-    """A tree of arrays on the host, whole on every rank; all ranks call it where parts lie with other processes."""
+    """A tree of arrays on the host, whole on every rank; all ranks call it where parts lie with
+    other processes.
+    """
     return jax.device_get(jax.tree.map(_whole, tree) if started() else tree)
 
 
@@ -185,8 +209,9 @@ def _same(leaf: jax.Array) -> jax.Array:
 
 
 def to_leader(tree: Any) -> Any:
-    """A tree of arrays as numpy arrays on the leader, and Nones elsewhere, a piece of a leaf after the other: no device
-    holds a whole large one. All ranks call it."""
+    """A tree of arrays as numpy arrays on the leader, and Nones elsewhere, a piece of a leaf after
+    the other: no device holds a whole large one. All ranks call it.
+    """
     return jax.tree.map(_sent, tree)
 
 
@@ -205,13 +230,17 @@ def _sent(leaf: jax.Array) -> np.ndarray | None:
 
 
 def publish(name: str, value: str) -> None:
-    """Lay a word where every process may read it at any time; a later one of the same name takes its place."""
+    """Lay a word where every process may read it at any time; a later one of the same name takes
+    its place.
+    """
     if started():
         _client().key_value_set(name, value, allow_overwrite=True)
 
 
 def published(name: str) -> str | None:
-    """The word that lies there now, from whichever process; None where there is none. It waits for nobody."""
+    """The word that lies there now, from whichever process; None where there is none. It waits for
+    nobody.
+    """
     try:
         return _client().key_value_try_get(name) if started() else None
     except jax.errors.JaxRuntimeError:  # the service knows no other way to say that there is none
@@ -242,7 +271,9 @@ def forget(folder: str) -> None:
 
 
 def all_here(name: str, seconds: float = PATIENCE) -> bool:
-    """Whether all processes come to the place of this name within so long; a name is good for one time."""
+    """Whether all processes come to the place of this name within so long; a name is good for one
+    time.
+    """
     if not started():
         return True
     try:
@@ -253,8 +284,10 @@ def all_here(name: str, seconds: float = PATIENCE) -> bool:
 
 
 def leave(code: int, sentence: str, place: Place) -> int:
-    """The end of a process with its exit code, after its last sentence on stderr, which is said once where all say the
-    same. The others, where this one ends alone, are ended by the coordination service."""
+    """The end of a process with its exit code, after its last sentence on stderr, which is said
+    once where all say the same. The others, where this one ends alone, are ended by the
+    coordination service.
+    """
     if not started():
         if sentence and not place.rank:
             print(sentence, file=sys.stderr)

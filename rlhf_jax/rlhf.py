@@ -45,14 +45,16 @@ def step(
 ) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
     """One iteration over the next prompts: the new state, its metrics and a table of its samples.
 
-    `state` is used up once training begins; what is raised before that loses nothing but the position in
-    `memory.batches`. `observe` may raise, but not in training. Sample ids count on from step to step, so that a run
-    uses no noise twice unless it is asked to repeat some.
+    `state` is used up once training begins; what is raised before that loses nothing but the
+    position in `memory.batches`. `observe` may raise, but not in training. Sample ids count on from
+    step to step, so that a run uses no noise twice unless it is asked to repeat some.
     """
     number = int(state.step)
     drafter = drafter_of(state, frozen)
     judges = Judges(frozen.reference, state.critic)
-    collected, learned, metrics = collect(state.policy, drafter, prompts, memory, number, stages, observe, judges)
+    collected, learned, metrics = collect(
+        state.policy, drafter, prompts, memory, number, stages, observe, judges
+    )
 
     observe("inference", None)
     start = time.perf_counter()
@@ -67,7 +69,9 @@ def step(
     place = functools.partial(meshes.place_rows, mesh=stages.mesh)
     watch = functools.partial(observe, "training", None)
     try:
-        state, trained = update(state, experience, stages.optimizers, stages.training, weight, place, watch)
+        state, trained = update(
+            state, experience, stages.optimizers, stages.training, weight, place, watch
+        )
     except NotFinite as error:
         raise Ruined(str(error), experience) from error
     metrics |= trained | {"training/seconds": time.perf_counter() - start}
@@ -75,8 +79,14 @@ def step(
     metrics |= taught | (age(state, memory) if drafter is not None else {})
 
     samples = len(collected.samples)
-    memory.remember(collected.samples, learned, stages.controller(memory.kl_coefficient, kl, samples))
-    return state, metrics | {"generation/tokens_so_far": memory.drafting.tally.tokens}, collected.table()
+    memory.remember(
+        collected.samples, learned, stages.controller(memory.kl_coefficient, kl, samples)
+    )
+    return (
+        state,
+        metrics | {"generation/tokens_so_far": memory.drafting.tally.tokens},
+        collected.table(),
+    )
 
 
 def distill_step(
@@ -89,12 +99,15 @@ def distill_step(
 ) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
     """As `step`, but the policy stays and its student learns from all samples.
 
-    What is earned is the share of the policy's tokens that the student draws too, before it learns from them; KL and
-    loss are the policy's divergence from the student, in nats a token.
+    What is earned is the share of the policy's tokens that the student draws too, before it learns
+    from them; KL and loss are the policy's divergence from the student, in nats a token.
     """
     drafter = drafter_of(state, frozen)
-    number, nobody = int(state.step), Judges()
-    collected, learned, metrics = collect(state.policy, drafter, prompts, memory, number, stages, observe, nobody)
+    number = int(state.step)
+    nobody = Judges()
+    collected, learned, metrics = collect(
+        state.policy, drafter, prompts, memory, number, stages, observe, nobody
+    )
     observe("training", None)
     rollout = as_rollout(collected.samples, stages.decoding.slots)
     state, taught = teach(state, frozen, rollout, memory, stages, observe)
@@ -102,17 +115,32 @@ def distill_step(
         raise ValueError("The student's loss is not finite; lower drafter.learning_rate")
     state = dataclasses.replace(state, step=state.step + 1)
     memory.remember(collected.samples, learned, memory.kl_coefficient)
-    metrics = {name: value for name, value in metrics.items() if not name.startswith("reward/")} | taught
-    metrics |= {"reward/mean": taught["drafter/acceptance"], "training/seconds": taught["drafter/seconds"]}
+    metrics = {
+        name: value for name, value in metrics.items() if not name.startswith("reward/")
+    } | taught
+    metrics |= {
+        "reward/mean": taught["drafter/acceptance"],
+        "training/seconds": taught["drafter/seconds"],
+    }
     metrics |= dict.fromkeys(("kl/mean", "loss/policy"), taught["drafter/loss"])
-    table = [{name: value for name, value in row.items() if name != "reward"} for row in collected.table()]
+    table = [
+        {name: value for name, value in row.items() if name != "reward"}
+        for row in collected.table()
+    ]
     return state, metrics | {"generation/tokens_so_far": memory.drafting.tally.tokens}, table
 
 
 def teach(
-    state: TrainState, frozen: Frozen, rollout: Rollout, memory: Memory, stages: Stages, observe: Observer
+    state: TrainState,
+    frozen: Frozen,
+    rollout: Rollout,
+    memory: Memory,
+    stages: Stages,
+    observe: Observer,
 ) -> tuple[TrainState, dict[str, float]]:
-    """The state with its student taught by the policy as it is now, where it is kept current, and what was measured."""
+    """The state with its student taught by the policy as it is now, where it is kept current, and
+    what was measured.
+    """
     if stages.distillation is None:
         return state, {}
     start = time.perf_counter()
@@ -124,25 +152,37 @@ def teach(
 
 
 def age(state: TrainState, memory: Memory) -> dict[str, float]:
-    """How old the drafter is: `drafter/version` counts a student's updates, `drafter/policy_step` the policy's when the
-    drafter last learned from it, and `drafter/behind` those since.
+    """How old the drafter is: `drafter/version` counts a student's updates, `drafter/policy_step`
+    the policy's when the drafter last learned from it, and `drafter/behind` those since.
     """
     version = 0 if state.drafter_version is None else int(state.drafter_version)
     behind = int(state.step) - memory.taught
-    return {"drafter/version": version, "drafter/policy_step": memory.taught, "drafter/behind": behind}
+    return {
+        "drafter/version": version,
+        "drafter/policy_step": memory.taught,
+        "drafter/behind": behind,
+    }
 
 
 def infer(
-    state: TrainState, reference: Model | None, collected: Collected, kl_coefficient: float, stages: Stages
+    state: TrainState,
+    reference: Model | None,
+    collected: Collected,
+    kl_coefficient: float,
+    stages: Stages,
 ) -> tuple[Experience, float, dict[str, float]]:
     """What training needs of samples, the KL of a response to the reference in nats, and metrics.
 
-    Log-probs are recomputed in canonical order and fixed shapes; without a reference the policy is its own. Under
-    top-k the reference, too, is renormalised on the sampled sets. The metrics say how far the recomputed law is from
-    the one that was sampled (`mismatch/...`).
+    Log-probs are recomputed in canonical order and fixed shapes; without a reference the policy is
+    its own. Under top-k the reference, too, is renormalised on the sampled sets. The metrics say
+    how far the recomputed law is from the one that was sampled (`mismatch/...`).
     """
     rollout = as_rollout(collected.samples, stages.decoding.slots)
-    models = _cast(state.policy, stages.dtype), reference, state.critic and _cast(state.critic, stages.dtype)
+    models = (
+        _cast(state.policy, stages.dtype),
+        reference,
+        state.critic and _cast(state.critic, stages.dtype),
+    )
     if stages.scoring:
         found = _score_the_rest(models, rollout, collected.scored, stages)
     else:
@@ -162,7 +202,9 @@ def infer(
             stages.shaping,
         )
     )
-    experience = Experience(rollout, mask, logprobs, reference_logprobs, collected.rewards, advantages, values, returns)
+    experience = Experience(
+        rollout, mask, logprobs, reference_logprobs, collected.rewards, advantages, values, returns
+    )
     _check_finite(experience)
     seen = {"kl/response": float(kl), "kl/coefficient": kl_coefficient}
     return experience, float(kl), seen | mismatch(rollout.logprobs, logprobs, rollout.mask)
@@ -170,19 +212,33 @@ def infer(
 
 def _inferred(experience: Experience, zero: float, began: float, stages: Stages) -> list[Span]:
     """Inference on all slices at once, as the timeline has it."""
-    rows, tokens, count = len(experience.mask), int(experience.rollout.mask.sum()), stages.mesh.shape["slices"]
-    of_slice = began - zero, time.perf_counter() - zero, rows // count, "log-probs and values", tokens // count
+    rows = len(experience.mask)
+    tokens = int(experience.rollout.mask.sum())
+    count = stages.mesh.shape["slices"]
+    of_slice = (
+        began - zero,
+        time.perf_counter() - zero,
+        rows // count,
+        "log-probs and values",
+        tokens // count,
+    )
     return [Span(number, "inference", *of_slice) for number in range(count)]
 
 
 Models = tuple[Model, Model | None, Model | None]  # policy, reference, critic
 
 
-def _score(models: Models, rollout: Rollout, stages: Stages) -> tuple[Array, Array | None, Array | None]:
+def _score(
+    models: Models, rollout: Rollout, stages: Stages
+) -> tuple[Array, Array | None, Array | None]:
     """(log-probs, the reference's, values) of a rollout [B, T], dispatched."""
-    (policy, reference, critic), training = models, stages.training
-    placed, rows = meshes.place_rows(rollout, stages.mesh), training.micro_rows
-    how = dict(temperature=training.temperature, rows=rows, attend=training.attend, law=training.law)
+    (policy, reference, critic) = models
+    training = stages.training
+    placed = meshes.place_rows(rollout, stages.mesh)
+    rows = training.micro_rows
+    how = dict(
+        temperature=training.temperature, rows=rows, attend=training.attend, law=training.law
+    )
     score = functools.partial(score_rollout, rollout=placed, **how)
     values = critic and score_values(critic, placed, rows=rows, attend=training.critic_attend)
     return score(policy), reference and score(reference), values
@@ -192,15 +248,20 @@ def _score_the_rest(
     models: Models, rollout: Rollout, scored: dict[int, Scored], stages: Stages
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
     """As `_score`, on the host: what slices have scored, and the rest in parts of a fixed size."""
-    numbers, rows = rollout.sample_id.tolist(), stages.training.micro_rows
+    numbers = rollout.sample_id.tolist()
+    rows = stages.training.micro_rows
     rest = [row for row, number in enumerate(numbers) if number not in scored]
     found = {row: scored[number] for row, number in enumerate(numbers) if number in scored}
     for start in range(0, len(rest), rows):
         part = np.resize(rest[start : start + rows], rows)  # filled up by some of them again
-        results = processes.fetch(_score(models, jax.tree.map(lambda leaf, part=part: leaf[part], rollout), stages))
+        results = processes.fetch(
+            _score(models, jax.tree.map(lambda leaf, part=part: leaf[part], rollout), stages)
+        )
         found |= {row: scored_row(results, i) for i, row in enumerate(part)}
     rows_of = ([getattr(found[row], name) for row in range(len(numbers))] for name in SCORED)
-    logprobs, referred, values = (None if column[0] is None else np.stack(column) for column in rows_of)
+    logprobs, referred, values = (
+        None if column[0] is None else np.stack(column) for column in rows_of
+    )
     assert logprobs is not None
     return logprobs, referred, values
 
@@ -211,7 +272,9 @@ def _check_finite(experience: Experience) -> None:
         numbers = getattr(experience, name)
         if numbers is not None and not np.isfinite(numbers[mask]).all():
             count = int((~np.isfinite(numbers[mask])).sum())
-            raise Ruined(f"{count} of {int(mask.sum())} {name.replace('_', ' ')} are not finite", experience)
+            raise Ruined(
+                f"{count} of {int(mask.sum())} {name.replace('_', ' ')} are not finite", experience
+            )
 
 
 _cast = jax.jit(cast, static_argnums=1)

@@ -1,4 +1,6 @@
-"""All samples of a stage: dealt out to processes and slices, or placed by a plan, and gathered; and what slices did."""
+"""All samples of a stage: dealt out to processes and slices, or placed by a plan, and gathered; and
+what slices did.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,19 @@ from rlhf_jax.timeline import Span
 from rlhf_jax.types import Model
 
 
-def placing_of(stages: Stages, lengths: Lengths, name: str, backlog: Backlog | None = None) -> Placing:
-    """Where the samples of the stage of this name run, beside which slices may work on a backlog."""
+def placing_of(
+    stages: Stages, lengths: Lengths, name: str, backlog: Backlog | None = None
+) -> Placing:
+    """Where the samples of the stage of this name run, beside which slices may work on a
+    backlog.
+    """
     placing = Placing(stages.decide, lengths, stages.in_turn, name)
     if backlog is None:
         return placing
     crews = crew_of(stages.mesh).crews  # each has finished about as much as this one
-    return dataclasses.replace(placing, scoring=stages.scoring, unscored=lambda: crews * backlog.tokens)
+    return dataclasses.replace(
+        placing, scoring=stages.scoring, unscored=lambda: crews * backlog.tokens
+    )
 
 
 def roll_out(
@@ -46,16 +54,18 @@ def roll_out(
     finished: Callable[[Sample], None] = lambda sample: None,
     spare: Spare | None = None,
 ) -> list[Sample]:
-    """All samples, in the order of the requests. Each crew decodes on its own slices, without the others.
+    """All samples, in the order of the requests. Each crew decodes on its own slices, without the
+    others.
 
-    What a crew decodes is its share of the requests or, where there is a plan, what that says. `finished` hears of
-    each sample that ends here.
+    What a crew decodes is its share of the requests or, where there is a plan, what that says.
+    `finished` hears of each sample that ends here.
     """
     crew = crew_of(stages.mesh)
     asked = wanted if placing.decide else crew.share(wanted)
 
     def rolled() -> list[Sample]:
-        samples, on = [], (stages.mesh, observe, selector, stages.ahead, placing, spare)
+        samples = []
+        on = (stages.mesh, observe, selector, stages.ahead, placing, spare)
         with contextlib.suppress(Abandoned), failed(placing.name):
             for sample in generate(target, drafter, asked, decoding, *on):
                 samples.append(sample)
@@ -76,8 +86,8 @@ def roll_out(
 def _of_crew(rolled: Callable[[], list[Sample]]) -> Callable[[], list[Sample]]:
     """What a process of a crew has to tell all others when its part is over.
 
-    A run may be stopped where all of a crew are between two rounds. With any other error the others may wait on their
-    devices for this process: it is raised here, and ends them.
+    A run may be stopped where all of a crew are between two rounds. With any other error the others
+    may wait on their devices for this process: it is raised here, and ends them.
     """
     try:
         samples = rolled()
@@ -93,7 +103,8 @@ def _raise(error: Exception) -> NoReturn:
 def _packed(sample: Sample) -> tuple:
     """What another process is told of a finished sample."""
     support = np.array(sample.support, np.int32) if sample.support else None
-    tokens, logprobs = np.array(sample.tokens, np.int32), np.array(sample.logprobs, np.float32)
+    tokens = np.array(sample.tokens, np.int32)
+    logprobs = np.array(sample.logprobs, np.float32)
     return sample.sample_id, tokens, logprobs, support, sample.rounds, sample.accepted
 
 
@@ -101,13 +112,24 @@ def _unpacked(request: Request, packed: tuple) -> Sample:
     sample_id, tokens, logprobs, support, rounds, accepted = packed
     rows = [] if support is None else list(support)
     sample = Sample(sample_id, request, [], tokens.tolist(), logprobs.tolist(), rows, done=True)
-    sample.rounds, sample.accepted = rounds, accepted
+    sample.rounds = rounds
+    sample.accepted = accepted
     return sample
 
 
 def spans_of(report: RoundReport) -> Iterator[Span]:
     """What a round says of its slice: samples that came with it, then the round."""
     if report.moves:
-        yield Span(report.slice, "exchange", report.began, report.began, report.moves, "", report.moved_bytes)
+        yield Span(
+            report.slice,
+            "exchange",
+            report.began,
+            report.began,
+            report.moves,
+            "",
+            report.moved_bytes,
+        )
     name = trees.name_of(report.strategy)
-    yield Span(report.slice, "generate", report.began, report.ended, report.live, name, report.tokens)
+    yield Span(
+        report.slice, "generate", report.began, report.ended, report.live, name, report.tokens
+    )

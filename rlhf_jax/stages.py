@@ -30,9 +30,13 @@ from rlhf_jax.types import Model, TrainState
 KEPT = 0.5  # what the lengths of earlier responses weigh once the policy has moved
 
 Observer = Callable[[str, RoundReport | None], None]  # of (phase, the round that arrived in it)
-Known = Mapping[str, Mapping[int, float]]  # scores that answers have already, by the reward's term and their index
+Known = Mapping[
+    str, Mapping[int, float]
+]  # scores that answers have already, by the reward's term and their index
 Reward = Callable[[Sequence[Answer], Known], tuple[Scores, dict[str, float]]]  # and what to report
-Controller = Callable[[float, float, int], float]  # of (KL coefficient, KL of a response, samples): the next one
+Controller = Callable[
+    [float, float, int], float
+]  # of (KL coefficient, KL of a response, samples): the next one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +61,15 @@ class Stages:
     ahead: Ahead | None = None  # compiles strategies before they are used
     draft_attend: Callable = causal  # attention of a draft model that reads whole texts
     distillation: Distillation | None = None  # None: there is no student, or it stays as it is
-    decide: Callable[[View], Plan] | None = None  # where samples run; None: they stay where they are dealt
+    decide: Callable[[View], Plan] | None = (
+        None  # where samples run; None: they stay where they are dealt
+    )
     in_turn: bool = False  # slices are served one after the other, so that a run repeats itself
-    reward_models: Mapping[str, RewardModel] = dataclasses.field(default_factory=dict)  # terms of the reward, by name
-    scoring: float = 0.0  # seconds, about, in which a slice scores a token; 0: inference begins when all has ended
+    reward_models: Mapping[str, RewardModel] = dataclasses.field(
+        default_factory=dict
+    )  # terms of the reward, by name
+    # seconds, about, in which a slice scores a token; 0: inference begins when all has ended
+    scoring: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +78,15 @@ class Frozen:
 
     reference: Model | None = None  # None: the policy is its own
     drafter: Model | None = None
-    student: Model | None = None  # as the one that is kept current began: what its learning is measured against
+    student: Model | None = (
+        None  # as the one that is kept current began: what its learning is measured against
+    )
 
 
 def drafter_of(state: TrainState, frozen: Frozen) -> Model | None:
-    """The student of the state, stacked and without embedding and head, else the frozen drafter, unrolled."""
+    """The student of the state, stacked and without embedding and head, else the frozen drafter,
+    unrolled.
+    """
     return frozen.drafter if state.drafter is None else state.drafter
 
 
@@ -128,7 +141,9 @@ class Memory:
     kl_coefficient: float  # what it is now
     taught: int = 0  # updates of the policy when the drafter last learned from it
     timeline: Timeline = dataclasses.field(default_factory=Timeline)  # of the step that is taken
-    evaluated: tuple[Sequence[Sample], Learned] | None = None  # since the last step: with the next one it is remembered
+    evaluated: tuple[Sequence[Sample], Learned] | None = (
+        None  # since the last step: with the next one it is remembered
+    )
 
     def selectors(self) -> list[Selector]:
         """Those that choose strategies: none where the strategy is fixed."""
@@ -146,7 +161,9 @@ class Memory:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken; a KL coefficient that the config has changed since begins anew."""
+        """Goes on where `state` was taken; a KL coefficient that the config has changed since
+        begins anew.
+        """
         self.batches.restore(state["batches"])
         self.drafting.restore(state["drafting"])
         self.evaluation.restore(state["evaluation"])

@@ -1,4 +1,6 @@
-"""SIGTERM and Ctrl-C: the first asks the run to stop at the next safe place, a later one stops it at once."""
+"""SIGTERM and Ctrl-C: the first asks the run to stop at the next safe place, a later one stops it
+at once.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,19 @@ from collections.abc import Callable, Iterator
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ASKED = "Stopping at the next safe place; once more stops at once."
-ECHO = 1.0  # seconds after a signal in which another is the same one: launchers send it to the group and the process
+# seconds after a signal in which another is the same one: launchers send it to the group and the
+# process
+ECHO = 1.0
 
 
 class Stopped(Exception):
-    """A run that was asked to stop; `exit_code` is the shell's for the signal, `name` the signal's own."""
+    """A run that was asked to stop; `exit_code` is the shell's for the signal, `name` the signal's
+    own.
+    """
 
     def __init__(self, number: int):
-        self.exit_code, self.name = 128 + number, signal.Signals(number).name
+        self.exit_code = 128 + number
+        self.name = signal.Signals(number).name
         super().__init__(f"stopped by {self.name}")
 
     def __reduce__(self):
@@ -46,9 +53,11 @@ def tell(line: str) -> None:
 
 @contextlib.contextmanager
 def listening(say: Callable[[str], object] = tell) -> Iterator[Stop]:
-    """Within it, a first signal sets `Stop.signal` and is answered with a line; the next, unless it comes within
-    ECHO seconds, is given to the handlers from before."""
-    stop, before = Stop(), {number: signal.getsignal(number) for number in SIGNALS}
+    """Within it, a first signal sets `Stop.signal` and is answered with a line; the next, unless it
+    comes within ECHO seconds, is given to the handlers from before.
+    """
+    stop = Stop()
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     first = 0.0
 
     def restore() -> None:
@@ -58,7 +67,8 @@ def listening(say: Callable[[str], object] = tell) -> Iterator[Stop]:
     def ask(number: int, _) -> None:
         nonlocal first
         if stop.signal is None:
-            stop.signal, first = number, time.monotonic()
+            stop.signal = number
+            first = time.monotonic()
             say(ASKED)
         elif time.monotonic() - first > ECHO:
             restore()

@@ -1,4 +1,6 @@
-"""What each slice did in a stage and when: spans by the clock, the share of idle time, a trace that Perfetto opens."""
+"""What each slice did in a stage and when: spans by the clock, the share of idle time, a trace that
+Perfetto opens.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,17 @@ from typing import Any
 import numpy as np
 
 KEPT = 10  # traces of a run: the latest
-# Perfetto takes process 0 and thread 0 for the idle task of a kernel, and a thread of its process's number for the main
-# one. It writes the numbers behind the names, as in "slice 0 1000".
-PROCESS, FIRST_THREAD = 1, 1000
+# Perfetto takes process 0 and thread 0 for the idle task of a kernel, and a thread of its process's
+# number for the main one. It writes the numbers behind the names, as in "slice 0 1000".
+PROCESS = 1
+FIRST_THREAD = 1000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """A piece of a slice's work. `kind` is "generate", "exchange" or "inference"; times are seconds of one clock."""
+    """A piece of a slice's work. `kind` is "generate", "exchange" or "inference"; times are seconds
+    of one clock.
+    """
 
     slice: int
     kind: str
@@ -33,10 +38,14 @@ class Span:
 
 @dataclasses.dataclass
 class Timeline:
-    """The spans of one stage, each slice's in the order in which they were dispatched: what came before its round."""
+    """The spans of one stage, each slice's in the order in which they were dispatched: what came
+    before its round.
+    """
 
     spans: list[Span] = dataclasses.field(default_factory=list)
-    start: float = dataclasses.field(default_factory=time.perf_counter)  # of the stage, by this process's clock
+    start: float = dataclasses.field(
+        default_factory=time.perf_counter
+    )  # of the stage, by this process's clock
 
     def add(self, span: Span) -> None:
         """One more."""
@@ -45,14 +54,18 @@ class Timeline:
 
 def since(spans: Iterable[Span], start: float) -> list[Span]:
     """The spans by a clock that was 0 at `start`."""
-    return [dataclasses.replace(span, began=span.began - start, ended=span.ended - start) for span in spans]
+    return [
+        dataclasses.replace(span, began=span.began - start, ended=span.ended - start)
+        for span in spans
+    ]
 
 
 def apart(spans: Iterable[Span]) -> list[Span]:
-    """The spans with the time that was their own, by when they began; rounds of no live row are left out.
+    """The spans with the time that was their own, by when they began; rounds of no live row are
+    left out.
 
-    A slice does one thing after the other, and the next is dispatched while one still runs: what is dispatched waits
-    for the end of what was dispatched before it.
+    A slice does one thing after the other, and the next is dispatched while one still runs: what is
+    dispatched waits for the end of what was dispatched before it.
     """
     ends: dict[int, float] = {}
     found = []
@@ -65,7 +78,9 @@ def apart(spans: Iterable[Span]) -> list[Span]:
 
 
 def idle_share(spans: Iterable[Span], slices: int) -> float:
-    """The share of the slices' time, from the first begin to the last end, in which they did nothing; 0 of no time."""
+    """The share of the slices' time, from the first begin to the last end, in which they did
+    nothing; 0 of no time.
+    """
     own = apart(spans)
     if not own:
         return 0.0
@@ -74,7 +89,8 @@ def idle_share(spans: Iterable[Span], slices: int) -> float:
 
 
 def chrome_trace(spans: Iterable[Span], slices: int) -> dict[str, Any]:
-    """The spans in Chrome's trace event format: a thread a slice, microseconds from the first begin.
+    """The spans in Chrome's trace event format: a thread a slice, microseconds from the first
+    begin.
 
     A counter says how many rows are live over all slices.
     """
@@ -84,11 +100,13 @@ def chrome_trace(spans: Iterable[Span], slices: int) -> dict[str, Any]:
     return {"traceEvents": [*_names(slices), *events], "displayTimeUnit": "ms"}
 
 
-def write(workdir: str | pathlib.Path, step: int, spans: Iterable[Span], slices: int) -> pathlib.Path:
+def write(
+    workdir: str | pathlib.Path, step: int, spans: Iterable[Span], slices: int
+) -> pathlib.Path:
     """Writes WORKDIR/timeline/step-000012.json, whole or not at all, and returns its path.
 
-    The latest are kept; those of later steps are of a run that was interrupted. An error is one OSError that names
-    the file.
+    The latest are kept; those of later steps are of a run that was interrupted. An error is one
+    OSError that names the file.
     """
     path = pathlib.Path(workdir) / "timeline" / f"step-{step:06d}.json"
     fresh = path.with_name(path.name + ".new")
@@ -101,14 +119,17 @@ def write(workdir: str | pathlib.Path, step: int, spans: Iterable[Span], slices:
             old.unlink()
     except OSError as error:
         reason = error.strerror or error
-        raise OSError(f"{path} cannot be written ({reason}): make room or name another workdir.") from error
+        raise OSError(
+            f"{path} cannot be written ({reason}): make room or name another workdir."
+        ) from error
     return path
 
 
 def _event(span: Span) -> dict[str, Any]:
     """A complete event, in whole microseconds, so that neighbours touch and never overlap."""
     counted = ("samples", "bytes") if span.kind == "exchange" else ("rows", "tokens")
-    began, ended = _microseconds(span.began), _microseconds(span.ended)
+    began = _microseconds(span.began)
+    ended = _microseconds(span.ended)
     return {
         "ph": "X",
         "cat": span.kind,
@@ -122,16 +143,30 @@ def _event(span: Span) -> dict[str, Any]:
 
 
 def _live_rows(own: Sequence[Span]) -> list[dict[str, Any]]:
-    """A counter event wherever the number of live rows over all slices changes. Perfetto joins its names."""
+    """A counter event wherever the number of live rows over all slices changes. Perfetto joins its
+    names.
+    """
     rounds = [span for span in own if span.kind == "generate"]
-    begins = np.array([(_microseconds(span.began), span.rows) for span in rounds], np.int64).reshape(-1, 2)
-    ends = np.array([(_microseconds(span.ended), -span.rows) for span in rounds], np.int64).reshape(-1, 2)
+    begins = np.array(
+        [(_microseconds(span.began), span.rows) for span in rounds], np.int64
+    ).reshape(-1, 2)
+    ends = np.array([(_microseconds(span.ended), -span.rows) for span in rounds], np.int64).reshape(
+        -1, 2
+    )
     changes = np.concatenate([begins, ends])
     times, place = np.unique(changes[:, 0], return_inverse=True)
     sums = np.bincount(place, changes[:, 1], len(times)).astype(int)
-    points = [(at, live) for at, live, change in zip(times, np.cumsum(sums), sums, strict=True) if change]
+    points = [
+        (at, live) for at, live, change in zip(times, np.cumsum(sums), sums, strict=True) if change
+    ]
     return [
-        {"ph": "C", "name": "live rows", "pid": PROCESS, "ts": int(at), "args": {"of all slices": int(live)}}
+        {
+            "ph": "C",
+            "name": "live rows",
+            "pid": PROCESS,
+            "ts": int(at),
+            "args": {"of all slices": int(live)},
+        }
         for at, live in points
     ]
 
@@ -140,8 +175,14 @@ def _names(slices: int) -> list[dict[str, Any]]:
     """What the process and its threads are called, and their order."""
     process = {"ph": "M", "name": "process_name", "pid": PROCESS, "args": {"name": "rlhf_jax"}}
     threads = [{"ph": "M", "pid": PROCESS, "tid": FIRST_THREAD + index} for index in range(slices)]
-    names = [thread | {"name": "thread_name", "args": {"name": f"slice {i}"}} for i, thread in enumerate(threads)]
-    order = [thread | {"name": "thread_sort_index", "args": {"sort_index": i}} for i, thread in enumerate(threads)]
+    names = [
+        thread | {"name": "thread_name", "args": {"name": f"slice {i}"}}
+        for i, thread in enumerate(threads)
+    ]
+    order = [
+        thread | {"name": "thread_sort_index", "args": {"sort_index": i}}
+        for i, thread in enumerate(threads)
+    ]
     return [process, *names, *order]
 
 

@@ -14,7 +14,9 @@ from typing import Any
 
 from flax import struct
 
-Array = Any  # a jax.Array, or a numpy array on the host; in templates of a tree, a shape or a sharding
+Array = (
+    Any  # a jax.Array, or a numpy array on the host; in templates of a tree, a shape or a sharding
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,14 +47,17 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     tied: bool = False  # the head is the embedding, transposed
-    scalar_head: bool = False  # one output for the vocabulary's many: a critic or reward model; never tied
+    scalar_head: bool = (
+        False  # one output for the vocabulary's many: a critic or reward model; never tied
+    )
     qkv_bias: bool = False
     qk_norm: bool = False
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads;"
+                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value"
+                " heads;"
                 " the first must be a multiple of the second."
             )
 
@@ -82,7 +87,8 @@ class Model:
     """Weights of a policy, reference, critic, reward or draft model.
 
     `layers` is one stacked `Layer` (scanned: training, scoring) or a tuple of them (unrolled:
-    decoding). `head` is `[M, V]` for a language model, `[M, 1]` for a scalar head, `None` when tied.
+    decoding). `head` is `[M, V]` for a language model, `[M, 1]` for a scalar head, `None` when
+    tied.
     """
 
     embed: Array  # [V, M]
@@ -102,9 +108,9 @@ class Strategy:
     """A drafting strategy: node i (1-based; 0 is the last committed token) hangs from parents[i-1].
 
     `parents` counts nodes as the drafts see them: -1 is the committed token, 0 the first draft, so
-    `()` is plain decoding, `(-1, 0, 1)` a chain of three and `(-1, -1, 0, 0)` a tree.
-    Nodes stand in level order. A packed chain is drafted by all rows, as far as the drafts promise by some: its rows
-    verify `packed` nodes on average, roots included.
+    `()` is plain decoding, `(-1, 0, 1)` a chain of three and `(-1, -1, 0, 0)` a tree. Nodes stand
+    in level order. A packed chain is drafted by all rows, as far as the drafts promise by some: its
+    rows verify `packed` nodes on average, roots included.
     """
 
     parents: tuple[int, ...] = ()
@@ -114,7 +120,9 @@ class Strategy:
 
 @struct.dataclass
 class Tree:
-    """A strategy as data, per row, padded to a node bucket. N counts draft nodes; node 0 is the root."""
+    """A strategy as data, per row, padded to a node bucket. N counts draft nodes; node 0 is the
+    root.
+    """
 
     parents: Array  # [B, N+1] int32, index of the parent node; root and padding 0
     depth: Array  # [B, N+1] int32, 0 at the root; -1 at padding
@@ -133,8 +141,8 @@ class DraftState:
 class DecodeState:
     """Running samples, one a row; axis 0 of every leaf is the row.
 
-    `length` counts known tokens. The cache holds the first `length - 1` of them: the last one is the
-    root of the next round.
+    `length` counts known tokens. The cache holds the first `length - 1` of them: the last one is
+    the root of the next round.
     """
 
     tokens: Array  # [B, T] int32
@@ -143,7 +151,9 @@ class DecodeState:
     done: Array  # [B] bool; also true for empty rows
     key: Array  # [B, 2] uint32: (seed, sample id), the key of the row's noise
     history: Array  # [B, E] int32, earlier roll-outs of the same prompt, -1 between and after
-    earlier: Array  # [B, T or 0] int32, the text that the same noise gave before, by position; -1 where there is none
+    # [B, T or 0] int32, the text that the same noise gave before, by position; -1 where there is
+    # none
+    earlier: Array
     cache: Cache
     draft: DraftState | None
 
@@ -175,7 +185,9 @@ class Rollout:
 
 @struct.dataclass
 class Experience:
-    """What training needs of a rollout. `mask` is the rollout's, less the samples that are not trained on."""
+    """What training needs of a rollout. `mask` is the rollout's, less the samples that are not
+    trained on.
+    """
 
     rollout: Rollout
     mask: Array  # [B, T] bool, the response tokens that losses count
@@ -183,7 +195,9 @@ class Experience:
     reference_logprobs: Array  # [B, T] float32
     rewards: Array  # [B] float32, of whole samples
     advantages: Array  # [B, T] float32
-    values: Array | None = None  # [B, T] float32, the critic's before the update: of what is known before the token
+    values: Array | None = (
+        None  # [B, T] float32, the critic's before the update: of what is known before the token
+    )
     returns: Array | None = None  # [B, T] float32, what the critic is to predict
 
 

@@ -16,7 +16,9 @@ class Beat(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What the watchdog looked at last: a beat, and the silence in seconds after which it speaks next."""
+    """What the watchdog looked at last: a beat, and the silence in seconds after which it speaks
+    next.
+    """
 
     beat: Beat
     due: float
@@ -25,14 +27,19 @@ class Seen(NamedTuple):
 def look(seen: Seen, beat: Beat, now: float, seconds: float) -> tuple[Seen, list[str]]:
     """One look at the last beat at the time `now`: what is seen, and the sentences to say.
 
-    A silence is spoken of after `seconds`, twice that, four times that and so on, and once more when it ends.
+    A silence is spoken of after `seconds`, twice that, four times that and so on, and once more
+    when it ends.
     """
     said = []
     if beat != seen.beat:
         if seen.due > seconds:
-            said.append(f"{seen.beat.phase} moves again: it stood still for {spoken(beat.at - seen.beat.at)}.")
+            said.append(
+                f"{seen.beat.phase} moves again: it stood still for"
+                f" {spoken(beat.at - seen.beat.at)}."
+            )
         seen = Seen(beat, seconds)
-    silence, due = now - beat.at, seen.due
+    silence = now - beat.at
+    due = seen.due
     if silence >= due:
         said.append(f"{beat.phase} stands still: nothing has happened for {spoken(silence)}.")
     while due <= silence:
@@ -51,15 +58,26 @@ def spoken(seconds: float) -> str:
 
 
 class Watchdog:
-    """Watches a run from a thread: `with Watchdog(300, print) as watchdog: watchdog.beat("generation")`.
+    """Watches a run from a thread: `with Watchdog(300, print) as watchdog:
+    watchdog.beat("generation")`.
 
-    `say` gets a sentence, from that thread, once nothing was heard for `seconds`; 0 is off. `clock` gives seconds.
+    `say` gets a sentence, from that thread, once nothing was heard for `seconds`; 0 is off. `clock`
+    gives seconds.
     """
 
-    def __init__(self, seconds: float, say: Callable[[str], object], clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        seconds: float,
+        say: Callable[[str], object],
+        clock: Callable[[], float] = time.monotonic,
+    ):
         if seconds < 0:
-            raise ValueError(f"A watchdog cannot wait {seconds} seconds; give it more, or 0 for none.")
-        self._seconds, self._say, self._clock = seconds, say, clock
+            raise ValueError(
+                f"A watchdog cannot wait {seconds} seconds; give it more, or 0 for none."
+            )
+        self._seconds = seconds
+        self._say = say
+        self._clock = clock
         self._beat = Beat("starting", clock())
         self._reported = self._stopped = False
         self._wake = threading.Event()

@@ -1,4 +1,6 @@
-"""What every test shares: eight virtual CPU devices, strict dtypes, a compilation cache, small models."""
+"""What every test shares: eight virtual CPU devices, strict dtypes, a compilation cache, small
+models.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# All are read before jax has its first device. Single-device tests run as fast with eight devices as with one.
+# All are read before jax has its first device. Single-device tests run as fast with eight devices
+# as with one.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# With as few threads as there are cores, eight devices may wait for each other forever; see rlhf_jax/processes.py.
+# With as few threads as there are cores, eight devices may wait for each other forever; see
+# rlhf_jax/processes.py.
 os.environ.setdefault("NPROC", "32")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    )
 
 import jax
 import pytest
@@ -28,14 +34,20 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`pytest --kernels interpret`: everything with the TPU's kernels, interpreted."""
-    parser.addoption("--kernels", choices=("auto", "interpret"), default="auto", help="how tests run the kernels")
+    parser.addoption(
+        "--kernels", choices=("auto", "interpret"), default="auto", help="how tests run the kernels"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Strict promotion, compiled programs kept between runs, and SIGINT heard here and by what tests start."""
+    """Strict promotion, compiled programs kept between runs, and SIGINT heard here and by what
+    tests start.
+    """
     if config.getoption("--kernels") == "interpret":
         _interpret_kernels()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has it ignored
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a job in the background has it ignored
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     cache = getattr(config, "cache", None)
     if cache is not None:
@@ -57,13 +69,17 @@ def _interpret_kernels() -> None:
 
 @pytest.fixture(scope="session")
 def kernels_are_interpreted(pytestconfig: pytest.Config) -> bool:
-    """Whether kernels are slow, so that a statistical test takes fewer samples, still enough for its law."""
+    """Whether kernels are slow, so that a statistical test takes fewer samples, still enough for
+    its law.
+    """
     return pytestconfig.getoption("--kernels") == "interpret"
 
 
 @pytest.fixture(autouse=True, scope="module")
 def no_more_programs_than_needed() -> Iterator[None]:
-    """Each program in memory takes several of the maps that Linux grants a process, and then XLA crashes."""
+    """Each program in memory takes several of the maps that Linux grants a process, and then XLA
+    crashes.
+    """
     yield
     jax.clear_caches()
 
@@ -78,7 +94,9 @@ def smollm2() -> Path:
 
 @pytest.fixture
 def uncached() -> Iterator[None]:
-    """Nothing is written to the compilation cache: programs of another machine cannot be read back."""
+    """Nothing is written to the compilation cache: programs of another machine cannot be read
+    back.
+    """
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, float("inf"))
@@ -120,7 +138,8 @@ def drafter(target: Model) -> Model:
 def compilations() -> Callable[[], contextlib.AbstractContextManager[list[float]]]:
     """`with compilations() as seen:` leaves in `seen` the seconds of each program made meanwhile.
 
-    A program read from the compilation cache counts too: what is counted is retracing, not the work of XLA.
+    A program read from the compilation cache counts too: what is counted is retracing, not the work
+    of XLA.
     """
 
     @contextlib.contextmanager

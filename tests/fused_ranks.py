@@ -1,6 +1,8 @@
-"""One of several processes that share two slices, of which the first scores while the second decodes.
+"""One of several processes that share two slices, of which the first scores while the second
+decodes.
 
-python tests/fused_ranks.py PORT RANK RANKS KERNELS: "reference" or "interpret" is how all kernels run.
+python tests/fused_ranks.py PORT RANK RANKS KERNELS: "reference" or "interpret" is how all kernels
+run.
 """
 
 from __future__ import annotations
@@ -43,10 +45,14 @@ ROWS = 2  # that are scored at one time
 
 
 def main(port: str, rank: int, ranks: int, kernels: str) -> int:
-    """What is scored beside generation, alike on all that share a slice; then a stop, and an error of one."""
-    place, processes.PATIENCE = processes.Place(f"localhost:{port}", ranks, rank), 1.0
+    """What is scored beside generation, alike on all that share a slice; then a stop, and an error
+    of one.
+    """
+    place = processes.Place(f"localhost:{port}", ranks, rank)
+    processes.PATIENCE = 1.0
     processes.start(place)
-    mesh, alone = meshes.make_mesh(1, -1, 1, slices=2), models()
+    mesh = meshes.make_mesh(1, -1, 1, slices=2)
+    alone = models()
     how = dataclasses.replace(HOW, kernels=Kernels(*[kernels] * 4))
     stage = Stage(mesh, how, dataclasses.replace(alone, **laid_over(mesh, alone)))
     heard, backlog, samples = stage.roll_out("scores")
@@ -69,16 +75,25 @@ def main(port: str, rank: int, ranks: int, kernels: str) -> int:
 def models() -> Scoring:
     """Of policy, reference, critic and a reward model, as one device has them."""
     policy, reference = (unstack(init(jax.random.key(seed), CONFIG)) for seed in range(2))
-    critic = unstack(init(jax.random.key(2), dataclasses.replace(CONFIG, scalar_head=True, tied=False)))
+    critic = unstack(
+        init(jax.random.key(2), dataclasses.replace(CONFIG, scalar_head=True, tied=False))
+    )
     source = open_source(GOLDEN)
     judge = RewardModel(source, unstack(source.load(np.float32)), rows=ROWS)
-    return Scoring(policy, reference, critic, 1.0, rows=ROWS, slots=HOW.slots, rewards={"judge": judge})
+    return Scoring(
+        policy, reference, critic, 1.0, rows=ROWS, slots=HOW.slots, rewards={"judge": judge}
+    )
 
 
 def laid_over(mesh, alone: Scoring) -> dict:
     """The models repeated over a mesh."""
     judge = alone.rewards["judge"]
-    tree = {"policy": alone.policy, "reference": alone.reference, "critic": alone.critic, "rewards": judge.model}
+    tree = {
+        "policy": alone.policy,
+        "reference": alone.reference,
+        "critic": alone.critic,
+        "rewards": judge.model,
+    }
     tree = jax.jit(lambda: tree, out_shardings=meshes.model_shardings(tree, mesh, "generation"))()
     return tree | {"rewards": {"judge": dataclasses.replace(judge, model=tree["rewards"])}}
 
@@ -95,13 +110,18 @@ class Stage:
     def crew(self):
         return crew_of(self.mesh)
 
-    def roll_out(self, name: str, then=lambda: None, feeds=lambda: None) -> tuple[bool, Backlog, list[Sample]]:
-        """Whether the second slice decoded when the first had all that it could score; the backlog; all samples.
+    def roll_out(
+        self, name: str, then=lambda: None, feeds=lambda: None
+    ) -> tuple[bool, Backlog, list[Sample]]:
+        """Whether the second slice decoded when the first had all that it could score; the backlog;
+        all samples.
 
-        The second slice dawdles until the first is fed, waits for the rest, and does `then`. Who feeds a slice does
-        `feeds` first.
+        The second slice dawdles until the first is fed, waits for the rest, and does `then`. Who
+        feeds a slice does `feeds` first.
         """
-        backlog, heard, hears = Told(self, name, feeds), [], self.crew.leads and self.crew.ranks[0] != 0
+        backlog = Told(self, name, feeds)
+        heard = []
+        hears = self.crew.leads and self.crew.ranks[0] != 0
 
         def observe(_) -> None:
             if heard or not hears:
@@ -117,17 +137,23 @@ class Stage:
             backlog.add(sample, answer(sample))
 
         stages = cast(Any, types.SimpleNamespace(mesh=self.mesh, ahead=None))
-        what, placing = (self.scoring.policy, None, requests(), self.how, stages), Placing(given_away, name=name)
+        what = (self.scoring.policy, None, requests(), self.how, stages)
+        placing = Placing(given_away, name=name)
         samples = roll_out(*what, placing, observe=observe, finished=finished, spare=backlog)
         return any(processes.gather(bool(heard))), backlog, samples
 
 
 class Told(Backlog):
-    """It tells of each slice that it feeds. Who follows never sees that any of it is done, and feeds as it is told."""
+    """It tells of each slice that it feeds. Who follows never sees that any of it is done, and
+    feeds as it is told.
+    """
 
     def __init__(self, stage: Stage, name: str, feeds):
         super().__init__(stage.scoring)
-        self.leads, self.name, self.feeds, self.fed = stage.crew.leads, name, feeds, 0
+        self.leads = stage.crew.leads
+        self.name = name
+        self.feeds = feeds
+        self.fed = 0
 
     def feed(self, number: int, mesh):
         self.feeds()
@@ -139,7 +165,8 @@ class Told(Backlog):
 
 def given_away(view: View) -> Plan:
     """The first slice decodes the short samples, and then nothing more."""
-    waiting, begins = np.flatnonzero(view.place == WAITS), (view.place == WAITS).all() and not view.freed[0]
+    waiting = np.flatnonzero(view.place == WAITS)
+    begins = (view.place == WAITS).all() and not view.freed[0]
     first = [(index, 0) for index in waiting[: SHORT * begins].tolist()]
     room = view.rows - int((view.place == 1).sum())
     others = [(index, 1) for index in waiting[len(first) :][:room].tolist()]
@@ -150,7 +177,10 @@ def requests() -> list[Request]:
     """One sample each; so many that the second slice has twice its rows to begin."""
     limits = [4] * SHORT + [30] * 2 * HOW.rows
     prompts = np.random.default_rng(0).integers(0, 300, (len(limits), 5)).astype(np.int32)
-    return [Request(prompt, (i,), limit) for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))]
+    return [
+        Request(prompt, (i,), limit)
+        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+    ]
 
 
 @functools.cache
@@ -174,12 +204,20 @@ def check(stage: Stage, backlog: Backlog, samples: list[Sample], alone: Scoring)
     chosen = [sample for sample in samples if sample.sample_id in found]
     assert len(chosen) == len(found) == sum(len(batch.samples) for batch in backlog.batches)
     rollout = fusion.place(chosen, alone, None)
-    numbers: Any = fusion.score((alone.policy, alone.reference, alone.critic), rollout, alone, None) if chosen else ()
+    numbers: Any = (
+        fusion.score((alone.policy, alone.reference, alone.critic), rollout, alone, None)
+        if chosen
+        else ()
+    )
     for name, wanted in zip(fusion.SCORED, numbers, strict=False):
         given = np.stack([getattr(found[sample.sample_id], name) for sample in chosen])
         np.testing.assert_allclose(given, wanted, atol=1e-4, rtol=0)
         assert np.abs(given).max() > 1e-2, name
-    wanted = model_scorer(alone.rewards["judge"])([answer(sample) for sample in chosen]).values if chosen else []
+    wanted = (
+        model_scorer(alone.rewards["judge"])([answer(sample) for sample in chosen]).values
+        if chosen
+        else []
+    )
     given = [found[sample.sample_id].rewards["judge"] for sample in chosen]
     np.testing.assert_allclose(given, wanted, atol=1e-4, rtol=0)
 

@@ -1,4 +1,6 @@
-"""What every kernel is tested at: shapes, two of them fast and all of them slow, and implementations."""
+"""What every kernel is tested at: shapes, two of them fast and all of them slow, and
+implementations.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ def each_by_type(implementations: dict[str, Any], float32_marks=()) -> list:
     ]
     others = {name: one for name, one in implementations.items() if name != "gpu"}
     return half + [
-        pytest.param(one, jnp.float32, id=f"{name}-float32", marks=float32_marks) for name, one in others.items()
+        pytest.param(one, jnp.float32, id=f"{name}-float32", marks=float32_marks)
+        for name, one in others.items()
     ]
 
 

@@ -1,9 +1,9 @@
 """The training command, killed by itself: python tests/killed.py EVENT NUMBER SECONDS ARGUMENTS...
 
-SIGKILL comes SECONDS after the event has happened NUMBER times (from 0); -1 counts all events and prints them at
-the end. Events are the phases of the run as it names them, each round of generation among them; "samples", between
-two lines of the run's files; "unfinished", when a checkpoint begins to lie on the disk; "export", before the
-trained policy is written.
+SIGKILL comes SECONDS after the event has happened NUMBER times (from 0); -1 counts all events and
+prints them at the end. Events are the phases of the run as it names them, each round of generation
+among them; "samples", between two lines of the run's files; "unfinished", when a checkpoint begins
+to lie on the disk; "export", before the trained policy is written.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def main(event: str, number: int, seconds: float, arguments: list[str]) -> int:
     huggingface.save = told(huggingface.save, lambda *_: happens("export"))
     if event == "unfinished":
         workdir = next(a.partition("=")[2] for a in arguments if a.startswith("--config.workdir="))
-        threading.Thread(target=look, args=(Path(workdir) / "checkpoints", happens), daemon=True).start()
+        threading.Thread(
+            target=look, args=(Path(workdir) / "checkpoints", happens), daemon=True
+        ).start()
     code = launch["main"](["train.py", *arguments])
     if number < 0:
         print(json.dumps(seen))

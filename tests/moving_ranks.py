@@ -1,7 +1,7 @@
 """One of several processes between whose slices samples move at random.
 
-python tests/moving_ranks.py PORT RANK RANKS SLICES KERNELS: with fewer slices than ranks, some of these share each;
-"reference" or "interpret" is how all kernels run.
+python tests/moving_ranks.py PORT RANK RANKS SLICES KERNELS: with fewer slices than ranks, some of
+these share each; "reference" or "interpret" is how all kernels run.
 """
 
 from __future__ import annotations
@@ -42,16 +42,25 @@ def main(port: str, rank: int, ranks: int, slices: int, kernels: str) -> int:
     """Every sample ends on one of the slices, as it would have ended alone."""
     place = processes.Place(f"localhost:{port}", ranks, rank)
     processes.start(place)
-    target, wanted, tally = unstack(init(jax.random.key(0), CONFIG)), requests(), Tally()
-    how = Decoding(Sampling(1.0), (PLAIN,), (), rows=6, slots=128, seed=3, kernels=Kernels(*[kernels] * 4))
+    target = unstack(init(jax.random.key(0), CONFIG))
+    wanted = requests()
+    tally = Tally()
+    how = Decoding(
+        Sampling(1.0), (PLAIN,), (), rows=6, slots=128, seed=3, kernels=Kernels(*[kernels] * 4)
+    )
     mesh = meshes.make_mesh(1, -1, 1, slices=slices)
-    whole = jax.jit(lambda: target, out_shardings=meshes.model_shardings(target, mesh, "generation"))()
-    crew, alone = crew_of(mesh), {s.sample_id: s for s in generate(target, None, wanted, how)}
+    whole = jax.jit(
+        lambda: target, out_shardings=meshes.model_shardings(target, mesh, "generation")
+    )()
+    crew = crew_of(mesh)
+    alone = {s.sample_id: s for s in generate(target, None, wanted, how)}
     assert len(crew.ranks) == max(1, ranks // slices)
     begin = functools.partial(generate, whole, None)
     here = list(begin(wanted, how, mesh, tally.add, placing=shuffled("once")))
     check(here, tally, alone, crew)
-    assert all(sample.rounds == alone[sample.sample_id].rounds and not sample.accepted for sample in here)
+    assert all(
+        sample.rounds == alone[sample.sample_id].rounds and not sample.accepted for sample in here
+    )
     if crew.several:
         pack(begin, mesh, alone, crew, how)
         with pytest.raises(ValueError, match="give it one"):
@@ -76,10 +85,14 @@ def check(here: list[Sample], tally: Tally, alone: dict[int, Sample], crew: Crew
 
 
 class Packs:
-    """Stands in for a selector that ranks the drafts of each round in its own way: a crew's leader alone chooses."""
+    """Stands in for a selector that ranks the drafts of each round in its own way: a crew's leader
+    alone chooses.
+    """
 
     def __init__(self, leads: bool):
-        self.leads, self.random, self.packed = leads, np.random.default_rng(0), 0
+        self.leads = leads
+        self.random = np.random.default_rng(0)
+        self.packed = 0
 
     def choose(self, situation: Situation) -> Choice:
         assert self.leads
@@ -94,11 +107,19 @@ class Packs:
 
 
 def pack(begin, mesh, alone: dict[int, Sample], crew: Crew, how: Decoding) -> None:
-    """Rounds that spend a budget on the worthiest drafts, as the leader ranks them, leave the same texts."""
+    """Rounds that spend a budget on the worthiest drafts, as the leader ranks them, leave the same
+    texts.
+    """
     wanted = [dataclasses.replace(one, earlier=nearly(one, alone)) for one in requests()]
-    selector, tally = Packs(crew.leads), Tally()
+    selector = Packs(crew.leads)
+    tally = Tally()
     how = dataclasses.replace(how, strategies=(PLAIN, PACKED), fewest_rows=6)
-    check(list(begin(wanted, how, mesh, tally.add, selector, placing=shuffled("packed"))), tally, alone, crew)
+    check(
+        list(begin(wanted, how, mesh, tally.add, selector, placing=shuffled("packed"))),
+        tally,
+        alone,
+        crew,
+    )
     assert selector.packed > 5 and 0 < tally.accepted < tally.drafted
 
 
@@ -111,9 +132,12 @@ def nearly(request: Request, alone: dict[int, Sample]) -> dict[int, np.ndarray]:
 
 
 def give_up(begin, crew: Crew) -> None:
-    """The last to decide is stopped, at a round or at one that landed for a move: all others give the stage up, and
-    none waits for a device."""
-    last, landed, all_of = crew.leads and processes.rank() + len(crew.ranks) == processes.count(), [], engine._all_of
+    """The last to decide is stopped, at a round or at one that landed for a move: all others give
+    the stage up, and none waits for a device.
+    """
+    last = crew.leads and processes.rank() + len(crew.ranks) == processes.count()
+    landed = []
+    all_of = engine._all_of
     engine._all_of = lambda *given: (landed.append(one) or one for one in all_of(*given))
     for name in ("at once", "at a move"):
 

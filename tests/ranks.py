@@ -1,4 +1,6 @@
-"""One of two processes that try `rlhf_jax.processes` on each other: python tests/ranks.py PORT RANK [last act]"""
+"""One of two processes that try `rlhf_jax.processes` on each other: python tests/ranks.py PORT RANK
+[last act]
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def agree(rank: int) -> None:
     except Stopped as stopped:
         assert stopped.exit_code == 143
     assert processes.by_leader(lambda: os.getpid()) == processes.gather(os.getpid())[0]
-    assert processes.all_here("here", 10) and (rank or not processes.all_here("the leader alone", 0.2))
+    assert processes.all_here("here", 10) and (
+        rank or not processes.all_here("the leader alone", 0.2)
+    )
 
 
 def stop() -> None:
@@ -90,14 +94,22 @@ def score(rank: int) -> None:
     answers = [Answer("", [], {}, text) for text in ("0", "1", "2", "3", "4")]
 
     def reward(given, broken=()) -> Scores:
-        scores = as_scores(["failed" if rank in broken else float(answer.response) for answer in given])
+        scores = as_scores(
+            ["failed" if rank in broken else float(answer.response) for answer in given]
+        )
         refuse_broken("this", scores)
         return scores
 
     found = shared_out(reward)(answers)
     assert found.values.tolist() == [0, 1, 2, 3, 4] and not found.failures
     found = shared_out(lambda given: reward(given, broken=(1,)))(answers)
-    assert found.failures == {1: "failed", 3: "failed"} and np.isnan(found.values).tolist() == [0, 1, 0, 1, 0]
+    assert found.failures == {1: "failed", 3: "failed"} and np.isnan(found.values).tolist() == [
+        0,
+        1,
+        0,
+        1,
+        0,
+    ]
     try:
         shared_out(lambda given: reward(given, broken=(0, 1)))(answers)
     except Broken:

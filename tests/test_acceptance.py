@@ -1,4 +1,6 @@
-"""What a drafter's evidence says: rates, how they lean on each other, sudden changes, calibration."""
+"""What a drafter's evidence says: rates, how they lean on each other, sudden changes,
+calibration.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,11 @@ def learned(*pieces: Evidence, used: bool = False) -> accepting.Acceptance:
 
 def test_counts_are_those_of_a_loop():
     rng = np.random.default_rng(0)
-    ranks, offered = rng.integers(-1, RANKS, (20, DEPTHS)), rng.integers(0, RANKS + 1, (20, DEPTHS))
-    piece = Evidence(rng.random(20) < 0.5, rng.integers(0, CLASSES, 20), np.minimum(ranks, offered - 1), offered)
+    ranks = rng.integers(-1, RANKS, (20, DEPTHS))
+    offered = rng.integers(0, RANKS + 1, (20, DEPTHS))
+    piece = Evidence(
+        rng.random(20) < 0.5, rng.integers(0, CLASSES, 20), np.minimum(ranks, offered - 1), offered
+    )
     seen, hits = np.zeros((2, 2, CLASSES, DEPTHS, RANKS))
     for i, depth, rank in np.ndindex(20, DEPTHS, RANKS):
         cell = int(piece.familiar[i]), piece.confidence[i], depth, rank
@@ -52,7 +57,9 @@ def test_rates_are_found_by_rank_depth_and_class():
 
 def test_a_cell_without_evidence_leans_on_its_class_and_a_class_on_all():
     rng = np.random.default_rng(2)
-    rates = accepting.rates(learned(*[evidence(rng, 200, 0.9, confidence=3), evidence(rng, 200, 0.3)], used=True))
+    rates = accepting.rates(
+        learned(*[evidence(rng, 200, 0.9, confidence=3), evidence(rng, 200, 0.3)], used=True)
+    )
     assert rates[1, 3, 0, 0] == pytest.approx(0.9, abs=0.06)  # familiar prompts, never seen
     assert 0.3 < rates[0, 2, 0, 0] < 0.9  # a class never seen
 
@@ -103,7 +110,8 @@ def test_after_a_sudden_change_the_new_rates_rule_within_twenty_rounds(rows, bef
 def test_what_was_seen_before_a_sudden_change_hardly_counts_after_it(rows, before, after):
     rng = np.random.default_rng(6)
     known = learned(*[evidence(rng, rows, before) for _ in range(600 // rows)])
-    changed, drafts = False, 0
+    changed = False
+    drafts = 0
     while not changed:
         drafts += rows
         known = accepting.observe(known, evidence(rng, rows, after))
@@ -160,11 +168,13 @@ def test_a_calibration_loses_its_hold_once_the_drafter_is_only_scored():
 
 def test_forgetting_makes_new_evidence_weigh_more():
     rng = np.random.default_rng(10)
-    old, new = evidence(rng, 400, 0.5), evidence(rng, 50, 0.6)
+    old = evidence(rng, 400, 0.5)
+    new = evidence(rng, 50, 0.6)
     faded = accepting.forget(learned(old, used=True), 0.1)
     assert faded.observations == pytest.approx(40)
     kept = [
-        accepting.rates(accepting.observe(known, new, True))[0, 1, 0, 0] for known in (learned(old, used=True), faded)
+        accepting.rates(accepting.observe(known, new, True))[0, 1, 0, 0]
+        for known in (learned(old, used=True), faded)
     ]
     assert abs(kept[1] - 0.6) < abs(kept[0] - 0.6)
 

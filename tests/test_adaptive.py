@@ -1,4 +1,6 @@
-"""Strategies that change from round to round: the text stays, nothing compiles at a switch, what is learned is true."""
+"""Strategies that change from round to round: the text stays, nothing compiles at a switch, what is
+learned is true.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,15 @@ class Chooser:
         wanted = STRATEGIES[self.pick(situation)]
         ready = situation.ready(wanted)
         self.asked.append((wanted, ready, situation))
-        return Choice(wanted if ready else STRATEGIES[0], 1.0, 1.0, None if ready else wanted, "told", 1.0, 1.0)
+        return Choice(
+            wanted if ready else STRATEGIES[0],
+            1.0,
+            1.0,
+            None if ready else wanted,
+            "told",
+            1.0,
+            1.0,
+        )
 
     def arrived(self, report) -> None:
         self.heard.append(report)
@@ -62,7 +72,10 @@ def moved(model, size: float, seed: int = 5):
     leaves, treedef = jax.tree.flatten(model)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     return treedef.unflatten(
-        [leaf + size * jax.random.normal(k, leaf.shape) for k, leaf in zip(keys, leaves, strict=True)]
+        [
+            leaf + size * jax.random.normal(k, leaf.shape)
+            for k, leaf in zip(keys, leaves, strict=True)
+        ]
     )
 
 
@@ -79,12 +92,16 @@ def requests(earlier=None, count: int = 5, new: int = 40) -> list[Request]:
 
 
 def decoding(**changes) -> Decoding:
-    base = Decoding(Sampling(1.0), STRATEGIES, (STOP,), rows=8, slots=64, seed=3, history=64, fewest_rows=2)
+    base = Decoding(
+        Sampling(1.0), STRATEGIES, (STOP,), rows=8, slots=64, seed=3, history=64, fewest_rows=2
+    )
     return dataclasses.replace(base, **changes)
 
 
 def run(target, drafter, how, wanted, **options):
-    return {sample.sample_id: sample for sample in generate(target, drafter, wanted, how, **options)}
+    return {
+        sample.sample_id: sample for sample in generate(target, drafter, wanted, how, **options)
+    }
 
 
 def texts_of(samples) -> dict[int, np.ndarray]:
@@ -100,7 +117,13 @@ def earlier(target):
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(1.0), *(pytest.param(law, marks=pytest.mark.slow) for law in (Sampling(0.0), Sampling(0.7, top_k=20)))],
+    [
+        Sampling(1.0),
+        *(
+            pytest.param(law, marks=pytest.mark.slow)
+            for law in (Sampling(0.0), Sampling(0.7, top_k=20))
+        ),
+    ],
     ids=str,
 )
 def test_text_is_plain_text_when_every_round_drafts_otherwise(target, drafter, earlier, sampling):
@@ -132,13 +155,18 @@ def test_a_changed_policy_replays_most_of_its_earlier_text(target, earlier):
 
 
 def test_rounds_are_packed_where_half_of_the_texts_stray(target, earlier):
-    """Verifying costs here, and of the samples that wait for rows half have an earlier text of somebody else's."""
+    """Verifying costs here, and of the samples that wait for rows half have an earlier text of
+    somebody else's.
+    """
     plain = decoding(strategies=STRATEGIES[:1], stop_tokens=())
     own = texts_of(run(target, None, plain, requests(earlier)))
     mixed = {name: own[name if name % 2 else (name + 4) % len(own)] for name in own}
     machine = cost.Machine(cost.Roofline(1e-3, 1e-6, 1e-3, 1e-8, 1e-3, 1e-2), None, 1e-4)
-    selector = Selector(menus.adaptive(["replay"], 8), cost.Costs(machine, machine), frozen_costs=True)
-    reports, how = [], dataclasses.replace(plain, strategies=selector.menu.strategies)
+    selector = Selector(
+        menus.adaptive(["replay"], 8), cost.Costs(machine, machine), frozen_costs=True
+    )
+    reports = []
+    how = dataclasses.replace(plain, strategies=selector.menu.strategies)
     for _ in range(2):
         reports.clear()
         found = run(target, None, how, requests(mixed), selector=selector, observe=reports.append)
@@ -147,18 +175,29 @@ def test_rounds_are_packed_where_half_of_the_texts_stray(target, earlier):
     full = [report for report in reports if report.live == report.rows == 8]
     packed = [report for report in full if report.strategy.packed]
     assert len(packed) > 0.6 * len(full)
-    drafted = [report.drafted / max(1, report.live * len(report.strategy.parents)) for report in packed]
+    drafted = [
+        report.drafted / max(1, report.live * len(report.strategy.parents)) for report in packed
+    ]
     assert max(drafted) < 1
-    assert sum(report.accepted for report in packed) > 0.5 * sum(report.drafted for report in packed)
+    assert sum(report.accepted for report in packed) > 0.5 * sum(
+        report.drafted for report in packed
+    )
 
 
-@pytest.mark.parametrize("meshed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["alone", "mesh"])
+@pytest.mark.parametrize(
+    "meshed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["alone", "mesh"]
+)
 def test_a_switch_compiles_nothing(target, drafter, earlier, meshed, compilations):
-    """What is not compiled is not used; when it is, a whole run with all switches compiles nothing more."""
+    """What is not compiled is not used; when it is, a whole run with all switches compiles nothing
+    more.
+    """
     mesh = make_mesh(1, -1, 1, jax.devices()[:2]) if meshed else None
     if mesh is not None:
-        target, drafter = (jax.device_put(m, model_shardings(m, mesh, "generation")) for m in (target, drafter))
-    how, ahead = decoding(slots=72, fewest_rows=8, history=0), Ahead()
+        target, drafter = (
+            jax.device_put(m, model_shardings(m, mesh, "generation")) for m in (target, drafter)
+        )
+    how = decoding(slots=72, fewest_rows=8, history=0)
+    ahead = Ahead()
     names = "plain", "lookup-chain-6", "replay-chain-8", "model-chain-3", "replay-chain-8-packed-3"
     turns = list(map(NAMES.index, names))
 
@@ -166,7 +205,8 @@ def test_a_switch_compiles_nothing(target, drafter, earlier, meshed, compilation
         made = Chooser(lambda situation: turns[len(made.asked) % len(turns)])
         return made
 
-    first, again = chooser(), chooser()
+    first = chooser()
+    again = chooser()
     deadline = time.monotonic() + 120
     while not all(ahead.ready(STRATEGIES[turn], 8, how, mesh) for turn in turns):
         assert time.monotonic() < deadline, "never compiled"
@@ -182,7 +222,8 @@ def test_a_switch_compiles_nothing(target, drafter, earlier, meshed, compilation
 def test_a_strategy_that_cannot_be_compiled_is_left_out(target, monkeypatch):
     """It is said once, told to the selector, and the run goes on without it."""
     chooser = Chooser(lambda situation: 1)
-    ahead, real = Ahead(), programs.compile_only
+    ahead = Ahead()
+    real = programs.compile_only
 
     def fail(*arguments, **options):
         raise RuntimeError("no room")
@@ -199,7 +240,9 @@ def test_a_strategy_that_cannot_be_compiled_is_left_out(target, monkeypatch):
 
 def test_finished_siblings_are_looked_up(target):
     """Four samples that write the same: the last one reads what the first ones wrote."""
-    how = decoding(strategies=(trees.parse("lookup-chain-4"),), stop_tokens=(), rows=1, sampling=Sampling(0.0))
+    how = decoding(
+        strategies=(trees.parse("lookup-chain-4"),), stop_tokens=(), rows=1, sampling=Sampling(0.0)
+    )
     prompt = np.array([5, 9, 2], np.int32)
     samples = run(target, None, how, [Request(prompt, (0, 1, 2), 30)])
     assert samples[0].tokens == samples[1].tokens == samples[2].tokens
@@ -208,16 +251,24 @@ def test_finished_siblings_are_looked_up(target):
 
 @pytest.mark.slow
 def test_running_siblings_are_looked_up(target):
-    """Two rows write the same text, one of them earlier: the later one reads the other's tokens as they come."""
-    how = decoding(strategies=(trees.parse("lookup-chain-4"),), stop_tokens=(), rows=2, sampling=Sampling(0.0))
+    """Two rows write the same text, one of them earlier: the later one reads the other's tokens as
+    they come.
+    """
+    how = decoding(
+        strategies=(trees.parse("lookup-chain-4"),), stop_tokens=(), rows=2, sampling=Sampling(0.0)
+    )
     how = dataclasses.replace(how, history=0)
     prompt = np.array([5, 9, 2], np.int32)
     alone = [Request(prompt, (0,), 40)]
     short = [Request(np.array([1, 2], np.int32), (9,), 12)]
-    together = run(target, None, how, [Request(prompt, (0,), 40), *short, Request(prompt, (1,), 40)])
+    together = run(
+        target, None, how, [Request(prompt, (0,), 40), *short, Request(prompt, (1,), 40)]
+    )
     assert together[1].tokens == run(target, None, how, alone)[0].tokens
     # Different requests are no siblings; the same request is.
-    shared = run(target, None, dataclasses.replace(how, rows=2), [*short, Request(prompt, (0, 1), 40)])
+    shared = run(
+        target, None, dataclasses.replace(how, rows=2), [*short, Request(prompt, (0, 1), 40)]
+    )
     assert shared[1].rounds < together[1].rounds
 
 
@@ -233,12 +284,19 @@ def test_situations_and_reports_say_what_is(target, drafter, earlier):
         assert counts[1].sum() == situation.live  # every prompt was rolled out before
         assert situation.context >= situation.live
     lags = [situation.lag for _, _, situation in chooser.asked]
-    assert max(lags) > 5 and lags[-1] <= 2 * 4  # what the draft model has not seen is fed before it drafts
+    assert (
+        max(lags) > 5 and lags[-1] <= 2 * 4
+    )  # what the draft model has not seen is fed before it drafts
     for report in chooser.heard:
         assert report.tokens >= report.live and set(report.evidence) >= {"lookup", "replay"}
         assert ("model" in report.evidence) == (report.strategy.drafter == "model")
-    ends = [report for report in chooser.heard if report.strategy.drafter == "model" and report.live]
-    hits = sum((evidence := report.evidence["model"]).ranks.size and (evidence.ranks == 0).sum() for report in ends)
+    ends = [
+        report for report in chooser.heard if report.strategy.drafter == "model" and report.live
+    ]
+    hits = sum(
+        (evidence := report.evidence["model"]).ranks.size and (evidence.ranks == 0).sum()
+        for report in ends
+    )
     assert hits == sum(report.accepted for report in ends) > 0
 
 

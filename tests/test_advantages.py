@@ -19,7 +19,8 @@ GROUP = 3
 def random_batch(seed=0, rows=6, slots=11):
     """Token rewards, values and the mask of responses, all longer than nothing, behind prompts."""
     rng = np.random.default_rng(seed)
-    at, start = np.arange(slots)[None], rng.integers(1, 4, (rows, 1))
+    at = np.arange(slots)[None]
+    start = rng.integers(1, 4, (rows, 1))
     mask = (at >= start) & (at < start + rng.integers(1, 8, (rows, 1)))
     rewards, values = rng.normal(size=(2, rows, slots)).astype(np.float32)
     return np.where(mask, rewards, 0), np.where(mask, values, 0), mask
@@ -27,13 +28,17 @@ def random_batch(seed=0, rows=6, slots=11):
 
 def looped_gae(rewards, values, mask, discount, gae_lambda):
     """Sums of discounted temporal differences, each written out."""
-    out, returns = np.zeros(mask.shape), np.zeros(mask.shape)
+    out = np.zeros(mask.shape)
+    returns = np.zeros(mask.shape)
     for b in range(len(mask)):
         slots = np.nonzero(mask[b])[0]
-        r, v = rewards[b, slots].astype(float), [*values[b, slots].astype(float), 0.0]
+        r = rewards[b, slots].astype(float)
+        v = [*values[b, slots].astype(float), 0.0]
         deltas = [r[i] + discount * v[i + 1] - v[i] for i in range(len(slots))]
         for i, slot in enumerate(slots):
-            out[b, slot] = sum((discount * gae_lambda) ** (j - i) * deltas[j] for j in range(i, len(slots)))
+            out[b, slot] = sum(
+                (discount * gae_lambda) ** (j - i) * deltas[j] for j in range(i, len(slots))
+            )
             returns[b, slot] = out[b, slot] + v[i]
     return out, returns
 
@@ -81,7 +86,9 @@ def test_gae_is_rlaxs():
         slots = np.nonzero(mask[b])[0]
         discounts = np.where(slots == slots[-1], 0.0, 0.97).astype(np.float32)
         known = np.append(values[b, slots], np.float32(0))
-        want = rlax.truncated_generalized_advantage_estimation(rewards[b, slots], discounts, 0.9, known)
+        want = rlax.truncated_generalized_advantage_estimation(
+            rewards[b, slots], discounts, 0.9, known
+        )
         np.testing.assert_allclose(got[b, slots], want, atol=1e-5)
 
 
@@ -116,7 +123,9 @@ def whole(name):
     if name == "reinforce++":
         return looped_whitening(looped_gae(rewards, 0 * values, mask, 0.9, 1.0)[0], mask), None
     if name == "reinforce++-baseline":
-        return looped_whitening(np.array(looped_groups(sums, GROUP, "dr_grpo"))[:, None] * spread, mask), None
+        return looped_whitening(
+            np.array(looped_groups(sums, GROUP, "dr_grpo"))[:, None] * spread, mask
+        ), None
     return np.array(looped_groups(sums, GROUP, name))[:, None] * spread, None
 
 
@@ -146,9 +155,12 @@ def test_padding_changes_nothing(name):
 
 
 def test_equal_rewards_teach_nothing():
-    rewards, mask = jnp.full(6, 0.1, jnp.float32), jnp.ones((6, 4), bool)
+    rewards = jnp.full(6, 0.1, jnp.float32)
+    mask = jnp.ones((6, 4), bool)
     assert not advantages.grpo(rewards, 3).any()
-    np.testing.assert_allclose(advantages.reinforce_plus_plus_baseline(rewards, mask, 3), np.zeros((6, 4)), atol=1e-6)
+    np.testing.assert_allclose(
+        advantages.reinforce_plus_plus_baseline(rewards, mask, 3), np.zeros((6, 4)), atol=1e-6
+    )
 
 
 def test_groups_must_fit():

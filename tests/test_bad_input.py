@@ -1,4 +1,6 @@
-"""Every kind of bad input: one sentence that helps, an exit code, nothing lost, nothing begun too early."""
+"""Every kind of bad input: one sentence that helps, an exit code, nothing lost, nothing begun too
+early.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,17 @@ def sometimes(prompt, response, row): return globals()[kind(response) or "vowels
 value = 3
 """
 
-# When a mistake is found: before anything is written or loaded, before weights are loaded, or at work.
+# When a mistake is found: before anything is written or loaded, before weights are loaded, or at
+# work.
 CHECKS, OPENING, WORK = range(3)
 PAGE = 4096  # bytes that a file on a disk of memory is a multiple of
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a case lives: `home` is shared and never changed, `folder` is its own, `run` the workdir in it."""
+    """Where a case lives: `home` is shared and never changed, `folder` is its own, `run` the
+    workdir in it.
+    """
 
     home: Path
     folder: Path
@@ -97,7 +102,9 @@ def prompts(text: str, name: str = "bad.jsonl") -> Prepare:
     return lambda place: {"data__train": place.file(name, text)}
 
 
-def model(damage: Callable[[Path], object], name: str = "tiny", key: str = "model__path") -> Prepare:
+def model(
+    damage: Callable[[Path], object], name: str = "tiny", key: str = "model__path"
+) -> Prepare:
     """The mistake is in a model's folder."""
 
     def prepare(place: Place) -> dict[str, Any]:
@@ -158,7 +165,9 @@ def damage_checkpoints(place: Place) -> None:
 
 
 def full_disk(kilobytes: int) -> Prepare:
-    """A finished run on a disk with so much room; where none can be mounted, no file may be larger than that."""
+    """A finished run on a disk with so much room; where none can be mounted, no file may be larger
+    than that.
+    """
 
     def prepare(place: Place) -> dict[str, Any]:
         files = [path for path in (place.home / "finished").rglob("*") if path.is_file()]
@@ -180,12 +189,20 @@ GO_ON = {"steps": 3, "checkpoint__allow_changes": True}
 
 CASES = {
     # The command and its config file.
-    "no config file is named": Case("No config file is named", prepare=lambda place: {"config_file": None}),
-    "config file missing": Case("There is no config file nowhere.py", {"config_file": "nowhere.py"}),
-    "config file raises": Case("ZeroDivisionError", prepare=config("def get_config(): return 1 / 0\n")),
+    "no config file is named": Case(
+        "No config file is named", prepare=lambda place: {"config_file": None}
+    ),
+    "config file missing": Case(
+        "There is no config file nowhere.py", {"config_file": "nowhere.py"}
+    ),
+    "config file raises": Case(
+        "ZeroDivisionError", prepare=config("def get_config(): return 1 / 0\n")
+    ),
     "config file is no Python": Case("SyntaxError", prepare=config("def get_config(:\n")),
     "config file without get_config": Case("KeyError: 'get_config'", prepare=config("")),
-    "config file returns another thing": Case("must return", prepare=config("def get_config(): return {}\n")),
+    "config file returns another thing": Case(
+        "must return", prepare=config("def get_config(): return {}\n")
+    ),
     "unknown key": Case("did you mean 'generation.strategy'", {"generation__strategie": "plain"}),
     "wrong type": Case("'steps' is of type int; 'many' is not", {"steps": "many"}),
     "no number": Case("training.learning_rate is nan", {"training__learning_rate": "nan"}),
@@ -193,52 +210,91 @@ CASES = {
     # Options that contradict one another.
     "unknown strategy": Case("Unknown strategy 'chain'", {"generation__strategy": "chain"}),
     "unknown estimator": Case("it must be one of", {"advantage__estimator": "ppo"}),
-    "strategy without its drafter": Case("give drafter.path", {"generation__strategy": "model-chain-2"}),
+    "strategy without its drafter": Case(
+        "give drafter.path", {"generation__strategy": "model-chain-2"}
+    ),
     "top-p in training": Case("is for evaluation", {"generation__top_p": 0.9}),
     "top-k too large": Case("is for evaluation", {"generation__top_k": 100}),
     "critic without gae": Case("choose 'gae', or ''", {"critic__path": "org/critic"}),
     "k1 in the loss": Case("use k2 or k3", {"kl__estimator": "k1"}),
-    "KL target without a coefficient": Case("give a start above 0", {"kl__target": 0.1, "kl__coefficient": 0.0}),
+    "KL target without a coefficient": Case(
+        "give a start above 0", {"kl__target": 0.1, "kl__coefficient": 0.0}
+    ),
     "group of one": Case("compares two or more of a prompt", {"generation__samples_per_prompt": 1}),
     "resampling single samples": Case(
-        "generation.resample is 2", PPO | {"generation__resample": 2, "generation__samples_per_prompt": 1}
+        "generation.resample is 2",
+        PPO | {"generation__resample": 2, "generation__samples_per_prompt": 1},
     ),
     "weights of another number": Case("has 2 entries for 1", {"reward__weights": "(1.0,2.0)"}),
-    "evaluation without prompts": Case("data.eval is empty", {"evaluation__every": 2, "data__eval": ""}),
-    "batch not divisible": Case("cannot be split evenly by training.minibatches = 3", {"training__minibatches": 3}),
-    "longer than the context": Case("the model's context is 128", {"generation__max_new_tokens": 300}),
+    "evaluation without prompts": Case(
+        "data.eval is empty", {"evaluation__every": 2, "data__eval": ""}
+    ),
+    "batch not divisible": Case(
+        "cannot be split evenly by training.minibatches = 3", {"training__minibatches": 3}
+    ),
+    "longer than the context": Case(
+        "the model's context is 128", {"generation__max_new_tokens": 300}
+    ),
     "more devices than there are": Case("does not fit 1 devices", {"mesh__data": 64}),
     "too little memory": Case("A device needs", {"mesh__device_memory_gb": 0.0001}),
     # The models.
     "model missing": Case("No model at /nowhere", {"model__path": "/nowhere"}),
-    "model without config.json": Case("config.json is missing", prepare=model(lambda f: (f / "config.json").unlink())),
-    "model's config.json is no JSON": Case("is not valid JSON", prepare=model(truncate("config.json"))),
+    "model without config.json": Case(
+        "config.json is missing", prepare=model(lambda f: (f / "config.json").unlink())
+    ),
+    "model's config.json is no JSON": Case(
+        "is not valid JSON", prepare=model(truncate("config.json"))
+    ),
     "model's size is no number": Case(
         "is not a number",
-        prepare=model(replace("config.json", '"num_attention_heads": 4', '"num_attention_heads": null')),
+        prepare=model(
+            replace("config.json", '"num_attention_heads": 4', '"num_attention_heads": null')
+        ),
     ),
-    "architecture not supported": Case("'gpt2'", prepare=model(replace("config.json", '"llama"', '"gpt2"'))),
-    "weights missing": Case("safetensors is missing", prepare=model(lambda f: (f / "model.safetensors").unlink())),
-    "weights truncated": Case("model.safetensors is truncated", prepare=model(truncate("model.safetensors"))),
+    "architecture not supported": Case(
+        "'gpt2'", prepare=model(replace("config.json", '"llama"', '"gpt2"'))
+    ),
+    "weights missing": Case(
+        "safetensors is missing", prepare=model(lambda f: (f / "model.safetensors").unlink())
+    ),
+    "weights truncated": Case(
+        "model.safetensors is truncated", prepare=model(truncate("model.safetensors"))
+    ),
     "weight of another shape": Case("has shape [31]", prepare=model(tensor(NORM, lambda x: x[1:]))),
     "weight is NaN": Case(
-        "'attention_norm' of layer 1 is not finite", {}, model(tensor(NORM, lambda x: x * np.nan)), WORK
+        "'attention_norm' of layer 1 is not finite",
+        {},
+        model(tensor(NORM, lambda x: x * np.nan)),
+        WORK,
     ),
-    "tokenizer missing": Case("tokenizer.json is missing", prepare=model(lambda f: (f / "tokenizer.json").unlink())),
-    "tokenizer is no tokenizer": Case("is not a tokenizer", prepare=model(truncate("tokenizer.json"))),
+    "tokenizer missing": Case(
+        "tokenizer.json is missing", prepare=model(lambda f: (f / "tokenizer.json").unlink())
+    ),
+    "tokenizer is no tokenizer": Case(
+        "is not a tokenizer", prepare=model(truncate("tokenizer.json"))
+    ),
     "tokenizer larger than the model": Case("Wrong tokenizer", prepare=model(larger_tokenizer)),
     "chat template is broken": Case(
-        "chat template", prepare=model(lambda f: (f / "chat_template.jinja").write_text("{% for m in %}"))
+        "chat template",
+        prepare=model(lambda f: (f / "chat_template.jinja").write_text("{% for m in %}")),
     ),
-    "policy is a reward model": Case("model.path is a reward model", prepare=at_home(model__path="classifier")),
-    "reward model is a language model": Case("give a sequence classifier", prepare=at_home(reward__models="tiny")),
+    "policy is a reward model": Case(
+        "model.path is a reward model", prepare=at_home(model__path="classifier")
+    ),
+    "reward model is a language model": Case(
+        "give a sequence classifier", prepare=at_home(reward__models="tiny")
+    ),
     "reward model of two labels": Case(
         "a classifier of 2 labels",
         prepare=model(
-            replace("config.json", '"0": "LABEL_0"', '"0": "BAD", "1": "GOOD"'), "classifier", "reward__models"
+            replace("config.json", '"0": "LABEL_0"', '"0": "BAD", "1": "GOOD"'),
+            "classifier",
+            "reward__models",
         ),
     ),
-    "critic of another vocabulary": Case("reads the policy's tokens", PPO, at_home(critic__path="larger")),
+    "critic of another vocabulary": Case(
+        "reads the policy's tokens", PPO, at_home(critic__path="larger")
+    ),
     "rejection with another vocabulary": Case(
         "Rejection compares laws",
         {"generation__strategy": "model-chain-2", "generation__acceptance": "rejection"},
@@ -246,35 +302,57 @@ CASES = {
     ),
     # The prompts.
     "prompts missing": Case("there is no file /nowhere.jsonl", {"data__train": "/nowhere.jsonl"}),
-    "prompts in another format": Case("must end in .jsonl or .parquet", prepare=prompts("a,b\n", "bad.csv")),
+    "prompts in another format": Case(
+        "must end in .jsonl or .parquet", prepare=prompts("a,b\n", "bad.csv")
+    ),
     "prompts empty": Case("is empty", prepare=prompts("")),
     "prompts with a broken line": Case("Line 2", prepare=prompts('{"prompt": "a"}\n{oops\n')),
     "prompts without the key": Case("has no 'prompt'", prepare=prompts('{"question": "a"}\n')),
     "prompts all too long": Case("raise max_prompt_tokens", {"data__max_prompt_tokens": 3}),
-    "prompts of Parquet that are none": Case("is not a readable Parquet", prepare=prompts("PAR1", "bad.parquet")),
+    "prompts of Parquet that are none": Case(
+        "is not a readable Parquet", prepare=prompts("PAR1", "bad.parquet")
+    ),
     # The rewards.
     "reward missing": Case("there is no file nowhere.py", {"reward__functions": "nowhere.py:f"}),
     "reward without its function": Case(
         "defines no 'nothing'", prepare=at_home(reward__functions="rewards.py:nothing")
     ),
-    "reward is no function": Case("is of type int", prepare=at_home(reward__functions="rewards.py:value")),
-    "reward cannot be imported": Case("cannot be imported", {"reward__functions": "no.such.module:f"}),
+    "reward is no function": Case(
+        "is of type int", prepare=at_home(reward__functions="rewards.py:value")
+    ),
+    "reward cannot be imported": Case(
+        "cannot be imported", {"reward__functions": "no.such.module:f"}
+    ),
     "measure named reward": Case(
         "rename it",
         prepare=config(
             "def get_config():\n    config = default()\n"
-            "    config.reward.metrics = {'reward': 'configs/rewards/arithmetic.py:gsm8k'}\n    return config\n"
+            "    config.reward.metrics = {'reward': 'configs/rewards/arithmetic.py:gsm8k'}\n   "
+            " return config\n"
         ),
     ),
-    "reward always raises": Case("raised KeyError", {}, at_home(reward__functions="rewards.py:raises"), WORK),
-    "reward always hangs": Case("hangs", {"reward__seconds": 0.1}, at_home(reward__functions="rewards.py:hangs"), WORK),
-    "reward is always NaN": Case("gave nan", {}, at_home(reward__functions="rewards.py:no_number"), WORK),
-    "reward is always a text": Case("of type str", {}, at_home(reward__functions="rewards.py:text"), WORK),
-    "reward always ends its process": Case("exit code 3", {}, at_home(reward__functions="rewards.py:dies"), WORK),
+    "reward always raises": Case(
+        "raised KeyError", {}, at_home(reward__functions="rewards.py:raises"), WORK
+    ),
+    "reward always hangs": Case(
+        "hangs", {"reward__seconds": 0.1}, at_home(reward__functions="rewards.py:hangs"), WORK
+    ),
+    "reward is always NaN": Case(
+        "gave nan", {}, at_home(reward__functions="rewards.py:no_number"), WORK
+    ),
+    "reward is always a text": Case(
+        "of type str", {}, at_home(reward__functions="rewards.py:text"), WORK
+    ),
+    "reward always ends its process": Case(
+        "exit code 3", {}, at_home(reward__functions="rewards.py:dies"), WORK
+    ),
     # The workdir.
     "workdir cannot be written": Case(
         "name another workdir",
-        prepare=lambda place: {"workdir": place.file("file", "") / "run", "reward__models": place.home / "classifier"},
+        prepare=lambda place: {
+            "workdir": place.file("file", "") / "run",
+            "reward__models": place.home / "classifier",
+        },
     ),
     "checkpoint of another model": Case(
         "the policy's vocab_size = 320, and this run has 384",
@@ -282,12 +360,16 @@ CASES = {
         lambda place: finished()(place) | at_home(model__path="larger")(place),
     ),
     "checkpoint of other prompts": Case(
-        "the prompts of data.train", {"steps": 3}, lambda place: finished()(place) | prompts('{"prompt": "a"}\n')(place)
+        "the prompts of data.train",
+        {"steps": 3},
+        lambda place: finished()(place) | prompts('{"prompt": "a"}\n')(place),
     ),
     "checkpoint of another config": Case(
         "training.learning_rate = 0.001", {"training__learning_rate": 0.1}, finished()
     ),
-    "checkpoints all damaged": Case("is whole", {"steps": 3}, finished(damage_checkpoints), OPENING),
+    "checkpoints all damaged": Case(
+        "is whole", {"steps": 3}, finished(damage_checkpoints), OPENING
+    ),
     "metrics of an earlier run damaged": Case(
         "metrics.jsonl",
         {"steps": 3},
@@ -308,12 +390,20 @@ CASES = {
     # The other programs.
     "export of no run": Case("There is no run in", program="export"),
     "export without a checkpoint": Case(
-        "There is no checkpoint", {}, finished(lambda place: shutil.rmtree(place.run / "checkpoints")), program="export"
+        "There is no checkpoint",
+        {},
+        finished(lambda place: shutil.rmtree(place.run / "checkpoints")),
+        program="export",
     ),
     "report of no run": Case("name the workdir of a run", program="report"),
-    "report on a full disk": Case("report.html cannot be written", {}, full_disk(0), program="report"),
+    "report on a full disk": Case(
+        "report.html cannot be written", {}, full_disk(0), program="report"
+    ),
     "report of damaged metrics": Case(
-        "line 1", {}, finished(lambda place: (place.run / "metrics.jsonl").write_text("oops\n")), program="report"
+        "line 1",
+        {},
+        finished(lambda place: (place.run / "metrics.jsonl").write_text("oops\n")),
+        program="report",
     ),
 }
 
@@ -327,7 +417,9 @@ def home(tmp_path_factory) -> Path:
     source = open_source(tiny_run.make_model(home / "tiny"))
     tiny_run.make_model(home / "larger", vocab_size=384)
     classifier = critic_of(source.load(np.float32))
-    huggingface.save(home / "classifier", classifier, source.tokenizer, source.stop_tokens, np.float32)
+    huggingface.save(
+        home / "classifier", classifier, source.tokenizer, source.stop_tokens, np.float32
+    )
     with pytest.MonkeyPatch.context() as patch:
         use_one_device(patch)
         assert PROGRAMS["train"](command(Place(home, home), {"workdir": home / "finished"})) == 0
@@ -344,7 +436,8 @@ def use_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def place(home, tmp_path, monkeypatch) -> Iterator[Place]:
     use_one_device(monkeypatch)
-    place, limits = Place(home, tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    place = Place(home, tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield place
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     if place.run.is_mount():
@@ -354,7 +447,8 @@ def place(home, tmp_path, monkeypatch) -> Iterator[Place]:
 @pytest.fixture
 def loads(monkeypatch) -> list:
     """One entry for each model whose weights were read."""
-    seen, real = [], layout.assemble
+    seen = []
+    real = layout.assemble
     monkeypatch.setattr(layout, "assemble", lambda *inputs: seen.append(inputs) or real(*inputs))
     return seen
 
@@ -375,21 +469,30 @@ def prepared(case: Case, place: Place) -> list[str]:
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:
     """Every path below a folder, with the bytes of files."""
-    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None
+        for p in sorted(folder.rglob("*"))
+    }
 
 
 def check_sentence(said: str, words: str) -> None:
     """One sentence with the words; warnings of the project may stand before it."""
     told = [line for line in said.splitlines() if not line.startswith("warning: ")]
     assert len(told) == 1 and told[0].startswith("error: ") and words in told[0], said
-    assert told[0].endswith((".", "?")) and not re.search(r"[.!?] [A-Z]", told[0]), f"no one sentence: {told[0]}"
+    assert told[0].endswith((".", "?")) and not re.search(r"[.!?] [A-Z]", told[0]), (
+        f"no one sentence: {told[0]}"
+    )
 
 
 def check_nothing_lost(before: dict[str, bytes | None], after: dict[str, bytes | None]) -> None:
-    """What a run has learnt and said is still there, wherever it was moved and whatever was added."""
+    """What a run has learnt and said is still there, wherever it was moved and whatever was
+    added.
+    """
     kept = [content for content in after.values() if content is not None]
     for name, content in before.items():
-        if content is not None and ("checkpoints/" in name or name.endswith((".jsonl", ".safetensors"))):
+        if content is not None and (
+            "checkpoints/" in name or name.endswith((".jsonl", ".safetensors"))
+        ):
             assert any(other.startswith(content) for other in kept), name
 
 
@@ -408,7 +511,8 @@ def test_bad_input_is_one_sentence(name, place, loads, capsys):
 
 @pytest.mark.parametrize("name", ["unknown key", "weights truncated", "weight is NaN"])
 def test_the_command_fails_as_its_function(name, home, tmp_path):
-    case, place = CASES[name], Place(home, tmp_path)
+    case = CASES[name]
+    place = Place(home, tmp_path)
     done = run_command(prepared(case, place))
     assert done.returncode == 2
     check_sentence(done.stderr, case.words)
@@ -418,7 +522,11 @@ def run_command(arguments: list[str], **environment: str) -> subprocess.Complete
     clean = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     words = [sys.executable, str(ROOT / "launch" / "train.py"), *arguments[1:]]
     return subprocess.run(
-        words, capture_output=True, text=True, check=False, env=clean | {"PYTHONPATH": str(ROOT)} | environment
+        words,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=clean | {"PYTHONPATH": str(ROOT)} | environment,
     )
 
 
@@ -428,7 +536,9 @@ def test_a_device_that_is_not_there_is_one_sentence(place):
     check_sentence(done.stderr, "JAX_PLATFORMS")
 
 
-@pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, ValueError], ids=["running", "reading"])
+@pytest.mark.parametrize(
+    "kind", [jax.errors.JaxRuntimeError, ValueError], ids=["running", "reading"]
+)
 def test_a_device_that_fails_is_one_sentence(place, monkeypatch, capsys, kind):
     """A result that is read on the host tells of its failure by a ValueError."""
 
@@ -441,7 +551,9 @@ def test_a_device_that_fails_is_one_sentence(place, monkeypatch, capsys, kind):
 
 
 def test_a_batch_that_is_not_finite_is_kept(place, capsys):
-    """The post-mortem has the batch; the checkpoint before is as it was and goes on with another learning rate."""
+    """The post-mortem has the batch; the checkpoint before is as it was and goes on with another
+    learning rate.
+    """
     case = CASES["loss is not finite"]
     assert PROGRAMS["train"](prepared(case, place)) == 2
     batch = np.load(place.run / "post-mortem" / "step-000001.npz")
@@ -454,12 +566,24 @@ def test_a_batch_that_is_not_finite_is_kept(place, capsys):
 def test_a_reward_that_sometimes_fails_stops_nothing(place, capsys):
     """It raises, hangs, gives NaN and ends its process, each for some answers: they are counted."""
     reward = f"{place.home}/rewards.py:sometimes"
-    changes = {"steps": 2, "reward__functions": reward, "reward__seconds": 0.2, "reward__failed": -7.0}
-    changes |= {"evaluation__every": 1}  # whose samples are not seen here, but whose failures would stop the run
+    changes = {
+        "steps": 2,
+        "reward__functions": reward,
+        "reward__seconds": 0.2,
+        "reward__failed": -7.0,
+    }
+    changes |= {
+        "evaluation__every": 1
+    }  # whose samples are not seen here, but whose failures would stop the run
     assert PROGRAMS["train"](command(place, changes)) == 0, capsys.readouterr().err
     kind = runpy.run_path(str(place.home / "rewards.py"))["kind"]
-    samples = [(row["step"], kind(row["response"]), row["reward"]) for row in lines(place.run / "samples.jsonl")]
+    samples = [
+        (row["step"], kind(row["response"]), row["reward"])
+        for row in lines(place.run / "samples.jsonl")
+    ]
     assert {why for _, why, _ in samples} == {"", "raises", "hangs", "no_number", "dies"}
     assert all((reward == -7) == bool(why) for _, why, reward in samples)
     for line in lines(place.run / "metrics.jsonl"):
-        assert line["reward/sometimes/failed"] == sum(bool(why) for step, why, _ in samples if step == line["step"])
+        assert line["reward/sometimes/failed"] == sum(
+            bool(why) for step, why, _ in samples if step == line["step"]
+        )

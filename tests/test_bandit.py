@@ -1,7 +1,9 @@
-"""Learning is right, not only rising: a bandit of tokens whose expected reward and optimum are known exactly.
+"""Learning is right, not only rising: a bandit of tokens whose expected reward and optimum are
+known exactly.
 
-Two prompts, answers of two tokens out of sixteen, a fixed reward for each answer: the expected reward is a sum over
-all 256 answers under the policy's law, and the best policy has 1 for each prompt.
+Two prompts, answers of two tokens out of sixteen, a fixed reward for each answer: the expected
+reward is a sum over all 256 answers under the policy's law, and the best policy has 1 for each
+prompt.
 """
 
 import dataclasses
@@ -17,10 +19,18 @@ from rlhf_jax.inference.shaping import token_rewards
 from rlhf_jax.inference.values import critic_of, score_values
 from rlhf_jax.model.transformer import forward, init, logits
 from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig
-from rlhf_jax.training.update import Optimizers, UpdateConfig, init_train_state, make_optimizer, update
+from rlhf_jax.training.update import (
+    Optimizers,
+    UpdateConfig,
+    init_train_state,
+    make_optimizer,
+    update,
+)
 from rlhf_jax.types import Experience, ModelConfig, Rollout
 
-VOCAB, PROMPTS, GROUP = 16, 2, 64
+VOCAB = 16
+PROMPTS = 2
+GROUP = 64
 ROWS = PROMPTS * GROUP
 PROMPT_TOKENS = np.array([[3, 5], [11, 2]], np.int32)
 BEST_FIRST = [6, 13]
@@ -43,8 +53,11 @@ OPTIMIZERS = Optimizers(make_optimizer(0.005), make_optimizer(0.01))
 
 
 def reward_table() -> np.ndarray:
-    """[prompt, first, second]: half for the prompt's own first token, and the other half if the right one follows."""
-    first, second = np.eye(VOCAB)[BEST_FIRST], np.roll(np.eye(VOCAB), 5, axis=1)
+    """[prompt, first, second]: half for the prompt's own first token, and the other half if the
+    right one follows.
+    """
+    first = np.eye(VOCAB)[BEST_FIRST]
+    second = np.roll(np.eye(VOCAB), 5, axis=1)
     return (first[:, :, None] * (0.5 + 0.5 * second)).astype(np.float32)
 
 
@@ -71,24 +84,32 @@ def expected_reward(policy) -> float:
 @jax.jit
 def sample(policy, key) -> Rollout:
     """`GROUP` answers to each prompt, drawn from the policy's law."""
-    keys, tokens = jax.random.split(key), jnp.repeat(jnp.asarray(PROMPT_TOKENS), GROUP, axis=0)
+    keys = jax.random.split(key)
+    tokens = jnp.repeat(jnp.asarray(PROMPT_TOKENS), GROUP, axis=0)
     for each in keys:
         drawn = jax.random.categorical(each, law(policy, tokens)[:, -1])
         tokens = jnp.concatenate([tokens, drawn[:, None].astype(jnp.int32)], axis=1)
     ids = jnp.arange(ROWS, dtype=jnp.uint32)
-    return Rollout(tokens, jnp.asarray(MASK), jnp.zeros(MASK.shape), jnp.full(ROWS, 4, jnp.int32), ids)
+    return Rollout(
+        tokens, jnp.asarray(MASK), jnp.zeros(MASK.shape), jnp.full(ROWS, 4, jnp.int32), ids
+    )
 
 
 @functools.partial(jax.jit, static_argnames="name")
 def experience_of(state, rollout, name: str) -> Experience:
     """Rewards of the table, and advantages by the named estimator."""
-    prompt, (first, second) = jnp.arange(ROWS) // GROUP, rollout.tokens[:, -2:].T
+    prompt = jnp.arange(ROWS) // GROUP
+    (first, second) = rollout.tokens[:, -2:].T
     rewards = jnp.asarray(REWARDS)[prompt, first, second]
     logprobs = score_rollout(state.policy, rollout, temperature=1.0, rows=ROWS)
     values = score_values(state.critic, rollout, rows=ROWS) if state.critic else None
     earned = token_rewards(rewards, jnp.zeros(MASK.shape), rollout.mask, 0.0)
-    advantages, returns = ESTIMATORS[name].estimate(earned, values, rollout.mask, EstimatorConfig(group=GROUP))
-    return Experience(rollout, rollout.mask, logprobs, logprobs, rewards, advantages, values, returns)
+    advantages, returns = ESTIMATORS[name].estimate(
+        earned, values, rollout.mask, EstimatorConfig(group=GROUP)
+    )
+    return Experience(
+        rollout, rollout.mask, logprobs, logprobs, rewards, advantages, values, returns
+    )
 
 
 def learn(name: str, seed: int) -> list[float]:
@@ -114,11 +135,14 @@ def test_the_optimum_is_one():
 
 def test_the_exact_expectation_is_what_sampling_converges_to():
     policy = init(jax.random.key(7), MODEL)
-    prompt, total = np.arange(ROWS) // GROUP, []
+    prompt = np.arange(ROWS) // GROUP
+    total = []
     for key in jax.random.split(jax.random.key(8), 100):
         tokens = np.asarray(sample(policy, key).tokens)
         total.append(REWARDS[prompt, tokens[:, 2], tokens[:, 3]].mean())
-    assert np.mean(total) == pytest.approx(expected_reward(policy), abs=float(4 * np.std(total) / 10))
+    assert np.mean(total) == pytest.approx(
+        expected_reward(policy), abs=float(4 * np.std(total) / 10)
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -36,12 +36,16 @@ def make_state(seed: int) -> Any:
     """A policy of every kind of leaf, the state of its optimizer, and no critic."""
     bits = np.random.default_rng(seed).integers(0, 1 << 32, (4, WORDS // 4), dtype=np.uint32)
     policy: Any = {
-        "bits": jnp.asarray(bits.view(np.float32)),  # any bits: NaNs with a message, -0.0, denormals
+        "bits": jnp.asarray(
+            bits.view(np.float32)
+        ),  # any bits: NaNs with a message, -0.0, denormals
         "half": jnp.asarray(bits[0].astype(np.uint16)).view(jnp.bfloat16),
         "none": None,
         "flags": (jnp.asarray(bits[1, :5] % 2 == 0), jnp.int8(-seed)),
     }
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-3, 0, 9)))
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-3, 0, 9))
+    )
     return TrainState(policy, optimizer.init({"bits": policy["bits"]}), jnp.int32(seed))
 
 
@@ -71,8 +75,14 @@ def listed(folder: Path) -> set[str]:
 
 
 def test_everything_comes_back_bit_for_bit(tmp_path, capfd):
-    state, history = make_state(5), np.arange(6, dtype=np.int32).reshape(2, 3)
-    host = {"kl": 0.1 + 0.2, "rate": np.float32(0.1), "at": {"epoch": 2}, "history": [history, np.zeros(0, np.int32)]}
+    state = make_state(5)
+    history = np.arange(6, dtype=np.int32).reshape(2, 3)
+    host = {
+        "kl": 0.1 + 0.2,
+        "rate": np.float32(0.1),
+        "at": {"epoch": 2},
+        "history": [history, np.zeros(0, np.int32)],
+    }
     with opened(tmp_path) as checkpoints:
         assert checkpoints.restore(state) is None
         checkpoints.save(5, state, host)
@@ -80,9 +90,18 @@ def test_everything_comes_back_bit_for_bit(tmp_path, capfd):
         host["at"]["epoch"] = 9
         step, restored, back = restore(checkpoints, jax.eval_shape(lambda: state))
     assert step == 5 and as_bytes(restored) == as_bytes(state)
-    assert jax.tree.structure(restored) == jax.tree.structure(state) and restored.policy["none"] is None
-    assert back["kl"] == 0.1 + 0.2 and np.float32(back["rate"]) == np.float32(0.1) and back["at"] == {"epoch": 2}
-    assert back["history"][0].tolist() == [[0, 1, 2], [3, 4, 5]] and back["history"][1].shape == (0,)
+    assert (
+        jax.tree.structure(restored) == jax.tree.structure(state)
+        and restored.policy["none"] is None
+    )
+    assert (
+        back["kl"] == 0.1 + 0.2
+        and np.float32(back["rate"]) == np.float32(0.1)
+        and back["at"] == {"epoch": 2}
+    )
+    assert back["history"][0].tolist() == [[0, 1, 2], [3, 4, 5]] and back["history"][1].shape == (
+        0,
+    )
     assert back["history"][0].dtype == np.int32 and back["history"][0].flags.writeable
     assert capfd.readouterr() == ("", "")  # orbax says nothing
 
@@ -99,7 +118,10 @@ def test_the_latest_few_are_kept_and_a_saved_step_stays(tmp_path):
 def split(state, mesh, *axes):
     spec = PartitionSpec(*axes)
     return jax.tree.map(
-        lambda leaf: jax.device_put(leaf, NamedSharding(mesh, spec if leaf.ndim == 2 else PartitionSpec())), state
+        lambda leaf: jax.device_put(
+            leaf, NamedSharding(mesh, spec if leaf.ndim == 2 else PartitionSpec())
+        ),
+        state,
     )
 
 
@@ -107,10 +129,14 @@ def test_another_mesh_may_go_on(tmp_path):
     state = split(make_state(1), meshes.make_mesh(fsdp=4, tensor=2), "tensor", "fsdp")
     with opened(tmp_path) as checkpoints:
         checkpoints.save(1, state, {})
-        template = split(make_state(0), meshes.make_mesh(data=2, fsdp=2, tensor=2), "fsdp", "tensor")
+        template = split(
+            make_state(0), meshes.make_mesh(data=2, fsdp=2, tensor=2), "fsdp", "tensor"
+        )
         restored = restore(checkpoints, template).state
     assert as_bytes(restored) == as_bytes(state)
-    assert jax.tree.map(lambda leaf: leaf.sharding, restored) == jax.tree.map(lambda leaf: leaf.sharding, template)
+    assert jax.tree.map(lambda leaf: leaf.sharding, restored) == jax.tree.map(
+        lambda leaf: leaf.sharding, template
+    )
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -128,7 +154,8 @@ def test_a_save_and_the_next_donated_update_share_no_buffer(tmp_path, sharded):
     with opened(tmp_path) as checkpoints:
         checkpoints.save(1, state, {})
         updated = jax.block_until_ready(update(state))
-        # Where the writer still looked at the memory, jax would have copied instead of giving it to the update.
+        # Where the writer still looked at the memory, jax would have copied instead of giving it to
+        # the update.
         assert all(leaf.is_deleted() for leaf in state)
         restored = restore(checkpoints, updated).state
     for leaf, saved in zip(restored, expected, strict=True):
@@ -136,14 +163,18 @@ def test_a_save_and_the_next_donated_update_share_no_buffer(tmp_path, sharded):
 
 
 def flip(folder: Path) -> None:
-    file = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    file = max(
+        (path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
 
 
 def truncate(folder: Path) -> None:
-    file = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    file = max(
+        (path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
     os.truncate(file, file.stat().st_size // 2)
 
 
@@ -206,8 +237,14 @@ UNPROVED = {
         tensorstore(f"RESOURCE_EXHAUSTED: {OPEN}Too many open files [os_error_code='24']"),
         "Too many open files",
     ),
-    "tensorstore EIO": (tensorstore(f"UNKNOWN: {OPEN}Input/output error [os_error_code='5']"), "Input/output error"),
-    "tensorstore no device": (tensorstore(f"NOT_FOUND: {OPEN}No such device [os_error_code='19']"), "No such device"),
+    "tensorstore EIO": (
+        tensorstore(f"UNKNOWN: {OPEN}Input/output error [os_error_code='5']"),
+        "Input/output error",
+    ),
+    "tensorstore no device": (
+        tensorstore(f"NOT_FOUND: {OPEN}No such device [os_error_code='19']"),
+        "No such device",
+    ),
     "tensorstore ENOMEM": (
         tensorstore(f"RESOURCE_EXHAUSTED: {OPEN}Cannot allocate memory [tensorstore_spec='{{}}']"),
         "Cannot allocate memory",
@@ -219,17 +256,24 @@ UNPROVED = {
 def test_what_proves_no_damage_moves_nothing(tmp_path, capfd, monkeypatch, fail, said):
     save(tmp_path, 1, 2)
     with opened(tmp_path) as checkpoints:
-        with monkeypatch.context() as patch, pytest.raises(OSError, match="state cannot be read") as caught:
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(OSError, match="state cannot be read") as caught,
+        ):
             patch.setattr("orbax.checkpoint.PyTreeCheckpointHandler.restore", fail)
             checkpoints.restore(make_state(0))
-        assert f"{said}); the checkpoint stays as it is: give the same command again" in str(caught.value)
+        assert f"{said}); the checkpoint stays as it is: give the same command again" in str(
+            caught.value
+        )
         assert "\n" not in str(caught.value)
         assert listed(tmp_path) == {"1", "2"} and capfd.readouterr() == ("", "")
         assert restore(checkpoints, make_state(0)).step == 2
 
 
 @pytest.mark.parametrize("number", [5, 13, 24])
-def test_a_document_out_of_reach_and_a_folder_out_of_reach_move_nothing(tmp_path, monkeypatch, number):
+def test_a_document_out_of_reach_and_a_folder_out_of_reach_move_nothing(
+    tmp_path, monkeypatch, number
+):
     save(tmp_path, 1, 2)
 
     def fail(*_):
@@ -240,7 +284,10 @@ def test_a_document_out_of_reach_and_a_folder_out_of_reach_move_nothing(tmp_path
             with monkeypatch.context() as patch, pytest.raises(OSError, match=os.strerror(number)):
                 patch.setattr(place, fail)
                 checkpoints.restore(make_state(0))
-        with monkeypatch.context() as patch, pytest.raises(OSError, match=r"document\.json cannot be read"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(OSError, match=r"document\.json cannot be read"),
+        ):
             patch.setattr("pathlib.Path.read_bytes", fail)
             read_part(tmp_path, make_state(0))
     assert listed(tmp_path) == {"1", "2"}
@@ -250,10 +297,16 @@ def test_where_none_is_whole_nothing_is_begun_anew(tmp_path):
     for _ in range(2):
         save(tmp_path, 1)
         flip(tmp_path / "1")
-        with opened(tmp_path) as checkpoints, pytest.raises(ValueError, match=r"No checkpoint in .* is whole"):
+        with (
+            opened(tmp_path) as checkpoints,
+            pytest.raises(ValueError, match=r"No checkpoint in .* is whole"),
+        ):
             restore(checkpoints, make_state(0))
     assert listed(tmp_path) == {"damaged-1", "damaged-1-2"}
-    with opened(tmp_path) as checkpoints, pytest.raises(ValueError, match=r"No checkpoint in .* is whole"):
+    with (
+        opened(tmp_path) as checkpoints,
+        pytest.raises(ValueError, match=r"No checkpoint in .* is whole"),
+    ):
         restore(checkpoints, make_state(0))
 
 
@@ -269,7 +322,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_save_that_was_killed_is_ignored_and_cleaned(tmp_path):
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=Path(__file__).parents[1])
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], cwd=Path(__file__).parents[1]
+    )
     assert killed.returncode == -signal.SIGKILL
     assert any(name.startswith("2.") for name in listed(tmp_path)) and "2" not in listed(tmp_path)
     with Checkpoints(tmp_path, 2, {}) as checkpoints:
@@ -281,9 +336,13 @@ def test_an_error_of_a_save_is_one_sentence_at_the_next_call(tmp_path, capfd):
     save(tmp_path, 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with opened(tmp_path) as checkpoints:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, limits[1]))  # as a full disk: a file cannot grow
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (1 << 14, limits[1])
+        )  # as a full disk: a file cannot grow
         try:
-            with pytest.raises(OSError, match=r"step 2 could not be saved in .* \(File too large\)") as caught:
+            with pytest.raises(
+                OSError, match=r"step 2 could not be saved in .* \(File too large\)"
+            ) as caught:
                 checkpoints.save(2, make_state(2), {})
                 checkpoints.restore(make_state(0))
         finally:
@@ -321,8 +380,12 @@ def test_leaving_tells_of_a_device_that_failed_in_a_save(tmp_path, monkeypatch):
     assert "the device is lost" in told and "step 5 could not be saved" in unsaved
 
 
-@pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, ValueError], ids=["running", "reading"])
-def test_a_device_that_fails_in_a_save_or_a_read_is_no_fault_of_the_folder(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize(
+    "kind", [jax.errors.JaxRuntimeError, ValueError], ids=["running", "reading"]
+)
+def test_a_device_that_fails_in_a_save_or_a_read_is_no_fault_of_the_folder(
+    tmp_path, monkeypatch, kind
+):
     def fail(*_, **__):
         raise RuntimeError("A task of orbax has failed.") from kind("INTERNAL: the device is lost")
 
@@ -340,7 +403,9 @@ def test_a_device_that_fails_in_a_save_or_a_read_is_no_fault_of_the_folder(tmp_p
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"file/checkpoints cannot be used for checkpoints \(Not a directory\)"):
+    with pytest.raises(
+        OSError, match=r"file/checkpoints cannot be used for checkpoints \(Not a directory\)"
+    ):
         opened(tmp_path / "file" / "checkpoints").__enter__()
 
 
@@ -372,17 +437,28 @@ def test_a_change_of_the_config_is_refused_with_the_way_out_and_may_be_allowed(t
             pytest.raises(ValueError, match=said),
         ):
             checkpoints.restore(make_state(0))
-    with Checkpoints(tmp_path, 2, IDENTITY | {"seed": 4}, ["seed"], allow_changes=True) as checkpoints:
+    with Checkpoints(
+        tmp_path, 2, IDENTITY | {"seed": 4}, ["seed"], allow_changes=True
+    ) as checkpoints:
         assert restore(checkpoints, make_state(0)).step == 1
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda state: state.replace(critic=state.policy["bits"]), r"has nothing for critic, and this run float32\["),
+        (
+            lambda state: state.replace(critic=state.policy["bits"]),
+            r"has nothing for critic, and this run float32\[",
+        ),
         (lambda state: state.replace(optimizer=None), "holds optimizer"),
-        (lambda state: state.replace(step=jnp.float32(0)), r"has int32\[\] for step, and this run float32\[\]"),
-        (lambda state: state.replace(step=jnp.zeros(2, jnp.int32)), r"has int32\[\] for step, and this run int32\[2\]"),
+        (
+            lambda state: state.replace(step=jnp.float32(0)),
+            r"has int32\[\] for step, and this run float32\[\]",
+        ),
+        (
+            lambda state: state.replace(step=jnp.zeros(2, jnp.int32)),
+            r"has int32\[\] for step, and this run int32\[2\]",
+        ),
     ],
 )
 def test_nothing_is_initialised_or_dropped_in_silence(tmp_path, change, said):
@@ -393,14 +469,18 @@ def test_nothing_is_initialised_or_dropped_in_silence(tmp_path, change, said):
 
 
 def test_a_part_is_read_beside_a_run_that_saves(tmp_path, tiny):
-    state = TrainState(transformer.init(jax.random.key(0), tiny, jnp.float32), {"m": jnp.zeros(3)}, jnp.int32(1))
+    state = TrainState(
+        transformer.init(jax.random.key(0), tiny, jnp.float32), {"m": jnp.zeros(3)}, jnp.int32(1)
+    )
     with opened(tmp_path) as checkpoints:
         checkpoints.save(1, state, {})
         checkpoints.save(2, [jnp.zeros(1 << 22)], {})
         step, part, _ = read_part(tmp_path, export.policy_template(tiny), 1)
     assert step == 1 and as_bytes(part.policy) == as_bytes(state.policy) and part.optimizer is None
     assert listed(tmp_path) == {"1", "2"}
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 7 in .*; found are: \[1, 2\]"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no checkpoint of step 7 in .*; found are: \[1, 2\]"
+    ):
         read_part(tmp_path, part, 7)
     flip(tmp_path / "1")
     with pytest.raises(ValueError, match="1 is damaged"):
@@ -424,7 +504,8 @@ def test_export_finds_the_model_of_a_run(tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
 def test_a_fingerprint_sees_every_bit_and_its_place(dtype):
     array = np.random.default_rng(0).integers(0, 2, (6, 8)).astype(jnp.dtype(dtype))
-    array[0, 0], array[0, 1] = True, False
+    array[0, 0] = True
+    array[0, 1] = False
     mark = int(fingerprint(jnp.asarray(array)))
     for place in np.ndindex(array.shape):
         changed = array.copy()
@@ -433,13 +514,19 @@ def test_a_fingerprint_sees_every_bit_and_its_place(dtype):
     swapped = array.copy()
     swapped[0, :2] = array[0, 1::-1]
     assert int(fingerprint(jnp.asarray(swapped))) != mark
-    assert int(fingerprint(jnp.asarray(array.reshape(8, 6)))) == mark  # the place is the one in memory
+    assert (
+        int(fingerprint(jnp.asarray(array.reshape(8, 6)))) == mark
+    )  # the place is the one in memory
 
 
-@pytest.mark.parametrize("axes", [("fsdp", "tensor"), ("tensor", None), (None, ("fsdp", "tensor")), ()])
+@pytest.mark.parametrize(
+    "axes", [("fsdp", "tensor"), ("tensor", None), (None, ("fsdp", "tensor")), ()]
+)
 def test_a_fingerprint_does_not_depend_on_the_mesh(axes):
     array = jax.random.normal(jax.random.key(0), (16, 24))
-    placed = jax.device_put(array, NamedSharding(meshes.make_mesh(fsdp=4, tensor=2), PartitionSpec(*axes)))
+    placed = jax.device_put(
+        array, NamedSharding(meshes.make_mesh(fsdp=4, tensor=2), PartitionSpec(*axes))
+    )
     assert int(fingerprint(placed)) == int(fingerprint(array))
 
 

@@ -32,7 +32,9 @@ def leaves(random, layers, groups, dim, rows, slots, dtype):
     def draw(*shape):
         return jnp.asarray(random.normal(size=shape), dtype)
 
-    return tuple((draw(rows, groups, dim, slots), draw(rows, groups, slots, dim)) for _ in range(layers))
+    return tuple(
+        (draw(rows, groups, dim, slots), draw(rows, groups, slots, dim)) for _ in range(layers)
+    )
 
 
 def problem(start, entries, slots=256, width=33, groups=2, dim=128, layers=2, dtype=jnp.bfloat16):
@@ -52,8 +54,11 @@ def assert_same_bits(got, want):
 
 
 def assert_is_reference(kernel, *inputs):
-    got, want = kernel(*inputs), jax.jit(reference.commit)(*inputs)
-    assert any(np.any(np.asarray(a) != np.asarray(b)) for a, b in zip(want[-1], inputs[0][-1], strict=True))
+    got = kernel(*inputs)
+    want = jax.jit(reference.commit)(*inputs)
+    assert any(
+        np.any(np.asarray(a) != np.asarray(b)) for a, b in zip(want[-1], inputs[0][-1], strict=True)
+    )
     assert_same_bits(got, want)
 
 
@@ -72,7 +77,9 @@ def test_equals_the_reference_at_every_shape(kernel, groups, dim, layers, dtype)
 @every
 @pytest.mark.parametrize("entries, starts", [(1, (0, 127, 255, 300)), (33, (15, 96, 111, -1))])
 def test_starts_anywhere(kernel, entries, starts):
-    """Around the edges of tiles, at the last slots, and where `dynamic_update_slice` moves the start inside."""
+    """Around the edges of tiles, at the last slots, and where `dynamic_update_slice` moves the
+    start inside.
+    """
     assert_is_reference(kernel, *problem(starts, entries, groups=1, layers=1))
 
 
@@ -100,11 +107,15 @@ def test_a_cache_of_any_length(kernel, slots, dtype):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("poison", [np.nan, pytest.param(-0.0, marks=pytest.mark.slow)])
 def test_no_value_touches_another(kernel, poison, dim):
-    """Poison in the cache, in window entries beside the path and in one on it stays where it is put."""
+    """Poison in the cache, in window entries beside the path and in one on it stays where it is
+    put.
+    """
     cache, window, _, start = problem((120, 7), entries=5, width=9, dim=dim, layers=1)
     path = jnp.asarray([[0, 2, 4, 4, 4], [0, 1, 2, 3, 8]], jnp.int32)
     cache = jax.tree.map(lambda leaf: leaf.at[:, :, ::3, ::3].set(poison), cache)
-    window = tuple((key.at[..., 2:4].set(poison), value.at[:, :, 2:4].set(poison)) for key, value in window)
+    window = tuple(
+        (key.at[..., 2:4].set(poison), value.at[:, :, 2:4].set(poison)) for key, value in window
+    )
     assert_is_reference(kernel, cache, window, path, start)
 
 
@@ -129,7 +140,9 @@ def test_a_window_too_wide_is_refused():
 
 
 EVERY_SHAPE = [("v5e", name, ROWS[1], NODES[2]) for name in SHAPES]
-OTHER_SIZES = [("v5e", "llama3_8b_of_8", rows, nodes) for rows, nodes in zip(ROWS, NODES, strict=True)]
+OTHER_SIZES = [
+    ("v5e", "llama3_8b_of_8", rows, nodes) for rows, nodes in zip(ROWS, NODES, strict=True)
+]
 OTHER_CHIPS = [(chip, name, ROWS[2], NODES[3]) for chip in ("v5p", "v6e") for name in SHAPES]
 
 
@@ -151,13 +164,20 @@ def test_a_tpu_commits_in_place(chip, name, rows, nodes, uncached):
         sizes = (rows, shape.groups, shape.dim, slots), (rows, shape.groups, slots, shape.dim)
         return ((spec(*sizes[0], form=of_keys), spec(*sizes[1], form=of_values)),) * shape.layers
 
-    path, start = spec(rows, nodes, dtype=jnp.int32), spec(rows, dtype=jnp.int32)
+    path = spec(rows, nodes, dtype=jnp.int32)
+    start = spec(rows, dtype=jnp.int32)
     inputs = layers(SLOTS), layers(nodes, turned, in_rows), path, start
     compiled = jax.jit(tpu.commit, donate_argnums=0).lower(*inputs).compile()
-    sizes, text, cost = compiled.memory_analysis(), compiled.as_text(), compiled.cost_analysis()
+    sizes = compiled.memory_analysis()
+    text = compiled.as_text()
+    cost = compiled.cost_analysis()
     assert sizes is not None and text is not None and cost is not None
-    moved, leaf = cost["bytes accessed"], rows * shape.groups * shape.dim * SLOTS
-    print(f"{name}, {rows} rows, {nodes} nodes on {chip}: {sizes.temp_size_in_bytes} B temporary, {moved:.0f} B moved")
+    moved = cost["bytes accessed"]
+    leaf = rows * shape.groups * shape.dim * SLOTS
+    print(
+        f"{name}, {rows} rows, {nodes} nodes on {chip}: {sizes.temp_size_in_bytes} B temporary,"
+        f" {moved:.0f} B moved"
+    )
     assert sizes.alias_size_in_bytes == 4 * leaf * shape.layers
     assert sizes.temp_size_in_bytes < leaf
     copies = re.findall(r"= bf16\[([\d,]+)\]\S* (?:copy|transpose|fusion|copy-start)\(", text)

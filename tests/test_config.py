@@ -50,7 +50,9 @@ def valid(tmp_path):
     config = configs.default()
     for name in ("train.jsonl", "eval.jsonl"):
         (tmp_path / name).write_text('{"prompt": "a"}\n')
-    (tmp_path / "reward.py").write_text("def length(prompt, response, row):\n    return float(len(response))\n")
+    (tmp_path / "reward.py").write_text(
+        "def length(prompt, response, row):\n    return float(len(response))\n"
+    )
     config.model.path = "folder"
     config.data.update(train=str(tmp_path / "train.jsonl"), eval=str(tmp_path / "eval.jsonl"))
     config.reward.functions = (f"{tmp_path / 'reward.py'}:length",)
@@ -72,7 +74,11 @@ def test_every_key_has_a_comment():
 
 
 def test_overrides_keep_their_types(config_file):
-    overrides = ["--config.training.learning_rate=1", "--config.training.remat=false", "--config.workdir=a=b"]
+    overrides = [
+        "--config.training.learning_rate=1",
+        "--config.training.remat=false",
+        "--config.workdir=a=b",
+    ]
     config = command_line.read(["train.py", f"--config={config_file}", *overrides])
     assert (config.steps, config.training.learning_rate, config.training.remat) == (7, 1.0, False)
     assert config.workdir == "a=b"
@@ -109,7 +115,10 @@ def test_a_bad_override_is_one_sentence(config_file, override, words):
         (CONFIG_FILE.replace("config.steps", "config.stepz"), "AttributeError"),
         (CONFIG_FILE.replace("= 7", "= 'seven'"), "TypeError"),
         ("def get_config(): return {}", "must return rlhf_jax.config.default()"),
-        ("import ml_collections\ndef get_config(): return ml_collections.ConfigDict()", "no other keys"),
+        (
+            "import ml_collections\ndef get_config(): return ml_collections.ConfigDict()",
+            "no other keys",
+        ),
     ],
 )
 def test_a_bad_config_file_is_one_sentence(tmp_path, text, words):
@@ -128,7 +137,8 @@ def test_a_config_must_be_named(arguments):
 
 
 @pytest.mark.parametrize(
-    ("override", "code"), [("--config.steps=9", 0), ("--config.stebs=9", 1), ("--config.steps=x", 1)]
+    ("override", "code"),
+    [("--config.steps=9", 0), ("--config.stebs=9", 1), ("--config.steps=x", 1)],
 )
 def test_a_program_ends_without_a_traceback(config_file, override, code):
     command = [sys.executable, "-c", PROGRAM, "--config", config_file, override]
@@ -213,12 +223,15 @@ def test_processes_share_slices_evenly(valid):
     valid.mesh.update(slices=2, fsdp=-1)
     checks.validate(valid, 8, 2)
     checks.validate(valid, 8, 4)
-    with pytest.raises(ValueError, match=r"3 processes cannot share them evenly: set mesh\.slices to a multiple"):
+    with pytest.raises(
+        ValueError, match=r"3 processes cannot share them evenly: set mesh\.slices to a multiple"
+    ):
         checks.validate(valid, 8, 3)
 
 
 def test_evaluation_needs_held_out_prompts(valid):
-    valid.evaluation.every, valid.data.eval = 5, ""
+    valid.evaluation.every = 5
+    valid.data.eval = ""
     with pytest.raises(ValueError, match=r"data\.eval is empty"):
         checks.validate(valid, 8)
 
@@ -244,24 +257,30 @@ def test_prompt_and_response_must_fit_all_contexts(valid, tiny: ModelConfig):
         checks.validate_models(valid, ModelConfigs(roomy, critic=tiny))
     with pytest.raises(ValueError, match=r"is 384, but the model's context is 128"):
         checks.validate_models(valid, ModelConfigs(tiny))
-    valid.data.max_prompt_tokens, valid.generation.max_new_tokens = 64, 64
+    valid.data.max_prompt_tokens = 64
+    valid.generation.max_new_tokens = 64
     checks.validate_models(valid, ModelConfigs(tiny))
 
 
 def test_models_must_be_of_the_right_kind(valid, tiny: ModelConfig):
-    valid.data.max_prompt_tokens, valid.generation.max_new_tokens = 64, 64
+    valid.data.max_prompt_tokens = 64
+    valid.generation.max_new_tokens = 64
     scorer = dataclasses.replace(tiny, scalar_head=True, tied=False)
     valid.reward.models = ("judge",)
     checks.validate_models(valid, ModelConfigs(tiny, critic=scorer, rewards=(scorer,)))
     with pytest.raises(ValueError, match="judge is a language model"):
         checks.validate_models(valid, ModelConfigs(tiny, rewards=(tiny,)))
-    for models in (ModelConfigs(scorer, rewards=(scorer,)), ModelConfigs(tiny, scorer, rewards=(scorer,))):
+    for models in (
+        ModelConfigs(scorer, rewards=(scorer,)),
+        ModelConfigs(tiny, scorer, rewards=(scorer,)),
+    ):
         with pytest.raises(ValueError, match="path is a reward model"):
             checks.validate_models(valid, models)
 
 
 def test_vocabularies_must_agree_where_tokens_are_shared(valid, tiny: ModelConfig):
-    valid.data.max_prompt_tokens, valid.generation.max_new_tokens = 64, 64
+    valid.data.max_prompt_tokens = 64
+    valid.generation.max_new_tokens = 64
     other = dataclasses.replace(tiny, vocab_size=321)
     checks.validate_models(valid, ModelConfigs(tiny, drafter=other))
     valid.generation.acceptance = "rejection"

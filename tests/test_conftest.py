@@ -16,16 +16,21 @@ def test_there_are_eight_devices_and_promotion_is_strict():
 
 
 def test_kernels_are_those_asked_for(kernels_are_interpreted, tmp_path):
-    """In configs and where no config is, in each process that runs tests (`-n 2`), and in commands that these begin."""
+    """In configs and where no config is, in each process that runs tests (`-n 2`), and in commands
+    that these begin.
+    """
     how = Decoding(Sampling(), (), (), rows=1, slots=1, seed=0).kernels
     wanted = ("interpret", INTERPRETED) if kernels_are_interpreted else ("auto", REFERENCE)
     assert (set(default().kernels.values()), how) == ({wanted[0]}, wanted[1])
-    assert {f"--config.kernels.{name}={wanted[0]}" for name in FUNCTIONS} <= set(tiny_run.arguments(tmp_path, tmp_path))
+    assert {f"--config.kernels.{name}={wanted[0]}" for name in FUNCTIONS} <= set(
+        tiny_run.arguments(tmp_path, tmp_path)
+    )
 
 
 def test_each_program_is_counted_once(compilations):
     program = jax.jit(lambda x: jnp.tanh(x) * 3)
-    short, long = jnp.ones(3), jnp.ones(4)
+    short = jnp.ones(3)
+    long = jnp.ones(4)
     with compilations() as seen:
         _ = program(short), program(short)
     assert len(seen) == 1

@@ -14,15 +14,24 @@ from rlhf_jax.generation.strategy.cost import Roofline, Work
 
 TARGET = Work(weight_bytes=1.6e10, context_bytes=1.3e5, token_flops=1.5e10, context_flops=5e5)
 DRAFTER = Work(weight_bytes=2e9, context_bytes=2e4, token_flops=2e9, context_flops=1e5)
-TARGET_LINE = Roofline(read=9e-3, read_context=3e-8, compute=5e-5, compute_context=5e-9, row=3e-5, call=1e-3)
-DRAFT_LINE = Roofline(read=2e-3, read_context=1e-8, compute=1e-5, compute_context=1e-9, row=1e-5, call=5e-4)
+TARGET_LINE = Roofline(
+    read=9e-3, read_context=3e-8, compute=5e-5, compute_context=5e-9, row=3e-5, call=1e-3
+)
+DRAFT_LINE = Roofline(
+    read=2e-3, read_context=1e-8, compute=1e-5, compute_context=1e-9, row=1e-5, call=5e-4
+)
 TRUE = cost.Machine(TARGET_LINE, DRAFT_LINE, look=3e-4)
 # Plain, chains by a model, chains by lookup, and a tree by a model that three calls draft.
 # The last one is packed.
 SHAPES = ((1, 0, 0), (2, 1, 1), (5, 4, 4), (9, 8, 8), (2, 0, 0), (5, 0, 0), (17, 0, 0), (17, 3, 9))
-CALLS = *(cost.Call(nodes, steps, fed, nodes) for nodes, steps, fed in SHAPES), cost.Call(3, 0, 0, 17)
+CALLS = (
+    *(cost.Call(nodes, steps, fed, nodes) for nodes, steps, fed in SHAPES),
+    cost.Call(3, 0, 0, 17),
+)
 MENU = cost.Calls(*np.array(CALLS).T)
-PLAIN, CHAIN_4, LOOKUP_4 = 0, 2, 5
+PLAIN = 0
+CHAIN_4 = 2
+LOOKUP_4 = 5
 SIZES = (1, 4, 8, 16, 64)
 
 
@@ -36,11 +45,16 @@ def truly(rows: int, context: float, lag: int = 0) -> np.ndarray:
 
 
 def measured(rounds: int, noise: float, outliers: float = 0.0, sizes=SIZES) -> cost.Costs:
-    """Costs after this many rounds of random strategies; the platform's prior is wrong by a factor of 2 to 4."""
-    luck, costs = np.random.default_rng(0), cost.prior("gpu", TARGET, DRAFTER)
+    """Costs after this many rounds of random strategies; the platform's prior is wrong by a factor
+    of 2 to 4.
+    """
+    luck = np.random.default_rng(0)
+    costs = cost.prior("gpu", TARGET, DRAFTER)
     for _ in range(rounds):
-        strategy, rows = int(luck.integers(len(CALLS))), int(luck.choice(sizes))
-        context, lag = rows * float(luck.integers(100, 3000)), int(luck.choice([0, 0, 0, 20]))
+        strategy = int(luck.integers(len(CALLS)))
+        rows = int(luck.choice(sizes))
+        context = rows * float(luck.integers(100, 3000))
+        lag = int(luck.choice([0, 0, 0, 20]))
         slow = 10.0 if luck.random() < outliers else 1.0
         took = truly(rows, context, lag)[strategy] * np.exp(luck.normal(0, noise)) * slow
         cost.observe(costs, CALLS[strategy], rows, context, lag, took)
@@ -59,14 +73,19 @@ def worst_error(costs: cost.Costs, sizes=SIZES, lags=(0,)) -> float:
 
 
 def test_seconds_are_the_roofline_by_hand():
-    line, draft = TARGET_LINE, DRAFT_LINE
-    rows, context = 8, 8 * 500.0
+    line = TARGET_LINE
+    draft = DRAFT_LINE
+    rows = 8
+    context = 8 * 500.0
     read = line.read + line.read_context * context + line.row * rows + line.call
     assert truly(rows, context)[PLAIN] == pytest.approx(read)
     busy = (line.compute * rows + line.compute_context * context) * 17 + line.row * rows + line.call
     assert busy < read
     assert truly(64, 64 * 500.0)[6] == pytest.approx(
-        (line.compute * 64 + line.compute_context * 64 * 500) * 17 + line.row * 64 + line.call + TRUE.look
+        (line.compute * 64 + line.compute_context * 64 * 500) * 17
+        + line.row * 64
+        + line.call
+        + TRUE.look
     )
     step = draft.read + draft.read_context * context + draft.row * rows + draft.call
     assert truly(rows, context)[CHAIN_4] == pytest.approx(read + 4 * step)
@@ -85,7 +104,9 @@ def test_fit_recovers_the_machine_from_noisy_rounds_with_outliers():
     assert worst_error(cost.prior("gpu", TARGET, DRAFTER)) > 0.3
     cost.fit(costs)
     assert worst_error(costs) < 0.06
-    assert worst_error(costs, lags=(20,)) < 0.12  # rarer, and up to three calls that are seen in sums alone
+    assert (
+        worst_error(costs, lags=(20,)) < 0.12
+    )  # rarer, and up to three calls that are seen in sums alone
     costs.corrections.clear()
     costs.trends.clear()
     assert worst_error(costs) < 0.06  # the roofline alone, which prices what nobody tried
@@ -109,7 +130,9 @@ def test_rounds_that_a_price_rests_on_are_counted_by_call_and_size():
 
 
 def test_corrections_learn_what_no_roofline_can_say():
-    """One program is 40 % slower than the form allows: its price is learned and its neighbours' hardly move."""
+    """One program is 40 % slower than the form allows: its price is learned and its neighbours'
+    hardly move.
+    """
     costs = cost.Costs(TRUE, TRUE)
     for _ in range(40):
         cost.observe(costs, CALLS[CHAIN_4], 8, 4000.0, 0, 1.4 * truly(8, 4000.0)[CHAIN_4])
@@ -134,7 +157,9 @@ def test_a_machine_that_changes_is_learned_anew():
     for factor in (1.0, 2.0):
         for _ in range(cost.WINDOW):
             cost.observe(costs, CALLS[PLAIN], 8, 4000.0, 0, factor * truly(8, 4000.0)[PLAIN])
-    assert priced(costs, 8, 4000.0, 0)[PLAIN] == pytest.approx(2 * truly(8, 4000.0)[PLAIN], rel=0.01)
+    assert priced(costs, 8, 4000.0, 0)[PLAIN] == pytest.approx(
+        2 * truly(8, 4000.0)[PLAIN], rel=0.01
+    )
 
 
 def test_fit_without_rounds_keeps_the_prior():
@@ -144,8 +169,14 @@ def test_fit_without_rounds_keeps_the_prior():
 
 
 def test_prior_follows_the_work_and_refuses_an_unknown_platform():
-    one, double = (cost.prior("tpu", Work(k * 1e9, k * 1e4, k * 1e9, k * 1e4)).machine.target for k in (1, 2))
-    assert double.read == 2 * one.read and double.compute == 2 * one.compute and double.call == one.call
+    one, double = (
+        cost.prior("tpu", Work(k * 1e9, k * 1e4, k * 1e9, k * 1e4)).machine.target for k in (1, 2)
+    )
+    assert (
+        double.read == 2 * one.read
+        and double.compute == 2 * one.compute
+        and double.call == one.call
+    )
     with pytest.raises(ValueError, match=r"'npu'.*cpu, gpu, tpu"):
         cost.prior("npu", TARGET)
 
@@ -162,7 +193,11 @@ def test_costs_survive_a_checkpoint():
 
 
 def test_costs_that_were_saved_before_rounds_were_packed_are_restored():
-    saved = {"prior": [1.0] * 7, "machine": [1.0] * 7, "cells": [[6, 5, 0, 0, [[8, 999.0, 0, -3.0]]]]}
+    saved = {
+        "prior": [1.0] * 7,
+        "machine": [1.0] * 7,
+        "cells": [[6, 5, 0, 0, [[8, 999.0, 0, -3.0]]]],
+    }
     assert cost.restore(saved).cells[6].keys() == {cost.Call(5, 0, 0, 5)}
 
 
@@ -173,11 +208,16 @@ def test_costs_that_measured_nothing_survive_a_checkpoint_exactly(drafter):
 
 
 def test_pricing_and_learning_are_quick():
-    """Well over the 25 and 32 microseconds and 19 milliseconds measured: two busy cores run the suite."""
+    """Well over the 25 and 32 microseconds and 19 milliseconds measured: two busy cores run the
+    suite.
+    """
     costs = measured(3000, noise=0.05)
     sixty = cost.Calls(*np.array((CALLS * 8)[:60]).T)
     assert median_seconds(lambda: cost.seconds(costs, sixty, 16, 16000.0, 0), 200) < 2e-4
-    assert median_seconds(lambda: cost.observe(costs, CALLS[CHAIN_4], 16, 16000.0, 0, 0.02), 200) < 2e-4
+    assert (
+        median_seconds(lambda: cost.observe(costs, CALLS[CHAIN_4], 16, 16000.0, 0, 0.02), 200)
+        < 2e-4
+    )
     assert median_seconds(lambda: cost.fit(costs), 3) < 0.2
 
 
@@ -194,14 +234,28 @@ def test_a_call_timed_at_other_contexts_is_priced_at_those_of_now():
     """Seconds of one row grow with its context as no roofline that fits large batches has it."""
 
     def took(call: int, rows: int, context: float) -> float:
-        return float(truly(rows, rows * context)[call]) * (context / 1000) ** (0.1 if rows == 1 else 0.0)
+        return float(truly(rows, rows * context)[call]) * (context / 1000) ** (
+            0.1 if rows == 1 else 0.0
+        )
 
-    luck, costs = np.random.default_rng(2), cost.prior("gpu", TARGET, DRAFTER)
-    for rows, begin, calls in ((64, 200, range(len(CALLS))), (1, 2000, (PLAIN, CHAIN_4)), (1, 500, (PLAIN,))):
+    luck = np.random.default_rng(2)
+    costs = cost.prior("gpu", TARGET, DRAFTER)
+    for rows, begin, calls in (
+        (64, 200, range(len(CALLS))),
+        (1, 2000, (PLAIN, CHAIN_4)),
+        (1, 500, (PLAIN,)),
+    ):
         for context, call in [(begin + 20 * i, call) for i in range(25) for call in calls]:
             cost.observe(
-                costs, CALLS[call], rows, rows * context, 0, took(call, rows, context) * luck.lognormal(0, 0.01)
+                costs,
+                CALLS[call],
+                rows,
+                rows * context,
+                0,
+                took(call, rows, context) * luck.lognormal(0, 0.01),
             )
     cost.fit(costs)
     now = priced(costs, 1, 700)
-    assert [now[call] / took(call, 1, 700) for call in (PLAIN, CHAIN_4)] == pytest.approx([1, 1], abs=0.08)
+    assert [now[call] / took(call, 1, 700) for call in (PLAIN, CHAIN_4)] == pytest.approx(
+        [1, 1], abs=0.08
+    )

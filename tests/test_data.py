@@ -23,7 +23,8 @@ class Words:
 
     def encode_chat(self, messages):
         return self.encode(
-            " ".join(f"<{message['role']}> {message['content']}" for message in messages) + " <assistant>"
+            " ".join(f"<{message['role']}> {message['content']}" for message in messages)
+            + " <assistant>"
         )
 
 
@@ -38,17 +39,26 @@ def lines(*rows):
 
 
 def test_jsonl_rows_strings_and_chats(tmp_path):
-    path = write(tmp_path, "\ufeff" + lines({"q": "Hi\u2028there", "id": 3}) + "\n" + lines({"q": CHAT}))
+    path = write(
+        tmp_path, "\ufeff" + lines({"q": "Hi\u2028there", "id": 3}) + "\n" + lines({"q": CHAT})
+    )
     rows = prompts.read(path, "q")
     assert [row["prompt"] for row in rows] == ["Hi\u2028there", CHAT]
     assert rows[0]["id"] == 3
 
 
 def test_parquet_equals_jsonl(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    rows = [{"prompt": [{"role": "user", "content": word}], "answer": word} for word in ("one", "two")]
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [
+        {"prompt": [{"role": "user", "content": word}], "answer": word} for word in ("one", "two")
+    ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    assert prompts.read(tmp_path / "rows.parquet") == rows == prompts.read(write(tmp_path, lines(*rows)))
+    assert (
+        prompts.read(tmp_path / "rows.parquet")
+        == rows
+        == prompts.read(write(tmp_path, lines(*rows)))
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,8 +67,14 @@ def test_parquet_equals_jsonl(tmp_path):
         ("", "prompts.jsonl is empty"),
         ("\n\n", "prompts.jsonl is empty"),
         (lines({"prompt": "a"}) + '{"prompt": ', "Line 2 of .*prompts.jsonl is not JSON"),
-        (lines({"prompt": "a"}) + lines({"text": "b"}), "Line 2 of .* has no 'prompt'; its keys are 'text'"),
-        (lines({"prompt": 3}), "Line 1 of .*: 'prompt' must be a string or a list of chat messages, not int"),
+        (
+            lines({"prompt": "a"}) + lines({"text": "b"}),
+            "Line 2 of .* has no 'prompt'; its keys are 'text'",
+        ),
+        (
+            lines({"prompt": 3}),
+            "Line 1 of .*: 'prompt' must be a string or a list of chat messages, not int",
+        ),
         (lines(["a"]), "Line 1 of .* must be an object"),
         (lines({"prompt": []}), "Line 1 of .*: the last message must come from the user"),
         (
@@ -117,15 +133,21 @@ def test_tokenize_without_system_message():
 
 
 def test_nothing_left_is_an_error():
-    with pytest.raises(ValueError, match=r"No prompt is left after the length filter \(2 longer than 3 tokens\)"):
+    with pytest.raises(
+        ValueError, match=r"No prompt is left after the length filter \(2 longer than 3 tokens\)"
+    ):
         prompts.tokenize([{"prompt": "a b"}] * 2, Words(), "", 3)
 
 
 def test_nouns_are_disjoint_and_well_formed():
-    train, held_out = (prompts.read(CONFIGS / f"nouns_{name}.jsonl") for name in ("train", "heldout"))
+    train, held_out = (
+        prompts.read(CONFIGS / f"nouns_{name}.jsonl") for name in ("train", "heldout")
+    )
     nouns = [row["noun"] for row in train + held_out]
     assert len(train) >= 150 and len(held_out) == 32 and len(set(nouns)) == len(nouns)
-    assert all(row["prompt"] == f"Write one sentence about the {row['noun']}." for row in train + held_out)
+    assert all(
+        row["prompt"] == f"Write one sentence about the {row['noun']}." for row in train + held_out
+    )
 
 
 def take(batches, count):
@@ -141,13 +163,18 @@ def test_every_epoch_is_a_permutation(count, batch):
 
 def test_epochs_and_seeds_differ_and_repeat():
     orders = collections.Counter(
-        tuple(take(batches, 1)) for seed in range(8) for batches in [iterator.Batches(50, 50, seed)] for _ in range(4)
+        tuple(take(batches, 1))
+        for seed in range(8)
+        for batches in [iterator.Batches(50, 50, seed)]
+        for _ in range(4)
     )
     assert len(orders) == 32  # one order each of 8 seeds and 4 epochs
     assert take(iterator.Batches(50, 8, 3), 20) == take(iterator.Batches(50, 8, 3), 20)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5, 6])  # mid-epoch, at the boundary (5 of 4 = 2 of 10), across it
+@pytest.mark.parametrize(
+    "steps", [0, 1, 2, 3, 5, 6]
+)  # mid-epoch, at the boundary (5 of 4 = 2 of 10), across it
 def test_resume_neither_skips_nor_repeats(steps):
     whole = take(iterator.Batches(10, 4, seed=7), 12)
     first = iterator.Batches(10, 4, seed=7)
@@ -169,7 +196,8 @@ def test_resume_at_an_exact_epoch_boundary():
 
 def test_resume_with_another_batch_size():
     whole = take(iterator.Batches(10, 4, seed=7), 5)
-    first, second = iterator.Batches(10, 4, seed=7), iterator.Batches(10, 2, seed=7)
+    first = iterator.Batches(10, 4, seed=7)
+    second = iterator.Batches(10, 2, seed=7)
     before = take(first, 3)
     second.restore(first.state())
     assert before + take(second, 4) == whole

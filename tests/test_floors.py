@@ -9,8 +9,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# A room is a file or a folder of this table. A file may import from its own room, where that is a folder, and
-# from rooms on lower floors; a file without a room fails the test.
+# A room is a file or a folder of this table. A file may import from its own room, where that is a
+# folder, and from rooms on lower floors; a file without a room fails the test.
 FLOORS = {
     "rlhf_jax/types.py": 0,
     "rlhf_jax/processes.py": 0,
@@ -47,7 +47,9 @@ FLOORS = {
 }
 PROJECT = ("rlhf_jax", "pallas_kernels", "configs", "launch", "benchmarks")
 PACKAGES = ("rlhf_jax", "pallas_kernels")
-MOST_LINES, MOST_TEST_LINES, MOST_FUNCTION_LINES = 450, 700, 60
+MOST_LINES = 450
+MOST_TEST_LINES = 700
+MOST_FUNCTION_LINES = 60
 
 SOURCES = sorted(path.relative_to(ROOT) for name in PROJECT for path in (ROOT / name).rglob("*.py"))
 TESTS = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py"))
@@ -77,7 +79,11 @@ def imports(path: pathlib.Path) -> set[pathlib.Path]:
         if isinstance(node, ast.Import):
             found |= {file_of(alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = [*path.parent.parts][: len(path.parent.parts) + 1 - node.level] if node.level else []
+            base = (
+                [*path.parent.parts][: len(path.parent.parts) + 1 - node.level]
+                if node.level
+                else []
+            )
             module = ".".join([*base, *([node.module] if node.module else [])])
             inner = {file_of(f"{module}.{alias.name}") for alias in node.names}
             found |= inner if None not in inner else inner | {file_of(module)}
@@ -89,12 +95,16 @@ def empty(path: pathlib.Path) -> bool:
 
 
 def functions(tree: ast.Module):
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
 
 
 def test_there_is_something_to_check():
     assert pathlib.Path("rlhf_jax/types.py") in SOURCES
-    assert pathlib.Path("rlhf_jax/types.py") in imports(pathlib.Path("rlhf_jax/model/transformer.py"))
+    assert pathlib.Path("rlhf_jax/types.py") in imports(
+        pathlib.Path("rlhf_jax/model/transformer.py")
+    )
 
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if not empty(path)], ids=str)
@@ -104,7 +114,9 @@ def test_imports_go_down(path):
     for target in imports(path):
         other = room(target)
         lower = other is not None and FLOORS[other] < FLOORS[own]
-        assert lower or other == own, f"{path} in {own} imports {target} in {other}, which is not below"
+        assert lower or other == own, (
+            f"{path} in {own} imports {target} in {other}, which is not below"
+        )
 
 
 def test_no_file_imports_itself_in_the_end():
@@ -125,19 +137,25 @@ def test_no_file_imports_itself_in_the_end():
 @pytest.mark.parametrize("path", SOURCES + TESTS, ids=str)
 def test_files_and_functions_can_be_held_in_the_head(path):
     lines = len((ROOT / path).read_text().splitlines())
-    assert lines <= (MOST_TEST_LINES if path in TESTS or path.parts[0] == "benchmarks" else MOST_LINES)
+    assert lines <= (
+        MOST_TEST_LINES if path in TESTS or path.parts[0] == "benchmarks" else MOST_LINES
+    )
     for node in functions(parse(path)):
         doc = ast.get_docstring(node) or ""
         body = (node.end_lineno or node.lineno) - node.lineno - doc.count("\n")
         assert body <= MOST_FUNCTION_LINES, f"{path}:{node.lineno} {node.name} has {body} lines"
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if path.parts[0] in PACKAGES and not empty(path)], ids=str)
+@pytest.mark.parametrize(
+    "path", [path for path in SOURCES if path.parts[0] in PACKAGES and not empty(path)], ids=str
+)
 def test_public_functions_have_docstrings(path):
     tree = parse(path)
     assert ast.get_docstring(tree), f"{path} does not say what it is"
     public = [
-        node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
     ]
     bare = [f"{path}:{node.lineno} {node.name}" for node in public if not ast.get_docstring(node)]
     assert not bare, ", ".join(bare)

@@ -1,4 +1,6 @@
-"""A run over slices: the samples, rewards and numbers of a run over one, whatever moves and wherever it is scored."""
+"""A run over slices: the samples, rewards and numbers of a run over one, whatever moves and
+wherever it is scored.
+"""
 
 import json
 import runpy
@@ -26,8 +28,17 @@ def run(tmp_path_factory):
     every_device = jax.devices()
 
     def run(slices: int, **changes) -> Path:
-        folder = home / "-".join([str(slices), *(Path(str(value)).name for value in changes.values())])
-        asked = {"workdir": folder, "steps": STEPS, "mesh__slices": slices, "generation__rows": 4, **PPO, **changes}
+        folder = home / "-".join(
+            [str(slices), *(Path(str(value)).name for value in changes.values())]
+        )
+        asked = {
+            "workdir": folder,
+            "steps": STEPS,
+            "mesh__slices": slices,
+            "generation__rows": 4,
+            **PPO,
+            **changes,
+        }
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(jax, "devices", lambda *_: every_device[:slices])
             patch.setattr(jax, "device_count", lambda: slices)
@@ -56,24 +67,38 @@ def alone(run):
 def test_slices_leave_what_one_leaves(run, alone, slices, fused, reallocate):
     folder = run(slices, generation__fuse_inference=fused, generation__reallocate=reallocate)
     assert lines(folder / "samples.jsonl") == lines(alone / "samples.jsonl")
-    evaluations = [[line["samples"] for line in lines(at / "evaluations.jsonl")] for at in (folder, alone)]
+    evaluations = [
+        [line["samples"] for line in lines(at / "evaluations.jsonl")] for at in (folder, alone)
+    ]
     assert evaluations[0] == evaluations[1]
-    for ours, theirs in zip(lines(folder / "metrics.jsonl"), lines(alone / "metrics.jsonl"), strict=True):
+    for ours, theirs in zip(
+        lines(folder / "metrics.jsonl"), lines(alone / "metrics.jsonl"), strict=True
+    ):
         assert ours["mismatch/max"] < 1e-4
-        for key in ("reward/mean", "kl/response", "kl/mean", "loss/policy", "loss/value", "gradient/norm"):
+        for key in (
+            "reward/mean",
+            "kl/response",
+            "kl/mean",
+            "loss/policy",
+            "loss/value",
+            "gradient/norm",
+        ):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-4), key
 
 
 @pytest.mark.slow
 def test_a_reward_model_may_score_beside_generation(run, tmp_path, monkeypatch):
     judge = tiny_run.make_model(tmp_path / "judge", seed=3, tied=False, scalar_head=True)
-    told, weighted = [], rewards.weighted
+    told = []
+    weighted = rewards.weighted
     asked = {"reward__models": judge, "reward__weights": "(0.25,2.0)"}
     apart = run(1, **asked)
     monkeypatch.setattr(build, "weighted", lambda *given: told.append(given) or weighted(*given))
     fused = run(2, generation__fuse_inference=True, **asked)
     assert sum(len(known.get("judge", {})) for _, _, known in told) > 0
-    for ours, theirs in zip(lines(fused / "metrics.jsonl"), lines(apart / "metrics.jsonl"), strict=True):
+    for ours, theirs in zip(
+        lines(fused / "metrics.jsonl"), lines(apart / "metrics.jsonl"), strict=True
+    ):
         for key in ("reward/mean", "reward/judge/mean", "reward/vowels/mean", "kl/mean"):
             assert ours[key] == pytest.approx(theirs[key], abs=1e-4), key
 
@@ -94,7 +119,10 @@ def test_a_trace_says_what_slices_did(run):
     ("changes", "said"),
     [
         ({"generation__fuse_inference": True}, "mesh.slices is 1"),
-        ({"generation__fuse_inference": True, "mesh__slices": 8, "deterministic": True}, "deterministic"),
+        (
+            {"generation__fuse_inference": True, "mesh__slices": 8, "deterministic": True},
+            "deterministic",
+        ),
         ({"mesh__slices": 3}, "does not fit 8 devices"),
     ],
 )

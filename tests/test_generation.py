@@ -42,7 +42,8 @@ REST = (
     *(f"lookup-chain-{k}" for k in (1, 2, 3, 5, 6, 7, 8)),
     *(f"model-chain-{k}" for k in (1, 2, 4, 5, 6, 7, 8)),
 )
-SAMPLED, GREEDY = Sampling(1.0), Sampling(0.0)
+SAMPLED = Sampling(1.0)
+GREEDY = Sampling(0.0)
 CASES = [
     *((name, SAMPLED) for name in CORE),
     *(slow(name, SAMPLED) for name in REST),
@@ -52,7 +53,9 @@ CASES = [
 
 
 def decoding(strategy: str = "plain", **changes) -> Decoding:
-    base = Decoding(Sampling(1.0), (trees.parse(strategy),), (STOP,), rows=5, slots=64, seed=3, history=64)
+    base = Decoding(
+        Sampling(1.0), (trees.parse(strategy),), (STOP,), rows=5, slots=64, seed=3, history=64
+    )
     return dataclasses.replace(base, **changes)
 
 
@@ -65,7 +68,9 @@ def run(target, drafter, how: Decoding, wanted=None, **options):
 
 
 def assert_equal(target, ours, theirs, how: Decoding, eps: float = 1e-3) -> None:
-    """Equal texts, but for ties: a first difference needs a decision margin below eps; 1 in 10,000 tokens at most."""
+    """Equal texts, but for ties: a first difference needs a decision margin below eps; 1 in 10,000
+    tokens at most.
+    """
     ties = 0
     for name, sample in theirs.items():
         pairs = itertools.zip_longest(ours[name].tokens, sample.tokens)
@@ -77,7 +82,9 @@ def assert_equal(target, ours, theirs, how: Decoding, eps: float = 1e-3) -> None
         scores = logits(target, forward(target, text, places)[0])[:, -1]
         key = jnp.array([[how.seed, name]], jnp.uint32)
         margin = decision_margin(scores, key, jnp.array([text.shape[1]], jnp.int32), how.sampling)
-        assert float(margin[0]) < eps, f"sample {name} differs at token {first} with margin {margin[0]}"
+        assert float(margin[0]) < eps, (
+            f"sample {name} differs at token {first} with margin {margin[0]}"
+        )
         ties += 1
     assert ties <= sum(len(s.tokens) for s in theirs.values()) // 10_000
 
@@ -95,7 +102,9 @@ def test_speculative_text_is_plain_text(target, drafter, strategy, sampling, pla
     assert_equal(target, run(target, drafter, how), plain, how)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=20), slow(Sampling(1.0, top_p=0.8))], ids=["top_k", "top_p"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.7, top_k=20), slow(Sampling(1.0, top_p=0.8))], ids=["top_k", "top_p"]
+)
 def test_truncated_sampling_is_replayable_too(target, drafter, sampling, plain_text):
     plain = plain_text(sampling)
     for strategy in ("model-tree-2x2", "lookup-chain-3"):
@@ -122,12 +131,16 @@ def test_drafts_save_rounds(target, drafter):
 
 
 @pytest.mark.parametrize("rule", ["replayable", "rejection"])
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=20)], ids=["temperature", "top_k"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1.0), Sampling(0.7, top_k=20)], ids=["temperature", "top_k"]
+)
 def test_logprobs_are_those_of_the_sampled_law(target, drafter, rule, sampling):
     """At most 1e-4 from a teacher-forced pass, whichever strategy and acceptance rule sampled."""
     how = decoding("model-tree-2x2", acceptance=rule, sampling=sampling)
     rollout = as_rollout(list(run(target, drafter, how).values()), slots=64)
-    again = score_rollout(target, rollout, temperature=sampling.temperature, rows=len(rollout.tokens))
+    again = score_rollout(
+        target, rollout, temperature=sampling.temperature, rows=len(rollout.tokens)
+    )
     assert rollout.mask.sum() > 200 and np.abs(again - rollout.logprobs)[rollout.mask].max() < 1e-4
 
 
@@ -137,16 +150,25 @@ def test_logprobs_are_those_of_the_sampled_law(target, drafter, rule, sampling):
     [
         "plain",
         "model-tree-3x2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("model-chain-2", "lookup-chain-2")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("model-chain-2", "lookup-chain-2")
+        ),
     ],
 )
 def test_sampled_pairs_follow_the_models_law(rule, strategy, kernels_are_interpreted):
-    """Chi-square of the first two tokens of 6,000 samples against the exact joint law; interpreted, of 1,000."""
-    count = 1_000 if kernels_are_interpreted else 6_000  # an interpreted kernel takes time by rows squared
+    """Chi-square of the first two tokens of 6,000 samples against the exact joint law; interpreted,
+    of 1,000.
+    """
+    count = (
+        1_000 if kernels_are_interpreted else 6_000
+    )  # an interpreted kernel takes time by rows squared
     config = ModelConfig("llama", 12, 16, 24, 2, 2, 1, 8, 32)
     model = unstack(init(jax.random.key(4), config))
     model = dataclasses.replace(model, embed=model.embed * 2)
-    small = dataclasses.replace(model, layers=model.layers[:1], config=dataclasses.replace(config, num_layers=1))
+    small = dataclasses.replace(
+        model, layers=model.layers[:1], config=dataclasses.replace(config, num_layers=1)
+    )
     prompt = np.array([1, 2, 3, 1, 2], np.int32)
     wanted = [Request(prompt, tuple(range(count)), 2)]
     how = decoding(strategy, acceptance=rule, rows=count, slots=8, stop_tokens=(), history=0)
@@ -181,7 +203,9 @@ def test_text_ends_at_its_limit_its_stop_token_and_the_last_slot(target, drafter
 
 
 def test_a_prompt_that_does_not_fit_is_refused_in_one_sentence(target):
-    with pytest.raises(ValueError, match=r"60 tokens with up to 10 new ones does not fit the cache of 64 slots"):
+    with pytest.raises(
+        ValueError, match=r"60 tokens with up to 10 new ones does not fit the cache of 64 slots"
+    ):
         list(generate(target, None, [Request(np.zeros(60, np.int32), (0,), 10)], decoding()))
 
 
@@ -197,8 +221,12 @@ def test_rows_shrink_in_the_tail_and_are_refilled_before(target):
 def test_samples_of_a_prompt_prefill_it_once(target, monkeypatch):
     calls = []
     real = row_verbs.prefill
-    monkeypatch.setattr(row_verbs, "prefill", lambda *a, **k: calls.append(a[2].shape) or real(*a, **k))
-    run(target, None, decoding(rows=4), [Request(np.arange(6, dtype=np.int32), tuple(range(12)), 8)])
+    monkeypatch.setattr(
+        row_verbs, "prefill", lambda *a, **k: calls.append(a[2].shape) or real(*a, **k)
+    )
+    run(
+        target, None, decoding(rows=4), [Request(np.arange(6, dtype=np.int32), tuple(range(12)), 8)]
+    )
     assert calls == [(1, 32)]
 
 
@@ -229,9 +257,13 @@ def test_a_moved_sample_is_the_unmoved_sample(target, drafter):
 
 
 def test_a_draft_model_catches_up_after_rounds_without_it(target):
-    """Switching at random loses no acceptance: a perfect drafter is accepted whole whenever it is asked."""
+    """Switching at random loses no acceptance: a perfect drafter is accepted whole whenever it is
+    asked.
+    """
     state = _state(target, target, rows=3)
-    chain, plain, rng = trees.parse("model-chain-3"), trees.parse("plain"), np.random.default_rng(1)
+    chain = trees.parse("model-chain-3")
+    plain = trees.parse("plain")
+    rng = np.random.default_rng(1)
     for _ in range(12):
         strategy = chain if rng.random() < 0.4 else plain
         if strategy is chain:
@@ -241,9 +273,13 @@ def test_a_draft_model_catches_up_after_rounds_without_it(target):
 
 
 def test_lookup_follows_the_longest_match_and_then_others(target):
-    """History '5 6 8' and own text '5 6 9 ... 5 6': the longest match wins, siblings differ, chains follow on."""
+    """History '5 6 8' and own text '5 6 9 ... 5 6': the longest match wins, siblings differ, chains
+    follow on.
+    """
     state = _state(target, None, rows=1)
-    text = jnp.array([[4, 5, 6, 9, 2, 5, 6, 1, 4, 5, 6] + [0] * (state.tokens.shape[1] - 11)], jnp.int32)
+    text = jnp.array(
+        [[4, 5, 6, 9, 2, 5, 6, 1, 4, 5, 6] + [0] * (state.tokens.shape[1] - 11)], jnp.int32
+    )
     history = jnp.full_like(state.history, -1).at[0, :4].set(jnp.array([3, 5, 6, 8]))
     state = dataclasses.replace(state, tokens=text, length=jnp.array([11]), history=history)
     alone = jnp.zeros((1, 0), jnp.int32)
@@ -252,18 +288,31 @@ def test_lookup_follows_the_longest_match_and_then_others(target):
 
 
 def test_the_donated_cache_is_not_copied(target):
-    """The compiled round writes the cache in place: no copy of its shape, and every leaf of the state aliased."""
+    """The compiled round writes the cache in place: no copy of its shape, and every leaf of the
+    state aliased.
+    """
     state = _state(target, None, rows=3)
     for name in ("plain", "lookup-chain-3", "lookup-tree-2x2"):
         strategy = trees.parse(name)
-        drafts, tree = jnp.zeros((3, trees.bucket(strategy) - 1), jnp.int32), trees.as_data(strategy, 3)
-        lowered = run_round.lower(target, state, drafts, None, tree, sampling=SAMPLED, stop_tokens=(STOP,))
+        drafts = jnp.zeros((3, trees.bucket(strategy) - 1), jnp.int32)
+        tree = trees.as_data(strategy, 3)
+        lowered = run_round.lower(
+            target, state, drafts, None, tree, sampling=SAMPLED, stop_tokens=(STOP,)
+        )
         text = str(lowered.compile().as_text())
-        shapes = {"f32[" + ",".join(map(str, leaf.shape)) + "]" for leaf in jax.tree.leaves(state.cache)}
-        copies = [line for line in text.splitlines() if " copy(" in line and any(s in line for s in shapes)]
+        shapes = {
+            "f32[" + ",".join(map(str, leaf.shape)) + "]" for leaf in jax.tree.leaves(state.cache)
+        }
+        copies = [
+            line
+            for line in text.splitlines()
+            if " copy(" in line and any(s in line for s in shapes)
+        ]
         assert not copies, (name, copies[:2])
         header = text.split("\n")[0]
-        assert header.count("may-alias") + header.count("must-alias") >= 2 * target.config.num_layers
+        assert (
+            header.count("may-alias") + header.count("must-alias") >= 2 * target.config.num_layers
+        )
 
 
 def test_no_compilation_after_warm_up(target, drafter, compilations):
@@ -282,18 +331,25 @@ def _state(target, drafter, rows: int):
     prefix = row_verbs.prefill(target, drafter, tokens, jnp.arange(rows, dtype=jnp.int32) + 4)
     places = jnp.arange(rows, dtype=jnp.int32)
     key = jnp.stack([jnp.full((rows,), 5, jnp.uint32), places.astype(jnp.uint32)], axis=1)
-    history, earlier = jnp.full((rows, 8), -1, jnp.int32), jnp.zeros((rows, 0), jnp.int32)
-    admission = row_verbs.Admission(places, places, jnp.full((rows,), 80, jnp.int32), key, history, earlier)
+    history = jnp.full((rows, 8), -1, jnp.int32)
+    earlier = jnp.zeros((rows, 0), jnp.int32)
+    admission = row_verbs.Admission(
+        places, places, jnp.full((rows,), 80, jnp.int32), key, history, earlier
+    )
     return row_verbs.admit(state, prefix, admission)
 
 
 def _round(target, drafter, state, strategy):
-    rows, window, sampling = len(state.done), None, Sampling(1.0)
+    rows = len(state.done)
+    window = None
+    sampling = Sampling(1.0)
     drafts = jnp.zeros((rows, 0), jnp.int32)
     if strategy.drafter == "model":
         drafts, _, window, _ = model_drafter.propose(drafter, state, strategy, sampling)
     tree = trees.as_data(strategy, rows)
-    state, emission = run_round(target, state, drafts, None, tree, sampling=sampling, stop_tokens=())
+    state, emission = run_round(
+        target, state, drafts, None, tree, sampling=sampling, stop_tokens=()
+    )
     if window is not None:
         state = model_drafter.commit(state, window, emission.path, emission.count, strategy)
     return state, emission
@@ -307,10 +363,14 @@ GOLDEN = Path(__file__).parent / "golden" / "greedy.json"
     "strategy", ["plain", pytest.param("lookup-chain-3", marks=pytest.mark.long), "model-tree-2x2"]
 )
 def test_a_real_models_greedy_text_is_that_of_transformers(smollm2, strategy):
-    """SmolLM2-135M through the whole engine, 20 prompts; it drafts for itself with its first 24 layers."""
+    """SmolLM2-135M through the whole engine, 20 prompts; it drafts for itself with its first 24
+    layers.
+    """
     target, drafter = _real(smollm2)
     golden = json.loads(GOLDEN.read_text())
-    wanted = [Request(np.array(g["prompt"], np.int32), (i,), len(g["text"])) for i, g in enumerate(golden)]
+    wanted = [
+        Request(np.array(g["prompt"], np.int32), (i,), len(g["text"])) for i, g in enumerate(golden)
+    ]
     how = decoding(strategy, sampling=GREEDY, rows=16, slots=128, stop_tokens=())
     samples = run(target, drafter, how, wanted)
     theirs = {i: dataclasses.replace(samples[i], tokens=g["text"]) for i, g in enumerate(golden)}

@@ -1,4 +1,6 @@
-"""GGUF files: the same model as the Hugging Face folder, and the greedy text that transformers writes."""
+"""GGUF files: the same model as the Hugging Face folder, and the greedy text that transformers
+writes.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def write_weights(writer: gguf_package.GGUFWriter, model: Model, kind: Kind) -> 
         writer.add_rope_scaling_factor(config.rope_scaling.factor)
 
 
-def write_gguf(file: Path, model: Model, kind: Kind = Kind.F32, family: str | None = None, **extra: str) -> Path:
+def write_gguf(
+    file: Path, model: Model, kind: Kind = Kind.F32, family: str | None = None, **extra: str
+) -> Path:
     writer = gguf_package.GGUFWriter(file, family or model.config.family)
     write_metadata(writer, model.config)
     for key, value in extra.items():
@@ -119,7 +123,11 @@ def test_bad_files_are_refused(tmp_path: Path):
     whole = write_gguf(tmp_path / "whole.gguf", golden_model("llama")).read_bytes()
     with pytest.raises(FileNotFoundError, match="is missing"):
         open_source(tmp_path / "nowhere.gguf")
-    for size, message in [(0, "only the beginning"), (500, "only the beginning"), (-5000, "is truncated")]:
+    for size, message in [
+        (0, "only the beginning"),
+        (500, "only the beginning"),
+        (-5000, "is truncated"),
+    ]:
         (tmp_path / "part.gguf").write_bytes(whole[:size])
         with pytest.raises(ValueError, match=message):
             open_source(tmp_path / "part.gguf")
@@ -130,9 +138,13 @@ def test_bad_files_are_refused(tmp_path: Path):
 
 def test_other_architectures_and_tokenizers_are_refused(tmp_path: Path):
     model = golden_model("llama")
-    with pytest.raises(ValueError, match="architecture 'gemma3' is not supported; supported are llama"):
+    with pytest.raises(
+        ValueError, match="architecture 'gemma3' is not supported; supported are llama"
+    ):
         open_source(write_gguf(tmp_path / "a.gguf", model, family="gemma3"))
-    with pytest.raises(ValueError, match=r"'blk\.0\.attn_q_norm\.weight' \[8\] of a qwen3 model .* is missing"):
+    with pytest.raises(
+        ValueError, match=r"'blk\.0\.attn_q_norm\.weight' \[8\] of a qwen3 model .* is missing"
+    ):
         open_source(write_gguf(tmp_path / "b.gguf", model, family="qwen3"))
     with pytest.raises(ValueError, match="rope scaling 'yarn' is not supported"):
         open_source(write_gguf(tmp_path / "c.gguf", model, llama__rope__scaling__type="yarn"))
@@ -163,17 +175,22 @@ def likeliest_next(model: Model, tokens: jax.Array, at: jax.Array) -> jax.Array:
 
 
 def test_smollm2_writes_the_same_greedy_text_as_transformers(smollm2: Path):
-    """Each golden token is the likeliest after those before it: by induction the greedy texts are equal."""
+    """Each golden token is the likeliest after those before it: by induction the greedy texts are
+    equal.
+    """
     samples = json.loads((GOLDEN / "greedy.json").read_text())
     source = open_source(smollm2)
     prompts = [source.tokenizer.encode_chat(sample["chat"]) for sample in samples]
     assert prompts == [sample["prompt"] for sample in samples]
     rows = [prompt + sample["text"] for prompt, sample in zip(prompts, samples, strict=True)]
-    tokens, at = np.zeros((len(rows), max(map(len, rows))), np.int32), np.zeros((len(rows), 24), np.int32)
+    tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    at = np.zeros((len(rows), 24), np.int32)
     for row, (prompt, ids) in enumerate(zip(prompts, rows, strict=True)):
         tokens[row, : len(ids)] = ids
         at[row] = np.arange(24) + len(prompt) - 1
-    texts = np.asarray(likeliest_next(source.load(jnp.float32), tokens, np.minimum(at, tokens.shape[1] - 1)))
+    texts = np.asarray(
+        likeliest_next(source.load(jnp.float32), tokens, np.minimum(at, tokens.shape[1] - 1))
+    )
     for sample, text in zip(samples, texts.tolist(), strict=True):
         # Where the two best logits are this close, either is right.
         for expected, actual, gap in zip(sample["text"], text, sample["gaps"], strict=False):

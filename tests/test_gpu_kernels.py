@@ -1,7 +1,9 @@
-"""Kernels for Hopper (Mosaic GPU): they lower for CUDA at every real shape, and compute what they should.
+"""Kernels for Hopper (Mosaic GPU): they lower for CUDA at every real shape, and compute what they
+should.
 
-Lowering needs no GPU: it makes the whole kernel, with layouts, barriers and copies, short of machine code. The numbers
-come from a GPU (`JAX_PLATFORMS=cuda,cpu pytest -m gpu`), or from Pallas' GPU interpreter, which jax has from 0.12 on.
+Lowering needs no GPU: it makes the whole kernel, with layouts, barriers and copies, short of
+machine code. The numbers come from a GPU (`JAX_PLATFORMS=cuda,cpu pytest -m gpu`), or from Pallas'
+GPU interpreter, which jax has from 0.12 on.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ from pallas_kernels.logprobs import gpu as logprobs
 from pallas_kernels.tree_attention import gpu as attention
 from pallas_kernels.verify_head import gpu as head
 
-SIZES = (64, 33), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((1, 1), (1, 9), (1, 33), (8, 5), (32, 9)))
+SIZES = (
+    (64, 33),
+    *(
+        pytest.param(*size, marks=pytest.mark.slow)
+        for size in ((1, 1), (1, 9), (1, 33), (8, 5), (32, 9))
+    ),
+)
 every_size = pytest.mark.parametrize(("rows", "nodes"), SIZES)
 every_shape = pytest.mark.parametrize("name", by_name())
 
@@ -37,7 +45,9 @@ every_shape = pytest.mark.parametrize("name", by_name())
 def test_tree_attention_lowers_for_hopper(name, rows, nodes):
     """The program for CUDA is one Mosaic GPU kernel and no matrix product of XLA's."""
     shape = shapes.SHAPES[name]
-    assert_one_kernel(attention.tree_attention.trace(*attention_structs(shape, rows, nodes, shapes.SLOTS, nodes)))
+    assert_one_kernel(
+        attention.tree_attention.trace(*attention_structs(shape, rows, nodes, shapes.SLOTS, nodes))
+    )
 
 
 @every_shape
@@ -45,7 +55,8 @@ def test_tree_attention_lowers_for_hopper(name, rows, nodes):
 def test_verify_head_lowers_for_hopper(name, rows, nodes):
     """The same, and no array of the program is as large as the logits."""
     shape = shapes.SHAPES[name]
-    count, blocks = rows * nodes, -(-shape.vocab // shapes.BLOCK)
+    count = rows * nodes
+    blocks = -(-shape.vocab // shapes.BLOCK)
     weights = struct((shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab))
     inputs = struct((count, shape.width)), weights, struct((count, blocks), jnp.float32)
     text = assert_one_kernel(head.verify_head.trace(*inputs, temperature=1.0, tied=shape.tied))
@@ -56,9 +67,14 @@ def test_verify_head_lowers_for_hopper(name, rows, nodes):
 
 @every_shape
 def test_log_probs_lower_for_hopper(name):
-    """A kernel forward and, backward, one and two products of a slice; twice where the last slice is a shorter one."""
-    shape, rows = shapes.SHAPES[name], 4000
-    weights = struct((shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab), jnp.float32)
+    """A kernel forward and, backward, one and two products of a slice; twice where the last slice
+    is a shorter one.
+    """
+    shape = shapes.SHAPES[name]
+    rows = 4000
+    weights = struct(
+        (shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab), jnp.float32
+    )
     inputs = struct((rows, shape.width)), weights, struct((rows,), jnp.int32)
     law = functools.partial(logprobs.law, temperature=1.0, tied=shape.tied)
 
@@ -67,8 +83,14 @@ def test_log_probs_lower_for_hopper(name):
 
     text = assert_one_kernel(jax.jit(law).trace(*inputs))
     assert f"{rows}x{shape.vocab}x" not in text
-    text = jax.jit(jax.grad(loss, argnums=(0, 1))).trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
-    kernels, products = text.count("stablehlo.custom_call @mosaic_gpu"), text.count("stablehlo.dot_general")
+    text = (
+        jax.jit(jax.grad(loss, argnums=(0, 1)))
+        .trace(*inputs)
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
+    kernels = text.count("stablehlo.custom_call @mosaic_gpu")
+    products = text.count("stablehlo.dot_general")
     assert (kernels, products) in ((2, 2), (3, 4))  # of which one kernel is the forward's
     assert f"{rows}x{shape.vocab}x" not in text
 
@@ -76,29 +98,42 @@ def test_log_probs_lower_for_hopper(name):
 @every_shape
 @every_size
 def test_commit_lowers_for_hopper(name, rows, nodes):
-    """One kernel for all layers, to which every leaf of the cache is lent, and nothing else but the starts."""
+    """One kernel for all layers, to which every leaf of the cache is lent, and nothing else but the
+    starts.
+    """
     shape = shapes.SHAPES[name]
-    keys, values = ((rows, shape.groups, shape.dim), (rows, shape.groups))
+    keys = (rows, shape.groups, shape.dim)
+    values = (rows, shape.groups)
     cache, window = (
-        ((struct((*keys, size)), struct((*values, size, shape.dim))),) * shape.layers for size in (shapes.SLOTS, nodes)
+        ((struct((*keys, size)), struct((*values, size, shape.dim))),) * shape.layers
+        for size in (shapes.SLOTS, nodes)
     )
-    path, start = struct((rows, nodes), jnp.int32), struct((rows,), jnp.int32)
-    text = assert_one_kernel(jax.jit(commit.commit, donate_argnums=0).trace(cache, window, path, start))
+    path = struct((rows, nodes), jnp.int32)
+    start = struct((rows,), jnp.int32)
+    text = assert_one_kernel(
+        jax.jit(commit.commit, donate_argnums=0).trace(cache, window, path, start)
+    )
     assert text.count("output_operand_alias<") == 2 * shape.layers
-    assert not any(f"stablehlo.{copy}" in text for copy in ("pad", "gather", "dynamic_update_slice", "transpose"))
+    assert not any(
+        f"stablehlo.{copy}" in text
+        for copy in ("pad", "gather", "dynamic_update_slice", "transpose")
+    )
 
 
 def test_sizes_that_fit_no_tile_lower():
     """A cache of odd slots, two window blocks, few nodes, and a vocabulary of no whole blocks."""
     shape = shapes.SHAPES["llama3_8b"]
-    assert_one_kernel(attention.tree_attention.trace(*attention_structs(shape, 3, 5, shapes.SLOTS + 9, 70)))
+    assert_one_kernel(
+        attention.tree_attention.trace(*attention_structs(shape, 3, 5, shapes.SLOTS + 9, 70))
+    )
     inputs = struct((7, 576)), struct((576, 49152 - 192)), None
     assert_one_kernel(head.verify_head.trace(*inputs, temperature=0.0, tied=False))
 
 
 def attention_structs(shape, rows: int, nodes: int, slots: int, window: int) -> list:
     """What `tree_attention` takes, as shapes."""
-    groups, dim = shape.groups, shape.dim
+    groups = shape.groups
+    dim = shape.dim
     cache = (rows, groups, dim, slots), (rows, groups, slots, dim)
     news = (rows, groups, dim, window), (rows, groups, window, dim)
     arrays = [struct(size) for size in ((rows, nodes, shape.heads, dim), *cache, *news)]
@@ -136,16 +171,30 @@ def attention_inputs(shape, rows: int, nodes: int, slots: int, window: int, leng
 @pytest.mark.parametrize(
     ("name", "nodes", "slots", "window", "lengths"),
     [
-        ("llama3_8b_of_8", 5, 203, 9, (0, 1, 64, 203)),  # a cache that is padded, a window that has grown
+        (
+            "llama3_8b_of_8",
+            5,
+            203,
+            9,
+            (0, 1, 64, 203),
+        ),  # a cache that is padded, a window that has grown
         ("smollm2_135m", 1, 136, 1, (130, 0)),  # N = 0, D = 64
         ("llama3_8b_of_8", 33, 128, 33, (100,)),  # three warpgroups share a ring
-        pytest.param("llama3_70b_of_8", 33, 320, 70, (320, 65), marks=pytest.mark.slow),  # two tiles, two window blocks
-        pytest.param("qwen3_0.6b", 9, 640, 9, (640, 1, 128, 333), marks=pytest.mark.slow),  # five parts of the context
+        pytest.param(
+            "llama3_70b_of_8", 33, 320, 70, (320, 65), marks=pytest.mark.slow
+        ),  # two tiles, two window blocks
+        pytest.param(
+            "qwen3_0.6b", 9, 640, 9, (640, 1, 128, 333), marks=pytest.mark.slow
+        ),  # five parts of the context
     ],
 )
 def test_tree_attention_follows_its_law(name, nodes, slots, window, lengths):
-    """Within 1e-2 of each row's largest value, with NaN beyond each length; what sees nothing is zero."""
-    inputs = attention_inputs(shapes.reduced(shapes.SHAPES[name]), len(lengths), nodes, slots, window, lengths)
+    """Within 1e-2 of each row's largest value, with NaN beyond each length; what sees nothing is
+    zero.
+    """
+    inputs = attention_inputs(
+        shapes.reduced(shapes.SHAPES[name]), len(lengths), nodes, slots, window, lengths
+    )
     out = np.asarray(on_gpu(attention.tree_attention)(*inputs), np.float64)
     law = exact(*inputs)
     assert np.all(np.abs(out - law).max(-1) <= 1e-2 * np.abs(law).max(-1))
@@ -164,20 +213,30 @@ def head_inputs(shape, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Random hidden states [R, M], a head, and Gumbel noise [R, blocks]."""
     random = np.random.default_rng(rows)
     size = (shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab)
-    hidden, weights = (random.normal(size=size).astype(jnp.bfloat16) for size in ((rows, shape.width), size))
+    hidden, weights = (
+        random.normal(size=size).astype(jnp.bfloat16) for size in ((rows, shape.width), size)
+    )
     noise = random.gumbel(size=(rows, -(-shape.vocab // shapes.BLOCK))).astype(np.float32)
     return hidden, weights * jnp.bfloat16(0.25), noise
 
 
 def head_law(hidden, weights, noise, temperature: float, tied: bool):
     """Normaliser, score, block and inside in float64."""
-    hidden, weights = np.asarray(hidden, np.float64), np.asarray(weights, np.float64)
+    hidden = np.asarray(hidden, np.float64)
+    weights = np.asarray(weights, np.float64)
     logits = hidden @ (weights.T if tied else weights) / (temperature or 1.0)
     short = -logits.shape[1] % shapes.BLOCK
-    blocks = np.pad(logits, [(0, 0), (0, short)], constant_values=-np.inf).reshape(len(hidden), -1, shapes.BLOCK)
+    blocks = np.pad(logits, [(0, 0), (0, short)], constant_values=-np.inf).reshape(
+        len(hidden), -1, shapes.BLOCK
+    )
     scores = np.logaddexp.reduce(blocks, -1) + noise if temperature else blocks.max(-1)
     block = scores.argmax(-1)
-    return np.logaddexp.reduce(logits, -1), scores.max(-1), block, blocks[np.arange(len(hidden)), block]
+    return (
+        np.logaddexp.reduce(logits, -1),
+        scores.max(-1),
+        block,
+        blocks[np.arange(len(hidden)), block],
+    )
 
 
 @runs_on_gpu
@@ -209,7 +268,9 @@ def test_verify_head_follows_its_law(name, rows, temperature):
 
 @runs_on_gpu
 def test_the_best_block_may_be_the_short_last_one():
-    """Noise that favours the vocabulary's half block: its 128 logits are kept, and -inf beyond them."""
+    """Noise that favours the vocabulary's half block: its 128 logits are kept, and -inf beyond
+    them.
+    """
     shape = shapes.reduced(shapes.SHAPES["qwen3_8b"])
     hidden, weights, noise = head_inputs(shape, 2)
     noise[:, -1] += 1000
@@ -224,7 +285,13 @@ def test_the_best_block_may_be_the_short_last_one():
 def test_verify_head_refuses_what_it_cannot_serve():
     hidden, weights, noise = head_inputs(shapes.reduced(shapes.SHAPES["qwen3_8b"]), 1)
     with pytest.raises(ValueError, match="serves bfloat16, not float32"):
-        head.verify_head(hidden.astype(np.float32), weights.astype(np.float32), noise, temperature=1.0, tied=False)
+        head.verify_head(
+            hidden.astype(np.float32),
+            weights.astype(np.float32),
+            noise,
+            temperature=1.0,
+            tied=False,
+        )
     with pytest.raises(ValueError, match="no whole tiles"):
         head.verify_head(hidden, weights[:, :-1], noise, temperature=1.0, tied=False)
 
@@ -234,7 +301,9 @@ def test_verify_head_refuses_what_it_cannot_serve():
 
 def two_warpgroups_attend():
     shape = shapes.reduced(shapes.SHAPES["llama3_8b_of_8"])
-    return attention.tree_attention(*attention_inputs(shape, 1, 20, 203, 20, (100,)), interpret=True)
+    return attention.tree_attention(
+        *attention_inputs(shape, 1, 20, 203, 20, (100,)), interpret=True
+    )
 
 
 def two_warpgroups_draw():
@@ -246,11 +315,17 @@ def two_warpgroups_differentiate():
     shape = dataclasses.replace(shapes.SHAPES["llama3_8b"], width=128, vocab=640)
     hidden, weights = (jnp.asarray(x) for x in head_inputs(shape, 70)[:2])
     law = functools.partial(logprobs.law, temperature=1.0, tied=False, interpret=True)
-    return jax.grad(lambda x: sum(part.sum() for part in law(x, weights, jnp.arange(70, dtype=jnp.int32))))(hidden)
+    return jax.grad(
+        lambda x: sum(part.sum() for part in law(x, weights, jnp.arange(70, dtype=jnp.int32)))
+    )(hidden)
 
 
-@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="jax 0.12 has the interpreter that sees races")
-@pytest.mark.parametrize("run", [two_warpgroups_attend, two_warpgroups_draw, two_warpgroups_differentiate])
+@pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="jax 0.12 has the interpreter that sees races"
+)
+@pytest.mark.parametrize(
+    "run", [two_warpgroups_attend, two_warpgroups_draw, two_warpgroups_differentiate]
+)
 def test_no_warpgroup_reads_what_another_writes(run, monkeypatch):
     """The interpreter raises where two of them, or a copy, touch memory with no barrier between."""
     watching: Any = getattr(plgpu, "InterpretGPUParams", None)

@@ -1,4 +1,6 @@
-"""Hugging Face folders: logits equal transformers', weights survive a round trip, bad folders are refused."""
+"""Hugging Face folders: logits equal transformers', weights survive a round trip, bad folders are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def golden(name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def live_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
-    torch = pytest.importorskip("torch", reason="torch is not installed: only golden files are compared")
+    torch = pytest.importorskip(
+        "torch", reason="torch is not installed: only golden files are compared"
+    )
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -81,12 +85,21 @@ def test_saved_folder_gives_the_same_logits_in_transformers(name: str, tmp_path:
     model = huggingface.load(GOLDEN / name, jnp.float32)
     huggingface.save(tmp_path / "saved", model, None, (2,), jnp.float32)
     tokens, expected = golden(name)
-    np.testing.assert_allclose(live_logits(tmp_path / "saved", tokens), expected, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(
+        live_logits(tmp_path / "saved", tokens), expected, atol=TOLERANCE, rtol=0
+    )
 
 
 def test_sharded_files_and_unrolled_layers_save_the_same_model(tmp_path: Path):
     model = huggingface.load(GOLDEN / "qwen3", jnp.float32)
-    huggingface.save(tmp_path / "sharded", transformer.unstack(model), None, (2,), jnp.float32, shard_bytes=20_000)
+    huggingface.save(
+        tmp_path / "sharded",
+        transformer.unstack(model),
+        None,
+        (2,),
+        jnp.float32,
+        shard_bytes=20_000,
+    )
     assert not (tmp_path / "sharded" / "model.safetensors").exists()
     assert len(list((tmp_path / "sharded").glob("model-*-of-*.safetensors"))) > 3
     assert_same(huggingface.load(tmp_path / "sharded", jnp.float32), model)
@@ -95,7 +108,9 @@ def test_sharded_files_and_unrolled_layers_save_the_same_model(tmp_path: Path):
 def test_bfloat16_files_are_read_and_written_exactly(tmp_path: Path):
     model = huggingface.load(GOLDEN / "qwen2_tied", jnp.bfloat16)
     assert model.embed.dtype == jnp.bfloat16
-    assert_same(transformer.cast(model, jnp.float32), huggingface.load(GOLDEN / "qwen2_tied", jnp.float32))
+    assert_same(
+        transformer.cast(model, jnp.float32), huggingface.load(GOLDEN / "qwen2_tied", jnp.float32)
+    )
     huggingface.save(tmp_path / "saved", model, None, (), jnp.bfloat16)
     assert_same(huggingface.load(tmp_path / "saved", jnp.bfloat16), model)
     assert huggingface.stop_tokens(tmp_path / "saved") == ()
@@ -103,26 +118,37 @@ def test_bfloat16_files_are_read_and_written_exactly(tmp_path: Path):
 
 def test_saving_replaces_an_older_folder_whole(tmp_path: Path):
     for name in ("llama", "qwen2_tied"):
-        huggingface.save(tmp_path / "saved", huggingface.load(GOLDEN / name, jnp.float32), None, (2,), jnp.float32)
+        huggingface.save(
+            tmp_path / "saved",
+            huggingface.load(GOLDEN / name, jnp.float32),
+            None,
+            (2,),
+            jnp.float32,
+        )
     assert huggingface.read_config(tmp_path / "saved").family == "qwen2"
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 def shardings_of(config: ModelConfig, mesh: Mesh) -> Model:
-    """Every weight split over all devices along its last axis that divides evenly, or kept whole."""
+    """Every weight split over all devices along its last axis that divides evenly, or kept
+    whole.
+    """
 
     def choose(shape: tuple[int, ...]) -> NamedSharding:
         axes = [axis for axis, size in enumerate(shape) if size % mesh.size == 0]
         split = ["all" if axes and axis == axes[-1] else None for axis in range(len(shape))]
         return NamedSharding(mesh, PartitionSpec(*split))
 
-    return jax.tree.map(choose, transformer.weight_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(
+        choose, transformer.weight_shapes(config), is_leaf=lambda x: isinstance(x, tuple)
+    )
 
 
 def test_each_device_reads_only_its_own_part(monkeypatch: pytest.MonkeyPatch):
     config = huggingface.read_config(GOLDEN / "llama")
     shardings = shardings_of(config, Mesh(np.array(jax.devices()[:4]), ("all",)))
-    make, parts = jax.make_array_from_callback, []
+    make = jax.make_array_from_callback
+    parts = []
 
     def recording(shape, sharding, callback: Callable):
         def record(index):
@@ -173,7 +199,9 @@ def test_contexts_stay_inside_a_sliding_window(tmp_path: Path):
 
 
 def test_llama_without_newer_keys_takes_their_defaults(tmp_path: Path):
-    folder = edited(tmp_path, "llama", num_key_value_heads=None, head_dim=None, rope_parameters=None)
+    folder = edited(
+        tmp_path, "llama", num_key_value_heads=None, head_dim=None, rope_parameters=None
+    )
     assert huggingface.read_config(folder) == huggingface.read_config(GOLDEN / "llama")
 
 
@@ -194,16 +222,27 @@ def test_stop_tokens_come_from_the_generation_config(tmp_path: Path):
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"layer_types": ["full_attention", "mamba"]}, "mamba"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "rope type 'yarn' is not supported",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5 is not supported",
+        ),
         ({"rope_parameters": {"rope_type": "linear"}}, "lacks the key 'factor'"),
         ({"intermediate_size": None}, "the key 'intermediate_size' of a llama model is missing"),
         ({"num_attention_heads": 3}, "3 attention heads cannot share 4"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "a classifier of 2 labels is not supported"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "a classifier of 2 labels is not supported",
+        ),
     ],
 )
-def test_configurations_that_are_not_supported_are_refused(changes: dict, message: str, tmp_path: Path):
+def test_configurations_that_are_not_supported_are_refused(
+    changes: dict, message: str, tmp_path: Path
+):
     with pytest.raises(ValueError, match=message):
         huggingface.read_config(edited(tmp_path, "llama", **changes))
 
@@ -221,9 +260,15 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
     ("change", "message"),
     [
         (lambda t: t.pop(GATE), rf"'{GATE}' \[64, 32\] of a llama model of 2 layers is missing"),
-        (lambda t: t.update({GATE: t[GATE].T.copy()}), rf"'{GATE}' has shape \[32, 64\].* needs \[64, 32\]"),
+        (
+            lambda t: t.update({GATE: t[GATE].T.copy()}),
+            rf"'{GATE}' has shape \[32, 64\].* needs \[64, 32\]",
+        ),
         (lambda t: t.update({"model.other": t[GATE]}), r"'model.other' \[64, 32\] has no place"),
-        (lambda t: t.update({GATE: t[GATE].astype(np.int8)}), "is of type I8; only F64, F32, F16, BF16"),
+        (
+            lambda t: t.update({GATE: t[GATE].astype(np.int8)}),
+            "is of type I8; only F64, F32, F16, BF16",
+        ),
     ],
 )
 def test_wrong_tensors_are_named(change: Callable, message: str, tmp_path: Path):
@@ -234,7 +279,8 @@ def test_wrong_tensors_are_named(change: Callable, message: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("size", "message"), [(0, "not a safetensors file"), (1000, "truncated"), (100_000, "needs 1614")]
+    ("size", "message"),
+    [(0, "not a safetensors file"), (1000, "truncated"), (100_000, "needs 1614")],
 )
 def test_truncated_weights_are_refused(size: int, message: str, tmp_path: Path):
     folder = edited(tmp_path, "llama")
@@ -276,7 +322,9 @@ def test_what_old_files_repeat_is_passed_over(tmp_path: Path):
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32),
     }
     rewrite(folder, lambda tensors: tensors.update(extra))
-    assert_same(huggingface.load(folder, jnp.float32), huggingface.load(GOLDEN / "llama3_tied", jnp.float32))
+    assert_same(
+        huggingface.load(folder, jnp.float32), huggingface.load(GOLDEN / "llama3_tied", jnp.float32)
+    )
 
 
 def test_a_head_that_the_configuration_does_not_know_is_not_saved(tmp_path: Path):
@@ -316,7 +364,9 @@ def test_a_hub_name_without_a_network_is_one_sentence(monkeypatch: pytest.Monkey
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(hub, "snapshot_download", offline)
-    with pytest.raises(ValueError, match="No folder some/model, and the hub gave none: no route to host"):
+    with pytest.raises(
+        ValueError, match="No folder some/model, and the hub gave none: no route to host"
+    ):
         open_source("some/model")
 
 

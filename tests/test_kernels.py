@@ -1,4 +1,6 @@
-"""Kernels in generation: which implementation is chosen and why, and text that is the same with all of them."""
+"""Kernels in generation: which implementation is chosen and why, and text that is the same with all
+of them.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,10 @@ class Device(NamedTuple):
     compute_capability: str | None = None
 
 
-CPU, V5P = Device("cpu", "cpu"), Device("tpu", "TPU v5p")
-H100, A100 = Device("gpu", "NVIDIA H100 80GB HBM3", "9.0"), Device("gpu", "NVIDIA A100-SXM4-80GB", "8.0")
+CPU = Device("cpu", "cpu")
+V5P = Device("tpu", "TPU v5p")
+H100 = Device("gpu", "NVIDIA H100 80GB HBM3", "9.0")
+A100 = Device("gpu", "NVIDIA A100-SXM4-80GB", "8.0")
 
 
 def asked(how: str) -> dict[str, str]:
@@ -46,7 +50,9 @@ def test_without_a_measurement_the_reference_runs_and_says_so():
     for device in (CPU, H100, V5P):
         chosen, why = choose(asked("auto"), device, 2, MODELS)
         assert chosen == REFERENCE
-        assert why.keys() == set(KERNELS) and all(line.startswith("reference: ") for line in why.values())
+        assert why.keys() == set(KERNELS) and all(
+            line.startswith("reference: ") for line in why.values()
+        )
     assert "has not been timed on TPU v5p" in why["verify_head"]
 
 
@@ -54,14 +60,20 @@ def test_what_was_measured_faster_is_the_default_there(monkeypatch):
     monkeypatch.setitem(dispatch.MEASURED, ("tree_attention", "TPU v5p"), 1.6)
     monkeypatch.setitem(dispatch.MEASURED, ("commit", "TPU v5p"), 0.9)
     chosen, why = choose(asked("auto"), V5P, 2, MODELS)
-    assert (chosen.tree_attention, chosen.verify_head, chosen.commit) == ("tpu", "reference", "reference")
+    assert (chosen.tree_attention, chosen.verify_head, chosen.commit) == (
+        "tpu",
+        "reference",
+        "reference",
+    )
     assert "1.60 times" in why["tree_attention"]
 
 
 def test_what_is_asked_for_runs_or_is_refused():
     assert choose(asked("pallas"), V5P, 4, MODELS)[0].commit == "tpu"
     some = dict(tree_attention="pallas", verify_head="pallas", logprobs="pallas", commit="auto")
-    assert choose(some, H100, 2, MODELS)[0] == dataclasses.replace(Kernels(*["gpu"] * 4), commit="reference")
+    assert choose(some, H100, 2, MODELS)[0] == dataclasses.replace(
+        Kernels(*["gpu"] * 4), commit="reference"
+    )
     assert choose({"commit": "pallas"}, H100, 4, MODELS)[0].commit == "gpu"
     assert choose(asked("interpret"), CPU, 4, MODELS)[0] == INTERPRETED
     for device, size, kernel in (
@@ -105,13 +117,19 @@ def test_text_is_the_same_with_the_kernels(target, drafter, plain, strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.0), Sampling(0.7, top_k=20)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1.0), Sampling(0.0), Sampling(0.7, top_k=20)], ids=str
+)
 def test_text_is_the_same_with_the_kernels_on_a_mesh(target, drafter, sampling):
-    """Rows over four devices, heads and vocabulary over two: 300 tokens are filled up to two shares of whole blocks."""
+    """Rows over four devices, heads and vocabulary over two: 300 tokens are filled up to two shares
+    of whole blocks.
+    """
     mesh = meshes.make_mesh(2, 2, 2, jax.devices()[:8])
     how = decoding("model-chain-3", rows=8, sampling=sampling, kernels=INTERPRETED)
     plain = run(target, None, decoding("plain", rows=24, sampling=sampling, kernels=REFERENCE))
-    policy, student = (decoding_weights(stack(model), jnp.float32, mesh) for model in (target, drafter))
+    policy, student = (
+        decoding_weights(stack(model), jnp.float32, mesh) for model in (target, drafter)
+    )
     assert policy.embed.shape[0] == 512
     assert_equal(target, run(policy, student, how, mesh=mesh), plain, how)
 
@@ -137,32 +155,44 @@ def test_the_floor_is_the_longer_of_reading_and_multiplying():
 @pytest.mark.slow
 def test_a_vocabulary_that_is_filled_up_by_a_block_gives_the_same_draws():
     """600 tokens are three blocks, and two shares of whole blocks are four."""
-    mesh, sampling = meshes.make_mesh(2, 1, 2, jax.devices()[:4]), Sampling(0.8)
+    mesh = meshes.make_mesh(2, 1, 2, jax.devices()[:4])
+    sampling = Sampling(0.8)
     model = unstack(init(jax.random.key(0), ModelConfig("llama", 600, 32, 48, 1, 4, 2, 8, 128)))
     hidden = jax.random.normal(jax.random.key(1), (4, 3, 32))
-    key, position = jnp.arange(24, dtype=jnp.uint32).reshape(4, 3, 2), jnp.arange(12, dtype=jnp.int32).reshape(4, 3)
+    key = jnp.arange(24, dtype=jnp.uint32).reshape(4, 3, 2)
+    position = jnp.arange(12, dtype=jnp.int32).reshape(4, 3)
     padded = decoding_weights(stack(model), jnp.float32, mesh)
     noise = block_noise(key, position, len(padded.embed))
     assert noise.shape[-1] == 4
     found = jax.jit(laid.verify_head(REFERENCE, mesh), static_argnums=3)(padded, hidden, noise, 0.8)
-    ours, theirs = draw_inside(found, key, position, sampling), draw(logits(model, hidden), key, position, sampling)
+    ours = draw_inside(found, key, position, sampling)
+    theirs = draw(logits(model, hidden), key, position, sampling)
     np.testing.assert_array_equal(ours.token, theirs.token)
     np.testing.assert_allclose(ours.logprob, theirs.logprob, atol=1e-5)
 
 
 def test_each_device_commits_its_own_rows_and_heads():
-    mesh, random = meshes.make_mesh(2, 1, 2, jax.devices()[:4]), np.random.default_rng(0)
+    mesh = meshes.make_mesh(2, 1, 2, jax.devices()[:4])
+    random = np.random.default_rng(0)
 
     def leaves(slots: int):
         sizes = (4, 2, 16, slots), (4, 2, slots, 16)
-        return tuple(tuple(random.normal(size=size).astype(np.float32) for size in sizes) for _ in range(2))
+        return tuple(
+            tuple(random.normal(size=size).astype(np.float32) for size in sizes) for _ in range(2)
+        )
 
-    cache, window, path = leaves(128), leaves(3), random.integers(0, 3, (4, 3)).astype(np.int32)
+    cache = leaves(128)
+    window = leaves(3)
+    path = random.integers(0, 3, (4, 3)).astype(np.int32)
     start = np.array([0, 7, 100, 125], np.int32)
     cache, window, path, start = meshes.place_rows((cache, window, path, start), mesh)
     written = jax.jit(laid.commit(INTERPRETED, mesh))(cache, window, path, start)
     assert written[0][0].sharding.spec == PartitionSpec(meshes.ROW_AXES, "tensor", None, None)
-    jax.tree.map(np.testing.assert_array_equal, written, laid.commit(REFERENCE, None)(cache, window, path, start))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        written,
+        laid.commit(REFERENCE, None)(cache, window, path, start),
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,19 +200,26 @@ def test_each_device_commits_its_own_rows_and_heads():
     [
         (None, 300, False),
         pytest.param((1, 1, 8), 304, False, marks=pytest.mark.slow),  # 38 tokens a device
-        pytest.param((1, 1, 8), 300, False, marks=pytest.mark.slow),  # which eight do not divide: it stays whole
+        pytest.param(
+            (1, 1, 8), 300, False, marks=pytest.mark.slow
+        ),  # which eight do not divide: it stays whole
         pytest.param((2, 2, 1), 300, False, marks=pytest.mark.slow),
         pytest.param((2, 2, 2), 300, True, marks=pytest.mark.slow),
     ],
 )
 def test_log_probs_and_their_gradients_are_the_same_with_the_kernel(sizes, vocabulary, tied):
-    """By autodiff of the plain path on one device, with rows and vocabulary over the devices of a mesh."""
+    """By autodiff of the plain path on one device, with rows and vocabulary over the devices of a
+    mesh.
+    """
     mesh = meshes.make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)]) if sizes else None
     law = laid.law(INTERPRETED, mesh)
     assert law is laid.law(INTERPRETED, mesh) and laid.law(REFERENCE, mesh) is None
-    model = init(jax.random.key(0), ModelConfig("llama", vocabulary, 64, 96, 1, 4, 2, 16, 128, tied=tied))
+    model = init(
+        jax.random.key(0), ModelConfig("llama", vocabulary, 64, 96, 1, 4, 2, 16, 128, tied=tied)
+    )
     random = np.random.default_rng(0)
-    tokens, mask = random.integers(0, vocabulary, (4, 33)).astype(np.int32), random.random((4, 33)) < 0.6
+    tokens = random.integers(0, vocabulary, (4, 33)).astype(np.int32)
+    mask = random.random((4, 33)) < 0.6
     weights = random.normal(size=(2, 4, 33)).astype(np.float32)
 
     def weighed(model, law):
@@ -190,8 +227,12 @@ def test_log_probs_and_their_gradients_are_the_same_with_the_kernel(sizes, vocab
         return sum((part * weight).sum() for part, weight in zip(said, weights, strict=True)), said
 
     given = jax.jit(jax.value_and_grad(weighed, has_aux=True), static_argnums=1)
-    placed = jax.device_put(model, meshes.model_shardings(model, mesh, "training")) if mesh else model
+    placed = (
+        jax.device_put(model, meshes.model_shardings(model, mesh, "training")) if mesh else model
+    )
     (_, said), gradient = given(placed, law)
     (_, wanted), theirs = given(model, None)
-    for ours, other in zip(jax.tree.leaves((said, gradient)), jax.tree.leaves((wanted, theirs)), strict=True):
+    for ours, other in zip(
+        jax.tree.leaves((said, gradient)), jax.tree.leaves((wanted, theirs)), strict=True
+    ):
         np.testing.assert_allclose(ours, other, rtol=1e-4, atol=1e-4)

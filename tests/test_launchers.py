@@ -1,4 +1,6 @@
-"""The launchers of clusters, with the cluster played by a few lines: what reaches each process, and what is said."""
+"""The launchers of clusters, with the cluster played by a few lines: what reaches each process, and
+what is said.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,12 @@ exit "${code:-0}"
 """
 
 
-def launched(folder: Path, *words: str, code: int = 0) -> tuple[list[list[str]], subprocess.CompletedProcess]:
-    """What each process heard, its own folder first, and how the launcher ended; a process ends with this code."""
+def launched(
+    folder: Path, *words: str, code: int = 0
+) -> tuple[list[list[str]], subprocess.CompletedProcess]:
+    """What each process heard, its own folder first, and how the launcher ended; a process ends
+    with this code.
+    """
     tools = {"python": PYTHON.format(python=sys.executable, code=code), "gcloud": GCLOUD}
     tools |= {"scontrol": SCONTROL, "srun": SRUN}
     for name, text in tools.items():
@@ -48,7 +54,13 @@ def launched(folder: Path, *words: str, code: int = 0) -> tuple[list[list[str]],
     job = {"SLURM_JOB_NODELIST": "n[7-8]", "SLURM_JOB_ID": "4099", "HOME": str(folder)}
     paths = {"PATH": f"{folder}:{os.environ['PATH']}"}
     done = subprocess.run(
-        words, cwd=ROOT, env=os.environ | job | paths, capture_output=True, text=True, check=False, timeout=60
+        words,
+        cwd=ROOT,
+        env=os.environ | job | paths,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     return [json.loads(line) for line in done.stdout.splitlines()], done
 
@@ -61,7 +73,15 @@ def test_every_host_of_a_tpu_hears_the_words_as_they_were_written(tmp_path):
 
 def test_every_node_of_a_slurm_job_hears_the_words_and_its_rank(tmp_path):
     heard, done = launched(tmp_path, "launch/slurm.sh", *HARD)
-    start = [str(ROOT), "launch/train.py", "--coordinator", "n7:61443", "--processes", "2", "--process"]
+    start = [
+        str(ROOT),
+        "launch/train.py",
+        "--coordinator",
+        "n7:61443",
+        "--processes",
+        "2",
+        "--process",
+    ]
     assert heard == [[*start, "0", *HARD], [*start, "1", *HARD]]
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -1,4 +1,6 @@
-"""The law of response lengths: what a sample has to come, against brute force on the responses themselves."""
+"""The law of response lengths: what a sample has to come, against brute force on the responses
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ def drawn(count: int, seed: int = 0) -> np.ndarray:
 
 
 def law_of(tokens: np.ndarray, finished: np.ndarray | None = None) -> Lengths:
-    return lengths.observe(Lengths(), tokens, np.ones(len(tokens), bool) if finished is None else finished)
+    return lengths.observe(
+        Lengths(), tokens, np.ones(len(tokens), bool) if finished is None else finished
+    )
 
 
 def left(law: Lengths, generated, earlier=None, limit: float = 8192.0) -> np.ndarray:
@@ -28,12 +32,16 @@ def left(law: Lengths, generated, earlier=None, limit: float = 8192.0) -> np.nda
 def test_the_law_given_the_length_so_far_is_that_of_the_longer_responses(generated):
     tokens = drawn(200_000)
     longer = tokens[tokens > generated] - generated
-    np.testing.assert_allclose(left(law_of(tokens), generated)[0], np.quantile(longer, CHANCES), rtol=0.05, atol=2)
+    np.testing.assert_allclose(
+        left(law_of(tokens), generated)[0], np.quantile(longer, CHANCES), rtol=0.05, atol=2
+    )
 
 
 def test_a_response_that_was_cut_off_says_only_that_it_is_longer():
     tokens = drawn(100_000)
-    limits = np.random.default_rng(1).integers(100, 4000, len(tokens))  # beyond the last outcome: none is a guess
+    limits = np.random.default_rng(1).integers(
+        100, 4000, len(tokens)
+    )  # beyond the last outcome: none is a guess
     seen = law_of(np.minimum(tokens, limits), tokens <= limits)
     np.testing.assert_allclose(left(seen, 0)[0], np.quantile(tokens, CHANCES), rtol=0.06)
     naive = law_of(np.minimum(tokens, limits))
@@ -59,7 +67,9 @@ def test_without_evidence_there_is_a_prior():
 
 def test_earlier_roll_outs_sharpen_the_law():
     """One roll-out with the noise that the law supposes: the posterior by brute force, sampled."""
-    law, tokens, luck = law_of(drawn(100_000)), drawn(400_000, 2), np.random.default_rng(3)
+    law = law_of(drawn(100_000))
+    tokens = drawn(400_000, 2)
+    luck = np.random.default_rng(3)
     noisy = tokens * luck.lognormal(0, lengths.SPREAD, len(tokens))
     for told, generated in ((60.0, 0), (60.0, 50), (900.0, 0), (900.0, 600)):
         alike = tokens[(np.abs(np.log(noisy / told)) < 0.05) & (tokens > generated)] - generated
@@ -74,7 +84,8 @@ def test_a_sample_that_outlives_its_siblings_follows_the_law():
 
 
 def test_samples_are_predicted_one_by_one():
-    law, generated = law_of(drawn(5000)), np.array([0.0, 10.0, 300.0])
+    law = law_of(drawn(5000))
+    generated = np.array([0.0, 10.0, 300.0])
     earlier = [np.array([50.0, 70.0]), np.array([60.0]), np.array([400.0])]
     together = left(law, generated, earlier)
     for one in range(3):
@@ -82,17 +93,26 @@ def test_samples_are_predicted_one_by_one():
 
 
 def test_samples_may_share_a_law_and_differ_in_limits():
-    curves = np.stack([lengths.survival(law_of(drawn(5000).clip(max=most))) for most in (100, 4000)])
-    which, generated, limit = np.array([1, 0, 1]), np.array([0.0, 50.0, 50.0]), np.array([4000, 4000, 120])
+    curves = np.stack(
+        [lengths.survival(law_of(drawn(5000).clip(max=most))) for most in (100, 4000)]
+    )
+    which = np.array([1, 0, 1])
+    generated = np.array([0.0, 50.0, 50.0])
+    limit = np.array([4000, 4000, 120])
     together = lengths.remaining(curves, which, generated, limit)
     for one in range(3):
-        alone = lengths.remaining(curves[which[[one]]], np.zeros(1, int), generated[[one]], limit[one])
+        alone = lengths.remaining(
+            curves[which[[one]]], np.zeros(1, int), generated[[one]], limit[one]
+        )
         np.testing.assert_allclose(together[one], alone[0])
 
 
 def test_old_evidence_fades_and_a_checkpoint_keeps_the_law():
-    old, new = law_of(drawn(1000).clip(max=200)), np.full(1000, 1500.0)
-    kept, faded = (lengths.observe(law, new, np.ones(1000, bool)) for law in (old, lengths.faded(old, 0.1)))
+    old = law_of(drawn(1000).clip(max=200))
+    new = np.full(1000, 1500.0)
+    kept, faded = (
+        lengths.observe(law, new, np.ones(1000, bool)) for law in (old, lengths.faded(old, 0.1))
+    )
     assert left(faded, 0)[0, 1] > left(kept, 0)[0, 1]
     again = lengths.restore(lengths.state(faded))
     np.testing.assert_array_equal(left(again, [0, 100]), left(faded, [0, 100]))

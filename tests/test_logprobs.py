@@ -19,7 +19,8 @@ from rlhf_jax.types import Rollout
 def naive_attention(query, key, value):
     """Full [Q, Q] weights, heads repeated."""
     repeats = query.shape[2] // key.shape[2]
-    key, value = jnp.repeat(key, repeats, axis=2), jnp.repeat(value, repeats, axis=2)
+    key = jnp.repeat(key, repeats, axis=2)
+    value = jnp.repeat(value, repeats, axis=2)
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * query.shape[-1] ** -0.5
     scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), value)
@@ -37,10 +38,13 @@ def test_blockwise_attention_is_naive_attention(count):
 
     def both(attend):
         weigh = jnp.cos(jnp.arange(count, dtype=jnp.float32))[None, :, None, None]
-        value_and_grad = jax.value_and_grad(lambda *args: (attend(*args) * weigh).sum(), argnums=(0, 1, 2))
+        value_and_grad = jax.value_and_grad(
+            lambda *args: (attend(*args) * weigh).sum(), argnums=(0, 1, 2)
+        )
         return attend(*inputs), value_and_grad(*inputs)[1]
 
-    got, want = both(lambda *args: attention.causal(*args)[0]), both(naive_attention)
+    got = both(lambda *args: attention.causal(*args)[0])
+    want = both(naive_attention)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, want)
 
 
@@ -57,16 +61,24 @@ def test_attention_partitions_over_a_mesh_without_communication():
     split = [jax.device_put(part, sharding) for part in inputs]
     attend = jax.jit(attention.partitioned(attention.causal, mesh, "data", "tensor"))
     text = str(attend.lower(*split).compile().as_text())
-    assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+    assert not any(
+        word in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+    )
     np.testing.assert_allclose(attend(*split)[0], naive_attention(*inputs), atol=2e-5)
 
 
 @pytest.mark.parametrize("count", [48, 700])
-@pytest.mark.parametrize("platform, marker", [("tpu", "tpu_custom_call"), ("cuda", "cudnn"), ("cpu", "dot_general")])
-def test_half_precision_attention_lowers_to_the_platforms_kernel(count, platform, marker, monkeypatch):
+@pytest.mark.parametrize(
+    "platform, marker", [("tpu", "tpu_custom_call"), ("cuda", "cudnn"), ("cpu", "dot_general")]
+)
+def test_half_precision_attention_lowers_to_the_platforms_kernel(
+    count, platform, marker, monkeypatch
+):
     from jax._src.cudnn import fused_attention_stablehlo
 
-    if platform == "cuda":  # the primitive asks for the library, and nothing else, when it is traced
+    if (
+        platform == "cuda"
+    ):  # the primitive asks for the library, and nothing else, when it is traced
         library = types.SimpleNamespace(cudnn_get_version=lambda: 91000)
         monkeypatch.setattr(fused_attention_stablehlo, "cuda_versions", library)
         monkeypatch.setattr(attention, "_has_cudnn", lambda: True)
@@ -85,12 +97,18 @@ def random_rollout(config, rows=4, slots=24, seed=0, top_k=None) -> Rollout:
     """Rows of several lengths, prompts of 3 to 6 tokens; supports hold the token itself."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, config.vocab_size, (rows, slots)).astype(np.int32)
-    prompt, length = rng.integers(3, 7, rows), rng.integers(10, slots + 1, rows)
+    prompt = rng.integers(3, 7, rows)
+    length = rng.integers(10, slots + 1, rows)
     at = np.arange(slots)[None, :]
     mask = (at >= prompt[:, None]) & (at < length[:, None])
     support = None
     if top_k is not None:
-        support = np.stack([[rng.permutation(config.vocab_size)[:top_k] for _ in range(slots)] for _ in range(rows)])
+        support = np.stack(
+            [
+                [rng.permutation(config.vocab_size)[:top_k] for _ in range(slots)]
+                for _ in range(rows)
+            ]
+        )
         support[..., -2:] = -1
         support[..., 0] = tokens
         support = np.where(mask[..., None], support, -1).astype(np.int32)
@@ -106,9 +124,13 @@ def random_rollout(config, rows=4, slots=24, seed=0, top_k=None) -> Rollout:
 
 def naive_logprobs(model, tokens, temperature, support=None):
     """A whole softmax, token by token, in float64."""
-    tokens, support = np.asarray(tokens), None if support is None else np.asarray(support)
+    tokens = np.asarray(tokens)
+    support = None if support is None else np.asarray(support)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    scores = np.asarray(logits(model, forward(model, jnp.asarray(tokens), positions)[0]), np.float64) / temperature
+    scores = (
+        np.asarray(logits(model, forward(model, jnp.asarray(tokens), positions)[0]), np.float64)
+        / temperature
+    )
     out = np.zeros(tokens.shape)
     for b in range(tokens.shape[0]):
         for t in range(1, tokens.shape[1]):
@@ -125,7 +147,9 @@ def naive_logprobs(model, tokens, temperature, support=None):
 def test_logprobs_are_the_whole_softmax(tiny, temperature, top_k, chunk):
     model = init(jax.random.key(0), tiny)
     rollout = random_rollout(tiny, top_k=top_k)
-    got = token_logprobs(model, rollout.tokens, temperature=temperature, support=rollout.support, chunk=chunk)
+    got = token_logprobs(
+        model, rollout.tokens, temperature=temperature, support=rollout.support, chunk=chunk
+    )
     want = naive_logprobs(model, rollout.tokens, temperature, rollout.support)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, atol=2e-5)
@@ -157,7 +181,8 @@ def test_gradient_is_the_whole_softmaxs(tiny):
         law = picked[..., 0] - jax.nn.logsumexp(picked, axis=-1)
         return jnp.where(rollout.mask[:, 1:], law * weigh[:, 1:], 0.0).sum()
 
-    got, want = jax.grad(chunked)(model), jax.grad(whole)(model)
+    got = jax.grad(chunked)(model)
+    want = jax.grad(whole)(model)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), got, want)
 
 
@@ -176,8 +201,10 @@ def test_unwanted_tokens_are_zero_and_change_nothing(tiny):
 @pytest.mark.parametrize("top_k", [None, 6])
 def test_entropy_is_the_sampled_laws(tiny, top_k):
     """And asking for it leaves the log-probabilities as they are."""
-    model, rollout = init(jax.random.key(0), tiny), random_rollout(tiny, top_k=top_k)
-    tokens, mask = rollout.tokens, np.asarray(rollout.mask)
+    model = init(jax.random.key(0), tiny)
+    rollout = random_rollout(tiny, top_k=top_k)
+    tokens = rollout.tokens
+    mask = np.asarray(rollout.mask)
     support = None if rollout.support is None else np.asarray(rollout.support)
     options = {"temperature": 0.7, "mask": rollout.mask, "support": rollout.support, "chunk": 20}
     logprobs, got = token_law(model, tokens, entropy=True, **options)
@@ -228,7 +255,9 @@ def test_no_program_holds_the_logits_of_all_tokens(tiny):
 def test_scores_do_not_depend_on_how_many_rows_go_together(tiny):
     model = init(jax.random.key(0), tiny)
     rollout = random_rollout(tiny, rows=6, top_k=6)
-    want = token_logprobs(model, rollout.tokens, temperature=0.7, mask=rollout.mask, support=rollout.support)
+    want = token_logprobs(
+        model, rollout.tokens, temperature=0.7, mask=rollout.mask, support=rollout.support
+    )
     for rows in (1, 2, 6):
         got = score_rollout(model, rollout, temperature=0.7, rows=rows)
         np.testing.assert_allclose(got, want, atol=1e-5)
@@ -244,11 +273,13 @@ def test_bad_scoring_requests_are_refused(tiny):
 
 def test_mismatch_is_zero_for_equal_laws_and_positive_otherwise(tiny):
     rng = np.random.default_rng(0)
-    sampled, mask = (
-        rng.normal(size=(2, 5)).astype(np.float32),
-        np.array([[0, 1, 1, 0, 0], [0, 0, 1, 1, 1]], bool),
-    )
-    assert mismatch(sampled, sampled, mask) == {"mismatch/kl": 0.0, "mismatch/mean": 0.0, "mismatch/max": 0.0}
+    sampled = rng.normal(size=(2, 5)).astype(np.float32)
+    mask = np.array([[0, 1, 1, 0, 0], [0, 0, 1, 1, 1]], bool)
+    assert mismatch(sampled, sampled, mask) == {
+        "mismatch/kl": 0.0,
+        "mismatch/mean": 0.0,
+        "mismatch/max": 0.0,
+    }
     got = mismatch(sampled, sampled + np.float32(0.1), mask)
     assert got["mismatch/mean"] == pytest.approx(0.1, rel=1e-5) == got["mismatch/max"]
     assert got["mismatch/kl"] == pytest.approx(np.exp(0.1) - 1.1, rel=1e-4)

@@ -1,4 +1,6 @@
-"""Streamed log-probabilities, entropies and their gradients against the plain formula in float64, and on TPUs."""
+"""Streamed log-probabilities, entropies and their gradients against the plain formula in float64,
+and on TPUs.
+"""
 
 import functools
 
@@ -28,10 +30,14 @@ LIMITS = {jnp.dtype(jnp.float32): 1e-5, jnp.dtype(jnp.bfloat16): 1e-2}  # of the
 
 
 def problem(rows, width, vocab, tied, dtype, head_dtype=None):
-    """Hidden, head, targets (the first and the last token among them) and weights of both outputs."""
+    """Hidden, head, targets (the first and the last token among them) and weights of both
+    outputs.
+    """
     random = np.random.default_rng(rows)
     hidden = jnp.asarray(random.normal(size=(rows, width)), dtype)
-    head = jnp.asarray(3 * width**-0.5 * random.normal(size=(vocab, width) if tied else (width, vocab)), dtype)
+    head = jnp.asarray(
+        3 * width**-0.5 * random.normal(size=(vocab, width) if tied else (width, vocab)), dtype
+    )
     targets = random.integers(0, vocab, rows)
     targets[:2] = vocab - 1, 0
     weights = random.normal(size=(2, rows))
@@ -48,21 +54,30 @@ def value_and_gradients(law, hidden, head, targets, weights, tied):
         return sum((weight * part).sum() for weight, part in zip(weights, out, strict=True)), out
 
     with jax.default_matmul_precision("highest"):
-        (_, out), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(hidden, head)
+        (_, out), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(
+            hidden, head
+        )
     return (*out, *gradients)
 
 
 def plain(hidden, head, targets, weights, tied):
-    """The same by the formula, in numpy's float64: p = softmax, d log p = onehot - p, dH = -p (log p + H)."""
-    hidden, head = np.asarray(hidden, np.float64), np.asarray(head, np.float64)
+    """The same by the formula, in numpy's float64: p = softmax, d log p = onehot - p, dH = -p (log
+    p + H).
+    """
+    hidden = np.asarray(hidden, np.float64)
+    head = np.asarray(head, np.float64)
     head = head.T if tied else head
     scores = hidden @ head / TEMPERATURE
     log_p = scores - scores.max(axis=1, keepdims=True)
     log_p -= np.log(np.exp(log_p).sum(axis=1, keepdims=True))
-    p, onehot = np.exp(log_p), np.eye(head.shape[1])[np.asarray(targets)]
+    p = np.exp(log_p)
+    onehot = np.eye(head.shape[1])[np.asarray(targets)]
     entropy = -(p * log_p).sum(axis=1)
-    d_scores = weights[0][:, None] * (onehot - p) - weights[1][:, None] * p * (log_p + entropy[:, None])
-    d_hidden, d_head = d_scores @ head.T / TEMPERATURE, hidden.T @ d_scores / TEMPERATURE
+    d_scores = weights[0][:, None] * (onehot - p) - weights[1][:, None] * p * (
+        log_p + entropy[:, None]
+    )
+    d_hidden = d_scores @ head.T / TEMPERATURE
+    d_head = hidden.T @ d_scores / TEMPERATURE
     return (log_p * onehot).sum(axis=1), entropy, d_hidden, d_head.T if tied else d_head
 
 
@@ -79,7 +94,9 @@ def assert_is_plain(law, hidden, head, targets, weights, tied):
 HEADS = sorted({(of.width, of.vocab, of.tied) for of in map(reduced, SHAPES.values())})
 
 
-@pytest.mark.parametrize("law, dtype", each_by_type(IMPLEMENTATIONS, float32_marks=pytest.mark.slow))
+@pytest.mark.parametrize(
+    "law, dtype", each_by_type(IMPLEMENTATIONS, float32_marks=pytest.mark.slow)
+)
 @pytest.mark.parametrize("width, vocab, tied", HEADS)
 def test_is_the_plain_formula_at_every_shape(law, width, vocab, tied, dtype):
     assert_is_plain(law, *problem(20, width, vocab, tied, dtype), tied)
@@ -95,7 +112,9 @@ def test_sizes_that_are_no_multiple(law, rows, width, vocab, tied, dtype):
 @pytest.mark.parametrize("law", each({name: IMPLEMENTATIONS[name] for name in ("tpu", "gpu")}))
 @pytest.mark.parametrize("tied", [False, True])
 def test_many_passes_and_a_float32_head(law, tied, monkeypatch):
-    """Blocks of rows, slices of the vocabulary and what they leave: the head's gradient stays float32, over all."""
+    """Blocks of rows, slices of the vocabulary and what they leave: the head's gradient stays
+    float32, over all.
+    """
     monkeypatch.setattr(tpu, "BLOCK_BYTES", 4 * 128 * 16)
     monkeypatch.setattr(gpu, "SLICE_BYTES", 2 * 20 * 256)
     inputs = problem(20, 128, 600, tied, jnp.bfloat16, head_dtype=jnp.float32)
@@ -107,10 +126,16 @@ def test_many_passes_and_a_float32_head(law, tied, monkeypatch):
 
 @pytest.mark.parametrize(
     "vocab, tied",
-    [(1032, False), pytest.param(1032, True, marks=pytest.mark.slow), pytest.param(99, True, marks=pytest.mark.slow)],
+    [
+        (1032, False),
+        pytest.param(1032, True, marks=pytest.mark.slow),
+        pytest.param(99, True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_vocabulary_over_devices_changes_nothing(vocab, tied):
-    """Of four devices in a row each has 258 tokens, more than two tiles' lanes, or all 99; rows lie over two."""
+    """Of four devices in a row each has 258 tokens, more than two tiles' lanes, or all 99; rows lie
+    over two.
+    """
     mesh = meshes.make_mesh(2, 1, 4, jax.devices()[:8])
     inputs = problem(12, 128, vocab, tied, jnp.float32)
     got = value_and_gradients(laid.law(INTERPRETED, mesh), *inputs, tied)
@@ -123,7 +148,8 @@ def test_a_vocabulary_over_devices_changes_nothing(vocab, tied):
 
 def test_sums_of_parts_are_those_of_the_whole():
     """Three parts of scores, of which one has all but nothing of the probability."""
-    scores, targets = np.random.default_rng(0).normal(size=(3, 7, 50)) * 3, np.arange(7) * 20
+    scores = np.random.default_rng(0).normal(size=(3, 7, 50)) * 3
+    targets = np.arange(7) * 20
     scores[1] -= 1e4
 
     def sums(scores, target):
@@ -134,7 +160,9 @@ def test_sums_of_parts_are_those_of_the_whole():
 
     parts = [sums(part, targets - 50 * at) for at, part in enumerate(scores)]
     stacked = Sums(*(jnp.asarray(np.stack(leaf), jnp.float32) for leaf in zip(*parts, strict=True)))
-    whole = jax.vmap(functools.partial(combine, axis_name="part"), out_axes=None, axis_name="part")(stacked)
+    whole = jax.vmap(functools.partial(combine, axis_name="part"), out_axes=None, axis_name="part")(
+        stacked
+    )
     for ours, want in zip(whole, sums(np.concatenate(scores, axis=1), targets), strict=True):
         np.testing.assert_allclose(ours, want, rtol=1e-5, atol=1e-5)
 
@@ -145,12 +173,18 @@ ROWS = 4096
 
 
 def temporary_bytes(law, chip, shape, gradients):
-    """What the compiler allocates beside arguments and results, for bfloat16 hidden and a float32 head."""
+    """What the compiler allocates beside arguments and results, for bfloat16 hidden and a float32
+    head.
+    """
     head = (shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab)
     kinds = (((ROWS, shape.width), jnp.bfloat16), (head, jnp.float32), ((ROWS,), jnp.int32))
     inputs = [jax.ShapeDtypeStruct(*kind, sharding=one(chip)) for kind in kinds]
     of = functools.partial(law, temperature=TEMPERATURE, tied=shape.tied)
-    run = jax.grad(lambda *args: sum(part.sum() for part in of(*args)), argnums=(0, 1)) if gradients else of
+    run = (
+        jax.grad(lambda *args: sum(part.sum() for part in of(*args)), argnums=(0, 1))
+        if gradients
+        else of
+    )
     memory = jax.jit(run).lower(*inputs).compile().memory_analysis()
     assert memory is not None
     return memory.temp_size_in_bytes
@@ -165,8 +199,12 @@ OTHER_CHIPS = [(chip, name) for chip in ("v5p", "v6e") for name in SHAPES]
 @pytest.mark.parametrize("chip, name", [*(("v5e", name) for name in SHAPES), *OTHER_CHIPS])
 def test_a_tpu_holds_no_logits(chip, name, gradients, uncached):
     shape = SHAPES[name]
-    size, logits = temporary_bytes(tpu.law, chip, shape, gradients), 4 * ROWS * shape.vocab
-    print(f"{name} on {chip}, gradients {gradients}: {size / 1e6:.1f} MB temporary; logits are {logits / 1e6:.1f} MB")
+    size = temporary_bytes(tpu.law, chip, shape, gradients)
+    logits = 4 * ROWS * shape.vocab
+    print(
+        f"{name} on {chip}, gradients {gradients}: {size / 1e6:.1f} MB temporary; logits are"
+        f" {logits / 1e6:.1f} MB"
+    )
     assert size < logits / 8
 
 
@@ -174,6 +212,12 @@ def test_a_tpu_holds_no_logits(chip, name, gradients, uncached):
 @needs_libtpu
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
 def test_the_reference_needs_more_memory(gradients, uncached):
-    kernel, plain = (temporary_bytes(law, "v5p", SHAPES["llama3_8b"], gradients) for law in (tpu.law, reference.law))
-    print(f"gradients {gradients}: {kernel / 1e6:.1f} MB with the kernel, {plain / 1e6:.1f} MB with the reference")
+    kernel, plain = (
+        temporary_bytes(law, "v5p", SHAPES["llama3_8b"], gradients)
+        for law in (tpu.law, reference.law)
+    )
+    print(
+        f"gradients {gradients}: {kernel / 1e6:.1f} MB with the kernel, {plain / 1e6:.1f} MB with"
+        " the reference"
+    )
     assert plain - kernel > 4 * reference.CHUNK * SHAPES["llama3_8b"].vocab

@@ -1,4 +1,6 @@
-"""Losses of policy and critic against plain Python loops in float64, and against rlax and finite differences."""
+"""Losses of policy and critic against plain Python loops in float64, and against rlax and finite
+differences.
+"""
 
 import dataclasses
 import math
@@ -23,7 +25,9 @@ from rlhf_jax.types import Experience, Rollout
 
 
 def default_loss(logprobs, entropy, batch):
-    return summed_policy_loss(logprobs, entropy, batch, clip_low=0.2, clip_high=0.2, kl=KL["k3"], entropy_weight=0.1)
+    return summed_policy_loss(
+        logprobs, entropy, batch, clip_low=0.2, clip_high=0.2, kl=KL["k3"], entropy_weight=0.1
+    )
 
 
 def random_batch(seed=0, rows=3, slots=9, kl_weight=0.1, aggregate="token_mean") -> MicroBatch:
@@ -41,9 +45,17 @@ def random_batch(seed=0, rows=3, slots=9, kl_weight=0.1, aggregate="token_mean")
         length=jnp.full(rows, slots, jnp.int32),
         sample_id=jnp.arange(rows, dtype=jnp.uint32),
     )
-    old, reference = -2.0 + normal(0.5), -2.0 + normal(0.5)
+    old = -2.0 + normal(0.5)
+    reference = -2.0 + normal(0.5)
     experience = Experience(
-        rollout, jnp.asarray(mask), old, reference, jnp.zeros(rows), normal(1.0), normal(1.0), normal(1.0)
+        rollout,
+        jnp.asarray(mask),
+        old,
+        reference,
+        jnp.zeros(rows),
+        normal(1.0),
+        normal(1.0),
+        normal(1.0),
     )
     weights = jnp.asarray(AGGREGATES[aggregate](mask, 7))
     return MicroBatch(experience, weights, jnp.float32(mask.sum()), jnp.float32(kl_weight))
@@ -64,7 +76,10 @@ def looped_weights(mask, kind):
         "sequence_mean": [1 / tokens / len(used) if tokens else 0 for tokens in rows],
         "constant": [1 / (7 * len(used))] * len(rows),
     }
-    return [[weight if real else 0.0 for real in row] for weight, row in zip(by_row[kind], mask, strict=True)]
+    return [
+        [weight if real else 0.0 for real in row]
+        for weight, row in zip(by_row[kind], mask, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("kind", AGGREGATES)
@@ -82,10 +97,14 @@ def test_weights_are_the_loops(kind):
 def looped_loss(logprobs, entropy, batch: MicroBatch, low, high, kl, entropy_weight):
     """Token by token: PPO's loss, the estimate, the entropy, and the means."""
     experience = batch.experience
-    mask, weights = np.asarray(experience.mask), np.asarray(batch.weights, float)
-    old, reference = np.asarray(experience.logprobs, float), np.asarray(experience.reference_logprobs, float)
-    advantages, logprobs = np.asarray(experience.advantages, float), np.asarray(logprobs, float)
-    loss, rows = 0.0, []
+    mask = np.asarray(experience.mask)
+    weights = np.asarray(batch.weights, float)
+    old = np.asarray(experience.logprobs, float)
+    reference = np.asarray(experience.reference_logprobs, float)
+    advantages = np.asarray(experience.advantages, float)
+    logprobs = np.asarray(logprobs, float)
+    loss = 0.0
+    rows = []
     for b, t in zip(*np.nonzero(mask), strict=True):
         ratio = math.exp(logprobs[b, t] - old[b, t])
         bounded = min(max(ratio, 1 - low), 1 + high)
@@ -93,16 +112,38 @@ def looped_loss(logprobs, entropy, batch: MicroBatch, low, high, kl, entropy_wei
         d = reference[b, t] - logprobs[b, t]
         k3 = math.exp(d) - d - 1
         price = {"k2": d * d / 2, "k3": k3}[kl]
-        loss += weights[b, t] * (policy + float(batch.kl_weight) * price - entropy_weight * float(entropy[b, t]))
-        rows.append((policy, k3, ratio - 1 - math.log(ratio), ratio, ratio != bounded, -logprobs[b, t], entropy[b, t]))
-    names = "loss/policy", "kl/mean", "kl/old", "ratio/mean", "ratio/clipped", "entropy/estimate", "entropy/mean"
+        loss += weights[b, t] * (
+            policy + float(batch.kl_weight) * price - entropy_weight * float(entropy[b, t])
+        )
+        rows.append(
+            (
+                policy,
+                k3,
+                ratio - 1 - math.log(ratio),
+                ratio,
+                ratio != bounded,
+                -logprobs[b, t],
+                entropy[b, t],
+            )
+        )
+    names = (
+        "loss/policy",
+        "kl/mean",
+        "kl/old",
+        "ratio/mean",
+        "ratio/clipped",
+        "entropy/estimate",
+        "entropy/mean",
+    )
     metrics = dict(zip(names, np.mean(rows, axis=0), strict=True))
     return loss, metrics | {"ratio/max": max(row[3] for row in rows)}
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("low, high", [(0.2, 0.2), (0.1, 0.3)])
-@pytest.mark.parametrize("kl, aggregate", [("k3", "token_mean"), ("k2", "sequence_mean"), ("k3", "constant")])
+@pytest.mark.parametrize(
+    "kl, aggregate", [("k3", "token_mean"), ("k2", "sequence_mean"), ("k3", "constant")]
+)
 def test_the_policys_loss_is_the_loops(seed, low, high, kl, aggregate):
     batch = random_batch(seed, aggregate=aggregate)
     logprobs = moved(batch, seed)
@@ -119,8 +160,10 @@ def test_the_policys_loss_is_the_loops(seed, low, high, kl, aggregate):
 
 def test_the_clip_bounds_what_a_ratio_can_gain():
     """By hand: ratios e^0.5 and e^-0.5, clip 0.2, both signs of the advantage."""
-    old, mask = jnp.zeros((1, 4)), jnp.ones((1, 4), bool)
-    logprobs, advantages = jnp.asarray([[0.5, 0.5, -0.5, -0.5]]), jnp.asarray([[1.0, -1.0, 1.0, -1.0]])
+    old = jnp.zeros((1, 4))
+    mask = jnp.ones((1, 4), bool)
+    logprobs = jnp.asarray([[0.5, 0.5, -0.5, -0.5]])
+    advantages = jnp.asarray([[1.0, -1.0, 1.0, -1.0]])
     got = policy_loss(logprobs, old, advantages, mask, 0.2, 0.2)
     np.testing.assert_allclose(got, [[-1.2, math.exp(0.5), -math.exp(-0.5), 0.8]], rtol=1e-6)
 
@@ -130,8 +173,10 @@ def test_the_clipped_loss_is_rlaxs():
     import rlax
 
     batch = random_batch()
-    experience, logprobs = batch.experience, moved(batch)
-    mask, advantages = experience.mask, experience.advantages
+    experience = batch.experience
+    logprobs = moved(batch)
+    mask = experience.mask
+    advantages = experience.advantages
     ratios = jnp.exp(logprobs - experience.logprobs)
     want = rlax.clipped_surrogate_pg_loss(ratios[mask], advantages[mask], 0.2)
     losses = policy_loss(logprobs, experience.logprobs, advantages, mask, 0.2, 0.2)
@@ -140,23 +185,32 @@ def test_the_clipped_loss_is_rlaxs():
 
 def test_the_critics_loss_is_the_loops():
     batch = random_batch(aggregate="sequence_mean")
-    experience, values = batch.experience, moved(batch)
-    before, returns = np.asarray(experience.values), np.asarray(experience.returns)
+    experience = batch.experience
+    values = moved(batch)
+    before = np.asarray(experience.values)
+    returns = np.asarray(experience.returns)
     loss, metrics = summed_value_loss(values, batch, clip=0.2)
-    want, rows = 0.0, []
+    want = 0.0
+    rows = []
     for b, t in zip(*np.nonzero(np.asarray(experience.mask)), strict=True):
-        value, old, goal = float(values[b, t]), float(before[b, t]), float(returns[b, t])
+        value = float(values[b, t])
+        old = float(before[b, t])
+        goal = float(returns[b, t])
         near = min(max(value, old - 0.2), old + 0.2)
         rows.append((0.5 * max((value - goal) ** 2, (near - goal) ** 2), value, near != value))
         want += float(batch.weights[b, t]) * rows[-1][0]
     assert float(loss) == pytest.approx(want, rel=1e-5)
-    for name, value in zip(("loss/value", "critic/mean", "critic/clipped"), np.mean(rows, axis=0), strict=True):
+    for name, value in zip(
+        ("loss/value", "critic/mean", "critic/clipped"), np.mean(rows, axis=0), strict=True
+    ):
         assert float(metrics[name]) == pytest.approx(value, rel=1e-5), name
 
 
 def test_a_clipped_value_gains_nothing_by_moving_on():
     """By hand: towards the return the gradient ends at the clip, away from it it does not."""
-    mask, old, returns = jnp.ones((1, 3), bool), jnp.zeros((1, 3)), jnp.asarray([[1.0, 1.0, 1.0]])
+    mask = jnp.ones((1, 3), bool)
+    old = jnp.zeros((1, 3))
+    returns = jnp.asarray([[1.0, 1.0, 1.0]])
     values = jnp.asarray([[0.1, 0.5, -0.5]])
     got = jax.grad(lambda v: value_loss(v, old, returns, mask, 0.2).sum())(values)
     np.testing.assert_allclose(got, [[-0.9, 0.0, -1.5]], rtol=1e-6)
@@ -165,14 +219,17 @@ def test_a_clipped_value_gains_nothing_by_moving_on():
 @pytest.mark.parametrize("name", ["policy", "value"])
 def test_gradients_are_the_finite_differences(name):
     batch = random_batch(4)
-    at, entropy = moved(batch, 5), jnp.zeros((3, 9))
+    at = moved(batch, 5)
+    entropy = jnp.zeros((3, 9))
 
     def loss(x):
         if name == "value":
             return summed_value_loss(x, batch, clip=0.2)[0]
         return default_loss(x, entropy + x * x, batch)[0]
 
-    got, value, step = jax.grad(loss)(at), jax.jit(loss), 1e-3
+    got = jax.grad(loss)(at)
+    value = jax.jit(loss)
+    step = 1e-3
     want = np.zeros(at.shape)
     for b, t in np.ndindex(*at.shape):
         high, low = (value(at.at[b, t].add(sign * step)) for sign in (1, -1))
@@ -198,17 +255,26 @@ def test_masked_tokens_never_count():
         returns=broken(batch.experience.returns, jnp.inf),
     )
     other = dataclasses.replace(batch, experience=experience)
-    old, values, entropy = batch.experience.logprobs, moved(batch), jnp.abs(moved(batch))
+    old = batch.experience.logprobs
+    values = moved(batch)
+    entropy = jnp.abs(moved(batch))
     pairs = [
-        (default_loss(old, entropy, batch), default_loss(broken(old, -jnp.inf), broken(entropy, jnp.nan), other)),
-        (summed_value_loss(values, batch, clip=0.2), summed_value_loss(broken(values, jnp.inf), other, clip=0.2)),
+        (
+            default_loss(old, entropy, batch),
+            default_loss(broken(old, -jnp.inf), broken(entropy, jnp.nan), other),
+        ),
+        (
+            summed_value_loss(values, batch, clip=0.2),
+            summed_value_loss(broken(values, jnp.inf), other, clip=0.2),
+        ),
     ]
     for want, got in pairs:
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_token_mean_adds_up_over_parts():
-    x, mask = jnp.arange(12, dtype=jnp.float32).reshape(4, 3), jnp.arange(12).reshape(4, 3) % 2 == 0
+    x = jnp.arange(12, dtype=jnp.float32).reshape(4, 3)
+    mask = jnp.arange(12).reshape(4, 3) % 2 == 0
     total = jnp.float32(6)
     parts = sum(float(token_mean(x[i : i + 2], mask[i : i + 2], total)) for i in (0, 2))
     assert parts == pytest.approx(float(token_mean(x, mask, total))) == pytest.approx(5.0)
@@ -216,10 +282,13 @@ def test_token_mean_adds_up_over_parts():
 
 def test_explained_variance_is_one_for_the_truth_and_zero_for_the_mean():
     rng = np.random.default_rng(6)
-    returns, mask = rng.normal(2.0, 1.0, (4, 5)).astype(np.float32), rng.random((4, 5)) < 0.7
+    returns = rng.normal(2.0, 1.0, (4, 5)).astype(np.float32)
+    mask = rng.random((4, 5)) < 0.7
     inside = returns[mask].mean()
     assert explained_variance(returns, returns, mask) == 1.0
-    assert explained_variance(np.where(mask, inside, np.nan), returns, mask) == pytest.approx(0.0, abs=1e-6)
+    assert explained_variance(np.where(mask, inside, np.nan), returns, mask) == pytest.approx(
+        0.0, abs=1e-6
+    )
     assert explained_variance(returns - 3, returns, mask) == pytest.approx(1.0)
     assert explained_variance(-returns, returns, mask) < 0
     assert explained_variance(returns, np.ones_like(returns), mask) == 0.0

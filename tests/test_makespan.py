@@ -1,4 +1,6 @@
-"""The simulator of a stage on many slices: bounds, laws that every policy keeps, and how far ours is ahead."""
+"""The simulator of a stage on many slices: bounds, laws that every policy keeps, and how far ours
+is ahead.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from rlhf_jax.reallocation.plan import Plan
 LENGTHS = "percentile,prompt_tokens,response_tokens\n1,1,4\n50,25,290\n90,491,700\n99.9,8288,1140\nmean,217.7,333.7\n"
 # Responses of ShareGPT's first turns, tokens by percentile.
 CHATS = {1: 4, 5: 23, 10: 51, 25: 149, 50: 291, 75: 454, 90: 699, 95: 815, 99: 960, 99.9: 1141}
-# Some milliseconds of Llama-3.1-8B and a 4-bit copy that drafts, on an A100-80GB with vLLM: from EfficientRollout
-# (Apache-2.0), sd_toggle/configs/sweep_a100_tp1_llama318binstruct.csv. By mode, draft length and context; of BATCHES.
+# Some milliseconds of Llama-3.1-8B and a 4-bit copy that drafts, on an A100-80GB with vLLM: from
+# EfficientRollout (Apache-2.0), sd_toggle/configs/sweep_a100_tp1_llama318binstruct.csv. By mode,
+# draft length and context; of BATCHES.
 BATCHES = 1, 4, 8, 16, 24, 32, 48, 64
 MEASURED = {
     ("target_decode", 0, 256): (10.23, 10.18, 10.24, 11.32, 12.49, 12.73, 14.44, 14.79),
@@ -50,7 +53,9 @@ def measured(folder: pathlib.Path, samples: int, prediction: str) -> dict:
     table = ["percentile,prompt_tokens,response_tokens", *percentiles, "mean,217.7,333.7"]
     (folder / "lengths.csv").write_text("\n".join(table))
     files = [f"--latency={folder / 'table.csv'}", f"--lengths={folder / 'lengths.csv'}"]
-    return makespan.document(makespan.arguments([*files, f"--samples={samples}", f"--prediction={prediction}"]))
+    return makespan.document(
+        makespan.arguments([*files, f"--samples={samples}", f"--prediction={prediction}"])
+    )
 
 
 @pytest.mark.parametrize("prediction", ["oracle", "noisy:0.5", "none"])
@@ -76,7 +81,8 @@ def test_lengths_follow_the_table(tmp_path):
 
 def test_a_machine_of_one_speed_takes_the_time_that_it_must():
     rates = np.concatenate([np.zeros((1, 40)), np.full((4, 40), 50.0)])
-    machine, total = drains.Machine(rates, 1e5, 1e10, 0.0), np.array([100.0, 200.0, 50.0, 400.0])
+    machine = drains.Machine(rates, 1e5, 1e10, 0.0)
+    total = np.array([100.0, 200.0, 50.0, 400.0])
     outcome = drains.run(machine, 2, total, 100.0, makespan.static(2, 4), 0.0)
     assert outcome.seconds == pytest.approx(8.0, abs=4 * drains.ROUND)
     assert outcome.busy == pytest.approx(4.0 + 8.0, abs=8 * drains.ROUND)
@@ -85,11 +91,17 @@ def test_a_machine_of_one_speed_takes_the_time_that_it_must():
 
 def test_a_move_stops_both_slices_for_as_long_as_its_bytes_take():
     rates = np.concatenate([np.zeros((1, 40)), np.full((4, 40), 50.0)])
-    machine = drains.Machine(rates, token_bytes=1e6, bandwidth=1e8, latency=0.5)  # 1.5 s for a prompt of 100 tokens
+    machine = drains.Machine(
+        rates, token_bytes=1e6, bandwidth=1e8, latency=0.5
+    )  # 1.5 s for a prompt of 100 tokens
 
     def swap(stage: drains.Stage) -> Plan:
         waits = (stage.place == drains.WAITS).any()
-        return Plan([(0, 0), (1, 0)], [(1, 1)], makespan.kept(stage)) if waits else Plan([], [], makespan.kept(stage))
+        return (
+            Plan([(0, 0), (1, 0)], [(1, 1)], makespan.kept(stage))
+            if waits
+            else Plan([], [], makespan.kept(stage))
+        )
 
     outcome = drains.run(machine, 2, np.array([100.0, 100.0]), 100.0, swap, 0.0)
     assert outcome.seconds == pytest.approx(2.0 + 1.5, abs=4 * drains.ROUND)
@@ -100,7 +112,14 @@ def test_a_policy_may_not_overfill_a_slice():
     rates = np.concatenate([np.zeros((1, 40)), np.full((1, 40), 50.0)])
     machine = drains.Machine(rates, 1e5, 1e10, 0.0)
     with pytest.raises(RuntimeError, match="more rows"):
-        drains.run(machine, 1, np.ones(2), 1.0, lambda stage: Plan([(0, 0), (1, 0)], [], makespan.kept(stage)), 0.0)
+        drains.run(
+            machine,
+            1,
+            np.ones(2),
+            1.0,
+            lambda stage: Plan([(0, 0), (1, 0)], [], makespan.kept(stage)),
+            0.0,
+        )
 
 
 def test_bad_input_is_told(tmp_path):
@@ -122,7 +141,9 @@ def test_the_bound_of_foresight_where_it_is_known(deadline, late):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("samples, gain, fused", [(32, 1.15, 1.15), (64, 1.25, 1.2), (128, 1.3, 1.02)])
+@pytest.mark.parametrize(
+    "samples, gain, fused", [(32, 1.15, 1.15), (64, 1.25, 1.2), (128, 1.3, 1.02)]
+)
 def test_known_lengths_gain_what_they_can(tmp_path, samples, gain, fused):
     found = measured(tmp_path, samples, "oracle")
     assert found["static_to_ours"] >= gain and found["ours_to_packing"] <= 1.08

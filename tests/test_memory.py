@@ -1,4 +1,6 @@
-"""Predicted memory equals what is allocated, where that can be told, and is enough for each config."""
+"""Predicted memory equals what is allocated, where that can be told, and is enough for each
+config.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ LLAMA_8B = ModelConfig(
     rope_theta=500_000.0,
     rope_scaling=RopeScaling("llama3", 8.0),
 )
-LLAMA_1B = dataclasses.replace(LLAMA_8B, width=2048, ffn_width=8192, num_layers=16, head_dim=64, tied=True)
+LLAMA_1B = dataclasses.replace(
+    LLAMA_8B, width=2048, ffn_width=8192, num_layers=16, head_dim=64, tied=True
+)
 REWARD_8B = dataclasses.replace(LLAMA_8B, scalar_head=True)
 QWEN_05B = ModelConfig(
     family="qwen2",
@@ -100,7 +104,8 @@ def load(name: str) -> configs.Config:
 
 def planned(name: str) -> list[memory.Part]:
     """A large config's plan in bfloat16."""
-    config, sizes = load(name), LARGE[name]
+    config = load(name)
+    sizes = LARGE[name]
     shape = mesh.sizes(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, sizes.devices)
     return memory.plan(config, sizes.models, shape, jnp.bfloat16)
 
@@ -117,7 +122,8 @@ def held(tree) -> int:
 @pytest.fixture
 def config():
     config = configs.default()
-    config.data.max_prompt_tokens, config.generation.max_new_tokens = 32, 32
+    config.data.max_prompt_tokens = 32
+    config.generation.max_new_tokens = 32
     return config
 
 
@@ -133,7 +139,8 @@ def test_weights_optimizer_and_caches_are_exact(tiny, config, shape):
     critic = mesh.reshard(critic, mesh.model_shardings(critic, devices, "training"))
     half = transformer.cast(model, jnp.bfloat16)
     copy = mesh.reshard(half, mesh.model_shardings(half, devices, "generation"))
-    config.generation.strategy, config.generation.history_tokens = "lookup-chain-4", 0
+    config.generation.strategy = "lookup-chain-4"
+    config.generation.history_tokens = 0
     parts = memory.plan(config, ModelConfigs(tiny, tiny, tiny), dict(devices.shape), jnp.bfloat16)
     slots = board.cache_slots(64, [tree.parse(config.generation.strategy)])
     state = rows.empty(tiny, tiny, 32, slots, 0, 0, jnp.bfloat16, devices)
@@ -141,8 +148,13 @@ def test_weights_optimizer_and_caches_are_exact(tiny, config, shape):
     assert found["policy, float32"] == held(policy)
     assert found["critic, float32"] == held(critic)
     optimizer = optax.adamw(1e-3)
-    moments = [held(optimizer.init(trained)) - 4 for trained in (policy, critic)]  # without the count
-    assert [found["policy's optimizer, two moments"], found["critic's optimizer, two moments"]] == moments
+    moments = [
+        held(optimizer.init(trained)) - 4 for trained in (policy, critic)
+    ]  # without the count
+    assert [
+        found["policy's optimizer, two moments"],
+        found["critic's optimizer, two moments"],
+    ] == moments
     assert found["policy, for generation"] == found["drafter"] == held(copy)
     assert found["key-value cache of the policy"] == held(dataclasses.replace(state, draft=None))
     assert found["key-value cache of the drafter"] == held(state.draft)
@@ -151,7 +163,13 @@ def test_weights_optimizer_and_caches_are_exact(tiny, config, shape):
 def test_parts_that_are_not_there_are_not_listed(tiny, config):
     config.kl.coefficient = 0.0
     names = by_name(memory.plan(config, ModelConfigs(tiny), ONE, jnp.float32))
-    others = {"reference", "reward models", "critic, float32", "drafter", "key-value cache of the drafter"}
+    others = {
+        "reference",
+        "reward models",
+        "critic, float32",
+        "drafter",
+        "key-value cache of the drafter",
+    }
     assert not others & names.keys()
 
 
@@ -171,7 +189,9 @@ def test_reward_models_are_always_there_and_add_up(tiny, config):
 
     def rewards(*models) -> int:
         parts = memory.plan(config, ModelConfigs(tiny, rewards=models), ONE, jnp.float32)
-        return next(part.bytes for part in parts if part.name == "reward models" and part.stage == "always")
+        return next(
+            part.bytes for part in parts if part.name == "reward models" and part.stage == "always"
+        )
 
     assert rewards(reward, reward) == 2 * rewards(reward)
 
@@ -184,13 +204,22 @@ def test_the_peak_is_what_is_always_there_and_the_larger_stage():
     assert memory.peak(parts) == ("training", 601)
     lines = memory.table(parts)
     assert lines[-1].endswith("in training")
-    assert [line.split()[-1] for line in lines[:5]] == ["a", "b", "c", "d", "e"]  # f is too small to matter
+    assert [line.split()[-1] for line in lines[:5]] == [
+        "a",
+        "b",
+        "c",
+        "d",
+        "e",
+    ]  # f is too small to matter
 
 
 def test_what_does_not_fit_says_what_to_change(config):
     config.generation.update(rows=1024, max_new_tokens=4096)
     parts = memory.plan(config, ModelConfigs(LLAMA_8B), ONE | dict(fsdp=8), jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"in generation and has 80.0 GB; .* key-value cache .* lower generation.rows"):
+    with pytest.raises(
+        ValueError,
+        match=r"in generation and has 80.0 GB; .* key-value cache .* lower generation.rows",
+    ):
         memory.check(parts, 80e9)
     memory.check(parts, 1e15)
 
@@ -227,7 +256,11 @@ def test_the_large_configs_are_valid_and_fit_their_devices(name, tmp_path):
 @pytest.mark.parametrize("name", LARGE)
 def test_the_figures_in_the_docstrings_are_the_predicted_ones(name):
     parts = planned(name)
-    sizes = {stage: memory.total(parts, stage) / memory.GIGA for stage in ("generation", "training")}
-    figures = f"{sizes['generation']:.1f} GB in generation and {sizes['training']:.1f} GB in training"
+    sizes = {
+        stage: memory.total(parts, stage) / memory.GIGA for stage in ("generation", "training")
+    }
+    figures = (
+        f"{sizes['generation']:.1f} GB in generation and {sizes['training']:.1f} GB in training"
+    )
     label = name.partition(":")[2]
     assert re.search(rf"^{label}.*\b{figures}\b", path_of(name).read_text(), re.MULTILINE)

@@ -1,4 +1,6 @@
-"""Menus: their figures, expected tokens against enumeration, and the best trees against brute force."""
+"""Menus: their figures, expected tokens against enumeration, and the best trees against brute
+force.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def random_rates(rng: np.random.Generator, shape: tuple[int, ...] = ()) -> np.nd
 
 def by_enumeration(strategy: Strategy, rates: np.ndarray) -> float:
     """Expected tokens of a round: 1 and the chance of each draft to be on the accepted path."""
-    ranks, depth, chance = trees.ranks(strategy), trees.depths(strategy), np.ones(len(strategy.parents) + 1)
+    ranks = trees.ranks(strategy)
+    depth = trees.depths(strategy)
+    chance = np.ones(len(strategy.parents) + 1)
     for node, parent in enumerate(strategy.parents, start=1):
         chance[node] = chance[parent + 1] * rates[min(depth[node], DEPTHS) - 1, ranks[node]]
     return chance.sum()
@@ -41,7 +45,9 @@ def every_tree(size: int) -> set[tuple[int, ...]]:
 def test_the_adaptive_menu_holds_plain_and_the_chains():
     menu = menus.parse("adaptive", ["lookup", "replay", "model"])
     names = {trees.name_of(one) for one in menu.strategies}
-    free = {f"{drafter}-chain-{k}" for drafter in ("lookup", "replay") for k in (*range(1, 9), 16, 32)}
+    free = {
+        f"{drafter}-chain-{k}" for drafter in ("lookup", "replay") for k in (*range(1, 9), 16, 32)
+    }
     assert menu.strategies[0] == trees.PLAIN
     packed = {f"replay-chain-8-packed-{nodes}" for nodes in (2, 3, 5)}
     assert names == {"plain"} | free | packed | {f"model-chain-{k}" for k in range(1, 9)}
@@ -56,12 +62,21 @@ def test_no_strategy_is_longer_than_the_limit():
 
 
 def test_a_menu_counts_what_a_round_feeds():
-    menu = menus.build(trees.parse(name) for name in ("plain", "lookup-chain-4", "model-chain-3", "model-tree-2x2"))
+    menu = menus.build(
+        trees.parse(name) for name in ("plain", "lookup-chain-4", "model-chain-3", "model-tree-2x2")
+    )
     np.testing.assert_array_equal(menu.nodes, [1, 5, 5, 9])
     np.testing.assert_array_equal(menu.calls.steps, [0, 0, 3, 2])
-    np.testing.assert_array_equal(menu.calls.fed, [0, 0, 3, 3])  # the root and the nodes that have children
+    np.testing.assert_array_equal(
+        menu.calls.fed, [0, 0, 3, 3]
+    )  # the root and the nodes that have children
     np.testing.assert_array_equal(menu.depth, [0, 4, 3, 2])
-    assert [menu.drafters[i] if i >= 0 else "none" for i in menu.drafter] == ["none", "lookup", "model", "model"]
+    assert [menu.drafters[i] if i >= 0 else "none" for i in menu.drafter] == [
+        "none",
+        "lookup",
+        "model",
+        "model",
+    ]
 
 
 def test_a_fixed_name_is_a_menu_of_one():
@@ -110,18 +125,27 @@ def test_trees_come_where_they_beat_chains_and_go_where_they_do_not():
     menu = menus.adaptive(["lookup", "replay", "model"])
     grown = menus.with_trees(menu, {"model": broad, "lookup": narrow, "replay": broad})
     found = [one for one in grown.strategies if not trees.is_chain(one)]
-    assert {(one.drafter, len(one.parents)) for one in found} == {("model", 4), ("model", 8), ("model", 16)}
+    assert {(one.drafter, len(one.parents)) for one in found} == {
+        ("model", 4),
+        ("model", 8),
+        ("model", 16),
+    }
     assert set(menus.with_trees(grown, {"model": narrow}).strategies) == set(menu.strategies)
 
 
 def test_a_tree_stays_while_no_other_is_clearly_better():
     rates = np.tile([0.4, 0.3, 0.2, 0.05], (DEPTHS, 1))
     grown = menus.with_trees(menus.adaptive(["model"]), {"model": rates})
-    assert menus.with_trees(grown, {"model": rates * [1.02, 0.98, 1.0, 1.0]}).strategies == grown.strategies
+    assert (
+        menus.with_trees(grown, {"model": rates * [1.02, 0.98, 1.0, 1.0]}).strategies
+        == grown.strategies
+    )
     other = menus.with_trees(grown, {"model": np.tile([0.7, 0.15, 0.01, 0.01], (DEPTHS, 1))})
     assert set(other.strategies) != set(grown.strategies)
 
 
-@pytest.mark.parametrize("name", ["plain", "replay-chain-8", "lookup-chain-1", "model-parents:-1,-1,0,0"])
+@pytest.mark.parametrize(
+    "name", ["plain", "replay-chain-8", "lookup-chain-1", "model-parents:-1,-1,0,0"]
+)
 def test_names_and_strategies_are_the_same(name):
     assert trees.name_of(trees.parse(name)) == name

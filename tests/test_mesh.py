@@ -33,7 +33,12 @@ def shard_shapes(tree, shardings):
 
 @pytest.mark.parametrize(
     ("wanted", "shape"),
-    [((1, -1, 1), (1, 8, 1)), ((2, -1, 2), (2, 2, 2)), ((-1, 4, 2), (1, 4, 2)), ((2, 4, 1), (2, 4, 1))],
+    [
+        ((1, -1, 1), (1, 8, 1)),
+        ((2, -1, 2), (2, 2, 2)),
+        ((-1, 4, 2), (1, 4, 2)),
+        ((2, 4, 1), (2, 4, 1)),
+    ],
 )
 def test_minus_one_takes_the_rest(wanted, shape):
     made = meshes.make_mesh(*wanted)
@@ -44,7 +49,9 @@ def test_a_mesh_may_use_some_of_the_devices():
     assert meshes.make_mesh(1, -1, 1, devices=jax.devices()[:2]).shape["fsdp"] == 2
 
 
-@pytest.mark.parametrize("wanted", [(3, -1, 1), (2, 2, 1), (16, 1, 1), (-1, -1, 1), (0, -1, 1), (-2, 1, 1)])
+@pytest.mark.parametrize(
+    "wanted", [(3, -1, 1), (2, 2, 1), (16, 1, 1), (-1, -1, 1), (0, -1, 1), (-2, 1, 1)]
+)
 def test_sizes_that_do_not_fit_are_refused_in_one_sentence(wanted):
     with pytest.raises(ValueError, match=r"^mesh slices=1, data=\S+, fsdp=\S+, tensor=.*\.$"):
         meshes.make_mesh(*wanted)
@@ -52,20 +59,30 @@ def test_sizes_that_do_not_fit_are_refused_in_one_sentence(wanted):
 
 def test_slices_split_the_width_in_training_and_repeat_the_weights_in_generation(model):
     mesh = meshes.make_mesh(1, 2, 2, slices=2)
-    assert shard_shapes(model, meshes.model_shardings(model, mesh, "training")).layers.down == (2, 32, 8)
+    assert shard_shapes(model, meshes.model_shardings(model, mesh, "training")).layers.down == (
+        2,
+        32,
+        8,
+    )
     repeated = meshes.reshard(model, meshes.model_shardings(model, mesh, "generation"))
     first, second = meshes.split(mesh)
     assert not set(first.devices.flat) & set(second.devices.flat)
     for part in (first, second):
         own = meshes.on_slice(repeated, part)
-        assert own.layers.down.sharding == meshes.model_shardings(own, part, "generation").layers.down
+        assert (
+            own.layers.down.sharding == meshes.model_shardings(own, part, "generation").layers.down
+        )
         held = {shard.data.unsafe_buffer_pointer() for shard in own.layers.down.addressable_shards}
-        assert held <= {shard.data.unsafe_buffer_pointer() for shard in repeated.layers.down.addressable_shards}
+        assert held <= {
+            shard.data.unsafe_buffer_pointer() for shard in repeated.layers.down.addressable_shards
+        }
         jax.tree.map(np.testing.assert_array_equal, own, model)
 
 
 def test_training_splits_width_over_fsdp_and_heads_over_tensor(model):
-    shapes = shard_shapes(model, meshes.model_shardings(model, meshes.make_mesh(2, 2, 2), "training"))
+    shapes = shard_shapes(
+        model, meshes.model_shardings(model, meshes.make_mesh(2, 2, 2), "training")
+    )
     assert shapes.embed == (160, 16)
     assert shapes.head == (16, 160)
     assert shapes.layers.query == (2, 16, 2, 8)
@@ -80,7 +97,9 @@ def test_training_splits_width_over_fsdp_and_heads_over_tensor(model):
 @pytest.mark.parametrize("stacked", [True, False])
 def test_generation_splits_over_tensor_only(model, stacked):
     model = model if stacked else transformer.unstack(model)
-    shapes = shard_shapes(model, meshes.model_shardings(model, meshes.make_mesh(2, 2, 2), "generation"))
+    shapes = shard_shapes(
+        model, meshes.model_shardings(model, meshes.make_mesh(2, 2, 2), "generation")
+    )
     layer = shapes.layers if stacked else shapes.layers[1]
     assert shapes.embed == (160, 32)
     assert layer.query[-3:] == (32, 2, 8)
@@ -111,7 +130,14 @@ def test_what_does_not_divide_stays_whole_and_is_listed(config):
     lines = meshes.unsplit(model, mesh, "training")
     assert ".layers.key: 3 is not divisible by tensor=2" in lines
     assert sorted(line.split(":")[0] for line in lines) == sorted(
-        [".embed", ".head", ".layers.key", ".layers.value", ".layers.key_bias", ".layers.value_bias"]
+        [
+            ".embed",
+            ".head",
+            ".layers.key",
+            ".layers.value",
+            ".layers.key_bias",
+            ".layers.value_bias",
+        ]
     )
 
 
@@ -178,7 +204,9 @@ def test_reshard_keeps_the_values_and_gives_up_the_source_when_donated(model):
 
 def test_a_donated_reshard_is_compiled_once(model, compilations):
     mesh = meshes.make_mesh(2, 2, 2)
-    training, generation = (meshes.model_shardings(model, mesh, role) for role in ("training", "generation"))
+    training, generation = (
+        meshes.model_shardings(model, mesh, role) for role in ("training", "generation")
+    )
 
     def there_and_back(model):
         return meshes.reshard(meshes.reshard(model, generation, donate=True), training, donate=True)

@@ -30,11 +30,24 @@ def screen(terminal=False, width=100):
 
 def test_writes_a_line_a_step_at_once(tmp_path):
     writer = metrics.Writer(tmp_path, first_step=1)
-    writer.write(row(1, **{"reward/mean": jnp.float32(0.25), "generation/tokens": np.int64(640), "eval/vader": 0.5}))
+    writer.write(
+        row(
+            1,
+            **{
+                "reward/mean": jnp.float32(0.25),
+                "generation/tokens": np.int64(640),
+                "eval/vader": 0.5,
+            },
+        )
+    )
     (line,) = read(tmp_path / "metrics.jsonl")  # before close: flushed
     writer.close()
     assert set(metrics.REQUIRED) <= set(line)
-    assert line["reward/mean"] == 0.25 and line["generation/tokens"] == 640 and line["eval/vader"] == 0.5
+    assert (
+        line["reward/mean"] == 0.25
+        and line["generation/tokens"] == 640
+        and line["eval/vader"] == 0.5
+    )
     assert any(path.name.startswith("events") for path in (tmp_path / "tensorboard").iterdir())
 
 
@@ -61,7 +74,9 @@ def test_a_resumed_run_writes_no_step_twice(tmp_path):
     first = metrics.Writer(tmp_path, 1)
     for step in (1, 2, 3):
         first.write(row(step))
-        first.write_samples(step, [{"prompt": "p", "response": "schön\u2028", "reward": np.float32(0.5)}])
+        first.write_samples(
+            step, [{"prompt": "p", "response": "schön\u2028", "reward": np.float32(0.5)}]
+        )
     first.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')  # killed while writing
@@ -73,8 +88,13 @@ def test_a_resumed_run_writes_no_step_twice(tmp_path):
         (2, 0.5),
         (3, 0.75),
     ]
-    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().split("\n")[:-1]]
-    assert samples[1] == {"step": 2, "prompt": "p", "response": "schön\u2028", "reward": 0.5} and len(samples) == 2
+    samples = [
+        json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().split("\n")[:-1]
+    ]
+    assert (
+        samples[1] == {"step": 2, "prompt": "p", "response": "schön\u2028", "reward": 0.5}
+        and len(samples) == 2
+    )
 
 
 def run_progress(console, clock, monkeypatch, steps=3):
@@ -84,16 +104,24 @@ def run_progress(console, clock, monkeypatch, steps=3):
             for phase in ("generation", "inference", "training"):
                 progress.update(phase, live_rows=5, tokens_per_second=812.4, tokens_per_round=1.9)
                 clock[0] += 1.0
-            progress.finish(row(step, **{"generation/tokens_per_round": 1.75, "generation/tokens_per_second": 1234.5}))
+            progress.finish(
+                row(
+                    step,
+                    **{"generation/tokens_per_round": 1.75, "generation/tokens_per_second": 1234.5},
+                )
+            )
     return console.export_text()
 
 
 def test_plain_lines_fit_a_hundred_columns_and_line_up(monkeypatch):
     lines = run_progress(screen(), [0.0], monkeypatch).splitlines()
-    heading, steps = lines[0], [line for line in lines if re.search(r"0:\d\d:\d\d$", line)]
+    heading = lines[0]
+    steps = [line for line in lines if re.search(r"0:\d\d:\d\d$", line)]
     assert heading.split()[:3] == ["step", "reward", "kl"] and len(heading) <= 100
     assert len(steps) == 3 and {len(line) for line in steps} == {len(heading)}
-    assert "1.75" in steps[0] and steps[-1].endswith("0:01:51")  # tokens a row gains in a round; 37 steps of 3 s
+    assert "1.75" in steps[0] and steps[-1].endswith(
+        "0:01:51"
+    )  # tokens a row gains in a round; 37 steps of 3 s
     assert all(len(line) <= 100 for line in lines)
 
 
@@ -101,7 +129,8 @@ def test_plain_lines_name_each_phase_of_the_first_step_then_beat(monkeypatch):
     text = run_progress(screen(), [0.0], monkeypatch)
     said = [line.split()[:2] for line in text.splitlines() if "live rows" in line]
     assert said == [["1/40", "generation"], ["1/40", "inference"], ["1/40", "training"]]
-    console, clock = screen(), [0.0]
+    console = screen()
+    clock = [0.0]
     monkeypatch.setattr(metrics.time, "monotonic", lambda: clock[0])
     with metrics.Progress(40, done=3, console=console) as progress:
         for _ in range(25):
@@ -111,7 +140,8 @@ def test_plain_lines_name_each_phase_of_the_first_step_then_beat(monkeypatch):
 
 
 def test_terminal_panel_shows_phase_and_time(monkeypatch):
-    console, clock = screen(terminal=True), [0.0]
+    console = screen(terminal=True)
+    clock = [0.0]
     monkeypatch.setattr(metrics.time, "monotonic", lambda: clock[0])
     progress = metrics.Progress(40, done=1, console=console)
     progress.finish(row(2, **{"reward/mean": 0.3}))
@@ -132,15 +162,23 @@ def test_live_display_runs_and_leaves_the_lines(monkeypatch):
 
 def test_tables_show_text_as_it_is():
     console = screen()
-    metrics.describe("This run", [("devices", "2 x cpu"), ("memory", "policy 0.5 GB [f32]")], console)
-    metrics.compare([("held-out reward", 0.56, 0.92), ("kl", 0.1, 0.1)], [("the [bold]", "a\nb", "c" * 90)], console)
+    metrics.describe(
+        "This run", [("devices", "2 x cpu"), ("memory", "policy 0.5 GB [f32]")], console
+    )
+    metrics.compare(
+        [("held-out reward", 0.56, 0.92), ("kl", 0.1, 0.1)],
+        [("the [bold]", "a\nb", "c" * 90)],
+        console,
+    )
     text = console.export_text()
     assert "policy 0.5 GB [f32]" in text and "+0.360" in text and "[bold]" in text and "a b" in text
     assert max(map(len, text.splitlines())) <= 100
 
 
 def points(workdir):
-    """(tag, step) -> value of every point of every event file, whichever order; a point twice is an error."""
+    """(tag, step) -> value of every point of every event file, whichever order; a point twice is an
+    error.
+    """
     seen = {}
     for file in sorted((workdir / "tensorboard").glob("events.*")):
         content = file.read_bytes()
@@ -156,7 +194,9 @@ def points(workdir):
 
 def write_steps(writer, *steps, reward=0.5):
     for step in steps:
-        writer.write_evaluation(step, {"eval/reward": reward}, [{"prompt": "p", "response": "r", "reward": 1.0}])
+        writer.write_evaluation(
+            step, {"eval/reward": reward}, [{"prompt": "p", "response": "r", "reward": 1.0}]
+        )
         writer.write(row(step, **{"reward/mean": reward}))
     writer.close()
 
@@ -164,13 +204,25 @@ def write_steps(writer, *steps, reward=0.5):
 def test_tensorboard_holds_each_point_of_a_resumed_run_once(tmp_path):
     write_steps(metrics.open_run(tmp_path, "{}"), 0, 1, 2, 3)
     for file in (tmp_path / "tensorboard").iterdir():
-        file.rename(file.with_name("events.out.tfevents.1.here"))  # of another second, which a resumed run would be
+        file.rename(
+            file.with_name("events.out.tfevents.1.here")
+        )  # of another second, which a resumed run would be
     write_steps(metrics.open_run(tmp_path, '{"a": 1}', first_step=2), 2, 3, 4, reward=0.75)
     found = points(tmp_path)
-    assert {key: found["reward/mean", key] for key in range(5)} == {0: 0.5, 1: 0.5, 2: 0.75, 3: 0.75, 4: 0.75}
+    assert {key: found["reward/mean", key] for key in range(5)} == {
+        0: 0.5,
+        1: 0.5,
+        2: 0.75,
+        3: 0.75,
+        4: 0.75,
+    }
     assert {step for tag, step in found if tag == "eval/reward"} == {0, 1, 2, 3, 4}
-    assert found["generation/rounds", 1] == 20 and len(found) == 5 * len(metrics.REQUIRED)  # step is none, eval is one
-    assert (tmp_path / "config.json").read_text() == '{"a": 1}\n' and not list(tmp_path.glob("earlier-*"))
+    assert found["generation/rounds", 1] == 20 and len(found) == 5 * len(
+        metrics.REQUIRED
+    )  # step is none, eval is one
+    assert (tmp_path / "config.json").read_text() == '{"a": 1}\n' and not list(
+        tmp_path.glob("earlier-*")
+    )
 
 
 def test_a_line_may_be_torn_at_any_byte(tmp_path):
@@ -208,7 +260,9 @@ def test_what_cannot_be_written_is_named_in_one_sentence(tmp_path, monkeypatch):
         metrics.open_run(tmp_path / "file/run", "{}")
     writer = metrics.open_run(tmp_path / "run", "{}")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))  # as a full disk: a file cannot grow
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (1 << 12, limits[1])
+    )  # as a full disk: a file cannot grow
     try:
         with pytest.raises(OSError, match=r"samples\.jsonl cannot be written \(File too large\)"):
             writer.write_samples(0, [{"response": "x" * 9000}])
@@ -218,7 +272,9 @@ def test_what_cannot_be_written_is_named_in_one_sentence(tmp_path, monkeypatch):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     writer.close()
-    monkeypatch.setattr(metrics.os, "replace", lambda *paths: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(
+        metrics.os, "replace", lambda *paths: (_ for _ in ()).throw(OSError(28, "No space left"))
+    )
     with pytest.raises(OSError, match=r"metrics\.jsonl cannot be written \(No space left\)"):
         metrics.Writer(tmp_path / "run", 1)
 
@@ -227,15 +283,23 @@ def evaluated(folder, *lines):
     """The evaluations of a run: (means, (prompt, response) of each sample) of each."""
     writer = metrics.Writer(folder, 0)
     for step, (means, texts) in enumerate(lines):
-        samples = [{"prompt": prompt, "response": response, "reward": None} for prompt, response in texts]
+        samples = [
+            {"prompt": prompt, "response": response, "reward": None} for prompt, response in texts
+        ]
         writer.write_evaluation(step, means, samples)
     writer.close()
     return metrics.before_and_after(folder)
 
 
 def test_before_and_after_are_of_what_both_evaluations_have(tmp_path):
-    before = {"eval/reward": 0.25, "eval/vader": 0.5}, [("a", "a1"), ("b", "b1"), ("a", "a2"), ("c", "c1")]
-    after = {"eval/length": 3, "eval/reward": 0.75}, [("d", "D1"), ("a", "A1"), ("b", "B1"), ("a", "A2"), ("a", "A3")]
+    before = (
+        {"eval/reward": 0.25, "eval/vader": 0.5},
+        [("a", "a1"), ("b", "b1"), ("a", "a2"), ("c", "c1")],
+    )
+    after = (
+        {"eval/length": 3, "eval/reward": 0.75},
+        [("d", "D1"), ("a", "A1"), ("b", "B1"), ("a", "A2"), ("a", "A3")],
+    )
     measures, texts = evaluated(tmp_path, before, ({}, []), after)
     assert measures == [("eval/reward", 0.25, 0.75)]
     assert texts == [("a", "a1", "A1"), ("b", "b1", "B1"), ("a", "a2", "A2")]
@@ -246,7 +310,10 @@ def test_before_and_after_are_of_what_both_evaluations_have(tmp_path):
 
 def test_before_and_after_may_have_nothing_in_common(tmp_path):
     assert metrics.before_and_after(tmp_path) == ([], [])
-    assert evaluated(tmp_path, ({"eval/reward": 0.25}, [("a", "a1")]), ({}, [("b", "b1")])) == ([], [])
+    assert evaluated(tmp_path, ({"eval/reward": 0.25}, [("a", "a1")]), ({}, [("b", "b1")])) == (
+        [],
+        [],
+    )
     metrics.compare([], [], screen())
     (tmp_path / "evaluations.jsonl").write_text('{"step": 0, "eval/rew')  # killed while writing
     assert metrics.before_and_after(tmp_path) == ([], [])
@@ -259,12 +326,18 @@ def test_few_of_many_samples_are_shown_evenly_spread(tmp_path):
 
 
 def test_sync_waits_for_the_disk_to_have_every_line(tmp_path, monkeypatch):
-    writer, synced = metrics.Writer(tmp_path, 1), []
+    writer = metrics.Writer(tmp_path, 1)
+    synced = []
     monkeypatch.setattr(metrics.os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
     writer.sync()
     names = ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "strategies.jsonl")
     assert sorted(synced) == sorted((tmp_path / name).stat().st_ino for name in names)
-    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"metrics\.jsonl cannot be written \(No space"):
-        patch.setattr(metrics.os, "fsync", lambda file: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(OSError, match=r"metrics\.jsonl cannot be written \(No space"),
+    ):
+        patch.setattr(
+            metrics.os, "fsync", lambda file: (_ for _ in ()).throw(OSError(28, "No space left"))
+        )
         writer.sync()
     writer.close()

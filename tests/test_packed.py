@@ -1,4 +1,6 @@
-"""Packed rounds: which drafts are kept, where they stand, what is expected of them, and what is learnt."""
+"""Packed rounds: which drafts are kept, where they stand, what is expected of them, and what is
+learnt.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from rlhf_jax.mesh import make_mesh, place_rows
 from rlhf_jax.types import DecodeState, Emission
 
 WORTH = spending.worths(np.array([[0.5] * DEPTHS, [0.2] * DEPTHS, [0.6] * DEPTHS, [0.9] * DEPTHS]))
-ROWS, LENGTH = 8, 8
+ROWS = 8
+LENGTH = 8
 
 
 def crowd(seed: int = 0):
@@ -32,11 +35,18 @@ def crowd(seed: int = 0):
     drafts = luck.integers(0, 50, (ROWS, LENGTH))
     known = luck.integers(0, LENGTH + 1, ROWS)
     drafts[np.arange(LENGTH) >= known[:, None]] = -1
-    return length, limit, luck.random(ROWS) < 0.2, drafts, np.where(known, luck.integers(1, CLASSES, ROWS), 0)
+    return (
+        length,
+        limit,
+        luck.random(ROWS) < 0.2,
+        drafts,
+        np.where(known, luck.integers(1, CLASSES, ROWS), 0),
+    )
 
 
 def state_of(length, limit, done) -> DecodeState:
-    place, rows = (lambda *values: jnp.array(values[0], values[1])), len(length)
+    place = lambda *values: jnp.array(values[0], values[1])
+    rows = len(length)
     nothing = jnp.zeros((rows, 0), jnp.int32)
     return DecodeState(
         tokens=jnp.zeros((rows, 32), jnp.int32),
@@ -53,10 +63,16 @@ def state_of(length, limit, done) -> DecodeState:
 
 def worthiest(length, limit, done, drafts, classes, nodes: int) -> np.ndarray:
     """[B] drafts that each row keeps: one by one, the worthiest of those that come next."""
-    kept, budget = np.zeros(len(length), int), nodes * len(length) - int((~done).sum())
-    usable = [0 if done[i] else min((drafts[i] >= 0).sum(), limit[i] - length[i] - 1) for i in range(len(length))]
+    kept = np.zeros(len(length), int)
+    budget = nodes * len(length) - int((~done).sum())
+    usable = [
+        0 if done[i] else min((drafts[i] >= 0).sum(), limit[i] - length[i] - 1)
+        for i in range(len(length))
+    ]
     while budget > 0:
-        offers = [(-WORTH[classes[i], kept[i]], i) for i in range(len(length)) if kept[i] < usable[i]]
+        offers = [
+            (-WORTH[classes[i], kept[i]], i) for i in range(len(length)) if kept[i] < usable[i]
+        ]
         if not offers:
             break
         kept[min(offers)[1]] += 1
@@ -70,13 +86,18 @@ def test_the_worthiest_drafts_are_kept(seed, nodes):
     length, limit, done, drafts, classes = crowd(seed)
     place = jnp.asarray
     found, spent = spend(
-        state_of(length, limit, done), place(drafts), place(classes, jnp.int8), WORTH, nodes=nodes, mesh=None
+        state_of(length, limit, done),
+        place(drafts),
+        place(classes, jnp.int8),
+        WORTH,
+        nodes=nodes,
+        mesh=None,
     )
     kept = (np.array(found) >= 0).sum(axis=1)
     wanted = worthiest(length, limit, done, drafts, classes, nodes)
-    assert sorted(-WORTH[c, d] for c, k in zip(classes, kept, strict=True) for d in range(k)) == sorted(
-        -WORTH[c, d] for c, k in zip(classes, wanted, strict=True) for d in range(k)
-    )
+    assert sorted(
+        -WORTH[c, d] for c, k in zip(classes, kept, strict=True) for d in range(k)
+    ) == sorted(-WORTH[c, d] for c, k in zip(classes, wanted, strict=True) for d in range(k))
     np.testing.assert_array_equal(found, np.where(np.arange(LENGTH) < kept[:, None], drafts, -1))
     np.testing.assert_array_equal(spent.drafts, kept)
     np.testing.assert_array_equal(spent.short, kept < (drafts >= 0).sum(axis=1))
@@ -109,17 +130,22 @@ def test_what_is_packed_is_found_again_and_nothing_crosses_devices(devices):
 def test_as_many_are_expected_as_the_kept_ones_are_worth(nodes):
     """On two devices of 16 rows each, of which one is half empty."""
     counts = np.array([[3, 2, 1, 2], [6, 4, 2, 4]])
-    gained = spending.tokens(spending.ranked(WORTH[:, :LENGTH]), counts, 32, np.array([nodes]), 1.0)[:, 0]
+    gained = spending.tokens(
+        spending.ranked(WORTH[:, :LENGTH]), counts, 32, np.array([nodes]), 1.0
+    )[:, 0]
     kept = 0.0
     for own in counts:
-        offers = sorted(-WORTH[c, d] for c in np.repeat(np.arange(CLASSES), own) for d in range(LENGTH))
+        offers = sorted(
+            -WORTH[c, d] for c in np.repeat(np.arange(CLASSES), own) for d in range(LENGTH)
+        )
         kept -= sum(offers[: nodes * 16 - own.sum()])
     assert counts.sum(axis=0) @ gained == pytest.approx(counts.sum() + kept, rel=1e-5)
 
 
 def test_drafts_that_were_left_out_say_nothing():
     """Three rows follow a chain of four as far as they may: 4, 2 and 0 drafts."""
-    strategy, allowed = trees.parse("replay-chain-4-packed-3"), np.array([4, 2, 0])
+    strategy = trees.parse("replay-chain-4-packed-3")
+    allowed = np.array([4, 2, 0])
     path = np.minimum(np.arange(5), allowed[:, None])
     emission = Emission(
         tokens=np.zeros((3, 5), int),
@@ -137,18 +163,24 @@ def test_drafts_that_were_left_out_say_nothing():
 
 def test_a_sample_that_ends_at_its_limit_is_no_miss():
     """Every draft is right; the last token of a row needs none, and is left out."""
-    length, limit = np.array([6, 9]), np.array([9, 20])
-    state, drafts = state_of(length, limit, np.zeros(2, bool)), jnp.ones((2, LENGTH), jnp.int32)
+    length = np.array([6, 9])
+    limit = np.array([9, 20])
+    state = state_of(length, limit, np.zeros(2, bool))
+    drafts = jnp.ones((2, LENGTH), jnp.int32)
     _, spent = spend(state, drafts, jnp.full(2, 3, jnp.int8), WORTH, nodes=8, mesh=None)
     assert spent.drafts.tolist() == [2, LENGTH] and spent.short.tolist() == [True, False]
 
 
 def test_expectations_hang_on_shares_and_stay_possible():
-    """Classes that are sums over rounds say what one round says; no round gains more than it verifies."""
+    """Classes that are sums over rounds say what one round says; no round gains more than it
+    verifies.
+    """
     menu = menus.adaptive(["replay"], 8)
     machine = cost.Machine(cost.Roofline(*[1e-3] * 6), None, 1e-4)
     chooser = Selector(menu, cost.Costs(machine, machine))
-    chooser.acceptance["replay"] = dataclasses.replace(chooser.acceptance["replay"], realised=np.full((3, 2), [9, 1.0]))
+    chooser.acceptance["replay"] = dataclasses.replace(
+        chooser.acceptance["replay"], realised=np.full((3, 2), [9, 1.0])
+    )
     chooser._expect()
     counts = np.array([[0] * 4, [0, 16, 0, 16]])
     at = Situation(32, 32, 6400.0, 0, {"replay": counts}, lambda _: True)
@@ -160,7 +192,12 @@ def test_expectations_hang_on_shares_and_stay_possible():
             assert row["tokens_per_row"] <= int(row["strategy"].rpartition("-")[2]) + 1e-9
 
 
-REFUSED = "model-chain-8-packed-3", "lookup-chain-8-packed-3", "replay-tree-2x2-packed-3", "replay-chain-8-packed-9"
+REFUSED = (
+    "model-chain-8-packed-3",
+    "lookup-chain-8-packed-3",
+    "replay-tree-2x2-packed-3",
+    "replay-chain-8-packed-9",
+)
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "replay-chain-3-packed-4", "replay-chain-8-packed-1"])

@@ -1,4 +1,6 @@
-"""The plan: nothing lost, nothing overfull, long samples on light slices, moves that gain and do not swing."""
+"""The plan: nothing lost, nothing overfull, long samples on light slices, moves that gain and do
+not swing.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +14,49 @@ import pytest
 from rlhf_jax.reallocation.lengths import CHANCES, SHARES
 from rlhf_jax.reallocation.plan import WAITS, Plan, View, decide
 
-ROWS, OUTCOMES = 16, len(SHARES)
+ROWS = 16
+OUTCOMES = len(SHARES)
 SPEED = np.concatenate([[100.0], np.interp(np.arange(1, ROWS + 1), [1, ROWS], [100.0, 50.0])])
-PADDED = np.repeat([100.0, 50.0], [5, ROWS - 4])  # as where a batch of one row is padded to that of four
+PADDED = np.repeat(
+    [100.0, 50.0], [5, ROWS - 4]
+)  # as where a batch of one row is padded to that of four
 
 
 def view_of(left, place, slices=8, rows=ROWS, speed=SPEED, **more: Any) -> View:
     left = np.asarray(left, float)
     left = np.repeat(left[:, None], OUTCOMES, axis=1) if left.ndim == 1 else left
     figures: dict[str, Any] = dict(
-        move_seconds=0.002, token_seconds=5e-6, freed=np.zeros(slices, bool), context=np.full(len(left), 300.0)
+        move_seconds=0.002,
+        token_seconds=5e-6,
+        freed=np.zeros(slices, bool),
+        context=np.full(len(left), 300.0),
     )
-    return View(place=np.asarray(place), left=left, rows=rows, slices=slices, speed=speed, **(figures | more))
+    return View(
+        place=np.asarray(place),
+        left=left,
+        rows=rows,
+        slices=slices,
+        speed=speed,
+        **(figures | more),
+    )
 
 
 def any_view(seed: int, speed: np.ndarray = SPEED) -> View:
     luck = np.random.default_rng(seed)
-    slices, count = int(luck.integers(1, 12)), int(luck.integers(1, 200))
+    slices = int(luck.integers(1, 12))
+    count = int(luck.integers(1, 200))
     left = np.sort(luck.lognormal(5, 1, (count, OUTCOMES)), axis=1)
     freed = (luck.random(slices) < 0.2) & (np.arange(slices) > 0)
-    place = luck.choice(np.append(np.arange(slices), WAITS), count)  # what is freed decodes what it has
+    place = luck.choice(
+        np.append(np.arange(slices), WAITS), count
+    )  # what is freed decodes what it has
     for one in range(slices):
         place[np.flatnonzero(place == one)[ROWS:]] = WAITS
     scoring = float(luck.choice([0.0, 1e-4]))
     unscored = float(luck.integers(0, 10**6))
-    return view_of(left, place, slices, speed=speed, freed=freed, scoring=scoring, unscored=unscored)
+    return view_of(
+        left, place, slices, speed=speed, freed=freed, scoring=scoring, unscored=unscored
+    )
 
 
 def after(view: View, plan: Plan) -> np.ndarray:
@@ -49,9 +69,11 @@ def after(view: View, plan: Plan) -> np.ndarray:
 
 def ends(view: View, place: np.ndarray) -> np.ndarray:
     """[slices] seconds until each has ended, the median taken for the truth."""
-    found, truth = np.zeros(view.slices), view.left[:, np.searchsorted(CHANCES, 0.5)]
+    found = np.zeros(view.slices)
+    truth = view.left[:, np.searchsorted(CHANCES, 0.5)]
     for one in range(view.slices):
-        own, gone = np.sort(truth[place == one]), 0.0
+        own = np.sort(truth[place == one])
+        gone = 0.0
         for rank, tokens in enumerate(own):
             found[one] += (tokens - gone) / view.speed[len(own) - rank]
             gone = tokens
@@ -62,7 +84,8 @@ def ends(view: View, place: np.ndarray) -> np.ndarray:
 def test_no_sample_is_lost_or_placed_twice_and_no_slice_overflows(seed):
     view = any_view(seed)
     plan = decide(view)
-    admitted, moved = [one for one, _ in plan.admissions], [one for one, _ in plan.moves]
+    admitted = [one for one, _ in plan.admissions]
+    moved = [one for one, _ in plan.moves]
     assert len({*admitted, *moved}) == len(admitted) + len(moved)
     assert (view.place[admitted] == WAITS).all() and (view.place[moved] >= 0).all()
     place = after(view, plan)
@@ -76,15 +99,20 @@ def test_no_sample_is_lost_or_placed_twice_and_no_slice_overflows(seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_same_view_gives_the_same_plan(seed):
-    one, other = decide(any_view(seed)), decide(any_view(seed))
+    one = decide(any_view(seed))
+    other = decide(any_view(seed))
     assert (one.admissions, one.moves) == (other.admissions, other.moves)
     np.testing.assert_array_equal(one.freed, other.freed)
 
 
-@pytest.mark.parametrize("speed", [SPEED, PADDED, np.full(ROWS + 1, 100.0)], ids=["sloped", "padded", "flat"])
+@pytest.mark.parametrize(
+    "speed", [SPEED, PADDED, np.full(ROWS + 1, 100.0)], ids=["sloped", "padded", "flat"]
+)
 @pytest.mark.parametrize("seed", range(10))
 def test_moves_end(seed, speed):
-    """Planning on its own outcome comes to rest, sample by sample: nobody goes back where it came from."""
+    """Planning on its own outcome comes to rest, sample by sample: nobody goes back where it came
+    from.
+    """
     view = any_view(seed, speed)
     been = [{int(here)} for here in view.place]
     for _ in range(200):
@@ -106,7 +134,9 @@ def test_long_samples_stand_on_light_slices():
     view = view_of(left, np.full(104, WAITS))
     place = after(view, decide(view))
     company = np.bincount(place[place >= 0], minlength=8)
-    assert (place[:4] >= 0).all() and company[place[:4]].max() < company[place[4:][place[4:] >= 0]].mean()
+    assert (place[:4] >= 0).all() and company[place[:4]].max() < company[
+        place[4:][place[4:] >= 0]
+    ].mean()
     assert ends(view, place).max() <= 1.1 * 1000 / SPEED[1]
 
 
@@ -126,22 +156,32 @@ def test_waiting_samples_are_admitted_as_rows_come_free():
 
 
 def test_slices_are_given_away_where_stages_are_fused_and_only_then():
-    left, place = [900.0, 100.0, 90.0, 80.0], [0, 1, 2, 3]
+    left = [900.0, 100.0, 90.0, 80.0]
+    place = [0, 1, 2, 3]
     more: dict[str, Any] = dict(slices=8, unscored=1e6)
-    apart, fused = decide(view_of(left, place, **more)), decide(view_of(left, place, scoring=1e-4, **more))
+    apart = decide(view_of(left, place, **more))
+    fused = decide(view_of(left, place, scoring=1e-4, **more))
     assert not apart.freed.any() and not apart.moves
     assert fused.freed[4:].all() and fused.moves
-    assert ends(view_of(left, place), after(view_of(left, place), fused)).max() <= 900 / SPEED[1] * 1.01
-    assert not decide(view_of(left, place, scoring=1e-9, slices=8)).moves, "no inference waits that would delay the end"
+    assert (
+        ends(view_of(left, place), after(view_of(left, place), fused)).max()
+        <= 900 / SPEED[1] * 1.01
+    )
+    assert not decide(view_of(left, place, scoring=1e-9, slices=8)).moves, (
+        "no inference waits that would delay the end"
+    )
 
 
 def test_slices_that_are_spared_for_inference_begin_with_the_shortest():
-    """There is nothing to score before something has ended, and what they take makes the others end sooner."""
+    """There is nothing to score before something has ended, and what they take makes the others end
+    sooner.
+    """
     left = np.random.default_rng(0).permutation(np.append(np.linspace(20, 700, 200), 3000.0))
     view = view_of(left, np.full(len(left), WAITS), scoring=1e-3)
     plan = decide(view)
     place = after(view, plan)
-    short, rest = (place >= 0) & plan.freed[place], (place >= 0) & ~plan.freed[place]
+    short = (place >= 0) & plan.freed[place]
+    rest = (place >= 0) & ~plan.freed[place]
     assert plan.freed.any() and (np.bincount(place[short], minlength=8)[plan.freed] == ROWS).all()
     assert left[short].max() < min(left[rest].min(), left[place == WAITS].min())
     later = dataclasses.replace(view, place=np.where(short, WAITS, place), freed=plan.freed)
@@ -151,7 +191,8 @@ def test_slices_that_are_spared_for_inference_begin_with_the_shortest():
 @pytest.mark.parametrize("others", [[], [80.0] * 4], ids=["empty", "with rows"])
 def test_a_slice_that_is_freed_has_no_say_in_when_those_that_wait_could_end(others):
     """So the longest does not wait for what only that slice could keep."""
-    left, place = [200.0] * 10 + [1500.0] + [300.0] * 3 + others, [0] * 10 + [WAITS] * 4 + [1] * len(others)
+    left = [200.0] * 10 + [1500.0] + [300.0] * 3 + others
+    place = [0] * 10 + [WAITS] * 4 + [1] * len(others)
     plan = decide(view_of(left, place, slices=2, scoring=1e-4, freed=np.array([False, True])))
     assert (10, 0) in plan.admissions
 
@@ -176,8 +217,11 @@ def test_the_last_rows_share_a_slice_where_that_slows_none(known):
 
 @pytest.mark.parametrize("scoring", [0.0, 1e-9], ids=["apart", "no inference waits"])
 def test_short_rows_do_not_slow_the_longest_for_being_quicker_themselves(scoring):
-    """Five leave a slice of their own for two light ones: all rows together take less time, and the last takes more."""
-    left, place = [900.0, 300.0] + [50.0] * 5, [0, 1] + [2] * 5
+    """Five leave a slice of their own for two light ones: all rows together take less time, and the
+    last takes more.
+    """
+    left = [900.0, 300.0] + [50.0] * 5
+    place = [0, 1] + [2] * 5
     assert not decide(view_of(left, place, slices=3, scoring=scoring)).moves
 
 
@@ -191,10 +235,14 @@ def test_rows_are_not_gathered_for_less_than_it_costs():
     assert decide(view).moves and not decide(dataclasses.replace(view, move_seconds=0.05)).moves
 
 
-@pytest.mark.parametrize("left, place", [([900, 60, 50], [0, 1, WAITS]), ([900, 300, 20], [0, 1, WAITS])])
+@pytest.mark.parametrize(
+    "left, place", [([900, 60, 50], [0, 1, WAITS]), ([900, 300, 20], [0, 1, WAITS])]
+)
 def test_a_sample_is_not_admitted_and_moved_at_once(left, place):
     plan = decide(view_of(left, place, scoring=1e-4, unscored=1e6))
-    assert plan.admissions and not {one for one, _ in plan.admissions} & {one for one, _ in plan.moves}
+    assert plan.admissions and not {one for one, _ in plan.admissions} & {
+        one for one, _ in plan.moves
+    }
 
 
 @pytest.mark.parametrize("count", [1, 31, 33, 3000])
@@ -219,7 +267,9 @@ def test_without_samples_all_slices_are_free():
 
 def a_thousand_slices(waiting: int) -> View:
     """Full ones, but for some samples that wait."""
-    luck, slices, rows = np.random.default_rng(0), 1024, 64
+    luck = np.random.default_rng(0)
+    slices = 1024
+    rows = 64
     left = np.sort(luck.lognormal(5, 0.8, (slices * rows, OUTCOMES)), axis=1)
     place = np.repeat(np.arange(slices), rows)
     place[luck.choice(len(place), waiting, replace=False)] = WAITS
@@ -228,9 +278,13 @@ def a_thousand_slices(waiting: int) -> View:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("waiting, most", [(0, 0.01), (8, 0.01), (1024 * 64, 0.15)], ids=["runs", "refills", "begins"])
+@pytest.mark.parametrize(
+    "waiting, most", [(0, 0.01), (8, 0.01), (1024 * 64, 0.15)], ids=["runs", "refills", "begins"]
+)
 def test_a_thousand_slices_are_planned_in_ten_milliseconds_but_for_the_first_plan(waiting, most):
-    view, seconds, end = a_thousand_slices(waiting), [most], time.monotonic() + 30
+    view = a_thousand_slices(waiting)
+    seconds = [most]
+    end = time.monotonic() + 30
     while min(seconds) >= most and time.monotonic() < end:
         began = time.perf_counter()
         decide(view)

@@ -1,4 +1,6 @@
-"""Predicted memory against the compiler's: the large configs for a TPU slice that is not there, the small for a CPU."""
+"""Predicted memory against the compiler's: the large configs for a TPU slice that is not there, the
+small for a CPU.
+"""
 
 from __future__ import annotations
 
@@ -55,11 +57,15 @@ class Target(NamedTuple):
 
 def target(name: str) -> Target:
     """The quickstarts run on a CPU; of a TPU slice one chip stands for one GPU."""
-    config, models, count = load(name), CONFIGS[name].models, CONFIGS[name].devices
+    config = load(name)
+    models = CONFIGS[name].models
+    count = CONFIGS[name].devices
     if name in ON_CPU:
         return Target(config, models, meshes.make_mesh(devices=jax.devices()[:count]), jnp.float32)
     shape = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    return Target(config, models, meshes.make_mesh(*shape, devices(CHIPS["v5p"])[:count]), jnp.bfloat16)
+    return Target(
+        config, models, meshes.make_mesh(*shape, devices(CHIPS["v5p"])[:count]), jnp.bfloat16
+    )
 
 
 def critic_weights(model: ModelConfig, mesh) -> Model:
@@ -71,8 +77,10 @@ def critic_weights(model: ModelConfig, mesh) -> Model:
 
 def micro_batch(count: int, slots: int, with_values: bool) -> MicroBatch:
     """One micro-batch of zeros."""
-    per_row, per_token = jnp.zeros(count), jnp.zeros((count, slots))
-    mask, values = jnp.zeros((count, slots), bool), per_token if with_values else None
+    per_row = jnp.zeros(count)
+    per_token = jnp.zeros((count, slots))
+    mask = jnp.zeros((count, slots), bool)
+    values = per_token if with_values else None
     rollout = Rollout(
         tokens=jnp.zeros((count, slots), jnp.int32),
         mask=mask,
@@ -86,9 +94,12 @@ def micro_batch(count: int, slots: int, with_values: bool) -> MicroBatch:
 
 def gradient_program(at: Target, model: Model, objective: Callable):
     """A later micro-batch of a minibatch: the sum so far is there."""
-    config, training = at.config, at.config.training
+    config = at.config
+    training = at.config.training
     slots = config.data.max_prompt_tokens + config.generation.max_new_tokens
-    batch = row_shapes(lambda: micro_batch(training.microbatch_rows, slots, at.models.critic is not None), at.mesh)
+    batch = row_shapes(
+        lambda: micro_batch(training.microbatch_rows, slots, at.models.critic is not None), at.mesh
+    )
     settings = UpdateConfig(
         micro_rows=training.microbatch_rows,
         dtype=at.dtype,
@@ -112,18 +123,28 @@ def step_program(at: Target, model: Model):
 
 def round_program(at: Target, untied: bool):
     """A round of generation with all rows and caches."""
-    config, generation = at.config, at.config.generation
-    longest, menu = config.data.max_prompt_tokens + generation.max_new_tokens, drafting.strategies(config)
+    config = at.config
+    generation = at.config.generation
+    longest = config.data.max_prompt_tokens + generation.max_new_tokens
+    menu = drafting.strategies(config)
     strategy = menu.strategies[menu.nodes.tolist().index(memory.most_nodes(config, at.mesh))]
-    slots, earlier = board.cache_slots(longest, menu.strategies), longest if "replay" in menu.drafters else 0
-    empty = functools.partial(rows.empty, at.models.policy, at.models.drafter, generation.rows, slots)
+    slots = board.cache_slots(longest, menu.strategies)
+    earlier = longest if "replay" in menu.drafters else 0
+    empty = functools.partial(
+        rows.empty, at.models.policy, at.models.drafter, generation.rows, slots
+    )
     state = row_shapes(lambda: empty(generation.history_tokens, earlier, at.dtype), at.mesh)
-    nodes, replicated = tree.as_data(strategy, generation.rows), meshes.replicated(at.mesh)
+    nodes = tree.as_data(strategy, generation.rows)
+    replicated = meshes.replicated(at.mesh)
     nodes = placed(nodes, jax.tree.map(lambda _: replicated, nodes))
-    drafts = row_shapes(lambda: jnp.zeros((generation.rows, tree.bucket(strategy) - 1), jnp.int32), at.mesh)
+    drafts = row_shapes(
+        lambda: jnp.zeros((generation.rows, tree.bucket(strategy) - 1), jnp.int32), at.mesh
+    )
     policy = weights(at.models.policy, at.dtype, "generation", at.mesh)
     if untied:
-        policy = dataclasses.replace(policy, head=jax.ShapeDtypeStruct(policy.embed.shape[::-1], at.dtype))
+        policy = dataclasses.replace(
+            policy, head=jax.ShapeDtypeStruct(policy.embed.shape[::-1], at.dtype)
+        )
     options = dict(sampling=Sampling(generation.temperature), stop_tokens=(0,), mesh=at.mesh)
     return run_round.lower(policy, state, drafts, None, nodes, **options).compile()
 
@@ -137,7 +158,10 @@ def needed(compiled) -> int:
 
 def assert_near(predicted: int, compiled: int, what: str) -> None:
     error = predicted / compiled - 1
-    print(f"{what}: {predicted / 1e9:.3f} GB predicted, {compiled / 1e9:.3f} GB compiled, {error:+.1%}")
+    print(
+        f"{what}: {predicted / 1e9:.3f} GB predicted, {compiled / 1e9:.3f} GB compiled,"
+        f" {error:+.1%}"
+    )
     assert abs(error) <= TOLERANCE
 
 
@@ -145,15 +169,22 @@ def assert_near(predicted: int, compiled: int, what: str) -> None:
     "name",
     [
         *ON_CPU,
-        *(pytest.param(name, marks=[needs_libtpu, *[pytest.mark.long] * (name in LIKE_OTHERS)]) for name in ON_TPU),
+        *(
+            pytest.param(name, marks=[needs_libtpu, *[pytest.mark.long] * (name in LIKE_OTHERS)])
+            for name in ON_TPU
+        ),
     ],
 )
 def test_predicted_memory_is_the_compilers(name):
-    """Of each stage's largest program, alone: what else is there is exact, and would only make the error smaller."""
+    """Of each stage's largest program, alone: what else is there is exact, and would only make the
+    error smaller.
+    """
     at = target(name)
     parts = memory.plan(at.config, at.models, dict(at.mesh.shape), at.dtype)
     sizes = by_name(parts)
-    own = {stage: sum(part.bytes for part in parts if part.stage == stage) for stage in memory.STAGES}
+    own = {
+        stage: sum(part.bytes for part in parts if part.stage == stage) for stage in memory.STAGES
+    }
 
     policy = weights(at.models.policy, jnp.float32, "training", at.mesh)
     training = needed(gradient_program(at, policy, policy_objective))
@@ -171,14 +202,20 @@ def test_the_optimizers_step_is_taken_in_place():
     at = target("grpo_llama31_8b:tpu")
     policy = weights(at.models.policy, jnp.float32, "training", at.mesh)
     sizes = by_name(memory.plan(at.config, at.models, dict(at.mesh.shape), at.dtype))
-    assert_near(4 * sizes["policy, float32"], needed(step_program(at, policy)), "state and gradients")
+    assert_near(
+        4 * sizes["policy, float32"], needed(step_program(at, policy)), "state and gradients"
+    )
 
 
-BATCH, NODES = 64, 9  # eight drafts a row
+# eight drafts a row
+BATCH = 64
+NODES = 9
 
 
 def round_of_8b(chip: str, layers: int, kernels: Kernels):
-    """Memory of a round of the first layers of an 8B model, with heads and vocabulary split over eight chips."""
+    """Memory of a round of the first layers of an 8B model, with heads and vocabulary split over
+    eight chips.
+    """
     sizes = lower_round(EIGHT[chip], layers, kernels, BATCH, NODES).compile().memory_analysis()
     print(f"{chip}, {layers} layers, {kernels}: {sizes}")
     assert sizes is not None
@@ -187,7 +224,8 @@ def round_of_8b(chip: str, layers: int, kernels: Kernels):
 
 @needs_libtpu
 @pytest.mark.parametrize(
-    ("chip", "layers"), [("v5p", LLAMA_8B.num_layers), ("v5e", 4), pytest.param("v6e", 4, marks=pytest.mark.long)]
+    ("chip", "layers"),
+    [("v5p", LLAMA_8B.num_layers), ("v5e", 4), pytest.param("v6e", 4, marks=pytest.mark.long)],
 )
 def test_a_round_of_an_8b_model_over_eight_chips_compiles_with_the_kernels(chip, layers):
     """And writes its caches in place."""
@@ -197,15 +235,22 @@ def test_a_round_of_an_8b_model_over_eight_chips_compiles_with_the_kernels(chip,
 
 @needs_libtpu
 def test_without_logits_a_round_needs_their_share_less():
-    before, after = (round_of_8b("v5p", 4, kernels) for kernels in (Kernels(), Kernels(verify_head="tpu")))
+    before, after = (
+        round_of_8b("v5p", 4, kernels) for kernels in (Kernels(), Kernels(verify_head="tpu"))
+    )
     share = 4 * BATCH * NODES * -(-LLAMA_8B.vocab_size // (8 * BLOCK)) * BLOCK
-    print(f"temporary {before.temp_size_in_bytes / 1e6:.1f} MB, {after.temp_size_in_bytes / 1e6:.1f} MB without logits")
+    print(
+        f"temporary {before.temp_size_in_bytes / 1e6:.1f} MB,"
+        f" {after.temp_size_in_bytes / 1e6:.1f} MB without logits"
+    )
     assert before.temp_size_in_bytes - after.temp_size_in_bytes >= share - 4e6
 
 
 @needs_libtpu
 def test_a_round_with_all_kernels_needs_no_more_memory():
-    """Windows are read as they lie, and caches where they lie: XLA had moved leaves into vector memory for a call."""
+    """Windows are read as they lie, and caches where they lie: XLA had moved leaves into vector
+    memory for a call.
+    """
     before, after = (round_of_8b("v5e", 4, kernels) for kernels in (Kernels(), KERNELS))
     assert after.temp_size_in_bytes < before.temp_size_in_bytes
     assert after.peak_memory_in_bytes < before.peak_memory_in_bytes

@@ -50,11 +50,18 @@ MEASURED = ("seconds", "per_second", "idle_share")
 
 
 def environment(devices: int) -> dict[str, str]:
-    """Of a process with so many devices of its own, whose programs are compiled soon rather than well."""
+    """Of a process with so many devices of its own, whose programs are compiled soon rather than
+    well.
+    """
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     paths = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    # With few threads eight devices of one process may wait for each other forever; see processes.THREADS.
-    return os.environ | paths | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": str(processes.THREADS)}
+    # With few threads eight devices of one process may wait for each other forever; see
+    # processes.THREADS.
+    return (
+        os.environ
+        | paths
+        | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": str(processes.THREADS)}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +79,9 @@ def arguments(place: Path, name: str, **changes) -> list[str]:
 def one(place: Path, name: str, **changes) -> None:
     """One process with eight devices."""
     words = [sys.executable, str(ROOT / "launch" / "train.py"), *arguments(place, name, **changes)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment(8), timeout=600)
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, env=environment(8), timeout=600
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -115,7 +124,11 @@ def rank_of(launcher: int, rank: int) -> int:
         with contextlib.suppress(OSError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             words = (folder / "cmdline").read_text().split("\0")
-            if parent == launcher and "--process" in words and words[words.index("--process") + 1] == str(rank):
+            if (
+                parent == launcher
+                and "--process" in words
+                and words[words.index("--process") + 1] == str(rank)
+            ):
                 return int(folder.name)
     raise AssertionError(f"There is no rank {rank}.")
 
@@ -123,11 +136,16 @@ def rank_of(launcher: int, rank: int) -> int:
 def check_alike(one: Path, other: Path) -> None:
     """Equal text; rewards, log-probs and weights within 1e-4."""
     assert lines(one / "samples.jsonl") == lines(other / "samples.jsonl")
-    for a, b in zip(lines(one / "evaluations.jsonl"), lines(other / "evaluations.jsonl"), strict=True):
+    for a, b in zip(
+        lines(one / "evaluations.jsonl"), lines(other / "evaluations.jsonl"), strict=True
+    ):
         assert a["samples"] == b["samples"] and a["eval/reward"] == b["eval/reward"]
     for a, b in zip(lines(one / "metrics.jsonl"), lines(other / "metrics.jsonl"), strict=True):
         # Who drafted what, and which slice stood idle, is the clock's.
-        kept = [{key for key in line if not key.startswith(("strategy/", "generation/"))} for line in (a, b)]
+        kept = [
+            {key for key in line if not key.startswith(("strategy/", "generation/"))}
+            for line in (a, b)
+        ]
         assert kept[0] == kept[1]
         for key in kept[0]:
             if not key.endswith(MEASURED):
@@ -138,7 +156,9 @@ def check_alike(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, FOUR, SHARED], ids=["a slice each", "two slices each", "one slice of both"])
+@pytest.mark.parametrize(
+    "changes", [{}, FOUR, SHARED], ids=["a slice each", "two slices each", "one slice of both"]
+)
 def test_two_processes_take_the_step_of_one(changes, place, alone, kernels_are_interpreted):
     name = f"step-{len(changes)}"
     code, out, errors = two(place, name, **ONE_STEP | changes)
@@ -151,11 +171,16 @@ def test_two_processes_take_the_step_of_one(changes, place, alone, kernels_are_i
 
 @pytest.mark.slow
 def test_slices_of_two_processes_score_beside_generation_and_leave_the_step_of_one(place, alone):
-    code, _, errors = two(place, "fused", 4, **ONE_STEP | {"generation__fuse_inference": True, "generation__rows": 4})
+    code, _, errors = two(
+        place, "fused", 4, **ONE_STEP | {"generation__fuse_inference": True, "generation__rows": 4}
+    )
     assert code == 0, errors
     check_alike(alone(), place / "fused")
-    events = json.loads((place / "fused" / "timeline" / "step-000000.json").read_text())["traceEvents"]
-    # So called where a slice does it by itself; all together compute "log-probs and values". One has ended half of all.
+    events = json.loads((place / "fused" / "timeline" / "step-000000.json").read_text())[
+        "traceEvents"
+    ]
+    # So called where a slice does it by itself; all together compute "log-probs and values". One
+    # has ended half of all.
     assert sum(event["args"]["rows"] for event in events if event["name"] == "inference") >= 4
 
 
@@ -190,16 +215,27 @@ def test_a_mistake_is_found_before_processes_meet(place):
     ],
 )
 def test_ranks_tell_each_other(act, said):
-    """Each of two processes checks what it hears; where both end alike one says so, where one ends both do."""
+    """Each of two processes checks what it hears; where both end alike one says so, where one ends
+    both do.
+    """
     codes, errors = ranks_of("ranks.py", act, devices=4)
-    spoken = [line for text in errors for line in text.splitlines() if line.startswith(("error", "rank", "Traceback"))]
+    spoken = [
+        line
+        for text in errors
+        for line in text.splitlines()
+        if line.startswith(("error", "rank", "Traceback"))
+    ]
     assert spoken == [said], errors
     assert codes[1] == 2 and (codes[0] == 2 or act == "alone")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, slices, devices", [(2, 4, 2), (4, 2, 1)], ids=["two slices each", "half a slice each"])
-def test_samples_that_move_between_processes_are_those_that_stayed(ranks, slices, devices, kernels_are_interpreted):
+@pytest.mark.parametrize(
+    "ranks, slices, devices", [(2, 4, 2), (4, 2, 1)], ids=["two slices each", "half a slice each"]
+)
+def test_samples_that_move_between_processes_are_those_that_stayed(
+    ranks, slices, devices, kernels_are_interpreted
+):
     words = str(ranks), str(slices), "interpret" if kernels_are_interpreted else "reference"
     codes, errors = ranks_of("moving_ranks.py", *words, ranks=ranks, devices=devices)
     assert codes == [0] * ranks, errors
@@ -212,7 +248,10 @@ def ranks_of(script: str, *act: str, ranks: int = 2, devices: int) -> tuple[list
         port = free.getsockname()[1]
     words = [sys.executable, str(ROOT / "tests" / script), str(port)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    begun = [subprocess.Popen([*words, str(rank), *act], env=environment(devices), **pipes) for rank in range(ranks)]
+    begun = [
+        subprocess.Popen([*words, str(rank), *act], env=environment(devices), **pipes)
+        for rank in range(ranks)
+    ]
     try:
         errors = [process.communicate(timeout=200)[1] for process in begun]
     finally:
@@ -284,7 +323,10 @@ def test_a_rank_that_is_asked_to_stop_stops_all(rank, place, whole):
         until(place / name, 3, process)
         os.kill(rank_of(process.pid, rank), signal.SIGTERM)
         out, errors = process.communicate(timeout=100)
-    assert process.returncode == 143 and "died" not in errors and "Traceback" not in out + errors, (out, errors)
+    assert process.returncode == 143 and "died" not in errors and "Traceback" not in out + errors, (
+        out,
+        errors,
+    )
     assert errors.count("Stopped by SIGTERM: the same command goes on from there.") == 1
     assert len(lines(place / name / "metrics.jsonl")) == 3
     check_resumed(place, name, whole)
@@ -292,18 +334,25 @@ def test_a_rank_that_is_asked_to_stop_stops_all(rank, place, whole):
 
 @pytest.mark.slow
 def test_one_that_shares_a_slice_is_asked_to_stop_and_both_do_between_two_rounds(place):
-    with launched(place, "shared", **TWO_SLICES | SHARED | {"steps": 100, "checkpoint__every": 2}) as process:
+    with launched(
+        place, "shared", **TWO_SLICES | SHARED | {"steps": 100, "checkpoint__every": 2}
+    ) as process:
         until(place / "shared", 2, process)
         os.kill(rank_of(process.pid, 1), signal.SIGTERM)
         out, errors = process.communicate(timeout=100)
-    assert process.returncode == 143 and "died" not in errors and "Traceback" not in out + errors, (out, errors)
+    assert process.returncode == 143 and "died" not in errors and "Traceback" not in out + errors, (
+        out,
+        errors,
+    )
     assert errors.count("Stopped by SIGTERM: the same command goes on from there.") == 1
 
 
 @pytest.mark.slow
 def test_ranks_with_other_configs_are_refused(place):
     """Each by hand, as on a cluster where the files differ."""
-    port, processes_, words = 52_999, [], [sys.executable, str(ROOT / "launch" / "train.py")]
+    port = 52_999
+    processes_ = []
+    words = [sys.executable, str(ROOT / "launch" / "train.py")]
     for rank in range(2):
         own = arguments(place, "unlike", **(ONE_STEP | {"seed": rank}))
         where = ["--coordinator", f"localhost:{port}", "--processes", "2", "--process", str(rank)]
@@ -317,18 +366,42 @@ def test_ranks_with_other_configs_are_refused(place):
 def test_the_command_line_says_where_a_process_stands():
     place = command_line.place
     assert place(["train.py", "--config", "x.py"]) == (Place(), ["train.py", "--config", "x.py"])
-    words = ["train.py", "--coordinator=host:1", "--config", "x.py", "--processes", "4", "--process=3"]
+    words = [
+        "train.py",
+        "--coordinator=host:1",
+        "--config",
+        "x.py",
+        "--processes",
+        "4",
+        "--process=3",
+    ]
     assert place(words) == (Place("host:1", 4, 3), ["train.py", "--config", "x.py"])
     assert place(["t", "--processes=auto"]) == (Place(None, None, None), ["t"])
-    for wrong in (["--processes", "2"], [*words[1:-1], "--process=4"], [*words[1:-1], "--process"], ["--process=1"]):
+    for wrong in (
+        ["--processes", "2"],
+        [*words[1:-1], "--process=4"],
+        [*words[1:-1], "--process"],
+        ["--process=1"],
+    ):
         with pytest.raises(ValueError, match="--coordinator HOST:PORT --processes N --process I"):
             place(["t", *wrong])
 
 
 def test_one_process_is_alone():
-    assert (processes.count(), processes.rank(), processes.leads(), processes.started()) == (1, 0, True, False)
-    assert processes.gather("x") == ["x"] and processes.from_leader(1) == 1 and processes.share([1, 2]) == [1, 2]
-    assert processes.together(lambda: 3) == [3] and processes.by_leader(lambda: 3) == 3 == processes.in_step(lambda: 3)
+    assert (processes.count(), processes.rank(), processes.leads(), processes.started()) == (
+        1,
+        0,
+        True,
+        False,
+    )
+    assert (
+        processes.gather("x") == ["x"]
+        and processes.from_leader(1) == 1
+        and processes.share([1, 2]) == [1, 2]
+    )
+    assert processes.together(lambda: 3) == [3] and processes.by_leader(
+        lambda: 3
+    ) == 3 == processes.in_step(lambda: 3)
     assert processes.all_here("anywhere") and processes.published("word") is None
     with pytest.raises(ZeroDivisionError):
         processes.in_step(lambda: 1 // 0)

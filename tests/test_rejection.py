@@ -20,7 +20,9 @@ accept = jax.jit(rejection.accept, static_argnums=6)
 VOCABULARY = 10
 ROWS = 20_000
 ROOT = 3
-CHAIN, TREE, WIDE = (-1, 0, 1), (-1, -1, 0, 0, 1), (-1, -1, -1, -1)
+CHAIN = (-1, 0, 1)
+TREE = (-1, -1, 0, 0, 1)
+WIDE = (-1, -1, -1, -1)
 # A first-order language model and a drafter of it: next-token logits by the last token.
 _RANDOM = np.random.default_rng(7)
 TARGET = jnp.asarray(_RANDOM.normal(size=(VOCABULARY, VOCABULARY)) * 1.5, jnp.float32)
@@ -32,20 +34,28 @@ def tree_of(parents: tuple[int, ...], rows: int, padding: int = 0) -> Tree:
     nodes = len(parents) + 1
     up = np.zeros(nodes + padding, np.int32)
     depth = np.full(nodes + padding, -1, np.int32)
-    up[1:nodes], depth[0] = np.array(parents) + 1, 0
+    up[1:nodes] = np.array(parents) + 1
+    depth[0] = 0
     for node in range(1, nodes):
         depth[node] = depth[up[node]] + 1
     ancestors = np.eye(nodes + padding, dtype=bool)
     for node in range(1, nodes):
         ancestors[node] |= ancestors[up[node]]
-    up, depth, ancestors = (jnp.asarray(np.repeat(x[None], rows, 0)) for x in (up, depth, ancestors))
+    up, depth, ancestors = (
+        jnp.asarray(np.repeat(x[None], rows, 0)) for x in (up, depth, ancestors)
+    )
     return Tree(parents=up, depth=depth, ancestors=ancestors)
 
 
 def propose(root, key, position, sampling: Sampling, parents: tuple[int, ...], drafter: str):
-    """Draft tokens [B, N+1]: siblings ranked from the drafter's law, or the next tokens up (lookup)."""
-    tokens, depth = [root], [0]
-    ranks = functools.cache(lambda node: ranked(DRAFTER[tokens[node]], key, position + depth[node], sampling, 4))
+    """Draft tokens [B, N+1]: siblings ranked from the drafter's law, or the next tokens up
+    (lookup).
+    """
+    tokens = [root]
+    depth = [0]
+    ranks = functools.cache(
+        lambda node: ranked(DRAFTER[tokens[node]], key, position + depth[node], sampling, 4)
+    )
     for node, parent in enumerate(parents):
         order = parents[:node].count(parent)
         depth.append(depth[parent + 1] + 1)
@@ -56,11 +66,15 @@ def propose(root, key, position, sampling: Sampling, parents: tuple[int, ...], d
     return jnp.stack(tokens, 1)
 
 
-def speculate(root, key, position, sampling: Sampling, parents: tuple[int, ...], drafter: str, accept=accept):
+def speculate(
+    root, key, position, sampling: Sampling, parents: tuple[int, ...], drafter: str, accept=accept
+):
     """One round from the token `root[B]`: (drafts, draws, log-probs, last)."""
     tokens = propose(root, key, position, sampling, parents, drafter)
     laws = DRAFTER[tokens] if drafter == "model" else None
-    return tokens, *accept(tokens, tree_of(parents, len(root)), TARGET[tokens], laws, key, position, sampling)
+    return tokens, *accept(
+        tokens, tree_of(parents, len(root)), TARGET[tokens], laws, key, position, sampling
+    )
 
 
 def keys(rows: int) -> tuple[jax.Array, jax.Array]:
@@ -73,10 +87,13 @@ def two_tokens(sampling: Sampling, parents: tuple[int, ...], drafter: str) -> np
     key, position = keys(ROWS)
     # A fresh function each time, so that a planted bias is traced.
     fresh = jax.jit(lambda *inputs: rejection.accept(*inputs), static_argnums=6)
-    run = functools.partial(speculate, sampling=sampling, parents=parents, drafter=drafter, accept=fresh)
+    run = functools.partial(
+        speculate, sampling=sampling, parents=parents, drafter=drafter, accept=fresh
+    )
     _, draws, _, _ = run(jnp.full(ROWS, ROOT, jnp.int32), key, position)
     level = np.array([parent == -1 for parent in parents])
-    first, second = draws[:, 0], jnp.max(jnp.where(level, draws[:, 1:], -1), 1)
+    first = draws[:, 0]
+    second = jnp.max(jnp.where(level, draws[:, 1:], -1), 1)
     _, later, _, _ = run(first, key, position + 1)
     return np.stack([first, jnp.where(second >= 0, second, later[:, 0])], 1)
 
@@ -85,7 +102,9 @@ def p_values(tokens: np.ndarray, sampling: Sampling) -> tuple[float, float]:
     """P-values of the first token and of the pair under the target's law."""
     laws = np.stack([expected_law(row, sampling) for row in TARGET])
     pairs = laws[ROOT][:, None] * laws
-    return p_value(tokens[:, 0], laws[ROOT]), p_value(tokens[:, 0] * VOCABULARY + tokens[:, 1], pairs.ravel())
+    return p_value(tokens[:, 0], laws[ROOT]), p_value(
+        tokens[:, 0] * VOCABULARY + tokens[:, 1], pairs.ravel()
+    )
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "model"])
@@ -137,13 +156,15 @@ def test_a_single_draft_is_coupled_maximally():
 
 @pytest.mark.parametrize("drafter", ["lookup", "model"])
 def test_paths_are_connected_and_logprobs_are_the_targets(drafter):
-    sampling, (key, position) = Sampling(0.8, top_p=0.9), keys(200)
+    sampling = Sampling(0.8, top_p=0.9)
+    (key, position) = keys(200)
     root = jnp.asarray(np.arange(200) % VOCABULARY, jnp.int32)
     round_of = speculate(root, key, position, sampling, TREE, drafter)
     tokens, draws, logprobs, last = (np.asarray(x) for x in round_of)
     laws = np.log(np.maximum([expected_law(row, sampling) for row in TARGET], 1e-30))
     for row in range(200):
-        path, node = [], int(last[row])
+        path = []
+        node = int(last[row])
         while node:
             path.append(node)
             node = TREE[node - 1] + 1
@@ -158,7 +179,8 @@ def test_paths_are_connected_and_logprobs_are_the_targets(drafter):
 
 @pytest.mark.parametrize("drafter", ["lookup", "model"])
 def test_temperature_zero_gives_the_greedy_text(drafter):
-    sampling, (key, position) = Sampling(0.0), keys(VOCABULARY)
+    sampling = Sampling(0.0)
+    (key, position) = keys(VOCABULARY)
     root = jnp.arange(VOCABULARY, dtype=jnp.int32)
     tokens, draws, logprobs, last = speculate(root, key, position, sampling, TREE, drafter)
     best = np.argmax(TARGET, -1)
@@ -171,14 +193,18 @@ def test_temperature_zero_gives_the_greedy_text(drafter):
 
 
 def test_missing_drafts_and_padding_change_nothing():
-    """Rows with no draft draw plainly; padded nodes are never visited; a row's trees are its own."""
+    """Rows with no draft draw plainly; padded nodes are never visited; a row's trees are its
+    own.
+    """
     key, position = keys(32)
     tokens = propose(jnp.full(32, ROOT, jnp.int32), key, position, Sampling(), TREE, "model")
     tree = tree_of(TREE, 32)
     run = functools.partial(accept, sampling=Sampling())
     draws, logprobs, last = run(tokens, tree, TARGET[tokens], DRAFTER[tokens], key, position)
     padded = jnp.pad(tokens, ((0, 0), (0, 3)), constant_values=2)
-    wider = run(padded, tree_of(TREE, 32, padding=3), TARGET[padded], DRAFTER[padded], key, position)
+    wider = run(
+        padded, tree_of(TREE, 32, padding=3), TARGET[padded], DRAFTER[padded], key, position
+    )
     np.testing.assert_array_equal(wider[0][:, :6], draws)
     np.testing.assert_array_equal(wider[1][:, :6], logprobs)
     np.testing.assert_array_equal(wider[2], last)

@@ -1,4 +1,6 @@
-"""The report: one page of one file, whatever a run left, read back by an HTML parser and opened in a browser."""
+"""The report: one page of one file, whatever a run left, read back by an HTML parser and opened in
+a browser.
+"""
 
 import html.parser
 import json
@@ -15,7 +17,17 @@ from rlhf_jax.report.charts import line_chart, lines_chart, share_chart, stacked
 from rlhf_jax.report.drafting import NAMED, table
 from rlhf_jax.report.page import PAIRS, write_report
 from rlhf_jax.report.run import Series, read_run
-from rlhf_jax.report.scales import axis_number, domain, duration, groups, reading, share, smooth, ticks, volume
+from rlhf_jax.report.scales import (
+    axis_number,
+    domain,
+    duration,
+    groups,
+    reading,
+    share,
+    smooth,
+    ticks,
+    volume,
+)
 from rlhf_jax.report.timeline import BARS, picture
 
 CONFIG = {
@@ -31,11 +43,16 @@ HOSTILE = "</p><script>alert('gotcha')</script><img src=x onerror=alert(1)> & \x
 
 
 class Page(html.parser.HTMLParser):
-    """What is on a page: its elements as (tag, attributes), its visible text by words; refuses wrong nesting."""
+    """What is on a page: its elements as (tag, attributes), its visible text by words; refuses
+    wrong nesting.
+    """
 
     def __init__(self, text):
         super().__init__()
-        self.elements, self.open, self.text, self.titles = [], [], "", []
+        self.elements = []
+        self.open = []
+        self.text = ""
+        self.titles = []
         self.feed(text)
         self.close()
         assert self.open == []
@@ -66,7 +83,10 @@ class Page(html.parser.HTMLParser):
 
 
 def row(step, **more):
-    numbers = {key: 0.5 for key in metrics.REQUIRED} | {"generation/tokens": 640, "generation/tokens_per_round": 1.6}
+    numbers = {key: 0.5 for key in metrics.REQUIRED} | {
+        "generation/tokens": 640,
+        "generation/tokens_per_round": 1.6,
+    }
     return numbers | {"step": step, "step/seconds": 2.0, "reward/mean": 0.1 * step} | more
 
 
@@ -80,14 +100,27 @@ def lines(rows):
 
 
 def played(step, live, name="plain", rounds=10, **more):
-    """A line of strategies.jsonl: 2 tokens of a row a round, 100 tokens predicted a second of timed rounds."""
+    """A line of strategies.jsonl: 2 tokens of a row a round, 100 tokens predicted a second of timed
+    rounds.
+    """
     drafter, drafts = ("none", 0) if name == "plain" else (name.split("-")[0], name.count(",") + 1)
     names = {"step": step, "live": live, "strategy": name, "drafter": drafter, "drafts": drafts}
-    sums = {"rounds": rounds, "live_rows": rounds * live, "tokens": 2 * rounds * live, "accepted": rounds * live}
+    sums = {
+        "rounds": rounds,
+        "live_rows": rounds * live,
+        "tokens": 2 * rounds * live,
+        "accepted": rounds * live,
+    }
     return names | sums | more
 
 
-TIMED = {"timed_rounds": 4, "seconds": 2.0, "timed_tokens": 160, "predicted_tokens": 200.0, "predicted_seconds": 2.0}
+TIMED = {
+    "timed_rounds": 4,
+    "seconds": 2.0,
+    "timed_tokens": 160,
+    "predicted_tokens": 200.0,
+    "predicted_seconds": 2.0,
+}
 TREE = "model-parents:-1,-1,0"
 
 
@@ -96,7 +129,11 @@ def page(folder, steps=(), evaluations=None, samples=None, config=CONFIG, strate
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
     (folder / "metrics.jsonl").write_text(lines(steps))
-    for name, rows in (("evaluations", evaluations), ("samples", samples), ("strategies", strategies)):
+    for name, rows in (
+        ("evaluations", evaluations),
+        ("samples", samples),
+        ("strategies", strategies),
+    ):
         if rows is not None:
             (folder / f"{name}.jsonl").write_text(lines(rows))
     return Page(write_report(folder).read_text(encoding="utf-8"))
@@ -107,16 +144,42 @@ def test_a_page_says_what_a_run_was_and_did(tmp_path):
     folder.mkdir()
     steps = [row(step, **{"loss/value": 1.0, "gradient/norm": 2.0}) for step in range(3)]
     seen = page(folder, steps, [evaluation(0, 0.25, "before"), evaluation(3, 0.75, "afterwards")])
-    for words in ("my_run", "SmolLM2-135M", "PPO", "lookup-chain-2", "0.250", "0.750", "+0.500", "1.60", "6.0 s"):
+    for words in (
+        "my_run",
+        "SmolLM2-135M",
+        "PPO",
+        "lookup-chain-2",
+        "0.250",
+        "0.750",
+        "+0.500",
+        "1.60",
+        "6.0 s",
+    ):
         assert words in seen.text, words
-    assert "Held-out reward" in seen.text and "Held-out lexicon" in seen.text and "steps 3 " in seen.text
-    expected = ["Reward", "KL to the reference", "Response length", "Policy loss", "Value loss", "Generation speed"]
-    assert seen.charts()[:6] == expected and "Time by stage" in seen.charts() and "gradient/norm" in seen.charts()
+    assert (
+        "Held-out reward" in seen.text
+        and "Held-out lexicon" in seen.text
+        and "steps 3 " in seen.text
+    )
+    expected = [
+        "Reward",
+        "KL to the reference",
+        "Response length",
+        "Policy loss",
+        "Value loss",
+        "Generation speed",
+    ]
+    assert (
+        seen.charts()[:6] == expected
+        and "Time by stage" in seen.charts()
+        and "gradient/norm" in seen.charts()
+    )
     assert "generation 33%" in seen.text and "inference 33%" in seen.text
 
 
 def test_samples_stand_side_by_side_with_their_rewards(tmp_path):
-    first, last = evaluation(0, 0.25, "before"), evaluation(3, 0.75, "afterwards")
+    first = evaluation(0, 0.25, "before")
+    last = evaluation(3, 0.75, "afterwards")
     last["samples"][1]["prompt"] = "Another prompt."
     seen = page(tmp_path, [row(0)], [first, evaluation(2, 0.5, "between"), last])
     assert len(seen.all("article", "pair")) == 1, "prompts that differ are not paired"
@@ -126,7 +189,9 @@ def test_samples_stand_side_by_side_with_their_rewards(tmp_path):
 
 
 def test_a_measure_may_be_missing_and_a_reward_may_have_failed(tmp_path):
-    first, between, last = evaluation(0, 0.25), evaluation(1, None), evaluation(3, None, "afterwards")
+    first = evaluation(0, 0.25)
+    between = evaluation(1, None)
+    last = evaluation(3, None, "afterwards")
     del between["eval/reward"], last["eval/reward"]
     last["eval/lexicon/failed"] = 2
     seen = page(tmp_path, [row(0)], [first, between, last])
@@ -145,9 +210,13 @@ def test_many_long_samples_are_spread_evenly_and_cut(tmp_path):
 def test_what_a_model_wrote_is_text(tmp_path):
     config = CONFIG | {"model": {"path": "<b>bold</b>"}, "<i>key": "<script>alert(2)</script>"}
     evaluations = [evaluation(step, 0.5, HOSTILE, [HOSTILE]) for step in (0, 1)]
-    seen = page(tmp_path, [row(0, **{"<script>alert(3)</script>": 1.0})], evaluations, config=config)
+    seen = page(
+        tmp_path, [row(0, **{"<script>alert(3)</script>": 1.0})], evaluations, config=config
+    )
     assert len(seen.all("script")) == 1 and not seen.all("img") and not seen.all("b", "bold")
-    assert "<script>alert('gotcha')</script>" in seen.text and "<script>alert(2)</script>" in seen.text
+    assert (
+        "<script>alert('gotcha')</script>" in seen.text and "<script>alert(2)</script>" in seen.text
+    )
 
 
 def test_nothing_comes_from_a_network(tmp_path):
@@ -156,7 +225,11 @@ def test_nothing_comes_from_a_network(tmp_path):
     assert policy.startswith("default-src 'none'")
     assert not [attrs for _, attrs in seen.elements if {"src", "href"} & set(attrs)]
     text = (tmp_path / "report.html").read_text()
-    assert "http" not in text.replace("http-equiv", "") and "@import" not in text and "url(" not in text
+    assert (
+        "http" not in text.replace("http-equiv", "")
+        and "@import" not in text
+        and "url(" not in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,7 +264,10 @@ def test_ten_thousand_steps_fit_a_page(tmp_path):
     steps = [row(step, **{f"extra/{i}": rng.normal() for i in range(20)}) for step in range(10_000)]
     steps[5000]["kl/mean"] = 77.0
     seen = page(
-        tmp_path, steps, [evaluation(step, 0.5) for step in range(0, 10_001, 10)], config=CONFIG | {"steps": 10_000}
+        tmp_path,
+        steps,
+        [evaluation(step, 0.5) for step in range(0, 10_001, 10)],
+        config=CONFIG | {"steps": 10_000},
     )
     assert (tmp_path / "report.html").stat().st_size < 3e6
     assert "↑ 77.0" in seen.text, "a spike is seen"
@@ -200,7 +276,9 @@ def test_ten_thousand_steps_fit_a_page(tmp_path):
 
 def test_a_written_run_is_read(tmp_path):
     writer = metrics.open_run(tmp_path, json.dumps(CONFIG))
-    writer.write_evaluation(0, {"eval/reward": 0.25}, [{"prompt": "p", "response": "r", "reward": 0.25}])
+    writer.write_evaluation(
+        0, {"eval/reward": 0.25}, [{"prompt": "p", "response": "r", "reward": 0.25}]
+    )
     writer.write(row(0))
     writer.write_samples(0, [{"prompt": "p", "response": "r", "reward": 0.25}])
     writer.close()
@@ -212,20 +290,43 @@ ADAPTIVE = CONFIG | {"generation": {"strategy": "adaptive", "rows": 8}}
 
 
 def test_drafting_says_what_was_chosen_at_how_many_live_rows(tmp_path):
-    shares = {"strategy/share_none": 0.25, "strategy/share_model": 0.75, "strategy/acceptance_model": 0.6}
+    shares = {
+        "strategy/share_none": 0.25,
+        "strategy/share_model": 0.75,
+        "strategy/acceptance_model": 0.6,
+    }
     steps = [row(step, **shares, **{"generation/acceptance": 0.5}) for step in range(3)]
     strategies = [played(step, 8) for step in range(3)]
-    strategies += [played(0, 1, TREE, 30, **TIMED), played(2, 1, TREE, 10, **TIMED), played(2, 1, "model-chain-2")]
+    strategies += [
+        played(0, 1, TREE, 30, **TIMED),
+        played(2, 1, TREE, 10, **TIMED),
+        played(2, 1, "model-chain-2"),
+    ]
     seen = page(tmp_path, steps, config=ADAPTIVE, strategies=strategies)
-    drawn = ["Strategies by live rows", "First third of the steps", "Last third of the steps", "Drafters"]
+    drawn = [
+        "Strategies by live rows",
+        "First third of the steps",
+        "Last third of the steps",
+        "Drafters",
+    ]
     place = seen.charts().index("Strategies by live rows")
-    assert seen.charts()[place : place + 7] == [*drawn, "Acceptance by drafter", "Tokens per round", "Draft acceptance"]
+    assert seen.charts()[place : place + 7] == [
+        *drawn,
+        "Acceptance by drafter",
+        "Tokens per round",
+        "Draft acceptance",
+    ]
     assert "plain 38% model 62%" in seen.text and "plain 25% model 75%" in seen.text
     assert seen.titles.count("1 live row, 20 rounds\nmodel-tree of 3 50%\nmodel-chain-2 50%") == 1
     assert "5 to 8 live rows, 30 rounds\nplain 100%" in seen.titles
-    assert "model-tree of 3 40 50% 2.00 100 80.0 0.80" in seen.text and "model-chain-2 10 12% 2.00 — — —" in seen.text
+    assert (
+        "model-tree of 3 40 50% 2.00 100 80.0 0.80" in seen.text
+        and "model-chain-2 10 12% 2.00 — — —" in seen.text
+    )
     assert {"title": TREE} in [attrs for attrs in seen.all("td") if "title" in attrs]
-    assert not {"strategy/share_none", "generation/acceptance"} & set(seen.charts()), "each number has one chart"
+    assert not {"strategy/share_none", "generation/acceptance"} & set(seen.charts()), (
+        "each number has one chart"
+    )
 
 
 def test_without_choices_there_is_no_section(tmp_path):
@@ -236,34 +337,58 @@ def test_without_choices_there_is_no_section(tmp_path):
 
 def test_a_short_run_has_no_thirds(tmp_path):
     seen = page(tmp_path, [row(0), row(1)], strategies=[played(0, 2), played(1, 2)])
-    assert "Strategies by live rows" in seen.charts() and "First third of the steps" not in seen.charts()
+    assert (
+        "Strategies by live rows" in seen.charts()
+        and "First third of the steps" not in seen.charts()
+    )
 
 
 def test_a_student_is_shown_beside_itself_as_it_began(tmp_path):
     both = {"drafter/acceptance_frozen": 0.25, "drafter/version": 3, "drafter/behind": 0}
-    seen = page(tmp_path, [row(step, **both, **{"drafter/acceptance": 0.25 * (1 + step)}) for step in range(3)])
-    assert "Acceptance of the student" in seen.charts() and "Predicted and realised" not in seen.text
-    assert "version 3, 0 updates of the policy behind" in seen.text and "kept current as it began" in seen.text
+    seen = page(
+        tmp_path,
+        [row(step, **both, **{"drafter/acceptance": 0.25 * (1 + step)}) for step in range(3)],
+    )
+    assert (
+        "Acceptance of the student" in seen.charts() and "Predicted and realised" not in seen.text
+    )
+    assert (
+        "version 3, 0 updates of the policy behind" in seen.text
+        and "kept current as it began" in seen.text
+    )
     assert "step 2\nkept current 0.750\nas it began 0.250" in seen.titles
-    assert [seen.all("text", f"end {kind}".split()[1]) != [] for kind in ("current", "frozen")] == [True, True]
+    assert [seen.all("text", f"end {kind}".split()[1]) != [] for kind in ("current", "frozen")] == [
+        True,
+        True,
+    ]
 
 
 def test_rare_strategies_count_together():
     rows = [played(0, 1, f"lookup-chain-{n}", rounds=100 - n, third=0) for n in range(1, NAMED + 4)]
     found = table(rows)
-    assert len(found) == NAMED + 1 and found[-1].label == "3 others" and found[0].label == "lookup-chain-1"
+    assert (
+        len(found) == NAMED + 1
+        and found[-1].label == "3 others"
+        and found[0].label == "lookup-chain-1"
+    )
     assert found[-1].rounds == str(sum(row["rounds"] for row in rows[NAMED:]))
 
 
 def test_a_line_of_no_strategy_is_one_sentence(tmp_path):
-    with pytest.raises(ValueError, match=r"strategies\.jsonl: a line of step 4 lacks live; take the line away"):
+    with pytest.raises(
+        ValueError, match=r"strategies\.jsonl: a line of step 4 lacks live; take the line away"
+    ):
         page(tmp_path, [row(0)], strategies=[{"step": 4}])
 
 
-def rounds(slices, count, rows=lambda index: 64 - index % 64, seconds=0.5, strategy="lookup-chain-2"):
+def rounds(
+    slices, count, rows=lambda index: 64 - index % 64, seconds=0.5, strategy="lookup-chain-2"
+):
     """`count` rounds of each slice, one after the other."""
     return [
-        timeline.Span(part, "generate", seconds * index, seconds * (index + 1), rows(index), strategy, 100)
+        timeline.Span(
+            part, "generate", seconds * index, seconds * (index + 1), rows(index), strategy, 100
+        )
         for part in range(slices)
         for index in range(count)
     ]
@@ -279,7 +404,9 @@ def test_the_timeline_has_a_lane_for_each_slice(tmp_path):
     spans = [came, *rounds(3, 4, rows=lambda index: 4 - index, strategy=TREE)]
     spans += [timeline.Span(2, "inference", 2.5, 3.0, 8, "reference", 900)]
     seen = traced(tmp_path, spans, 4, step=12)
-    assert "4 slices, idle for 46% of the time; 2 samples moved with caches of 3.00 MB." in seen.text
+    assert (
+        "4 slices, idle for 46% of the time; 2 samples moved with caches of 3.00 MB." in seen.text
+    )
     assert "timeline/step-000012.json" in seen.text and "Step 12" in seen.text
     assert "1 row 2 rows 3–4 rows inference samples came idle" in seen.text
     assert "What each slice did in step 12" in seen.charts()
@@ -288,12 +415,15 @@ def test_the_timeline_has_a_lane_for_each_slice(tmp_path):
         assert f" {idle}" in seen.text
     assert "slice 0, 0 to 0.06 s\n4.00 rows, model-tree of 3\nidle 0%" in seen.titles
     assert (
-        "slice 1, 1.00 to 1.06 s\n2.00 rows, model-tree of 3\n2 samples came with caches of 3.00 MB\nidle 0%"
-        in seen.titles
+        "slice 1, 1.00 to 1.06 s\n2.00 rows, model-tree of 3\n2 samples came with caches of 3.00"
+        " MB\nidle 0%" in seen.titles
     )
     assert "slice 2, 2.50 to 2.56 s\ninference 100%\nidle 0%" in seen.titles
     (full,) = seen.all("path", "rows-4")
-    assert full["d"] == "M0.0 26.8H333.3v196.4H0.0zM0.0 276.8H333.3v196.4H0.0zM0.0 526.8H333.3v196.4H0.0z"
+    assert (
+        full["d"]
+        == "M0.0 26.8H333.3v196.4H0.0zM0.0 276.8H333.3v196.4H0.0zM0.0 526.8H333.3v196.4H0.0z"
+    )
     assert len(seen.all("path", "mark")) == 1 and len(seen.all("path", "inference")) == 1
 
 
@@ -302,13 +432,18 @@ def test_a_timeline_of_thousands_of_rounds_stays_small(tmp_path, slices):
     random = np.random.default_rng(0)
     spans = rounds(slices, 4000 // slices * 5, rows=lambda index: int(random.integers(1, 65)))
     at = random.uniform(0, 100, 3000)
-    spans += [timeline.Span(int(random.integers(slices)), "exchange", t, t, 1, "", 10**8) for t in at]
+    spans += [
+        timeline.Span(int(random.integers(slices)), "exchange", t, t, 1, "", 10**8) for t in at
+    ]
     timeline.write(tmp_path, 0, spans, slices)
     page(tmp_path, [row(0)])
     chart = picture(read_run(tmp_path))
     assert chart is not None
     drawn = Page(chart.svg)
-    assert len(chart.svg) < 100_000 and sum(path["d"].count("z") for path in drawn.all("path", "rows-4")) <= BARS
+    assert (
+        len(chart.svg) < 100_000
+        and sum(path["d"].count("z") for path in drawn.all("path", "rows-4")) <= BARS
+    )
     named = {title.split(",")[0] for title in drawn.titles}
     assert named >= {"slice 0", f"slice {slices - 1}"} and len(named) == min(slices, 128)
     assert ("128 of 200 slices" in chart.note) == (slices == 200)
@@ -326,13 +461,18 @@ def test_the_latest_trace_is_drawn_and_a_damaged_one_named(tmp_path):
         seen = traced(tmp_path, rounds(2, 3), 2, step=step)
     assert "Step 10" in seen.text and "Step 9" not in seen.text
     (tmp_path / "timeline/step-000010.json").write_text('{"traceEvents": [{"ph": "X"')
-    with pytest.raises(ValueError, match=r"step-000010.json is no trace .*; take it away, and the report does without"):
+    with pytest.raises(
+        ValueError,
+        match=r"step-000010.json is no trace .*; take it away, and the report does without",
+    ):
         write_report(tmp_path)
 
 
 def test_idle_time_and_moves_are_drawn_where_there_are_any(tmp_path):
     none = {"generation/idle_share": 0.0, "generation/moved_bytes": 0}
-    assert not {"Idle time", "generation/idle_share"} & set(page(tmp_path, [row(0, **none), row(1, **none)]).charts())
+    assert not {"Idle time", "generation/idle_share"} & set(
+        page(tmp_path, [row(0, **none), row(1, **none)]).charts()
+    )
     some = {"generation/idle_share": 0.25, "generation/moved_bytes": 2e9}
     seen = page(tmp_path, [row(0, **none), row(1, **some)])
     assert seen.charts().index("Moved between slices") == seen.charts().index("Idle time") + 1
@@ -340,12 +480,25 @@ def test_idle_time_and_moves_are_drawn_where_there_are_any(tmp_path):
 
 
 def line(values, steps=None):
-    return Series("loss", np.arange(len(values)) if steps is None else np.array(steps), np.array(values, np.float64))
+    return Series(
+        "loss",
+        np.arange(len(values)) if steps is None else np.array(steps),
+        np.array(values, np.float64),
+    )
 
 
 @pytest.mark.parametrize(
     "values",
-    [[0.0], [1e-300], [5.0] * 20, [-1.0, 1.0], [1e300, -1e300], [0.0] * 20 + [1e9], list(range(1000)), [1e-9, 2e-9]],
+    [
+        [0.0],
+        [1e-300],
+        [5.0] * 20,
+        [-1.0, 1.0],
+        [1e300, -1e300],
+        [0.0] * 20 + [1e9],
+        list(range(1000)),
+        [1e-9, 2e-9],
+    ],
 )
 def test_a_chart_draws_whatever_is_finite(values):
     drawn = line_chart("Loss", line(values), line(values[:2]))
@@ -381,21 +534,36 @@ def test_end_labels_do_not_meet():
 
 def test_labels_of_many_lines_keep_apart_and_in_order():
     ends = (0.1, 0.5, 0.52, 0.54, 1.0)
-    drawn = Page(lines_chart("Share", [(f"kind-{i}", line([0.0, end])) for i, end in enumerate(ends)]))
+    drawn = Page(
+        lines_chart("Share", [(f"kind-{i}", line([0.0, end])) for i, end in enumerate(ends)])
+    )
     heights = [float(attrs["y"]) for attrs in drawn.all("text", "end")]
     assert min(np.diff(heights)) >= 16 - 1e-9 and heights[0] >= 0 and heights[-1] <= 190
-    assert [attrs["class"] for attrs in drawn.all("text", "end")] == [f"end kind-{i}" for i in (4, 3, 2, 1, 0)]
-    assert heights[2] == pytest.approx((1 - 0.52) * 190, abs=0.1), "the middle one of the three stays in its place"
+    assert [attrs["class"] for attrs in drawn.all("text", "end")] == [
+        f"end kind-{i}" for i in (4, 3, 2, 1, 0)
+    ]
+    assert heights[2] == pytest.approx((1 - 0.52) * 190, abs=0.1), (
+        "the middle one of the three stays in its place"
+    )
 
 
 def test_shares_are_stacked_bars_by_name():
     drawn = Page(
-        share_chart("Who", ["1", "2"], [("a", np.array([25.0, 0.0])), ("b", np.array([75.0, 50.0]))], ["x", "y"])
+        share_chart(
+            "Who",
+            ["1", "2"],
+            [("a", np.array([25.0, 0.0])), ("b", np.array([75.0, 50.0]))],
+            ["x", "y"],
+        )
     )
     below, above = (attrs["d"] for attrs in drawn.all("path"))
     assert below == "M60.0 750.0h380.0v250.0h-380.0zM560.0 1000.0h380.0v0.0h-380.0z"
     assert above == "M60.0 0.0h380.0v750.0h-380.0zM560.0 500.0h380.0v500.0h-380.0z"
-    assert drawn.titles == ["x", "y"] and share_chart("Who", [], [], []) == "" and lines_chart("No", []) == ""
+    assert (
+        drawn.titles == ["x", "y"]
+        and share_chart("Who", [], [], []) == ""
+        and lines_chart("No", []) == ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -442,8 +610,18 @@ def test_numbers_are_read_at_a_glance():
         "0.25", "0", "1,500", "20k", "−2e−5"
     ]  # fmt: skip
     assert [volume(v) for v in (12, 45_600, 1.234e9)] == ["12 bytes", "45.6 kB", "1.23 GB"]
-    assert [share(*pair) for pair in ((1, 3), (1, 999), (0, 1), (1, 0))] == ["33%", "<1%", "0%", "0%"]
-    assert [duration(s) for s in (8.53, 260, 11_100, 187_300)] == ["8.5 s", "4 min 20 s", "3 h 05 min", "2 d 4 h"]
+    assert [share(*pair) for pair in ((1, 3), (1, 999), (0, 1), (1, 0))] == [
+        "33%",
+        "<1%",
+        "0%",
+        "0%",
+    ]
+    assert [duration(s) for s in (8.53, 260, 11_100, 187_300)] == [
+        "8.5 s",
+        "4 min 20 s",
+        "3 h 05 min",
+        "2 d 4 h",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -451,7 +629,10 @@ def test_numbers_are_read_at_a_glance():
     [
         ({}, "neither config.json nor metrics.jsonl"),
         ({"config.json": "{"}, "config.json is not JSON"),
-        ({"metrics.jsonl": '{"step": 0}\n{"st\n{"step": 2}\n'}, "metrics.jsonl, line 2, is no JSON object with a step"),
+        (
+            {"metrics.jsonl": '{"step": 0}\n{"st\n{"step": 2}\n'},
+            "metrics.jsonl, line 2, is no JSON object with a step",
+        ),
         ({"metrics.jsonl": "[1]\n"}, "metrics.jsonl, line 1, is no JSON object with a step"),
     ],
 )
@@ -467,7 +648,9 @@ def test_the_command_prints_the_path(tmp_path, capsys):
     assert command.main(["report.py"]) == 2
     (tmp_path / "metrics.jsonl").write_text(lines([row(0)]))
     assert command.main(["report.py", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n" and not list(tmp_path.glob("*.new"))
+    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n" and not list(
+        tmp_path.glob("*.new")
+    )
 
 
 @pytest.mark.slow
@@ -476,11 +659,23 @@ def test_a_browser_shows_it_without_complaint(tmp_path, width):
     browser = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
     if browser is None:
         pytest.skip("no chromium, google-chrome or chrome on PATH")
-    page(tmp_path, [row(step) for step in range(30)], [evaluation(0, 0.25, HOSTILE), evaluation(30, 0.75, HOSTILE)])
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    page(
+        tmp_path,
+        [row(step) for step in range(30)],
+        [evaluation(0, 0.25, HOSTILE), evaluation(30, 0.75, HOSTILE)],
+    )
+    options = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path}/profile",
+    ]
     options += [f"--window-size={width},900", "--enable-logging=stderr", "--dump-dom"]
     asked = [browser, *options, (tmp_path / "report.html").as_uri()]
     seen = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=True)
     assert "CONSOLE" not in seen.stderr
     assert 'data-tip="step 29' in seen.stdout, "the script ran"
-    assert seen.stdout.count('<svg class="plot"') >= 8 and "alert('gotcha')&lt;/script&gt;" in seen.stdout
+    assert (
+        seen.stdout.count('<svg class="plot"') >= 8
+        and "alert('gotcha')&lt;/script&gt;" in seen.stdout
+    )

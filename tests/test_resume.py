@@ -1,4 +1,6 @@
-"""Nothing is lost: a run that is killed or stopped and goes on leaves what an uninterrupted one does, bit for bit."""
+"""Nothing is lost: a run that is killed or stopped and goes on leaves what an uninterrupted one
+does, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ import pytest
 import tiny_run
 from tiny_run import ROOT, lines
 
-# PPO with several epochs, an adaptive KL coefficient, drafts from history, and batches across a data epoch's boundary.
+# PPO with several epochs, an adaptive KL coefficient, drafts from history, and batches across a
+# data epoch's boundary.
 CHANGES = {
     "steps": 7,
     "deterministic": True,
@@ -38,7 +41,11 @@ CHANGES = {
     "evaluation__every": 3,
 }
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
-MEASURED = ("seconds", "per_second", "idle_share")  # what the wall clock says is no part of the promise
+MEASURED = (
+    "seconds",
+    "per_second",
+    "idle_share",
+)  # what the wall clock says is no part of the promise
 
 
 @pytest.fixture(scope="module")
@@ -64,20 +71,31 @@ def command(place: Path, name: str) -> list[str]:
     return tiny_run.arguments(place, place / "tiny", **options)[1:]
 
 
-def run(place: Path, name: str, event: str, number: int, seconds: float = 0.0) -> subprocess.CompletedProcess:
+def run(
+    place: Path, name: str, event: str, number: int, seconds: float = 0.0
+) -> subprocess.CompletedProcess:
     words = [sys.executable, str(ROOT / "tests" / "killed.py"), event, str(number), str(seconds)]
     return subprocess.run(
-        words + command(place, name), capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=300
+        words + command(place, name),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=ENVIRONMENT,
+        timeout=300,
     )
 
 
 def left_by(workdir: Path) -> dict:
-    """All that a run promises to be equal: its lines, its weights, and the fingerprints of its last checkpoint."""
+    """All that a run promises to be equal: its lines, its weights, and the fingerprints of its last
+    checkpoint.
+    """
     steps = [
         {key: value for key, value in line.items() if not key.endswith(MEASURED)}
         for line in lines(workdir / "metrics.jsonl")
     ]
-    last = max(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+    last = max(
+        int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()
+    )
     (document,) = (workdir / "checkpoints" / str(last)).rglob("document.json")
     checkpoint = json.loads(document.read_text())
     return {
@@ -97,9 +115,19 @@ def check_equal(workdir: Path, whole: dict) -> None:
 
 
 def test_the_run_is_one_to_be_interrupted(whole):
-    """It has what the promise speaks of: all phases, several checkpoints, a moving KL coefficient, prompts redrawn."""
+    """It has what the promise speaks of: all phases, several checkpoints, a moving KL coefficient,
+    prompts redrawn.
+    """
     left, events = whole
-    assert set(events) >= {"compiling", "evaluation", "generation", "inference", "training", "saving", "samples"}
+    assert set(events) >= {
+        "compiling",
+        "evaluation",
+        "generation",
+        "inference",
+        "training",
+        "saving",
+        "samples",
+    }
     assert events["saving"] >= 4 and events["generation"] > 20
     assert len({line["kl/coefficient"] for line in left["metrics"]}) > 3
     assert any(line["generation/attempts"] == 2 for line in left["metrics"])
@@ -109,7 +137,16 @@ def test_the_run_is_one_to_be_interrupted(whole):
 def moments(events: dict[str, int], count: int, seed: int) -> list[tuple[str, int, float]]:
     """Random moments, of every kind of event in turn; half come a little later than the event."""
     draw = random.Random(seed)
-    kinds = ["unfinished", "generation", "training", "saving", "inference", "evaluation", "samples", "export"]
+    kinds = [
+        "unfinished",
+        "generation",
+        "training",
+        "saving",
+        "inference",
+        "evaluation",
+        "samples",
+        "export",
+    ]
     chosen = []
     for index in range(count):
         kind = kinds[index % len(kinds)]
@@ -132,7 +169,9 @@ def test_killed_and_resumed_is_uninterrupted(place, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", [pytest.param(i, marks=[pytest.mark.long] * (i % 2)) for i in range(20)])
+@pytest.mark.parametrize(
+    "index", [pytest.param(i, marks=[pytest.mark.long] * (i % 2)) for i in range(20)]
+)
 def test_killed_at_twenty_moments(index, place, whole):
     left, events = whole
     kill_and_resume(place, f"moment-{index}", moments(events, 20, seed=1)[index], left)
@@ -147,14 +186,13 @@ def check_close(workdir: Path, whole: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number, name",
-    [(signal.SIGTERM, "stopped"), (signal.SIGINT, "rounding")],
-)
+@pytest.mark.parametrize("number, name", [(signal.SIGTERM, "stopped"), (signal.SIGINT, "rounding")])
 def test_stopped_and_resumed_is_uninterrupted(number, name, place, whole):
     """A signal after the third step: saved, an exit code of its own, no traceback."""
     words = [sys.executable, str(ROOT / "launch" / "train.py"), *command(place, name)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
     metrics = place / name / "metrics.jsonl"
     while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
         time.sleep(0.01)

@@ -1,4 +1,6 @@
-"""Reward models: scores equal transformers', padding and batches change nothing, folders survive a round trip."""
+"""Reward models: scores equal transformers', padding and batches change nothing, folders survive a
+round trip.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ SHORT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "He
 
 def golden(name: str) -> tuple[list[list[dict]], np.ndarray]:
     cases = json.loads((GOLDEN / name / "scores.json").read_text())
-    return [case["messages"] for case in cases], np.array([case["score"] for case in cases], np.float32)
+    return [case["messages"] for case in cases], np.array(
+        [case["score"] for case in cases], np.float32
+    )
 
 
 def answer(chat: list[dict]) -> Answer:
@@ -36,18 +40,29 @@ def answer(chat: list[dict]) -> Answer:
 
 def scored(source: Source, chats: list[list[dict]], rows: int = 3, bucket: int = 16, **options):
     model = source.load(jnp.float32)
-    return model_scorer(RewardModel(source, model, rows, bucket), **options)([answer(chat) for chat in chats])
+    return model_scorer(RewardModel(source, model, rows, bucket), **options)(
+        [answer(chat) for chat in chats]
+    )
 
 
 def live_scores(folder: Path, chats: list[list[dict]]) -> list[float]:
-    """What transformers gives, each conversation alone, then all in one padded batch, which must agree."""
-    torch = pytest.importorskip("torch", reason="torch is not installed: only golden files are compared")
+    """What transformers gives, each conversation alone, then all in one padded batch, which must
+    agree.
+    """
+    torch = pytest.importorskip(
+        "torch", reason="torch is not installed: only golden files are compared"
+    )
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     options = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "padding": True}
     with torch.no_grad():
-        alone = [model(**tokenizer.apply_chat_template([chat], **options)).logits.item() for chat in chats]
+        alone = [
+            model(**tokenizer.apply_chat_template([chat], **options)).logits.item()
+            for chat in chats
+        ]
         together = model(**tokenizer.apply_chat_template(chats, **options)).logits[:, 0].tolist()
     np.testing.assert_allclose(together, alone, atol=TOLERANCE)
     return together
@@ -70,7 +85,9 @@ def test_the_token_that_is_read_is_the_last_that_is_no_padding():
     model = source.load(jnp.float32)
     tokens = source.tokenizer.encode_chat(SHORT, add_generation_prompt=False)
     positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
-    every = transformer.logits(model, transformer.forward(model, jnp.array([tokens]), positions)[0])[0, :, 0]
+    every = transformer.logits(
+        model, transformer.forward(model, jnp.array([tokens]), positions)[0]
+    )[0, :, 0]
     assert source.tokenizer.decode(tokens[-2:], skip_special=False) == "!<|end|>"
     np.testing.assert_allclose(scored(source, [SHORT]).values, every[-2:-1], atol=TOLERANCE)
     assert abs(float(every[-1] - every[-2])) > 0.01
@@ -78,7 +95,9 @@ def test_the_token_that_is_read_is_the_last_that_is_no_padding():
 
 def test_without_a_padding_token_the_very_last_is_read(tmp_path: Path):
     folder = copied(tmp_path, GOLDEN / "llama_reward", pad_token_id=None)
-    np.testing.assert_allclose(scored(open_source(folder), [SHORT]).values, golden("llama_reward")[1][:1], atol=1e-5)
+    np.testing.assert_allclose(
+        scored(open_source(folder), [SHORT]).values, golden("llama_reward")[1][:1], atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(("rows", "bucket"), [(1, 1), (4, 64), (8, 16)])
@@ -89,7 +108,8 @@ def test_batches_and_padding_change_nothing(rows: int, bucket: int):
 
 
 def test_scores_on_a_mesh():
-    source, mesh = open_source(GOLDEN / "llama_reward"), meshes.make_mesh(1, 2, 2, jax.devices()[:4])
+    source = open_source(GOLDEN / "llama_reward")
+    mesh = meshes.make_mesh(1, 2, 2, jax.devices()[:4])
     shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), source.config))
     model = source.load(jnp.float32, meshes.model_shardings(shapes, mesh, "training"))
     chats, expected = golden("llama_reward")
@@ -111,14 +131,19 @@ def test_a_conversation_beyond_the_context_fails_alone():
     long = [SHORT[0], {"role": "assistant", "content": "a" * 64}]
     scores = scored(open_source(GOLDEN / "llama_reward"), [long, chats[0]])
     assert scores.failures == {0: "has 70 tokens, the context is 1 to 64"}
-    assert np.isnan(scores.values[0]) and scores.values[1] == pytest.approx(expected[0], abs=TOLERANCE)
+    assert np.isnan(scores.values[0]) and scores.values[1] == pytest.approx(
+        expected[0], abs=TOLERANCE
+    )
 
 
 def test_only_a_model_that_never_scored_may_not_fail_on_all():
     source = open_source(GOLDEN / "llama_reward")
     score = model_scorer(RewardModel(source, source.load(jnp.float32), 1, 16))
-    short, long = answer(SHORT), answer([SHORT[0], {"role": "assistant", "content": "a" * 64}])
-    with pytest.raises(ValueError, match="llama_reward failed on all 1 answers; the first one has 70 tokens"):
+    short = answer(SHORT)
+    long = answer([SHORT[0], {"role": "assistant", "content": "a" * 64}])
+    with pytest.raises(
+        ValueError, match="llama_reward failed on all 1 answers; the first one has 70 tokens"
+    ):
         score([long])
     assert not score([short]).failures
     scores = score([long, long])
@@ -127,7 +152,9 @@ def test_only_a_model_that_never_scored_may_not_fail_on_all():
 
 def test_a_chat_that_the_template_refuses_fails_alone(tmp_path: Path):
     folder = copied(tmp_path, GOLDEN / "llama_reward")
-    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+    strict = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+    )
     template = folder / "chat_template.jinja"
     template.write_text(strict + template.read_text())
     chats, expected = golden("llama_reward")
@@ -149,15 +176,24 @@ def test_without_a_template_texts_stand_one_after_the_other(tmp_path: Path):
 
 def test_a_language_model_is_no_reward_model():
     source = open_source(GOLDEN / "llama_reward")
-    source = dataclasses.replace(source, config=dataclasses.replace(source.config, scalar_head=False))
-    with pytest.raises(ValueError, match="llama_reward is a language model; a reward model is a folder of"):
+    source = dataclasses.replace(
+        source, config=dataclasses.replace(source.config, scalar_head=False)
+    )
+    with pytest.raises(
+        ValueError, match="llama_reward is a language model; a reward model is a folder of"
+    ):
         RewardModel(source, source.load(jnp.float32), 1, 1)
 
 
 def saved(folder: Path, family: str, tiny: ModelConfig) -> Model:
     """A random reward model, written to a folder."""
     config = dataclasses.replace(
-        tiny, family=family, tied=False, scalar_head=True, qkv_bias=family == "qwen2", qk_norm=family == "qwen3"
+        tiny,
+        family=family,
+        tied=False,
+        scalar_head=True,
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
     )
     model = transformer.init(jax.random.key(1), config)
     tokenizer = open_source(GOLDEN / "llama_reward").tokenizer
@@ -176,11 +212,16 @@ def test_a_saved_classifier_loads_again(family: str, tmp_path: Path, tiny: Model
 
 
 @pytest.mark.parametrize("family", huggingface.FAMILIES)
-def test_a_saved_classifier_scores_the_same_in_transformers(family: str, tmp_path: Path, tiny: ModelConfig):
+def test_a_saved_classifier_scores_the_same_in_transformers(
+    family: str, tmp_path: Path, tiny: ModelConfig
+):
     saved(tmp_path / "saved", family, tiny)
-    folder, chats = copied(tmp_path, tmp_path / "saved", pad_token_id=256), golden("llama_reward")[0]
+    folder = copied(tmp_path, tmp_path / "saved", pad_token_id=256)
+    chats = golden("llama_reward")[0]
     expected = live_scores(folder, chats)
-    np.testing.assert_allclose(scored(open_source(folder), chats).values, expected, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(
+        scored(open_source(folder), chats).values, expected, atol=TOLERANCE, rtol=0
+    )
 
 
 def copied(tmp_path: Path, original: Path, **changes) -> Path:

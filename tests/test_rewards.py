@@ -1,4 +1,6 @@
-"""Rewards: loading them, running them in processes that may fail, sums of several, and those that are shipped."""
+"""Rewards: loading them, running them in processes that may fail, sums of several, and those that
+are shipped.
+"""
 
 import math
 import os
@@ -89,7 +91,9 @@ def test_bad_specs_end_in_one_sentence(spec, sentence, tmp_path, monkeypatch):
 
 
 def answers(*responses, **row):
-    return [Answer("p", [{"role": "user", "content": "p"}], row, response) for response in responses]
+    return [
+        Answer("p", [{"role": "user", "content": "p"}], row, response) for response in responses
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +113,9 @@ def ended(pid, patience=10.0):
     """Whether a process is gone, or a zombie that nobody collects, before patience is."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
-        state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
+        state = subprocess.run(
+            ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True
+        ).stdout
         if not state.strip() or state.startswith("Z"):
             return True
         time.sleep(0.02)
@@ -138,7 +144,9 @@ def test_a_process_needs_no_jax_and_what_it_prints_is_harmless(workers, capfd):
 
 
 def test_each_failure_stands_alone_with_its_reason(workers):
-    scores = workers(answers("1", "raise", "text", "nothing", "nan", "-inf", "1e300", "exit", "crash", "2"))
+    scores = workers(
+        answers("1", "raise", "text", "nothing", "nan", "-inf", "1e300", "exit", "crash", "2")
+    )
     assert scores.failures == {
         1: "raised RuntimeError: two lines",
         2: "gave a value of type str instead of one float",
@@ -164,14 +172,18 @@ def test_a_call_out_of_time_fails_and_its_process_is_replaced(mischief, response
 
 def test_a_reward_that_fails_on_everything_is_refused(workers):
     with pytest.raises(
-        ValueError, match=r"mischief failed on all 2 answers; the first one raised RuntimeError: two lines\.$"
+        ValueError,
+        match=r"mischief failed on all 2 answers; the first one raised RuntimeError: two lines\.$",
     ):
         workers(answers("raise", "text"))
 
 
 def test_a_reward_that_hangs_is_refused_early(mischief):
     start = time.monotonic()
-    with Workers(f"{mischief}:never", 2, 0.3) as pool, pytest.raises(ValueError, match="hangs: 4 calls took longer"):
+    with (
+        Workers(f"{mischief}:never", 2, 0.3) as pool,
+        pytest.raises(ValueError, match="hangs: 4 calls took longer"),
+    ):
         pool(answers(*"0123456789" * 10))
     assert time.monotonic() - start < 10
 
@@ -194,7 +206,9 @@ def test_a_reward_that_has_worked_may_hang_on_everything(mischief):
 def test_a_long_call_without_a_limit_gives_signs_of_life(mischief, monkeypatch):
     monkeypatch.setattr(reward_worker, "SILENCE", 0.02)
     signs = []
-    with Workers(f"{mischief}:slow_first", 1, math.inf, lambda: signs.append(time.monotonic())) as pool:
+    with Workers(
+        f"{mischief}:slow_first", 1, math.inf, lambda: signs.append(time.monotonic())
+    ) as pool:
         pool(answers("1"))
         signs.clear()
         assert pool(answers("0")).values.tolist() == [0.0] and len(signs) >= 3
@@ -222,11 +236,15 @@ def test_whoever_observes_may_stop_a_call(mischief):
 
 
 def test_a_reward_that_imports_only_here_is_refused(tmp_path):
-    (tmp_path / "fussy.py").write_text("import sys\nsys.modules['pytest']\ndef f(*_):\n    return 1.0\n")
+    (tmp_path / "fussy.py").write_text(
+        "import sys\nsys.modules['pytest']\ndef f(*_):\n    return 1.0\n"
+    )
     with Workers(f"{tmp_path}/fussy.py:f", 1, 20.0) as pool, pytest.raises(ValueError) as caught:
         pool(answers("1"))
     assert "does not start in a process of its own: Reward" in str(caught.value)
-    assert "cannot be imported: KeyError: 'pytest'" in str(caught.value) and "\n" not in str(caught.value)
+    assert "cannot be imported: KeyError: 'pytest'" in str(caught.value) and "\n" not in str(
+        caught.value
+    )
 
 
 def test_processes_import_what_this_one_can(tmp_path, monkeypatch):
@@ -285,9 +303,16 @@ def test_weighted_sum_with_the_metrics_of_each_term():
     def scorer(*results):
         return lambda answers: as_scores(results)
 
-    terms = [Term("one", 2.0, scorer(1.0, "hangs", 3.0)), Term("two", -0.5, scorer(2.0, "raised", "raised"))]
+    terms = [
+        Term("one", 2.0, scorer(1.0, "hangs", 3.0)),
+        Term("two", -0.5, scorer(2.0, "raised", "raised")),
+    ]
     scores, metrics = weighted(terms, answers("a", "b", "c"))
-    assert scores.values.dtype == np.float32 and scores.values[0] == 1.0 and np.isnan(scores.values[1:]).all()
+    assert (
+        scores.values.dtype == np.float32
+        and scores.values[0] == 1.0
+        and np.isnan(scores.values[1:]).all()
+    )
     assert scores.failures == {1: "one hangs", 2: "two raised"}
     assert metrics == {
         "reward/one/mean": 2.0,
@@ -306,7 +331,9 @@ def test_a_term_that_fails_on_all_has_no_mean():
 
 @pytest.fixture(scope="module")
 def gsm8k():
-    return lambda response, answer: rewards.load_reward(ARITHMETIC)("", response, {"answer": answer})
+    return lambda response, answer: rewards.load_reward(ARITHMETIC)(
+        "", response, {"answer": answer}
+    )
 
 
 @pytest.mark.parametrize(
@@ -380,30 +407,43 @@ def vader():
 
 
 def test_vader_orders_texts_within_bounds(vader):
-    bad, neutral, good = map(vader, ("The lamp is ugly.", "The lamp is on the table.", "The lamp is beautiful."))
+    bad, neutral, good = map(
+        vader, ("The lamp is ugly.", "The lamp is on the table.", "The lamp is beautiful.")
+    )
     assert 0.0 < bad < neutral == 0.5 < good < 1.0
     assert vader("") == vader(" \n") == vader("!!!") == 0.0
 
 
 def test_vader_pays_for_no_cheap_trick(vader):
     honest = vader("A beautiful lamp brings a warm glow and joy to the happy home.")
-    assert vader("love " * 20) == vader("love, LOVE love!!!") == pytest.approx(vader("love")) and vader("love") < honest
+    assert (
+        vader("love " * 20) == vader("love, LOVE love!!!") == pytest.approx(vader("love"))
+        and vader("love") < honest
+    )
     assert vader(":) " * 20) == vader(":)")
     plain = vader("The lamp is beautiful.")
-    assert vader("The LAMP is BEAUTIFUL!!!!") == vader("The lamp is beautiful. I love it. So great.") == plain
+    assert (
+        vader("The LAMP is BEAUTIFUL!!!!")
+        == vader("The lamp is beautiful. I love it. So great.")
+        == plain
+    )
     assert vader("The 3.5 inch lamp is beautiful.") > 0.5  # a decimal point ends no sentence
 
 
 def test_textblob_is_another_opinion_without_downloads():
     pytest.importorskip("textblob")
     measure = rewards.load_reward(f"{SENTIMENT}:textblob_polarity")
-    bad, neutral, good = (measure("", f"The lamp is {word}.", {}) for word in ("ugly", "there", "beautiful"))
+    bad, neutral, good = (
+        measure("", f"The lamp is {word}.", {}) for word in ("ugly", "there", "beautiful")
+    )
     assert 0.0 <= bad < neutral == 0.5 < good <= 1.0
     assert measure("", "", {}) == 0.0
 
 
 def test_only_the_parents_end_is_signalled():
-    """Not a call's arrival, whose signal may come after the call was read and would end the child."""
+    """Not a call's arrival, whose signal may come after the call was read and would end the
+    child.
+    """
     held, watched = reward_worker.Pipe()
     calls, answers = reward_worker.Pipe()
     seen = []

@@ -55,10 +55,15 @@ def test_a_run_leaves_its_files(arguments, tmp_path, one_device, capsys):
     assert launch["main"](arguments()) == 0, capsys.readouterr().err
     run = tmp_path / "run"
     steps = lines(run / "metrics.jsonl")
-    assert [line["step"] for line in steps] == [0, 1, 2] and all(set(REQUIRED) <= set(line) for line in steps)
+    assert [line["step"] for line in steps] == [0, 1, 2] and all(
+        set(REQUIRED) <= set(line) for line in steps
+    )
     assert len(lines(run / "samples.jsonl")) == 3 * 16
     assert [line["step"] for line in lines(run / "evaluations.jsonl")] == [0, 2, 3]
-    assert all(line["mismatch/max"] < 1e-4 and line["ratio/max"] == pytest.approx(1, abs=1e-4) for line in steps)
+    assert all(
+        line["mismatch/max"] < 1e-4 and line["ratio/max"] == pytest.approx(1, abs=1e-4)
+        for line in steps
+    )
     assert steps[0]["kl/mean"] == pytest.approx(0, abs=1e-6) and steps[2]["kl/mean"] > 1e-6
     trained = open_source(run / "policy").load(jnp.float32)
     assert not np.allclose(trained.embed, init(jax.random.key(0), trained.config).embed)
@@ -76,7 +81,12 @@ def test_a_strategy_changes_no_sample(arguments, folder, tmp_path, one_device):
     """The first step's samples are the same however they were drafted."""
     texts = []
     for name in ("plain", "lookup-tree-2x2", "model-chain-3"):
-        changes = {"generation__strategy": name, "drafter__path": folder, "steps": 1, "evaluation__every": 0}
+        changes = {
+            "generation__strategy": name,
+            "drafter__path": folder,
+            "steps": 1,
+            "evaluation__every": 0,
+        }
         assert launch["main"](arguments(workdir=tmp_path / name, **changes)) == 0
         texts.append([row["response"] for row in lines(tmp_path / name / "samples.jsonl")])
     assert texts[0] == texts[1] == texts[2]
@@ -86,14 +96,22 @@ def test_an_earlier_run_is_kept(arguments, tmp_path, one_device):
     for _ in range(2):
         assert launch["main"](arguments(steps=1, evaluation__every=0)) == 0
     earlier = tmp_path / "run" / "earlier-1"
-    assert len(lines(earlier / "metrics.jsonl")) == 1 and (earlier / "policy" / "model.safetensors").exists()
+    assert (
+        len(lines(earlier / "metrics.jsonl")) == 1
+        and (earlier / "policy" / "model.safetensors").exists()
+    )
     assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 1
 
 
-@pytest.mark.parametrize("method", [{}, pytest.param(PPO, marks=pytest.mark.slow)], ids=["grpo", "ppo"])
-def test_nothing_is_compiled_after_warm_up(method, arguments, one_device, monkeypatch, compilations):
+@pytest.mark.parametrize(
+    "method", [{}, pytest.param(PPO, marks=pytest.mark.slow)], ids=["grpo", "ppo"]
+)
+def test_nothing_is_compiled_after_warm_up(
+    method, arguments, one_device, monkeypatch, compilations
+):
     """Ten steps; what the first two compile is all."""
-    seen_after, real = [], launch["STEPS"]["reward"]
+    seen_after = []
+    real = launch["STEPS"]["reward"]
     with compilations() as seen:
 
         def counted(*inputs, **options):
@@ -108,32 +126,57 @@ def test_nothing_is_compiled_after_warm_up(method, arguments, one_device, monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy, method", [("lookup-chain-2", PPO), ("model-tree-2x2", {})])
-def test_eight_devices_give_the_text_and_losses_of_one(strategy, method, arguments, folder, tmp_path, monkeypatch):
-    """Data x FSDP x tensor: the same samples while rows finish and shrink, losses within 1e-4, over two steps."""
+def test_eight_devices_give_the_text_and_losses_of_one(
+    strategy, method, arguments, folder, tmp_path, monkeypatch
+):
+    """Data x FSDP x tensor: the same samples while rows finish and shrink, losses within 1e-4, over
+    two steps.
+    """
     shapes = {"one": (1, 1, 1), "eight": (2, 2, 2)}
-    devices, found = jax.devices(), {}
+    devices = jax.devices()
+    found = {}
     for name, (data, fsdp, tensor) in shapes.items():
         used = devices[: data * fsdp * tensor]
         monkeypatch.setattr(jax, "devices", lambda *_, used=used: used)
         monkeypatch.setattr(jax, "device_count", lambda used=used: len(used))
         mesh = {"mesh__data": data, "mesh__fsdp": fsdp, "mesh__tensor": tensor}
-        rows = {"generation__rows": 16, "generation__fewest_rows": 4, "generation__strategy": strategy}
+        rows = {
+            "generation__rows": 16,
+            "generation__fewest_rows": 4,
+            "generation__strategy": strategy,
+        }
         changes = {"workdir": tmp_path / name, "steps": 2, "drafter__path": folder}
         assert launch["main"](arguments(**mesh, **rows, **changes, **method)) == 0
         run = tmp_path / name
-        found[name] = [lines(run / f"{file}.jsonl") for file in ("samples", "evaluations", "metrics")]
-    one, eight = found["one"], found["eight"]
+        found[name] = [
+            lines(run / f"{file}.jsonl") for file in ("samples", "evaluations", "metrics")
+        ]
+    one = found["one"]
+    eight = found["eight"]
     assert one[0] == eight[0] and [e["samples"] for e in one[1]] == [e["samples"] for e in eight[1]]
     for a, b in zip(one[2], eight[2], strict=True):
         assert b["generation/occupancy"] == a["generation/occupancy"] > 0.3
-        for key in {"loss/policy", "kl/mean", "gradient/norm", "reward/mean", "loss/value"} & a.keys():
+        for key in {
+            "loss/policy",
+            "kl/mean",
+            "gradient/norm",
+            "reward/mean",
+            "loss/value",
+        } & a.keys():
             assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-5), key
 
 
 @pytest.mark.slow
 def test_top_k_is_renormalised_in_training(arguments, tmp_path, one_device):
-    """The sampled sets travel into training: its law is the sampled one, so the ratio starts at 1."""
-    assert launch["main"](arguments(generation__top_k=5, generation__temperature=0.8, evaluation__top_k=5)) == 0
+    """The sampled sets travel into training: its law is the sampled one, so the ratio starts at
+    1.
+    """
+    assert (
+        launch["main"](
+            arguments(generation__top_k=5, generation__temperature=0.8, evaluation__top_k=5)
+        )
+        == 0
+    )
     for line in lines(tmp_path / "run" / "metrics.jsonl"):
         assert line["mismatch/max"] < 1e-4 and line["ratio/max"] == pytest.approx(1, abs=1e-4)
         assert 0 < line["entropy/estimate"] < np.log(5) + 0.3
@@ -141,8 +184,12 @@ def test_top_k_is_renormalised_in_training(arguments, tmp_path, one_device):
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_an_estimator_is_one_line(estimator, arguments, tmp_path, one_device):
-    """Chosen by its name alone: an update from ratio 1, a policy that moves, and a critic only where one is wanted."""
-    assert launch["main"](arguments(steps=2, evaluation__every=0, advantage__estimator=estimator)) == 0
+    """Chosen by its name alone: an update from ratio 1, a policy that moves, and a critic only
+    where one is wanted.
+    """
+    assert (
+        launch["main"](arguments(steps=2, evaluation__every=0, advantage__estimator=estimator)) == 0
+    )
     steps = lines(tmp_path / "run" / "metrics.jsonl")
     assert all(line["ratio/max"] == pytest.approx(1, abs=1e-4) for line in steps)
     assert all(("loss/value" in line) == (estimator == "gae") for line in steps)
@@ -150,7 +197,9 @@ def test_an_estimator_is_one_line(estimator, arguments, tmp_path, one_device):
 
 
 def test_a_reward_model_and_a_critic_from_it(arguments, tmp_path, one_device):
-    """A classifier's folder scores, weighted against a function, and its copy becomes the critic."""
+    """A classifier's folder scores, weighted against a function, and its copy becomes the
+    critic.
+    """
     judge = tiny_run.make_model(tmp_path / "judge", seed=3, tied=False, scalar_head=True)
     mixed = {
         "reward__models": judge,
@@ -166,11 +215,18 @@ def test_a_reward_model_and_a_critic_from_it(arguments, tmp_path, one_device):
 
 
 def test_prompts_without_signal_are_replaced(arguments, tmp_path, one_device):
-    """Half of the prompts earn the same whatever is said: with resampling the trained ones are the others."""
+    """Half of the prompts earn the same whatever is said: with resampling the trained ones are the
+    others.
+    """
     reward = tmp_path / "half.py"
     body = "    return len(response) if prompt[-1] in 'aceg' else 1.0\n"
     reward.write_text(f"def half(prompt, response, row):\n{body}")
-    drawn = {"reward__functions": f"{reward}:half", "generation__resample": 4, "steps": 3, "evaluation__every": 0}
+    drawn = {
+        "reward__functions": f"{reward}:half",
+        "generation__resample": 4,
+        "steps": 3,
+        "evaluation__every": 0,
+    }
     assert launch["main"](arguments(**drawn)) == 0
     samples = lines(tmp_path / "run" / "samples.jsonl")
     assert {row["prompt"][-1] for row in samples} <= set("aceg") and len(samples) == 3 * 16
@@ -182,7 +238,13 @@ def test_prompts_without_signal_are_replaced(arguments, tmp_path, one_device):
 def test_a_dry_run_says_what_is_needed_and_stops(arguments, tmp_path, one_device, capsys):
     assert launch["main"](arguments(dry_run=True)) == 0
     said = capsys.readouterr().out
-    for words in ("3 steps", "16 samples, up to 192 tokens", "up to 576 tokens", "policy, float32", "peak"):
+    for words in (
+        "3 steps",
+        "16 samples, up to 192 tokens",
+        "up to 576 tokens",
+        "policy, float32",
+        "peak",
+    ):
         assert words in said, words
     assert not (tmp_path / "run").exists()
 
@@ -192,15 +254,22 @@ def test_a_checkpoint_can_be_exported(arguments, tmp_path, one_device, capsys):
     assert launch["main"](arguments(steps=3, checkpoint__every=2, evaluation__every=0)) == 0
     export = runpy.run_path(str(ROOT / "launch" / "export.py"), run_name="export")["main"]
     run = tmp_path / "run"
-    assert export(["export.py", str(run)]) == 0 and export(["export.py", str(run), "--step", "2"]) == 0
-    weights = [(run / name / "model.safetensors").read_bytes() for name in ("policy", "policy-3", "policy-2")]
+    assert (
+        export(["export.py", str(run)]) == 0 and export(["export.py", str(run), "--step", "2"]) == 0
+    )
+    weights = [
+        (run / name / "model.safetensors").read_bytes()
+        for name in ("policy", "policy-3", "policy-2")
+    ]
     assert weights[0] == weights[1] != weights[2]
     assert export(["export.py", str(run), "--step", "1"]) == 2
     assert "There is no checkpoint of step 1" in capsys.readouterr().err
 
 
 def test_settings_may_change_only_where_asked_for(arguments, tmp_path, one_device, capsys):
-    """A lower learning rate for the rest of a run: refused by name, unless the config says that it is meant."""
+    """A lower learning rate for the rest of a run: refused by name, unless the config says that it
+    is meant.
+    """
     start = {"steps": 2, "checkpoint__every": 1, "evaluation__every": 0}
     assert launch["main"](arguments(**start)) == 0
     changed = start | {"steps": 3, "training__learning_rate": 1e-4}
@@ -213,10 +282,13 @@ def test_settings_may_change_only_where_asked_for(arguments, tmp_path, one_devic
 
 
 def test_an_error_loses_no_step(arguments, tmp_path, one_device, monkeypatch, capsys):
-    """Whatever stops a step before its update: the steps before it are saved, and the run goes on as if nothing was."""
+    """Whatever stops a step before its update: the steps before it are saved, and the run goes on
+    as if nothing was.
+    """
     changes = {"steps": 4, "checkpoint__every": 50, "evaluation__every": 0}
     assert launch["main"](arguments(workdir=tmp_path / "whole", **changes)) == 0
-    infer, seen = launch["rlhf"].infer, []
+    infer = launch["rlhf"].infer
+    seen = []
 
     def failing(*inputs):
         seen.append(inputs)
@@ -225,7 +297,9 @@ def test_an_error_loses_no_step(arguments, tmp_path, one_device, monkeypatch, ca
         return infer(*inputs)
 
     monkeypatch.setattr(launch["rlhf"], "infer", failing)
-    assert launch["main"](arguments(**changes)) == 2 and "the reward broke" in capsys.readouterr().err
+    assert (
+        launch["main"](arguments(**changes)) == 2 and "the reward broke" in capsys.readouterr().err
+    )
     assert (tmp_path / "run" / "checkpoints" / "2").is_dir()
     assert launch["main"](arguments(**changes)) == 0
     assert "Going on from step 2" in capsys.readouterr().out
@@ -243,7 +317,8 @@ def test_a_run_knows_its_model_and_its_data(arguments, folder, tmp_path, one_dev
     assert "the prompts of data.train" in capsys.readouterr().err
     prompts.write_text(before)
     weights = folder / "model.safetensors"
-    own, other = weights.read_bytes(), tiny_run.make_model(tmp_path / "other", seed=1) / "model.safetensors"
+    own = weights.read_bytes()
+    other = tiny_run.make_model(tmp_path / "other", seed=1) / "model.safetensors"
     weights.write_bytes(other.read_bytes())
     try:
         assert launch["main"](arguments(**start)) == 2
@@ -253,8 +328,15 @@ def test_a_run_knows_its_model_and_its_data(arguments, folder, tmp_path, one_dev
 
 
 def test_a_changed_kl_coefficient_is_used(arguments, tmp_path, one_device):
-    """Where the config's coefficient has changed since the checkpoint, the config is right; else the steered one is."""
-    steered = PPO | {"checkpoint__every": 1, "evaluation__every": 0, "kl__horizon": 16, "kl__target": 1e-6}
+    """Where the config's coefficient has changed since the checkpoint, the config is right; else
+    the steered one is.
+    """
+    steered = PPO | {
+        "checkpoint__every": 1,
+        "evaluation__every": 0,
+        "kl__horizon": 16,
+        "kl__target": 1e-6,
+    }
     assert launch["main"](arguments(steps=2, kl__coefficient=0.1, **steered)) == 0
     assert launch["main"](arguments(steps=3, kl__coefficient=0.1, **steered)) == 0
     allowed = {"checkpoint__allow_changes": True, "kl__coefficient": 0.5}
@@ -281,13 +363,21 @@ def test_own_loop_runs(folder, capsys):
 def test_the_generation_benchmark_prints_a_json_line_a_case(folder, monkeypatch, capsys):
     benchmark = runpy.run_path(str(ROOT / "benchmarks" / "generation.py"), run_name="benchmark")
     sizes = ["--batch", "1,4", "--prompt-tokens", "8", "--new-tokens", "8", "--repeats", "2"]
-    monkeypatch.setattr(sys, "argv", ["generation.py", "--model", str(folder), "--strategy", "lookup-chain-2", *sizes])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["generation.py", "--model", str(folder), "--strategy", "lookup-chain-2", *sizes],
+    )
     benchmark["main"]()
     cases = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [case["batch"] for case in cases] == [1, 4]
     for case in cases:
         assert 1 <= case["tokens_per_round"] <= 3 and 8 / 3 <= case["rounds"] <= 8
-        assert case["tokens_per_second"] > 0 and case["peak_memory_bytes"] > 0 and "compile_seconds" in case
+        assert (
+            case["tokens_per_second"] > 0
+            and case["peak_memory_bytes"] > 0
+            and "compile_seconds" in case
+        )
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart_ppo"])

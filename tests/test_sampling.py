@@ -1,4 +1,6 @@
-"""The replayable draw: its law, its noise, its replay, and that the law's test sees planted biases."""
+"""The replayable draw: its law, its noise, its replay, and that the law's test sees planted
+biases.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ LAWS = [
 EXTREMES = [LAWS[0], LAWS[-1]]
 
 
-def logits_of(vocabulary: int, rows: tuple[int, ...] = (), seed: int = 0, scale: float = 2.0) -> jax.Array:
+def logits_of(
+    vocabulary: int, rows: tuple[int, ...] = (), seed: int = 0, scale: float = 2.0
+) -> jax.Array:
     draws = np.random.default_rng(seed).normal(size=(*rows, vocabulary)) * scale
     return jnp.asarray(draws, jnp.float32)
 
@@ -47,7 +51,9 @@ def keys(count: int, seed: int = 3) -> tuple[jax.Array, jax.Array]:
 def sample(one, logits: jax.Array, **options) -> np.ndarray:
     """`one(logits, key, position, **options)` over many keys."""
     run = jax.jit(jax.vmap(functools.partial(one, **options), (None, 0, 0)))
-    parts = [run(logits, *part) for part in zip(*(jnp.split(x, 4) for x in keys(DRAWS)), strict=True)]
+    parts = [
+        run(logits, *part) for part in zip(*(jnp.split(x, 4) for x in keys(DRAWS)), strict=True)
+    ]
     return np.concatenate([np.asarray(part) for part in parts])
 
 
@@ -73,16 +79,22 @@ def test_threefry_gives_the_published_answers(counter, key, words):
         (jnp.asarray(as_words(counter[0])), jnp.asarray(as_words(counter[1]))),
     )
     assert (int(x), int(y)) == words
-    level, index = counter[1] >> 28, counter[1] & 0x0FFFFFFF
+    level = counter[1] >> 28
+    index = counter[1] & 0x0FFFFFFF
     position = jnp.asarray(as_words(counter[0]))
-    assert int(noise_bits(jnp.asarray(as_words(key)), position, level, jnp.uint32(index))) == words[0]
+    assert (
+        int(noise_bits(jnp.asarray(as_words(key)), position, level, jnp.uint32(index))) == words[0]
+    )
 
 
 def test_threefry_is_jax_own():
     key = np.random.default_rng(0).integers(0, 2**32, 2, np.uint32)
     counter = np.random.default_rng(1).integers(0, 2**32, (2, 64), np.uint32)
     theirs = threefry_2x32(jnp.asarray(key), jnp.asarray(counter.ravel()))
-    x, y = threefry((jnp.asarray(key[0]), jnp.asarray(key[1])), (jnp.asarray(counter[0]), jnp.asarray(counter[1])))
+    x, y = threefry(
+        (jnp.asarray(key[0]), jnp.asarray(key[1])),
+        (jnp.asarray(counter[0]), jnp.asarray(counter[1])),
+    )
     np.testing.assert_array_equal(np.concatenate([x, y]), theirs)
 
 
@@ -112,7 +124,8 @@ def planted(logits, key, position, sampling, bias: str):
     """The draw with one mistake in it."""
     tempered = logits / sampling.temperature
     kept = module._blocks(truncate(logits, sampling))
-    by_best, untruncated = jnp.max(kept, -1), jax.nn.logsumexp(module._blocks(tempered), -1)
+    by_best = jnp.max(kept, -1)
+    untruncated = jax.nn.logsumexp(module._blocks(tempered), -1)
     summary = by_best if bias == "block by its best token" else untruncated
     index = jnp.arange(summary.shape[-1], dtype=jnp.uint32)
     block = jnp.argmax(summary + gumbel(noise_bits(key, position, 0, index)))
@@ -125,11 +138,21 @@ def planted(logits, key, position, sampling, bias: str):
     [
         functools.partial(token_of, sampling=Sampling(), levels=(0, 0)),
         functools.partial(planted, sampling=Sampling(), bias="block by its best token"),
-        functools.partial(planted, sampling=Sampling(top_k=20), bias="truncation after the block sums"),
-        functools.partial(planted, sampling=Sampling(top_p=0.6), bias="truncation after the block sums"),
+        functools.partial(
+            planted, sampling=Sampling(top_k=20), bias="truncation after the block sums"
+        ),
+        functools.partial(
+            planted, sampling=Sampling(top_p=0.6), bias="truncation after the block sums"
+        ),
         functools.partial(token_of, sampling=Sampling(temperature=0.95)),
     ],
-    ids=["shared counters", "block by its best", "top-k after sums", "top-p after sums", "temperature"],
+    ids=[
+        "shared counters",
+        "block by its best",
+        "top-k after sums",
+        "top-p after sums",
+        "temperature",
+    ],
 )
 def test_the_law_test_sees_planted_biases(biased):
     logits = logits_of(700)
@@ -139,7 +162,9 @@ def test_the_law_test_sees_planted_biases(biased):
 
 
 def test_shared_counters_pass_where_block_and_token_noise_never_meet():
-    """The control of the planted bias: the same code with the two levels apart, whichever they are."""
+    """The control of the planted bias: the same code with the two levels apart, whichever they
+    are.
+    """
     logits = logits_of(700)
     tokens = sample(token_of, logits, sampling=Sampling(), levels=(2, 3))
     assert p_value(tokens, expected_law(logits, Sampling())) > SIGNIFICANCE
@@ -147,9 +172,12 @@ def test_shared_counters_pass_where_block_and_token_noise_never_meet():
 
 @pytest.mark.parametrize("sampling", LAWS, ids=str)
 def test_logprob_is_of_the_law(sampling):
-    logits, (key, position) = logits_of(700, (64,)), keys(64)
+    logits = logits_of(700, (64,))
+    (key, position) = keys(64)
     drawn = draw(logits, key, position, sampling)
-    expected = np.take_along_axis(np.asarray(law(logits, sampling)), np.asarray(drawn.token)[:, None], -1)
+    expected = np.take_along_axis(
+        np.asarray(law(logits, sampling)), np.asarray(drawn.token)[:, None], -1
+    )
     np.testing.assert_allclose(drawn.logprob, expected[:, 0], atol=1e-5)
 
 
@@ -166,9 +194,11 @@ def test_equal_logits_at_the_edge():
 
 
 def test_support_holds_the_kept_tokens_and_renormalises():
-    logits, (key, position) = logits_of(700, (16,)), keys(16)
+    logits = logits_of(700, (16,))
+    (key, position) = keys(16)
     sampling = Sampling(0.8, top_k=12, top_p=0.7)
-    drawn, kept = draw(logits, key, position, sampling), np.isfinite(truncate(logits, sampling))
+    drawn = draw(logits, key, position, sampling)
+    kept = np.isfinite(truncate(logits, sampling))
     assert drawn.support is not None and drawn.support.shape == (16, 12)
     for row, ids in zip(kept, np.asarray(drawn.support), strict=True):
         assert set(ids[ids >= 0]) == set(np.flatnonzero(row))
@@ -180,7 +210,8 @@ def test_support_holds_the_kept_tokens_and_renormalises():
 
 
 def test_temperature_zero_is_the_argmax():
-    logits, (key, position) = logits_of(700, (64,)), keys(64)
+    logits = logits_of(700, (64,))
+    (key, position) = keys(64)
     best = np.argmax(logits, -1)
     for sampling in [Sampling(0.0), Sampling(0.0, top_k=4), Sampling(0.0, top_p=0.5)]:
         drawn = draw(logits, key, position, sampling)
@@ -210,10 +241,13 @@ def test_bad_settings_are_named(options, word):
 @pytest.mark.parametrize("sampling", EXTREMES, ids=str)
 def test_a_draw_is_a_function_of_sample_and_position(sampling):
     """Batch shape, order and the padding of the vocabulary change nothing."""
-    logits, (key, position) = logits_of(700, (24,)), keys(24)
+    logits = logits_of(700, (24,))
+    (key, position) = keys(24)
     tokens = np.asarray(draw(logits, key, position, sampling).token)
     order = np.random.default_rng(0).permutation(24)
-    np.testing.assert_array_equal(draw(logits[order], key[order], position[order], sampling).token, tokens[order])
+    np.testing.assert_array_equal(
+        draw(logits[order], key[order], position[order], sampling).token, tokens[order]
+    )
     assert int(draw(logits[5], key[5], position[5], sampling).token) == tokens[5]
     boxed = draw(logits.reshape(6, 4, 700), key.reshape(6, 4, 2), position.reshape(6, 4), sampling)
     np.testing.assert_array_equal(boxed.token, tokens.reshape(6, 4))
@@ -223,7 +257,8 @@ def test_a_draw_is_a_function_of_sample_and_position(sampling):
 
 
 def test_one_key_serves_all_the_nodes_of_a_row():
-    logits, (key, _) = logits_of(700, (4, 5)), keys(4)
+    logits = logits_of(700, (4, 5))
+    (key, _) = keys(4)
     position = jnp.arange(20, dtype=jnp.int32).reshape(4, 5) % 3
     together = draw(logits, key[:, None], position, Sampling()).token
     apart = [draw(logits[:, i], key, position[:, i], Sampling()).token for i in range(5)]
@@ -232,11 +267,13 @@ def test_one_key_serves_all_the_nodes_of_a_row():
 
 def test_a_sharded_vocabulary_changes_nothing():
     mesh = Mesh(np.array(jax.devices()[:4]), ("tensor",))
-    logits, (key, position) = logits_of(2048, (16,)), keys(16)
+    logits = logits_of(2048, (16,))
+    (key, position) = keys(16)
     sharded = jax.device_put(logits, NamedSharding(mesh, PartitionSpec(None, "tensor")))
     for sampling in [Sampling(), Sampling(top_k=20)]:
         np.testing.assert_array_equal(
-            draw(sharded, key, position, sampling).token, draw(logits, key, position, sampling).token
+            draw(sharded, key, position, sampling).token,
+            draw(logits, key, position, sampling).token,
         )
 
 
@@ -246,7 +283,8 @@ def test_a_sharded_vocabulary_changes_nothing():
 @pytest.mark.parametrize("sampling", [*EXTREMES, Sampling(0.0)], ids=str)
 @pytest.mark.parametrize("vocabulary", [100, 3000])
 def test_ranks_begin_with_the_draw_and_are_distinct(sampling, vocabulary):
-    logits, (key, position) = logits_of(vocabulary, (256,)), keys(256)
+    logits = logits_of(vocabulary, (256,))
+    (key, position) = keys(256)
     ranks = np.asarray(rank(logits, key, position, sampling, 6))
     np.testing.assert_array_equal(ranks[:, 0], draw(logits, key, position, sampling).token)
     allowed = np.isfinite(truncate(logits, sampling if sampling.temperature else Sampling()))
@@ -257,7 +295,8 @@ def test_ranks_begin_with_the_draw_and_are_distinct(sampling, vocabulary):
 
 
 def test_ranks_end_where_tokens_do():
-    logits, (key, position) = logits_of(300, (8,)), keys(8)
+    logits = logits_of(300, (8,))
+    (key, position) = keys(8)
     ranks = np.asarray(rank(logits, key, position, Sampling(top_k=3), 5))
     assert (ranks[:, :3] >= 0).all() and (ranks[:, 3:] == -1).all()
     assert (np.asarray(rank(logits[:, :2], key, position, Sampling(0.0), 4))[:, 2:] == -1).all()
@@ -281,7 +320,9 @@ def test_ranks_are_drawn_without_replacement():
     i, j, k = np.indices((12, 12, 12))
     triples = pairs.reshape(12, 12, 1) * first / np.maximum(1 - first[i] - first[j], 1e-9)
     triples = np.where((i == k) | (j == k), 0.0, triples)
-    assert p_value((ranks[:, 0] * 12 + ranks[:, 1]) * 12 + ranks[:, 2], triples.ravel()) > SIGNIFICANCE
+    assert (
+        p_value((ranks[:, 0] * 12 + ranks[:, 1]) * 12 + ranks[:, 2], triples.ravel()) > SIGNIFICANCE
+    )
 
 
 def raw_ranks(logits, key, position):
@@ -295,7 +336,9 @@ def raw_ranks(logits, key, position):
 def test_the_rank_test_sees_scores_that_are_not_truncated():
     places = np.array([0, 1, 2, 3, 255, 256, 257, 300, 511, 512, 600, 699])
     likely = logits_of(12, scale=1.0)
-    ranks = np.searchsorted(places, sample(raw_ranks, jnp.full(700, -jnp.inf).at[places].set(likely)))
+    ranks = np.searchsorted(
+        places, sample(raw_ranks, jnp.full(700, -jnp.inf).at[places].set(likely))
+    )
     pairs = without_replacement(expected_law(likely, Sampling()))
     assert p_value(ranks[:, 0], expected_law(likely, Sampling())) > SIGNIFICANCE
     assert p_value(ranks[:, 0] * 12 + ranks[:, 1], pairs) < SIGNIFICANCE
@@ -307,7 +350,8 @@ def test_the_rank_test_sees_scores_that_are_not_truncated():
 @pytest.mark.parametrize("sampling", [*EXTREMES, Sampling(0.0)], ids=str)
 def test_a_draw_stands_within_its_margin(sampling):
     """Logits moved by less than a quarter of the margin, or of a hundredth, give the same token."""
-    logits, (key, position) = logits_of(700, (512,)), keys(512)
+    logits = logits_of(700, (512,))
+    (key, position) = keys(512)
     token = draw(logits, key, position, sampling).token
     margin = decision_margin(logits, key, position, sampling)
     assert (np.asarray(margin) >= 0).all() and float(jnp.median(margin)) > 0.05
@@ -320,7 +364,8 @@ def test_a_draw_stands_within_its_margin(sampling):
 @pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=20), Sampling(top_p=0.9)], ids=str)
 def test_a_small_change_only_moves_draws_of_small_margin(sampling):
     """Rounding of 1e-4 changes some of many draws; all of those are ties, and ties are rare."""
-    logits, (key, position) = logits_of(700, (10_000,), scale=1.0), keys(10_000)
+    logits = logits_of(700, (10_000,), scale=1.0)
+    (key, position) = keys(10_000)
     noise = jnp.asarray(np.random.default_rng(1).uniform(-1, 1, logits.shape), jnp.float32)
     before = draw(logits, key, position, sampling).token
     changed = np.asarray(before != draw(logits + 1e-4 * noise, key, position, sampling).token)
@@ -329,12 +374,16 @@ def test_a_small_change_only_moves_draws_of_small_margin(sampling):
 
 
 def test_greedy_margin_is_the_gap_of_the_two_best():
-    logits, (key, position) = jnp.asarray([[0.0, 3.0, 2.5], [1.0, 1.0, 0.0]]), keys(2)
+    logits = jnp.asarray([[0.0, 3.0, 2.5], [1.0, 1.0, 0.0]])
+    (key, position) = keys(2)
     np.testing.assert_allclose(decision_margin(logits, key, position, Sampling(0.0)), [0.5, 0.0])
 
 
 def test_the_margin_of_a_single_kept_token_is_its_lead():
     """With one token kept, only another token in its place changes the draw."""
-    logits, (key, position) = jnp.asarray([[3.0, 1.0, 0.0], [0.0, 1.0, 3.5]]), keys(2)
-    np.testing.assert_allclose(decision_margin(logits, key, position, Sampling(top_k=1)), [2.0, 2.5])
+    logits = jnp.asarray([[3.0, 1.0, 0.0], [0.0, 1.0, 3.5]])
+    (key, position) = keys(2)
+    np.testing.assert_allclose(
+        decision_margin(logits, key, position, Sampling(top_k=1)), [2.0, 2.5]
+    )
     assert np.isfinite(decision_margin(logits, key, position, Sampling(top_p=0.1))).all()

@@ -22,10 +22,14 @@ from rlhf_jax.generation.strategy.select import Selector, Situation, select
 from rlhf_jax.types import Strategy
 
 READING = cost.Machine(  # a GPU: few rows wait for the weights to be read
-    cost.Roofline(8e-3, 4e-8, 2.5e-5, 1e-10, 2e-5, 1e-3), cost.Roofline(6e-4, 8e-9, 3e-6, 2e-11, 4e-6, 2e-4), 1e-4
+    cost.Roofline(8e-3, 4e-8, 2.5e-5, 1e-10, 2e-5, 1e-3),
+    cost.Roofline(6e-4, 8e-9, 3e-6, 2e-11, 4e-6, 2e-4),
+    1e-4,
 )
 COMPUTING = cost.Machine(  # a CPU: every verified token costs
-    cost.Roofline(4e-3, 1e-6, 5e-3, 1e-8, 5e-4, 2e-3), cost.Roofline(2e-3, 2e-7, 7e-4, 2e-9, 1e-4, 5e-4), 1e-4
+    cost.Roofline(4e-3, 1e-6, 5e-3, 1e-8, 5e-4, 2e-3),
+    cost.Roofline(2e-3, 2e-7, 7e-4, 2e-9, 1e-4, 5e-4),
+    1e-4,
 )
 CLASS = 2  # the confidence of every simulated draft
 
@@ -45,7 +49,8 @@ def draw_ranks(truth: np.ndarray, rows: int, rng: np.random.Generator) -> np.nda
 
 def walk(strategy: Strategy, rank: np.ndarray) -> tuple[int, list[int]]:
     """(drafts of the strategy that a row accepts, siblings offered at each depth until it fell)."""
-    node, offered = 0, []
+    node = 0
+    offered = []
     while below := trees.children(strategy, node):
         offered.append(len(below))
         if not 0 <= rank[len(offered) - 1] < len(below):
@@ -56,7 +61,8 @@ def walk(strategy: Strategy, rank: np.ndarray) -> tuple[int, list[int]]:
 
 def live_evidence(strategy: Strategy, drawn: np.ndarray) -> Evidence:
     """What a model's own round shows: each depth while rank 0 was right before."""
-    ranks, offered = np.full((len(drawn), DEPTHS), -1), np.zeros((len(drawn), DEPTHS), int)
+    ranks = np.full((len(drawn), DEPTHS), -1)
+    offered = np.zeros((len(drawn), DEPTHS), int)
     for row, rank in enumerate(drawn):
         for depth, count in enumerate(walk(strategy, rank)[1][:DEPTHS]):
             ranks[row, depth] = rank[depth] if rank[depth] < count else -1
@@ -67,7 +73,9 @@ def live_evidence(strategy: Strategy, drawn: np.ndarray) -> Evidence:
 
 
 def scored(truth: np.ndarray, rows: int, rng: np.random.Generator) -> Evidence:
-    """What looking back, or a teacher-forced pass, shows of `rows` drafts: all ranks of each depth."""
+    """What looking back, or a teacher-forced pass, shows of `rows` drafts: all ranks of each
+    depth.
+    """
     ranks = draw_ranks(truth, rows, rng)[:, :DEPTHS]
     before = np.cumprod(np.pad(ranks[:, :-1] == 0, ((0, 0), (1, 0)), constant_values=True), axis=1)
     return evidence(np.where(before, ranks, -1), RANKS * before)
@@ -119,7 +127,9 @@ class World:
         drafter = strategy.drafter
         drawn = draw_ranks(self.truth.get(drafter, rates(0.0)), live, self.rng)
         accepted = np.array([walk(strategy, rank)[0] for rank in drawn])
-        shown = {name: scored(self.truth[name], live, self.rng) for name in self.truth if name != "model"}
+        shown = {
+            name: scored(self.truth[name], live, self.rng) for name in self.truth if name != "model"
+        }
         if drafter == "model":
             shown["model"] = live_evidence(strategy, drawn)
         tokens, seconds = self.true_rates(selector.menu, at)
@@ -129,7 +139,8 @@ class World:
         self.taken.append(strategy)
         self.probes += choice.reason == "probe"
         timed = float(seconds[i] * np.exp(self.noise * self.rng.standard_normal()))
-        total, drafts = int(accepted.sum()), live * len(strategy.parents)
+        total = int(accepted.sum())
+        drafts = live * len(strategy.parents)
         figures = (at.rows, live, total + live, total, drafts, round(at.context), self.lag, timed)
         self.flight.append(RoundReport(strategy, *figures, shown))
         return accepted + 1
@@ -140,7 +151,9 @@ class World:
         return self.taken[-count:]
 
     def drain(self, selector: Selector, samples: int = 64) -> float:
-        """The seconds that the oracle would have needed over those taken, until every sample has ended."""
+        """The seconds that the oracle would have needed over those taken, until every sample has
+        ended.
+        """
         left = np.minimum(self.rng.lognormal(5.0, 0.6, samples), 600)
         while len(left):
             left = left - self.round(selector, len(left))
@@ -149,7 +162,9 @@ class World:
 
 
 def scaled(machine: cost.Machine, factor: float) -> cost.Costs:
-    """Costs whose prior is wrong: computing is `factor` times as dear as in truth, reading as cheap."""
+    """Costs whose prior is wrong: computing is `factor` times as dear as in truth, reading as
+    cheap.
+    """
 
     def wrong(line: cost.Roofline) -> cost.Roofline:
         return line._replace(compute=line.compute * factor, read=line.read / factor)
@@ -171,7 +186,13 @@ def teach(chooser: Selector, truth: np.ndarray, rows: int = 1000) -> None:
 
 @pytest.mark.parametrize(
     "machine, lookup, model",
-    [(READING, 0.3, 0.7), (READING, 0.85, 0.5), (READING, 0.02, 0.9), (COMPUTING, 0.3, 0.7), (COMPUTING, 0.02, 0.3)],
+    [
+        (READING, 0.3, 0.7),
+        (READING, 0.85, 0.5),
+        (READING, 0.02, 0.9),
+        (COMPUTING, 0.3, 0.7),
+        (COMPUTING, 0.02, 0.3),
+    ],
 )
 def test_drains_are_within_three_per_cent_of_the_oracle(machine, lookup, model):
     """Two drains of 64 rows to one, the first with costs that nobody has measured."""
@@ -236,12 +257,15 @@ def test_a_model_that_has_read_finished_text_is_not_probed():
 
 
 def test_lookup_is_known_from_plain_rounds():
-    """Every round but the last is forced to be plain: what looking back shows is all that is known."""
+    """Every round but the last is forced to be plain: what looking back shows is all that is
+    known.
+    """
     world = World(READING, {"lookup": rates(0.0)})
     chooser = selector(world)
     world.rounds(chooser, 8, 50)
     assert world.taken[-1] == trees.PLAIN
-    world.truth, world.ready = {"lookup": rates(0.8)}, lambda strategy: strategy == trees.PLAIN
+    world.truth = {"lookup": rates(0.8)}
+    world.ready = lambda strategy: strategy == trees.PLAIN
     assert set(world.rounds(chooser, 8, 20)) == {trees.PLAIN}
     world.ready = lambda strategy: True
     assert world.rounds(chooser, 8, 1)[-1].drafter == "lookup"
@@ -346,12 +370,16 @@ def test_a_restored_selector_chooses_as_the_one_that_was_saved():
     teach(chooser, world.truth["model"])
     world.drain(chooser, samples=16)
     chooser.stage_ended(kept=0.7)
-    saved = json.loads(json.dumps(document.make(selector=chooser.state())), object_hook=document._decoded)
+    saved = json.loads(
+        json.dumps(document.make(selector=chooser.state())), object_hook=document._decoded
+    )
     other = selector(World(READING, world.truth))
     other.restore(saved["selector"])
     twins = World(READING, world.truth), World(READING, world.truth)
     assert twins[0].rounds(chooser, 8, 60) == twins[1].rounds(other, 8, 60)
-    assert json.dumps(document.make(selector=chooser.state())) == json.dumps(document.make(selector=other.state()))
+    assert json.dumps(document.make(selector=chooser.state())) == json.dumps(
+        document.make(selector=other.state())
+    )
 
 
 def test_restored_costs_stay_for_the_same_models_and_machine_alone():
@@ -360,7 +388,8 @@ def test_restored_costs_stay_for_the_same_models_and_machine_alone():
     world.rounds(chooser, 8, 20)
     chooser.stage_ended()
     for factor, kept in ((1.3, True), (2.0, False)):
-        other, own = selector(world), scaled(READING, factor)
+        other = selector(world)
+        own = scaled(READING, factor)
         other.restore(chooser.state())
         other.begin(own)
         assert (other.costs is own) != kept
@@ -404,7 +433,9 @@ def test_the_table_and_the_metrics_say_what_was_chosen_and_what_it_gave():
 def test_a_choice_among_sixty_takes_less_than_200_microseconds():
     world = World(READING, {"lookup": rates(0.5), "replay": rates(0.4), "model": rates(0.6, 0.6)})
     broad = [
-        Strategy(menus.best_tree(rates(0.5, 0.8), size), name) for name in ("lookup", "model") for size in range(3, 20)
+        Strategy(menus.best_tree(rates(0.5, 0.8), size), name)
+        for name in ("lookup", "model")
+        for size in range(3, 20)
     ]
     menu = menus.build([*menus.adaptive(world.truth).strategies, *broad])
     chooser = Selector(menu, scaled(READING, 1.3))
@@ -415,8 +446,8 @@ def test_a_choice_among_sixty_takes_less_than_200_microseconds():
 
 
 def seconds_of_a_choice(chooser: Selector, at: Situation) -> float:
-    """The median of the best batch in half a minute, or of the first that is quick enough: what else the machine does
-    only ever adds.
+    """The median of the best batch in half a minute, or of the first that is quick enough: what
+    else the machine does only ever adds.
     """
 
     def batch() -> float:
@@ -427,7 +458,8 @@ def seconds_of_a_choice(chooser: Selector, at: Situation) -> float:
             taken.append(time.thread_time() - start)
         return float(np.median(taken))
 
-    best, end = batch(), time.monotonic() + 30
+    best = batch()
+    end = time.monotonic() + 30
     while best >= 200e-6 and time.monotonic() < end:
         time.sleep(0.1)
         best = min(best, batch())
@@ -436,7 +468,9 @@ def seconds_of_a_choice(chooser: Selector, at: Situation) -> float:
 
 @pytest.mark.alone
 def test_a_choice_in_a_mixed_drain_takes_less_than_200_microseconds():
-    """Nobody waits for rows, and those that run are of several classes: the end of the drain is estimated, too."""
+    """Nobody waits for rows, and those that run are of several classes: the end of the drain is
+    estimated, too.
+    """
     world = World(COMPUTING, {"lookup": rates(0.3), "replay": rates(0.8), "model": rates(0.5)})
     chooser = Selector(menus.adaptive(world.truth), scaled(world.machine, 1.3))
     teach(chooser, world.truth["model"])
@@ -444,25 +478,42 @@ def test_a_choice_in_a_mixed_drain_takes_less_than_200_microseconds():
     world.rounds(chooser, 32, 50)
     counts = np.array([np.zeros(CLASSES, int), [2, 6, 4, 20]])
     at = dataclasses.replace(world.situation(32), left={"replay": 30.0 * counts})
-    at = dataclasses.replace(at, classes={**at.classes, "replay": counts}, by_device={"replay": counts[1:]})
+    at = dataclasses.replace(
+        at, classes={**at.classes, "replay": counts}, by_device={"replay": counts[1:]}
+    )
     assert seconds_of_a_choice(chooser, at) < 200e-6
 
 
-@pytest.mark.parametrize("following, packs", [(0.5, True), (0.25, True), (1.0, False), (0.0, False)])
+@pytest.mark.parametrize(
+    "following, packs", [(0.5, True), (0.25, True), (1.0, False), (0.0, False)]
+)
 def test_rounds_are_packed_where_rows_differ_and_verifying_costs(following, packs):
     """A share of 32 rows follows its earlier text, the others have strayed; more samples wait."""
     machine = cost.Machine(cost.Roofline(4e-3, 1e-6, 1e-3, 1e-8, 1e-3, 2e-2), None, 1e-4)
-    chooser = Selector(menus.adaptive(["replay"], 8), cost.Costs(machine, machine), frozen_costs=True)
-    luck, cells = np.random.default_rng(3), np.arange(4000) % 2
+    chooser = Selector(
+        menus.adaptive(["replay"], 8), cost.Costs(machine, machine), frozen_costs=True
+    )
+    luck = np.random.default_rng(3)
+    cells = np.arange(4000) % 2
     right = np.cumprod(luck.random((4000, DEPTHS)) < np.where(cells, 0.97, 0.05)[:, None], axis=1)
     reached = np.hstack([np.ones((4000, 1), int), right[:, :-1]])
     said = Evidence(np.ones(4000, bool), np.where(cells, 3, 1), right - 1, RANKS * reached)
     for part in np.split(np.arange(4000), 100):
         chooser.taught("replay", Evidence(*(leaf[part] for leaf in dataclasses.astuple(said))))
     follow = int(32 * following)
-    at = Situation(32, 32, 6400.0, 0, {"replay": np.array([[0] * 4, [0, 32 - follow, 0, follow]])}, lambda _: True)
+    at = Situation(
+        32,
+        32,
+        6400.0,
+        0,
+        {"replay": np.array([[0] * 4, [0, 32 - follow, 0, follow]])},
+        lambda _: True,
+    )
     chosen = chooser.choose(at)
     table = {row["strategy"]: row["tokens_per_second"] for row in chooser.table(at)}
-    best = {packed: max(rate for name, rate in table.items() if ("packed" in name) == packed) for packed in (0, 1)}
+    best = {
+        packed: max(rate for name, rate in table.items() if ("packed" in name) == packed)
+        for packed in (0, 1)
+    }
     assert chosen.strategy.packed or not packs
     assert best[1] > 1.15 * best[0] if packs else best[1] <= 1.001 * best[0]

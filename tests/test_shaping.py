@@ -1,4 +1,6 @@
-"""KL estimates, token rewards and scales against plain Python loops, and values against their definition."""
+"""KL estimates, token rewards and scales against plain Python loops, and values against their
+definition.
+"""
 
 import dataclasses
 import math
@@ -13,12 +15,14 @@ from rlhf_jax.inference.values import critic_of, score_values, token_values
 from rlhf_jax.model.transformer import forward, init
 from rlhf_jax.types import Rollout
 
-LAW, REFERENCE = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
+LAW = np.array([0.5, 0.3, 0.2])
+REFERENCE = np.array([0.2, 0.2, 0.6])
 
 
 def random_mask(rng, rows=4, slots=10) -> np.ndarray:
     """Responses of 1 to 6 tokens behind prompts of 2 or more, and one row without."""
-    at, start = np.arange(slots)[None], rng.integers(2, 4, (rows, 1))
+    at = np.arange(slots)[None]
+    start = rng.integers(2, 4, (rows, 1))
     mask = (at >= start) & (at < start + rng.integers(1, 7, (rows, 1)))
     mask[-1] = False
     return mask
@@ -26,34 +30,47 @@ def random_mask(rng, rows=4, slots=10) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["k1", "k3"])
 def test_estimates_average_to_the_divergence(name):
-    estimates = shaping.KL[name](*(jnp.log(jnp.asarray(law, jnp.float32)) for law in (LAW, REFERENCE)))
-    assert float((LAW * estimates).sum()) == pytest.approx((LAW * np.log(LAW / REFERENCE)).sum(), rel=1e-5)
+    estimates = shaping.KL[name](
+        *(jnp.log(jnp.asarray(law, jnp.float32)) for law in (LAW, REFERENCE))
+    )
+    assert float((LAW * estimates).sum()) == pytest.approx(
+        (LAW * np.log(LAW / REFERENCE)).sum(), rel=1e-5
+    )
 
 
 def test_estimates_by_hand():
-    now, reference = jnp.array([[-1.0, -2.0]], jnp.float32), jnp.array([[-1.5, -1.0]], jnp.float32)
+    now = jnp.array([[-1.0, -2.0]], jnp.float32)
+    reference = jnp.array([[-1.5, -1.0]], jnp.float32)
     np.testing.assert_allclose(shaping.kl_k1(now, reference), [[0.5, -1.0]])
     np.testing.assert_allclose(shaping.kl_k2(now, reference), [[0.125, 0.5]])
-    np.testing.assert_allclose(shaping.kl_k3(now, reference), [[math.exp(-0.5) - 0.5, math.e - 2]], rtol=1e-6)
+    np.testing.assert_allclose(
+        shaping.kl_k3(now, reference), [[math.exp(-0.5) - 0.5, math.e - 2]], rtol=1e-6
+    )
 
 
 def test_k2s_mean_gradient_is_the_divergences():
-    scores, reference = jnp.log(jnp.array(LAW, jnp.float32)), jnp.log(jnp.array(REFERENCE, jnp.float32))
+    scores = jnp.log(jnp.array(LAW, jnp.float32))
+    reference = jnp.log(jnp.array(REFERENCE, jnp.float32))
 
     def divergence(scores):
         logprobs = jax.nn.log_softmax(scores)
         return (jnp.exp(logprobs) * (logprobs - reference)).sum()
 
     def estimate(scores, estimator):
-        return (jnp.array(LAW, jnp.float32) * estimator(jax.nn.log_softmax(scores), reference)).sum()
+        return (
+            jnp.array(LAW, jnp.float32) * estimator(jax.nn.log_softmax(scores), reference)
+        ).sum()
 
-    np.testing.assert_allclose(jax.grad(estimate)(scores, shaping.kl_k2), jax.grad(divergence)(scores), atol=1e-6)
+    np.testing.assert_allclose(
+        jax.grad(estimate)(scores, shaping.kl_k2), jax.grad(divergence)(scores), atol=1e-6
+    )
     np.testing.assert_allclose(jax.grad(estimate)(scores, shaping.kl_k1), np.zeros(3), atol=1e-6)
 
 
 def test_token_rewards_are_the_loops():
     rng = np.random.default_rng(0)
-    mask, rewards = random_mask(rng), rng.normal(size=4).astype(np.float32)
+    mask = random_mask(rng)
+    rewards = rng.normal(size=4).astype(np.float32)
     kl = np.where(mask, rng.normal(size=mask.shape), np.nan).astype(np.float32)
     want = np.zeros(mask.shape)
     for b, t in zip(*np.nonzero(mask), strict=True):
@@ -70,11 +87,14 @@ def test_whitening_sees_only_what_the_mask_names(shift_mean):
     inside = x[mask].astype(float)
     want = np.zeros(mask.shape)
     want[mask] = (inside - inside.mean() * shift_mean) / inside.std()
-    np.testing.assert_allclose(shaping.whiten(jnp.asarray(x), jnp.asarray(mask), shift_mean), want, atol=1e-5)
+    np.testing.assert_allclose(
+        shaping.whiten(jnp.asarray(x), jnp.asarray(mask), shift_mean), want, atol=1e-5
+    )
 
 
 def test_equal_numbers_are_not_blown_up():
-    x, all_of_them = jnp.full(7, 0.1, jnp.float32), jnp.ones(7, bool)
+    x = jnp.full(7, 0.1, jnp.float32)
+    all_of_them = jnp.ones(7, bool)
     np.testing.assert_allclose(shaping.whiten(x, all_of_them), np.zeros(7), atol=1e-6)
     np.testing.assert_allclose(shaping.whiten(x, all_of_them, shift_mean=False), x)
     assert not shaping.whiten(x, ~all_of_them).any()
@@ -82,9 +102,13 @@ def test_equal_numbers_are_not_blown_up():
 
 def test_rewards_are_clipped_and_a_missing_end_is_paid_for():
     rewards = np.array([-3.0, 0.5, 2.0], np.float32)
-    np.testing.assert_array_equal(shaping.clip_rewards(rewards, 1.0), np.array([-1.0, 0.5, 1.0], np.float32))
+    np.testing.assert_array_equal(
+        shaping.clip_rewards(rewards, 1.0), np.array([-1.0, 0.5, 1.0], np.float32)
+    )
     ended = np.array([True, False, True])
-    np.testing.assert_array_equal(shaping.missing_end(rewards, ended, 0.25), np.array([-3.0, 0.25, 2.0], np.float32))
+    np.testing.assert_array_equal(
+        shaping.missing_end(rewards, ended, 0.25), np.array([-3.0, 0.25, 2.0], np.float32)
+    )
 
 
 @pytest.mark.parametrize("kl, wanted", [(6.0, 0.1), (6.6, 0.101), (60.0, 0.102), (0.0, 0.098)])
@@ -96,7 +120,9 @@ def test_the_kl_coefficient_settles():
     """Where the divergence falls as its price rises, the target is reached and kept."""
     coefficient = 0.01
     for _ in range(2000):
-        coefficient = shaping.adapt_kl(coefficient, 1.0 / coefficient, target=5.0, samples=64, horizon=1000)
+        coefficient = shaping.adapt_kl(
+            coefficient, 1.0 / coefficient, target=5.0, samples=64, horizon=1000
+        )
     assert 1.0 / coefficient == pytest.approx(5.0, rel=1e-3)
 
 
@@ -109,9 +135,13 @@ def critic(tiny):
 
 def random_rollout(rows=4, slots=12) -> Rollout:
     rng = np.random.default_rng(2)
-    tokens, mask = rng.integers(0, 320, (rows, slots)).astype(np.int32), random_mask(rng, rows, slots)
-    zeros, length = np.zeros(mask.shape, np.float32), np.full(rows, slots, np.int32)
-    return jax.tree.map(jnp.asarray, Rollout(tokens, mask, zeros, length, np.arange(rows, dtype=np.uint32)))
+    tokens = rng.integers(0, 320, (rows, slots)).astype(np.int32)
+    mask = random_mask(rng, rows, slots)
+    zeros = np.zeros(mask.shape, np.float32)
+    length = np.full(rows, slots, np.int32)
+    return jax.tree.map(
+        jnp.asarray, Rollout(tokens, mask, zeros, length, np.arange(rows, dtype=np.uint32))
+    )
 
 
 def test_a_value_reads_the_token_before(critic):
@@ -130,7 +160,9 @@ def test_a_value_does_not_know_its_token_or_any_later(critic):
     rollout = random_rollout()
     row, slot = (int(found[0]) for found in np.nonzero(rollout.mask))
     later = rollout.tokens.at[row, slot:].add(1)
-    before, after = (token_values(critic, tokens, mask=rollout.mask) for tokens in (rollout.tokens, later))
+    before, after = (
+        token_values(critic, tokens, mask=rollout.mask) for tokens in (rollout.tokens, later)
+    )
     assert float(before[row, slot]) == float(after[row, slot])
     assert float(before[row, slot + 1]) != float(after[row, slot + 1])
 

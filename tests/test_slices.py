@@ -1,4 +1,6 @@
-"""Slices of a mesh decode each on its own: the texts are those of one, wherever samples run and however they move."""
+"""Slices of a mesh decode each on its own: the texts are those of one, wherever samples run and
+however they move.
+"""
 
 import dataclasses
 import json
@@ -61,7 +63,9 @@ def alone(target):
     return texts(roll_out(target, None, decoding(rows=24)))
 
 
-@pytest.mark.parametrize("strategy", ["plain", pytest.param("model-chain-3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy", ["plain", pytest.param("model-chain-3", marks=pytest.mark.slow)]
+)
 def test_two_slices_write_what_one_writes(target, drafter, alone, strategy):
     reports = []
     found = roll_out(target, drafter, decoding(strategy), slices(2), observe=reports.append)
@@ -77,7 +81,9 @@ def test_two_slices_write_what_one_writes(target, drafter, alone, strategy):
         pytest.param(4, 2, ("model-chain-3",), True, marks=pytest.mark.slow),
     ],
 )
-def test_samples_that_move_at_random_are_those_that_stayed(target, drafter, alone, count, fsdp, strategies, in_turn):
+def test_samples_that_move_at_random_are_those_that_stayed(
+    target, drafter, alone, count, fsdp, strategies, in_turn
+):
     shuffled = Shuffled(seed=count)
     how = Placing(shuffled, in_turn=in_turn)
     found = roll_out(target, drafter, decoding(*strategies), slices(count, fsdp), placing=how)
@@ -89,12 +95,18 @@ def test_samples_that_move_at_random_are_those_that_stayed(target, drafter, alon
 def test_samples_may_move_on_before_they_have_landed(target, monkeypatch, in_turn):
     """Caches longer than a narrow parcel, and a move of half of all rows after every round."""
     monkeypatch.setattr(placing, "OFTEN", 1)
-    random, how = np.random.default_rng(5), decoding("plain", slots=128, stop_tokens=())
+    random = np.random.default_rng(5)
+    how = decoding("plain", slots=128, stop_tokens=())
     wanted = [
-        Request(random.integers(0, 300, 9).astype(np.int32), (2 * i, 2 * i + 1), int(random.integers(50, 110)))
+        Request(
+            random.integers(0, 300, 9).astype(np.int32),
+            (2 * i, 2 * i + 1),
+            int(random.integers(50, 110)),
+        )
         for i in range(4)
     ]
-    alone, shuffled = texts(roll_out(target, None, how, None, wanted)), Shuffled(seed=1)
+    alone = texts(roll_out(target, None, how, None, wanted))
+    shuffled = Shuffled(seed=1)
     how_placed = Placing(shuffled, in_turn=in_turn)
     assert texts(roll_out(target, None, how, slices(3), wanted, placing=how_placed)) == alone
     assert shuffled.moves > 100
@@ -108,7 +120,9 @@ def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
     source = open_source(GOLDEN)
     judge = RewardModel(source, source.load(np.float32), rows=4)
     on_slices = dataclasses.replace(judge, model=over(mesh, judge.model))
-    backlog = Backlog(Scoring(policy, policy, None, 1.0, rows=4, slots=64, rewards={"judge": on_slices}))
+    backlog = Backlog(
+        Scoring(policy, policy, None, 1.0, rows=4, slots=64, rewards={"judge": on_slices})
+    )
     chat = json.loads((GOLDEN / "scores.json").read_text())[0]["messages"]
     answer = Answer("", chat[:-1], {}, chat[-1]["content"])
     samples = []
@@ -124,20 +138,33 @@ def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
     for number, row in zip(rollout.sample_id.tolist(), found, strict=True):
         np.testing.assert_array_equal(row, scored[number].reference_logprobs)
     (wanted,) = model_scorer(judge)([answer]).values
-    assert [one.rewards for one in scored.values()] == [{"judge": pytest.approx(wanted, abs=1e-4)}] * len(scored)
+    assert [one.rewards for one in scored.values()] == [
+        {"judge": pytest.approx(wanted, abs=1e-4)}
+    ] * len(scored)
 
 
 @pytest.mark.slow
 def test_the_plan_ends_a_long_tailed_stage_sooner(target):
     """Known lengths: long samples begin at once, and no slice is left with more than its share."""
-    random, mesh = np.random.default_rng(1), slices(2)
+    random = np.random.default_rng(1)
+    mesh = slices(2)
     ends = np.clip(random.lognormal(2.0, 0.8, 24).astype(int), 2, 50)
     wanted = [Request(np.arange(4, dtype=np.int32), (i,), int(end)) for i, end in enumerate(ends)]
-    how, last, texts_of = decoding("plain", stop_tokens=(), rows=4, fewest_rows=4), {}, {}
-    for name, placed in (("static", Placing(in_turn=True)), ("plan", Placing(plan.decide, in_turn=True))):
+    how = decoding("plain", stop_tokens=(), rows=4, fewest_rows=4)
+    last = {}
+    texts_of = {}
+    for name, placed in (
+        ("static", Placing(in_turn=True)),
+        ("plan", Placing(plan.decide, in_turn=True)),
+    ):
         reports = []
-        texts_of[name] = texts(roll_out(target, None, how, mesh, wanted, observe=reports.append, placing=placed))
-        rounds = [sum(report.slice == number and report.live > 0 for report in reports) for number in range(2)]
+        texts_of[name] = texts(
+            roll_out(target, None, how, mesh, wanted, observe=reports.append, placing=placed)
+        )
+        rounds = [
+            sum(report.slice == number and report.live > 0 for report in reports)
+            for number in range(2)
+        ]
         last[name] = max(rounds)
     assert texts_of["plan"] == texts_of["static"]
     assert last["plan"] < 0.9 * last["static"]

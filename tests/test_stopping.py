@@ -1,4 +1,6 @@
-"""Stopping: the first signal asks and says so, its echo is nothing, a later one does what it always did."""
+"""Stopping: the first signal asks and says so, its echo is nothing, a later one does what it always
+did.
+"""
 
 import os
 import signal
@@ -47,7 +49,9 @@ def test_a_process_is_told_once_and_stopped_by_the_later_signal(number):
 
 
 def test_in_process_the_former_handlers_serve_the_later_signal(monkeypatch):
-    clock, said, heard = [100.0], [], []
+    clock = [100.0]
+    said = []
+    heard = []
     monkeypatch.setattr(stopping.time, "monotonic", lambda: clock[0])
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:

@@ -19,14 +19,19 @@ def exchange(index, at, samples=2, moved=1000):
 
 
 def anything(seed, slices=3, count=40):
-    """Spans of every kind, in order and in no order, overlapping as they like, in whole milliseconds."""
+    """Spans of every kind, in order and in no order, overlapping as they like, in whole
+    milliseconds.
+    """
     draw = random.Random(seed)
     spans = []
     for _ in range(count):
         began = draw.randrange(300) / 1000
-        kind, index = draw.choice(["generate", "generate", "inference", "exchange"]), draw.randrange(slices)
+        kind = draw.choice(["generate", "generate", "inference", "exchange"])
+        index = draw.randrange(slices)
         ended = began if kind == "exchange" else began + draw.randrange(60) / 1000
-        spans.append(Span(index, kind, began, ended, draw.randrange(1, 9), "x", draw.randrange(100)))
+        spans.append(
+            Span(index, kind, began, ended, draw.randrange(1, 9), "x", draw.randrange(100))
+        )
     return spans
 
 
@@ -35,10 +40,17 @@ def times(spans):
 
 
 def test_a_round_waits_for_the_one_before_it_on_its_slice():
-    spans = [generate(0, 0.0, 2.0), generate(0, 1.0, 3.0), generate(1, 1.5, 2.5), generate(0, 4.0, 5.0)]
+    spans = [
+        generate(0, 0.0, 2.0),
+        generate(0, 1.0, 3.0),
+        generate(1, 1.5, 2.5),
+        generate(0, 4.0, 5.0),
+    ]
     own = apart(spans)
     assert times(span for span in own if span.slice == 0) == [(0.0, 2.0), (2.0, 3.0), (4.0, 5.0)]
-    assert times(span for span in own if span.slice == 1) == [(1.5, 2.5)], "slices do not wait for each other"
+    assert times(span for span in own if span.slice == 1) == [(1.5, 2.5)], (
+        "slices do not wait for each other"
+    )
     assert apart(own) == own
 
 
@@ -57,7 +69,9 @@ def test_a_round_of_no_live_row_is_idle_time_and_still_takes_its_own():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_idle_share_is_that_of_every_millisecond(seed):
-    slices, spans = 4, anything(seed)  # one slice did nothing at all
+    # one slice did nothing at all
+    slices = 4
+    spans = anything(seed)
     first, last = (round(1000 * pick(t for at in times(spans) for t in at)) for pick in (min, max))
     busy = {
         (span.slice, moment)
@@ -69,21 +83,34 @@ def test_idle_share_is_that_of_every_millisecond(seed):
 
 def test_no_time_is_not_idle():
     assert idle_share([], 4) == 0.0 and idle_share([exchange(0, 1.0)], 4) == 0.0
-    assert idle_share([generate(0, 5.0, 6.0)], 1) == 0.0 and idle_share([generate(0, 5.0, 6.0)], 2) == 0.5
+    assert (
+        idle_share([generate(0, 5.0, 6.0)], 1) == 0.0
+        and idle_share([generate(0, 5.0, 6.0)], 2) == 0.5
+    )
 
 
 @pytest.mark.parametrize("spans", [anything(0), anything(1), [], [exchange(1, 7.0)]])
 def test_a_trace_is_one_that_viewers_accept(spans):
     trace = json.loads(json.dumps(chrome_trace(spans, 3)))
     events = trace["traceEvents"]
-    assert {event["pid"] for event in events} == {timeline.PROCESS}, "process 0 is the kernel's to Perfetto"
-    named = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert [named[tid] for tid in sorted(named)] == ["slice 0", "slice 1", "slice 2"] and 0 not in named
+    assert {event["pid"] for event in events} == {timeline.PROCESS}, (
+        "process 0 is the kernel's to Perfetto"
+    )
+    named = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
+    assert [named[tid] for tid in sorted(named)] == [
+        "slice 0",
+        "slice 1",
+        "slice 2",
+    ] and 0 not in named
     assert timeline.PROCESS not in named, "that thread would be shown as the main one"
     timed = [event for event in events if event["ph"] != "M"]
     assert [event["ts"] for event in timed] == sorted(event["ts"] for event in timed)
     complete = [event for event in timed if event["ph"] == "X"]
-    assert len(complete) == len(spans) and all(event["dur"] >= 0 and event["tid"] in named for event in complete)
+    assert len(complete) == len(spans) and all(
+        event["dur"] >= 0 and event["tid"] in named for event in complete
+    )
     assert not complete or complete[0]["ts"] == 0
     ends = dict.fromkeys(named, 0)
     for event in complete:  # Perfetto drops what overlaps
@@ -102,7 +129,12 @@ def test_a_trace_says_what_a_slice_did():
 
 
 def test_live_rows_are_counted_over_all_slices_where_they_change():
-    spans = [generate(0, 0.0, 1.0, 4), generate(1, 0.5, 2.0, 3), generate(0, 0.5, 2.0, 4), generate(0, 3.0, 4.0, 1)]
+    spans = [
+        generate(0, 0.0, 1.0, 4),
+        generate(1, 0.5, 2.0, 3),
+        generate(0, 0.5, 2.0, 4),
+        generate(0, 3.0, 4.0, 1),
+    ]
     points = [event for event in chrome_trace(spans, 2)["traceEvents"] if event["ph"] == "C"]
     assert {(event["name"], *event["args"]) for event in points} == {("live rows", "of all slices")}
     assert [(event["ts"], event["args"]["of all slices"]) for event in points] == [
@@ -120,16 +152,25 @@ def test_the_latest_are_kept_and_none_of_later_steps(tmp_path):
     stage = Timeline()
     stage.add(generate(0, 0.0, 1.0))
     for step in [*range(8, 20), 15]:
-        assert write(tmp_path, step, stage.spans, 1) == tmp_path / "timeline" / f"step-{step:06d}.json"
+        assert (
+            write(tmp_path, step, stage.spans, 1) == tmp_path / "timeline" / f"step-{step:06d}.json"
+        )
     found = sorted(path.name for path in (tmp_path / "timeline").iterdir())
-    assert found == [f"step-{step:06d}.json" for step in range(10, 16)], "those of 16 to 19 were of an interrupted run"
+    assert found == [f"step-{step:06d}.json" for step in range(10, 16)], (
+        "those of 16 to 19 were of an interrupted run"
+    )
     for step in range(16, 30):
         write(tmp_path, step, stage.spans, 1)
     assert len(list((tmp_path / "timeline").iterdir())) == timeline.KEPT
-    assert json.loads((tmp_path / "timeline/step-000029.json").read_text()) == chrome_trace(stage.spans, 1)
+    assert json.loads((tmp_path / "timeline/step-000029.json").read_text()) == chrome_trace(
+        stage.spans, 1
+    )
 
 
 def test_a_trace_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "timeline").write_text("in the way")
-    with pytest.raises(OSError, match=r"step-000001.json cannot be written \(.*\): make room or name another workdir"):
+    with pytest.raises(
+        OSError,
+        match=r"step-000001.json cannot be written \(.*\): make room or name another workdir",
+    ):
         write(tmp_path, 1, [], 1)

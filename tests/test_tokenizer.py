@@ -39,7 +39,11 @@ def small(template: str | None = None, special: dict[str, str] | None = None) ->
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZATION["ids"]))
 def test_encoding_equals_plain_bpe(kind: str, smollm2_file: gguf_file.File):
-    metadata = {**smollm2_file.metadata, "tokenizer.ggml.pre": kind, "tokenizer.ggml.add_bos_token": False}
+    metadata = {
+        **smollm2_file.metadata,
+        "tokenizer.ggml.pre": kind,
+        "tokenizer.ggml.add_bos_token": False,
+    }
     tokenizer = gguf.read_tokenizer(dataclasses.replace(smollm2_file, metadata=metadata))
     for text, ids in zip(TOKENIZATION["texts"], TOKENIZATION["ids"][kind], strict=True):
         assert tokenizer.encode(text) == ids, text
@@ -51,14 +55,19 @@ def test_decoding_gives_the_text_back(smollm2_tokenizer: Tokenizer):
         if "\u0000" not in text:  # some control bytes have no token
             ids = smollm2_tokenizer.encode(text)
             assert smollm2_tokenizer.decode(ids, skip_special=False) == text
-    assert smollm2_tokenizer.decode([alphabet["<|im_start|>"], *smollm2_tokenizer.encode("hi")]) == "hi"
+    assert (
+        smollm2_tokenizer.decode([alphabet["<|im_start|>"], *smollm2_tokenizer.encode("hi")])
+        == "hi"
+    )
 
 
 @pytest.mark.parametrize("case", TEMPLATES, ids=range(len(TEMPLATES)))
 def test_templates_render_as_in_transformers(case: dict):
     tokenizer = small(case["template"], case["special"])
     if case["text"] is None:
-        with pytest.raises(ValueError, match="the chat template failed on the messages: no such role: stop"):
+        with pytest.raises(
+            ValueError, match="the chat template failed on the messages: no such role: stop"
+        ):
             tokenizer.render(case["messages"], case["prompted"])
     else:
         assert tokenizer.render(case["messages"], case["prompted"]) == case["text"]
@@ -94,7 +103,9 @@ def test_chat_is_encoded_without_a_second_first_token():
 
 def test_a_larger_vocabulary_than_the_models_is_refused(tiny: ModelConfig):
     check_vocabulary(small(), dataclasses.replace(tiny, vocab_size=3))
-    with pytest.raises(ValueError, match=r"Wrong tokenizer: here gives token ids up to 2, .* has 2"):
+    with pytest.raises(
+        ValueError, match=r"Wrong tokenizer: here gives token ids up to 2, .* has 2"
+    ):
         check_vocabulary(small(), dataclasses.replace(tiny, vocab_size=2))
 
 
@@ -110,7 +121,9 @@ def test_saved_tokenizer_loads_in_transformers(smollm2_tokenizer: Tokenizer, tmp
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     smollm2_tokenizer.save(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert [theirs(text)["input_ids"] for text in TOKENIZATION["texts"]] == TOKENIZATION["ids"]["smollm"]
+    assert [theirs(text)["input_ids"] for text in TOKENIZATION["texts"]] == TOKENIZATION["ids"][
+        "smollm"
+    ]
     text = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     assert text == smollm2_tokenizer.render(CHAT)
     assert theirs.special_tokens_map == smollm2_tokenizer.special
@@ -124,8 +137,12 @@ def write_folder(folder: Path, settings: dict) -> Path:
 
 def test_settings_are_read_in_every_form(tmp_path: Path):
     named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
-    folder = write_folder(tmp_path, {"eos_token": {"content": "</s>"}, "chat_template": named, "pad_token": None})
-    (folder / "special_tokens_map.json").write_text(json.dumps({"unk_token": "<unk>", "eos_token": "other"}))
+    folder = write_folder(
+        tmp_path, {"eos_token": {"content": "</s>"}, "chat_template": named, "pad_token": None}
+    )
+    (folder / "special_tokens_map.json").write_text(
+        json.dumps({"unk_token": "<unk>", "eos_token": "other"})
+    )
     tokenizer = read_tokenizer(folder)
     assert tokenizer.special == {"eos_token": "</s>", "unk_token": "<unk>"}
     assert tokenizer.render(CHAT) == "D"

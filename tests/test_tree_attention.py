@@ -1,4 +1,6 @@
-"""Tree attention: one law for every implementation, what a TPU would fetch, and what its compiler says."""
+"""Tree attention: one law for every implementation, what a TPU would fetch, and what its compiler
+says.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Implementation:
 
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.tree_attention, poison=1e30),
-    "tpu": Implementation(functools.partial(tpu.attend, cut=tpu.Cut(128, splits=1), interpret=True)),
+    "tpu": Implementation(
+        functools.partial(tpu.attend, cut=tpu.Cut(128, splits=1), interpret=True)
+    ),
     "gpu": Implementation(on_gpu(gpu.tree_attention)),
 }
 
@@ -47,12 +51,22 @@ def attention_shapes() -> dict[str, Shape]:
     return {name: SHAPES[name] for name in first.values()}
 
 
-def inputs(shape: Shape, length: list[int], nodes: int, slots: int, dtype) -> tuple[np.ndarray, ...]:
-    """All arguments: query, cache and window of normal numbers, the lengths, and a random tree of each row."""
-    rng, rows = np.random.default_rng(0), len(length)
-    heads, groups, dim = shape.heads, shape.groups, shape.dim
+def inputs(
+    shape: Shape, length: list[int], nodes: int, slots: int, dtype
+) -> tuple[np.ndarray, ...]:
+    """All arguments: query, cache and window of normal numbers, the lengths, and a random tree of
+    each row.
+    """
+    rng = np.random.default_rng(0)
+    rows = len(length)
+    heads = shape.heads
+    groups = shape.groups
+    dim = shape.dim
     cache, window = [((rows, groups, dim, end), (rows, groups, end, dim)) for end in (slots, nodes)]
-    parts = [rng.normal(size=size).astype(jnp.dtype(dtype)) for size in ((rows, nodes, heads, dim), *cache, *window)]
+    parts = [
+        rng.normal(size=size).astype(jnp.dtype(dtype))
+        for size in ((rows, nodes, heads, dim), *cache, *window)
+    ]
     mask = np.tril(rng.random((rows, nodes, nodes)) < 0.5) | np.eye(nodes, dtype=bool)
     mask[0, -1] = False  # this node sees the cache alone, if anything
     return *parts, np.asarray(length, np.int32), mask
@@ -61,7 +75,8 @@ def inputs(shape: Shape, length: list[int], nodes: int, slots: int, dtype) -> tu
 def poisoned(arguments: tuple[np.ndarray, ...], poison: float) -> tuple[np.ndarray, ...]:
     """`arguments` with the cache overwritten beyond each row's length."""
     query, cache_k, cache_v, window_k, window_v, length, mask = arguments
-    beyond, fill = np.arange(cache_k.shape[3]) >= length[:, None], np.asarray(poison, query.dtype)
+    beyond = np.arange(cache_k.shape[3]) >= length[:, None]
+    fill = np.asarray(poison, query.dtype)
     cache_k = np.where(beyond[:, None, None, :], fill, cache_k)
     cache_v = np.where(beyond[:, None, :, None], fill, cache_v)
     return query, cache_k, cache_v, window_k, window_v, length, mask
@@ -72,9 +87,11 @@ def exact(query, cache_k, cache_v, window_k, window_v, length, mask) -> np.ndarr
     query, cache_k, cache_v, window_k, window_v = (
         np.asarray(part, np.float64) for part in (query, cache_k, cache_v, window_k, window_v)
     )
-    out, ratio = np.zeros(query.shape), query.shape[2] // cache_k.shape[1]
+    out = np.zeros(query.shape)
+    ratio = query.shape[2] // cache_k.shape[1]
     for row, head in np.ndindex(query.shape[0], query.shape[2]):
-        group, end = head // ratio, int(length[row])
+        group = head // ratio
+        end = int(length[row])
         key = np.concatenate([cache_k[row, group, :, :end], window_k[row, group]], axis=1)
         value = np.concatenate([cache_v[row, group, :end], window_v[row, group]])
         seen = np.concatenate([np.ones((query.shape[1], end), bool), np.asarray(mask[row])], axis=1)
@@ -90,9 +107,11 @@ def assert_near(got, want: np.ndarray, dtype) -> None:
 
 
 def assert_law(one: Implementation, shape: Shape, nodes: int, dtype) -> None:
-    arguments, attend = inputs(shape, LENGTHS, nodes, SLOTS_HERE, dtype), jax.jit(one.attend)
+    arguments = inputs(shape, LENGTHS, nodes, SLOTS_HERE, dtype)
+    attend = jax.jit(one.attend)
     with jax.default_matmul_precision("highest"):
-        clean, dirty = attend(*arguments), attend(*poisoned(arguments, one.poison))
+        clean = attend(*arguments)
+        dirty = attend(*poisoned(arguments, one.poison))
     assert clean.dtype == arguments[0].dtype
     assert_near(clean, exact(*arguments), dtype)
     np.testing.assert_array_equal(np.asarray(clean, np.float32), np.asarray(dirty, np.float32))
@@ -101,7 +120,9 @@ def assert_law(one: Implementation, shape: Shape, nodes: int, dtype) -> None:
 @pytest.mark.parametrize("one, dtype", each_by_type(IMPLEMENTATIONS))
 @pytest.mark.parametrize("nodes", [1, 5])
 @pytest.mark.parametrize("shape", by_name(attention_shapes()))
-def test_every_implementation_is_near_float64_whatever_lies_beyond_the_length(one, shape, nodes, dtype):
+def test_every_implementation_is_near_float64_whatever_lies_beyond_the_length(
+    one, shape, nodes, dtype
+):
     assert_law(one, reduced(SHAPES[shape]), nodes, dtype)
 
 
@@ -112,8 +133,11 @@ def test_tpu_merges_the_splits_of_a_context():
 
 def test_reference_is_what_the_model_computes_today():
     shape = reduced(SHAPES["smollm2_135m"])
-    query, cache_k, cache_v, window_k, window_v, length, mask = inputs(shape, [3, 9], 4, 9, jnp.float32)
-    key, value = window_k.transpose(0, 3, 1, 2), window_v.transpose(0, 2, 1, 3)
+    query, cache_k, cache_v, window_k, window_v, length, mask = inputs(
+        shape, [3, 9], 4, 9, jnp.float32
+    )
+    key = window_k.transpose(0, 3, 1, 2)
+    value = window_v.transpose(0, 2, 1, 3)
     want, window = cached(query, key, value, ((cache_k, cache_v), None), length=length, mask=mask)
     got = reference.tree_attention(query, cache_k, cache_v, *window, length, mask)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
@@ -140,25 +164,38 @@ def test_tpu_kernel_reads_no_memory_that_was_never_written():
 @functools.partial(jax.jit, static_argnames=("cut", "slots"))
 def places(length: jax.Array, cut: tpu.Cut, slots: int) -> jax.Array:
     """[steps, 2]: the (row, block) that each step of a call's grid wants in memory."""
-    grid = jnp.indices((length.size, cut.splits, -(-slots // (cut.block * cut.splits))), jnp.int32).reshape(3, -1)
+    grid = jnp.indices(
+        (length.size, cut.splits, -(-slots // (cut.block * cut.splits))), jnp.int32
+    ).reshape(3, -1)
     after = tpu.followers(length)
     return jnp.stack(
-        jax.vmap(lambda row, split, step: tpu.block_at(length, after, row, split, step, cut))(*grid), axis=1
+        jax.vmap(lambda row, split, step: tpu.block_at(length, after, row, split, step, cut))(
+            *grid
+        ),
+        axis=1,
     )
 
 
 def fetches(length: list[int], cut: tpu.Cut, slots: int = 4096) -> list[tuple[int, int]]:
-    """The (row, block) that the pipeline fetches, in its order: what stays in memory is not fetched again."""
-    named = [(int(row), int(block)) for row, block in np.asarray(places(np.asarray(length, np.int32), cut, slots))]
+    """The (row, block) that the pipeline fetches, in its order: what stays in memory is not fetched
+    again.
+    """
+    named = [
+        (int(row), int(block))
+        for row, block in np.asarray(places(np.asarray(length, np.int32), cut, slots))
+    ]
     return [place for place, before in zip(named, [None, *named], strict=False) if place != before]
 
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_tpu_fetches_each_block_below_a_length_once_and_no_other(splits):
-    cut, rng = tpu.Cut(128, splits), np.random.default_rng(0)
+    cut = tpu.Cut(128, splits)
+    rng = np.random.default_rng(0)
     for _ in range(10):
         length = rng.choice([0, 1, 100, 128, 129, 1000, 4095, 4096], size=5).tolist()
-        need = [(row, block) for row, end in enumerate(length) for block in range(-(-end // cut.block))]
+        need = [
+            (row, block) for row, end in enumerate(length) for block in range(-(-end // cut.block))
+        ]
         assert fetches(length, cut) == need
 
 
@@ -173,21 +210,34 @@ def test_a_row_of_100_among_4096_slots_costs_one_block_and_an_empty_one_nothing(
 def compiled(chip: str, shape: Shape, rows: int, nodes: int, slots: int, dtype) -> tuple[Any, int]:
     """The kernel's program for one device of a chip's topology, and the bytes of its cache."""
     at = one(chip)
-    heads, groups, dim = shape.heads, shape.groups, shape.dim
+    heads = shape.heads
+    groups = shape.groups
+    dim = shape.dim
     cache, window = [((rows, groups, dim, end), (rows, groups, end, dim)) for end in (slots, nodes)]
-    parts = [jax.ShapeDtypeStruct(one, dtype, sharding=at) for one in ((rows, nodes, heads, dim), *cache, *window)]
+    parts = [
+        jax.ShapeDtypeStruct(one, dtype, sharding=at)
+        for one in ((rows, nodes, heads, dim), *cache, *window)
+    ]
     length = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=at)
     mask = jax.ShapeDtypeStruct((rows, nodes, nodes), jnp.bool_, sharding=at)
     program = jax.jit(tpu.tree_attention).lower(*parts, length, mask).compile()
     return program, sum(part.size * part.dtype.itemsize for part in parts[1:3])
 
 
-def assert_compiles(chip: str, name: str, rows: int, nodes: int, slots: int = SLOTS, dtype=jnp.bfloat16) -> None:
-    """A copy of the keys, or of the values, would take half a cache of memory and move as much as the cache."""
+def assert_compiles(
+    chip: str, name: str, rows: int, nodes: int, slots: int = SLOTS, dtype=jnp.bfloat16
+) -> None:
+    """A copy of the keys, or of the values, would take half a cache of memory and move as much as
+    the cache.
+    """
     program, cache = compiled(chip, SHAPES[name], rows, nodes, slots, dtype)
-    temporary, moved = program.memory_analysis().temp_size_in_bytes, program.cost_analysis()["bytes accessed"]
+    temporary = program.memory_analysis().temp_size_in_bytes
+    moved = program.cost_analysis()["bytes accessed"]
     what = f"{chip} {name} B={rows} Q={nodes} T={slots} {jnp.dtype(dtype).name}"
-    print(f"{what}: {temporary / 1e6:.2f} MB temporary, {moved / 1e6:.1f} MB moved, {moved / cache:.2f} of the cache")
+    print(
+        f"{what}: {temporary / 1e6:.2f} MB temporary, {moved / 1e6:.1f} MB moved,"
+        f" {moved / cache:.2f} of the cache"
+    )
     assert temporary < cache / 2
     assert cache <= moved < 2 * cache
 

@@ -1,5 +1,5 @@
-"""The update: a split of the work changes nothing, gradients are right, buffers are reused, nothing is
-retraced.
+"""The update: a split of the work changes nothing, gradients are right, buffers are reused, nothing
+is retraced.
 """
 
 import dataclasses
@@ -32,7 +32,9 @@ from rlhf_jax.training.update import (
 from rlhf_jax.types import Experience, Rollout
 
 CONFIG = UpdateConfig(micro_rows=8, bucket=8, chunk=32, response_slots=26)
-MANY = dataclasses.replace(CONFIG, epochs=2, minibatches=2, micro_rows=2, bucket=32, value_clip=10.0, target_kl=1e6)
+MANY = dataclasses.replace(
+    CONFIG, epochs=2, minibatches=2, micro_rows=2, bucket=32, value_clip=10.0, target_kl=1e6
+)
 KL_WEIGHT = 0.1
 SGD = Optimizers(optax.sgd(1.0), optax.sgd(1.0))
 ADAM = Optimizers(make_optimizer(1e-3), make_optimizer(1e-3))
@@ -50,8 +52,12 @@ def random_support(tokens, mask, rng):
     return np.where(mask[..., None], ids, -1).astype(np.int32)
 
 
-def random_experience(model, critic=None, rows=8, slots=30, seed=0, longest=None, top_k=False) -> Experience:
-    """Rows of 8 tokens up to `longest`, scored under `model` and `critic`; the reference differs a little."""
+def random_experience(
+    model, critic=None, rows=8, slots=30, seed=0, longest=None, top_k=False
+) -> Experience:
+    """Rows of 8 tokens up to `longest`, scored under `model` and `critic`; the reference differs a
+    little.
+    """
     rng = np.random.default_rng(seed)
     length = rng.integers(8, (longest or slots) + 1, rows).astype(np.int32)
     length[0] = longest or slots
@@ -63,10 +69,16 @@ def random_experience(model, critic=None, rows=8, slots=30, seed=0, longest=None
     rollout = Rollout(tokens, mask, zeros, length, np.arange(rows, dtype=np.uint32), support)
     rollout = jax.tree.map(jnp.asarray, rollout)
     logprobs = np.asarray(score_rollout(model, rollout, temperature=1.0, rows=rows))
-    reference = np.where(mask, logprobs + rng.normal(scale=0.2, size=mask.shape), 0.0).astype(np.float32)
+    reference = np.where(mask, logprobs + rng.normal(scale=0.2, size=mask.shape), 0.0).astype(
+        np.float32
+    )
     advantages = np.where(mask, rng.normal(size=(rows, 1)), 0.0).astype(np.float32)
     values = None if critic is None else np.asarray(score_values(critic, rollout, rows=rows))
-    returns = None if critic is None else np.where(mask, rng.normal(size=(rows, 1)), 0.0).astype(np.float32)
+    returns = (
+        None
+        if critic is None
+        else np.where(mask, rng.normal(size=(rows, 1)), 0.0).astype(np.float32)
+    )
     arrays = (mask, logprobs, reference, np.zeros(rows, np.float32), advantages, values, returns)
     return jax.tree.map(jnp.asarray, Experience(rollout, *arrays))
 
@@ -74,7 +86,9 @@ def random_experience(model, critic=None, rows=8, slots=30, seed=0, longest=None
 def random_critic(config):
     """A critic whose head is not of zeros."""
     critic = critic_of(init(jax.random.key(5), config))
-    return dataclasses.replace(critic, head=jax.random.normal(jax.random.key(6), (config.width, 1)) / 6)
+    return dataclasses.replace(
+        critic, head=jax.random.normal(jax.random.key(6), (config.width, 1)) / 6
+    )
 
 
 def new_state(model, optimizers, critic=None):
@@ -102,7 +116,9 @@ def whole(experience, config=CONFIG) -> MicroBatch:
 def assert_close(got, want, rtol):
     """Every leaf within `rtol` of the largest entry of the wanted leaf."""
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(jnp.abs(b).max())),
+        lambda a, b: np.testing.assert_allclose(
+            a, b, rtol=rtol, atol=rtol * float(jnp.abs(b).max())
+        ),
         got,
         want,
     )
@@ -113,11 +129,16 @@ def assert_close(got, want, rtol):
     [
         ({"micro_rows": 2, "bucket": 16, "chunk": 8}, "token_mean"),
         pytest.param({"micro_rows": 4, "bucket": 64}, "sequence_mean", marks=pytest.mark.slow),
-        pytest.param({"bucket": 30, "remat": False, "entropy_weight": 0.1}, "constant", marks=pytest.mark.slow),
+        pytest.param(
+            {"bucket": 30, "remat": False, "entropy_weight": 0.1},
+            "constant",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_how_the_work_is_split_changes_nothing(small, change, aggregate):
-    model, critic = init(jax.random.key(0), small), random_critic(small)
+    model = init(jax.random.key(0), small)
+    critic = random_critic(small)
     experience = random_experience(model, critic)
     entropy = {"entropy_weight": change.get("entropy_weight", 0.0)}
     config = dataclasses.replace(CONFIG, aggregate=AGGREGATES[aggregate], **entropy)
@@ -131,41 +152,59 @@ def test_how_the_work_is_split_changes_nothing(small, change, aggregate):
 
 @pytest.mark.slow
 def test_loss_of_short_slots_is_the_padded_one(small):
-    model, critic = init(jax.random.key(0), small), random_critic(small)
+    model = init(jax.random.key(0), small)
+    critic = random_critic(small)
     experience = random_experience(model, critic, slots=40, longest=20)
     other = init(jax.random.key(1), small)
-    found = [gradients(other, experience, dataclasses.replace(CONFIG, bucket=bucket), critic)[1] for bucket in (40, 8)]
+    found = [
+        gradients(other, experience, dataclasses.replace(CONFIG, bucket=bucket), critic)[1]
+        for bucket in (40, 8)
+    ]
     for name in ("loss/policy", "loss/value", "kl/old"):
         assert found[0][name] == pytest.approx(found[1][name], rel=1e-6)
 
 
 def test_empty_rows_and_what_lies_past_a_row_change_nothing(small):
-    model, critic = init(jax.random.key(0), small), random_critic(small)
+    model = init(jax.random.key(0), small)
+    critic = random_critic(small)
     config = dataclasses.replace(CONFIG, aggregate=AGGREGATES["sequence_mean"])
     experience = random_experience(model, critic)
     rollout = experience.rollout
-    noisy = np.where(np.arange(30)[None] < rollout.length[:, None], rollout.tokens, 9).astype(np.int32)
+    noisy = np.where(np.arange(30)[None] < rollout.length[:, None], rollout.tokens, 9).astype(
+        np.int32
+    )
     rows = dataclasses.replace(experience, rollout=dataclasses.replace(rollout, tokens=noisy))
     empty = jax.tree.map(np.zeros_like, experience)
     padded = jax.tree.map(lambda a, b: np.concatenate([a, b]), rows, empty)
-    assert_close(gradients(model, padded, config, critic)[0], gradients(model, experience, config, critic)[0], 1e-5)
+    assert_close(
+        gradients(model, padded, config, critic)[0],
+        gradients(model, experience, config, critic)[0],
+        1e-5,
+    )
 
 
 def test_samples_that_are_not_trained_on_change_nothing(small):
     """Their rows are dropped by the mask alone, whatever else they hold."""
-    model, critic = init(jax.random.key(0), small), random_critic(small)
+    model = init(jax.random.key(0), small)
+    critic = random_critic(small)
     experience = random_experience(model, critic)
     dropped = dataclasses.replace(experience, mask=experience.mask.at[4:].set(False))
     first = jax.tree.map(lambda leaf: leaf[:4], experience)
     few = dataclasses.replace(CONFIG, micro_rows=4)
-    assert_close(gradients(model, dropped, CONFIG, critic)[0], gradients(model, first, few, critic)[0], 1e-5)
+    assert_close(
+        gradients(model, dropped, CONFIG, critic)[0], gradients(model, first, few, critic)[0], 1e-5
+    )
 
 
 @pytest.mark.parametrize("objective", [policy_objective, critic_objective])
 def test_gradient_is_the_finite_difference(small, objective):
-    model, critic = init(jax.random.key(0), small), random_critic(small)
-    experience = random_experience(init(jax.random.key(1), small), critic, rows=2, slots=16, top_k=True)
-    batch, config = whole(experience), dataclasses.replace(CONFIG, entropy_weight=0.2)
+    model = init(jax.random.key(0), small)
+    critic = random_critic(small)
+    experience = random_experience(
+        init(jax.random.key(1), small), critic, rows=2, slots=16, top_k=True
+    )
+    batch = whole(experience)
+    config = dataclasses.replace(CONFIG, entropy_weight=0.2)
     at = model if objective is policy_objective else jax.tree.map(lambda x: x * 1.1, critic)
     direction = jax.tree.map(lambda x: jax.random.normal(jax.random.key(2), x.shape) / 8, at)
 
@@ -174,7 +213,8 @@ def test_gradient_is_the_finite_difference(small, objective):
 
     got = jax.jit(lambda at: jax.jvp(along, (at,), (jnp.float32(1),))[1])(jnp.float32(0))
     reverse = jax.jit(jax.grad(along))(jnp.float32(0))
-    evaluate, step = jax.jit(along), 1e-3
+    evaluate = jax.jit(along)
+    step = 1e-3
     want = (evaluate(jnp.float32(step)) - evaluate(jnp.float32(-step))) / (2 * step)
     assert float(got) == pytest.approx(float(reverse), rel=1e-4)
     assert float(reverse) == pytest.approx(float(want), rel=1e-2)
@@ -183,20 +223,23 @@ def test_gradient_is_the_finite_difference(small, objective):
 @pytest.mark.parametrize("top_k", [False, True])
 def test_first_minibatch_has_ratio_one(small, top_k):
     """And a critic that has not moved from its values."""
-    model, critic = init(jax.random.key(0), small), random_critic(small)
+    model = init(jax.random.key(0), small)
+    critic = random_critic(small)
     experience = random_experience(model, critic, top_k=top_k)
     _, metrics = gradients(model, experience, CONFIG, critic)
     assert metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["ratio/max"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["kl/old"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["ratio/clipped"] == metrics["critic/clipped"] == 0.0
-    mask, values = np.asarray(experience.mask), np.asarray(experience.values)
+    mask = np.asarray(experience.mask)
+    values = np.asarray(experience.values)
     assert metrics["critic/mean"] == pytest.approx(values[mask].mean(), rel=1e-4)
 
 
 @pytest.mark.slow
 def test_several_epochs_of_minibatches_improve_both_losses(small):
-    model, critic = init(jax.random.key(0), small), random_critic(small)
+    model = init(jax.random.key(0), small)
+    critic = random_critic(small)
     experience = random_experience(model, critic)
     optimizer = make_optimizer(1e-3, warmup_steps=2, weight_decay=0.01)
     state, optimizers = new_state(model, Optimizers(optimizer, optimizer), critic)
@@ -206,8 +249,11 @@ def test_several_epochs_of_minibatches_improve_both_losses(small):
         pairs = (policy_objective, state.policy), (critic_objective, state.critic)
         return [objective(model, whole(experience), MANY)[0] for objective, model in pairs]
 
-    before, heard = losses(state), []
-    state, metrics = update(state, experience, optimizers, MANY, KL_WEIGHT, observe=lambda: heard.append(len(heard)))
+    before = losses(state)
+    heard = []
+    state, metrics = update(
+        state, experience, optimizers, MANY, KL_WEIGHT, observe=lambda: heard.append(len(heard))
+    )
     assert all(new < old for new, old in zip(losses(state), before, strict=True))
     assert int(state.step) == 1 and metrics["ratio/max"] > 1.0
     assert heard == [0, 1, 2, 3] and metrics["training/minibatches_done"] == 4
@@ -215,7 +261,8 @@ def test_several_epochs_of_minibatches_improve_both_losses(small):
 
 def test_the_critics_update_is_its_own(small):
     """The policy's does not depend on there being one, nor the critic's on the KL weight."""
-    model, critic = init(jax.random.key(0), small), random_critic(small)
+    model = init(jax.random.key(0), small)
+    critic = random_critic(small)
     experience = random_experience(model, critic)
     (alone, _), _ = gradients(model, experience, CONFIG)
     (beside, moved), metrics = gradients(model, experience, CONFIG, critic)
@@ -223,15 +270,19 @@ def test_the_critics_update_is_its_own(small):
     assert moved.head.any() and moved.embed.any() and metrics["critic/gradient_norm"] > 0
     state, optimizers = new_state(model, SGD, critic)
     state, _ = update(state, experience, optimizers, CONFIG, 0.0)
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(jnp.subtract, critic, state.critic), moved)
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.tree.map(jnp.subtract, critic, state.critic), moved
+    )
 
 
 def test_the_entropy_bonus_raises_the_entropy(small):
     model = init(jax.random.key(0), small)
     experience = random_experience(model)
     experience = dataclasses.replace(experience, advantages=jnp.zeros_like(experience.advantages))
-    config, optimizers = dataclasses.replace(CONFIG, entropy_weight=1.0), Optimizers(ADAM.policy)
-    state, seen = init_train_state(model, optimizers), []
+    config = dataclasses.replace(CONFIG, entropy_weight=1.0)
+    optimizers = Optimizers(ADAM.policy)
+    state = init_train_state(model, optimizers)
+    seen = []
     for _ in range(5):
         state, metrics = update(state, experience, optimizers, config)
         seen.append(metrics["entropy/mean"])
@@ -239,7 +290,8 @@ def test_the_entropy_bonus_raises_the_entropy(small):
 
 
 def test_the_rest_is_skipped_once_the_policy_is_far_from_the_old_one(small):
-    model, critic = init(jax.random.key(0), small), random_critic(small)
+    model = init(jax.random.key(0), small)
+    critic = random_critic(small)
     experience = random_experience(model, critic)
     far = Optimizers(make_optimizer(0.03), make_optimizer(1e-3))
     config = dataclasses.replace(CONFIG, epochs=4, minibatches=1, target_kl=1e-3)
@@ -247,7 +299,9 @@ def test_the_rest_is_skipped_once_the_policy_is_far_from_the_old_one(small):
     state, metrics = update(state, experience, optimizers, config)
     assert metrics["training/minibatches_done"] == 1
     once, _ = new_state(model, far, critic)
-    once, _ = update(once, experience, optimizers, dataclasses.replace(config, epochs=1, target_kl=0.0))
+    once, _ = update(
+        once, experience, optimizers, dataclasses.replace(config, epochs=1, target_kl=0.0)
+    )
     jax.tree.map(np.testing.assert_array_equal, state, once)
     state, optimizers = new_state(model, far, critic)
     _, metrics = update(state, experience, optimizers, dataclasses.replace(config, target_kl=1e6))
@@ -255,8 +309,11 @@ def test_the_rest_is_skipped_once_the_policy_is_far_from_the_old_one(small):
 
 
 def test_a_step_that_is_not_finite_is_not_taken(small):
-    """The minibatch that went wrong is named, and the state in the error is as if it had not been."""
-    model, critic = init(jax.random.key(0), small), random_critic(small)
+    """The minibatch that went wrong is named, and the state in the error is as if it had not
+    been.
+    """
+    model = init(jax.random.key(0), small)
+    critic = random_critic(small)
     experience = random_experience(model, critic)
     rows = list(minibatches(8, MANY.minibatches, MANY.epochs, MANY.seed, 0))[1]
     for field, name in (("advantages", "loss/policy"), ("returns", "loss/value")):
@@ -266,7 +323,9 @@ def test_a_step_that_is_not_finite_is_not_taken(small):
         with pytest.raises(NotFinite, match=f"{name} is nan in minibatch 2 of update 0") as error:
             update(state, broken, optimizers, MANY, KL_WEIGHT)
         kept = error.value.state
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(kept)) and int(kept.step) == 0
+        assert (
+            all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(kept)) and int(kept.step) == 0
+        )
         good, _ = new_state(model, ADAM, critic)
         good, _ = update(good, experience, optimizers, MANY, KL_WEIGHT)
         same = jax.tree.map(lambda a, b: bool((a == b).all()), kept, good)
@@ -279,17 +338,25 @@ def memory_of(program) -> Any:
 
 
 def test_update_reuses_the_states_buffers(small):
-    model, critic = init(jax.random.key(0), small), random_critic(small)
+    model = init(jax.random.key(0), small)
+    critic = random_critic(small)
     experience = random_experience(model, critic)
     state, optimizers = new_state(model, ADAM, critic)
     settings = {"objective": policy_objective, "config": CONFIG}
     gradient = accumulate(None, state.policy, whole(experience), **settings)
-    step = apply.lower(state.policy, state.optimizer, gradient, optimizer=optimizers.policy).compile()
+    step = apply.lower(
+        state.policy, state.optimizer, gradient, optimizer=optimizers.policy
+    ).compile()
     kept = jax.tree.leaves((state.policy, state.optimizer))
     assert memory_of(step).alias_size_in_bytes >= sum(leaf.nbytes for leaf in kept)
-    assert memory_of(step).temp_size_in_bytes < sum(leaf.nbytes for leaf in jax.tree.leaves(gradient)) / 4
+    assert (
+        memory_of(step).temp_size_in_bytes
+        < sum(leaf.nbytes for leaf in jax.tree.leaves(gradient)) / 4
+    )
     again = accumulate.lower(gradient, state.policy, whole(experience), **settings).compile()
-    assert memory_of(again).alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(gradient))
+    assert memory_of(again).alias_size_in_bytes >= sum(
+        leaf.nbytes for leaf in jax.tree.leaves(gradient)
+    )
     old = jax.tree.leaves((state.policy, state.optimizer, state.critic, state.critic_optimizer))
     update(state, experience, optimizers, CONFIG)
     assert all(leaf.is_deleted() for leaf in old)
@@ -297,10 +364,12 @@ def test_update_reuses_the_states_buffers(small):
 
 def test_later_updates_compile_nothing(small, compilations):
     """Also with another KL coefficient."""
-    model, critic = init(jax.random.key(0), small), random_critic(small)
+    model = init(jax.random.key(0), small)
+    critic = random_critic(small)
     state, optimizers = new_state(model, ADAM, critic)
     experiences = [
-        random_experience(model, critic, seed=seed, longest=longest) for seed, longest in enumerate((30, 24, 17))
+        random_experience(model, critic, seed=seed, longest=longest)
+        for seed, longest in enumerate((30, 24, 17))
     ]
     state, _ = update(state, experiences[0], optimizers, MANY, 0.1)
     with compilations() as seen:
@@ -316,11 +385,15 @@ def test_a_critic_comes_with_its_optimizer(small):
 
 @pytest.mark.slow
 def test_compute_in_half_precision_keeps_float32_weights(small):
-    model, critic = init(jax.random.key(0), small), random_critic(small)
+    model = init(jax.random.key(0), small)
+    critic = random_critic(small)
     experience = random_experience(model, critic)
     want, _ = gradients(model, experience, CONFIG, critic)
     got, _ = gradients(
-        model, experience, dataclasses.replace(CONFIG, dtype=jnp.bfloat16, micro_rows=4, bucket=32), critic
+        model,
+        experience,
+        dataclasses.replace(CONFIG, dtype=jnp.bfloat16, micro_rows=4, bucket=32),
+        critic,
     )
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(got))
     assert_close(got, want, 0.1)
@@ -333,7 +406,11 @@ def test_weight_decay_spares_norms_and_biases(small):
     with jax.numpy_dtype_promotion("standard"):
         updates: Any = optimizer.update(zeros, optimizer.init(model), model)[0]
     np.testing.assert_allclose(updates.embed, -0.05 * model.embed, rtol=1e-5)
-    assert not updates.norm.any() and not updates.layers.mlp_norm.any() and not updates.layers.key_bias.any()
+    assert (
+        not updates.norm.any()
+        and not updates.layers.mlp_norm.any()
+        and not updates.layers.key_bias.any()
+    )
 
 
 @pytest.mark.parametrize("limit", [0.5, 100.0])
@@ -367,5 +444,7 @@ def test_micro_batches_hold_rows_of_like_length():
 def test_rows_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="10 rows cannot be split into 3 equal minibatches"):
         next(minibatches(10, 3, 1, 0, 0))
-    with pytest.raises(ValueError, match="minibatch of 6 rows cannot be split into micro-batches of 4"):
+    with pytest.raises(
+        ValueError, match="minibatch of 6 rows cannot be split into micro-batches of 4"
+    ):
         next(micro_batches(np.arange(6), np.arange(6), 4, 8))

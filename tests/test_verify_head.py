@@ -1,4 +1,6 @@
-"""`verify_head`: every implementation against float64, the draws of its parts, its shards, what it compiles to."""
+"""`verify_head`: every implementation against float64, the draws of its parts, its shards, what it
+compiles to.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,16 @@ every = pytest.mark.parametrize("verify, dtype", each_by_type(IMPLEMENTATIONS))
 def inputs(rows: int, width: int, vocab: int, *, tied=False, dtype=jnp.float32, seed: int = 0):
     """hidden [R, M], head and block noise: logits of standard deviation 2."""
     random = np.random.default_rng(seed)
-    hidden, head = random.normal(size=(rows, width)), random.normal(size=(width, vocab)) * 2 / np.sqrt(width)
+    hidden = random.normal(size=(rows, width))
+    head = random.normal(size=(width, vocab)) * 2 / np.sqrt(width)
     noise = jnp.asarray(random.gumbel(size=(rows, -(-vocab // BLOCK))), jnp.float32)
     return jnp.asarray(hidden, dtype), jnp.asarray(head.T if tied else head, dtype), noise
 
 
 def exact_logits(hidden, head, temperature: float, tied: bool) -> np.ndarray:
     """Tempered logits [R, blocks, 256] in float64, -inf past V."""
-    hidden, head = np.asarray(hidden, np.float64), np.asarray(head, np.float64)
+    hidden = np.asarray(hidden, np.float64)
+    head = np.asarray(head, np.float64)
     with np.errstate(invalid="ignore"):
         z = hidden @ (head.T if tied else head) / (temperature or 1.0)
     z = np.pad(z, ((0, 0), (0, -z.shape[1] % BLOCK)), constant_values=-np.inf)
@@ -50,18 +54,25 @@ def exact_logits(hidden, head, temperature: float, tied: bool) -> np.ndarray:
 
 
 def assert_parts(parts, hidden, head, noise, *, temperature: float, tied: bool) -> None:
-    """Parts are those of float64 to within the tolerance, the block one that is best to within the tolerance."""
+    """Parts are those of float64 to within the tolerance, the block one that is best to within the
+    tolerance.
+    """
     z = exact_logits(hidden, head, temperature, tied)
-    scores = z.max(-1) if noise is None else np.asarray(noise, np.float64) + np.asarray(logsumexp(z, -1))
+    scores = (
+        z.max(-1) if noise is None else np.asarray(noise, np.float64) + np.asarray(logsumexp(z, -1))
+    )
     bound = TOLERANCE[hidden.dtype.type] * np.abs(np.where(np.isfinite(z), z, 0)).max((1, 2))
     rows = np.arange(len(z))
     block = np.asarray(parts.block)
     assert (np.abs(parts.normaliser - logsumexp(z, (1, 2))) <= bound).all()
     assert (np.abs(parts.score - scores.max(-1)) <= bound).all()
     assert (scores.max(-1) - scores[rows, block] <= bound).all()
-    chosen, inside = z[rows, block], np.asarray(parts.inside)
+    chosen = z[rows, block]
+    inside = np.asarray(parts.inside)
     np.testing.assert_array_equal(np.isfinite(inside), np.isfinite(chosen))
-    error = np.abs(np.where(np.isfinite(chosen), inside, 0) - np.where(np.isfinite(chosen), chosen, 0))
+    error = np.abs(
+        np.where(np.isfinite(chosen), inside, 0) - np.where(np.isfinite(chosen), chosen, 0)
+    )
     assert (error.max(-1) <= bound).all()
 
 
@@ -71,7 +82,8 @@ def assert_parts(parts, hidden, head, noise, *, temperature: float, tied: bool) 
 @every
 @pytest.mark.parametrize("name", by_name())
 def test_parts_are_those_of_float64(name, dtype, verify):
-    shape, temperature = reduced(SHAPES[name]), 0.7 if dtype == jnp.float32 else 0.0
+    shape = reduced(SHAPES[name])
+    temperature = 0.7 if dtype == jnp.float32 else 0.0
     hidden, head, noise = inputs(18, shape.width, shape.vocab, tied=shape.tied, dtype=dtype)
     options = {"temperature": temperature, "tied": shape.tied}
     noise = noise if temperature else None
@@ -92,7 +104,9 @@ def test_sizes_need_not_fit_tiles(rows, width, vocab, tied, verify):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_kernel_by_tpu_semantics(temperature):
-    """In the interpreter of TPUs memory that nobody wrote is NaN: beside ragged tiles, in buffers before their use."""
+    """In the interpreter of TPUs memory that nobody wrote is NaN: beside ragged tiles, in buffers
+    before their use.
+    """
     hidden, head, noise = inputs(21, 128, 4700, tied=True)
     options = {"temperature": temperature, "tied": True}
     noise = noise if temperature else None
@@ -117,30 +131,36 @@ def test_tokens_that_cannot_be_drawn(temperature, verify, dtype):
         parts = verify(*given, temperature=temperature, tied=False)
         assert_parts(parts, *given, temperature=temperature, tied=False)
     assert (np.asarray(parts.block) == 700 // BLOCK).all()
-    np.testing.assert_allclose(parts.normaliser, np.asarray(parts.inside)[:, 700 % BLOCK], rtol=1e-6)
+    np.testing.assert_allclose(
+        parts.normaliser, np.asarray(parts.inside)[:, 700 % BLOCK], rtol=1e-6
+    )
 
 
 @every
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_tokens_behind_the_vocabulary_do_not_count(temperature, verify, dtype):
-    """A head filled up to whole blocks gives what the head without them gives; of no tokens nothing is drawn."""
+    """A head filled up to whole blocks gives what the head without them gives; of no tokens nothing
+    is drawn.
+    """
     hidden, head, noise = inputs(6, 64, 704, dtype=dtype)
-    filled, longer = (
-        jnp.pad(head, ((0, 0), (0, 4 * BLOCK - 704)), constant_values=9.0),
-        jnp.pad(noise, ((0, 0), (0, 1))),
-    )
+    filled = jnp.pad(head, ((0, 0), (0, 4 * BLOCK - 704)), constant_values=9.0)
+    longer = jnp.pad(noise, ((0, 0), (0, 1)))
     options = {"temperature": temperature, "tied": False}
     alone = verify(hidden, head, noise if temperature else None, **options)
     parts = verify(hidden, filled, longer if temperature else None, jnp.int32(704), **options)
     for ours, theirs in zip(parts, alone, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
     none = verify(hidden, filled, longer if temperature else None, jnp.int32(0), **options)
-    assert (np.asarray(none.normaliser) == -np.inf).all() and (np.asarray(none.inside) == -np.inf).all()
+    assert (np.asarray(none.normaliser) == -np.inf).all() and (
+        np.asarray(none.inside) == -np.inf
+    ).all()
 
 
 @every
 def test_of_equal_scores_the_first_block_wins(verify, dtype):
-    """Small whole numbers, so that equal columns are equal logits; the copies lie in tiles and spans of their own."""
+    """Small whole numbers, so that equal columns are equal logits; the copies lie in tiles and
+    spans of their own.
+    """
     random = np.random.default_rng(0)
     block = random.integers(-3, 4, (64, BLOCK))
     head = jnp.asarray(np.concatenate([np.zeros((64, BLOCK)), *[block] * 19], 1), dtype)
@@ -185,13 +205,20 @@ def keys(seed: int, count: int) -> tuple[jax.Array, jax.Array]:
 
 @pytest.mark.parametrize(
     ("sampling", "seeds"),
-    [(Sampling(0.8), 4), (Sampling(0.0), 1), pytest.param(Sampling(0.8), 100, marks=pytest.mark.slow)],
+    [
+        (Sampling(0.8), 4),
+        (Sampling(0.0), 1),
+        pytest.param(Sampling(0.8), 100, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_draws_are_those_of_the_logits(sampling, seeds):
-    """1,000 nodes; a draw may differ only where two outcomes are closer than rounding, which is rare."""
+    """1,000 nodes; a draw may differ only where two outcomes are closer than rounding, which is
+    rare.
+    """
     hidden, head, _ = inputs(1000, 64, 4700)
-    verify, ties = IMPLEMENTATIONS["tpu"], 0
+    verify = IMPLEMENTATIONS["tpu"]
+    ties = 0
     for seed in range(seeds):
         key, position = keys(seed, 1000)
         ours = drawn(hidden, head, key, position, sampling=sampling, verify=verify)
@@ -209,7 +236,8 @@ def test_draws_follow_the_law():
     logits = np.random.default_rng(0).normal(size=700) * 2
     logits[123] = -np.inf
     head = jnp.asarray(np.stack([logits, *np.zeros((7, 700))]), jnp.float32)
-    hidden, outcomes = jnp.zeros((10_000, 8)).at[:, 0].set(1.0), []
+    hidden = jnp.zeros((10_000, 8)).at[:, 0].set(1.0)
+    outcomes = []
     for seed in range(10):
         given = hidden, head, *keys(seed, 10_000)
         outcomes.append(drawn(*given, sampling=Sampling(0.7), verify=IMPLEMENTATIONS["tpu"]).token)
@@ -224,9 +252,12 @@ def test_draws_follow_the_law():
 @of_any_size
 @pytest.mark.parametrize(("shards", "temperature"), [(2, 0.7), (4, 0.0), (8, 0.7)])
 def test_a_sharded_vocabulary_changes_nothing(shards, temperature, verify):
-    """Parts of shards, combined, are those of the whole; one shard has nothing that can be drawn."""
+    """Parts of shards, combined, are those of the whole; one shard has nothing that can be
+    drawn.
+    """
     hidden, head, noise = inputs(12, 16, 16 * BLOCK)
-    head, noise = head.at[:, : 2 * BLOCK].set(-jnp.inf), noise if temperature else None
+    head = head.at[:, : 2 * BLOCK].set(-jnp.inf)
+    noise = noise if temperature else None
     hidden = jnp.abs(hidden)
 
     def local(hidden, head, noise):
@@ -234,27 +265,35 @@ def test_a_sharded_vocabulary_changes_nothing(shards, temperature, verify):
         offset = jax.lax.axis_index("tensor") * (head.shape[1] // BLOCK)
         return reference.combine(parts, "tensor", offset)
 
-    split, whole = PartitionSpec(None, "tensor"), PartitionSpec()
+    split = PartitionSpec(None, "tensor")
+    whole = PartitionSpec()
     mesh = Mesh(np.array(jax.devices()[:shards]), ("tensor",))
     combined = jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=(whole, split, split), out_specs=whole, check_vma=False)
+        jax.shard_map(
+            local, mesh=mesh, in_specs=(whole, split, split), out_specs=whole, check_vma=False
+        )
     )
     parts = combined(hidden, head, noise)
     assert len(set(np.asarray(parts.block).tolist())) > 2
     assert_parts(parts, hidden, head, noise, temperature=temperature, tied=False)
-    together = IMPLEMENTATIONS["reference"](hidden, head, noise, temperature=temperature, tied=False)
+    together = IMPLEMENTATIONS["reference"](
+        hidden, head, noise, temperature=temperature, tied=False
+    )
     np.testing.assert_array_equal(parts.block, together.block)
 
 
 def test_combining_takes_the_first_of_equal_shards():
-    whole, split = PartitionSpec(), PartitionSpec("tensor")
+    whole = PartitionSpec()
+    split = PartitionSpec("tensor")
     mesh = Mesh(np.array(jax.devices()[:4]), ("tensor",))
 
     def local(block, inside):
         parts = reference.Parts(jnp.zeros(1), jnp.ones(1), block, inside)
         return reference.combine(parts, "tensor", 10 * jax.lax.axis_index("tensor"))
 
-    combined = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(split, split), out_specs=whole, check_vma=False))
+    combined = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(split, split), out_specs=whole, check_vma=False)
+    )
     inside = jnp.arange(4 * BLOCK, dtype=jnp.float32).reshape(4, BLOCK)
     parts = combined(jnp.asarray([7, 1, 2, 3], jnp.int32), inside)
     assert parts.block.tolist() == [7]
@@ -266,9 +305,16 @@ def test_combining_takes_the_first_of_equal_shards():
 
 
 def memory_of(step, chip: str, rows: int, shape: Shape, dtype) -> int:
-    """Temporary bytes of step(hidden, head, key [R, 2], position [R]) on one chip, as the compiler plans them."""
+    """Temporary bytes of step(hidden, head, key [R, 2], position [R]) on one chip, as the compiler
+    plans them.
+    """
     head = (shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab)
-    kinds = (((rows, shape.width), dtype), (head, dtype), ((rows, 2), jnp.uint32), ((rows,), jnp.int32))
+    kinds = (
+        ((rows, shape.width), dtype),
+        (head, dtype),
+        ((rows, 2), jnp.uint32),
+        ((rows,), jnp.int32),
+    )
     given = [jax.ShapeDtypeStruct(*kind, sharding=one(chip)) for kind in kinds]
     memory = jax.jit(step).lower(*given).compile().memory_analysis()
     assert memory is not None
@@ -306,9 +352,13 @@ def step_with_logits(hidden, head, key, position):
 )
 @pytest.mark.parametrize("name", SHAPES)
 def test_it_compiles_for_tpus(name, chip, rows, dtype, temperature, uncached):
-    """And needs little more than its parts: noise and log-sum-exps of blocks, and a block of logits a span."""
+    """And needs little more than its parts: noise and log-sum-exps of blocks, and a block of logits
+    a span.
+    """
     shape = SHAPES[name]
-    memory = memory_of(step_of(tpu.verify_head, shape, Sampling(temperature)), chip, rows, shape, dtype)
+    memory = memory_of(
+        step_of(tpu.verify_head, shape, Sampling(temperature)), chip, rows, shape, dtype
+    )
     print(f"{name} {chip} {rows} rows {dtype.__name__}: {memory / 1e6:.2f} MB")
     blocks = -(-shape.vocab // BLOCK)
     assert memory < 4 * rows * (4 * blocks + 6 * BLOCK) + 4e6
@@ -318,9 +368,13 @@ def test_it_compiles_for_tpus(name, chip, rows, dtype, temperature, uncached):
 @needs_libtpu
 def test_the_logits_are_gone(uncached):
     """128k tokens, 64 rows of 9 nodes: the memory of the step falls by the logits at least."""
-    shape, rows = SHAPES["llama3_8b"], 64 * 9
+    shape = SHAPES["llama3_8b"]
+    rows = 64 * 9
     before = memory_of(step_with_logits, "v5p", rows, shape, jnp.bfloat16)
     after = memory_of(step_of(tpu.verify_head, shape, Sampling()), "v5p", rows, shape, jnp.bfloat16)
     logits = 4 * rows * shape.vocab
-    print(f"temporary memory {before / 1e6:.1f} MB with logits ({logits / 1e6:.1f} MB), {after / 1e6:.1f} MB without")
+    print(
+        f"temporary memory {before / 1e6:.1f} MB with logits ({logits / 1e6:.1f} MB),"
+        f" {after / 1e6:.1f} MB without"
+    )
     assert before - after >= logits - 4e6

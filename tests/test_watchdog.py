@@ -12,7 +12,8 @@ from rlhf_jax.watchdog import Beat, Seen, Watchdog, look, spoken
 def story(beats, until, seconds=300.0):
     """What is said, by time, when looking every second: `beats` are (time, phase)."""
     beat = Beat("starting", 0.0)
-    seen, told = Seen(beat, seconds), []
+    seen = Seen(beat, seconds)
+    told = []
     for now in range(until):
         beat = next((Beat(phase, float(at)) for at, phase in beats if at == now), beat)
         seen, said = look(seen, beat, float(now), seconds)
@@ -67,21 +68,27 @@ def test_the_thread_says_it_while_the_phase_stands_still_and_at_once_when_it_mov
         assert said.get(timeout=5).startswith("compiling stands still")
         watchdog.beat("generation")
         sentences = iter(lambda: said.get(timeout=5), None)
-        assert next(text for text in sentences if "stands" not in text).startswith("compiling moves again: it stood")
+        assert next(text for text in sentences if "stands" not in text).startswith(
+            "compiling moves again: it stood"
+        )
 
 
 def test_it_counts_by_the_clock_that_it_is_given():
-    now, said = [0.0], queue.Queue()
+    now = [0.0]
+    said = queue.Queue()
     with Watchdog(0.01, said.put, clock=lambda: now[0]) as watchdog:
         watchdog.beat("generation")
         time.sleep(0.1)
         assert said.empty()
         now[0] = 600.0
-        assert said.get(timeout=5) == "generation stands still: nothing has happened for 10 min 00 s."
+        assert (
+            said.get(timeout=5) == "generation stands still: nothing has happened for 10 min 00 s."
+        )
 
 
 def test_it_ends_promptly_though_it_would_sleep_long():
-    watchdog, start = Watchdog(3600, print), time.monotonic()
+    watchdog = Watchdog(3600, print)
+    start = time.monotonic()
     with watchdog:
         assert any(thread.name == "watchdog" for thread in threading.enumerate())
     assert time.monotonic() - start < 1

@@ -1,4 +1,6 @@
-"""A run that takes seconds: a model of bytes, a few prompts, a reward, and the command line that joins them."""
+"""A run that takes seconds: a model of bytes, a few prompts, a reward, and the command line that
+joins them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def make_model(folder: Path, seed: int = 0, **changes) -> Path:
     backend.decoder = decoders.ByteLevel()
     settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
     model = init(jax.random.key(seed), dataclasses.replace(CONFIG, **changes))
-    huggingface.save(folder, model, Tokenizer(backend, TEMPLATE, {}, settings, folder), STOPS, jnp.float32)
+    huggingface.save(
+        folder, model, Tokenizer(backend, TEMPLATE, {}, settings, folder), STOPS, jnp.float32
+    )
     return folder
 
 
@@ -75,7 +79,12 @@ def arguments(folder: Path, model: Path, **changes) -> list[str]:
         **{f"kernels.{name}": how for name, how in default().kernels.items()},
     }
     values |= {name.replace("__", "."): value for name, value in changes.items()}
-    return ["train.py", "--config", str(folder / "config.py"), *(f"--config.{k}={v}" for k, v in values.items())]
+    return [
+        "train.py",
+        "--config",
+        str(folder / "config.py"),
+        *(f"--config.{k}={v}" for k, v in values.items()),
+    ]
 
 
 def lines(path: Path) -> list[dict]:

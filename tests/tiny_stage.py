@@ -1,4 +1,6 @@
-"""A stage that takes seconds: a few prompts of several samples, and a plan that places them as it likes."""
+"""A stage that takes seconds: a few prompts of several samples, and a plan that places them as it
+likes.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,14 @@ class Shuffled:
     """Stands in for a plan: admits and moves what it likes, whenever it is asked."""
 
     def __init__(self, seed: int, share: float = 0.5):
-        self.random, self.share, self.moves = np.random.default_rng(seed), share, 0
+        self.random = np.random.default_rng(seed)
+        self.share = share
+        self.moves = 0
 
     def __call__(self, view: View) -> Plan:
         free = view.rows - np.bincount(view.place[view.place >= 0], minlength=view.slices)
-        admissions, moves = [], []
+        admissions = []
+        moves = []
         for index, place in enumerate(view.place.tolist()):
             to = int(self.random.integers(view.slices))
             if free[to] > 0 and to != place and self.random.random() < self.share:

@@ -22,11 +22,14 @@ def cores() -> int:
 
 
 def serve(packages: tuple[str, ...], threads: int, generate: Generate) -> None:
-    """Answer commands until stdin ends. `generate(prompts, new_tokens, seed)` gives the new ids, on the host.
+    """Answer commands until stdin ends. `generate(prompts, new_tokens, seed)` gives the new ids, on
+    the host.
 
     The time is from prompt ids on the host to new ids on the host: prefill is inside, text is not.
     """
-    answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints must not be taken for an answer
+    # what a library prints must not be taken for an answer
+    answers = sys.stdout
+    sys.stdout = sys.stderr
     versions = {name: version(name) for name in packages} | {"python": sys.version.split()[0]}
     _answer(answers, versions=versions, threads=threads)
     for line in sys.stdin:
@@ -43,7 +46,10 @@ def _answer(answers, **content) -> None:
 
 
 def _check(samples: list[list[int]], command: dict) -> None:
-    rows, new_tokens = len(command["prompts"]), command["new_tokens"]
+    rows = len(command["prompts"])
+    new_tokens = command["new_tokens"]
     lengths = [len(sample) for sample in samples]
     if lengths != [new_tokens] * rows:
-        raise ValueError(f"{rows} samples of {new_tokens} tokens were asked for, and {lengths} came.")
+        raise ValueError(
+            f"{rows} samples of {new_tokens} tokens were asked for, and {lengths} came."
+        )

@@ -1,4 +1,6 @@
-"""rlhf_jax as a worker of compare.py: plain decoding, float32, CPU. Usage: rlhf_jax_worker.py FOLDER"""
+"""rlhf_jax as a worker of compare.py: plain decoding, float32, CPU. Usage: rlhf_jax_worker.py
+FOLDER
+"""
 
 import sys
 from pathlib import Path
@@ -17,13 +19,19 @@ from rlhf_jax.mesh import make_mesh
 from rlhf_jax.model import huggingface
 
 jax.config.update("jax_platforms", "cpu")
-target = decoding_weights(huggingface.load(Path(sys.argv[1]), jnp.float32), jnp.dtype("float32"), make_mesh())
+target = decoding_weights(
+    huggingface.load(Path(sys.argv[1]), jnp.float32), jnp.dtype("float32"), make_mesh()
+)
 
 
 def sample(prompts: list[list[int]], new_tokens: int, seed: int) -> list[list[int]]:
-    requests = [Request(np.array(ids, np.int32), (row,), new_tokens) for row, ids in enumerate(prompts)]
+    requests = [
+        Request(np.array(ids, np.int32), (row,), new_tokens) for row, ids in enumerate(prompts)
+    ]
     slots = len(prompts[0]) + new_tokens
-    decoding = Decoding(Sampling(), (tree.PLAIN,), stop_tokens=(), rows=len(prompts), slots=slots, seed=seed)
+    decoding = Decoding(
+        Sampling(), (tree.PLAIN,), stop_tokens=(), rows=len(prompts), slots=slots, seed=seed
+    )
     return [found.tokens for found in generate(target, None, requests, decoding)]
 
 

@@ -1,4 +1,6 @@
-"""transformers' generate as a worker of compare.py: float32, CPU. Usage: transformers_worker.py FOLDER"""
+"""transformers' generate as a worker of compare.py: float32, CPU. Usage: transformers_worker.py
+FOLDER
+"""
 
 import sys
 
@@ -8,8 +10,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 torch.set_num_threads(cores())
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
-# A folder's own generation config may name stop tokens and truncation; top_k is 50 where nothing is said.
-model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
+# A folder's own generation config may name stop tokens and truncation; top_k is 50 where nothing is
+# said.
+model.generation_config = GenerationConfig(
+    do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0
+)
 
 
 def sample(prompts: list[list[int]], new_tokens: int, seed: int) -> list[list[int]]:

@@ -1,7 +1,8 @@
 """tunix's vanilla sampler as a worker of compare.py: float32, CPU. Usage: tunix_worker.py FOLDER
 
-Its Llama model (0.1.7) rotates by its own default theta whatever the configuration says, and its loop runs
-the model once more than there are tokens: the text differs from the other engines', the work of a step not.
+Its Llama model (0.1.7) rotates by its own default theta whatever the configuration says, and its
+loop runs the model once more than there are tokens: the text differs from the other engines', the
+work of a step not.
 """
 
 import json

@@ -1,8 +1,8 @@
 r"""A verifiable reward of mathematics: is the final number the reference's?
 
-The final number is the first one after the last `####` or inside the last `\boxed{}`, or, where neither holds one,
-the last of the whole text. Numbers are compared as numbers: 1,000 is 1000.0, and currency and percent signs do not
-count.
+The final number is the first one after the last `####` or inside the last `\boxed{}`, or, where
+neither holds one, the last of the whole text. Numbers are compared as numbers: 1,000 is 1000.0, and
+currency and percent signs do not count.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ NUMBER = re.compile(
 
 
 def gsm8k(prompt: str, response: str, row: dict) -> float:
-    """1 where the response's final number equals that of row["answer"], a text as in GSM8K or a number; else 0.
+    """1 where the response's final number equals that of row["answer"], a text as in GSM8K or a
+    number; else 0.
 
     ValueError where the reference holds no number (Cobbe et al. 2021 end it with "#### number").
     """
     del prompt
-    reference, given = final_number(str(row["answer"])), final_number(response)
+    reference = final_number(str(row["answer"]))
+    given = final_number(response)
     if reference is None:
         raise ValueError(f"the reference answer {row['answer']!r:.60} holds no number")
     return float(given is not None and math.isclose(given, reference, rel_tol=1e-9, abs_tol=1e-9))
@@ -53,8 +55,11 @@ def _value(sign: str, digits: str, exponent: str, divisor: str) -> float:
 
 
 def _marked(text: str) -> str:
-    """What follows the last `####`, or stands in the last `\\boxed{}`, whichever comes later; '' without."""
-    hashes, box = text.rfind("####"), text.rfind("\\boxed{")
+    """What follows the last `####`, or stands in the last `\\boxed{}`, whichever comes later; ''
+    without.
+    """
+    hashes = text.rfind("####")
+    box = text.rfind("\\boxed{")
     if hashes > box:
         return text[hashes + len("####") :]
     return _braced(text[box + len("\\boxed{") :]) if box >= 0 else ""

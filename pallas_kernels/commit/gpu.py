@@ -1,4 +1,6 @@
-"""Committing accepted tokens to the cache on a GPU (Mosaic GPU): one call for all layers, in place, slots only."""
+"""Committing accepted tokens to the cache on a GPU (Mosaic GPU): one call for all layers, in place,
+slots only.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,25 @@ from rlhf_jax.types import Array, Cache
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
-def commit(cache: Cache, window: Cache, path: Array, start: Array, *, interpret: bool = False) -> Cache:
-    """`reference.commit`, equal to the bit, for heads of a multiple of 64; in place where the cache is donated.
+def commit(
+    cache: Cache, window: Cache, path: Array, start: Array, *, interpret: bool = False
+) -> Cache:
+    """`reference.commit`, equal to the bit, for heads of a multiple of 64; in place where the cache
+    is donated.
 
-    A thread block serves one layer, row and group. It moves a key's D numbers from column to column, a value's from row
-    to row, and touches no other slot. `interpret` needs jax 0.12.
+    A thread block serves one layer, row and group. It moves a key's D numbers from column to
+    column, a value's from row to row, and touches no other slot. `interpret` needs jax 0.12.
     """
-    chex.assert_rank([path, start, *jax.tree.leaves((cache, window))], [2, 1] + [4] * (4 * len(cache)))
-    (rows, groups, dim, slots), entries = cache[0][0].shape, path.shape[1]
+    chex.assert_rank(
+        [path, start, *jax.tree.leaves((cache, window))], [2, 1] + [4] * (4 * len(cache))
+    )
+    (rows, groups, dim, slots) = cache[0][0].shape
+    entries = path.shape[1]
     if dim % hopper.TILE:
-        raise ValueError(f"A head dim of {dim} does not fit the kernel's tiles; it serves multiples of {hopper.TILE}.")
+        raise ValueError(
+            f"A head dim of {dim} does not fit the kernel's tiles; it serves multiples of"
+            f" {hopper.TILE}."
+        )
     # As `dynamic_update_slice` has it: from the end if negative, and never beyond it.
     first = jnp.clip(jnp.where(start < 0, start + slots, start), 0, slots - entries)
     leaves, structure = jax.tree.flatten(cache)
@@ -54,8 +65,11 @@ def _move(row: Array, group: Array, path, start: Array, window, cache) -> None:
     """The accepted keys [D, .] and values [., D] of one row and group."""
 
     def move(entry: Array, _) -> None:
-        node, slot = path[row, entry], start + entry
-        hopper.store(cache[0].at[row, group, :, slot], hopper.load(window[0].at[row, group, :, node]))
+        node = path[row, entry]
+        slot = start + entry
+        hopper.store(
+            cache[0].at[row, group, :, slot], hopper.load(window[0].at[row, group, :, node])
+        )
         hopper.store(cache[1].at[row, group, slot], hopper.load(window[1].at[row, group, node]))
 
     lax.fori_loop(0, path.shape[1], move, None)

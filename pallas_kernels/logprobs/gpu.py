@@ -1,8 +1,10 @@
-"""Log-probability and entropy of given tokens on Hopper (Mosaic GPU): the vocabulary streams by, forward and backward.
+"""Log-probability and entropy of given tokens on Hopper (Mosaic GPU): the vocabulary streams by,
+forward and backward.
 
-Forward, as in `verify_head`, logits never leave registers (`pallas_kernels/hopper.py`). Backward, the gradient of one
-slice's logits is made in bfloat16 by a kernel that computes them again; its two products with head and hidden, which
-are plain, are XLA's. The slices follow each other, so that the head's gradient is written once, where it belongs.
+Forward, as in `verify_head`, logits never leave registers (`pallas_kernels/hopper.py`). Backward,
+the gradient of one slice's logits is made in bfloat16 by a kernel that computes them again; its two
+products with head and hidden, which are plain, are XLA's. The slices follow each other, so that the
+head's gradient is written once, where it belongs.
 """
 
 from __future__ import annotations
@@ -37,14 +39,19 @@ def law(
     axis: str | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """`streaming.law` for hidden in bfloat16; the head, of any floating type, is multiplied as bfloat16.
+    """`streaming.law` for hidden in bfloat16; the head, of any floating type, is multiplied as
+    bfloat16.
 
     Raises ValueError for hidden states of another type. `interpret` needs jax 0.12.
     """
     if hidden.dtype != jnp.bfloat16:
-        raise ValueError(f"The kernel serves bfloat16, not {hidden.dtype}: Hopper's matrix units round float32.")
+        raise ValueError(
+            f"The kernel serves bfloat16, not {hidden.dtype}: Hopper's matrix units round float32."
+        )
     options = Options(temperature, tied, interpret)
-    streams = Streams(functools.partial(_sums, options), functools.partial(_gradients, options), tied, axis)
+    streams = Streams(
+        functools.partial(_sums, options), functools.partial(_gradients, options), tied, axis
+    )
     return streaming.law(streams, hidden, head, targets)
 
 
@@ -80,7 +87,9 @@ def _sums(options: Options, hidden: Array, head: Array, targets: Array) -> Sums:
     )
     parts = run(_of_rows(plan, targets), _tiles(hidden, plan.rows), _head_tiles(options, head))
     of_rows = Sums(*(part[:, : hidden.shape[0]] for part in parts))
-    return jax.vmap(functools.partial(streaming.combine, axis_name="slice"), out_axes=None, axis_name="slice")(of_rows)
+    return jax.vmap(
+        functools.partial(streaming.combine, axis_name="slice"), out_axes=None, axis_name="slice"
+    )(of_rows)
 
 
 class Running(NamedTuple):
@@ -93,32 +102,40 @@ class Running(NamedTuple):
 
 
 def _sums_kernel(plan: Plan, target, hidden, head, *refs) -> None:
-    out, ring, mine = refs[:3], hopper.Ring(*refs[3:]), hopper.work(plan)
+    out = refs[:3]
+    ring = hopper.Ring(*refs[3:])
+    mine = hopper.work(plan)
     wanted = hopper.load(target.at[mine.rows])
 
     def visit(block: Array, logits: Callable[[], Array], running: Running) -> Running:
         z = _tempered(plan, logits(), block)
         ids = block * BLOCK + hopper.columns(z.shape)
         top = jnp.maximum(running.top, jnp.max(z, axis=1))
-        below, fall = z - across(top, z.shape), running.top - top
+        below = z - across(top, z.shape)
+        fall = running.top - top
         share = jnp.exp(below)
         return Running(
             top,
             running.total * jnp.exp(fall) + jnp.sum(share, axis=1),
-            (running.weighted + running.total * fall) * jnp.exp(fall) + jnp.sum(share * below, axis=1),
+            (running.weighted + running.total * fall) * jnp.exp(fall)
+            + jnp.sum(share * below, axis=1),
             running.chosen + jnp.sum(jnp.where(ids == across(wanted, ids.shape), z, 0.0), axis=1),
         )
 
     nothing = Running(hopper.rowwise(LOWEST), *(hopper.rowwise(0.0) for _ in range(3)))
     running = hopper.stream(plan, ring, hidden, head, visit, nothing)
     log_total = jnp.log(running.total)
-    results = Sums(running.chosen, running.top + log_total, log_total - running.weighted / running.total)
+    results = Sums(
+        running.chosen, running.top + log_total, log_total - running.weighted / running.total
+    )
     for ref, result in zip(out, results, strict=True):
         ref[mine.part, mine.rows] = result
 
 
 def _tempered(plan: Plan, logits: Array, block: Array) -> Array:
-    """Tempered logits [TILE, 256]; past the vocabulary such that add nothing, yet whose multiples are finite."""
+    """Tempered logits [TILE, 256]; past the vocabulary such that add nothing, yet whose multiples
+    are finite.
+    """
     ids = block * BLOCK + hopper.columns(logits.shape)
     return jnp.where(ids < plan.vocab, logits / plan.temperature, LOWEST)
 
@@ -126,9 +143,11 @@ def _tempered(plan: Plan, logits: Array, block: Array) -> Array:
 def _gradients(options: Options, hidden: Array, head: Array, *rows: Array) -> tuple[Array, Array]:
     """The gradients of hidden and head, in float32, slice by slice of the vocabulary.
 
-    `rows` are target, normaliser, entropy, and the cotangents of log-probability and entropy, each [R].
+    `rows` are target, normaliser, entropy, and the cotangents of log-probability and entropy, each
+    [R].
     """
-    (count, width), vocab = hidden.shape, head.shape[0 if options.tied else 1]
+    (count, width) = hidden.shape
+    vocab = head.shape[0 if options.tied else 1]
     size = min(vocab, max(BLOCK, SLICE_BYTES // (2 * count) // BLOCK * BLOCK))
     add = functools.partial(_add_slice, options, hidden, head, rows)
     sums = jnp.zeros((count, width), jnp.float32), jnp.zeros(head.shape, jnp.float32)
@@ -137,8 +156,12 @@ def _gradients(options: Options, hidden: Array, head: Array, *rows: Array) -> tu
     return add(rest, vocab - rest, sums) if rest else sums
 
 
-def _add_slice(options: Options, hidden: Array, head: Array, rows: tuple[Array, ...], size: int, first, sums):
-    """(d_hidden, d_head) with the part of `size` tokens from `first` on; d_head's is written where it belongs."""
+def _add_slice(
+    options: Options, hidden: Array, head: Array, rows: tuple[Array, ...], size: int, first, sums
+):
+    """(d_hidden, d_head) with the part of `size` tokens from `first` on; d_head's is written where
+    it belongs.
+    """
     d_hidden, d_head = sums
     axis = 0 if options.tied else 1
     words = lax.dynamic_slice_in_dim(head, first, size, axis).astype(jnp.bfloat16)
@@ -146,7 +169,9 @@ def _add_slice(options: Options, hidden: Array, head: Array, rows: tuple[Array, 
     d_scores = _d_scores(options, hidden, words, (target - first, *others))
     d_hidden += _product(d_scores, words, 1, axis)
     left, right = (d_scores, hidden) if options.tied else (hidden, d_scores)
-    return d_hidden, lax.dynamic_update_slice_in_dim(d_head, _product(left, right, 0, 0), first, axis)
+    return d_hidden, lax.dynamic_update_slice_in_dim(
+        d_head, _product(left, right, 0, 0), first, axis
+    )
 
 
 def _product(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
@@ -156,8 +181,11 @@ def _product(left: Array, right: Array, left_axis: int, right_axis: int) -> Arra
 
 
 def _d_scores(options: Options, hidden: Array, words: Array, rows: tuple[Array, ...]) -> Array:
-    """The gradient [R, C] bfloat16 of the logits of C tokens, from which targets count; the rest as `_gradients`."""
-    count, size = hidden.shape[0], words.shape[0 if options.tied else 1]
+    """The gradient [R, C] bfloat16 of the logits of C tokens, from which targets count; the rest as
+    `_gradients`.
+    """
+    count = hidden.shape[0]
+    size = words.shape[0 if options.tied else 1]
     plan = _plan(options, hidden, size)
     run = plgpu.kernel(
         functools.partial(_d_scores_kernel, plan),
@@ -178,10 +206,16 @@ class Scratch(NamedTuple):
     strip: Any  # [A, TILE, STRIP] bfloat16: gradients on their way out
 
 
-def _d_scores_kernel(plan: Plan, target, normaliser, entropy, g_logprob, g_entropy, hidden, head, out, *refs) -> None:
+def _d_scores_kernel(
+    plan: Plan, target, normaliser, entropy, g_logprob, g_entropy, hidden, head, out, *refs
+) -> None:
     """d log p = onehot - p, dH = -p (log p + H), over the temperature."""
-    scratch, mine = Scratch(*refs), hopper.work(plan)
-    per_row = [hopper.load(ref.at[mine.rows]) for ref in (target, normaliser, entropy, g_logprob, g_entropy)]
+    scratch = Scratch(*refs)
+    mine = hopper.work(plan)
+    per_row = [
+        hopper.load(ref.at[mine.rows])
+        for ref in (target, normaliser, entropy, g_logprob, g_entropy)
+    ]
 
     def visit(block: Array, logits: Callable[[], Array], carry: None) -> None:
         z = _tempered(plan, logits(), block)
@@ -193,7 +227,11 @@ def _d_scores_kernel(plan: Plan, target, normaliser, entropy, g_logprob, g_entro
             ids = block * BLOCK + start + hopper.columns(part.shape)
             onehot = jnp.where(ids == wanted, 1.0, 0.0)
             gradient = (g_log * (onehot - p) - g_ent * p * (log_p + whole)) / plan.temperature
-            _write(scratch.strip.at[mine.me], out.at[mine.rows, pl.ds(block * BLOCK + start, STRIP)], gradient)
+            _write(
+                scratch.strip.at[mine.me],
+                out.at[mine.rows, pl.ds(block * BLOCK + start, STRIP)],
+                gradient,
+            )
         return carry
 
     hopper.stream(plan, scratch.ring, hidden, head, visit, None)
@@ -201,7 +239,9 @@ def _d_scores_kernel(plan: Plan, target, normaliser, entropy, g_logprob, g_entro
 
 
 def _write(strip, out, x: Array) -> None:
-    """x [TILE, STRIP] to device memory by way of shared memory, whose copies leave out what lies past the end."""
+    """x [TILE, STRIP] to device memory by way of shared memory, whose copies leave out what lies
+    past the end.
+    """
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     strip[...] = x.astype(jnp.bfloat16)
     plgpu.commit_smem()

@@ -1,7 +1,8 @@
-"""Log-probability and entropy of given tokens, in plain JAX: what the kernels mean, and what they are timed beside.
+"""Log-probability and entropy of given tokens, in plain JAX: what the kernels mean, and what they
+are timed beside.
 
-Elsewhere training and inference take their own path, `rlhf_jax/inference/logprobs.py`: the same, but it leaves out what
-nobody wants, and knows restricted supports.
+Elsewhere training and inference take their own path, `rlhf_jax/inference/logprobs.py`: the same,
+but it leaves out what nobody wants, and knows restricted supports.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from rlhf_jax.types import Array
 CHUNK = 512  # rows whose logits exist at one time
 
 
-def law(hidden: Array, head: Array, targets: Array, *, temperature: float, tied: bool) -> tuple[Array, Array]:
-    """log p of each row's target and -sum p log p, both [R] float32 in nats, with p = softmax(logits / temperature).
+def law(
+    hidden: Array, head: Array, targets: Array, *, temperature: float, tied: bool
+) -> tuple[Array, Array]:
+    """log p of each row's target and -sum p log p, both [R] float32 in nats, with p =
+    softmax(logits / temperature).
 
-    hidden [R, M], head [M, V] or, `tied`, [V, M], targets [R] int32 in [0, V). Logits are products of hidden's
-    dtype, summed in float32; the head may have another. They exist for CHUNK rows at a time, forward and backward,
-    and the head's gradient is summed over the chunks in float32.
+    hidden [R, M], head [M, V] or, `tied`, [V, M], targets [R] int32 in [0, V). Logits are products
+    of hidden's dtype, summed in float32; the head may have another. They exist for CHUNK rows at a
+    time, forward and backward, and the head's gradient is summed over the chunks in float32.
     """
     chex.assert_rank([hidden, head, targets], [2, 2, 1])
     rows = hidden.shape[0]
@@ -36,9 +40,13 @@ def law(hidden: Array, head: Array, targets: Array, *, temperature: float, tied:
     return jax.tree.map(lambda leaf: leaf.reshape(-1)[:rows], out)
 
 
-def _chunk_law(head: Array, hidden: Array, targets: Array, *, temperature: float, tied: bool) -> tuple[Array, Array]:
+def _chunk_law(
+    head: Array, hidden: Array, targets: Array, *, temperature: float, tied: bool
+) -> tuple[Array, Array]:
     dims = (((1,), (1 if tied else 0,)), ((), ()))
-    scores = jax.lax.dot_general(hidden, head.astype(hidden.dtype), dims, preferred_element_type=jnp.float32)
+    scores = jax.lax.dot_general(
+        hidden, head.astype(hidden.dtype), dims, preferred_element_type=jnp.float32
+    )
     logprobs = jax.nn.log_softmax(scores / temperature, axis=-1)
     chosen = jnp.take_along_axis(logprobs, targets[:, None], axis=1)[:, 0]
     return chosen, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)

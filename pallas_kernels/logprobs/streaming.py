@@ -1,4 +1,6 @@
-"""What streamed log-probabilities are made of on every platform: sums over a part of the vocabulary, and gradients."""
+"""What streamed log-probabilities are made of on every platform: sums over a part of the
+vocabulary, and gradients.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from rlhf_jax.types import Array
 
 
 class Sums(NamedTuple):
-    """What a part of the vocabulary, or all of it, says of each row's law, [R] float32 each; z are tempered logits."""
+    """What a part of the vocabulary, or all of it, says of each row's law, [R] float32 each; z are
+    tempered logits.
+    """
 
     chosen: Array  # z of the row's target, 0 where another part has it
     normaliser: Array  # log-sum-exp of z
@@ -22,7 +26,8 @@ class Sums(NamedTuple):
 
 
 def combine(sums: Sums, axis_name: str) -> Sums:
-    """`Sums` of the whole vocabulary from those of its parts, which lie along a mapped or mesh axis: one all-gather.
+    """`Sums` of the whole vocabulary from those of its parts, which lie along a mapped or mesh
+    axis: one all-gather.
 
     With w a part's share of the probability and h its own entropy, the whole has sum w (h - log w).
     """
@@ -45,9 +50,10 @@ class Options(NamedTuple):
 class Streams(NamedTuple):
     """The two passes over a head of V tokens, or a device's part of them; static.
 
-    `sums` takes hidden [R, M], head and targets [R], of which -1 is no token of this part. `gradients` takes the same,
-    then normaliser and entropy of the whole vocabulary and the cotangents of log-probability and entropy, each [R]; it
-    gives the gradients of hidden, as far as this part goes, and of head, in float32.
+    `sums` takes hidden [R, M], head and targets [R], of which -1 is no token of this part.
+    `gradients` takes the same, then normaliser and entropy of the whole vocabulary and the
+    cotangents of log-probability and entropy, each [R]; it gives the gradients of hidden, as far as
+    this part goes, and of head, in float32.
     """
 
     sums: Callable[..., Sums]
@@ -59,9 +65,10 @@ class Streams(NamedTuple):
 def law(streams: Streams, hidden: Array, head: Array, targets: Array) -> tuple[Array, Array]:
     """`reference.law` by two streams; [R, V] exists nowhere, neither forward nor backward.
 
-    The gradient keeps hidden, head, targets and two numbers a row, and computes the logits again. The head's is summed
-    in float32 and given in the head's dtype: give a float32 head to keep it. Inside `shard_map`, with an axis, head is
-    the device's part of the vocabulary, and targets count from its first token.
+    The gradient keeps hidden, head, targets and two numbers a row, and computes the logits again.
+    The head's is summed in float32 and given in the head's dtype: give a float32 head to keep it.
+    Inside `shard_map`, with an axis, head is the device's part of the vocabulary, and targets count
+    from its first token.
     """
     chex.assert_rank([hidden, head, targets], [2, 2, 1])
     held = head.shape[0 if streams.tied else 1]
@@ -78,13 +85,20 @@ def _forward(streams: Streams, hidden: Array, head: Array, targets: Array):
     sums = streams.sums(hidden, head, targets)
     if streams.axis is not None:
         sums = combine(sums, streams.axis)
-    return (sums.chosen - sums.normaliser, sums.entropy), (hidden, head, targets, sums.normaliser, sums.entropy)
+    return (sums.chosen - sums.normaliser, sums.entropy), (
+        hidden,
+        head,
+        targets,
+        sums.normaliser,
+        sums.entropy,
+    )
 
 
 def _backward(streams: Streams, residuals: tuple[Array, ...], cotangents: Any):
     hidden, head, *_ = residuals
     if streams.axis is not None:
-        # `shard_map` shares a replicated result's cotangent out over the axis, and sums the parts of hidden's gradient.
+        # `shard_map` shares a replicated result's cotangent out over the axis, and sums the parts
+        # of hidden's gradient.
         cotangents = jax.lax.psum(cotangents, streams.axis)
     d_hidden, d_head = streams.gradients(*residuals, *cotangents)
     return d_hidden.astype(hidden.dtype), d_head.astype(head.dtype), None

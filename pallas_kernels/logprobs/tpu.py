@@ -1,4 +1,6 @@
-"""Log-probability and entropy of given tokens on a TPU: the vocabulary streams by, forward and backward."""
+"""Log-probability and entropy of given tokens on a TPU: the vocabulary streams by, forward and
+backward.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ TILE = 512  # vocabulary entries of one tile, at most
 TILE_BYTES = 4 * 2**20  # float32 of one tile of the head, at most
 SCORE_BYTES = 2 * 2**20  # float32 logits of one block and tile, at most
 VECTOR_MEMORY = 56 * 2**20  # of the 64 MiB that the smallest of these chips has
-PARAMETERS = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VECTOR_MEMORY)
+PARAMETERS = pltpu.CompilerParams(
+    dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VECTOR_MEMORY
+)
 ABSENT = -1e30  # a logit that adds nothing, yet whose multiples are finite
 
 
@@ -34,11 +38,18 @@ def law(
     axis: str | None = None,
     interpret: Any = False,
 ) -> tuple[Array, Array]:
-    """`streaming.law`; `interpret` (True, or the parameters of Pallas' TPU interpreter) runs it anywhere, slowly."""
-    if tied and hidden.shape[1] % LANES:  # XLA lays a head of such rows out with the vocabulary last
-        tied, head = False, head.T
+    """`streaming.law`; `interpret` (True, or the parameters of Pallas' TPU interpreter) runs it
+    anywhere, slowly.
+    """
+    if (
+        tied and hidden.shape[1] % LANES
+    ):  # XLA lays a head of such rows out with the vocabulary last
+        tied = False
+        head = head.T
     options = Options(temperature, tied, interpret)
-    streams = Streams(functools.partial(_sums, options), functools.partial(_gradients, options), tied, axis)
+    streams = Streams(
+        functools.partial(_sums, options), functools.partial(_gradients, options), tied, axis
+    )
     return streaming.law(streams, hidden, head, targets)
 
 
@@ -53,7 +64,9 @@ class Sizes(NamedTuple):
 
 
 def _sizes(hidden: Array, vocab: int, tile: int) -> Sizes:
-    """Blocks of equal size, of whole sublane tiles, as large as vector memory allows: the head is read for each."""
+    """Blocks of equal size, of whole sublane tiles, as large as vector memory allows: the head is
+    read for each.
+    """
     rows, width = hidden.shape
     most = max(16, min(BLOCK_BYTES // (4 * width), SCORE_BYTES // (4 * tile)) // 16 * 16)
     blocks = pl.cdiv(rows, most)
@@ -66,9 +79,13 @@ def _widest_tile(width: int, vocab: int) -> int:
 
 
 def _even_tile(width: int, vocab: int) -> int:
-    """The widest tile that leaves no rest but lanes: the head's gradient is then whole tiles, and needs no copy."""
+    """The widest tile that leaves no rest but lanes: the head's gradient is then whole tiles, and
+    needs no copy.
+    """
     units = pl.cdiv(vocab, LANES)
-    return LANES * max(n for n in range(1, _widest_tile(width, vocab) // LANES + 1) if units % n == 0)
+    return LANES * max(
+        n for n in range(1, _widest_tile(width, vocab) // LANES + 1) if units % n == 0
+    )
 
 
 def _vocab(options: Options, head: Array) -> int:
@@ -89,7 +106,8 @@ def _head_spec(options: Options, sizes: Sizes, width: int, tile_of) -> pl.BlockS
 
 
 def _sums(options: Options, hidden: Array, head: Array, targets: Array) -> Sums:
-    (rows, width), vocab = hidden.shape, _vocab(options, head)
+    (rows, width) = hidden.shape
+    vocab = _vocab(options, head)
     sizes = _sizes(hidden, vocab, _widest_tile(width, vocab))
     per_row = pl.BlockSpec((sizes.block, 1), lambda row, _: (row, 0))
     column = jax.ShapeDtypeStruct((sizes.block * sizes.blocks, 1), jnp.float32)
@@ -108,7 +126,8 @@ def _sums(options: Options, hidden: Array, head: Array, targets: Array) -> Sums:
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * head.size,
             transcendentals=rows * sizes.vocab,
-            bytes_accessed=sizes.blocks * head.size * head.dtype.itemsize + hidden.size * hidden.dtype.itemsize,
+            bytes_accessed=sizes.blocks * head.size * head.dtype.itemsize
+            + hidden.size * hidden.dtype.itemsize,
         ),
         interpret=options.interpret,
         name="logprobs",
@@ -117,9 +136,21 @@ def _sums(options: Options, hidden: Array, head: Array, targets: Array) -> Sums:
 
 
 def _sums_kernel(
-    options: Options, sizes: Sizes, hidden, head, target, chosen, normaliser, entropy, top, total, weighted
+    options: Options,
+    sizes: Sizes,
+    hidden,
+    head,
+    target,
+    chosen,
+    normaliser,
+    entropy,
+    top,
+    total,
+    weighted,
 ) -> None:
-    """Running maximum m, sum of exp(z - m), sum of exp(z - m) (z - m); the target's logit adds up in its output."""
+    """Running maximum m, sum of exp(z - m), sum of exp(z - m) (z - m); the target's logit adds up
+    in its output.
+    """
     tile = pl.program_id(1)
 
     @pl.when(tile == 0)
@@ -130,9 +161,12 @@ def _sums_kernel(
 
     scores, ids = _scores(options, sizes, hidden[...], head[...].astype(hidden.dtype), tile)
     largest = jnp.maximum(top[...], jnp.max(scores, axis=1, keepdims=True))
-    fall, below = top[...] - largest, scores - largest
+    fall = top[...] - largest
+    below = scores - largest
     share = jnp.exp(below)
-    weighted[...] = jnp.exp(fall) * (weighted[...] + total[...] * fall) + jnp.sum(share * below, axis=1, keepdims=True)
+    weighted[...] = jnp.exp(fall) * (weighted[...] + total[...] * fall) + jnp.sum(
+        share * below, axis=1, keepdims=True
+    )
     total[...] = jnp.exp(fall) * total[...] + jnp.sum(share, axis=1, keepdims=True)
     chosen[...] += jnp.sum(jnp.where(ids == target[...], scores, 0.0), axis=1, keepdims=True)
     top[...] = largest
@@ -144,26 +178,37 @@ def _sums_kernel(
         entropy[...] = log_total - weighted[...] / total[...]
 
 
-def _scores(options: Options, sizes: Sizes, hidden: Array, head: Array, tile) -> tuple[Array, Array]:
+def _scores(
+    options: Options, sizes: Sizes, hidden: Array, head: Array, tile
+) -> tuple[Array, Array]:
     """Tempered logits [rows, tile] of one tile, ABSENT past the vocabulary, and their token ids."""
     scores = _product(hidden, head, 1, 1 if options.tied else 0) / options.temperature
     ids = tile * sizes.tile + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    return (jnp.where(ids < sizes.vocab, scores, ABSENT) if sizes.vocab % sizes.tile else scores), ids
+    return (
+        jnp.where(ids < sizes.vocab, scores, ABSENT) if sizes.vocab % sizes.tile else scores
+    ), ids
 
 
 def _product(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
     """The sum of products over one axis of each, in float32."""
-    precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    precision = (
+        jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    )
     dims = (((left_axis,), (right_axis,)), ((), ()))
-    return jax.lax.dot_general(left, right, dims, precision=precision, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        left, right, dims, precision=precision, preferred_element_type=jnp.float32
+    )
 
 
 def _gradients(options: Options, hidden: Array, head: Array, *rows: Array) -> tuple[Array, Array]:
-    """The gradients of hidden, in its dtype, and of head, in float32: one block of rows after another.
+    """The gradients of hidden, in its dtype, and of head, in float32: one block of rows after
+    another.
 
-    `rows` are target, normaliser, entropy, and the cotangents of log-probability and entropy, each [R].
+    `rows` are target, normaliser, entropy, and the cotangents of log-probability and entropy, each
+    [R].
     """
-    (rows_count, width), vocab = hidden.shape, _vocab(options, head)
+    (rows_count, width) = hidden.shape
+    vocab = _vocab(options, head)
     sizes = _sizes(hidden, vocab, _even_tile(width, vocab))
     blocks = [_blocks(x, sizes).reshape(sizes.blocks, sizes.block, -1) for x in (hidden, *rows)]
 
@@ -177,14 +222,20 @@ def _gradients(options: Options, hidden: Array, head: Array, *rows: Array) -> tu
     return d_hidden.reshape(-1, width)[:rows_count], d_head[: head.shape[0], : head.shape[1]]
 
 
-def _gradients_of_block(options: Options, sizes: Sizes, head: Array, d_head: Array, block: list[Array]):
-    """d_head with the block's part added, in place, and the gradient of the block's hidden in parts [1 or 2, R, M].
+def _gradients_of_block(
+    options: Options, sizes: Sizes, head: Array, d_head: Array, block: list[Array]
+):
+    """d_head with the block's part added, in place, and the gradient of the block's hidden in parts
+    [1 or 2, R, M].
 
     A part sums over half of the vocabulary, for each core of a chip that has two.
     """
-    width, cores = block[0].shape[1], min(2, sizes.tiles)
+    width = block[0].shape[1]
+    cores = min(2, sizes.tiles)
     share = pl.cdiv(sizes.tiles, cores)
-    tile = _head_spec(options, sizes, width, lambda core, at: jnp.minimum(core * share + at, sizes.tiles - 1))
+    tile = _head_spec(
+        options, sizes, width, lambda core, at: jnp.minimum(core * share + at, sizes.tiles - 1)
+    )
     per_row = [pl.BlockSpec(x.shape, lambda core, at: (0, 0)) for x in block]
     moved = head.size * (head.dtype.itemsize + 8) + block[0].size * (2 + 4 * cores)
     return pl.pallas_call(
@@ -193,7 +244,9 @@ def _gradients_of_block(options: Options, sizes: Sizes, head: Array, d_head: Arr
         in_specs=[tile, tile, *per_row],
         out_specs=[
             tile,
-            pl.BlockSpec((1, sizes.block, width), lambda core, at: (core, 0, 0), pipeline_mode=pl.Buffered(1)),
+            pl.BlockSpec(
+                (1, sizes.block, width), lambda core, at: (core, 0, 0), pipeline_mode=pl.Buffered(1)
+            ),
         ],
         out_shape=[
             jax.ShapeDtypeStruct(d_head.shape, jnp.float32),
@@ -202,7 +255,9 @@ def _gradients_of_block(options: Options, sizes: Sizes, head: Array, d_head: Arr
         input_output_aliases={1: 0},
         compiler_params=PARAMETERS,
         cost_estimate=pl.CostEstimate(
-            flops=6 * sizes.block * head.size, transcendentals=sizes.block * sizes.vocab, bytes_accessed=moved
+            flops=6 * sizes.block * head.size,
+            transcendentals=sizes.block * sizes.vocab,
+            bytes_accessed=moved,
         ),
         interpret=options.interpret,
         name="logprobs_gradients",
@@ -217,10 +272,15 @@ def _gradients_kernel(options: Options, sizes: Sizes, head, d_head_before, hidde
     def begin():
         d_hidden[...] = jnp.zeros_like(d_hidden)
 
-    @pl.when(tile < sizes.tiles)  # the second half may be a tile shorter, and then sees its last tile twice
+    @pl.when(
+        tile < sizes.tiles
+    )  # the second half may be a tile shorter, and then sees its last tile twice
     def add():
-        here, words = hidden[...], _words(options, sizes, head[...].astype(hidden.dtype), tile)
-        d_scores = _d_scores(options, sizes, here, words, tile, *(row[...] for row in rows)).astype(here.dtype)
+        here = hidden[...]
+        words = _words(options, sizes, head[...].astype(hidden.dtype), tile)
+        d_scores = _d_scores(options, sizes, here, words, tile, *(row[...] for row in rows)).astype(
+            here.dtype
+        )
         d_hidden[0] += _product(d_scores, words, 1, 0 if options.tied else 1)
         left, right = (d_scores, here) if options.tied else (here, d_scores)
         d_head[...] = d_head_before[...] + _product(left, right, 0, 0)
@@ -230,12 +290,18 @@ def _words(options: Options, sizes: Sizes, head: Array, tile) -> Array:
     """A tile of the head, zero past the vocabulary, where memory holds anything."""
     if sizes.vocab % sizes.tile == 0:
         return head
-    ids = tile * sizes.tile + jax.lax.broadcasted_iota(jnp.int32, head.shape, 0 if options.tied else 1)
+    ids = tile * sizes.tile + jax.lax.broadcasted_iota(
+        jnp.int32, head.shape, 0 if options.tied else 1
+    )
     return jnp.where(ids < sizes.vocab, head, jnp.zeros_like(head))
 
 
-def _d_scores(options, sizes, hidden, words, tile, target, normaliser, entropy, g_logprob, g_entropy) -> Array:
-    """The gradient of one tile's logits [rows, tile]: d log p = onehot - p, dH = -p (log p + H), over temperature."""
+def _d_scores(
+    options, sizes, hidden, words, tile, target, normaliser, entropy, g_logprob, g_entropy
+) -> Array:
+    """The gradient of one tile's logits [rows, tile]: d log p = onehot - p, dH = -p (log p + H),
+    over temperature.
+    """
     scores, ids = _scores(options, sizes, hidden, words, tile)
     log_p = scores - normaliser
     p = jnp.exp(log_p)

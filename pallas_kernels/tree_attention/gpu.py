@@ -1,9 +1,11 @@
-"""Tree attention on Hopper (Mosaic GPU): flash-decoding over the window, masked, and then over the cache.
+"""Tree attention on Hopper (Mosaic GPU): flash-decoding over the window, masked, and then over the
+cache.
 
-One thread block serves up to 192 query rows of one (row, group) over one part of its context. Keys and values come
-through a ring of shared memory, fetched by the copy engine while earlier ones are multiplied; the loop ends at the
-row's length, so nothing behind it is read. Online softmax (Milakov and Gimelshein 2018); the parts of a context are
-merged outside (Dao et al. 2023, "Flash-Decoding for long-context inference").
+One thread block serves up to 192 query rows of one (row, group) over one part of its context. Keys
+and values come through a ring of shared memory, fetched by the copy engine while earlier ones are
+multiplied; the loop ends at the row's length, so nothing behind it is read. Online softmax (Milakov
+and Gimelshein 2018); the parts of a context are merged outside (Dao et al. 2023, "Flash-Decoding
+for long-context inference").
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from pallas_kernels.hopper import LOWEST, TILE, across, rowwise, smem
 from rlhf_jax.types import Array
 
 BLOCK = 64  # cache slots fetched at a time
-STAGES = 2  # slots of the ring: two thread blocks of one warpgroup fit a multiprocessor, one fetch of each in flight
+# slots of the ring: two thread blocks of one warpgroup fit a multiprocessor, one fetch of each in
+# flight
+STAGES = 2
 WARPGROUPS = 3  # that share one ring; more would not leave them registers
 PLACES = 2 * 132  # thread blocks that an H100 runs at a time
 LOG2_E = math.log2(math.e)
@@ -46,7 +50,9 @@ class Plan:
 def unsupported(query: Array) -> str | None:
     """Why this kernel cannot serve query [B, Q, H, D], in one sentence; None where it can."""
     if query.dtype != jnp.bfloat16:
-        return f"The kernel serves bfloat16, not {query.dtype}: Hopper's matrix units round float32."
+        return (
+            f"The kernel serves bfloat16, not {query.dtype}: Hopper's matrix units round float32."
+        )
     if query.shape[-1] not in (64, 128):
         return f"A head dim of {query.shape[-1]} does not fit the kernel's tiles; it serves 64 and 128."
     return None
@@ -64,12 +70,15 @@ def tree_attention(
     *,
     interpret: bool = False,
 ) -> Array:
-    """`reference.tree_attention` in bfloat16, D 64 or 128; same shapes. Softmax and sums are float32.
+    """`reference.tree_attention` in bfloat16, D 64 or 128; same shapes. Softmax and sums are
+    float32.
 
-    Raises ValueError with the sentence of `unsupported`. Where T is a multiple of 64 the cache is read
-    where it lies, else it is copied with padding. `interpret` needs jax 0.12.
+    Raises ValueError with the sentence of `unsupported`. Where T is a multiple of 64 the cache is
+    read where it lies, else it is copied with padding. `interpret` needs jax 0.12.
     """
-    chex.assert_rank([query, cache_k, cache_v, window_k, window_v, length, mask], [4, 4, 4, 4, 4, 1, 3])
+    chex.assert_rank(
+        [query, cache_k, cache_v, window_k, window_v, length, mask], [4, 4, 4, 4, 4, 1, 3]
+    )
     if reason := unsupported(query):
         raise ValueError(reason)
     batch, count, heads, dim = query.shape
@@ -89,7 +98,8 @@ def tree_attention(
 
 def _plan(query: tuple[int, ...], cache: tuple[int, ...], window: int) -> Plan:
     batch, count, heads, dim = query
-    groups, slots = cache[1], cache[3]
+    groups = cache[1]
+    slots = cache[3]
     tiles = pl.cdiv(heads // groups * count, TILE)
     blocks = pl.cdiv(tiles, WARPGROUPS)
     # Each part has two blocks at least: below that its fixed costs outweigh them.
@@ -106,7 +116,9 @@ def _pad(x: Array, axis: int, unit: int) -> Array:
 
 
 def _merge(out: Array, top: Array, total: Array) -> Array:
-    """Parts' weighted sums [S, B, G, R, D], maxima (powers of two) and sums [S, B, G, R] -> [B, G, R, D]."""
+    """Parts' weighted sums [S, B, G, R, D], maxima (powers of two) and sums [S, B, G, R] -> [B, G,
+    R, D].
+    """
     weight = jnp.exp2(top - jnp.max(top, axis=0))
     total = jnp.sum(total * weight, axis=0)[..., None]
     return jnp.sum(out * weight[..., None], axis=0) / jnp.where(total > 0, total, 1.0)
@@ -118,7 +130,8 @@ class Scratch(NamedTuple):
     query: Any  # [A, TILE, D]
     key: Any  # [S, D, BLOCK]
     value: Any  # [S, BLOCK, D]
-    weight: Any  # [A, TILE, W]: the window's mask, then weights on their way from registers to the matrix unit
+    # [A, TILE, W]: the window's mask, then weights on their way from registers to the matrix unit
+    weight: Any
     asked: Any  # [A]: a warpgroup's queries and mask are here
     loaded: Any  # [S]: keys and values are here
     consumed: Any  # [S]: every warpgroup has read them
@@ -126,7 +139,9 @@ class Scratch(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a thread block has to do: so many blocks of the window, then the cache from block `first` on."""
+    """What a thread block has to do: so many blocks of the window, then the cache from block
+    `first` on.
+    """
 
     windows: Array
     first: Array
@@ -141,7 +156,12 @@ def _kernel(plan: Plan, query: tuple[int, ...], interpret: bool) -> Callable:
     return plgpu.kernel(
         functools.partial(_attend, plan),
         out_type=(jax.ShapeDtypeStruct((*sums.shape, dim), jnp.float32), sums, sums),
-        grid=(plan.tiles, plan.parts, groups, batch),  # what shares keys and values runs side by side
+        grid=(
+            plan.tiles,
+            plan.parts,
+            groups,
+            batch,
+        ),  # what shares keys and values runs side by side
         grid_names=("tile", "part", "group", "row"),
         num_threads=plan.warpgroups,
         thread_name="warpgroup",
@@ -160,7 +180,9 @@ def _kernel(plan: Plan, query: tuple[int, ...], interpret: bool) -> Callable:
     )
 
 
-def _attend(plan, length, query, cache_k, cache_v, window_k, window_v, mask, out, top, total, *scratch):
+def _attend(
+    plan, length, query, cache_k, cache_v, window_k, window_v, mask, out, top, total, *scratch
+):
     """One warpgroup: its `TILE` query rows over one part of one row's context."""
     scratch = Scratch(*scratch)
     row, group, part, me = (lax.axis_index(name) for name in ("row", "group", "part", "warpgroup"))
@@ -185,7 +207,9 @@ def _attend(plan, length, query, cache_k, cache_v, window_k, window_v, mask, out
         return carry
 
     plgpu.barrier_wait(scratch.asked.at[me])
-    in_window = functools.partial(visit, seen=functools.partial(_window_seen, scratch.weight.at[me]))
+    in_window = functools.partial(
+        visit, seen=functools.partial(_window_seen, scratch.weight.at[me])
+    )
     in_cache = functools.partial(visit, seen=functools.partial(_cache_seen, work, scratch, me))
     carry = lax.fori_loop(0, work.windows, in_window, _nothing(query.shape[-1]))
     carry = lax.fori_loop(work.windows, work.steps, in_cache, carry)
@@ -207,7 +231,8 @@ def _fetch(work: Work, window: tuple, cache: tuple, scratch: Scratch, step: Arra
     slot = lax.rem(step, STAGES)
 
     def copy(source: tuple, block: Array) -> None:
-        (key, value), at = source, pl.ds(block * BLOCK, BLOCK)
+        (key, value) = source
+        at = pl.ds(block * BLOCK, BLOCK)
         plgpu.copy_gmem_to_smem(key.at[:, at], scratch.key.at[slot], scratch.loaded.at[slot])
         plgpu.copy_gmem_to_smem(value.at[at], scratch.value.at[slot], scratch.loaded.at[slot])
 
@@ -237,7 +262,9 @@ def _window_seen(mask, step: Array) -> Array:
 
 
 def _cache_seen(work: Work, scratch: Scratch, me: Array, step: Array) -> Array:
-    """Which slots of a cache block lie below the length [TILE, BLOCK]; the values of the others become zeros."""
+    """Which slots of a cache block lie below the length [TILE, BLOCK]; the values of the others
+    become zeros.
+    """
     left = work.length - (work.first + step - work.windows) * BLOCK
 
     @pl.when(left < BLOCK)
@@ -249,7 +276,9 @@ def _cache_seen(work: Work, scratch: Scratch, me: Array, step: Array) -> Array:
 
 
 def _clear(scratch: Scratch, slot: Array, left: Array) -> None:
-    """For all warpgroups: what lies behind the length may be NaN, which a weight of zero would not undo."""
+    """For all warpgroups: what lies behind the length may be NaN, which a weight of zero would not
+    undo.
+    """
     value = scratch.value.at[slot]
     kept = _iota(value.shape, 0) < left
     value[...] = jnp.where(kept, plgpu.layout_cast(value[...], plgpu.Layout.WGMMA), jnp.bfloat16(0))
@@ -261,8 +290,12 @@ def _iota(shape: tuple[int, ...], axis: int) -> Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
 
-def _online(plan: Plan, scratch: Scratch, me: Array, slot: Array, seen: Array, carry) -> tuple[Array, Array, Array]:
-    """Add the keys and values of a slot, where `seen` [TILE, BLOCK], to the running (sum, maximum, total)."""
+def _online(
+    plan: Plan, scratch: Scratch, me: Array, slot: Array, seen: Array, carry
+) -> tuple[Array, Array, Array]:
+    """Add the keys and values of a slot, where `seen` [TILE, BLOCK], to the running (sum, maximum,
+    total).
+    """
     out, top, total = carry
     scores = _product((TILE, BLOCK), scratch.query.at[me], scratch.key.at[slot])
     scores = jnp.where(seen, scores * plan.scale, -jnp.inf)

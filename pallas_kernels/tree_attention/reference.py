@@ -1,4 +1,6 @@
-"""Attention of the nodes of a draft tree over a row's cache and over its own window, in plain JAX."""
+"""Attention of the nodes of a draft tree over a row's cache and over its own window, in plain
+JAX.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,22 @@ def tree_attention(
     length: Array,
     mask: Array,
 ) -> Array:
-    """Attention of Q new tokens of each row, the nodes of a tree, over its cache and over uncommitted tokens.
+    """Attention of Q new tokens of each row, the nodes of a tree, over its cache and over
+    uncommitted tokens.
 
-    query [B, Q, H, D]; cache_k [B, G, D, T] and cache_v [B, G, T, D], of which the first `length` [B] int32 slots
-    count; window_k [B, G, D, W] and window_v [B, G, W, D]; mask [B, Q, W] bool: which tokens of the window a query
-    sees. Head h reads group h // (H / G), scores are scaled by D**-0.5, and their softmax is float32. Returns
-    [B, Q, H, D] in the query's dtype; a query that sees nothing gives zeros. Here the values beyond a row's length
-    must be finite (their weight is zero; to replace them would cost a fifth to a half more on a CPU).
+    query [B, Q, H, D]; cache_k [B, G, D, T] and cache_v [B, G, T, D], of which the first `length`
+    [B] int32 slots count; window_k [B, G, D, W] and window_v [B, G, W, D]; mask [B, Q, W] bool:
+    which tokens of the window a query sees. Head h reads group h // (H / G), scores are scaled by
+    D**-0.5, and their softmax is float32. Returns [B, Q, H, D] in the query's dtype; a query that
+    sees nothing gives zeros. Here the values beyond a row's length must be finite (their weight is
+    zero; to replace them would cost a fifth to a half more on a CPU).
     """
-    chex.assert_rank([query, cache_k, cache_v, window_k, window_v, length, mask], [4, 4, 4, 4, 4, 1, 3])
+    chex.assert_rank(
+        [query, cache_k, cache_v, window_k, window_v, length, mask], [4, 4, 4, 4, 4, 1, 3]
+    )
     batch, count, heads, dim = query.shape
-    groups, slots = cache_k.shape[1], cache_k.shape[3]
+    groups = cache_k.shape[1]
+    slots = cache_k.shape[3]
     grouped = query.reshape(batch, count, groups, heads // groups, dim).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(batch, groups, -1, dim)  # [B, G, H/G * Q, D]
     live = jnp.arange(slots, dtype=jnp.int32)[None, :] < length[:, None]

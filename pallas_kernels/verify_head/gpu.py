@@ -1,8 +1,9 @@
-"""`verify_head` on Hopper (Mosaic GPU): the head streams through shared memory, its logits never leave registers.
+"""`verify_head` on Hopper (Mosaic GPU): the head streams through shared memory, its logits never
+leave registers.
 
-A warpgroup sees 64 nodes' logits of one block of 256 tokens at a time (`pallas_kernels/hopper.py`), so the block's
-log-sum-exp and score are had at once. The logits of the best block so far lie in the output. Slices of the vocabulary,
-which thread blocks share out, are combined like its shards.
+A warpgroup sees 64 nodes' logits of one block of 256 tokens at a time (`pallas_kernels/hopper.py`),
+so the block's log-sum-exp and score are had at once. The logits of the best block so far lie in the
+output. Slices of the vocabulary, which thread blocks share out, are combined like its shards.
 """
 
 from __future__ import annotations
@@ -41,11 +42,17 @@ class Running(NamedTuple):
 
 
 def unsupported(hidden: Array, head: Array) -> str | None:
-    """Why this kernel cannot serve hidden [R, M] and the head, in one sentence; None where it can."""
+    """Why this kernel cannot serve hidden [R, M] and the head, in one sentence; None where it
+    can.
+    """
     if hidden.dtype != jnp.bfloat16:
-        return f"The kernel serves bfloat16, not {hidden.dtype}: Hopper's matrix units round float32."
+        return (
+            f"The kernel serves bfloat16, not {hidden.dtype}: Hopper's matrix units round float32."
+        )
     if hidden.shape[1] % 64 or head.shape[0] % 8 or head.shape[1] % 64:
-        return f"A width of {hidden.shape[1]} and a head of {head.shape} are no whole tiles of 8 x 64."
+        return (
+            f"A width of {hidden.shape[1]} and a head of {head.shape} are no whole tiles of 8 x 64."
+        )
     return None
 
 
@@ -62,24 +69,32 @@ def verify_head(
 ) -> Parts:
     """`reference.verify_head` in bfloat16 without [R, V] anywhere in device memory; same shapes.
 
-    A draw differs from the reference's only where rounding decides: logits are summed in another order. Raises
-    ValueError with the sentence of `unsupported`. `interpret` needs jax 0.12.
+    A draw differs from the reference's only where rounding decides: logits are summed in another
+    order. Raises ValueError with the sentence of `unsupported`. `interpret` needs jax 0.12.
     """
     check(hidden, head, noise, temperature=temperature, tied=tied)
     if reason := unsupported(hidden, head):
         raise ValueError(reason)
-    (rows, width), held = hidden.shape, head.shape[0 if tied else 1]
+    (rows, width) = hidden.shape
+    held = head.shape[0 if tied else 1]
     plan = hopper.plan(rows, width, held, tied, temperature)
     count = jnp.asarray(held if vocab is None else vocab, jnp.int32).reshape(1)
     fill = (0, plan.rows - rows), (0, 0)
-    inputs = [count, jnp.pad(hidden, fill), head, *([] if noise is None else [jnp.pad(noise, fill).T])]
+    inputs = [
+        count,
+        jnp.pad(hidden, fill),
+        head,
+        *([] if noise is None else [jnp.pad(noise, fill).T]),
+    ]
     parts = Parts(*(part[:, :rows] for part in _kernel(plan, interpret)(*inputs)))
     one = functools.partial(combine, axis_name="slice", offset=0)
     return jax.vmap(one, out_axes=None, axis_name="slice")(parts)
 
 
 def _kernel(plan: Plan, interpret: bool) -> Callable:
-    """The kernel for token count [1], hidden [R, M], head and, unless greedy, noise [blocks, R]: `Parts` by slice."""
+    """The kernel for token count [1], hidden [R, M], head and, unless greedy, noise [blocks, R]:
+    `Parts` by slice.
+    """
     a_row = jax.ShapeDtypeStruct((plan.slices, plan.rows), jnp.float32)
     inside = jax.ShapeDtypeStruct((*a_row.shape, BLOCK), jnp.float32)
     return plgpu.kernel(
@@ -98,15 +113,22 @@ def _kernel(plan: Plan, interpret: bool) -> Callable:
 
 def _stream(plan: Plan, vocab, hidden, head, *refs) -> None:
     """One warpgroup: its `TILE` nodes through all blocks of its slice."""
-    noise, out, scratch = (refs[0] if plan.temperature else None), Parts(*refs[-7:-3]), Scratch(*refs[-3:])
-    mine, known = hopper.work(plan), vocab[0]
+    noise = refs[0] if plan.temperature else None
+    out = Parts(*refs[-7:-3])
+    scratch = Scratch(*refs[-3:])
+    mine = hopper.work(plan)
+    known = vocab[0]
 
     def visit(block: Array, logits: Callable[[], Array], running: Running) -> Running:
         if noise is not None:
-            plgpu.copy_gmem_to_smem(noise.at[block, mine.rows], scratch.noise.at[mine.me], scratch.asked.at[mine.me])
+            plgpu.copy_gmem_to_smem(
+                noise.at[block, mine.rows], scratch.noise.at[mine.me], scratch.asked.at[mine.me]
+            )
         found = logits()
         found = jnp.where(hopper.columns(found.shape) < known - block * BLOCK, found, -jnp.inf)
-        return _update(plan, scratch, mine.me, out.inside.at[mine.part, mine.rows], block, found, running)
+        return _update(
+            plan, scratch, mine.me, out.inside.at[mine.part, mine.rows], block, found, running
+        )
 
     running = hopper.stream(plan, scratch.ring, hidden, head, visit, _nothing())
     results = running.top + jnp.log(running.total), running.score, running.block
@@ -119,8 +141,12 @@ def _nothing() -> Running:
     return Running(rowwise(LOWEST), rowwise(0.0), rowwise(-jnp.inf), rowwise(-1, jnp.int32))
 
 
-def _update(plan: Plan, scratch: Scratch, me: Array, inside, block: Array, logits: Array, running: Running) -> Running:
-    """Take in one block's logits [TILE, 256]; they replace `inside` [TILE, 256] at nodes where they score best."""
+def _update(
+    plan: Plan, scratch: Scratch, me: Array, inside, block: Array, logits: Array, running: Running
+) -> Running:
+    """Take in one block's logits [TILE, 256]; they replace `inside` [TILE, 256] at nodes where they
+    score best.
+    """
     z = logits / plan.temperature if plan.temperature else logits
     peak = jnp.max(z, axis=1)
     top = jnp.maximum(running.top, peak)
@@ -141,8 +167,11 @@ def _update(plan: Plan, scratch: Scratch, me: Array, inside, block: Array, logit
 
 
 def _replace(inside, z: Array, kept: Array) -> None:
-    """inside [TILE, 256] = z, but where `kept` [TILE]. Each thread reads only what it has written itself."""
+    """inside [TILE, 256] = z, but where `kept` [TILE]. Each thread reads only what it has written
+    itself.
+    """
     for start in range(0, BLOCK, STRIP):
         strip = inside.at[:, pl.ds(start, STRIP)]
-        old, new = hopper.load(strip, plgpu.Layout.WGMMA), z[:, start : start + STRIP]
+        old = hopper.load(strip, plgpu.Layout.WGMMA)
+        new = z[:, start : start + STRIP]
         strip[...] = jnp.where(across(kept, new.shape), old, new)

@@ -1,8 +1,10 @@
-"""What a replayable draw needs of the logits at each node: the meaning in plain JAX, and the path on any hardware.
+"""What a replayable draw needs of the logits at each node: the meaning in plain JAX, and the path
+on any hardware.
 
-The draw (`rlhf_jax/generation/sampling.py`) first picks a block of 256 consecutive token ids by log-sum-exp + noise,
-then a token inside it. The first half needs the whole vocabulary and ends in `Parts`, 256 logits a node; the second
-needs `Parts` only. So the first half can stream over the vocabulary, on one device or on several.
+The draw (`rlhf_jax/generation/sampling.py`) first picks a block of 256 consecutive token ids by
+log-sum-exp + noise, then a token inside it. The first half needs the whole vocabulary and ends in
+`Parts`, 256 logits a node; the second needs `Parts` only. So the first half can stream over the
+vocabulary, on one device or on several.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from pallas_kernels.shapes import BLOCK
 
 
 class Parts(NamedTuple):
-    """What is left of logits `[..., V]` when a block has been chosen; all that the rest of the draw reads."""
+    """What is left of logits `[..., V]` when a block has been chosen; all that the rest of the draw
+    reads.
+    """
 
     normaliser: Array  # [...] float32, log-sum-exp of the tempered logits
     score: Array  # [...] float32, the chosen block's, the largest of all
@@ -37,25 +41,31 @@ def verify_head(
 ) -> Parts:
     """`Parts` of `hidden @ head / temperature` at each of R = B * (N+1) nodes.
 
-    hidden [R, M]; head [M, V], or [V, M] where it is `tied` to the embedding; both of one dtype, bfloat16 or float32
-    (then in the highest precision). noise [R, ceil(V/256)] float32 is added to each block's log-sum-exp, which makes
-    its score. At temperature 0 it is None: logits are not divided, and a block's score is its largest logit.
+    hidden [R, M]; head [M, V], or [V, M] where it is `tied` to the embedding; both of one dtype,
+    bfloat16 or float32 (then in the highest precision). noise [R, ceil(V/256)] float32 is added to
+    each block's log-sum-exp, which makes its score. At temperature 0 it is None: logits are not
+    divided, and a block's score is its largest logit.
 
-    `vocab` is how many of the head's tokens count, the others being there to make a share of whole blocks; None: all.
+    `vocab` is how many of the head's tokens count, the others being there to make a share of whole
+    blocks; None: all.
 
-    The law is not truncated: top-k and top-p need all logits of a node at once, so callers that are asked for them
-    keep the logits and give them to `sampling.draw`.
+    The law is not truncated: top-k and top-p need all logits of a node at once, so callers that are
+    asked for them keep the logits and give them to `sampling.draw`.
     """
     check(hidden, head, noise, temperature=temperature, tied=tied)
     precision = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
     dims = (((1,), (1 if tied else 0,)), ((), ()))
-    logits = lax.dot_general(hidden, head, dims, precision=precision, preferred_element_type=jnp.float32)
+    logits = lax.dot_general(
+        hidden, head, dims, precision=precision, preferred_element_type=jnp.float32
+    )
     if vocab is not None:
         logits = jnp.where(jnp.arange(logits.shape[-1], dtype=jnp.int32) < vocab, logits, -jnp.inf)
     return parts_of(logits / temperature if temperature else logits, noise)
 
 
-def check(hidden: Array, head: Array, noise: Array | None, *, temperature: float, tied: bool) -> None:
+def check(
+    hidden: Array, head: Array, noise: Array | None, *, temperature: float, tied: bool
+) -> None:
     """Assert the ranks, shapes and dtypes that every implementation of `verify_head` takes."""
     chex.assert_rank([hidden, head], 2)
     chex.assert_type(head, hidden.dtype)
@@ -68,7 +78,9 @@ def check(hidden: Array, head: Array, noise: Array | None, *, temperature: float
 
 
 def parts_of(z: Array, noise: Array | None) -> Parts:
-    """`Parts` of tempered logits z `[..., V]` and block noise `[..., ceil(V/256)]`, None at temperature 0."""
+    """`Parts` of tempered logits z `[..., V]` and block noise `[..., ceil(V/256)]`, None at
+    temperature 0.
+    """
     mass = jax.nn.logsumexp(blocks(z), -1)
     scores = jnp.max(blocks(z), -1).astype(jnp.float32) if noise is None else mass + noise
     block = jnp.argmax(scores, -1)[..., None].astype(jnp.int32)
@@ -77,7 +89,9 @@ def parts_of(z: Array, noise: Array | None) -> Parts:
 
 
 def blocks(z: Array) -> Array:
-    """`[..., V]` as `[..., blocks, 256]`, filled with -inf: the ids of a block never depend on V."""
+    """`[..., V]` as `[..., blocks, 256]`, filled with -inf: the ids of a block never depend on
+    V.
+    """
     short = -z.shape[-1] % BLOCK
     z = jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, short)], constant_values=-jnp.inf)
     return z.reshape(*z.shape[:-1], -1, BLOCK)
@@ -85,24 +99,33 @@ def blocks(z: Array) -> Array:
 
 def inside(z: Array, chosen: Array) -> Array:
     """Logits `[..., c, 256]` of the blocks `chosen[..., c]` int32 of z `[..., V]`, -inf past V."""
-    # Read from z: a second reader of the padded blocks would make XLA write them out, five times slower.
+    # Read from z: a second reader of the padded blocks would make XLA write them out, five times
+    # slower.
     ids = chosen[..., None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     flat = jnp.minimum(ids, z.shape[-1] - 1).reshape(*chosen.shape[:-1], -1)
-    return jnp.where(ids < z.shape[-1], jnp.take_along_axis(z, flat, -1).reshape(ids.shape), -jnp.inf)
+    return jnp.where(
+        ids < z.shape[-1], jnp.take_along_axis(z, flat, -1).reshape(ids.shape), -jnp.inf
+    )
 
 
 def combine(parts: Parts, axis_name: str, offset: Array | int) -> Parts:
-    """`Parts` of the whole vocabulary from those of its shards over a mesh axis, inside `shard_map`.
+    """`Parts` of the whole vocabulary from those of its shards over a mesh axis, inside
+    `shard_map`.
 
-    A shard holds whole blocks, the first of which is block `offset` of the vocabulary; its noise is of those blocks.
-    Three numbers a node and one block of logits cross the axis; the result is the same on every device.
+    A shard holds whole blocks, the first of which is block `offset` of the vocabulary; its noise is
+    of those blocks. Three numbers a node and one block of logits cross the axis; the result is the
+    same on every device.
     """
     chex.assert_rank([parts.normaliser, parts.inside], [parts.score.ndim, parts.score.ndim + 1])
     block = (parts.block + offset).astype(jnp.float32)  # exact: there are fewer than 2**24
     # One array, for one crossing: several would wait for each other, and each costs its latency.
-    packed = jnp.concatenate([jnp.stack([parts.normaliser, parts.score, block], -1), parts.inside], -1)
+    packed = jnp.concatenate(
+        [jnp.stack([parts.normaliser, parts.score, block], -1), parts.inside], -1
+    )
     shards = lax.all_gather(packed, axis_name)
-    best = jnp.argmax(shards[..., 1], 0)[None, ..., None]  # of equal scores the first shard's, whose blocks come first
+    best = jnp.argmax(shards[..., 1], 0)[
+        None, ..., None
+    ]  # of equal scores the first shard's, whose blocks come first
     chosen = jnp.take_along_axis(shards, best, 0)[0]
     normaliser = jax.nn.logsumexp(shards[..., 0], 0)
     return Parts(normaliser, chosen[..., 1], chosen[..., 2].astype(jnp.int32), chosen[..., 3:])

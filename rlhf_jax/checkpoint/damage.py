@@ -13,7 +13,8 @@ from pathlib import Path
 from rlhf_jax import processes
 from rlhf_jax.checkpoint.quiet import release
 
-# What tensorstore says of files that are missing, too short or changed; whatever else it says proves nothing.
+# What tensorstore says of files that are missing, too short or changed; whatever else it says
+# proves nothing.
 PROOFS = ("NOT_FOUND", "OUT_OF_RANGE", "DATA_LOSS", "FAILED_PRECONDITION")
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
@@ -24,10 +25,12 @@ class Damaged(Exception):
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """An error within it is Damaged where it proves that files are missing, torn or changed, else one OSError.
+    """An error within it is Damaged where it proves that files are missing, torn or changed, else
+    one OSError.
 
-    A whole checkpoint that is called damaged is lost work, so what proves nothing (too many open files, an error of
-    the disk, no permission, no memory, an error of orbax) leaves it where it is. An error of the device stays itself.
+    A whole checkpoint that is called damaged is lost work, so what proves nothing (too many open
+    files, an error of the disk, no permission, no memory, an error of orbax) leaves it where it is.
+    An error of the device stays itself.
     """
     try:
         yield

@@ -24,7 +24,9 @@ def make(**parts: Any) -> dict[str, Any]:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """The parts of a document, arrays as numpy arrays that may be written to; see `reading` for the errors."""
+    """The parts of a document, arrays as numpy arrays that may be written to; see `reading` for the
+    errors.
+    """
     with reading(file):
         content = json.loads(file.read_bytes())
     if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
@@ -55,5 +57,7 @@ def _encoded(value: Any) -> Any:
 def _decoded(value: dict[str, Any]) -> Any:
     if value.keys() != {"dtype", "shape", "base64"}:
         return value
-    data = bytearray(base64.b64decode(value["base64"]))  # a bytearray, unlike bytes, can be written to
+    data = bytearray(
+        base64.b64decode(value["base64"])
+    )  # a bytearray, unlike bytes, can be written to
     return np.frombuffer(data, value["dtype"]).reshape(value["shape"])

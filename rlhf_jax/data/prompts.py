@@ -42,23 +42,33 @@ class Prompts:
 def read(path: str | pathlib.Path, prompt_key: str = "prompt") -> list[dict[str, Any]]:
     """Rows of a .jsonl or .parquet file, with the prompt of each under "prompt".
 
-    A prompt is a string or a list of chat messages `{"role", "content"}`. Anything else, a missing or
-    empty file, broken JSON or a missing key raises one sentence that names the file and the line.
+    A prompt is a string or a list of chat messages `{"role", "content"}`. Anything else, a missing
+    or empty file, broken JSON or a missing key raises one sentence that names the file and the
+    line.
     """
     path = pathlib.Path(path).expanduser()
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if path.suffix not in readers:
-        raise ValueError(f"Prompt file {path} must end in .jsonl or .parquet, not {path.suffix or 'nothing'!r}.")
+        raise ValueError(
+            f"Prompt file {path} must end in .jsonl or .parquet, not {path.suffix or 'nothing'!r}."
+        )
     if not path.is_file():
-        raise FileNotFoundError(f"Prompt file {path} does not exist; give the path of a .jsonl or .parquet file.")
+        raise FileNotFoundError(
+            f"Prompt file {path} does not exist; give the path of a .jsonl or .parquet file."
+        )
     rows = [_checked(row, prompt_key, where) for where, row in readers[path.suffix](path)]
     if not rows:
-        raise ValueError(f"Prompt file {path} is empty; it needs at least one row with a {prompt_key!r}.")
+        raise ValueError(
+            f"Prompt file {path} is empty; it needs at least one row with a {prompt_key!r}."
+        )
     return rows
 
 
-def tokenize(rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, system: str, max_prompt_tokens: int) -> Prompts:
-    """Renders each row's prompt through the chat template and keeps those of at most `max_prompt_tokens`.
+def tokenize(
+    rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, system: str, max_prompt_tokens: int
+) -> Prompts:
+    """Renders each row's prompt through the chat template and keeps those of at most
+    `max_prompt_tokens`.
 
     A string prompt becomes one user message. `system`, where not empty, is put before prompts that
     bring no system message of their own. If nothing is left, one sentence says why.
@@ -76,8 +86,12 @@ def tokenize(rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, system: str, 
         else:
             kept.append((tokens, text, messages, row))
     if not kept:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "there were none"
-        raise ValueError(f"No prompt is left after the length filter ({reasons}); raise max_prompt_tokens.")
+        reasons = (
+            ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "there were none"
+        )
+        raise ValueError(
+            f"No prompt is left after the length filter ({reasons}); raise max_prompt_tokens."
+        )
     tokens, texts, chats, rows_kept = (list(column) for column in zip(*kept, strict=True))
     return Prompts(tokens, texts, chats, rows_kept, dict(dropped))
 
@@ -107,7 +121,9 @@ def _read_jsonl(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
         except UnicodeDecodeError as error:
             raise ValueError(f"{where} is not UTF-8 text; save the file as UTF-8.") from error
         except json.JSONDecodeError as error:
-            raise ValueError(f"{where} is not JSON ({error.msg} at column {error.colno}).") from error
+            raise ValueError(
+                f"{where} is not JSON ({error.msg} at column {error.colno})."
+            ) from error
 
 
 def _read_parquet(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
@@ -116,28 +132,39 @@ def _read_parquet(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError(f"Reading {path} needs pyarrow; install it (pip install pyarrow) or use JSONL.") from error
+        raise ValueError(
+            f"Reading {path} needs pyarrow; install it (pip install pyarrow) or use JSONL."
+        ) from error
     try:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{path} is not a readable Parquet file ({str(error).splitlines()[0]}).") from error
+        raise ValueError(
+            f"{path} is not a readable Parquet file ({str(error).splitlines()[0]})."
+        ) from error
     yield from ((f"Row {number} of {path}", row) for number, row in enumerate(rows, start=1))
 
 
 def _checked(row: Any, prompt_key: str, where: str) -> dict[str, Any]:
     """The row with its prompt, checked, under "prompt"."""
     if not isinstance(row, dict):
-        raise ValueError(f"{where} must be an object with a {prompt_key!r}, not {type(row).__name__}.")
+        raise ValueError(
+            f"{where} must be an object with a {prompt_key!r}, not {type(row).__name__}."
+        )
     if prompt_key not in row:
-        raise ValueError(f"{where} has no {prompt_key!r}; its keys are {', '.join(map(repr, row)) or 'none'}.")
+        raise ValueError(
+            f"{where} has no {prompt_key!r}; its keys are {', '.join(map(repr, row)) or 'none'}."
+        )
     prompt = row[prompt_key]
     if isinstance(prompt, list):
         prompt = [_checked_message(message, where) for message in prompt]
         if not prompt or prompt[-1]["role"] in ("system", "assistant"):
-            raise ValueError(f"{where}: the last message must come from the user, for the model to answer it.")
+            raise ValueError(
+                f"{where}: the last message must come from the user, for the model to answer it."
+            )
     elif not isinstance(prompt, str):
         raise ValueError(
-            f"{where}: {prompt_key!r} must be a string or a list of chat messages, not {type(prompt).__name__}."
+            f"{where}: {prompt_key!r} must be a string or a list of chat messages, not"
+            f" {type(prompt).__name__}."
         )
     return {**row, "prompt": prompt}
 
@@ -145,7 +172,11 @@ def _checked(row: Any, prompt_key: str, where: str) -> dict[str, Any]:
 def _checked_message(message: Any, where: str) -> dict[str, Any]:
     """The message without the empty fields that Parquet gives to every struct."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-        raise ValueError(f'{where}: each chat message must be {{"role": ..., "content": text}}, not {message!r:.60}.')
+        raise ValueError(
+            f'{where}: each chat message must be {{"role": ..., "content": text}}, not {message!r:.60}.'
+        )
     if message.get("role") not in ROLES:
-        raise ValueError(f"{where}: the role {message.get('role')!r:.40} is none of {', '.join(ROLES)}.")
+        raise ValueError(
+            f"{where}: the role {message.get('role')!r:.40} is none of {', '.join(ROLES)}."
+        )
     return {key: value for key, value in message.items() if value is not None}

@@ -18,7 +18,15 @@ import tokenizers
 from rlhf_jax.types import ModelConfig
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +40,14 @@ class Tokenizer:
     origin: Path  # where it was read, for messages
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain text, with the special tokens that the tokenizer itself puts around one."""
+        """Token ids of a plain text, with the special tokens that the tokenizer itself puts around
+        one.
+        """
         return self.backend.encode(text).ids
 
-    def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True
+    ) -> list[int]:
         """Token ids of the rendered chat; the template has already placed every special token."""
         text = self.render(messages, add_generation_prompt)
         return self.backend.encode(text, add_special_tokens=False).ids
@@ -60,7 +72,9 @@ class Tokenizer:
                 **self.special,
             )
         except (jinja2.TemplateError, TypeError) as error:
-            raise ValueError(f"{self.origin}: the chat template failed on the messages: {error}.") from error
+            raise ValueError(
+                f"{self.origin}: the chat template failed on the messages: {error}."
+            ) from error
 
     @functools.cached_property
     def largest_id(self) -> int:
@@ -68,7 +82,9 @@ class Tokenizer:
         return max(self.backend.get_vocab(with_added_tokens=True).values())
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, for AutoTokenizer to load."""
+        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, for AutoTokenizer to
+        load.
+        """
         (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
         settings = {key: value for key, value in self.settings.items() if key != "chat_template"}
         text = json.dumps(settings, indent=2, ensure_ascii=False)
@@ -120,7 +136,10 @@ def _read_template(folder: Path, settings: dict) -> str | None:
         return template
     named = {entry["name"]: entry["template"] for entry in template}
     if "default" not in named:
-        raise ValueError(f"{folder}: of the chat templates {sorted(named)} in tokenizer_config.json none is 'default'.")
+        raise ValueError(
+            f"{folder}: of the chat templates {sorted(named)} in tokenizer_config.json none is"
+            " 'default'."
+        )
     return named["default"]
 
 
@@ -147,7 +166,9 @@ def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, with which templates mark what the assistant says, is rendered as what it holds."""
+    """`{% generation %}`, with which templates mark what the assistant says, is rendered as what it
+    holds.
+    """
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -158,7 +179,9 @@ class _Generation(jinja2.ext.Extension):
 
 @functools.lru_cache(maxsize=8)
 def _compile(template: str) -> jinja2.Template:
-    """The template in the environment transformers gives it: sandboxed, blocks trimmed, loop controls."""
+    """The template in the environment transformers gives it: sandboxed, blocks trimmed, loop
+    controls.
+    """
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
@@ -170,7 +193,9 @@ def _compile(template: str) -> jinja2.Template:
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     """jinja2's own filter would escape HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -1,4 +1,6 @@
-"""Which sample is in which row of a slice: samples admitted, rows refilled, the batch halved in the tail. Host code."""
+"""Which sample is in which row of a slice: samples admitted, rows refilled, the batch halved in the
+tail. Host code.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,14 @@ SIBLINGS = 3  # running samples of the same prompt that a lookup reads
 
 
 def cache_slots(longest: int, strategies: Iterable[Strategy], kernels: Kernels = REFERENCE) -> int:
-    """Slots of a cache for samples of up to `longest` tokens: a round writes whole paths, a catch-up whole chunks.
+    """Slots of a cache for samples of up to `longest` tokens: a round writes whole paths, a
+    catch-up whole chunks.
 
     A kernel reads whole tiles.
     """
-    slots = longest + max(model_drafter.CHUNK, *(trees.bucket(strategy) + 1 for strategy in strategies))
+    slots = longest + max(
+        model_drafter.CHUNK, *(trees.bucket(strategy) + 1 for strategy in strategies)
+    )
     return slots if kernels == REFERENCE else -(-slots // LANES) * LANES
 
 
@@ -41,7 +46,9 @@ def empty_state(models: Models, rows: int, decoding: Decoding, mesh) -> DecodeSt
     draft = None if drafter is None else drafter.config
     slots = cache_slots(decoding.slots, decoding.strategies, decoding.kernels)
     earlier = decoding.slots if decoding.drafts_by("replay") else 0
-    return row_verbs.empty(target.config, draft, rows, slots, decoding.history, earlier, target.embed.dtype, mesh)
+    return row_verbs.empty(
+        target.config, draft, rows, slots, decoding.history, earlier, target.embed.dtype, mesh
+    )
 
 
 def begin(number: int, models: Models, mesh, samples: int, decoding: Decoding) -> Instance:
@@ -55,8 +62,10 @@ def check(request: Request, decoding: Decoding) -> None:
     wanted = len(request.prompt) + request.max_new_tokens
     if not len(request.prompt) or request.max_new_tokens < 1 or wanted > decoding.slots:
         raise ValueError(
-            f"A prompt of {len(request.prompt)} tokens with up to {request.max_new_tokens} new ones does not fit"
-            f" the cache of {decoding.slots} slots; shorten the prompt, ask for fewer tokens or raise the slots."
+            f"A prompt of {len(request.prompt)} tokens with up to {request.max_new_tokens} new"
+            " ones does not fit"
+            f" the cache of {decoding.slots} slots; shorten the prompt, ask for fewer tokens or"
+            " raise the slots."
         )
 
 
@@ -66,8 +75,11 @@ def first_rows(samples: int, decoding: Decoding, mesh) -> int:
 
 
 def row_bucket(live: int, most: int, decoding: Decoding, mesh) -> int:
-    """The smallest of most, most/2, most/4 ... that holds `live` rows, at least the fewest, in equal shares."""
-    size, shards = shared(most, mesh), shared(1, mesh)
+    """The smallest of most, most/2, most/4 ... that holds `live` rows, at least the fewest, in
+    equal shares.
+    """
+    size = shared(most, mesh)
+    shards = shared(1, mesh)
     while size // 2 >= max(live, decoding.fewest_rows) and size % (2 * shards) == 0:
         size //= 2
     return size
@@ -91,7 +103,8 @@ def refill(instance: Instance, decoding: Decoding) -> None:
     while free and (waiting or instance.queue):
         if not waiting:
             waiting.extend(_prefill(_next_prompts(instance.queue), instance, decoding))
-        prefix, batch = waiting[0].prefix, []
+        prefix = waiting[0].prefix
+        batch = []
         while free and waiting and waiting[0].prefix is prefix and len(batch) < ADMITTED:
             batch.append((free.pop(0), waiting.popleft()))
         instance.state = _admit(instance, prefix, batch, decoding)
@@ -109,8 +122,11 @@ def _next_prompts(queue: collections.deque[Sample]) -> list[list[Sample]]:
     return groups
 
 
-def _prefill(groups: list[list[Sample]], instance: Instance, decoding: Decoding) -> Iterator[Waiting]:
-    prompts, mesh = [group[0].prompt for group in groups], instance.mesh
+def _prefill(
+    groups: list[list[Sample]], instance: Instance, decoding: Decoding
+) -> Iterator[Waiting]:
+    prompts = [group[0].prompt for group in groups]
+    mesh = instance.mesh
     rows = shared(1 << (len(prompts) - 1).bit_length(), mesh)
     tokens = np.zeros((rows, prompt_width(max(map(len, prompts)), decoding.slots)), np.int32)
     length = np.ones(len(tokens), np.int32)
@@ -126,31 +142,42 @@ def _prefill(groups: list[list[Sample]], instance: Instance, decoding: Decoding)
 def _history(texts: Sequence[np.ndarray], size: int) -> np.ndarray:
     """[E] the latest texts that fit, each followed by a separator."""
     flat = [np.append(text, -1) for text in texts]
-    joined = np.concatenate([np.zeros(0, np.int32), *flat])[-size:] if size else np.zeros(0, np.int32)
+    joined = (
+        np.concatenate([np.zeros(0, np.int32), *flat])[-size:] if size else np.zeros(0, np.int32)
+    )
     return np.pad(joined, (0, size - len(joined)), constant_values=-1).astype(np.int32)
 
 
 def _admit(instance: Instance, prefix: Prefix, batch, decoding: Decoding) -> DecodeState:
-    board, state = instance.board, instance.state
-    source, row = np.zeros(ADMITTED, np.int32), np.full(ADMITTED, len(board), np.int32)
-    limit, key = np.ones(ADMITTED, np.int32), np.zeros((ADMITTED, 2), np.uint32)
+    board = instance.board
+    state = instance.state
+    source = np.zeros(ADMITTED, np.int32)
+    row = np.full(ADMITTED, len(board), np.int32)
+    limit = np.ones(ADMITTED, np.int32)
+    key = np.zeros((ADMITTED, 2), np.uint32)
     history = np.full((ADMITTED, decoding.history), -1, np.int32)
     earlier = np.full((ADMITTED, state.earlier.shape[1]), -1, np.int32)
     for i, (place, waiting) in enumerate(batch):
         sample = board[place] = waiting.sample
-        source[i], row[i], limit[i] = waiting.source, place, sample.limit
-        key[i], history[i] = (decoding.seed, sample.sample_id), _history(sample.texts, decoding.history)
+        source[i] = waiting.source
+        row[i] = place
+        limit[i] = sample.limit
+        key[i] = (decoding.seed, sample.sample_id)
+        history[i] = _history(sample.texts, decoding.history)
         text = sample.request.earlier.get(sample.sample_id)
         if text is not None and earlier.shape[1]:
             aligned = np.concatenate([sample.prompt, text])[: earlier.shape[1]]
             earlier[i, : len(aligned)] = aligned
             sample.confidence = {"replay": FOLLOWS}
-    return row_verbs.admit(state, prefix, Admission(source, row, limit, key, history, earlier), mesh=instance.mesh)
+    return row_verbs.admit(
+        state, prefix, Admission(source, row, limit, key, history, earlier), mesh=instance.mesh
+    )
 
 
 def fit(instance: Instance, wanted: int, decoding: Decoding) -> None:
     """Give the slice the fewest rows that hold `wanted` samples, its live ones included."""
-    board, mesh = instance.board, instance.mesh
+    board = instance.board
+    mesh = instance.mesh
     size = row_bucket(max(wanted, 1), decoding.rows, decoding, mesh)
     if size == len(board):
         return
@@ -159,13 +186,17 @@ def fit(instance: Instance, wanted: int, decoding: Decoding) -> None:
     kept = (live + idle)[:size]
     fresh = size - len(kept)
     state = row_verbs.resize(instance.state, np.array(kept + [0] * fresh, np.int32), mesh)
-    added = np.arange(size, dtype=np.int32) + len(kept)  # those past the end are dropped: one program for a size
+    added = np.arange(size, dtype=np.int32) + len(
+        kept
+    )  # those past the end are dropped: one program for a size
     instance.state = row_verbs.retire(state, added, mesh=mesh) if fresh else state
     instance.board = [board[row] for row in kept] + [None] * fresh
 
 
 def siblings(board: Board, decoding: Decoding) -> np.ndarray:
-    """[B, SIBLINGS] int32 rows of running samples of the same prompt, -1 for none; [B, 0] where nothing looks up."""
+    """[B, SIBLINGS] int32 rows of running samples of the same prompt, -1 for none; [B, 0] where
+    nothing looks up.
+    """
     found = np.full((len(board), SIBLINGS if decoding.drafts_by("lookup") else 0), -1, np.int32)
     groups: dict[int, list[int]] = {}
     for row, sample in enumerate(board):
@@ -181,7 +212,9 @@ def siblings(board: Board, decoding: Decoding) -> np.ndarray:
 def pass_on(instance: Instance, ended: Sequence[Sample], decoding: Decoding) -> None:
     """What has ended is history to its siblings that run here: their lookups read it."""
     asked = {id(sample.request) for sample in ended}
-    rows = [row for row, sample in enumerate(instance.board) if sample and id(sample.request) in asked]
+    rows = [
+        row for row, sample in enumerate(instance.board) if sample and id(sample.request) in asked
+    ]
     for start in range(0, len(rows), ADMITTED):
         instance.state = _remember(instance, rows[start : start + ADMITTED], decoding)
 
@@ -192,5 +225,6 @@ def _remember(instance: Instance, rows: list[int], decoding: Decoding) -> Decode
     for i, place in enumerate(rows):
         sample = instance.board[place]
         assert sample is not None
-        row[i], history[i] = place, _history(sample.texts, decoding.history)
+        row[i] = place
+        history[i] = _history(sample.texts, decoding.history)
     return row_verbs.remember(instance.state, row, history, mesh=instance.mesh)

@@ -1,7 +1,9 @@
-"""The processes that share a slice: the first of them decides, the others follow its numbered decisions in order.
+"""The processes that share a slice: the first of them decides, the others follow its numbered
+decisions in order.
 
-Every process of a crew runs the same host loop, which is a function of what it is told and of the rounds that land; all
-that depends on a clock, on what is compiled or on words of other processes is decided by the leader alone.
+Every process of a crew runs the same host loop, which is a function of what it is told and of the
+rounds that land; all that depends on a clock, on what is compiled or on words of other processes is
+decided by the leader alone.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class Crew:
     def agreed(self, decide: Callable[[], T]) -> T:
         """What the leader decides; the others wait for its word. All call it, in the same order.
 
-        Raises Abandoned where the leader has given the stage up; for others that have, the leader alone looks.
+        Raises Abandoned where the leader has given the stage up; for others that have, the leader
+        alone looks.
         """
         if not self.several:
             return decide()
@@ -96,15 +99,18 @@ def failed(stage: str) -> Iterator[None]:
 
 def check(stage: str, rank: int | None = None) -> None:
     """Raise Abandoned where a process, of this rank or any, has given the stage up."""
-    if processes.published(f"{stage}/failed" if rank is None else f"{stage}/failed {rank}") is not None:
+    if (
+        processes.published(f"{stage}/failed" if rank is None else f"{stage}/failed {rank}")
+        is not None
+    ):
         raise Abandoned
 
 
 def wait_for(stage: str, word: str, rank: int | None = None) -> Any:
     """What another process says under a word.
 
-    Raises Abandoned where a process, of this rank or any, gives the stage up meanwhile; if one dies, the coordination
-    service ends this one.
+    Raises Abandoned where a process, of this rank or any, gives the stage up meanwhile; if one
+    dies, the coordination service ends this one.
     """
     while (said := processes.awaited(word, LOOK)) is None:
         check(stage, rank)

@@ -1,7 +1,8 @@
-"""The host loop of generation: one queue of samples, and slices that decode them, each in its own time.
+"""The host loop of generation: one queue of samples, and slices that decode them, each in its own
+time.
 
-The host decides and the devices work. It never waits for one slice while another could be fed, and moves samples
-between slices where a plan says so; their text depends on none of that.
+The host decides and the devices work. It never waits for one slice while another could be fed, and
+moves samples between slices where a plan says so; their text depends on none of that.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ NAP = 5e-5  # seconds between two looks for a slice whose round has arrived
 
 
 class Spare(Protocol):
-    """Other work for slices that decode nothing more. Processes that share a slice have the same work in one order."""
+    """Other work for slices that decode nothing more. Processes that share a slice have the same
+    work in one order.
+    """
 
     @property
     def waits(self) -> bool:
@@ -60,24 +63,34 @@ def generate(
 ) -> Iterator[Sample]:
     """Yield every sample of `requests` as it finishes, in order of finishing.
 
-    target and drafter have unrolled layers, in the dtype they decode in, repeated over the slices of the mesh; the
-    drafter is wanted by strategies of drafter 'model' only. Under replayable acceptance a sample's tokens are a
-    function of (weights, prompt, seed, sample id, sampling): not of the strategies, the rows, the slices or the order.
-    The `selector` chooses each round's strategy among those that `ahead` has compiled; without it the first is always
-    taken, without `ahead` a strategy is compiled when it is first played. `placing` says which slice decodes what, and
-    moves samples; by default each slice gets its share of the requests at once, and keeps it. `spare` gives other
-    work to a slice that decodes nothing more. `observe` is called with each round's report. Raises ValueError for a
-    prompt that does not fit, and Abandoned where another process gives the stage up.
+    target and drafter have unrolled layers, in the dtype they decode in, repeated over the slices
+    of the mesh; the drafter is wanted by strategies of drafter 'model' only. Under replayable
+    acceptance a sample's tokens are a function of (weights, prompt, seed, sample id, sampling): not
+    of the strategies, the rows, the slices or the order. The `selector` chooses each round's
+    strategy among those that `ahead` has compiled; without it the first is always taken, without
+    `ahead` a strategy is compiled when it is first played. `placing` says which slice decodes what,
+    and moves samples; by default each slice gets its share of the requests at once, and keeps it.
+    `spare` gives other work to a slice that decodes nothing more. `observe` is called with each
+    round's report. Raises ValueError for a prompt that does not fit, and Abandoned where another
+    process gives the stage up.
     """
     if decoding.drafts_by("model") and drafter is None:
-        raise ValueError("A strategy drafts with a model, and none is given; pass a drafter or choose another.")
+        raise ValueError(
+            "A strategy drafts with a model, and none is given; pass a drafter or choose another."
+        )
     requests = list(requests)
     for request in requests:
         boards.check(request, decoding)
-    groups = [[Sample(i, request, list(request.history)) for i in request.sample_ids] for request in requests]
+    groups = [
+        [Sample(i, request, list(request.history)) for i in request.sample_ids]
+        for request in requests
+    ]
     setting = Setting(decoding, selector, ahead, crew_of(mesh, placing.name))
     if setting.crew.several and not placing.name:
-        raise ValueError("Processes that share a slice agree under the stage's name: give it one, as Placing(name=).")
+        raise ValueError(
+            "Processes that share a slice agree under the stage's name: give it one, as"
+            " Placing(name=)."
+        )
     fleet = _fleet((target, drafter), groups, decoding, mesh)
     siblings = {id(request): group for request, group in zip(requests, groups, strict=True)}
     stage = placings.begin(fleet, _slices(mesh), groups, placing, setting)
@@ -90,13 +103,19 @@ def generate(
             observe(report)
 
 
-def _landings(stage: Stage, turns: Iterator[Instance], spare: Spare | None) -> Iterator[Iterable[Landing]]:
+def _landings(
+    stage: Stage, turns: Iterator[Instance], spare: Spare | None
+) -> Iterator[Iterable[Landing]]:
     """The rounds as they land, until all samples have ended; slices are fed meanwhile."""
-    fleet, setting, settled = list(stage.fleet.values()), stage.setting, []
+    fleet = list(stage.fleet.values())
+    setting = stage.setting
+    settled = []
     plans = Ranks(
         stage,
         settle=lambda instance: settled.extend(_all_of(instance, setting)),
-        may_occupy=lambda: any(_idle(instance, stage, spare) and instance.has_room for instance in fleet),
+        may_occupy=lambda: any(
+            _idle(instance, stage, spare) and instance.has_room for instance in fleet
+        ),
     )
     while plans.goes_on():
         plans.turn()
@@ -127,16 +146,27 @@ def _slices(mesh: jax.sharding.Mesh | None) -> list[jax.sharding.Mesh | None]:
 
 def _fleet(models: Models, groups: list[list[Sample]], decoding: Decoding, mesh) -> list[Instance]:
     """The slices of this process, those that it shares among them, without samples."""
-    samples, slices = sum(map(len, groups)), _slices(mesh)
+    samples = sum(map(len, groups))
+    slices = _slices(mesh)
     if len(slices) == 1:
         return [boards.begin(0, models, mesh, samples, decoding)]
-    own = [(number, part) for number, part in enumerate(slices) if part is not None and meshes.is_here(part)]
-    return [boards.begin(number, meshes.on_slice(models, part), part, samples, decoding) for number, part in own]
+    own = [
+        (number, part)
+        for number, part in enumerate(slices)
+        if part is not None and meshes.is_here(part)
+    ]
+    return [
+        boards.begin(number, meshes.on_slice(models, part), part, samples, decoding)
+        for number, part in own
+    ]
 
 
 def _feed(instance: Instance, stage: Stage) -> None:
-    """Start the slice's next round, if it may have one. Under a plan it has rows for what that gives it, no more."""
-    decoding, drains = stage.setting.decoding, not stage.pool
+    """Start the slice's next round, if it may have one. Under a plan it has rows for what that
+    gives it, no more.
+    """
+    decoding = stage.setting.decoding
+    drains = not stage.pool
     if stage.placing.decide is not None:
         boards.fit(instance, len(instance.samples), decoding)
     boards.refill(instance, decoding)
@@ -148,11 +178,18 @@ def _feed(instance: Instance, stage: Stage) -> None:
 
 def _idle(instance: Instance, stage: Stage, spare: Spare | None) -> bool:
     """Whether a slice decodes nothing while other work waits: all that share it say the same."""
-    return spare is not None and spare.waits and not instance.samples and (instance.freed or not stage.pool)
+    return (
+        spare is not None
+        and spare.waits
+        and not instance.samples
+        and (instance.freed or not stage.pool)
+    )
 
 
 def _occupy(instance: Instance, spare: Spare, crew: Crew) -> None:
-    """Let an idle slice do something else, if its crew's leader sees that it has done most of what it was given."""
+    """Let an idle slice do something else, if its crew's leader sees that it has done most of what
+    it was given.
+    """
     if crew.agreed(lambda: instance.has_room):
         running = [work for work in instance.aside if not work.is_ready()]
         instance.aside = [*running, spare.feed(instance.number, instance.mesh)]
@@ -165,7 +202,9 @@ def _in_turn(fleet: list[Instance]) -> Iterator[Instance]:
 
 
 def _as_they_arrive(fleet: list[Instance]) -> Iterator[Instance]:
-    """The slice whose round is there, the one that was served least recently first; the only one is waited for."""
+    """The slice whose round is there, the one that was served least recently first; the only one is
+    waited for.
+    """
     order = collections.deque(fleet)
     while True:
         flying = [instance for instance in order if instance.flights]
@@ -182,7 +221,9 @@ def _as_they_arrive(fleet: list[Instance]) -> Iterator[Instance]:
 
 
 def _next_arrival(instance: Instance, setting: Setting) -> Iterator[Landing]:
-    """The slice's oldest round, after those of other slices that its samples took part in before they moved."""
+    """The slice's oldest round, after those of other slices that its samples took part in before
+    they moved.
+    """
     if not instance.flights:
         return
     for source, flight in instance.flights[0].after:
@@ -191,10 +232,17 @@ def _next_arrival(instance: Instance, setting: Setting) -> Iterator[Landing]:
     yield land(instance, setting)
 
 
-def _pass_on(fleet: list[Instance], siblings: dict[int, list[Sample]], ended: list[Sample], decoding: Decoding) -> None:
+def _pass_on(
+    fleet: list[Instance],
+    siblings: dict[int, list[Sample]],
+    ended: list[Sample],
+    decoding: Decoding,
+) -> None:
     """Finished samples give up their rows, and are history to their siblings that are not."""
     for instance in fleet if ended else ():
-        instance.board = [None if sample is None or sample.done else sample for sample in instance.board]
+        instance.board = [
+            None if sample is None or sample.done else sample for sample in instance.board
+        ]
     if not ended or not decoding.history or not decoding.drafts_by("lookup"):
         return
     for sample in ended:
@@ -214,10 +262,11 @@ def warm_up(
     mesh: jax.sharding.Mesh | None = None,
     look: bool = False,
 ) -> Mapping[str, float]:
-    """Compile the first strategy's rounds of `samples` samples, for every number of rows they may shrink to.
+    """Compile the first strategy's rounds of `samples` samples, for every number of rows they may
+    shrink to.
 
-    `look` is for a selector, which wants to know how its drafters would do, and what XLA says that a plain round of the
-    most rows does: that is returned, "flops" and "bytes accessed".
+    `look` is for a selector, which wants to know how its drafters would do, and what XLA says that
+    a plain round of the most rows does: that is returned, "flops" and "bytes accessed".
     """
     request = Request(np.zeros(1, np.int32), (), 1)
     groups = [[Sample(i, request, []) for i in range(samples)]]
@@ -230,10 +279,14 @@ def warm_up(
 
 
 def _warm_up(instance: Instance, decoding: Decoding, look: bool) -> None:
-    rows, state, mesh = len(instance.board), instance.state, instance.mesh
+    rows = len(instance.board)
+    state = instance.state
+    mesh = instance.mesh
     while True:
         alone = boards.siblings([None] * rows, decoding)
-        state, _ = programs.dispatch(state, instance.models, decoding.strategies[0], alone, decoding, mesh, look)
+        state, _ = programs.dispatch(
+            state, instance.models, decoding.strategies[0], alone, decoding, mesh, look
+        )
         rows, before = boards.row_bucket(rows // 2, rows, decoding, mesh), rows
         if rows == before:
             return

@@ -1,8 +1,8 @@
 """The rounds of one slice: chosen and dispatched (`fly`), then read (`land`). Host code.
 
-The next round is chosen and dispatched before the counters of the one before it are read, so a row that has finished
-meanwhile is a no-op for one round. But a long replayed draft ends rows or shows that they have strayed: the round after
-it is chosen when it has landed.
+The next round is chosen and dispatched before the counters of the one before it are read, so a row
+that has finished meanwhile is a no-op for one round. But a long replayed draft ends rows or shows
+that they have strayed: the round after it is chosen when it has landed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Setting:
 
 
 def may_fly(instance: Instance) -> bool:
-    """Whether another round may begin: false while one must be known first, or once all limits are surely reached."""
+    """Whether another round may begin: false while one must be known first, or once all limits are
+    surely reached.
+    """
     if len(instance.flights) == 2 or any(_goes_far(flight.strategy) for flight in instance.flights):
         return False
     return any(
@@ -49,28 +51,38 @@ def may_fly(instance: Instance) -> bool:
 
 
 def _goes_far(strategy: Strategy) -> bool:
-    """Whether a row may well end in its round, or show that it has strayed: both change what is best next."""
+    """Whether a row may well end in its round, or show that it has strayed: both change what is
+    best next.
+    """
     return strategy.drafter == "replay" and len(strategy.parents) >= FAR
 
 
 def fly(instance: Instance, drains: bool, setting: Setting) -> None:
     """Choose a strategy and start the round."""
-    ahead, decoding, live = setting.ahead, setting.decoding, instance.live
+    ahead = setting.ahead
+    decoding = setting.decoding
+    live = instance.live
     context = sum(len(sample.prompt) + len(sample.tokens) for sample in live)
     before = instance.flights[-1] if instance.flights else None
     drafted = before is not None and before.strategy.drafter == "model"
-    fed = set(map(id, before.samples)) if before is not None and drafted else set()  # by the round that is on its way
+    fed = (
+        set(map(id, before.samples)) if before is not None and drafted else set()
+    )  # by the round that is on its way
     lag = max(0 if id(sample) in fed else sample.unfed for sample in live)
     siblings = boards.siblings(instance.board, decoding)
     last = drains and not instance.queue and not instance.waiting
     strategy, worth = _choose(instance, siblings, context, lag, last, setting)
     follows = before is not None and not before.results.emission.count.is_ready()
-    compiled, began = ahead.events if ahead else 0, time.perf_counter()
-    clean, look = instance.state is instance.played, setting.selector is not None
+    compiled = ahead.events if ahead else 0
+    began = time.perf_counter()
+    clean = instance.state is instance.played
+    look = setting.selector is not None
     where = instance.models, strategy, siblings, decoding, instance.mesh, look
     instance.state, results = programs.dispatch(instance.state, *where, worth)
-    after, moved = tuple(instance.arrived), tuple(instance.moved)
-    instance.arrived, instance.moved = [], []
+    after = tuple(instance.arrived)
+    moved = tuple(instance.moved)
+    instance.arrived = []
+    instance.moved = []
     known = context, lag, clean, follows, compiled, began, after, moved
     instance.flights.append(Flight(strategy, list(instance.board), results, *known))
     instance.played = instance.state
@@ -85,11 +97,15 @@ def _choose(
 
     What it would rather have is compiled meanwhile, as is its choice for fewer rows.
     """
-    selector, ahead, decoding, mesh = setting.selector, setting.ahead, setting.decoding, instance.mesh
+    selector = setting.selector
+    ahead = setting.ahead
+    decoding = setting.decoding
+    mesh = instance.mesh
     if selector is None:
         return decoding.strategies[0], None
     board = instance.board
-    rows, live = len(board), len(instance.live)
+    rows = len(board)
+    live = len(instance.live)
 
     def ready(strategy: Strategy) -> bool:
         return ahead is None or ahead.ready(strategy, rows, decoding, mesh)
@@ -99,7 +115,9 @@ def _choose(
     classes = _classes(board, decoding)
     failed = ahead.failed(rows, decoding, mesh) if ahead else ()
     by_device = {"replay": _by_device(board, mesh)} if "replay" in classes else {}
-    situation = Situation(rows, live, context, lag, classes, ready, most, failed, left, instance.number, by_device)
+    situation = Situation(
+        rows, live, context, lag, classes, ready, most, failed, left, instance.number, by_device
+    )
 
     def decide() -> tuple[Strategy, np.ndarray | None, tuple[Strategy, int] | None]:
         choice = selector.choose(situation)
@@ -117,19 +135,29 @@ def _choose(
 
 
 def _classes(board: Board, decoding: Decoding) -> dict[str, np.ndarray]:
-    """By drafter, [2, CLASSES] counts of running samples by whether the prompt is familiar, and confidence."""
+    """By drafter, [2, CLASSES] counts of running samples by whether the prompt is familiar, and
+    confidence.
+    """
     drafters = {strategy.drafter for strategy in decoding.strategies if strategy.parents}
-    return {drafter: _by_class(board, drafter, lambda sample: 1).astype(np.int64) for drafter in drafters}
+    return {
+        drafter: _by_class(board, drafter, lambda sample: 1).astype(np.int64)
+        for drafter in drafters
+    }
 
 
 def _by_device(board: Board, mesh) -> np.ndarray:
-    """[D, CLASSES] running samples by replay's confidence, on each of the devices that rows lie on."""
-    kinds = np.array([CLASSES if sample is None else sample.confidence.get("replay", 0) for sample in board])
+    """[D, CLASSES] running samples by replay's confidence, on each of the devices that rows lie
+    on.
+    """
+    kinds = np.array(
+        [CLASSES if sample is None else sample.confidence.get("replay", 0) for sample in board]
+    )
     return (kinds.reshape(row_shards(mesh), -1, 1) == np.arange(CLASSES)).sum(axis=1)
 
 
 def _left(board: Board) -> dict[str, np.ndarray]:
-    """[2, CLASSES] tokens that running samples have to come, by the classes of replay: those of the earlier text.
+    """[2, CLASSES] tokens that running samples have to come, by the classes of replay: those of the
+    earlier text.
 
     Replay's classes last: a text that has left its earlier one rarely comes back.
     """
@@ -143,21 +171,30 @@ def _left(board: Board) -> dict[str, np.ndarray]:
 
 
 def _by_class(board: Board, drafter: str, figure: Callable[[Sample], int]) -> np.ndarray:
-    """[2, CLASSES] a figure of running samples, summed by whether the prompt is familiar, and by confidence."""
+    """[2, CLASSES] a figure of running samples, summed by whether the prompt is familiar, and by
+    confidence.
+    """
     running = [sample for sample in board if sample is not None]
     cells = [CLASSES * sample.familiar + sample.confidence.get(drafter, 0) for sample in running]
-    return np.bincount(cells, [figure(sample) for sample in running], 2 * CLASSES).reshape(2, CLASSES)
+    return np.bincount(cells, [figure(sample) for sample in running], 2 * CLASSES).reshape(
+        2, CLASSES
+    )
 
 
 def land(instance: Instance, setting: Setting) -> tuple[RoundReport, list[Sample]]:
-    """Read the oldest round's results: samples grow, the selector hears of it; the finished ones."""
+    """Read the oldest round's results: samples grow, the selector hears of it; the finished
+    ones.
+    """
     flight = instance.flights.popleft()
-    waited, instance.watched = instance.watched or not flight.results.emission.count.is_ready(), False
+    waited = instance.watched or not flight.results.emission.count.is_ready()
+    instance.watched = False
     arrived: Results = jax.device_get(flight.results)
     seconds = instance.clock.tick(waited, None if flight.follows else flight.began)
     ahead = setting.ahead
     alone = ahead is None or not (ahead.busy or ahead.events != flight.compiled)
-    before = [sample.confidence if sample else {} for sample in flight.samples]  # what was known when it was drafted
+    before = [
+        sample.confidence if sample else {} for sample in flight.samples
+    ]  # what was known when it was drafted
     ended = _grow(flight, arrived)
     report = _report(instance, flight, arrived, before, seconds if flight.clean and alone else None)
     if setting.selector is not None:
@@ -167,7 +204,8 @@ def land(instance: Instance, setting: Setting) -> tuple[RoundReport, list[Sample
 
 def _grow(flight: Flight, arrived: Results) -> list[Sample]:
     """Samples take what they gained; the finished ones."""
-    emission, ended = arrived.emission, []
+    emission = arrived.emission
+    ended = []
     for row, sample in enumerate(flight.samples):
         if sample is None:
             continue
@@ -183,7 +221,9 @@ def _grow(flight: Flight, arrived: Results) -> list[Sample]:
         sample.accepted += int(emission.accepted[row])
         sample.done = bool(emission.done[row])
         sample.unfed = 0 if flight.strategy.drafter == "model" else sample.unfed + count
-        sample.confidence = {name: int(signal.confidence[row]) for name, signal in arrived.signals.items()}
+        sample.confidence = {
+            name: int(signal.confidence[row]) for name, signal in arrived.signals.items()
+        }
         if arrived.confidence is not None:
             sample.confidence["model"] = int(arrived.confidence[row])
         if sample.done:
@@ -192,9 +232,14 @@ def _grow(flight: Flight, arrived: Results) -> list[Sample]:
 
 
 def _report(
-    instance: Instance, flight: Flight, arrived: Results, before: list[dict[str, int]], seconds: float | None
+    instance: Instance,
+    flight: Flight,
+    arrived: Results,
+    before: list[dict[str, int]],
+    seconds: float | None,
 ) -> RoundReport:
-    emission, strategy = arrived.emission, flight.strategy
+    emission = arrived.emission
+    strategy = flight.strategy
     live = int((emission.count > 0).sum())
     return RoundReport(
         strategy=strategy,
@@ -217,23 +262,37 @@ def _report(
 
 def _drafts(flight: Flight, arrived: Results) -> np.ndarray:
     """[B] drafts that each row had, or was to have."""
-    return np.full(len(flight.samples), len(flight.strategy.parents)) if arrived.spent is None else arrived.spent.drafts
+    return (
+        np.full(len(flight.samples), len(flight.strategy.parents))
+        if arrived.spent is None
+        else arrived.spent.drafts
+    )
 
 
-def _evidence(flight: Flight, arrived: Results, before: list[dict[str, int]]) -> dict[str, Evidence]:
+def _evidence(
+    flight: Flight, arrived: Results, before: list[dict[str, int]]
+) -> dict[str, Evidence]:
     """Of the drafter that drafted by its drafts, of the others by looking back.
 
-    A round ends where its drafter was wrong, so looking back from there would see too many of its misses.
+    A round ends where its drafter was wrong, so looking back from there would see too many of its
+    misses.
     """
-    used, part = flight.strategy.drafter, arrived.emission.count > 0
+    used = flight.strategy.drafter
+    part = arrived.emission.count > 0
     familiar = np.array([sample is not None and sample.familiar for sample in flight.samples])
-    long = np.array([sample is not None and len(sample.tokens) >= DEPTHS for sample in flight.samples])
+    long = np.array(
+        [sample is not None and len(sample.tokens) >= DEPTHS for sample in flight.samples]
+    )
     others = {name: signal for name, signal in arrived.signals.items() if name != used}
-    said = {name: evidence.of_signal(signal, part & long, familiar) for name, signal in others.items()}
+    said = {
+        name: evidence.of_signal(signal, part & long, familiar) for name, signal in others.items()
+    }
     if used in arrived.signals or arrived.confidence is not None:
         confidence = np.array([classes.get(used, 0) for classes in before])
         allowed = np.full(len(confidence), len(flight.strategy.parents))
         if arrived.spent is not None:
             allowed = np.where(arrived.spent.short, arrived.spent.drafts, allowed)
-        said[used] = evidence.of_drafts(flight.strategy, arrived.emission, confidence, familiar, allowed)
+        said[used] = evidence.of_drafts(
+            flight.strategy, arrived.emission, confidence, familiar, allowed
+        )
     return said

@@ -1,4 +1,6 @@
-"""One slice that generates: its rows, what it is to begin, and the rounds that it has in the air. Data only."""
+"""One slice that generates: its rows, what it is to begin, and the rounds that it has in the air.
+Data only.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Flight:
     follows: bool  # it was dispatched while the round before it ran
     compiled: int  # what `ahead` had begun and ended when it was dispatched
     began: float  # when it was dispatched
-    after: tuple[tuple[Instance, Flight], ...]  # rounds of other slices that its samples took part in before
+    after: tuple[
+        tuple[Instance, Flight], ...
+    ]  # rounds of other slices that its samples took part in before
     moved: tuple[int, ...]  # bytes of each sample that had come from another slice
 
 
@@ -49,14 +53,19 @@ class Clock:
     last: float | None = None
 
     def tick(self, waited: bool, began: float | None) -> float | None:
-        """Seconds since the device `began`, or without that since the last arrival, where both ends are known."""
-        before, self.last = began or self.last, time.perf_counter() if waited else None
+        """Seconds since the device `began`, or without that since the last arrival, where both ends
+        are known.
+        """
+        before = began or self.last
+        self.last = time.perf_counter() if waited else None
         return None if before is None or self.last is None else self.last - before
 
 
 @dataclasses.dataclass(eq=False)
 class Instance:
-    """A slice's batch. `queue` holds samples it is to begin, `waiting` those whose prompts are prefilled."""
+    """A slice's batch. `queue` holds samples it is to begin, `waiting` those whose prompts are
+    prefilled.
+    """
 
     number: int
     models: Models
@@ -68,10 +77,14 @@ class Instance:
     flights: collections.deque[Flight] = dataclasses.field(default_factory=collections.deque)
     clock: Clock = dataclasses.field(default_factory=Clock)
     played: DecodeState | None = None  # the state as the last round leaves it
-    arrived: list[tuple[Instance, Flight]] = dataclasses.field(default_factory=list)  # see `Flight.after`
+    arrived: list[tuple[Instance, Flight]] = dataclasses.field(
+        default_factory=list
+    )  # see `Flight.after`
     moved: list[int] = dataclasses.field(default_factory=list)  # see `Flight.moved`
     freed: bool = False  # it is to decode nothing but what it has
-    aside: list[Array] = dataclasses.field(default_factory=list)  # results of other work that it does
+    aside: list[Array] = dataclasses.field(
+        default_factory=list
+    )  # results of other work that it does
     watched: bool = False  # its oldest round was not there yet when last looked for
 
     @property

@@ -1,7 +1,9 @@
-"""Packed rounds: rows draft as far as their drafts promise, and only those nodes are verified, K a row on average.
+"""Packed rounds: rows draft as far as their drafts promise, and only those nodes are verified, K a
+row on average.
 
-All but attention runs on K tokens a row, whichever row they are of; attention runs on the whole grid of rows and nodes.
-A budget of drafts for all rows is AdaServe's (Li et al. 2025). Rows on one device share one, so that nothing crosses.
+All but attention runs on K tokens a row, whichever row they are of; attention runs on the whole
+grid of rows and nodes. A budget of drafts for all rows is AdaServe's (Li et al. 2025). Rows on one
+device share one, so that nothing crosses.
 """
 
 from __future__ import annotations
@@ -28,19 +30,29 @@ class Spent(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("nodes", "mesh"))
 def spend(
-    state: DecodeState, drafts: Array, confidence: Array, worth: Array, nodes: int, mesh: Mesh | None
+    state: DecodeState,
+    drafts: Array,
+    confidence: Array,
+    worth: Array,
+    nodes: int,
+    mesh: Mesh | None,
 ) -> tuple[Array, Spent]:
-    """The drafts [B, N] of which so many are left that a row has `nodes` on average, its root included; others are -1.
+    """The drafts [B, N] of which so many are left that a row has `nodes` on average, its root
+    included; others are -1.
 
-    drafts are chains. worth [CLASSES, N or more] float32 is the chance that a draft is accepted, by its row's class
-    and its depth, falling with depth: the worthiest stay.
+    drafts are chains. worth [CLASSES, N or more] float32 is the chance that a draft is accepted, by
+    its row's class and its depth, falling with depth: the worthiest stay.
     """
     chex.assert_rank([drafts, worth], 2)
     rows, length = drafts.shape
-    ends = state.length[:, None] + jnp.arange(length) + 1 >= state.limit[:, None]  # of no draw of their own any use
+    ends = (
+        state.length[:, None] + jnp.arange(length) + 1 >= state.limit[:, None]
+    )  # of no draw of their own any use
     usable = (drafts >= 0) & ~ends & ~state.done[:, None]
     worth = jnp.where(usable, worth[confidence, :length], 0.0)
-    budget = nodes * (rows // row_shards(mesh)) - _by_device(~state.done, mesh).sum(axis=1, dtype=jnp.int32)
+    budget = nodes * (rows // row_shards(mesh)) - _by_device(~state.done, mesh).sum(
+        axis=1, dtype=jnp.int32
+    )
     order = jnp.argsort(-_by_device(worth, mesh), axis=1, stable=True)
     rank = jnp.argsort(order, axis=1).astype(jnp.int32)
     kept = usable & (rank < budget[:, None]).reshape(rows, length)
@@ -49,7 +61,9 @@ def spend(
 
 
 class Packing(NamedTuple):
-    """Where nodes stand: `source` in the grid, for each packed token; `place` among these, for each node."""
+    """Where nodes stand: `source` in the grid, for each packed token; `place` among these, for each
+    node.
+    """
 
     source: Array  # [D, B/D * K] int32, for D devices that rows lie on
     place: Array  # [D, B/D * (N+1)] int32; that of the node before it where a node is not verified
@@ -60,7 +74,8 @@ class Packing(NamedTuple):
         return self._take(grid, self.source)
 
     def unpack(self, packed: Array) -> Array:
-        """[B, K, ...] -> [B, N+1, ...]; nodes that are not verified have an earlier one's values, of their own row.
+        """[B, K, ...] -> [B, N+1, ...]; nodes that are not verified have an earlier one's values,
+        of their own row.
 
         For the root of a row is verified, but where a row is done and reads nothing.
         """
@@ -84,7 +99,9 @@ class Packing(NamedTuple):
 
 
 def pack(verified: Array, nodes: int, mesh: Mesh | None) -> Packing:
-    """That of the nodes `verified` [B, N+1] bool, of which there are at most `nodes` a row on average."""
+    """That of the nodes `verified` [B, N+1] bool, of which there are at most `nodes` a row on
+    average.
+    """
     flat = _by_device(verified, mesh)
     size = nodes * (len(verified) // len(flat))
     source = jax.vmap(lambda own: jnp.nonzero(own, size=size, fill_value=0)[0])(flat)

@@ -1,4 +1,6 @@
-"""Which slice decodes which sample, and when a running one moves: what a plan is shown, and what it decided."""
+"""Which slice decodes which sample, and when a running one moves: what a plan is shown, and what it
+decided.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ from rlhf_jax.reallocation.exchange import Parcel
 from rlhf_jax.reallocation.lengths import Lengths
 from rlhf_jax.reallocation.plan import WAITS, Plan, View
 
-LINK = {"cpu": 1e9, "gpu": 5e10, "tpu": 5e10}  # bytes a second of a move, about (a CPU's by benchmarks/moves.py),
+LINK = {
+    "cpu": 1e9,
+    "gpu": 5e10,
+    "tpu": 5e10,
+}  # bytes a second of a move, about (a CPU's by benchmarks/moves.py),
 MOVE = 2e-3  # and seconds that a move takes besides
 OFTEN = 32  # rounds after which there is a new plan, if no sample has ended before
 
@@ -28,11 +34,16 @@ OFTEN = 32  # rounds after which there is a new plan, if no sample has ended bef
 class Placing:
     """How samples are placed."""
 
-    decide: Callable[[View], Plan] | None = None  # None: each slice gets its share at once, and keeps it
+    decide: Callable[[View], Plan] | None = (
+        None  # None: each slice gets its share at once, and keeps it
+    )
     lengths: Lengths = dataclasses.field(default_factory=Lengths)  # the law of responses
-    in_turn: bool = False  # slices are served one after the other, not as they are ready: then a run repeats itself
-    name: str = ""  # of the stage, where processes plan together or share a slice: no other has it before `forget`
-    scoring: float = 0.0  # seconds of inference a token on a slice that decodes no more; 0 where there is none to do
+    # slices are served one after the other, not as they are ready: then a run repeats itself
+    in_turn: bool = False
+    # of the stage, where processes plan together or share a slice: no other has it before `forget`
+    name: str = ""
+    # seconds of inference a token on a slice that decodes no more; 0 where there is none to do
+    scoring: float = 0.0
     unscored: Callable[[], float] = lambda: 0.0  # tokens of finished samples that wait for it
 
 
@@ -50,7 +61,9 @@ class Stage:
     pool: list[int]  # samples that have no slice yet
     placing: Placing
     setting: Setting
-    curves: np.ndarray  # [k, bins + 1] chances that a response is longer than each of `lengths.EDGES`,
+    curves: (
+        np.ndarray
+    )  # [k, bins + 1] chances that a response is longer than each of `lengths.EDGES`,
     laws: dict[int, int]  # and which of them is a request's
     landed: int = 0  # rounds since the last plan,
     ended: int = 0  # and samples
@@ -74,7 +87,9 @@ class Orders:
     over: bool = False  # nothing is left to do
 
 
-def begin(fleet: list[Instance], slices, groups: list[list[Sample]], placing: Placing, setting: Setting) -> Stage:
+def begin(
+    fleet: list[Instance], slices, groups: list[list[Sample]], placing: Placing, setting: Setting
+) -> Stage:
     """A stage whose samples are dealt out, a prompt's together, or wait for a plan."""
     samples = {sample.sample_id: sample for group in groups for sample in group}
     if placing.decide is None:
@@ -87,9 +102,13 @@ def begin(fleet: list[Instance], slices, groups: list[list[Sample]], placing: Pl
 
 
 def _curves(placing: Placing, requests: list[Request]) -> tuple[np.ndarray, dict[int, int]]:
-    """What is known of the lengths of each request's responses: once, as neither law nor history change in a stage."""
-    law, known = placing.lengths, [request for request in requests if request.history]
-    curves, laws = lengths.survival(law)[None], dict.fromkeys(map(id, requests), 0)
+    """What is known of the lengths of each request's responses: once, as neither law nor history
+    change in a stage.
+    """
+    law = placing.lengths
+    known = [request for request in requests if request.history]
+    curves = lengths.survival(law)[None]
+    laws = dict.fromkeys(map(id, requests), 0)
     if known:
         earlier = [[len(text) for text in request.history] for request in known]
         curves = np.concatenate([curves, lengths.believed(law, earlier)])
@@ -124,11 +143,20 @@ def orders(stage: Stage, where: Standing) -> Orders:
     )
 
 
-def carry_out(stage: Stage, wanted: Orders, carry: Callable[[int, int, int], None] | None = None) -> None:
-    """Do what the orders say of this process's slices; `carry` moves a sample from or to another process."""
+def carry_out(
+    stage: Stage, wanted: Orders, carry: Callable[[int, int, int], None] | None = None
+) -> None:
+    """Do what the orders say of this process's slices; `carry` moves a sample from or to another
+    process.
+    """
     for sample_id, source, target in wanted.moves:
         if source in stage.fleet and target in stage.fleet:
-            _reassign(stage.fleet[source], stage.fleet[target], stage.samples[sample_id], stage.setting.decoding)
+            _reassign(
+                stage.fleet[source],
+                stage.fleet[target],
+                stage.samples[sample_id],
+                stage.setting.decoding,
+            )
         elif carry is not None:
             carry(sample_id, source, target)
     for sample_id, number in wanted.admissions:
@@ -151,7 +179,8 @@ def _reassign(source: Instance, target: Instance, sample: Sample, decoding: Deco
 
 
 def _view(stage: Stage, ids: list[int], places: list[int], generated: np.ndarray) -> View:
-    instance, requests = next(iter(stage.fleet.values())), [stage.samples[one].request for one in ids]
+    instance = next(iter(stage.fleet.values()))
+    requests = [stage.samples[one].request for one in ids]
     limit = np.array([request.max_new_tokens for request in requests])
     which = np.array([stage.laws[id(request)] for request in requests])
     move_seconds, token_seconds = _price_of_a_move(instance)
@@ -173,11 +202,16 @@ def _view(stage: Stage, ids: list[int], places: list[int], generated: np.ndarray
 def _speed(instance: Instance, setting: Setting) -> np.ndarray:
     """[rows + 1] tokens a second of one row when so many are live.
 
-    Without a selector only their ratios are right: rounds seem long, and moves cost nothing beside them.
+    Without a selector only their ratios are right: rounds seem long, and moves cost nothing beside
+    them.
     """
-    decoding, mesh, selector = setting.decoding, instance.mesh, setting.selector
+    decoding = setting.decoding
+    mesh = instance.mesh
+    selector = setting.selector
     live = np.arange(1, decoding.rows + 1)
-    sizes = np.array([boards.row_bucket(count, decoding.rows, decoding, mesh) for count in live.tolist()])
+    sizes = np.array(
+        [boards.row_bucket(count, decoding.rows, decoding, mesh) for count in live.tolist()]
+    )
     if selector is None:
         paces = {size: 1 / (decoding.rows + size) for size in set(sizes.tolist())}
     else:
@@ -208,7 +242,8 @@ def move(source: Instance, target: Instance, sample: Sample, decoding: Decoding)
 def leave(instance: Instance, sample: Sample, slots: int) -> Parcel:
     """Take a running sample out of its row: what of it travels, with so many token slots."""
     row = instance.board.index(sample)
-    place, instance.board[row] = np.array([row], np.int32), None
+    place = np.array([row], np.int32)
+    instance.board[row] = None
     parcel = exchange.depart(instance.state, place, slots, mesh=instance.mesh)
     instance.state = row_verbs.retire(instance.state, place, mesh=instance.mesh)
     return parcel
@@ -218,11 +253,15 @@ def join(instance: Instance, sample: Sample, parcel: Parcel) -> None:
     """Let a sample that has travelled run on in a free row."""
     row = instance.board.index(None)
     instance.board[row] = sample
-    instance.state = exchange.arrive(instance.state, parcel, np.array([row], np.int32), mesh=instance.mesh)
+    instance.state = exchange.arrive(
+        instance.state, parcel, np.array([row], np.int32), mesh=instance.mesh
+    )
     instance.moved.append(exchange.bytes_of(parcel))
 
 
 def _longest(sample: Sample, decoding: Decoding) -> int:
-    """Tokens that the sample may have once the rounds in the air are over, on whichever slices they are."""
+    """Tokens that the sample may have once the rounds in the air are over, on whichever slices they
+    are.
+    """
     most = 1 + max(len(strategy.parents) for strategy in decoding.strategies)
     return len(sample.prompt) + len(sample.tokens) + sample.flying * most

@@ -1,9 +1,9 @@
 """When there is a new plan, and who makes it: one process alone, or for several their leader.
 
-Of several, each crew says what its slices do, rank 0 plans, and all carry its plans out in order. A plan has a number,
-and takes effect on a slice at its next round, the one that its crew's leader says. No crew waits for another but to
-pass a sample on: the one that gives says first what the sample has by now, then both take part in the exchange of
-their two slices.
+Of several, each crew says what its slices do, rank 0 plans, and all carry its plans out in order. A
+plan has a number, and takes effect on a slice at its next round, the one that its crew's leader
+says. No crew waits for another but to pass a sample on: the one that gives says first what the
+sample has by now, then both take part in the exchange of their two slices.
 """
 
 from __future__ import annotations
@@ -28,9 +28,20 @@ from rlhf_jax.reallocation.exchange import Parcel
 
 POLL = 0.02  # seconds between two looks for a plan
 NAP = 1e-3  # seconds, where there is nothing else to do
-YES, NO = "yes", "no"
-GONE, QUEUED = "gone", "queued"  # a sample that has ended meanwhile, and one that has not begun
-KEPT = ("tokens", "logprobs", "unfed", "rounds", "accepted", "confidence", "support")  # of a sample that moves
+YES = "yes"
+NO = "no"
+# a sample that has ended meanwhile, and one that has not begun
+GONE = "gone"
+QUEUED = "queued"
+KEPT = (
+    "tokens",
+    "logprobs",
+    "unfed",
+    "rounds",
+    "accepted",
+    "confidence",
+    "support",
+)  # of a sample that moves
 
 
 @dataclasses.dataclass
@@ -46,7 +57,9 @@ class Ranks:
     seen: set[int] = dataclasses.field(default_factory=set)  # samples that stood at the last plan
 
     def goes_on(self) -> bool:
-        """Whether there is anything left to decode, here or, where samples may yet come, elsewhere."""
+        """Whether there is anything left to decode, here or, where samples may yet come,
+        elsewhere.
+        """
         if self._together:
             return not self.over
         return bool(self.stage.pool) or any(instance.busy for instance in self.stage.fleet.values())
@@ -56,11 +69,15 @@ class Ranks:
         return processes.started() and self.stage.placing.decide is not None
 
     def turn(self) -> None:
-        """Carry out the next plan, if it is time for one. Raises Abandoned where another process gives the stage up."""
+        """Carry out the next plan, if it is time for one. Raises Abandoned where another process
+        gives the stage up.
+        """
         if self._together:
             self._turn()
         elif self.stage.due:
-            placings.carry_out(self.stage, placings.orders(self.stage, placings.standing(self.stage)))
+            placings.carry_out(
+                self.stage, placings.orders(self.stage, placings.standing(self.stage))
+            )
         else:
             self._crew.agreed(lambda: None)  # its leader goes on
 
@@ -68,7 +85,8 @@ class Ranks:
         if self._crew.agreed(self._next):
             wanted: Orders = wait_for(self._name, f"{self._name}/plan {self.carried}")
             placings.carry_out(self.stage, wanted, self._carry)
-            self.carried, self.over = self.carried + 1, wanted.over
+            self.carried = self.carried + 1
+            self.over = wanted.over
 
     @property
     def _name(self) -> str:
@@ -81,17 +99,26 @@ class Ranks:
     def _next(self) -> bool:
         """Whether there is another plan now. A crew of several with nothing to do waits for one."""
         busy = any(instance.busy for instance in self.stage.fleet.values())
-        while not (found := self._look(busy)) and self._crew.several and not busy and not self.may_occupy():
+        while (
+            not (found := self._look(busy))
+            and self._crew.several
+            and not busy
+            and not self.may_occupy()
+        ):
             continue
         return found
 
     def _look(self, busy: bool) -> bool:
-        """From time to time: say what there is, plan if this is rank 0, and look for the next plan."""
+        """From time to time: say what there is, plan if this is rank 0, and look for the next
+        plan.
+        """
         if time.perf_counter() - self.looked < POLL:
             time.sleep(0 if busy else NAP)
             return False
         self.looked = time.perf_counter()
-        self._crew.say(f"{self._name}/rank {processes.rank()}", [self.carried, placings.standing(self.stage)])
+        self._crew.say(
+            f"{self._name}/rank {processes.rank()}", [self.carried, placings.standing(self.stage)]
+        )
         check(self._name)
         if processes.leads():
             self._plan()
@@ -105,7 +132,8 @@ class Ranks:
         if len(heard) < len(said) or any(carried != self.carried for carried, _ in heard):
             return
         where = [one for _, standing in heard for one in standing]
-        over, ids = not where and not self.stage.pool, {one for one, _, _ in where}
+        over = not where and not self.stage.pool
+        ids = {one for one, _, _ in where}
         if over or self.stage.due or ids != self.seen:
             self.seen = ids
             wanted = dataclasses.replace(placings.orders(self.stage, where), over=over)
@@ -128,13 +156,16 @@ class Ranks:
         elif sample.done or sample not in instance.board:
             self._crew.say(word, GONE)
         else:
-            slots = exchange.width(len(sample.prompt) + len(sample.tokens), instance.state.tokens.shape[1])
+            slots = exchange.width(
+                len(sample.prompt) + len(sample.tokens), instance.state.tokens.shape[1]
+            )
             self._crew.say(word, {name: getattr(sample, name) for name in KEPT} | {"slots": slots})
             self._crew.agreed(lambda: self._is_awaited(word))
             self._pass(placings.leave(instance, sample, slots), instance, source, target)
 
     def _take(self, sample: Sample, source: int, target: int, word: str) -> None:
-        instance, said = self.stage.fleet[target], self._crew.agreed(lambda: wait_for(self._name, word))
+        instance = self.stage.fleet[target]
+        said = self._crew.agreed(lambda: wait_for(self._name, word))
         if said == QUEUED:
             instance.queue.append(sample)
         elif said != GONE:
@@ -142,17 +173,25 @@ class Ranks:
             for name in KEPT:
                 setattr(sample, name, said[name])
             boards.fit(instance, len(instance.samples) + 1, self.stage.setting.decoding)
-            blank = exchange.depart(instance.state, np.zeros(1, np.int32), said["slots"], mesh=instance.mesh)
+            blank = exchange.depart(
+                instance.state, np.zeros(1, np.int32), said["slots"], mesh=instance.mesh
+            )
             placings.join(instance, sample, self._pass(blank, instance, source, target))
 
     def _is_awaited(self, word: str) -> None:
-        """Wait until a sample is. Who has given up by then takes no part in the exchange, and nor does the other."""
+        """Wait until a sample is. Who has given up by then takes no part in the exchange, and nor
+        does the other.
+        """
         while processes.awaited(f"{word}, awaited", LOOK) is None:
-            if processes.published(f"{self._name}/failed") and processes.first(f"{word}, awaited", NO) == NO:
+            if (
+                processes.published(f"{self._name}/failed")
+                and processes.first(f"{word}, awaited", NO) == NO
+            ):
                 raise Abandoned
 
     def _pass(self, parcel: Parcel, instance: Instance, source: int, target: int) -> Parcel:
-        here, ends = cast(Any, instance.mesh), cast(Any, self.stage.slices)
+        here = cast(Any, instance.mesh)
+        ends = cast(Any, self.stage.slices)
         return exchange.across([parcel], here, ends[source], ends[target])
 
 

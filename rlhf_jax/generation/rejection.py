@@ -1,8 +1,8 @@
 """Acceptance by rejection: the emitted text follows the target's law whatever the drafter proposes.
 
-A higher acceptance than the replayable draw of `sampling` gives, at the price that the text depends on
-the drafts. Siblings are tried in rank order, drawn without replacement from the drafter's law (as
-`sampling.rank` draws them), each against what the earlier ones left of the two laws.
+A higher acceptance than the replayable draw of `sampling` gives, at the price that the text depends
+on the drafts. Siblings are tried in rank order, drawn without replacement from the drafter's law
+(as `sampling.rank` draws them), each against what the earlier ones left of the two laws.
 """
 
 from __future__ import annotations
@@ -43,22 +43,25 @@ def accept(
 ) -> tuple[Array, Array, Array]:
     """Accept a path of `tokens[B, N+1]` (node 0, the root, is ignored; -1: no token) and end it.
 
-    Multi-round rejection with maximal coupling (Leviathan et al. 2023, "Fast inference from transformers
-    via speculative decoding", algorithm 1; Miao et al. 2024, "SpecInfer", algorithm 2; siblings without
-    replacement as in Chen et al. 2024, "Sequoia", algorithm 2): a child x of the last accepted node is
-    accepted with min(1, p(x) / q(x)); else p becomes norm((p - q)+) and q loses x. `draft_logits[b, u]`
-    is where u's children were drawn from, under the same `sampling`; None says that each draft is a
-    point mass (a lookup). `position[B]` is the place of the token after the root; a node at depth d
-    decides position + d. Parents stand before their children.
+    Multi-round rejection with maximal coupling (Leviathan et al. 2023, "Fast inference from
+    transformers via speculative decoding", algorithm 1; Miao et al. 2024, "SpecInfer", algorithm 2;
+    siblings without replacement as in Chen et al. 2024, "Sequoia", algorithm 2): a child x of the
+    last accepted node is accepted with min(1, p(x) / q(x)); else p becomes norm((p - q)+) and q
+    loses x. `draft_logits[b, u]` is where u's children were drawn from, under the same `sampling`;
+    None says that each draft is a point mass (a lookup). `position[B]` is the place of the token
+    after the root; a node at depth d decides position + d. Parents stand before their children.
 
-    Returns draws `[B, N+1]` int32 (the token after each node of the accepted path, -1 off the path),
-    their log-probabilities under the target's law (0 off the path) and the path's last node `[B]`.
+    Returns draws `[B, N+1]` int32 (the token after each node of the accepted path, -1 off the
+    path), their log-probabilities under the target's law (0 off the path) and the path's last node
+    `[B]`.
     """
     chex.assert_rank([tokens, target_logits, key, position], [2, 3, 2, 1])
     walk = _start(tokens, target_logits, draft_logits, sampling)
 
     def visit(walk: _Walk, node: Array) -> tuple[_Walk, None]:
-        return _visit(walk, node, tokens, tree, (target_logits, draft_logits), key, position, sampling), None
+        return _visit(
+            walk, node, tokens, tree, (target_logits, draft_logits), key, position, sampling
+        ), None
 
     walk, _ = lax.scan(visit, walk, jnp.arange(1, tokens.shape[1], dtype=jnp.int32))
     end = position + jnp.maximum(_column(tree.depth, walk.node), 0)
@@ -67,7 +70,9 @@ def accept(
     return walk.draws, walk.logprobs, walk.node
 
 
-def _start(tokens: Array, target_logits: Array, draft_logits: Array | None, sampling: Sampling) -> _Walk:
+def _start(
+    tokens: Array, target_logits: Array, draft_logits: Array | None, sampling: Sampling
+) -> _Walk:
     target = law(target_logits[:, 0], sampling)
     proposal = None if draft_logits is None else law(draft_logits[:, 0], sampling)
     nothing = jnp.full_like(tokens, -1)
@@ -86,7 +91,8 @@ def _visit(
     sampling: Sampling,
 ) -> _Walk:
     """Try one node in every row where it is a child of the last accepted node."""
-    token, parent = tokens[:, node], tree.parents[:, node]
+    token = tokens[:, node]
+    parent = tree.parents[:, node]
     tried = (parent == walk.node) & (tree.depth[:, node] > 0) & (token >= 0)
     token = jnp.maximum(token, 0)
     place = position + jnp.maximum(tree.depth[:, node], 1) - 1
@@ -126,7 +132,9 @@ def _reject(walk: _Walk, token: Array, where: Array) -> _Walk:
     return _choose(where, walk._replace(residual=residual, proposal=proposal), walk)
 
 
-def _descend(walk: _Walk, node: Array, logits: tuple[Array, Array | None], where: Array, sampling: Sampling) -> _Walk:
+def _descend(
+    walk: _Walk, node: Array, logits: tuple[Array, Array | None], where: Array, sampling: Sampling
+) -> _Walk:
     """Go on from `node` with fresh laws, in the rows `where`."""
     target, proposal = jax.tree.map(lambda x: law(x[:, node], sampling), logits)
     nodes = jnp.full_like(walk.node, node)
@@ -136,7 +144,9 @@ def _descend(walk: _Walk, node: Array, logits: tuple[Array, Array | None], where
 
 def _choose(where: Array, new: _Walk, old: _Walk) -> _Walk:
     """Row by row, `new` where `where[B]` holds, else `old`."""
-    return jax.tree.map(lambda x, y: jnp.where(where.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, old)
+    return jax.tree.map(
+        lambda x, y: jnp.where(where.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, old
+    )
 
 
 def _column(x: Array, index: Array) -> Array:

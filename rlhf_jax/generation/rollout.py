@@ -15,17 +15,24 @@ from rlhf_jax.types import Rollout
 def as_rollout(samples: Sequence[Sample], slots: int) -> Rollout:
     """Host arrays [B, slots] of samples, in the order given."""
     shape = (len(samples), slots)
-    tokens, mask, logprobs = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape, np.float32)
+    tokens = np.zeros(shape, np.int32)
+    mask = np.zeros(shape, bool)
+    logprobs = np.zeros(shape, np.float32)
     kept = [sample.support for sample in samples]
     support = np.full((*shape, len(kept[0][0])), -1, np.int32) if kept and kept[0] else None
     for row, sample in enumerate(samples):
-        start, end = len(sample.prompt), len(sample.prompt) + len(sample.tokens)
-        tokens[row, :start], tokens[row, start:end] = sample.prompt, sample.tokens
-        mask[row, start:end], logprobs[row, start:end] = True, sample.logprobs
+        start = len(sample.prompt)
+        end = len(sample.prompt) + len(sample.tokens)
+        tokens[row, :start] = sample.prompt
+        tokens[row, start:end] = sample.tokens
+        mask[row, start:end] = True
+        logprobs[row, start:end] = sample.logprobs
         if support is not None:
             support[row, start:end] = sample.support
     length = np.array([len(s.prompt) + len(s.tokens) for s in samples], np.int32)
-    return Rollout(tokens, mask, logprobs, length, np.array([s.sample_id for s in samples], np.uint32), support)
+    return Rollout(
+        tokens, mask, logprobs, length, np.array([s.sample_id for s in samples], np.uint32), support
+    )
 
 
 @dataclasses.dataclass
@@ -72,7 +79,8 @@ class Tally:
 
 
 class History:
-    """The latest responses to each prompt, by the prompt's tokens, up to `size` tokens each with separators.
+    """The latest responses to each prompt, by the prompt's tokens, up to `size` tokens each with
+    separators.
 
     Each keeps the id of its sample, and with it the noise that it was drawn with.
     """
@@ -86,7 +94,9 @@ class History:
         return dict(self._texts.get(prompt.tobytes(), ()))
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Remember finished samples, the latest text of an id only, and forget what no longer fits."""
+        """Remember finished samples, the latest text of an id only, and forget what no longer
+        fits.
+        """
         for sample in samples if self._size else ():
             known = self._texts.get(sample.prompt.tobytes(), ())
             texts = collections.deque(kept for kept in known if kept[0] != sample.sample_id)
@@ -96,8 +106,12 @@ class History:
             self._texts[sample.prompt.tobytes()] = texts
 
     def state(self) -> dict[str, np.ndarray]:
-        """All of it as arrays for a checkpoint: every prompt and its texts in a row, the length and id of each."""
-        runs, counts, ids = [], [], []
+        """All of it as arrays for a checkpoint: every prompt and its texts in a row, the length and
+        id of each.
+        """
+        runs = []
+        counts = []
+        ids = []
         for prompt, texts in self._texts.items():
             runs += [np.frombuffer(prompt, np.int32), *(text for _, text in texts)]
             ids += [sample_id for sample_id, _ in texts]
@@ -117,7 +131,9 @@ class History:
         self._texts = {}
         for count in state["texts"]:
             prompt = next(runs).tobytes()
-            self._texts[prompt] = collections.deque((next(ids), next(runs)) for _ in range(int(count)))
+            self._texts[prompt] = collections.deque(
+                (next(ids), next(runs)) for _ in range(int(count))
+            )
 
 
 def requests(
@@ -131,14 +147,25 @@ def requests(
 ) -> list[Request]:
     """One request a prompt, with consecutive sample ids from `first_id`.
 
-    Of each prompt's samples up to `repeated` take the ids of its latest responses, and so their noise: they can be
-    replayed, and are no fresh draws. Ids in `used` are not taken again, and those taken are added to it.
+    Of each prompt's samples up to `repeated` take the ids of its latest responses, and so their
+    noise: they can be replayed, and are no fresh draws. Ids in `used` are not taken again, and
+    those taken are added to it.
     """
-    asked, used = [], set() if used is None else used
+    asked = []
+    used = set() if used is None else used
     for index, prompt in enumerate(prompts):
         texts = history.of(prompt)
-        again = [sample_id for sample_id in texts if sample_id not in used][-repeated:] if repeated else []
+        again = (
+            [sample_id for sample_id in texts if sample_id not in used][-repeated:]
+            if repeated
+            else []
+        )
         used |= set(again)
-        fresh = range(first_id + index * samples_per_prompt + len(again), first_id + (index + 1) * samples_per_prompt)
-        asked.append(Request(prompt, (*again, *fresh), max_new_tokens, tuple(texts.values()), texts))
+        fresh = range(
+            first_id + index * samples_per_prompt + len(again),
+            first_id + (index + 1) * samples_per_prompt,
+        )
+        asked.append(
+            Request(prompt, (*again, *fresh), max_new_tokens, tuple(texts.values()), texts)
+        )
     return asked

@@ -25,7 +25,9 @@ from rlhf_jax.types import Array, Cache, DecodeState, Emission, Model, Tree
 
 
 class Verified(NamedTuple):
-    """What the target says of every node: its own draw, that draw's log-prob, and the window to commit from."""
+    """What the target says of every node: its own draw, that draw's log-prob, and the window to
+    commit from.
+    """
 
     draw: Draw
     logits: Array | None  # [B, N+1, V] float32; None where they never existed, or are packed
@@ -43,30 +45,40 @@ def verify(
     mesh,
     packing: Packing | None = None,
 ) -> Verified:
-    """One call of the target over nodes [B, N+1] (the root and the drafts) of every row, or those that are packed.
+    """One call of the target over nodes [B, N+1] (the root and the drafts) of every row, or those
+    that are packed.
 
-    The draw at a node of depth d decides the token at position length + d, with that position's noise.
+    The draw at a node of depth d decides the token at position length + d, with that position's
+    noise.
     """
     depth = jnp.maximum(tree.depth, 0)
     known = jnp.where(state.done, 0, state.length - 1)  # a row that is done reads nothing
     attention = laid.tree_attention(kernels, mesh)
     attend = functools.partial(cached, length=known, mask=tree.ancestors, attend=attention)
-    key, positions = state.key[:, None], (state.length - 1)[:, None] + depth
+    key = state.key[:, None]
+    positions = (state.length - 1)[:, None] + depth
     if packing is not None:
         key = jnp.broadcast_to(key, (*nodes.shape, 2))
         nodes, positions, key = map(packing.pack, (nodes, positions, key))
         attend = packing.attention(attend)
-    hidden, window = forward(target, nodes, positions, attend, tuple((layer, None) for layer in state.cache))
+    hidden, window = forward(
+        target, nodes, positions, attend, tuple((layer, None) for layer in state.cache)
+    )
     drawn, scores = _drawn(target, hidden, key, positions + 1, sampling, rule, kernels, mesh)
     if packing is not None:
-        drawn, scores = jax.tree.map(packing.unpack, drawn), None
+        drawn = jax.tree.map(packing.unpack, drawn)
+        scores = None
     return Verified(drawn, scores, window)
 
 
-def _drawn(target: Model, hidden: Array, key, position, sampling, rule, kernels, mesh) -> tuple[Draw, Array | None]:
+def _drawn(
+    target: Model, hidden: Array, key, position, sampling, rule, kernels, mesh
+) -> tuple[Draw, Array | None]:
     """The draw at each hidden state, and the logits where they were made."""
     if streams_head(kernels, sampling, rule):
-        noise = block_noise(key, position, len(target.embed)) if sampling.temperature else None  # filled up, too
+        noise = (
+            block_noise(key, position, len(target.embed)) if sampling.temperature else None
+        )  # filled up, too
         parts = laid.verify_head(kernels, mesh)(target, hidden, noise, sampling.temperature)
         return draw_inside(parts, key, position, sampling), None
     scores = logits(target, hidden)
@@ -74,24 +86,40 @@ def _drawn(target: Model, hidden: Array, key, position, sampling, rule, kernels,
 
 
 def streams_head(kernels: Kernels, sampling: Sampling, rule: str) -> bool:
-    """Whether a round does without logits: truncation and rejection need all of a node's at once."""
-    return kernels.verify_head != "reference" and rule == "replayable" and not sampling.top_k and sampling.top_p == 1
+    """Whether a round does without logits: truncation and rejection need all of a node's at
+    once.
+    """
+    return (
+        kernels.verify_head != "reference"
+        and rule == "replayable"
+        and not sampling.top_k
+        and sampling.top_p == 1
+    )
 
 
-def accept(verified: Verified, nodes: Array, tree: Tree, laws: Array | None, state, sampling, rule: str):
+def accept(
+    verified: Verified, nodes: Array, tree: Tree, laws: Array | None, state, sampling, rule: str
+):
     """(draws [B, N+1], log-probs [B, N+1], last [B]) under the rule 'replayable' or 'rejection'."""
     if rule == "replayable":
-        token, logprob = verified.draw.token, verified.draw.logprob
+        token = verified.draw.token
+        logprob = verified.draw.logprob
         return token, logprob, accept_equal(nodes, token, tree)
     return rejection.accept(nodes, tree, verified.logits, laws, state.key, state.length, sampling)
 
 
-def emit(state: DecodeState, path: Array, draws: Draw, depth: Array, stop_tokens: tuple[int, ...]) -> Emission:
-    """The tokens a row gains along path [B, N+1], cut at the first stop token and at the row's limit."""
+def emit(
+    state: DecodeState, path: Array, draws: Draw, depth: Array, stop_tokens: tuple[int, ...]
+) -> Emission:
+    """The tokens a row gains along path [B, N+1], cut at the first stop token and at the row's
+    limit.
+    """
     tokens = jnp.take_along_axis(draws.token, path, axis=1)
     steps = jnp.arange(path.shape[1], dtype=jnp.int32)
     stops = jnp.isin(tokens, jnp.asarray(stop_tokens, jnp.int32)) & (steps <= depth[:, None])
-    to_stop = jnp.where(stops.any(1), jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, path.shape[1] + 1)
+    to_stop = jnp.where(
+        stops.any(1), jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, path.shape[1] + 1
+    )
     count = jnp.minimum(jnp.minimum(depth + 1, to_stop), state.limit - state.length)
     count = jnp.where(state.done, 0, count)
     support = draws.support
@@ -106,12 +134,15 @@ def emit(state: DecodeState, path: Array, draws: Draw, depth: Array, stop_tokens
     )
 
 
-def commit(state: DecodeState, window: Cache, path: Array, emission: Emission, kernels, mesh) -> DecodeState:
+def commit(
+    state: DecodeState, window: Cache, path: Array, emission: Emission, kernels, mesh
+) -> DecodeState:
     """The state after the round: tokens appended, the path's cache entries in place."""
     slots = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None] - state.length[:, None]
     fresh = (slots >= 0) & (slots < emission.count[:, None])
     taken = jnp.take_along_axis(emission.tokens, jnp.clip(slots, 0, path.shape[1] - 1), axis=1)
-    # No token is negative: adding zero makes the write wait for the last read, so that XLA writes in place.
+    # No token is negative: adding zero makes the write wait for the last read, so that XLA writes
+    # in place.
     start = state.length - 1 + jnp.minimum(emission.tokens[:, 0], 0)
     return dataclasses.replace(
         state,
@@ -143,9 +174,10 @@ def run_round(
 ) -> tuple[DecodeState, Emission]:
     """Verify, accept and commit drafts [B, N] (-1: none): the state and what it emitted.
 
-    One program per (row bucket, node bucket): the tree is data. `laws` [B, N+1, V] are a draft model's logits at
-    each node, wanted by rejection only (None: the drafts are points). `verified`: nodes a row, on average, that are
-    packed for the target, where drafts were left out for that (`packed.spend`); 0: all. `state` is donated.
+    One program per (row bucket, node bucket): the tree is data. `laws` [B, N+1, V] are a draft
+    model's logits at each node, wanted by rejection only (None: the drafts are points). `verified`:
+    nodes a row, on average, that are packed for the target, where drafts were left out for that
+    (`packed.spend`); 0: all. `state` is donated.
     """
     root = jnp.take_along_axis(state.tokens, (state.length - 1)[:, None], axis=1)
     nodes = jnp.concatenate([root, drafts], axis=1)

@@ -1,4 +1,6 @@
-"""Rows of a pytree whose axis 0 is the row: how they begin (`prefill`, `admit`), are kept (`take`), end (`retire`)."""
+"""Rows of a pytree whose axis 0 is the row: how they begin (`prefill`, `admit`), are kept (`take`),
+end (`retire`).
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,17 @@ class Admission:
 
 @functools.partial(jax.jit, static_argnums=range(8))
 def empty(
-    target: ModelConfig, draft: ModelConfig | None, rows: int, slots: int, history: int, earlier: int, dtype, mesh=None
+    target: ModelConfig,
+    draft: ModelConfig | None,
+    rows: int,
+    slots: int,
+    history: int,
+    earlier: int,
+    dtype,
+    mesh=None,
 ) -> DecodeState:
-    """A state of rows that are all done, with `slots` token and cache slots each; each device makes its own part.
+    """A state of rows that are all done, with `slots` token and cache slots each; each device makes
+    its own part.
 
     `history` and `earlier` are the tokens kept of earlier roll-outs, for lookup and for replay.
     """
@@ -58,7 +68,9 @@ def empty(
         history=jnp.full((rows, history), -1, jnp.int32),
         earlier=jnp.full((rows, earlier), -1, jnp.int32),
         cache=kv.empty(target, rows, slots, dtype),
-        draft=None if draft_cache is None else DraftState(draft_cache, jnp.zeros((rows,), jnp.int32)),
+        draft=None
+        if draft_cache is None
+        else DraftState(draft_cache, jnp.zeros((rows,), jnp.int32)),
     )
     return pin_rows(state, mesh)
 
@@ -70,7 +82,9 @@ def take(state: Any, rows: Array, mesh=None) -> Any:
 
 
 def resize(state: DecodeState, rows: Array, mesh=None) -> DecodeState:
-    """`take`, leaf by leaf, each given up as soon as it is copied: the peak is one leaf more. `state` is used up."""
+    """`take`, leaf by leaf, each given up as soon as it is copied: the peak is one leaf more.
+    `state` is used up.
+    """
 
     def move(leaf: Array) -> Array:
         taken = take(leaf, rows, mesh=mesh)
@@ -83,12 +97,17 @@ def resize(state: DecodeState, rows: Array, mesh=None) -> DecodeState:
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
 def retire(state: DecodeState, rows: Array, mesh=None) -> DecodeState:
     """`state` with rows [R] empty; a row past the end is dropped. `state` is donated."""
-    return pin_rows(dataclasses.replace(state, done=state.done.at[rows].set(True, mode="drop")), mesh)
+    return pin_rows(
+        dataclasses.replace(state, done=state.done.at[rows].set(True, mode="drop")), mesh
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))
-def prefill(target: Model, drafter: Model | None, tokens: Array, length: Array, mesh=None) -> Prefix:
-    """Caches of prompts tokens [B, P] (right-padded, length[B]) in the target and in the draft model.
+def prefill(
+    target: Model, drafter: Model | None, tokens: Array, length: Array, mesh=None
+) -> Prefix:
+    """Caches of prompts tokens [B, P] (right-padded, length[B]) in the target and in the draft
+    model.
 
     On a mesh, B must be a multiple of its row shards.
     """
@@ -99,7 +118,9 @@ def prefill(target: Model, drafter: Model | None, tokens: Array, length: Array, 
         attend = functools.partial(prompt, attend=causal_on(mesh, model.config.num_kv_heads))
         return forward(model, tokens, positions, attend)[1]
 
-    return pin_rows(Prefix(tokens, length, cache(target), None if drafter is None else cache(drafter)), mesh)
+    return pin_rows(
+        Prefix(tokens, length, cache(target), None if drafter is None else cache(drafter)), mesh
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
@@ -113,7 +134,9 @@ def admit(state: DecodeState, prefix: Prefix, admission: Admission, mesh=None) -
         return old.at[place].set(new, mode="drop")
 
     def draft(old: DraftState) -> DraftState:
-        return DraftState(jax.tree.map(write, old.cache, begun.draft_cache), write(old.length, begun.length - 1))
+        return DraftState(
+            jax.tree.map(write, old.cache, begun.draft_cache), write(old.length, begun.length - 1)
+        )
 
     new = DecodeState(
         tokens=write(state.tokens, begun.tokens),
@@ -131,6 +154,8 @@ def admit(state: DecodeState, prefix: Prefix, admission: Admission, mesh=None) -
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
 def remember(state: DecodeState, rows: Array, history: Array, mesh=None) -> DecodeState:
-    """`state` with the history [R, E] of rows [R] replaced; a row past the end is dropped. `state` is donated."""
+    """`state` with the history [R, E] of rows [R] replaced; a row past the end is dropped. `state`
+    is donated.
+    """
     new = state.history.at[rows].set(history, mode="drop")
     return pin_rows(dataclasses.replace(state, history=new), mesh)

@@ -1,12 +1,14 @@
-"""Replayable sampling: a draw is a function of (logits, seed, sample, position) and of nothing else.
+"""Replayable sampling: a draw is a function of (logits, seed, sample, position) and of nothing
+else.
 
 The next token is drawn in two levels. Level a chooses a block of 256 consecutive token ids by
-log-sum-exp + Gumbel noise, level b a token inside it by logit + Gumbel noise. That is exact, because
-the maximum of Gumbel-perturbed logits of a block is a Gumbel around the block's log-sum-exp that is
-independent of where in the block it lies, and it costs one pass of exp and a few hundred hashes a row
-instead of one hash a token. The noise is threefry, written out, so that no JAX flag or version changes
-a text. Drafter and target draw with the same noise, so that speculative text is the plain text
-(Daliri et al. 2025, "Coupling without communication and drafter-invariant speculative decoding").
+log-sum-exp + Gumbel noise, level b a token inside it by logit + Gumbel noise. That is exact,
+because the maximum of Gumbel-perturbed logits of a block is a Gumbel around the block's log-sum-exp
+that is independent of where in the block it lies, and it costs one pass of exp and a few hundred
+hashes a row instead of one hash a token. The noise is threefry, written out, so that no JAX flag or
+version changes a text. Drafter and target draw with the same noise, so that speculative text is the
+plain text (Daliri et al. 2025, "Coupling without communication and drafter-invariant speculative
+decoding").
 
 Leading axes `...` are free and broadcast: `[B]` for one token a row, `[B, N+1]` over a tree.
 """
@@ -43,7 +45,9 @@ class Sampling:
 
     def __post_init__(self):
         if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}; give 0 (greedy) or a positive number.")
+            raise ValueError(
+                f"temperature is {self.temperature}; give 0 (greedy) or a positive number."
+            )
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}; give 0 (off) or a positive number of tokens.")
         if not 0.0 < self.top_p <= 1.0:
@@ -62,9 +66,12 @@ class Draw(NamedTuple):
 
 
 def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Threefry-2x32, 20 rounds (Salmon et al. 2011, Random123): two uint32 words; words broadcast."""
+    """Threefry-2x32, 20 rounds (Salmon et al. 2011, Random123): two uint32 words; words
+    broadcast.
+    """
     words = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
-    x, y = counter[0] + words[0], counter[1] + words[1]
+    x = counter[0] + words[0]
+    y = counter[1] + words[1]
     for group in range(5):
         for rotation in _ROTATIONS[group % 2]:
             x = x + y
@@ -77,15 +84,17 @@ def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Ar
 def noise_bits(key: Array, position: Array, level: int, index: Array) -> Array:
     """32 random bits of (seed, sample, position, level, index); arguments broadcast.
 
-    `key[..., 2]` uint32 is (seed, sample id); `level` is below 16 and keeps the uses of noise apart,
-    `index` (a block, token or node) is below 2**28.
+    `key[..., 2]` uint32 is (seed, sample id); `level` is below 16 and keeps the uses of noise
+    apart, `index` (a block, token or node) is below 2**28.
     """
     counter = jnp.uint32(level << 28) | index.astype(jnp.uint32)
     return threefry((key[..., 0], key[..., 1]), (position.astype(jnp.uint32), counter))[0]
 
 
 def gumbel(bits: Array) -> Array:
-    """Standard Gumbel noise, float32, from uint32 bits: all 32 bits count in the tail that wins draws."""
+    """Standard Gumbel noise, float32, from uint32 bits: all 32 bits count in the tail that wins
+    draws.
+    """
     upper = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
     return -jnp.log(-jnp.log1p(-upper))
 
@@ -101,15 +110,18 @@ def uniform(bits: Array) -> Array:
 def truncate(logits: Array, sampling: Sampling) -> Array:
     """Tempered logits `[..., V]` float32 with -inf outside top-k and top-p: what a draw perturbs.
 
-    Top-k keeps exactly k tokens (of equal ones the lower ids); top-p then keeps, of the tempered law
-    on those, the smallest set {z >= t} whose mass is at least `top_p` (equal tokens stay together).
-    The likeliest token is always kept. Temperature 0 gives the point mass: 0 at the argmax.
+    Top-k keeps exactly k tokens (of equal ones the lower ids); top-p then keeps, of the tempered
+    law on those, the smallest set {z >= t} whose mass is at least `top_p` (equal tokens stay
+    together). The likeliest token is always kept. Temperature 0 gives the point mass: 0 at the
+    argmax.
     """
     return _truncated(logits, sampling)[0]
 
 
 def law(logits: Array, sampling: Sampling) -> Array:
-    """Log-probabilities `[..., V]` float32 of the truncated, renormalised law (-inf: never drawn)."""
+    """Log-probabilities `[..., V]` float32 of the truncated, renormalised law (-inf: never
+    drawn).
+    """
     return jax.nn.log_softmax(truncate(logits, sampling))
 
 
@@ -129,7 +141,9 @@ def _truncated(logits: Array, sampling: Sampling) -> tuple[Array, Array | None]:
 
 
 def _kept(z: Array, ids: Array | None, top_k: int) -> Array | None:
-    """Those of `ids` that `z`, truncated, keeps: `[..., top_k]`, -1 elsewhere; None without top-k."""
+    """Those of `ids` that `z`, truncated, keeps: `[..., top_k]`, -1 elsewhere; None without
+    top-k.
+    """
     if ids is None or not top_k:
         return None
     return _fill(jnp.where(_at(z, ids) > -jnp.inf, ids, -1), top_k)
@@ -177,16 +191,13 @@ def _nucleus_edge(z: Array, top_p: float) -> Array:
 
 
 def draw(
-    logits: Array,
-    key: Array,
-    position: Array,
-    sampling: Sampling,
-    levels: tuple[int, int] = (0, 1),
+    logits: Array, key: Array, position: Array, sampling: Sampling, levels: tuple[int, int] = (0, 1)
 ) -> Draw:
     """Draw one token a place: logits `[..., V]`, key `[..., 2]` uint32, position `[...]` int32.
 
-    `position` is the place in the sample of the token that is drawn; `levels` are the noise levels of
-    block and token and must differ. At temperature 0 the token is the argmax, of log-probability 0.
+    `position` is the place in the sample of the token that is drawn; `levels` are the noise levels
+    of block and token and must differ. At temperature 0 the token is the argmax, of log-probability
+    0.
     """
     _assert_ranks(logits, key, position)
     if sampling.temperature == 0 and not sampling.top_k:
@@ -198,16 +209,22 @@ def draw(
 
 
 def block_noise(key: Array, position: Array, vocab: int, level: int = 0) -> Array:
-    """The noise of every block `[..., ceil(vocab/256)]` float32: what `parts_of` and `verify_head` take."""
+    """The noise of every block `[..., ceil(vocab/256)]` float32: what `parts_of` and `verify_head`
+    take.
+    """
     chex.assert_rank(key, position.ndim + 1)
     index = jnp.arange(-(-vocab // BLOCK), dtype=jnp.uint32)
     return gumbel(noise_bits(key[..., None, :], position[..., None], level, index))
 
 
-def draw_inside(parts: Parts, key: Array, position: Array, sampling: Sampling, level: int = 1) -> Draw:
-    """The draw's second half, inside the block that `parts` chose: `draw` of logits that no longer exist.
+def draw_inside(
+    parts: Parts, key: Array, position: Array, sampling: Sampling, level: int = 1
+) -> Draw:
+    """The draw's second half, inside the block that `parts` chose: `draw` of logits that no longer
+    exist.
 
-    Of `sampling` only temperature 0 matters here. There is no support: who truncates the law has the logits.
+    Of `sampling` only temperature 0 matters here. There is no support: who truncates the law has
+    the logits.
     """
     _assert_ranks(parts.inside, key, position)
     chosen = parts.block[..., None]
@@ -221,12 +238,14 @@ def draw_inside(parts: Parts, key: Array, position: Array, sampling: Sampling, l
 
 
 def rank(logits: Array, key: Array, position: Array, sampling: Sampling, count: int) -> Array:
-    """The `count` best tokens `[..., count]` int32 of the same draw, best first; -1 where none is left.
+    """The `count` best tokens `[..., count]` int32 of the same draw, best first; -1 where none is
+    left.
 
     Rank 0 is `draw`'s token; together they are draws without replacement, which makes them siblings
-    of a draft tree. Block scores S are given; a token's raw score z in a block whose best is Z becomes
-    -log(exp(-S) - exp(-Z) + exp(-z)), a Gumbel truncated at S (Kool et al. 2019, "Stochastic beams and
-    where to find them", section 4.3 and appendix B.3). At temperature 0: the largest logits.
+    of a draft tree. Block scores S are given; a token's raw score z in a block whose best is Z
+    becomes -log(exp(-S) - exp(-Z) + exp(-z)), a Gumbel truncated at S (Kool et al. 2019,
+    "Stochastic beams and where to find them", section 4.3 and appendix B.3). At temperature 0: the
+    largest logits.
     """
     _assert_ranks(logits, key, position)
     if sampling.temperature == 0:
@@ -244,7 +263,8 @@ def rank(logits: Array, key: Array, position: Array, sampling: Sampling, count: 
 
 
 def decision_margin(logits: Array, key: Array, position: Array, sampling: Sampling) -> Array:
-    """How far `[...]` float32 the draw is from another outcome: two runs may differ where it is tiny.
+    """How far `[...]` float32 the draw is from another outcome: two runs may differ where it is
+    tiny.
 
     The least of the gaps between the two best blocks and the two best tokens of the best block, in
     tempered logits, and, where the draw depends on it, of the distance to the top-k or top-p edge.
@@ -264,7 +284,9 @@ def decision_margin(logits: Array, key: Array, position: Array, sampling: Sampli
 
 
 def _outcome(z: Array, key: Array, position: Array) -> tuple[Array, Array]:
-    """The token that truncated logits `z` give and the lesser gap, of blocks and inside the best one."""
+    """The token that truncated logits `z` give and the lesser gap, of blocks and inside the best
+    one.
+    """
     _, scores = _block_scores(z, key, position, 0)
     block = jnp.argmax(scores, -1)[..., None].astype(jnp.int32)
     _, inside = _token_scores(z, block, key, position, 1)
@@ -274,7 +296,9 @@ def _outcome(z: Array, key: Array, position: Array) -> tuple[Array, Array]:
 
 
 def _edge_moves(full: Array, z: Array, sampling: Sampling) -> list[tuple[Array, Array]]:
-    """The laws one step over the edge, as (distance `[...]`, logits): last token out, next in, or both."""
+    """The laws one step over the edge, as (distance `[...]`, logits): last token out, next in, or
+    both.
+    """
     kept = z > -jnp.inf
     last = jnp.min(jnp.where(kept, z, jnp.inf), -1, keepdims=True)
     following = jnp.max(jnp.where(kept, -jnp.inf, full), -1, keepdims=True)
@@ -286,7 +310,11 @@ def _edge_moves(full: Array, z: Array, sampling: Sampling) -> list[tuple[Array, 
         into = jnp.abs(jnp.sum(jnp.where(kept, mass, 0.0), -1) - sampling.top_p)
     fewer = jnp.where(z > last, z, -jnp.inf)
     entering = ~kept & (full == following)
-    return [(swap, jnp.where(entering, full, fewer)), (out, fewer), (into, jnp.where(entering, full, z))]
+    return [
+        (swap, jnp.where(entering, full, fewer)),
+        (out, fewer),
+        (into, jnp.where(entering, full, z)),
+    ]
 
 
 def _assert_ranks(logits: Array, key: Array, position: Array) -> None:
@@ -300,8 +328,12 @@ def _block_scores(z: Array, key: Array, position: Array, level: int) -> tuple[Ar
     return mass, mass + block_noise(key, position, z.shape[-1], level)
 
 
-def _token_scores(z: Array, chosen: Array, key: Array, position: Array, level: int) -> tuple[Array, Array]:
-    """Logits and perturbed scores `[..., c, 256]` of `z[..., V]` inside the blocks `chosen[..., c]`."""
+def _token_scores(
+    z: Array, chosen: Array, key: Array, position: Array, level: int
+) -> tuple[Array, Array]:
+    """Logits and perturbed scores `[..., c, 256]` of `z[..., V]` inside the blocks `chosen[...,
+    c]`.
+    """
     inside = _inside(z, chosen)
     return inside, inside + _token_noise(chosen, key, position, level)
 
@@ -313,7 +345,9 @@ def _token_noise(chosen: Array, key: Array, position: Array, level: int) -> Arra
 
 
 def _truncated_gumbel(scores: Array, top: Array) -> Array:
-    """Raw scores `[..., c, 256]` mapped so that each block's best is `top[..., c, 1]` (appendix B.3)."""
+    """Raw scores `[..., c, 256]` mapped so that each block's best is `top[..., c, 1]` (appendix
+    B.3).
+    """
     best = jnp.max(scores, -1, keepdims=True)
     winner = jnp.arange(BLOCK) == jnp.argmax(scores, -1, keepdims=True)
     behind = jnp.maximum(best - scores, 1e-7)
@@ -342,5 +376,6 @@ def _fill(tokens: Array, count: int) -> Array:
 def _gap(scores: Array) -> Array:
     """Difference of the two largest of the last axis; inf where there is no second."""
     best = jnp.arange(scores.shape[-1]) == jnp.argmax(scores, -1, keepdims=True)
-    first, second = jnp.max(scores, -1), jnp.max(jnp.where(best, -jnp.inf, scores), -1)
+    first = jnp.max(scores, -1)
+    second = jnp.max(jnp.where(best, -jnp.inf, scores), -1)
     return jnp.where(second > -jnp.inf, first - second, jnp.inf)

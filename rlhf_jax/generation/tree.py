@@ -13,8 +13,10 @@ from rlhf_jax.types import Array, Strategy, Tree
 PLAIN = Strategy()
 NODE_BUCKETS = (1, 2, 3, 5, 9, 17, 33)  # nodes verified in one call, the root included
 _GRAMMAR = (
-    "write 'plain', 'lookup-chain-4' (or 'replay-', 'model-'), 'replay-chain-8-packed-3' (the worthiest drafts only,"
-    " so that rows have 3 nodes on average), 'model-tree-2x2x1' (children per level) or 'model-parents:-1,-1,0,0' (the"
+    "write 'plain', 'lookup-chain-4' (or 'replay-', 'model-'), 'replay-chain-8-packed-3' (the"
+    " worthiest drafts only,"
+    " so that rows have 3 nodes on average), 'model-tree-2x2x1' (children per level) or"
+    " 'model-parents:-1,-1,0,0' (the"
     " parent of each draft, -1 for the last committed token)"
 )
 
@@ -37,7 +39,9 @@ def name_of(strategy: Strategy) -> str:
     if not strategy.parents:
         return "plain"
     shape = (
-        f"chain-{len(strategy.parents)}" if is_chain(strategy) else f"parents:{','.join(map(str, strategy.parents))}"
+        f"chain-{len(strategy.parents)}"
+        if is_chain(strategy)
+        else f"parents:{','.join(map(str, strategy.parents))}"
     )
     return f"{strategy.drafter}-{shape}" + (f"-packed-{strategy.packed}" if strategy.packed else "")
 
@@ -56,11 +60,14 @@ def _check(name: str, strategy: Strategy, packed: bool) -> None:
     if levels is None or list(levels) != sorted(levels) or not parents:
         raise ValueError(f"Strategy {name!r} is no tree in level order: {_GRAMMAR}.")
     if len(parents) >= NODE_BUCKETS[-1]:
-        raise ValueError(f"Strategy {name!r} drafts {len(parents)} tokens; the most is {NODE_BUCKETS[-1] - 1}.")
+        raise ValueError(
+            f"Strategy {name!r} drafts {len(parents)} tokens; the most is {NODE_BUCKETS[-1] - 1}."
+        )
     chains = strategy.drafter == "replay" and is_chain(strategy)
     if packed and not (chains and 1 < strategy.packed <= len(parents)):
         raise ValueError(
-            f"Strategy {name!r} packs nothing: only chains by replay are packed, into 2 nodes a row or more, but"
+            f"Strategy {name!r} packs nothing: only chains by replay are packed, into 2 nodes a"
+            " row or more, but"
             f" no more than their {len(parents)} drafts."
         )
 
@@ -77,7 +84,8 @@ def is_chain(strategy: Strategy) -> bool:
 
 def full_tree(widths: tuple[int, ...]) -> tuple[int, ...]:
     """Parents of the tree whose nodes at level d each have widths[d] children."""
-    parents, level = [], [-1]
+    parents = []
+    level = [-1]
     for width in widths:
         born = [parent for parent in level for _ in range(width)]
         level = list(range(len(parents), len(parents) + len(born)))
@@ -111,8 +119,10 @@ def bucket(strategy: Strategy) -> int:
 
 @functools.cache
 def _arrays(strategy: Strategy) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    count, size = len(strategy.parents), bucket(strategy)
-    parents, depth = np.zeros(size, np.int32), np.full(size, -1, np.int32)
+    count = len(strategy.parents)
+    size = bucket(strategy)
+    parents = np.zeros(size, np.int32)
+    depth = np.full(size, -1, np.int32)
     ancestors = np.eye(size, dtype=bool)
     parents[1 : count + 1] = np.array(strategy.parents, np.int32) + 1
     depth[: count + 1] = depths(strategy)
@@ -127,7 +137,9 @@ def as_data(strategy: Strategy, rows: int) -> Tree:
 
 
 def path_to(tree: Tree, last: Array) -> Array:
-    """[B, N+1] node at each depth on the way from the root to node last[B]; repeats `last` beyond its depth."""
+    """[B, N+1] node at each depth on the way from the root to node last[B]; repeats `last` beyond
+    its depth.
+    """
     above = jnp.take_along_axis(tree.ancestors, last[:, None, None], axis=1)[:, 0]  # [B, N+1]
     levels = jnp.arange(tree.depth.shape[1], dtype=jnp.int32)
     hit = above[:, None, :] & (tree.depth[:, None, :] == levels[None, :, None])
@@ -137,7 +149,8 @@ def path_to(tree: Tree, last: Array) -> Array:
 def accept_equal(tokens: Array, draws: Array, tree: Tree) -> Array:
     """[B] the deepest node all of whose path equals the target's own draws: replayable acceptance.
 
-    tokens [B, N+1] drafted (node 0 unused, -1 never accepted), draws [B, N+1] the target's draw after each node.
+    tokens [B, N+1] drafted (node 0 unused, -1 never accepted), draws [B, N+1] the target's draw
+    after each node.
     """
     wanted = jnp.take_along_axis(draws, tree.parents, axis=1)
     fits = (tokens == wanted) & (tree.depth > 0)

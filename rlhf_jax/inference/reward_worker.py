@@ -1,8 +1,9 @@
-"""Python rewards in processes of their own: the pool that hands out answers, and what each process runs.
+"""Python rewards in processes of their own: the pool that hands out answers, and what each process
+runs.
 
-Parent and child talk over one socket, the child's standard input. The child sends READY once, then for each
-call it receives, `(prompt, response, row)`, the reward's float, or a string: why there is none. It imports no
-jax.
+Parent and child talk over one socket, the child's standard input. The child sends READY once, then
+for each call it receives, `(prompt, response, row)`, the reward's float, or a string: why there is
+none. It imports no jax.
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_jax.inference.rewards import Answer, Reward, Scores, as_scores, failure, load_reward, refuse_broken
+from rlhf_jax.inference.rewards import (
+    Answer,
+    Reward,
+    Scores,
+    as_scores,
+    failure,
+    load_reward,
+    refuse_broken,
+)
 
 READY = "ready"
 START_SECONDS = 120.0  # for Python and the reward's imports
@@ -47,18 +56,25 @@ class _Child:
 
 
 class Workers:
-    """A reward function as a scorer that runs it in up to `count` processes, for `seconds` a call at most.
+    """A reward function as a scorer that runs it in up to `count` processes, for `seconds` a call
+    at most.
 
-    A call that raises, gives no finite float32, takes too long (never, with math.inf seconds) or ends its process
-    fails alone; the process is replaced. ValueError where the reward is broken: it cannot be imported (here or in a
-    process), or it has never given a number yet and fails on every answer, or hangs. `observe` is called after
-    every wait for results, of a second at most; it may raise to stop the call. Leaving the context kills the
-    processes and all that they have started; they also end when this process does, killed or not.
+    A call that raises, gives no finite float32, takes too long (never, with math.inf seconds) or
+    ends its process fails alone; the process is replaced. ValueError where the reward is broken: it
+    cannot be imported (here or in a process), or it has never given a number yet and fails on every
+    answer, or hangs. `observe` is called after every wait for results, of a second at most; it may
+    raise to stop the call. Leaving the context kills the processes and all that they have started;
+    they also end when this process does, killed or not.
     """
 
-    def __init__(self, spec: str, count: int, seconds: float, observe: Callable[[], None] = lambda: None):
+    def __init__(
+        self, spec: str, count: int, seconds: float, observe: Callable[[], None] = lambda: None
+    ):
         load_reward(spec)
-        self._spec, self._count, self._seconds, self._observe = spec, count, seconds, observe
+        self._spec = spec
+        self._count = count
+        self._seconds = seconds
+        self._observe = observe
         self._children: list[_Child] = []
         self._works = False  # whether it ever gave a number
 
@@ -94,16 +110,21 @@ class Workers:
         return scores
 
     def _hand_out(self, waiting: collections.deque[int], answers: Sequence[Answer]) -> None:
-        for child in [child for child in self._children if not child.busy and child.process.poll() is not None]:
+        for child in [
+            child for child in self._children if not child.busy and child.process.poll() is not None
+        ]:
             self._end(child)
         free = sum(child.index is None for child in self._children)
         for _ in range(min(self._count - len(self._children), len(waiting) - free)):
             self._children.append(_start(self._spec))
         for child in self._children:
             if waiting and not child.busy:
-                child.index, child.deadline = waiting.popleft(), time.monotonic() + self._seconds
+                child.index = waiting.popleft()
+                child.deadline = time.monotonic() + self._seconds
                 answer = answers[child.index]
-                with contextlib.suppress(OSError):  # a dead child is noticed when its result is read
+                with contextlib.suppress(
+                    OSError
+                ):  # a dead child is noticed when its result is read
                     child.pipe.send((answer.prompt, answer.response, answer.row))
 
     def _collect(self) -> dict[int, float | str]:
@@ -115,7 +136,9 @@ class Workers:
             results |= self._receive(busy[pipe])  # pyright: ignore[reportArgumentType]
         for child in self._children.copy():
             if child.busy and child.deadline <= time.monotonic():
-                results |= self._give_up(child, _late(self._seconds if child.ready else START_SECONDS))
+                results |= self._give_up(
+                    child, _late(self._seconds if child.ready else START_SECONDS)
+                )
         return results
 
     def _receive(self, child: _Child) -> dict[int, float | str]:
@@ -126,29 +149,37 @@ class Workers:
         if not child.ready:
             child.ready = result == READY
             return {} if child.ready else self._give_up(child, result)
-        index, child.index = child.index, None
+        index = child.index
+        child.index = None
         assert index is not None
         return {index: result}
 
     def _give_up(self, child: _Child, reason: str) -> dict[int, float | str]:
-        """Ends a child: its answer has failed. One that never got ready would not do so the next time either."""
+        """Ends a child: its answer has failed. One that never got ready would not do so the next
+        time either.
+        """
         self._end(child)
         if child.index is None:
-            raise ValueError(f"Reward {self._spec} does not start in a process of its own: {reason.rstrip('.')}.")
+            raise ValueError(
+                f"Reward {self._spec} does not start in a process of its own: {reason.rstrip('.')}."
+            )
         return {child.index: reason}
 
     def _refuse_hanging(self, results: dict[int, float | str]) -> None:
         late = list(results.values()).count(_late(self._seconds))
         if late >= HANGS and not self._works:
             raise ValueError(
-                f"Reward {self._spec} hangs: {late} calls {_late(self._seconds)} and none succeeded;"
+                f"Reward {self._spec} hangs: {late} calls {_late(self._seconds)} and none"
+                " succeeded;"
                 " make it faster or raise its seconds."
             )
 
     def _end(self, child: _Child) -> None:
         self._children.remove(child)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.process.pid, signal.SIGKILL)  # it leads a group: what it has started ends as well
+            os.killpg(
+                child.process.pid, signal.SIGKILL
+            )  # it leads a group: what it has started ends as well
         child.process.wait()
         child.pipe.close()
         child.lifeline.close()
@@ -183,7 +214,8 @@ def _exit_status(process: subprocess.Popen) -> str:
 
 
 def serve(spec: str, watched: int) -> None:
-    """A child's life: import the reward, then answer calls until the parent closes the socket or ends.
+    """A child's life: import the reward, then answer calls until the parent closes the socket or
+    ends.
 
     `watched` is the file descriptor on which something happens only when the parent ends.
     """
@@ -210,8 +242,9 @@ def serve(spec: str, watched: int) -> None:
 def _signal_events(watched: int) -> None:
     """Has the kernel send SIGIO at the parent's end; ignored here.
 
-    In a call it is not ignored, and ends the child even in a regular expression that never returns and lets no other
-    thread run. The pipe of calls would not do: the signal of a call's arrival may come after the call was read.
+    In a call it is not ignored, and ends the child even in a regular expression that never returns
+    and lets no other thread run. The pipe of calls would not do: the signal of a call's arrival may
+    come after the call was read.
     """
     signal.signal(signal.SIGIO, signal.SIG_IGN)
     os.set_inheritable(watched, False)

@@ -1,4 +1,6 @@
-"""Rewards of finished samples, on the host: what is scored, what a scorer gives back, and sums of several."""
+"""Rewards of finished samples, on the host: what is scored, what a scorer gives back, and sums of
+several.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-Reward = Callable[[str, str, dict[str, Any]], float]  # of (prompt, response, row of the prompt file)
+Reward = Callable[
+    [str, str, dict[str, Any]], float
+]  # of (prompt, response, row of the prompt file)
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 LARGEST = float(np.finfo(np.float32).max)
@@ -64,17 +68,22 @@ class Term(NamedTuple):
 def weighted(
     terms: Sequence[Term], answers: Sequence[Answer], known: Mapping[str, Mapping[int, float]] = {}
 ) -> tuple[Scores, dict[str, float]]:
-    """The weighted sum of several scorers, and of each its `reward/<name>/mean` and `reward/<name>/failed`.
+    """The weighted sum of several scorers, and of each its `reward/<name>/mean` and
+    `reward/<name>/failed`.
 
-    known: by term, scores that some answers have already, by their index. An answer fails where any term fails, for the
-    reason of the first such term; the mean is over the answers that the term could score, and left out where there are
-    none.
+    known: by term, scores that some answers have already, by their index. An answer fails where any
+    term fails, for the reason of the first such term; the mean is over the answers that the term
+    could score, and left out where there are none.
     """
-    values, failures, metrics = np.zeros(len(answers), np.float32), {}, {}
+    values = np.zeros(len(answers), np.float32)
+    failures = {}
+    metrics = {}
     for name, weight, scorer in terms:
         scores = _with_known(scorer, answers, known.get(name, {}))
         values += np.float32(weight) * scores.values
-        failures = {index: f"{name} {reason}" for index, reason in scores.failures.items()} | failures
+        failures = {
+            index: f"{name} {reason}" for index, reason in scores.failures.items()
+        } | failures
         if len(scores.failures) < len(answers):
             metrics[f"reward/{name}/mean"] = float(np.nanmean(scores.values))
         metrics[f"reward/{name}/failed"] = float(len(scores.failures))
@@ -95,8 +104,12 @@ def _with_known(scorer: Scorer, answers: Sequence[Answer], known: Mapping[int, f
 
 
 def as_scores(results: Sequence[float | str]) -> Scores:
-    """Scores of a number, or the reason of a failure, for each answer; a number beyond float32 is a failure."""
-    failures = {index: reason for index, result in enumerate(results) if (reason := failure(result))}
+    """Scores of a number, or the reason of a failure, for each answer; a number beyond float32 is a
+    failure.
+    """
+    failures = {
+        index: reason for index, result in enumerate(results) if (reason := failure(result))
+    }
     values = [np.nan if index in failures else result for index, result in enumerate(results)]
     return Scores(np.array(values, np.float32), failures)
 
@@ -105,17 +118,23 @@ def failure(result: float | str) -> str:
     """Why a result is no score; empty where it is one."""
     if isinstance(result, str):
         return result
-    return "" if abs(result) <= LARGEST else f"gave {result}, which is no finite float32"  # NaN is not <= either
+    return (
+        "" if abs(result) <= LARGEST else f"gave {result}, which is no finite float32"
+    )  # NaN is not <= either
 
 
 def refuse_broken(name: str, scores: Scores) -> None:
     """Broken, with the first reason, where every answer failed.
 
-    For a reward that has never given a number: one that has may fail on a whole batch and still not be broken.
+    For a reward that has never given a number: one that has may fail on a whole batch and still not
+    be broken.
     """
     if scores.failures and len(scores.failures) == len(scores.values):
         first = scores.failures[0].rstrip(".")
-        raise Broken(f"Reward {name} failed on all {len(scores.values)} answers; the first one {first}.", scores)
+        raise Broken(
+            f"Reward {name} failed on all {len(scores.values)} answers; the first one {first}.",
+            scores,
+        )
 
 
 @functools.cache
@@ -127,8 +146,14 @@ def load_reward(spec: str) -> Reward:
     """
     place, _, name = spec.rpartition(":")
     if not place or not name.isidentifier():
-        raise ValueError(f"Reward {spec!r} must look like path/to/file.py:function or package.module:function.")
-    module = _load_file(place, spec) if place.endswith(".py") else _load(spec, lambda: importlib.import_module(place))
+        raise ValueError(
+            f"Reward {spec!r} must look like path/to/file.py:function or package.module:function."
+        )
+    module = (
+        _load_file(place, spec)
+        if place.endswith(".py")
+        else _load(spec, lambda: importlib.import_module(place))
+    )
     reward = getattr(module, name, None)
     if reward is None:
         raise ValueError(f"Reward {spec!r}: {place} defines no {name!r}.")
@@ -138,15 +163,21 @@ def load_reward(spec: str) -> Reward:
 
 
 def _load_file(place: str, spec: str) -> types.ModuleType:
-    candidates = [folder / pathlib.Path(place).expanduser() for folder in (pathlib.Path.cwd(), REPOSITORY)]
+    candidates = [
+        folder / pathlib.Path(place).expanduser() for folder in (pathlib.Path.cwd(), REPOSITORY)
+    ]
     path = next((path.resolve() for path in candidates if path.is_file()), None)
     if path is None:
-        raise FileNotFoundError(f"Reward {spec!r}: there is no file {place} in {candidates[0].parent} or {REPOSITORY}.")
+        raise FileNotFoundError(
+            f"Reward {spec!r}: there is no file {place} in {candidates[0].parent} or {REPOSITORY}."
+        )
     return _load(spec, lambda: _execute(path))
 
 
 def _execute(path: pathlib.Path) -> types.ModuleType:
-    """Runs a Python file as a module of its own, registered because dataclasses look their module up."""
+    """Runs a Python file as a module of its own, registered because dataclasses look their module
+    up.
+    """
     name = f"{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -159,4 +190,6 @@ def _load(spec: str, load: Callable[[], types.ModuleType]) -> types.ModuleType:
     try:
         return load()
     except Exception as error:  # the user's file may raise anything
-        raise ValueError(f"Reward {spec!r} cannot be imported: {type(error).__name__}: {error}.") from error
+        raise ValueError(
+            f"Reward {spec!r} cannot be imported: {type(error).__name__}: {error}."
+        ) from error

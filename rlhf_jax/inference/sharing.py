@@ -1,4 +1,6 @@
-"""Rewards shared out to the processes of a run: each scores some of the answers, and all get all scores."""
+"""Rewards shared out to the processes of a run: each scores some of the answers, and all get all
+scores.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from rlhf_jax.inference.rewards import Answer, Broken, Scorer, Scores
 
 
 def shared_out(scorer: Scorer) -> Scorer:
-    """The scorer over answers that all processes have: each scores its share, and all get all scores.
+    """The scorer over answers that all processes have: each scores its share, and all get all
+    scores.
 
     It is broken where no process had a score.
     """
@@ -37,7 +40,9 @@ def shared_out(scorer: Scorer) -> Scorer:
 
 def _undealt(parts: Sequence[Scores], answers: int) -> Scores:
     """Scores in the order from which `processes.share` dealt the answers."""
-    values, failures, count = np.zeros(answers, np.float32), {}, len(parts)
+    values = np.zeros(answers, np.float32)
+    failures = {}
+    count = len(parts)
     for rank, part in enumerate(parts):
         values[rank::count] = part.values
         failures |= {rank + count * index: reason for index, reason in part.failures.items()}

@@ -16,11 +16,14 @@ from rlhf_jax.model.transformer import cast, forward, logits
 from rlhf_jax.types import Array, Model, Rollout
 
 
-def token_values(critic: Model, tokens: Array, *, mask: Array, attend: Callable = causal, remat: bool = False) -> Array:
-    """V(tokens[b, :t]), what is still to come before the token at t is known: [B, T] float32, 0 where masked out.
+def token_values(
+    critic: Model, tokens: Array, *, mask: Array, attend: Callable = causal, remat: bool = False
+) -> Array:
+    """V(tokens[b, :t]), what is still to come before the token at t is known: [B, T] float32, 0
+    where masked out.
 
-    The scalar head [M, 1] reads the hidden state at t - 1, in float32; entry 0 is 0. tokens [B, T] int32, mask
-    [B, T] bool; `attend` and `remat` are `forward`'s.
+    The scalar head [M, 1] reads the hidden state at t - 1, in float32; entry 0 is 0. tokens [B, T]
+    int32, mask [B, T] bool; `attend` and `remat` are `forward`'s.
     """
     chex.assert_equal_shape([tokens, mask])
     chex.assert_shape(critic.head, (critic.config.width, 1))
@@ -33,7 +36,9 @@ def token_values(critic: Model, tokens: Array, *, mask: Array, attend: Callable 
 
 @functools.partial(jax.jit, static_argnames=("rows", "attend"))
 def score_values(critic: Model, rollout: Rollout, *, rows: int, attend: Callable = causal) -> Array:
-    """`token_values` of a rollout's response tokens, [B, T] float32, `rows` rows at a time as in `score_rollout`."""
+    """`token_values` of a rollout's response tokens, [B, T] float32, `rows` rows at a time as in
+    `score_rollout`.
+    """
 
     def score(part):
         tokens, mask = part

@@ -20,12 +20,14 @@ QUERY_BLOCK = 512
 
 
 def causal(query: Array, key: Array, value: Array, memory=None) -> tuple[Array, None]:
-    """Causal attention of right-padded rows: query [B, Q, H, D], key and value [B, Q, G, D] -> [B, Q, H, D].
+    """Causal attention of right-padded rows: query [B, Q, H, D], key and value [B, Q, G, D] -> [B,
+    Q, H, D].
 
-    Padding comes after a row's tokens, so causality alone keeps it out. Softmax in float32. In half precision
-    it is cuDNN's kernel on an NVIDIA GPU and splash attention on a TPU; otherwise `blockwise`. The choice is
-    made when the program is lowered, so a program compiled here for a TPU gets the TPU's kernel. Kernels do
-    not partition themselves over a mesh: pass `partitioned(causal, ...)` there.
+    Padding comes after a row's tokens, so causality alone keeps it out. Softmax in float32. In half
+    precision it is cuDNN's kernel on an NVIDIA GPU and splash attention on a TPU; otherwise
+    `blockwise`. The choice is made when the program is lowered, so a program compiled here for a
+    TPU gets the TPU's kernel. Kernels do not partition themselves over a mesh: pass
+    `partitioned(causal, ...)` there.
     """
     del memory
     chex.assert_rank([query, key, value], 4)
@@ -42,9 +44,9 @@ def causal(query: Array, key: Array, value: Array, memory=None) -> tuple[Array, 
 def partitioned(attend: Callable, mesh: Mesh, rows: Any, heads: Any) -> Callable:
     """`attend` with rows split over the mesh axes `rows` and heads over `heads`.
 
-    An axis is a name, a tuple of names or None. Each device runs the kernel on its own part, without
-    communication. B must be a multiple of the size of `rows` and G, the key-value heads, of the size of
-    `heads`.
+    An axis is a name, a tuple of names or None. Each device runs the kernel on its own part,
+    without communication. B must be a multiple of the size of `rows` and G, the key-value heads, of
+    the size of `heads`.
     """
     spec = PartitionSpec(rows, None, heads, None)
 
@@ -65,15 +67,16 @@ def partitioned(attend: Callable, mesh: Mesh, rows: Any, heads: Any) -> Callable
 def blockwise(query: Array, key: Array, value: Array, block: int = QUERY_BLOCK) -> Array:
     """Causal attention, `block` queries at a time over the keys up to them; shapes as in `causal`.
 
-    For Q > block [B, H, Q, Q] never exists: each block's weights are computed again in the backward pass
-    (Rabe and Staats 2021).
+    For Q > block [B, H, Q, Q] never exists: each block's weights are computed again in the backward
+    pass (Rabe and Staats 2021).
     """
     if query.shape[1] <= block:
         return _attend_block(query, key, value)
     attend = jax.checkpoint(_attend_block)
     stops = range(block, query.shape[1] + block, block)
     return jnp.concatenate(
-        [attend(query[:, stop - block : stop], key[:, :stop], value[:, :stop]) for stop in stops], axis=1
+        [attend(query[:, stop - block : stop], key[:, :stop], value[:, :stop]) for stop in stops],
+        axis=1,
     )
 
 
@@ -84,13 +87,16 @@ def _attend_block(query: Array, key: Array, value: Array) -> Array:
     grouped = query.reshape(batch, count, groups, heads // groups, dim)
     scores = jnp.einsum("bqgrd,bkgd->bgrqk", grouped, key, preferred_element_type=jnp.float32)
     seen = jnp.arange(end)[None, :] <= jnp.arange(end - count, end)[:, None]
-    weights = jax.nn.softmax(jnp.where(seen, scores * dim**-0.5, -jnp.inf), axis=-1).astype(value.dtype)
+    weights = jax.nn.softmax(jnp.where(seen, scores * dim**-0.5, -jnp.inf), axis=-1).astype(
+        value.dtype
+    )
     out = jnp.einsum("bgrqk,bkgd->bqgrd", weights, value, preferred_element_type=jnp.float32)
     return out.astype(query.dtype).reshape(batch, count, heads, dim)
 
 
 def _has_cudnn() -> bool:
-    # cuDNN's primitive asks for the library while it is traced: offered only where CUDA is the backend.
+    # cuDNN's primitive asks for the library while it is traced: offered only where CUDA is the
+    # backend.
     return "cuda" in jax.extend.backend.get_backend().platform_version
 
 
@@ -103,7 +109,9 @@ def _splash(query: Array, key: Array, value: Array) -> Array:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     count, heads, dim = query.shape[1:]
-    unit = 128 if count < QUERY_BLOCK else QUERY_BLOCK  # the kernel wants whole lanes and whole blocks
+    unit = (
+        128 if count < QUERY_BLOCK else QUERY_BLOCK
+    )  # the kernel wants whole lanes and whole blocks
     padded = -(-count // unit) * unit
     block = min(padded, QUERY_BLOCK)
     sizes = splash.BlockSizes(
@@ -126,14 +134,18 @@ def causal_on(mesh: Mesh | None, num_kv_heads: int) -> Callable:
     return partitioned(causal, mesh, ROW_AXES, heads)
 
 
-def prompt(query: Array, key: Array, value: Array, memory=None, attend: Callable = causal) -> tuple[Array, LayerCache]:
+def prompt(
+    query: Array, key: Array, value: Array, memory=None, attend: Callable = causal
+) -> tuple[Array, LayerCache]:
     """`attend`, causal, and the keys and values in the cache's layout, for prefill."""
     out, _ = attend(query, key, value, memory)
     return out, window_layout(key, value)
 
 
 def window_layout(key: Array, value: Array) -> LayerCache:
-    """[B, W, G, D] keys and values -> (k [B, G, D, W], v [B, G, W, D]): both products then read rows."""
+    """[B, W, G, D] keys and values -> (k [B, G, D, W], v [B, G, W, D]): both products then read
+    rows.
+    """
     return key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
 
 
@@ -149,10 +161,11 @@ def cached(
 ) -> tuple[Array, LayerCache]:
     """Attention of Q new tokens over a row's cache and over the window of uncommitted tokens.
 
-    query [B, Q, H, D], key and value [B, Q, G, D] are the last Q of the window's W tokens; `memory` is the
-    layer's cache (T slots, of which the first `length[B]` count) and the window before them (`None` when it
-    is empty); mask [B, Q, W] says which tokens of the window a query sees. `attend` is `tree_attention`. Returns
-    out [B, Q, H, D] and the grown window. The cache is only read: what is accepted is committed later.
+    query [B, Q, H, D], key and value [B, Q, G, D] are the last Q of the window's W tokens; `memory`
+    is the layer's cache (T slots, of which the first `length[B]` count) and the window before them
+    (`None` when it is empty); mask [B, Q, W] says which tokens of the window a query sees. `attend`
+    is `tree_attention`. Returns out [B, Q, H, D] and the grown window. The cache is only read: what
+    is accepted is committed later.
     """
     chex.assert_rank([query, key, value, length, mask], [4, 4, 4, 1, 3])
     cache, window = memory
@@ -163,4 +176,6 @@ def cached(
 def _grow(window: LayerCache | None, new: LayerCache) -> LayerCache:
     if window is None:
         return new
-    return jnp.concatenate([window[0], new[0]], axis=3), jnp.concatenate([window[1], new[1]], axis=2)
+    return jnp.concatenate([window[0], new[0]], axis=3), jnp.concatenate(
+        [window[1], new[1]], axis=2
+    )

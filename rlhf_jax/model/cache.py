@@ -1,4 +1,6 @@
-"""The key-value cache: committed slots only. Uncommitted tokens live in a window (see attention.cached)."""
+"""The key-value cache: committed slots only. Uncommitted tokens live in a window (see
+attention.cached).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from rlhf_jax.types import Cache, ModelConfig
 
 def empty(config: ModelConfig, rows: int, slots: int, dtype) -> Cache:
     """A cache of zeros: per layer k [B, G, D, T] and v [B, G, T, D]."""
-    groups, dim = config.num_kv_heads, config.head_dim
+    groups = config.num_kv_heads
+    dim = config.head_dim
     return tuple(
         (jnp.zeros((rows, groups, dim, slots), dtype), jnp.zeros((rows, groups, slots, dim), dtype))
         for _ in range(config.num_layers)

@@ -36,8 +36,12 @@ NAMES = {
     "query_norm": "attn_q_norm.weight",
     "key_norm": "attn_k_norm.weight",
 }
-ROPE_DIVISORS = "rope_freqs.weight"  # how llama.cpp keeps Llama 3's scaling: one divisor a frequency
-CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+ROPE_DIVISORS = (
+    "rope_freqs.weight"  # how llama.cpp keeps Llama 3's scaling: one divisor a frequency
+)
+# tokenizer.ggml.token_type
+CONTROL = 3
+USER_DEFINED = 4
 WORDS = (  # Llama 3's and Qwen's splitting, but for how many digits stay together
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -48,8 +52,12 @@ def read_config(file: File) -> ModelConfig:
     """The `ModelConfig` of a file; ValueError names what is missing or not supported."""
     family = file["general.architecture"]
     if family not in FAMILIES:
-        raise ValueError(f"{file.path}: architecture {family!r} is not supported; supported are {', '.join(FAMILIES)}.")
-    heads, width = file["{arch}.attention.head_count"], file["{arch}.embedding_length"]
+        raise ValueError(
+            f"{file.path}: architecture {family!r} is not supported; supported are"
+            f" {', '.join(FAMILIES)}."
+        )
+    heads = file["{arch}.attention.head_count"]
+    width = file["{arch}.embedding_length"]
     head_dim = file.get("{arch}.attention.key_length", width // heads)
     _refuse_unsupported(file, head_dim)
     context = file["{arch}.context_length"]
@@ -85,7 +93,10 @@ def _refuse_unsupported(file: File, head_dim: int) -> None:
     }
     for key, needed in required.items():
         if file.get(key, needed) != needed:
-            raise ValueError(f"{file.path}: {key.format(arch='*')}={file[key]} is not supported; it must be {needed}.")
+            raise ValueError(
+                f"{file.path}: {key.format(arch='*')}={file[key]} is not supported; it must be"
+                f" {needed}."
+            )
 
 
 def _read_scaling(file: File, config: ModelConfig) -> RopeScaling | None:
@@ -95,29 +106,41 @@ def _read_scaling(file: File, config: ModelConfig) -> RopeScaling | None:
     if kind == "linear":
         return RopeScaling("linear", float(file["{arch}.rope.scaling.factor"]))
     if kind != "none":
-        raise ValueError(f"{file.path}: rope scaling {kind!r} is not supported; supported are linear and llama3.")
+        raise ValueError(
+            f"{file.path}: rope scaling {kind!r} is not supported; supported are linear and llama3."
+        )
     return None
 
 
 def _llama3_scaling(file: File, config: ModelConfig) -> RopeScaling:
-    """Llama 3's scaling from its divisors: the largest is the factor, the rest must follow from it."""
+    """Llama 3's scaling from its divisors: the largest is the factor, the rest must follow from
+    it.
+    """
     divisors = file.dequantise(ROPE_DIVISORS)
     scaling = RopeScaling("llama3", factor=float(divisors.max()))
     scaled = rope_frequencies(dataclasses.replace(config, rope_scaling=scaling))
     if not np.allclose(rope_frequencies(config) / scaled, divisors, rtol=1e-3):
-        raise ValueError(f"{file.path}: {ROPE_DIVISORS} is not Llama 3's rope scaling, and no other is supported.")
+        raise ValueError(
+            f"{file.path}: {ROPE_DIVISORS} is not Llama 3's rope scaling, and no other is"
+            " supported."
+        )
     return scaling
 
 
 def stop_tokens(file: File) -> tuple[int, ...]:
     """Token ids that end a text, the end of a turn included; () where the file names none."""
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+    keys = (
+        "tokenizer.ggml.eos_token_id",
+        "tokenizer.ggml.eot_token_id",
+        "tokenizer.ggml.eom_token_id",
+    )
     ids = [file.get(key) for key in keys]
     return tuple(dict.fromkeys(token for token in ids if token is not None))
 
 
 def load(file: File, dtype, shardings: Model | None = None) -> Model:
-    """The model in a file, layers stacked, dequantised to `dtype`, one weight on the host at a time.
+    """The model in a file, layers stacked, dequantised to `dtype`, one weight on the host at a
+    time.
 
     `shardings` is a `Model` of `jax.sharding.Sharding`, or None for the first local device. Raises
     ValueError, naming file and tensor, before any weight is read.
@@ -135,8 +158,14 @@ def load(file: File, dtype, shardings: Model | None = None) -> Model:
 
 def check_tensors(file: File, config: ModelConfig) -> None:
     """Raise ValueError, naming the tensor, unless the file holds just the weights of `config`."""
-    found = {name: (file.path, tensor.shape) for name, tensor in file.tensors.items() if name != ROPE_DIVISORS}
-    expected = {_name(place): layout.stored_shape(place[0], shape) for place, shape in layout.places(config)}
+    found = {
+        name: (file.path, tensor.shape)
+        for name, tensor in file.tensors.items()
+        if name != ROPE_DIVISORS
+    }
+    expected = {
+        _name(place): layout.stored_shape(place[0], shape) for place, shape in layout.places(config)
+    }
     layout.check(found, expected, file.path, config)
 
 
@@ -155,13 +184,20 @@ def read_tokenizer(file: File) -> Tokenizer:
     """The byte-level BPE tokenizer and chat template of a file; ValueError for any other kind."""
     kind = file["tokenizer.ggml.model"]
     if kind != "gpt2":
-        raise ValueError(f"{file.path}: tokenizer {kind!r} is not supported; only byte-level BPE ('gpt2') is.")
+        raise ValueError(
+            f"{file.path}: tokenizer {kind!r} is not supported; only byte-level BPE ('gpt2') is."
+        )
     tokens = file["tokenizer.ggml.tokens"]
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
     special = {name: tokens[index] for name, index in ids.items() if index is not None}
-    settings = special | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    return Tokenizer(_backend(file, special), file.get("tokenizer.chat_template"), special, settings, file.path)
+    settings = special | {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    return Tokenizer(
+        _backend(file, special), file.get("tokenizer.chat_template"), special, settings, file.path
+    )
 
 
 def _backend(file: File, special: Mapping[str, str]) -> tokenizers.Tokenizer:
@@ -169,7 +205,9 @@ def _backend(file: File, special: Mapping[str, str]) -> tokenizers.Tokenizer:
     vocabulary = {token: index for index, token in enumerate(file["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ")) for merge in file["tokenizer.ggml.merges"]]
     # Llama 3 takes a word that is in the vocabulary as it is, whatever its merges say.
-    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=kind == "llama-bpe"))
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocabulary, merges, ignore_merges=kind == "llama-bpe")
+    )
     backend.pre_tokenizer = _pre_tokenizer(kind, file.path)
     backend.decoder = decoders.ByteLevel()
     if kind == "qwen2":
@@ -192,10 +230,15 @@ def _pre_tokenizer(kind: str, path: Path) -> pre_tokenizers.PreTokenizer:
     digits = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}
     if kind not in digits:
         raise ValueError(
-            f"{path}: pre-tokenizer {kind!r} is not supported; supported are gpt-2, smollm, llama-bpe and qwen2."
+            f"{path}: pre-tokenizer {kind!r} is not supported; supported are gpt-2, smollm,"
+            " llama-bpe and qwen2."
         )
-    words = pre_tokenizers.Split(tokenizers.Regex(WORDS.replace("DIGITS", digits[kind])), behavior="isolated")
-    return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    words = pre_tokenizers.Split(
+        tokenizers.Regex(WORDS.replace("DIGITS", digits[kind])), behavior="isolated"
+    )
+    return pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
 
 
 def _add_special(backend: tokenizers.Tokenizer, file: File) -> None:

@@ -1,7 +1,8 @@
 """GGUF files parsed: metadata, and tensors as mapped bytes that are dequantised one at a time.
 
-Own code because the reader of the `gguf` package takes seconds over a vocabulary of 49,000; its type table
-and its dequantisation are used. The format, versions 2 and 3, is docs/gguf.md of github.com/ggml-org/ggml.
+Own code because the reader of the `gguf` package takes seconds over a vocabulary of 49,000; its
+type table and its dequantisation are used. The format, versions 2 and 3, is docs/gguf.md of
+github.com/ggml-org/ggml.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any, BinaryIO, NamedTuple
 import gguf
 import numpy as np
 
-STRING, ARRAY = 8, 9
+STRING = 8
+ARRAY = 9
 SCALARS = {
     0: "<u1",
     1: "<i1",
@@ -51,21 +53,30 @@ class File:
     tensors: Mapping[str, Tensor]
 
     def __getitem__(self, key: str) -> Any:
-        """The value of a metadata key, `{arch}` standing for the architecture; ValueError if missing."""
+        """The value of a metadata key, `{arch}` standing for the architecture; ValueError if
+        missing.
+        """
         value = self.get(key)
         if value is None:
             name = key.format(arch=self.metadata.get("general.architecture"))
-            raise ValueError(f"{self.path}: the metadata key {name!r} is missing; it is not a whole language model.")
+            raise ValueError(
+                f"{self.path}: the metadata key {name!r} is missing; it is not a whole language"
+                " model."
+            )
         return value
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a metadata key, or `default`."""
-        return self.metadata.get(key.format(arch=self.metadata.get("general.architecture")), default)
+        return self.metadata.get(
+            key.format(arch=self.metadata.get("general.architecture")), default
+        )
 
     def dequantise(self, name: str) -> np.ndarray:
         """A tensor in float32; ValueError when the `gguf` package cannot decode its type."""
         tensor = self.tensors[name]
-        mapped = np.asarray(np.memmap(self.path, np.uint8, mode="r"))  # plain: a memmap's slices are slow
+        mapped = np.asarray(
+            np.memmap(self.path, np.uint8, mode="r")
+        )  # plain: a memmap's slices are slow
         rows = gguf.quant_shape_to_byte_shape(tensor.shape, tensor.kind)
         try:
             return gguf.dequantize(mapped[tensor.begin : tensor.end].reshape(rows), tensor.kind)
@@ -74,7 +85,9 @@ class File:
 
 
 def open_file(path: Path) -> File:
-    """Parse a GGUF file, reading no weights; FileNotFoundError or ValueError when missing or broken."""
+    """Parse a GGUF file, reading no weights; FileNotFoundError or ValueError when missing or
+    broken.
+    """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; give the path of a .gguf file.")
@@ -82,11 +95,14 @@ def open_file(path: Path) -> File:
         with path.open("rb") as stream:
             metadata, tensors = _parse(stream)
     except (struct.error, EOFError, ValueError, KeyError, OverflowError) as error:
-        raise ValueError(f"{path} is not a GGUF file, or only the beginning of one: {error}.") from error
+        raise ValueError(
+            f"{path} is not a GGUF file, or only the beginning of one: {error}."
+        ) from error
     size = max((tensor.end for tensor in tensors.values()), default=0)
     if path.stat().st_size < size:
         raise ValueError(
-            f"{path} is truncated: it has {path.stat().st_size} bytes and needs {size}; download it again."
+            f"{path} is truncated: it has {path.stat().st_size} bytes and needs {size}; download"
+            " it again."
         )
     return File(path, metadata, tensors)
 
@@ -99,7 +115,9 @@ def _parse(stream: BinaryIO) -> tuple[dict[str, Any], dict[str, Tensor]]:
     headers = [_tensor_header(stream) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     start = -(-stream.tell() // alignment) * alignment
-    return metadata, {name: _tensor(shape, kind, start + offset) for name, shape, kind, offset in headers}
+    return metadata, {
+        name: _tensor(shape, kind, start + offset) for name, shape, kind, offset in headers
+    }
 
 
 def _take(stream: BinaryIO, size: int) -> bytes:
@@ -126,7 +144,8 @@ def _value(stream: BinaryIO, kind: int) -> Any:
         return _string(stream)
     if kind != ARRAY:
         return _numbers(stream, kind, 1)[0]
-    kind, count = _integer(stream), _long(stream)
+    kind = _integer(stream)
+    count = _long(stream)
     if kind in (STRING, ARRAY):
         return [_value(stream, kind) for _ in range(count)]
     return _numbers(stream, kind, count)
@@ -138,7 +157,8 @@ def _numbers(stream: BinaryIO, kind: int, count: int) -> list:
 
 
 def _tensor_header(stream: BinaryIO) -> tuple[str, tuple[int, ...], gguf.GGMLQuantizationType, int]:
-    name, rank = _string(stream), _integer(stream)
+    name = _string(stream)
+    rank = _integer(stream)
     shape = tuple(_long(stream) for _ in range(rank))[::-1]  # stored with the fastest axis first
     return name, shape, gguf.GGMLQuantizationType(_integer(stream)), _long(stream)
 

@@ -1,4 +1,6 @@
-"""Hugging Face folders: configuration and weights in, and out again so that `transformers` loads them."""
+"""Hugging Face folders: configuration and weights in, and out again so that `transformers` loads
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from rlhf_jax.model import layout, safetensors_file
 from rlhf_jax.types import Model, ModelConfig, RopeScaling
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-LANGUAGE_MODEL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # the latter is a critic or reward model
+# the latter is a critic or reward model
+LANGUAGE_MODEL = "ForCausalLM"
+CLASSIFIER = "ForSequenceClassification"
 # A key of config.json and the values under which this project's transformer is the same function.
 SUPPORTED = {
     "hidden_act": ("silu", None),
@@ -49,7 +53,8 @@ SHARD_BYTES = 5_000_000_000
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The `ModelConfig` of a folder's config.json; ValueError names what is missing or not supported.
+    """The `ModelConfig` of a folder's config.json; ValueError names what is missing or not
+    supported.
 
     A sequence classifier of one label has a scalar head.
     """
@@ -68,7 +73,9 @@ def read_config(folder: Path) -> ModelConfig:
     except KeyError as error:
         raise ValueError(f"{file}: the key {error} of a {family} model is missing.") from error
     except (TypeError, AttributeError, ZeroDivisionError) as error:
-        raise ValueError(f"{file}: a size of the model is not a number above 0 ({error}).") from error
+        raise ValueError(
+            f"{file}: a size of the model is not a number above 0 ({error})."
+        ) from error
 
 
 def _config(raw: dict, family: str, theta: float, scaling: RopeScaling | None) -> ModelConfig:
@@ -114,18 +121,26 @@ def _refuse_unsupported(raw: dict, file: Path) -> None:
     for key, allowed in SUPPORTED.items():
         value = raw.get(key, rope.get(key))
         if value not in allowed:
-            raise ValueError(f"{file}: {key}={value!r} is not supported; it must be {allowed[0]!r}.")
+            raise ValueError(
+                f"{file}: {key}={value!r} is not supported; it must be {allowed[0]!r}."
+            )
     kinds = set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if kinds:
-        raise ValueError(f"{file}: layers of type {sorted(kinds)} are not supported; only attention is.")
+        raise ValueError(
+            f"{file}: layers of type {sorted(kinds)} are not supported; only attention is."
+        )
     # Two is what transformers takes where nothing is said.
     labels = raw.get("num_labels") or len(raw.get("id2label") or range(2))
     if _is_classifier(raw) and labels != 1:
-        raise ValueError(f"{file}: a classifier of {labels} labels is not supported; a reward model has one.")
+        raise ValueError(
+            f"{file}: a classifier of {labels} labels is not supported; a reward model has one."
+        )
 
 
 def _read_rope(raw: dict, file: Path) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling) from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
+    """(theta, scaling) from `rope_parameters` (transformers 5) or `rope_theta` and
+    `rope_scaling`.
+    """
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
@@ -154,7 +169,9 @@ def _read_scaling(kind: str, rope: dict) -> RopeScaling | None:
 
 
 def stop_tokens(folder: Path) -> tuple[int, ...]:
-    """Token ids that end a text: generation_config.json's, else config.json's; () where neither names one."""
+    """Token ids that end a text: generation_config.json's, else config.json's; () where neither
+    names one.
+    """
     for name in ("generation_config.json", "config.json"):
         file = Path(folder) / name
         ids = read_json(file).get("eos_token_id") if file.exists() else None
@@ -171,8 +188,8 @@ def padding_token(folder: Path) -> int | None:
 def load(folder: Path, dtype, shardings: Model | None = None) -> Model:
     """The model in a folder, layers stacked, in `dtype`; each device reads only its own slices.
 
-    `shardings` is a `Model` of `jax.sharding.Sharding`, or None for the first local device. Raises ValueError
-    or FileNotFoundError, naming file and tensor, before any weight is read.
+    `shardings` is a `Model` of `jax.sharding.Sharding`, or None for the first local device. Raises
+    ValueError or FileNotFoundError, naming file and tensor, before any weight is read.
     """
     config = read_config(folder)
     tensors = open_tensors(folder, config)
@@ -180,10 +197,15 @@ def load(folder: Path, dtype, shardings: Model | None = None) -> Model:
 
 
 def open_tensors(folder: Path, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Every weight of a folder, a mapped view by its name there, checked against `config`; reads no data."""
+    """Every weight of a folder, a mapped view by its name there, checked against `config`; reads no
+    data.
+    """
     files = _weight_files(Path(folder))
     opened = {file: safetensors_file.views(file) for file in files}
-    expected = {_name(place, config): layout.stored_shape(place[0], shape) for place, shape in layout.places(config)}
+    expected = {
+        _name(place, config): layout.stored_shape(place[0], shape)
+        for place, shape in layout.places(config)
+    }
     found = {
         name: (file, view.shape)
         for file, tensors in opened.items()
@@ -200,16 +222,23 @@ def _redundant(name: str, config: ModelConfig) -> bool:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
     if index.exists():
-        files = [folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
+        files = [
+            folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))
+        ]
     else:
         files = [single]
     missing = [file for file in files if not file.exists()]
     if missing and list(folder.glob("pytorch_model*.bin")):
-        raise ValueError(f"{folder} has only pytorch_model.bin; convert it to safetensors: nothing is unpickled.")
+        raise ValueError(
+            f"{folder} has only pytorch_model.bin; convert it to safetensors: nothing is unpickled."
+        )
     if missing:
-        raise FileNotFoundError(f"{missing[0]} is missing; download the model's safetensors files again.")
+        raise FileNotFoundError(
+            f"{missing[0]} is missing; download the model's safetensors files again."
+        )
     return files
 
 
@@ -228,14 +257,18 @@ def save(
     dtype,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a folder that `transformers` loads: weights in `dtype`, configuration, tokenizer if given.
+    """Write a folder that `transformers` loads: weights in `dtype`, configuration, tokenizer if
+    given.
 
-    The folder appears whole or not at all: it is written beside its place and renamed; one already there is
-    replaced. Weights over `shard_bytes` are split into several files with an index. Raises OSError in one sentence.
+    The folder appears whole or not at all: it is written beside its place and renamed; one already
+    there is replaced. Weights over `shard_bytes` are split into several files with an index. Raises
+    OSError in one sentence.
     """
     outputs = 1 if model.config.scalar_head else model.config.vocab_size
     if model.head is not None and model.head.shape[-1] != outputs:
-        raise ValueError(f"{folder}: {outputs} outputs are configured, the head has {model.head.shape[-1]}.")
+        raise ValueError(
+            f"{folder}: {outputs} outputs are configured, the head has {model.head.shape[-1]}."
+        )
     folder = Path(folder)
     partial, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "old"))
     shutil.rmtree(partial, ignore_errors=True)
@@ -245,15 +278,25 @@ def save(
         if folder.exists():
             folder.rename(old)
         partial.rename(folder)
-    except (OSError, SafetensorError) as error:  # on a full disk safetensors has an error of its own
+    except (
+        OSError,
+        SafetensorError,
+    ) as error:  # on a full disk safetensors has an error of its own
         shutil.rmtree(partial, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error
-        raise OSError(f"{folder} cannot be written ({reason}); make room, or name another folder.") from error
+        raise OSError(
+            f"{folder} cannot be written ({reason}); make room, or name another folder."
+        ) from error
     shutil.rmtree(old, ignore_errors=True)
 
 
 def _write(
-    folder: Path, model: Model, tokenizer: Tokenizer | None, stop_tokens: tuple[int, ...], dtype, shard_bytes: int
+    folder: Path,
+    model: Model,
+    tokenizer: Tokenizer | None,
+    stop_tokens: tuple[int, ...],
+    dtype,
+    shard_bytes: int,
 ) -> None:
     folder.mkdir(parents=True)
     _write_weights(folder, model, dtype, shard_bytes)
@@ -265,9 +308,13 @@ def _write(
 
 def config_json(config: ModelConfig, stop_tokens: tuple[int, ...], dtype: np.dtype) -> dict:
     """config.json of a model, in the keys that transformers 4 and 5 both read."""
-    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if config.scalar_head else {}
+    labels = (
+        {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if config.scalar_head else {}
+    )
     return labels | {
-        "architectures": [FAMILIES[config.family] + (CLASSIFIER if config.scalar_head else LANGUAGE_MODEL)],
+        "architectures": [
+            FAMILIES[config.family] + (CLASSIFIER if config.scalar_head else LANGUAGE_MODEL)
+        ],
         "model_type": config.family,
         "torch_dtype": dtype.name,
         "vocab_size": config.vocab_size,
@@ -314,19 +361,25 @@ def _write_weights(folder: Path, model: Model, dtype: np.dtype, shard_bytes: int
         (folder / name).chmod(0o644)  # safetensors would keep it from other users
         weight_map |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
-        total = sum(int(np.prod(shape)) for _, shape in layout.places(model.config)) * dtype.itemsize
+        total = (
+            sum(int(np.prod(shape)) for _, shape in layout.places(model.config)) * dtype.itemsize
+        )
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
 
 
 def _shards(config: ModelConfig, dtype: np.dtype, shard_bytes: int) -> Iterator[list[layout.Place]]:
-    """The places of a model in groups of at most `shard_bytes`, or of one weight where it alone is larger."""
-    group, size = [], 0
+    """The places of a model in groups of at most `shard_bytes`, or of one weight where it alone is
+    larger.
+    """
+    group = []
+    size = 0
     for place, shape in layout.places(config):
         weight = int(np.prod(shape)) * dtype.itemsize
         if group and size + weight > shard_bytes:
             yield group
-            group, size = [], 0
+            group = []
+            size = 0
         group.append(place)
         size += weight
     yield group

@@ -1,4 +1,6 @@
-"""The kernels that a model decodes with, laid over the mesh: each device runs them on its own rows and heads."""
+"""The kernels that a model decodes with, laid over the mesh: each device runs them on its own rows
+and heads.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from rlhf_jax.types import Array, Cache, Model, ModelConfig
 def shape_of(config: ModelConfig) -> Shape:
     """What `dispatch` wants to know of a model."""
     c = config
-    return Shape(c.num_heads, c.num_kv_heads, c.head_dim, c.width, c.vocab_size, c.num_layers, c.tied)
+    return Shape(
+        c.num_heads, c.num_kv_heads, c.head_dim, c.width, c.vocab_size, c.num_layers, c.tied
+    )
 
 
 def tree_attention(kernels: Kernels, mesh: Mesh | None) -> Callable[..., Array]:
@@ -30,8 +34,10 @@ def tree_attention(kernels: Kernels, mesh: Mesh | None) -> Callable[..., Array]:
 
     def attend_parts(query, cache_k, cache_v, window_k, window_v, length, mask):
         cache = fitting(row_spec(cache_k.ndim), cache_k.shape, mesh)
-        rows, heads = cache[0], cache[1]
-        new, of_rows = PartitionSpec(rows, None, heads), PartitionSpec(rows)
+        rows = cache[0]
+        heads = cache[1]
+        new = PartitionSpec(rows, None, heads)
+        of_rows = PartitionSpec(rows)
         specs = (new, cache, cache, cache, cache, of_rows, of_rows)
         parts = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=new, check_vma=False)
         return parts(query, cache_k, cache_v, window_k, window_v, length, mask)
@@ -40,17 +46,21 @@ def tree_attention(kernels: Kernels, mesh: Mesh | None) -> Callable[..., Array]:
 
 
 def verify_head(kernels: Kernels, mesh: Mesh | None) -> Callable[..., Parts]:
-    """`Parts` of a model's logits at hidden [B, Q, M], with block noise [B, Q, blocks] or, at temperature 0, None.
+    """`Parts` of a model's logits at hidden [B, Q, M], with block noise [B, Q, blocks] or, at
+    temperature 0, None.
 
-    Each device takes its rows and its part of the vocabulary, which must be whole blocks: `collect.decoding_weights`.
+    Each device takes its rows and its part of the vocabulary, which must be whole blocks:
+    `collect.decoding_weights`.
     """
     run = implementation("verify_head", kernels)
 
     def parts(model: Model, hidden, noise, temperature: float) -> Parts:
-        tied, vocab = model.head is None, model.config.vocab_size
+        tied = model.head is None
+        vocab = model.config.vocab_size
         head = model.embed if tied else model.head
         of = functools.partial(run, temperature=temperature, tied=tied)
-        rows, flat = hidden.shape[:2], [None if x is None else x.reshape(-1, x.shape[-1]) for x in (hidden, noise)]
+        rows = hidden.shape[:2]
+        flat = [None if x is None else x.reshape(-1, x.shape[-1]) for x in (hidden, noise)]
         if mesh is None:
             found = of(flat[0], head, flat[1], vocab)
         else:
@@ -60,11 +70,16 @@ def verify_head(kernels: Kernels, mesh: Mesh | None) -> Callable[..., Parts]:
     return parts
 
 
-def _split_head(of: Callable[..., Parts], mesh: Mesh, tied: bool, vocab: int) -> Callable[..., Parts]:
-    """`of` on each device's rows and share of a head, of which `vocab` tokens count: `Parts` of all of them."""
+def _split_head(
+    of: Callable[..., Parts], mesh: Mesh, tied: bool, vocab: int
+) -> Callable[..., Parts]:
+    """`of` on each device's rows and share of a head, of which `vocab` tokens count: `Parts` of all
+    of them.
+    """
 
     def local(hidden, head, noise):
-        place, held = jax.lax.axis_index("tensor"), head.shape[0 if tied else 1]
+        place = jax.lax.axis_index("tensor")
+        held = head.shape[0 if tied else 1]
         found = of(hidden, head, noise, jnp.clip(vocab - place * held, 0, held))
         return combine(found, "tensor", place * (held // BLOCK))
 
@@ -81,8 +96,8 @@ def _split_head(of: Callable[..., Parts], mesh: Mesh, tied: bool, vocab: int) ->
 def law(kernels: Kernels, mesh: Mesh | None) -> Callable[..., tuple[Array, Array]] | None:
     """`pallas_kernels.logprobs.reference.law` by a kernel; None without one.
 
-    Each device takes its rows and, where the tensor axis divides the vocabulary, its part of that. One object for equal
-    arguments: it is static under jit.
+    Each device takes its rows and, where the tensor axis divides the vocabulary, its part of that.
+    One object for equal arguments: it is static under jit.
     """
     if kernels.logprobs == "reference":
         return None
@@ -91,7 +106,8 @@ def law(kernels: Kernels, mesh: Mesh | None) -> Callable[..., tuple[Array, Array
         return run
 
     def of_rows(hidden, head, targets, *, temperature: float, tied: bool):
-        rows, words = PartitionSpec(ROW_AXES), fitting(("tensor", None) if tied else (None, "tensor"), head.shape, mesh)
+        rows = PartitionSpec(ROW_AXES)
+        words = fitting(("tensor", None) if tied else (None, "tensor"), head.shape, mesh)
         axis = "tensor" if "tensor" in words else None
 
         def local(hidden, head, targets):
@@ -99,7 +115,9 @@ def law(kernels: Kernels, mesh: Mesh | None) -> Callable[..., tuple[Array, Array
             return run(hidden, head, targets - first, temperature=temperature, tied=tied, axis=axis)
 
         specs = (rows, words, rows)
-        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(hidden, head, targets)
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(
+            hidden, head, targets
+        )
 
     return of_rows
 

@@ -1,7 +1,7 @@
 """How each weight lies in a file, as one table that loading and saving both read.
 
-PyTorch keeps a linear map as `[out, in]` with heads flattened; here it is `[M, H, D]` and the like. Both are
-views of the same numbers, so reading a slice of ours touches only those bytes of the file.
+PyTorch keeps a linear map as `[out, in]` with heads flattened; here it is `[M, H, D]` and the like.
+Both are views of the same numbers, so reading a slice of ours touches only those bytes of the file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from rlhf_jax.types import Layer, Model, ModelConfig
 
 
 class Layout(NamedTuple):
-    """Axes of a weight here, and in a file, where the letters of one group are flattened together."""
+    """Axes of a weight here, and in a file, where the letters of one group are flattened
+    together.
+    """
 
     axes: str
     stored: tuple[str, ...]
@@ -50,7 +52,9 @@ Read = Callable[[Place], np.ndarray]  # the weight at a place, in the file's lay
 
 
 def places(config: ModelConfig) -> Iterator[tuple[Place, tuple[int, ...]]]:
-    """Every weight of a model, with its shape here (without L): the model's own, then layer by layer."""
+    """Every weight of a model, with its shape here (without L): the model's own, then layer by
+    layer.
+    """
     shapes = weight_shapes(config)
     for field in ("embed", "norm", "head"):
         if getattr(shapes, field) is not None:
@@ -88,8 +92,9 @@ def to_stored(field: str, array: np.ndarray) -> np.ndarray:
 def assemble(read: Read, config: ModelConfig, dtype, shardings: Model | None = None) -> Model:
     """A `Model` with stacked layers, of weights that `read` gives one at a time.
 
-    Each device's part of each leaf is made alone, layer by layer, so the host never holds a whole sharded
-    leaf. `shardings` is a `Model` of `jax.sharding.Sharding`; None puts all on the first local device.
+    Each device's part of each leaf is made alone, layer by layer, so the host never holds a whole
+    sharded leaf. `shardings` is a `Model` of `jax.sharding.Sharding`; None puts all on the first
+    local device.
     """
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
@@ -100,7 +105,9 @@ def assemble(read: Read, config: ModelConfig, dtype, shardings: Model | None = N
         )
 
     rest = () if shardings is None else (shardings,)
-    return jax.tree.map_with_path(leaf, weight_shapes(config), *rest, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map_with_path(
+        leaf, weight_shapes(config), *rest, is_leaf=lambda x: isinstance(x, tuple)
+    )
 
 
 def _single_part(read: Read, field: str, shape, index, dtype: np.dtype) -> np.ndarray:
@@ -117,7 +124,9 @@ def _stacked_part(read: Read, field: str, shape, index, dtype: np.dtype) -> np.n
 
 
 def weight_at(model: Model, place: Place) -> np.ndarray:
-    """One weight of a model with stacked or unrolled layers, on the host, in the layout of this project."""
+    """One weight of a model with stacked or unrolled layers, on the host, in the layout of this
+    project.
+    """
     field, index = place
     if index is None:
         return np.asarray(getattr(model, field))
@@ -145,8 +154,11 @@ def check(
             )
         file, actual = found[name]
         if actual != shape:
-            raise ValueError(f"{file}: tensor {name!r} has shape {list(actual)}, {model} needs {list(shape)}.")
+            raise ValueError(
+                f"{file}: tensor {name!r} has shape {list(actual)}, {model} needs {list(shape)}."
+            )
     for name in found.keys() - expected.keys():
         raise ValueError(
-            f"{found[name][0]}: tensor {name!r} {list(found[name][1])} has no place in {model} as configured."
+            f"{found[name][0]}: tensor {name!r} {list(found[name][1])} has no place in {model} as"
+            " configured."
         )

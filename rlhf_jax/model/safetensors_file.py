@@ -1,7 +1,9 @@
-"""safetensors files as memory-mapped views: slices are read when they are touched, bfloat16 included.
+"""safetensors files as memory-mapped views: slices are read when they are touched, bfloat16
+included.
 
-Own code because the numpy reader of the `safetensors` package knows no bfloat16 and its flax reader puts
-whole tensors on a device. The format is a length (8 bytes, little endian), a JSON header, and the bytes.
+Own code because the numpy reader of the `safetensors` package knows no bfloat16 and its flax reader
+puts whole tensors on a device. The format is a length (8 bytes, little endian), a JSON header, and
+the bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def _header(file: Path) -> tuple[dict, int]:
         try:
             header = json.loads(stream.read(length))
         except ValueError as error:
-            raise ValueError(f"{file} is not a safetensors file: its header is not JSON.") from error
+            raise ValueError(
+                f"{file} is not a safetensors file: its header is not JSON."
+            ) from error
     return header, 8 + length
 
 
@@ -59,9 +63,16 @@ def _truncated(file: Path, size: int) -> str:
 
 
 def _view(file: Path, name: str, spec: dict, mapped: np.ndarray, start: int) -> np.ndarray:
-    dtype, shape, (begin, end) = DTYPES.get(spec["dtype"]), tuple(spec["shape"]), spec["data_offsets"]
+    dtype = DTYPES.get(spec["dtype"])
+    shape = tuple(spec["shape"])
+    (begin, end) = spec["data_offsets"]
     if dtype is None:
-        raise ValueError(f"{file}: tensor {name!r} is of type {spec['dtype']}; only {', '.join(DTYPES)} are read.")
+        raise ValueError(
+            f"{file}: tensor {name!r} is of type {spec['dtype']}; only {', '.join(DTYPES)} are"
+            " read."
+        )
     if end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{file}: tensor {name!r} {list(shape)} does not fit its {end - begin} bytes.")
+        raise ValueError(
+            f"{file}: tensor {name!r} {list(shape)} does not fit its {end - begin} bytes."
+        )
     return np.ndarray(shape, dtype, buffer=mapped, offset=start + begin)

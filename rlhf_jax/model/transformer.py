@@ -21,7 +21,10 @@ def init(key: Array, config: ModelConfig, dtype=jnp.float32) -> Model:
     shapes = weight_shapes(config)
     leaves, treedef = jax.tree.flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
     keys = jax.random.split(key, len(leaves))
-    weights = [_init_leaf(k, path[-1].name, shape, dtype) for k, (path, shape) in zip(keys, leaves, strict=True)]
+    weights = [
+        _init_leaf(k, path[-1].name, shape, dtype)
+        for k, (path, shape) in zip(keys, leaves, strict=True)
+    ]
     return jax.tree.unflatten(treedef, weights)
 
 
@@ -35,9 +38,14 @@ def _init_leaf(key: Array, name: str, shape: tuple[int, ...], dtype) -> Array:
 
 
 def weight_shapes(config: ModelConfig) -> Model:
-    """A `Model` whose leaves are the shapes of the weights, layers stacked: the one table of weights."""
+    """A `Model` whose leaves are the shapes of the weights, layers stacked: the one table of
+    weights.
+    """
     c = config
-    depth, width, ffn, dim = c.num_layers, c.width, c.ffn_width, c.head_dim
+    depth = c.num_layers
+    width = c.width
+    ffn = c.ffn_width
+    dim = c.head_dim
     layers = Layer(
         attention_norm=(depth, width),
         query=(depth, width, c.num_heads, dim),
@@ -62,19 +70,28 @@ def stack(model: Model) -> Model:
     """Layers as one `Layer` with a leading L."""
     if isinstance(model.layers, Layer):
         return model
-    return dataclasses.replace(model, layers=jax.tree.map(lambda *leaves: jnp.stack(leaves), *model.layers))
+    return dataclasses.replace(
+        model, layers=jax.tree.map(lambda *leaves: jnp.stack(leaves), *model.layers)
+    )
 
 
 def unstack(model: Model) -> Model:
-    """Layers as a tuple: each weight is then a buffer of its own, read in place by every decoding step."""
+    """Layers as a tuple: each weight is then a buffer of its own, read in place by every decoding
+    step.
+    """
     if not isinstance(model.layers, Layer):
         return model
-    layers = [jax.tree.map(lambda leaf, i=i: leaf[i], model.layers) for i in range(model.config.num_layers)]
+    layers = [
+        jax.tree.map(lambda leaf, i=i: leaf[i], model.layers)
+        for i in range(model.config.num_layers)
+    ]
     return dataclasses.replace(model, layers=tuple(layers))
 
 
 def pad_vocab(model: Model, multiple: int) -> Model:
-    """The model with zeros behind its vocabulary, up to a multiple of tokens: `logits` masks them."""
+    """The model with zeros behind its vocabulary, up to a multiple of tokens: `logits` masks
+    them.
+    """
     short = -model.config.vocab_size % multiple
     head = None if model.head is None else jnp.pad(model.head, ((0, 0), (0, short)))
     return dataclasses.replace(model, embed=jnp.pad(model.embed, ((0, short), (0, 0))), head=head)
@@ -93,11 +110,13 @@ def forward(
     memory: Any = None,
     remat: bool = False,
 ) -> tuple[Array, Any]:
-    """Hidden states [B, Q, M] after the final norm, in the weights' dtype, for tokens and positions [B, Q].
+    """Hidden states [B, Q, M] after the final norm, in the weights' dtype, for tokens and positions
+    [B, Q].
 
-    `attend(query, key, value, memory of the layer) -> (out, kept)` is the attention; `memory` and `kept` run over
-    the layers (a tuple where layers are unrolled, leaves with a leading L where they are stacked). `remat` keeps
-    only each layer's input for the backward pass. A token below 0 (no draft) is read as token 0.
+    `attend(query, key, value, memory of the layer) -> (out, kept)` is the attention; `memory` and
+    `kept` run over the layers (a tuple where layers are unrolled, leaves with a leading L where
+    they are stacked). `remat` keeps only each layer's input for the backward pass. A token below 0
+    (no draft) is read as token 0.
     """
     chex.assert_rank([tokens, positions], [2, 2])
     chex.assert_equal_shape([tokens, positions])
@@ -106,7 +125,9 @@ def forward(
     step = jax.checkpoint(step) if remat else step
     hidden = model.embed[jnp.maximum(tokens, 0)]
     if isinstance(model.layers, Layer):
-        hidden, kept = jax.lax.scan(lambda x, layer: step(x, *layer), hidden, (model.layers, memory))
+        hidden, kept = jax.lax.scan(
+            lambda x, layer: step(x, *layer), hidden, (model.layers, memory)
+        )
     else:
         kept = []
         for index, layer in enumerate(model.layers):
@@ -119,7 +140,8 @@ def forward(
 def _block(hidden, layer: Layer, memory, *, config: ModelConfig, rotation, attend):
     normed = rms_norm(hidden, layer.attention_norm, config.norm_eps)
     out, kept = attend(*_project(normed, layer, config, rotation), memory)
-    # Heads are merged by hand: an einsum over two axes makes XLA transpose the weight at every step on a CPU.
+    # Heads are merged by hand: an einsum over two axes makes XLA transpose the weight at every step
+    # on a CPU.
     hidden = hidden + out.reshape(*out.shape[:2], -1) @ layer.output.reshape(-1, config.width)
     normed = rms_norm(hidden, layer.mlp_norm, config.norm_eps)
     gated = jax.nn.silu(normed @ layer.gate) * (normed @ layer.up)
@@ -153,7 +175,9 @@ def logits(model: Model, hidden: Array) -> Array:
 
 
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
-    """x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32 (Zhang and Sennrich 2019)."""
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32 (Zhang and Sennrich
+    2019).
+    """
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return wide.astype(x.dtype) * scale
@@ -179,9 +203,12 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
 
 
 def _llama3_frequencies(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Long wavelengths are divided by the factor, short ones kept, those between interpolated (Llama 3.1)."""
+    """Long wavelengths are divided by the factor, short ones kept, those between interpolated
+    (Llama 3.1).
+    """
     turns = scaling.original_context * frequencies / (2 * np.pi)
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    low = scaling.low_frequency_factor
+    high = scaling.high_frequency_factor
     smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return frequencies * (smooth + (1 - smooth) / scaling.factor)
 

@@ -1,8 +1,10 @@
-"""Rows with their caches from one slice to another: `depart`, `send` or `across`, `arrive`. All of a row goes together.
+"""Rows with their caches from one slice to another: `depart`, `send` or `across`, `arrive`. All of
+a row goes together.
 
-Only the part of the caches that holds something travels, rounded up to a width of its own programs. Each device
-flattens what it has of the rows to a few pieces, as each takes a while to send, however small; the device in its place
-on the other slice parts them again. Nothing is computed again, and no row that stays is touched.
+Only the part of the caches that holds something travels, rounded up to a width of its own programs.
+Each device flattens what it has of the rows to a few pieces, as each takes a while to send, however
+small; the device in its place on the other slice parts them again. Nothing is computed again, and
+no row that stays is touched.
 """
 
 from __future__ import annotations
@@ -23,15 +25,21 @@ from rlhf_jax.mesh import AXES, ROW_AXES, pin_rows, row_shardings
 from rlhf_jax.types import Array, Cache, DecodeState
 
 NARROWEST = 64  # token slots of a parcel: this many, or twice, four times ... as many
-PIECE = 1 << 22  # bytes of a row in a piece, but for larger leaves: much fresh memory at once is slow on a CPU
-PLACE = PartitionSpec("slices", "tensor")  # of a piece: it is repeated over the devices that rows lie on
+PIECE = (
+    1 << 22
+)  # bytes of a row in a piece, but for larger leaves: much fresh memory at once is slow on a CPU
+PLACE = PartitionSpec(
+    "slices", "tensor"
+)  # of a piece: it is repeated over the devices that rows lie on
 
 
 @struct.dataclass
 class Parcel:
     """Rows that travel."""
 
-    pieces: tuple[Array, ...]  # [1, n] each: leaves of one dtype, one after the other; int32 for all that are no floats
+    pieces: tuple[
+        Array, ...
+    ]  # [1, n] each: leaves of one dtype, one after the other; int32 for all that are no floats
     slots: int = struct.field(pytree_node=False)  # token slots of each row
 
 
@@ -49,27 +57,37 @@ def bytes_of(parcel: Parcel) -> int:
 def depart(state: DecodeState, rows: Array, slots: int, mesh: Mesh | None = None) -> Parcel:
     """Rows [R] of a state, cut to `slots` token slots.
 
-    The rows may lie on any of the slice's devices: each gives its own, and a sum gathers R rows and no more.
+    The rows may lie on any of the slice's devices: each gives its own, and a sum gathers R rows and
+    no more.
     """
 
     def give(held: DecodeState) -> tuple[Array, ...]:
-        own, leaves = _own(rows, held, state), jax.tree.leaves(_cut(held, slots))
-        pieces = tuple(_joined([_picked(leaves[one], own) for one in shared]) for shared in _shares(leaves))
+        own = _own(rows, held, state)
+        leaves = jax.tree.leaves(_cut(held, slots))
+        pieces = tuple(
+            _joined([_picked(leaves[one], own) for one in shared]) for shared in _shares(leaves)
+        )
         return pieces if own is rows else jax.lax.psum(pieces, ROW_AXES)
 
     if mesh is None:
         return Parcel(give(state), slots)
-    return Parcel(_on_each(give, mesh=mesh, in_specs=(_specs(state, mesh),), out_specs=PLACE)(state), slots)
+    return Parcel(
+        _on_each(give, mesh=mesh, in_specs=(_specs(state, mesh),), out_specs=PLACE)(state), slots
+    )
 
 
-def arrive(state: DecodeState, parcel: Parcel, rows: Array, mesh: Mesh | None = None) -> DecodeState:
+def arrive(
+    state: DecodeState, parcel: Parcel, rows: Array, mesh: Mesh | None = None
+) -> DecodeState:
     """`state` with the parcel in its rows [R]. `state` is donated."""
     return _put(state, parcel, rows, _begins(state, parcel.slots, mesh), mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "mesh"))
 def _begins(state: DecodeState, slots: int, mesh: Mesh | None) -> list[list[Array]]:
-    """[] int32, where in its piece a row of each leaf begins: as data, so that one kernel does for all leaves alike."""
+    """[] int32, where in its piece a row of each leaf begins: as data, so that one kernel does for
+    all leaves alike.
+    """
 
     def find(held: DecodeState) -> list[list[Array]]:
         leaves = jax.tree.leaves(_cut(held, slots))
@@ -78,13 +96,18 @@ def _begins(state: DecodeState, slots: int, mesh: Mesh | None) -> list[list[Arra
 
     if mesh is None:
         return find(state)
-    return _on_each(find, mesh=mesh, in_specs=(_specs(state, mesh),), out_specs=PartitionSpec())(state)
+    return _on_each(find, mesh=mesh, in_specs=(_specs(state, mesh),), out_specs=PartitionSpec())(
+        state
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
-def _put(state: DecodeState, parcel: Parcel, rows: Array, begins: list[list[Array]], mesh: Mesh | None) -> DecodeState:
+def _put(
+    state: DecodeState, parcel: Parcel, rows: Array, begins: list[list[Array]], mesh: Mesh | None
+) -> DecodeState:
     def put(held: DecodeState, pieces: tuple[Array, ...], begins: list[list[Array]]) -> DecodeState:
-        own, cut = _own(rows, held, state), jax.tree.leaves(_cut(held, parcel.slots))
+        own = _own(rows, held, state)
+        cut = jax.tree.leaves(_cut(held, parcel.slots))
         leaves, kind = jax.tree.flatten(held)
         for piece, places, shared in zip(pieces, begins, _shares(cut), strict=True):
             for one, begin in zip(shared, places, strict=True):
@@ -100,7 +123,8 @@ def _put(state: DecodeState, parcel: Parcel, rows: Array, begins: list[list[Arra
     return pin_rows(place(state, parcel.pieces, begins), mesh)
 
 
-# Unchecked: what is not split, in a state or a parcel, all devices that have it find to be the same.
+# Unchecked: what is not split, in a state or a parcel, all devices that have it find to be the
+# same.
 _on_each = functools.partial(jax.shard_map, check_vma=False)
 
 
@@ -109,7 +133,9 @@ def _specs(state: DecodeState, mesh: Mesh) -> Any:
 
 
 def _own(rows: Array, held: DecodeState, state: DecodeState) -> Array:
-    """Where rows of a state lie in what a device holds of it: past its end, those of other devices."""
+    """Where rows of a state lie in what a device holds of it: past its end, those of other
+    devices.
+    """
     count = len(held.done)
     if count == len(state.done):
         return rows
@@ -122,7 +148,9 @@ def _cut(state: DecodeState, slots: int) -> DecodeState:
         return tuple((key[..., :slots], value[:, :, :slots]) for key, value in cache)
 
     draft = state.draft and dataclasses.replace(state.draft, cache=cut(state.draft.cache))
-    return dataclasses.replace(state, tokens=state.tokens[:, :slots], cache=cut(state.cache), draft=draft)
+    return dataclasses.replace(
+        state, tokens=state.tokens[:, :slots], cache=cut(state.cache), draft=draft
+    )
 
 
 def _shares(leaves: Sequence[Array]) -> list[list[int]]:
@@ -148,7 +176,9 @@ def _bytes_of_row(leaf: Array) -> int:
 def _picked(leaf: Array, rows: Array) -> Array:
     """Rows [R, ...], zeros for those past the end."""
     found = jnp.concatenate([jax.lax.dynamic_slice_in_dim(leaf, row, 1) for row in rows])
-    return jnp.where(jnp.expand_dims(rows < len(leaf), range(1, leaf.ndim)), found, jnp.zeros((), leaf.dtype))
+    return jnp.where(
+        jnp.expand_dims(rows < len(leaf), range(1, leaf.ndim)), found, jnp.zeros((), leaf.dtype)
+    )
 
 
 def _joined(leaves: list[Array]) -> Array:
@@ -167,20 +197,30 @@ def send(parcel: Parcel, mesh: Mesh | None) -> Parcel:
 
 
 def across(parcels: Sequence[Parcel], here: Mesh, source: Mesh, target: Mesh) -> Parcel:
-    """A parcel from one slice to another, of another process: both processes call this, in the same order.
+    """A parcel from one slice to another, of another process: both processes call this, in the same
+    order.
 
-    parcels: what this process has on the two slices: the one that departed, or on the target's side anything of its
-    shape. Returns what lies on `here` afterwards, which has a meaning on the target. No other device takes part.
+    parcels: what this process has on the two slices: the one that departed, or on the target's side
+    anything of its shape. Returns what lies on `here` afterwards, which has a meaning on the
+    target. No other device takes part.
     """
-    pair = Mesh(np.concatenate([source.devices, target.devices]), AXES, axis_types=source.axis_types)
+    pair = Mesh(
+        np.concatenate([source.devices, target.devices]), AXES, axis_types=source.axis_types
+    )
     both = jax.tree.map(functools.partial(_on, pair), *parcels)
     return jax.tree.map(functools.partial(_on, here), _passed(both, pair))
 
 
 def _on(mesh: Mesh, *pieces: jax.Array) -> jax.Array:
     """[S, n], what a mesh of S slices holds of some pieces: no copy."""
-    devices, shape = set(mesh.devices.flat), (len(mesh.devices), *pieces[0].shape[1:])
-    parts = [shard.data for piece in pieces for shard in piece.addressable_shards if shard.device in devices]
+    devices = set(mesh.devices.flat)
+    shape = (len(mesh.devices), *pieces[0].shape[1:])
+    parts = [
+        shard.data
+        for piece in pieces
+        for shard in piece.addressable_shards
+        if shard.device in devices
+    ]
     return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, PLACE), parts)
 
 

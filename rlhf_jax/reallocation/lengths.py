@@ -1,8 +1,9 @@
-"""The law of response lengths, and what it says of a sample that has come so far: a law too, not a point.
+"""The law of response lengths, and what it says of a sample that has come so far: a law too, not a
+point.
 
-Lengths are counted in bins. A response that was cut off at its limit says only that it would have been longer: the law
-is one of hazards (Kaplan and Meier's), the chance to end in a bin for those that reach it. Where nothing was seen a
-weak prior rules, by which what has come far goes far.
+Lengths are counted in bins. A response that was cut off at its limit says only that it would have
+been longer: the law is one of hazards (Kaplan and Meier's), the chance to end in a bin for those
+that reach it. Where nothing was seen a weak prior rules, by which what has come far goes far.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from typing import Any
 
 import numpy as np
 
-SHARES = np.array([0.25, 0.25, 0.2, 0.15, 0.1, 0.04, 0.008, 0.002])  # of the outcomes that stand for a law, ascending
+SHARES = np.array(
+    [0.25, 0.25, 0.2, 0.15, 0.1, 0.04, 0.008, 0.002]
+)  # of the outcomes that stand for a law, ascending
 CHANCES = SHARES.cumsum() - SHARES / 2  # to end before each
-EDGES = np.unique(np.concatenate([np.arange(16), np.round(np.geomspace(16, 131_072, 150))]))  # of bins, tokens
+EDGES = np.unique(
+    np.concatenate([np.arange(16), np.round(np.geomspace(16, 131_072, 150))])
+)  # of bins, tokens
 BINS = len(EDGES) - 1
 PRIOR = 1.0  # responses that the prior is worth, in each bin
 TYPICAL = 256.0  # tokens after which half have ended, by the prior
@@ -32,7 +37,9 @@ class Lengths:
     """Responses counted by bin."""
 
     ended: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(BINS))
-    cut: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(BINS))  # off at their limit
+    cut: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.zeros(BINS)
+    )  # off at their limit
 
 
 def observe(law: Lengths, lengths: np.ndarray, finished: np.ndarray) -> Lengths:
@@ -55,7 +62,9 @@ def survival(law: Lengths) -> np.ndarray:
 
 
 def believed(law: Lengths, earlier: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-    """[n, BINS + 1] survival of samples with earlier roll-outs: the law, weighed by how near these were."""
+    """[n, BINS + 1] survival of samples with earlier roll-outs: the law, weighed by how near these
+    were.
+    """
     common = survival(law)
     mass = common[:-1] - common[1:]
     count = np.array([len(each) for each in earlier])
@@ -66,18 +75,23 @@ def believed(law: Lengths, earlier: Sequence[Sequence[int] | np.ndarray]) -> np.
     return np.concatenate([ends, np.zeros((len(ends), 1))], axis=1) / ends[:, :1]
 
 
-def remaining(curves: np.ndarray, which: np.ndarray, generated: np.ndarray, limit: np.ndarray | float) -> np.ndarray:
-    """[n, Q] tokens to come in outcomes of `SHARES`, ascending, at least 1 where the limit lets them.
+def remaining(
+    curves: np.ndarray, which: np.ndarray, generated: np.ndarray, limit: np.ndarray | float
+) -> np.ndarray:
+    """[n, Q] tokens to come in outcomes of `SHARES`, ascending, at least 1 where the limit lets
+    them.
 
-    curves [k, BINS + 1]: survival, and which [n] of them holds for each sample; generated, limit [n]: tokens of each
-    response so far, and at most.
+    curves [k, BINS + 1]: survival, and which [n] of them holds for each sample; generated, limit
+    [n]: tokens of each response so far, and at most.
     """
     at = np.clip(np.searchsorted(EDGES, generated, side="right") - 1, 0, BINS - 1)
     part = np.clip((generated - EDGES[at]) / (EDGES[at + 1] - EDGES[at]), 0, 1)
     alive = curves[which, at] * (1 - part) + curves[which, at + 1] * part
     # One ascending array for all curves, so that one search serves.
-    flat, own = (2.0 * np.arange(len(curves))[:, None] - curves).ravel(), which[:, None]
-    wanted, begin = 2.0 * own - alive[:, None] * (1 - CHANCES), own * (BINS + 1)
+    flat = (2.0 * np.arange(len(curves))[:, None] - curves).ravel()
+    own = which[:, None]
+    wanted = 2.0 * own - alive[:, None] * (1 - CHANCES)
+    begin = own * (BINS + 1)
     low = np.clip(np.searchsorted(flat, wanted, side="right") - 1, begin, begin + BINS - 1)
     before = flat.take(low)
     share = (wanted - before) / np.maximum(flat.take(low + 1) - before, 1e-300)

@@ -47,8 +47,8 @@ class Drain:
     def deadline(self) -> float:
         """Seconds after which one row of all slices is expected to live.
 
-        All slices end, in expectation, at most by a deadline and the row seconds after it, whichever the deadline:
-        this is the one for which that is least.
+        All slices end, in expectation, at most by a deadline and the row seconds after it,
+        whichever the deadline: this is the one for which that is least.
         """
         ended = -np.diff(self.live, axis=1, append=0.0)
         tick = float(self.over.max()) / (TICKS - 1)
@@ -70,7 +70,9 @@ class Clock:
         return len(self.paces) - 1
 
     def bins(self, left: np.ndarray) -> np.ndarray:
-        """The last bin in which a sample lives, of tokens to come in the same shape; the last for all beyond."""
+        """The last bin in which a sample lives, of tokens to come in the same shape; the last for
+        all beyond.
+        """
         last = left * (1 / self.width)
         return np.minimum(last, BINS - 1, out=last).astype(np.int8)
 
@@ -79,19 +81,25 @@ class Clock:
         return SHARES @ (ends[:, :, None] >= np.arange(BINS, dtype=ends.dtype))
 
     def survivors(self, ends: np.ndarray, place: np.ndarray, slices: int) -> np.ndarray:
-        """[slices, B] rows expected to live in each bin, from last bins [n, Q] of samples on slices place [n].
+        """[slices, B] rows expected to live in each bin, from last bins [n, Q] of samples on slices
+        place [n].
 
         Those of place -1 stand on none.
         """
-        base, counts = BINS * (place + 1), np.zeros((slices + 1) * BINS)
+        base = BINS * (place + 1)
+        counts = np.zeros((slices + 1) * BINS)
         for share, bins in zip(SHARES, ends.T, strict=True):
             counts += share * np.bincount(base + bins, minlength=len(counts))
         return counts.reshape(slices + 1, BINS)[1:, ::-1].cumsum(axis=1)[:, ::-1]
 
     def pace(self, live: np.ndarray) -> np.ndarray:
-        """Seconds of a bin with so many rows, of any shape; whole numbers are exact, more than fit take turns."""
+        """Seconds of a bin with so many rows, of any shape; whole numbers are exact, more than fit
+        take turns.
+        """
         low = np.minimum(live.astype(np.int32), self.rows - 1)
-        pace = self.paces.take(low) + np.diff(self.paces).take(low) * (np.minimum(live, self.rows) - low)
+        pace = self.paces.take(low) + np.diff(self.paces).take(low) * (
+            np.minimum(live, self.rows) - low
+        )
         return pace * np.maximum(live * (1 / self.rows), 1)
 
     def drain(self, live: np.ndarray) -> Drain:
@@ -100,14 +108,20 @@ class Clock:
 
 
 def clock_of(left: np.ndarray, speed: np.ndarray) -> Clock:
-    """The clock of samples that have left [n, Q] tokens to come, at speed [rows + 1] tokens a second of a row."""
+    """The clock of samples that have left [n, Q] tokens to come, at speed [rows + 1] tokens a
+    second of a row.
+    """
     width = max(_horizon(left), 1.0) * (1 + 1e-9) / BINS
-    slowest = np.minimum.accumulate(np.concatenate([speed[1:2], speed[1:]]))  # more rows are never quicker
+    slowest = np.minimum.accumulate(
+        np.concatenate([speed[1:2], speed[1:]])
+    )  # more rows are never quicker
     return Clock(width, width / slowest)
 
 
 def _horizon(left: np.ndarray) -> float:
-    """Tokens to come that matter: hardly a row of all is expected to have more, however far the limit is."""
+    """Tokens to come that matter: hardly a row of all is expected to have more, however far the
+    limit is.
+    """
     seen = left[:: -(-len(left) // SEEN)]
     order = np.argsort(-seen, axis=None)
     beyond = np.tile(SHARES, len(seen))[order].cumsum() * (len(left) / len(seen))

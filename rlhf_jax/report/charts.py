@@ -1,7 +1,8 @@
 """Charts as inline SVG: pure functions of series to a string, no script needed.
 
-The plot's own box is the SVG; labels stand outside it, in the margins that the page leaves (`overflow: visible`).
-Places are percentages and lines keep their width, so a chart fits a phone and a desk with text of one size.
+The plot's own box is the SVG; labels stand outside it, in the margins that the page leaves
+(`overflow: visible`). Places are percentages and lines keep their width, so a chart fits a phone
+and a desk with text of one size.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ MOST = 200  # points of a line, bars, and places to point at
 UNITS = 1000  # of the box that paths are drawn in
 LABEL = 16  # pixels between two labels
 ROW = 40  # pixels between two lines of the grid, or more
-LANES = (5, 28, 576)  # pixels of a lane at least and at most, and of all together where that is possible
+LANES = (
+    5,
+    28,
+    576,
+)  # pixels of a lane at least and at most, and of all together where that is possible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +52,9 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
-    """A row of `lanes_chart`: what to call it, bars as (class, left, right), tips as (text, left, right), marks, and a
-    word at its end."""
+    """A row of `lanes_chart`: what to call it, bars as (class, left, right), tips as (text, left,
+    right), marks, and a word at its end.
+    """
 
     name: str
     bars: Sequence[tuple[str, float, float]]
@@ -59,7 +65,9 @@ class Lane:
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """The box of a chart: the steps and values at its edges, the step of its ticks, and its height in pixels."""
+    """The box of a chart: the steps and values at its edges, the step of its ticks, and its height
+    in pixels.
+    """
 
     left: float
     right: float
@@ -77,13 +85,18 @@ class Frame:
         return np.clip((self.top - np.asarray(values)) / (self.top - self.bottom), 0.0, 1.0)
 
 
-def line_chart(title: str, trained: Series, evaluated: Series | None = None, height: int = 190) -> str:
-    """SVG of a number by step: every value light, the moving mean bold, evaluations as dots; '' of nothing."""
+def line_chart(
+    title: str, trained: Series, evaluated: Series | None = None, height: int = 190
+) -> str:
+    """SVG of a number by step: every value light, the moving mean bold, evaluations as dots; '' of
+    nothing.
+    """
     shown = [line for line in (trained, evaluated) if line]
     if not shown:
         return ""
     frame = _frame(shown, height)
-    parts, ends = [_grid(frame)], []
+    parts = [_grid(frame)]
+    ends = []
     if trained:
         mean = smooth(trained.values)
         parts += [_trained(trained, mean, frame), _targets(trained, frame), _spikes(trained, frame)]
@@ -91,31 +104,47 @@ def line_chart(title: str, trained: Series, evaluated: Series | None = None, hei
     if evaluated:
         parts.append(_dots(evaluated, frame))
         ends.append(("eval", float(evaluated.values[-1])))
-    spoken = f"{title} by step: from {reading(shown[0].values[0])} to {reading(shown[0].values[-1])}"
+    spoken = (
+        f"{title} by step: from {reading(shown[0].values[0])} to {reading(shown[0].values[-1])}"
+    )
     return _svg(spoken, height, *parts, _end_labels(ends, frame))
 
 
 def lines_chart(title: str, lines: Sequence[tuple[str, Series]], height: int = 190) -> str:
-    """SVG of the moving means of several numbers by step, each line of its own class; '' of nothing."""
+    """SVG of the moving means of several numbers by step, each line of its own class; '' of
+    nothing.
+    """
     lines = [(kind, line) for kind, line in lines if line]
     if not lines:
         return ""
     frame = _frame([line for _, line in lines], height)
     means = [(kind, smooth(line.values)) for kind, line in lines]
-    drawn = [_mean(line, mean, frame, kind) for (kind, line), (_, mean) in zip(lines, means, strict=True)]
-    named = {line.name: dict(zip(line.steps.tolist(), line.values.tolist(), strict=True)) for _, line in lines}
+    drawn = [
+        _mean(line, mean, frame, kind) for (kind, line), (_, mean) in zip(lines, means, strict=True)
+    ]
+    named = {
+        line.name: dict(zip(line.steps.tolist(), line.values.tolist(), strict=True))
+        for _, line in lines
+    }
     steps = np.unique(np.concatenate([line.steps for _, line in lines]))
     targets = "".join(
-        _target(frame, left, right, _several_tip(steps[part], named)) for part, left, right in _bands(steps, frame)
+        _target(frame, left, right, _several_tip(steps[part], named))
+        for part, left, right in _bands(steps, frame)
     )
     ends = [(kind, float(mean[-1])) for kind, mean in means]
     return _svg(f"{title} by step", height, _grid(frame), *drawn, targets, _end_labels(ends, frame))
 
 
 def share_chart(
-    title: str, names: Sequence[str], layers: Sequence[tuple[str, np.ndarray]], tips: Sequence[str], height: int = 190
+    title: str,
+    names: Sequence[str],
+    layers: Sequence[tuple[str, np.ndarray]],
+    tips: Sequence[str],
+    height: int = 190,
 ) -> str:
-    """SVG of a bar for each name, stacked of (class, per cent [n]) layers that `tips` [n] say; '' of none."""
+    """SVG of a bar for each name, stacked of (class, per cent [n]) layers that `tips` [n] say; ''
+    of none.
+    """
     if not names:
         return ""
     frame = Frame(0.0, float(len(names)), 0.0, 100.0, 25.0, height)
@@ -142,16 +171,19 @@ def stacked_chart(
     say: Callable[[float], str] = duration,
     whole: bool = True,
 ) -> str:
-    """SVG of numbers by step, one bar a step (or run of steps) with a layer for each series; '' of nothing.
+    """SVG of numbers by step, one bar a step (or run of steps) with a layer for each series; '' of
+    nothing.
 
-    The layers have the same steps, and are of these classes, or 'layer-0', 'layer-1' ...; `say` speaks a number (of
-    seconds), and the tips tell the `whole`.
+    The layers have the same steps, and are of these classes, or 'layer-0', 'layer-1' ...; `say`
+    speaks a number (of seconds), and the tips tell the `whole`.
     """
     layers = [layer for layer in layers if layer]
     kinds = kinds or [f"layer-{index}" for index in range(len(layers))]
     if not layers:
         return ""
-    steps, values = layers[0].steps, np.stack([layer.values for layer in layers])  # [layers, n]
+    # [layers, n]
+    steps = layers[0].steps
+    values = np.stack([layer.values for layer in layers])
     parts = groups(len(steps), MOST)
     means = np.stack([values[:, part].mean(1) for part in parts], 1)  # [layers, bars]
     _, top, mark = domain(means.sum(0), height // ROW, from_zero=True)
@@ -168,21 +200,40 @@ def stacked_chart(
         for part, edge, bar in zip(parts, edges, means.T, strict=True)
     )
     sums = Series("together", np.array([steps[part][0] for part in parts]), means.sum(0))
-    return _svg(f"{title} by step", height, _grid(frame), _stretched(bars), targets, _spikes(sums, frame))
+    return _svg(
+        f"{title} by step", height, _grid(frame), _stretched(bars), targets, _spikes(sums, frame)
+    )
 
 
 def lanes_chart(title: str, lanes: Sequence[Lane], right: float, heading: str) -> str:
-    """SVG of lanes from 0 to `right`, their bars over a ground of class 'idle'; `heading` stands over their ends."""
+    """SVG of lanes from 0 to `right`, their bars over a ground of class 'idle'; `heading` stands
+    over their ends.
+    """
     least, most, together = LANES
     pitch = min(max(together // len(lanes), least), most)
     frame = Frame(0.0, right, 0.0, float(len(lanes)), 1.0, pitch * len(lanes))
     ground = [("idle", index, 0.0, right) for index in range(len(lanes))]
-    bars = [(kind, index, start, end) for index, lane in enumerate(lanes) for kind, start, end in lane.bars]
+    bars = [
+        (kind, index, start, end)
+        for index, lane in enumerate(lanes)
+        for kind, start, end in lane.bars
+    ]
     kinds = dict.fromkeys(kind for kind, *_ in bars)
-    paths = [_lane_bars(kind, [bar for bar in ground + bars if bar[0] == kind], frame) for kind in ("idle", *kinds)]
-    marks = [(frame.x(at), (index + 0.5) / len(lanes)) for index, lane in enumerate(lanes) for at in lane.marks]
+    paths = [
+        _lane_bars(kind, [bar for bar in ground + bars if bar[0] == kind], frame)
+        for kind in ("idle", *kinds)
+    ]
+    marks = [
+        (frame.x(at), (index + 0.5) / len(lanes))
+        for index, lane in enumerate(lanes)
+        for at in lane.marks
+    ]
     dots = "".join(f"M{UNITS * x:.1f} {UNITS * y:.1f}h0" for x, y in marks)
-    paths += [f'<path class="mark" stroke-width="{max(2, min(pitch - 4, 7))}" d="{dots}"/>'] if dots else []
+    paths += (
+        [f'<path class="mark" stroke-width="{max(2, min(pitch - 4, 7))}" d="{dots}"/>']
+        if dots
+        else []
+    )
     words = f'<text class="tick" x="100%" dx="10" y="-9">{html.escape(heading)}</text>'
     labels = [_lane_labels(lanes, pitch), words, _columns(frame, tick_step(0.0, right, 6))]
     return _svg(title, frame.height, _stretched("".join(paths)), *labels, _lane_tips(lanes, frame))
@@ -190,11 +241,18 @@ def lanes_chart(title: str, lanes: Sequence[Lane], right: float, heading: str) -
 
 def _lane_bars(kind: str, bars: Sequence[tuple[str, int, float, float]], frame: Frame) -> str:
     """One path of all bars of a class; a fifth of a lane, in whole pixels, is left between two."""
-    pixel, pitch = UNITS / frame.height, frame.height // frame.top
+    pixel = UNITS / frame.height
+    pitch = frame.height // frame.top
     gap = round(pitch / 4.5)
     tall = pixel * (pitch - gap)
-    places = [(frame.x(left), pixel * (pitch * index + gap // 2), frame.x(right)) for _, index, left, right in bars]
-    drawn = "".join(f"M{UNITS * x:.1f} {y:.1f}H{UNITS * end:.1f}v{tall:.1f}H{UNITS * x:.1f}z" for x, y, end in places)
+    places = [
+        (frame.x(left), pixel * (pitch * index + gap // 2), frame.x(right))
+        for _, index, left, right in bars
+    ]
+    drawn = "".join(
+        f"M{UNITS * x:.1f} {y:.1f}H{UNITS * end:.1f}v{tall:.1f}H{UNITS * x:.1f}z"
+        for x, y, end in places
+    )
     return f'<path class="{kind}" d="{drawn}"/>'
 
 
@@ -203,15 +261,25 @@ def _lane_labels(lanes: Sequence[Lane], pitch: int) -> str:
     shown = range(0, len(lanes), math.ceil(LABEL / pitch))
     middles = [(lanes[index], f'y="{(index + 0.5) * pitch:.1f}" dy=".34em"') for index in shown]
     names = [
-        f'<text class="tick" x="-10" {at} text-anchor="end">{html.escape(lane.name)}</text>' for lane, at in middles
+        f'<text class="tick" x="-10" {at} text-anchor="end">{html.escape(lane.name)}</text>'
+        for lane, at in middles
     ]
-    ends = [f'<text class="tick" x="100%" dx="10" {at}>{html.escape(lane.end)}</text>' for lane, at in middles]
+    ends = [
+        f'<text class="tick" x="100%" dx="10" {at}>{html.escape(lane.end)}</text>'
+        for lane, at in middles
+    ]
     return "".join([*names, *ends])
 
 
 def _lane_tips(lanes: Sequence[Lane], frame: Frame) -> str:
     return "".join(
-        _target(frame, left, right, text, f'y="{_percent(index / len(lanes))}" height="{_percent(1 / len(lanes))}"')
+        _target(
+            frame,
+            left,
+            right,
+            text,
+            f'y="{_percent(index / len(lanes))}" height="{_percent(1 / len(lanes))}"',
+        )
         for index, lane in enumerate(lanes)
         for text, left, right in lane.tips
     )
@@ -220,14 +288,17 @@ def _lane_tips(lanes: Sequence[Lane], frame: Frame) -> str:
 def _frame(shown: Sequence[Series], height: int) -> Frame:
     steps = np.concatenate([line.steps for line in shown])
     bottom, top, mark = domain(np.concatenate([line.values for line in shown]), height // ROW)
-    left, right = float(steps.min()), float(steps.max())
+    left = float(steps.min())
+    right = float(steps.max())
     room = 0.0 if right > left else 0.5
     return Frame(left - room, right + room, bottom, top, mark, height)
 
 
 def _svg(spoken: str, height: int, *parts: str) -> str:
     name = html.escape(spoken)
-    return f'<svg class="plot" height="{height}" role="img" aria-label="{name}">{"".join(parts)}</svg>'
+    return (
+        f'<svg class="plot" height="{height}" role="img" aria-label="{name}">{"".join(parts)}</svg>'
+    )
 
 
 def _stretched(paths: str) -> str:
@@ -239,7 +310,9 @@ def _rows(frame: Frame) -> str:
     return "".join(
         f'<line class="{"zero" if abs(mark) < frame.mark / 2 else "grid"}" x2="100%" y1="{at}" y2="{at}"/>'
         f'<text class="tick" x="-10" y="{at}" dy=".32em" text-anchor="end">{axis_number(mark, frame.mark)}</text>'
-        for mark, at in ((mark, _percent(frame.y(mark))) for mark in ticks(frame.bottom, frame.top, frame.mark))
+        for mark, at in (
+            (mark, _percent(frame.y(mark))) for mark in ticks(frame.bottom, frame.top, frame.mark)
+        )
     )
 
 
@@ -284,7 +357,8 @@ def _bars(edges: np.ndarray, low: np.ndarray, high: np.ndarray, frame: Frame) ->
     """One path of rectangles; where bars are few there is a gap between them."""
     left, right = UNITS * frame.x(edges.T)
     gap = (right - left) * (0.12 if len(edges) <= 60 else 0.0)
-    top, bottom = UNITS * frame.y(high), UNITS * frame.y(low)
+    top = UNITS * frame.y(high)
+    bottom = UNITS * frame.y(low)
     rows = zip(left + gap, top, right - left - 2 * gap, bottom - top, strict=True)
     return "".join(f"M{x:.1f} {y:.1f}h{w:.1f}v{h:.1f}h{-w:.1f}z" for x, y, w, h in rows)
 
@@ -292,7 +366,8 @@ def _bars(edges: np.ndarray, low: np.ndarray, high: np.ndarray, frame: Frame) ->
 def _dots(line: Series, frame: Frame) -> str:
     parts = groups(len(line), MOST)
     kept = [part.stop - 1 for part in parts]
-    x, y = frame.x(line.steps[kept]), frame.y(line.values[kept])
+    x = frame.x(line.steps[kept])
+    y = frame.y(line.values[kept])
     path = _stretched(f'<path class="held" d="{_path(x, y)}"/>')
     radius = 5 if len(kept) <= 40 else 3
     return path + "".join(
@@ -312,7 +387,9 @@ def _targets(line: Series, frame: Frame) -> str:
 
 
 def _bands(steps: np.ndarray, frame: Frame) -> Iterator[tuple[slice, float, float]]:
-    """(part, left, right) of at most MOST parts of the steps, which share the width out among them."""
+    """(part, left, right) of at most MOST parts of the steps, which share the width out among
+    them.
+    """
     parts = groups(len(steps), MOST)
     between = [(steps[a.stop - 1] + steps[b.start]) / 2 for a, b in itertools.pairwise(parts)]
     edges = [frame.left, *between, frame.right]
@@ -320,7 +397,8 @@ def _bands(steps: np.ndarray, frame: Frame) -> Iterator[tuple[slice, float, floa
 
 
 def _target(frame: Frame, left: float, right: float, text: str, rows: str = 'height="100%"') -> str:
-    start, width = _percent(frame.x(left)), _percent(frame.x(right) - frame.x(left))
+    start = _percent(frame.x(left))
+    width = _percent(frame.x(right) - frame.x(left))
     return f'<rect class="at" x="{start}" width="{width}" {rows}><title>{html.escape(text)}</title></rect>'
 
 
@@ -330,7 +408,11 @@ def _tip(steps: np.ndarray, values: np.ndarray, name: str) -> str:
 
 
 def _stack_tip(
-    steps: np.ndarray, layers: Sequence[Series], values: np.ndarray, say: Callable[[float], str], whole: bool
+    steps: np.ndarray,
+    layers: Sequence[Series],
+    values: np.ndarray,
+    say: Callable[[float], str],
+    whole: bool,
 ) -> str:
     rows = [f"{layer.name} {say(value)}" for layer, value in zip(layers, values, strict=True)]
     together = [f"together {say(float(values.sum()))}"] if whole else []
@@ -339,17 +421,27 @@ def _stack_tip(
 
 def _several_tip(steps: np.ndarray, named: Mapping[str, Mapping[float, float]]) -> str:
     """The mean of each line over these steps."""
-    seen = {name: [values[step] for step in steps.tolist() if step in values] for name, values in named.items()}
-    return "\n".join([_when(steps), *(f"{name} {reading(float(np.mean(v)))}" for name, v in seen.items() if v)])
+    seen = {
+        name: [values[step] for step in steps.tolist() if step in values]
+        for name, values in named.items()
+    }
+    return "\n".join(
+        [_when(steps), *(f"{name} {reading(float(np.mean(v)))}" for name, v in seen.items() if v)]
+    )
 
 
 def _when(steps: np.ndarray) -> str:
-    return f"step {steps[0]:,.0f}" if len(steps) == 1 else f"steps {steps[0]:,.0f} to {steps[-1]:,.0f}"
+    return (
+        f"step {steps[0]:,.0f}" if len(steps) == 1 else f"steps {steps[0]:,.0f} to {steps[-1]:,.0f}"
+    )
 
 
 def _spikes(line: Series, frame: Frame) -> str:
     """The greatest and the least value where they lie outside the chart."""
-    found = [(int(line.values.argmax()), -7, "↑"), (int(line.values.argmin()), frame.height - 6, "↓")]
+    found = [
+        (int(line.values.argmax()), -7, "↑"),
+        (int(line.values.argmin()), frame.height - 6, "↓"),
+    ]
     slack = 1e-9 * (frame.top - frame.bottom)
     return "".join(
         f'<text class="tick" x="{_percent(frame.x(line.steps[index]))}" y="{at}" text-anchor="start" dx="-4">'
@@ -371,12 +463,16 @@ def _end_labels(ends: Sequence[tuple[str, float]], frame: Frame) -> str:
 
 
 def _apart(places: np.ndarray, height: int) -> np.ndarray:
-    """Places [n], in order, LABEL or more from each other and within the height where they had to move."""
+    """Places [n], in order, LABEL or more from each other and within the height where they had to
+    move.
+    """
     if len(places) < 2 or np.diff(places).min() >= LABEL:
         return places
     steps = LABEL * np.arange(len(places))
     room = max(height - steps[-1], 0)
-    pooled = [[place] for place in places - steps]  # least squares that rise nowhere: neighbours that meet are pooled
+    pooled = [
+        [place] for place in places - steps
+    ]  # least squares that rise nowhere: neighbours that meet are pooled
     at = 1
     while at < len(pooled):
         if at and np.mean(pooled[at - 1]) > np.mean(pooled[at]):

@@ -33,7 +33,10 @@ CHARTS = (
     ("loss/value", "Value loss", ""),
     ("generation/tokens_per_second", "Generation speed", "tokens a second"),
 )
-PAIRS, OPEN_PAIRS, LONGEST = 24, 6, 2000  # samples shown, of them unfolded, and characters of a text
+# samples shown, of them unfolded, and characters of a text
+PAIRS = 24
+OPEN_PAIRS = 6
+LONGEST = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +51,8 @@ class Figure:
 
 
 def write_report(workdir: str | pathlib.Path, device: str = "") -> pathlib.Path:
-    """Writes WORKDIR/report.html from the run's files and returns its path; `device` names the hardware, if known.
+    """Writes WORKDIR/report.html from the run's files and returns its path; `device` names the
+    hardware, if known.
 
     Errors are those of `read_run`, and OSError where the file cannot be written.
     """
@@ -62,7 +66,9 @@ def write_report(workdir: str | pathlib.Path, device: str = "") -> pathlib.Path:
     except OSError as error:
         fresh.unlink(missing_ok=True)
         reason = error.strerror or error
-        raise OSError(f"{path} cannot be written ({reason}); make room and give launch/report.py again.") from error
+        raise OSError(
+            f"{path} cannot be written ({reason}); make room and give launch/report.py again."
+        ) from error
     return path
 
 
@@ -108,29 +114,54 @@ def facts(run: Run, device: str) -> list[tuple[str, str]]:
 
 
 def rewards(run: Run) -> list[Figure]:
-    """What was measured on held-out prompts, before and after; without an evaluation, training's reward."""
-    return _measures(run.evaluations) or _before_after("Training reward", series(run.metrics, "reward/mean"))
+    """What was measured on held-out prompts, before and after; without an evaluation, training's
+    reward.
+    """
+    return _measures(run.evaluations) or _before_after(
+        "Training reward", series(run.metrics, "reward/mean")
+    )
 
 
 def headline(run: Run) -> list[Figure]:
     """Where the run stands: KL, length, speed, and the time it took."""
-    rows, figures = run.metrics, []
+    rows = run.metrics
+    figures = []
     if kl := series(rows, "kl/mean"):
-        figures.append(Figure("KL to the reference", reading(smooth(kl.values)[-1]), note="nats a token"))
-    figures += _before_after("Response length", series(rows, "response/length_mean"), "tokens", judged=False)
-    tokens, seconds = _total(rows, "generation/tokens"), _total(rows, "generation/seconds")
+        figures.append(
+            Figure("KL to the reference", reading(smooth(kl.values)[-1]), note="nats a token")
+        )
+    figures += _before_after(
+        "Response length", series(rows, "response/length_mean"), "tokens", judged=False
+    )
+    tokens = _total(rows, "generation/tokens")
+    seconds = _total(rows, "generation/seconds")
     if tokens and seconds:
-        figures.append(Figure("Generation speed", reading(tokens / seconds), note="tokens a second"))
-    if rounds := sum(row["generation/tokens"] / row["generation/tokens_per_round"] for row in rows if _drew(row)):
-        figures.append(Figure("Tokens per round", f"{tokens / rounds:.2f}", note="plain decoding has 1"))
-    if spent := _total(rows, "step/seconds") or sum(_total(rows, f"{stage}/seconds") for stage in STAGES):
-        figures.append(Figure("Wall time of all steps", duration(spent), note=f"{duration(spent / len(rows))} a step"))
+        figures.append(
+            Figure("Generation speed", reading(tokens / seconds), note="tokens a second")
+        )
+    if rounds := sum(
+        row["generation/tokens"] / row["generation/tokens_per_round"] for row in rows if _drew(row)
+    ):
+        figures.append(
+            Figure("Tokens per round", f"{tokens / rounds:.2f}", note="plain decoding has 1")
+        )
+    if spent := _total(rows, "step/seconds") or sum(
+        _total(rows, f"{stage}/seconds") for stage in STAGES
+    ):
+        figures.append(
+            Figure(
+                "Wall time of all steps",
+                duration(spent),
+                note=f"{duration(spent / len(rows))} a step",
+            )
+        )
     return figures
 
 
 def charts(run: Run) -> list[Chart]:
-    """The reward's chart, those of CHARTS that have values, and the stages'; what drafts bring, of a fixed strategy,
-    and what slices left undone and moved."""
+    """The reward's chart, those of CHARTS that have values, and the stages'; what drafts bring, of
+    a fixed strategy, and what slices left undone and moved.
+    """
     fixed = run.config.get("generation.strategy") != "plain" and not drafting.drafts(run)
     drawn = [_chart(run.metrics, *chart) for chart in CHARTS + (drafting.GAINS if fixed else ())]
     drawn += timeline.charts(run.metrics)
@@ -143,16 +174,21 @@ def other_charts(run: Run) -> list[Chart]:
     shown |= {f"{stage}/seconds" for stage in STAGES} | {*timeline.OWN}
     own = drafting.OWN if drafting.drafts(run) else ()
     keys = sorted({key for row in run.metrics for key in row if not key.startswith(own)} - shown)
-    small = [Chart(key, "", Markup(line_chart(key, series(run.metrics, key), height=84))) for key in keys]
+    small = [
+        Chart(key, "", Markup(line_chart(key, series(run.metrics, key), height=84))) for key in keys
+    ]
     return [chart for chart in small if chart.svg]
 
 
 def pairs(run: Run) -> list[tuple[str, list[tuple[str, Row]]]]:
-    """(prompt, [(when, sample), ...]) of at most PAIRS samples, evenly spread; of two batches, what has one prompt.
+    """(prompt, [(when, sample), ...]) of at most PAIRS samples, evenly spread; of two batches, what
+    has one prompt.
 
     Batches of training have no prompts in common: there the sample itself says its prompt.
     """
-    batches = [[(_when(step, run), _shown(sample)) for sample in rows] for step, rows in run.samples]
+    batches = [
+        [(_when(step, run), _shown(sample)) for sample in rows] for step, rows in run.samples
+    ]
     rows = list(zip(*batches, strict=False))
     if run.evaluations:
         rows = [row for row in rows if len({sample["prompt"] for _, sample in row}) == 1]
@@ -161,20 +197,31 @@ def pairs(run: Run) -> list[tuple[str, list[tuple[str, Row]]]]:
 
 
 def _steps(run: Run) -> str:
-    done, asked = len(run.metrics), run.config.get("steps", 0)
+    done = len(run.metrics)
+    asked = run.config.get("steps", 0)
     return f"{done:,} of {asked:,}" if isinstance(asked, int) and done < asked else f"{done:,}"
 
 
 def _measures(evaluations: list[Row]) -> list[Figure]:
     if not evaluations:
         return []
-    names = [key for key in evaluations[0] if key != "step" and not key.startswith("eval/generation/")]
+    names = [
+        key for key in evaluations[0] if key != "step" and not key.startswith("eval/generation/")
+    ]
     found = {key.removeprefix("eval/"): series(evaluations, key) for key in names}
-    return [figure for name, line in found.items() for figure in _before_after(f"Held-out {name}", line, ends=True)]
+    return [
+        figure
+        for name, line in found.items()
+        for figure in _before_after(f"Held-out {name}", line, ends=True)
+    ]
 
 
-def _before_after(label: str, line: Series, note: str = "", judged: bool = True, ends: bool = False) -> list[Figure]:
-    """A figure of a series' start and end, as its chart labels them: smoothed, or the `ends` themselves."""
+def _before_after(
+    label: str, line: Series, note: str = "", judged: bool = True, ends: bool = False
+) -> list[Figure]:
+    """A figure of a series' start and end, as its chart labels them: smoothed, or the `ends`
+    themselves.
+    """
     if not line:
         return []
     first, last = line.values[[0, -1]] if ends else smooth(line.values)[[0, -1]]
@@ -198,10 +245,8 @@ def _chart(rows: list[Row], key: str, title: str, note: str) -> Chart:
 
 
 def _reward_chart(run: Run) -> Chart:
-    trained, held_out = (
-        series(run.metrics, "reward/mean", "training"),
-        series(run.evaluations, "eval/reward", "held-out"),
-    )
+    trained = series(run.metrics, "reward/mean", "training")
+    held_out = series(run.evaluations, "eval/reward", "held-out")
     legend = (("mean", "training, smoothed"), ("raw", "each step"), ("dot", "held-out prompts"))
     shown = legend[: 2 if trained else 0] + legend[2 if held_out else 3 :]
     return Chart("Reward", "", Markup(line_chart("Reward", trained, held_out, height=260)), shown)
@@ -212,9 +257,14 @@ def _stage_chart(rows: list[Row]) -> Chart:
     timed = [row for row in rows if all(f"{stage}/seconds" in row for stage in STAGES)]
     layers = [series(timed, f"{stage}/seconds", stage) for stage in STAGES]
     spent = [float(layer.values.sum()) for layer in layers]
-    shares = [f"{stage} {seconds / (sum(spent) or 1):.0%}" for stage, seconds in zip(STAGES, spent, strict=True)]
+    shares = [
+        f"{stage} {seconds / (sum(spent) or 1):.0%}"
+        for stage, seconds in zip(STAGES, spent, strict=True)
+    ]
     legend = tuple((f"layer-{index}", text) for index, text in enumerate(shares))
-    return Chart("Time by stage", "seconds a step", Markup(stacked_chart("Time by stage", layers)), legend)
+    return Chart(
+        "Time by stage", "seconds a step", Markup(stacked_chart("Time by stage", layers)), legend
+    )
 
 
 def _when(step: int, run: Run) -> str:
@@ -227,7 +277,9 @@ def _shown(sample: Row) -> Row:
     """A sample as text to show, long ones cut."""
     texts = {key: _cut(str(sample.get(key, ""))) for key in ("prompt", "response")}
     reward = sample.get("reward")
-    return texts | {"reward": reward if isinstance(reward, int | float) and np.isfinite(reward) else None}
+    return texts | {
+        "reward": reward if isinstance(reward, int | float) and np.isfinite(reward) else None
+    }
 
 
 def _cut(text: str) -> str:

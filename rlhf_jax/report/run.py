@@ -15,7 +15,12 @@ import numpy as np
 
 Row = dict[str, Any]
 THIRDS = 3  # parts of a run that strategies are summed over
-PLACE = ("live", "strategy", "drafter", "drafts")  # what they are summed by; the rest of a row are figures
+PLACE = (
+    "live",
+    "strategy",
+    "drafter",
+    "drafts",
+)  # what they are summed by; the rest of a row are figures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +37,9 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What each slice did in a step, a column of each: [n] spans by when they began, which overlap on no slice."""
+    """What each slice did in a step, a column of each: [n] spans by when they began, which overlap
+    on no slice.
+    """
 
     step: int
     slices: int
@@ -54,34 +61,47 @@ class Trace:
 
     def where(self, chosen: np.ndarray) -> Trace:
         """The spans that are chosen [n]."""
-        columns = {name: column[chosen] for name, column in vars(self).items() if isinstance(column, np.ndarray)}
+        columns = {
+            name: column[chosen]
+            for name, column in vars(self).items()
+            if isinstance(column, np.ndarray)
+        }
         return dataclasses.replace(self, **columns)
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The files of a run; of the samples, only the first and the last batch, held-out ones where there are any."""
+    """The files of a run; of the samples, only the first and the last batch, held-out ones where
+    there are any.
+    """
 
     name: str
     date: datetime.date
     config: dict[str, Any]  # dotted names
     metrics: list[Row]  # a step each
     evaluations: list[Row]  # step and means, an evaluation each
-    samples: list[tuple[int, list[Row]]]  # none, one or two (step, samples); held out where `evaluations` is not empty
-    strategies: list[Row]  # sums over each `third` (0, 1, 2) of the steps, by live rows and strategy
+    samples: list[
+        tuple[int, list[Row]]
+    ]  # none, one or two (step, samples); held out where `evaluations` is not empty
+    strategies: list[
+        Row
+    ]  # sums over each `third` (0, 1, 2) of the steps, by live rows and strategy
     trace: Trace | None = None  # the latest
 
 
 def read_run(workdir: str | pathlib.Path) -> Run:
-    """The run in `workdir`, whatever it has of config, metrics, evaluations, samples, strategies and traces.
+    """The run in `workdir`, whatever it has of config, metrics, evaluations, samples, strategies
+    and traces.
 
-    Raises FileNotFoundError where there is neither config.json nor metrics.jsonl, ValueError at a damaged line; a
-    torn last line is left out, since the run may be writing it.
+    Raises FileNotFoundError where there is neither config.json nor metrics.jsonl, ValueError at a
+    damaged line; a torn last line is left out, since the run may be writing it.
     """
     folder = pathlib.Path(workdir).expanduser().resolve()
     files = [path for path in (folder / "metrics.jsonl", folder / "config.json") if path.is_file()]
     if not files:
-        raise FileNotFoundError(f"{folder} holds neither config.json nor metrics.jsonl; name the workdir of a run.")
+        raise FileNotFoundError(
+            f"{folder} holds neither config.json nor metrics.jsonl; name the workdir of a run."
+        )
     config = _config(folder / "config.json")
     evaluations, held_out = _evaluations(folder / "evaluations.jsonl")
     metrics = list(_rows(folder / "metrics.jsonl"))
@@ -92,7 +112,9 @@ def read_run(workdir: str | pathlib.Path) -> Run:
         metrics=metrics,
         evaluations=evaluations,
         samples=held_out or _first_and_last(folder / "samples.jsonl"),
-        strategies=_strategies(folder / "strategies.jsonl", metrics[-1]["step"] + 1 if metrics else 1),
+        strategies=_strategies(
+            folder / "strategies.jsonl", metrics[-1]["step"] + 1 if metrics else 1
+        ),
         trace=_latest_trace(folder / "timeline"),
     )
 
@@ -112,13 +134,19 @@ def _config(path: pathlib.Path) -> dict[str, Any]:
     try:
         return _flat(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); take it away, and the report does without.") from None
+        raise ValueError(
+            f"{path} is not JSON ({error}); take it away, and the report does without."
+        ) from None
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in config.items():
-        values |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}
+        values |= (
+            _flat(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping) and value
+            else {prefix + key: value}
+        )
     return values
 
 
@@ -138,13 +166,17 @@ def _row(path: pathlib.Path, number: int, line: str) -> Row:
     except ValueError:
         row = None
     if not isinstance(row, dict) or not _finite(row.get("step")):
-        raise ValueError(f"{path}, line {number}, is no JSON object with a step; take the line away.")
+        raise ValueError(
+            f"{path}, line {number}, is no JSON object with a step; take the line away."
+        )
     return row
 
 
 def _evaluations(path: pathlib.Path) -> tuple[list[Row], list[tuple[int, list[Row]]]]:
     """The means of every evaluation, and the samples of the first and the last."""
-    means, first, last = [], [], []
+    means = []
+    first = []
+    last = []
     for row in _rows(path):
         last = [(row["step"], row.pop("samples", []))]
         first = first or last
@@ -154,7 +186,8 @@ def _evaluations(path: pathlib.Path) -> tuple[list[Row], list[tuple[int, list[Ro
 
 def _first_and_last(path: pathlib.Path) -> list[tuple[int, list[Row]]]:
     """The samples of the first step and of the last."""
-    first, last = [], []
+    first = []
+    last = []
     for step, rows in itertools.groupby(_rows(path), key=lambda row: row["step"]):
         last = [(step, list(rows))]
         first = first or last
@@ -162,12 +195,18 @@ def _first_and_last(path: pathlib.Path) -> list[tuple[int, list[Row]]]:
 
 
 def _strategies(path: pathlib.Path, steps: int) -> list[Row]:
-    """The rows of all steps, added up by third of the run, live rows and strategy: a long run has very many."""
+    """The rows of all steps, added up by third of the run, live rows and strategy: a long run has
+    very many.
+    """
     sums: dict[tuple, Row] = {}
     for row in _rows(path):
         if missing := [name for name in PLACE if name not in row]:
-            raise ValueError(f"{path}: a line of step {row['step']} lacks {missing[0]}; take the line away.")
-        names: Row = {"third": min(int(THIRDS * row["step"] / steps), THIRDS - 1)} | {name: row[name] for name in PLACE}
+            raise ValueError(
+                f"{path}: a line of step {row['step']} lacks {missing[0]}; take the line away."
+            )
+        names: Row = {"third": min(int(THIRDS * row["step"] / steps), THIRDS - 1)} | {
+            name: row[name] for name in PLACE
+        }
         known = sums.setdefault(tuple(names.values()), names)
         known |= {name: known.get(name, 0) + row[name] for name in row.keys() - {"step", *PLACE}}
     return list(sums.values())
@@ -182,7 +221,9 @@ def _latest_trace(folder: pathlib.Path) -> Trace | None:
         events = json.loads(found[-1].read_text(encoding="utf-8"))["traceEvents"]
         return _trace(int(found[-1].stem.removeprefix("step-")), events)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{found[-1]} is no trace ({error!r}); take it away, and the report does without.") from None
+        raise ValueError(
+            f"{found[-1]} is no trace ({error!r}); take it away, and the report does without."
+        ) from None
 
 
 def _trace(step: int, events: list[Row]) -> Trace:

@@ -1,4 +1,6 @@
-"""What a chart computes before it draws: round ticks, domains, smoothing, fewer points, readable numbers."""
+"""What a chart computes before it draws: round ticks, domains, smoothing, fewer points, readable
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ SPIKE = 3.0  # values this many spans of the others away from them are cut off a
 
 
 def tick_step(low: float, high: float, wanted: int) -> float:
-    """The least of 1, 2 and 5 times a power of ten that cuts low..high into at most `wanted` parts."""
+    """The least of 1, 2 and 5 times a power of ten that cuts low..high into at most `wanted`
+    parts.
+    """
     least = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(least))
     return power * next(factor for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
@@ -19,11 +23,14 @@ def tick_step(low: float, high: float, wanted: int) -> float:
 
 def ticks(low: float, high: float, step: float) -> list[float]:
     """The multiples of a step within low..high."""
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
 
 
-def domain(values: np.ndarray, wanted: int = 4, from_zero: bool = False) -> tuple[float, float, float]:
+def domain(
+    values: np.ndarray, wanted: int = 4, from_zero: bool = False
+) -> tuple[float, float, float]:
     """Round ends of a vertical axis for values [n], and the step of its about `wanted` ticks.
 
     A lone spike is not between the ends; zero is, if asked or near.
@@ -32,24 +39,33 @@ def domain(values: np.ndarray, wanted: int = 4, from_zero: bool = False) -> tupl
     low = 0.0 if from_zero or 0 <= low < high / 2 else low
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         room = abs(high) / 10 or 1.0
-        low, high = low - room, high + room
+        low = low - room
+        high = high + room
     step = tick_step(low, high, wanted)
     return math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step, step
 
 
 def _core(ordered: np.ndarray) -> tuple[float, float]:
-    """The ends of sorted values, spikes left out: at most one in a hundred at each end, among ten or more."""
-    low, high = float(ordered[0]), float(ordered[-1])
+    """The ends of sorted values, spikes left out: at most one in a hundred at each end, among ten
+    or more.
+    """
+    low = float(ordered[0])
+    high = float(ordered[-1])
     if len(ordered) < 10:
         return low, high
     cut = max(1, len(ordered) // 100)
-    inner_low, inner_high = float(ordered[cut]), float(ordered[-1 - cut])
+    inner_low = float(ordered[cut])
+    inner_high = float(ordered[-1 - cut])
     reach = SPIKE * (inner_high - inner_low)
-    return (low if low >= inner_low - reach else inner_low), (high if high <= inner_high + reach else inner_high)
+    return (low if low >= inner_low - reach else inner_low), (
+        high if high <= inner_high + reach else inner_high
+    )
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """A moving mean of values [n] under a triangle that reaches a fifteenth of them to either side; spikes are cut."""
+    """A moving mean of values [n] under a triangle that reaches a fifteenth of them to either side;
+    spikes are cut.
+    """
     reach = len(values) // 15 + 1
     if len(values) < 6:
         return values
@@ -66,8 +82,13 @@ def groups(count: int, most: int) -> list[slice]:
 
 
 def extremes(values: np.ndarray, parts: list[slice]) -> np.ndarray:
-    """Positions of the least and greatest value of every part, in order: a line through them keeps each spike."""
-    pairs = [(part.start + int(values[part].argmin()), part.start + int(values[part].argmax())) for part in parts]
+    """Positions of the least and greatest value of every part, in order: a line through them keeps
+    each spike.
+    """
+    pairs = [
+        (part.start + int(values[part].argmin()), part.start + int(values[part].argmax()))
+        for part in parts
+    ]
     return np.unique(np.array(pairs))
 
 

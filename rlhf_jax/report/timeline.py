@@ -1,4 +1,6 @@
-"""The report's picture of the latest step's timeline: a lane for each slice, and what it did when."""
+"""The report's picture of the latest step's timeline: a lane for each slice, and what it did
+when.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ CHARTS = (
 )
 OWN = tuple(key for key, *_ in CHARTS)
 SHADES = 5  # of the colour of rounds: most rows and half of that, half of those and so on
-COLUMNS, BARS, MARKS, TIPS, MOST_SLICES = 600, 1400, 500, 192, 128  # that are drawn of a timeline, at most,
+# that are drawn of a timeline, at most,
+COLUMNS = 600
+BARS = 1400
+MARKS = 500
+TIPS = 192
+MOST_SLICES = 128
 MOST_TIPS = 48  # and on a lane
 SPOKEN = 3  # strategies that a tip names
 
@@ -45,22 +52,41 @@ def picture(run: Run) -> Chart | None:
     trace = run.trace
     if trace is None or not len(trace) or (trace.slices == 1 and "inference" not in trace.kind):
         return None
-    shown = np.unique(np.linspace(0, trace.slices - 1, min(trace.slices, MOST_SLICES)).round().astype(int))
+    shown = np.unique(
+        np.linspace(0, trace.slices - 1, min(trace.slices, MOST_SLICES)).round().astype(int)
+    )
     some = "" if len(shown) == trace.slices else f", {len(shown)} of {trace.slices:,} slices"
-    right, bounds = float(trace.ended.max()) or 1e-6, _bounds(trace)
-    svg = lanes_chart(f"What each slice did in step {trace.step}", _lanes(trace, shown, right, bounds), right, "idle")
-    return Chart(f"Step {trace.step:,}", f"seconds; a lane a slice{some}", Markup(svg), _legend(trace, bounds))
+    right = float(trace.ended.max()) or 1e-6
+    bounds = _bounds(trace)
+    svg = lanes_chart(
+        f"What each slice did in step {trace.step}",
+        _lanes(trace, shown, right, bounds),
+        right,
+        "idle",
+    )
+    return Chart(
+        f"Step {trace.step:,}",
+        f"seconds; a lane a slice{some}",
+        Markup(svg),
+        _legend(trace, bounds),
+    )
 
 
 def charts(rows: list[Row]) -> list[Chart]:
     """Idle time and what was moved by step, where there was any."""
     lines = [(title, note, series(rows, key, title)) for key, title, note in CHARTS]
-    return [Chart(title, note, Markup(line_chart(title, line))) for title, note, line in lines if line.values.any()]
+    return [
+        Chart(title, note, Markup(line_chart(title, line)))
+        for title, note, line in lines
+        if line.values.any()
+    ]
 
 
 def words(trace: Trace) -> str:
     """The idle share, and what moved between slices."""
-    idle = 1.0 - float((trace.ended - trace.began).sum()) / (trace.slices * float(trace.ended.max()) or 1.0)
+    idle = 1.0 - float((trace.ended - trace.began).sum()) / (
+        trace.slices * float(trace.ended.max()) or 1.0
+    )
     slices = "1 slice" if trace.slices == 1 else f"{trace.slices:,} slices"
     moved = _moved(trace)
     moves = "" if trace.slices == 1 else f"; {moved or 'no sample moved'}"
@@ -87,17 +113,23 @@ def _lanes(trace: Trace, shown: np.ndarray, right: float, bounds: list[int]) -> 
 
     def marks(columns: int) -> list[list[float]]:
         came = [part.began[part.kind == "exchange"] for part in parts]
-        return [(np.unique((columns * at / right).round()) * right / columns).tolist() for at in came]
+        return [
+            (np.unique((columns * at / right).round()) * right / columns).tolist() for at in came
+        ]
 
     edges = np.linspace(0.0, right, min(max(1, TIPS // len(shown)), MOST_TIPS) + 1)
     tips = [_tips(part, index, edges) for index, part in zip(shown, parts, strict=True)]
     ends = [share(busy(part, np.array([0.0, right])).idle[0], right) for part in parts]
-    rows = zip(map(str, shown), _fitting(bars, BARS), tips, _fitting(marks, MARKS), ends, strict=True)
+    rows = zip(
+        map(str, shown), _fitting(bars, BARS), tips, _fitting(marks, MARKS), ends, strict=True
+    )
     return [Lane(*row) for row in rows]
 
 
 def _fitting(draw: Callable[[int], list[list]], most: int) -> list[list]:
-    """What is drawn in COLUMNS, or in half of that, half of those and so on, until it is at most so much in all."""
+    """What is drawn in COLUMNS, or in half of that, half of those and so on, until it is at most so
+    much in all.
+    """
     columns = COLUMNS
     while sum(map(len, found := draw(columns))) > most and columns > 1:
         columns //= 2
@@ -106,7 +138,8 @@ def _fitting(draw: Callable[[int], list[list]], most: int) -> list[list]:
 
 def _within(part: Trace, chosen: np.ndarray, weights: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """[columns] weighted seconds of the chosen spans in each column."""
-    began, ended = part.began[chosen], part.ended[chosen]
+    began = part.began[chosen]
+    ended = part.ended[chosen]
     if not len(began):
         return np.zeros(len(edges) - 1)
     so_far = np.cumsum((ended - began) * weights[chosen])
@@ -116,14 +149,18 @@ def _within(part: Trace, chosen: np.ndarray, weights: np.ndarray, edges: np.ndar
 
 
 def _bounds(trace: Trace) -> list[int]:
-    """Most rows of each shade, the lightest first: powers of two up to the most live rows that there were."""
+    """Most rows of each shade, the lightest first: powers of two up to the most live rows that
+    there were.
+    """
     most = int(trace.rows[trace.kind == "generate"].max(initial=1))
     top = (most - 1).bit_length()
     return [1 << power for power in range(max(0, top - SHADES + 1), top + 1)]
 
 
 def _bars(seen: Busy, edges: np.ndarray, bounds: list[int]) -> list[tuple[str, float, float]]:
-    """(class, left, right) of runs of columns alike; none where a slice did neither for most of a column."""
+    """(class, left, right) of runs of columns alike; none where a slice did neither for most of a
+    column.
+    """
     shade = np.searchsorted(bounds, np.minimum(seen.rows, bounds[-1]) - 1e-6)
     kind = np.where(seen.inference > seen.generate, len(bounds), shade)
     kind = np.where(seen.inference + seen.generate < np.diff(edges) / 2, -1, kind)
@@ -140,8 +177,11 @@ def _classes(bounds: list[int]) -> list[str]:
 
 def _tips(part: Trace, index: int, edges: np.ndarray) -> list[tuple[str, float, float]]:
     """(text, left, right) of what a slice did between two edges [n + 1]."""
-    seen, ends = busy(part, edges), itertools.pairwise(edges.tolist())
-    return [(_tip(part, index, column, seen, *places), *places) for column, places in enumerate(ends)]
+    seen = busy(part, edges)
+    ends = itertools.pairwise(edges.tolist())
+    return [
+        (_tip(part, index, column, seen, *places), *places) for column, places in enumerate(ends)
+    ]
 
 
 def _tip(part: Trace, index: int, column: int, seen: Busy, left: float, right: float) -> str:
@@ -152,8 +192,14 @@ def _tip(part: Trace, index: int, column: int, seen: Busy, left: float, right: f
         names, counts = np.unique(part.name[inside & (part.kind == "generate")], return_counts=True)
         most = names[np.argsort(-counts, kind="stable")][:SPOKEN]
         lines.append(f"{reading(float(seen.rows[column]))} rows, {', '.join(map(_spoken, most))}")
-    lines += [f"inference {share(seen.inference[column], whole)}"] if seen.inference[column] > 0 else []
-    lines += [came] if (came := _moved(part.where((part.began >= left) & (part.began < right)), "came")) else []
+    lines += (
+        [f"inference {share(seen.inference[column], whole)}"] if seen.inference[column] > 0 else []
+    )
+    lines += (
+        [came]
+        if (came := _moved(part.where((part.began >= left) & (part.began < right)), "came"))
+        else []
+    )
     lines.append(f"idle {share(seen.idle[column], whole)}")
     return "\n".join(lines)
 
@@ -166,14 +212,22 @@ def _spoken(name: str) -> str:
 def _moved(part: Trace, word: str = "moved") -> str:
     """'3 samples moved with caches of 1.2 MB'; '' of no exchange."""
     exchanges = part.kind == "exchange"
-    count, amount = int(part.rows[exchanges].sum()), float(part.amount[exchanges].sum())
-    return f"{count:,} sample{'s' * (count != 1)} {word} with caches of {volume(amount)}" if count else ""
+    count = int(part.rows[exchanges].sum())
+    amount = float(part.amount[exchanges].sum())
+    return (
+        f"{count:,} sample{'s' * (count != 1)} {word} with caches of {volume(amount)}"
+        if count
+        else ""
+    )
 
 
 def _legend(trace: Trace, bounds: list[int]) -> tuple[tuple[str, str], ...]:
     """(class, text) of what the picture shows."""
     least = [1, *(bound + 1 for bound in bounds)]
-    sizes = [f"{a}–{b} rows" if a < b else f"{b} row{'s' * (b > 1)}" for a, b in zip(least, bounds, strict=False)]
+    sizes = [
+        f"{a}–{b} rows" if a < b else f"{b} row{'s' * (b > 1)}"
+        for a, b in zip(least, bounds, strict=False)
+    ]
     others = (("inference", "inference", "inference"), ("exchange", "mark", "samples came"))
     found = [(kind, text) for event, kind, text in others if event in trace.kind]
     return (*zip(_classes(bounds), sizes, strict=True), *found, ("idle", "idle"))

@@ -1,4 +1,6 @@
-"""How much better than expected each token was: one estimator a function, and the table a config chooses from."""
+"""How much better than expected each token was: one estimator a function, and the table a config
+chooses from.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,15 @@ from rlhf_jax.inference.shaping import whiten
 from rlhf_jax.types import Array
 
 
-def gae(rewards: Array, values: Array, mask: Array, discount: float, gae_lambda: float) -> tuple[Array, Array]:
-    """A_t = d_t + discount * gae_lambda * A_{t+1} with d_t = r_t + discount * V_{t+1} - V_t, and returns A_t + V_t.
+def gae(
+    rewards: Array, values: Array, mask: Array, discount: float, gae_lambda: float
+) -> tuple[Array, Array]:
+    """A_t = d_t + discount * gae_lambda * A_{t+1} with d_t = r_t + discount * V_{t+1} - V_t, and
+    returns A_t + V_t.
 
-    rewards and values [B, T] float32, mask [B, T] bool -> two of [B, T], 0 where masked out. V_t is the value
-    before the token at t, t + 1 the next token under the mask; after the last one both V and A are 0
-    (Schulman et al. 2016, eq. 16).
+    rewards and values [B, T] float32, mask [B, T] bool -> two of [B, T], 0 where masked out. V_t is
+    the value before the token at t, t + 1 the next token under the mask; after the last one both V
+    and A are 0 (Schulman et al. 2016, eq. 16).
     """
     chex.assert_rank([rewards, values, mask], 2)
     chex.assert_equal_shape([rewards, values, mask])
@@ -26,21 +31,25 @@ def gae(rewards: Array, values: Array, mask: Array, discount: float, gae_lambda:
     def back(later, token):
         later_advantage, later_value = later
         reward, value, real = token
-        advantage = reward + discount * later_value - value + discount * gae_lambda * later_advantage
+        advantage = (
+            reward + discount * later_value - value + discount * gae_lambda * later_advantage
+        )
         here = jnp.where(real, advantage, later_advantage), jnp.where(real, value, later_value)
         return here, jnp.where(real, advantage, 0.0)
 
     nothing = jnp.zeros(rewards.shape[:1], jnp.float32)
-    _, advantages = jax.lax.scan(back, (nothing, nothing), (rewards.T, values.T, mask.T), reverse=True)
+    _, advantages = jax.lax.scan(
+        back, (nothing, nothing), (rewards.T, values.T, mask.T), reverse=True
+    )
     return advantages.T, jnp.where(mask, advantages.T + values, 0.0)
 
 
 def grpo(rewards: Array, group: int, eps: float = 1e-6) -> Array:
     """A_i = (r_i - mean(r)) / std(r) within each group of one prompt's samples.
 
-    rewards [B] float32, groups contiguous, B a multiple of `group` -> [B]. The standard deviation is the
-    population's; a group whose deviation is at most `eps` teaches nothing and gets 0 (DeepSeekMath, Shao et
-    al. 2024, 4.1.2).
+    rewards [B] float32, groups contiguous, B a multiple of `group` -> [B]. The standard deviation
+    is the population's; a group whose deviation is at most `eps` teaches nothing and gets 0
+    (DeepSeekMath, Shao et al. 2024, 4.1.2).
     """
     centred = dr_grpo(rewards, group).reshape(-1, group)
     std = jnp.sqrt((centred**2).mean(axis=1, keepdims=True))
@@ -48,7 +57,9 @@ def grpo(rewards: Array, group: int, eps: float = 1e-6) -> Array:
 
 
 def dr_grpo(rewards: Array, group: int) -> Array:
-    """A_i = r_i - mean(r) within each group: [B] -> [B] float32 (Dr. GRPO, Liu et al. 2025, 3.2)."""
+    """A_i = r_i - mean(r) within each group: [B] -> [B] float32 (Dr. GRPO, Liu et al. 2025,
+    3.2).
+    """
     chex.assert_rank(rewards, 1)
     if rewards.shape[0] % group:
         raise ValueError(f"{rewards.shape[0]} rewards do not fall into groups of {group}.")
@@ -57,8 +68,8 @@ def dr_grpo(rewards: Array, group: int) -> Array:
 
 
 def rloo(rewards: Array, group: int) -> Array:
-    """A_i = r_i - the mean of the group's other rewards: [B] -> [B] float32 (Kool et al. 2019; Ahmadian et al. 2024,
-    eq. 8). With k samples that is k / (k - 1) * (r_i - mean(r)).
+    """A_i = r_i - the mean of the group's other rewards: [B] -> [B] float32 (Kool et al. 2019;
+    Ahmadian et al. 2024, eq. 8). With k samples that is k / (k - 1) * (r_i - mean(r)).
     """
     if group < 2:
         raise ValueError(f"Leave-one-out needs groups of two samples or more, not {group}.")
@@ -77,7 +88,8 @@ def reinforce_plus_plus(rewards: Array, mask: Array, discount: float) -> Array:
 def reinforce_plus_plus_baseline(rewards: Array, mask: Array, group: int) -> Array:
     """A_t = r_i - mean(r) of the sample's group, whitened over all the batch's tokens.
 
-    Rewards of samples [B] float32, mask [B, T] bool -> [B, T] (REINFORCE++ with baseline, Hu et al. 2025).
+    Rewards of samples [B] float32, mask [B, T] bool -> [B, T] (REINFORCE++ with baseline, Hu et al.
+    2025).
     """
     return whiten(_spread(dr_grpo(rewards, group), mask), mask)
 
@@ -93,11 +105,12 @@ class EstimatorConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Estimator:
-    """`estimate(token_rewards, values, mask, settings)` gives advantages [B, T] float32 and what the critic is to
-    predict: returns [B, T], None without a critic. Both are 0 where masked out.
+    """`estimate(token_rewards, values, mask, settings)` gives advantages [B, T] float32 and what
+    the critic is to predict: returns [B, T], None without a critic. Both are 0 where masked out.
 
-    token_rewards and values (None without a critic) [B, T] float32; mask [B, T] bool has the tokens that are trained
-    on. Rewards of samples that are not, 0 outside their responses, still count in their group's mean.
+    token_rewards and values (None without a critic) [B, T] float32; mask [B, T] bool has the tokens
+    that are trained on. Rewards of samples that are not, 0 outside their responses, still count in
+    their group's mean.
     """
 
     estimate: Callable[[Array, Array | None, Array, EstimatorConfig], tuple[Array, Array | None]]

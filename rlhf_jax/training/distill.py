@@ -1,8 +1,10 @@
-"""A student: a draft model made of a few of the policy's layers, taught to draw what the policy draws.
+"""A student: a draft model made of a few of the policy's layers, taught to draw what the policy
+draws.
 
-Its own are the layers and the final norm; embedding and head are those of the policy that generates, and cost no
-memory. It learns by forward KL on the policy's own text (Hinton et al. 2015; for drafting: Zhou et al. 2024,
-DistillSpec), so it may be made before a run, and kept current within one.
+Its own are the layers and the final norm; embedding and head are those of the policy that
+generates, and cost no memory. It learns by forward KL on the policy's own text (Hinton et al. 2015;
+for drafting: Zhou et al. 2024, DistillSpec), so it may be made before a run, and kept current
+within one.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ from rlhf_jax.training.batching import micro_batches, minibatches
 from rlhf_jax.training.update import Gradient, UpdateConfig, apply
 from rlhf_jax.types import Array, Model, ModelConfig, Rollout, TrainState
 
-NOTHING = {"drafter/loss": 0.0, "drafter/acceptance": 0.0, "drafter/gradient_norm": 0.0}  # of no token
+NOTHING = {
+    "drafter/loss": 0.0,
+    "drafter/acceptance": 0.0,
+    "drafter/gradient_norm": 0.0,
+}  # of no token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +63,14 @@ def student_config(policy: ModelConfig, layers: int) -> ModelConfig:
 
 
 def student_of(model: Model, layers: int) -> Model:
-    """Copies of `layers` of the model's layers, evenly chosen, first and last included, and of its norm; no embedding
-    and no head.
+    """Copies of `layers` of the model's layers, evenly chosen, first and last included, and of its
+    norm; no embedding and no head.
     """
     depth = model.config.num_layers
     if not 1 <= layers <= depth:
-        raise ValueError(f"A student of {layers} layers cannot be made of {depth}; choose 1 to {depth}.")
+        raise ValueError(
+            f"A student of {layers} layers cannot be made of {depth}; choose 1 to {depth}."
+        )
     chosen = np.linspace(0, depth - 1, layers).round().astype(np.int32)
     own = jax.tree.map(lambda leaf: leaf[chosen], stack(model).layers)
     config = student_config(model.config, layers)
@@ -76,27 +84,35 @@ def with_student(
     optimizer: optax.GradientTransformation | None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> TrainState:
-    """The state with a student of `source` (the policy, or a student made before), in float32, stacked, split as
-    training wants it; one without an optimizer stays as it is.
+    """The state with a student of `source` (the policy, or a student made before), in float32,
+    stacked, split as training wants it; one without an optimizer stays as it is.
     """
 
     def make(source: Model) -> tuple[Model, Any, Array]:
         student = cast(student_of(source, layers), jnp.float32)
         return student, optimizer and optimizer.init(student), jnp.zeros((), jnp.int32)  # pyright: ignore[reportArgumentType]
 
-    shardings = None if mesh is None else model_shardings(jax.eval_shape(make, source), mesh, "training")
+    shardings = (
+        None if mesh is None else model_shardings(jax.eval_shape(make, source), mesh, "training")
+    )
     student, moments, version = jax.jit(make, out_shardings=shardings)(source)
-    return dataclasses.replace(state, drafter=student, drafter_optimizer=moments, drafter_version=version)
+    return dataclasses.replace(
+        state, drafter=student, drafter_optimizer=moments, drafter_version=version
+    )
 
 
 def completed(student: Model, policy: Model) -> Model:
-    """A whole model of the student's layers and norm and the policy's embedding and head, which are not copied."""
+    """A whole model of the student's layers and norm and the policy's embedding and head, which are
+    not copied.
+    """
     return dataclasses.replace(student, embed=policy.embed, head=policy.head)
 
 
-def student_for(target: Model, drafter: Model | None, mesh: jax.sharding.Mesh | None = None) -> Model | None:
-    """What drafts for the decoding weights `target`: a student unrolled, in their dtype, with their very embedding
-    and head; a drafter that has its own, or none, as it is.
+def student_for(
+    target: Model, drafter: Model | None, mesh: jax.sharding.Mesh | None = None
+) -> Model | None:
+    """What drafts for the decoding weights `target`: a student unrolled, in their dtype, with their
+    very embedding and head; a drafter that has its own, or none, as it is.
     """
     if drafter is None or drafter.embed is not None:
         return drafter
@@ -121,31 +137,47 @@ def distill(
 ) -> tuple[TrainState, dict[str, float]]:
     """Teach the student, by the policy as it is now, on `samples` rows of a rollout of host arrays.
 
-    The policy reads each row once; the student then learns `epochs` times from `minibatches` of them. The student's
-    leaves of the given state are used up; the version counts calls. `drafter/loss`, in nats a token, and
-    `drafter/acceptance`, the share of the tokens that the student draws too with the same noise (rank 0 of
-    replayable acceptance after a known text), are of the first epoch, before each minibatch is learned from.
-    `drafter/acceptance_frozen` is that of `begun`, a student that never learns, on the same rows.
-    Where one is not finite the step was not taken: `drafter/not_finite` is all there is.
+    The policy reads each row once; the student then learns `epochs` times from `minibatches` of
+    them. The student's leaves of the given state are used up; the version counts calls.
+    `drafter/loss`, in nats a token, and `drafter/acceptance`, the share of the tokens that the
+    student draws too with the same noise (rank 0 of replayable acceptance after a known text), are
+    of the first epoch, before each minibatch is learned from. `drafter/acceptance_frozen` is that
+    of `begun`, a student that never learns, on the same rows. Where one is not finite the step was
+    not taken: `drafter/not_finite` is all there is.
     """
     config = distillation.config
-    order = next(minibatches(len(rollout.length), 1, 1, config.seed, int(state.step)))[: distillation.samples]
+    order = next(minibatches(len(rollout.length), 1, 1, config.seed, int(state.step)))[
+        : distillation.samples
+    ]
     parts = [rows for rows in order.reshape(config.minibatches, -1) if rollout.mask[rows].any()]
-    lessons = [[_heard(state.policy, place(lesson), config) for lesson in _lessons(rollout, p, config)] for p in parts]
+    lessons = [
+        [_heard(state.policy, place(lesson), config) for lesson in _lessons(rollout, p, config)]
+        for p in parts
+    ]
     if not lessons:
         return state, dict(NOTHING)
-    beside = {} if begun is None else {"drafter/acceptance_frozen": _acceptance(begun, state.policy, lessons, config)}
+    beside = (
+        {}
+        if begun is None
+        else {"drafter/acceptance_frozen": _acceptance(begun, state.policy, lessons, config)}
+    )
     history = []
     for epoch in range(config.epochs):
-        for index in np.random.default_rng([config.seed, int(state.step), epoch]).permutation(len(lessons)):
+        for index in np.random.default_rng([config.seed, int(state.step), epoch]).permutation(
+            len(lessons)
+        ):
             observe()
             state, metrics = _learn(state, lessons[index], distillation)
             history.append(metrics)
     first = jax.device_get(history)[: len(lessons)]
-    metrics = {name: float(np.mean([figures[name] for figures in first])) for name in first[0]} | beside
+    metrics = {
+        name: float(np.mean([figures[name] for figures in first])) for name in first[0]
+    } | beside
     if not all(map(math.isfinite, metrics.values())):
         return state, {"drafter/not_finite": 1.0}
-    return dataclasses.replace(state, drafter_version=typed(Array, state.drafter_version) + 1), metrics
+    return dataclasses.replace(
+        state, drafter_version=typed(Array, state.drafter_version) + 1
+    ), metrics
 
 
 def _lessons(rollout: Rollout, rows: np.ndarray, config: UpdateConfig) -> Iterator[Lesson]:
@@ -157,17 +189,22 @@ def _lessons(rollout: Rollout, rows: np.ndarray, config: UpdateConfig) -> Iterat
         yield Lesson(rollout.tokens[part, :slots], rollout.mask[part, :slots], key, total)
 
 
-def _acceptance(student: Model, policy: Model, lessons: list[list[Lesson]], config: UpdateConfig) -> float:
+def _acceptance(
+    student: Model, policy: Model, lessons: list[list[Lesson]], config: UpdateConfig
+) -> float:
     """The share of tokens that a student draws too, the mean over minibatches."""
     ends = dataclasses.replace(policy, layers=())
-    shares = [[drawn_alike(student, ends, lesson, config=config) for lesson in part] for part in lessons]
+    shares = [
+        [drawn_alike(student, ends, lesson, config=config) for lesson in part] for part in lessons
+    ]
     return float(np.mean([np.sum(part) for part in jax.device_get(shares)]))
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def drawn_alike(student: Model, policy: Model, lesson: Lesson, *, config: UpdateConfig) -> Array:
-    """[] float32: the share of the minibatch's tokens that lie in this lesson and that the student draws too with the
-    same noise, each after the known text. Of the policy, embedding and head are read.
+    """[] float32: the share of the minibatch's tokens that lie in this lesson and that the student
+    draws too with the same noise, each after the known text. Of the policy, embedding and head are
+    read.
     """
     chex.assert_rank([lesson.tokens, lesson.mask, lesson.key], [2, 2, 2])
     ends = cast(policy, config.dtype)
@@ -177,18 +214,26 @@ def drawn_alike(student: Model, policy: Model, lesson: Lesson, *, config: Update
         return _count_alike(logits(ends, states) / config.temperature, lesson.key, *following)
 
     def count(block):
-        return jax.lax.cond(block[2].any(), lambda: measure(*block), lambda: jnp.zeros((), jnp.float32))
+        return jax.lax.cond(
+            block[2].any(), lambda: measure(*block), lambda: jnp.zeros((), jnp.float32)
+        )
 
     return jax.lax.map(count, _blocks(lesson, config, hidden)).sum() / lesson.total
 
 
-def _learn(state: TrainState, lessons: list[Lesson], distillation: Distillation) -> tuple[TrainState, dict[str, Array]]:
+def _learn(
+    state: TrainState, lessons: list[Lesson], distillation: Distillation
+) -> tuple[TrainState, dict[str, Array]]:
     """One optimizer step of the student, on one minibatch."""
-    student, ends, gradient = typed(Model, state.drafter), dataclasses.replace(state.policy, layers=()), None
+    student = typed(Model, state.drafter)
+    ends = dataclasses.replace(state.policy, layers=())
+    gradient = None
     for lesson in lessons:
         gradient = accumulate(gradient, student, ends, lesson, config=distillation.config)
     assert gradient is not None
-    student, moments, norm = apply(student, state.drafter_optimizer, gradient, optimizer=distillation.optimizer)
+    student, moments, norm = apply(
+        student, state.drafter_optimizer, gradient, optimizer=distillation.optimizer
+    )
     state = dataclasses.replace(state, drafter=student, drafter_optimizer=moments)
     return state, gradient.metrics | {"drafter/gradient_norm": norm}
 
@@ -196,7 +241,9 @@ def _learn(state: TrainState, lessons: list[Lesson], distillation: Distillation)
 @functools.partial(jax.jit, static_argnames="config")
 def _heard(policy: Model, lesson: Lesson, config: UpdateConfig) -> Lesson:
     """The lesson with the policy's hidden states."""
-    return dataclasses.replace(lesson, hidden=_read(cast(policy, config.dtype), lesson.tokens, config))
+    return dataclasses.replace(
+        lesson, hidden=_read(cast(policy, config.dtype), lesson.tokens, config)
+    )
 
 
 def _read(model: Model, tokens: Array, config: UpdateConfig) -> Array:
@@ -209,10 +256,12 @@ def _read(model: Model, tokens: Array, config: UpdateConfig) -> Array:
 def accumulate(
     total: Gradient | None, student: Model, policy: Model, lesson: Lesson, *, config: UpdateConfig
 ) -> Gradient:
-    """`total`, which is overwritten, plus one lesson's gradient of the student's own weights, and its metrics.
+    """`total`, which is overwritten, plus one lesson's gradient of the student's own weights, and
+    its metrics.
 
-    Of the policy, embedding and head are read and not learned. The loss is differentiated by the student's hidden
-    states a block of columns at a time, while its logits are there: they are made once and [R, T, V] never exists.
+    Of the policy, embedding and head are read and not learned. The loss is differentiated by the
+    student's hidden states a block of columns at a time, while its logits are there: they are made
+    once and [R, T, V] never exists.
     """
     chex.assert_rank([lesson.tokens, lesson.mask, lesson.key, lesson.hidden], [2, 2, 2, 3])
     ends = cast(policy, config.dtype)
@@ -225,21 +274,35 @@ def accumulate(
     return new if total is None else jax.tree.map(jnp.add, total, new)
 
 
-def _slopes(head: Model, hidden: Array, lesson: Lesson, config: UpdateConfig) -> tuple[Array, Array, Array]:
-    """The loss's derivative [R, T, M] by the student's hidden states, the loss, and the share drawn alike."""
+def _slopes(
+    head: Model, hidden: Array, lesson: Lesson, config: UpdateConfig
+) -> tuple[Array, Array, Array]:
+    """The loss's derivative [R, T, M] by the student's hidden states, the loss, and the share drawn
+    alike.
+    """
     rows, slots = lesson.tokens.shape
     measure = functools.partial(_block_slopes, head, lesson.key, config.temperature)
-    slopes, losses, drawn = jax.lax.map(lambda block: measure(*block), _blocks(lesson, config, hidden, lesson.hidden))
+    slopes, losses, drawn = jax.lax.map(
+        lambda block: measure(*block), _blocks(lesson, config, hidden, lesson.hidden)
+    )
     slopes = jnp.moveaxis(slopes, 0, 1).reshape(rows, -1, hidden.shape[-1])[:, :slots]
-    return slopes / lesson.total.astype(slopes.dtype), losses.sum() / lesson.total, drawn.sum() / lesson.total
+    return (
+        slopes / lesson.total.astype(slopes.dtype),
+        losses.sum() / lesson.total,
+        drawn.sum() / lesson.total,
+    )
 
 
 def _blocks(lesson: Lesson, config: UpdateConfig, *hidden: Array | None) -> tuple[Array, ...]:
-    """Hidden states [R, T, M], and the tokens, mask and positions that they predict, in blocks of columns."""
+    """Hidden states [R, T, M], and the tokens, mask and positions that they predict, in blocks of
+    columns.
+    """
     rows, slots = lesson.tokens.shape
     columns = max(1, min(config.chunk // rows, slots))
     positions = jnp.broadcast_to(jnp.arange(1, slots + 1, dtype=jnp.int32), lesson.tokens.shape)
-    following = [jnp.pad(x[:, 1:], ((0, 0), (0, 1))) for x in (lesson.tokens, lesson.mask)]  # what hidden[t] predicts
+    following = [
+        jnp.pad(x[:, 1:], ((0, 0), (0, 1))) for x in (lesson.tokens, lesson.mask)
+    ]  # what hidden[t] predicts
     return tuple(_column_blocks(x, columns) for x in (*hidden, *following, positions))
 
 
@@ -250,8 +313,12 @@ def _column_blocks(x: Array, columns: int) -> Array:
     return jnp.moveaxis(jnp.pad(x, padding).reshape(x.shape[0], count, columns, *x.shape[2:]), 1, 0)
 
 
-def _block_slopes(head: Model, key: Array, temperature: float, student, policy, tokens, mask, positions):
-    """d loss / d student of hidden states [R, C, M], the summed loss, and how many tokens are drawn alike."""
+def _block_slopes(
+    head: Model, key: Array, temperature: float, student, policy, tokens, mask, positions
+):
+    """d loss / d student of hidden states [R, C, M], the summed loss, and how many tokens are drawn
+    alike.
+    """
 
     def loss(hidden):
         scores = logits(head, hidden) / temperature
@@ -267,14 +334,16 @@ def _block_slopes(head: Model, key: Array, temperature: float, student, policy, 
 
 
 def _count_alike(scores: Array, key: Array, tokens: Array, mask: Array, positions: Array) -> Array:
-    """How many of the tokens [R, C] under the mask are drawn from tempered logits [R, C, V] with their own noise."""
+    """How many of the tokens [R, C] under the mask are drawn from tempered logits [R, C, V] with
+    their own noise.
+    """
     alike = draw(scores, key[:, None], positions, Sampling()).token == tokens
     return jnp.sum(alike & mask, dtype=jnp.float32)
 
 
 def forward_kl(teacher: Array, student: Array) -> Array:
-    """sum p (log p - log q) with p, q the softmax of teacher and student logits [..., V] float32: [...], in nats
-    (Hinton et al. 2015, with the gradient to the student alone).
+    """sum p (log p - log q) with p, q the softmax of teacher and student logits [..., V] float32:
+    [...], in nats (Hinton et al. 2015, with the gradient to the student alone).
     """
     chex.assert_equal_shape([teacher, student])
     law = jax.lax.stop_gradient(jax.nn.log_softmax(teacher))

@@ -1,4 +1,6 @@
-"""One equation a function: PPO's clipped losses of policy and critic, how tokens are weighed, and what is summed."""
+"""One equation a function: PPO's clipped losses of policy and critic, how tokens are weighed, and
+what is summed.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,18 @@ from rlhf_jax.types import Array
 
 
 def policy_loss(
-    logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array, clip_low: float, clip_high: float
+    logprobs: Array,
+    old_logprobs: Array,
+    advantages: Array,
+    mask: Array,
+    clip_low: float,
+    clip_high: float,
 ) -> Array:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = p / p_old, per token, 0 where masked out:
-    [B, T].
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = p / p_old, per token, 0 where
+    masked out: [B, T].
 
-    logprobs, old_logprobs and advantages [B, T] float32, mask [B, T] bool. (PPO, Schulman et al. 2017, eq. 7;
-    two clip widths as in DAPO, Yu et al. 2025.)
+    logprobs, old_logprobs and advantages [B, T] float32, mask [B, T] bool. (PPO, Schulman et al.
+    2017, eq. 7; two clip widths as in DAPO, Yu et al. 2025.)
     """
     ratios = ratio(logprobs, old_logprobs, mask)
     clipped = jnp.clip(ratios, 1.0 - clip_low, 1.0 + clip_high)
@@ -34,10 +41,11 @@ def ratio(logprobs: Array, old_logprobs: Array, mask: Array) -> Array:
 
 
 def value_loss(values: Array, old_values: Array, returns: Array, mask: Array, clip: float) -> Array:
-    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 per token, 0 where masked out: [B, T].
+    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 per token, 0 where masked
+    out: [B, T].
 
-    values, old_values and returns [B, T] float32, mask [B, T] bool. (PPO's code, Dhariwal et al. 2017; Engstrom
-    et al. 2020, 3.)
+    values, old_values and returns [B, T] float32, mask [B, T] bool. (PPO's code, Dhariwal et al.
+    2017; Engstrom et al. 2020, 3.)
     """
     chex.assert_equal_shape([values, old_values, returns, mask])
     near = jnp.clip(values, old_values - clip, old_values + clip)
@@ -45,13 +53,16 @@ def value_loss(values: Array, old_values: Array, returns: Array, mask: Array, cl
 
 
 def token_mean_weights(mask: np.ndarray, response_slots: int) -> np.ndarray:
-    """Every token of a minibatch the same: mask [n, T] -> mask / tokens, [n, T] float32 (DAPO, eq. 8)."""
+    """Every token of a minibatch the same: mask [n, T] -> mask / tokens, [n, T] float32 (DAPO, eq.
+    8).
+    """
     del response_slots
     return (mask / max(1, mask.sum())).astype(np.float32)
 
 
 def sequence_mean_weights(mask: np.ndarray, response_slots: int) -> np.ndarray:
-    """Every response the same, and the tokens within: mask [n, T] -> [n, T] float32 (DeepSeekMath, eq. 3).
+    """Every response the same, and the tokens within: mask [n, T] -> [n, T] float32 (DeepSeekMath,
+    eq. 3).
 
     Rows without a token are not counted.
     """
@@ -61,8 +72,9 @@ def sequence_mean_weights(mask: np.ndarray, response_slots: int) -> np.ndarray:
 
 
 def constant_weights(mask: np.ndarray, response_slots: int) -> np.ndarray:
-    """Every token the same whatever the lengths: mask [n, T] -> mask / (rows with tokens * `response_slots`, the
-    tokens a response may have), [n, T] float32 (Dr. GRPO, Liu et al. 2025, 3.2).
+    """Every token the same whatever the lengths: mask [n, T] -> mask / (rows with tokens *
+    `response_slots`, the tokens a response may have), [n, T] float32 (Dr. GRPO, Liu et al. 2025,
+    3.2).
     """
     return (mask / (max(1, mask.any(axis=1).sum()) * response_slots)).astype(np.float32)
 
@@ -75,7 +87,8 @@ AGGREGATES = {
 
 
 def token_mean(x: Array, mask: Array, total: Array) -> Array:
-    """sum of x [B, T] where mask, over `total` (float32, the tokens of the whole minibatch): a scalar.
+    """sum of x [B, T] where mask, over `total` (float32, the tokens of the whole minibatch): a
+    scalar.
 
     Summed over micro-batches it is the minibatch's mean, however the minibatch is split.
     """
@@ -93,16 +106,20 @@ def summed_policy_loss(
     kl: Callable[[Array, Array], Array],
     entropy_weight: float,
 ) -> tuple[Array, dict[str, Array]]:
-    """sum of weights * (policy_loss + kl_weight * kl to the reference - entropy_weight * entropy), and metrics.
+    """sum of weights * (policy_loss + kl_weight * kl to the reference - entropy_weight * entropy),
+    and metrics.
 
-    logprobs and entropy [R, T] are the policy's now. Metrics are shares of the minibatch's token means, to be summed
-    over micro-batches; those whose name ends in `/max` are maxima. `kl/mean` is to the reference and `kl/old`
-    KL(old || now), both by k3.
+    logprobs and entropy [R, T] are the policy's now. Metrics are shares of the minibatch's token
+    means, to be summed over micro-batches; those whose name ends in `/max` are maxima. `kl/mean` is
+    to the reference and `kl/old` KL(old || now), both by k3.
     """
-    experience, mask = batch.experience, batch.experience.mask
-    old, reference = experience.logprobs, jnp.where(mask, experience.reference_logprobs, 0.0)
+    experience = batch.experience
+    mask = batch.experience.mask
+    old = experience.logprobs
+    reference = jnp.where(mask, experience.reference_logprobs, 0.0)
     losses = policy_loss(logprobs, old, experience.advantages, mask, clip_low, clip_high)
-    now, before = jnp.where(mask, logprobs, 0.0), jnp.where(mask, old, 0.0)
+    now = jnp.where(mask, logprobs, 0.0)
+    before = jnp.where(mask, old, 0.0)
     ratios = ratio(logprobs, old, mask)
     outside = (ratios < 1.0 - clip_low) | (ratios > 1.0 + clip_high)
     means = {
@@ -113,16 +130,23 @@ def summed_policy_loss(
         "ratio/clipped": outside.astype(jnp.float32),
         "entropy/estimate": -logprobs,
     } | ({} if entropy is None else {"entropy/mean": entropy})
-    metrics = {name: token_mean(x, mask, batch.total) for name, x in means.items()} | {"ratio/max": ratios.max()}
+    metrics = {name: token_mean(x, mask, batch.total) for name, x in means.items()} | {
+        "ratio/max": ratios.max()
+    }
     losses += batch.kl_weight * kl(now, reference)
     if entropy is not None:
         losses -= entropy_weight * jnp.where(mask, entropy, 0.0)
     return jnp.sum(batch.weights * losses), metrics
 
 
-def summed_value_loss(values: Array, batch: MicroBatch, *, clip: float) -> tuple[Array, dict[str, Array]]:
-    """sum of weights * value_loss, and metrics as in `summed_policy_loss`; values [R, T] are the critic's now."""
-    experience, mask = batch.experience, batch.experience.mask
+def summed_value_loss(
+    values: Array, batch: MicroBatch, *, clip: float
+) -> tuple[Array, dict[str, Array]]:
+    """sum of weights * value_loss, and metrics as in `summed_policy_loss`; values [R, T] are the
+    critic's now.
+    """
+    experience = batch.experience
+    mask = batch.experience.mask
     losses = value_loss(values, experience.values, experience.returns, mask, clip)
     outside = jnp.abs(values - experience.values) > clip
     metrics = {
@@ -134,10 +158,13 @@ def summed_value_loss(values: Array, batch: MicroBatch, *, clip: float) -> tuple
 
 
 def explained_variance(values: np.ndarray, returns: np.ndarray, mask: np.ndarray) -> float:
-    """1 - var(returns - values) / var(returns) over the tokens that the mask names, of host arrays [B, T].
+    """1 - var(returns - values) / var(returns) over the tokens that the mask names, of host arrays
+    [B, T].
 
-    1 is a perfect critic, 0 one that knows no more than the mean; 0 also where all returns are equal.
+    1 is a perfect critic, 0 one that knows no more than the mean; 0 also where all returns are
+    equal.
     """
-    values, returns = values[mask].astype(np.float64), returns[mask].astype(np.float64)
+    values = values[mask].astype(np.float64)
+    returns = returns[mask].astype(np.float64)
     spread = returns.var() if returns.size else 0.0
     return float(1.0 - (returns - values).var() / spread) if spread else 0.0

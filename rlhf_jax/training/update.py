@@ -1,4 +1,6 @@
-"""One update of policy and critic: epochs of minibatches, gradients accumulated over micro-batches."""
+"""One update of policy and critic: epochs of minibatches, gradients accumulated over
+micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ from rlhf_jax.mesh import model_shardings
 from rlhf_jax.model.attention import causal
 from rlhf_jax.model.transformer import cast, stack
 from rlhf_jax.training.batching import MicroBatch, micro_batches, minibatches, select
-from rlhf_jax.training.losses import explained_variance, summed_policy_loss, summed_value_loss, token_mean_weights
+from rlhf_jax.training.losses import (
+    explained_variance,
+    summed_policy_loss,
+    summed_value_loss,
+    token_mean_weights,
+)
 from rlhf_jax.types import Array, Experience, Model, TrainState
 
 
@@ -40,9 +47,13 @@ class UpdateConfig:
     value_clip: float = 0.2  # a value moves at most so far from what it was before the update
     aggregate: Callable = token_mean_weights  # one of AGGREGATES: how tokens are weighed
     response_slots: int = 1  # the longest response that may be, by which constant_weights divides
-    kl: Callable = kl_k3  # the divergence in the loss: of shaping.KL, but not k1, whose gradient has mean zero
+    kl: Callable = (
+        kl_k3  # the divergence in the loss: of shaping.KL, but not k1, whose gradient has mean zero
+    )
     entropy_weight: float = 0.0
-    target_kl: float = 0.0  # the rest is skipped once KL(old || now) of a minibatch exceeds it; 0 for never
+    target_kl: float = (
+        0.0  # the rest is skipped once KL(old || now) of a minibatch exceeds it; 0 for never
+    )
     dtype: Any = jnp.float32  # of the computation; the weights are kept in float32
     remat: bool = True  # keep only each layer's input for the backward pass
     chunk: int = CHUNK  # tokens whose logits exist at one time
@@ -69,7 +80,9 @@ class Gradient:
 
 
 class NotFinite(ValueError):
-    """A loss or gradient was infinite or no number; `state` is finite, without the steps of such minibatches."""
+    """A loss or gradient was infinite or no number; `state` is finite, without the steps of such
+    minibatches.
+    """
 
     def __init__(self, message: str, state: TrainState):
         super().__init__(message)
@@ -77,24 +90,31 @@ class NotFinite(ValueError):
 
 
 def make_optimizer(
-    learning_rate: float, *, warmup_steps: int = 0, max_grad_norm: float = 1.0, weight_decay: float = 0.0
+    learning_rate: float,
+    *,
+    warmup_steps: int = 0,
+    max_grad_norm: float = 1.0,
+    weight_decay: float = 0.0,
 ) -> optax.GradientTransformation:
-    """AdamW after clipping by the global norm; the rate rises linearly over `warmup_steps` and then stays.
+    """AdamW after clipping by the global norm; the rate rises linearly over `warmup_steps` and then
+    stays.
 
     Weight decay spares norms and biases (Loshchilov and Hutter 2019).
     """
-    schedule = optax.linear_schedule(0.0, learning_rate, warmup_steps) if warmup_steps else learning_rate
+    schedule = (
+        optax.linear_schedule(0.0, learning_rate, warmup_steps) if warmup_steps else learning_rate
+    )
     return optax.chain(
-        clip_by_norm(max_grad_norm),
-        optax.adamw(schedule, weight_decay=weight_decay, mask=_decays),
+        clip_by_norm(max_grad_norm), optax.adamw(schedule, weight_decay=weight_decay, mask=_decays)
     )
 
 
 def clip_by_norm(limit: float) -> optax.GradientTransformation:
     """g * min(1, limit / |g|) with |g| over all gradients (Pascanu et al. 2013).
 
-    `optax.clip_by_global_norm` divides each entry: too dear for XLA to repeat in each of Adam's moments, so
-    it stores a second copy of the gradients. A product is repeated, and nothing is stored.
+    `optax.clip_by_global_norm` divides each entry: too dear for XLA to repeat in each of Adam's
+    moments, so it stores a second copy of the gradients. A product is repeated, and nothing is
+    stored.
     """
 
     def clip(grads, params):
@@ -111,11 +131,16 @@ def _decays(model: Model) -> Model:
 
 
 def init_train_state(
-    policy: Model, optimizers: Optimizers, mesh: jax.sharding.Mesh | None = None, critic: Model | None = None
+    policy: Model,
+    optimizers: Optimizers,
+    mesh: jax.sharding.Mesh | None = None,
+    critic: Model | None = None,
 ) -> TrainState:
-    """A state of `policy` and `critic`, in float32 with stacked layers, split over the mesh as training wants it.
+    """A state of `policy` and `critic`, in float32 with stacked layers, split over the mesh as
+    training wants it.
 
-    The models are used up: a caller that keeps using the same weights, as a reference say, passes a copy.
+    The models are used up: a caller that keeps using the same weights, as a reference say, passes a
+    copy.
     """
     if (critic is None) != (optimizers.critic is None):
         raise ValueError("A critic and its optimizer come together; give both or neither.")
@@ -128,7 +153,11 @@ def init_train_state(
         critic, moments = _with_moments(critic, optimizers.critic)
         return dataclasses.replace(state, critic=critic, critic_optimizer=moments)
 
-    shardings = None if mesh is None else model_shardings(jax.eval_shape(make, policy, critic), mesh, "training")
+    shardings = (
+        None
+        if mesh is None
+        else model_shardings(jax.eval_shape(make, policy, critic), mesh, "training")
+    )
     return jax.jit(make, donate_argnums=(0, 1), out_shardings=shardings)(policy, critic)
 
 
@@ -146,19 +175,26 @@ def update(
     place: Callable[[MicroBatch], MicroBatch] = jax.device_put,
     observe: Callable[[], None] = lambda: None,
 ) -> tuple[TrainState, dict[str, float]]:
-    """Train on one experience: `epochs` times `minibatches` optimizer steps. The given state is used up.
+    """Train on one experience: `epochs` times `minibatches` optimizer steps. The given state is
+    used up.
 
-    A minibatch's loss is a weighted sum over its tokens, so the result does not depend on `micro_rows` or `bucket`.
-    Policy and critic take their steps one after the other, so their activations never coexist. `place` puts a
-    micro-batch of host arrays on the device or, with shardings, on a mesh; `observe` is called before each
-    minibatch. `step` counts updates and, with the config's seed, orders the rows. The metrics, means
-    over the minibatches (maxima for `.../max`), are read from the device once, at the end (with `target_kl`, one of
-    them after each minibatch); NotFinite if one is not finite: such a step was not taken.
+    A minibatch's loss is a weighted sum over its tokens, so the result does not depend on
+    `micro_rows` or `bucket`. Policy and critic take their steps one after the other, so their
+    activations never coexist. `place` puts a micro-batch of host arrays on the device or, with
+    shardings, on a mesh; `observe` is called before each minibatch. `step` counts updates and, with
+    the config's seed, orders the rows. The metrics, means over the minibatches (maxima for
+    `.../max`), are read from the device once, at the end (with `target_kl`, one of them after each
+    minibatch); NotFinite if one is not finite: such a step was not taken.
     """
     host = jax.tree.map(np.asarray, experience)
-    order = minibatches(len(host.rewards), config.minibatches, config.epochs, config.seed, int(state.step))
-    order = [rows for rows in order if host.mask[rows].any()]  # without a token there is nothing to learn
-    history, done = [], 0
+    order = minibatches(
+        len(host.rewards), config.minibatches, config.epochs, config.seed, int(state.step)
+    )
+    order = [
+        rows for rows in order if host.mask[rows].any()
+    ]  # without a token there is nothing to learn
+    history = []
+    done = 0
     for rows in order:
         observe()
         parts = functools.partial(_parts, host, rows, kl_weight, config, place)
@@ -166,7 +202,9 @@ def update(
         if config.target_kl and float(gradient.metrics["kl/old"]) > config.target_kl:
             history.append(gradient.metrics)
             break
-        policy, moments, norm = apply(state.policy, state.optimizer, gradient, optimizer=optimizers.policy)
+        policy, moments, norm = apply(
+            state.policy, state.optimizer, gradient, optimizer=optimizers.policy
+        )
         state = dataclasses.replace(state, policy=policy, optimizer=moments)
         history.append(gradient.metrics | {"gradient/norm": norm})
         del gradient  # its memory is the critic's now
@@ -178,11 +216,15 @@ def update(
     _check_finite(history, state)
     metrics = NOTHING | _summary(history) | {"training/minibatches_done": float(done)}
     if host.values is not None:
-        metrics["critic/explained_variance"] = explained_variance(host.values, host.returns, host.mask)
+        metrics["critic/explained_variance"] = explained_variance(
+            host.values, host.returns, host.mask
+        )
     return dataclasses.replace(state, step=state.step + 1), metrics
 
 
-def policy_objective(policy: Model, batch: MicroBatch, config: UpdateConfig) -> tuple[Array, dict[str, Array]]:
+def policy_objective(
+    policy: Model, batch: MicroBatch, config: UpdateConfig
+) -> tuple[Array, dict[str, Array]]:
     """A micro-batch's share of its minibatch's loss, and metrics, as in `summed_policy_loss`."""
     rollout = batch.experience.rollout
     logprobs, entropy = token_law(
@@ -208,27 +250,42 @@ def policy_objective(policy: Model, batch: MicroBatch, config: UpdateConfig) -> 
     )
 
 
-def critic_objective(critic: Model, batch: MicroBatch, config: UpdateConfig) -> tuple[Array, dict[str, Array]]:
+def critic_objective(
+    critic: Model, batch: MicroBatch, config: UpdateConfig
+) -> tuple[Array, dict[str, Array]]:
     """A micro-batch's share of its minibatch's loss, and metrics, as in `summed_value_loss`."""
     experience = batch.experience
     values = token_values(
-        critic, experience.rollout.tokens, mask=experience.mask, attend=config.critic_attend, remat=config.remat
+        critic,
+        experience.rollout.tokens,
+        mask=experience.mask,
+        attend=config.critic_attend,
+        remat=config.remat,
     )
     return summed_value_loss(values, batch, clip=config.value_clip)
 
 
-NOTHING = {"loss/policy": 0.0, "kl/mean": 0.0, "gradient/norm": 0.0}  # metrics of an update without a token
+NOTHING = {
+    "loss/policy": 0.0,
+    "kl/mean": 0.0,
+    "gradient/norm": 0.0,
+}  # metrics of an update without a token
 Objective = Callable[[Model, MicroBatch, UpdateConfig], tuple[Array, dict[str, Array]]]
 
 
 @functools.partial(jax.jit, static_argnames=("objective", "config"), donate_argnums=0)
 def accumulate(
-    total: Gradient | None, model: Model, batch: MicroBatch, *, objective: Objective, config: UpdateConfig
+    total: Gradient | None,
+    model: Model,
+    batch: MicroBatch,
+    *,
+    objective: Objective,
+    config: UpdateConfig,
 ) -> Gradient:
     """`total` plus the gradient of one micro-batch, both float32, and its metrics.
 
-    `total` is overwritten; it is None before the first micro-batch. The gradient is taken in the compute
-    dtype, so that what exists beside the sum is no larger than that.
+    `total` is overwritten; it is None before the first micro-batch. The gradient is taken in the
+    compute dtype, so that what exists beside the sum is no larger than that.
     """
     weights, metrics = jax.grad(objective, has_aux=True)(cast(model, config.dtype), batch, config)
     new = Gradient(cast(weights, jnp.float32), metrics)
@@ -251,10 +308,13 @@ def apply(
 
     def step():
         with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
-            changes, new = optimizer.update(typed(Any, gradient.weights), moments, typed(Any, model))
+            changes, new = optimizer.update(
+                typed(Any, gradient.weights), moments, typed(Any, model)
+            )
         return optax.apply_updates(typed(Any, model), changes), new
 
-    # A branch, not a choice leaf by leaf: XLA would store new moments and weights beside the old ones to choose from.
+    # A branch, not a choice leaf by leaf: XLA would store new moments and weights beside the old
+    # ones to choose from.
     model, moments = jax.lax.cond(finite, step, lambda: (model, moments))
     return model, moments, norm
 
@@ -266,11 +326,19 @@ def _parts(
     batch = select(host, rows, host.mask.shape[1])
     weights = config.aggregate(batch.mask, config.response_slots)
     total = np.float32(max(1, batch.mask.sum()))
-    for part, slots in micro_batches(np.arange(len(rows)), batch.rollout.length, config.micro_rows, config.bucket):
-        yield place(MicroBatch(select(batch, part, slots), weights[part, :slots], total, np.float32(kl_weight)))
+    for part, slots in micro_batches(
+        np.arange(len(rows)), batch.rollout.length, config.micro_rows, config.bucket
+    ):
+        yield place(
+            MicroBatch(
+                select(batch, part, slots), weights[part, :slots], total, np.float32(kl_weight)
+            )
+        )
 
 
-def _gradient(objective: Objective, model: Model, parts: Iterable[MicroBatch], config: UpdateConfig) -> Gradient:
+def _gradient(
+    objective: Objective, model: Model, parts: Iterable[MicroBatch], config: UpdateConfig
+) -> Gradient:
     total = None
     for batch in parts:
         total = accumulate(total, model, batch, objective=objective, config=config)
@@ -279,7 +347,10 @@ def _gradient(objective: Objective, model: Model, parts: Iterable[MicroBatch], c
 
 
 def _critic_step(
-    state: TrainState, parts: Iterable[MicroBatch], optimizer: optax.GradientTransformation, config: UpdateConfig
+    state: TrainState,
+    parts: Iterable[MicroBatch],
+    optimizer: optax.GradientTransformation,
+    config: UpdateConfig,
 ) -> tuple[TrainState, dict[str, Array]]:
     critic = typed(Model, state.critic)
     gradient = _gradient(critic_objective, critic, parts, config)
@@ -298,16 +369,25 @@ def _check_finite(history: list[dict[str, Any]], state: TrainState) -> None:
     for index, metrics in enumerate(history):
         broken = [name for name, value in metrics.items() if not math.isfinite(value)]
         if broken:
-            name = min(broken, key=lambda name: not name.startswith("loss/"))  # a loss says more than what follows
+            name = min(
+                broken, key=lambda name: not name.startswith("loss/")
+            )  # a loss says more than what follows
             raise NotFinite(
-                f"{name} is {float(metrics[name])} in minibatch {index + 1} of update {int(state.step)}; its step was"
+                f"{name} is {float(metrics[name])} in minibatch {index + 1} of update"
+                f" {int(state.step)}; its step was"
                 " not taken: look for a reward out of scale, or lower the learning rate.",
                 state,
             )
 
 
 def _summary(history: list[dict[str, Any]]) -> dict[str, float]:
-    """Minibatches averaged; maxima stay maxima. The last minibatch of a skipped update lacks some."""
+    """Minibatches averaged; maxima stay maxima. The last minibatch of a skipped update lacks
+    some.
+    """
     names = dict.fromkeys(name for metrics in history for name in metrics)
-    found = {name: [float(metrics[name]) for metrics in history if name in metrics] for name in names}
-    return {name: max(v) if name.endswith("/max") else float(np.mean(v)) for name, v in found.items()}
+    found = {
+        name: [float(metrics[name]) for metrics in history if name in metrics] for name in names
+    }
+    return {
+        name: max(v) if name.endswith("/max") else float(np.mean(v)) for name, v in found.items()
+    }

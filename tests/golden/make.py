@@ -3,9 +3,9 @@
     pip install torch transformers accelerate safetensors gguf
     python tests/golden/make.py SmolLM2-135M-Instruct.Q4_1.gguf
 
-Writes beside itself a folder for each tiny random model (weights, configuration, token ids, logits) and for
-each tiny reward model (weights, configuration, tokenizer, scores), and tokenization.json, templates.json and
-greedy.json.
+Writes beside itself a folder for each tiny random model (weights, configuration, token ids, logits)
+and for each tiny reward model (weights, configuration, tokenizer, scores), and tokenization.json,
+templates.json and greedy.json.
 """
 
 from __future__ import annotations
@@ -53,7 +53,11 @@ CASES = {  # name: (configuration, what differs from SHAPE, dtype of the file)
         {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True, "eos_token_id": [2, 5]},
         torch.float32,
     ),
-    "linear": (transformers.LlamaConfig, {"rope_parameters": LINEAR_ROPE, "head_dim": 16}, torch.float32),
+    "linear": (
+        transformers.LlamaConfig,
+        {"rope_parameters": LINEAR_ROPE, "head_dim": 16},
+        torch.float32,
+    ),
     "mistral": (transformers.MistralConfig, {"sliding_window": 32}, torch.float32),
     "mistral_tied": (
         transformers.MistralConfig,
@@ -63,11 +67,18 @@ CASES = {  # name: (configuration, what differs from SHAPE, dtype of the file)
     "qwen2": (transformers.Qwen2Config, {"num_hidden_layers": 3}, torch.float32),
     "qwen2_tied": (transformers.Qwen2Config, {"tie_word_embeddings": True}, torch.bfloat16),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16}, torch.float32),
-    "qwen3_tied": (transformers.Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}, torch.bfloat16),
+    "qwen3_tied": (
+        transformers.Qwen3Config,
+        {"head_dim": 16, "tie_word_embeddings": True},
+        torch.bfloat16,
+    ),
 }
 CLASSIFIERS = {  # name: (configuration, padding token)
     "llama_reward": (transformers.LlamaConfig, "<|pad|>"),
-    "qwen2_reward": (transformers.Qwen2Config, "<|end|>"),  # what ends every message, too: then it is not read
+    "qwen2_reward": (
+        transformers.Qwen2Config,
+        "<|end|>",
+    ),  # what ends every message, too: then it is not read
 }
 CLASSIFIER_SHAPE = {
     "vocab_size": 264,
@@ -162,21 +173,32 @@ def randomize(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def tiny_reward_model(name: str) -> None:
-    """A folder with a random sequence classifier, a tokenizer of bytes, and its scores of some conversations."""
+    """A folder with a random sequence classifier, a tokenizer of bytes, and its scores of some
+    conversations.
+    """
     kind, padding = CLASSIFIERS[name]
     tokenizer = byte_tokenizer(padding)
-    config = kind(**CLASSIFIER_SHAPE, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
+    config = kind(
+        **CLASSIFIER_SHAPE, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id
+    )
     torch.manual_seed(sum(name.encode()))
-    model = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
+    model = transformers.AutoModelForSequenceClassification.from_config(
+        config, dtype=torch.float32
+    ).eval()
     randomize(model, torch.bfloat16)
     texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in CONVERSATIONS]
-    batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt", add_special_tokens=False)
+    batch = tokenizer(
+        texts, padding=True, padding_side="right", return_tensors="pt", add_special_tokens=False
+    )
     with torch.no_grad():
         scores = model(**batch).logits[:, 0].tolist()
     model.to(torch.bfloat16).save_pretrained(HERE / name)
     tokenizer.save_pretrained(HERE / name)
     rows = zip(CONVERSATIONS, scores, strict=True)
-    write(f"{name}/scores.json", [{"messages": chat, "score": round(score, 6)} for chat, score in rows])
+    write(
+        f"{name}/scores.json",
+        [{"messages": chat, "score": round(score, 6)} for chat, score in rows],
+    )
 
 
 def byte_tokenizer(padding: str) -> transformers.PreTrainedTokenizerFast:
@@ -187,7 +209,10 @@ def byte_tokenizer(padding: str) -> transformers.PreTrainedTokenizerFast:
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens(CLASSIFIER_TOKENS)
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|end|>", pad_token=padding, chat_template=CLASSIFIER_TEMPLATE
+        tokenizer_object=backend,
+        eos_token="<|end|>",
+        pad_token=padding,
+        chat_template=CLASSIFIER_TEMPLATE,
     )
 
 
@@ -209,7 +234,11 @@ def words(text: str, kind: str) -> list[str]:
 
 def byte_letters() -> dict[int, str]:
     """GPT-2's printable letter for each byte."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    plain = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     rest = [byte for byte in range(256) if byte not in plain]
     return {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
 
@@ -229,7 +258,10 @@ class PlainBPE:
     def merge(self, word: str) -> list[str]:
         parts = list(word)
         while len(parts) > 1:
-            rank, at = min((self.ranks.get(pair, 1 << 30), i) for i, pair in enumerate(itertools.pairwise(parts)))
+            rank, at = min(
+                (self.ranks.get(pair, 1 << 30), i)
+                for i, pair in enumerate(itertools.pairwise(parts))
+            )
             if rank == 1 << 30:
                 break
             parts[at : at + 2] = [parts[at] + parts[at + 1]]
@@ -254,7 +286,10 @@ class PlainBPE:
 def tokenization(bpe: PlainBPE) -> dict:
     """Token ids of every text under every pre-tokenizer."""
     kinds = ("smollm", "gpt-2", "llama-bpe", "qwen2")
-    return {"texts": TEXTS, "ids": {kind: [bpe.encode(text, kind) for text in TEXTS] for kind in kinds}}
+    return {
+        "texts": TEXTS,
+        "ids": {kind: [bpe.encode(text, kind) for text in TEXTS] for kind in kinds},
+    }
 
 
 LLAMA_TEMPLATE = (
@@ -298,7 +333,11 @@ CHATS = [
         {"role": "assistant", "content": "Fine 😀"},
         {"role": "user", "content": "More\n\n"},
     ],
-    [{"role": "user", "content": ""}, {"role": "stop", "content": "x"}, {"role": "user", "content": "never"}],
+    [
+        {"role": "user", "content": ""},
+        {"role": "stop", "content": "x"},
+        {"role": "user", "content": "never"},
+    ],
 ]
 
 
@@ -308,21 +347,32 @@ def templates(smollm: str) -> list[dict]:
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     cases = []
     for template in (smollm, LLAMA_TEMPLATE, CONTROL_TEMPLATE):
-        renderer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)
+        renderer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=backend, chat_template=template, **special
+        )
         for chat in CHATS:
             for prompted in (False, True):
                 try:
-                    text = renderer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompted)
+                    text = renderer.apply_chat_template(
+                        chat, tokenize=False, add_generation_prompt=prompted
+                    )
                 except Exception as error:
                     print("refused:", error)
                     text = None
-                case = {"template": template, "special": special, "messages": chat, "prompted": prompted}
+                case = {
+                    "template": template,
+                    "special": special,
+                    "messages": chat,
+                    "prompted": prompted,
+                }
                 cases.append(case | {"text": text})
     return cases
 
 
 def greedy(file: Path, bpe: PlainBPE, template: str) -> list[dict]:
-    """Greedy continuations of twenty prompts by the real weights, which transformers reads itself."""
+    """Greedy continuations of twenty prompts by the real weights, which transformers reads
+    itself.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     ).eval()
@@ -345,7 +395,9 @@ def greedy(file: Path, bpe: PlainBPE, template: str) -> list[dict]:
         )
         best = torch.stack([step[0].topk(2).values for step in out.logits])
         sample = {"chat": chat, "prompt": prompt, "text": out.sequences[0, len(prompt) :].tolist()}
-        samples.append(sample | {"gaps": [round(gap, 5) for gap in (best[:, 0] - best[:, 1]).tolist()]})
+        samples.append(
+            sample | {"gaps": [round(gap, 5) for gap in (best[:, 0] - best[:, 1]).tolist()]}
+        )
     return samples
 
 

@@ -1,7 +1,8 @@
-"""Drafts by lookup: what followed the longest earlier match of the text's end (prompt lookup, Saxena 2023).
+"""Drafts by lookup: what followed the longest earlier match of the text's end (prompt lookup,
+Saxena 2023).
 
-The corpus of a row is its earlier roll-outs of the same prompt, the running samples of that prompt and its own
-text. No model, no staleness.
+The corpus of a row is its earlier roll-outs of the same prompt, the running samples of that prompt
+and its own text. No model, no staleness.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Found(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("strategy", "mesh"))
 def propose(state: DecodeState, siblings: Array, strategy: Strategy, mesh=None) -> Array:
-    """Drafts [B, bucket - 1] int32 for the strategy's nodes; -1 where the corpus has no continuation.
+    """Drafts [B, bucket - 1] int32 for the strategy's nodes; -1 where the corpus has no
+    continuation.
 
     siblings [B, S] int32 are rows of `state` that hold samples of the same prompt, -1 for none.
     """
@@ -41,12 +43,15 @@ def propose(state: DecodeState, siblings: Array, strategy: Strategy, mesh=None) 
 
 
 def fill(strategy: Strategy, continuations: Array) -> Array:
-    """The strategy's nodes [B, bucket - 1] int32 from continuations [B, K, R], best first; -1 where they end.
+    """The strategy's nodes [B, bucket - 1] int32 from continuations [B, K, R], best first; -1 where
+    they end.
 
-    Siblings are distinct: rank r is the r-th different token among the continuations that agree with the path.
+    Siblings are distinct: rank r is the r-th different token among the continuations that agree
+    with the path.
     """
     chex.assert_rank(continuations, 3)
-    rank, level = trees.ranks(strategy)[1:], trees.depths(strategy)[1:]
+    rank = trees.ranks(strategy)[1:]
+    level = trees.depths(strategy)[1:]
     parent = np.array(strategy.parents, np.int32) + 1
     node = np.arange(1, len(parent) + 1, dtype=np.int32)
 
@@ -65,7 +70,9 @@ def fill(strategy: Strategy, continuations: Array) -> Array:
 
 
 def distinct(options: Array, agree: Array) -> Array:
-    """[..., R] bool: the real tokens among options [..., R] that `agree`, each only where it comes first."""
+    """[..., R] bool: the real tokens among options [..., R] that `agree`, each only where it comes
+    first.
+    """
     usable = agree & (options >= 0)
     same = (options[..., :, None] == options[..., None, :]) & usable[..., None, :]
     before = jnp.tril(jnp.ones((options.shape[-1],) * 2, bool), -1)
@@ -73,10 +80,12 @@ def distinct(options: Array, agree: Array) -> Array:
 
 
 def search(state: DecodeState, siblings: Array, depth: int) -> Found:
-    """The next `depth` tokens after the longest matches of the text's end, later ones before earlier ones.
+    """The next `depth` tokens after the longest matches of the text's end, later ones before
+    earlier ones.
 
-    The class says how long the best match is: 0 none, 1 one token, 2 two or three, 3 four or more. A match in the
-    row's own text that runs into the text's end goes on with its own draft, as repetition does (Ziv, Lempel 1977).
+    The class says how long the best match is: 0 none, 1 one token, 2 two or three, 3 four or more.
+    A match in the row's own text that runs into the text's end goes on with its own draft, as
+    repetition does (Ziv, Lempel 1977).
     """
     chex.assert_rank([siblings, state.tokens, state.history], 2)
     corpus = _corpus(state, siblings)
@@ -92,30 +101,39 @@ def search(state: DecodeState, siblings: Array, depth: int) -> Found:
 
 
 def _corpus(state: DecodeState, siblings: Array) -> Array:
-    """[B, C] int32 earlier roll-outs, siblings' texts, own text last; -1 between and where nothing is known."""
+    """[B, C] int32 earlier roll-outs, siblings' texts, own text last; -1 between and where nothing
+    is known.
+    """
     slots = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)
     own = jnp.where(slots < state.length[:, None], state.tokens, -1)
     others = jnp.where((siblings >= 0)[..., None], own[jnp.maximum(siblings, 0)], -1)
     others = jnp.pad(others, ((0, 0), (0, 0), (1, 0)), constant_values=-1).reshape(len(own), -1)
-    # Written out once: fused into each of its readers it would be put together anew for every token compared.
+    # Written out once: fused into each of its readers it would be put together anew for every token
+    # compared.
     return jax.lax.optimization_barrier(
         jnp.concatenate([state.history, others, jnp.full_like(own[:, :1], -1), own], axis=1)
     )
 
 
 def text_end(state: DecodeState) -> Array:
-    """[B, LONGEST] int32 the last known tokens, the last one first; -2 (equal to nothing) before the text's start."""
+    """[B, LONGEST] int32 the last known tokens, the last one first; -2 (equal to nothing) before
+    the text's start.
+    """
     back = state.length[:, None] - 1 - jnp.arange(LONGEST, dtype=jnp.int32)
     return jnp.where(back >= 0, jnp.take_along_axis(state.tokens, jnp.maximum(back, 0), axis=1), -2)
 
 
 def match_length(corpus: Array, end: Array) -> Array:
-    """[B, C] int32 how many tokens up to and including each place of corpus [B, C] equal `end`, at most LONGEST."""
+    """[B, C] int32 how many tokens up to and including each place of corpus [B, C] equal `end`, at
+    most LONGEST.
+    """
     padded = jnp.pad(corpus, ((0, 0), (LONGEST - 1, 0)), constant_values=-1)
     length = jnp.zeros_like(corpus)
     for i in reversed(range(LONGEST)):
         start = LONGEST - 1 - i
-        length = jnp.where(padded[:, start : start + corpus.shape[1]] == end[:, i, None], length + 1, 0)
+        length = jnp.where(
+            padded[:, start : start + corpus.shape[1]] == end[:, i, None], length + 1, 0
+        )
     return length
 
 
@@ -125,15 +143,19 @@ def followed(corpus: Array) -> Array:
 
 
 def best(score: Array) -> tuple[Array, Array]:
-    """The RANKS largest of score [B, C] int32, distinct where they are not 0, and their places: both [B, R]."""
-    # On a CPU, XLA sorts whole rows, forty times slower, of integers (float32 is exact below 2**24) and for a
-    # reader that slices: hence the barrier.
+    """The RANKS largest of score [B, C] int32, distinct where they are not 0, and their places:
+    both [B, R].
+    """
+    # On a CPU, XLA sorts whole rows, forty times slower, of integers (float32 is exact below 2**24)
+    # and for a reader that slices: hence the barrier.
     top, where = jax.lax.optimization_barrier(jax.lax.top_k(score.astype(jnp.float32), RANKS))
     return top.astype(jnp.int32), where
 
 
 def continuations(corpus: Array, where: Array, usable: Array, depth: int, period: Array) -> Array:
-    """[B, K, R] int32 the `depth` tokens after places where [B, R], repeated with their period; -1 once unknown."""
+    """[B, K, R] int32 the `depth` tokens after places where [B, R], repeated with their period; -1
+    once unknown.
+    """
     steps = jnp.arange(depth, dtype=jnp.int32)[:, None] % jnp.maximum(period, 1)[:, None]
     index = where[:, None] + 1 + steps
     size = corpus.shape[1]

@@ -35,7 +35,9 @@ class Proposal(NamedTuple):
     confidence: Array  # [B] int8, the class of its own first draft
 
 
-@functools.partial(jax.jit, static_argnames=("strategy", "sampling", "with_laws", "kernels", "mesh"))
+@functools.partial(
+    jax.jit, static_argnames=("strategy", "sampling", "with_laws", "kernels", "mesh")
+)
 def propose(
     drafter: Model,
     state: DecodeState,
@@ -47,13 +49,15 @@ def propose(
 ) -> Proposal:
     """Drafts for the strategy's nodes, drawn with the noise that the target will use.
 
-    Level by level: the nodes of one depth that have children are one call; the children of a node are the best
-    ranks of the drafter's own draw there. The first call also feeds the token before the root, which the cache
-    lacks after a full acceptance; it must lack no more (see `catch_up`).
+    Level by level: the nodes of one depth that have children are one call; the children of a node
+    are the best ranks of the drafter's own draw there. The first call also feeds the token before
+    the root, which the cache lacks after a full acceptance; it must lack no more (see `catch_up`).
     """
     tokens = {0: _token_at(state, state.length - 1)}
     laws = {}
-    window, seen, attention = (), 0, laid.tree_attention(kernels, mesh)
+    window = ()
+    seen = 0
+    attention = laid.tree_attention(kernels, mesh)
     for level in _fed_nodes(strategy):
         hidden, window = _feed(drafter, state, strategy, level, tokens, window, seen, attention)
         scores = logits(drafter, hidden[:, -len(level) :])
@@ -68,11 +72,15 @@ def propose(
     spare = trees.bucket(strategy) - 1 - drafts.shape[1]
     drafts = jnp.pad(drafts, ((0, 0), (0, spare)), constant_values=-1)
     stacked = _stack_laws(laws, trees.bucket(strategy)) if with_laws else None
-    return pin_rows(Proposal(drafts, stacked, window, confidence(laws[0], tokens[1], sampling)), mesh)
+    return pin_rows(
+        Proposal(drafts, stacked, window, confidence(laws[0], tokens[1], sampling)), mesh
+    )
 
 
 def confidence(scores: Array, token: Array, sampling: Sampling) -> Array:
-    """[...] int8 the class 1..3 of the probability of token [...] under logits [..., V] at the temperature (1 if 0)."""
+    """[...] int8 the class 1..3 of the probability of token [...] under logits [..., V] at the
+    temperature (1 if 0).
+    """
     chex.assert_rank(scores, token.ndim + 1)
     tempered = scores / (sampling.temperature or 1.0)
     chosen = jnp.take_along_axis(tempered, token[..., None], axis=-1)[..., 0]
@@ -88,7 +96,9 @@ def _fed_nodes(strategy: Strategy) -> list[list[int]]:
 
 
 def _window_index(strategy: Strategy) -> np.ndarray:
-    """[bucket] window entry of each node; entry 0 is the token before the root, unfed nodes point at the root."""
+    """[bucket] window entry of each node; entry 0 is the token before the root, unfed nodes point
+    at the root.
+    """
     index = np.ones(trees.bucket(strategy), np.int32)
     order = [node for level in _fed_nodes(strategy) for node in level]
     index[order] = np.arange(len(order)) + 1
@@ -107,14 +117,19 @@ def _feed(drafter, state, strategy, level, tokens, window, seen, attention):
     first = mask[:, :, :1] & (state.length >= 2)[:, None, None]
     first = first.at[:, 0].set(True) if not window else first  # a query sees at least itself
     mask = jnp.concatenate([first, mask[:, :, 1:]], axis=2)
-    attend = functools.partial(cached, length=jnp.where(state.done, 0, state.length - 2), mask=mask, attend=attention)
+    attend = functools.partial(
+        cached, length=jnp.where(state.done, 0, state.length - 2), mask=mask, attend=attention
+    )
     past = window or (None,) * len(state.draft.cache)
-    return forward(drafter, queries, positions, attend, tuple(zip(state.draft.cache, past, strict=True)))
+    return forward(
+        drafter, queries, positions, attend, tuple(zip(state.draft.cache, past, strict=True))
+    )
 
 
 def _window_mask(strategy: Strategy, level: list[int], width: int) -> np.ndarray:
     """[Q, W] what the nodes of a level see: the token before the root and their own ancestors."""
-    ancestors, index = trees.as_data(strategy, 1).ancestors[0], _window_index(strategy)
+    ancestors = trees.as_data(strategy, 1).ancestors[0]
+    index = _window_index(strategy)
     mask = np.zeros((len(level), width), bool)
     mask[:, 0] = True
     for row, node in enumerate(level):
@@ -133,7 +148,9 @@ def _token_at(state: DecodeState, place: Array) -> Array:
     return jnp.take_along_axis(state.tokens, jnp.maximum(place, 0)[:, None], axis=1)[:, 0]
 
 
-@functools.partial(jax.jit, static_argnames=("strategy", "kernels", "mesh"), donate_argnames=("state",))
+@functools.partial(
+    jax.jit, static_argnames=("strategy", "kernels", "mesh"), donate_argnames=("state",)
+)
 def commit(
     state: DecodeState,
     window: Cache,
@@ -143,10 +160,12 @@ def commit(
     kernels: Kernels = REFERENCE,
     mesh=None,
 ) -> DecodeState:
-    """The draft cache after a round that emitted count[B] tokens along path[B, N+1]. `state` is donated.
+    """The draft cache after a round that emitted count[B] tokens along path[B, N+1]. `state` is
+    donated.
 
-    `state` is the state after the round; the window began two tokens before the old length. A node that was never
-    fed can only be the last one of a fully accepted path: it is left to the next call.
+    `state` is the state after the round; the window began two tokens before the old length. A node
+    that was never fed can only be the last one of a fully accepted path: it is left to the next
+    call.
     """
     assert state.draft is not None
     before = state.length - count
@@ -154,37 +173,50 @@ def commit(
     entries = jnp.concatenate([jnp.zeros_like(index[:, :1]), index], axis=1)
     start = jnp.maximum(before - 2, 0)
     entries = jnp.where((before >= 2)[:, None], entries, jnp.roll(entries, -1, axis=1))
-    inner = jnp.asarray(np.array([bool(trees.children(strategy, n)) for n in range(trees.bucket(strategy))]))
+    inner = jnp.asarray(
+        np.array([bool(trees.children(strategy, n)) for n in range(trees.bucket(strategy))])
+    )
     steps = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
     fed = (inner[path] & (steps < count[:, None])).sum(axis=1, dtype=jnp.int32)
     length = jnp.where(count > 0, before - 1 + fed, state.draft.length)
-    draft = DraftState(laid.commit(kernels, mesh)(state.draft.cache, window, entries, start), length)
+    draft = DraftState(
+        laid.commit(kernels, mesh)(state.draft.cache, window, entries, start), length
+    )
     return pin_rows(dataclasses.replace(state, draft=draft), mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("kernels", "mesh"), donate_argnames=("state",))
-def catch_up(drafter: Model, state: DecodeState, kernels: Kernels = REFERENCE, mesh=None) -> DecodeState:
+def catch_up(
+    drafter: Model, state: DecodeState, kernels: Kernels = REFERENCE, mesh=None
+) -> DecodeState:
     """Feed what the draft cache has not seen, until it lacks one token at most. `state` is donated.
 
     Needed after rounds that drafted otherwise; CHUNK tokens of every row a step.
     """
 
-    attention, write = laid.tree_attention(kernels, mesh), laid.commit(kernels, mesh)
+    attention = laid.tree_attention(kernels, mesh)
+    write = laid.commit(kernels, mesh)
 
     def lagging(state):
         return jnp.any(~state.done & (state.draft.length < state.length - 2))
 
     def step(state):
         at = state.draft.length[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)
-        tokens = jnp.take_along_axis(state.tokens, jnp.minimum(at, state.tokens.shape[1] - 1), axis=1)
-        mask = jnp.broadcast_to(jnp.tril(jnp.ones((CHUNK, CHUNK), bool)), (at.shape[0], CHUNK, CHUNK))
+        tokens = jnp.take_along_axis(
+            state.tokens, jnp.minimum(at, state.tokens.shape[1] - 1), axis=1
+        )
+        mask = jnp.broadcast_to(
+            jnp.tril(jnp.ones((CHUNK, CHUNK), bool)), (at.shape[0], CHUNK, CHUNK)
+        )
         known = jnp.where(state.done, 0, state.draft.length)
         attend = functools.partial(cached, length=known, mask=mask, attend=attention)
         layers = tuple((layer, None) for layer in state.draft.cache)
         _, window = forward(drafter, tokens, at, attend, layers)
         order = jnp.broadcast_to(jnp.arange(CHUNK, dtype=jnp.int32), at.shape)
         cache = write(state.draft.cache, window, order, state.draft.length)
-        length = jnp.maximum(jnp.minimum(state.draft.length + CHUNK, state.length - 1), state.draft.length)
+        length = jnp.maximum(
+            jnp.minimum(state.draft.length + CHUNK, state.length - 1), state.draft.length
+        )
         return dataclasses.replace(state, draft=DraftState(cache, length))
 
     return pin_rows(jax.lax.while_loop(lagging, step, state), mesh)

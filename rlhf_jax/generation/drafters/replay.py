@@ -1,7 +1,7 @@
 """Drafts by replay: the text that the same noise gave before, read on from where this one stands.
 
-With the noise of (sample, position) repeated, a slightly changed policy draws almost the same text. Drafts are
-verified draw by draw as any others: the text is what plain decoding gives.
+With the noise of (sample, position) repeated, a slightly changed policy draws almost the same text.
+Drafts are verified draw by draw as any others: the text is what plain decoding gives.
 """
 
 from __future__ import annotations
@@ -29,23 +29,29 @@ from rlhf_jax.types import Array, DecodeState, Strategy
 
 FOLLOWS = 3  # the class of a text that follows its earlier one
 ALIGNED = 4  # tokens in a row that are equal, by position, in a text that follows its earlier one
-REALIGNED = 2  # tokens that must match elsewhere to leave the position: noise is the same only there
+REALIGNED = (
+    2  # tokens that must match elsewhere to leave the position: noise is the same only there
+)
 
 
 @functools.partial(jax.jit, static_argnames=("strategy", "mesh"))
 def propose(state: DecodeState, strategy: Strategy, mesh=None) -> tuple[Array, Array]:
-    """(drafts [B, bucket - 1] int32 for the strategy's nodes, -1 where the earlier text has none; class [B])."""
+    """(drafts [B, bucket - 1] int32 for the strategy's nodes, -1 where the earlier text has none;
+    class [B]).
+    """
     depth = int(trees.depths(strategy).max())
     found = search(state, depth)
     return pin_rows((fill(strategy, found.tokens), found.confidence), mesh)
 
 
 def search(state: DecodeState, depth: int) -> Found:
-    """The next `depth` tokens of the earlier text: by position, or after the longest match of the text's end.
+    """The next `depth` tokens of the earlier text: by position, or after the longest match of the
+    text's end.
 
-    The position is left only for a match that is longer than the agreement there, never while the last ALIGNED
-    tokens (or all so far) agree; among equal matches the nearest is first. The class: 0 nothing is known, 1 by
-    position although the text has just differed, 2 realigned, 3 by position and the text follows.
+    The position is left only for a match that is longer than the agreement there, never while the
+    last ALIGNED tokens (or all so far) agree; among equal matches the nearest is first. The class:
+    0 nothing is known, 1 by position although the text has just differed, 2 realigned, 3 by
+    position and the text follows.
     """
     chex.assert_rank([state.earlier, state.tokens], 2)
     rows, size = state.earlier.shape
@@ -63,7 +69,9 @@ def search(state: DecodeState, depth: int) -> Found:
 
 
 def _worth(state: DecodeState, distance: Array) -> Array:
-    """[B, E] int32 the match length at each place, 0 unless usable; LONGEST + 1 by position while the text follows."""
+    """[B, E] int32 the match length at each place, 0 unless usable; LONGEST + 1 by position while
+    the text follows.
+    """
     agreed = match_length(state.earlier, text_end(state))
     follows = agreed >= jnp.minimum(state.length, ALIGNED)[:, None]
     by_position = jnp.where(follows, LONGEST + 1, jnp.maximum(agreed, 1))

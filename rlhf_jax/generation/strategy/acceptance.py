@@ -16,7 +16,9 @@ NOTHING = 0  # the class where nothing is known
 
 WINDOW = 1200.0  # drafts that count for a rate: older ones fade
 REALISED_WINDOW = 256.0  # accepted tokens, as predicted, that the calibration remembers
-BELIEF = np.array([[64.0, 64.0], [0.0, 0.0], [0.0, 0.0]])  # what counts as realised at first: a few rounds are luck
+BELIEF = np.array(
+    [[64.0, 64.0], [0.0, 0.0], [0.0, 0.0]]
+)  # what counts as realised at first: a few rounds are luck
 
 PRIOR = 0.3 * 0.3 ** np.arange(RANKS)  # rates of a drafter of which nothing is known
 WEIGHT = 4.0  # observations that the more general estimate is worth
@@ -33,21 +35,29 @@ class Evidence:
 
     familiar: np.ndarray  # [n] bool, the prompt has been rolled out before
     confidence: np.ndarray  # [n] int, the class before drafting
-    ranks: np.ndarray  # [n, DEPTHS] int, rank of the true token among the proposals at each depth; -1: none of them
-    offered: np.ndarray  # [n, DEPTHS] int, ranks tried at each depth, proposed or in vain; 0: not observed
+    ranks: (
+        np.ndarray
+    )  # [n, DEPTHS] int, rank of the true token among the proposals at each depth; -1: none of them
+    offered: (
+        np.ndarray
+    )  # [n, DEPTHS] int, ranks tried at each depth, proposed or in vain; 0: not observed
 
 
 @dataclasses.dataclass(frozen=True)
 class Acceptance:
     """What is known of one drafter.
 
-    The leading axis of counts is the window: the long one, that since a fall may have begun, that since a rise may.
+    The leading axis of counts is the window: the long one, that since a fall may have begun, that
+    since a rise may.
     """
 
-    seen: np.ndarray  # [3, 2, CLASSES, DEPTHS, RANKS] by window, familiar, class: drafts whose path was right before
+    # [3, 2, CLASSES, DEPTHS, RANKS] by window, familiar, class: drafts whose path was right before
+    seen: np.ndarray
     hits: np.ndarray  # the same shape: those that were right
     realised: np.ndarray  # [3, 2] by window: tokens accepted in its own rounds, tokens predicted
-    drift: np.ndarray  # [2] log likelihood ratios of a sudden fall and of a sudden rise (CUSUM, Page 1954)
+    drift: (
+        np.ndarray
+    )  # [2] log likelihood ratios of a sudden fall and of a sudden rise (CUSUM, Page 1954)
 
     @functools.cached_property
     def rates(self) -> np.ndarray:
@@ -67,7 +77,8 @@ def unknown() -> Acceptance:
 
 
 def observe(acceptance: Acceptance, evidence: Evidence, used: bool = False) -> Acceptance:
-    """The acceptance after more evidence. `used`: of a round that this drafter drafted, which `realise` judges.
+    """The acceptance after more evidence. `used`: of a round that this drafter drafted, which
+    `realise` judges.
 
     Counts fade as new ones come: none exceeds WINDOW.
     """
@@ -78,7 +89,8 @@ def observe(acceptance: Acceptance, evidence: Evidence, used: bool = False) -> A
         acceptance = _judged(acceptance, acceptance.rates[..., 0], hits[..., 0], seen[..., 0])
         faded = _fade(acceptance.realised, math.exp(-len(evidence.familiar) / FADE))
         acceptance = dataclasses.replace(acceptance, realised=faded)
-    totals, right = acceptance.seen + seen, acceptance.hits + hits
+    totals = acceptance.seen + seen
+    right = acceptance.hits + hits
     kept = np.minimum(1.0, WINDOW / np.maximum(totals, 1e-9))
     return _cut_if_changed(dataclasses.replace(acceptance, seen=totals * kept, hits=right * kept))
 
@@ -96,24 +108,31 @@ def _count(evidence: Evidence) -> tuple[np.ndarray, np.ndarray]:
 
 
 def realise(acceptance: Acceptance, accepted: float, predicted: float, rows: int) -> Acceptance:
-    """The acceptance after one of the drafter's own rounds: draft tokens accepted of `rows` rows, and predicted.
+    """The acceptance after one of the drafter's own rounds: draft tokens accepted of `rows` rows,
+    and predicted.
 
-    `predicted` is before calibration. The rows' drafts are taken as geometric, with the predicted mean.
+    `predicted` is before calibration. The rows' drafts are taken as geometric, with the predicted
+    mean.
     """
     if rows == 0 or predicted <= 0:
         return acceptance
     mean = predicted * calibration(acceptance) / rows
-    acceptance = _judged(acceptance, np.array(mean / (1 + mean)), np.array(accepted), np.array(accepted + rows))
+    acceptance = _judged(
+        acceptance, np.array(mean / (1 + mean)), np.array(accepted), np.array(accepted + rows)
+    )
     realised = acceptance.realised + np.array([accepted, predicted])
     kept = np.minimum(1.0, REALISED_WINDOW / realised[:, 1:])
     return _cut_if_changed(dataclasses.replace(acceptance, realised=realised * kept))
 
 
-def _judged(acceptance: Acceptance, expected: np.ndarray, hits: np.ndarray, trials: np.ndarray) -> Acceptance:
-    """The drift after these trials. A window since a change may have begun is emptied where none may have.
+def _judged(
+    acceptance: Acceptance, expected: np.ndarray, hits: np.ndarray, trials: np.ndarray
+) -> Acceptance:
+    """The drift after these trials. A window since a change may have begun is emptied where none
+    may have.
 
-    The drift is a CUSUM of the log likelihood ratio of odds that have shifted by SHIFT, down and up: while it is 0 no
-    change is likely, so that the likeliest time of one is when it was 0 last.
+    The drift is a CUSUM of the log likelihood ratio of odds that have shifted by SHIFT, down and
+    up: while it is 0 no change is likely, so that the likeliest time of one is when it was 0 last.
     """
     odds = math.exp(SHIFT)
     expected = np.clip(expected, 0.01, MOST)
@@ -123,7 +142,10 @@ def _judged(acceptance: Acceptance, expected: np.ndarray, hits: np.ndarray, tria
     drift = np.maximum(0.0, acceptance.drift + np.array([down.sum(), up.sum()]))
     by_cell = lasting.reshape(3, 1, 1, 1, 1)
     return Acceptance(
-        acceptance.seen * by_cell, acceptance.hits * by_cell, acceptance.realised * lasting[:, None], drift
+        acceptance.seen * by_cell,
+        acceptance.hits * by_cell,
+        acceptance.realised * lasting[:, None],
+        drift,
     )
 
 
@@ -132,7 +154,9 @@ def _cut_if_changed(acceptance: Acceptance) -> Acceptance:
     if acceptance.drift.max() < ALARM:
         return acceptance
     since = [1 + int(acceptance.drift.argmax())] * 3
-    return Acceptance(acceptance.seen[since], acceptance.hits[since], acceptance.realised[since], np.zeros(2))
+    return Acceptance(
+        acceptance.seen[since], acceptance.hits[since], acceptance.realised[since], np.zeros(2)
+    )
 
 
 def _fade(realised: np.ndarray, kept: float) -> np.ndarray:
@@ -147,13 +171,17 @@ def forget(acceptance: Acceptance, kept: float) -> Acceptance:
 
 
 def rates(acceptance: Acceptance) -> np.ndarray:
-    """[2, CLASSES, DEPTHS, RANKS] P(this rank is right | all before it right), by familiar and class.
+    """[2, CLASSES, DEPTHS, RANKS] P(this rank is right | all before it right), by familiar and
+    class.
 
-    Where counts are small a cell leans on its class, a class on all of the drafter, a depth on the one above it,
-    the first depth on the prior. No rank is above the ranks before it, and the ranks of a place sum to at most 1.
+    Where counts are small a cell leans on its class, a class on all of the drafter, a depth on the
+    one above it, the first depth on the prior. No rank is above the ranks before it, and the ranks
+    of a place sum to at most 1.
     """
-    seen, hits = acceptance.seen[0], acceptance.hits[0]
-    seen_by_class, hits_by_class = seen.sum(axis=0), hits.sum(axis=0)
+    seen = acceptance.seen[0]
+    hits = acceptance.hits[0]
+    seen_by_class = seen.sum(axis=0)
+    hits_by_class = hits.sum(axis=0)
     everywhere = _along_depth(seen_by_class.sum(axis=0), hits_by_class.sum(axis=0))
     by_class = _shrunk(seen_by_class, hits_by_class, everywhere)
     found = np.minimum.accumulate(_shrunk(seen, hits, by_class), axis=-1)
@@ -163,35 +191,51 @@ def rates(acceptance: Acceptance) -> np.ndarray:
 
 def _along_depth(seen: np.ndarray, hits: np.ndarray) -> np.ndarray:
     """[DEPTHS, RANKS] rates over all cells, each depth leaning on the one above."""
-    found, above = [], PRIOR.tolist()
-    for tried, right in zip(seen.tolist(), hits.tolist(), strict=True):  # of so few numbers, quicker than arrays
-        above = [(r + WEIGHT * a) / (n + WEIGHT) for n, r, a in zip(tried, right, above, strict=True)]
+    found = []
+    above = PRIOR.tolist()
+    for tried, right in zip(
+        seen.tolist(), hits.tolist(), strict=True
+    ):  # of so few numbers, quicker than arrays
+        above = [
+            (r + WEIGHT * a) / (n + WEIGHT) for n, r, a in zip(tried, right, above, strict=True)
+        ]
         found.append(above)
     return np.array(found)
 
 
 def _shrunk(seen: np.ndarray, hits: np.ndarray, general: np.ndarray) -> np.ndarray:
-    """Rates that lean on the general ones, tilted by how all depths of the cell compare with them."""
-    tilt = (hits.sum(axis=-2, keepdims=True) + 1) / ((seen * general).sum(axis=-2, keepdims=True) + 1)
+    """Rates that lean on the general ones, tilted by how all depths of the cell compare with
+    them.
+    """
+    tilt = (hits.sum(axis=-2, keepdims=True) + 1) / (
+        (seen * general).sum(axis=-2, keepdims=True) + 1
+    )
     target = np.minimum(general * tilt, MOST)
     return (hits + WEIGHT * target) / (seen + WEIGHT)
 
 
 def likeliest(acceptance: Acceptance, familiar: int, confidence: int) -> float:
-    """P(the likeliest draft is right) over all depths of a cell: nearer to 1 than any of `rates` may be."""
+    """P(the likeliest draft is right) over all depths of a cell: nearer to 1 than any of `rates`
+    may be.
+    """
     cell = 0, familiar, confidence, slice(None), 0
-    seen, hits = acceptance.seen[cell].sum(), acceptance.hits[cell].sum()
+    seen = acceptance.seen[cell].sum()
+    hits = acceptance.hits[cell].sum()
     return float((hits + WEIGHT * MOST) / (seen + WEIGHT))
 
 
 def pooled(acceptance: Acceptance) -> np.ndarray:
-    """[DEPTHS, RANKS] rates over all cells, each cell by the drafts seen of it: what a tree is found from."""
+    """[DEPTHS, RANKS] rates over all cells, each cell by the drafts seen of it: what a tree is
+    found from.
+    """
     weights = acceptance.seen[0, :, :, :1, :1] + 1e-9
     return (acceptance.rates * weights).sum(axis=(0, 1)) / weights.sum(axis=(0, 1))
 
 
 def calibration(acceptance: Acceptance) -> float:
-    """Accepted over predicted tokens of the drafter's own rounds, within bounds; 1 where there were none."""
+    """Accepted over predicted tokens of the drafter's own rounds, within bounds; 1 where there were
+    none.
+    """
     accepted, predicted = acceptance.realised[0].tolist()
     return min(max((accepted + 1.0) / (predicted + 1.0), BOUNDS[0]), BOUNDS[1])
 

@@ -1,7 +1,7 @@
 """Seconds of a round: a roofline that work figures start and measured rounds correct.
 
-What was measured acts twice: as a correction of the call that was measured (`observe`), and on the roofline's own
-parameters (`fit`), which price the calls that nobody has tried.
+What was measured acts twice: as a correction of the call that was measured (`observe`), and on the
+roofline's own parameters (`fit`), which price the calls that nobody has tried.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ CATCH_UP = 8  # tokens of one draft-model call that only fills its cache
 FREE_LAG = 2  # missing tokens that a draft's first call feeds anyway
 WINDOW = 25  # rounds of a cell that count: older ones are forgotten
 DOUBT = 2  # rounds without any error that a cell is taken to begin with
-PRIOR_WEIGHT = 0.02  # of a parameter's distance from the prior, in log space, beside the residual of one point
+PRIOR_WEIGHT = (
+    0.02  # of a parameter's distance from the prior, in log space, beside the residual of one point
+)
 POINTS = 3  # of a cell that `fit` sees, along its context
-LEVEL = 1.0  # squared log contexts, summed, that a size must span before its own growth with the context counts half
+# squared log contexts, summed, that a size must span before its own growth with the context counts
+# half
+LEVEL = 1.0
 HELD_UP = 0.2  # of log seconds: more than this off is no growth
 
 
@@ -90,8 +94,8 @@ class Calls:
 class Roofline(NamedTuple):
     """Seconds of one call of a model over `nodes` tokens a row; each figure is at least 0.
 
-    max(read + read_context * context, compute * rows * nodes + compute_context * context * grid) + row * rows + call,
-    where `context` is the sum over rows (the form of EfficientRollout).
+    max(read + read_context * context, compute * rows * nodes + compute_context * context * grid) +
+    row * rows + call, where `context` is the sum over rows (the form of EfficientRollout).
     """
 
     read: float  # all weights, once
@@ -135,11 +139,13 @@ NO_GROWTH = Growth(0.0, 0.0)
 
 @dataclasses.dataclass
 class Costs:
-    """The cost model and what was measured. `corrections` are log factors, by size (of rows) and call.
+    """The cost model and what was measured. `corrections` are log factors, by size (of rows) and
+    call.
 
-    A size is a half octave of rows. `trends` are the corrections of calls that were not measured at that size, by kind
-    (drafts at all, with a model, packed). `growth` is how seconds of a size grow with a row's context beyond the
-    roofline: without it, what was timed at other contexts would be priced as if at those.
+    A size is a half octave of rows. `trends` are the corrections of calls that were not measured at
+    that size, by kind (drafts at all, with a model, packed). `growth` is how seconds of a size grow
+    with a row's context beyond the roofline: without it, what was timed at other contexts would be
+    priced as if at those.
     """
 
     prior: Machine
@@ -148,20 +154,32 @@ class Costs:
     corrections: dict[int, dict[Call, float]] = dataclasses.field(default_factory=dict)
     trends: dict[int, dict[tuple, float]] = dataclasses.field(default_factory=dict)
     growth: dict[int, Growth] = dataclasses.field(default_factory=dict)
-    error: float = math.inf  # what one correction in ten is above, in size: how far off the roofline may be
+    error: float = (
+        math.inf
+    )  # what one correction in ten is above, in size: how far off the roofline may be
 
 
-# Bytes and flops a second, seconds of a row and of a call: the order of magnitude, which `fit` corrects.
-RATES = {"cpu": (2e10, 1e11, 2e-4, 5e-4), "gpu": (1.5e12, 2.5e14, 2e-5, 1e-3), "tpu": (1.2e12, 2e14, 2e-5, 5e-4)}
+# Bytes and flops a second, seconds of a row and of a call: the order of magnitude, which `fit`
+# corrects.
+RATES = {
+    "cpu": (2e10, 1e11, 2e-4, 5e-4),
+    "gpu": (1.5e12, 2.5e14, 2e-5, 1e-3),
+    "tpu": (1.2e12, 2e14, 2e-5, 5e-4),
+}
 
 
 def prior(platform: str, target: Work, drafter: Work | None = None) -> Costs:
-    """Costs before anything was measured; `platform` is "cpu", "gpu" or "tpu". Raises ValueError for another.
+    """Costs before anything was measured; `platform` is "cpu", "gpu" or "tpu". Raises ValueError
+    for another.
 
-    Figures of `Work` come from the shapes of the model or from `cost_analysis` of its compiled programs.
+    Figures of `Work` come from the shapes of the model or from `cost_analysis` of its compiled
+    programs.
     """
     if platform not in RATES:
-        raise ValueError(f"No rates are known for the platform {platform!r}; one of {', '.join(RATES)} is needed.")
+        raise ValueError(
+            f"No rates are known for the platform {platform!r}; one of {', '.join(RATES)} is"
+            " needed."
+        )
     line = _from_work(target, platform)
     machine = Machine(line, drafter and _from_work(drafter, platform), look=line.call)
     return Costs(machine, machine)
@@ -176,19 +194,28 @@ def _from_work(work: Work, platform: str) -> Roofline:
 def seconds(costs: Costs, calls: Calls, rows: int, context: float, lag: int) -> np.ndarray:
     """[S] seconds that a round of each of S calls takes.
 
-    rows: slots of the program; context: known tokens summed over rows; lag: tokens that the draft cache lacks, of the
-    row that lacks most.
+    rows: slots of the program; context: known tokens summed over rows; lag: tokens that the draft
+    cache lacks, of the row that lacks most.
     """
     size = _size(rows)
-    known, trends = costs.corrections.get(size, {}), costs.trends.get(size, {})
-    factors = [known.get(call, trends.get(kind, 0.0)) for call, kind in zip(calls.each, calls.kinds, strict=True)]
+    known = costs.corrections.get(size, {})
+    trends = costs.trends.get(size, {})
+    factors = [
+        known.get(call, trends.get(kind, 0.0))
+        for call, kind in zip(calls.each, calls.kinds, strict=True)
+    ]
     grown = costs.growth.get(size, NO_GROWTH)(rows, context)
     return _roofline(costs.machine, calls, rows, context, lag) * np.exp(np.array(factors) + grown)
 
 
 def plain_seconds(costs: Costs, nodes: int, rows: list[int], context: float) -> np.ndarray:
-    """[n] seconds of rounds without drafts at so many rows [n], each of so much context; quicker than `seconds`."""
-    factors, call, slots, length = [], Call(nodes, 0, 0, nodes), np.array(rows), _length(1, context)
+    """[n] seconds of rounds without drafts at so many rows [n], each of so much context; quicker
+    than `seconds`.
+    """
+    factors = []
+    call = Call(nodes, 0, 0, nodes)
+    slots = np.array(rows)
+    length = _length(1, context)
     for size in map(_size, rows):
         known = costs.corrections.get(size, {})
         factor = known[call] if call in known else costs.trends.get(size, {}).get(_kind(call), 0.0)
@@ -198,7 +225,9 @@ def plain_seconds(costs: Costs, nodes: int, rows: list[int], context: float) -> 
 
 
 def rounds_timed(costs: Costs, calls: Calls, rows: int) -> np.ndarray:
-    """[S] measured rounds that the price of each call rests on, WINDOW at most; in the terms of `seconds`."""
+    """[S] measured rounds that the price of each call rests on, WINDOW at most; in the terms of
+    `seconds`.
+    """
     cells = costs.cells.get(_size(rows), {})
     return np.array([len(cells[call].rounds) if call in cells else 0 for call in calls.each])
 
@@ -236,26 +265,39 @@ def _kind(call: tuple) -> tuple[bool, bool, bool]:
 
 
 def observe(costs: Costs, call: Call, rows: int, context: float, lag: int, seconds: float) -> None:
-    """Take in one measured round, in the terms of `seconds` (above 0); one that was held up moves next to nothing."""
+    """Take in one measured round, in the terms of `seconds` (above 0); one that was held up moves
+    next to nothing.
+    """
     size = _size(rows)
     cells = costs.cells.setdefault(size, {})
-    cell = cells.setdefault(call, Cell(collections.deque(maxlen=WINDOW), collections.deque(maxlen=WINDOW)))
+    cell = cells.setdefault(
+        call, Cell(collections.deque(maxlen=WINDOW), collections.deque(maxlen=WINDOW))
+    )
     cell.rounds.append((int(rows), float(context), int(lag), math.log(seconds)))
     cell.errors.extend(_errors(costs, size, [(*call, *cell.rounds[-1])]))
     _correct(costs, size, call)
 
 
 def _errors(costs: Costs, size: int, rounds: list[tuple]) -> Iterator[float]:
-    """Log of measured over predicted, of rounds (*call, rows, context, lag, log seconds) of a size."""
+    """Log of measured over predicted, of rounds (*call, rows, context, lag, log seconds) of a
+    size.
+    """
     *call, rows, context, lag, measured = np.array(rounds, float).reshape(-1, 8).T
     growth = costs.growth.get(size, NO_GROWTH)
     grown = np.array([growth(rows, context) for *_, rows, context, _, _ in rounds])
-    return iter((measured - np.log(_roofline(costs.machine, Calls(*call), rows, context, lag)) - grown).tolist())
+    return iter(
+        (
+            measured - np.log(_roofline(costs.machine, Calls(*call), rows, context, lag)) - grown
+        ).tolist()
+    )
 
 
 def _correct(costs: Costs, size: int, call: Call) -> None:
-    """The correction of a call: the median of its errors and of DOUBT times what others of its kind suggest."""
-    trends, corrections = costs.trends.setdefault(size, {}), costs.corrections.setdefault(size, {})
+    """The correction of a call: the median of its errors and of DOUBT times what others of its kind
+    suggest.
+    """
+    trends = costs.trends.setdefault(size, {})
+    corrections = costs.corrections.setdefault(size, {})
     kind = _kind(call)
     errors = [*costs.cells[size][call].errors, *[trends.get(kind, 0.0)] * DOUBT]
     corrections[call] = statistics.median(errors)
@@ -264,7 +306,8 @@ def _correct(costs: Costs, size: int, call: Call) -> None:
 
 
 def fit(costs: Costs) -> None:
-    """Refit the roofline to all measured cells: least squares of log seconds, robust, held weakly to the prior.
+    """Refit the roofline to all measured cells: least squares of log seconds, robust, held weakly
+    to the prior.
 
     Takes milliseconds, so it belongs between two stages or after many rounds.
     """
@@ -290,7 +333,8 @@ def fit(costs: Costs) -> None:
 def _terms(machine: Machine, calls: Calls, rows, context, lag) -> np.ndarray:
     """[13 or 7, n] what each parameter adds to the seconds of n rounds: their sum is `_roofline`.
 
-    Seconds are linear in the parameters, but for the max: a term over the sum is d log seconds / d log parameter.
+    Seconds are linear in the parameters, but for the max: a term over the sum is d log seconds / d
+    log parameter.
     """
     target = _call_terms(machine.target, calls.nodes, calls.grid, rows, context)
     terms = [target * calls.verifies, (machine.look * calls.looks)[None]]
@@ -298,7 +342,9 @@ def _terms(machine: Machine, calls: Calls, rows, context, lag) -> np.ndarray:
         fed = calls.fed_a_step
         missing = np.ceil(lag / CATCH_UP) * ((lag > FREE_LAG) & calls.by_model)
         draft = calls.steps * _call_terms(machine.drafter, fed, fed, rows, context)
-        terms.append(draft + missing * _call_terms(machine.drafter, CATCH_UP, CATCH_UP, rows, context))
+        terms.append(
+            draft + missing * _call_terms(machine.drafter, CATCH_UP, CATCH_UP, rows, context)
+        )
     return np.concatenate(terms)
 
 
@@ -307,15 +353,20 @@ def _call_terms(line: Roofline, nodes, grid, rows, context) -> np.ndarray:
     reading = np.array([line.read * once, line.read_context * context])
     computing = np.array([line.compute * rows * nodes, line.compute_context * context * grid])
     bound = reading.sum(axis=0) >= computing.sum(axis=0)  # by memory
-    return np.concatenate([reading * bound, computing * ~bound, [line.row * rows, line.call * once]])
+    return np.concatenate(
+        [reading * bound, computing * ~bound, [line.row * rows, line.call * once]]
+    )
 
 
 def _points(costs: Costs) -> tuple[tuple[Calls, np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
     """((calls, rows, context, lag), log seconds), all [n]: up to POINTS parts of each cell."""
-    calls, errors = [], []
+    calls = []
+    errors = []
     for size, cells in costs.cells.items():
         for call, cell in cells.items():
-            rounds = sorted(zip(cell.rounds, cell.errors, strict=True), key=lambda one: one[0][1])  # by context
+            rounds = sorted(
+                zip(cell.rounds, cell.errors, strict=True), key=lambda one: one[0][1]
+            )  # by context
             length = -(-len(rounds) // POINTS)
             for part in (rounds[i : i + length] for i in range(0, len(rounds), length)):
                 rows, context, lag, _ = part[len(part) // 2][0]
@@ -340,16 +391,23 @@ def _figures(machine: Machine) -> list[float]:
 
 
 def _of_figures(figures: list[float]) -> Machine:
-    return Machine(Roofline(*figures[:6]), Roofline(*figures[7:]) if figures[7:] else None, figures[6])
+    return Machine(
+        Roofline(*figures[:6]), Roofline(*figures[7:]) if figures[7:] else None, figures[6]
+    )
 
 
 def _rebase(costs: Costs) -> None:
     """Growth, errors and corrections against the machine of now."""
-    costs.corrections, costs.trends, costs.growth = {}, {}, {}
+    costs.corrections = {}
+    costs.trends = {}
+    costs.growth = {}
     for size, cells in costs.cells.items():
         rounds = [[(*call, *one) for one in cell.rounds] for call, cell in cells.items()]
         errors = [np.fromiter(_errors(costs, size, each), float) for each in rounds]
-        lengths = [np.array([_length(rows, context) for rows, context, *_ in cell.rounds]) for cell in cells.values()]
+        lengths = [
+            np.array([_length(rows, context) for rows, context, *_ in cell.rounds])
+            for cell in cells.values()
+        ]
         costs.growth[size] = _growth(lengths, errors)
         for (call, cell), each in zip(cells.items(), rounds, strict=True):
             cell.errors = collections.deque(_errors(costs, size, each), maxlen=WINDOW)
@@ -359,7 +417,9 @@ def _rebase(costs: Costs) -> None:
 
 
 def _growth(lengths: list[np.ndarray], errors: list[np.ndarray]) -> Growth:
-    """The slope of errors against lengths, alike for all calls, each of which has a level of its own."""
+    """The slope of errors against lengths, alike for all calls, each of which has a level of its
+    own.
+    """
     span = np.concatenate([each - each.mean() for each in lengths])
     off = np.concatenate([np.clip(each - np.median(each), -HELD_UP, HELD_UP) for each in errors])
     return Growth(float(span @ off / (span @ span + LEVEL)), float(np.concatenate(lengths).mean()))
@@ -379,7 +439,9 @@ def restore(saved: dict) -> Costs:
     """The costs that `state` saved."""
     costs = Costs(_of_figures(saved["prior"]), _of_figures(saved["machine"]))
     for size, nodes, steps, fed, *grid, rounds in saved["cells"]:
-        call = Call(nodes, steps, fed, *(grid or [nodes]))  # before rounds were packed none was saved
+        call = Call(
+            nodes, steps, fed, *(grid or [nodes])
+        )  # before rounds were packed none was saved
         entries = collections.deque(map(tuple, rounds), maxlen=WINDOW)
         costs.cells.setdefault(size, {})[call] = Cell(entries, collections.deque(maxlen=WINDOW))
     _rebase(costs)

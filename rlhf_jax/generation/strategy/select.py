@@ -1,7 +1,9 @@
-"""The choice of a strategy, round by round: most expected tokens a second, from what was measured and nothing else.
+"""The choice of a strategy, round by round: most expected tokens a second, from what was measured
+and nothing else.
 
-The same statistics and situation give the same choice: there is no clock and no randomness here. The engine asks for
-round n + 1 while round n runs and round n - 1 is known, so that the device never waits.
+The same statistics and situation give the same choice: there is no clock and no randomness here.
+The engine asks for round n + 1 while round n runs and round n - 1 is known, so that the device
+never waits.
 """
 
 from __future__ import annotations
@@ -24,15 +26,22 @@ from rlhf_jax.generation.strategy.tally import Tallies
 from rlhf_jax.types import Strategy
 
 GAIN = 0.01  # of tokens a second that a switch must bring
-WORTH = 0.02  # over plain decoding that drafts must promise: what is left of a belief in a useless drafter is less
+# over plain decoding that drafts must promise: what is left of a belief in a useless drafter is
+# less
+WORTH = 0.02
 STAY = 16  # rounds over which the catch-up of a draft model's cache pays
 PROBING = 0.01  # of a stage's time that may be lost on probes
 FEW = 16.0  # drafts seen, below which a drafter is to be probed ...
 OLD = 200  # ... or above so many rounds without evidence,
-READ = 4000  # rounds, about a stage, for which the text that a drafter read speaks: its own weights do not move
+# rounds, about a stage, for which the text that a drafter read speaks: its own weights do not move
+READ = 4000
 TRIED = 3  # timed rounds that settle what a call costs; one may have been held up
-UNTRIED = 0.3  # by how much a call that was timed less often may be quicker or slower than predicted by the prior ...
-UNTRIED_FITTED = 0.05  # ... and by a machine that was fitted to other calls, unless these show it to be less off
+# by how much a call that was timed less often may be quicker or slower than predicted by the prior
+# ...
+UNTRIED = 0.3
+UNTRIED_FITTED = (
+    0.05  # ... and by a machine that was fitted to other calls, unless these show it to be less off
+)
 FIRST_FIT = 8  # timed rounds before the cost model is fitted first; then at every doubling
 
 
@@ -44,14 +53,19 @@ class Situation:
     live: int  # rows that will gain tokens
     context: float  # known tokens, summed over live rows
     lag: int  # tokens that the draft cache lacks, of the row that lacks most
-    classes: Mapping[str, np.ndarray]  # by drafter: [2, CLASSES] live rows by familiar and confidence
+    classes: Mapping[
+        str, np.ndarray
+    ]  # by drafter: [2, CLASSES] live rows by familiar and confidence
     ready: Callable[[Strategy], bool]  # whether its programs are compiled for these rows
     most_nodes: int = trees.NODE_BUCKETS[-1]  # that there is memory to verify a row
     failed: Collection[Strategy] = ()  # whose programs cannot be compiled
-    # As `classes`, of drafters whose classes last: tokens those rows have to come. Empty while samples wait for rows.
+    # As `classes`, of drafters whose classes last: tokens those rows have to come. Empty while
+    # samples wait for rows.
     left: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     slice: int = 0  # that chooses: each keeps to its own strategy
-    by_device: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  # of `classes`: [D, CLASSES]
+    by_device: Mapping[str, np.ndarray] = dataclasses.field(
+        default_factory=dict
+    )  # of `classes`: [D, CLASSES]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,20 +85,28 @@ class Choice:
     @property
     def why(self) -> str:
         """The choice in one sentence."""
-        name, rate = trees.name_of(self.strategy), self.tokens / self.seconds
+        name = trees.name_of(self.strategy)
+        rate = self.tokens / self.seconds
         wish = f"; {trees.name_of(self.wish)} would be better, once compiled" if self.wish else ""
-        predicted = f"{rate:.4g} tokens/s predicted, plain {self.plain_rate:.4g}, best {self.best_rate:.4g}"
+        predicted = (
+            f"{rate:.4g} tokens/s predicted, plain {self.plain_rate:.4g}, best {self.best_rate:.4g}"
+        )
         return f"{name} ({self.reason}): {predicted}{wish}"
 
 
 def select(
-    menu: Menu, tokens: np.ndarray, seconds: np.ndarray, ready: Callable[[Strategy], bool], current: Strategy | None
+    menu: Menu,
+    tokens: np.ndarray,
+    seconds: np.ndarray,
+    ready: Callable[[Strategy], bool],
+    current: Strategy | None,
 ) -> tuple[int, int, int | None]:
     """(chosen, best, wish) as indices into the menu: most tokens a second among what is ready.
 
-    tokens, seconds [S] expected of a round. `current` stays unless another gains GAIN on it; where the outcome is not
-    WORTH more than plain decoding, that is chosen at once. Where nothing is ready it is the menu's first strategy:
-    plain, or the only one. `wish` is not ready, and better than the chosen one by GAIN; or None.
+    tokens, seconds [S] expected of a round. `current` stays unless another gains GAIN on it; where
+    the outcome is not WORTH more than plain decoding, that is chosen at once. Where nothing is
+    ready it is the menu's first strategy: plain, or the only one. `wish` is not ready, and better
+    than the chosen one by GAIN; or None.
     """
     rate = tokens / seconds
     order = np.argsort(-rate, kind="stable").tolist()
@@ -96,7 +118,9 @@ def select(
     if rate[chosen] < (1 + WORTH) * rate[0] and ready(menu.strategies[0]):
         chosen = 0
     top = order[0]
-    wished = not ready(menu.strategies[top]) and (top == chosen or rate[top] > (1 + GAIN) * rate[chosen])
+    wished = not ready(menu.strategies[top]) and (
+        top == chosen or rate[top] > (1 + GAIN) * rate[chosen]
+    )
     return chosen, best, top if wished else None
 
 
@@ -105,7 +129,9 @@ class _Stage:
     """Figures of the stage that runs."""
 
     tallies: Tallies = dataclasses.field(default_factory=dict)  # what its rounds gave
-    classes: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # of its situations, summed
+    classes: dict[str, np.ndarray] = dataclasses.field(
+        default_factory=dict
+    )  # of its situations, summed
     elapsed: float = 0.0  # predicted seconds of what was chosen
     lost: float = 0.0  # of these, predicted to be lost on probes
     switches: int = 0
@@ -124,16 +150,22 @@ class _Prediction:
 
 
 class Selector:
-    """The statistics that choices rest on: acceptance by drafter, costs, and what strategies have given so far."""
+    """The statistics that choices rest on: acceptance by drafter, costs, and what strategies have
+    given so far.
+    """
 
     def __init__(self, menu: Menu, costs: cost.Costs, frozen_costs: bool = False):
         """`frozen_costs`: no measured time has a say, so that a run's choices repeat."""
-        self.menu, self.costs, self.frozen_costs = menu, costs, frozen_costs
+        self.menu = menu
+        self.costs = costs
+        self.frozen_costs = frozen_costs
         self.acceptance = {drafter: accepting.unknown() for drafter in menu.drafters}
         self.silent = dict.fromkeys(menu.drafters, 0)  # rounds since a drafter's last evidence
         self.timed = 0  # rounds whose time is known
         self.earlier: Tallies = {}  # of finished stages, all together
-        self.last_stage: list[dict[str, Any]] = []  # rows of the one that finished last (`tally.rows`)
+        self.last_stage: list[
+            dict[str, Any]
+        ] = []  # rows of the one that finished last (`tally.rows`)
         self.classes: dict[str, np.ndarray] = {}  # of its situations, summed over rounds
         self.current: dict[int, Strategy] = {}  # by slice
         self.stage = _Stage()
@@ -143,14 +175,20 @@ class Selector:
         """The strategy of the next round."""
         fits = self.menu.nodes <= max(situation.most_nodes, int(self.menu.nodes[0]))
         if situation.failed:
-            fits &= np.array([strategy not in situation.failed for strategy in self.menu.strategies])
+            fits &= np.array(
+                [strategy not in situation.failed for strategy in self.menu.strategies]
+            )
         pace = self._pace(situation)
         tokens = np.where(fits, self._tokens(situation, pace), 0.0)
         seconds, steady = self._seconds(situation)
         doubt = self._doubt(situation.rows)
         worth = self._worth(situation, pace, tokens, steady)
         chosen, best, wish = select(
-            self.menu, worth, steady * (1 + doubt), situation.ready, self.current.get(situation.slice)
+            self.menu,
+            worth,
+            steady * (1 + doubt),
+            situation.ready,
+            self.current.get(situation.slice),
         )
         rate = worth[best] / steady[best]
         loss = np.where(fits, seconds - worth / rate, np.inf)
@@ -166,7 +204,8 @@ class Selector:
             chosen = probe
             self.stage.lost += max(0.0, float(loss[probe]))
         wished = probe_wish if wish is None else wish
-        figures, strategy = (float(tokens[chosen]), float(seconds[chosen])), self.menu.strategies[chosen]
+        figures = (float(tokens[chosen]), float(seconds[chosen]))
+        strategy = self.menu.strategies[chosen]
         choice = Choice(
             strategy,
             *figures,
@@ -188,52 +227,79 @@ class Selector:
                 rows = spending.on_one_device(counts, situation.live) if rows is None else rows
                 factor = accepting.calibration(self.acceptance[drafter])
                 slots = situation.rows, self.menu.nodes[columns]
-                pace[:CLASSES, columns] = spending.tokens(self.rankings[drafter], rows, *slots, factor)
+                pace[:CLASSES, columns] = spending.tokens(
+                    self.rankings[drafter], rows, *slots, factor
+                )
                 pace[CLASSES:, columns] = pace[:CLASSES, columns]
         return pace
 
     def _tokens(self, situation: Situation, pace: np.ndarray) -> np.ndarray:
         """[S] expected of a round, all live rows together. pace as `_pace` says."""
-        weights = np.zeros((len(self.menu.drafters) + 1, 2 * CLASSES))  # the last row is plain decoding's
+        weights = np.zeros(
+            (len(self.menu.drafters) + 1, 2 * CLASSES)
+        )  # the last row is plain decoding's
         weights[:, 0] = 1.0
         for place, drafter in enumerate(self.menu.drafters):
             counts = situation.classes.get(drafter)
-            if counts is not None and (total := sum(counts.ravel().tolist())) > 0:  # quicker than numpy's, of so few
+            if (
+                counts is not None and (total := sum(counts.ravel().tolist())) > 0
+            ):  # quicker than numpy's, of so few
                 weights[place] = counts.ravel() / total
         return situation.live * (weights @ pace)[self.menu.drafter, np.arange(len(self.menu.nodes))]
 
-    def _worth(self, situation: Situation, pace: np.ndarray, tokens: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """[S] tokens, but more or fewer where a strategy ends the drain sooner or later than tokens a second tell."""
-        worth, fits = tokens.copy(), tokens > 0
+    def _worth(
+        self, situation: Situation, pace: np.ndarray, tokens: np.ndarray, seconds: np.ndarray
+    ) -> np.ndarray:
+        """[S] tokens, but more or fewer where a strategy ends the drain sooner or later than tokens
+        a second tell.
+        """
+        worth = tokens.copy()
+        fits = tokens > 0
         for drafter, left in situation.left.items():
-            own, columns = self.menu.paths[drafter].columns, self.menu.paths[drafter].plain_too
+            own = self.menu.paths[drafter].columns
+            columns = self.menu.paths[drafter].plain_too
             cells = pace[:, columns], situation.classes[drafter].ravel(), left.ravel()
-            rows, took = drain.foreseen(*cells, self.stay[drafter]), seconds[columns]
+            rows = drain.foreseen(*cells, self.stay[drafter])
+            took = seconds[columns]
             if len(rows.counts) > 1:
                 ends = drain.seconds_left(rows, took, self._plain_seconds(situation))
                 worth[own] = took[1:] / ends[1:] * (situation.live * ends[0] / took[0])
         return worth * fits
 
     def _plain_seconds(self, situation: Situation) -> Callable[[np.ndarray], np.ndarray]:
-        """Of plain rounds, by how many samples their rows hold; of a part of a sample, that part of one's."""
+        """Of plain rounds, by how many samples their rows hold; of a part of a sample, that part of
+        one's.
+        """
         halved = [situation.rows >> times for times in range(situation.rows.bit_length())]
-        prices = cost.plain_seconds(self.costs, int(self.menu.nodes[0]), halved, situation.context / situation.live)
-        return lambda live: np.minimum(live, 1) * prices[np.log2(situation.rows / np.ceil(live)).astype(int)]
+        prices = cost.plain_seconds(
+            self.costs, int(self.menu.nodes[0]), halved, situation.context / situation.live
+        )
+        return lambda live: (
+            np.minimum(live, 1) * prices[np.log2(situation.rows / np.ceil(live)).astype(int)]
+        )
 
     def _seconds(self, situation: Situation) -> tuple[np.ndarray, np.ndarray]:
-        """([S] of the next round, [S] with the draft cache's catch-up spread over the rounds that it serves)."""
+        """([S] of the next round, [S] with the draft cache's catch-up spread over the rounds that
+        it serves).
+        """
         where = self.menu.calls, situation.rows, situation.context
         kept_up = cost.seconds(self.costs, *where, 0)
-        kept_up = np.maximum(kept_up, kept_up[0])  # drafts never make a round shorter, whatever was measured of either
+        kept_up = np.maximum(
+            kept_up, kept_up[0]
+        )  # drafts never make a round shorter, whatever was measured of either
         if situation.lag <= cost.FREE_LAG or not self.menu.calls.steps.any():
             return kept_up, kept_up
         whole = np.maximum(cost.seconds(self.costs, *where, situation.lag), kept_up)
         return whole, kept_up + (whole - kept_up) / STAY
 
-    def _probe(self, loss: np.ndarray, hopeful: np.ndarray, situation: Situation) -> tuple[int | None, int | None]:
-        """(what to probe, what to compile for a probe): the cheapest of what is not known well, within the budget.
+    def _probe(
+        self, loss: np.ndarray, hopeful: np.ndarray, situation: Situation
+    ) -> tuple[int | None, int | None]:
+        """(what to probe, what to compile for a probe): the cheapest of what is not known well,
+        within the budget.
 
-        loss [S]: predicted seconds lost against the best; hopeful [S]: better than the best, were its call quicker.
+        loss [S]: predicted seconds lost against the best; hopeful [S]: better than the best, were
+        its call quicker.
         """
         wanted = np.zeros(len(loss), bool)
         for index, drafter in enumerate(self.menu.drafters):
@@ -252,7 +318,9 @@ class Selector:
         return self.silent[drafter] > OLD or self.acceptance[drafter].observations < FEW
 
     def _doubt(self, rows: int) -> np.ndarray:
-        """[S] by which share a round may take more or less than predicted: 0 where calls like it were timed."""
+        """[S] by which share a round may take more or less than predicted: 0 where calls like it
+        were timed.
+        """
         if self.frozen_costs:
             return np.zeros(len(self.menu.nodes))
         rounds = cost.rounds_timed(self.costs, self.menu.calls, rows)
@@ -262,20 +330,25 @@ class Selector:
 
     def _note(self, choice: Choice, situation: Situation) -> None:
         """Remember what was expected, for when the round arrives, and of which rows."""
-        live, classes = situation.live, self.stage.classes
+        live = situation.live
+        classes = self.stage.classes
         for drafter, counts in situation.classes.items():
             classes[drafter] = classes[drafter] + counts if drafter in classes else counts
         self.stage.elapsed += choice.seconds
-        self.stage.switches += self.stage.last.get(situation.slice, choice.strategy) != choice.strategy
+        self.stage.switches += (
+            self.stage.last.get(situation.slice, choice.strategy) != choice.strategy
+        )
         self.stage.last[situation.slice] = choice.strategy
-        a_row, drafter = choice.tokens / live, choice.strategy.drafter
+        a_row = choice.tokens / live
+        drafter = choice.strategy.drafter
         factor = accepting.calibration(self.acceptance[drafter]) if choice.strategy.parents else 1.0
         pending = self.stage.pending.setdefault(situation.slice, collections.deque(maxlen=8))
         pending.append(_Prediction(choice.strategy, a_row, (a_row - 1) / factor, choice.seconds))
 
     def arrived(self, report: RoundReport) -> None:
         """Learn from a round: its acceptance, what its tokens say of every drafter, its time."""
-        used, prediction = report.strategy.drafter, self._prediction(report)
+        used = report.strategy.drafter
+        prediction = self._prediction(report)
         if prediction is not None:
             expected = prediction.tokens * report.live, prediction.seconds
             tally.add(self.stage.tallies, report, *expected, timed=not self.frozen_costs)
@@ -308,58 +381,85 @@ class Selector:
         at = self.menu.place.get(report.strategy)
         if at is None:
             return
-        cost.observe(self.costs, self.menu.calls.each[at], report.rows, report.context, report.lag, seconds)
+        cost.observe(
+            self.costs, self.menu.calls.each[at], report.rows, report.context, report.lag, seconds
+        )
         self.timed += 1
         if self.timed >= FIRST_FIT and self.timed & (self.timed - 1) == 0:
             cost.fit(self.costs)
 
     def _expect(self) -> None:
-        """Expected tokens a row's round, [2 * CLASSES, S] by familiar and class, from the acceptance of now."""
+        """Expected tokens a row's round, [2 * CLASSES, S] by familiar and class, from the
+        acceptance of now.
+        """
         self.expected = np.ones((2 * CLASSES, len(self.menu.strategies)))
         for drafter, paths in self.menu.paths.items():
             known = self.acceptance[drafter]
             drafts = menus.expected_drafts(paths, known.rates) * accepting.calibration(known)
             if drafter != "model":
-                drafts[:, NOTHING] = 0.0  # what knows nothing to draft drafts nothing; a model always does
+                drafts[:, NOTHING] = (
+                    0.0  # what knows nothing to draft drafts nothing; a model always does
+                )
             self.expected[:, paths.columns] += drafts.reshape(2 * CLASSES, -1)
         self.expected = np.minimum(self.expected, 1 + self.menu.depth)
-        self.stay = {name: accepting.likeliest(known, 1, drain.FOLLOWS) for name, known in self.acceptance.items()}
-        self.worths, self.rankings = {}, {}
+        self.stay = {
+            name: accepting.likeliest(known, 1, drain.FOLLOWS)
+            for name, known in self.acceptance.items()
+        }
+        self.worths = {}
+        self.rankings = {}
         for drafter, columns in self.menu.packed.items():
             self.worths[drafter] = spending.worths(self.acceptance[drafter].rates[1, ..., 0])
-            self.rankings[drafter] = spending.ranked(self.worths[drafter][:, : self.menu.depth[columns[0]]])
+            self.rankings[drafter] = spending.ranked(
+                self.worths[drafter][:, : self.menu.depth[columns[0]]]
+            )
 
     def begin(self, costs: cost.Costs) -> None:
-        """Take a run's own prior costs, after a possible restore: what was measured of the same models stays."""
+        """Take a run's own prior costs, after a possible restore: what was measured of the same
+        models stays.
+        """
         if self.costs.prior != costs.prior:
-            self.costs, self.timed = costs, 0
+            self.costs = costs
+            self.timed = 0
 
     def taught(self, drafter: str, evidence: Evidence) -> None:
-        """Learn from finished text that the drafter has read: what it would have drafted against what was drawn."""
+        """Learn from finished text that the drafter has read: what it would have drafted against
+        what was drawn.
+        """
         self._learn(drafter, evidence, used=False)
         self.silent[drafter] = -READ
         self._expect()
 
     def stage_ended(self, kept: float = 1.0) -> None:
-        """Between two stages: fit the costs, find the trees anew; counts weigh `kept` once the policy has moved."""
+        """Between two stages: fit the costs, find the trees anew; counts weigh `kept` once the
+        policy has moved.
+        """
         if not self.frozen_costs:
             cost.fit(self.costs)
         if len(self.menu.strategies) > 1:
             known = [drafter for drafter in self.menu.drafters if not self._due(drafter)]
-            self.menu = menus.with_trees(self.menu, {name: accepting.pooled(self.acceptance[name]) for name in known})
-        self.acceptance = {drafter: accepting.forget(known, kept) for drafter, known in self.acceptance.items()}
+            self.menu = menus.with_trees(
+                self.menu, {name: accepting.pooled(self.acceptance[name]) for name in known}
+            )
+        self.acceptance = {
+            drafter: accepting.forget(known, kept) for drafter, known in self.acceptance.items()
+        }
         self.earlier = tally.merged(self.earlier, self.stage.tallies)
         self.last_stage, self.classes = tally.rows(self.stage.tallies), self.stage.classes
         self.stage = _Stage()
         self._expect()
 
     def typical(self, live: int, rows: int, most_nodes: int) -> Situation:
-        """A situation as rounds of about so many live rows have had it, or all where there were none such.
+        """A situation as rounds of about so many live rows have had it, or all where there were
+        none such.
 
-        Rows have the mean context of those rounds, and drafters the confidence that they had over the last stage.
+        Rows have the mean context of those rounds, and drafters the confidence that they had over
+        the last stage.
         """
         known = tally.merged(self.earlier, self.stage.tallies)
-        alike = tally.total(figures for (_, size), figures in known.items() if size == tally.bucket(live))
+        alike = tally.total(
+            figures for (_, size), figures in known.items() if size == tally.bucket(live)
+        )
         alike = alike if alike["live_rows"] else tally.total(known.values())
         context = live * tally.ratio(alike["context"], alike["live_rows"])
         return Situation(rows, live, context, 0, self.classes, lambda strategy: True, most_nodes)
@@ -368,13 +468,19 @@ class Selector:
         """Tokens a second that one of `live` rows is expected to gain by the best strategy."""
         situation = self.typical(live, rows, most_nodes)
         fits = self.menu.nodes <= max(most_nodes, int(self.menu.nodes.min()))
-        return float((self._tokens(situation, self._pace(situation)) / self._seconds(situation)[0])[fits].max() / live)
+        return float(
+            (self._tokens(situation, self._pace(situation)) / self._seconds(situation)[0])[
+                fits
+            ].max()
+            / live
+        )
 
     def table(self, situation: Situation) -> list[dict[str, Any]]:
-        """One row a strategy that fits, the best first: what is predicted here, and what it gave with about as many
-        live rows so far.
+        """One row a strategy that fits, the best first: what is predicted here, and what it gave
+        with about as many live rows so far.
         """
-        tokens, (seconds, _) = self._tokens(situation, self._pace(situation)), self._seconds(situation)
+        tokens = self._tokens(situation, self._pace(situation))
+        (seconds, _) = self._seconds(situation)
         rows = [
             {
                 "strategy": trees.name_of(strategy),
@@ -390,29 +496,46 @@ class Selector:
         return sorted(rows, key=lambda row: -row["tokens_per_second"])
 
     def _realised(self, strategy: Strategy, live: int) -> dict[str, float]:
-        """Rounds so far, tokens a row's round, tokens a second and those predicted, 0 where there were none."""
+        """Rounds so far, tokens a row's round, tokens a second and those predicted, 0 where there
+        were none.
+        """
         place = strategy, live
         found = tally.total([self.earlier.get(place, {}), self.stage.tallies.get(place, {})])
         return {
             "rounds": found["rounds"],
             "realised_tokens_per_row": tally.ratio(found["tokens"], found["live_rows"]),
             "realised_tokens_per_second": tally.ratio(found["timed_tokens"], found["seconds"]),
-            "predicted_tokens_per_second": tally.ratio(found["predicted_tokens"], found["predicted_seconds"]),
+            "predicted_tokens_per_second": tally.ratio(
+                found["predicted_tokens"], found["predicted_seconds"]
+            ),
         }
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the stage so far: who drafted, how much, and, of timed rounds, how true the predictions were."""
-        tallies, ratio = self.stage.tallies, tally.ratio
+        """Figures of the stage so far: who drafted, how much, and, of timed rounds, how true the
+        predictions were.
+        """
+        tallies = self.stage.tallies
+        ratio = tally.ratio
         total = tally.total(tallies.values())
-        rounds = tally.total({strategy.drafter: figures["rounds"]} for (strategy, _), figures in tallies.items())
-        shares = {drafter: ratio(rounds[drafter], total["rounds"]) for drafter in ("none", *self.menu.drafters)}
+        rounds = tally.total(
+            {strategy.drafter: figures["rounds"]} for (strategy, _), figures in tallies.items()
+        )
+        shares = {
+            drafter: ratio(rounds[drafter], total["rounds"])
+            for drafter in ("none", *self.menu.drafters)
+        }
         timed = {
-            "strategy/predicted_tokens_per_second": ratio(total["predicted_tokens"], total["predicted_seconds"]),
+            "strategy/predicted_tokens_per_second": ratio(
+                total["predicted_tokens"], total["predicted_seconds"]
+            ),
             "strategy/tokens_per_second": ratio(total["timed_tokens"], total["seconds"]),
         }
         return {
             **{f"strategy/share_{drafter}": share for drafter, share in shares.items()},
-            **{f"strategy/acceptance_{name}": float(accepting.pooled(a)[0, 0]) for name, a in self.acceptance.items()},
+            **{
+                f"strategy/acceptance_{name}": float(accepting.pooled(a)[0, 0])
+                for name, a in self.acceptance.items()
+            },
             "strategy/draft_length": ratio(total["drafted"], total["live_rows"]),
             **(timed if total["timed_rounds"] else {}),
             "strategy/switches": float(self.stage.switches),
@@ -420,31 +543,47 @@ class Selector:
         }
 
     def state(self) -> dict[str, Any]:
-        """What the next stage's choices rest on, as JSON values and numpy arrays; taken between stages."""
+        """What the next stage's choices rest on, as JSON values and numpy arrays; taken between
+        stages.
+        """
         return {
-            "acceptance": {drafter: accepting.state(known) for drafter, known in self.acceptance.items()},
+            "acceptance": {
+                drafter: accepting.state(known) for drafter, known in self.acceptance.items()
+            },
             "silent": dict(self.silent),
-            "trees": [trees.name_of(one) for one in self.menu.strategies if not trees.is_chain(one)],
+            "trees": [
+                trees.name_of(one) for one in self.menu.strategies if not trees.is_chain(one)
+            ],
             "timed": self.timed,
             "tallies": tally.state(self.earlier),
             "classes": dict(self.classes),
-            "current": {str(number): trees.name_of(strategy) for number, strategy in self.current.items()},
+            "current": {
+                str(number): trees.name_of(strategy) for number, strategy in self.current.items()
+            },
             "costs": cost.state(self.costs),
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `state` saved; what it knows of drafters that are not in this menu is dropped."""
+        """Go on from what `state` saved; what it knows of drafters that are not in this menu is
+        dropped.
+        """
         for drafter in self.acceptance.keys() & saved["acceptance"].keys():
             self.acceptance[drafter] = accepting.restore(saved["acceptance"][drafter])
             self.silent[drafter] = saved["silent"][drafter]
         if len(self.menu.strategies) > 1:
-            found = [one for one in map(trees.parse, saved["trees"]) if one.drafter in self.acceptance]
-            self.menu = menus.build([*filter(trees.is_chain, self.menu.strategies), *found], self.menu.longest)
+            found = [
+                one for one in map(trees.parse, saved["trees"]) if one.drafter in self.acceptance
+            ]
+            self.menu = menus.build(
+                [*filter(trees.is_chain, self.menu.strategies), *found], self.menu.longest
+            )
         self.timed = saved["timed"]
         self.earlier = tally.restore(saved["tallies"])
         self.classes = {drafter: np.array(counts) for drafter, counts in saved["classes"].items()}
         current = saved["current"] or {}
-        current = current if isinstance(current, dict) else {"0": current}  # as it was saved before there were slices
+        current = (
+            current if isinstance(current, dict) else {"0": current}
+        )  # as it was saved before there were slices
         self.current = {int(number): trees.parse(name) for number, name in current.items()}
         self.costs = cost.restore(saved["costs"])
         self._expect()

@@ -11,10 +11,12 @@ from rlhf_jax.generation.samples import RoundReport
 from rlhf_jax.types import Strategy
 
 Tally = dict[str, float]  # sums over rounds, by name
-Tallies = dict[tuple[Strategy, int], Tally]  # by strategy and live rows, rounded up to a power of two
+Tallies = dict[
+    tuple[Strategy, int], Tally
+]  # by strategy and live rows, rounded up to a power of two
 
-# What a row of `rows` says of its rounds, beside `live` and `strategy`. The timed figures are of the rounds whose time
-# is known, so that what was predicted of them compares with what they gave.
+# What a row of `rows` says of its rounds, beside `live` and `strategy`. The timed figures are of
+# the rounds whose time is known, so that what was predicted of them compares with what they gave.
 COUNTS = ("rounds", "live_rows", "tokens", "accepted")
 TIMED = ("timed_rounds", "seconds", "timed_tokens", "predicted_tokens", "predicted_seconds")
 
@@ -25,7 +27,8 @@ def bucket(live: int) -> int:
 
 
 def add(tallies: Tallies, report: RoundReport, tokens: float, seconds: float, timed: bool) -> None:
-    """Count a round of which `tokens` and `seconds` were predicted; one that gave no row anything is not one.
+    """Count a round of which `tokens` and `seconds` were predicted; one that gave no row anything
+    is not one.
 
     `timed`: its measured time counts, where the report has one.
     """
@@ -60,18 +63,24 @@ def ratio(above: float, below: float) -> float:
 
 
 def rows(tallies: Tallies) -> list[dict[str, Any]]:
-    """One row for each strategy at each number of live rows, fewest first: names, COUNTS, and TIMED ones if any."""
+    """One row for each strategy at each number of live rows, fewest first: names, COUNTS, and TIMED
+    ones if any.
+    """
     found = []
     for (strategy, live), tally in tallies.items():
         names = {"live": live, "strategy": trees.name_of(strategy), "drafter": strategy.drafter}
         figures = {name: tally[name] for name in COUNTS + TIMED if name in tally}
         found.append(names | {"drafts": len(strategy.parents)} | figures)
-    return sorted(found, key=lambda row: (row["live"], row["drafter"], row["drafts"], row["strategy"]))
+    return sorted(
+        found, key=lambda row: (row["live"], row["drafter"], row["drafts"], row["strategy"])
+    )
 
 
 def state(tallies: Tallies) -> list[list]:
     """All of it as JSON values, for a checkpoint."""
-    return [[trees.name_of(strategy), live, dict(tally)] for (strategy, live), tally in tallies.items()]
+    return [
+        [trees.name_of(strategy), live, dict(tally)] for (strategy, live), tally in tallies.items()
+    ]
 
 
 def restore(saved: list[list]) -> Tallies:
