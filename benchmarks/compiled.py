@@ -31,9 +31,10 @@ from pallas_kernels import dispatch
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from pallas_kernels.shapes import BLOCK, SHAPES, SLOTS, Shape
 from rlhf_jax import mesh as meshes
-from rlhf_jax.generation import rows, tree
-from rlhf_jax.generation.round import run_round
-from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.generation import rows
+from rlhf_jax.generation.speculative import tree
+from rlhf_jax.generation.speculative.round import run_round
+from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.model import transformer
 from rlhf_jax.types import Model, ModelConfig
 

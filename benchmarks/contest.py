@@ -20,13 +20,13 @@ from typing import cast
 import jax
 
 from benchmarks import pricing
-from rlhf_jax.drafting import work
-from rlhf_jax.generation import board
-from rlhf_jax.generation import tree as trees
+from rlhf_jax.config.derived import work
+from rlhf_jax.generation import scheduler
 from rlhf_jax.generation.engine import generate, warm_up
-from rlhf_jax.generation.samples import Decoding, Request, RoundReport, Sample
+from rlhf_jax.generation.requests import Decoding, Request, RoundReport, Sample
+from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.strategy import candidates as menus
 from rlhf_jax.generation.strategy import cost
-from rlhf_jax.generation.strategy import menu as menus
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.types import Model, Strategy
 
@@ -110,7 +110,7 @@ def prepare(case: Case, strategies: Sequence[Strategy], table: pricing.Table | N
         pricing.compile_rounds(play, strategies, rows)
         if table is not None:
             pricing.measure(table, play, strategies, rows)
-        rows, before = board.row_bucket(rows // 2, samples, case.decoding, case.mesh), rows
+        rows, before = scheduler.row_bucket(rows // 2, samples, case.decoding, case.mesh), rows
         if rows == before:
             return
 

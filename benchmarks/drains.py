@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.latency_table import DRAFT, Points, possible_lengths, surface
-from rlhf_jax.reallocation.plan import Plan
+from rlhf_jax.reallocation.planner import Plan
 
 ROWS = 64
 ROUND = 0.01  # seconds between two looks at what has finished: about a round

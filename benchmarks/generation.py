@@ -25,14 +25,14 @@ import numpy as np
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Kernels
 from rlhf_jax.collect import decoding_weights
-from rlhf_jax.generation import tree
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.rollout import Tally
-from rlhf_jax.generation.samples import Decoding, Request
-from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.generation.history import Tally
+from rlhf_jax.generation.requests import Decoding, Request
+from rlhf_jax.generation.speculative import tree
+from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.mesh import make_mesh
 from rlhf_jax.model.kernels import shape_of
-from rlhf_jax.model.source import Source, open_source
+from rlhf_jax.model.weights.source import Source, open_source
 
 TEXT = """The lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote the weather in his book. Ships
 passed far out, and he gave each of them a name. In winter the sea was grey and loud; in summer children came with

@@ -10,7 +10,7 @@ import pathlib
 
 import numpy as np
 
-from rlhf_jax.generation import tree
+from rlhf_jax.generation.speculative import tree
 
 DECODE = "target_decode"
 VERIFY = "target_verify"

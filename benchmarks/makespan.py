@@ -42,8 +42,8 @@ from benchmarks.drains import (
     run,
 )
 from benchmarks.latency_table import read_table
-from rlhf_jax.reallocation import lengths
-from rlhf_jax.reallocation.plan import Plan, View, decide
+from rlhf_jax.reallocation import length_model
+from rlhf_jax.reallocation.planner import Plan, View, decide
 
 STRIDE = 128  # tokens after which a packed slice's rate follows the context
 PRECISION = 0.003  # of the deadline of a packing
@@ -210,7 +210,7 @@ def view_of(stage: Stage, rows: np.ndarray, left: np.ndarray, scoring: float) ->
     tokens to come.
     """
     machine = stage.machine
-    mean = left @ lengths.SHARES
+    mean = left @ length_model.SHARES
     context = stage.prompt + stage.done[rows]
     typical = float(((context + mean / 2) * mean).sum() / mean.sum())
     return View(
@@ -235,24 +235,26 @@ def view_of(stage: Stage, rows: np.ndarray, left: np.ndarray, scoring: float) ->
 
 def oracle(stage: Stage, rows: np.ndarray) -> np.ndarray:
     """[m, Q] the truth."""
-    return np.repeat((stage.total[rows] - stage.done[rows])[:, None], len(lengths.SHARES), axis=1)
+    return np.repeat(
+        (stage.total[rows] - stage.done[rows])[:, None], len(length_model.SHARES), axis=1
+    )
 
 
-def by_law(law: lengths.Lengths, noisy: np.ndarray | None, limit: float) -> Predict:
+def by_law(law: length_model.Lengths, noisy: np.ndarray | None, limit: float) -> Predict:
     """What the law says of each sample, and, where there are such, noisy [n] lengths of earlier
     roll-outs.
 
     limit: tokens of a response, at most.
     """
     curves = (
-        lengths.survival(law)[None]
+        length_model.survival(law)[None]
         if noisy is None
-        else lengths.believed(law, list(noisy[:, None]))
+        else length_model.believed(law, list(noisy[:, None]))
     )
 
     def predict(stage: Stage, rows: np.ndarray) -> np.ndarray:
         which = np.zeros(len(rows), int) if noisy is None else np.arange(len(rows))
-        return lengths.remaining(
+        return length_model.remaining(
             curves if noisy is None else curves[rows], which, stage.done[rows], limit
         )
 
@@ -354,7 +356,7 @@ def document(asked: argparse.Namespace) -> dict:
     luck = np.random.default_rng(asked.seed)
     total = draw_lengths(percentiles, tokens, asked.slices * asked.samples, luck)
     others = draw_lengths(percentiles, tokens, OTHERS, luck)
-    law = lengths.observe(lengths.Lengths(), others, np.ones(OTHERS, bool))
+    law = length_model.observe(length_model.Lengths(), others, np.ones(OTHERS, bool))
     plain, machine = (
         Machine(
             rates_of(points, asked.acceptance, prompt + total.max(), drafts, asked.free_drafter),
@@ -410,7 +412,11 @@ def document(asked: argparse.Namespace) -> dict:
 
 
 def prediction(
-    asked: str, law: lengths.Lengths, total: np.ndarray, luck: np.random.Generator, limit: float
+    asked: str,
+    law: length_model.Lengths,
+    total: np.ndarray,
+    luck: np.random.Generator,
+    limit: float,
 ) -> Predict:
     """What the command line names."""
     kind, _, sigma = asked.partition(":")

@@ -34,11 +34,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax import command_line, processes
 from rlhf_jax import mesh as meshes
+from rlhf_jax.config import command_line
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.model.transformer import init, unstack
-from rlhf_jax.reallocation import exchange
+from rlhf_jax.reallocation import row_transfer
+from rlhf_jax.runtime import distributed
 from rlhf_jax.types import DecodeState, ModelConfig
 
 # Neither a cache nor a prefill hangs on the vocabulary.
@@ -56,7 +57,7 @@ def main() -> None:
     asked = arguments(words[1:])
     if asked.across:
         return both(words[1:])
-    processes.start(place)
+    distributed.start(place)
     if place.size == 1:
         jax.config.update("jax_num_cpu_devices", 2)
     if jax.device_count() < 2:
@@ -67,11 +68,11 @@ def main() -> None:
     device = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
-        "processes": processes.count(),
+        "processes": distributed.count(),
     }
-    if processes.rank() == processes.count() - 1:
+    if distributed.rank() == distributed.count() - 1:
         print(json.dumps(vars(asked) | device | {"moves": found}, indent=1))
-    processes.leave(0, "", place)
+    distributed.leave(0, "", place)
 
 
 def arguments(given: list[str]) -> argparse.Namespace:
@@ -117,7 +118,7 @@ def measured(asked: argparse.Namespace, slots: int) -> dict[str, Any]:
     source, target = meshes.split(
         meshes.make_mesh(1, 1, 1, [jax.devices()[0], jax.devices()[-1]], slices=2)
     )
-    ways = across if processes.count() > 1 else inside
+    ways = across if distributed.count() > 1 else inside
     state = functools.partial(row_verbs.empty, config, None, ROWS, slots, 0, 0, dtype)
     move, plain, count = ways(state, slots, source, target)
     seconds: dict[str, list[float]] = {"move": [], "plain": []}
@@ -139,7 +140,7 @@ def measured(asked: argparse.Namespace, slots: int) -> dict[str, Any]:
 
 def timed(act: Callable[[], Any]) -> float:
     """Seconds until what an act makes is there; all processes begin together."""
-    processes.gather(None)
+    distributed.gather(None)
     began = time.perf_counter()
     jax.block_until_ready(act())
     return time.perf_counter() - began
@@ -149,12 +150,12 @@ def inside(state: Callable[..., DecodeState], slots: int, source: Mesh, target: 
     """(a move, the plain copy, bytes) between two devices of this process."""
     here = state(source)
     there = [state(target)]
-    count = exchange.bytes_of(exchange.depart(here, ROW, slots, mesh=source))
+    count = row_transfer.bytes_of(row_transfer.depart(here, ROW, slots, mesh=source))
     flat = jax.device_put(np.zeros(count, np.uint8), source.devices.flat[0])
 
     def move() -> DecodeState:
-        parcel = exchange.send(exchange.depart(here, ROW, slots, mesh=source), target)
-        there[0] = exchange.arrive(there[0], parcel, ROW, mesh=target)
+        parcel = row_transfer.send(row_transfer.depart(here, ROW, slots, mesh=source), target)
+        there[0] = row_transfer.arrive(there[0], parcel, ROW, mesh=target)
         return there[0]
 
     return move, lambda: jax.device_put(flat, target.devices.flat[0]), count
@@ -165,18 +166,18 @@ def across(state: Callable[..., DecodeState], slots: int, source: Mesh, target: 
     own = source if meshes.is_here(source) else target
     mine = [state(own)]
     pair = Mesh(np.concatenate([source.devices, target.devices]), meshes.AXES)
-    count = exchange.bytes_of(exchange.depart(mine[0], ROW, slots, mesh=own))
+    count = row_transfer.bytes_of(row_transfer.depart(mine[0], ROW, slots, mesh=own))
     spread = NamedSharding(pair, PartitionSpec("slices"))
     part = jax.device_put(np.zeros((1, count), np.uint8), own.devices.flat[0])
     flat = jax.make_array_from_single_device_arrays((2, count), spread, [part])
     step = functools.partial(jax.lax.ppermute, axis_name="slices", perm=[(0, 1)])
     plain = jax.jit(jax.shard_map(step, mesh=pair, in_specs=spread.spec, out_specs=spread.spec))
 
-    def move() -> DecodeState | exchange.Parcel:
-        parcel = exchange.depart(mine[0], ROW, slots, mesh=own)
-        passed = exchange.across([parcel], own, source, target)
+    def move() -> DecodeState | row_transfer.Parcel:
+        parcel = row_transfer.depart(mine[0], ROW, slots, mesh=own)
+        passed = row_transfer.across([parcel], own, source, target)
         if own is target:
-            mine[0] = exchange.arrive(mine[0], passed, ROW, mesh=own)
+            mine[0] = row_transfer.arrive(mine[0], passed, ROW, mesh=own)
         return mine[0] if own is target else passed
 
     return move, lambda: plain(flat), count

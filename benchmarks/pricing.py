@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlhf_jax.generation import tree as trees
-from rlhf_jax.generation.samples import RoundReport
+from rlhf_jax.generation.requests import RoundReport
+from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.strategy import candidates as menus
 from rlhf_jax.generation.strategy import cost
-from rlhf_jax.generation.strategy import menu as menus
 from rlhf_jax.generation.strategy.acceptance import Evidence
 from rlhf_jax.generation.strategy.select import Choice, Situation
 from rlhf_jax.types import Strategy

@@ -42,18 +42,17 @@ from benchmarks.contest import Case, Run, plain, run, tell
 from benchmarks.pricing import Table, accepted
 from rlhf_jax.collect import READ, decoding_weights, earn, read_texts
 from rlhf_jax.data.prompts import Prompts, tokenize
-from rlhf_jax.experience import Shaping
-from rlhf_jax.generation.rollout import History, as_rollout, requests
-from rlhf_jax.generation.samples import Decoding, Request, Sample
-from rlhf_jax.generation.sampling import Sampling
-from rlhf_jax.generation.strategy import menu as menus
+from rlhf_jax.generation.history import History, as_rollout, requests
+from rlhf_jax.generation.requests import Decoding, Request, Sample
+from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.strategy import candidates as menus
 from rlhf_jax.generation.strategy.select import Selector
-from rlhf_jax.inference.rewards import Answer, Scores
 from rlhf_jax.mesh import make_mesh, place_rows
-from rlhf_jax.model.source import Source, open_source
 from rlhf_jax.model.transformer import forward, logits
+from rlhf_jax.model.weights.source import Source, open_source
+from rlhf_jax.rewards.combination import Answer, Scores
 from rlhf_jax.rlhf import infer
-from rlhf_jax.stages import Known, Stages
+from rlhf_jax.state import Known, Stages
 from rlhf_jax.training.advantages import EstimatorConfig
 from rlhf_jax.training.distill import (
     Distillation,
@@ -63,6 +62,7 @@ from rlhf_jax.training.distill import (
     student_of,
     with_student,
 )
+from rlhf_jax.training.experience import Shaping
 from rlhf_jax.training.update import (
     Optimizers,
     UpdateConfig,

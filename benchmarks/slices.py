@@ -26,17 +26,17 @@ from benchmarks.drains import draw_lengths, read_percentiles
 from benchmarks.generation import TEXT
 from rlhf_jax.build import load
 from rlhf_jax.collect import decoding_weights
+from rlhf_jax.generation.assignment import STATIC, Placing
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.placing import STATIC, Placing
-from rlhf_jax.generation.rollout import Tally
-from rlhf_jax.generation.samples import Decoding, Request
-from rlhf_jax.generation.sampling import Sampling
-from rlhf_jax.generation.tree import PLAIN
+from rlhf_jax.generation.history import Tally
+from rlhf_jax.generation.requests import Decoding, Request
+from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.speculative.tree import PLAIN
 from rlhf_jax.mesh import make_mesh
-from rlhf_jax.model.source import open_source
-from rlhf_jax.reallocation import lengths, plan
-from rlhf_jax.reallocation.lengths import Lengths
-from rlhf_jax.reallocation.plan import Plan, View
+from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.reallocation import length_model, planner
+from rlhf_jax.reallocation.length_model import Lengths
+from rlhf_jax.reallocation.planner import Plan, View
 
 PROMPT = 16  # tokens of every prompt
 SPREAD = 0.8  # sigma of the logarithm of lengths
@@ -60,7 +60,7 @@ def main() -> None:
     decoding = Decoding(
         Sampling(1.0), (PLAIN,), (), *size, asked.seed, fewest_rows=asked.fewest_rows
     )
-    ways = {"static": STATIC, "known": Placing(plan.decide), "law": Placing(by_law(asked))}
+    ways = {"static": STATIC, "known": Placing(planner.decide), "law": Placing(by_law(asked))}
     runs = {
         name: measured(target, wanted, decoding, mesh, placing) for name, placing in ways.items()
     }
@@ -116,14 +116,14 @@ def drawn(asked: argparse.Namespace, count: int, seed: int) -> np.ndarray:
 
 def by_law(asked: argparse.Namespace):
     """The plan of one who knows how long responses are, and not how long each is."""
-    law = lengths.observe(Lengths(), drawn(asked, 1000, asked.seed + 1), np.ones(1000, bool))
+    law = length_model.observe(Lengths(), drawn(asked, 1000, asked.seed + 1), np.ones(1000, bool))
 
     def decide(view: View) -> Plan:
         generated = view.context - PROMPT
-        left = lengths.remaining(
-            lengths.survival(law)[None], np.zeros(len(generated), int), generated, asked.tokens
+        left = length_model.remaining(
+            length_model.survival(law)[None], np.zeros(len(generated), int), generated, asked.tokens
         )
-        return plan.decide(dataclasses.replace(view, left=left))
+        return planner.decide(dataclasses.replace(view, left=left))
 
     return decide
 

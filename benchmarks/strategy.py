@@ -44,10 +44,10 @@ from benchmarks.latency_table import (
     read_table,
     surface,
 )
-from rlhf_jax.generation import tree
-from rlhf_jax.generation.samples import RoundReport
+from rlhf_jax.generation.requests import RoundReport
+from rlhf_jax.generation.speculative import tree
+from rlhf_jax.generation.strategy import candidates as menus
 from rlhf_jax.generation.strategy import cost
-from rlhf_jax.generation.strategy import menu as menus
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Evidence
 from rlhf_jax.generation.strategy.select import Selector, Situation
 from rlhf_jax.types import Strategy

@@ -11,7 +11,7 @@ worth.
 
 from pathlib import Path
 
-from rlhf_jax.command_line import load
+from rlhf_jax.config.command_line import load
 
 
 def get_config():

@@ -13,10 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.checkpoint.store import read_part
 from rlhf_jax.data.tokenizer import read_json
-from rlhf_jax.model import huggingface, transformer
-from rlhf_jax.model.source import open_source
+from rlhf_jax.model import transformer
+from rlhf_jax.model.weights import huggingface
+from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.runtime.checkpoint.store import read_part
 from rlhf_jax.training.distill import completed, student_of
 from rlhf_jax.types import Model, ModelConfig, TrainState
 

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax.generation import tree
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.rollout import as_rollout
-from rlhf_jax.generation.samples import Decoding, Request
-from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.generation.history import as_rollout
+from rlhf_jax.generation.requests import Decoding, Request
+from rlhf_jax.generation.speculative import tree
+from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.inference.logprobs import score_rollout
-from rlhf_jax.model.source import open_source
 from rlhf_jax.model.transformer import unstack
+from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.training.advantages import grpo
 from rlhf_jax.training.update import (
     Optimizers,

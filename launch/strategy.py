@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_jax import drafting
-from rlhf_jax.checkpoint.store import read_part
-from rlhf_jax.config import Config
+from rlhf_jax.config import derived
+from rlhf_jax.config.schema import Config
 from rlhf_jax.data.tokenizer import read_json
-from rlhf_jax.generation.programs import VERIFIED
-from rlhf_jax.generation.strategy import cost, tally
+from rlhf_jax.generation.precompile import VERIFIED
+from rlhf_jax.generation.strategy import cost, statistics
 from rlhf_jax.generation.strategy.select import Selector, Situation
+from rlhf_jax.runtime.checkpoint.store import read_part
 from rlhf_jax.types import TrainState
 
 # (heading, key, format) of the figures of a row: those predicted of a round, then what rounds gave,
@@ -86,7 +86,7 @@ def read_selector(workdir: Path, config: Config, step: int | None) -> tuple[int,
     Raises ValueError or OSError in one sentence where the run's strategy is fixed or there is no
     such checkpoint.
     """
-    if not drafting.adaptive(config):
+    if not derived.adaptive(config):
         raise ValueError(
             f"The run in {workdir} chooses no strategy: its generation.strategy is"
             f" {config.generation.strategy!r}."
@@ -99,7 +99,7 @@ def read_selector(workdir: Path, config: Config, step: int | None) -> tuple[int,
             " later one."
         )
     selector = Selector(
-        drafting.strategies(config), cost.restore(saved["costs"]), config.deterministic
+        derived.strategies(config), cost.restore(saved["costs"]), config.deterministic
     )
     selector.restore(saved)
     return step, selector
@@ -141,7 +141,7 @@ def _situation(selector: Selector, config: Config, live: int) -> Situation:
     """As rounds of so many live rows have had it, in a batch that has shrunk as far as it may on
     one device.
     """
-    rows = config.generation.rows if live <= config.generation.rows else tally.bucket(live)
+    rows = config.generation.rows if live <= config.generation.rows else statistics.bucket(live)
     while rows % 2 == 0 and rows // 2 >= max(live, config.generation.fewest_rows):
         rows //= 2
     return selector.typical(live, rows, most_nodes=VERIFIED // rows)

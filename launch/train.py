@@ -21,26 +21,29 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from rlhf_jax import build, command_line, memory, metrics, processes, rlhf, timeline
+from rlhf_jax import build, rlhf
 from rlhf_jax import mesh as meshes
-from rlhf_jax.checkpoint.store import Checkpoints, named_leaves
 from rlhf_jax.collect import compile_rounds, evaluate
-from rlhf_jax.config import Config, flat
+from rlhf_jax.config import command_line, memory
+from rlhf_jax.config.schema import Config, flat
 from rlhf_jax.data.prompts import Prompts
-from rlhf_jax.generation.crew import crew_of
-from rlhf_jax.generation.rollout import Tally
-from rlhf_jax.generation.samples import RoundReport
-from rlhf_jax.generation.sampling import Sampling
-from rlhf_jax.model import huggingface
-from rlhf_jax.model.source import digest
-from rlhf_jax.processes import Place
-from rlhf_jax.report.page import ALGORITHMS, write_report
-from rlhf_jax.stages import Frozen, Memory, Stages, drafter_of
-from rlhf_jax.stopping import Stop, Stopped, listening
+from rlhf_jax.generation.history import Tally
+from rlhf_jax.generation.requests import RoundReport
+from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.model.weights import huggingface
+from rlhf_jax.model.weights.source import digest
+from rlhf_jax.monitoring import metrics, trace
+from rlhf_jax.monitoring.report.page import ALGORITHMS, write_report
+from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime.checkpoint.store import Checkpoints, named_leaves
+from rlhf_jax.runtime.distributed import Place
+from rlhf_jax.runtime.signals import Stop, Stopped, listening
+from rlhf_jax.runtime.slice_groups import crew_of
+from rlhf_jax.runtime.watchdog import Watchdog
+from rlhf_jax.state import Frozen, Memory, Stages, drafter_of
 from rlhf_jax.training.distill import completed
 from rlhf_jax.training.update import Optimizers
 from rlhf_jax.types import Experience, TrainState
-from rlhf_jax.watchdog import Watchdog
 
 EVALUATION_SEED = 1 << 31  # keeps evaluation's noise apart from training's
 STOP = "stop"  # the word under which a signal is published
@@ -53,23 +56,23 @@ def main(argv: list[str]) -> int:
     try:
         place, argv = command_line.place(argv)
         if place.size is None:  # which rank this is, and so whether it speaks, is known only then
-            processes.start(place)
+            distributed.start(place)
         config = command_line.read(argv)
         if place.size is not None:
-            processes.start(place)
+            distributed.start(place)
         train(config)
     except Stopped as stopped:
-        return processes.leave(
+        return distributed.leave(
             stopped.exit_code, f"Stopped by {stopped.name}: {' '.join(stopped.__notes__)}.", place
         )
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
-        of_device = processes.is_of_device(error)
+        of_device = distributed.is_of_device(error)
         said = _with_notes(_of_device(error) if of_device else str(error), error)
-        return processes.leave(1 if of_device else 2, f"error: {said}", place)
+        return distributed.leave(1 if of_device else 2, f"error: {said}", place)
     except KeyboardInterrupt:
         said = "error: stopped by the keyboard; what was written stays in the workdir."
-        return processes.leave(130, said, place)
-    return processes.leave(0, "", place)
+        return distributed.leave(130, said, place)
+    return distributed.leave(0, "", place)
 
 
 def _with_notes(said: str, error: Exception) -> str:
@@ -81,7 +84,7 @@ def _with_notes(said: str, error: Exception) -> str:
 def _of_device(error: Exception) -> str:
     """What an error of the runtime says, and what to do."""
     reason = str(error).splitlines()[0].rstrip(".")
-    if processes.started() and "RESOURCE_EXHAUSTED" not in reason:
+    if distributed.started() and "RESOURCE_EXHAUSTED" not in reason:
         return (
             f"the processes cannot go on together ({reason}); where one has ended its own words"
             " say why, and the same"
@@ -106,8 +109,8 @@ class Setting:
 def train(config: Config) -> None:
     """The run that a config describes. Mistakes are found before any weight is loaded."""
     fix_kernels(config)
-    run = processes.in_step(lambda: build.prepare(config))
-    processes.in_step(lambda: announce(run))
+    run = distributed.in_step(lambda: build.prepare(config))
+    distributed.in_step(lambda: announce(run))
     if config.dry_run:
         return
     keep_programs(config.compilation_cache)
@@ -120,7 +123,7 @@ def train(config: Config) -> None:
         opened = functools.partial(
             metrics.open_run, run.workdir, config.to_json_best_effort(), int(state.step)
         )
-        writer = processes.in_step(lambda: opened() if processes.leads() else None)
+        writer = distributed.in_step(lambda: opened() if distributed.leads() else None)
         stack.callback(writer.close if writer else lambda: None)
         progress = stack.enter_context(metrics.Progress(config.steps, int(state.step), screen()))
         watchdog = stack.enter_context(
@@ -136,9 +139,9 @@ def train(config: Config) -> None:
 
 def check_alike(run: build.Run) -> None:
     """Raise ValueError where a process was given another config, model or data than the leader."""
-    if not processes.started():
+    if not distributed.started():
         return
-    found = processes.gather(build.identity(run) | flat(run.config))
+    found = distributed.gather(build.identity(run) | flat(run.config))
     for rank, other in enumerate(found):
         for key, value in found[0].items():
             if other.get(key) != value:
@@ -150,11 +153,11 @@ def check_alike(run: build.Run) -> None:
 
 def screen() -> Console:
     """Where progress is shown: the leader's."""
-    return Console(quiet=not processes.leads())
+    return Console(quiet=not distributed.leads())
 
 
 def _say_by_rank(line: str) -> None:
-    print(f"rank {processes.rank()}: {line}", file=sys.stderr, flush=True)
+    print(f"rank {distributed.rank()}: {line}", file=sys.stderr, flush=True)
 
 
 def checkpoints(run: build.Run) -> Checkpoints:
@@ -175,7 +178,7 @@ def start_or_resume(
     if found is None:
         return build.new_state(run, optimizers), remembered
     remembered.restore(found.host)
-    if processes.leads():
+    if distributed.leads():
         print(
             f"Going on from step {found.step}, saved in {run.workdir}/checkpoints; another"
             " workdir starts anew.\n"
@@ -214,7 +217,7 @@ def loop(setting: Setting, state: TrainState, remembered: Memory, evaluate: Eval
         whole = not any(
             leaf.is_deleted() for leaf in jax.tree.leaves(state)
         )  # no update has begun, and used it up
-        if whole and processes.all_here("a failed step"):
+        if whole and distributed.all_here("a failed step"):
             try:
                 save(setting, state, remembered)
             except OSError as failure:
@@ -244,12 +247,12 @@ def one_step(setting: Setting, state: TrainState, remembered: Memory) -> TrainSt
         reason = str(error).rstrip(".")
         kept = (
             post_mortem(batch, error.experience)
-            if processes.leads()
+            if distributed.leads()
             else f"the batch is in {batch}"
         )
         raise ValueError(f"Step {step}: {reason}; {kept}, checkpoints are as they were.") from error
     figures |= {"step": step, "step/seconds": time.perf_counter() - start}
-    processes.in_step(lambda: write(setting, figures, table, remembered))
+    distributed.in_step(lambda: write(setting, figures, table, remembered))
     setting.watch.progress.finish(figures)
     return state
 
@@ -262,7 +265,7 @@ def write(
     step = int(figures["step"])
     if writer is None:
         return
-    timeline.write(
+    trace.write(
         setting.run.workdir, step, remembered.timeline.spans, setting.stages.mesh.shape["slices"]
     )
     writer.write(figures)
@@ -278,7 +281,7 @@ def save(setting: Setting, state: TrainState, remembered: Memory) -> bool:
     setting.watch.beat("saving")
     wanted = bool(setting.run.config.checkpoint.every and int(state.step))
     if wanted:
-        processes.in_step(lambda: setting.writer and setting.writer.sync())
+        distributed.in_step(lambda: setting.writer and setting.writer.sync())
         setting.saved.save(int(state.step), state, remembered.state())
     return wanted
 
@@ -338,7 +341,7 @@ class Watch:
 
     def agree(self) -> None:
         """Stop where any process was asked to: all come here in step."""
-        signals = [number for number in processes.gather(self.stop.signal) if number is not None]
+        signals = [number for number in distributed.gather(self.stop.signal) if number is not None]
         if signals:  # one that comes meanwhile waits for the next time: it is never unset
             self.stop.signal = signals[0]
             self.stop.check()
@@ -349,10 +352,10 @@ class Watch:
         """
         now = time.monotonic()
         if self.stop.signal is not None:
-            processes.publish(STOP, str(self.stop.signal))
+            distributed.publish(STOP, str(self.stop.signal))
         elif now - self.listened > 1.0:
             self.listened = now
-            word = processes.published(STOP)
+            word = distributed.published(STOP)
             self.stop.signal = self.stop.signal if word is None else int(word)
         if may_stop:
             self.stop.check()
@@ -392,7 +395,7 @@ def make_evaluation(setting: Setting, remembered: Memory, stack: contextlib.Exit
         step = int(state.step)
         if step % asked.every == 0 or step >= run.config.steps:
             found = measure(state.policy, drafter=drafter_of(state, setting.models))
-            processes.in_step(
+            distributed.in_step(
                 lambda: setting.writer and setting.writer.write_evaluation(step, *found)
             )
 
@@ -405,10 +408,10 @@ def finish(run: build.Run, state: TrainState) -> None:
     if state.drafter is not None and run.config.drafter.learning_rate:
         trained["drafter"] = completed(state.drafter, state.policy)
     for name, model in trained.items():
-        held = processes.to_leader(model) if processes.started() else model
+        held = distributed.to_leader(model) if distributed.started() else model
         parts = run.workdir / name, held, run.policy.tokenizer, run.policy.stop_tokens, jnp.float32
-        processes.by_leader(functools.partial(huggingface.save, *parts))
-    processes.by_leader(functools.partial(tell, run, list(trained)))
+        distributed.by_leader(functools.partial(huggingface.save, *parts))
+    distributed.by_leader(functools.partial(tell, run, list(trained)))
 
 
 def tell(run: build.Run, trained: list[str]) -> None:
@@ -437,7 +440,7 @@ def keep_programs(folder: str) -> None:
     collectives in one order, and two processes then wait for each other in different ones (seen
     with jax 0.10.2).
     """
-    if folder and not (processes.started() and jax.default_backend() == "cpu"):
+    if folder and not (distributed.started() and jax.default_backend() == "cpu"):
         jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
@@ -451,7 +454,7 @@ def announce(run: build.Run) -> None:
     known = memory.device_memory(config, jax.local_devices()[0])
     if known is not None:
         memory.check(parts, known)
-    if not processes.leads():
+    if not distributed.leads():
         return
     unsplit = meshes.unsplit(build.weight_shapes(policy.config, run.dtype), mesh, "training")
     generation = config.generation
@@ -465,7 +468,7 @@ def announce(run: build.Run) -> None:
             f" {run.dtype.name}",
         ),
         ("devices", f"{jax.device_count()} x {jax.devices()[0].device_kind} ({sizes})"),
-        *([("processes", str(processes.count()))] if processes.started() else []),
+        *([("processes", str(distributed.count()))] if distributed.started() else []),
         *([("drafter", _drafter(run))] if run.models.drafter else []),
         ("prompts", _counted(run.prompts, config.data.train)),
         *([("held out", _counted(run.held_out, config.data.eval))] if run.held_out else []),

@@ -20,34 +20,35 @@ import numpy as np
 import optax
 
 from pallas_kernels.dispatch import Kernels, choose
-from rlhf_jax import checks, drafting, processes
 from rlhf_jax import mesh as meshes
 from rlhf_jax.collect import decoding_weights
-from rlhf_jax.config import Config, ModelConfigs, flat
-from rlhf_jax.data.iterator import Batches
+from rlhf_jax.config import derived, validation
+from rlhf_jax.config.schema import Config, ModelConfigs, flat
+from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.prompts import Prompts, read, tokenize
-from rlhf_jax.experience import Shaping
-from rlhf_jax.generation.programs import Ahead
-from rlhf_jax.generation.rollout import History
-from rlhf_jax.generation.samples import Decoding
-from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.generation.history import History
+from rlhf_jax.generation.precompile import Ahead
+from rlhf_jax.generation.requests import Decoding
+from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy.cost import RATES
 from rlhf_jax.generation.strategy.select import Selector
-from rlhf_jax.inference import shaping
-from rlhf_jax.inference.reward_model import RewardModel, model_scorer
-from rlhf_jax.inference.reward_worker import Workers
-from rlhf_jax.inference.rewards import Scorer, Term, weighted
-from rlhf_jax.inference.sharing import shared_out
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.model import kernels as laid
 from rlhf_jax.model import transformer
 from rlhf_jax.model.attention import causal_on
-from rlhf_jax.model.source import Source, digest, open_source
-from rlhf_jax.reallocation import plan
-from rlhf_jax.reallocation.plan import Plan, View
-from rlhf_jax.stages import Controller, Drafting, Frozen, Memory, Stages
+from rlhf_jax.model.weights.source import Source, digest, open_source
+from rlhf_jax.reallocation import planner
+from rlhf_jax.reallocation.planner import Plan, View
+from rlhf_jax.rewards.combination import Scorer, Term, weighted
+from rlhf_jax.rewards.models import RewardModel, model_scorer
+from rlhf_jax.rewards.sharing import shared_out
+from rlhf_jax.rewards.workers import Workers
+from rlhf_jax.runtime import distributed
+from rlhf_jax.state import Controller, Drafting, Frozen, Memory, Stages
+from rlhf_jax.training import kl as shaping
 from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig
 from rlhf_jax.training.distill import Distillation, student_config, student_of, with_student
+from rlhf_jax.training.experience import Shaping
 from rlhf_jax.training.losses import AGGREGATES
 from rlhf_jax.training.update import Optimizers, UpdateConfig, init_train_state, make_optimizer
 from rlhf_jax.types import Model, ModelConfig, TrainState
@@ -101,7 +102,7 @@ class Run:
     @property
     def student(self) -> ModelConfig | None:
         """The shape of a drafter that is a student of the policy."""
-        layers = drafting.drafts(self.config) and self.config.drafter.layers
+        layers = derived.drafts(self.config) and self.config.drafter.layers
         return student_config(self.policy.config, layers) if layers else None
 
     @property
@@ -120,12 +121,10 @@ def prepare(config: Config) -> Run:
     """Open what the config names. Raises ValueError or OSError, in one sentence, for the first
     thing that is wrong.
     """
-    checks.validate(config, meshes.count_devices(), processes.count())
+    validation.validate(config, meshes.count_devices(), distributed.count())
     policy = open_source(config.model.path)
     drafter = (
-        open_source(config.drafter.path)
-        if drafting.drafts(config) and config.drafter.path
-        else None
+        open_source(config.drafter.path) if derived.drafts(config) and config.drafter.path else None
     )
     critic = None
     if config.objective == "reward" and ESTIMATORS[config.advantage.estimator].critic:
@@ -146,8 +145,8 @@ def prepare(config: Config) -> Run:
         ),
         dtype=compute_dtype(config),
     )
-    checks.validate_models(config, run.models)
-    checks.validate_student(config, policy.config, drafter and drafter.config)
+    validation.validate_models(config, run.models)
+    validation.validate_student(config, policy.config, drafter and drafter.config)
     return run
 
 
@@ -245,9 +244,9 @@ def _scoring(run: Run) -> float:
     models.
     """
     devices = run.mesh.size / run.mesh.shape["slices"]
-    referred = [run.policy.config] if checks.refers(run.config) else []
+    referred = [run.policy.config] if validation.refers(run.config) else []
     models = [run.policy.config, *referred, *filter(None, [run.models.critic]), *run.models.rewards]
-    flops = sum(drafting.work(model, run.dtype.itemsize).token_flops for model in models)
+    flops = sum(derived.work(model, run.dtype.itemsize).token_flops for model in models)
     return flops / (RATES[jax.default_backend()][1] * devices)
 
 
@@ -255,16 +254,16 @@ def _decide(run: Run) -> Callable[[View], Plan] | None:
     """The plan of where samples run. Several processes plan by the clock: not in a run that repeats
     itself.
     """
-    by_clock = run.config.deterministic and processes.started()
+    by_clock = run.config.deterministic and distributed.started()
     planned = run.config.generation.reallocate and run.mesh.shape["slices"] > 1 and not by_clock
-    return plan.decide if planned else None
+    return planner.decide if planned else None
 
 
 def _ahead(config: Config, stack: contextlib.ExitStack) -> Ahead | None:
     """Compiles adaptive strategies. A run that is to repeat itself does without: what is ready
     depends on the clock.
     """
-    if config.deterministic or not drafting.adaptive(config):
+    if config.deterministic or not derived.adaptive(config):
         return None
     ahead = Ahead()
     stack.callback(ahead.close)
@@ -276,7 +275,7 @@ def _decoding(run: Run) -> Decoding:
     generation = run.config.generation
     return Decoding(
         sampling=Sampling(generation.temperature, generation.top_k),
-        strategies=drafting.strategies(config).strategies,
+        strategies=derived.strategies(config).strategies,
         stop_tokens=run.policy.stop_tokens,
         rows=generation.rows,
         fewest_rows=generation.fewest_rows,
@@ -400,7 +399,8 @@ def _terms(
     ]
     weights = map(float, reward.weights or (1.0,) * len(scorers))
     return [
-        Term(*term) for term in zip(checks.term_names(run.config), weights, scorers, strict=True)
+        Term(*term)
+        for term in zip(validation.term_names(run.config), weights, scorers, strict=True)
     ]
 
 
@@ -418,7 +418,7 @@ def function_scorer(
 
 def _reward_models(run: Run) -> dict[str, RewardModel]:
     """By the names of their terms, which follow those of the functions."""
-    names = checks.term_names(run.config)[len(run.config.reward.functions) :]
+    names = validation.term_names(run.config)[len(run.config.reward.functions) :]
     training = run.config.training
     how = {"rows": training.microbatch_rows, "bucket": training.length_bucket}
     return {
@@ -483,7 +483,7 @@ def new_memory(run: Run) -> Memory:
         batches=Batches(len(run.prompts), config.generation.prompts_per_step, config.seed),
         drafting=Drafting(History(_remembered(config)), _selector(run)),
         evaluation=Drafting(
-            History(EVERYTHING if drafting.drafts_by(config, "replay") else 0), _selector(run)
+            History(EVERYTHING if derived.drafts_by(config, "replay") else 0), _selector(run)
         ),
         kl_start=config.kl.coefficient,
         kl_coefficient=config.kl.coefficient,
@@ -502,19 +502,19 @@ def _remembered(config: Config) -> int:
 
 def _selector(run: Run) -> Selector | None:
     """What chooses strategies, where that is left open."""
-    if not drafting.adaptive(run.config):
+    if not derived.adaptive(run.config):
         return None
     decoding = _decoding(run)
     size = decoding.rows, decoding.slots
-    costs = drafting.costs(run.models, jax.default_backend(), run.dtype.itemsize, {}, *size)
-    return Selector(drafting.strategies(run.config), costs, frozen_costs=run.config.deterministic)
+    costs = derived.costs(run.models, jax.default_backend(), run.dtype.itemsize, {}, *size)
+    return Selector(derived.strategies(run.config), costs, frozen_costs=run.config.deterministic)
 
 
 def frozen(run: Run) -> Frozen:
     """The models that a run does not train, loaded; a student is part of the state, and here as it
     began.
     """
-    reference = load(run.policy, run.dtype, run.mesh) if checks.refers(run.config) else None
+    reference = load(run.policy, run.dtype, run.mesh) if validation.refers(run.config) else None
     if run.student:
         return Frozen(reference, student=_begun(run, run.student.num_layers, reference))
     if run.drafter is None:

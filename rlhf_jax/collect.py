@@ -14,27 +14,28 @@ import jax
 import numpy as np
 
 from pallas_kernels.shapes import BLOCK
-from rlhf_jax import drafting, processes
 from rlhf_jax import mesh as meshes
-from rlhf_jax.config import ModelConfigs
+from rlhf_jax.config import derived
+from rlhf_jax.config.schema import ModelConfigs
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.data.tokenizer import Tokenizer
-from rlhf_jax.experience import bound
-from rlhf_jax.fusion import Backlog, Judges, Scored, Scoring
-from rlhf_jax.generation.board import shared
-from rlhf_jax.generation.crew import crew_of
-from rlhf_jax.generation.drafters import teacher
 from rlhf_jax.generation.engine import warm_up
-from rlhf_jax.generation.rollout import Tally, as_rollout, requests
-from rlhf_jax.generation.samples import Decoding, RoundReport, Sample
+from rlhf_jax.generation.history import Tally, as_rollout, requests
+from rlhf_jax.generation.requests import Decoding, RoundReport, Sample
+from rlhf_jax.generation.scheduler import shared
+from rlhf_jax.generation.speculative.drafters import teacher
 from rlhf_jax.generation.strategy.acceptance import Evidence
-from rlhf_jax.inference.rewards import Answer, Scorer
+from rlhf_jax.inference.overlap import Backlog, Judges, Scored, Scoring
 from rlhf_jax.model.transformer import cast, pad_vocab, unstack
-from rlhf_jax.roll_out import placing_of, roll_out, spans_of
-from rlhf_jax.stages import Learned, Memory, Observer, Stages
-from rlhf_jax.timeline import Timeline, idle_share, since
+from rlhf_jax.monitoring.trace import Timeline, idle_share, since
+from rlhf_jax.rewards.combination import Answer, Scorer
+from rlhf_jax.rollout import placing_of, roll_out, spans_of
+from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime.slice_groups import crew_of
+from rlhf_jax.state import Learned, Memory, Observer, Stages
 from rlhf_jax.training.batching import signal
 from rlhf_jax.training.distill import student_for
+from rlhf_jax.training.experience import bound
 from rlhf_jax.types import Model
 
 T = TypeVar("T")
@@ -216,7 +217,7 @@ def _aside(
 
 def _spoken(own: T, nothing: T, stages: Stages) -> list[T]:
     """What each process has to say of its slices: of those that share one, the first."""
-    return processes.gather(own if crew_of(stages.mesh).leads else nothing)
+    return distributed.gather(own if crew_of(stages.mesh).leads else nothing)
 
 
 def _scored_by_all(backlog: Backlog, stages: Stages) -> dict[int, Scored]:
@@ -253,8 +254,8 @@ def learn(
         ]
         selector.taught("model", read_texts(drafter, chosen, decoding, stages))
     selector.stage_ended(KEPT)
-    if processes.started():  # all begin the next stage alike
-        selector.restore(processes.from_leader(selector.state()))
+    if distributed.started():  # all begin the next stage alike
+        selector.restore(distributed.from_leader(selector.state()))
     return learned
 
 
@@ -275,7 +276,7 @@ def read_texts(
     scored = teacher.score(
         drafter, *placed, decoding.sampling, rows=rows, attend=stages.draft_attend
     )
-    rank, confidence = processes.fetch(scored)
+    rank, confidence = distributed.fetch(scored)
     familiar = np.array([sample.familiar for sample in samples] + [False] * (rows - len(samples)))
     return teacher.as_evidence(rank, confidence, mask, familiar)
 
@@ -419,7 +420,7 @@ def compile_rounds(policy: Model, drafter: Model | None, memory: Memory, stages:
     size = stages.decoding.rows, stages.decoding.slots
     for selector in selectors:
         selector.begin(
-            drafting.costs(models, jax.default_backend(), target.norm.dtype.itemsize, does, *size)
+            derived.costs(models, jax.default_backend(), target.norm.dtype.itemsize, does, *size)
         )
 
 

@@ -11,18 +11,18 @@ import jax
 import numpy as np
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax import processes
 from rlhf_jax.collect import Collected, collect, finished
 from rlhf_jax.data.prompts import Prompts
-from rlhf_jax.experience import shape
-from rlhf_jax.fusion import SCORED, Judges, Scored, scored_row
-from rlhf_jax.generation.rollout import as_rollout
+from rlhf_jax.generation.history import as_rollout
 from rlhf_jax.inference.logprobs import mismatch, score_rollout
+from rlhf_jax.inference.overlap import SCORED, Judges, Scored, scored_row
 from rlhf_jax.inference.values import score_values
 from rlhf_jax.model.transformer import cast
-from rlhf_jax.stages import Frozen, Memory, Observer, Stages, drafter_of
-from rlhf_jax.timeline import Span
+from rlhf_jax.monitoring.trace import Span
+from rlhf_jax.runtime import distributed
+from rlhf_jax.state import Frozen, Memory, Observer, Stages, drafter_of
 from rlhf_jax.training.distill import distill
+from rlhf_jax.training.experience import shape
 from rlhf_jax.training.update import NotFinite, update
 from rlhf_jax.types import Array, Experience, Model, Rollout, TrainState
 
@@ -186,7 +186,7 @@ def infer(
     if stages.scoring:
         found = _score_the_rest(models, rollout, collected.scored, stages)
     else:
-        found = processes.fetch(_score(models, rollout, stages))
+        found = distributed.fetch(_score(models, rollout, stages))
     logprobs, reference_logprobs, values = found
     reference_logprobs = logprobs if reference_logprobs is None else reference_logprobs
     ended = finished(collected.samples, stages.decoding.stop_tokens)
@@ -254,7 +254,7 @@ def _score_the_rest(
     found = {row: scored[number] for row, number in enumerate(numbers) if number in scored}
     for start in range(0, len(rest), rows):
         part = np.resize(rest[start : start + rows], rows)  # filled up by some of them again
-        results = processes.fetch(
+        results = distributed.fetch(
             _score(models, jax.tree.map(lambda leaf, part=part: leaf[part], rollout), stages)
         )
         found |= {row: scored_row(results, i) for i, row in enumerate(part)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from scipy import stats
 
-from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.generation.speculative.sampling import Sampling
 
 SIGNIFICANCE = 1e-4
 EXPECTED = 5.0  # the least expected count of a bin

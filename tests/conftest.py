@@ -16,7 +16,7 @@ from typing import Any
 # as with one.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # With as few threads as there are cores, eight devices may wait for each other forever; see
-# rlhf_jax/processes.py.
+# rlhf_jax/runtime/distributed.py.
 os.environ.setdefault("NPROC", "32")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
@@ -58,11 +58,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def _interpret_kernels() -> None:
     """Other defaults than the reference, for configs and for whoever generates without one."""
     from pallas_kernels.dispatch import INTERPRETED
-    from rlhf_jax import config
-    from rlhf_jax.generation.samples import Decoding
+    from rlhf_jax.config import schema
+    from rlhf_jax.generation.requests import Decoding
 
-    asked = dict.fromkeys(config._kernels(), "interpret")
-    config._kernels = lambda: asked
+    asked = dict.fromkeys(schema._kernels(), "interpret")
+    schema._kernels = lambda: asked
     init: Any = Decoding.__init__
     init.__defaults__ = (*init.__defaults__[:-1], INTERPRETED)
 

@@ -22,21 +22,22 @@ import numpy as np
 from tiny_run import CONFIG
 
 from pallas_kernels.dispatch import Kernels
-from rlhf_jax import fusion, processes
 from rlhf_jax import mesh as meshes
-from rlhf_jax.fusion import Backlog, Scored, Scoring
-from rlhf_jax.generation.crew import crew_of
-from rlhf_jax.generation.placing import Placing
-from rlhf_jax.generation.samples import Decoding, Request, Sample
-from rlhf_jax.generation.sampling import Sampling
-from rlhf_jax.generation.tree import PLAIN
-from rlhf_jax.inference.reward_model import RewardModel, model_scorer
-from rlhf_jax.inference.rewards import Answer
-from rlhf_jax.model.source import open_source
+from rlhf_jax.generation.assignment import Placing
+from rlhf_jax.generation.requests import Decoding, Request, Sample
+from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.speculative.tree import PLAIN
+from rlhf_jax.inference import overlap
+from rlhf_jax.inference.overlap import Backlog, Scored, Scoring
 from rlhf_jax.model.transformer import init, unstack
-from rlhf_jax.reallocation.plan import WAITS, Plan, View
-from rlhf_jax.roll_out import roll_out
-from rlhf_jax.stopping import Stopped
+from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.reallocation.planner import WAITS, Plan, View
+from rlhf_jax.rewards.combination import Answer
+from rlhf_jax.rewards.models import RewardModel, model_scorer
+from rlhf_jax.rollout import roll_out
+from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime.signals import Stopped
+from rlhf_jax.runtime.slice_groups import crew_of
 
 GOLDEN = Path(__file__).parent / "golden" / "llama_reward"
 HOW = Decoding(Sampling(1.0), (PLAIN,), (), rows=6, slots=64, seed=3, fewest_rows=6)
@@ -48,9 +49,9 @@ def main(port: str, rank: int, ranks: int, kernels: str) -> int:
     """What is scored beside generation, alike on all that share a slice; then a stop, and an error
     of one.
     """
-    place = processes.Place(f"localhost:{port}", ranks, rank)
-    processes.PATIENCE = 1.0
-    processes.start(place)
+    place = distributed.Place(f"localhost:{port}", ranks, rank)
+    distributed.PATIENCE = 1.0
+    distributed.start(place)
     mesh = meshes.make_mesh(1, -1, 1, slices=2)
     alone = models()
     how = dataclasses.replace(HOW, kernels=Kernels(*[kernels] * 4))
@@ -64,12 +65,12 @@ def main(port: str, rank: int, ranks: int, kernels: str) -> int:
         assert stopped.exit_code == 143
     else:
         raise AssertionError("All that is rolled out is stopped.")
-    assert processes.gather(rank) == list(range(ranks))  # no device waits for another
+    assert distributed.gather(rank) == list(range(ranks))  # no device waits for another
     try:
-        stage.roll_out("fails", feeds=fail if processes.leads() else lambda: None)
+        stage.roll_out("fails", feeds=fail if distributed.leads() else lambda: None)
     except ValueError as error:
-        return processes.leave(2, f"error: {error}", place)
-    return processes.leave(0, "", place)
+        return distributed.leave(2, f"error: {error}", place)
+    return distributed.leave(0, "", place)
 
 
 def models() -> Scoring:
@@ -126,10 +127,10 @@ class Stage:
         def observe(_) -> None:
             if heard or not hears:
                 return
-            if processes.published(f"{name}/slice 0 fed 1") is None:
+            if distributed.published(f"{name}/slice 0 fed 1") is None:
                 time.sleep(0.05)
                 return
-            assert processes.awaited(f"{name}/slice 0 fed {SHORT // ROWS}", 60.0)
+            assert distributed.awaited(f"{name}/slice 0 fed {SHORT // ROWS}", 60.0)
             heard.append(True)
             then()
 
@@ -140,7 +141,7 @@ class Stage:
         what = (self.scoring.policy, None, requests(), self.how, stages)
         placing = Placing(given_away, name=name)
         samples = roll_out(*what, placing, observe=observe, finished=finished, spare=backlog)
-        return any(processes.gather(bool(heard))), backlog, samples
+        return any(distributed.gather(bool(heard))), backlog, samples
 
 
 class Told(Backlog):
@@ -158,7 +159,7 @@ class Told(Backlog):
     def feed(self, number: int, mesh):
         self.feeds()
         self.fed += 1
-        processes.publish(f"{self.name}/slice {number} fed {self.fed}", "yes")
+        distributed.publish(f"{self.name}/slice {number} fed {self.fed}", "yes")
         done = super().feed(number, mesh)
         return done if self.leads else types.SimpleNamespace(is_ready=lambda: False)
 
@@ -196,20 +197,20 @@ def answer(sample: Sample) -> Answer:
 def check(stage: Stage, backlog: Backlog, samples: list[Sample], alone: Scoring) -> None:
     """All short samples were scored where they had been decoded, each as it is on one device."""
     found = backlog.scored()
-    for rank, other in enumerate(processes.gather(found)):
+    for rank, other in enumerate(distributed.gather(found)):
         if rank in stage.crew.ranks:
             assert other.keys() == found.keys()
             assert all(same(other[number], found[number]) for number in found)
     assert stage.crew.ranks[0] != 0 or found.keys() == set(range(SHORT))
     chosen = [sample for sample in samples if sample.sample_id in found]
     assert len(chosen) == len(found) == sum(len(batch.samples) for batch in backlog.batches)
-    rollout = fusion.place(chosen, alone, None)
+    rollout = overlap.place(chosen, alone, None)
     numbers: Any = (
-        fusion.score((alone.policy, alone.reference, alone.critic), rollout, alone, None)
+        overlap.score((alone.policy, alone.reference, alone.critic), rollout, alone, None)
         if chosen
         else ()
     )
-    for name, wanted in zip(fusion.SCORED, numbers, strict=False):
+    for name, wanted in zip(overlap.SCORED, numbers, strict=False):
         given = np.stack([getattr(found[sample.sample_id], name) for sample in chosen])
         np.testing.assert_allclose(given, wanted, atol=1e-4, rtol=0)
         assert np.abs(given).max() > 1e-2, name
@@ -224,7 +225,7 @@ def check(stage: Stage, backlog: Backlog, samples: list[Sample], alone: Scoring)
 
 def same(one: Scored, other: Scored) -> bool:
     """Bit for bit."""
-    alike = [np.array_equal(getattr(one, name), getattr(other, name)) for name in fusion.SCORED]
+    alike = [np.array_equal(getattr(one, name), getattr(other, name)) for name in overlap.SCORED]
     return all(alike) and one.rewards == other.rewards
 
 

@@ -18,8 +18,8 @@ import threading
 import time
 from pathlib import Path
 
-from rlhf_jax import metrics
-from rlhf_jax.model import huggingface
+from rlhf_jax.model.weights import huggingface
+from rlhf_jax.monitoring import metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -19,29 +19,29 @@ from tiny_stage import Shuffled
 
 from pallas_kernels.dispatch import Kernels
 from rlhf_jax import mesh as meshes
-from rlhf_jax import processes
 from rlhf_jax.generation import engine
-from rlhf_jax.generation import tree as trees
-from rlhf_jax.generation.crew import Abandoned, Crew, crew_of, failed
+from rlhf_jax.generation.assignment import Placing
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.placing import Placing
-from rlhf_jax.generation.rollout import Tally
-from rlhf_jax.generation.samples import Decoding, Request, RoundReport, Sample
-from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.generation.history import Tally
+from rlhf_jax.generation.requests import Decoding, Request, RoundReport, Sample
+from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.speculative.tree import PLAIN
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS
+from rlhf_jax.generation.strategy.expected_gain import worths
 from rlhf_jax.generation.strategy.select import Choice, Situation
-from rlhf_jax.generation.strategy.spending import worths
-from rlhf_jax.generation.tree import PLAIN
 from rlhf_jax.model.transformer import init, unstack
-from rlhf_jax.stopping import Stopped
+from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime.signals import Stopped
+from rlhf_jax.runtime.slice_groups import Abandoned, Crew, crew_of, failed
 
 PACKED = trees.parse("replay-chain-8-packed-3")
 
 
 def main(port: str, rank: int, ranks: int, slices: int, kernels: str) -> int:
     """Every sample ends on one of the slices, as it would have ended alone."""
-    place = processes.Place(f"localhost:{port}", ranks, rank)
-    processes.start(place)
+    place = distributed.Place(f"localhost:{port}", ranks, rank)
+    distributed.start(place)
     target = unstack(init(jax.random.key(0), CONFIG))
     wanted = requests()
     tally = Tally()
@@ -66,7 +66,7 @@ def main(port: str, rank: int, ranks: int, slices: int, kernels: str) -> int:
         with pytest.raises(ValueError, match="give it one"):
             list(begin(wanted, how, mesh))
     give_up(functools.partial(begin, wanted, how, mesh), crew)
-    return processes.leave(0, "", place)
+    return distributed.leave(0, "", place)
 
 
 def shuffled(name: str) -> Placing:
@@ -78,9 +78,9 @@ def check(here: list[Sample], tally: Tally, alone: dict[int, Sample], crew: Crew
     for sample in here:
         assert sample.tokens == alone[sample.sample_id].tokens, sample.sample_id
         np.testing.assert_allclose(sample.logprobs, alone[sample.sample_id].logprobs, atol=1e-4)
-    parts = processes.gather([sample.sample_id for sample in here] if crew.leads else [])
+    parts = distributed.gather([sample.sample_id for sample in here] if crew.leads else [])
     assert sorted(number for part in parts for number in part) == sorted(alone)
-    moves = sum(processes.gather(tally.moves if crew.leads else 0))
+    moves = sum(distributed.gather(tally.moves if crew.leads else 0))
     assert moves > 5, moves
 
 
@@ -135,7 +135,7 @@ def give_up(begin, crew: Crew) -> None:
     """The last to decide is stopped, at a round or at one that landed for a move: all others give
     the stage up, and none waits for a device.
     """
-    last = crew.leads and processes.rank() + len(crew.ranks) == processes.count()
+    last = crew.leads and distributed.rank() + len(crew.ranks) == distributed.count()
     landed = []
     all_of = engine._all_of
     engine._all_of = lambda *given: (landed.append(one) or one for one in all_of(*given))
@@ -147,7 +147,7 @@ def give_up(begin, crew: Crew) -> None:
 
         with pytest.raises((Stopped, Abandoned)) as caught, failed(name):
             list(begin(observe, placing=Placing(Shuffled(seed=0), name=name)))
-        ends = processes.gather(caught.type)
+        ends = distributed.gather(caught.type)
         assert ends.count(Stopped) == 1 and ends.count(Abandoned) == len(ends) - 1, ends
 
 

@@ -1,4 +1,4 @@
-"""One of two processes that try `rlhf_jax.processes` on each other: python tests/ranks.py PORT RANK
+"""One of two processes that try `rlhf_jax.runtime.distributed` on each other: python tests/ranks.py PORT RANK
 [last act]
 """
 
@@ -14,56 +14,56 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax import processes
-from rlhf_jax.inference.rewards import Answer, Broken, Scores, as_scores, refuse_broken
-from rlhf_jax.inference.sharing import shared_out
-from rlhf_jax.stopping import Stopped
+from rlhf_jax.rewards.combination import Answer, Broken, Scores, as_scores, refuse_broken
+from rlhf_jax.rewards.sharing import shared_out
+from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime.signals import Stopped
 
 
 def main(port: str, rank: int, act: str) -> int:
     """What each rank checks, and how it ends."""
-    place = processes.Place(f"localhost:{port}", 2, rank)
-    processes.start(place)
+    place = distributed.Place(f"localhost:{port}", 2, rank)
+    distributed.start(place)
     tell(rank)
     agree(rank)
     read()
     score(rank)
     if act == "alone" and rank == 1:
-        return processes.leave(2, "error: this rank alone.", place)
+        return distributed.leave(2, "error: this rank alone.", place)
     if act == "alone":
         signal.pause()
-    return processes.leave(2, "error: both alike.", place)
+    return distributed.leave(2, "error: both alike.", place)
 
 
 def tell(rank: int) -> None:
     """Values of any size from all, in the order of the ranks, and words that wait for nobody."""
     for size in (0, 10, 5_000, 300_000):
-        found = processes.gather((rank, np.arange(size * (rank + 1))))
+        found = distributed.gather((rank, np.arange(size * (rank + 1))))
         assert [(who, len(values)) for who, values in found] == [(0, size), (1, 2 * size)]
         np.testing.assert_array_equal(found[1][1], np.arange(2 * size))
-    assert processes.from_leader(rank) == 0
-    assert processes.gather(processes.share(range(5))) == [[0, 2, 4], [1, 3]]
-    processes.publish("word", "first")
-    assert processes.gather(processes.published("word")) == ["first", "first"]
-    assert processes.published("no such word") is None
+    assert distributed.from_leader(rank) == 0
+    assert distributed.gather(distributed.share(range(5))) == [[0, 2, 4], [1, 3]]
+    distributed.publish("word", "first")
+    assert distributed.gather(distributed.published("word")) == ["first", "first"]
+    assert distributed.published("no such word") is None
 
 
 def agree(rank: int) -> None:
     """An error of one rank, or of all, is the same on all."""
     for works, seen in ((lambda: 1 // rank, "division"), (lambda: 1 // (rank - 1), "division")):
         try:
-            processes.in_step(works)
+            distributed.in_step(works)
         except ZeroDivisionError as error:
             assert seen in str(error)
         else:
             raise AssertionError("no error was raised")
     try:
-        processes.together(lambda: stop() if rank else None)
+        distributed.together(lambda: stop() if rank else None)
     except Stopped as stopped:
         assert stopped.exit_code == 143
-    assert processes.by_leader(lambda: os.getpid()) == processes.gather(os.getpid())[0]
-    assert processes.all_here("here", 10) and (
-        rank or not processes.all_here("the leader alone", 0.2)
+    assert distributed.by_leader(lambda: os.getpid()) == distributed.gather(os.getpid())[0]
+    assert distributed.all_here("here", 10) and (
+        rank or not distributed.all_here("the leader alone", 0.2)
     )
 
 
@@ -78,15 +78,17 @@ def read() -> None:
     assert own.devices.size == jax.local_device_count() and meshes.owners(mesh) == (0, 1)
     rows = np.arange(8 * 3, dtype=np.float32).reshape(8, 3)
     placed = meshes.place_rows({"rows": rows, "one": np.float32(2)}, mesh)
-    found = processes.fetch(jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree))(placed))
+    found = distributed.fetch(
+        jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree))(placed)
+    )
     np.testing.assert_array_equal(found["rows"], rows + 1)
     assert found["one"] == 3
-    processes.PIECE = 16  # bytes: as if it were large
-    sent = processes.to_leader(placed)
-    assert (sent["rows"] is not None) == processes.leads()
-    np.testing.assert_array_equal(sent["rows"] if processes.leads() else rows, rows)
+    distributed.PIECE = 16  # bytes: as if it were large
+    sent = distributed.to_leader(placed)
+    assert (sent["rows"] is not None) == distributed.leads()
+    np.testing.assert_array_equal(sent["rows"] if distributed.leads() else rows, rows)
     spread = jax.device_put(jnp.float32(1), NamedSharding(own, PartitionSpec()))
-    assert processes.fetch(spread) == 1
+    assert distributed.fetch(spread) == 1
 
 
 def score(rank: int) -> None:

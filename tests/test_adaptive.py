@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from test_generation import assert_equal
 
-from rlhf_jax.generation import programs
-from rlhf_jax.generation import tree as trees
+from rlhf_jax.generation import precompile
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.programs import Ahead
-from rlhf_jax.generation.samples import Decoding, Request
-from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.generation.precompile import Ahead
+from rlhf_jax.generation.requests import Decoding, Request
+from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.strategy import candidates as menus
 from rlhf_jax.generation.strategy import cost
-from rlhf_jax.generation.strategy import menu as menus
 from rlhf_jax.generation.strategy.select import Choice, Selector, Situation
 from rlhf_jax.mesh import make_mesh, model_shardings
 
@@ -223,16 +223,16 @@ def test_a_strategy_that_cannot_be_compiled_is_left_out(target, monkeypatch):
     """It is said once, told to the selector, and the run goes on without it."""
     chooser = Chooser(lambda situation: 1)
     ahead = Ahead()
-    real = programs.compile_only
+    real = precompile.compile_only
 
     def fail(*arguments, **options):
         raise RuntimeError("no room")
 
-    monkeypatch.setattr(programs, "compile_only", fail)
+    monkeypatch.setattr(precompile, "compile_only", fail)
     how = decoding(strategies=STRATEGIES[:3], slots=80)
     with pytest.warns(UserWarning, match="left out: no room"):
         run(target, None, how, requests(), selector=chooser, ahead=ahead)
-    monkeypatch.setattr(programs, "compile_only", real)
+    monkeypatch.setattr(precompile, "compile_only", real)
     assert not any(ready for _, ready, _ in chooser.asked)
     assert ahead.failed(8, how, None) == {STRATEGIES[1]}
     assert any(STRATEGIES[1] in situation.failed for _, _, situation in chooser.asked)

@@ -12,12 +12,12 @@ import pytest
 import tiny_run
 from tiny_run import ROOT, lines
 
-from rlhf_jax.generation import tree as trees
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.samples import Decoding, Request
-from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.generation.requests import Decoding, Request
+from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.strategy import candidates as menus
 from rlhf_jax.generation.strategy import cost
-from rlhf_jax.generation.strategy import menu as menus
 from rlhf_jax.generation.strategy.select import Choice, Selector, Situation
 
 launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")

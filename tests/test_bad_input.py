@@ -25,8 +25,9 @@ import tiny_run
 from tiny_run import ROOT, lines
 
 from rlhf_jax.inference.values import critic_of
-from rlhf_jax.model import huggingface, layout
-from rlhf_jax.model.source import open_source
+from rlhf_jax.model import weight_table
+from rlhf_jax.model.weights import huggingface
+from rlhf_jax.model.weights.source import open_source
 
 PROGRAMS = {
     name: runpy.run_path(str(ROOT / "launch" / f"{name}.py"), run_name="launch")["main"]
@@ -448,8 +449,10 @@ def place(home, tmp_path, monkeypatch) -> Iterator[Place]:
 def loads(monkeypatch) -> list:
     """One entry for each model whose weights were read."""
     seen = []
-    real = layout.assemble
-    monkeypatch.setattr(layout, "assemble", lambda *inputs: seen.append(inputs) or real(*inputs))
+    real = weight_table.assemble
+    monkeypatch.setattr(
+        weight_table, "assemble", lambda *inputs: seen.append(inputs) or real(*inputs)
+    )
     return seen
 
 

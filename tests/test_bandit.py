@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from rlhf_jax.inference.logprobs import score_rollout
-from rlhf_jax.inference.shaping import token_rewards
 from rlhf_jax.inference.values import critic_of, score_values
 from rlhf_jax.model.transformer import forward, init, logits
 from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig
+from rlhf_jax.training.kl import token_rewards
 from rlhf_jax.training.update import (
     Optimizers,
     UpdateConfig,

@@ -22,10 +22,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from launch import export
 from rlhf_jax import mesh as meshes
-from rlhf_jax.checkpoint import document
-from rlhf_jax.checkpoint.fingerprint import fingerprint
-from rlhf_jax.checkpoint.store import Checkpoints, Restored, named_leaves, read_part, steps
 from rlhf_jax.model import transformer
+from rlhf_jax.runtime.checkpoint import document
+from rlhf_jax.runtime.checkpoint.fingerprint import fingerprint
+from rlhf_jax.runtime.checkpoint.store import Checkpoints, Restored, named_leaves, read_part, steps
 from rlhf_jax.types import TrainState
 
 IDENTITY = {"seed": 3, "model.path": "tiny", "weights": (1.0, 2.0)}
@@ -280,7 +280,7 @@ def test_a_document_out_of_reach_and_a_folder_out_of_reach_move_nothing(
         raise OSError(number, os.strerror(number))
 
     with opened(tmp_path) as checkpoints:
-        for place in ("pathlib.Path.read_bytes", "rlhf_jax.checkpoint.store.os.listdir"):
+        for place in ("pathlib.Path.read_bytes", "rlhf_jax.runtime.checkpoint.store.os.listdir"):
             with monkeypatch.context() as patch, pytest.raises(OSError, match=os.strerror(number)):
                 patch.setattr(place, fail)
                 checkpoints.restore(make_state(0))

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from rlhf_jax import checks, command_line
-from rlhf_jax import config as configs
-from rlhf_jax.config import ModelConfigs
+from rlhf_jax.config import command_line, validation
+from rlhf_jax.config import schema as configs
+from rlhf_jax.config.schema import ModelConfigs
 from rlhf_jax.types import ModelConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -148,9 +148,9 @@ def test_a_program_ends_without_a_traceback(config_file, override, code):
 
 
 def test_a_valid_config_passes(valid):
-    checks.validate(valid, 8)
+    validation.validate(valid, 8)
     valid.update(generation={"strategy": "model-tree-2x2x1"}, drafter={"path": "small"})
-    checks.validate(valid, 1)
+    validation.validate(valid, 1)
 
 
 @pytest.mark.parametrize(
@@ -215,51 +215,51 @@ def test_what_cannot_work_is_one_sentence(valid, key, value, words):
         valid.training.microbatch_rows = 16
         words = "24 rows of a minibatch"
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(words)) as caught:
-        checks.validate(valid, 8)
+        validation.validate(valid, 8)
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
 
 
 def test_processes_share_slices_evenly(valid):
     valid.mesh.update(slices=2, fsdp=-1)
-    checks.validate(valid, 8, 2)
-    checks.validate(valid, 8, 4)
+    validation.validate(valid, 8, 2)
+    validation.validate(valid, 8, 4)
     with pytest.raises(
         ValueError, match=r"3 processes cannot share them evenly: set mesh\.slices to a multiple"
     ):
-        checks.validate(valid, 8, 3)
+        validation.validate(valid, 8, 3)
 
 
 def test_evaluation_needs_held_out_prompts(valid):
     valid.evaluation.every = 5
     valid.data.eval = ""
     with pytest.raises(ValueError, match=r"data\.eval is empty"):
-        checks.validate(valid, 8)
+        validation.validate(valid, 8)
 
 
 def test_options_that_contradict_each_other(valid):
     valid.kl.update(coefficient=0.0, target=1.0)
     with pytest.raises(ValueError, match=r"kl\.coefficient is 0 and would stay there"):
-        checks.validate(valid, 8)
+        validation.validate(valid, 8)
     valid.kl.update(coefficient=0.1)
     valid.advantage.estimator = "gae"
     valid.generation.update(prompts_per_step=32, samples_per_prompt=1, resample=1)
     with pytest.raises(ValueError, match="one sample of a prompt never differs"):
-        checks.validate(valid, 8)
+        validation.validate(valid, 8)
     valid.generation.resample = 0
-    checks.validate(valid, 8)
+    validation.validate(valid, 8)
 
 
 def test_prompt_and_response_must_fit_all_contexts(valid, tiny: ModelConfig):
     roomy = dataclasses.replace(tiny, max_context=384)
     with pytest.raises(ValueError, match="the drafter's context is 128"):
-        checks.validate_models(valid, ModelConfigs(roomy, drafter=tiny))
+        validation.validate_models(valid, ModelConfigs(roomy, drafter=tiny))
     with pytest.raises(ValueError, match="the critic's context is 128"):
-        checks.validate_models(valid, ModelConfigs(roomy, critic=tiny))
+        validation.validate_models(valid, ModelConfigs(roomy, critic=tiny))
     with pytest.raises(ValueError, match=r"is 384, but the model's context is 128"):
-        checks.validate_models(valid, ModelConfigs(tiny))
+        validation.validate_models(valid, ModelConfigs(tiny))
     valid.data.max_prompt_tokens = 64
     valid.generation.max_new_tokens = 64
-    checks.validate_models(valid, ModelConfigs(tiny))
+    validation.validate_models(valid, ModelConfigs(tiny))
 
 
 def test_models_must_be_of_the_right_kind(valid, tiny: ModelConfig):
@@ -267,27 +267,27 @@ def test_models_must_be_of_the_right_kind(valid, tiny: ModelConfig):
     valid.generation.max_new_tokens = 64
     scorer = dataclasses.replace(tiny, scalar_head=True, tied=False)
     valid.reward.models = ("judge",)
-    checks.validate_models(valid, ModelConfigs(tiny, critic=scorer, rewards=(scorer,)))
+    validation.validate_models(valid, ModelConfigs(tiny, critic=scorer, rewards=(scorer,)))
     with pytest.raises(ValueError, match="judge is a language model"):
-        checks.validate_models(valid, ModelConfigs(tiny, rewards=(tiny,)))
+        validation.validate_models(valid, ModelConfigs(tiny, rewards=(tiny,)))
     for models in (
         ModelConfigs(scorer, rewards=(scorer,)),
         ModelConfigs(tiny, scorer, rewards=(scorer,)),
     ):
         with pytest.raises(ValueError, match="path is a reward model"):
-            checks.validate_models(valid, models)
+            validation.validate_models(valid, models)
 
 
 def test_vocabularies_must_agree_where_tokens_are_shared(valid, tiny: ModelConfig):
     valid.data.max_prompt_tokens = 64
     valid.generation.max_new_tokens = 64
     other = dataclasses.replace(tiny, vocab_size=321)
-    checks.validate_models(valid, ModelConfigs(tiny, drafter=other))
+    validation.validate_models(valid, ModelConfigs(tiny, drafter=other))
     valid.generation.acceptance = "rejection"
     with pytest.raises(ValueError, match="has 321 tokens, the model's 320"):
-        checks.validate_models(valid, ModelConfigs(tiny, drafter=other))
+        validation.validate_models(valid, ModelConfigs(tiny, drafter=other))
     with pytest.raises(ValueError, match="its vocabulary has 321"):
-        checks.validate_models(valid, ModelConfigs(tiny, critic=other))
+        validation.validate_models(valid, ModelConfigs(tiny, critic=other))
 
 
 def test_a_config_may_take_an_argument():
@@ -302,4 +302,4 @@ def test_a_config_may_take_an_argument():
 def test_rejection_and_replay_are_refused_together(valid, change):
     valid.generation.update(acceptance="rejection", **change)
     with pytest.raises(ValueError, match="cannot be replayed"):
-        checks.validate(valid, 8)
+        validation.validate(valid, 8)

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import tiny_run
 
 from pallas_kernels.dispatch import FUNCTIONS, INTERPRETED, REFERENCE
-from rlhf_jax.config import default
-from rlhf_jax.generation.samples import Decoding
-from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.config.schema import default
+from rlhf_jax.generation.requests import Decoding
+from rlhf_jax.generation.speculative.sampling import Sampling
 
 
 def test_there_are_eight_devices_and_promotion_is_strict():

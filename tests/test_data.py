@@ -7,7 +7,8 @@ import pathlib
 import numpy as np
 import pytest
 
-from rlhf_jax.data import iterator, prompts
+from rlhf_jax.data import batches as iterator
+from rlhf_jax.data import prompts
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs" / "data"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]

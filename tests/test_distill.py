@@ -20,12 +20,13 @@ import tiny_run
 from tiny_run import ROOT, lines
 
 from launch import export
-from rlhf_jax import checks, mesh
+from rlhf_jax import mesh
 from rlhf_jax.collect import decoding_weights
-from rlhf_jax.config import default
-from rlhf_jax.generation.sampling import Sampling, draw
-from rlhf_jax.model.source import open_source
+from rlhf_jax.config import validation
+from rlhf_jax.config.schema import default
+from rlhf_jax.generation.speculative.sampling import Sampling, draw
 from rlhf_jax.model.transformer import forward, init, logits
+from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.training.distill import (
     Distillation,
     Lesson,
@@ -385,7 +386,7 @@ def configured(**changes):
 )
 def test_a_student_that_cannot_be_is_one_sentence(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
-        checks.validate(configured(**changes), 1)
+        validation.validate(configured(**changes), 1)
 
 
 @pytest.mark.parametrize(
@@ -401,4 +402,4 @@ def test_a_path_that_holds_another_model_is_one_sentence(layers, path, sentence,
     config = configured(objective="distill", drafter__layers=layers)
     other = dataclasses.replace(policy.config, **({"num_layers": layers} | path))
     with pytest.raises(ValueError, match=sentence):
-        checks.validate_student(config, policy.config, other)
+        validation.validate_student(config, policy.config, other)

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.generation import tree as trees
-from rlhf_jax.generation.drafters import lookup, replay, signals, teacher
-from rlhf_jax.generation.drafters import model as model_drafter
-from rlhf_jax.generation.round import run_round
-from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.speculative.drafters import hindsight, lookup, replay, teacher
+from rlhf_jax.generation.speculative.drafters import model as model_drafter
+from rlhf_jax.generation.speculative.round import run_round
+from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, RANKS
 from rlhf_jax.mesh import make_mesh, place_rows, row_shardings
 from rlhf_jax.model import cache as kv
@@ -191,7 +191,7 @@ STRATEGIES = (
 
 
 @pytest.mark.parametrize("parents", STRATEGIES, ids=lambda parents: f"{len(parents)} nodes")
-@pytest.mark.parametrize("drafter", signals.FREE)
+@pytest.mark.parametrize("drafter", hindsight.FREE)
 def test_drafts_are_those_of_plain_python(crowd, drafter, parents):
     strategy = Strategy(parents, drafter)
     state = texts_state(*crowd[:3])
@@ -208,10 +208,10 @@ def test_drafts_are_those_of_plain_python(crowd, drafter, parents):
     assert 0.5 < np.mean(np.array(wanted)[:, 0] >= 0) < 1
 
 
-@pytest.mark.parametrize("drafter", signals.FREE)
+@pytest.mark.parametrize("drafter", hindsight.FREE)
 def test_looking_back_is_what_plain_python_sees(crowd, drafter):
     """Class now, class eight tokens ago and the ranks of what came, from what was known then."""
-    signal = signals.look(texts_state(*crowd[:3]), crowd[3])[drafter]
+    signal = hindsight.look(texts_state(*crowd[:3]), crowd[3])[drafter]
     for row, text in enumerate(crowd[0]):
         assert signal.confidence[row] == slow_find(crowd, drafter, row, 0, 1)[0]
         if len(text) <= DEPTHS:
@@ -231,7 +231,7 @@ def test_looking_back_is_what_plain_python_sees(crowd, drafter):
 
 def test_what_nobody_asks_for_is_not_looked_at(crowd):
     state = texts_state(crowd[0], crowd[1], None)
-    seen = signals.look(state, crowd[3], ("lookup",))
+    seen = hindsight.look(state, crowd[3], ("lookup",))
     assert set(seen) == {"lookup"}
     assert all(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(seen))
 
@@ -282,13 +282,13 @@ EARLIER = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
 def test_replay_follows_the_earlier_text(text, drafts, kind):
     state = texts_state([text], [[-1]], [EARLIER])
     assert replay.propose(state, chain("replay", 4))[0][0].tolist() == drafts
-    assert signals.look(state, NOBODY, ("replay",))["replay"].confidence.tolist() == [kind]
+    assert hindsight.look(state, NOBODY, ("replay",))["replay"].confidence.tolist() == [kind]
 
 
 def test_without_an_earlier_text_there_is_nothing_to_replay():
     for state in (texts_state([[1, 2, 3]], [[-1]], None), texts_state([[1, 2, 3]], [[-1]], [[]])):
         assert replay.propose(state, chain("replay", 2))[0].tolist() == [[-1, -1]]
-        signal = signals.look(state, NOBODY, ("replay",))["replay"]
+        signal = hindsight.look(state, NOBODY, ("replay",))["replay"]
         assert signal.confidence.tolist() == [0]
 
 
@@ -306,7 +306,7 @@ def test_drafts_and_signals_lie_as_rows_do_on_a_mesh(crowd):
             replay.propose(laid, chain("replay", 4), mesh=mesh),
             replay.propose(state, chain("replay", 4)),
         ),
-        (signals.look(laid, others, mesh=mesh), signals.look(state, siblings)),
+        (hindsight.look(laid, others, mesh=mesh), hindsight.look(state, siblings)),
     ):
         jax.tree.map(np.testing.assert_array_equal, drafts, alone)
         wanted = row_shardings(drafts, mesh)

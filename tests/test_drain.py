@@ -9,9 +9,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rlhf_jax.generation.drafters.replay import FOLLOWS
+from rlhf_jax.generation.speculative.drafters.replay import FOLLOWS
+from rlhf_jax.generation.strategy import candidates as menus
 from rlhf_jax.generation.strategy import cost
-from rlhf_jax.generation.strategy import menu as menus
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Evidence
 from rlhf_jax.generation.strategy.drain import Rows, foreseen, seconds_left
 from rlhf_jax.generation.strategy.select import Selector, Situation

@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import rows as row_verbs
-from rlhf_jax.reallocation import exchange
+from rlhf_jax.reallocation import row_transfer
 from rlhf_jax.types import DecodeState, ModelConfig
 
 TARGET = ModelConfig(
@@ -62,15 +62,17 @@ def test_a_row_arrives_as_it_left_and_the_others_stay(fsdp, tensor):
     here, there = slices(2, fsdp, tensor)
     source = filled(here)
     target = empty(there)
-    parcel = exchange.send(exchange.depart(source, np.array([3], np.int32), 64, mesh=here), there)
-    arrived = exchange.arrive(target, parcel, np.array([1], np.int32), mesh=there)
+    parcel = row_transfer.send(
+        row_transfer.depart(source, np.array([3], np.int32), 64, mesh=here), there
+    )
+    arrived = row_transfer.arrive(target, parcel, np.array([1], np.int32), mesh=there)
     row = functools.partial(jax.tree.map, lambda leaf: np.asarray(leaf)[1:2])
     old = jax.tree.map(lambda leaf: np.asarray(leaf)[3:4], source)
     jax.tree.map(np.testing.assert_array_equal, narrowed(row(arrived), 64), narrowed(old, 64))
     others = jax.tree.map(lambda leaf: np.asarray(leaf)[[0, 2, 3]], (arrived, empty(there)))
     jax.tree.map(np.testing.assert_array_equal, *others)
     assert (
-        exchange.bytes_of(parcel)
+        row_transfer.bytes_of(parcel)
         < 0.75 * sum(leaf.nbytes for leaf in jax.tree.leaves(source)) / ROWS
     )
 
@@ -80,20 +82,20 @@ def test_a_row_travels_in_several_pieces_as_in_one(piece, monkeypatch):
     """Two rows, and larger leaves than a piece; however they are shared out, all comes to its
     place.
     """
-    programs: list[Any] = [exchange.depart, exchange._begins, exchange._put]
+    programs: list[Any] = [row_transfer.depart, row_transfer._begins, row_transfer._put]
     rows = np.array([3, 0], np.int32)
-    whole = exchange.depart(filled(None), rows, 64)
-    wanted = jax.device_get(exchange.arrive(empty(None), whole, rows[::-1]))
-    monkeypatch.setattr(exchange, "PIECE", piece)
+    whole = row_transfer.depart(filled(None), rows, 64)
+    wanted = jax.device_get(row_transfer.arrive(empty(None), whole, rows[::-1]))
+    monkeypatch.setattr(row_transfer, "PIECE", piece)
     for program in programs:
         program.clear_cache()
-    parcel = exchange.depart(filled(None), rows, 64)
-    arrived = exchange.arrive(empty(None), parcel, rows[::-1])
+    parcel = row_transfer.depart(filled(None), rows, 64)
+    arrived = row_transfer.arrive(empty(None), parcel, rows[::-1])
     for program in programs:
         program.clear_cache()
-    assert len(parcel.pieces) > len(whole.pieces) == 2 and exchange.bytes_of(
+    assert len(parcel.pieces) > len(whole.pieces) == 2 and row_transfer.bytes_of(
         parcel
-    ) == exchange.bytes_of(whole)
+    ) == row_transfer.bytes_of(whole)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(arrived), wanted)
 
 
@@ -102,11 +104,11 @@ def test_no_program_of_a_move_gathers_the_batch(fsdp):
     here, _ = slices(2, fsdp, 2)
     state = empty(here)
     row = np.array([3], np.int32)
-    compiled: Any = exchange.depart.lower(state, row, 64, mesh=here).compile()
+    compiled: Any = row_transfer.depart.lower(state, row, 64, mesh=here).compile()
     leaving = compiled.as_text()
-    parcel = exchange.send(exchange.depart(state, row, 64, mesh=here), here)
-    compiled = exchange._put.lower(
-        state, parcel, row, exchange._begins(state, 64, here), here
+    parcel = row_transfer.send(row_transfer.depart(state, row, 64, mesh=here), here)
+    compiled = row_transfer._put.lower(
+        state, parcel, row, row_transfer._begins(state, 64, here), here
     ).compile()
     assert (
         compiled.memory_analysis().temp_size_in_bytes < 1000
@@ -124,10 +126,10 @@ def test_no_program_of_a_move_gathers_the_batch(fsdp):
 def test_a_pair_of_slices_passes_a_row_on_without_the_others(fsdp, tensor):
     here, *_, there = slices(8 // (fsdp * tensor), fsdp, tensor)
     row = np.array([2], np.int32)
-    parcel = exchange.depart(filled(here), row, 64, mesh=here)
-    blank = exchange.depart(empty(there), row, 64, mesh=there)
+    parcel = row_transfer.depart(filled(here), row, 64, mesh=here)
+    blank = row_transfer.depart(empty(there), row, 64, mesh=there)
     wanted = jax.device_get(parcel)
-    passed = exchange.across([parcel, blank], there, here, there)
+    passed = row_transfer.across([parcel, blank], there, here, there)
     assert {shard.device for shard in passed.pieces[0].addressable_shards} == set(
         there.devices.flat
     )
@@ -138,9 +140,9 @@ def test_the_program_of_a_pair_only_permutes():
     here, there = slices(2, 2, 2)
     pair = jax.sharding.Mesh(np.concatenate([here.devices, there.devices]), meshes.AXES)
     row = np.array([2], np.int32)
-    parcels = [exchange.depart(empty(mesh), row, 64, mesh=mesh) for mesh in (here, there)]
-    both = jax.tree.map(functools.partial(exchange._on, pair), *parcels)
-    compiled: Any = exchange._passed.lower(both, pair=pair).compile()
+    parcels = [row_transfer.depart(empty(mesh), row, 64, mesh=mesh) for mesh in (here, there)]
+    both = jax.tree.map(functools.partial(row_transfer._on, pair), *parcels)
+    compiled: Any = row_transfer._passed.lower(both, pair=pair).compile()
     program = compiled.as_text()
     assert len(both.pieces) == 2  # of two dtypes
     assert program.count(" collective-permute(") + program.count(" collective-permute-start(") == 2
@@ -157,10 +159,10 @@ def test_what_was_moved_reads_nothing_beyond_its_length():
         lambda leaf: jnp.full_like(leaf, jnp.nan) if leaf.dtype == jnp.float32 else leaf,
         empty(there),
     )
-    parcel = exchange.send(
-        exchange.depart(filled(here), np.array([0], np.int32), 64, mesh=here), there
+    parcel = row_transfer.send(
+        row_transfer.depart(filled(here), np.array([0], np.int32), 64, mesh=here), there
     )
-    arrived = exchange.arrive(poisoned, parcel, np.array([0], np.int32), mesh=there)
+    arrived = row_transfer.arrive(poisoned, parcel, np.array([0], np.int32), mesh=there)
     assert all(np.isfinite(leaf[0]).all() for leaf in jax.tree.leaves(narrowed(arrived, 64).cache))
 
 
@@ -168,7 +170,7 @@ def test_what_was_moved_reads_nothing_beyond_its_length():
     ("tokens", "wanted"), [(1, 64), (64, 64), (65, 128), (129, 150), (150, 150)]
 )
 def test_widths_are_few(tokens, wanted):
-    assert exchange.width(tokens, 150) == wanted
+    assert row_transfer.width(tokens, 150) == wanted
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
@@ -261,11 +263,14 @@ class Schedule:
             (to, place) = new
             leaving = np.array([r], np.int32)
             coming = np.array([place], np.int32)
-            parcel = exchange.send(
-                exchange.depart(self.states[s], leaving, 64, mesh=self.meshed[s]), self.meshed[to]
+            parcel = row_transfer.send(
+                row_transfer.depart(self.states[s], leaving, 64, mesh=self.meshed[s]),
+                self.meshed[to],
             )
             self.states[s] = row_verbs.retire(self.states[s], leaving, mesh=self.meshed[s])
-            self.states[to] = exchange.arrive(self.states[to], parcel, coming, mesh=self.meshed[to])
+            self.states[to] = row_transfer.arrive(
+                self.states[to], parcel, coming, mesh=self.meshed[to]
+            )
             self.boards[to][place] = self.boards[s][r]
             self.boards[s][r] = None
 

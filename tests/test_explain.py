@@ -20,12 +20,12 @@ from test_select import READING, World, rates, selector, teach
 from tiny_run import lines
 
 from launch import strategy as command
-from rlhf_jax import metrics
-from rlhf_jax.checkpoint.store import Checkpoints
-from rlhf_jax.config import default
-from rlhf_jax.generation import tree as trees
-from rlhf_jax.generation.samples import RoundReport
-from rlhf_jax.generation.strategy import tally
+from rlhf_jax.config.schema import default
+from rlhf_jax.generation.requests import RoundReport
+from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.strategy import statistics
+from rlhf_jax.monitoring import metrics
+from rlhf_jax.runtime.checkpoint.store import Checkpoints
 from rlhf_jax.training.distill import Distillation, distill, student_of, with_student
 from rlhf_jax.training.update import Optimizers, init_train_state
 from rlhf_jax.types import TrainState
@@ -40,11 +40,11 @@ def report(live: int, seconds: float | None = 0.5, tokens: int = 9) -> RoundRepo
 
 
 def test_rounds_are_summed_by_strategy_and_live_rows():
-    tallies: tally.Tallies = {}
+    tallies: statistics.Tallies = {}
     for live in (5, 8, 4):
-        tally.add(tallies, report(live), 10.0, 0.4, timed=True)
-    tally.add(tallies, report(7, seconds=None), 10.0, 0.4, timed=True)
-    few, many = tally.rows(tallies)
+        statistics.add(tallies, report(live), 10.0, 0.4, timed=True)
+    statistics.add(tallies, report(7, seconds=None), 10.0, 0.4, timed=True)
+    few, many = statistics.rows(tallies)
     assert (few["live"], few["live_rows"], few["rounds"]) == (4, 4, 1)
     expected = dict(
         live=8,
@@ -59,15 +59,15 @@ def test_rounds_are_summed_by_strategy_and_live_rows():
         accepted=7, timed_rounds=2, seconds=1.0, timed_tokens=18, predicted_tokens=20.0
     )
     assert many == expected | {"predicted_seconds": 0.8}
-    assert tally.restore(json.loads(json.dumps(tally.state(tallies)))) == tallies
+    assert statistics.restore(json.loads(json.dumps(statistics.state(tallies)))) == tallies
 
 
 def test_a_round_of_nobody_is_none_and_unknown_times_leave_no_figure():
-    tallies: tally.Tallies = {}
-    tally.add(tallies, report(0, tokens=0), 1.0, 0.1, timed=True)
+    tallies: statistics.Tallies = {}
+    statistics.add(tallies, report(0, tokens=0), 1.0, 0.1, timed=True)
     assert not tallies
-    tally.add(tallies, report(3), 1.0, 0.1, timed=False)
-    (row,) = tally.rows(tallies)
+    statistics.add(tallies, report(3), 1.0, 0.1, timed=False)
+    (row,) = statistics.rows(tallies)
     assert "seconds" not in row and "predicted_tokens" not in row and row["rounds"] == 1
 
 

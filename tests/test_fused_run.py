@@ -12,7 +12,7 @@ import tiny_run
 from tiny_run import ROOT, lines
 
 from rlhf_jax import build
-from rlhf_jax.inference import rewards
+from rlhf_jax.rewards import combination
 
 PPO = {"advantage__estimator": "gae", "training__minibatches": 2}
 STEPS = 2
@@ -90,7 +90,7 @@ def test_slices_leave_what_one_leaves(run, alone, slices, fused, reallocate):
 def test_a_reward_model_may_score_beside_generation(run, tmp_path, monkeypatch):
     judge = tiny_run.make_model(tmp_path / "judge", seed=3, tied=False, scalar_head=True)
     told = []
-    weighted = rewards.weighted
+    weighted = combination.weighted
     asked = {"reward__models": judge, "reward__weights": "(0.25,2.0)"}
     apart = run(1, **asked)
     monkeypatch.setattr(build, "weighted", lambda *given: told.append(given) or weighted(*given))

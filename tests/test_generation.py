@@ -14,18 +14,18 @@ from scipy import stats
 from tiny_stage import requests
 
 from rlhf_jax.generation import rows as row_verbs
-from rlhf_jax.generation import tree as trees
-from rlhf_jax.generation.drafters import lookup
-from rlhf_jax.generation.drafters import model as model_drafter
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.rollout import as_rollout
-from rlhf_jax.generation.round import run_round
-from rlhf_jax.generation.samples import Decoding, Request
-from rlhf_jax.generation.sampling import Sampling, decision_margin
+from rlhf_jax.generation.history import as_rollout
+from rlhf_jax.generation.requests import Decoding, Request
+from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.speculative.drafters import lookup
+from rlhf_jax.generation.speculative.drafters import model as model_drafter
+from rlhf_jax.generation.speculative.round import run_round
+from rlhf_jax.generation.speculative.sampling import Sampling, decision_margin
 from rlhf_jax.inference.logprobs import score_rollout
-from rlhf_jax.model.source import open_source
 from rlhf_jax.model.transformer import forward, init, logits, unstack
-from rlhf_jax.reallocation import exchange
+from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.reallocation import row_transfer
 from rlhf_jax.types import ModelConfig
 
 STOP = 7
@@ -247,8 +247,8 @@ def test_a_moved_sample_is_the_unmoved_sample(target, drafter):
     strategy = trees.parse("model-tree-2x2")
     state = _state(target, drafter, rows=4)
     state, _ = _round(target, drafter, state, strategy)
-    parcel = exchange.depart(state, np.array([2, 0], np.int32), 64)
-    moved = exchange.arrive(_state(target, drafter, rows=6), parcel, np.array([5, 1], np.int32))
+    parcel = row_transfer.depart(state, np.array([2, 0], np.int32), 64)
+    moved = row_transfer.arrive(_state(target, drafter, rows=6), parcel, np.array([5, 1], np.int32))
     for _ in range(4):
         state, _ = _round(target, drafter, state, strategy)
         moved, _ = _round(target, drafter, moved, strategy)

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.model import gguf, gguf_file, huggingface, layout, transformer
-from rlhf_jax.model.source import open_source
+from rlhf_jax.model import transformer, weight_table
+from rlhf_jax.model.weights import gguf, gguf_file, huggingface
+from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.types import Model, ModelConfig, RopeScaling
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -54,9 +55,11 @@ def write_metadata(writer: gguf_package.GGUFWriter, config: ModelConfig) -> None
 
 def write_weights(writer: gguf_package.GGUFWriter, model: Model, kind: Kind) -> None:
     config = model.config
-    for place, _ in layout.places(config):
+    for place, _ in weight_table.places(config):
         field, layer = place
-        array = np.array(layout.to_stored(field, layout.weight_at(model, place)), np.float32)
+        array = np.array(
+            weight_table.to_stored(field, weight_table.weight_at(model, place)), np.float32
+        )
         if field in ("query", "key") and config.family == "llama":
             array = interleave(array, config.num_heads if field == "query" else config.num_kv_heads)
         name = gguf.NAMES[field] if layer is None else f"blk.{layer}.{gguf.NAMES[field]}"

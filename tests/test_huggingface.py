@@ -17,8 +17,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from rlhf_jax.model import huggingface, transformer
-from rlhf_jax.model.source import open_source
+from rlhf_jax.model import transformer
+from rlhf_jax.model.weights import huggingface
+from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.types import Layer, Model, ModelConfig, RopeScaling
 
 GOLDEN = Path(__file__).parent / "golden"

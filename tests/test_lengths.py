@@ -7,8 +7,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlhf_jax.reallocation import lengths
-from rlhf_jax.reallocation.lengths import CHANCES, Lengths
+from rlhf_jax.reallocation import length_model
+from rlhf_jax.reallocation.length_model import CHANCES, Lengths
 
 
 def drawn(count: int, seed: int = 0) -> np.ndarray:
@@ -17,15 +17,15 @@ def drawn(count: int, seed: int = 0) -> np.ndarray:
 
 
 def law_of(tokens: np.ndarray, finished: np.ndarray | None = None) -> Lengths:
-    return lengths.observe(
+    return length_model.observe(
         Lengths(), tokens, np.ones(len(tokens), bool) if finished is None else finished
     )
 
 
 def left(law: Lengths, generated, earlier=None, limit: float = 8192.0) -> np.ndarray:
     generated = np.atleast_1d(np.asarray(generated, float))
-    curves = lengths.believed(law, earlier) if earlier else lengths.survival(law)[None]
-    return lengths.remaining(curves, np.arange(len(generated)) % len(curves), generated, limit)
+    curves = length_model.believed(law, earlier) if earlier else length_model.survival(law)[None]
+    return length_model.remaining(curves, np.arange(len(generated)) % len(curves), generated, limit)
 
 
 @pytest.mark.parametrize("generated", [0, 37, 250, 801, 1500])
@@ -70,7 +70,7 @@ def test_earlier_roll_outs_sharpen_the_law():
     law = law_of(drawn(100_000))
     tokens = drawn(400_000, 2)
     luck = np.random.default_rng(3)
-    noisy = tokens * luck.lognormal(0, lengths.SPREAD, len(tokens))
+    noisy = tokens * luck.lognormal(0, length_model.SPREAD, len(tokens))
     for told, generated in ((60.0, 0), (60.0, 50), (900.0, 0), (900.0, 600)):
         alike = tokens[(np.abs(np.log(noisy / told)) < 0.05) & (tokens > generated)] - generated
         found = left(law, generated, [np.array([told])])[0]
@@ -94,14 +94,14 @@ def test_samples_are_predicted_one_by_one():
 
 def test_samples_may_share_a_law_and_differ_in_limits():
     curves = np.stack(
-        [lengths.survival(law_of(drawn(5000).clip(max=most))) for most in (100, 4000)]
+        [length_model.survival(law_of(drawn(5000).clip(max=most))) for most in (100, 4000)]
     )
     which = np.array([1, 0, 1])
     generated = np.array([0.0, 50.0, 50.0])
     limit = np.array([4000, 4000, 120])
-    together = lengths.remaining(curves, which, generated, limit)
+    together = length_model.remaining(curves, which, generated, limit)
     for one in range(3):
-        alone = lengths.remaining(
+        alone = length_model.remaining(
             curves[which[[one]]], np.zeros(1, int), generated[[one]], limit[one]
         )
         np.testing.assert_allclose(together[one], alone[0])
@@ -111,8 +111,9 @@ def test_old_evidence_fades_and_a_checkpoint_keeps_the_law():
     old = law_of(drawn(1000).clip(max=200))
     new = np.full(1000, 1500.0)
     kept, faded = (
-        lengths.observe(law, new, np.ones(1000, bool)) for law in (old, lengths.faded(old, 0.1))
+        length_model.observe(law, new, np.ones(1000, bool))
+        for law in (old, length_model.faded(old, 0.1))
     )
     assert left(faded, 0)[0, 1] > left(kept, 0)[0, 1]
-    again = lengths.restore(lengths.state(faded))
+    again = length_model.restore(length_model.state(faded))
     np.testing.assert_array_equal(left(again, [0, 100]), left(faded, [0, 100]))

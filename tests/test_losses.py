@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.inference.shaping import KL
 from rlhf_jax.training.batching import MicroBatch
+from rlhf_jax.training.kl import KL
 from rlhf_jax.training.losses import (
     AGGREGATES,
     explained_variance,

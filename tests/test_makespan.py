@@ -12,7 +12,7 @@ import pytest
 from test_strategy_benchmark import write_table
 
 from benchmarks import drains, foresight, makespan
-from rlhf_jax.reallocation.plan import Plan
+from rlhf_jax.reallocation.planner import Plan
 
 LENGTHS = "percentile,prompt_tokens,response_tokens\n1,1,4\n50,25,290\n90,491,700\n99.9,8288,1140\nmean,217.7,333.7\n"
 # Responses of ShareGPT's first turns, tokens by percentile.

@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from rlhf_jax import checks, command_line, memory, mesh
-from rlhf_jax import config as configs
-from rlhf_jax.config import ModelConfigs
-from rlhf_jax.generation import board, rows, tree
+from rlhf_jax import mesh
+from rlhf_jax.config import command_line, memory, validation
+from rlhf_jax.config import schema as configs
+from rlhf_jax.config.schema import ModelConfigs
+from rlhf_jax.generation import rows, scheduler
+from rlhf_jax.generation.speculative import tree
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.model import transformer
 from rlhf_jax.types import ModelConfig, RopeScaling
@@ -142,7 +144,7 @@ def test_weights_optimizer_and_caches_are_exact(tiny, config, shape):
     config.generation.strategy = "lookup-chain-4"
     config.generation.history_tokens = 0
     parts = memory.plan(config, ModelConfigs(tiny, tiny, tiny), dict(devices.shape), jnp.bfloat16)
-    slots = board.cache_slots(64, [tree.parse(config.generation.strategy)])
+    slots = scheduler.cache_slots(64, [tree.parse(config.generation.strategy)])
     state = rows.empty(tiny, tiny, 32, slots, 0, 0, jnp.bfloat16, devices)
     found = by_name(parts)
     assert found["policy, float32"] == held(policy)
@@ -249,8 +251,8 @@ def test_the_large_configs_are_valid_and_fit_their_devices(name, tmp_path):
     pathlib.Path(config.data.train).write_text('{"prompt": "a"}\n')
     config.reward.functions = ("builtins:len",)
     config.reward.models = ("REWARD_MODEL",) * len(models.rewards)
-    checks.validate(config, devices)
-    checks.validate_models(config, models)
+    validation.validate(config, devices)
+    validation.validate_models(config, models)
 
 
 @pytest.mark.parametrize("name", LARGE)

@@ -9,8 +9,8 @@ import itertools
 import numpy as np
 import pytest
 
-from rlhf_jax.generation import tree as trees
-from rlhf_jax.generation.strategy import menu as menus
+from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.strategy import candidates as menus
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, RANKS
 from rlhf_jax.types import Strategy
 

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
-from rlhf_jax import metrics
+from rlhf_jax.monitoring import metrics
 
 
 def row(step, **more):

@@ -12,17 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.generation import evidence
-from rlhf_jax.generation import tree as trees
-from rlhf_jax.generation.packed import pack, spend
-from rlhf_jax.generation.strategy import cost, spending
-from rlhf_jax.generation.strategy import menu as menus
+from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.speculative.budget import pack, spend
+from rlhf_jax.generation.strategy import candidates as menus
+from rlhf_jax.generation.strategy import cost, expected_gain, observations
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS
 from rlhf_jax.generation.strategy.select import Selector, Situation
 from rlhf_jax.mesh import make_mesh, place_rows
 from rlhf_jax.types import DecodeState, Emission
 
-WORTH = spending.worths(np.array([[0.5] * DEPTHS, [0.2] * DEPTHS, [0.6] * DEPTHS, [0.9] * DEPTHS]))
+WORTH = expected_gain.worths(
+    np.array([[0.5] * DEPTHS, [0.2] * DEPTHS, [0.6] * DEPTHS, [0.9] * DEPTHS])
+)
 ROWS = 8
 LENGTH = 8
 
@@ -130,8 +131,8 @@ def test_what_is_packed_is_found_again_and_nothing_crosses_devices(devices):
 def test_as_many_are_expected_as_the_kept_ones_are_worth(nodes):
     """On two devices of 16 rows each, of which one is half empty."""
     counts = np.array([[3, 2, 1, 2], [6, 4, 2, 4]])
-    gained = spending.tokens(
-        spending.ranked(WORTH[:, :LENGTH]), counts, 32, np.array([nodes]), 1.0
+    gained = expected_gain.tokens(
+        expected_gain.ranked(WORTH[:, :LENGTH]), counts, 32, np.array([nodes]), 1.0
     )[:, 0]
     kept = 0.0
     for own in counts:
@@ -156,7 +157,7 @@ def test_drafts_that_were_left_out_say_nothing():
         path=path,
         done=np.zeros(3, bool),
     )
-    said = evidence.of_drafts(strategy, emission, np.full(3, 3), np.ones(3, bool), allowed)
+    said = observations.of_drafts(strategy, emission, np.full(3, 3), np.ones(3, bool), allowed)
     assert (said.offered > 0).sum(axis=1).tolist() == [4, 2, 0]
     assert (said.ranks[said.offered > 0] == 0).all()
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_jax.reallocation.lengths import CHANCES, SHARES
-from rlhf_jax.reallocation.plan import WAITS, Plan, View, decide
+from rlhf_jax.reallocation.length_model import CHANCES, SHARES
+from rlhf_jax.reallocation.planner import WAITS, Plan, View, decide
 
 ROWS = 16
 OUTCOMES = len(SHARES)

@@ -18,12 +18,13 @@ from tpu_topology import CHIPS, EIGHT, devices, needs_libtpu
 from benchmarks.compiled import KERNELS, LLAMA_8B, lower_round, placed, row_shapes, weights
 from pallas_kernels.dispatch import Kernels
 from pallas_kernels.shapes import BLOCK, SLOTS
-from rlhf_jax import drafting, memory
 from rlhf_jax import mesh as meshes
-from rlhf_jax.config import Config, ModelConfigs
-from rlhf_jax.generation import board, rows, tree
-from rlhf_jax.generation.round import run_round
-from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.config import derived, memory
+from rlhf_jax.config.schema import Config, ModelConfigs
+from rlhf_jax.generation import rows, scheduler
+from rlhf_jax.generation.speculative import tree
+from rlhf_jax.generation.speculative.round import run_round
+from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.model.attention import causal_on
 from rlhf_jax.training.batching import MicroBatch
@@ -126,9 +127,9 @@ def round_program(at: Target, untied: bool):
     config = at.config
     generation = at.config.generation
     longest = config.data.max_prompt_tokens + generation.max_new_tokens
-    menu = drafting.strategies(config)
+    menu = derived.strategies(config)
     strategy = menu.strategies[menu.nodes.tolist().index(memory.most_nodes(config, at.mesh))]
-    slots = board.cache_slots(longest, menu.strategies)
+    slots = scheduler.cache_slots(longest, menu.strategies)
     earlier = longest if "replay" in menu.drafters else 0
     empty = functools.partial(
         rows.empty, at.models.policy, at.models.drafter, generation.rows, slots

@@ -20,8 +20,9 @@ import tiny_run
 from safetensors.numpy import load_file
 from tiny_run import ROOT, lines
 
-from rlhf_jax import command_line, processes
-from rlhf_jax.processes import Place
+from rlhf_jax.config import command_line
+from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime.distributed import Place
 
 TWO_SLICES = {"mesh__slices": 2, "mesh__fsdp": 4, "compilation_cache": ""}
 ONE_STEP = TWO_SLICES | {"steps": 1, "evaluation__every": 0, "generation__prompts_per_step": 2}
@@ -60,7 +61,7 @@ def environment(devices: int) -> dict[str, str]:
     return (
         os.environ
         | paths
-        | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": str(processes.THREADS)}
+        | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": str(distributed.THREADS)}
     )
 
 
@@ -388,20 +389,20 @@ def test_the_command_line_says_where_a_process_stands():
 
 
 def test_one_process_is_alone():
-    assert (processes.count(), processes.rank(), processes.leads(), processes.started()) == (
-        1,
-        0,
-        True,
-        False,
-    )
     assert (
-        processes.gather("x") == ["x"]
-        and processes.from_leader(1) == 1
-        and processes.share([1, 2]) == [1, 2]
+        distributed.count(),
+        distributed.rank(),
+        distributed.leads(),
+        distributed.started(),
+    ) == (1, 0, True, False)
+    assert (
+        distributed.gather("x") == ["x"]
+        and distributed.from_leader(1) == 1
+        and distributed.share([1, 2]) == [1, 2]
     )
-    assert processes.together(lambda: 3) == [3] and processes.by_leader(
+    assert distributed.together(lambda: 3) == [3] and distributed.by_leader(
         lambda: 3
-    ) == 3 == processes.in_step(lambda: 3)
-    assert processes.all_here("anywhere") and processes.published("word") is None
+    ) == 3 == distributed.in_step(lambda: 3)
+    assert distributed.all_here("anywhere") and distributed.published("word") is None
     with pytest.raises(ZeroDivisionError):
-        processes.in_step(lambda: 1 // 0)
+        distributed.in_step(lambda: 1 // 0)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from chi_square import SIGNIFICANCE, expected_law, p_value
 
-from rlhf_jax.generation import rejection
-from rlhf_jax.generation.sampling import Sampling, rank
+from rlhf_jax.generation.speculative import rejection
+from rlhf_jax.generation.speculative.sampling import Sampling, rank
 from rlhf_jax.types import Tree
 
 ranked = jax.jit(rank, static_argnums=(3, 4))

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from launch import report as command
-from rlhf_jax import metrics, timeline
-from rlhf_jax.report.charts import line_chart, lines_chart, share_chart, stacked_chart
-from rlhf_jax.report.drafting import NAMED, table
-from rlhf_jax.report.page import PAIRS, write_report
-from rlhf_jax.report.run import Series, read_run
-from rlhf_jax.report.scales import (
+from rlhf_jax.monitoring import metrics, trace
+from rlhf_jax.monitoring.report.charts import line_chart, lines_chart, share_chart, stacked_chart
+from rlhf_jax.monitoring.report.drafting import NAMED, table
+from rlhf_jax.monitoring.report.page import PAIRS, write_report
+from rlhf_jax.monitoring.report.run import Series, read_run
+from rlhf_jax.monitoring.report.scales import (
     axis_number,
     domain,
     duration,
@@ -28,7 +28,7 @@ from rlhf_jax.report.scales import (
     ticks,
     volume,
 )
-from rlhf_jax.report.timeline import BARS, picture
+from rlhf_jax.monitoring.report.timeline import BARS, picture
 
 CONFIG = {
     "steps": 3,
@@ -386,7 +386,7 @@ def rounds(
 ):
     """`count` rounds of each slice, one after the other."""
     return [
-        timeline.Span(
+        trace.Span(
             part, "generate", seconds * index, seconds * (index + 1), rows(index), strategy, 100
         )
         for part in range(slices)
@@ -395,14 +395,14 @@ def rounds(
 
 
 def traced(folder, spans, slices, step=0, **files):
-    timeline.write(folder, step, spans, slices)
+    trace.write(folder, step, spans, slices)
     return page(folder, [row(step)], **files)
 
 
 def test_the_timeline_has_a_lane_for_each_slice(tmp_path):
-    came = timeline.Span(1, "exchange", 1.0, 1.0, 2, "", 3_000_000)
+    came = trace.Span(1, "exchange", 1.0, 1.0, 2, "", 3_000_000)
     spans = [came, *rounds(3, 4, rows=lambda index: 4 - index, strategy=TREE)]
-    spans += [timeline.Span(2, "inference", 2.5, 3.0, 8, "reference", 900)]
+    spans += [trace.Span(2, "inference", 2.5, 3.0, 8, "reference", 900)]
     seen = traced(tmp_path, spans, 4, step=12)
     assert (
         "4 slices, idle for 46% of the time; 2 samples moved with caches of 3.00 MB." in seen.text
@@ -432,10 +432,8 @@ def test_a_timeline_of_thousands_of_rounds_stays_small(tmp_path, slices):
     random = np.random.default_rng(0)
     spans = rounds(slices, 4000 // slices * 5, rows=lambda index: int(random.integers(1, 65)))
     at = random.uniform(0, 100, 3000)
-    spans += [
-        timeline.Span(int(random.integers(slices)), "exchange", t, t, 1, "", 10**8) for t in at
-    ]
-    timeline.write(tmp_path, 0, spans, slices)
+    spans += [trace.Span(int(random.integers(slices)), "exchange", t, t, 1, "", 10**8) for t in at]
+    trace.write(tmp_path, 0, spans, slices)
     page(tmp_path, [row(0)])
     chart = picture(read_run(tmp_path))
     assert chart is not None
@@ -451,7 +449,7 @@ def test_a_timeline_of_thousands_of_rounds_stays_small(tmp_path, slices):
 
 def test_where_one_slice_only_generates_there_is_no_picture(tmp_path):
     assert "Perfetto" not in traced(tmp_path, rounds(1, 3), 1).text
-    spans = [*rounds(1, 3), timeline.Span(0, "inference", 1.5, 2.0, 8, "reference", 0)]
+    spans = [*rounds(1, 3), trace.Span(0, "inference", 1.5, 2.0, 8, "reference", 0)]
     assert "1 slice, idle for 0% of the time. " in traced(tmp_path, spans, 1).text
     assert "Perfetto" not in traced(tmp_path, [], 4).text, "nothing happened"
 

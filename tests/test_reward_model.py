@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.inference.reward_model import RewardModel, model_scorer
-from rlhf_jax.inference.rewards import Answer
-from rlhf_jax.model import huggingface, transformer
-from rlhf_jax.model.source import Source, open_source
+from rlhf_jax.model import transformer
+from rlhf_jax.model.weights import huggingface
+from rlhf_jax.model.weights.source import Source, open_source
+from rlhf_jax.rewards.combination import Answer
+from rlhf_jax.rewards.models import RewardModel, model_scorer
 from rlhf_jax.types import Model, ModelConfig
 
 GOLDEN = Path(__file__).parent / "golden"

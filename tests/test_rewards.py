@@ -12,9 +12,10 @@ import time
 import numpy as np
 import pytest
 
-from rlhf_jax.inference import reward_worker, rewards
-from rlhf_jax.inference.reward_worker import Workers
-from rlhf_jax.inference.rewards import Answer, Term, as_scores, weighted
+from rlhf_jax.rewards import combination
+from rlhf_jax.rewards import workers as reward_worker
+from rlhf_jax.rewards.combination import Answer, Term, as_scores, weighted
+from rlhf_jax.rewards.workers import Workers
 
 SENTIMENT = "configs/rewards/sentiment.py"
 ARITHMETIC = "configs/rewards/arithmetic.py:gsm8k"
@@ -58,7 +59,7 @@ def never(prompt, response, row):
 
 
 def test_loads_from_a_module_and_from_a_file(tmp_path, monkeypatch):
-    assert rewards.load_reward("math:dist").__name__ == "dist"
+    assert combination.load_reward("math:dist").__name__ == "dist"
     (tmp_path / "mine.py").write_text(
         "from __future__ import annotations\nimport dataclasses\n"
         "@dataclasses.dataclass\nclass Scale:\n    by: float = 2.0\n"
@@ -66,8 +67,8 @@ def test_loads_from_a_module_and_from_a_file(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     for spec in ("mine.py:scaled", f"{tmp_path}/mine.py:scaled"):
-        assert rewards.load_reward(spec)("", "abc", {}) == 6.0
-    assert rewards.load_reward(f"{SENTIMENT}:vader")  # found in the repository from any folder
+        assert combination.load_reward(spec)("", "abc", {}) == 6.0
+    assert combination.load_reward(f"{SENTIMENT}:vader")  # found in the repository from any folder
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_bad_specs_end_in_one_sentence(spec, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text("def f(:\n")
     with pytest.raises((ValueError, FileNotFoundError), match=sentence) as caught:
-        rewards.load_reward(spec)
+        combination.load_reward(spec)
     assert "\n" not in str(caught.value)
 
 
@@ -331,7 +332,7 @@ def test_a_term_that_fails_on_all_has_no_mean():
 
 @pytest.fixture(scope="module")
 def gsm8k():
-    return lambda response, answer: rewards.load_reward(ARITHMETIC)(
+    return lambda response, answer: combination.load_reward(ARITHMETIC)(
         "", response, {"answer": answer}
     )
 
@@ -397,13 +398,13 @@ def test_arithmetic_needs_a_reference_with_a_number(gsm8k):
     with pytest.raises(ValueError, match="reference answer 'none' holds no number"):
         gsm8k("5", "none")
     with pytest.raises(KeyError, match="answer"):
-        rewards.load_reward(ARITHMETIC)("", "5", {})
+        combination.load_reward(ARITHMETIC)("", "5", {})
 
 
 @pytest.fixture(scope="module")
 def vader():
     pytest.importorskip("vaderSentiment")
-    return lambda text: rewards.load_reward(f"{SENTIMENT}:vader")("", text, {})
+    return lambda text: combination.load_reward(f"{SENTIMENT}:vader")("", text, {})
 
 
 def test_vader_orders_texts_within_bounds(vader):
@@ -432,7 +433,7 @@ def test_vader_pays_for_no_cheap_trick(vader):
 
 def test_textblob_is_another_opinion_without_downloads():
     pytest.importorskip("textblob")
-    measure = rewards.load_reward(f"{SENTIMENT}:textblob_polarity")
+    measure = combination.load_reward(f"{SENTIMENT}:textblob_polarity")
     bad, neutral, good = (
         measure("", f"The lamp is {word}.", {}) for word in ("ugly", "there", "beautiful")
     )

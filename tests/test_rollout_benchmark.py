@@ -12,8 +12,8 @@ import tiny_run
 
 from benchmarks import pricing, rollout
 from benchmarks.pricing import Call
-from rlhf_jax.generation import tree as trees
-from rlhf_jax.generation.samples import RoundReport
+from rlhf_jax.generation.requests import RoundReport
+from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, Evidence
 from rlhf_jax.generation.strategy.select import Situation
 

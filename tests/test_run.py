@@ -14,10 +14,10 @@ import pytest
 import tiny_run
 from tiny_run import ROOT, lines
 
-from rlhf_jax import command_line
-from rlhf_jax.metrics import REQUIRED
-from rlhf_jax.model.source import open_source
+from rlhf_jax.config import command_line
 from rlhf_jax.model.transformer import init
+from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.monitoring.metrics import REQUIRED
 from rlhf_jax.training.advantages import ESTIMATORS
 
 PPO = {

@@ -14,8 +14,8 @@ from chi_square import SIGNIFICANCE, expected_law, p_value
 from jax.extend.random import threefry_2x32
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax.generation import sampling as module
-from rlhf_jax.generation.sampling import Sampling, gumbel, noise_bits, threefry, uniform
+from rlhf_jax.generation.speculative import sampling as module
+from rlhf_jax.generation.speculative.sampling import Sampling, gumbel, noise_bits, threefry, uniform
 
 draw = jax.jit(module.draw, static_argnums=(3, 4))
 rank = jax.jit(module.rank, static_argnums=(3, 4))

@@ -12,13 +12,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from rlhf_jax.checkpoint import document
-from rlhf_jax.generation import tree as trees
-from rlhf_jax.generation.samples import RoundReport
+from rlhf_jax.generation.requests import RoundReport
+from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.strategy import candidates as menus
 from rlhf_jax.generation.strategy import cost
-from rlhf_jax.generation.strategy import menu as menus
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Evidence
 from rlhf_jax.generation.strategy.select import Selector, Situation, select
+from rlhf_jax.runtime.checkpoint import document
 from rlhf_jax.types import Strategy
 
 READING = cost.Machine(  # a GPU: few rows wait for the weights to be read

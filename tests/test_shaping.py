@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.inference import shaping
 from rlhf_jax.inference.values import critic_of, score_values, token_values
 from rlhf_jax.model.transformer import forward, init
+from rlhf_jax.training import kl as shaping
 from rlhf_jax.types import Rollout
 
 LAW = np.array([0.5, 0.3, 0.2])

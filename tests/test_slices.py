@@ -12,19 +12,19 @@ import pytest
 from tiny_stage import Shuffled, requests
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.fusion import Backlog, Scoring
-from rlhf_jax.generation import placing
-from rlhf_jax.generation import tree as trees
+from rlhf_jax.generation import assignment
+from rlhf_jax.generation.assignment import Placing
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.placing import Placing
-from rlhf_jax.generation.rollout import as_rollout
-from rlhf_jax.generation.samples import Decoding, Request
-from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.generation.history import as_rollout
+from rlhf_jax.generation.requests import Decoding, Request
+from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.inference.logprobs import score_rollout
-from rlhf_jax.inference.reward_model import RewardModel, model_scorer
-from rlhf_jax.inference.rewards import Answer
-from rlhf_jax.model.source import open_source
-from rlhf_jax.reallocation import plan
+from rlhf_jax.inference.overlap import Backlog, Scoring
+from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.reallocation import planner
+from rlhf_jax.rewards.combination import Answer
+from rlhf_jax.rewards.models import RewardModel, model_scorer
 
 STOP = 7
 GOLDEN = Path(__file__).parent / "golden" / "llama_reward"
@@ -94,7 +94,7 @@ def test_samples_that_move_at_random_are_those_that_stayed(
 @pytest.mark.parametrize("in_turn", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_samples_may_move_on_before_they_have_landed(target, monkeypatch, in_turn):
     """Caches longer than a narrow parcel, and a move of half of all rows after every round."""
-    monkeypatch.setattr(placing, "OFTEN", 1)
+    monkeypatch.setattr(assignment, "OFTEN", 1)
     random = np.random.default_rng(5)
     how = decoding("plain", slots=128, stop_tokens=())
     wanted = [
@@ -155,7 +155,7 @@ def test_the_plan_ends_a_long_tailed_stage_sooner(target):
     texts_of = {}
     for name, placed in (
         ("static", Placing(in_turn=True)),
-        ("plan", Placing(plan.decide, in_turn=True)),
+        ("plan", Placing(planner.decide, in_turn=True)),
     ):
         reports = []
         texts_of[name] = texts(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_jax import stopping
+from rlhf_jax.runtime import signals
 
 PROGRAM = """
 import time
@@ -25,7 +25,7 @@ with listening() as stop:
 """
 
 
-@pytest.mark.parametrize("number", stopping.SIGNALS)
+@pytest.mark.parametrize("number", signals.SIGNALS)
 def test_a_process_is_told_once_and_stopped_by_the_later_signal(number):
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
@@ -39,50 +39,50 @@ def test_a_process_is_told_once_and_stopped_by_the_later_signal(number):
     os.killpg(process.pid, number)
     assert process.stdout.readline() == "asked\n"
     process.send_signal(number)  # as a launcher that forwards what the group already had
-    assert process.stderr.readline() == stopping.ASKED + "\n"
-    time.sleep(stopping.ECHO + 0.1)
+    assert process.stderr.readline() == signals.ASKED + "\n"
+    time.sleep(signals.ECHO + 0.1)
     assert process.poll() is None
     process.send_signal(number)
     _, said = process.communicate(timeout=20)
     assert process.returncode == -number
-    assert stopping.ASKED not in said and ("KeyboardInterrupt" in said) == (number == signal.SIGINT)
+    assert signals.ASKED not in said and ("KeyboardInterrupt" in said) == (number == signal.SIGINT)
 
 
 def test_in_process_the_former_handlers_serve_the_later_signal(monkeypatch):
     clock = [100.0]
     said = []
     heard = []
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
-        with stopping.listening(said.append) as stop:
+        with signals.listening(said.append) as stop:
             stop.check()
             for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
                 signal.raise_signal(number)
-            with pytest.raises(stopping.Stopped, match="SIGTERM") as caught:
+            with pytest.raises(signals.Stopped, match="SIGTERM") as caught:
                 stop.check()
-            assert (said, heard, caught.value.exit_code) == ([stopping.ASKED], [], 143)
-            clock[0] += stopping.ECHO + 0.1
+            assert (said, heard, caught.value.exit_code) == ([signals.ASKED], [], 143)
+            clock[0] += signals.ECHO + 0.1
             signal.raise_signal(signal.SIGTERM)
             assert heard == [signal.SIGTERM] and stop.signal == signal.SIGTERM
             with pytest.raises(KeyboardInterrupt):  # every former handler is back
                 signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert said == [stopping.ASKED]
+    assert said == [signals.ASKED]
 
 
 def test_leaving_brings_the_former_handlers_back():
-    before = [signal.getsignal(number) for number in stopping.SIGNALS]
-    with pytest.raises(ZeroDivisionError), stopping.listening():
-        assert [signal.getsignal(number) for number in stopping.SIGNALS] != before
+    before = [signal.getsignal(number) for number in signals.SIGNALS]
+    with pytest.raises(ZeroDivisionError), signals.listening():
+        assert [signal.getsignal(number) for number in signals.SIGNALS] != before
         raise ZeroDivisionError
-    assert [signal.getsignal(number) for number in stopping.SIGNALS] == before
+    assert [signal.getsignal(number) for number in signals.SIGNALS] == before
 
 
 def test_the_line_passes_a_buffer_that_is_held_and_a_stderr_that_is_closed(capfd, monkeypatch):
     print("before", file=sys.stderr, flush=True)
-    stopping.tell("line")
+    signals.tell("line")
     assert capfd.readouterr().err == "before\nline\n"
-    monkeypatch.setattr(stopping.os, "write", lambda *_: (_ for _ in ()).throw(BrokenPipeError))
-    stopping.tell("line")
+    monkeypatch.setattr(signals.os, "write", lambda *_: (_ for _ in ()).throw(BrokenPipeError))
+    signals.tell("line")

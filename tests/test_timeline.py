@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from rlhf_jax import timeline
-from rlhf_jax.timeline import Span, Timeline, apart, chrome_trace, idle_share, since, write
+from rlhf_jax.monitoring import trace as timeline
+from rlhf_jax.monitoring.trace import Span, Timeline, apart, chrome_trace, idle_share, since, write
 
 
 def generate(index, began, ended, rows=4, label="plain", tokens=8):

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 
 from rlhf_jax.data.tokenizer import Tokenizer, check_vocabulary, read_tokenizer
-from rlhf_jax.model import gguf, gguf_file
+from rlhf_jax.model.weights import gguf, gguf_file
 from rlhf_jax.types import ModelConfig
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -19,7 +19,13 @@ from tpu_topology import needs_libtpu, one
 
 from pallas_kernels.shapes import BLOCK, SHAPES, Shape, reduced
 from pallas_kernels.verify_head import gpu, reference, tpu
-from rlhf_jax.generation.sampling import Sampling, block_noise, decision_margin, draw, draw_inside
+from rlhf_jax.generation.speculative.sampling import (
+    Sampling,
+    block_noise,
+    decision_margin,
+    draw,
+    draw_inside,
+)
 
 IMPLEMENTATIONS = {
     "reference": jax.jit(reference.verify_head, static_argnames=("temperature", "tied")),

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rlhf_jax.watchdog import Beat, Seen, Watchdog, look, spoken
+from rlhf_jax.runtime.watchdog import Beat, Seen, Watchdog, look, spoken
 
 
 def story(beats, until, seconds=300.0):

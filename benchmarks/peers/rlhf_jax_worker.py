@@ -11,12 +11,12 @@ import numpy as np
 from protocol import cores, serve
 
 from rlhf_jax.collect import decoding_weights
-from rlhf_jax.generation import tree
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.samples import Decoding, Request
-from rlhf_jax.generation.sampling import Sampling
+from rlhf_jax.generation.requests import Decoding, Request
+from rlhf_jax.generation.speculative import tree
+from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.mesh import make_mesh
-from rlhf_jax.model import huggingface
+from rlhf_jax.model.weights import huggingface
 
 jax.config.update("jax_platforms", "cpu")
 target = decoding_weights(

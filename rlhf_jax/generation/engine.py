@@ -16,18 +16,18 @@ import jax
 import numpy as np
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.generation import board as boards
-from rlhf_jax.generation import placing as placings
-from rlhf_jax.generation import programs
+from rlhf_jax.generation import assignment as placings
+from rlhf_jax.generation import precompile
 from rlhf_jax.generation import rows as row_verbs
-from rlhf_jax.generation.crew import Crew, crew_of
-from rlhf_jax.generation.flights import Setting, fly, land, may_fly
-from rlhf_jax.generation.instance import Instance
-from rlhf_jax.generation.placing import STATIC, Placing, Stage
-from rlhf_jax.generation.programs import Ahead, Models
-from rlhf_jax.generation.ranks import Ranks
-from rlhf_jax.generation.samples import Decoding, Request, RoundReport, Sample
+from rlhf_jax.generation import scheduler as boards
+from rlhf_jax.generation.assignment import STATIC, Placing, Stage
+from rlhf_jax.generation.multihost import Ranks
+from rlhf_jax.generation.precompile import Ahead, Models
+from rlhf_jax.generation.requests import Decoding, Request, RoundReport, Sample
+from rlhf_jax.generation.rounds import Setting, fly, land, may_fly
+from rlhf_jax.generation.slice_batch import Instance
 from rlhf_jax.generation.strategy.select import Selector
+from rlhf_jax.runtime.slice_groups import Crew, crew_of
 from rlhf_jax.types import Array, Model
 
 Landing = tuple[RoundReport, list[Sample]]  # and the samples that ended with it
@@ -272,7 +272,7 @@ def warm_up(
     groups = [[Sample(i, request, []) for i in range(samples)]]
     fleet = _fleet((target, drafter), groups, decoding, mesh)
     first = fleet[0]
-    does = programs.analysis(first.state, first.models[0], decoding, first.mesh) if look else {}
+    does = precompile.analysis(first.state, first.models[0], decoding, first.mesh) if look else {}
     for instance in fleet:
         _warm_up(instance, decoding, look)
     return does
@@ -284,7 +284,7 @@ def _warm_up(instance: Instance, decoding: Decoding, look: bool) -> None:
     mesh = instance.mesh
     while True:
         alone = boards.siblings([None] * rows, decoding)
-        state, _ = programs.dispatch(
+        state, _ = precompile.dispatch(
             state, instance.models, decoding.strategies[0], alone, decoding, mesh, look
         )
         rows, before = boards.row_bucket(rows // 2, rows, decoding, mesh), rows

@@ -13,7 +13,7 @@ import dataclasses
 
 import numpy as np
 
-from rlhf_jax.reallocation.survivors import BINS, ROUNDING, Clock, Drain
+from rlhf_jax.reallocation.drain_model import BINS, ROUNDING, Clock, Drain
 
 GROUPS = 16  # of slices that are packed alike, at most
 # of all samples, and the power by which the first are closer together

@@ -11,7 +11,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.inference.shaping import whiten
+from rlhf_jax.training.kl import whiten
 from rlhf_jax.types import Array
 
 

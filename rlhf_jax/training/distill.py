@@ -23,7 +23,7 @@ import numpy as np
 import optax
 from flax import struct
 
-from rlhf_jax.generation.sampling import Sampling, draw
+from rlhf_jax.generation.speculative.sampling import Sampling, draw
 from rlhf_jax.mesh import model_shardings
 from rlhf_jax.model.transformer import cast, forward, logits, stack, unstack
 from rlhf_jax.training.batching import micro_batches, minibatches

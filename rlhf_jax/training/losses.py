@@ -10,8 +10,8 @@ import chex
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax.inference.shaping import kl_k3
 from rlhf_jax.training.batching import MicroBatch
+from rlhf_jax.training.kl import kl_k3
 from rlhf_jax.types import Array
 
 

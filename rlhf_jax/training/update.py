@@ -18,12 +18,12 @@ import optax
 from flax import struct
 
 from rlhf_jax.inference.logprobs import CHUNK, token_law
-from rlhf_jax.inference.shaping import kl_k3
 from rlhf_jax.inference.values import token_values
 from rlhf_jax.mesh import model_shardings
 from rlhf_jax.model.attention import causal
 from rlhf_jax.model.transformer import cast, stack
 from rlhf_jax.training.batching import MicroBatch, micro_batches, minibatches, select
+from rlhf_jax.training.kl import kl_k3
 from rlhf_jax.training.losses import (
     explained_variance,
     summed_policy_loss,

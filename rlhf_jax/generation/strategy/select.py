@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_jax.generation import tree as trees
-from rlhf_jax.generation.samples import RoundReport
+from rlhf_jax.generation.requests import RoundReport
+from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.strategy import acceptance as accepting
-from rlhf_jax.generation.strategy import cost, drain, spending, tally
-from rlhf_jax.generation.strategy import menu as menus
+from rlhf_jax.generation.strategy import candidates as menus
+from rlhf_jax.generation.strategy import cost, drain, expected_gain, statistics
 from rlhf_jax.generation.strategy.acceptance import CLASSES, NOTHING, Evidence
-from rlhf_jax.generation.strategy.menu import Menu
-from rlhf_jax.generation.strategy.tally import Tallies
+from rlhf_jax.generation.strategy.candidates import Menu
+from rlhf_jax.generation.strategy.statistics import Tallies
 from rlhf_jax.types import Strategy
 
 GAIN = 0.01  # of tokens a second that a switch must bring
@@ -224,10 +224,10 @@ class Selector:
         for drafter, columns in self.menu.packed.items():
             if (counts := situation.classes.get(drafter)) is not None:
                 rows = situation.by_device.get(drafter)
-                rows = spending.on_one_device(counts, situation.live) if rows is None else rows
+                rows = expected_gain.on_one_device(counts, situation.live) if rows is None else rows
                 factor = accepting.calibration(self.acceptance[drafter])
                 slots = situation.rows, self.menu.nodes[columns]
-                pace[:CLASSES, columns] = spending.tokens(
+                pace[:CLASSES, columns] = expected_gain.tokens(
                     self.rankings[drafter], rows, *slots, factor
                 )
                 pace[CLASSES:, columns] = pace[:CLASSES, columns]
@@ -351,7 +351,7 @@ class Selector:
         prediction = self._prediction(report)
         if prediction is not None:
             expected = prediction.tokens * report.live, prediction.seconds
-            tally.add(self.stage.tallies, report, *expected, timed=not self.frozen_costs)
+            statistics.add(self.stage.tallies, report, *expected, timed=not self.frozen_costs)
             if used in self.acceptance:
                 figures = report.accepted, prediction.drafts * report.live, report.live
                 self.acceptance[used] = accepting.realise(self.acceptance[used], *figures)
@@ -409,8 +409,8 @@ class Selector:
         self.worths = {}
         self.rankings = {}
         for drafter, columns in self.menu.packed.items():
-            self.worths[drafter] = spending.worths(self.acceptance[drafter].rates[1, ..., 0])
-            self.rankings[drafter] = spending.ranked(
+            self.worths[drafter] = expected_gain.worths(self.acceptance[drafter].rates[1, ..., 0])
+            self.rankings[drafter] = expected_gain.ranked(
                 self.worths[drafter][:, : self.menu.depth[columns[0]]]
             )
 
@@ -444,8 +444,8 @@ class Selector:
         self.acceptance = {
             drafter: accepting.forget(known, kept) for drafter, known in self.acceptance.items()
         }
-        self.earlier = tally.merged(self.earlier, self.stage.tallies)
-        self.last_stage, self.classes = tally.rows(self.stage.tallies), self.stage.classes
+        self.earlier = statistics.merged(self.earlier, self.stage.tallies)
+        self.last_stage, self.classes = statistics.rows(self.stage.tallies), self.stage.classes
         self.stage = _Stage()
         self._expect()
 
@@ -456,12 +456,12 @@ class Selector:
         Rows have the mean context of those rounds, and drafters the confidence that they had over
         the last stage.
         """
-        known = tally.merged(self.earlier, self.stage.tallies)
-        alike = tally.total(
-            figures for (_, size), figures in known.items() if size == tally.bucket(live)
+        known = statistics.merged(self.earlier, self.stage.tallies)
+        alike = statistics.total(
+            figures for (_, size), figures in known.items() if size == statistics.bucket(live)
         )
-        alike = alike if alike["live_rows"] else tally.total(known.values())
-        context = live * tally.ratio(alike["context"], alike["live_rows"])
+        alike = alike if alike["live_rows"] else statistics.total(known.values())
+        context = live * statistics.ratio(alike["context"], alike["live_rows"])
         return Situation(rows, live, context, 0, self.classes, lambda strategy: True, most_nodes)
 
     def pace(self, live: int, rows: int, most_nodes: int) -> float:
@@ -489,7 +489,7 @@ class Selector:
                 "tokens_per_second": float(tokens[i] / seconds[i]),
                 "ready": situation.ready(strategy),
             }
-            | self._realised(strategy, tally.bucket(situation.live))
+            | self._realised(strategy, statistics.bucket(situation.live))
             for i, strategy in enumerate(self.menu.strategies)
             if self.menu.nodes[i] <= situation.most_nodes
         ]
@@ -500,12 +500,12 @@ class Selector:
         were none.
         """
         place = strategy, live
-        found = tally.total([self.earlier.get(place, {}), self.stage.tallies.get(place, {})])
+        found = statistics.total([self.earlier.get(place, {}), self.stage.tallies.get(place, {})])
         return {
             "rounds": found["rounds"],
-            "realised_tokens_per_row": tally.ratio(found["tokens"], found["live_rows"]),
-            "realised_tokens_per_second": tally.ratio(found["timed_tokens"], found["seconds"]),
-            "predicted_tokens_per_second": tally.ratio(
+            "realised_tokens_per_row": statistics.ratio(found["tokens"], found["live_rows"]),
+            "realised_tokens_per_second": statistics.ratio(found["timed_tokens"], found["seconds"]),
+            "predicted_tokens_per_second": statistics.ratio(
                 found["predicted_tokens"], found["predicted_seconds"]
             ),
         }
@@ -515,9 +515,9 @@ class Selector:
         predictions were.
         """
         tallies = self.stage.tallies
-        ratio = tally.ratio
-        total = tally.total(tallies.values())
-        rounds = tally.total(
+        ratio = statistics.ratio
+        total = statistics.total(tallies.values())
+        rounds = statistics.total(
             {strategy.drafter: figures["rounds"]} for (strategy, _), figures in tallies.items()
         )
         shares = {
@@ -555,7 +555,7 @@ class Selector:
                 trees.name_of(one) for one in self.menu.strategies if not trees.is_chain(one)
             ],
             "timed": self.timed,
-            "tallies": tally.state(self.earlier),
+            "tallies": statistics.state(self.earlier),
             "classes": dict(self.classes),
             "current": {
                 str(number): trees.name_of(strategy) for number, strategy in self.current.items()
@@ -578,7 +578,7 @@ class Selector:
                 [*filter(trees.is_chain, self.menu.strategies), *found], self.menu.longest
             )
         self.timed = saved["timed"]
-        self.earlier = tally.restore(saved["tallies"])
+        self.earlier = statistics.restore(saved["tallies"])
         self.classes = {drafter: np.array(counts) for drafter, counts in saved["classes"].items()}
         current = saved["current"] or {}
         current = (

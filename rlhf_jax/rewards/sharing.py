@@ -1,0 +1,49 @@
+"""Rewards shared out to the processes of a run: each scores some of the answers, and all get all
+scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlhf_jax.rewards.combination import Answer, Broken, Scorer, Scores
+from rlhf_jax.runtime import distributed
+
+
+def shared_out(scorer: Scorer) -> Scorer:
+    """The scorer over answers that all processes have: each scores its share, and all get all
+    scores.
+
+    It is broken where no process had a score.
+    """
+    if not distributed.started():
+        return scorer
+
+    def own(answers: Sequence[Answer]) -> Scores | Broken:
+        try:
+            return scorer(distributed.share(answers))
+        except Broken as broken:  # other processes may have had numbers
+            return broken
+
+    def score(answers: Sequence[Answer]) -> Scores:
+        found = distributed.together(lambda: own(answers))
+        broken = [part for part in found if isinstance(part, Broken)]
+        parts = [part.scores if isinstance(part, Broken) else part for part in found]
+        if broken and sum(len(one.scores.values) for one in broken) == len(answers):
+            raise broken[0]
+        return _undealt(parts, len(answers))
+
+    return score
+
+
+def _undealt(parts: Sequence[Scores], answers: int) -> Scores:
+    """Scores in the order from which `processes.share` dealt the answers."""
+    values = np.zeros(answers, np.float32)
+    failures = {}
+    count = len(parts)
+    for rank, part in enumerate(parts):
+        values[rank::count] = part.values
+        failures |= {rank + count * index: reason for index, reason in part.failures.items()}
+    return Scores(values, dict(sorted(failures.items())))

@@ -1,0 +1,271 @@
+"""Python rewards in processes of their own: the pool that hands out answers, and what each process
+runs.
+
+Parent and child talk over one socket, the child's standard input. The child sends READY once, then
+for each call it receives, `(prompt, response, row)`, the reward's float, or a string: why there is
+none. It imports no jax.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import fcntl
+import numbers
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import Pipe, connection
+from typing import Any
+
+import numpy as np
+
+from rlhf_jax.rewards.combination import (
+    Answer,
+    Reward,
+    Scores,
+    as_scores,
+    failure,
+    load_reward,
+    refuse_broken,
+)
+
+READY = "ready"
+START_SECONDS = 120.0  # for Python and the reward's imports
+HANGS = 4  # so many calls out of time, and none that ever succeeded: the reward hangs
+SILENCE = 1.0  # seconds between two signs of life at most
+MESSAGE = 200  # characters of an error that are kept
+
+
+@dataclasses.dataclass
+class _Child:
+    process: subprocess.Popen
+    pipe: connection.Connection
+    lifeline: connection.Connection  # closed by the kernel, whatever ends this process
+    deadline: float  # of what it does now: start, or answer `index`
+    ready: bool = False
+    index: int | None = None
+
+    @property
+    def busy(self) -> bool:
+        return not self.ready or self.index is not None
+
+
+class Workers:
+    """A reward function as a scorer that runs it in up to `count` processes, for `seconds` a call
+    at most.
+
+    A call that raises, gives no finite float32, takes too long (never, with math.inf seconds) or
+    ends its process fails alone; the process is replaced. ValueError where the reward is broken: it
+    cannot be imported (here or in a process), or it has never given a number yet and fails on every
+    answer, or hangs. `observe` is called after every wait for results, of a second at most; it may
+    raise to stop the call. Leaving the context kills the processes and all that they have started;
+    they also end when this process does, killed or not.
+    """
+
+    def __init__(
+        self, spec: str, count: int, seconds: float, observe: Callable[[], None] = lambda: None
+    ):
+        load_reward(spec)
+        self._spec = spec
+        self._count = count
+        self._seconds = seconds
+        self._observe = observe
+        self._children: list[_Child] = []
+        self._works = False  # whether it ever gave a number
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes; a later call starts new ones."""
+        while self._children:
+            self._end(self._children[-1])
+
+    def __call__(self, answers: Sequence[Answer]) -> Scores:
+        """Scores in the order of the answers."""
+        waiting = collections.deque(range(len(answers)))
+        results: dict[int, float | str] = {}
+        try:
+            while len(results) < len(answers):
+                self._hand_out(waiting, answers)
+                found = self._collect()
+                results |= found
+                self._works |= not all(map(failure, found.values()))
+                self._refuse_hanging(results)
+                self._observe()
+        except BaseException:
+            self.close()  # what they still work on must not be taken for a later call's
+            raise
+        scores = as_scores([results[index] for index in range(len(answers))])
+        if not self._works:
+            refuse_broken(self._spec, scores)
+        return scores
+
+    def _hand_out(self, waiting: collections.deque[int], answers: Sequence[Answer]) -> None:
+        for child in [
+            child for child in self._children if not child.busy and child.process.poll() is not None
+        ]:
+            self._end(child)
+        free = sum(child.index is None for child in self._children)
+        for _ in range(min(self._count - len(self._children), len(waiting) - free)):
+            self._children.append(_start(self._spec))
+        for child in self._children:
+            if waiting and not child.busy:
+                child.index = waiting.popleft()
+                child.deadline = time.monotonic() + self._seconds
+                answer = answers[child.index]
+                with contextlib.suppress(
+                    OSError
+                ):  # a dead child is noticed when its result is read
+                    child.pipe.send((answer.prompt, answer.response, answer.row))
+
+    def _collect(self) -> dict[int, float | str]:
+        """Waits for the first results, or the first deadline, or until a sign of life is due."""
+        results: dict[int, float | str] = {}
+        busy = {child.pipe: child for child in self._children if child.busy}
+        patience = min(child.deadline for child in busy.values()) - time.monotonic()
+        for pipe in connection.wait(list(busy), min(max(0.0, patience), SILENCE)):
+            results |= self._receive(busy[pipe])  # pyright: ignore[reportArgumentType]
+        for child in self._children.copy():
+            if child.busy and child.deadline <= time.monotonic():
+                results |= self._give_up(
+                    child, _late(self._seconds if child.ready else START_SECONDS)
+                )
+        return results
+
+    def _receive(self, child: _Child) -> dict[int, float | str]:
+        try:
+            result = child.pipe.recv()
+        except (EOFError, OSError):
+            return self._give_up(child, f"ended its process with {_exit_status(child.process)}")
+        if not child.ready:
+            child.ready = result == READY
+            return {} if child.ready else self._give_up(child, result)
+        index = child.index
+        child.index = None
+        assert index is not None
+        return {index: result}
+
+    def _give_up(self, child: _Child, reason: str) -> dict[int, float | str]:
+        """Ends a child: its answer has failed. One that never got ready would not do so the next
+        time either.
+        """
+        self._end(child)
+        if child.index is None:
+            raise ValueError(
+                f"Reward {self._spec} does not start in a process of its own: {reason.rstrip('.')}."
+            )
+        return {child.index: reason}
+
+    def _refuse_hanging(self, results: dict[int, float | str]) -> None:
+        late = list(results.values()).count(_late(self._seconds))
+        if late >= HANGS and not self._works:
+            raise ValueError(
+                f"Reward {self._spec} hangs: {late} calls {_late(self._seconds)} and none"
+                " succeeded;"
+                " make it faster or raise its seconds."
+            )
+
+    def _end(self, child: _Child) -> None:
+        self._children.remove(child)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(
+                child.process.pid, signal.SIGKILL
+            )  # it leads a group: what it has started ends as well
+        child.process.wait()
+        child.pipe.close()
+        child.lifeline.close()
+
+
+def _start(spec: str) -> _Child:
+    """A child that imports the reward as this process would, and has not said READY yet."""
+    ours, theirs = Pipe()
+    held, watched = Pipe()  # nothing is ever sent: what happens on it is the end of this process
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", __name__, spec, str(watched.fileno())],
+        stdin=theirs.fileno(),
+        pass_fds=(watched.fileno(),),
+        stdout=2,  # what a reward prints
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        start_new_session=True,  # Ctrl-C in the terminal is not for it
+    )
+    theirs.close()
+    watched.close()
+    return _Child(process, ours, held, time.monotonic() + START_SECONDS)
+
+
+def _late(seconds: float) -> str:
+    return f"took longer than {seconds:g} s"
+
+
+def _exit_status(process: subprocess.Popen) -> str:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        code = process.wait(1)
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return "its end of the pipe closed"
+
+
+def serve(spec: str, watched: int) -> None:
+    """A child's life: import the reward, then answer calls until the parent closes the socket or
+    ends.
+
+    `watched` is the file descriptor on which something happens only when the parent ends.
+    """
+    pipe = connection.Connection(os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)  # a reward that reads its input must not take calls
+    _signal_events(watched)
+    try:
+        reward = load_reward(spec)
+    except (ValueError, OSError) as error:
+        pipe.send(_one_line(error))
+        return
+    with contextlib.suppress(EOFError, OSError):  # the parent's end
+        pipe.send(READY)
+        while True:
+            arguments = pipe.recv()
+            signal.signal(signal.SIGIO, signal.SIG_DFL)
+            result = call(reward, *arguments)
+            signal.signal(signal.SIGIO, signal.SIG_IGN)
+            pipe.send(result)
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # what the reward has started ends as well
+
+
+def _signal_events(watched: int) -> None:
+    """Has the kernel send SIGIO at the parent's end; ignored here.
+
+    In a call it is not ignored, and ends the child even in a regular expression that never returns
+    and lets no other thread run. The pipe of calls would not do: the signal of a call's arrival may
+    come after the call was read.
+    """
+    signal.signal(signal.SIGIO, signal.SIG_IGN)
+    os.set_inheritable(watched, False)
+    fcntl.fcntl(watched, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(watched, fcntl.F_SETFL, fcntl.fcntl(watched, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def call(reward: Reward, prompt: str, response: str, row: dict[str, Any]) -> float | str:
+    """The reward, or in a string why there is none: it raised, or gave no number."""
+    try:
+        value = reward(prompt, response, row)
+        if isinstance(value, numbers.Real | np.bool_):
+            return float(value)
+    except Exception as error:
+        return f"raised {type(error).__name__}: {_one_line(error)}"
+    return f"gave a value of type {type(value).__name__} instead of one float"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:MESSAGE]
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,135 @@
+"""All samples of a stage: dealt out to processes and slices, or placed by a plan, and gathered; and
+what slices did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from rlhf_jax.generation.assignment import Placing
+from rlhf_jax.generation.engine import Spare, generate
+from rlhf_jax.generation.requests import Decoding, Request, RoundReport, Sample
+from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.strategy.select import Selector
+from rlhf_jax.inference.overlap import Backlog
+from rlhf_jax.monitoring.trace import Span
+from rlhf_jax.reallocation.length_model import Lengths
+from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime.signals import Stopped
+from rlhf_jax.runtime.slice_groups import Abandoned, crew_of, failed
+from rlhf_jax.state import Stages
+from rlhf_jax.types import Model
+
+
+def placing_of(
+    stages: Stages, lengths: Lengths, name: str, backlog: Backlog | None = None
+) -> Placing:
+    """Where the samples of the stage of this name run, beside which slices may work on a
+    backlog.
+    """
+    placing = Placing(stages.decide, lengths, stages.in_turn, name)
+    if backlog is None:
+        return placing
+    crews = crew_of(stages.mesh).crews  # each has finished about as much as this one
+    return dataclasses.replace(
+        placing, scoring=stages.scoring, unscored=lambda: crews * backlog.tokens
+    )
+
+
+def roll_out(
+    target: Model,
+    drafter: Model | None,
+    wanted: Sequence[Request],
+    decoding: Decoding,
+    stages: Stages,
+    placing: Placing,
+    selector: Selector | None = None,
+    observe: Callable[[RoundReport], None] = lambda report: None,
+    finished: Callable[[Sample], None] = lambda sample: None,
+    spare: Spare | None = None,
+) -> list[Sample]:
+    """All samples, in the order of the requests. Each crew decodes on its own slices, without the
+    others.
+
+    What a crew decodes is its share of the requests or, where there is a plan, what that says.
+    `finished` hears of each sample that ends here.
+    """
+    crew = crew_of(stages.mesh)
+    asked = wanted if placing.decide else crew.share(wanted)
+
+    def rolled() -> list[Sample]:
+        samples = []
+        on = (stages.mesh, observe, selector, stages.ahead, placing, spare)
+        with contextlib.suppress(Abandoned), failed(placing.name):
+            for sample in generate(target, drafter, asked, decoding, *on):
+                samples.append(sample)
+                finished(sample)
+        return samples if crew.leads else []  # the leader speaks for all
+
+    ids = [(request, sample_id) for request in wanted for sample_id in request.sample_ids]
+    if not distributed.started():
+        samples = {sample.sample_id: sample for sample in rolled()}
+        return [samples[sample_id] for _, sample_id in ids]
+    outcome = _of_crew(rolled) if crew.several else rolled
+    shares = distributed.together(lambda: list(map(_packed, outcome())))
+    distributed.by_leader(lambda: distributed.forget(placing.name))
+    packed = {one[0]: one for share in shares for one in share}
+    return [_unpacked(request, packed[sample_id]) for request, sample_id in ids]
+
+
+def _of_crew(rolled: Callable[[], list[Sample]]) -> Callable[[], list[Sample]]:
+    """What a process of a crew has to tell all others when its part is over.
+
+    A run may be stopped where all of a crew are between two rounds. With any other error the others
+    may wait on their devices for this process: it is raised here, and ends them.
+    """
+    try:
+        samples = rolled()
+    except Stopped as stopped:
+        return functools.partial(_raise, stopped)
+    return lambda: samples
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
+def _packed(sample: Sample) -> tuple:
+    """What another process is told of a finished sample."""
+    support = np.array(sample.support, np.int32) if sample.support else None
+    tokens = np.array(sample.tokens, np.int32)
+    logprobs = np.array(sample.logprobs, np.float32)
+    return sample.sample_id, tokens, logprobs, support, sample.rounds, sample.accepted
+
+
+def _unpacked(request: Request, packed: tuple) -> Sample:
+    sample_id, tokens, logprobs, support, rounds, accepted = packed
+    rows = [] if support is None else list(support)
+    sample = Sample(sample_id, request, [], tokens.tolist(), logprobs.tolist(), rows, done=True)
+    sample.rounds = rounds
+    sample.accepted = accepted
+    return sample
+
+
+def spans_of(report: RoundReport) -> Iterator[Span]:
+    """What a round says of its slice: samples that came with it, then the round."""
+    if report.moves:
+        yield Span(
+            report.slice,
+            "exchange",
+            report.began,
+            report.began,
+            report.moves,
+            "",
+            report.moved_bytes,
+        )
+    name = trees.name_of(report.strategy)
+    yield Span(
+        report.slice, "generate", report.began, report.ended, report.live, name, report.tokens
+    )

@@ -1,0 +1,82 @@
+"""What an error of reading a checkpoint says of it: damaged, or only out of reach for now."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime.checkpoint.quiet import release
+
+# What tensorstore says of files that are missing, too short or changed; whatever else it says
+# proves nothing.
+PROOFS = ("NOT_FOUND", "OUT_OF_RANGE", "DATA_LOSS", "FAILED_PRECONDITION")
+MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+
+
+class Damaged(Exception):
+    """Why a checkpoint cannot be trusted."""
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """An error within it is Damaged where it proves that files are missing, torn or changed, else
+    one OSError.
+
+    A whole checkpoint that is called damaged is lost work, so what proves nothing (too many open
+    files, an error of the disk, no permission, no memory, an error of orbax) leaves it where it is.
+    An error of the device stays itself.
+    """
+    try:
+        yield
+    except Damaged:
+        raise
+    except Exception as error:
+        if distributed.is_of_device(root(error)):
+            raise root(error) from None
+        release(error)
+        if _proves_damage(root(error)):
+            raise Damaged(f"{path.name} cannot be read, {reason(error)}") from error
+        raise OSError(
+            f"{path} cannot be read ({reason(error)}); the checkpoint stays as it is:"
+            " give the same command again, or move it away to go on from the one before it."
+        ) from error
+
+
+def reason(error: BaseException) -> str:
+    """The heart of an error's message; tensorstore's are long, and say last what happened first."""
+    error = root(error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    number = _os_error(text)
+    if number:
+        return os.strerror(number)
+    return re.sub(r"^[A-Z_]+: (.*: )?| \[(tensorstore|source).*", "", text)[:160]
+
+
+def root(error: BaseException) -> BaseException:
+    """What happened first."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _proves_damage(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in MISSING
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return True
+    text = str(error)
+    return text.partition(": ")[0] in PROOFS and _os_error(text) in (0, *MISSING)
+
+
+def _os_error(text: str) -> int:
+    """The errno that a message of tensorstore carries, or 0."""
+    code = re.search(r"os_error_code=\\?'(\d+)", text)
+    return int(code[1]) if code else 0

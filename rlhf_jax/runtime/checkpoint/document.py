@@ -1,0 +1,63 @@
+"""The JSON document of a checkpoint: what belongs to the host, and what proves the rest."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_jax.runtime.checkpoint.damage import Damaged, reading
+
+
+def make(**parts: Any) -> dict[str, Any]:
+    """A document of JSON values that shares nothing with `parts`, and holds its own digest.
+
+    parts: JSON values, numpy arrays and scalars, in lists and in dicts with string keys.
+    """
+    content = json.loads(json.dumps(parts, default=_encoded))
+    return content | {"sha256": _digest(content)}
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The parts of a document, arrays as numpy arrays that may be written to; see `reading` for the
+    errors.
+    """
+    with reading(file):
+        content = json.loads(file.read_bytes())
+    if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
+        raise Damaged(f"{file.name} has changed")
+    return json.loads(json.dumps(content), object_hook=_decoded)
+
+
+def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, saved, own) of each key of `own` that `saved` has another value for, or none (None)."""
+    own = json.loads(json.dumps(own))  # tuples become lists, as they did in `saved`
+    return [(key, saved.get(key), value) for key, value in own.items() if saved.get(key) != value]
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _encoded(value: Any) -> Any:
+    """A numpy array or scalar as JSON."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"A {type(value).__name__} is neither JSON nor a numpy array.")
+    data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+    return {"dtype": value.dtype.str, "shape": list(value.shape), "base64": data}
+
+
+def _decoded(value: dict[str, Any]) -> Any:
+    if value.keys() != {"dtype", "shape", "base64"}:
+        return value
+    data = bytearray(
+        base64.b64decode(value["base64"])
+    )  # a bytearray, unlike bytes, can be written to
+    return np.frombuffer(data, value["dtype"]).reshape(value["shape"])

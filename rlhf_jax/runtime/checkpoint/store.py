@@ -1,0 +1,384 @@
+"""Checkpoints of a run: saved in the background, whole or not at all, and proved whole when they
+are read.
+
+A checkpoint is a folder named by its step. Orbax stores the device arrays, each device writing its
+own slices, under their names in the tree; a document beside them holds what belongs to the host,
+the identity of the run, and of every array its dtype, shape and fingerprint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath
+
+from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime.checkpoint import document as documents
+from rlhf_jax.runtime.checkpoint.damage import Damaged, reading, reason, root
+from rlhf_jax.runtime.checkpoint.fingerprint import fingerprint
+from rlhf_jax.runtime.checkpoint.quiet import quiet, release
+
+# the two items of a checkpoint, and the second's file
+STATE = "state"
+HOST = "host"
+DOCUMENT = "document.json"
+UNFINISHED = "*.orbax-checkpoint-tmp*"  # what orbax renames when it is complete
+DAMAGED = "damaged-"
+
+
+class Restored(NamedTuple):
+    """What a checkpoint gave back."""
+
+    step: int
+    state: Any  # as the template, of jax.Array
+    host: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `folder`; of complete ones the latest `keep` stay.
+
+    Use as a context manager: leaving it waits for the save that is running. `identity` is a flat
+    dict of JSON values, saved with every checkpoint; one that differs in any of its keys is
+    refused. The `changeable` ones among them are keys of the config, which may differ where
+    `allow_changes`. Any error of saving but a device's is one OSError, at the next call or at the
+    end, and leaves the earlier checkpoints as they were.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        keep: int,
+        identity: Mapping[str, Any],
+        changeable: Collection[str] = (),
+        allow_changes: bool = False,
+    ):
+        self._folder = Path(folder).absolute()
+        self._keep = keep
+        self._identity = dict(identity)
+        self._changeable = changeable
+        self._allow_changes = allow_changes
+
+    def __enter__(self) -> Checkpoints:
+        self._saving = -1
+        with contextlib.ExitStack() as stack:
+            distributed.by_leader(lambda: self._take(stack))
+            if distributed.started():
+                _check_shared(self._folder)
+            stack.enter_context(quiet())
+            with _naming(self._folder):
+                self._manager = _manager(self._folder, self._keep)
+            self._stack = stack.pop_all()
+        return self
+
+    def _take(self, stack: contextlib.ExitStack) -> None:
+        with _naming(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_alone(self._folder))
+            _remove_unfinished(self._folder)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            with self._stack, self._failing(), contextlib.closing(self._manager):
+                self._manager.wait_until_finished()
+        except Exception as failure:
+            if error is None:
+                raise
+            for said in [str(failure), *getattr(failure, "__notes__", ())]:
+                error.add_note(said)
+
+    def save(self, step: int, state: Any, host: Mapping[str, Any]) -> None:
+        """Start saving; the caller may donate `state` and change `host` as soon as this returns.
+
+        state: a pytree of jax.Array, however sharded. host: JSON values, numpy arrays and scalars
+        in lists and in dicts with string keys. A save still running is waited for; a step that is
+        saved already stays as it is.
+        """
+        self._settle()
+        if step in self._manager.all_steps():
+            return
+        leaves = named_leaves(state)
+        document = documents.make(identity=self._identity, leaves=_table(leaves), host=host)
+        items = {STATE: ocp.args.PyTreeSave(_unshared(leaves)), HOST: ocp.args.JsonSave(document)}
+        self._saving = step
+        with self._failing():
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+    def restore(self, template: Any) -> Restored | None:
+        """The latest checkpoint that is whole, placed as `template` says; None where there is none
+        at all.
+
+        template: a pytree of jax.ShapeDtypeStruct (with shardings, else for the first device) or
+        jax.Array; its mesh need not be the one that saved. A damaged checkpoint is named on stderr
+        and moved to `damaged-STEP`, and the one before it is used. Raises ValueError where the
+        identity or the arrays of the state differ from this run's, or where no checkpoint is whole,
+        OSError where one cannot be read but nothing proves it damaged.
+        """
+        self._settle()
+        names = distributed.by_leader(lambda: _names(self._folder))
+        found = _steps(names)
+        for step in reversed(found):
+            try:
+                return self._read(step, template)
+            except Damaged as damage:
+                self._move_aside(step, str(damage))
+        if found or any(name.startswith(DAMAGED) for name in names):
+            raise ValueError(
+                f"No checkpoint in {self._folder} is whole: bring one back from a copy, or name"
+                " another workdir."
+            )
+        return None
+
+    def _read(self, step: int, template: Any) -> Restored:
+        folder = self._folder / str(step)
+        document = distributed.by_leader(lambda: documents.read(folder / HOST / DOCUMENT))
+        for key, saved, own in documents.differences(document["identity"], self._identity):
+            if key in self._changeable and self._allow_changes:
+                continue
+            permit = " set checkpoint.allow_changes=True," if key in self._changeable else ""
+            raise ValueError(
+                f"The checkpoint {folder} was made with {key} = {saved!r}, and this run has"
+                f" {own!r};"
+                f" restore it,{permit} or name another workdir."
+            )
+        for name in document["leaves"].keys() - named_leaves(template).keys():
+            raise ValueError(
+                f"The checkpoint {folder} holds {name}, which this run lacks; name another workdir."
+            )
+        return Restored(step, _read_state(folder, document["leaves"], template), document["host"])
+
+    def _move_aside(self, step: int, why: str) -> None:
+        folder = self._folder / str(step)
+        target = self._folder / f"{DAMAGED}{step}"
+        number = 2
+        while target.exists():
+            target = self._folder / f"{DAMAGED}{step}-{number}"
+            number = number + 1
+
+        def move() -> None:
+            with _naming(folder):
+                folder.rename(target)
+            print(
+                f"warning: the checkpoint of step {step} is damaged ({why}); it is now {target}.",
+                file=sys.stderr,
+            )
+
+        distributed.by_leader(move)
+        self._manager.reload()
+
+    def _settle(self) -> None:
+        """Wait for the save that is running."""
+        with self._failing():
+            self._manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Any error of orbax, in the foreground or the background, is one OSError and leaves
+        nothing half written.
+
+        A device's stays itself: room would not help it.
+        """
+        try:
+            yield
+        except Exception as error:
+            release(error)
+            with contextlib.suppress(OSError):  # the first error is the one to be told
+                if distributed.leads():
+                    _remove_unfinished(self._folder)
+                self._manager.reload()
+            unsaved = f"The checkpoint of step {self._saving} could not be saved in {self._folder}"
+            if distributed.is_of_device(root(error)):
+                root(error).add_note(f"{unsaved}; those before it are whole.")
+                raise root(error) from None
+            raise OSError(
+                f"{unsaved} ({reason(error)}); those before it are whole: make room and give the"
+                " same command again."
+            ) from error
+
+
+def read_part(folder: str | Path, template: Any, step: int | None = None) -> Restored:
+    """The arrays that `template` names (see `Checkpoints.restore`), of `step` or the latest;
+    changes nothing.
+
+    Safe beside a run that is saving there. Raises ValueError or OSError in one sentence.
+    """
+    found = steps(Path(folder))
+    if not found or step not in (None, *found):
+        wanted = "" if step is None else f" of step {step}"
+        raise FileNotFoundError(
+            f"There is no checkpoint{wanted} in {folder}; found are: {found or 'none'}."
+        )
+    step = found[-1] if step is None else step
+    place = Path(folder).absolute() / str(step)
+    try:
+        document = documents.read(place / HOST / DOCUMENT)
+        with quiet():
+            state = _read_state(place, document["leaves"], template)
+        return Restored(step, state, document["host"])
+    except Damaged as damage:
+        raise ValueError(
+            f"The checkpoint {place} is damaged ({damage}); name another step."
+        ) from damage
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of the complete checkpoints in a folder, in order."""
+    return _steps(_names(folder))
+
+
+def _steps(names: Collection[str]) -> list[int]:
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by their place in it, such as `optimizer.1.0.mu.layers.query`."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def _table(leaves: dict[str, jax.Array]) -> dict[str, list]:
+    """[dtype, shape, fingerprint] of each array."""
+    return {
+        name: [leaf.dtype.name, list(leaf.shape), mark] for (name, leaf), mark in _marked(leaves)
+    }
+
+
+def _marked(leaves: dict[str, jax.Array]) -> list[tuple[tuple[str, jax.Array], int]]:
+    marks = jax.device_get([fingerprint(leaf) for leaf in leaves.values()])
+    return list(zip(leaves.items(), map(int, marks), strict=True))
+
+
+def _unshared(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The arrays in buffers that no later computation may be given.
+
+    Orbax copies an accelerator's arrays to the host before its `save` returns, but writes a CPU's
+    from where they lie, long after they were donated.
+    """
+    return {name: _copied(leaf) if _on_cpu(leaf) else leaf for name, leaf in leaves.items()}
+
+
+_copied = jax.jit(jnp.copy)
+
+
+def _on_cpu(leaf: jax.Array) -> bool:
+    return next(iter(leaf.devices())).platform == "cpu"
+
+
+def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
+    handlers = ocp.DefaultCheckpointHandlerRegistry()
+    arrays = ocp.PyTreeCheckpointHandler(
+        use_compression=False
+    )  # weights hardly shrink, and it takes the CPU's time
+    handlers.add(STATE, ocp.args.PyTreeSave, arrays)
+    handlers.add(HOST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(DOCUMENT))
+    # Threads that wait for a folder which could not be made would hold the process for minutes.
+    at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+    # Lightweight: a damaged checkpoint must not keep the others from being found.
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep, lightweight_initialize=True, async_options=at_once
+    )
+    return ocp.CheckpointManager(folder, options=options, handler_registry=handlers)
+
+
+def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
+    """The template's arrays from a checkpoint, each proved by its fingerprint."""
+    wanted = {name: _placed(leaf) for name, leaf in named_leaves(template).items()}
+    _check_leaves(folder, saved, wanted)
+    asked = {name: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for name, leaf in wanted.items()}
+    arguments = ocp.args.PyTreeRestore(wanted, restore_args=asked, partial_restore=True)
+    leaves = distributed.in_step(lambda: _read_arrays(folder / STATE, arguments))
+    for (name, _), mark in _marked(leaves):
+        if mark != saved[name][2]:
+            raise Damaged(f"the values of {name} have changed")
+    return jax.tree.unflatten(jax.tree.structure(template), [leaves[name] for name in wanted])
+
+
+def _read_arrays(folder: Path, arguments: ocp.args.PyTreeRestore) -> dict[str, jax.Array]:
+    """Without orbax's Checkpointer, in which a process whose part is damaged would leave the others
+    waiting.
+    """
+    with reading(folder), contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+        return handler.restore(epath.Path(folder), args=arguments)
+
+
+def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _check_leaves(
+    folder: Path, saved: dict[str, list], wanted: dict[str, jax.ShapeDtypeStruct]
+) -> None:
+    for name, leaf in wanted.items():
+        dtype, shape, _ = saved.get(name, ("nothing", "", 0))
+        if (dtype, shape) != (leaf.dtype.name, list(leaf.shape)):
+            raise ValueError(
+                f"The checkpoint {folder} has {dtype}{shape} for {name}, and this run"
+                f" {leaf.dtype.name}{list(leaf.shape)}; name another workdir."
+            )
+
+
+def _check_shared(folder: Path) -> None:
+    """Raise ValueError, on all, where a process does not see the leader's folder."""
+    mark = folder / distributed.from_leader(f".seen-{os.getpid()}-{time.time_ns()}")
+    with _naming(folder):
+        distributed.by_leader(mark.touch)
+        seen = distributed.gather(mark.exists())
+        distributed.by_leader(mark.unlink)
+    if not all(seen):
+        raise ValueError(
+            f"Rank {seen.index(False)} of the run does not see what rank 0 writes to {folder}:"
+            " name a workdir on a file"
+            " system that all processes share."
+        )
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Within it no other run uses the folder; the lock ends with the process, however that ends."""
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ValueError(
+            f"Another run is at work in {folder.parent}: stop it, or name another workdir."
+        ) from error
+    finally:
+        os.close(place)
+
+
+def _names(folder: Path) -> list[str]:
+    """What is in a folder that may be missing. `glob` may take one that cannot be read for an empty
+    one.
+    """
+    with _naming(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return os.listdir(folder)
+    return []
+
+
+def _remove_unfinished(folder: Path) -> None:
+    for path in folder.glob(UNFINISHED):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be used for checkpoints ({reason(error)}); name another workdir."
+        ) from error
