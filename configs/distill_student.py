@@ -10,7 +10,7 @@ current by
     --config.drafter.layers=4 --config.drafter.learning_rate=1e-4
 """
 
-from rlhf_jax.config.schema import default
+from rlhf_jax.config import default
 
 
 def get_config():

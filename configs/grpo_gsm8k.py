@@ -11,7 +11,7 @@ part before weights are loaded: 12.1 GB in generation and 17.1 GB in training. P
 samples solve, or none, teach nothing and are replaced (DAPO), and the clip is wider above.
 """
 
-from rlhf_jax.config.schema import default
+from rlhf_jax.config import default
 
 
 def get_config():

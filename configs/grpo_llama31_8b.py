@@ -13,7 +13,7 @@ text is what plain decoding would give; `generation/tokens_per_round`, between 1
 the drafter saves.
 """
 
-from rlhf_jax.config.schema import default
+from rlhf_jax.config import default
 
 HARDWARE = {
     "gpu": {"rows": 256, "mesh": {"fsdp": 4, "tensor": 2, "device_memory_gb": 76.0}},

@@ -10,7 +10,7 @@ are looked up in the sample itself and in earlier roll-outs of its prompt, so
 `generation/tokens_per_round` rises as prompts come again.
 """
 
-from rlhf_jax.config.schema import default
+from rlhf_jax.config import default
 
 
 def get_config():

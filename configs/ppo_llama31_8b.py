@@ -13,7 +13,7 @@ Expect: `reward/mean` rises while `kl/mean` stays near its target and `critic/ex
 climbs above 0 within the first steps.
 """
 
-from rlhf_jax.config.schema import default
+from rlhf_jax.config import default
 
 HARDWARE = {
     "gpu": {"microbatch_rows": 16, "mesh": {"fsdp": 4, "tensor": 2, "device_memory_gb": 76.0}},

@@ -10,7 +10,7 @@ The weights (93 MB) are fetched at the first run. The reward is VADER's sentimen
 sentence; TextBlob reads another lexicon.
 """
 
-from rlhf_jax.config.schema import default
+from rlhf_jax.config import default
 
 
 def get_config():

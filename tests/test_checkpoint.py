@@ -313,7 +313,7 @@ def test_where_none_is_whole_nothing_is_begun_anew(tmp_path):
 KILLED = """
 import os, signal, sys
 import jax, jax.numpy as jnp
-from rlhf_jax.checkpoint.store import Checkpoints
+from rlhf_jax.runtime.checkpoint.store import Checkpoints
 checkpoints = Checkpoints(sys.argv[1], 2, {}).__enter__()
 checkpoints.save(1, [jnp.ones(5)], {})
 checkpoints.save(2, [jnp.ones(50_000_000)], {})

@@ -28,7 +28,7 @@ def get_config():
 
 PROGRAM = """
 import sys
-from rlhf_jax import command_line
+from rlhf_jax.config import command_line
 try:
     config = command_line.read(sys.argv)
 except (ValueError, FileNotFoundError) as error:
@@ -66,8 +66,8 @@ def test_the_default_is_locked():
 
 
 def test_every_key_has_a_comment():
-    source = (ROOT / "rlhf_jax" / "config.py").read_text()
-    bare = re.findall(r'^ +"(\w+)": [^#\n]*$', source, re.MULTILINE)
+    source = (ROOT / "rlhf_jax" / "config" / "schema.py").read_text()
+    bare = re.findall(r'(?<!#)\n +"(\w+)": ', re.sub(r" +#.*", "#", source))
     sections = {"model", "drafter", "critic", "data", "reward", "generation", "evaluation"}
     sections |= {"advantage", "kl", "training", "checkpoint", "mesh", "kernels"}
     assert set(bare) <= sections

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import tiny_run
 
 from pallas_kernels.dispatch import FUNCTIONS, INTERPRETED, REFERENCE
-from rlhf_jax.config.schema import default
+from rlhf_jax.config import default
 from rlhf_jax.generation.requests import Decoding
 from rlhf_jax.generation.speculative.sampling import Sampling
 

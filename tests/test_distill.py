@@ -23,7 +23,7 @@ from launch import export
 from rlhf_jax import mesh
 from rlhf_jax.collect import decoding_weights
 from rlhf_jax.config import validation
-from rlhf_jax.config.schema import default
+from rlhf_jax.config import default
 from rlhf_jax.generation.speculative.sampling import Sampling, draw
 from rlhf_jax.model.transformer import forward, init, logits
 from rlhf_jax.model.weights.source import open_source

@@ -20,7 +20,7 @@ from test_select import READING, World, rates, selector, teach
 from tiny_run import lines
 
 from launch import strategy as command
-from rlhf_jax.config.schema import default
+from rlhf_jax.config import default
 from rlhf_jax.generation.requests import RoundReport
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.strategy import statistics

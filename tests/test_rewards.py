@@ -284,8 +284,8 @@ def test_leaving_ends_processes_and_their_offspring(mischief):
 def test_processes_end_with_a_parent_that_is_killed(mischief, last):
     """In the middle of a call, even one that lets no other thread run, and between calls."""
     program = (
-        "import sys, time\nfrom rlhf_jax.inference.rewards import Answer\n"
-        "from rlhf_jax.inference.reward_worker import Workers\n"
+        "import sys, time\nfrom rlhf_jax.rewards.combination import Answer\n"
+        "from rlhf_jax.rewards.workers import Workers\n"
         "pool = Workers(sys.argv[1], 1, 60.0)\n"
         "print(int(pool([Answer('', [], {}, 'pid')]).values[0]), flush=True)\n"
         "pool([Answer('', [], {}, sys.argv[2])])\ntime.sleep(60)\n"

@@ -15,7 +15,7 @@ from rlhf_jax.runtime import signals
 
 PROGRAM = """
 import time
-from rlhf_jax.stopping import listening
+from rlhf_jax.runtime.signals import listening
 with listening() as stop:
     print("ready", flush=True)
     while stop.signal is None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from rlhf_jax.config.schema import default
+from rlhf_jax.config import default
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.model.transformer import init
 from rlhf_jax.model.weights import huggingface

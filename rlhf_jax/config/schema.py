@@ -31,12 +31,16 @@ def default() -> Config:
             "workdir": "runs/default",
             # what the policy learns to earn; or 'distill': a student learns to draft for it
             "objective": "reward",
-            "steps": 100,  # roll-out and update, that many times
-            "seed": 0,  # of prompts, sampling and training; the same seed gives the same run
+            # roll-out and update, that many times
+            "steps": 100,
+            # of prompts, sampling and training; the same seed gives the same run
+            "seed": 0,
             # bit for bit: no decision by the clock (rewards have no time limit), ordered sums
             "deterministic": False,
-            "dry_run": False,  # say what the run would need, and stop
-            "watchdog_seconds": 300,  # say which phase stands still after so long; 0 for never
+            # say what the run would need, and stop
+            "dry_run": False,
+            # say which phase stands still after so long; 0 for never
+            "watchdog_seconds": 300,
             "model": _model(),
             "drafter": _drafter(),
             "critic": _critic(),
@@ -59,7 +63,8 @@ def default() -> Config:
 
 def _model() -> dict:
     return {
-        "path": "",  # Hugging Face folder, .gguf file, or hub name org/name
+        # Hugging Face folder, .gguf file, or hub name org/name
+        "path": "",
         # of matrix products: bfloat16 on accelerators and float32 on CPU, or named
         "compute_dtype": "auto",
     }
@@ -70,32 +75,43 @@ def _drafter() -> dict:
     'replayable'.
     """
     return {
-        "path": "",  # of a draft model, or of a student made before, given as model.path is
+        # of a draft model, or of a student made before, given as model.path is
+        "path": "",
         # 0: what the path holds; else a student of so many of the policy's layers, or of the path's
         "layers": 0,
         # of a student's AdamW; 0 leaves it as it is, above 0 keeps it current
         "learning_rate": 0.0,
-        "samples": 8,  # of each step, from which a student that is kept current learns
+        # of each step, from which a student that is kept current learns
+        "samples": 8,
     }
 
 
 def _critic() -> dict:
     """The model of values that the advantage estimator 'gae' trains beside the policy."""
     return {
-        "path": "",  # a reward model over the policy's vocabulary; '' for the policy's own trunk
-        "learning_rate": 1e-5,  # of AdamW
-        "warmup_steps": 0,  # optimizer steps in which the rate rises linearly
-        "clip": 0.2,  # a value moves at most so far from what it was before the update
+        # a reward model over the policy's vocabulary; '' for the policy's own trunk
+        "path": "",
+        # of AdamW
+        "learning_rate": 1e-5,
+        # optimizer steps in which the rate rises linearly
+        "warmup_steps": 0,
+        # a value moves at most so far from what it was before the update
+        "clip": 0.2,
     }
 
 
 def _data() -> dict:
     return {
-        "train": "",  # .jsonl or .parquet file of prompts
-        "eval": "",  # held-out prompts, '' for none
-        "prompt_key": "prompt",  # the field that holds a string or chat messages
-        "system": "",  # system prompt before every prompt, '' for none
-        "max_prompt_tokens": 256,  # longer prompts are dropped and counted
+        # .jsonl or .parquet file of prompts
+        "train": "",
+        # held-out prompts, '' for none
+        "eval": "",
+        # the field that holds a string or chat messages
+        "prompt_key": "prompt",
+        # system prompt before every prompt, '' for none
+        "system": "",
+        # longer prompts are dropped and counted
+        "max_prompt_tokens": 256,
     }
 
 
@@ -106,13 +122,20 @@ def _reward() -> dict:
         "functions": (),
         # each a Hugging Face sequence-classification folder, read at a conversation's last token
         "models": (),
-        "weights": (),  # of the functions, then of the models; () for 1 each
-        "workers": 2,  # processes that each function runs in
-        "seconds": 10.0,  # the longest a call may take
-        "failed": 0.0,  # the reward where a call failed or took too long; such samples are counted
-        "missing_end": 0.0,  # taken from the reward of a response that was cut off
-        "clip": 0.0,  # rewards are clipped to -clip .. clip; 0 for not
-        "whiten": False,  # rewards of a step are divided by their standard deviation
+        # of the functions, then of the models; () for 1 each
+        "weights": (),
+        # processes that each function runs in
+        "workers": 2,
+        # the longest a call may take
+        "seconds": 10.0,
+        # the reward where a call failed or took too long; such samples are counted
+        "failed": 0.0,
+        # taken from the reward of a response that was cut off
+        "missing_end": 0.0,
+        # rewards are clipped to -clip .. clip; 0 for not
+        "clip": 0.0,
+        # rewards of a step are divided by their standard deviation
+        "whiten": False,
         # name -> function as above: measured in evaluation, never trained on
         "metrics": ConfigDict(),
     }
@@ -120,25 +143,34 @@ def _reward() -> dict:
 
 def _generation() -> dict:
     return {
-        "prompts_per_step": 8,  # different prompts of one roll-out
-        "samples_per_prompt": 4,  # the group that advantages may be relative to
+        # different prompts of one roll-out
+        "prompts_per_step": 8,
+        # the group that advantages may be relative to
+        "samples_per_prompt": 4,
         # more roll-outs, at most, to replace prompts whose samples all earned the same (DAPO)
         "resample": 0,
-        "max_new_tokens": 128,  # the longest response
-        "temperature": 1.0,  # of the sampled law, and of the one that is trained
-        "top_k": 0,  # sample among the k likeliest, at most 64; 0 for all
-        "top_p": 1.0,  # for evaluation only: refused here unless 1
+        # the longest response
+        "max_new_tokens": 128,
+        # of the sampled law, and of the one that is trained
+        "temperature": 1.0,
+        # sample among the k likeliest, at most 64; 0 for all
+        "top_k": 0,
+        # for evaluation only: refused here unless 1
+        "top_p": 1.0,
         # chosen every round; or plain, lookup-chain-4, replay-chain-8-packed-3 ...
         "strategy": "adaptive",
-        "acceptance": "replayable",  # drafts equal to the target's own draw, or 'rejection'
-        "rows": 32,  # live rows of a slice at most
+        # drafts equal to the target's own draw, or 'rejection'
+        "acceptance": "replayable",
+        # live rows of a slice at most
+        "rows": 32,
         # in the tail the batch halves down to this; each halving is a program to compile
         "fewest_rows": 8,
         # place samples on slices by their expected lengths, and move them while they run
         "reallocate": True,
         # slices with nothing left to decode score what is finished, with weights of their own
         "fuse_inference": False,
-        "history_tokens": 256,  # of earlier roll-outs of the same prompt, for lookup
+        # of earlier roll-outs of the same prompt, for lookup
+        "history_tokens": 256,
         # samples of a prompt with an earlier noise: they replay its text, but are no fresh draws
         "repeated_noise": 0,
         # (the weights were fitted to that noise) and explore less
@@ -147,11 +179,16 @@ def _generation() -> dict:
 
 def _evaluation() -> dict:
     return {
-        "every": 0,  # steps between evaluations on data.eval, and one at each end; 0 for none
-        "samples_per_prompt": 1,  # their mean is reported
-        "temperature": 1.0,  # 0 is the likeliest token
-        "top_p": 1.0,  # sample among the likeliest tokens of this joint probability
-        "top_k": 0,  # sample among the k likeliest; 0 for all
+        # steps between evaluations on data.eval, and one at each end; 0 for none
+        "every": 0,
+        # their mean is reported
+        "samples_per_prompt": 1,
+        # 0 is the likeliest token
+        "temperature": 1.0,
+        # sample among the likeliest tokens of this joint probability
+        "top_p": 1.0,
+        # sample among the k likeliest; 0 for all
+        "top_k": 0,
     }
 
 
@@ -159,8 +196,10 @@ def _advantage() -> dict:
     return {
         # dr_grpo (wants aggregate 'constant'), rloo, reinforce++, reinforce++-baseline, gae (PPO)
         "estimator": "grpo",
-        "discount": 1.0,  # of later rewards, for gae and reinforce++
-        "gae_lambda": 0.95,  # how far gae looks past the critic
+        # of later rewards, for gae and reinforce++
+        "discount": 1.0,
+        # how far gae looks past the critic
+        "gae_lambda": 0.95,
     }
 
 
@@ -169,40 +208,59 @@ def _kl() -> dict:
     return {
         # nats to reward; 0 keeps no reference, and KL is measured to the policy before the update
         "coefficient": 0.04,
-        "place": "loss",  # or 'reward': taken from the reward token by token
-        "estimator": "k3",  # of Schulman 2020: k1 (in the reward only), k2 or k3
-        "target": 0.0,  # nats a response: the coefficient adapts to stay there; 0 keeps it fixed
-        "horizon": 10_000,  # samples in which it adapts
+        # or 'reward': taken from the reward token by token
+        "place": "loss",
+        # of Schulman 2020: k1 (in the reward only), k2 or k3
+        "estimator": "k3",
+        # nats a response: the coefficient adapts to stay there; 0 keeps it fixed
+        "target": 0.0,
+        # samples in which it adapts
+        "horizon": 10_000,
     }
 
 
 def _training() -> dict:
     return {
-        "epochs": 1,  # times that each roll-out is trained on
-        "minibatches": 1,  # optimizer steps an epoch
-        "microbatch_rows": 8,  # rows over all devices whose activations exist at one time
-        "learning_rate": 1e-6,  # of AdamW
-        "warmup_steps": 0,  # optimizer steps in which the rate rises linearly
-        "weight_decay": 0.0,  # of AdamW; norms and biases are spared
-        "max_grad_norm": 1.0,  # the gradient is clipped to this global norm
-        "clip_low": 0.2,  # the ratio is clipped at 1 - clip_low
-        "clip_high": 0.2,  # and at 1 + clip_high
+        # times that each roll-out is trained on
+        "epochs": 1,
+        # optimizer steps an epoch
+        "minibatches": 1,
+        # rows over all devices whose activations exist at one time
+        "microbatch_rows": 8,
+        # of AdamW
+        "learning_rate": 1e-6,
+        # optimizer steps in which the rate rises linearly
+        "warmup_steps": 0,
+        # of AdamW; norms and biases are spared
+        "weight_decay": 0.0,
+        # the gradient is clipped to this global norm
+        "max_grad_norm": 1.0,
+        # the ratio is clipped at 1 - clip_low
+        "clip_low": 0.2,
+        # and at 1 + clip_high
+        "clip_high": 0.2,
         # of a minibatch's losses: or sequence_mean, or constant (Dr. GRPO)
         "aggregate": "token_mean",
-        "entropy_coefficient": 0.0,  # of the entropy, which is added to the objective
+        # of the entropy, which is added to the objective
+        "entropy_coefficient": 0.0,
         # the rest of an update is left out once KL(old || new) exceeds it; 0 for never
         "target_kl": 0.0,
-        "drop_overlong": False,  # responses that were cut off are not trained on
-        "remat": True,  # keep only each layer's input for the backward pass
-        "length_bucket": 64,  # token slots of a micro-batch are a multiple of this
+        # responses that were cut off are not trained on
+        "drop_overlong": False,
+        # keep only each layer's input for the backward pass
+        "remat": True,
+        # token slots of a micro-batch are a multiple of this
+        "length_bucket": 64,
     }
 
 
 def _checkpoint() -> dict:
     """The same command again goes on from the last checkpoint in the workdir."""
     return {
-        "every": 50,  # steps between checkpoints, and one at the end; 0 for none
-        "keep": 2,  # the latest so many stay
+        # steps between checkpoints, and one at the end; 0 for none
+        "every": 50,
+        # the latest so many stay
+        "keep": 2,
         # go on although other keys differ from the checkpoint's; model and data may not
         "allow_changes": False,
     }
@@ -212,11 +270,14 @@ def _mesh() -> dict:
     return {
         # parts that generate each on its own, and between which running samples may move
         "slices": 1,
-        "data": 1,  # copies of the weights; -1 for the devices that are left
+        # copies of the weights; -1 for the devices that are left
+        "data": 1,
         # devices of a slice over which the weights are split in training, as they are over slices
         "fsdp": -1,
-        "tensor": 1,  # devices over which heads, feed-forward and vocabulary are split
-        "device_memory_gb": 0.0,  # 10^9 bytes; 0 asks the device
+        # devices over which heads, feed-forward and vocabulary are split
+        "tensor": 1,
+        # 10^9 bytes; 0 asks the device
+        "device_memory_gb": 0.0,
     }
 
 
@@ -227,10 +288,12 @@ def _kernels() -> dict:
     'interpret' runs the TPU's kernel anywhere, slowly, to debug it.
     """
     return {
-        "tree_attention": "auto",  # of the drafts over the cache
+        # of the drafts over the cache
+        "tree_attention": "auto",
         # the draw at each draft, without all logits in memory; not with a top_k or 'rejection'
         "verify_head": "auto",
-        "commit": "auto",  # accepted drafts into the cache
+        # accepted drafts into the cache
+        "commit": "auto",
         # of training and inference, without logits; not with a top_k or a split vocabulary
         "logprobs": "auto",
     }
