@@ -23,7 +23,7 @@ from benchmarks import pricing
 from rlhf_jax.config.derived import work
 from rlhf_jax.generation import scheduler
 from rlhf_jax.generation.engine import generate, warm_up
-from rlhf_jax.generation.requests import Decoding, Request, RoundReport, Sample
+from rlhf_jax.generation.requests import GenerationConfig, Request, RoundReport, Sample
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.strategy import candidates as menus
 from rlhf_jax.generation.strategy import cost
@@ -40,7 +40,9 @@ class Case:
     target: Model
     drafter: Model | None
     wanted: list[Request]
-    decoding: Decoding  # its strategies may be chosen; the first is taken where nothing chooses
+    decoding: (
+        GenerationConfig  # its strategies may be chosen; the first is taken where nothing chooses
+    )
     mesh: jax.sharding.Mesh
 
 
@@ -106,10 +108,10 @@ def prepare(case: Case, strategies: Sequence[Strategy], table: pricing.Table | N
     run(first(case, rows + 1))  # a row that is taken again
     warm_up(case.target, case.drafter, samples, case.decoding, case.mesh, look=table is not None)
     while True:
-        play = functools.partial(run, first(case, rows))
-        pricing.compile_rounds(play, strategies, rows)
+        speculative_round = functools.partial(run, first(case, rows))
+        pricing.compile_rounds(speculative_round, strategies, rows)
         if table is not None:
-            pricing.measure(table, play, strategies, rows)
+            pricing.measure(table, speculative_round, strategies, rows)
         rows, before = scheduler.row_bucket(rows // 2, samples, case.decoding, case.mesh), rows
         if rows == before:
             return

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.latency_table import DRAFT, Points, possible_lengths, surface
-from rlhf_jax.reallocation.planner import Plan
+from rlhf_jax.reallocation.planner import Reallocation
 
 ROWS = 64
 ROUND = 0.01  # seconds between two looks at what has finished: about a round
@@ -135,7 +135,7 @@ class Stage:
         return self.prompt + sums / np.maximum(self.live, 1)
 
 
-Policy = Callable[[Stage], Plan]
+Policy = Callable[[Stage], Reallocation]
 
 
 @dataclasses.dataclass
@@ -205,7 +205,7 @@ def _score(stage: Stage, idle: float, scoring: float, finished: float) -> None:
     stage.unscored += finished
 
 
-def _apply(stage: Stage, plan: Plan, pause: np.ndarray, outcome: Outcome) -> None:
+def _apply(stage: Stage, plan: Reallocation, pause: np.ndarray, outcome: Outcome) -> None:
     """Do what a plan says; pause [slices] seconds that slices stand still."""
     if any(stage.freed[there] for _, there in plan.admissions + plan.moves):
         raise RuntimeError("A slice that was given away was to decode more.")

@@ -26,8 +26,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Kernels
 from rlhf_jax.collect import decoding_weights
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.history import Tally
-from rlhf_jax.generation.requests import Decoding, Request
+from rlhf_jax.generation.history import GenerationCounts
+from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.mesh import make_mesh
@@ -118,12 +118,12 @@ def timed(asked, source: Source, models, batch: int, seed: int, mesh) -> dict[st
     slots = asked.prompt_tokens + asked.new_tokens
     sampling = Sampling(asked.temperature)
     kernels = chosen(asked.kernels, models)
-    decoding = Decoding(
+    decoding = GenerationConfig(
         sampling, strategies, (), batch, slots, seed, asked.acceptance, kernels=kernels
     )
     start = time.perf_counter()
     target, drafter = models
-    tally = Tally()
+    tally = GenerationCounts()
     list(generate(target, drafter, wanted, decoding, mesh, tally.add))
     return tally.metrics(time.perf_counter() - start)
 

@@ -43,7 +43,7 @@ from benchmarks.drains import (
 )
 from benchmarks.latency_table import read_table
 from rlhf_jax.reallocation import length_model
-from rlhf_jax.reallocation.planner import Plan, View, decide
+from rlhf_jax.reallocation.planner import ClusterView, Reallocation, plan_reallocation
 
 STRIDE = 128  # tokens after which a packed slice's rate follows the context
 PRECISION = 0.003  # of the deadline of a packing
@@ -122,13 +122,13 @@ def from_lists(lists: list[np.ndarray]) -> Policy:
     """Each slice takes the samples of its own list, in order, as rows come free."""
     taken = [0] * len(lists)
 
-    def policy(stage: Stage) -> Plan:
+    def policy(stage: Stage) -> Reallocation:
         admissions = []
         for there, room in enumerate((stage.machine.rows - stage.live).tolist()):
             some = lists[there][taken[there] : taken[there] + room]
             taken[there] += len(some)
             admissions += [(sample, there) for sample in some.tolist()]
-        return Plan(admissions, [], kept(stage))
+        return Reallocation(admissions, [], kept(stage))
 
     return policy
 
@@ -138,7 +138,7 @@ def static(slices: int, count: int) -> Policy:
     return from_lists(np.array_split(np.arange(count), slices))
 
 
-def even(stage: Stage) -> Plan:
+def even(stage: Stage) -> Reallocation:
     """One queue; after each finish rows move from the fullest slice to the emptiest until counts
     differ by one.
     """
@@ -158,7 +158,7 @@ def even(stage: Stage) -> Plan:
         place[sample] = there
         moves.append((sample, there))
         live[[here, there]] += [-1, 1]
-    return Plan(admissions, moves, kept(stage))
+    return Reallocation(admissions, moves, kept(stage))
 
 
 def threshold(slices: int, count: int) -> Policy:
@@ -167,9 +167,9 @@ def threshold(slices: int, count: int) -> Policy:
     """
     split = static(slices, count)
 
-    def policy(stage: Stage) -> Plan:
+    def policy(stage: Stage) -> Reallocation:
         if stage.freed.any() or (stage.place != FINISHED).sum() > LEFT * count:
-            return split(stage) if not stage.freed.any() else Plan([], [], kept(stage))
+            return split(stage) if not stage.freed.any() else Reallocation([], [], kept(stage))
         rates = stage.machine.rate(
             np.arange(1, stage.machine.rows + 1), np.full(stage.machine.rows, stage.prompt)
         )
@@ -178,7 +178,7 @@ def threshold(slices: int, count: int) -> Policy:
         fullest = np.argsort(-stage.live, kind="stable")[: math.ceil(len(left) / room)]
         freed = ~np.isin(np.arange(stage.slices), fullest)
         live = stage.live
-        plan = Plan([], [], freed)
+        plan = Reallocation([], [], freed)
         for sample in left[~np.isin(stage.place[left], fullest)].tolist():
             there = int(fullest[live[fullest].argmin()])
             live[there] += 1
@@ -193,19 +193,19 @@ def ours(predict: Predict, scoring: float) -> Policy:
     fused.
     """
 
-    def policy(stage: Stage) -> Plan:
+    def policy(stage: Stage) -> Reallocation:
         rows = np.flatnonzero(stage.place != FINISHED)
-        plan = decide(view_of(stage, rows, predict(stage, rows), scoring))
+        plan = plan_reallocation(view_of(stage, rows, predict(stage, rows), scoring))
         admissions, moves = (
             [(int(rows[row]), there) for row, there in some]
             for some in (plan.admissions, plan.moves)
         )
-        return Plan(admissions, moves, plan.freed)
+        return Reallocation(admissions, moves, plan.freed)
 
     return policy
 
 
-def view_of(stage: Stage, rows: np.ndarray, left: np.ndarray, scoring: float) -> View:
+def view_of(stage: Stage, rows: np.ndarray, left: np.ndarray, scoring: float) -> ClusterView:
     """What the planner sees of samples [m] with left [m, Q] tokens to come; speeds are of the
     tokens to come.
     """
@@ -213,7 +213,7 @@ def view_of(stage: Stage, rows: np.ndarray, left: np.ndarray, scoring: float) ->
     mean = left @ length_model.SHARES
     context = stage.prompt + stage.done[rows]
     typical = float(((context + mean / 2) * mean).sum() / mean.sum())
-    return View(
+    return ClusterView(
         place=stage.place[rows],
         left=left,
         context=context,
@@ -430,7 +430,7 @@ def prediction(
 def timed(policy: Policy, seconds: list[float]) -> Policy:
     """The policy, which notes how long each decision takes, prediction and all."""
 
-    def noted(stage: Stage) -> Plan:
+    def noted(stage: Stage) -> Reallocation:
         began = time.perf_counter()
         plan = policy(stage)
         seconds.append(time.perf_counter() - began)

@@ -7,7 +7,7 @@ replaces: JSON.
 On two hosts, each with its own number: `--coordinator HOST:PORT --processes 2 --process 0` in place
 of `--across`.
 
-A move is `depart`, `send` (or `across`) and `arrive` as in a run, from a dispatched state to a
+A move is `pack_rows`, `send` (or `send_to_process`) and `unpack_rows` as in a run, from a dispatched state to a
 state that is there, after all programs are compiled. The link's own time is that of one flat array
 of as many bytes by the plainest means: `jax.device_put` between two devices of a process, one
 `ppermute` between two processes. Both in turn, medians; a prefill once. On a CPU the link is
@@ -55,7 +55,7 @@ def main() -> None:
     """Print the document."""
     place, words = command_line.place(sys.argv)
     asked = arguments(words[1:])
-    if asked.across:
+    if asked.send_to_process:
         return both(words[1:])
     distributed.start(place)
     if place.size == 1:
@@ -118,7 +118,7 @@ def measured(asked: argparse.Namespace, slots: int) -> dict[str, Any]:
     source, target = meshes.split(
         meshes.make_mesh(1, 1, 1, [jax.devices()[0], jax.devices()[-1]], slices=2)
     )
-    ways = across if distributed.count() > 1 else inside
+    ways = send_to_process if distributed.count() > 1 else inside
     state = functools.partial(row_verbs.empty, config, None, ROWS, slots, 0, 0, dtype)
     move, plain, count = ways(state, slots, source, target)
     seconds: dict[str, list[float]] = {"move": [], "plain": []}
@@ -150,34 +150,34 @@ def inside(state: Callable[..., DecodeState], slots: int, source: Mesh, target: 
     """(a move, the plain copy, bytes) between two devices of this process."""
     here = state(source)
     there = [state(target)]
-    count = row_transfer.bytes_of(row_transfer.depart(here, ROW, slots, mesh=source))
+    count = row_transfer.bytes_of(row_transfer.pack_rows(here, ROW, slots, mesh=source))
     flat = jax.device_put(np.zeros(count, np.uint8), source.devices.flat[0])
 
     def move() -> DecodeState:
-        parcel = row_transfer.send(row_transfer.depart(here, ROW, slots, mesh=source), target)
-        there[0] = row_transfer.arrive(there[0], parcel, ROW, mesh=target)
+        packet = row_transfer.send(row_transfer.pack_rows(here, ROW, slots, mesh=source), target)
+        there[0] = row_transfer.unpack_rows(there[0], packet, ROW, mesh=target)
         return there[0]
 
     return move, lambda: jax.device_put(flat, target.devices.flat[0]), count
 
 
-def across(state: Callable[..., DecodeState], slots: int, source: Mesh, target: Mesh):
+def send_to_process(state: Callable[..., DecodeState], slots: int, source: Mesh, target: Mesh):
     """(a move, the plain copy, bytes) from this process to the other, or from there to here."""
     own = source if meshes.is_here(source) else target
     mine = [state(own)]
     pair = Mesh(np.concatenate([source.devices, target.devices]), meshes.AXES)
-    count = row_transfer.bytes_of(row_transfer.depart(mine[0], ROW, slots, mesh=own))
+    count = row_transfer.bytes_of(row_transfer.pack_rows(mine[0], ROW, slots, mesh=own))
     spread = NamedSharding(pair, PartitionSpec("slices"))
     part = jax.device_put(np.zeros((1, count), np.uint8), own.devices.flat[0])
     flat = jax.make_array_from_single_device_arrays((2, count), spread, [part])
     step = functools.partial(jax.lax.ppermute, axis_name="slices", perm=[(0, 1)])
     plain = jax.jit(jax.shard_map(step, mesh=pair, in_specs=spread.spec, out_specs=spread.spec))
 
-    def move() -> DecodeState | row_transfer.Parcel:
-        parcel = row_transfer.depart(mine[0], ROW, slots, mesh=own)
-        passed = row_transfer.across([parcel], own, source, target)
+    def move() -> DecodeState | row_transfer.RowPacket:
+        packet = row_transfer.pack_rows(mine[0], ROW, slots, mesh=own)
+        passed = row_transfer.send_to_process([packet], own, source, target)
         if own is target:
-            mine[0] = row_transfer.arrive(mine[0], passed, ROW, mesh=own)
+            mine[0] = row_transfer.unpack_rows(mine[0], passed, ROW, mesh=own)
         return mine[0] if own is target else passed
 
     return move, lambda: plain(flat), count

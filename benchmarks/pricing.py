@@ -20,7 +20,7 @@ from rlhf_jax.generation.requests import RoundReport
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.strategy import candidates as menus
 from rlhf_jax.generation.strategy import cost
-from rlhf_jax.generation.strategy.acceptance import Evidence
+from rlhf_jax.generation.strategy.acceptance import Observations
 from rlhf_jax.generation.strategy.select import Choice, Situation
 from rlhf_jax.types import Strategy
 
@@ -75,14 +75,16 @@ class Forced:
 Play = Callable[[Forced], object]  # rolls out as many samples as the rows that it forces
 
 
-def compile_rounds(play: Play, strategies: Iterable[Strategy], rows: int) -> None:
+def compile_rounds(speculative_round: Play, strategies: Iterable[Strategy], rows: int) -> None:
     """Play each strategy once."""
     forced = Forced(strategies, rows)
     while forced.turns:
-        play(forced)
+        speculative_round(forced)
 
 
-def measure(table: Table, play: Play, strategies: Iterable[Strategy], rows: int) -> None:
+def measure(
+    table: Table, speculative_round: Play, strategies: Iterable[Strategy], rows: int
+) -> None:
     """Time the calls of compiled strategies at `rows` rows that the table lacks, ROUNDS rounds
     each.
     """
@@ -92,7 +94,7 @@ def measure(table: Table, play: Play, strategies: Iterable[Strategy], rows: int)
     turns = (*lacking, *UNFED, drafting[0]) if drafting else tuple(lacking)
     forced = Forced(turns * ROUNDS, rows, spare=(TRIES - 1) * ROUNDS * len(turns))
     while forced.turns:
-        play(forced)
+        speculative_round(forced)
     for report in forced.reports:
         if report.seconds is not None:
             table.setdefault(call_of(report), []).append(report.seconds)
@@ -169,7 +171,7 @@ def ceilings(
     return {"all_right": max(certain), "as_accepted": max(measured)}
 
 
-def accepted(evidence: Sequence[Evidence]) -> list[float | None]:
+def accepted(evidence: Sequence[Observations]) -> list[float | None]:
     """By depth, the share of likeliest drafts that were right where all before them were; None
     where none was seen.
     """

@@ -40,18 +40,18 @@ import numpy as np
 from benchmarks import contest
 from benchmarks.contest import Case, Run, plain, run, tell
 from benchmarks.pricing import Table, accepted
-from rlhf_jax.collect import READ, decoding_weights, earn, read_texts
+from rlhf_jax.collect import READ, compute_rewards, decoding_weights, read_texts
 from rlhf_jax.data.prompts import Prompts, tokenize
 from rlhf_jax.generation.history import History, as_rollout, requests
-from rlhf_jax.generation.requests import Decoding, Request, Sample
+from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy import candidates as menus
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import make_mesh, place_rows
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.model.weights.source import Source, open_source
-from rlhf_jax.rewards.combination import Answer, Scores
-from rlhf_jax.rlhf import infer
+from rlhf_jax.rewards.combination import Response, Scores
+from rlhf_jax.rlhf import score
 from rlhf_jax.state import Known, Stages
 from rlhf_jax.training.advantages import EstimatorConfig
 from rlhf_jax.training.distill import (
@@ -62,7 +62,7 @@ from rlhf_jax.training.distill import (
     student_of,
     with_student,
 )
-from rlhf_jax.training.experience import Shaping
+from rlhf_jax.training.experience import AdvantageConfig
 from rlhf_jax.training.update import (
     Optimizers,
     UpdateConfig,
@@ -436,9 +436,11 @@ def group_requests(world: World, first_id: int, history: History) -> list[Reques
     return requests(prompts, GROUP, world.asked.new_tokens, first_id, history)
 
 
-def decoding_of(world: World, drafters: Sequence[str], temperature: float, rows: int) -> Decoding:
+def decoding_of(
+    world: World, drafters: Sequence[str], temperature: float, rows: int
+) -> GenerationConfig:
     """How `rows` samples are decoded, adaptively or not."""
-    return Decoding(
+    return GenerationConfig(
         sampling=Sampling(temperature),
         strategies=menus.adaptive(drafters, max(world.asked.lengths)).strategies,
         stop_tokens=world.source.stop_tokens,
@@ -491,8 +493,8 @@ def taught(
     start = time.perf_counter()
     place = functools.partial(place_rows, mesh=world.mesh)
     rows = np.repeat(trained(world), GROUP)
-    collected, _ = earn(samples, world.prompts, rows, stages)
-    experience, _, _ = infer(state, None, collected, 0.0, stages)
+    collected, _ = compute_rewards(samples, world.prompts, rows, stages)
+    experience, _, _ = score(state, None, collected, 0.0, stages)
     state, metrics = update(state, experience, stages.optimizers, stages.training, 0.0, place)
     figures = {name: metrics[name] for name in ("loss/policy", "gradient/norm")}
     figures |= {
@@ -516,7 +518,7 @@ def stages_of(world: World, temperature: float, rate: float) -> Stages:
     student = make_optimizer(asked.student_learning_rate)
     return Stages(
         decoding=decoding_of(world, (), temperature, rows),
-        shaping=Shaping("grpo", EstimatorConfig(GROUP)),
+        shaping=AdvantageConfig("grpo", EstimatorConfig(GROUP)),
         training=training,
         optimizers=Optimizers(make_optimizer(rate)),
         reward=shortness,
@@ -531,7 +533,7 @@ def stages_of(world: World, temperature: float, rate: float) -> Stages:
     )
 
 
-def shortness(answers: Sequence[Answer], known: Known) -> tuple[Scores, dict[str, float]]:
+def shortness(answers: Sequence[Response], known: Known) -> tuple[Scores, dict[str, float]]:
     """Hundreds of characters that a response does not have: a reward that nearly always differs."""
     return Scores(np.array([-len(answer.response) / 100 for answer in answers], np.float32), {}), {}
 

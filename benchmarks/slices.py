@@ -26,17 +26,17 @@ from benchmarks.drains import draw_lengths, read_percentiles
 from benchmarks.generation import TEXT
 from rlhf_jax.build import load
 from rlhf_jax.collect import decoding_weights
-from rlhf_jax.generation.assignment import STATIC, Placing
+from rlhf_jax.generation.assignment import STATIC, PlacementPolicy
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.history import Tally
-from rlhf_jax.generation.requests import Decoding, Request
+from rlhf_jax.generation.history import GenerationCounts
+from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
 from rlhf_jax.mesh import make_mesh
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.reallocation import length_model, planner
 from rlhf_jax.reallocation.length_model import Lengths
-from rlhf_jax.reallocation.planner import Plan, View
+from rlhf_jax.reallocation.planner import ClusterView, Reallocation
 
 PROMPT = 16  # tokens of every prompt
 SPREAD = 0.8  # sigma of the logarithm of lengths
@@ -57,10 +57,14 @@ def main() -> None:
         for i, end in enumerate(ends)
     ]
     size = asked.rows, PROMPT + asked.tokens
-    decoding = Decoding(
+    decoding = GenerationConfig(
         Sampling(1.0), (PLAIN,), (), *size, asked.seed, fewest_rows=asked.fewest_rows
     )
-    ways = {"static": STATIC, "known": Placing(planner.decide), "law": Placing(by_law(asked))}
+    ways = {
+        "static": STATIC,
+        "known": PlacementPolicy(planner.plan_reallocation),
+        "law": PlacementPolicy(by_law(asked)),
+    }
     runs = {
         name: measured(target, wanted, decoding, mesh, placing) for name, placing in ways.items()
     }
@@ -118,20 +122,20 @@ def by_law(asked: argparse.Namespace):
     """The plan of one who knows how long responses are, and not how long each is."""
     law = length_model.observe(Lengths(), drawn(asked, 1000, asked.seed + 1), np.ones(1000, bool))
 
-    def decide(view: View) -> Plan:
+    def plan_reallocation(view: ClusterView) -> Reallocation:
         generated = view.context - PROMPT
         left = length_model.remaining(
             length_model.survival(law)[None], np.zeros(len(generated), int), generated, asked.tokens
         )
-        return planner.decide(dataclasses.replace(view, left=left))
+        return planner.plan_reallocation(dataclasses.replace(view, left=left))
 
-    return decide
+    return plan_reallocation
 
 
-def measured(target, wanted, decoding: Decoding, mesh, placing: Placing) -> dict:
+def measured(target, wanted, decoding: GenerationConfig, mesh, placing: PlacementPolicy) -> dict:
     """The figures of one roll-out, after one that compiles, and its texts."""
     for _ in range(2):
-        tally = Tally()
+        tally = GenerationCounts()
         start = time.perf_counter()
         found = list(generate(target, None, wanted, decoding, mesh, tally.add, placing=placing))
         seconds = time.perf_counter() - start

@@ -48,7 +48,7 @@ from rlhf_jax.generation.requests import RoundReport
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.strategy import candidates as menus
 from rlhf_jax.generation.strategy import cost
-from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Evidence
+from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Observations
 from rlhf_jax.generation.strategy.select import Selector, Situation
 from rlhf_jax.types import Strategy
 
@@ -215,7 +215,7 @@ class Round:
     )  # [live] drafts whose path was right before and that the text was long enough for
     tokens: int
     seconds: float
-    evidence: Evidence
+    evidence: Observations
 
 
 # A choice for (live rows, context, the last Round or, as a stage begins, None).
@@ -296,7 +296,7 @@ def seen(
     )
 
 
-def evidence_of(right: np.ndarray, left: np.ndarray, siblings: int = 1) -> Evidence:
+def evidence_of(right: np.ndarray, left: np.ndarray, siblings: int = 1) -> Observations:
     """Evidence of chains: right [n, K] bool, of texts that have left [n] tokens to come.
 
     `siblings`: ranks that were tried at each place; none but the first is ever right.
@@ -310,7 +310,7 @@ def evidence_of(right: np.ndarray, left: np.ndarray, siblings: int = 1) -> Evide
     )
     ranks[:, :depth] = np.where(through & reached, 0, -1)
     offered[:, :depth] = siblings * reached
-    return Evidence(np.zeros(count, bool), np.full(count, CLASS), ranks, offered)
+    return Observations(np.zeros(count, bool), np.full(count, CLASS), ranks, offered)
 
 
 # ---- the policies

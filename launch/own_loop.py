@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.history import as_rollout
-from rlhf_jax.generation.requests import Decoding, Request
+from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.inference.logprobs import score_rollout
@@ -38,7 +38,9 @@ def main(model: str, steps: int) -> None:
     prompts = [np.array(encode([{"role": "user", "content": q}]), np.int32) for q in QUESTIONS]
     slots = max(map(len, prompts)) + NEW
     strategies = (tree.parse("lookup-chain-2"),)
-    decoding = Decoding(Sampling(1.0), strategies, source.stop_tokens, rows=8, slots=slots, seed=0)
+    decoding = GenerationConfig(
+        Sampling(1.0), strategies, source.stop_tokens, rows=8, slots=slots, seed=0
+    )
     training = UpdateConfig(micro_rows=GROUP)
     optimizers = Optimizers(make_optimizer(1e-5))
     reference = source.load(jnp.float32)

@@ -27,7 +27,7 @@ from rlhf_jax.collect import compile_rounds, evaluate
 from rlhf_jax.config import command_line, memory
 from rlhf_jax.config.schema import Config, flat
 from rlhf_jax.data.prompts import Prompts
-from rlhf_jax.generation.history import Tally
+from rlhf_jax.generation.history import GenerationCounts
 from rlhf_jax.generation.requests import RoundReport
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.model.weights import huggingface
@@ -38,9 +38,9 @@ from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.checkpoint.store import Checkpoints, named_leaves
 from rlhf_jax.runtime.distributed import Place
 from rlhf_jax.runtime.signals import Stop, Stopped, listening
-from rlhf_jax.runtime.slice_groups import crew_of
+from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.runtime.watchdog import Watchdog
-from rlhf_jax.state import Frozen, Memory, Stages, drafter_of
+from rlhf_jax.state import FrozenModels, HostState, Stages, drafter_of
 from rlhf_jax.training.distill import completed
 from rlhf_jax.training.update import Optimizers
 from rlhf_jax.types import Experience, TrainState
@@ -100,17 +100,17 @@ class Setting:
 
     run: build.Run
     stages: Stages
-    models: Frozen
+    models: FrozenModels
     saved: Checkpoints
     writer: metrics.Writer | None  # the leader's; the others write nothing
-    watch: Watch
+    watch: RunObserver
 
 
 def train(config: Config) -> None:
     """The run that a config describes. Mistakes are found before any weight is loaded."""
     fix_kernels(config)
-    run = distributed.in_step(lambda: build.prepare(config))
-    distributed.in_step(lambda: announce(run))
+    run = distributed.run_on_all(lambda: build.prepare(config))
+    distributed.run_on_all(lambda: print_setup(run))
     if config.dry_run:
         return
     keep_programs(config.compilation_cache)
@@ -123,13 +123,13 @@ def train(config: Config) -> None:
         opened = functools.partial(
             metrics.open_run, run.workdir, config.to_json_best_effort(), int(state.step)
         )
-        writer = distributed.in_step(lambda: opened() if distributed.leads() else None)
+        writer = distributed.run_on_all(lambda: opened() if distributed.leads() else None)
         stack.callback(writer.close if writer else lambda: None)
         progress = stack.enter_context(metrics.Progress(config.steps, int(state.step), screen()))
         watchdog = stack.enter_context(
             Watchdog(config.watchdog_seconds, progress.say if writer else _say_by_rank)
         )
-        watch = Watch(progress, watchdog, stop, follows=not crew_of(run.mesh).leads)
+        watch = RunObserver(progress, watchdog, stop, follows=not slice_group_of(run.mesh).leads)
         stages = build.make_stages(run, optimizers, stack, watch.working)
         models = build.frozen(run)
         setting = Setting(run, stages, models, saved, writer, watch)
@@ -171,7 +171,7 @@ def checkpoints(run: build.Run) -> Checkpoints:
 
 def start_or_resume(
     run: build.Run, optimizers: Optimizers, saved: Checkpoints
-) -> tuple[TrainState, Memory]:
+) -> tuple[TrainState, HostState]:
     """The state of the last checkpoint, or that of a new run."""
     remembered = build.new_memory(run)
     found = saved.restore(build.state_template(run, optimizers))
@@ -186,7 +186,9 @@ def start_or_resume(
     return found.state, remembered
 
 
-def loop(setting: Setting, state: TrainState, remembered: Memory, evaluate: Evaluate) -> TrainState:
+def loop(
+    setting: Setting, state: TrainState, remembered: HostState, evaluate: Evaluate
+) -> TrainState:
     """Evaluate every so often; roll out, infer and update up to `config.steps` times; save every so
     often.
 
@@ -226,7 +228,7 @@ def loop(setting: Setting, state: TrainState, remembered: Memory, evaluate: Eval
     return state
 
 
-def one_step(setting: Setting, state: TrainState, remembered: Memory) -> TrainState:
+def one_step(setting: Setting, state: TrainState, remembered: HostState) -> TrainState:
     """One iteration, written down; a batch that spoils it is kept, and one that is abandoned comes
     again.
     """
@@ -241,7 +243,7 @@ def one_step(setting: Setting, state: TrainState, remembered: Memory) -> TrainSt
         )
     except Exception as error:
         remembered.batches.restore(position)
-        if not isinstance(error, rlhf.Ruined):
+        if not isinstance(error, rlhf.NonFiniteStep):
             raise
         batch = run.workdir / "post-mortem" / f"step-{step:06d}.npz"
         reason = str(error).rstrip(".")
@@ -252,13 +254,13 @@ def one_step(setting: Setting, state: TrainState, remembered: Memory) -> TrainSt
         )
         raise ValueError(f"Step {step}: {reason}; {kept}, checkpoints are as they were.") from error
     figures |= {"step": step, "step/seconds": time.perf_counter() - start}
-    distributed.in_step(lambda: write(setting, figures, table, remembered))
+    distributed.run_on_all(lambda: write(setting, figures, table, remembered))
     setting.watch.progress.finish(figures)
     return state
 
 
 def write(
-    setting: Setting, figures: dict[str, float], table: list[dict[str, Any]], remembered: Memory
+    setting: Setting, figures: dict[str, float], table: list[dict[str, Any]], remembered: HostState
 ) -> None:
     """A finished step in the files of the run."""
     writer = setting.writer
@@ -274,14 +276,14 @@ def write(
         writer.write_strategies(step, remembered.drafting.selector.last_stage)
 
 
-def save(setting: Setting, state: TrainState, remembered: Memory) -> bool:
+def save(setting: Setting, state: TrainState, remembered: HostState) -> bool:
     """A checkpoint of all that the next step depends on, written while the run goes on; whether one
     is wanted.
     """
     setting.watch.beat("saving")
     wanted = bool(setting.run.config.checkpoint.every and int(state.step))
     if wanted:
-        distributed.in_step(lambda: setting.writer and setting.writer.sync())
+        distributed.run_on_all(lambda: setting.writer and setting.writer.sync())
         setting.saved.save(int(state.step), state, remembered.state())
     return wanted
 
@@ -299,7 +301,7 @@ def post_mortem(path: Path, experience: Experience) -> str:
 
 
 @dataclasses.dataclass
-class Watch:
+class RunObserver:
     """Hears of each phase and of the rounds of generation as they arrive: shows them, and stops
     where asked to.
     """
@@ -308,7 +310,7 @@ class Watch:
     watchdog: Watchdog
     stop: Stop
     follows: bool = False  # another process decides what is next on the slice that both share
-    tally: Tally = dataclasses.field(default_factory=Tally)
+    tally: GenerationCounts = dataclasses.field(default_factory=GenerationCounts)
     start: float = 0.0
     phase: str = "starting"
     listened: float = 0.0  # when it last heard what others are asked
@@ -318,7 +320,7 @@ class Watch:
             self.listen(may_stop=not self.follows) if report else self.agree()
         self.beat(phase)
         if report is None:
-            self.tally = Tally()
+            self.tally = GenerationCounts()
             self.start = time.perf_counter()
             self.progress.update(phase)
             return
@@ -364,7 +366,9 @@ class Watch:
 Evaluate = Callable[[TrainState], None]  # of the state after so many updates
 
 
-def make_evaluation(setting: Setting, remembered: Memory, stack: contextlib.ExitStack) -> Evaluate:
+def make_evaluation(
+    setting: Setting, remembered: HostState, stack: contextlib.ExitStack
+) -> Evaluate:
     """A function that measures the policy on held-out prompts when it is time to."""
     run = setting.run
     stages = setting.stages
@@ -395,7 +399,7 @@ def make_evaluation(setting: Setting, remembered: Memory, stack: contextlib.Exit
         step = int(state.step)
         if step % asked.every == 0 or step >= run.config.steps:
             found = measure(state.policy, drafter=drafter_of(state, setting.models))
-            distributed.in_step(
+            distributed.run_on_all(
                 lambda: setting.writer and setting.writer.write_evaluation(step, *found)
             )
 
@@ -410,11 +414,11 @@ def finish(run: build.Run, state: TrainState) -> None:
     for name, model in trained.items():
         held = distributed.to_leader(model) if distributed.started() else model
         parts = run.workdir / name, held, run.policy.tokenizer, run.policy.stop_tokens, jnp.float32
-        distributed.by_leader(functools.partial(huggingface.save, *parts))
-    distributed.by_leader(functools.partial(tell, run, list(trained)))
+        distributed.run_on_leader(functools.partial(huggingface.save, *parts))
+    distributed.run_on_leader(functools.partial(print_summary, run, list(trained)))
 
 
-def tell(run: build.Run, trained: list[str]) -> None:
+def print_summary(run: build.Run, trained: list[str]) -> None:
     """The report, and what has changed."""
     report = write_report(run.workdir, f"{jax.device_count()} x {jax.devices()[0].device_kind}")
     if run.held_out:
@@ -445,7 +449,7 @@ def keep_programs(folder: str) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def announce(run: build.Run) -> None:
+def print_setup(run: build.Run) -> None:
     """Print what the run will use; raise ValueError where it does not fit the devices."""
     config = run.config
     mesh = run.mesh

@@ -27,8 +27,8 @@ from rlhf_jax.config.schema import Config, ModelConfigs, flat
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.prompts import Prompts, read, tokenize
 from rlhf_jax.generation.history import History
-from rlhf_jax.generation.precompile import Ahead
-from rlhf_jax.generation.requests import Decoding
+from rlhf_jax.generation.precompile import BackgroundCompiler
+from rlhf_jax.generation.requests import GenerationConfig
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy.cost import RATES
 from rlhf_jax.generation.strategy.select import Selector
@@ -38,17 +38,17 @@ from rlhf_jax.model import transformer
 from rlhf_jax.model.attention import causal_on
 from rlhf_jax.model.weights.source import Source, digest, open_source
 from rlhf_jax.reallocation import planner
-from rlhf_jax.reallocation.planner import Plan, View
+from rlhf_jax.reallocation.planner import ClusterView, Reallocation
 from rlhf_jax.rewards.combination import Scorer, Term, weighted
 from rlhf_jax.rewards.models import RewardModel, model_scorer
 from rlhf_jax.rewards.sharing import shared_out
 from rlhf_jax.rewards.workers import Workers
 from rlhf_jax.runtime import distributed
-from rlhf_jax.state import Controller, Drafting, Frozen, Memory, Stages
+from rlhf_jax.state import Controller, FrozenModels, HostState, SpeculationState, Stages
 from rlhf_jax.training import kl as shaping
 from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig
 from rlhf_jax.training.distill import Distillation, student_config, student_of, with_student
-from rlhf_jax.training.experience import Shaping
+from rlhf_jax.training.experience import AdvantageConfig
 from rlhf_jax.training.losses import AGGREGATES
 from rlhf_jax.training.update import Optimizers, UpdateConfig, init_train_state, make_optimizer
 from rlhf_jax.types import Model, ModelConfig, TrainState
@@ -233,7 +233,7 @@ def make_stages(
         ahead=_ahead(config, stack),
         draft_attend=causal_on(run.mesh, (run.models.drafter or run.policy.config).num_kv_heads),
         distillation=_distillation(run),
-        decide=_decide(run),
+        plan_reallocation=_decide(run),
         in_turn=config.deterministic,
         scoring=_scoring(run) if generation.fuse_inference else 0.0,
     )
@@ -244,36 +244,36 @@ def _scoring(run: Run) -> float:
     models.
     """
     devices = run.mesh.size / run.mesh.shape["slices"]
-    referred = [run.policy.config] if validation.refers(run.config) else []
+    referred = [run.policy.config] if validation.needs_reference(run.config) else []
     models = [run.policy.config, *referred, *filter(None, [run.models.critic]), *run.models.rewards]
     flops = sum(derived.work(model, run.dtype.itemsize).token_flops for model in models)
     return flops / (RATES[jax.default_backend()][1] * devices)
 
 
-def _decide(run: Run) -> Callable[[View], Plan] | None:
+def _decide(run: Run) -> Callable[[ClusterView], Reallocation] | None:
     """The plan of where samples run. Several processes plan by the clock: not in a run that repeats
     itself.
     """
     by_clock = run.config.deterministic and distributed.started()
     planned = run.config.generation.reallocate and run.mesh.shape["slices"] > 1 and not by_clock
-    return planner.decide if planned else None
+    return planner.plan_reallocation if planned else None
 
 
-def _ahead(config: Config, stack: contextlib.ExitStack) -> Ahead | None:
+def _ahead(config: Config, stack: contextlib.ExitStack) -> BackgroundCompiler | None:
     """Compiles adaptive strategies. A run that is to repeat itself does without: what is ready
     depends on the clock.
     """
     if config.deterministic or not derived.adaptive(config):
         return None
-    ahead = Ahead()
+    ahead = BackgroundCompiler()
     stack.callback(ahead.close)
     return ahead
 
 
-def _decoding(run: Run) -> Decoding:
+def _decoding(run: Run) -> GenerationConfig:
     config = run.config
     generation = run.config.generation
-    return Decoding(
+    return GenerationConfig(
         sampling=Sampling(generation.temperature, generation.top_k),
         strategies=derived.strategies(config).strategies,
         stop_tokens=run.policy.stop_tokens,
@@ -287,11 +287,11 @@ def _decoding(run: Run) -> Decoding:
     )
 
 
-def _shaping(config: Config) -> Shaping:
+def _shaping(config: Config) -> AdvantageConfig:
     advantage = config.advantage
     reward = config.reward
     group = config.generation.samples_per_prompt
-    return Shaping(
+    return AdvantageConfig(
         estimator=advantage.estimator,
         estimation=EstimatorConfig(group, advantage.discount, advantage.gae_lambda),
         kl=config.kl.estimator,
@@ -476,14 +476,14 @@ def _critic(model: Model) -> Model:
     return model if model.config.scalar_head else critic_of(model)
 
 
-def new_memory(run: Run) -> Memory:
+def new_memory(run: Run) -> HostState:
     """What the host remembers before the first step."""
     config = run.config
-    return Memory(
+    return HostState(
         batches=Batches(len(run.prompts), config.generation.prompts_per_step, config.seed),
-        drafting=Drafting(History(_remembered(config)), _selector(run)),
-        evaluation=Drafting(
-            History(EVERYTHING if derived.drafts_by(config, "replay") else 0), _selector(run)
+        drafting=SpeculationState(History(_remembered(config)), _selector(run)),
+        evaluation=SpeculationState(
+            History(EVERYTHING if derived.uses_drafter(config, "replay") else 0), _selector(run)
         ),
         kl_start=config.kl.coefficient,
         kl_coefficient=config.kl.coefficient,
@@ -510,16 +510,18 @@ def _selector(run: Run) -> Selector | None:
     return Selector(derived.strategies(run.config), costs, frozen_costs=run.config.deterministic)
 
 
-def frozen(run: Run) -> Frozen:
+def frozen(run: Run) -> FrozenModels:
     """The models that a run does not train, loaded; a student is part of the state, and here as it
     began.
     """
-    reference = load(run.policy, run.dtype, run.mesh) if validation.refers(run.config) else None
+    reference = (
+        load(run.policy, run.dtype, run.mesh) if validation.needs_reference(run.config) else None
+    )
     if run.student:
-        return Frozen(reference, student=_begun(run, run.student.num_layers, reference))
+        return FrozenModels(reference, student=_begun(run, run.student.num_layers, reference))
     if run.drafter is None:
-        return Frozen(reference)
-    return Frozen(
+        return FrozenModels(reference)
+    return FrozenModels(
         reference, decoding_weights(load(run.drafter, run.dtype, run.mesh), run.dtype, run.mesh)
     )
 

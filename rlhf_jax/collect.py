@@ -20,22 +20,22 @@ from rlhf_jax.config.schema import ModelConfigs
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.generation.engine import warm_up
-from rlhf_jax.generation.history import Tally, as_rollout, requests
-from rlhf_jax.generation.requests import Decoding, RoundReport, Sample
+from rlhf_jax.generation.history import GenerationCounts, as_rollout, requests
+from rlhf_jax.generation.requests import GenerationConfig, RoundReport, Sample
 from rlhf_jax.generation.scheduler import shared
 from rlhf_jax.generation.speculative.drafters import teacher
-from rlhf_jax.generation.strategy.acceptance import Evidence
-from rlhf_jax.inference.overlap import Backlog, Judges, Scored, Scoring
+from rlhf_jax.generation.strategy.acceptance import Observations
+from rlhf_jax.inference.overlap import Scored, Scoring, ScoringModels, ScoringQueue
 from rlhf_jax.model.transformer import cast, pad_vocab, unstack
 from rlhf_jax.monitoring.trace import Timeline, idle_share, since
-from rlhf_jax.rewards.combination import Answer, Scorer
+from rlhf_jax.rewards.combination import Response, Scorer
 from rlhf_jax.rollout import placing_of, roll_out, spans_of
 from rlhf_jax.runtime import distributed
-from rlhf_jax.runtime.slice_groups import crew_of
-from rlhf_jax.state import Learned, Memory, Observer, Stages
+from rlhf_jax.runtime.slice_groups import slice_group_of
+from rlhf_jax.state import HostState, Observer, RolloutStats, Stages
 from rlhf_jax.training.batching import signal
 from rlhf_jax.training.distill import student_for
-from rlhf_jax.training.experience import bound
+from rlhf_jax.training.experience import penalise_and_clip
 from rlhf_jax.types import Model
 
 T = TypeVar("T")
@@ -45,11 +45,11 @@ SPARED = 16  # and of so many one: far less than it saves
 
 
 @dataclasses.dataclass(frozen=True)
-class Collected:
+class RewardedRollout:
     """Finished samples in the order they were asked for, as answers, and what they earned."""
 
     samples: list[Sample]
-    answers: list[Answer]
+    answers: list[Response]
     rewards: np.ndarray  # [B] float32
     scored: dict[int, Scored] = dataclasses.field(
         default_factory=dict
@@ -63,22 +63,22 @@ class Collected:
             {"prompt": a.prompt, "response": a.response, "reward": reward} for a, reward in rows
         ]
 
-    def rows(self, chosen: np.ndarray) -> Collected:
+    def rows(self, chosen: np.ndarray) -> RewardedRollout:
         """The samples of these indices."""
         samples, answers = ([held[i] for i in chosen] for held in (self.samples, self.answers))
-        return Collected(samples, answers, self.rewards[chosen], self.scored)
+        return RewardedRollout(samples, answers, self.rewards[chosen], self.scored)
 
 
 def collect(
     policy: Model,
     drafter: Model | None,
     prompts: Prompts,
-    memory: Memory,
+    memory: HostState,
     step: int,
     stages: Stages,
     observe: Observer,
-    judges: Judges,
-) -> tuple[Collected, Learned, dict[str, float]]:
+    judges: ScoringModels,
+) -> tuple[RewardedRollout, RolloutStats, dict[str, float]]:
     """Samples of `prompts_per_step` prompts and their rewards, what generation has learned, and
     metrics.
 
@@ -91,10 +91,10 @@ def collect(
     """
     target = decoding_weights(policy, stages.dtype, stages.mesh)
     drafter = student_for(target, drafter, stages.mesh)
-    backlog = _backlog(target, judges, stages)
+    scoring_queue = _backlog(target, judges, stages)
     memory.timeline = Timeline()
     selector = copy.deepcopy(memory.drafting.selector)
-    tally = Tally()
+    tally = GenerationCounts()
     found = []
     seconds = {"generation": 0.0, "inference": 0.0}
     used = set[int]()  # ids of earlier samples whose noise is repeated
@@ -122,12 +122,14 @@ def collect(
                 used,
             )
             placing = placing_of(
-                stages, memory.drafting.lengths, f"step {step} attempt {attempt}", backlog
+                stages, memory.drafting.lengths, f"step {step} attempt {attempt}", scoring_queue
             )
             counting = _counting(tally, memory.timeline, observe)
             aside = (
-                _aside(backlog, dict(zip(map(id, wanted), rows, strict=True)), prompts, stages)
-                if backlog
+                _idle_work(
+                    scoring_queue, dict(zip(map(id, wanted), rows, strict=True)), prompts, stages
+                )
+                if scoring_queue
                 else {}
             )
             samples = roll_out(
@@ -142,29 +144,35 @@ def collect(
                 **aside,
             )
         with _timed("inference", seconds, observe):
-            scored = _scored_by_all(backlog, stages) if backlog and stages.reward_models else {}
+            scored = (
+                _scored_by_all(scoring_queue, stages)
+                if scoring_queue and stages.reward_models
+                else {}
+            )
             found.append(
-                earn(samples, prompts, np.repeat(rows, stages.samples_per_prompt), stages, scored)
+                compute_rewards(
+                    samples, prompts, np.repeat(rows, stages.samples_per_prompt), stages, scored
+                )
             )
         ended = finished(samples, stages.decoding.stop_tokens)
-        seen = np.append(seen, bound(found[-1][0].rewards, ended, stages.shaping))
+        seen = np.append(seen, penalise_and_clip(found[-1][0].rewards, ended, stages.shaping))
         kept, enough = choose_groups(seen, stages.samples_per_prompt, stages.prompts_per_step)
         if enough:
             break
     everything = _joined([collected for collected, _ in found])
-    tally = sum(_spoken(tally, Tally(), stages), Tally())
+    tally = sum(_spoken(tally, GenerationCounts(), stages), GenerationCounts())
     chosen = selector.metrics() if selector else {}
     with _timed("generation", seconds, observe):
-        learned = learn(Learned(tally, selector), drafter, everything.samples, stages)
+        learned = learn(RolloutStats(tally, selector), drafter, everything.samples, stages)
     metrics = (
         tally.metrics(seconds["generation"]) | chosen | _together([figures for _, figures in found])
     )
     metrics |= {"inference/seconds": seconds["inference"], "generation/attempts": len(found)}
-    if backlog:
+    if scoring_queue:
         everything = dataclasses.replace(
-            everything, scored=scored or _scored_by_all(backlog, stages)
+            everything, scored=scored or _scored_by_all(scoring_queue, stages)
         )
-        memory.timeline.spans += backlog.spans()
+        memory.timeline.spans += scoring_queue.spans()
     of_all = _spoken(since(memory.timeline.spans, memory.timeline.start), [], stages)
     memory.timeline.spans = [span for spans in of_all for span in spans]
     metrics["generation/idle_share"] = idle_share(
@@ -176,7 +184,7 @@ def collect(
     return everything.rows(kept), learned, metrics | _outcome(everything, stages)
 
 
-def _backlog(target: Model, judges: Judges, stages: Stages) -> Backlog | None:
+def _backlog(target: Model, judges: ScoringModels, stages: Stages) -> ScoringQueue | None:
     """What slices score beside generation, where inference is fused with it."""
     if not stages.scoring:
         return None
@@ -190,15 +198,15 @@ def _backlog(target: Model, judges: Judges, stages: Stages) -> Backlog | None:
         )
         for name, judge in stages.reward_models.items()
     }
-    return Backlog(
+    return ScoringQueue(
         Scoring(
             target, reference, critic, training.temperature, rows, stages.decoding.slots, rewards
         )
     )
 
 
-def _aside(
-    backlog: Backlog, row_of: Mapping[int, int], prompts: Prompts, stages: Stages
+def _idle_work(
+    scoring_queue: ScoringQueue, row_of: Mapping[int, int], prompts: Prompts, stages: Stages
 ) -> dict[str, Any]:
     """What a roll-out hands to a backlog: finished samples, their prompts by request, and idle
     slices.
@@ -206,36 +214,36 @@ def _aside(
 
     def heard(sample: Sample) -> None:
         if not stages.reward_models:
-            return backlog.add(sample)
+            return scoring_queue.add(sample)
         (answer,) = answered(
             [sample], prompts, np.array([row_of[id(sample.request)]]), stages.tokenizer
         )
-        return backlog.add(sample, answer)
+        return scoring_queue.add(sample, answer)
 
-    return {"finished": heard, "spare": backlog}
+    return {"finished": heard, "spare": scoring_queue}
 
 
 def _spoken(own: T, nothing: T, stages: Stages) -> list[T]:
     """What each process has to say of its slices: of those that share one, the first."""
-    return distributed.gather(own if crew_of(stages.mesh).leads else nothing)
+    return distributed.gather(own if slice_group_of(stages.mesh).leads else nothing)
 
 
-def _scored_by_all(backlog: Backlog, stages: Stages) -> dict[int, Scored]:
+def _scored_by_all(scoring_queue: ScoringQueue, stages: Stages) -> dict[int, Scored]:
     """What the slices of all processes have scored."""
     return {
         number: scored
-        for part in _spoken(backlog.scored(), {}, stages)
+        for part in _spoken(scoring_queue.scored(), {}, stages)
         for number, scored in part.items()
     }
 
 
 def learn(
-    learned: Learned,
+    learned: RolloutStats,
     drafter: Model | None,
     samples: Sequence[Sample],
     stages: Stages,
-    decoding: Decoding | None = None,
-) -> Learned:
+    decoding: GenerationConfig | None = None,
+) -> RolloutStats:
     """The end of a stage for its selector: how well the draft model predicts some of the texts,
     costs fitted anew.
 
@@ -248,20 +256,24 @@ def learn(
         return learned
     # Under rejection, text has noise of its own: no rank in the drafter's draw says what would have
     # been accepted.
-    if drafter is not None and decoding.drafts_by("model") and decoding.acceptance == "replayable":
+    if (
+        drafter is not None
+        and decoding.uses_drafter("model")
+        and decoding.acceptance == "replayable"
+    ):
         chosen = samples[:: max(1, len(samples) // READ)][
             : min(READ, max(1, len(samples) // SPARED))
         ]
         selector.taught("model", read_texts(drafter, chosen, decoding, stages))
     selector.stage_ended(KEPT)
     if distributed.started():  # all begin the next stage alike
-        selector.restore(distributed.from_leader(selector.state()))
+        selector.restore(distributed.broadcast(selector.state()))
     return learned
 
 
 def read_texts(
-    drafter: Model, samples: Sequence[Sample], decoding: Decoding, stages: Stages
-) -> Evidence:
+    drafter: Model, samples: Sequence[Sample], decoding: GenerationConfig, stages: Stages
+) -> Observations:
     """What the draft model would have done on finished texts, READ rows, or as many as the devices
     share evenly.
     """
@@ -277,8 +289,10 @@ def read_texts(
         drafter, *placed, decoding.sampling, rows=rows, attend=stages.draft_attend
     )
     rank, confidence = distributed.fetch(scored)
-    familiar = np.array([sample.familiar for sample in samples] + [False] * (rows - len(samples)))
-    return teacher.as_evidence(rank, confidence, mask, familiar)
+    seen_prompt = np.array(
+        [sample.seen_prompt for sample in samples] + [False] * (rows - len(samples))
+    )
+    return teacher.as_evidence(rank, confidence, mask, seen_prompt)
 
 
 def choose_groups(rewards: np.ndarray, group: int, wanted: int) -> tuple[np.ndarray, bool]:
@@ -287,18 +301,20 @@ def choose_groups(rewards: np.ndarray, group: int, wanted: int) -> tuple[np.ndar
 
     Where there are not, the first of the others fill up; groups stay in order.
     """
-    teaches = signal(rewards, group)
-    chosen = np.sort(np.argsort(~teaches, kind="stable")[:wanted])
-    return (chosen[:, None] * group + np.arange(group)).reshape(-1), int(teaches.sum()) >= wanted
+    trains_drafter = signal(rewards, group)
+    chosen = np.sort(np.argsort(~trains_drafter, kind="stable")[:wanted])
+    return (chosen[:, None] * group + np.arange(group)).reshape(-1), int(
+        trains_drafter.sum()
+    ) >= wanted
 
 
-def earn(
+def compute_rewards(
     samples: list[Sample],
     prompts: Prompts,
     rows: np.ndarray,
     stages: Stages,
     scored: Mapping[int, Scored] = {},
-) -> tuple[Collected, dict[str, float]]:
+) -> tuple[RewardedRollout, dict[str, float]]:
     """The samples of prompts `rows` [B], as answers with their rewards, and what the reward
     reports.
 
@@ -315,15 +331,15 @@ def earn(
     }
     scores, figures = stages.reward(answers, known)
     rewards = np.where(np.isnan(scores.values), np.float32(stages.failed), scores.values)
-    return Collected(samples, answers, rewards), figures
+    return RewardedRollout(samples, answers, rewards), figures
 
 
 def answered(
     samples: list[Sample], prompts: Prompts, rows: np.ndarray, tokenizer: Tokenizer
-) -> list[Answer]:
+) -> list[Response]:
     """What the reward reads: each sample's text beside its prompt, row and messages."""
     return [
-        Answer(
+        Response(
             prompts.texts[row],
             prompts.messages[row],
             prompts.rows[row],
@@ -338,8 +354,8 @@ def evaluate(
     drafter: Model | None,
     prompts: Prompts,
     measures: Mapping[str, Scorer],
-    memory: Memory,
-    decoding: Decoding,
+    memory: HostState,
+    decoding: GenerationConfig,
     samples_per_prompt: int,
     stages: Stages,
     observe: Observer = lambda phase, report: None,
@@ -357,12 +373,15 @@ def evaluate(
     target = decoding_weights(policy, stages.dtype, stages.mesh)
     drafter = student_for(target, drafter, stages.mesh)
     selector = copy.deepcopy(memory.evaluation.selector)
-    tally = Tally()
+    tally = GenerationCounts()
     counting = _counting(tally, Timeline(), observe, "evaluation")
     placing = placing_of(stages, memory.evaluation.lengths, "evaluation")
     samples = roll_out(target, drafter, wanted, decoding, stages, placing, selector, counting)
-    tally = sum(_spoken(tally, Tally(), stages), Tally())
-    memory.evaluated = samples, learn(Learned(tally, selector), drafter, samples, stages, decoding)
+    tally = sum(_spoken(tally, GenerationCounts(), stages), GenerationCounts())
+    memory.evaluated = (
+        samples,
+        learn(RolloutStats(tally, selector), drafter, samples, stages, decoding),
+    )
     answers = answered(
         samples, prompts, np.repeat(np.arange(len(prompts)), samples_per_prompt), stages.tokenizer
     )
@@ -375,7 +394,7 @@ def evaluate(
     failed = {f"eval/{name}/failed": int(np.isnan(values).sum()) for name, values in scores.items()}
     means |= {name: count for name, count in failed.items() if count}
     means["eval/generation/tokens_per_round"] = tally.metrics(0.0)["generation/tokens_per_round"]
-    return means, Collected(samples, answers, next(iter(scores.values()))).table()
+    return means, RewardedRollout(samples, answers, next(iter(scores.values()))).table()
 
 
 def decoding_weights(policy: Model, dtype, mesh: jax.sharding.Mesh) -> Model:
@@ -400,7 +419,7 @@ def _decoding_weights(policy: Model, dtype, mesh: jax.sharding.Mesh, untie: bool
     )
 
 
-def compile_rounds(policy: Model, drafter: Model | None, memory: Memory, stages: Stages) -> None:
+def compile_rounds(policy: Model, drafter: Model | None, memory: HostState, stages: Stages) -> None:
     """Compile the rounds that a step begins with ahead of use, for every number of rows they may
     shrink to.
 
@@ -412,7 +431,7 @@ def compile_rounds(policy: Model, drafter: Model | None, memory: Memory, stages:
     selectors = memory.selectors()
     prompts = range(stages.prompts_per_step)
     samples = (
-        len(prompts if stages.decide else crew_of(stages.mesh).share(prompts))
+        len(prompts if stages.plan_reallocation else slice_group_of(stages.mesh).share(prompts))
         * stages.samples_per_prompt
     )
     does = warm_up(target, drafter, samples, stages.decoding, stages.mesh, bool(selectors))
@@ -438,7 +457,7 @@ def _timed(phase: str, seconds: dict[str, float], observe: Observer) -> Iterator
 
 
 def _counting(
-    tally: Tally, timeline: Timeline, observe: Observer, phase: str = "generation"
+    tally: GenerationCounts, timeline: Timeline, observe: Observer, phase: str = "generation"
 ) -> Callable[[RoundReport], None]:
     def arrived(report: RoundReport) -> None:
         tally.add(report)
@@ -449,10 +468,10 @@ def _counting(
     return arrived
 
 
-def _joined(parts: Sequence[Collected]) -> Collected:
+def _joined(parts: Sequence[RewardedRollout]) -> RewardedRollout:
     samples = [sample for part in parts for sample in part.samples]
     answers = [answer for part in parts for answer in part.answers]
-    return Collected(samples, answers, np.concatenate([part.rewards for part in parts]))
+    return RewardedRollout(samples, answers, np.concatenate([part.rewards for part in parts]))
 
 
 def _together(attempts: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -465,7 +484,7 @@ def _together(attempts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def _outcome(collected: Collected, stages: Stages) -> dict[str, float]:
+def _outcome(collected: RewardedRollout, stages: Stages) -> dict[str, float]:
     ended = finished(collected.samples, stages.decoding.stop_tokens)
     return {
         "reward/mean": float(collected.rewards.mean()),

@@ -97,14 +97,16 @@ def make_mesh(
     devices = jax.devices() if devices is None else list(devices)
     shape = tuple(sizes(data, fsdp, tensor, len(devices), slices).values())
     ranks = sorted({device.process_index for device in devices})
-    crews = min(shape[0], len(ranks))
-    size = len(ranks) // crews
+    slice_groups = min(shape[0], len(ranks))
+    size = len(ranks) // slice_groups
     parts = [
-        [device for device in devices if ranks.index(device.process_index) // size == crew]
-        for crew in range(crews)
+        [device for device in devices if ranks.index(device.process_index) // size == slice_group]
+        for slice_group in range(slice_groups)
     ]
-    own = (shape[0] // crews, *shape[1:])
-    return _joined([_make(own, part) for part in parts]) if crews > 1 else _make(own, devices)
+    own = (shape[0] // slice_groups, *shape[1:])
+    return (
+        _joined([_make(own, part) for part in parts]) if slice_groups > 1 else _make(own, devices)
+    )
 
 
 def _make(shape: tuple[int, ...], devices: list) -> Mesh:

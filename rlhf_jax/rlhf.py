@@ -11,23 +11,23 @@ import jax
 import numpy as np
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.collect import Collected, collect, finished
+from rlhf_jax.collect import RewardedRollout, collect, finished
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation.history import as_rollout
 from rlhf_jax.inference.logprobs import mismatch, score_rollout
-from rlhf_jax.inference.overlap import SCORED, Judges, Scored, scored_row
+from rlhf_jax.inference.overlap import SCORED, Scored, ScoringModels, scored_row
 from rlhf_jax.inference.values import score_values
 from rlhf_jax.model.transformer import cast
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.runtime import distributed
-from rlhf_jax.state import Frozen, Memory, Observer, Stages, drafter_of
+from rlhf_jax.state import FrozenModels, HostState, Observer, Stages, drafter_of
 from rlhf_jax.training.distill import distill
-from rlhf_jax.training.experience import shape
-from rlhf_jax.training.update import NotFinite, update
+from rlhf_jax.training.experience import compute_advantages
+from rlhf_jax.training.update import NonFiniteUpdate, update
 from rlhf_jax.types import Array, Experience, Model, Rollout, TrainState
 
 
-class Ruined(ValueError):
+class NonFiniteStep(ValueError):
     """A step that met a number that is not finite, with the batch it was to learn from."""
 
     def __init__(self, message: str, experience: Experience):
@@ -37,9 +37,9 @@ class Ruined(ValueError):
 
 def step(
     state: TrainState,
-    frozen: Frozen,
+    frozen: FrozenModels,
     prompts: Prompts,
-    memory: Memory,
+    memory: HostState,
     stages: Stages,
     observe: Observer = lambda phase, report: None,
 ) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
@@ -51,14 +51,14 @@ def step(
     """
     number = int(state.step)
     drafter = drafter_of(state, frozen)
-    judges = Judges(frozen.reference, state.critic)
+    judges = ScoringModels(frozen.reference, state.critic)
     collected, learned, metrics = collect(
         state.policy, drafter, prompts, memory, number, stages, observe, judges
     )
 
     observe("inference", None)
     start = time.perf_counter()
-    experience, kl, seen = infer(state, frozen.reference, collected, memory.kl_coefficient, stages)
+    experience, kl, seen = score(state, frozen.reference, collected, memory.kl_coefficient, stages)
     metrics |= seen
     metrics["inference/seconds"] += time.perf_counter() - start
     memory.timeline.spans += _inferred(experience, memory.timeline.start, start, stages)
@@ -72,10 +72,10 @@ def step(
         state, trained = update(
             state, experience, stages.optimizers, stages.training, weight, place, watch
         )
-    except NotFinite as error:
-        raise Ruined(str(error), experience) from error
+    except NonFiniteUpdate as error:
+        raise NonFiniteStep(str(error), experience) from error
     metrics |= trained | {"training/seconds": time.perf_counter() - start}
-    state, taught = teach(state, frozen, experience.rollout, memory, stages, observe)
+    state, taught = distill_drafter(state, frozen, experience.rollout, memory, stages, observe)
     metrics |= taught | (age(state, memory) if drafter is not None else {})
 
     samples = len(collected.samples)
@@ -91,9 +91,9 @@ def step(
 
 def distill_step(
     state: TrainState,
-    frozen: Frozen,
+    frozen: FrozenModels,
     prompts: Prompts,
-    memory: Memory,
+    memory: HostState,
     stages: Stages,
     observe: Observer = lambda phase, report: None,
 ) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
@@ -104,13 +104,13 @@ def distill_step(
     """
     drafter = drafter_of(state, frozen)
     number = int(state.step)
-    nobody = Judges()
+    nobody = ScoringModels()
     collected, learned, metrics = collect(
         state.policy, drafter, prompts, memory, number, stages, observe, nobody
     )
     observe("training", None)
     rollout = as_rollout(collected.samples, stages.decoding.slots)
-    state, taught = teach(state, frozen, rollout, memory, stages, observe)
+    state, taught = distill_drafter(state, frozen, rollout, memory, stages, observe)
     if "drafter/not_finite" in taught:
         raise ValueError("The student's loss is not finite; lower drafter.learning_rate")
     state = dataclasses.replace(state, step=state.step + 1)
@@ -130,11 +130,11 @@ def distill_step(
     return state, metrics | {"generation/tokens_so_far": memory.drafting.tally.tokens}, table
 
 
-def teach(
+def distill_drafter(
     state: TrainState,
-    frozen: Frozen,
+    frozen: FrozenModels,
     rollout: Rollout,
-    memory: Memory,
+    memory: HostState,
     stages: Stages,
     observe: Observer,
 ) -> tuple[TrainState, dict[str, float]]:
@@ -151,7 +151,7 @@ def teach(
     return state, metrics | {"drafter/seconds": time.perf_counter() - start}
 
 
-def age(state: TrainState, memory: Memory) -> dict[str, float]:
+def age(state: TrainState, memory: HostState) -> dict[str, float]:
     """How old the drafter is: `drafter/version` counts a student's updates, `drafter/policy_step`
     the policy's when the drafter last learned from it, and `drafter/behind` those since.
     """
@@ -164,10 +164,10 @@ def age(state: TrainState, memory: Memory) -> dict[str, float]:
     }
 
 
-def infer(
+def score(
     state: TrainState,
     reference: Model | None,
-    collected: Collected,
+    collected: RewardedRollout,
     kl_coefficient: float,
     stages: Stages,
 ) -> tuple[Experience, float, dict[str, float]]:
@@ -191,7 +191,7 @@ def infer(
     reference_logprobs = logprobs if reference_logprobs is None else reference_logprobs
     ended = finished(collected.samples, stages.decoding.stop_tokens)
     mask, advantages, returns, kl = jax.device_get(
-        shape(
+        compute_advantages(
             collected.rewards,
             ended,
             rollout.mask,
@@ -272,7 +272,7 @@ def _check_finite(experience: Experience) -> None:
         numbers = getattr(experience, name)
         if numbers is not None and not np.isfinite(numbers[mask]).all():
             count = int((~np.isfinite(numbers[mask])).sum())
-            raise Ruined(
+            raise NonFiniteStep(
                 f"{count} of {int(mask.sum())} {name.replace('_', ' ')} are not finite", experience
             )
 

@@ -12,33 +12,35 @@ from typing import NoReturn
 
 import numpy as np
 
-from rlhf_jax.generation.assignment import Placing
-from rlhf_jax.generation.engine import Spare, generate
-from rlhf_jax.generation.requests import Decoding, Request, RoundReport, Sample
+from rlhf_jax.generation.assignment import PlacementPolicy
+from rlhf_jax.generation.engine import IdleWork, generate
+from rlhf_jax.generation.requests import GenerationConfig, Request, RoundReport, Sample
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.strategy.select import Selector
-from rlhf_jax.inference.overlap import Backlog
+from rlhf_jax.inference.overlap import ScoringQueue
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.reallocation.length_model import Lengths
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.signals import Stopped
-from rlhf_jax.runtime.slice_groups import Abandoned, crew_of, failed
+from rlhf_jax.runtime.slice_groups import StageAborted, failed, slice_group_of
 from rlhf_jax.state import Stages
 from rlhf_jax.types import Model
 
 
 def placing_of(
-    stages: Stages, lengths: Lengths, name: str, backlog: Backlog | None = None
-) -> Placing:
+    stages: Stages, lengths: Lengths, name: str, scoring_queue: ScoringQueue | None = None
+) -> PlacementPolicy:
     """Where the samples of the stage of this name run, beside which slices may work on a
     backlog.
     """
-    placing = Placing(stages.decide, lengths, stages.in_turn, name)
-    if backlog is None:
+    placing = PlacementPolicy(stages.plan_reallocation, lengths, stages.in_turn, name)
+    if scoring_queue is None:
         return placing
-    crews = crew_of(stages.mesh).crews  # each has finished about as much as this one
+    slice_groups = slice_group_of(
+        stages.mesh
+    ).slice_groups  # each has finished about as much as this one
     return dataclasses.replace(
-        placing, scoring=stages.scoring, unscored=lambda: crews * backlog.tokens
+        placing, scoring=stages.scoring, unscored=lambda: slice_groups * scoring_queue.tokens
     )
 
 
@@ -46,13 +48,13 @@ def roll_out(
     target: Model,
     drafter: Model | None,
     wanted: Sequence[Request],
-    decoding: Decoding,
+    decoding: GenerationConfig,
     stages: Stages,
-    placing: Placing,
+    placing: PlacementPolicy,
     selector: Selector | None = None,
     observe: Callable[[RoundReport], None] = lambda report: None,
     finished: Callable[[Sample], None] = lambda sample: None,
-    spare: Spare | None = None,
+    spare: IdleWork | None = None,
 ) -> list[Sample]:
     """All samples, in the order of the requests. Each crew decodes on its own slices, without the
     others.
@@ -60,25 +62,25 @@ def roll_out(
     What a crew decodes is its share of the requests or, where there is a plan, what that says.
     `finished` hears of each sample that ends here.
     """
-    crew = crew_of(stages.mesh)
-    asked = wanted if placing.decide else crew.share(wanted)
+    slice_group = slice_group_of(stages.mesh)
+    asked = wanted if placing.plan_reallocation else slice_group.share(wanted)
 
     def rolled() -> list[Sample]:
         samples = []
         on = (stages.mesh, observe, selector, stages.ahead, placing, spare)
-        with contextlib.suppress(Abandoned), failed(placing.name):
+        with contextlib.suppress(StageAborted), failed(placing.name):
             for sample in generate(target, drafter, asked, decoding, *on):
                 samples.append(sample)
                 finished(sample)
-        return samples if crew.leads else []  # the leader speaks for all
+        return samples if slice_group.leads else []  # the leader speaks for all
 
     ids = [(request, sample_id) for request in wanted for sample_id in request.sample_ids]
     if not distributed.started():
         samples = {sample.sample_id: sample for sample in rolled()}
         return [samples[sample_id] for _, sample_id in ids]
-    outcome = _of_crew(rolled) if crew.several else rolled
+    outcome = _of_crew(rolled) if slice_group.several else rolled
     shares = distributed.together(lambda: list(map(_packed, outcome())))
-    distributed.by_leader(lambda: distributed.forget(placing.name))
+    distributed.run_on_leader(lambda: distributed.forget(placing.name))
     packed = {one[0]: one for share in shares for one in share}
     return [_unpacked(request, packed[sample_id]) for request, sample_id in ids]
 

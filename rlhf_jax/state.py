@@ -11,19 +11,19 @@ import numpy as np
 
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.tokenizer import Tokenizer
-from rlhf_jax.generation.history import History, Tally
-from rlhf_jax.generation.precompile import Ahead
-from rlhf_jax.generation.requests import Decoding, RoundReport, Sample
+from rlhf_jax.generation.history import GenerationCounts, History
+from rlhf_jax.generation.precompile import BackgroundCompiler
+from rlhf_jax.generation.requests import GenerationConfig, RoundReport, Sample
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.model.attention import causal
 from rlhf_jax.monitoring.trace import Timeline
 from rlhf_jax.reallocation import length_model
 from rlhf_jax.reallocation.length_model import Lengths
-from rlhf_jax.reallocation.planner import Plan, View
-from rlhf_jax.rewards.combination import Answer, Scores
+from rlhf_jax.reallocation.planner import ClusterView, Reallocation
+from rlhf_jax.rewards.combination import Response, Scores
 from rlhf_jax.rewards.models import RewardModel
 from rlhf_jax.training.distill import Distillation
-from rlhf_jax.training.experience import Shaping
+from rlhf_jax.training.experience import AdvantageConfig
 from rlhf_jax.training.update import Optimizers, UpdateConfig
 from rlhf_jax.types import Model, TrainState
 
@@ -33,7 +33,9 @@ Observer = Callable[[str, RoundReport | None], None]  # of (phase, the round tha
 Known = Mapping[
     str, Mapping[int, float]
 ]  # scores that answers have already, by the reward's term and their index
-Reward = Callable[[Sequence[Answer], Known], tuple[Scores, dict[str, float]]]  # and what to report
+Reward = Callable[
+    [Sequence[Response], Known], tuple[Scores, dict[str, float]]
+]  # and what to report
 Controller = Callable[
     [float, float, int], float
 ]  # of (KL coefficient, KL of a response, samples): the next one
@@ -43,8 +45,8 @@ Controller = Callable[
 class Stages:
     """Everything that stays the same from step to step."""
 
-    decoding: Decoding
-    shaping: Shaping
+    decoding: GenerationConfig
+    shaping: AdvantageConfig
     training: UpdateConfig
     optimizers: Optimizers
     reward: Reward
@@ -58,10 +60,10 @@ class Stages:
     failed: float = 0.0  # the reward of a sample whose scoring failed
     resample: int = 0  # more roll-outs, at most, in place of prompts without signal
     repeated_noise: int = 0  # samples of a prompt, at most, that repeat the noise of earlier ones
-    ahead: Ahead | None = None  # compiles strategies before they are used
+    ahead: BackgroundCompiler | None = None  # compiles strategies before they are used
     draft_attend: Callable = causal  # attention of a draft model that reads whole texts
     distillation: Distillation | None = None  # None: there is no student, or it stays as it is
-    decide: Callable[[View], Plan] | None = (
+    plan_reallocation: Callable[[ClusterView], Reallocation] | None = (
         None  # where samples run; None: they stay where they are dealt
     )
     in_turn: bool = False  # slices are served one after the other, so that a run repeats itself
@@ -73,7 +75,7 @@ class Stages:
 
 
 @dataclasses.dataclass(frozen=True)
-class Frozen:
+class FrozenModels:
     """The models that a run does not train."""
 
     reference: Model | None = None  # None: the policy is its own
@@ -83,7 +85,7 @@ class Frozen:
     )
 
 
-def drafter_of(state: TrainState, frozen: Frozen) -> Model | None:
+def drafter_of(state: TrainState, frozen: FrozenModels) -> Model | None:
     """The student of the state, stacked and without embedding and head, else the frozen drafter,
     unrolled.
     """
@@ -91,23 +93,23 @@ def drafter_of(state: TrainState, frozen: Frozen) -> Model | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Learned:
+class RolloutStats:
     """What the roll-outs of a stage leave beside their samples."""
 
-    tally: Tally
+    tally: GenerationCounts
     selector: Selector | None
 
 
 @dataclasses.dataclass
-class Drafting:
+class SpeculationState:
     """What roll-outs of one kind, training's or evaluation's, leave for later ones."""
 
     history: History
     selector: Selector | None = None  # None where the strategy is fixed
-    tally: Tally = dataclasses.field(default_factory=Tally)  # of all so far
+    tally: GenerationCounts = dataclasses.field(default_factory=GenerationCounts)  # of all so far
     lengths: Lengths = dataclasses.field(default_factory=Lengths)  # the law of responses
 
-    def add(self, samples: Sequence[Sample], learned: Learned) -> None:
+    def add(self, samples: Sequence[Sample], learned: RolloutStats) -> None:
         """Take in a finished stage."""
         self.history.add(samples)
         counts = np.array([len(sample.tokens) for sample in samples])
@@ -124,24 +126,24 @@ class Drafting:
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken; a selector that is new since then begins anew."""
         self.history.restore(state["history"])
-        self.tally = Tally(**state["tally"])
+        self.tally = GenerationCounts(**state["tally"])
         self.lengths = length_model.restore(state["lengths"]) if "lengths" in state else Lengths()
         if self.selector and "selector" in state:
             self.selector.restore(state["selector"])
 
 
 @dataclasses.dataclass
-class Memory:
+class HostState:
     """What the host remembers from step to step: with the `TrainState`, all of a run."""
 
     batches: Batches
-    drafting: Drafting
-    evaluation: Drafting
+    drafting: SpeculationState
+    evaluation: SpeculationState
     kl_start: float  # the KL coefficient that the config asks for
     kl_coefficient: float  # what it is now
     taught: int = 0  # updates of the policy when the drafter last learned from it
     timeline: Timeline = dataclasses.field(default_factory=Timeline)  # of the step that is taken
-    evaluated: tuple[Sequence[Sample], Learned] | None = (
+    evaluated: tuple[Sequence[Sample], RolloutStats] | None = (
         None  # since the last step: with the next one it is remembered
     )
 
@@ -171,7 +173,9 @@ class Memory:
             self.kl_coefficient = float(state["kl_coefficient"])
         self.taught = int(state["taught"])
 
-    def remember(self, samples: Sequence[Sample], learned: Learned, kl_coefficient: float) -> None:
+    def remember(
+        self, samples: Sequence[Sample], learned: RolloutStats, kl_coefficient: float
+    ) -> None:
         """Take in a finished step."""
         self.drafting.add(samples, learned)
         if self.evaluated is not None:  # until now a resumed run would have evaluated again

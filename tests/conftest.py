@@ -59,11 +59,11 @@ def _interpret_kernels() -> None:
     """Other defaults than the reference, for configs and for whoever generates without one."""
     from pallas_kernels.dispatch import INTERPRETED
     from rlhf_jax.config import schema
-    from rlhf_jax.generation.requests import Decoding
+    from rlhf_jax.generation.requests import GenerationConfig
 
     asked = dict.fromkeys(schema._kernels(), "interpret")
     schema._kernels = lambda: asked
-    init: Any = Decoding.__init__
+    init: Any = GenerationConfig.__init__
     init.__defaults__ = (*init.__defaults__[:-1], INTERPRETED)
 
 

@@ -23,24 +23,24 @@ from tiny_run import CONFIG
 
 from pallas_kernels.dispatch import Kernels
 from rlhf_jax import mesh as meshes
-from rlhf_jax.generation.assignment import Placing
-from rlhf_jax.generation.requests import Decoding, Request, Sample
+from rlhf_jax.generation.assignment import PlacementPolicy
+from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
 from rlhf_jax.inference import overlap
-from rlhf_jax.inference.overlap import Backlog, Scored, Scoring
+from rlhf_jax.inference.overlap import Scored, Scoring, ScoringQueue
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.model.weights.source import open_source
-from rlhf_jax.reallocation.planner import WAITS, Plan, View
-from rlhf_jax.rewards.combination import Answer
+from rlhf_jax.reallocation.planner import WAITS, ClusterView, Reallocation
+from rlhf_jax.rewards.combination import Response
 from rlhf_jax.rewards.models import RewardModel, model_scorer
 from rlhf_jax.rollout import roll_out
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.signals import Stopped
-from rlhf_jax.runtime.slice_groups import crew_of
+from rlhf_jax.runtime.slice_groups import slice_group_of
 
 GOLDEN = Path(__file__).parent / "golden" / "llama_reward"
-HOW = Decoding(Sampling(1.0), (PLAIN,), (), rows=6, slots=64, seed=3, fewest_rows=6)
+HOW = GenerationConfig(Sampling(1.0), (PLAIN,), (), rows=6, slots=64, seed=3, fewest_rows=6)
 SHORT = HOW.rows  # samples that the first slice has: they end long before the others
 ROWS = 2  # that are scored at one time
 
@@ -56,9 +56,9 @@ def main(port: str, rank: int, ranks: int, kernels: str) -> int:
     alone = models()
     how = dataclasses.replace(HOW, kernels=Kernels(*[kernels] * 4))
     stage = Stage(mesh, how, dataclasses.replace(alone, **laid_over(mesh, alone)))
-    heard, backlog, samples = stage.roll_out("scores")
+    heard, scoring_queue, samples = stage.roll_out("scores")
     assert heard
-    check(stage, backlog, samples, alone)
+    check(stage, scoring_queue, samples, alone)
     try:
         stage.roll_out("stops", then=stop)
     except Stopped as stopped:
@@ -104,25 +104,25 @@ class Stage:
     """Samples that are rolled out over a mesh, beside which slices score."""
 
     mesh: jax.sharding.Mesh
-    how: Decoding
+    how: GenerationConfig
     scoring: Scoring
 
     @functools.cached_property
-    def crew(self):
-        return crew_of(self.mesh)
+    def slice_group(self):
+        return slice_group_of(self.mesh)
 
     def roll_out(
         self, name: str, then=lambda: None, feeds=lambda: None
-    ) -> tuple[bool, Backlog, list[Sample]]:
+    ) -> tuple[bool, ScoringQueue, list[Sample]]:
         """Whether the second slice decoded when the first had all that it could score; the backlog;
         all samples.
 
         The second slice dawdles until the first is fed, waits for the rest, and does `then`. Who
         feeds a slice does `feeds` first.
         """
-        backlog = Told(self, name, feeds)
+        scoring_queue = Told(self, name, feeds)
         heard = []
-        hears = self.crew.leads and self.crew.ranks[0] != 0
+        hears = self.slice_group.leads and self.slice_group.ranks[0] != 0
 
         def observe(_) -> None:
             if heard or not hears:
@@ -135,23 +135,23 @@ class Stage:
             then()
 
         def finished(sample: Sample) -> None:
-            backlog.add(sample, answer(sample))
+            scoring_queue.add(sample, answer(sample))
 
         stages = cast(Any, types.SimpleNamespace(mesh=self.mesh, ahead=None))
         what = (self.scoring.policy, None, requests(), self.how, stages)
-        placing = Placing(given_away, name=name)
-        samples = roll_out(*what, placing, observe=observe, finished=finished, spare=backlog)
-        return any(distributed.gather(bool(heard))), backlog, samples
+        placing = PlacementPolicy(given_away, name=name)
+        samples = roll_out(*what, placing, observe=observe, finished=finished, spare=scoring_queue)
+        return any(distributed.gather(bool(heard))), scoring_queue, samples
 
 
-class Told(Backlog):
+class Told(ScoringQueue):
     """It tells of each slice that it feeds. Who follows never sees that any of it is done, and
     feeds as it is told.
     """
 
     def __init__(self, stage: Stage, name: str, feeds):
         super().__init__(stage.scoring)
-        self.leads = stage.crew.leads
+        self.leads = stage.slice_group.leads
         self.name = name
         self.feeds = feeds
         self.fed = 0
@@ -164,14 +164,16 @@ class Told(Backlog):
         return done if self.leads else types.SimpleNamespace(is_ready=lambda: False)
 
 
-def given_away(view: View) -> Plan:
+def given_away(view: ClusterView) -> Reallocation:
     """The first slice decodes the short samples, and then nothing more."""
     waiting = np.flatnonzero(view.place == WAITS)
     begins = (view.place == WAITS).all() and not view.freed[0]
     first = [(index, 0) for index in waiting[: SHORT * begins].tolist()]
     room = view.rows - int((view.place == 1).sum())
     others = [(index, 1) for index in waiting[len(first) :][:room].tolist()]
-    return Plan(first + others, [], np.array([not begins and not (view.place == 0).any(), False]))
+    return Reallocation(
+        first + others, [], np.array([not begins and not (view.place == 0).any(), False])
+    )
 
 
 def requests() -> list[Request]:
@@ -189,21 +191,21 @@ def chat() -> list[dict[str, str]]:
     return json.loads((GOLDEN / "scores.json").read_text())[0]["messages"]
 
 
-def answer(sample: Sample) -> Answer:
+def answer(sample: Sample) -> Response:
     """What the reward model reads: another text for each sample."""
-    return Answer("", chat()[:-1], {}, chat()[-1]["content"] + " so" * sample.sample_id)
+    return Response("", chat()[:-1], {}, chat()[-1]["content"] + " so" * sample.sample_id)
 
 
-def check(stage: Stage, backlog: Backlog, samples: list[Sample], alone: Scoring) -> None:
+def check(stage: Stage, scoring_queue: ScoringQueue, samples: list[Sample], alone: Scoring) -> None:
     """All short samples were scored where they had been decoded, each as it is on one device."""
-    found = backlog.scored()
+    found = scoring_queue.scored()
     for rank, other in enumerate(distributed.gather(found)):
-        if rank in stage.crew.ranks:
+        if rank in stage.slice_group.ranks:
             assert other.keys() == found.keys()
             assert all(same(other[number], found[number]) for number in found)
-    assert stage.crew.ranks[0] != 0 or found.keys() == set(range(SHORT))
+    assert stage.slice_group.ranks[0] != 0 or found.keys() == set(range(SHORT))
     chosen = [sample for sample in samples if sample.sample_id in found]
-    assert len(chosen) == len(found) == sum(len(batch.samples) for batch in backlog.batches)
+    assert len(chosen) == len(found) == sum(len(batch.samples) for batch in scoring_queue.batches)
     rollout = overlap.place(chosen, alone, None)
     numbers: Any = (
         overlap.score((alone.policy, alone.reference, alone.critic), rollout, alone, None)

@@ -20,10 +20,10 @@ from tiny_stage import Shuffled
 from pallas_kernels.dispatch import Kernels
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import engine
-from rlhf_jax.generation.assignment import Placing
+from rlhf_jax.generation.assignment import PlacementPolicy
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.history import Tally
-from rlhf_jax.generation.requests import Decoding, Request, RoundReport, Sample
+from rlhf_jax.generation.history import GenerationCounts
+from rlhf_jax.generation.requests import GenerationConfig, Request, RoundReport, Sample
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
@@ -33,7 +33,7 @@ from rlhf_jax.generation.strategy.select import Choice, Situation
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.signals import Stopped
-from rlhf_jax.runtime.slice_groups import Abandoned, Crew, crew_of, failed
+from rlhf_jax.runtime.slice_groups import SliceGroup, StageAborted, failed, slice_group_of
 
 PACKED = trees.parse("replay-chain-8-packed-3")
 
@@ -44,43 +44,45 @@ def main(port: str, rank: int, ranks: int, slices: int, kernels: str) -> int:
     distributed.start(place)
     target = unstack(init(jax.random.key(0), CONFIG))
     wanted = requests()
-    tally = Tally()
-    how = Decoding(
+    tally = GenerationCounts()
+    how = GenerationConfig(
         Sampling(1.0), (PLAIN,), (), rows=6, slots=128, seed=3, kernels=Kernels(*[kernels] * 4)
     )
     mesh = meshes.make_mesh(1, -1, 1, slices=slices)
     whole = jax.jit(
         lambda: target, out_shardings=meshes.model_shardings(target, mesh, "generation")
     )()
-    crew = crew_of(mesh)
+    slice_group = slice_group_of(mesh)
     alone = {s.sample_id: s for s in generate(target, None, wanted, how)}
-    assert len(crew.ranks) == max(1, ranks // slices)
+    assert len(slice_group.ranks) == max(1, ranks // slices)
     begin = functools.partial(generate, whole, None)
     here = list(begin(wanted, how, mesh, tally.add, placing=shuffled("once")))
-    check(here, tally, alone, crew)
+    check(here, tally, alone, slice_group)
     assert all(
         sample.rounds == alone[sample.sample_id].rounds and not sample.accepted for sample in here
     )
-    if crew.several:
-        pack(begin, mesh, alone, crew, how)
+    if slice_group.several:
+        pack(begin, mesh, alone, slice_group, how)
         with pytest.raises(ValueError, match="give it one"):
             list(begin(wanted, how, mesh))
-    give_up(functools.partial(begin, wanted, how, mesh), crew)
+    give_up(functools.partial(begin, wanted, how, mesh), slice_group)
     return distributed.leave(0, "", place)
 
 
-def shuffled(name: str) -> Placing:
-    return Placing(Shuffled(seed=0), name=name)
+def shuffled(name: str) -> PlacementPolicy:
+    return PlacementPolicy(Shuffled(seed=0), name=name)
 
 
-def check(here: list[Sample], tally: Tally, alone: dict[int, Sample], crew: Crew) -> None:
+def check(
+    here: list[Sample], tally: GenerationCounts, alone: dict[int, Sample], slice_group: SliceGroup
+) -> None:
     """All samples ended once, some had moved, and each is what it is alone."""
     for sample in here:
         assert sample.tokens == alone[sample.sample_id].tokens, sample.sample_id
         np.testing.assert_allclose(sample.logprobs, alone[sample.sample_id].logprobs, atol=1e-4)
-    parts = distributed.gather([sample.sample_id for sample in here] if crew.leads else [])
+    parts = distributed.gather([sample.sample_id for sample in here] if slice_group.leads else [])
     assert sorted(number for part in parts for number in part) == sorted(alone)
-    moves = sum(distributed.gather(tally.moves if crew.leads else 0))
+    moves = sum(distributed.gather(tally.moves if slice_group.leads else 0))
     assert moves > 5, moves
 
 
@@ -106,19 +108,21 @@ class Packs:
         self.packed += report.strategy.packed > 0 and report.drafted > 0
 
 
-def pack(begin, mesh, alone: dict[int, Sample], crew: Crew, how: Decoding) -> None:
+def pack(
+    begin, mesh, alone: dict[int, Sample], slice_group: SliceGroup, how: GenerationConfig
+) -> None:
     """Rounds that spend a budget on the worthiest drafts, as the leader ranks them, leave the same
     texts.
     """
     wanted = [dataclasses.replace(one, earlier=nearly(one, alone)) for one in requests()]
-    selector = Packs(crew.leads)
-    tally = Tally()
+    selector = Packs(slice_group.leads)
+    tally = GenerationCounts()
     how = dataclasses.replace(how, strategies=(PLAIN, PACKED), fewest_rows=6)
     check(
         list(begin(wanted, how, mesh, tally.add, selector, placing=shuffled("packed"))),
         tally,
         alone,
-        crew,
+        slice_group,
     )
     assert selector.packed > 5 and 0 < tally.accepted < tally.drafted
 
@@ -131,11 +135,11 @@ def nearly(request: Request, alone: dict[int, Sample]) -> dict[int, np.ndarray]:
     return texts
 
 
-def give_up(begin, crew: Crew) -> None:
+def give_up(begin, slice_group: SliceGroup) -> None:
     """The last to decide is stopped, at a round or at one that landed for a move: all others give
     the stage up, and none waits for a device.
     """
-    last = crew.leads and distributed.rank() + len(crew.ranks) == distributed.count()
+    last = slice_group.leads and distributed.rank() + len(slice_group.ranks) == distributed.count()
     landed = []
     all_of = engine._all_of
     engine._all_of = lambda *given: (landed.append(one) or one for one in all_of(*given))
@@ -145,10 +149,10 @@ def give_up(begin, crew: Crew) -> None:
             if last and (name == "at once" or landed):
                 raise Stopped(signal.SIGTERM)
 
-        with pytest.raises((Stopped, Abandoned)) as caught, failed(name):
-            list(begin(observe, placing=Placing(Shuffled(seed=0), name=name)))
+        with pytest.raises((Stopped, StageAborted)) as caught, failed(name):
+            list(begin(observe, placing=PlacementPolicy(Shuffled(seed=0), name=name)))
         ends = distributed.gather(caught.type)
-        assert ends.count(Stopped) == 1 and ends.count(Abandoned) == len(ends) - 1, ends
+        assert ends.count(Stopped) == 1 and ends.count(StageAborted) == len(ends) - 1, ends
 
 
 def requests() -> list[Request]:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.rewards.combination import Answer, Broken, Scores, as_scores, refuse_broken
+from rlhf_jax.rewards.combination import Broken, Response, Scores, as_scores, refuse_broken
 from rlhf_jax.rewards.sharing import shared_out
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.signals import Stopped
@@ -41,7 +41,7 @@ def tell(rank: int) -> None:
         found = distributed.gather((rank, np.arange(size * (rank + 1))))
         assert [(who, len(values)) for who, values in found] == [(0, size), (1, 2 * size)]
         np.testing.assert_array_equal(found[1][1], np.arange(2 * size))
-    assert distributed.from_leader(rank) == 0
+    assert distributed.broadcast(rank) == 0
     assert distributed.gather(distributed.share(range(5))) == [[0, 2, 4], [1, 3]]
     distributed.publish("word", "first")
     assert distributed.gather(distributed.published("word")) == ["first", "first"]
@@ -52,7 +52,7 @@ def agree(rank: int) -> None:
     """An error of one rank, or of all, is the same on all."""
     for works, seen in ((lambda: 1 // rank, "division"), (lambda: 1 // (rank - 1), "division")):
         try:
-            distributed.in_step(works)
+            distributed.run_on_all(works)
         except ZeroDivisionError as error:
             assert seen in str(error)
         else:
@@ -61,7 +61,7 @@ def agree(rank: int) -> None:
         distributed.together(lambda: stop() if rank else None)
     except Stopped as stopped:
         assert stopped.exit_code == 143
-    assert distributed.by_leader(lambda: os.getpid()) == distributed.gather(os.getpid())[0]
+    assert distributed.run_on_leader(lambda: os.getpid()) == distributed.gather(os.getpid())[0]
     assert distributed.all_here("here", 10) and (
         rank or not distributed.all_here("the leader alone", 0.2)
     )
@@ -93,7 +93,7 @@ def read() -> None:
 
 def score(rank: int) -> None:
     """Each scores its share; it is broken only where nobody had a number."""
-    answers = [Answer("", [], {}, text) for text in ("0", "1", "2", "3", "4")]
+    answers = [Response("", [], {}, text) for text in ("0", "1", "2", "3", "4")]
 
     def reward(given, broken=()) -> Scores:
         scores = as_scores(

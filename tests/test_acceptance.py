@@ -8,21 +8,26 @@ import numpy as np
 import pytest
 
 from rlhf_jax.generation.strategy import acceptance as accepting
-from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, WINDOW, Evidence
+from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, WINDOW, Observations
 
 
 def evidence(
-    rng, drafts: int, first: float, second: float = 0.0, familiar: bool = False, confidence: int = 1
-) -> Evidence:
+    rng,
+    drafts: int,
+    first: float,
+    second: float = 0.0,
+    seen_prompt: bool = False,
+    confidence: int = 1,
+) -> Observations:
     """Drafts whose rank 0 is right with chance `first` at each depth, rank 1 with `second`."""
     uniform = rng.random((drafts, DEPTHS))
     ranks = np.where(uniform < first, 0, np.where(uniform < first + second, 1, -1))
     before = np.cumprod(np.pad(ranks[:, :-1] == 0, ((0, 0), (1, 0)), constant_values=True), axis=1)
-    shape = np.full(drafts, familiar), np.full(drafts, confidence)
-    return Evidence(*shape, np.where(before, ranks, -1), RANKS * before)
+    shape = np.full(drafts, seen_prompt), np.full(drafts, confidence)
+    return Observations(*shape, np.where(before, ranks, -1), RANKS * before)
 
 
-def learned(*pieces: Evidence, used: bool = False) -> accepting.Acceptance:
+def learned(*pieces: Observations, used: bool = False) -> accepting.Acceptance:
     known = accepting.unknown()
     for piece in pieces:
         known = accepting.observe(known, piece, used)
@@ -33,12 +38,12 @@ def test_counts_are_those_of_a_loop():
     rng = np.random.default_rng(0)
     ranks = rng.integers(-1, RANKS, (20, DEPTHS))
     offered = rng.integers(0, RANKS + 1, (20, DEPTHS))
-    piece = Evidence(
+    piece = Observations(
         rng.random(20) < 0.5, rng.integers(0, CLASSES, 20), np.minimum(ranks, offered - 1), offered
     )
     seen, hits = np.zeros((2, 2, CLASSES, DEPTHS, RANKS))
     for i, depth, rank in np.ndindex(20, DEPTHS, RANKS):
-        cell = int(piece.familiar[i]), piece.confidence[i], depth, rank
+        cell = int(piece.seen_prompt[i]), piece.confidence[i], depth, rank
         seen[cell] += rank < offered[i, depth]
         hits[cell] += rank < offered[i, depth] and piece.ranks[i, depth] == rank
     known = learned(piece, used=True)
@@ -49,7 +54,7 @@ def test_counts_are_those_of_a_loop():
 def test_rates_are_found_by_rank_depth_and_class():
     rng = np.random.default_rng(1)
     high = [evidence(rng, 64, 0.8, 0.1, confidence=3) for _ in range(10)]
-    low = [evidence(rng, 64, 0.2, 0.15, familiar=True) for _ in range(10)]
+    low = [evidence(rng, 64, 0.2, 0.15, seen_prompt=True) for _ in range(10)]
     rates = accepting.rates(learned(*high, *low, used=True))
     np.testing.assert_allclose(rates[0, 3, :4, :2], np.tile([0.8, 0.1], (4, 1)), atol=0.08)
     np.testing.assert_allclose(rates[1, 1, 0, :2], [0.2, 0.15], atol=0.06)

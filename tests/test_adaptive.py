@@ -16,8 +16,8 @@ from test_generation import assert_equal
 
 from rlhf_jax.generation import precompile
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.precompile import Ahead
-from rlhf_jax.generation.requests import Decoding, Request
+from rlhf_jax.generation.precompile import BackgroundCompiler
+from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy import candidates as menus
@@ -91,8 +91,8 @@ def requests(earlier=None, count: int = 5, new: int = 40) -> list[Request]:
     return asked
 
 
-def decoding(**changes) -> Decoding:
-    base = Decoding(
+def decoding(**changes) -> GenerationConfig:
+    base = GenerationConfig(
         Sampling(1.0), STRATEGIES, (STOP,), rows=8, slots=64, seed=3, history=64, fewest_rows=2
     )
     return dataclasses.replace(base, **changes)
@@ -197,7 +197,7 @@ def test_a_switch_compiles_nothing(target, drafter, earlier, meshed, compilation
             jax.device_put(m, model_shardings(m, mesh, "generation")) for m in (target, drafter)
         )
     how = decoding(slots=72, fewest_rows=8, history=0)
-    ahead = Ahead()
+    ahead = BackgroundCompiler()
     names = "plain", "lookup-chain-6", "replay-chain-8", "model-chain-3", "replay-chain-8-packed-3"
     turns = list(map(NAMES.index, names))
 
@@ -222,7 +222,7 @@ def test_a_switch_compiles_nothing(target, drafter, earlier, meshed, compilation
 def test_a_strategy_that_cannot_be_compiled_is_left_out(target, monkeypatch):
     """It is said once, told to the selector, and the run goes on without it."""
     chooser = Chooser(lambda situation: 1)
-    ahead = Ahead()
+    ahead = BackgroundCompiler()
     real = precompile.compile_only
 
     def fail(*arguments, **options):

@@ -13,7 +13,7 @@ import tiny_run
 from tiny_run import ROOT, lines
 
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.requests import Decoding, Request
+from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy import candidates as menus
@@ -71,7 +71,7 @@ class Counting(Selector):
 def test_probes_of_a_real_stage_cost_no_more_than_one_per_cent(target, drafter):
     """A draft model that nobody has had read a text is known by probes alone."""
     menu = menus.build(map(trees.parse, ("plain", "lookup-chain-2", "model-chain-2")))
-    how = Decoding(
+    how = GenerationConfig(
         Sampling(1.0), menu.strategies, (), rows=4, slots=64, seed=3, history=64, fewest_rows=4
     )
     work = cost.Work(1e5, 1e3, 1e5, 1e3)

@@ -22,14 +22,13 @@ from tiny_run import ROOT, lines
 from launch import export
 from rlhf_jax import mesh
 from rlhf_jax.collect import decoding_weights
-from rlhf_jax.config import validation
-from rlhf_jax.config import default
+from rlhf_jax.config import default, validation
 from rlhf_jax.generation.speculative.sampling import Sampling, draw
 from rlhf_jax.model.transformer import forward, init, logits
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.training.distill import (
     Distillation,
-    Lesson,
+    DistillBatch,
     accumulate,
     completed,
     distill,
@@ -93,12 +92,12 @@ def rollout_of(rows: int, slots: int, vocabulary: int) -> Rollout:
     )
 
 
-def lesson_of(policy, rollout: Rollout) -> Lesson:
+def lesson_of(policy, rollout: Rollout) -> DistillBatch:
     key = jnp.stack(
         [jnp.full(len(rollout.length), 5, jnp.uint32), jnp.asarray(rollout.sample_id)], axis=1
     )
     total = jnp.float32(rollout.mask.sum())
-    return Lesson(
+    return DistillBatch(
         jnp.asarray(rollout.tokens),
         jnp.asarray(rollout.mask),
         key,

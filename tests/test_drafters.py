@@ -408,7 +408,9 @@ def test_evidence_ends_at_a_miss_a_lower_rank_and_the_texts_end():
     evidence = teacher.as_evidence(
         rank, np.array([[0, 0, 1, 2, 3, 1, 2, 3]], np.int8), mask, np.array([True])
     )
-    assert evidence.confidence.tolist() == [0, 1, 2, 3, 1, 2] + [0] * 5 and evidence.familiar.all()
+    assert (
+        evidence.confidence.tolist() == [0, 1, 2, 3, 1, 2] + [0] * 5 and evidence.seen_prompt.all()
+    )
     told = [
         row[seen > 0].tolist() for row, seen in zip(evidence.ranks, evidence.offered, strict=True)
     ]

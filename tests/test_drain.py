@@ -12,7 +12,7 @@ import pytest
 from rlhf_jax.generation.speculative.drafters.replay import FOLLOWS
 from rlhf_jax.generation.strategy import candidates as menus
 from rlhf_jax.generation.strategy import cost
-from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Evidence
+from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Observations
 from rlhf_jax.generation.strategy.drain import Rows, foreseen, seconds_left
 from rlhf_jax.generation.strategy.select import Selector, Situation
 
@@ -57,7 +57,7 @@ def test_rows_that_follow_are_foreseen_to_stray_as_often_as_they_do(stay):
     np.testing.assert_allclose(found.pace[:, 0], 1.0)
 
 
-class Drain:
+class DrainForecast:
     """Samples of SPAN tokens of which a part follows its earlier text until it strays, at `hazard`
     a token.
     """
@@ -124,11 +124,13 @@ class Drain:
         follows = np.arange(4000) % 2 == 0
         right = np.cumprod((luck.random((4000, DEPTHS)) > self.hazard) & follows[:, None], axis=1)
         reached = np.hstack([np.ones((4000, 1), int), right[:, :-1]])
-        said = Evidence(
+        said = Observations(
             np.ones(4000, bool), np.where(follows, FOLLOWS, STRAYED), right - 1, RANKS * reached
         )
         for part in np.split(np.arange(4000), 100):
-            chooser.taught("replay", Evidence(*(leaf[part] for leaf in dataclasses.astuple(said))))
+            chooser.taught(
+                "replay", Observations(*(leaf[part] for leaf in dataclasses.astuple(said)))
+            )
         return chooser
 
 
@@ -143,7 +145,7 @@ def test_a_mixed_drain_ends_no_later_than_plain_or_the_best_fixed_chain(
     if (machine, rows, following) == (GPU, 32, 0.8):
         why = "drafts end this drain 1.9 % sooner than plain decoding, and must promise 2 % to be chosen"
         request.applymarker(pytest.mark.xfail(reason=why))
-    drains = [Drain(machine, rows, following, hazard, seed) for seed in range(12)]
+    drains = [DrainForecast(machine, rows, following, hazard, seed) for seed in range(12)]
     ours = sum(adaptive(drain) for drain in drains)
     fixed = [
         sum(drain.seconds(lambda at, i=i: i) for drain in drains)
@@ -152,6 +154,6 @@ def test_a_mixed_drain_ends_no_later_than_plain_or_the_best_fixed_chain(
     assert ours <= 1.01 * min(fixed)
 
 
-def adaptive(drain: Drain) -> float:
+def adaptive(drain: DrainForecast) -> float:
     chooser = drain.selector()
     return drain.seconds(lambda at: chooser.menu.strategies.index(chooser.choose(at).strategy))

@@ -62,17 +62,17 @@ def test_a_row_arrives_as_it_left_and_the_others_stay(fsdp, tensor):
     here, there = slices(2, fsdp, tensor)
     source = filled(here)
     target = empty(there)
-    parcel = row_transfer.send(
-        row_transfer.depart(source, np.array([3], np.int32), 64, mesh=here), there
+    packet = row_transfer.send(
+        row_transfer.pack_rows(source, np.array([3], np.int32), 64, mesh=here), there
     )
-    arrived = row_transfer.arrive(target, parcel, np.array([1], np.int32), mesh=there)
+    arrived = row_transfer.unpack_rows(target, packet, np.array([1], np.int32), mesh=there)
     row = functools.partial(jax.tree.map, lambda leaf: np.asarray(leaf)[1:2])
     old = jax.tree.map(lambda leaf: np.asarray(leaf)[3:4], source)
     jax.tree.map(np.testing.assert_array_equal, narrowed(row(arrived), 64), narrowed(old, 64))
     others = jax.tree.map(lambda leaf: np.asarray(leaf)[[0, 2, 3]], (arrived, empty(there)))
     jax.tree.map(np.testing.assert_array_equal, *others)
     assert (
-        row_transfer.bytes_of(parcel)
+        row_transfer.bytes_of(packet)
         < 0.75 * sum(leaf.nbytes for leaf in jax.tree.leaves(source)) / ROWS
     )
 
@@ -82,19 +82,19 @@ def test_a_row_travels_in_several_pieces_as_in_one(piece, monkeypatch):
     """Two rows, and larger leaves than a piece; however they are shared out, all comes to its
     place.
     """
-    programs: list[Any] = [row_transfer.depart, row_transfer._begins, row_transfer._put]
+    programs: list[Any] = [row_transfer.pack_rows, row_transfer._begins, row_transfer._put]
     rows = np.array([3, 0], np.int32)
-    whole = row_transfer.depart(filled(None), rows, 64)
-    wanted = jax.device_get(row_transfer.arrive(empty(None), whole, rows[::-1]))
+    whole = row_transfer.pack_rows(filled(None), rows, 64)
+    wanted = jax.device_get(row_transfer.unpack_rows(empty(None), whole, rows[::-1]))
     monkeypatch.setattr(row_transfer, "PIECE", piece)
     for program in programs:
         program.clear_cache()
-    parcel = row_transfer.depart(filled(None), rows, 64)
-    arrived = row_transfer.arrive(empty(None), parcel, rows[::-1])
+    packet = row_transfer.pack_rows(filled(None), rows, 64)
+    arrived = row_transfer.unpack_rows(empty(None), packet, rows[::-1])
     for program in programs:
         program.clear_cache()
-    assert len(parcel.pieces) > len(whole.pieces) == 2 and row_transfer.bytes_of(
-        parcel
+    assert len(packet.pieces) > len(whole.pieces) == 2 and row_transfer.bytes_of(
+        packet
     ) == row_transfer.bytes_of(whole)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(arrived), wanted)
 
@@ -104,11 +104,11 @@ def test_no_program_of_a_move_gathers_the_batch(fsdp):
     here, _ = slices(2, fsdp, 2)
     state = empty(here)
     row = np.array([3], np.int32)
-    compiled: Any = row_transfer.depart.lower(state, row, 64, mesh=here).compile()
+    compiled: Any = row_transfer.pack_rows.lower(state, row, 64, mesh=here).compile()
     leaving = compiled.as_text()
-    parcel = row_transfer.send(row_transfer.depart(state, row, 64, mesh=here), here)
+    packet = row_transfer.send(row_transfer.pack_rows(state, row, 64, mesh=here), here)
     compiled = row_transfer._put.lower(
-        state, parcel, row, row_transfer._begins(state, 64, here), here
+        state, packet, row, row_transfer._begins(state, 64, here), here
     ).compile()
     assert (
         compiled.memory_analysis().temp_size_in_bytes < 1000
@@ -126,10 +126,10 @@ def test_no_program_of_a_move_gathers_the_batch(fsdp):
 def test_a_pair_of_slices_passes_a_row_on_without_the_others(fsdp, tensor):
     here, *_, there = slices(8 // (fsdp * tensor), fsdp, tensor)
     row = np.array([2], np.int32)
-    parcel = row_transfer.depart(filled(here), row, 64, mesh=here)
-    blank = row_transfer.depart(empty(there), row, 64, mesh=there)
-    wanted = jax.device_get(parcel)
-    passed = row_transfer.across([parcel, blank], there, here, there)
+    packet = row_transfer.pack_rows(filled(here), row, 64, mesh=here)
+    blank = row_transfer.pack_rows(empty(there), row, 64, mesh=there)
+    wanted = jax.device_get(packet)
+    passed = row_transfer.send_to_process([packet, blank], there, here, there)
     assert {shard.device for shard in passed.pieces[0].addressable_shards} == set(
         there.devices.flat
     )
@@ -140,8 +140,8 @@ def test_the_program_of_a_pair_only_permutes():
     here, there = slices(2, 2, 2)
     pair = jax.sharding.Mesh(np.concatenate([here.devices, there.devices]), meshes.AXES)
     row = np.array([2], np.int32)
-    parcels = [row_transfer.depart(empty(mesh), row, 64, mesh=mesh) for mesh in (here, there)]
-    both = jax.tree.map(functools.partial(row_transfer._on, pair), *parcels)
+    packets = [row_transfer.pack_rows(empty(mesh), row, 64, mesh=mesh) for mesh in (here, there)]
+    both = jax.tree.map(functools.partial(row_transfer._on, pair), *packets)
     compiled: Any = row_transfer._passed.lower(both, pair=pair).compile()
     program = compiled.as_text()
     assert len(both.pieces) == 2  # of two dtypes
@@ -159,10 +159,10 @@ def test_what_was_moved_reads_nothing_beyond_its_length():
         lambda leaf: jnp.full_like(leaf, jnp.nan) if leaf.dtype == jnp.float32 else leaf,
         empty(there),
     )
-    parcel = row_transfer.send(
-        row_transfer.depart(filled(here), np.array([0], np.int32), 64, mesh=here), there
+    packet = row_transfer.send(
+        row_transfer.pack_rows(filled(here), np.array([0], np.int32), 64, mesh=here), there
     )
-    arrived = row_transfer.arrive(poisoned, parcel, np.array([0], np.int32), mesh=there)
+    arrived = row_transfer.unpack_rows(poisoned, packet, np.array([0], np.int32), mesh=there)
     assert all(np.isfinite(leaf[0]).all() for leaf in jax.tree.leaves(narrowed(arrived, 64).cache))
 
 
@@ -235,7 +235,7 @@ class Schedule:
         ]
         self.length = {number: size + 1 for number, size in self.length.items()}
 
-    def arrive(self):
+    def unpack_rows(self):
         if place := self.any_row(live=False):
             s, r = place
             self.states[s] = begun(
@@ -263,13 +263,13 @@ class Schedule:
             (to, place) = new
             leaving = np.array([r], np.int32)
             coming = np.array([place], np.int32)
-            parcel = row_transfer.send(
-                row_transfer.depart(self.states[s], leaving, 64, mesh=self.meshed[s]),
+            packet = row_transfer.send(
+                row_transfer.pack_rows(self.states[s], leaving, 64, mesh=self.meshed[s]),
                 self.meshed[to],
             )
             self.states[s] = row_verbs.retire(self.states[s], leaving, mesh=self.meshed[s])
-            self.states[to] = row_transfer.arrive(
-                self.states[to], parcel, coming, mesh=self.meshed[to]
+            self.states[to] = row_transfer.unpack_rows(
+                self.states[to], packet, coming, mesh=self.meshed[to]
             )
             self.boards[to][place] = self.boards[s][r]
             self.boards[s][r] = None
@@ -304,7 +304,7 @@ def test_no_sample_is_lost_or_overwritten_whatever_comes_goes_and_moves():
     for _ in range(1000):
         schedule = Schedule(meshed, random)
         acts = (
-            schedule.arrive,
+            schedule.unpack_rows,
             schedule.grow,
             schedule.grow,
             schedule.move,

@@ -16,7 +16,7 @@ import pytest
 import tiny_run
 from rich.console import Console
 from test_distill import CONFIG, make, rollout_of, run
-from test_select import READING, World, rates, selector, teach
+from test_select import READING, World, distill_drafter, rates, selector
 from tiny_run import lines
 
 from launch import strategy as command
@@ -75,7 +75,7 @@ def drained(noise: float = 0.0, **options):
     """A selector after one drain of 16 rows, and the machine."""
     world = World(READING, {"lookup": rates(0.4), "model": rates(0.7)}, noise=noise)
     chooser = selector(world, **options)
-    teach(chooser, world.truth["model"])
+    distill_drafter(chooser, world.truth["model"])
     world.drain(chooser, samples=16)
     return chooser, world
 

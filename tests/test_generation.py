@@ -16,7 +16,7 @@ from tiny_stage import requests
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.history import as_rollout
-from rlhf_jax.generation.requests import Decoding, Request
+from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.drafters import lookup
 from rlhf_jax.generation.speculative.drafters import model as model_drafter
@@ -52,22 +52,22 @@ CASES = [
 ]
 
 
-def decoding(strategy: str = "plain", **changes) -> Decoding:
-    base = Decoding(
+def decoding(strategy: str = "plain", **changes) -> GenerationConfig:
+    base = GenerationConfig(
         Sampling(1.0), (trees.parse(strategy),), (STOP,), rows=5, slots=64, seed=3, history=64
     )
     return dataclasses.replace(base, **changes)
 
 
-def run(target, drafter, how: Decoding, wanted=None, **options):
+def run(target, drafter, how: GenerationConfig, wanted=None, **options):
     wanted = requests() if wanted is None else wanted
-    drafter = drafter if how.drafts_by("model") else None
+    drafter = drafter if how.uses_drafter("model") else None
     samples = list(generate(target, drafter, wanted, how, **options))
     assert sorted(s.sample_id for s in samples) == sorted(i for r in wanted for i in r.sample_ids)
     return {sample.sample_id: sample for sample in samples}
 
 
-def assert_equal(target, ours, theirs, how: Decoding, eps: float = 1e-3) -> None:
+def assert_equal(target, ours, theirs, how: GenerationConfig, eps: float = 1e-3) -> None:
     """Equal texts, but for ties: a first difference needs a decision margin below eps; 1 in 10,000
     tokens at most.
     """
@@ -247,8 +247,10 @@ def test_a_moved_sample_is_the_unmoved_sample(target, drafter):
     strategy = trees.parse("model-tree-2x2")
     state = _state(target, drafter, rows=4)
     state, _ = _round(target, drafter, state, strategy)
-    parcel = row_transfer.depart(state, np.array([2, 0], np.int32), 64)
-    moved = row_transfer.arrive(_state(target, drafter, rows=6), parcel, np.array([5, 1], np.int32))
+    packet = row_transfer.pack_rows(state, np.array([2, 0], np.int32), 64)
+    moved = row_transfer.unpack_rows(
+        _state(target, drafter, rows=6), packet, np.array([5, 1], np.int32)
+    )
     for _ in range(4):
         state, _ = _round(target, drafter, state, strategy)
         moved, _ = _round(target, drafter, moved, strategy)

@@ -12,7 +12,7 @@ import pytest
 from test_strategy_benchmark import write_table
 
 from benchmarks import drains, foresight, makespan
-from rlhf_jax.reallocation.planner import Plan
+from rlhf_jax.reallocation.planner import Reallocation
 
 LENGTHS = "percentile,prompt_tokens,response_tokens\n1,1,4\n50,25,290\n90,491,700\n99.9,8288,1140\nmean,217.7,333.7\n"
 # Responses of ShareGPT's first turns, tokens by percentile.
@@ -95,12 +95,12 @@ def test_a_move_stops_both_slices_for_as_long_as_its_bytes_take():
         rates, token_bytes=1e6, bandwidth=1e8, latency=0.5
     )  # 1.5 s for a prompt of 100 tokens
 
-    def swap(stage: drains.Stage) -> Plan:
+    def swap(stage: drains.Stage) -> Reallocation:
         waits = (stage.place == drains.WAITS).any()
         return (
-            Plan([(0, 0), (1, 0)], [(1, 1)], makespan.kept(stage))
+            Reallocation([(0, 0), (1, 0)], [(1, 1)], makespan.kept(stage))
             if waits
-            else Plan([], [], makespan.kept(stage))
+            else Reallocation([], [], makespan.kept(stage))
         )
 
     outcome = drains.run(machine, 2, np.array([100.0, 100.0]), 100.0, swap, 0.0)
@@ -117,7 +117,7 @@ def test_a_policy_may_not_overfill_a_slice():
             1,
             np.ones(2),
             1.0,
-            lambda stage: Plan([(0, 0), (1, 0)], [], makespan.kept(stage)),
+            lambda stage: Reallocation([(0, 0), (1, 0)], [], makespan.kept(stage)),
             0.0,
         )
 

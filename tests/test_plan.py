@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax.reallocation.length_model import CHANCES, SHARES
-from rlhf_jax.reallocation.planner import WAITS, Plan, View, decide
+from rlhf_jax.reallocation.planner import WAITS, ClusterView, Reallocation, plan_reallocation
 
 ROWS = 16
 OUTCOMES = len(SHARES)
@@ -22,7 +22,7 @@ PADDED = np.repeat(
 )  # as where a batch of one row is padded to that of four
 
 
-def view_of(left, place, slices=8, rows=ROWS, speed=SPEED, **more: Any) -> View:
+def view_of(left, place, slices=8, rows=ROWS, speed=SPEED, **more: Any) -> ClusterView:
     left = np.asarray(left, float)
     left = np.repeat(left[:, None], OUTCOMES, axis=1) if left.ndim == 1 else left
     figures: dict[str, Any] = dict(
@@ -31,7 +31,7 @@ def view_of(left, place, slices=8, rows=ROWS, speed=SPEED, **more: Any) -> View:
         freed=np.zeros(slices, bool),
         context=np.full(len(left), 300.0),
     )
-    return View(
+    return ClusterView(
         place=np.asarray(place),
         left=left,
         rows=rows,
@@ -41,7 +41,7 @@ def view_of(left, place, slices=8, rows=ROWS, speed=SPEED, **more: Any) -> View:
     )
 
 
-def any_view(seed: int, speed: np.ndarray = SPEED) -> View:
+def any_view(seed: int, speed: np.ndarray = SPEED) -> ClusterView:
     luck = np.random.default_rng(seed)
     slices = int(luck.integers(1, 12))
     count = int(luck.integers(1, 200))
@@ -59,7 +59,7 @@ def any_view(seed: int, speed: np.ndarray = SPEED) -> View:
     )
 
 
-def after(view: View, plan: Plan) -> np.ndarray:
+def after(view: ClusterView, plan: Reallocation) -> np.ndarray:
     """[n] places once the plan is done."""
     place = view.place.copy()
     for sample, there in plan.admissions + plan.moves:
@@ -67,7 +67,7 @@ def after(view: View, plan: Plan) -> np.ndarray:
     return place
 
 
-def ends(view: View, place: np.ndarray) -> np.ndarray:
+def ends(view: ClusterView, place: np.ndarray) -> np.ndarray:
     """[slices] seconds until each has ended, the median taken for the truth."""
     found = np.zeros(view.slices)
     truth = view.left[:, np.searchsorted(CHANCES, 0.5)]
@@ -83,7 +83,7 @@ def ends(view: View, place: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(40))
 def test_no_sample_is_lost_or_placed_twice_and_no_slice_overflows(seed):
     view = any_view(seed)
-    plan = decide(view)
+    plan = plan_reallocation(view)
     admitted = [one for one, _ in plan.admissions]
     moved = [one for one, _ in plan.moves]
     assert len({*admitted, *moved}) == len(admitted) + len(moved)
@@ -99,8 +99,8 @@ def test_no_sample_is_lost_or_placed_twice_and_no_slice_overflows(seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_same_view_gives_the_same_plan(seed):
-    one = decide(any_view(seed))
-    other = decide(any_view(seed))
+    one = plan_reallocation(any_view(seed))
+    other = plan_reallocation(any_view(seed))
     assert (one.admissions, one.moves) == (other.admissions, other.moves)
     np.testing.assert_array_equal(one.freed, other.freed)
 
@@ -116,7 +116,7 @@ def test_moves_end(seed, speed):
     view = any_view(seed, speed)
     been = [{int(here)} for here in view.place]
     for _ in range(200):
-        plan = decide(view)
+        plan = plan_reallocation(view)
         for sample, there in plan.moves:
             assert there not in been[sample]
         for sample, there in plan.admissions + plan.moves:
@@ -132,7 +132,7 @@ def test_long_samples_stand_on_light_slices():
     luck = np.random.default_rng(0)
     left = np.concatenate([np.full(4, 1000.0), luck.integers(50, 300, 100)])
     view = view_of(left, np.full(104, WAITS))
-    place = after(view, decide(view))
+    place = after(view, plan_reallocation(view))
     company = np.bincount(place[place >= 0], minlength=8)
     assert (place[:4] >= 0).all() and company[place[:4]].max() < company[
         place[4:][place[4:] >= 0]
@@ -143,15 +143,17 @@ def test_long_samples_stand_on_light_slices():
 def test_a_full_slice_gives_to_an_idle_one_but_only_if_it_gains():
     crowded = np.concatenate([np.zeros(ROWS, int)])
     view = view_of(np.full(ROWS, 500.0), crowded, slices=2)
-    plan = decide(view)
+    plan = plan_reallocation(view)
     assert plan.moves and ends(view, after(view, plan)).max() < ends(view, crowded).max()
-    assert not decide(view_of(np.full(ROWS, 500.0), crowded, slices=2, move_seconds=5.0)).moves
-    assert not decide(view_of([500.0, 500.0], [0, 1], slices=2)).moves
+    assert not plan_reallocation(
+        view_of(np.full(ROWS, 500.0), crowded, slices=2, move_seconds=5.0)
+    ).moves
+    assert not plan_reallocation(view_of([500.0, 500.0], [0, 1], slices=2)).moves
 
 
 def test_waiting_samples_are_admitted_as_rows_come_free():
     place = np.concatenate([np.repeat(np.arange(8), ROWS - 1), np.full(50, WAITS)])
-    plan = decide(view_of(np.full(len(place), 200.0), place))
+    plan = plan_reallocation(view_of(np.full(len(place), 200.0), place))
     assert len(plan.admissions) == 8
 
 
@@ -159,15 +161,15 @@ def test_slices_are_given_away_where_stages_are_fused_and_only_then():
     left = [900.0, 100.0, 90.0, 80.0]
     place = [0, 1, 2, 3]
     more: dict[str, Any] = dict(slices=8, unscored=1e6)
-    apart = decide(view_of(left, place, **more))
-    fused = decide(view_of(left, place, scoring=1e-4, **more))
+    apart = plan_reallocation(view_of(left, place, **more))
+    fused = plan_reallocation(view_of(left, place, scoring=1e-4, **more))
     assert not apart.freed.any() and not apart.moves
     assert fused.freed[4:].all() and fused.moves
     assert (
         ends(view_of(left, place), after(view_of(left, place), fused)).max()
         <= 900 / SPEED[1] * 1.01
     )
-    assert not decide(view_of(left, place, scoring=1e-9, slices=8)).moves, (
+    assert not plan_reallocation(view_of(left, place, scoring=1e-9, slices=8)).moves, (
         "no inference waits that would delay the end"
     )
 
@@ -178,14 +180,16 @@ def test_slices_that_are_spared_for_inference_begin_with_the_shortest():
     """
     left = np.random.default_rng(0).permutation(np.append(np.linspace(20, 700, 200), 3000.0))
     view = view_of(left, np.full(len(left), WAITS), scoring=1e-3)
-    plan = decide(view)
+    plan = plan_reallocation(view)
     place = after(view, plan)
     short = (place >= 0) & plan.freed[place]
     rest = (place >= 0) & ~plan.freed[place]
     assert plan.freed.any() and (np.bincount(place[short], minlength=8)[plan.freed] == ROWS).all()
     assert left[short].max() < min(left[rest].min(), left[place == WAITS].min())
     later = dataclasses.replace(view, place=np.where(short, WAITS, place), freed=plan.freed)
-    assert not {there for _, there in decide(later).admissions} & set(np.flatnonzero(plan.freed))
+    assert not {there for _, there in plan_reallocation(later).admissions} & set(
+        np.flatnonzero(plan.freed)
+    )
 
 
 @pytest.mark.parametrize("others", [[], [80.0] * 4], ids=["empty", "with rows"])
@@ -193,15 +197,17 @@ def test_a_slice_that_is_freed_has_no_say_in_when_those_that_wait_could_end(othe
     """So the longest does not wait for what only that slice could keep."""
     left = [200.0] * 10 + [1500.0] + [300.0] * 3 + others
     place = [0] * 10 + [WAITS] * 4 + [1] * len(others)
-    plan = decide(view_of(left, place, slices=2, scoring=1e-4, freed=np.array([False, True])))
+    plan = plan_reallocation(
+        view_of(left, place, slices=2, scoring=1e-4, freed=np.array([False, True]))
+    )
     assert (10, 0) in plan.admissions
 
 
-def at_rest(view: View) -> np.ndarray:
+def at_rest(view: ClusterView) -> np.ndarray:
     """[n] places once the plan for its own outcome moves nothing more."""
     for _ in range(20):
-        view = dataclasses.replace(view, place=after(view, decide(view)))
-    assert not decide(view).moves
+        view = dataclasses.replace(view, place=after(view, plan_reallocation(view)))
+    assert not plan_reallocation(view).moves
     return view.place
 
 
@@ -212,7 +218,7 @@ def test_the_last_rows_share_a_slice_where_that_slows_none(known):
     left = left[:, None] * (np.ones(OUTCOMES) if known else np.linspace(0.6, 1.6, OUTCOMES))
     assert len(set(at_rest(view_of(left[:4], np.arange(4), speed=PADDED)))) == 1
     assert len(set(at_rest(view_of(left, np.arange(5), speed=PADDED)))) == 2
-    assert not decide(view_of(left, np.arange(5))).moves, "here each row more is slower"
+    assert not plan_reallocation(view_of(left, np.arange(5))).moves, "here each row more is slower"
 
 
 @pytest.mark.parametrize("scoring", [0.0, 1e-9], ids=["apart", "no inference waits"])
@@ -222,24 +228,29 @@ def test_short_rows_do_not_slow_the_longest_for_being_quicker_themselves(scoring
     """
     left = [900.0, 300.0] + [50.0] * 5
     place = [0, 1] + [2] * 5
-    assert not decide(view_of(left, place, slices=3, scoring=scoring)).moves
+    assert not plan_reallocation(view_of(left, place, slices=3, scoring=scoring)).moves
 
 
 def test_rows_are_gathered_beside_those_that_do_not_end_the_stage():
-    plan = decide(view_of([900.0, 500.0, 300.0, 100.0], np.arange(4), slices=4, speed=PADDED))
+    plan = plan_reallocation(
+        view_of([900.0, 500.0, 300.0, 100.0], np.arange(4), slices=4, speed=PADDED)
+    )
     assert plan.moves == [(3, 2)]
 
 
 def test_rows_are_not_gathered_for_less_than_it_costs():
     view = view_of([900.0, 20.0], [0, 1], slices=2, speed=np.full(ROWS + 1, 100.0))
-    assert decide(view).moves and not decide(dataclasses.replace(view, move_seconds=0.05)).moves
+    assert (
+        plan_reallocation(view).moves
+        and not plan_reallocation(dataclasses.replace(view, move_seconds=0.05)).moves
+    )
 
 
 @pytest.mark.parametrize(
     "left, place", [([900, 60, 50], [0, 1, WAITS]), ([900, 300, 20], [0, 1, WAITS])]
 )
 def test_a_sample_is_not_admitted_and_moved_at_once(left, place):
-    plan = decide(view_of(left, place, scoring=1e-4, unscored=1e6))
+    plan = plan_reallocation(view_of(left, place, scoring=1e-4, unscored=1e6))
     assert plan.admissions and not {one for one, _ in plan.admissions} & {
         one for one, _ in plan.moves
     }
@@ -248,7 +259,7 @@ def test_a_sample_is_not_admitted_and_moved_at_once(left, place):
 @pytest.mark.parametrize("count", [1, 31, 33, 3000])
 def test_as_many_begin_as_there_are_rows(count):
     """However long the queue of samples that are all alike."""
-    plan = decide(view_of(np.full(count, 500.0), np.full(count, WAITS), slices=2))
+    plan = plan_reallocation(view_of(np.full(count, 500.0), np.full(count, WAITS), slices=2))
     assert len(plan.admissions) == min(count, 2 * ROWS) and not plan.moves
 
 
@@ -256,16 +267,16 @@ def test_as_many_begin_as_there_are_rows(count):
 def test_samples_that_look_alike_stay_in_order(slices):
     """So that a prompt's samples share a slice, which prefills it once."""
     view = view_of(np.full(8 * slices, 300.0), np.full(8 * slices, WAITS), slices=slices)
-    place = after(view, decide(view))
+    place = after(view, plan_reallocation(view))
     assert (np.diff(place) >= 0).all() and (np.bincount(place, minlength=slices) == 8).all()
 
 
 def test_without_samples_all_slices_are_free():
     empty = view_of(np.zeros((0, OUTCOMES)), np.zeros(0, int), scoring=1e-4)
-    assert decide(empty).freed.all()
+    assert plan_reallocation(empty).freed.all()
 
 
-def a_thousand_slices(waiting: int) -> View:
+def a_thousand_slices(waiting: int) -> ClusterView:
     """Full ones, but for some samples that wait."""
     luck = np.random.default_rng(0)
     slices = 1024
@@ -287,6 +298,6 @@ def test_a_thousand_slices_are_planned_in_ten_milliseconds_but_for_the_first_pla
     end = time.monotonic() + 30
     while min(seconds) >= most and time.monotonic() < end:
         began = time.perf_counter()
-        decide(view)
+        plan_reallocation(view)
         seconds.append(time.perf_counter() - began)
     assert min(seconds) < most

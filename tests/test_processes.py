@@ -397,12 +397,12 @@ def test_one_process_is_alone():
     ) == (1, 0, True, False)
     assert (
         distributed.gather("x") == ["x"]
-        and distributed.from_leader(1) == 1
+        and distributed.broadcast(1) == 1
         and distributed.share([1, 2]) == [1, 2]
     )
-    assert distributed.together(lambda: 3) == [3] and distributed.by_leader(
+    assert distributed.together(lambda: 3) == [3] and distributed.run_on_leader(
         lambda: 3
-    ) == 3 == distributed.in_step(lambda: 3)
+    ) == 3 == distributed.run_on_all(lambda: 3)
     assert distributed.all_here("anywhere") and distributed.published("word") is None
     with pytest.raises(ZeroDivisionError):
-        distributed.in_step(lambda: 1 // 0)
+        distributed.run_on_all(lambda: 1 // 0)

@@ -18,7 +18,7 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.model import transformer
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.model.weights.source import Source, open_source
-from rlhf_jax.rewards.combination import Answer
+from rlhf_jax.rewards.combination import Response
 from rlhf_jax.rewards.models import RewardModel, model_scorer
 from rlhf_jax.types import Model, ModelConfig
 
@@ -35,8 +35,8 @@ def golden(name: str) -> tuple[list[list[dict]], np.ndarray]:
     )
 
 
-def answer(chat: list[dict]) -> Answer:
-    return Answer(chat[-2]["content"], chat[:-1], {}, chat[-1]["content"])
+def answer(chat: list[dict]) -> Response:
+    return Response(chat[-2]["content"], chat[:-1], {}, chat[-1]["content"])
 
 
 def scored(source: Source, chats: list[list[dict]], rows: int = 3, bucket: int = 16, **options):

@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_jax.rewards import combination
 from rlhf_jax.rewards import workers as reward_worker
-from rlhf_jax.rewards.combination import Answer, Term, as_scores, weighted
+from rlhf_jax.rewards.combination import Response, Term, as_scores, weighted
 from rlhf_jax.rewards.workers import Workers
 
 SENTIMENT = "configs/rewards/sentiment.py"
@@ -93,7 +93,7 @@ def test_bad_specs_end_in_one_sentence(spec, sentence, tmp_path, monkeypatch):
 
 def answers(*responses, **row):
     return [
-        Answer("p", [{"role": "user", "content": "p"}], row, response) for response in responses
+        Response("p", [{"role": "user", "content": "p"}], row, response) for response in responses
     ]
 
 

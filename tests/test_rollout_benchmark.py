@@ -14,7 +14,7 @@ from benchmarks import pricing, rollout
 from benchmarks.pricing import Call
 from rlhf_jax.generation.requests import RoundReport
 from rlhf_jax.generation.speculative import tree as trees
-from rlhf_jax.generation.strategy.acceptance import DEPTHS, Evidence
+from rlhf_jax.generation.strategy.acceptance import DEPTHS, Observations
 from rlhf_jax.generation.strategy.select import Situation
 
 SMALL = "--lengths 2 --new-tokens 12 --repeats 2 --student-layers 1 --prompts 1 --halvings 0"
@@ -58,7 +58,7 @@ def check(case: dict, contenders: set[str]) -> None:
     assert case["tokens_per_round"]["plain"] == 1.0
 
 
-def a_tenth_a_node(table, play, strategies, rows) -> None:
+def a_tenth_a_node(table, speculative_round, strategies, rows) -> None:
     """In place of a measurement."""
     for strategy in strategies:
         call = Call(rows, *pricing.figures(strategy), 0)
@@ -173,5 +173,5 @@ def test_acceptance_by_depth_counts_what_was_observed():
     offered[0, 1] = 4
     ranks[0, 0] = 0
     ranks[1, 0] = 1
-    seen = Evidence(np.zeros(2, bool), np.zeros(2, int), ranks, offered)
+    seen = Observations(np.zeros(2, bool), np.zeros(2, int), ranks, offered)
     assert pricing.accepted([seen, seen]) == [0.5, 0.0, *[None] * (DEPTHS - 2)]

@@ -16,7 +16,7 @@ from rlhf_jax.generation.requests import RoundReport
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.strategy import candidates as menus
 from rlhf_jax.generation.strategy import cost
-from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Evidence
+from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Observations
 from rlhf_jax.generation.strategy.select import Selector, Situation, select
 from rlhf_jax.runtime.checkpoint import document
 from rlhf_jax.types import Strategy
@@ -59,7 +59,7 @@ def walk(strategy: Strategy, rank: np.ndarray) -> tuple[int, list[int]]:
     return len(offered), offered
 
 
-def live_evidence(strategy: Strategy, drawn: np.ndarray) -> Evidence:
+def live_evidence(strategy: Strategy, drawn: np.ndarray) -> Observations:
     """What a model's own round shows: each depth while rank 0 was right before."""
     ranks = np.full((len(drawn), DEPTHS), -1)
     offered = np.zeros((len(drawn), DEPTHS), int)
@@ -72,7 +72,7 @@ def live_evidence(strategy: Strategy, drawn: np.ndarray) -> Evidence:
     return evidence(ranks, offered)
 
 
-def scored(truth: np.ndarray, rows: int, rng: np.random.Generator) -> Evidence:
+def scored(truth: np.ndarray, rows: int, rng: np.random.Generator) -> Observations:
     """What looking back, or a teacher-forced pass, shows of `rows` drafts: all ranks of each
     depth.
     """
@@ -81,8 +81,8 @@ def scored(truth: np.ndarray, rows: int, rng: np.random.Generator) -> Evidence:
     return evidence(np.where(before, ranks, -1), RANKS * before)
 
 
-def evidence(ranks: np.ndarray, offered: np.ndarray) -> Evidence:
-    return Evidence(np.zeros(len(ranks), bool), np.full(len(ranks), CLASS), ranks, offered)
+def evidence(ranks: np.ndarray, offered: np.ndarray) -> Observations:
+    return Observations(np.zeros(len(ranks), bool), np.full(len(ranks), CLASS), ranks, offered)
 
 
 @dataclasses.dataclass
@@ -109,7 +109,7 @@ class World:
         classes = dict.fromkeys(self.truth, counts)
         return Situation(bucket, live, self.length * live, self.lag, classes, self.ready)
 
-    def true_rates(self, menu: menus.Menu, at: Situation) -> tuple[np.ndarray, np.ndarray]:
+    def true_rates(self, menu: menus.Candidates, at: Situation) -> tuple[np.ndarray, np.ndarray]:
         """[S] expected tokens a row and true seconds."""
         tokens = np.ones(len(menu.strategies))
         for drafter, paths in menu.paths.items():
@@ -180,7 +180,7 @@ def selector(world: World, **options) -> Selector:
     return Selector(menu, scaled(world.machine, 1.3), **options)
 
 
-def teach(chooser: Selector, truth: np.ndarray, rows: int = 1000) -> None:
+def distill_drafter(chooser: Selector, truth: np.ndarray, rows: int = 1000) -> None:
     chooser.taught("model", scored(truth, rows, np.random.default_rng(5)))
 
 
@@ -198,7 +198,7 @@ def test_drains_are_within_three_per_cent_of_the_oracle(machine, lookup, model):
     """Two drains of 64 rows to one, the first with costs that nobody has measured."""
     world = World(machine, {"lookup": rates(lookup), "model": rates(model)})
     chooser = selector(world)
-    teach(chooser, world.truth["model"])
+    distill_drafter(chooser, world.truth["model"])
     first = world.drain(chooser)
     chooser.stage_ended()
     both = world.drain(chooser)
@@ -223,7 +223,7 @@ def test_a_drafter_that_fails_suddenly_is_off_within_twenty_rounds(live, drafter
 def test_the_other_drafter_takes_over_from_one_that_fails():
     world = World(READING, {"lookup": rates(0.5), "model": rates(0.8)})
     chooser = selector(world)
-    teach(chooser, world.truth["model"])
+    distill_drafter(chooser, world.truth["model"])
     assert world.rounds(chooser, 8, 40)[-1].drafter == "model"
     world.truth = world.truth | {"model": rates(0.0)}
     assert all(one.drafter == "lookup" for one in world.rounds(chooser, 8, 30)[20:])
@@ -232,11 +232,11 @@ def test_the_other_drafter_takes_over_from_one_that_fails():
 def test_a_model_that_recovers_is_on_again_once_taught():
     world = World(READING, {"model": rates(0.0)})
     chooser = selector(world)
-    teach(chooser, world.truth["model"])
+    distill_drafter(chooser, world.truth["model"])
     assert set(world.rounds(chooser, 8, 30)) == {trees.PLAIN}
     world.truth = {"model": rates(0.7)}
     chooser.stage_ended(kept=0.5)
-    teach(chooser, world.truth["model"])
+    distill_drafter(chooser, world.truth["model"])
     assert all(one.drafter == "model" for one in world.rounds(chooser, 8, 5))
 
 
@@ -252,7 +252,7 @@ def test_a_model_that_recovers_unseen_is_found_by_a_probe():
 def test_a_model_that_has_read_finished_text_is_not_probed():
     world = World(COMPUTING, {"model": rates(0.02)})
     chooser = selector(world)
-    teach(chooser, world.truth["model"])
+    distill_drafter(chooser, world.truth["model"])
     assert set(world.rounds(chooser, 8, 600)) == {trees.PLAIN}
 
 
@@ -275,7 +275,7 @@ def test_a_useless_drafter_costs_less_than_one_per_cent_where_computing_is_dear(
     for live in (1, 8, 64):
         world = World(COMPUTING, {"lookup": rates(0.02), "model": rates(0.02)})
         chooser = selector(world)
-        teach(chooser, world.truth["model"])
+        distill_drafter(chooser, world.truth["model"])
         taken = world.rounds(chooser, live, 300)
         assert taken.count(trees.PLAIN) >= 285
         assert world.ideal / world.seconds > 0.99
@@ -285,7 +285,7 @@ def test_a_useless_drafter_costs_less_than_one_per_cent_where_computing_is_dear(
 def test_what_is_not_ready_is_wished_for_and_never_chosen():
     world = World(READING, {"model": rates(0.8)})
     chooser = selector(world)
-    teach(chooser, world.truth["model"])
+    distill_drafter(chooser, world.truth["model"])
     wanted = chooser.choose(world.situation(8)).strategy
     world.ready = lambda strategy: strategy != wanted
     choice = chooser.choose(world.situation(8))
@@ -312,12 +312,12 @@ def test_a_fixed_strategy_is_chosen_and_wished_for_until_it_is_ready():
 def test_a_long_catch_up_is_spread_and_does_not_shut_the_model_out():
     world = World(READING, {"model": rates(0.8)})
     chooser = selector(world)
-    teach(chooser, world.truth["model"])
+    distill_drafter(chooser, world.truth["model"])
     world.lag = 64
     choice = chooser.choose(world.situation(1))
     assert choice.strategy.drafter == "model"
     chooser = selector(world)
-    teach(chooser, world.truth["model"])
+    distill_drafter(chooser, world.truth["model"])
     world.lag = 0
     assert choice.seconds > chooser.choose(world.situation(1)).seconds + 64 / 8 * 5e-4
 
@@ -341,7 +341,7 @@ def test_select_holds_on_to_the_current_one_but_returns_to_plain_at_once():
 def test_trees_join_between_stages_where_they_are_better_and_stay():
     world = World(READING, {"model": rates(0.5, 0.6)})
     chooser = selector(world)
-    teach(chooser, world.truth["model"])
+    distill_drafter(chooser, world.truth["model"])
     before = chooser.menu.strategies
     world.rounds(chooser, 4, 20)
     assert chooser.menu.strategies == before
@@ -357,7 +357,7 @@ def test_frozen_costs_never_move_and_other_times_change_nothing():
     def choices(noise: float) -> list[Strategy]:
         world = World(READING, {"lookup": rates(0.3), "model": rates(0.6)}, noise=noise)
         chooser = selector(world, frozen_costs=True)
-        teach(chooser, world.truth["model"])
+        distill_drafter(chooser, world.truth["model"])
         world.rng.standard_normal()
         return world.rounds(chooser, 8, 40)
 
@@ -367,7 +367,7 @@ def test_frozen_costs_never_move_and_other_times_change_nothing():
 def test_a_restored_selector_chooses_as_the_one_that_was_saved():
     world = World(READING, {"lookup": rates(0.3), "model": rates(0.6)})
     chooser = selector(world)
-    teach(chooser, world.truth["model"])
+    distill_drafter(chooser, world.truth["model"])
     world.drain(chooser, samples=16)
     chooser.stage_ended(kept=0.7)
     saved = json.loads(
@@ -399,7 +399,7 @@ def test_restored_costs_stay_for_the_same_models_and_machine_alone():
 def test_what_is_known_of_a_drafter_that_is_gone_is_dropped():
     world = World(READING, {"lookup": rates(0.3), "model": rates(0.6, 0.6)})
     chooser = selector(world)
-    teach(chooser, world.truth["model"])
+    distill_drafter(chooser, world.truth["model"])
     world.rounds(chooser, 4, 30)
     chooser.stage_ended()
     fewer = World(READING, {"lookup": rates(0.3)})
@@ -411,7 +411,7 @@ def test_what_is_known_of_a_drafter_that_is_gone_is_dropped():
 def test_the_table_and_the_metrics_say_what_was_chosen_and_what_it_gave():
     world = World(READING, {"lookup": rates(0.3), "model": rates(0.7)}, noise=0.0)
     chooser = selector(world)
-    teach(chooser, world.truth["model"])
+    distill_drafter(chooser, world.truth["model"])
     taken = world.rounds(chooser, 8, 100)
     table = {row["strategy"]: row for row in chooser.table(world.situation(8))}
     assert set(table) == {trees.name_of(one) for one in chooser.menu.strategies}
@@ -439,7 +439,7 @@ def test_a_choice_among_sixty_takes_less_than_200_microseconds():
     ]
     menu = menus.build([*menus.adaptive(world.truth).strategies, *broad])
     chooser = Selector(menu, scaled(READING, 1.3))
-    teach(chooser, world.truth["model"])
+    distill_drafter(chooser, world.truth["model"])
     world.rounds(chooser, 16, 50)
     assert len(chooser.menu.strategies) >= 60
     assert seconds_of_a_choice(chooser, world.situation(16)) < 200e-6
@@ -473,7 +473,7 @@ def test_a_choice_in_a_mixed_drain_takes_less_than_200_microseconds():
     """
     world = World(COMPUTING, {"lookup": rates(0.3), "replay": rates(0.8), "model": rates(0.5)})
     chooser = Selector(menus.adaptive(world.truth), scaled(world.machine, 1.3))
-    teach(chooser, world.truth["model"])
+    distill_drafter(chooser, world.truth["model"])
     chooser.taught("replay", scored(world.truth["replay"], 500, world.rng))
     world.rounds(chooser, 32, 50)
     counts = np.array([np.zeros(CLASSES, int), [2, 6, 4, 20]])
@@ -497,9 +497,9 @@ def test_rounds_are_packed_where_rows_differ_and_verifying_costs(following, pack
     cells = np.arange(4000) % 2
     right = np.cumprod(luck.random((4000, DEPTHS)) < np.where(cells, 0.97, 0.05)[:, None], axis=1)
     reached = np.hstack([np.ones((4000, 1), int), right[:, :-1]])
-    said = Evidence(np.ones(4000, bool), np.where(cells, 3, 1), right - 1, RANKS * reached)
+    said = Observations(np.ones(4000, bool), np.where(cells, 3, 1), right - 1, RANKS * reached)
     for part in np.split(np.arange(4000), 100):
-        chooser.taught("replay", Evidence(*(leaf[part] for leaf in dataclasses.astuple(said))))
+        chooser.taught("replay", Observations(*(leaf[part] for leaf in dataclasses.astuple(said))))
     follow = int(32 * following)
     at = Situation(
         32,

@@ -13,26 +13,26 @@ from tiny_stage import Shuffled, requests
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import assignment
-from rlhf_jax.generation.assignment import Placing
+from rlhf_jax.generation.assignment import PlacementPolicy
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.history import as_rollout
-from rlhf_jax.generation.requests import Decoding, Request
+from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.inference.logprobs import score_rollout
-from rlhf_jax.inference.overlap import Backlog, Scoring
+from rlhf_jax.inference.overlap import Scoring, ScoringQueue
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.reallocation import planner
-from rlhf_jax.rewards.combination import Answer
+from rlhf_jax.rewards.combination import Response
 from rlhf_jax.rewards.models import RewardModel, model_scorer
 
 STOP = 7
 GOLDEN = Path(__file__).parent / "golden" / "llama_reward"
 
 
-def decoding(*strategies: str, **changes) -> Decoding:
+def decoding(*strategies: str, **changes) -> GenerationConfig:
     menu = tuple(map(trees.parse, strategies or ("plain",)))
-    base = Decoding(Sampling(1.0), menu, (STOP,), rows=6, slots=64, seed=3, history=64)
+    base = GenerationConfig(Sampling(1.0), menu, (STOP,), rows=6, slots=64, seed=3, history=64)
     return dataclasses.replace(base, **changes)
 
 
@@ -42,7 +42,7 @@ def over(mesh, model):
 
 
 def roll_out(target, drafter, how, mesh=None, wanted=None, **options):
-    drafter = drafter if how.drafts_by("model") else None
+    drafter = drafter if how.uses_drafter("model") else None
     models = (target, drafter) if mesh is None else (over(mesh, target), over(mesh, drafter))
     found = list(generate(*models, requests() if wanted is None else wanted, how, mesh, **options))
     samples = {sample.sample_id: sample for sample in found}
@@ -85,7 +85,7 @@ def test_samples_that_move_at_random_are_those_that_stayed(
     target, drafter, alone, count, fsdp, strategies, in_turn
 ):
     shuffled = Shuffled(seed=count)
-    how = Placing(shuffled, in_turn=in_turn)
+    how = PlacementPolicy(shuffled, in_turn=in_turn)
     found = roll_out(target, drafter, decoding(*strategies), slices(count, fsdp), placing=how)
     assert shuffled.moves > 10
     assert texts(found) == alone
@@ -107,7 +107,7 @@ def test_samples_may_move_on_before_they_have_landed(target, monkeypatch, in_tur
     ]
     alone = texts(roll_out(target, None, how, None, wanted))
     shuffled = Shuffled(seed=1)
-    how_placed = Placing(shuffled, in_turn=in_turn)
+    how_placed = PlacementPolicy(shuffled, in_turn=in_turn)
     assert texts(roll_out(target, None, how, slices(3), wanted, placing=how_placed)) == alone
     assert shuffled.moves > 100
 
@@ -120,16 +120,16 @@ def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
     source = open_source(GOLDEN)
     judge = RewardModel(source, source.load(np.float32), rows=4)
     on_slices = dataclasses.replace(judge, model=over(mesh, judge.model))
-    backlog = Backlog(
+    scoring_queue = ScoringQueue(
         Scoring(policy, policy, None, 1.0, rows=4, slots=64, rewards={"judge": on_slices})
     )
     chat = json.loads((GOLDEN / "scores.json").read_text())[0]["messages"]
-    answer = Answer("", chat[:-1], {}, chat[-1]["content"])
+    answer = Response("", chat[:-1], {}, chat[-1]["content"])
     samples = []
-    for sample in generate(policy, None, wanted, how, mesh, spare=backlog):
+    for sample in generate(policy, None, wanted, how, mesh, spare=scoring_queue):
         samples.append(sample)
-        backlog.add(sample, answer)
-    scored = backlog.scored()
+        scoring_queue.add(sample, answer)
+    scored = scoring_queue.scored()
     assert len(scored) >= 8
     rollout = as_rollout([sample for sample in samples if sample.sample_id in scored], 64)
     alone = score_rollout(target, rollout, temperature=1.0, rows=len(rollout.length))
@@ -154,8 +154,8 @@ def test_the_plan_ends_a_long_tailed_stage_sooner(target):
     last = {}
     texts_of = {}
     for name, placed in (
-        ("static", Placing(in_turn=True)),
-        ("plan", Placing(planner.decide, in_turn=True)),
+        ("static", PlacementPolicy(in_turn=True)),
+        ("plan", PlacementPolicy(planner.plan_reallocation, in_turn=True)),
     ):
         reports = []
         texts_of[name] = texts(

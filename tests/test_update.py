@@ -17,7 +17,7 @@ from rlhf_jax.model.transformer import init
 from rlhf_jax.training.batching import MicroBatch, micro_batches, minibatches
 from rlhf_jax.training.losses import AGGREGATES
 from rlhf_jax.training.update import (
-    NotFinite,
+    NonFiniteUpdate,
     Optimizers,
     UpdateConfig,
     accumulate,
@@ -320,7 +320,9 @@ def test_a_step_that_is_not_finite_is_not_taken(small):
         leaf = getattr(experience, field)
         broken = dataclasses.replace(experience, **{field: leaf.at[rows[0], 5].set(jnp.nan)})
         state, optimizers = new_state(model, ADAM, critic)
-        with pytest.raises(NotFinite, match=f"{name} is nan in minibatch 2 of update 0") as error:
+        with pytest.raises(
+            NonFiniteUpdate, match=f"{name} is nan in minibatch 2 of update 0"
+        ) as error:
             update(state, broken, optimizers, MANY, KL_WEIGHT)
         kept = error.value.state
         assert (

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from rlhf_jax.generation.requests import Request
-from rlhf_jax.reallocation.planner import Plan, View
+from rlhf_jax.reallocation.planner import ClusterView, Reallocation
 
 
 def requests(count: int = 6, samples: int = 4) -> list[Request]:
@@ -32,7 +32,7 @@ class Shuffled:
         self.share = share
         self.moves = 0
 
-    def __call__(self, view: View) -> Plan:
+    def __call__(self, view: ClusterView) -> Reallocation:
         free = view.rows - np.bincount(view.place[view.place >= 0], minlength=view.slices)
         admissions = []
         moves = []
@@ -42,4 +42,4 @@ class Shuffled:
                 (admissions if place < 0 else moves).append((index, to))
                 free[to] -= 1
         self.moves += len(moves)
-        return Plan(admissions, moves, np.zeros(view.slices, bool))
+        return Reallocation(admissions, moves, np.zeros(view.slices, bool))

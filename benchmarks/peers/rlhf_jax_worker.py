@@ -12,7 +12,7 @@ from protocol import cores, serve
 
 from rlhf_jax.collect import decoding_weights
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.requests import Decoding, Request
+from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.mesh import make_mesh
@@ -29,7 +29,7 @@ def sample(prompts: list[list[int]], new_tokens: int, seed: int) -> list[list[in
         Request(np.array(ids, np.int32), (row,), new_tokens) for row, ids in enumerate(prompts)
     ]
     slots = len(prompts[0]) + new_tokens
-    decoding = Decoding(
+    decoding = GenerationConfig(
         Sampling(), (tree.PLAIN,), stop_tokens=(), rows=len(prompts), slots=slots, seed=seed
     )
     return [found.tokens for found in generate(target, None, requests, decoding)]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from rlhf_jax.config.schema import Config, ModelConfigs
 from rlhf_jax.generation.strategy import candidates, cost
-from rlhf_jax.generation.strategy.candidates import Menu
+from rlhf_jax.generation.strategy.candidates import Candidates
 from rlhf_jax.model.transformer import weight_shapes
 from rlhf_jax.types import ModelConfig
 
@@ -23,7 +23,7 @@ def adaptive(config: Config) -> bool:
     return config.generation.strategy == ADAPTIVE
 
 
-def strategies(config: Config) -> Menu:
+def strategies(config: Config) -> Candidates:
     """The strategies that may be chosen: one that is named, or all that the run's drafters have."""
     longest = max(1, min(candidates.LONG_CHAINS[-1], config.generation.max_new_tokens // 2))
     return candidates.parse(config.generation.strategy, _drafters(config), longest)
@@ -38,17 +38,17 @@ def _drafters(config: Config) -> list[str]:
     return ["lookup", *replay, *(["model"] if config.drafter.path or config.drafter.layers else [])]
 
 
-def drafts_by(config: Config, drafter: str) -> bool:
+def uses_drafter(config: Config, drafter: str) -> bool:
     """Whether a strategy that may be chosen drafts by 'lookup', 'replay' or 'model'."""
     return drafter in strategies(config).drafters
 
 
 def drafts(config: Config) -> bool:
     """Whether a run has a model that drafts, or teaches one."""
-    return config.objective == "distill" or drafts_by(config, "model")
+    return config.objective == "distill" or uses_drafter(config, "model")
 
 
-def teaches(config: Config) -> bool:
+def trains_drafter(config: Config) -> bool:
     """Whether a run has a student that learns."""
     return drafts(config) and config.drafter.layers > 0 and config.drafter.learning_rate > 0
 

@@ -65,7 +65,7 @@ def plan(
         for model in (models.policy, critic)
         if model and _earns(config)
     ]
-    halves += [_distillation(config, models, mesh, dtype)] if derived.teaches(config) else []
+    halves += [_distillation(config, models, mesh, dtype)] if derived.trains_drafter(config) else []
     parts = [
         *_always(config, models, mesh, dtype),
         *_generation(config, models, mesh, dtype, kernels),
@@ -142,7 +142,7 @@ def _always(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype: Any
     drafter = 0 if config.drafter.layers else _weights(models.drafter, dtype, "generation", mesh)
     begun = (
         _student(models, dtype, "training", mesh)
-        if derived.teaches(config) and _earns(config)
+        if derived.trains_drafter(config) and _earns(config)
         else 0
     )
     rewards = sum(_weights(model, dtype, "training", mesh) for model in models.rewards)
@@ -161,7 +161,7 @@ def _always(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype: Any
         Part(
             "student's optimizer, two moments",
             "always",
-            2 * student if derived.teaches(config) else 0,
+            2 * student if derived.trains_drafter(config) else 0,
             SPLIT,
         ),
     ]
@@ -200,7 +200,7 @@ def _generation(
     strategies = derived.strategies(config).strategies
     longest = config.data.max_prompt_tokens + generation.max_new_tokens
     slots = cache_slots(longest, strategies, kernels)
-    earlier = longest if derived.drafts_by(config, "replay") else 0
+    earlier = longest if derived.uses_drafter(config, "replay") else 0
     width = prompt_width(config.data.max_prompt_tokens, slots)
     empty = functools.partial(
         row_verbs.empty, models.policy, models.drafter, generation.rows, slots

@@ -161,7 +161,7 @@ def validate_student(config: Config, policy: ModelConfig, path: ModelConfig | No
         )
 
 
-def refers(config: Config) -> bool:
+def needs_reference(config: Config) -> bool:
     """Whether a run has a reference, from which KL is measured."""
     return config.objective == "reward" and config.kl.coefficient > 0
 
@@ -284,13 +284,13 @@ def _check_generation(config: Config) -> None:
     _one_of(config, "generation.acceptance", ACCEPTANCE)
     _require(
         generation.acceptance == "replayable"
-        or not (generation.repeated_noise or derived.drafts_by(config, "replay")),
+        or not (generation.repeated_noise or derived.uses_drafter(config, "replay")),
         "Under generation.acceptance 'rejection' a text depends on its drafts and cannot be"
         " replayed: set"
         " generation.repeated_noise to 0 and no 'replay-*' strategy, or acceptance 'replayable'.",
     )
     _require(
-        not generation.repeated_noise or derived.drafts_by(config, "replay"),
+        not generation.repeated_noise or derived.uses_drafter(config, "replay"),
         f"generation.repeated_noise is {generation.repeated_noise}, but generation.strategy"
         f" {generation.strategy!r}"
         " replays nothing: choose 'adaptive' or a 'replay-*' strategy, or set 0.",
@@ -301,7 +301,7 @@ def _check_generation(config: Config) -> None:
         f" {generation.samples_per_prompt} samples of a"
         " prompt; lower it.",
     )
-    wants_model = derived.drafts_by(config, "model")
+    wants_model = derived.uses_drafter(config, "model")
     _require(
         bool(config.drafter.path or config.drafter.layers) or not wants_model,
         f"generation.strategy {generation.strategy!r} drafts with a model; give drafter.path or"
@@ -329,7 +329,7 @@ def _check_drafter(config: Config) -> None:
     samples = generation.prompts_per_step * generation.samples_per_prompt
     _require(
         drafter.samples <= samples
-        or not (derived.teaches(config) and config.objective == "reward"),
+        or not (derived.trains_drafter(config) and config.objective == "reward"),
         f"drafter.samples is {drafter.samples}, but a step has {samples}; lower it.",
     )
 
@@ -446,7 +446,7 @@ def _check_batch(config: Config, devices: mesh.AnyMesh) -> None:
     )
     _even(samples // minibatches, rows, "rows of a minibatch", "training.microbatch_rows")
     _even(rows, shards, "rows of training.microbatch_rows", over)
-    if derived.teaches(config) and config.objective == "reward":
+    if derived.trains_drafter(config) and config.objective == "reward":
         part = min(config.drafter.samples, rows)
         _even(config.drafter.samples, part, "rows of drafter.samples", "training.microbatch_rows")
         _even(part, shards, "rows of drafter.samples at one time", over)

@@ -13,13 +13,13 @@ import numpy as np
 from rlhf_jax.generation import precompile
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation import scheduler as boards
-from rlhf_jax.generation.requests import Decoding, Request, Sample
+from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
 from rlhf_jax.generation.rounds import Setting
 from rlhf_jax.generation.slice_batch import Instance
 from rlhf_jax.reallocation import length_model, row_transfer
 from rlhf_jax.reallocation.length_model import Lengths
-from rlhf_jax.reallocation.planner import WAITS, Plan, View
-from rlhf_jax.reallocation.row_transfer import Parcel
+from rlhf_jax.reallocation.planner import WAITS, ClusterView, Reallocation
+from rlhf_jax.reallocation.row_transfer import RowPacket
 
 LINK = {
     "cpu": 1e9,
@@ -31,10 +31,10 @@ OFTEN = 32  # rounds after which there is a new plan, if no sample has ended bef
 
 
 @dataclasses.dataclass(frozen=True)
-class Placing:
+class PlacementPolicy:
     """How samples are placed."""
 
-    decide: Callable[[View], Plan] | None = (
+    plan_reallocation: Callable[[ClusterView], Reallocation] | None = (
         None  # None: each slice gets its share at once, and keeps it
     )
     lengths: Lengths = dataclasses.field(default_factory=Lengths)  # the law of responses
@@ -47,7 +47,7 @@ class Placing:
     unscored: Callable[[], float] = lambda: 0.0  # tokens of finished samples that wait for it
 
 
-STATIC = Placing()
+STATIC = PlacementPolicy()
 Standing = list[tuple[int, int, int]]  # (sample id, its slice, tokens so far) of unfinished samples
 
 
@@ -59,7 +59,7 @@ class Stage:
     slices: list[jax.sharding.Mesh | None]  # all of them
     samples: dict[int, Sample]  # all of them, by id
     pool: list[int]  # samples that have no slice yet
-    placing: Placing
+    placing: PlacementPolicy
     setting: Setting
     curves: (
         np.ndarray
@@ -72,13 +72,13 @@ class Stage:
     @property
     def due(self) -> bool:
         """Whether it is time for a plan: after some rounds, or where nothing else can happen."""
-        flying = any(instance.flights for instance in self.fleet.values())
+        flying = any(instance.in_flight for instance in self.fleet.values())
         enough = self.landed >= (len(self.slices) if self.ended else max(OFTEN, len(self.slices)))
-        return self.placing.decide is not None and (enough or not flying)
+        return self.placing.plan_reallocation is not None and (enough or not flying)
 
 
 @dataclasses.dataclass(frozen=True)
-class Orders:
+class Assignments:
     """A plan by sample ids."""
 
     admissions: list[tuple[int, int]]  # (sample, slice)
@@ -88,20 +88,24 @@ class Orders:
 
 
 def begin(
-    fleet: list[Instance], slices, groups: list[list[Sample]], placing: Placing, setting: Setting
+    fleet: list[Instance],
+    slices,
+    groups: list[list[Sample]],
+    placing: PlacementPolicy,
+    setting: Setting,
 ) -> Stage:
     """A stage whose samples are dealt out, a prompt's together, or wait for a plan."""
     samples = {sample.sample_id: sample for group in groups for sample in group}
-    if placing.decide is None:
+    if placing.plan_reallocation is None:
         for turn, group in enumerate(groups):
             fleet[turn % len(fleet)].queue.extend(group)
-    pool = [] if placing.decide is None else list(samples)
+    pool = [] if placing.plan_reallocation is None else list(samples)
     own = {instance.number: instance for instance in fleet}
     curves, laws = _curves(placing, [group[0].request for group in groups if group] if pool else [])
     return Stage(own, slices, samples, pool, placing, setting, curves, laws)
 
 
-def _curves(placing: Placing, requests: list[Request]) -> tuple[np.ndarray, dict[int, int]]:
+def _curves(placing: PlacementPolicy, requests: list[Request]) -> tuple[np.ndarray, dict[int, int]]:
     """What is known of the lengths of each request's responses: once, as neither law nor history
     change in a stage.
     """
@@ -126,17 +130,17 @@ def standing(stage: Stage) -> Standing:
     ]
 
 
-def orders(stage: Stage, where: Standing) -> Orders:
+def orders(stage: Stage, where: Standing) -> Assignments:
     """What the plan says of samples that stand so, and of those that wait."""
-    assert stage.placing.decide is not None
+    assert stage.placing.plan_reallocation is not None
     stage.landed = stage.ended = 0
     ids = [*(one for one, _, _ in where), *stage.pool]
     places = [*(place for _, place, _ in where), *(WAITS for _ in stage.pool)]
     generated = np.array([*(tokens for _, _, tokens in where), *(0 for _ in stage.pool)], int)
     if not ids:
-        return Orders([], [], [])
-    plan = stage.placing.decide(_view(stage, ids, places, generated))
-    return Orders(
+        return Assignments([], [], [])
+    plan = stage.placing.plan_reallocation(_view(stage, ids, places, generated))
+    return Assignments(
         admissions=[(ids[index], to) for index, to in plan.admissions],
         moves=[(ids[index], places[index], to) for index, to in plan.moves],
         freed=np.flatnonzero(plan.freed).tolist(),
@@ -144,7 +148,7 @@ def orders(stage: Stage, where: Standing) -> Orders:
 
 
 def carry_out(
-    stage: Stage, wanted: Orders, carry: Callable[[int, int, int], None] | None = None
+    stage: Stage, wanted: Assignments, carry: Callable[[int, int, int], None] | None = None
 ) -> None:
     """Do what the orders say of this process's slices; `carry` moves a sample from or to another
     process.
@@ -169,7 +173,9 @@ def carry_out(
     stage.pool = [sample_id for sample_id in stage.pool if sample_id not in begun]
 
 
-def _reassign(source: Instance, target: Instance, sample: Sample, decoding: Decoding) -> None:
+def _reassign(
+    source: Instance, target: Instance, sample: Sample, decoding: GenerationConfig
+) -> None:
     """Have a sample decoded elsewhere; one whose prompt alone is prefilled stays."""
     if sample in source.board:
         move(source, target, sample, decoding)
@@ -178,13 +184,13 @@ def _reassign(source: Instance, target: Instance, sample: Sample, decoding: Deco
         target.queue.append(sample)
 
 
-def _view(stage: Stage, ids: list[int], places: list[int], generated: np.ndarray) -> View:
+def _view(stage: Stage, ids: list[int], places: list[int], generated: np.ndarray) -> ClusterView:
     instance = next(iter(stage.fleet.values()))
     requests = [stage.samples[one].request for one in ids]
     limit = np.array([request.max_new_tokens for request in requests])
     which = np.array([stage.laws[id(request)] for request in requests])
     move_seconds, token_seconds = _price_of_a_move(instance)
-    return View(
+    return ClusterView(
         place=np.array(places),
         left=length_model.remaining(stage.curves, which, generated, limit),
         context=generated + np.array([len(request.prompt) for request in requests]),
@@ -228,7 +234,7 @@ def _price_of_a_move(instance: Instance) -> tuple[float, float]:
     return MOVE, of_token / LINK[jax.default_backend()]
 
 
-def move(source: Instance, target: Instance, sample: Sample, decoding: Decoding) -> None:
+def move(source: Instance, target: Instance, sample: Sample, decoding: GenerationConfig) -> None:
     """Move a running sample with its caches to another slice.
 
     The source's rounds that it is in land before the target's first one with it.
@@ -236,30 +242,30 @@ def move(source: Instance, target: Instance, sample: Sample, decoding: Decoding)
     boards.fit(target, len(target.samples) + 1, decoding)
     slots = row_transfer.width(_longest(sample, decoding), source.state.tokens.shape[1])
     join(target, sample, row_transfer.send(leave(source, sample, slots), target.mesh))
-    target.arrived += [*source.arrived, *((source, flight) for flight in source.flights)]
+    target.arrived += [*source.arrived, *((source, flight) for flight in source.in_flight)]
 
 
-def leave(instance: Instance, sample: Sample, slots: int) -> Parcel:
+def leave(instance: Instance, sample: Sample, slots: int) -> RowPacket:
     """Take a running sample out of its row: what of it travels, with so many token slots."""
     row = instance.board.index(sample)
     place = np.array([row], np.int32)
     instance.board[row] = None
-    parcel = row_transfer.depart(instance.state, place, slots, mesh=instance.mesh)
+    packet = row_transfer.pack_rows(instance.state, place, slots, mesh=instance.mesh)
     instance.state = row_verbs.retire(instance.state, place, mesh=instance.mesh)
-    return parcel
+    return packet
 
 
-def join(instance: Instance, sample: Sample, parcel: Parcel) -> None:
+def join(instance: Instance, sample: Sample, packet: RowPacket) -> None:
     """Let a sample that has travelled run on in a free row."""
     row = instance.board.index(None)
     instance.board[row] = sample
-    instance.state = row_transfer.arrive(
-        instance.state, parcel, np.array([row], np.int32), mesh=instance.mesh
+    instance.state = row_transfer.unpack_rows(
+        instance.state, packet, np.array([row], np.int32), mesh=instance.mesh
     )
-    instance.moved.append(row_transfer.bytes_of(parcel))
+    instance.moved.append(row_transfer.bytes_of(packet))
 
 
-def _longest(sample: Sample, decoding: Decoding) -> int:
+def _longest(sample: Sample, decoding: GenerationConfig) -> int:
     """Tokens that the sample may have once the rounds in the air are over, on whichever slices they
     are.
     """

@@ -20,21 +20,21 @@ from rlhf_jax.generation import assignment as placings
 from rlhf_jax.generation import precompile
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation import scheduler as boards
-from rlhf_jax.generation.assignment import STATIC, Placing, Stage
-from rlhf_jax.generation.multihost import Ranks
-from rlhf_jax.generation.precompile import Ahead, Models
-from rlhf_jax.generation.requests import Decoding, Request, RoundReport, Sample
-from rlhf_jax.generation.rounds import Setting, fly, land, may_fly
+from rlhf_jax.generation.assignment import STATIC, PlacementPolicy, Stage
+from rlhf_jax.generation.multihost import PlanCoordinator
+from rlhf_jax.generation.precompile import BackgroundCompiler, Models
+from rlhf_jax.generation.requests import GenerationConfig, Request, RoundReport, Sample
+from rlhf_jax.generation.rounds import Setting, can_dispatch, dispatch_round, receive_round
 from rlhf_jax.generation.slice_batch import Instance
 from rlhf_jax.generation.strategy.select import Selector
-from rlhf_jax.runtime.slice_groups import Crew, crew_of
+from rlhf_jax.runtime.slice_groups import SliceGroup, slice_group_of
 from rlhf_jax.types import Array, Model
 
-Landing = tuple[RoundReport, list[Sample]]  # and the samples that ended with it
+RoundResult = tuple[RoundReport, list[Sample]]  # and the samples that ended with it
 NAP = 5e-5  # seconds between two looks for a slice whose round has arrived
 
 
-class Spare(Protocol):
+class IdleWork(Protocol):
     """Other work for slices that decode nothing more. Processes that share a slice have the same
     work in one order.
     """
@@ -53,13 +53,13 @@ def generate(
     target: Model,
     drafter: Model | None,
     requests: Iterable[Request],
-    decoding: Decoding,
+    decoding: GenerationConfig,
     mesh: jax.sharding.Mesh | None = None,
     observe: Callable[[RoundReport], None] = lambda report: None,
     selector: Selector | None = None,
-    ahead: Ahead | None = None,
-    placing: Placing = STATIC,
-    spare: Spare | None = None,
+    ahead: BackgroundCompiler | None = None,
+    placing: PlacementPolicy = STATIC,
+    spare: IdleWork | None = None,
 ) -> Iterator[Sample]:
     """Yield every sample of `requests` as it finishes, in order of finishing.
 
@@ -74,7 +74,7 @@ def generate(
     round's report. Raises ValueError for a prompt that does not fit, and Abandoned where another
     process gives the stage up.
     """
-    if decoding.drafts_by("model") and drafter is None:
+    if decoding.uses_drafter("model") and drafter is None:
         raise ValueError(
             "A strategy drafts with a model, and none is given; pass a drafter or choose another."
         )
@@ -85,8 +85,8 @@ def generate(
         [Sample(i, request, list(request.history)) for i in request.sample_ids]
         for request in requests
     ]
-    setting = Setting(decoding, selector, ahead, crew_of(mesh, placing.name))
-    if setting.crew.several and not placing.name:
+    setting = Setting(decoding, selector, ahead, slice_group_of(mesh, placing.name))
+    if setting.slice_group.several and not placing.name:
         raise ValueError(
             "Processes that share a slice agree under the stage's name: give it one, as"
             " Placing(name=)."
@@ -104,13 +104,13 @@ def generate(
 
 
 def _landings(
-    stage: Stage, turns: Iterator[Instance], spare: Spare | None
-) -> Iterator[Iterable[Landing]]:
+    stage: Stage, turns: Iterator[Instance], spare: IdleWork | None
+) -> Iterator[Iterable[RoundResult]]:
     """The rounds as they land, until all samples have ended; slices are fed meanwhile."""
     fleet = list(stage.fleet.values())
     setting = stage.setting
     settled = []
-    plans = Ranks(
+    plans = PlanCoordinator(
         stage,
         settle=lambda instance: settled.extend(_all_of(instance, setting)),
         may_occupy=lambda: any(
@@ -122,20 +122,20 @@ def _landings(
         if settled:
             yield settled
             settled.clear()
-            setting.crew.agreed(lambda: None)  # its leader has not stopped there
+            setting.slice_group.decide_together(lambda: None)  # its leader has not stopped there
         for instance in fleet:
             _feed(instance, stage)
             if spare is not None and _idle(instance, stage, spare):
-                _occupy(instance, spare, setting.crew)
+                _run_idle_work(instance, spare, setting.slice_group)
         yield _next_arrival(next(turns), setting)
 
 
-def _all_of(instance: Instance, setting: Setting) -> Iterator[Landing]:
+def _all_of(instance: Instance, setting: Setting) -> Iterator[RoundResult]:
     """All rounds that the samples of a slice have in the air."""
     for source, flight in instance.arrived:
-        while flight in source.flights:
+        while flight in source.in_flight:
             yield from _next_arrival(source, setting)
-    while instance.flights:
+    while instance.in_flight:
         yield from _next_arrival(instance, setting)
 
 
@@ -144,7 +144,9 @@ def _slices(mesh: jax.sharding.Mesh | None) -> list[jax.sharding.Mesh | None]:
     return [mesh] if mesh is None or mesh.shape["slices"] == 1 else [*meshes.split(mesh)]
 
 
-def _fleet(models: Models, groups: list[list[Sample]], decoding: Decoding, mesh) -> list[Instance]:
+def _fleet(
+    models: Models, groups: list[list[Sample]], decoding: GenerationConfig, mesh
+) -> list[Instance]:
     """The slices of this process, those that it shares among them, without samples."""
     samples = sum(map(len, groups))
     slices = _slices(mesh)
@@ -167,16 +169,16 @@ def _feed(instance: Instance, stage: Stage) -> None:
     """
     decoding = stage.setting.decoding
     drains = not stage.pool
-    if stage.placing.decide is not None:
+    if stage.placing.plan_reallocation is not None:
         boards.fit(instance, len(instance.samples), decoding)
     boards.refill(instance, decoding)
     if drains and not instance.queue and not instance.waiting:
         boards.fit(instance, len(instance.live), decoding)
-    while may_fly(instance):
-        fly(instance, drains, stage.setting)
+    while can_dispatch(instance):
+        dispatch_round(instance, drains, stage.setting)
 
 
-def _idle(instance: Instance, stage: Stage, spare: Spare | None) -> bool:
+def _idle(instance: Instance, stage: Stage, spare: IdleWork | None) -> bool:
     """Whether a slice decodes nothing while other work waits: all that share it say the same."""
     return (
         spare is not None
@@ -186,11 +188,11 @@ def _idle(instance: Instance, stage: Stage, spare: Spare | None) -> bool:
     )
 
 
-def _occupy(instance: Instance, spare: Spare, crew: Crew) -> None:
+def _run_idle_work(instance: Instance, spare: IdleWork, slice_group: SliceGroup) -> None:
     """Let an idle slice do something else, if its crew's leader sees that it has done most of what
     it was given.
     """
-    if crew.agreed(lambda: instance.has_room):
+    if slice_group.decide_together(lambda: instance.has_room):
         running = [work for work in instance.aside if not work.is_ready()]
         instance.aside = [*running, spare.feed(instance.number, instance.mesh)]
 
@@ -198,7 +200,7 @@ def _occupy(instance: Instance, spare: Spare, crew: Crew) -> None:
 def _in_turn(fleet: list[Instance]) -> Iterator[Instance]:
     """The slices one after the other, whatever the clock says: so a run repeats itself."""
     while True:
-        yield from [instance for instance in fleet if instance.flights] or fleet[:1]
+        yield from [instance for instance in fleet if instance.in_flight] or fleet[:1]
 
 
 def _as_they_arrive(fleet: list[Instance]) -> Iterator[Instance]:
@@ -207,7 +209,7 @@ def _as_they_arrive(fleet: list[Instance]) -> Iterator[Instance]:
     """
     order = collections.deque(fleet)
     while True:
-        flying = [instance for instance in order if instance.flights]
+        flying = [instance for instance in order if instance.in_flight]
         for instance in flying:
             instance.watched = False
         while len(flying) > 1 and not any(instance.ready for instance in flying):
@@ -220,30 +222,30 @@ def _as_they_arrive(fleet: list[Instance]) -> Iterator[Instance]:
         yield chosen
 
 
-def _next_arrival(instance: Instance, setting: Setting) -> Iterator[Landing]:
+def _next_arrival(instance: Instance, setting: Setting) -> Iterator[RoundResult]:
     """The slice's oldest round, after those of other slices that its samples took part in before
     they moved.
     """
-    if not instance.flights:
+    if not instance.in_flight:
         return
-    for source, flight in instance.flights[0].after:
-        while flight in source.flights:
+    for source, flight in instance.in_flight[0].after:
+        while flight in source.in_flight:
             yield from _next_arrival(source, setting)
-    yield land(instance, setting)
+    yield receive_round(instance, setting)
 
 
 def _pass_on(
     fleet: list[Instance],
     siblings: dict[int, list[Sample]],
     ended: list[Sample],
-    decoding: Decoding,
+    decoding: GenerationConfig,
 ) -> None:
     """Finished samples give up their rows, and are history to their siblings that are not."""
     for instance in fleet if ended else ():
         instance.board = [
             None if sample is None or sample.done else sample for sample in instance.board
         ]
-    if not ended or not decoding.history or not decoding.drafts_by("lookup"):
+    if not ended or not decoding.history or not decoding.uses_drafter("lookup"):
         return
     for sample in ended:
         text = np.array(sample.tokens, np.int32)
@@ -258,7 +260,7 @@ def warm_up(
     target: Model,
     drafter: Model | None,
     samples: int,
-    decoding: Decoding,
+    decoding: GenerationConfig,
     mesh: jax.sharding.Mesh | None = None,
     look: bool = False,
 ) -> Mapping[str, float]:
@@ -278,7 +280,7 @@ def warm_up(
     return does
 
 
-def _warm_up(instance: Instance, decoding: Decoding, look: bool) -> None:
+def _warm_up(instance: Instance, decoding: GenerationConfig, look: bool) -> None:
     rows = len(instance.board)
     state = instance.state
     mesh = instance.mesh

@@ -36,7 +36,7 @@ def as_rollout(samples: Sequence[Sample], slots: int) -> Rollout:
 
 
 @dataclasses.dataclass
-class Tally:
+class GenerationCounts:
     """Counts of one generation stage; `add` is what `generate` observes with."""
 
     rounds: int = 0
@@ -59,9 +59,9 @@ class Tally:
         self.moves += report.moves
         self.moved_bytes += report.moved_bytes
 
-    def __add__(self, other: Tally) -> Tally:
+    def __add__(self, other: GenerationCounts) -> GenerationCounts:
         counts = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return Tally(*(own + more for own, more in counts))
+        return GenerationCounts(*(own + more for own, more in counts))
 
     def metrics(self, seconds: float) -> dict[str, float]:
         """The stage's figures by name; `tokens_per_round` is a row's, so plain decoding has 1."""

@@ -18,13 +18,13 @@ import numpy as np
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import assignment as placings
 from rlhf_jax.generation import scheduler as boards
-from rlhf_jax.generation.assignment import Orders, Stage
+from rlhf_jax.generation.assignment import Assignments, Stage
 from rlhf_jax.generation.requests import Sample
 from rlhf_jax.generation.slice_batch import Instance
 from rlhf_jax.reallocation import row_transfer
-from rlhf_jax.reallocation.row_transfer import Parcel
+from rlhf_jax.reallocation.row_transfer import RowPacket
 from rlhf_jax.runtime import distributed
-from rlhf_jax.runtime.slice_groups import LOOK, Abandoned, Crew, check, unpacked, wait_for
+from rlhf_jax.runtime.slice_groups import LOOK, SliceGroup, StageAborted, check, unpacked, wait_for
 
 POLL = 0.02  # seconds between two looks for a plan
 NAP = 1e-3  # seconds, where there is nothing else to do
@@ -45,7 +45,7 @@ KEPT = (
 
 
 @dataclasses.dataclass
-class Ranks:
+class PlanCoordinator:
     """The part of this process, or of its crew, in planning a stage."""
 
     stage: Stage
@@ -66,7 +66,7 @@ class Ranks:
 
     @property
     def _together(self) -> bool:
-        return distributed.started() and self.stage.placing.decide is not None
+        return distributed.started() and self.stage.placing.plan_reallocation is not None
 
     def turn(self) -> None:
         """Carry out the next plan, if it is time for one. Raises Abandoned where another process
@@ -79,11 +79,11 @@ class Ranks:
                 self.stage, placings.orders(self.stage, placings.standing(self.stage))
             )
         else:
-            self._crew.agreed(lambda: None)  # its leader goes on
+            self._slice_group.decide_together(lambda: None)  # its leader goes on
 
     def _turn(self) -> None:
-        if self._crew.agreed(self._next):
-            wanted: Orders = wait_for(self._name, f"{self._name}/plan {self.carried}")
+        if self._slice_group.decide_together(self._next):
+            wanted: Assignments = wait_for(self._name, f"{self._name}/plan {self.carried}")
             placings.carry_out(self.stage, wanted, self._carry)
             self.carried = self.carried + 1
             self.over = wanted.over
@@ -93,15 +93,15 @@ class Ranks:
         return self.stage.placing.name
 
     @property
-    def _crew(self) -> Crew:
-        return self.stage.setting.crew
+    def _slice_group(self) -> SliceGroup:
+        return self.stage.setting.slice_group
 
     def _next(self) -> bool:
         """Whether there is another plan now. A crew of several with nothing to do waits for one."""
         busy = any(instance.busy for instance in self.stage.fleet.values())
         while (
             not (found := self._look(busy))
-            and self._crew.several
+            and self._slice_group.several
             and not busy
             and not self.may_occupy()
         ):
@@ -116,7 +116,7 @@ class Ranks:
             time.sleep(0 if busy else NAP)
             return False
         self.looked = time.perf_counter()
-        self._crew.say(
+        self._slice_group.say(
             f"{self._name}/rank {distributed.rank()}", [self.carried, placings.standing(self.stage)]
         )
         check(self._name)
@@ -138,7 +138,7 @@ class Ranks:
             self.seen = ids
             wanted = dataclasses.replace(placings.orders(self.stage, where), over=over)
             if over or wanted.moves or wanted.admissions or tuple(wanted.freed) != self.stage.freed:
-                self._crew.say(f"{self._name}/plan {self.carried}", wanted)
+                self._slice_group.say(f"{self._name}/plan {self.carried}", wanted)
 
     def _carry(self, sample_id: int, source: int, target: int) -> None:
         word = f"{self._name}/plan {self.carried} moves {sample_id}"
@@ -152,28 +152,30 @@ class Ranks:
         self.settle(instance)
         if sample in instance.queue:
             instance.queue.remove(sample)
-            self._crew.say(word, QUEUED)
+            self._slice_group.say(word, QUEUED)
         elif sample.done or sample not in instance.board:
-            self._crew.say(word, GONE)
+            self._slice_group.say(word, GONE)
         else:
             slots = row_transfer.width(
                 len(sample.prompt) + len(sample.tokens), instance.state.tokens.shape[1]
             )
-            self._crew.say(word, {name: getattr(sample, name) for name in KEPT} | {"slots": slots})
-            self._crew.agreed(lambda: self._is_awaited(word))
+            self._slice_group.say(
+                word, {name: getattr(sample, name) for name in KEPT} | {"slots": slots}
+            )
+            self._slice_group.decide_together(lambda: self._is_awaited(word))
             self._pass(placings.leave(instance, sample, slots), instance, source, target)
 
     def _take(self, sample: Sample, source: int, target: int, word: str) -> None:
         instance = self.stage.fleet[target]
-        said = self._crew.agreed(lambda: wait_for(self._name, word))
+        said = self._slice_group.decide_together(lambda: wait_for(self._name, word))
         if said == QUEUED:
             instance.queue.append(sample)
         elif said != GONE:
-            self._crew.agreed(lambda: _promise(word))
+            self._slice_group.decide_together(lambda: _promise(word))
             for name in KEPT:
                 setattr(sample, name, said[name])
             boards.fit(instance, len(instance.samples) + 1, self.stage.setting.decoding)
-            blank = row_transfer.depart(
+            blank = row_transfer.pack_rows(
                 instance.state, np.zeros(1, np.int32), said["slots"], mesh=instance.mesh
             )
             placings.join(instance, sample, self._pass(blank, instance, source, target))
@@ -187,15 +189,15 @@ class Ranks:
                 distributed.published(f"{self._name}/failed")
                 and distributed.first(f"{word}, awaited", NO) == NO
             ):
-                raise Abandoned
+                raise StageAborted
 
-    def _pass(self, parcel: Parcel, instance: Instance, source: int, target: int) -> Parcel:
+    def _pass(self, packet: RowPacket, instance: Instance, source: int, target: int) -> RowPacket:
         here = cast(Any, instance.mesh)
         ends = cast(Any, self.stage.slices)
-        return row_transfer.across([parcel], here, ends[source], ends[target])
+        return row_transfer.send_to_process([packet], here, ends[source], ends[target])
 
 
 def _promise(word: str) -> None:
     """Say that a sample is awaited: from then on both take part in the exchange."""
     if distributed.first(f"{word}, awaited", YES) == NO:
-        raise Abandoned
+        raise StageAborted

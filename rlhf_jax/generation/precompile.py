@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.generation.requests import Decoding
+from rlhf_jax.generation.requests import GenerationConfig
 from rlhf_jax.generation.speculative import budget
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.drafters import hindsight, lookup, replay
@@ -35,9 +35,9 @@ class Results(NamedTuple):
 
     emission: Emission
     confidence: Array | None  # [B] the draft model's class of its own draft
-    spent: budget.Spent | None  # of a packed round
+    spent: budget.BudgetShare | None  # of a packed round
     signals: dict[
-        str, hindsight.Signal
+        str, hindsight.Hindsight
     ]  # of the drafters without a model, where somebody wants to know
 
 
@@ -82,13 +82,13 @@ def shrunk(state: Any, rows: int) -> Any:
     )
 
 
-def play(
+def speculative_round(
     run: Run,
     state: DecodeState,
     models: Models,
     strategy: Strategy,
     siblings: np.ndarray,
-    decoding: Decoding,
+    decoding: GenerationConfig,
     mesh=None,
     look: bool = False,
     worth: np.ndarray | None = None,
@@ -130,7 +130,7 @@ def play(
         state = run(
             model_drafter.commit, state, window, emission.path, emission.count, strategy, **on
         )
-    free = tuple(name for name in hindsight.FREE if look and decoding.drafts_by(name))
+    free = tuple(name for name in hindsight.FREE if look and decoding.uses_drafter(name))
     seen = run(hindsight.look, state, siblings, free, mesh=mesh) if free else {}
     results = Results(emission, confidence, spent, seen)
     if mesh is not None and mesh.is_multi_process:  # each of its hosts reads all rows
@@ -139,15 +139,15 @@ def play(
 
 
 def dispatch(*round_of) -> tuple[DecodeState, Results]:
-    """Start a round, in the terms of `play`, and the copy of its results to the host."""
-    state, results = play(call, *round_of)
+    """Start a round, in the terms of `speculative_round`, and the copy of its results to the host."""
+    state, results = speculative_round(call, *round_of)
     for leaf in jax.tree.leaves(results):
         leaf.copy_to_host_async()
     return state, results
 
 
 def analysis(
-    state: DecodeState, target: Model, decoding: Decoding, mesh=None
+    state: DecodeState, target: Model, decoding: GenerationConfig, mesh=None
 ) -> Mapping[str, float]:
     """What XLA says that a plain round of `state` does: "flops", "bytes accessed" and more, or
     nothing.
@@ -164,13 +164,13 @@ def analysis(
     return run_round.lower(target, state, *rest, **options).compile().cost_analysis() or {}
 
 
-def _law(decoding: Decoding) -> dict[str, Any]:
+def _law(decoding: GenerationConfig) -> dict[str, Any]:
     return dict(
         sampling=decoding.sampling, stop_tokens=decoding.stop_tokens, rule=decoding.acceptance
     )
 
 
-class Ahead:
+class BackgroundCompiler:
     """Compiles rounds before they are needed, one at a time, on a thread of its own."""
 
     def __init__(self):
@@ -182,17 +182,17 @@ class Ahead:
         )
         self.busy = False
 
-    def ready(self, strategy: Strategy, rows: int, decoding: Decoding, mesh) -> bool:
+    def ready(self, strategy: Strategy, rows: int, decoding: GenerationConfig, mesh) -> bool:
         """Whether a round can be played without compiling; the plain one always can, for it begins
         every stage.
         """
         return not strategy.parents or _key(strategy, rows, decoding, mesh) in self._compiled
 
-    def failed(self, rows: int, decoding: Decoding, mesh) -> set[Strategy]:
+    def failed(self, rows: int, decoding: GenerationConfig, mesh) -> set[Strategy]:
         """The strategies whose rounds could not be compiled."""
         return {key[0] for key in tuple(self._failed) if key == _key(key[0], rows, decoding, mesh)}
 
-    def may(self, strategy: Strategy, rows: int, decoding: Decoding, mesh) -> bool:
+    def may(self, strategy: Strategy, rows: int, decoding: GenerationConfig, mesh) -> bool:
         """Whether a round is to be compiled now; while another is being so, ask again."""
         known = self.ready(strategy, rows, decoding, mesh) or strategy in self.failed(
             rows, decoding, mesh
@@ -206,7 +206,7 @@ class Ahead:
         strategy: Strategy,
         rows: int,
         siblings,
-        decoding: Decoding,
+        decoding: GenerationConfig,
         mesh,
     ) -> None:
         """Have a round of so many rows compiled, after those that were asked for before."""
@@ -223,7 +223,9 @@ class Ahead:
             mesh,
             True,
         )
-        self._worker.submit(self._compile, key, functools.partial(play, compile_only, *arguments))
+        self._worker.submit(
+            self._compile, key, functools.partial(speculative_round, compile_only, *arguments)
+        )
 
     def _compile(self, key: tuple, job: Callable[[], Any]) -> None:
         try:
@@ -247,6 +249,6 @@ class Ahead:
 
 
 def _key(
-    strategy: Strategy, rows: int, decoding: Decoding, mesh
-) -> tuple[Strategy, int, Decoding, Any]:
+    strategy: Strategy, rows: int, decoding: GenerationConfig, mesh
+) -> tuple[Strategy, int, GenerationConfig, Any]:
     return strategy, rows, dataclasses.replace(decoding, seed=0), mesh

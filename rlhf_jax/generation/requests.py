@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from rlhf_jax.generation.speculative.sampling import Sampling
-from rlhf_jax.generation.strategy.acceptance import Evidence
+from rlhf_jax.generation.strategy.acceptance import Observations
 from rlhf_jax.types import Strategy
 
 
@@ -29,7 +29,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoding:
+class GenerationConfig:
     """How to generate: everything that is fixed for one call of `generate`."""
 
     sampling: Sampling
@@ -43,7 +43,7 @@ class Decoding:
     fewest_rows: int = 1  # the batch shrinks no further: each halving is a program of its own
     kernels: Kernels = REFERENCE
 
-    def drafts_by(self, drafter: str) -> bool:
+    def uses_drafter(self, drafter: str) -> bool:
         """Whether a strategy that may be chosen drafts by 'lookup', 'replay' or 'model'."""
         return any(strategy.drafter == drafter for strategy in self.strategies)
 
@@ -80,7 +80,7 @@ class Sample:
         return len(self.request.prompt) + self.request.max_new_tokens
 
     @property
-    def familiar(self) -> bool:
+    def seen_prompt(self) -> bool:
         """Whether its prompt has been rolled out before."""
         return bool(self.request.history or self.request.earlier)
 
@@ -98,7 +98,7 @@ class RoundReport:
     context: int = 0  # known tokens of the live samples, before it
     lag: int = 0  # tokens that the draft model had to catch up on, of the sample that lacked most
     seconds: float | None = None  # None where they are not known to be the round's own
-    evidence: Mapping[str, Evidence] = dataclasses.field(default_factory=dict)  # by drafter
+    evidence: Mapping[str, Observations] = dataclasses.field(default_factory=dict)  # by drafter
     slice: int = 0
     began: float = 0.0  # when it was dispatched, by the clock of `time.perf_counter`,
     ended: float = 0.0  # and when its counters were read

@@ -1,4 +1,4 @@
-"""The rounds of one slice: chosen and dispatched (`fly`), then read (`land`). Host code.
+"""The rounds of one slice: chosen and dispatched (`dispatch_round`), then read (`receive_round`). Host code.
 
 The next round is chosen and dispatched before the counters of the one before it are read, so a row
 that has finished meanwhile is a no-op for one round. But a long replayed draft ends rows or shows
@@ -16,14 +16,14 @@ import numpy as np
 
 from rlhf_jax.generation import precompile
 from rlhf_jax.generation import scheduler as boards
-from rlhf_jax.generation.precompile import Ahead, Results
-from rlhf_jax.generation.requests import Decoding, RoundReport, Sample
-from rlhf_jax.generation.slice_batch import Board, Flight, Instance
+from rlhf_jax.generation.precompile import BackgroundCompiler, Results
+from rlhf_jax.generation.requests import GenerationConfig, RoundReport, Sample
+from rlhf_jax.generation.slice_batch import Board, InFlightRound, Instance
 from rlhf_jax.generation.strategy import observations
-from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, Evidence
+from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, Observations
 from rlhf_jax.generation.strategy.select import Selector, Situation
 from rlhf_jax.mesh import row_shards
-from rlhf_jax.runtime.slice_groups import Crew
+from rlhf_jax.runtime.slice_groups import SliceGroup
 from rlhf_jax.types import Strategy
 
 FAR = 4  # replayed drafts of a row's round that are waited for
@@ -33,17 +33,19 @@ FAR = 4  # replayed drafts of a row's round that are waited for
 class Setting:
     """What all slices share in one call of `generate`."""
 
-    decoding: Decoding
+    decoding: GenerationConfig
     selector: Selector | None
-    ahead: Ahead | None
-    crew: Crew = dataclasses.field(default_factory=Crew)
+    ahead: BackgroundCompiler | None
+    slice_group: SliceGroup = dataclasses.field(default_factory=SliceGroup)
 
 
-def may_fly(instance: Instance) -> bool:
+def can_dispatch(instance: Instance) -> bool:
     """Whether another round may begin: false while one must be known first, or once all limits are
     surely reached.
     """
-    if len(instance.flights) == 2 or any(_goes_far(flight.strategy) for flight in instance.flights):
+    if len(instance.in_flight) == 2 or any(
+        _goes_far(flight.strategy) for flight in instance.in_flight
+    ):
         return False
     return any(
         not sample.done and len(sample.prompt) + len(sample.tokens) + sample.flying < sample.limit
@@ -58,13 +60,13 @@ def _goes_far(strategy: Strategy) -> bool:
     return strategy.drafter == "replay" and len(strategy.parents) >= FAR
 
 
-def fly(instance: Instance, drains: bool, setting: Setting) -> None:
+def dispatch_round(instance: Instance, drains: bool, setting: Setting) -> None:
     """Choose a strategy and start the round."""
     ahead = setting.ahead
     decoding = setting.decoding
     live = instance.live
     context = sum(len(sample.prompt) + len(sample.tokens) for sample in live)
-    before = instance.flights[-1] if instance.flights else None
+    before = instance.in_flight[-1] if instance.in_flight else None
     drafted = before is not None and before.strategy.drafter == "model"
     fed = (
         set(map(id, before.samples)) if before is not None and drafted else set()
@@ -85,7 +87,7 @@ def fly(instance: Instance, drains: bool, setting: Setting) -> None:
     instance.arrived = []
     instance.moved = []
     known = context, lag, clean, follows, compiled, began, after, moved
-    instance.flights.append(Flight(strategy, list(instance.board), results, *known))
+    instance.in_flight.append(InFlightRound(strategy, list(instance.board), results, *known))
     instance.played = instance.state
     for sample in live:
         sample.flying += 1
@@ -112,7 +114,7 @@ def _choose(
         return ahead is None or ahead.ready(strategy, rows, decoding, mesh)
 
     most = precompile.VERIFIED * boards.shared(1, mesh) // rows
-    left = _left(board) if last and decoding.drafts_by("replay") else {}
+    left = _left(board) if last and decoding.uses_drafter("replay") else {}
     classes = _classes(board, decoding)
     failed = ahead.failed(rows, decoding, mesh) if ahead else ()
     by_device = {"replay": _by_device(board, mesh)} if "replay" in classes else {}
@@ -129,13 +131,13 @@ def _choose(
                 return choice.strategy, choice.worth, (wish, size)
         return choice.strategy, choice.worth, None
 
-    strategy, worth, wanted = setting.crew.agreed(decide)
+    strategy, worth, wanted = setting.slice_group.decide_together(decide)
     if ahead and wanted:
         ahead.want(instance.state, instance.models, *wanted, siblings, decoding, mesh)
     return strategy, worth
 
 
-def _classes(board: Board, decoding: Decoding) -> dict[str, np.ndarray]:
+def _classes(board: Board, decoding: GenerationConfig) -> dict[str, np.ndarray]:
     """By drafter, [2, CLASSES] counts of running samples by whether the prompt is familiar, and
     confidence.
     """
@@ -176,17 +178,17 @@ def _by_class(board: Board, drafter: str, figure: Callable[[Sample], int]) -> np
     confidence.
     """
     running = [sample for sample in board if sample is not None]
-    cells = [CLASSES * sample.familiar + sample.confidence.get(drafter, 0) for sample in running]
+    cells = [CLASSES * sample.seen_prompt + sample.confidence.get(drafter, 0) for sample in running]
     return np.bincount(cells, [figure(sample) for sample in running], 2 * CLASSES).reshape(
         2, CLASSES
     )
 
 
-def land(instance: Instance, setting: Setting) -> tuple[RoundReport, list[Sample]]:
+def receive_round(instance: Instance, setting: Setting) -> tuple[RoundReport, list[Sample]]:
     """Read the oldest round's results: samples grow, the selector hears of it; the finished
     ones.
     """
-    flight = instance.flights.popleft()
+    flight = instance.in_flight.popleft()
     waited = instance.watched or not flight.results.emission.count.is_ready()
     instance.watched = False
     arrived: Results = jax.device_get(flight.results)
@@ -203,7 +205,7 @@ def land(instance: Instance, setting: Setting) -> tuple[RoundReport, list[Sample
     return report, ended
 
 
-def _grow(flight: Flight, arrived: Results) -> list[Sample]:
+def _grow(flight: InFlightRound, arrived: Results) -> list[Sample]:
     """Samples take what they gained; the finished ones."""
     emission = arrived.emission
     ended = []
@@ -234,7 +236,7 @@ def _grow(flight: Flight, arrived: Results) -> list[Sample]:
 
 def _report(
     instance: Instance,
-    flight: Flight,
+    flight: InFlightRound,
     arrived: Results,
     before: list[dict[str, int]],
     seconds: float | None,
@@ -261,7 +263,7 @@ def _report(
     )
 
 
-def _drafts(flight: Flight, arrived: Results) -> np.ndarray:
+def _drafts(flight: InFlightRound, arrived: Results) -> np.ndarray:
     """[B] drafts that each row had, or was to have."""
     return (
         np.full(len(flight.samples), len(flight.strategy.parents))
@@ -271,8 +273,8 @@ def _drafts(flight: Flight, arrived: Results) -> np.ndarray:
 
 
 def _evidence(
-    flight: Flight, arrived: Results, before: list[dict[str, int]]
-) -> dict[str, Evidence]:
+    flight: InFlightRound, arrived: Results, before: list[dict[str, int]]
+) -> dict[str, Observations]:
     """Of the drafter that drafted by its drafts, of the others by looking back.
 
     A round ends where its drafter was wrong, so looking back from there would see too many of its
@@ -280,13 +282,13 @@ def _evidence(
     """
     used = flight.strategy.drafter
     part = arrived.emission.count > 0
-    familiar = np.array([sample is not None and sample.familiar for sample in flight.samples])
+    seen_prompt = np.array([sample is not None and sample.seen_prompt for sample in flight.samples])
     long = np.array(
         [sample is not None and len(sample.tokens) >= DEPTHS for sample in flight.samples]
     )
     others = {name: signal for name, signal in arrived.signals.items() if name != used}
     said = {
-        name: observations.of_signal(signal, part & long, familiar)
+        name: observations.of_signal(signal, part & long, seen_prompt)
         for name, signal in others.items()
     }
     if used in arrived.signals or arrived.confidence is not None:
@@ -295,6 +297,6 @@ def _evidence(
         if arrived.spent is not None:
             allowed = np.where(arrived.spent.short, arrived.spent.drafts, allowed)
         said[used] = observations.of_drafts(
-            flight.strategy, arrived.emission, confidence, familiar, allowed
+            flight.strategy, arrived.emission, confidence, seen_prompt, allowed
         )
     return said

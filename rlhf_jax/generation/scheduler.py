@@ -13,7 +13,7 @@ from pallas_kernels.dispatch import REFERENCE, Kernels
 from pallas_kernels.shapes import LANES
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation.precompile import Models
-from rlhf_jax.generation.requests import Decoding, Request, Sample
+from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
 from rlhf_jax.generation.rows import Admission, Prefix
 from rlhf_jax.generation.slice_batch import Board, Instance, Waiting
 from rlhf_jax.generation.speculative import tree as trees
@@ -40,24 +40,24 @@ def cache_slots(longest: int, strategies: Iterable[Strategy], kernels: Kernels =
     return slots if kernels == REFERENCE else -(-slots // LANES) * LANES
 
 
-def empty_state(models: Models, rows: int, decoding: Decoding, mesh) -> DecodeState:
+def empty_state(models: Models, rows: int, decoding: GenerationConfig, mesh) -> DecodeState:
     """So many rows that are all done."""
     target, drafter = models
     draft = None if drafter is None else drafter.config
     slots = cache_slots(decoding.slots, decoding.strategies, decoding.kernels)
-    earlier = decoding.slots if decoding.drafts_by("replay") else 0
+    earlier = decoding.slots if decoding.uses_drafter("replay") else 0
     return row_verbs.empty(
         target.config, draft, rows, slots, decoding.history, earlier, target.embed.dtype, mesh
     )
 
 
-def begin(number: int, models: Models, mesh, samples: int, decoding: Decoding) -> Instance:
+def begin(number: int, models: Models, mesh, samples: int, decoding: GenerationConfig) -> Instance:
     """A slice with the rows that so many samples begin with, all empty."""
     rows = first_rows(samples, decoding, mesh)
     return Instance(number, models, mesh, empty_state(models, rows, decoding, mesh), [None] * rows)
 
 
-def check(request: Request, decoding: Decoding) -> None:
+def check(request: Request, decoding: GenerationConfig) -> None:
     """Raise ValueError, in one sentence, for a prompt that does not fit."""
     wanted = len(request.prompt) + request.max_new_tokens
     if not len(request.prompt) or request.max_new_tokens < 1 or wanted > decoding.slots:
@@ -69,12 +69,12 @@ def check(request: Request, decoding: Decoding) -> None:
         )
 
 
-def first_rows(samples: int, decoding: Decoding, mesh) -> int:
+def first_rows(samples: int, decoding: GenerationConfig, mesh) -> int:
     """Rows that `samples` samples begin with."""
     return row_bucket(min(max(samples, 1), decoding.rows), decoding.rows, decoding, mesh)
 
 
-def row_bucket(live: int, most: int, decoding: Decoding, mesh) -> int:
+def row_bucket(live: int, most: int, decoding: GenerationConfig, mesh) -> int:
     """The smallest of most, most/2, most/4 ... that holds `live` rows, at least the fewest, in
     equal shares.
     """
@@ -96,7 +96,7 @@ def prompt_width(longest: int, slots: int) -> int:
     return min(max(NARROWEST, 1 << (longest - 1).bit_length()), slots)
 
 
-def refill(instance: Instance, decoding: Decoding) -> None:
+def refill(instance: Instance, decoding: GenerationConfig) -> None:
     """Admit samples to free rows; prompts are prefilled several at a time, so some wait ready."""
     waiting = instance.waiting
     free = [row for row, sample in enumerate(instance.board) if sample is None]
@@ -123,7 +123,7 @@ def _next_prompts(queue: collections.deque[Sample]) -> list[list[Sample]]:
 
 
 def _prefill(
-    groups: list[list[Sample]], instance: Instance, decoding: Decoding
+    groups: list[list[Sample]], instance: Instance, decoding: GenerationConfig
 ) -> Iterator[Waiting]:
     prompts = [group[0].prompt for group in groups]
     mesh = instance.mesh
@@ -148,7 +148,7 @@ def _history(texts: Sequence[np.ndarray], size: int) -> np.ndarray:
     return np.pad(joined, (0, size - len(joined)), constant_values=-1).astype(np.int32)
 
 
-def _admit(instance: Instance, prefix: Prefix, batch, decoding: Decoding) -> DecodeState:
+def _admit(instance: Instance, prefix: Prefix, batch, decoding: GenerationConfig) -> DecodeState:
     board = instance.board
     state = instance.state
     source = np.zeros(ADMITTED, np.int32)
@@ -174,7 +174,7 @@ def _admit(instance: Instance, prefix: Prefix, batch, decoding: Decoding) -> Dec
     )
 
 
-def fit(instance: Instance, wanted: int, decoding: Decoding) -> None:
+def fit(instance: Instance, wanted: int, decoding: GenerationConfig) -> None:
     """Give the slice the fewest rows that hold `wanted` samples, its live ones included."""
     board = instance.board
     mesh = instance.mesh
@@ -193,11 +193,11 @@ def fit(instance: Instance, wanted: int, decoding: Decoding) -> None:
     instance.board = [board[row] for row in kept] + [None] * fresh
 
 
-def siblings(board: Board, decoding: Decoding) -> np.ndarray:
+def siblings(board: Board, decoding: GenerationConfig) -> np.ndarray:
     """[B, SIBLINGS] int32 rows of running samples of the same prompt, -1 for none; [B, 0] where
     nothing looks up.
     """
-    found = np.full((len(board), SIBLINGS if decoding.drafts_by("lookup") else 0), -1, np.int32)
+    found = np.full((len(board), SIBLINGS if decoding.uses_drafter("lookup") else 0), -1, np.int32)
     groups: dict[int, list[int]] = {}
     for row, sample in enumerate(board):
         if sample is not None:
@@ -209,7 +209,7 @@ def siblings(board: Board, decoding: Decoding) -> np.ndarray:
     return found
 
 
-def pass_on(instance: Instance, ended: Sequence[Sample], decoding: Decoding) -> None:
+def pass_on(instance: Instance, ended: Sequence[Sample], decoding: GenerationConfig) -> None:
     """What has ended is history to its siblings that run here: their lookups read it."""
     asked = {id(sample.request) for sample in ended}
     rows = [
@@ -219,7 +219,7 @@ def pass_on(instance: Instance, ended: Sequence[Sample], decoding: Decoding) -> 
         instance.state = _remember(instance, rows[start : start + ADMITTED], decoding)
 
 
-def _remember(instance: Instance, rows: list[int], decoding: Decoding) -> DecodeState:
+def _remember(instance: Instance, rows: list[int], decoding: GenerationConfig) -> DecodeState:
     row = np.full(ADMITTED, len(instance.board), np.int32)
     history = np.full((ADMITTED, decoding.history), -1, np.int32)
     for i, place in enumerate(rows):

@@ -28,7 +28,7 @@ class Waiting:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Flight:
+class InFlightRound:
     """A round that was dispatched and whose results are on their way."""
 
     strategy: Strategy
@@ -41,7 +41,7 @@ class Flight:
     compiled: int  # what `ahead` had begun and ended when it was dispatched
     began: float  # when it was dispatched
     after: tuple[
-        tuple[Instance, Flight], ...
+        tuple[Instance, InFlightRound], ...
     ]  # rounds of other slices that its samples took part in before
     moved: tuple[int, ...]  # bytes of each sample that had come from another slice
 
@@ -74,13 +74,15 @@ class Instance:
     board: Board
     queue: collections.deque[Sample] = dataclasses.field(default_factory=collections.deque)
     waiting: collections.deque[Waiting] = dataclasses.field(default_factory=collections.deque)
-    flights: collections.deque[Flight] = dataclasses.field(default_factory=collections.deque)
+    in_flight: collections.deque[InFlightRound] = dataclasses.field(
+        default_factory=collections.deque
+    )
     clock: Clock = dataclasses.field(default_factory=Clock)
     played: DecodeState | None = None  # the state as the last round leaves it
-    arrived: list[tuple[Instance, Flight]] = dataclasses.field(
+    arrived: list[tuple[Instance, InFlightRound]] = dataclasses.field(
         default_factory=list
-    )  # see `Flight.after`
-    moved: list[int] = dataclasses.field(default_factory=list)  # see `Flight.moved`
+    )  # see `InFlightRound.after`
+    moved: list[int] = dataclasses.field(default_factory=list)  # see `InFlightRound.moved`
     freed: bool = False  # it is to decode nothing but what it has
     aside: list[Array] = dataclasses.field(
         default_factory=list
@@ -100,7 +102,7 @@ class Instance:
     @property
     def busy(self) -> bool:
         """Whether it has anything left to do."""
-        return bool(self.queue or self.waiting or self.flights or any(self.board))
+        return bool(self.queue or self.waiting or self.in_flight or any(self.board))
 
     @property
     def has_room(self) -> bool:
@@ -110,4 +112,4 @@ class Instance:
     @property
     def ready(self) -> bool:
         """Whether its oldest round's counters are there."""
-        return bool(self.flights) and self.flights[0].results.emission.count.is_ready()
+        return bool(self.in_flight) and self.in_flight[0].results.emission.count.is_ready()

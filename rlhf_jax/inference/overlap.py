@@ -25,14 +25,14 @@ from rlhf_jax.inference.logprobs import score_rollout
 from rlhf_jax.inference.values import score_values
 from rlhf_jax.model.attention import causal_on
 from rlhf_jax.monitoring.trace import Span
-from rlhf_jax.rewards.combination import Answer, failure
+from rlhf_jax.rewards.combination import Response, failure
 from rlhf_jax.rewards.models import Read, RewardModel, read
 from rlhf_jax.types import Array, Model
 
 SCORED = ("logprobs", "reference_logprobs", "values")  # of a sample's tokens
 
 
-class Judges(NamedTuple):
+class ScoringModels(NamedTuple):
     """The models that score beside the policy."""
 
     reference: Model | None = None  # None: the policy is its own
@@ -95,18 +95,18 @@ class _Batch:
         ]
 
 
-class Backlog:
+class ScoringQueue:
     """Finished samples that wait to be scored, and those that were. Processes that share a slice
     hold the same.
     """
 
     def __init__(self, scoring: Scoring):
         self.scoring = scoring
-        self.waiting: collections.deque[tuple[Sample, Answer | None]] = collections.deque()
+        self.waiting: collections.deque[tuple[Sample, Response | None]] = collections.deque()
         self.batches: list[_Batch] = []
         self._models: dict[Any, tuple] = {}
 
-    def add(self, sample: Sample, answer: Answer | None = None) -> None:
+    def add(self, sample: Sample, answer: Response | None = None) -> None:
         """A sample has finished; `answer` is what reward models, where there are some, read of
         it.
         """

@@ -18,7 +18,7 @@ ROUNDING = 1e-6  # rows
 
 
 @dataclasses.dataclass(frozen=True)
-class Drain:
+class DrainForecast:
     """Slices as they drain: what they do in each bin of tokens to come, [..., B] or more bins."""
 
     live: np.ndarray  # rows expected
@@ -58,7 +58,7 @@ class Drain:
 
 
 @dataclasses.dataclass(frozen=True)
-class Clock:
+class DecodeRate:
     """Bins of tokens to come, and the seconds that a row takes for one of them."""
 
     width: float  # tokens of a bin
@@ -80,7 +80,7 @@ class Clock:
         """[m, B] chance that a sample lives in a bin, from the last bins [m, Q] of its outcomes."""
         return SHARES @ (ends[:, :, None] >= np.arange(BINS, dtype=ends.dtype))
 
-    def survivors(self, ends: np.ndarray, place: np.ndarray, slices: int) -> np.ndarray:
+    def drain_model(self, ends: np.ndarray, place: np.ndarray, slices: int) -> np.ndarray:
         """[slices, B] rows expected to live in each bin, from last bins [n, Q] of samples on slices
         place [n].
 
@@ -102,12 +102,12 @@ class Clock:
         )
         return pace * np.maximum(live * (1 / self.rows), 1)
 
-    def drain(self, live: np.ndarray) -> Drain:
+    def drain(self, live: np.ndarray) -> DrainForecast:
         """What slices do that have live [..., B] rows."""
-        return Drain(live, self.pace(live).astype(live.dtype))
+        return DrainForecast(live, self.pace(live).astype(live.dtype))
 
 
-def clock_of(left: np.ndarray, speed: np.ndarray) -> Clock:
+def decode_rate_of(left: np.ndarray, speed: np.ndarray) -> DecodeRate:
     """The clock of samples that have left [n, Q] tokens to come, at speed [rows + 1] tokens a
     second of a row.
     """
@@ -115,7 +115,7 @@ def clock_of(left: np.ndarray, speed: np.ndarray) -> Clock:
     slowest = np.minimum.accumulate(
         np.concatenate([speed[1:2], speed[1:]])
     )  # more rows are never quicker
-    return Clock(width, width / slowest)
+    return DecodeRate(width, width / slowest)
 
 
 def _horizon(left: np.ndarray) -> float:

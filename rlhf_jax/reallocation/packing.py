@@ -13,7 +13,7 @@ import dataclasses
 
 import numpy as np
 
-from rlhf_jax.reallocation.drain_model import BINS, ROUNDING, Clock, Drain
+from rlhf_jax.reallocation.drain_model import BINS, ROUNDING, DecodeRate, DrainForecast
 
 GROUPS = 16  # of slices that are packed alike, at most
 # of all samples, and the power by which the first are closer together
@@ -36,22 +36,22 @@ class _Ways:
     """What a slice does for each way to give it samples."""
 
     cuts: np.ndarray  # [C] places, all samples after the last
-    runs: Drain  # [C (C + 1) / 2, WIDE], samples from one cut to another, by the latter
+    runs: DrainForecast  # [C (C + 1) / 2, WIDE], samples from one cut to another, by the latter
     starts: np.ndarray  # [S] of the cuts, the last among them
     sharers: np.ndarray  # [K] slices, from none to all
-    dealt: Drain  # [K, S, WIDE], all samples from a start on, dealt out to so many
+    dealt: DrainForecast  # [K, S, WIDE], all samples from a start on, dealt out to so many
     share: int  # slices that each one stands for
     inference: float  # seconds of it, were all slices to do it
 
 
-def deadline(clock: Clock, survivors: np.ndarray, tokens: float) -> float:
+def deadline(clock: DecodeRate, drain_model: np.ndarray, tokens: float) -> float:
     """Seconds by which slices with survivors [slices, B] could do so many tokens more, none of
     their rows later.
 
     Each slice is filled to the number of rows at which its longest ends in time.
     """
-    longest = np.maximum((survivors >= 0.5).sum(axis=1), 1)
-    work = survivors.sum(axis=1) * clock.width
+    longest = np.maximum((drain_model >= 0.5).sum(axis=1), 1)
+    work = drain_model.sum(axis=1) * clock.width
     rows = np.arange(1, clock.rows + 1)
     best = (rows * clock.width / clock.paces[1:]).max()
     low = 0.0
@@ -66,9 +66,9 @@ def deadline(clock: Clock, survivors: np.ndarray, tokens: float) -> float:
 
 
 def first(
-    clock: Clock, ends: np.ndarray, slices: int, inference: float
+    clock: DecodeRate, ends: np.ndarray, slices: int, inference: float
 ) -> tuple[list[np.ndarray], int]:
-    """Samples of each of so many empty slices, as places in ends [n, Q] (`Clock.bins`), which come
+    """Samples of each of so many empty slices, as places in ends [n, Q] (`DecodeRate.bins`), which come
     the longest first; and how many slices, the last ones, are to decode nothing else.
 
     inference: slice seconds of it that idle slices may do until the last sample has ended, or all
@@ -90,7 +90,7 @@ def first(
 
 
 def _packed(
-    clock: Clock, ends: np.ndarray, slices: int, inference: float
+    clock: DecodeRate, ends: np.ndarray, slices: int, inference: float
 ) -> tuple[float, list[np.ndarray]]:
     """(seconds of the stage, `first`'s lists) as if there were something to score at once."""
     share = -(-slices // GROUPS)  # slices of a group
@@ -101,7 +101,7 @@ def _packed(
     return seconds, _lists(counts, share, ends, slices)
 
 
-def _ways(clock: Clock, ends: np.ndarray, slices: int, share: int, inference: float) -> _Ways:
+def _ways(clock: DecodeRate, ends: np.ndarray, slices: int, share: int, inference: float) -> _Ways:
     """All ways for every share-th of samples with last bins ends [n, Q]."""
     ends = ends[::share]
     alike = np.linspace(0, 1, slices + 1)
@@ -115,7 +115,7 @@ def _ways(clock: Clock, ends: np.ndarray, slices: int, share: int, inference: fl
     return _Ways(cuts, runs, starts, sharers, dealt, share, inference)
 
 
-def _runs(clock: Clock, parts: np.ndarray) -> np.ndarray:
+def _runs(clock: DecodeRate, parts: np.ndarray) -> np.ndarray:
     """[C (C + 1) / 2, WIDE] rows of a slice that takes the parts [C - 1, B] from one cut to
     another, in turn.
     """
@@ -126,7 +126,9 @@ def _runs(clock: Clock, parts: np.ndarray) -> np.ndarray:
     return np.concatenate(ending)
 
 
-def _dealt(clock: Clock, parts: np.ndarray, starts: np.ndarray, sharers: np.ndarray) -> np.ndarray:
+def _dealt(
+    clock: DecodeRate, parts: np.ndarray, starts: np.ndarray, sharers: np.ndarray
+) -> np.ndarray:
     """[K, S, WIDE] rows of one of so many slices that take the parts [C - 1, B] from a start on, in
     turn.
     """
@@ -140,7 +142,7 @@ def _dealt(clock: Clock, parts: np.ndarray, starts: np.ndarray, sharers: np.ndar
     return live
 
 
-def _begun(clock: Clock, live: np.ndarray, curves: np.ndarray) -> np.ndarray:
+def _begun(clock: DecodeRate, live: np.ndarray, curves: np.ndarray) -> np.ndarray:
     """[m, WIDE] rows of slices with live [m, WIDE] after samples of curves [m or 1, B] have begun,
     a few at a time.
     """

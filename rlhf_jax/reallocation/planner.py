@@ -16,7 +16,7 @@ import dataclasses
 import numpy as np
 
 from rlhf_jax.reallocation import packing
-from rlhf_jax.reallocation.drain_model import ROUNDING, Clock, clock_of
+from rlhf_jax.reallocation.drain_model import ROUNDING, DecodeRate, decode_rate_of
 from rlhf_jax.reallocation.length_model import SHARES
 
 WAITS = -1
@@ -32,7 +32,7 @@ LEAST = 0.2  # of what is late on its two slices, that it must gain besides
 
 
 @dataclasses.dataclass(frozen=True)
-class View:
+class ClusterView:
     """What is known of the unfinished samples and of the slices; n samples, Q outcomes of
     `lengths.SHARES`.
     """
@@ -54,7 +54,7 @@ class View:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Reallocation:
     """What to do now."""
 
     admissions: list[tuple[int, int]]  # (sample, slice)
@@ -66,15 +66,15 @@ class Plan:
 class _Draft:
     """A plan in the making: where samples are, and when slices end."""
 
-    view: View
-    clock: Clock
+    view: ClusterView
+    clock: DecodeRate
     steps: np.ndarray  # [n, Q] bin of the clock in which each outcome ends
     place: np.ndarray  # [n]
     live: np.ndarray  # [slices] rows
     held: (
         np.ndarray
     )  # [slices] rows for which there must be memory: those that leave still hold theirs
-    survivors: np.ndarray  # [slices, B]
+    drain_model: np.ndarray  # [slices, B]
     fixed: np.ndarray  # [n] bool, not to move: what waited, or has moved
     deadline: float = dataclasses.field(init=False)  # these by `admit`, which comes first
     ends: np.ndarray = dataclasses.field(init=False)  # [slices] seconds
@@ -92,8 +92,8 @@ class _Draft:
         slices, which, joined = np.unique(there, return_inverse=True, return_counts=True)
         self.live[slices] += joined
         self.held[slices] += joined
-        self.survivors[slices] += self.clock.survivors(self.steps[samples], which, len(slices))
-        drain = self.clock.drain(self.survivors)
+        self.drain_model[slices] += self.clock.drain_model(self.steps[samples], which, len(slices))
+        drain = self.clock.drain(self.drain_model)
         self.deadline = drain.deadline()
         self.ends = drain.seconds
         self.late = drain.late(self.deadline)
@@ -102,12 +102,12 @@ class _Draft:
         """Let a sample stand on another slice; the deadline stays."""
         curve = self.curve(np.array([sample]))
         pair = np.array([self.place[sample], there])
-        self.survivors[pair] += curve * [[-1], [1]]
+        self.drain_model[pair] += curve * [[-1], [1]]
         self.live[pair] += [-1, 1]
         self.held[there] += 1
         self.place[sample] = there
         self.fixed[sample] = True
-        drain = self.clock.drain(self.survivors[pair])
+        drain = self.clock.drain(self.drain_model[pair])
         self.ends[pair], self.late[pair] = drain.seconds, drain.late(self.deadline)
 
     def longest_first(self, samples: np.ndarray) -> np.ndarray:
@@ -119,10 +119,10 @@ class _Draft:
         return self.view.move_seconds + self.view.context[samples] * self.view.token_seconds
 
 
-def decide(view: View) -> Plan:
+def plan_reallocation(view: ClusterView) -> Reallocation:
     """The plan for a view; the same view gives the same plan."""
     if not len(view.place):
-        return Plan([], [], view.freed | (view.scoring > 0))
+        return Reallocation([], [], view.freed | (view.scoring > 0))
     draft = _drafted(view)
     samples, there, given = _admissions(draft)
     draft.admit(samples, there)
@@ -135,16 +135,18 @@ def decide(view: View) -> Plan:
         empty[[view.place[sample] for sample, _ in gathered]] = True
     begins = not (view.place >= 0).any()  # then a slice without samples is to have none
     given |= view.freed | (empty & (view.scoring > 0) & (begins or not waits))
-    return Plan(list(zip(samples.tolist(), there.tolist(), strict=True)), moves + gathered, given)
+    return Reallocation(
+        list(zip(samples.tolist(), there.tolist(), strict=True)), moves + gathered, given
+    )
 
 
-def _drafted(view: View) -> _Draft:
-    clock = clock_of(view.left, view.speed)
+def _drafted(view: ClusterView) -> _Draft:
+    clock = decode_rate_of(view.left, view.speed)
     steps = clock.bins(view.left)
-    survivors = clock.survivors(steps, view.place, view.slices)
+    drain_model = clock.drain_model(steps, view.place, view.slices)
     live = np.bincount(view.place + 1, minlength=view.slices + 1)[1:]
     return _Draft(
-        view, clock, steps, view.place.copy(), live, live.copy(), survivors, view.place == WAITS
+        view, clock, steps, view.place.copy(), live, live.copy(), drain_model, view.place == WAITS
     )
 
 
@@ -180,12 +182,12 @@ def _deadline(draft: _Draft, waiting: np.ndarray) -> float:
     """Seconds by which all that waits, the longest first, could be done: the sum of it, and its
     longest.
     """
-    survivors = draft.survivors[~draft.view.freed]
+    drain_model = draft.drain_model[~draft.view.freed]
     tokens = float((draft.view.left[waiting] @ SHARES).sum())
     # Full slices will have room, too; those with least to do are the likely ones.
-    lightest = np.argsort(survivors.sum(axis=1), kind="stable")[: 2 * SLICES_TRIED]
-    alone = draft.clock.drain(survivors[lightest] + draft.curve(waiting[:1])).seconds.min()
-    return max(packing.deadline(draft.clock, survivors, tokens), float(alone))
+    lightest = np.argsort(drain_model.sum(axis=1), kind="stable")[: 2 * SLICES_TRIED]
+    alone = draft.clock.drain(drain_model[lightest] + draft.curve(waiting[:1])).seconds.min()
+    return max(packing.deadline(draft.clock, drain_model, tokens), float(alone))
 
 
 def _refilled(
@@ -195,18 +197,18 @@ def _refilled(
     by the deadline.
     """
     room = draft.view.rows - draft.live
-    survivors = draft.survivors.copy()
+    drain_model = draft.drain_model.copy()
     there = np.full(len(waiting), WAITS)
     for _ in range(MOST_ROUNDS):
         order = open_slices[
-            np.argsort(draft.clock.drain(survivors[open_slices]).seconds, kind="stable")
+            np.argsort(draft.clock.drain(drain_model[open_slices]).seconds, kind="stable")
         ]
         queue = np.flatnonzero(there == WAITS)
-        found = _distinct(_firsts(draft, survivors[order], waiting[queue], deadline), len(queue))
+        found = _distinct(_firsts(draft, drain_model[order], waiting[queue], deadline), len(queue))
         taking = order[found < len(queue)]
         taken = queue[found[found < len(queue)]]
         there[taken] = taking
-        survivors[taking] += draft.curve(waiting[taken])
+        drain_model[taking] += draft.curve(waiting[taken])
         room[taking] -= 1
         open_slices = taking[room[taking] > 0]
         if not len(open_slices) or (there != WAITS).all():
@@ -227,16 +229,16 @@ def _distinct(firsts: np.ndarray, count: int) -> np.ndarray:
 
 
 def _firsts(
-    draft: _Draft, survivors: np.ndarray, waiting: np.ndarray, deadline: float
+    draft: _Draft, drain_model: np.ndarray, waiting: np.ndarray, deadline: float
 ) -> np.ndarray:
     """[m] place of the longest of those waiting that lets a slice with survivors [m, B] end in
     time; their number where none does.
     """
-    low = np.zeros(len(survivors), int)
-    high = np.full(len(survivors), len(waiting))
+    low = np.zeros(len(drain_model), int)
+    high = np.full(len(drain_model), len(waiting))
     while (low < high).any():
         middle = np.minimum((low + high) // 2, len(waiting) - 1)
-        late = draft.clock.drain(survivors + draft.curve(waiting[middle])).seconds > deadline
+        late = draft.clock.drain(drain_model + draft.curve(waiting[middle])).seconds > deadline
         low = np.where(late & (low < high), middle + 1, low)
         high = np.where(late, high, np.minimum(middle, high))
     return low
@@ -277,8 +279,8 @@ def _move(draft: _Draft, late: int) -> tuple[int, int] | None:
     # as late as the deadline sooner
     curves = draft.curve(rows)
     deadline = draft.deadline - WORTH * draft.cost(rows)
-    without = draft.clock.drain(draft.survivors[late] - curves).late(deadline)
-    joined = draft.clock.drain(draft.survivors[takers][None] + curves[:, None]).late(
+    without = draft.clock.drain(draft.drain_model[late] - curves).late(deadline)
+    joined = draft.clock.drain(draft.drain_model[takers][None] + curves[:, None]).late(
         deadline[:, None]
     )
     before = draft.late[late] + draft.late[takers]
@@ -301,7 +303,7 @@ def _gathered(draft: _Draft) -> list[tuple[int, int]]:
     view = draft.view
     ends = draft.ends.sum()
     late = draft.late.sum()
-    work = np.where(draft.live > 0, draft.survivors.sum(axis=1), np.inf)
+    work = np.where(draft.live > 0, draft.drain_model.sum(axis=1), np.inf)
     rows = np.flatnonzero(draft.place == work.argmin())
     takers = _takers(draft, int(work.argmin()))
     if len(rows) > MOST_GATHERED or draft.fixed[rows].any():
@@ -320,7 +322,7 @@ def _gathered(draft: _Draft) -> list[tuple[int, int]]:
     return moves if spared > max(0.0, view.slices * (draft.late.sum() - late)) else []
 
 
-def _inference(view: View) -> float:
+def _inference(view: ClusterView) -> float:
     """Slice seconds of inference on all samples that have not had it."""
     return view.scoring * (view.unscored + float((view.context + view.left @ SHARES).sum()))
 
@@ -352,7 +354,7 @@ def _taker(draft: _Draft, row: int, takers: np.ndarray, wanted: bool) -> int | N
     takers = takers[draft.held[takers] < draft.view.rows]
     curve = draft.curve(samples)
     here = int(draft.place[row])
-    joined = draft.clock.drain(draft.survivors[takers] + curve)
+    joined = draft.clock.drain(draft.drain_model[takers] + curve)
     late = joined.late(draft.deadline - draft.cost(samples)) - draft.late[takers]
     added = joined.seconds - draft.ends[takers] + view.slices * late
     if not wanted:
@@ -366,7 +368,7 @@ def _slowed(
     """[m] whether a row of `curve` [1, B] is slower on a slice than here, or slows it: at pace [m,
     B] with the row.
     """
-    there = draft.survivors[takers]
-    own = np.where(curve > ROUNDING, draft.clock.pace(draft.survivors[here]), np.inf)
+    there = draft.drain_model[takers]
+    own = np.where(curve > ROUNDING, draft.clock.pace(draft.drain_model[here]), np.inf)
     theirs = np.where(there > ROUNDING, draft.clock.pace(there), np.inf)
     return np.any(pace > np.minimum(own, theirs) * (1 + ROUNDING), axis=1)

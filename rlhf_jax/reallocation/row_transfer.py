@@ -1,4 +1,4 @@
-"""Rows with their caches from one slice to another: `depart`, `send` or `across`, `arrive`. All of
+"""Rows with their caches from one slice to another: `pack_rows`, `send` or `send_to_process`, `unpack_rows`. All of
 a row goes together.
 
 Only the part of the caches that holds something travels, rounded up to a width of its own programs.
@@ -34,7 +34,7 @@ PLACE = PartitionSpec(
 
 
 @struct.dataclass
-class Parcel:
+class RowPacket:
     """Rows that travel."""
 
     pieces: tuple[
@@ -48,13 +48,13 @@ def width(tokens: int, slots: int) -> int:
     return min(max(NARROWEST, 1 << (tokens - 1).bit_length()), slots)
 
 
-def bytes_of(parcel: Parcel) -> int:
+def bytes_of(packet: RowPacket) -> int:
     """What travels."""
-    return sum(piece.nbytes for piece in parcel.pieces)
+    return sum(piece.nbytes for piece in packet.pieces)
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "mesh"))
-def depart(state: DecodeState, rows: Array, slots: int, mesh: Mesh | None = None) -> Parcel:
+def pack_rows(state: DecodeState, rows: Array, slots: int, mesh: Mesh | None = None) -> RowPacket:
     """Rows [R] of a state, cut to `slots` token slots.
 
     The rows may lie on any of the slice's devices: each gives its own, and a sum gathers R rows and
@@ -70,17 +70,17 @@ def depart(state: DecodeState, rows: Array, slots: int, mesh: Mesh | None = None
         return pieces if own is rows else jax.lax.psum(pieces, ROW_AXES)
 
     if mesh is None:
-        return Parcel(give(state), slots)
-    return Parcel(
+        return RowPacket(give(state), slots)
+    return RowPacket(
         _on_each(give, mesh=mesh, in_specs=(_specs(state, mesh),), out_specs=PLACE)(state), slots
     )
 
 
-def arrive(
-    state: DecodeState, parcel: Parcel, rows: Array, mesh: Mesh | None = None
+def unpack_rows(
+    state: DecodeState, packet: RowPacket, rows: Array, mesh: Mesh | None = None
 ) -> DecodeState:
     """`state` with the parcel in its rows [R]. `state` is donated."""
-    return _put(state, parcel, rows, _begins(state, parcel.slots, mesh), mesh)
+    return _put(state, packet, rows, _begins(state, packet.slots, mesh), mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "mesh"))
@@ -103,11 +103,11 @@ def _begins(state: DecodeState, slots: int, mesh: Mesh | None) -> list[list[Arra
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
 def _put(
-    state: DecodeState, parcel: Parcel, rows: Array, begins: list[list[Array]], mesh: Mesh | None
+    state: DecodeState, packet: RowPacket, rows: Array, begins: list[list[Array]], mesh: Mesh | None
 ) -> DecodeState:
     def put(held: DecodeState, pieces: tuple[Array, ...], begins: list[list[Array]]) -> DecodeState:
         own = _own(rows, held, state)
-        cut = jax.tree.leaves(_cut(held, parcel.slots))
+        cut = jax.tree.leaves(_cut(held, packet.slots))
         leaves, kind = jax.tree.flatten(held)
         for piece, places, shared in zip(pieces, begins, _shares(cut), strict=True):
             for one, begin in zip(shared, places, strict=True):
@@ -117,10 +117,10 @@ def _put(
         return jax.tree.unflatten(kind, leaves)
 
     if mesh is None:
-        return put(state, parcel.pieces, begins)
+        return put(state, packet.pieces, begins)
     specs = _specs(state, mesh)
     place = _on_each(put, mesh=mesh, in_specs=(specs, PLACE, PartitionSpec()), out_specs=specs)
-    return pin_rows(place(state, parcel.pieces, begins), mesh)
+    return pin_rows(place(state, packet.pieces, begins), mesh)
 
 
 # Unchecked: what is not split, in a state or a parcel, all devices that have it find to be the
@@ -191,12 +191,14 @@ def _written(old: Array, new: Array, rows: Array) -> Array:
     return old.at[place].set(new.astype(old.dtype), mode="drop")
 
 
-def send(parcel: Parcel, mesh: Mesh | None) -> Parcel:
+def send(packet: RowPacket, mesh: Mesh | None) -> RowPacket:
     """The parcel on another slice of this process."""
-    return parcel if mesh is None else jax.device_put(parcel, NamedSharding(mesh, PLACE))
+    return packet if mesh is None else jax.device_put(packet, NamedSharding(mesh, PLACE))
 
 
-def across(parcels: Sequence[Parcel], here: Mesh, source: Mesh, target: Mesh) -> Parcel:
+def send_to_process(
+    packets: Sequence[RowPacket], here: Mesh, source: Mesh, target: Mesh
+) -> RowPacket:
     """A parcel from one slice to another, of another process: both processes call this, in the same
     order.
 
@@ -207,7 +209,7 @@ def across(parcels: Sequence[Parcel], here: Mesh, source: Mesh, target: Mesh) ->
     pair = Mesh(
         np.concatenate([source.devices, target.devices]), AXES, axis_types=source.axis_types
     )
-    both = jax.tree.map(functools.partial(_on, pair), *parcels)
+    both = jax.tree.map(functools.partial(_on, pair), *packets)
     return jax.tree.map(functools.partial(_on, here), _passed(both, pair))
 
 
@@ -225,7 +227,7 @@ def _on(mesh: Mesh, *pieces: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("pair",))
-def _passed(parcels: Parcel, pair: Mesh) -> Parcel:
+def _passed(packets: RowPacket, pair: Mesh) -> RowPacket:
     """The first slice's pieces [2, n] on the second."""
     pass_on = functools.partial(jax.lax.ppermute, axis_name="slices", perm=[(0, 1)])
-    return jax.shard_map(pass_on, mesh=pair, in_specs=PLACE, out_specs=PLACE)(parcels)
+    return jax.shard_map(pass_on, mesh=pair, in_specs=PLACE, out_specs=PLACE)(packets)

@@ -26,7 +26,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class Response:
     """A response with all that it may be judged by."""
 
     prompt: str  # what the user said
@@ -54,7 +54,7 @@ class Broken(ValueError):
         return Broken, (str(self), self.scores)
 
 
-Scorer = Callable[[Sequence[Answer]], Scores]
+Scorer = Callable[[Sequence[Response]], Scores]
 
 
 class Term(NamedTuple):
@@ -66,7 +66,9 @@ class Term(NamedTuple):
 
 
 def weighted(
-    terms: Sequence[Term], answers: Sequence[Answer], known: Mapping[str, Mapping[int, float]] = {}
+    terms: Sequence[Term],
+    answers: Sequence[Response],
+    known: Mapping[str, Mapping[int, float]] = {},
 ) -> tuple[Scores, dict[str, float]]:
     """The weighted sum of several scorers, and of each its `reward/<name>/mean` and
     `reward/<name>/failed`.
@@ -90,7 +92,7 @@ def weighted(
     return Scores(values, dict(sorted(failures.items()))), metrics
 
 
-def _with_known(scorer: Scorer, answers: Sequence[Answer], known: Mapping[int, float]) -> Scores:
+def _with_known(scorer: Scorer, answers: Sequence[Response], known: Mapping[int, float]) -> Scores:
     rest = [index for index in range(len(answers)) if index not in known]
     try:
         found = scorer([answers[index] for index in rest]) if rest else as_scores([])

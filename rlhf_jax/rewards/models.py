@@ -18,7 +18,7 @@ from rlhf_jax.model.attention import causal_on
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.model.weights.source import Source
-from rlhf_jax.rewards.combination import Answer, Scorer, Scores, as_scores, refuse_broken
+from rlhf_jax.rewards.combination import Response, Scorer, Scores, as_scores, refuse_broken
 from rlhf_jax.runtime import distributed
 from rlhf_jax.types import Array, Model
 
@@ -58,7 +58,7 @@ Read = tuple[
 
 
 def read(
-    judge: RewardModel, answers: Sequence[Answer], mesh: jax.sharding.Mesh | None
+    judge: RewardModel, answers: Sequence[Response], mesh: jax.sharding.Mesh | None
 ) -> tuple[list[Read], dict]:
     """Start to score answers on the judge's devices: the parts that are on their way, and by index
     why others fail.
@@ -82,7 +82,7 @@ def model_scorer(judge: RewardModel, mesh: jax.sharding.Mesh | None = None) -> S
     """
     works = False  # whether it ever gave a number
 
-    def score(answers: Sequence[Answer]) -> Scores:
+    def score(answers: Sequence[Response]) -> Scores:
         nonlocal works
         parts, results = read(judge, answers, mesh)
         for chosen, scored in parts:
@@ -98,7 +98,7 @@ def model_scorer(judge: RewardModel, mesh: jax.sharding.Mesh | None = None) -> S
     return score
 
 
-def _tokens(answer: Answer, source: Source, padding: int | None) -> list[int] | str:
+def _tokens(answer: Response, source: Source, padding: int | None) -> list[int] | str:
     """The conversation's token ids up to the one that is read, or why it cannot be scored."""
     tokenizer = source.tokenizer
     response = {"role": "assistant", "content": answer.response}

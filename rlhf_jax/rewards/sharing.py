@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhf_jax.rewards.combination import Answer, Broken, Scorer, Scores
+from rlhf_jax.rewards.combination import Broken, Response, Scorer, Scores
 from rlhf_jax.runtime import distributed
 
 
@@ -21,13 +21,13 @@ def shared_out(scorer: Scorer) -> Scorer:
     if not distributed.started():
         return scorer
 
-    def own(answers: Sequence[Answer]) -> Scores | Broken:
+    def own(answers: Sequence[Response]) -> Scores | Broken:
         try:
             return scorer(distributed.share(answers))
         except Broken as broken:  # other processes may have had numbers
             return broken
 
-    def score(answers: Sequence[Answer]) -> Scores:
+    def score(answers: Sequence[Response]) -> Scores:
         found = distributed.together(lambda: own(answers))
         broken = [part for part in found if isinstance(part, Broken)]
         parts = [part.scores if isinstance(part, Broken) else part for part in found]

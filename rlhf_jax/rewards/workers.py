@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_jax.rewards.combination import (
-    Answer,
+    Response,
     Reward,
     Scores,
     as_scores,
@@ -89,7 +89,7 @@ class Workers:
         while self._children:
             self._end(self._children[-1])
 
-    def __call__(self, answers: Sequence[Answer]) -> Scores:
+    def __call__(self, answers: Sequence[Response]) -> Scores:
         """Scores in the order of the answers."""
         waiting = collections.deque(range(len(answers)))
         results: dict[int, float | str] = {}
@@ -109,7 +109,7 @@ class Workers:
             refuse_broken(self._spec, scores)
         return scores
 
-    def _hand_out(self, waiting: collections.deque[int], answers: Sequence[Answer]) -> None:
+    def _hand_out(self, waiting: collections.deque[int], answers: Sequence[Response]) -> None:
         for child in [
             child for child in self._children if not child.busy and child.process.poll() is not None
         ]:

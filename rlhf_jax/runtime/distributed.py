@@ -133,7 +133,7 @@ def gather(value: T) -> list[T]:
     return [pickle.loads(body[:size].tobytes()) for body, size in zip(bodies, sizes, strict=True)]
 
 
-def from_leader(value: T) -> T:
+def broadcast(value: T) -> T:
     """The leader's value, on all ranks; the others' is not looked at."""
     return gather(value if leads() else None)[LEADER]  # pyright: ignore[reportReturnType]
 
@@ -156,14 +156,14 @@ def together(work: Callable[[], T]) -> list[T]:
     return [result for result, _ in outcomes]  # pyright: ignore[reportReturnType]
 
 
-def in_step(work: Callable[[], T]) -> T:
+def run_on_all(work: Callable[[], T]) -> T:
     """What `work` gives here, once it has ended on all; an error of one is raised on all."""
     own: list[T] = []
     together(lambda: own.append(work()))
     return own[0]
 
 
-def by_leader(work: Callable[[], T]) -> T:
+def run_on_leader(work: Callable[[], T]) -> T:
     """What `work` gives on the leader, which alone does it; its error is raised on all."""
     return together(lambda: work() if leads() else None)[LEADER]  # pyright: ignore[reportReturnType]
 

@@ -25,12 +25,12 @@ LOOK = 1.0  # seconds between two looks for a process that has given up
 T = TypeVar("T")
 
 
-class Abandoned(Exception):
+class StageAborted(Exception):
     """Another process has given the stage up; its own error says why."""
 
 
 @dataclasses.dataclass
-class Crew:
+class SliceGroup:
     """One crew of a stage, to which this process belongs."""
 
     ranks: tuple[int, ...] = (distributed.LEADER,)
@@ -48,15 +48,15 @@ class Crew:
         return not self.several or distributed.rank() == self.ranks[0]
 
     @property
-    def crews(self) -> int:
+    def slice_groups(self) -> int:
         """All crews of the stage."""
         return distributed.count() // len(self.ranks)
 
     def share(self, items: Sequence[T]) -> list[T]:
         """This crew's items, dealt out to all crews in turn."""
-        return list(items[self.ranks[0] // len(self.ranks) :: self.crews])
+        return list(items[self.ranks[0] // len(self.ranks) :: self.slice_groups])
 
-    def agreed(self, decide: Callable[[], T]) -> T:
+    def decide_together(self, decide: Callable[[], T]) -> T:
         """What the leader decides; the others wait for its word. All call it, in the same order.
 
         Raises Abandoned where the leader has given the stage up; for others that have, the leader
@@ -78,12 +78,12 @@ class Crew:
             distributed.publish(word, base64.b85encode(pickle.dumps(value)).decode())
 
 
-def crew_of(mesh: jax.sharding.Mesh | None, name: str = "") -> Crew:
+def slice_group_of(mesh: jax.sharding.Mesh | None, name: str = "") -> SliceGroup:
     """This process's crew in a stage over all slices of a mesh."""
     if mesh is None or not mesh.is_multi_process:
-        return Crew((distributed.rank(),), name)
+        return SliceGroup((distributed.rank(),), name)
     own = next(part for part in meshes.split(mesh) if meshes.is_here(part))
-    return Crew(meshes.owners(own), name)
+    return SliceGroup(meshes.owners(own), name)
 
 
 @contextlib.contextmanager
@@ -103,7 +103,7 @@ def check(stage: str, rank: int | None = None) -> None:
         distributed.published(f"{stage}/failed" if rank is None else f"{stage}/failed {rank}")
         is not None
     ):
-        raise Abandoned
+        raise StageAborted
 
 
 def wait_for(stage: str, word: str, rank: int | None = None) -> Any:

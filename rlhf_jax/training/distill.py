@@ -47,7 +47,7 @@ class Distillation:
 
 
 @struct.dataclass
-class Lesson:
+class DistillBatch:
     """What one gradient is taken of: R rows of a minibatch, and what the policy made of them."""
 
     tokens: Array  # [R, T] int32
@@ -131,7 +131,7 @@ def distill(
     state: TrainState,
     rollout: Rollout,
     distillation: Distillation,
-    place: Callable[[Lesson], Lesson] = jax.device_put,
+    place: Callable[[DistillBatch], DistillBatch] = jax.device_put,
     observe: Callable[[], None] = lambda: None,
     begun: Model | None = None,
 ) -> tuple[TrainState, dict[str, float]]:
@@ -180,17 +180,17 @@ def distill(
     ), metrics
 
 
-def _lessons(rollout: Rollout, rows: np.ndarray, config: UpdateConfig) -> Iterator[Lesson]:
+def _lessons(rollout: Rollout, rows: np.ndarray, config: UpdateConfig) -> Iterator[DistillBatch]:
     """The micro-batches of a minibatch, on the host."""
     total = np.float32(rollout.mask[rows].sum())
     for part, slots in micro_batches(rows, rollout.length, config.micro_rows, config.bucket):
         ids = rollout.sample_id[part].astype(np.uint32)
         key = np.stack([np.full_like(ids, config.seed), ids], axis=1)
-        yield Lesson(rollout.tokens[part, :slots], rollout.mask[part, :slots], key, total)
+        yield DistillBatch(rollout.tokens[part, :slots], rollout.mask[part, :slots], key, total)
 
 
 def _acceptance(
-    student: Model, policy: Model, lessons: list[list[Lesson]], config: UpdateConfig
+    student: Model, policy: Model, lessons: list[list[DistillBatch]], config: UpdateConfig
 ) -> float:
     """The share of tokens that a student draws too, the mean over minibatches."""
     ends = dataclasses.replace(policy, layers=())
@@ -201,7 +201,9 @@ def _acceptance(
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def drawn_alike(student: Model, policy: Model, lesson: Lesson, *, config: UpdateConfig) -> Array:
+def drawn_alike(
+    student: Model, policy: Model, lesson: DistillBatch, *, config: UpdateConfig
+) -> Array:
     """[] float32: the share of the minibatch's tokens that lie in this lesson and that the student
     draws too with the same noise, each after the known text. Of the policy, embedding and head are
     read.
@@ -222,7 +224,7 @@ def drawn_alike(student: Model, policy: Model, lesson: Lesson, *, config: Update
 
 
 def _learn(
-    state: TrainState, lessons: list[Lesson], distillation: Distillation
+    state: TrainState, lessons: list[DistillBatch], distillation: Distillation
 ) -> tuple[TrainState, dict[str, Array]]:
     """One optimizer step of the student, on one minibatch."""
     student = typed(Model, state.drafter)
@@ -239,7 +241,7 @@ def _learn(
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _heard(policy: Model, lesson: Lesson, config: UpdateConfig) -> Lesson:
+def _heard(policy: Model, lesson: DistillBatch, config: UpdateConfig) -> DistillBatch:
     """The lesson with the policy's hidden states."""
     return dataclasses.replace(
         lesson, hidden=_read(cast(policy, config.dtype), lesson.tokens, config)
@@ -254,7 +256,12 @@ def _read(model: Model, tokens: Array, config: UpdateConfig) -> Array:
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnums=0)
 def accumulate(
-    total: Gradient | None, student: Model, policy: Model, lesson: Lesson, *, config: UpdateConfig
+    total: Gradient | None,
+    student: Model,
+    policy: Model,
+    lesson: DistillBatch,
+    *,
+    config: UpdateConfig,
 ) -> Gradient:
     """`total`, which is overwritten, plus one lesson's gradient of the student's own weights, and
     its metrics.
@@ -275,7 +282,7 @@ def accumulate(
 
 
 def _slopes(
-    head: Model, hidden: Array, lesson: Lesson, config: UpdateConfig
+    head: Model, hidden: Array, lesson: DistillBatch, config: UpdateConfig
 ) -> tuple[Array, Array, Array]:
     """The loss's derivative [R, T, M] by the student's hidden states, the loss, and the share drawn
     alike.
@@ -293,7 +300,7 @@ def _slopes(
     )
 
 
-def _blocks(lesson: Lesson, config: UpdateConfig, *hidden: Array | None) -> tuple[Array, ...]:
+def _blocks(lesson: DistillBatch, config: UpdateConfig, *hidden: Array | None) -> tuple[Array, ...]:
     """Hidden states [R, T, M], and the tokens, mask and positions that they predict, in blocks of
     columns.
     """

@@ -18,7 +18,7 @@ from rlhf_jax.types import Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Shaping:
+class AdvantageConfig:
     """How rewards become advantages; static, so a change of it compiles anew."""
 
     estimator: str  # a name of ESTIMATORS
@@ -32,7 +32,7 @@ class Shaping:
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def bound(rewards: Array, finished: Array, config: Shaping) -> Array:
+def penalise_and_clip(rewards: Array, finished: Array, config: AdvantageConfig) -> Array:
     """Rewards [B] after the penalty for a missing end (`finished` [B] bool is false) and
     clipping.
     """
@@ -41,7 +41,7 @@ def bound(rewards: Array, finished: Array, config: Shaping) -> Array:
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def shape(
+def compute_advantages(
     rewards: Array,
     finished: Array,
     mask: Array,
@@ -49,7 +49,7 @@ def shape(
     reference_logprobs: Array,
     values: Array | None,
     kl_coefficient: Array,
-    config: Shaping,
+    config: AdvantageConfig,
 ) -> tuple[Array, Array, Array | None, Array]:
     """(mask of what is trained on [B, T], advantages [B, T], returns [B, T] or None, KL of a
     response).
@@ -60,8 +60,8 @@ def shape(
     adaptive coefficient steers.
     """
     chex.assert_rank([rewards, finished, mask, logprobs], [1, 1, 2, 2])
-    rewards = bound(rewards, finished, config)
-    everyone = jnp.ones(rewards.shape, bool)
+    rewards = penalise_and_clip(rewards, finished, config)
+    everyone = jnp.ones(rewards.compute_advantages, bool)
     rewards = shaping.whiten(rewards, everyone, shift_mean=False) if config.whiten else rewards
     weight = kl_coefficient if config.kl_in_reward else jnp.zeros_like(kl_coefficient)
     divergence = shaping.KL[config.kl](logprobs, reference_logprobs)

@@ -79,7 +79,7 @@ class Gradient:
     metrics: dict[str, Array]
 
 
-class NotFinite(ValueError):
+class NonFiniteUpdate(ValueError):
     """A loss or gradient was infinite or no number; `state` is finite, without the steps of such
     minibatches.
     """
@@ -184,7 +184,7 @@ def update(
     shardings, on a mesh; `observe` is called before each minibatch. `step` counts updates and, with
     the config's seed, orders the rows. The metrics, means over the minibatches (maxima for
     `.../max`), are read from the device once, at the end (with `target_kl`, one of them after each
-    minibatch); NotFinite if one is not finite: such a step was not taken.
+    minibatch); NonFiniteUpdate if one is not finite: such a step was not taken.
     """
     host = jax.tree.map(np.asarray, experience)
     order = minibatches(
@@ -365,14 +365,14 @@ def _merge(name: str) -> Callable[[Array, Array], Array]:
 
 
 def _check_finite(history: list[dict[str, Any]], state: TrainState) -> None:
-    """Raise NotFinite for the first number that is not, of the metrics of each minibatch."""
+    """Raise NonFiniteUpdate for the first number that is not, of the metrics of each minibatch."""
     for index, metrics in enumerate(history):
         broken = [name for name, value in metrics.items() if not math.isfinite(value)]
         if broken:
             name = min(
                 broken, key=lambda name: not name.startswith("loss/")
             )  # a loss says more than what follows
-            raise NotFinite(
+            raise NonFiniteUpdate(
                 f"{name} is {float(metrics[name])} in minibatch {index + 1} of update"
                 f" {int(state.step)}; its step was"
                 " not taken: look for a reward out of scale, or lower the learning rate.",

@@ -21,7 +21,7 @@ from rlhf_jax.mesh import pin_rows, row_shards
 from rlhf_jax.types import Array, DecodeState
 
 
-class Spent(NamedTuple):
+class BudgetShare(NamedTuple):
     """What each row had of the budget."""
 
     drafts: Array  # [B] int32
@@ -36,7 +36,7 @@ def spend(
     worth: Array,
     nodes: int,
     mesh: Mesh | None,
-) -> tuple[Array, Spent]:
+) -> tuple[Array, BudgetShare]:
     """The drafts [B, N] of which so many are left that a row has `nodes` on average, its root
     included; others are -1.
 
@@ -56,7 +56,7 @@ def spend(
     order = jnp.argsort(-_by_device(worth, mesh), axis=1, stable=True)
     rank = jnp.argsort(order, axis=1).astype(jnp.int32)
     kept = usable & (rank < budget[:, None]).reshape(rows, length)
-    spent = Spent(kept.sum(axis=1, dtype=jnp.int32), ((drafts >= 0) & ~kept).any(axis=1))
+    spent = BudgetShare(kept.sum(axis=1, dtype=jnp.int32), ((drafts >= 0) & ~kept).any(axis=1))
     return pin_rows((jnp.where(kept, drafts, -1), spent), mesh)
 
 

@@ -30,10 +30,10 @@ FADE = 64.0  # observations of drafts not used after which a calibration has los
 
 
 @dataclasses.dataclass(frozen=True)
-class Evidence:
+class Observations:
     """What n drafts of one drafter, made or only scored, say of it."""
 
-    familiar: np.ndarray  # [n] bool, the prompt has been rolled out before
+    seen_prompt: np.ndarray  # [n] bool, the prompt has been rolled out before
     confidence: np.ndarray  # [n] int, the class before drafting
     ranks: (
         np.ndarray
@@ -76,18 +76,18 @@ def unknown() -> Acceptance:
     return Acceptance(counts, counts, BELIEF, np.zeros(2))
 
 
-def observe(acceptance: Acceptance, evidence: Evidence, used: bool = False) -> Acceptance:
+def observe(acceptance: Acceptance, evidence: Observations, used: bool = False) -> Acceptance:
     """The acceptance after more evidence. `used`: of a round that this drafter drafted, which
     `realise` judges.
 
     Counts fade as new ones come: none exceeds WINDOW.
     """
-    if not len(evidence.familiar):
+    if not len(evidence.seen_prompt):
         return acceptance
     seen, hits = _count(evidence)
     if not used:
         acceptance = _judged(acceptance, acceptance.rates[..., 0], hits[..., 0], seen[..., 0])
-        faded = _fade(acceptance.realised, math.exp(-len(evidence.familiar) / FADE))
+        faded = _fade(acceptance.realised, math.exp(-len(evidence.seen_prompt) / FADE))
         acceptance = dataclasses.replace(acceptance, realised=faded)
     totals = acceptance.seen + seen
     right = acceptance.hits + hits
@@ -95,12 +95,12 @@ def observe(acceptance: Acceptance, evidence: Evidence, used: bool = False) -> A
     return _cut_if_changed(dataclasses.replace(acceptance, seen=totals * kept, hits=right * kept))
 
 
-def _count(evidence: Evidence) -> tuple[np.ndarray, np.ndarray]:
+def _count(evidence: Observations) -> tuple[np.ndarray, np.ndarray]:
     """(seen, hits), each [2, CLASSES, DEPTHS, RANKS]."""
     rank = np.arange(RANKS)
     tried = rank < evidence.offered[..., None]
     right = tried & (evidence.ranks[..., None] == rank)
-    cell = evidence.familiar * CLASSES + evidence.confidence
+    cell = evidence.seen_prompt * CLASSES + evidence.confidence
     member = (np.arange(2 * CLASSES)[:, None] == cell).astype(float)  # [2 * CLASSES, n]
     shape = (2, CLASSES, DEPTHS, RANKS)
     seen, hits = (member @ counted.reshape(len(cell), -1) for counted in (tried, right))
@@ -214,11 +214,11 @@ def _shrunk(seen: np.ndarray, hits: np.ndarray, general: np.ndarray) -> np.ndarr
     return (hits + WEIGHT * target) / (seen + WEIGHT)
 
 
-def likeliest(acceptance: Acceptance, familiar: int, confidence: int) -> float:
+def likeliest(acceptance: Acceptance, seen_prompt: int, confidence: int) -> float:
     """P(the likeliest draft is right) over all depths of a cell: nearer to 1 than any of `rates`
     may be.
     """
-    cell = 0, familiar, confidence, slice(None), 0
+    cell = 0, seen_prompt, confidence, slice(None), 0
     seen = acceptance.seen[cell].sum()
     hits = acceptance.hits[cell].sum()
     return float((hits + WEIGHT * MOST) / (seen + WEIGHT))

@@ -46,7 +46,7 @@ class Paths:
 
 
 @dataclasses.dataclass(frozen=True)
-class Menu:
+class Candidates:
     """S strategies, plain first (a menu of one fixed strategy holds that alone)."""
 
     strategies: tuple[Strategy, ...]
@@ -71,7 +71,7 @@ class Menu:
         return {strategy: index for index, strategy in enumerate(self.strategies)}
 
 
-def build(strategies: Iterable[Strategy], longest: int = LONG_CHAINS[-1]) -> Menu:
+def build(strategies: Iterable[Strategy], longest: int = LONG_CHAINS[-1]) -> Candidates:
     """The menu of these strategies; trees that join it later have at most `longest` drafts."""
     chosen = tuple(dict.fromkeys(strategies))
     drafters = tuple(dict.fromkeys(one.drafter for one in chosen if one.parents))
@@ -84,7 +84,7 @@ def build(strategies: Iterable[Strategy], longest: int = LONG_CHAINS[-1]) -> Men
     for column, one in enumerate(chosen):
         if one.packed:
             packed.setdefault(one.drafter, []).append(column)
-    return Menu(
+    return Candidates(
         strategies=chosen,
         drafters=drafters,
         drafter=np.array([drafters.index(one.drafter) if one.parents else -1 for one in chosen]),
@@ -101,7 +101,7 @@ def build(strategies: Iterable[Strategy], longest: int = LONG_CHAINS[-1]) -> Men
     )
 
 
-def adaptive(drafters: Iterable[str], longest: int = LONG_CHAINS[-1]) -> Menu:
+def adaptive(drafters: Iterable[str], longest: int = LONG_CHAINS[-1]) -> Candidates:
     """Plain and, for each drafter, the chains of at most `longest` drafts; trees join once
     acceptance is measured.
     """
@@ -118,7 +118,7 @@ def adaptive(drafters: Iterable[str], longest: int = LONG_CHAINS[-1]) -> Menu:
     return build(strategies, longest)
 
 
-def parse(name: str, drafters: Iterable[str], longest: int = LONG_CHAINS[-1]) -> Menu:
+def parse(name: str, drafters: Iterable[str], longest: int = LONG_CHAINS[-1]) -> Candidates:
     """The menu called `name`: 'adaptive', or one strategy's name for a menu of that alone. Raises
     ValueError.
     """
@@ -191,7 +191,7 @@ def best_tree(rates: np.ndarray, size: int, deepest: int = DEPTHS) -> tuple[int,
     return tuple(found.index(path[:-1]) if len(path) > 1 else -1 for path in found)
 
 
-def with_trees(menu: Menu, rates: Mapping[str, np.ndarray]) -> Menu:
+def with_trees(menu: Candidates, rates: Mapping[str, np.ndarray]) -> Candidates:
     """The menu with the trees that measured rates ([DEPTHS, RANKS] by drafter) call for; plain and
     chains stay.
 

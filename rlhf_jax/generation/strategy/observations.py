@@ -7,8 +7,8 @@ import functools
 import numpy as np
 
 from rlhf_jax.generation.speculative import tree as trees
-from rlhf_jax.generation.speculative.drafters.hindsight import Signal
-from rlhf_jax.generation.strategy.acceptance import DEPTHS, Evidence
+from rlhf_jax.generation.speculative.drafters.hindsight import Hindsight
+from rlhf_jax.generation.strategy.acceptance import DEPTHS, Observations
 from rlhf_jax.types import Emission, Strategy
 
 
@@ -16,9 +16,9 @@ def of_drafts(
     strategy: Strategy,
     arrived: Emission,
     confidence: np.ndarray,
-    familiar: np.ndarray,
+    seen_prompt: np.ndarray,
     allowed: np.ndarray,
-) -> Evidence:
+) -> Observations:
     """Of the drafts that were verified: which siblings were right on the way to where the row
     stopped.
 
@@ -38,22 +38,24 @@ def of_drafts(
     )  # not by a draft that was wrong
     # The first draft that was not the likeliest is the last that tells: later rates are of the
     # likeliest chain.
-    strayed = np.cumsum(ranks != 0, axis=1) - (ranks != 0) > 0
-    offered = np.where(ended | strayed | (levels > depth[:, None]), 0, offered)
+    diverged = np.cumsum(ranks != 0, axis=1) - (ranks != 0) > 0
+    offered = np.where(ended | diverged | (levels > depth[:, None]), 0, offered)
     missing = ((0, 0), (0, DEPTHS - len(levels)))
-    return Evidence(
-        familiar[part],
+    return Observations(
+        seen_prompt[part],
         confidence[part],
         np.pad(ranks, missing, constant_values=-1),
         np.pad(offered, missing),
     )
 
 
-def of_signal(signal: Signal, told: np.ndarray, familiar: np.ndarray) -> Evidence:
+def of_signal(signal: Hindsight, told: np.ndarray, seen_prompt: np.ndarray) -> Observations:
     """Of what a drafter would have drafted: the rows `told` [B] bool that gained tokens and have
     enough of them.
     """
-    return Evidence(familiar[told], signal.past[told], signal.ranks[told], signal.offered[told])
+    return Observations(
+        seen_prompt[told], signal.past[told], signal.ranks[told], signal.offered[told]
+    )
 
 
 @functools.cache

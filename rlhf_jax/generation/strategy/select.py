@@ -20,8 +20,8 @@ from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.strategy import acceptance as accepting
 from rlhf_jax.generation.strategy import candidates as menus
 from rlhf_jax.generation.strategy import cost, drain, expected_gain, statistics
-from rlhf_jax.generation.strategy.acceptance import CLASSES, NOTHING, Evidence
-from rlhf_jax.generation.strategy.candidates import Menu
+from rlhf_jax.generation.strategy.acceptance import CLASSES, NOTHING, Observations
+from rlhf_jax.generation.strategy.candidates import Candidates
 from rlhf_jax.generation.strategy.statistics import Tallies
 from rlhf_jax.types import Strategy
 
@@ -95,7 +95,7 @@ class Choice:
 
 
 def select(
-    menu: Menu,
+    menu: Candidates,
     tokens: np.ndarray,
     seconds: np.ndarray,
     ready: Callable[[Strategy], bool],
@@ -154,7 +154,7 @@ class Selector:
     given so far.
     """
 
-    def __init__(self, menu: Menu, costs: cost.Costs, frozen_costs: bool = False):
+    def __init__(self, menu: Candidates, costs: cost.Costs, frozen_costs: bool = False):
         """`frozen_costs`: no measured time has a say, so that a run's choices repeat."""
         self.menu = menu
         self.costs = costs
@@ -370,8 +370,8 @@ class Selector:
                 return prediction
         return None
 
-    def _learn(self, drafter: str, evidence: Evidence | None, used: bool) -> None:
-        if evidence is None or not len(evidence.familiar):
+    def _learn(self, drafter: str, evidence: Observations | None, used: bool) -> None:
+        if evidence is None or not len(evidence.seen_prompt):
             self.silent[drafter] += 1
             return
         self.silent[drafter] = min(self.silent[drafter], 0)
@@ -422,7 +422,7 @@ class Selector:
             self.costs = costs
             self.timed = 0
 
-    def taught(self, drafter: str, evidence: Evidence) -> None:
+    def taught(self, drafter: str, evidence: Observations) -> None:
         """Learn from finished text that the drafter has read: what it would have drafted against
         what was drawn.
         """

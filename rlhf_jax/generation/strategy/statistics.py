@@ -10,9 +10,9 @@ from rlhf_jax.generation.requests import RoundReport
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.types import Strategy
 
-Tally = dict[str, float]  # sums over rounds, by name
+GenerationCounts = dict[str, float]  # sums over rounds, by name
 Tallies = dict[
-    tuple[Strategy, int], Tally
+    tuple[Strategy, int], GenerationCounts
 ]  # by strategy and live rows, rounded up to a power of two
 
 # What a row of `rows` says of its rounds, beside `live` and `strategy`. The timed figures are of
@@ -48,9 +48,9 @@ def merged(one: Tallies, other: Tallies) -> Tallies:
     return {place: total([one.get(place, {}), other.get(place, {})]) for place in one | other}
 
 
-def total(tallies: Iterable[Mapping[str, float]]) -> Tally:
+def total(tallies: Iterable[Mapping[str, float]]) -> GenerationCounts:
     """The sum of tallies, name by name; 0 for a name that none has."""
-    sums: Tally = collections.defaultdict(int)
+    sums: GenerationCounts = collections.defaultdict(int)
     for tally in tallies:
         for name, figure in tally.items():
             sums[name] += figure

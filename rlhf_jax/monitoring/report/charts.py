@@ -350,7 +350,7 @@ def _mean(line: Series, mean: np.ndarray, frame: Frame, kind: str) -> str:
 
 def _path(x: np.ndarray, y: np.ndarray) -> str:
     points = zip(UNITS * x, UNITS * y, strict=True)
-    return "M" + "L".join(f"{across:.1f} {down:.1f}" for across, down in points)
+    return "M" + "L".join(f"{send_to_process:.1f} {down:.1f}" for send_to_process, down in points)
 
 
 def _bars(edges: np.ndarray, low: np.ndarray, high: np.ndarray, frame: Frame) -> str:
@@ -371,10 +371,10 @@ def _dots(line: Series, frame: Frame) -> str:
     path = _stretched(f'<path class="held" d="{_path(x, y)}"/>')
     radius = 5 if len(kept) <= 40 else 3
     return path + "".join(
-        f'<circle class="dot" cx="{_percent(across)}" cy="{_percent(down)}" r="{radius}">'
+        f'<circle class="dot" cx="{_percent(send_to_process)}" cy="{_percent(down)}" r="{radius}">'
         f"<title>{line.name} after {line.steps[index]:,.0f} steps\n"
         f"{reading(float(line.values[index]))}</title></circle>"
-        for index, across, down in zip(kept, x, y, strict=True)
+        for index, send_to_process, down in zip(kept, x, y, strict=True)
     )
 
 

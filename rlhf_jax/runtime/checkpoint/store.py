@@ -72,7 +72,7 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         self._saving = -1
         with contextlib.ExitStack() as stack:
-            distributed.by_leader(lambda: self._take(stack))
+            distributed.run_on_leader(lambda: self._take(stack))
             if distributed.started():
                 _check_shared(self._folder)
             stack.enter_context(quiet())
@@ -125,7 +125,7 @@ class Checkpoints:
         OSError where one cannot be read but nothing proves it damaged.
         """
         self._settle()
-        names = distributed.by_leader(lambda: _names(self._folder))
+        names = distributed.run_on_leader(lambda: _names(self._folder))
         found = _steps(names)
         for step in reversed(found):
             try:
@@ -141,7 +141,7 @@ class Checkpoints:
 
     def _read(self, step: int, template: Any) -> Restored:
         folder = self._folder / str(step)
-        document = distributed.by_leader(lambda: documents.read(folder / HOST / DOCUMENT))
+        document = distributed.run_on_leader(lambda: documents.read(folder / HOST / DOCUMENT))
         for key, saved, own in documents.differences(document["identity"], self._identity):
             if key in self._changeable and self._allow_changes:
                 continue
@@ -173,7 +173,7 @@ class Checkpoints:
                 file=sys.stderr,
             )
 
-        distributed.by_leader(move)
+        distributed.run_on_leader(move)
         self._manager.reload()
 
     def _settle(self) -> None:
@@ -298,7 +298,7 @@ def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
     _check_leaves(folder, saved, wanted)
     asked = {name: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for name, leaf in wanted.items()}
     arguments = ocp.args.PyTreeRestore(wanted, restore_args=asked, partial_restore=True)
-    leaves = distributed.in_step(lambda: _read_arrays(folder / STATE, arguments))
+    leaves = distributed.run_on_all(lambda: _read_arrays(folder / STATE, arguments))
     for (name, _), mark in _marked(leaves):
         if mark != saved[name][2]:
             raise Damaged(f"the values of {name} have changed")
@@ -332,11 +332,11 @@ def _check_leaves(
 
 def _check_shared(folder: Path) -> None:
     """Raise ValueError, on all, where a process does not see the leader's folder."""
-    mark = folder / distributed.from_leader(f".seen-{os.getpid()}-{time.time_ns()}")
+    mark = folder / distributed.broadcast(f".seen-{os.getpid()}-{time.time_ns()}")
     with _naming(folder):
-        distributed.by_leader(mark.touch)
+        distributed.run_on_leader(mark.touch)
         seen = distributed.gather(mark.exists())
-        distributed.by_leader(mark.unlink)
+        distributed.run_on_leader(mark.unlink)
     if not all(seen):
         raise ValueError(
             f"Rank {seen.index(False)} of the run does not see what rank 0 writes to {folder}:"

@@ -24,9 +24,9 @@ FREE = ("lookup", "replay")  # drafters that need no model
 
 
 @struct.dataclass
-class Signal:
+class Hindsight:
     """One drafter's confidence, and the evidence of its last DEPTHS tokens, row by row (see
-    `Evidence`).
+    `Observations`).
     """
 
     confidence: Array  # [B] int8, the class now
@@ -41,8 +41,8 @@ class Signal:
 @functools.partial(jax.jit, static_argnames=("drafters", "mesh"))
 def look(
     state: DecodeState, siblings: Array, drafters: tuple[str, ...] = FREE, mesh=None
-) -> dict[str, Signal]:
-    """A `Signal` of each of `drafters` (out of FREE), from the state after a round.
+) -> dict[str, Hindsight]:
+    """A `Hindsight` of each of `drafters` (out of FREE), from the state after a round.
 
     Looking back, every text, the siblings' [B, S] included, is cut by DEPTHS tokens: nothing is
     used that was not known. Rows of DEPTHS tokens and fewer are unobserved. A depth is observed
@@ -56,7 +56,7 @@ def look(
         now = _search(name, state, siblings, 1)
         past = _search(name, before, siblings, DEPTHS)
         ranks, offered = compare(past, came, before.length > 0)
-        signals[name] = Signal(now.confidence, past.confidence, ranks, offered)
+        signals[name] = Hindsight(now.confidence, past.confidence, ranks, offered)
     return pin_rows(signals, mesh)
 
 
@@ -67,7 +67,7 @@ def _search(name: str, state: DecodeState, siblings: Array, depth: int) -> Found
 
 
 def compare(found: Found, came: Array, known: Array) -> tuple[Array, Array]:
-    """(ranks, offered), both [B, K] int8 as in `Signal`, of what was found and what came [B, K];
+    """(ranks, offered), both [B, K] int8 as in `Hindsight`, of what was found and what came [B, K];
     known[B]: observed.
     """
     chex.assert_rank([found.tokens, came, known], [3, 2, 1])

@@ -91,8 +91,8 @@ def search(state: DecodeState, siblings: Array, depth: int) -> Found:
     corpus = _corpus(state, siblings)
     size = corpus.shape[1]
     place = jnp.arange(size, dtype=jnp.int32)
-    agreed = jnp.where(followed(corpus), match_length(corpus, text_end(state)), 0)
-    score, where = best(jnp.where(agreed > 0, agreed * size + place, 0))
+    decide_together = jnp.where(followed(corpus), match_length(corpus, text_end(state)), 0)
+    score, where = best(jnp.where(decide_together > 0, decide_together * size + place, 0))
     last = (size - state.tokens.shape[1] + state.length - 1)[:, None]
     period = jnp.where(where >= size - state.tokens.shape[1], last - where, depth)
     tokens = continuations(corpus, where, score > 0, depth, period)

@@ -72,7 +72,9 @@ def _worth(state: DecodeState, distance: Array) -> Array:
     """[B, E] int32 the match length at each place, 0 unless usable; LONGEST + 1 by position while
     the text follows.
     """
-    agreed = match_length(state.earlier, text_end(state))
-    follows = agreed >= jnp.minimum(state.length, ALIGNED)[:, None]
-    by_position = jnp.where(follows, LONGEST + 1, jnp.maximum(agreed, 1))
-    return jnp.where(distance == 0, by_position, jnp.where(agreed >= REALIGNED, agreed, 0))
+    decide_together = match_length(state.earlier, text_end(state))
+    follows = decide_together >= jnp.minimum(state.length, ALIGNED)[:, None]
+    by_position = jnp.where(follows, LONGEST + 1, jnp.maximum(decide_together, 1))
+    return jnp.where(
+        distance == 0, by_position, jnp.where(decide_together >= REALIGNED, decide_together, 0)
+    )

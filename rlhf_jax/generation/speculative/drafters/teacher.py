@@ -18,7 +18,7 @@ import numpy as np
 from rlhf_jax.generation.speculative import sampling as draws
 from rlhf_jax.generation.speculative.drafters.model import confidence
 from rlhf_jax.generation.speculative.sampling import Sampling
-from rlhf_jax.generation.strategy.acceptance import DEPTHS, NOTHING, RANKS, Evidence
+from rlhf_jax.generation.strategy.acceptance import DEPTHS, NOTHING, RANKS, Observations
 from rlhf_jax.model.attention import causal
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.types import Array, Model
@@ -106,8 +106,8 @@ def _score_block(drafter: Model, part, key: Array, sampling: Sampling) -> tuple[
 
 
 def as_evidence(
-    rank: np.ndarray, sure: np.ndarray, mask: np.ndarray, familiar: np.ndarray
-) -> Evidence:
+    rank: np.ndarray, sure: np.ndarray, mask: np.ndarray, seen_prompt: np.ndarray
+) -> Observations:
     """A draft from every response token of mask [B, T], as `score` saw them: rank and sure
     (confidence) [B, T].
 
@@ -124,8 +124,8 @@ def as_evidence(
     right = np.pad(ranks[:, :-1] == 0, ((0, 0), (1, 0)), constant_values=True)
     observed = np.logical_and.accumulate(known & right, axis=1)
     before = np.where(mask[row, place - 1], sure[row, place - 1], NOTHING)
-    seen = familiar[row], before, np.where(observed, ranks, -1), np.where(observed, RANKS, 0)
+    seen = seen_prompt[row], before, np.where(observed, ranks, -1), np.where(observed, RANKS, 0)
     # Between drafts of its own nothing is known of a row: that class is the mean of all.
     again = before != NOTHING
-    unknown = familiar[row][again], np.full(again.sum(), NOTHING), seen[2][again], seen[3][again]
-    return Evidence(*(np.concatenate(both) for both in zip(seen, unknown, strict=True)))
+    unknown = seen_prompt[row][again], np.full(again.sum(), NOTHING), seen[2][again], seen[3][again]
+    return Observations(*(np.concatenate(both) for both in zip(seen, unknown, strict=True)))
