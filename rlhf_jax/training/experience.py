@@ -61,7 +61,7 @@ def compute_advantages(
     """
     chex.assert_rank([rewards, finished, mask, logprobs], [1, 1, 2, 2])
     rewards = penalise_and_clip(rewards, finished, config)
-    everyone = jnp.ones(rewards.compute_advantages, bool)
+    everyone = jnp.ones(rewards.shape, bool)
     rewards = shaping.whiten(rewards, everyone, shift_mean=False) if config.whiten else rewards
     weight = kl_coefficient if config.kl_in_reward else jnp.zeros_like(kl_coefficient)
     divergence = shaping.KL[config.kl](logprobs, reference_logprobs)
