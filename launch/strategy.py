@@ -148,7 +148,8 @@ def _situation(selector: Selector, config: Config, live: int) -> Situation:
 
 
 def _table(rows: list[dict[str, Any]], situation: Situation) -> Table:
-    title = f"{situation.live} live of {situation.rows} rows, {situation.context / situation.live:,.0f} tokens each"
+    context = situation.context / situation.live
+    title = f"{situation.live} live of {situation.rows} rows, {context:,.0f} tokens each"
     table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
     table.add_column("\nstrategy", min_width=15, overflow="fold")
     for heading, _, _ in COLUMNS:

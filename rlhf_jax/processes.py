@@ -30,7 +30,8 @@ LEADER = 0
 # How an error of the runtime begins. Where results are read on the host it comes as a ValueError,
 # as do tensorstore's.
 STATUS = re.compile(
-    "(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|INTERNAL|RESOURCE_EXHAUSTED|UNAVAILABLE|UNKNOWN): "
+    "(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|INTERNAL|RESOURCE_EXHAUSTED"
+    "|UNAVAILABLE|UNKNOWN): "
 )
 OF_FILES = re.compile(r" \[(tensorstore|source|os_error)")  # in what tensorstore says
 FIRST = 1024  # bytes of a message that travel with its length

@@ -41,8 +41,10 @@ def hangs(prompt, response, row): time.sleep(60)
 def no_number(prompt, response, row): return float("nan")
 def text(prompt, response, row): return "good"
 def dies(prompt, response, row): os._exit(3)
-def kind(response): return ("raises", "hangs", "no_number", "dies", "", "")[sum(map(ord, response)) % 6]
-def sometimes(prompt, response, row): return globals()[kind(response) or "vowels"](prompt, response, row)
+def kind(response):
+    return ("raises", "hangs", "no_number", "dies", "", "")[sum(map(ord, response)) % 6]
+def sometimes(prompt, response, row):
+    return globals()[kind(response) or "vowels"](prompt, response, row)
 value = 3
 """
 

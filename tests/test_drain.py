@@ -141,7 +141,10 @@ def test_a_mixed_drain_ends_no_later_than_plain_or_the_best_fixed_chain(
     request, machine, rows, following, hazard
 ):
     if (machine, rows, following) == (GPU, 32, 0.8):
-        why = "drafts end this drain 1.9 % sooner than plain decoding, and must promise 2 % to be chosen"
+        why = (
+            "drafts end this drain 1.9 % sooner than plain decoding, "
+            "and must promise 2 % to be chosen"
+        )
         request.applymarker(pytest.mark.xfail(reason=why))
     drains = [Drain(machine, rows, following, hazard, seed) for seed in range(12)]
     ours = sum(adaptive(drain) for drain in drains)

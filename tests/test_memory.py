@@ -198,8 +198,8 @@ def test_reward_models_are_always_there_and_add_up(tiny, config):
 
 def test_the_peak_is_what_is_always_there_and_the_larger_stage():
     parts = [memory.Part(name, stage, size, "") for name, stage, size in [
-        ("a", "always", 100), ("b", "generation", 200), ("c", "training", 400), ("d", "training", 100),
-        ("e", "inference", 300), ("f", "training", 1),
+        ("a", "always", 100), ("b", "generation", 200), ("c", "training", 400),
+        ("d", "training", 100), ("e", "inference", 300), ("f", "training", 1),
     ]]  # fmt: skip
     assert memory.peak(parts) == ("training", 601)
     lines = memory.table(parts)

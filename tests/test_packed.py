@@ -45,14 +45,13 @@ def crowd(seed: int = 0):
 
 
 def state_of(length, limit, done) -> DecodeState:
-    place = lambda *values: jnp.array(values[0], values[1])
     rows = len(length)
     nothing = jnp.zeros((rows, 0), jnp.int32)
     return DecodeState(
         tokens=jnp.zeros((rows, 32), jnp.int32),
-        length=place(length, jnp.int32),
-        limit=place(limit, jnp.int32),
-        done=place(done, bool),
+        length=jnp.array(length, jnp.int32),
+        limit=jnp.array(limit, jnp.int32),
+        done=jnp.array(done, bool),
         key=jnp.zeros((rows, 2), jnp.uint32),
         cache=(),
         history=nothing,
