@@ -76,9 +76,8 @@ def kinds_of(percentiles: np.ndarray, tokens: np.ndarray, count: int, prediction
         sigma = float(prediction.partition(":")[2])
         luck = np.random.default_rng(0)
         noisy = draw_lengths(percentiles, tokens, DRAWN, luck) * luck.lognormal(0, sigma, DRAWN)
-        edges = np.append(
-            1 - np.geomspace(1, 1 / 400, KINDS), 1.0
-        )  # ever narrower kinds of ever longer samples
+        # ever narrower kinds of ever longer samples
+        edges = np.append(1 - np.geomspace(1, 1 / 400, KINDS), 1.0)
         told = np.quantile(noisy, (edges[:-1] + edges[1:]) / 2)
         near = np.exp(-0.5 * (np.log(told[:, None] / (grid + GRAIN / 2)) / sigma) ** 2) * mass
         mass = near / near.sum(axis=1, keepdims=True)
@@ -139,9 +138,8 @@ def _cheapest(
     lengths = gained.shape[1]
     to = np.minimum(np.arange(lengths) + gained, lengths)
     low = np.minimum(to.astype(int), lengths - 1)
-    halted = np.where(
-        (share[:, None] == 0) & (np.arange(lengths) > 0), np.inf, 0.0
-    )  # what runs does not wait
+    # what runs does not wait
+    halted = np.where((share[:, None] == 0) & (np.arange(lengths) > 0), np.inf, 0.0)
     taken = share[:, None] * kinds.survival[:, None, :lengths]
     cost = kinds.survival[:, : lengths + 1]
     chosen = []

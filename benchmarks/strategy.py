@@ -211,9 +211,8 @@ class Round:
     live: int
     context: float
     accepted: np.ndarray  # [live] drafts
-    tried: (
-        np.ndarray
-    )  # [live] drafts whose path was right before and that the text was long enough for
+    # [live] drafts whose path was right before and that the text was long enough for
+    tried: np.ndarray
     tokens: int
     seconds: float
     evidence: Evidence

@@ -130,9 +130,8 @@ def show(selector: Selector, config: Config, live: list[int], title: str, consol
     console.print(Text(title, "bold"))
     for count in live:
         situation = _situation(selector, config, count)
-        choice = copy.deepcopy(selector).choose(
-            situation
-        )  # a choice is remembered, and these are only asked for
+        # a choice is remembered, and these are only asked for
+        choice = copy.deepcopy(selector).choose(situation)
         console.print(_table(selector.table(situation), situation))
         console.print(Text(f"{choice.why}.\n"), soft_wrap=True)
 

@@ -211,9 +211,8 @@ def loop(setting: Setting, state: TrainState, remembered: Memory, evaluate: Eval
         )
         raise
     except Exception as error:
-        whole = not any(
-            leaf.is_deleted() for leaf in jax.tree.leaves(state)
-        )  # no update has begun, and used it up
+        # no update has begun, and used it up
+        whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
         if whole and processes.all_here("a failed step"):
             try:
                 save(setting, state, remembered)

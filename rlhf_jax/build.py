@@ -70,9 +70,8 @@ FREE = (
     "generation.fuse_inference",
     "training.microbatch_rows",
 )
-EVERYTHING = (
-    1 << 40
-)  # tokens that are remembered of each held-out prompt: its last samples are the next one's drafts
+# tokens that are remembered of each held-out prompt: its last samples are the next one's drafts
+EVERYTHING = 1 << 40
 
 
 @dataclasses.dataclass(frozen=True)

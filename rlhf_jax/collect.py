@@ -50,9 +50,8 @@ class Collected:
     samples: list[Sample]
     answers: list[Answer]
     rewards: np.ndarray  # [B] float32
-    scored: dict[int, Scored] = dataclasses.field(
-        default_factory=dict
-    )  # by sample id, what slices had time for
+    # by sample id, what slices had time for
+    scored: dict[int, Scored] = dataclasses.field(default_factory=dict)
 
     def table(self) -> list[dict[str, Any]]:
         """One row a sample, for people to read; the reward is None where scoring failed."""

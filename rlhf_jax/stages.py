@@ -30,13 +30,11 @@ from rlhf_jax.types import Model, TrainState
 KEPT = 0.5  # what the lengths of earlier responses weigh once the policy has moved
 
 Observer = Callable[[str, RoundReport | None], None]  # of (phase, the round that arrived in it)
-Known = Mapping[
-    str, Mapping[int, float]
-]  # scores that answers have already, by the reward's term and their index
+# scores that answers have already, by the reward's term and their index
+Known = Mapping[str, Mapping[int, float]]
 Reward = Callable[[Sequence[Answer], Known], tuple[Scores, dict[str, float]]]  # and what to report
-Controller = Callable[
-    [float, float, int], float
-]  # of (KL coefficient, KL of a response, samples): the next one
+# of (KL coefficient, KL of a response, samples): the next one
+Controller = Callable[[float, float, int], float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +63,8 @@ class Stages:
         None  # where samples run; None: they stay where they are dealt
     )
     in_turn: bool = False  # slices are served one after the other, so that a run repeats itself
-    reward_models: Mapping[str, RewardModel] = dataclasses.field(
-        default_factory=dict
-    )  # terms of the reward, by name
+    # terms of the reward, by name
+    reward_models: Mapping[str, RewardModel] = dataclasses.field(default_factory=dict)
     # seconds, about, in which a slice scores a token; 0: inference begins when all has ended
     scoring: float = 0.0
 

@@ -284,9 +284,8 @@ def test_situations_and_reports_say_what_is(target, drafter, earlier):
         assert counts[1].sum() == situation.live  # every prompt was rolled out before
         assert situation.context >= situation.live
     lags = [situation.lag for _, _, situation in chooser.asked]
-    assert (
-        max(lags) > 5 and lags[-1] <= 2 * 4
-    )  # what the draft model has not seen is fed before it drafts
+    # what the draft model has not seen is fed before it drafts
+    assert max(lags) > 5 and lags[-1] <= 2 * 4
     for report in chooser.heard:
         assert report.tokens >= report.live and set(report.evidence) >= {"lookup", "replay"}
         assert ("model" in report.evidence) == (report.strategy.drafter == "model")

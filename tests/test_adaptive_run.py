@@ -43,9 +43,8 @@ def test_noise_that_training_repeats_is_replayed(tmp_path, one_device):
     first = lines(tmp_path / "run" / "metrics.jsonl")[:2]
     again = lines(tmp_path / "run" / "metrics.jsonl")[2:]
     assert all(step["generation/tokens_per_round"] == 1.0 for step in first)
-    assert all(
-        1.2 < step["generation/tokens_per_round"] < 2.5 for step in again
-    )  # half the samples, three at best
+    # half the samples, three at best
+    assert all(1.2 < step["generation/tokens_per_round"] < 2.5 for step in again)
     texts = [
         {
             sample["response"]

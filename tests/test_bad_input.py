@@ -574,9 +574,8 @@ def test_a_reward_that_sometimes_fails_stops_nothing(place, capsys):
         "reward__seconds": 0.2,
         "reward__failed": -7.0,
     }
-    changes |= {
-        "evaluation__every": 1
-    }  # whose samples are not seen here, but whose failures would stop the run
+    # whose samples are not seen here, but whose failures would stop the run
+    changes |= {"evaluation__every": 1}
     assert PROGRAMS["train"](command(place, changes)) == 0, capsys.readouterr().err
     kind = runpy.run_path(str(place.home / "rewards.py"))["kind"]
     samples = [

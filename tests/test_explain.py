@@ -85,9 +85,8 @@ def test_the_finished_stage_stays_readable_until_the_next_has_ended():
     assert chooser.last_stage == []
     chooser.stage_ended()
     first = chooser.last_stage
-    assert (
-        sum(row["rounds"] for row in first) == len(world.taken) - 1
-    )  # the last round has not arrived
+    # the last round has not arrived
+    assert sum(row["rounds"] for row in first) == len(world.taken) - 1
     assert {row["strategy"] for row in first} <= set(map(trees.name_of, world.taken))
     assert all(row["live"] / 2 < row["live_rows"] / row["rounds"] <= row["live"] for row in first)
     timed = [row for row in first if row["rounds"] >= 20]

@@ -160,9 +160,8 @@ def test_sampled_pairs_follow_the_models_law(rule, strategy, kernels_are_interpr
     """Chi-square of the first two tokens of 6,000 samples against the exact joint law; interpreted,
     of 1,000.
     """
-    count = (
-        1_000 if kernels_are_interpreted else 6_000
-    )  # an interpreted kernel takes time by rows squared
+    # an interpreted kernel takes time by rows squared
+    count = 1_000 if kernels_are_interpreted else 6_000
     config = ModelConfig("llama", 12, 16, 24, 2, 2, 1, 8, 32)
     model = unstack(init(jax.random.key(4), config))
     model = dataclasses.replace(model, embed=model.embed * 2)

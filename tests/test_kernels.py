@@ -200,9 +200,8 @@ def test_each_device_commits_its_own_rows_and_heads():
     [
         (None, 300, False),
         pytest.param((1, 1, 8), 304, False, marks=pytest.mark.slow),  # 38 tokens a device
-        pytest.param(
-            (1, 1, 8), 300, False, marks=pytest.mark.slow
-        ),  # which eight do not divide: it stays whole
+        # which eight do not divide: it stays whole
+        pytest.param((1, 1, 8), 300, False, marks=pytest.mark.slow),
         pytest.param((2, 2, 1), 300, False, marks=pytest.mark.slow),
         pytest.param((2, 2, 2), 300, True, marks=pytest.mark.slow),
     ],

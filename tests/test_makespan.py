@@ -94,9 +94,8 @@ def test_a_machine_of_one_speed_takes_the_time_that_it_must():
 
 def test_a_move_stops_both_slices_for_as_long_as_its_bytes_take():
     rates = np.concatenate([np.zeros((1, 40)), np.full((4, 40), 50.0)])
-    machine = drains.Machine(
-        rates, token_bytes=1e6, bandwidth=1e8, latency=0.5
-    )  # 1.5 s for a prompt of 100 tokens
+    # 1.5 s for a prompt of 100 tokens
+    machine = drains.Machine(rates, token_bytes=1e6, bandwidth=1e8, latency=0.5)
 
     def swap(stage: drains.Stage) -> Plan:
         waits = (stage.place == drains.WAITS).any()

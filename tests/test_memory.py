@@ -148,9 +148,8 @@ def test_weights_optimizer_and_caches_are_exact(tiny, config, shape):
     assert found["policy, float32"] == held(policy)
     assert found["critic, float32"] == held(critic)
     optimizer = optax.adamw(1e-3)
-    moments = [
-        held(optimizer.init(trained)) - 4 for trained in (policy, critic)
-    ]  # without the count
+    # without the count
+    moments = [held(optimizer.init(trained)) - 4 for trained in (policy, critic)]
     assert [
         found["policy's optimizer, two moments"],
         found["critic's optimizer, two moments"],
@@ -204,13 +203,8 @@ def test_the_peak_is_what_is_always_there_and_the_larger_stage():
     assert memory.peak(parts) == ("training", 601)
     lines = memory.table(parts)
     assert lines[-1].endswith("in training")
-    assert [line.split()[-1] for line in lines[:5]] == [
-        "a",
-        "b",
-        "c",
-        "d",
-        "e",
-    ]  # f is too small to matter
+    # f is too small to matter
+    assert [line.split()[-1] for line in lines[:5]] == ["a", "b", "c", "d", "e"]
 
 
 def test_what_does_not_fit_says_what_to_change(config):

@@ -186,9 +186,8 @@ def fit(instance: Instance, wanted: int, decoding: Decoding) -> None:
     kept = (live + idle)[:size]
     fresh = size - len(kept)
     state = row_verbs.resize(instance.state, np.array(kept + [0] * fresh, np.int32), mesh)
-    added = np.arange(size, dtype=np.int32) + len(
-        kept
-    )  # those past the end are dropped: one program for a size
+    # those past the end are dropped: one program for a size
+    added = np.arange(size, dtype=np.int32) + len(kept)
     instance.state = row_verbs.retire(state, added, mesh=mesh) if fresh else state
     instance.board = [board[row] for row in kept] + [None] * fresh
 

@@ -65,9 +65,8 @@ def fly(instance: Instance, drains: bool, setting: Setting) -> None:
     context = sum(len(sample.prompt) + len(sample.tokens) for sample in live)
     before = instance.flights[-1] if instance.flights else None
     drafted = before is not None and before.strategy.drafter == "model"
-    fed = (
-        set(map(id, before.samples)) if before is not None and drafted else set()
-    )  # by the round that is on its way
+    # by the round that is on its way
+    fed = set(map(id, before.samples)) if before is not None and drafted else set()
     lag = max(0 if id(sample) in fed else sample.unfed for sample in live)
     siblings = boards.siblings(instance.board, decoding)
     last = drains and not instance.queue and not instance.waiting
@@ -192,9 +191,8 @@ def land(instance: Instance, setting: Setting) -> tuple[RoundReport, list[Sample
     seconds = instance.clock.tick(waited, None if flight.follows else flight.began)
     ahead = setting.ahead
     alone = ahead is None or not (ahead.busy or ahead.events != flight.compiled)
-    before = [
-        sample.confidence if sample else {} for sample in flight.samples
-    ]  # what was known when it was drafted
+    # what was known when it was drafted
+    before = [sample.confidence if sample else {} for sample in flight.samples]
     ended = _grow(flight, arrived)
     report = _report(instance, flight, arrived, before, seconds if flight.clean and alone else None)
     if setting.selector is not None:

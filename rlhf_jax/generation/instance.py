@@ -40,9 +40,8 @@ class Flight:
     follows: bool  # it was dispatched while the round before it ran
     compiled: int  # what `ahead` had begun and ended when it was dispatched
     began: float  # when it was dispatched
-    after: tuple[
-        tuple[Instance, Flight], ...
-    ]  # rounds of other slices that its samples took part in before
+    # rounds of other slices that its samples took part in before
+    after: tuple[tuple[Instance, Flight], ...]
     moved: tuple[int, ...]  # bytes of each sample that had come from another slice
 
 
@@ -77,14 +76,12 @@ class Instance:
     flights: collections.deque[Flight] = dataclasses.field(default_factory=collections.deque)
     clock: Clock = dataclasses.field(default_factory=Clock)
     played: DecodeState | None = None  # the state as the last round leaves it
-    arrived: list[tuple[Instance, Flight]] = dataclasses.field(
-        default_factory=list
-    )  # see `Flight.after`
+    # see `Flight.after`
+    arrived: list[tuple[Instance, Flight]] = dataclasses.field(default_factory=list)
     moved: list[int] = dataclasses.field(default_factory=list)  # see `Flight.moved`
     freed: bool = False  # it is to decode nothing but what it has
-    aside: list[Array] = dataclasses.field(
-        default_factory=list
-    )  # results of other work that it does
+    # results of other work that it does
+    aside: list[Array] = dataclasses.field(default_factory=list)
     watched: bool = False  # its oldest round was not there yet when last looked for
 
     @property

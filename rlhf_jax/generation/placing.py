@@ -21,12 +21,9 @@ from rlhf_jax.reallocation.exchange import Parcel
 from rlhf_jax.reallocation.lengths import Lengths
 from rlhf_jax.reallocation.plan import WAITS, Plan, View
 
-LINK = {
-    "cpu": 1e9,
-    "gpu": 5e10,
-    "tpu": 5e10,
-}  # bytes a second of a move, about (a CPU's by benchmarks/moves.py),
-MOVE = 2e-3  # and seconds that a move takes besides
+# bytes a second of a move, about (a CPU's by benchmarks/moves.py)
+LINK = {"cpu": 1e9, "gpu": 5e10, "tpu": 5e10}
+MOVE = 2e-3  # seconds that a move takes besides
 OFTEN = 32  # rounds after which there is a new plan, if no sample has ended before
 
 
@@ -61,9 +58,8 @@ class Stage:
     pool: list[int]  # samples that have no slice yet
     placing: Placing
     setting: Setting
-    curves: (
-        np.ndarray
-    )  # [k, bins + 1] chances that a response is longer than each of `lengths.EDGES`,
+    # [k, bins + 1] chances that a response is longer than each of `lengths.EDGES`,
+    curves: np.ndarray
     laws: dict[int, int]  # and which of them is a request's
     landed: int = 0  # rounds since the last plan,
     ended: int = 0  # and samples

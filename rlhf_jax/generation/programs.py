@@ -36,9 +36,8 @@ class Results(NamedTuple):
     emission: Emission
     confidence: Array | None  # [B] the draft model's class of its own draft
     spent: packed.Spent | None  # of a packed round
-    signals: dict[
-        str, signals.Signal
-    ]  # of the drafters without a model, where somebody wants to know
+    # of the drafters without a model, where somebody wants to know
+    signals: dict[str, signals.Signal]
 
 
 def call(function: Run, *arguments, **options) -> Any:

@@ -76,9 +76,8 @@ def _drawn(
 ) -> tuple[Draw, Array | None]:
     """The draw at each hidden state, and the logits where they were made."""
     if streams_head(kernels, sampling, rule):
-        noise = (
-            block_noise(key, position, len(target.embed)) if sampling.temperature else None
-        )  # filled up, too
+        # filled up, too
+        noise = block_noise(key, position, len(target.embed)) if sampling.temperature else None
         parts = laid.verify_head(kernels, mesh)(target, hidden, noise, sampling.temperature)
         return draw_inside(parts, key, position, sampling), None
     scores = logits(target, hidden)

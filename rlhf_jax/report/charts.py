@@ -33,11 +33,8 @@ MOST = 200  # points of a line, bars, and places to point at
 UNITS = 1000  # of the box that paths are drawn in
 LABEL = 16  # pixels between two labels
 ROW = 40  # pixels between two lines of the grid, or more
-LANES = (
-    5,
-    28,
-    576,
-)  # pixels of a lane at least and at most, and of all together where that is possible
+# pixels of a lane at least and at most, and of all together where that is possible
+LANES = (5, 28, 576)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -473,9 +470,8 @@ def _apart(places: np.ndarray, height: int) -> np.ndarray:
         return places
     steps = LABEL * np.arange(len(places))
     room = max(height - steps[-1], 0)
-    pooled = [
-        [place] for place in places - steps
-    ]  # least squares that rise nowhere: neighbours that meet are pooled
+    # least squares that rise nowhere: neighbours that meet are pooled
+    pooled = [[place] for place in places - steps]
     at = 1
     while at < len(pooled):
         if at and np.mean(pooled[at - 1]) > np.mean(pooled[at]):

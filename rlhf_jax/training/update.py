@@ -190,9 +190,8 @@ def update(
     order = minibatches(
         len(host.rewards), config.minibatches, config.epochs, config.seed, int(state.step)
     )
-    order = [
-        rows for rows in order if host.mask[rows].any()
-    ]  # without a token there is nothing to learn
+    # without a token there is nothing to learn
+    order = [rows for rows in order if host.mask[rows].any()]
     history = []
     done = 0
     for rows in order:
@@ -265,11 +264,8 @@ def critic_objective(
     return summed_value_loss(values, batch, clip=config.value_clip)
 
 
-NOTHING = {
-    "loss/policy": 0.0,
-    "kl/mean": 0.0,
-    "gradient/norm": 0.0,
-}  # metrics of an update without a token
+# metrics of an update without a token
+NOTHING = {"loss/policy": 0.0, "kl/mean": 0.0, "gradient/norm": 0.0}
 Objective = Callable[[Model, MicroBatch, UpdateConfig], tuple[Array, dict[str, Array]]]
 
 
@@ -369,9 +365,8 @@ def _check_finite(history: list[dict[str, Any]], state: TrainState) -> None:
     for index, metrics in enumerate(history):
         broken = [name for name, value in metrics.items() if not math.isfinite(value)]
         if broken:
-            name = min(
-                broken, key=lambda name: not name.startswith("loss/")
-            )  # a loss says more than what follows
+            # a loss says more than what follows
+            name = min(broken, key=lambda name: not name.startswith("loss/"))
             raise NotFinite(
                 f"{name} is {float(metrics[name])} in minibatch {index + 1} of update"
                 f" {int(state.step)}; its step was"

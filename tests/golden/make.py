@@ -75,10 +75,8 @@ CASES = {  # name: (configuration, what differs from SHAPE, dtype of the file)
 }
 CLASSIFIERS = {  # name: (configuration, padding token)
     "llama_reward": (transformers.LlamaConfig, "<|pad|>"),
-    "qwen2_reward": (
-        transformers.Qwen2Config,
-        "<|end|>",
-    ),  # what ends every message, too: then it is not read
+    # what ends every message, too: then it is not read
+    "qwen2_reward": (transformers.Qwen2Config, "<|end|>"),
 }
 CLASSIFIER_SHAPE = {
     "vocab_size": 264,

@@ -53,9 +53,8 @@ class Situation:
     live: int  # rows that will gain tokens
     context: float  # known tokens, summed over live rows
     lag: int  # tokens that the draft cache lacks, of the row that lacks most
-    classes: Mapping[
-        str, np.ndarray
-    ]  # by drafter: [2, CLASSES] live rows by familiar and confidence
+    # by drafter: [2, CLASSES] live rows by familiar and confidence
+    classes: Mapping[str, np.ndarray]
     ready: Callable[[Strategy], bool]  # whether its programs are compiled for these rows
     most_nodes: int = trees.NODE_BUCKETS[-1]  # that there is memory to verify a row
     failed: Collection[Strategy] = ()  # whose programs cannot be compiled
@@ -63,9 +62,8 @@ class Situation:
     # samples wait for rows.
     left: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     slice: int = 0  # that chooses: each keeps to its own strategy
-    by_device: Mapping[str, np.ndarray] = dataclasses.field(
-        default_factory=dict
-    )  # of `classes`: [D, CLASSES]
+    # of `classes`: [D, CLASSES]
+    by_device: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,9 +127,8 @@ class _Stage:
     """Figures of the stage that runs."""
 
     tallies: Tallies = dataclasses.field(default_factory=dict)  # what its rounds gave
-    classes: dict[str, np.ndarray] = dataclasses.field(
-        default_factory=dict
-    )  # of its situations, summed
+    # of its situations, summed
+    classes: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     elapsed: float = 0.0  # predicted seconds of what was chosen
     lost: float = 0.0  # of these, predicted to be lost on probes
     switches: int = 0
@@ -235,15 +232,13 @@ class Selector:
 
     def _tokens(self, situation: Situation, pace: np.ndarray) -> np.ndarray:
         """[S] expected of a round, all live rows together. pace as `_pace` says."""
-        weights = np.zeros(
-            (len(self.menu.drafters) + 1, 2 * CLASSES)
-        )  # the last row is plain decoding's
+        # the last row is plain decoding's
+        weights = np.zeros((len(self.menu.drafters) + 1, 2 * CLASSES))
         weights[:, 0] = 1.0
         for place, drafter in enumerate(self.menu.drafters):
             counts = situation.classes.get(drafter)
-            if (
-                counts is not None and (total := sum(counts.ravel().tolist())) > 0
-            ):  # quicker than numpy's, of so few
+            # quicker than numpy's, of so few
+            if counts is not None and (total := sum(counts.ravel().tolist())) > 0:
                 weights[place] = counts.ravel() / total
         return situation.live * (weights @ pace)[self.menu.drafter, np.arange(len(self.menu.nodes))]
 
@@ -284,9 +279,8 @@ class Selector:
         """
         where = self.menu.calls, situation.rows, situation.context
         kept_up = cost.seconds(self.costs, *where, 0)
-        kept_up = np.maximum(
-            kept_up, kept_up[0]
-        )  # drafts never make a round shorter, whatever was measured of either
+        # drafts never make a round shorter, whatever was measured of either
+        kept_up = np.maximum(kept_up, kept_up[0])
         if situation.lag <= cost.FREE_LAG or not self.menu.calls.steps.any():
             return kept_up, kept_up
         whole = np.maximum(cost.seconds(self.costs, *where, situation.lag), kept_up)
@@ -581,9 +575,8 @@ class Selector:
         self.earlier = tally.restore(saved["tallies"])
         self.classes = {drafter: np.array(counts) for drafter, counts in saved["classes"].items()}
         current = saved["current"] or {}
-        current = (
-            current if isinstance(current, dict) else {"0": current}
-        )  # as it was saved before there were slices
+        # as it was saved before there were slices
+        current = current if isinstance(current, dict) else {"0": current}
         self.current = {int(number): trees.parse(name) for number, name in current.items()}
         self.costs = cost.restore(saved["costs"])
         self._expect()

@@ -23,9 +23,8 @@ class Ranking(NamedTuple):
     """The n drafts that rows may make, one row of each class, the worthiest first."""
 
     kind: np.ndarray  # [n] class
-    gains: (
-        np.ndarray
-    )  # [n, 2 * CLASSES] accepted drafts expected, and drafts, of a row of each class that makes it
+    # [n, 2 * CLASSES] accepted drafts expected, and drafts, of a row of each class that makes it
+    gains: np.ndarray
 
 
 def worths(rates: np.ndarray) -> np.ndarray:

@@ -11,9 +11,8 @@ from rlhf_jax.generation.samples import RoundReport
 from rlhf_jax.types import Strategy
 
 Tally = dict[str, float]  # sums over rounds, by name
-Tallies = dict[
-    tuple[Strategy, int], Tally
-]  # by strategy and live rows, rounded up to a power of two
+# by strategy and live rows, rounded up to a power of two
+Tallies = dict[tuple[Strategy, int], Tally]
 
 # What a row of `rows` says of its rounds, beside `live` and `strategy`. The timed figures are of
 # the rounds whose time is known, so that what was predicted of them compares with what they gave.
