@@ -59,9 +59,8 @@ class Stages:
     ahead: Ahead | None = None  # compiles strategies before they are used
     draft_attend: Callable = causal  # attention of a draft model that reads whole texts
     distillation: Distillation | None = None  # None: there is no student, or it stays as it is
-    decide: Callable[[View], Plan] | None = (
-        None  # where samples run; None: they stay where they are dealt
-    )
+    # where samples run; None: they stay where they are dealt
+    decide: Callable[[View], Plan] | None = None
     in_turn: bool = False  # slices are served one after the other, so that a run repeats itself
     # terms of the reward, by name
     reward_models: Mapping[str, RewardModel] = dataclasses.field(default_factory=dict)
@@ -75,9 +74,8 @@ class Frozen:
 
     reference: Model | None = None  # None: the policy is its own
     drafter: Model | None = None
-    student: Model | None = (
-        None  # as the one that is kept current began: what its learning is measured against
-    )
+    # as the one that is kept current began: what its learning is measured against
+    student: Model | None = None
 
 
 def drafter_of(state: TrainState, frozen: Frozen) -> Model | None:
@@ -138,9 +136,8 @@ class Memory:
     kl_coefficient: float  # what it is now
     taught: int = 0  # updates of the policy when the drafter last learned from it
     timeline: Timeline = dataclasses.field(default_factory=Timeline)  # of the step that is taken
-    evaluated: tuple[Sequence[Sample], Learned] | None = (
-        None  # since the last step: with the next one it is remembered
-    )
+    # since the last step: with the next one it is remembered
+    evaluated: tuple[Sequence[Sample], Learned] | None = None
 
     def selectors(self) -> list[Selector]:
         """Those that choose strategies: none where the strategy is fixed."""

@@ -31,9 +31,8 @@ OFTEN = 32  # rounds after which there is a new plan, if no sample has ended bef
 class Placing:
     """How samples are placed."""
 
-    decide: Callable[[View], Plan] | None = (
-        None  # None: each slice gets its share at once, and keeps it
-    )
+    # None: each slice gets its share at once, and keeps it
+    decide: Callable[[View], Plan] | None = None
     lengths: Lengths = dataclasses.field(default_factory=Lengths)  # the law of responses
     # slices are served one after the other, not as they are ready: then a run repeats itself
     in_turn: bool = False

@@ -176,9 +176,8 @@ class Ahead:
         self._worker = concurrent.futures.ThreadPoolExecutor(1, "compiling")
         self._compiled: set[tuple] = set()
         self._failed: set[tuple] = set()
-        self.events = (
-            0  # compilations begun and ended: equal at two times if there was none between
-        )
+        # compilations begun and ended: equal at two times if there was none between
+        self.events = 0
         self.busy = False
 
     def ready(self, strategy: Strategy, rows: int, decoding: Decoding, mesh) -> bool:
@@ -228,9 +227,8 @@ class Ahead:
         try:
             job()
             self._compiled.add(key)
-        except (
-            Exception
-        ) as error:  # a strategy that cannot be compiled is not used; the run goes on
+        except Exception as error:
+            # A strategy that cannot be compiled is not used; the run goes on.
             self._failed.add(key)
             warnings.warn(
                 f"A drafting strategy could not be compiled and is left out: {error}", stacklevel=1

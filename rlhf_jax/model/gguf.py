@@ -36,9 +36,8 @@ NAMES = {
     "query_norm": "attn_q_norm.weight",
     "key_norm": "attn_k_norm.weight",
 }
-ROPE_DIVISORS = (
-    "rope_freqs.weight"  # how llama.cpp keeps Llama 3's scaling: one divisor a frequency
-)
+# how llama.cpp keeps Llama 3's scaling: one divisor a frequency
+ROPE_DIVISORS = "rope_freqs.weight"
 # tokenizer.ggml.token_type
 CONTROL = 3
 USER_DEFINED = 4

@@ -48,9 +48,8 @@ class View:
     token_seconds: float  # ... and more for each token of context
     freed: np.ndarray  # [slices] bool, given to inference already, once their rows have ended
     unscored: float = 0.0  # tokens of finished samples that wait for inference
-    scoring: float = (
-        0.0  # seconds of inference a token on one slice; 0 where the stages are not fused
-    )
+    # seconds of inference a token on one slice; 0 where the stages are not fused
+    scoring: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,13 +47,11 @@ class UpdateConfig:
     value_clip: float = 0.2  # a value moves at most so far from what it was before the update
     aggregate: Callable = token_mean_weights  # one of AGGREGATES: how tokens are weighed
     response_slots: int = 1  # the longest response that may be, by which constant_weights divides
-    kl: Callable = (
-        kl_k3  # the divergence in the loss: of shaping.KL, but not k1, whose gradient has mean zero
-    )
+    # the divergence in the loss: of shaping.KL, but not k1, whose gradient has mean zero
+    kl: Callable = kl_k3
     entropy_weight: float = 0.0
-    target_kl: float = (
-        0.0  # the rest is skipped once KL(old || now) of a minibatch exceeds it; 0 for never
-    )
+    # the rest is skipped once KL(old || now) of a minibatch exceeds it; 0 for never
+    target_kl: float = 0.0
     dtype: Any = jnp.float32  # of the computation; the weights are kept in float32
     remat: bool = True  # keep only each layer's input for the backward pass
     chunk: int = CHUNK  # tokens whose logits exist at one time

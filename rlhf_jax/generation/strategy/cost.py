@@ -21,9 +21,8 @@ CATCH_UP = 8  # tokens of one draft-model call that only fills its cache
 FREE_LAG = 2  # missing tokens that a draft's first call feeds anyway
 WINDOW = 25  # rounds of a cell that count: older ones are forgotten
 DOUBT = 2  # rounds without any error that a cell is taken to begin with
-PRIOR_WEIGHT = (
-    0.02  # of a parameter's distance from the prior, in log space, beside the residual of one point
-)
+# of a parameter's distance from the prior, in log space, beside the residual of one point
+PRIOR_WEIGHT = 0.02
 POINTS = 3  # of a cell that `fit` sees, along its context
 # squared log contexts, summed, that a size must span before its own growth with the context counts
 # half

@@ -23,9 +23,8 @@ PACKING = ("replay",)
 # drafts of such a round's chains, and nodes a row that it verifies
 PACKED_CHAIN = 8
 PACKED_NODES = (2, 3, 5)
-BETTER = (
-    1.02  # expected tokens over those of the shape it replaces that make a tree worth a program
-)
+# expected tokens over those of the shape it replaces that make a tree worth a program
+BETTER = 1.02
 
 
 @dataclasses.dataclass(frozen=True)

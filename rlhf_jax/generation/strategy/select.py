@@ -39,9 +39,8 @@ TRIED = 3  # timed rounds that settle what a call costs; one may have been held 
 # by how much a call that was timed less often may be quicker or slower than predicted by the prior
 # ...
 UNTRIED = 0.3
-UNTRIED_FITTED = (
-    0.05  # ... and by a machine that was fitted to other calls, unless these show it to be less off
-)
+# ... and by a machine that was fitted to other calls, unless these show it to be less off
+UNTRIED_FITTED = 0.05
 FIRST_FIT = 8  # timed rounds before the cost model is fitted first; then at every doubling
 
 
@@ -160,9 +159,8 @@ class Selector:
         self.silent = dict.fromkeys(menu.drafters, 0)  # rounds since a drafter's last evidence
         self.timed = 0  # rounds whose time is known
         self.earlier: Tallies = {}  # of finished stages, all together
-        self.last_stage: list[
-            dict[str, Any]
-        ] = []  # rows of the one that finished last (`tally.rows`)
+        # rows of the one that finished last (`tally.rows`)
+        self.last_stage: list[dict[str, Any]] = []
         self.classes: dict[str, np.ndarray] = {}  # of its situations, summed over rounds
         self.current: dict[int, Strategy] = {}  # by slice
         self.stage = _Stage()
@@ -391,9 +389,8 @@ class Selector:
             known = self.acceptance[drafter]
             drafts = menus.expected_drafts(paths, known.rates) * accepting.calibration(known)
             if drafter != "model":
-                drafts[:, NOTHING] = (
-                    0.0  # what knows nothing to draft drafts nothing; a model always does
-                )
+                # what knows nothing to draft drafts nothing; a model always does
+                drafts[:, NOTHING] = 0.0
             self.expected[:, paths.columns] += drafts.reshape(2 * CLASSES, -1)
         self.expected = np.minimum(self.expected, 1 + self.menu.depth)
         self.stay = {
