@@ -116,9 +116,9 @@ def imports_that_rise(sources: Sources) -> list[str]:
         own = room_of(path)
         if own is None and source.text.strip():
             found.append(f"{path} is in no room; give it or its folder a floor")
-        for target in sorted(imported_files(source, sources)) if own else ():
+        for target in sorted(imported_files(source, sources)):
             other = room_of(target)
-            if other != own and (other is None or FLOORS[other] >= FLOORS[own]):
+            if own and other != own and (other is None or FLOORS[other] >= FLOORS[own]):
                 found.append(f"{path} in {own} imports {target} in {other}, which is not below")
     return found
 
@@ -178,7 +178,8 @@ def long_bodies(sources: Sources) -> list[str]:
 def small_helpers(sources: Sources) -> list[str]:
     """List the product's private functions that one call uses, of under `LEAST_BODY_LINES` lines.
 
-    Callbacks (named, but not called) and functions that a decorator compiles are none.
+    Callbacks (named, but not called) are none, nor functions that a decorator compiles, registers
+    or caches.
     """
     references = References(sources)
     found = []
@@ -191,7 +192,7 @@ def small_helpers(sources: Sources) -> list[str]:
             and 0 < function.lines < LEAST_BODY_LINES
             and len(uses) == 1
             and (uses[0].called or read)
-            and not re.search(r"jit|custom_[vj]|shard_map|register", decorators)
+            and not re.search(r"jit|custom_[vj]|shard_map|cache|register", decorators)
             and references.is_private(function)
         ):
             found.append(f"{function.where} has {function.lines} lines and one use")
@@ -296,9 +297,14 @@ def _top_assignments(sources: Sources) -> Iterator[tuple[str, str, ast.expr]]:
     for path, source in sources.items():
         for node in source.tree.body:
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                pairs: list[tuple[ast.expr, ast.expr]] = [(one, node.value) for one in targets]
+                for target, value in list(pairs):
+                    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                        pairs += zip(target.elts, value.elts, strict=False)
+                for target, value in pairs:
                     if isinstance(target, ast.Name) and not target.id.startswith("_"):
-                        yield path, target.id, node.value
+                        yield path, target.id, value
 
 
 def repeated_types(sources: Sources) -> list[str]:
@@ -439,7 +445,8 @@ def main() -> None:
     if asked.other is not None:
         other = figures(read_formatted(asked.other))
         found = {name: [value, other[name]] for name, value in found.items()}
-    print(json.dumps(found, indent=1))
+    told = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in found.items()]
+    print("{\n" + ",\n".join(told) + "\n}")
 
 
 if __name__ == "__main__":

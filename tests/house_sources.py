@@ -332,5 +332,5 @@ def _exported(source: Source) -> set[str]:
     for node in source.tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else ()
         if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
-            return {one.value for one in ast.walk(node) if isinstance(one, ast.Constant)}
+            return {str(one.value) for one in ast.walk(node) if isinstance(one, ast.Constant)}
     return set()
