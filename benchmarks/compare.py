@@ -1,8 +1,8 @@
-"""Plain decoding beside transformers' generate and tunix's vanilla sampler: CPU, float32,
+r"""Plain decoding beside transformers' generate and tunix's vanilla sampler: CPU, float32,
 temperature 1.
 
-    python benchmarks/compare.py --model DIR --batch 1,8,32 --prompt-tokens 32 --new-tokens 64 --repeats 5 \
-        --peer transformers=/path/to/python --peer tunix=/path/to/python
+    python benchmarks/compare.py --model DIR --batch 1,8,32 --prompt-tokens 32 --new-tokens 64 \
+        --repeats 5 --peer transformers=/path/to/python --peer tunix=/path/to/python
 
 DIR is a Hugging Face folder of a Llama model. Each peer runs in a Python environment of its own:
 

@@ -38,9 +38,8 @@ from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.model import transformer
 from rlhf_jax.types import Model, ModelConfig
 
-os.environ.setdefault(
-    "ALLOW_MULTIPLE_LIBTPU_LOAD", "1"
-)  # no chip is taken: another process may compile, too
+# no chip is taken: another process may compile, too
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 EIGHT = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4"}  # of them
 KERNELS = Kernels(tree_attention="tpu", verify_head="tpu", commit="tpu", logprobs="tpu")

@@ -40,9 +40,8 @@ class Case:
     target: Model
     drafter: Model | None
     wanted: list[Request]
-    decoding: (
-        GenerationConfig  # its strategies may be chosen; the first is taken where nothing chooses
-    )
+    # its strategies may be chosen; the first is taken where nothing chooses
+    decoding: GenerationConfig
     mesh: jax.sharding.Mesh
 
 
@@ -104,7 +103,7 @@ def prepare(case: Case, strategies: Sequence[Strategy], table: pricing.Table | N
     """Compile the strategies' rounds at all sizes that the batch may shrink to; time what the table
     lacks.
     """
-    rows = samples = case.decoding.rows
+    rows = samples = case.decoding.max_rows
     run(first(case, rows + 1))  # a row that is taken again
     warm_up(case.target, case.drafter, samples, case.decoding, case.mesh, look=table is not None)
     while True:
@@ -235,7 +234,7 @@ def described(case: Case, runs: dict[str, list[Run]], table: pricing.Table) -> d
         "tokens_per_round": tokens,
         "acceptance_by_depth": acceptance(everything, case),
         "strategies": taken(runs["adaptive"]),
-        "ceiling": pricing.ceilings(table, case.decoding.rows, strategies, tokens),
+        "ceiling": pricing.ceilings(table, case.decoding.max_rows, strategies, tokens),
         "differing_samples": sum(
             differing(one, runs["plain"][0]) for done in runs.values() for one in done
         ),

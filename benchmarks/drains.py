@@ -147,9 +147,8 @@ class Outcome:
     moves: int = 0
     moved_bytes: float = 0.0
     paused: float = 0.0  # slice seconds lost to moves
-    unscored: float = (
-        0.0  # tokens that still wait for inference at the end, where idle slices did some
-    )
+    # tokens that still wait for inference at the end, where idle slices did some
+    unscored: float = 0.0
 
 
 def run(

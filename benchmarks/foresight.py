@@ -1,8 +1,8 @@
-"""How soon a stage can end for whoever knows only so much of its lengths: a bound, by which to
+r"""How soon a stage can end for whoever knows only so much of its lengths: a bound, by which to
 judge `makespan.py`.
 
-    python benchmarks/foresight.py --latency decode_latency.csv --lengths response_lengths.csv --slices 64 --samples 64
-        --acceptance 0.7 --prediction noisy:0.5 --deadlines 12,12.5
+    python benchmarks/foresight.py --latency decode_latency.csv --lengths response_lengths.csv \
+        --slices 64 --samples 64 --acceptance 0.7 --prediction noisy:0.5 --deadlines 12,12.5
 
 Prints for each deadline the least number of samples that any policy must expect to end later, to
 the precision of the grids below. Moves cost nothing, slices are divisible, and a row keeps running
@@ -76,9 +76,8 @@ def kinds_of(percentiles: np.ndarray, tokens: np.ndarray, count: int, prediction
         sigma = float(prediction.partition(":")[2])
         luck = np.random.default_rng(0)
         noisy = draw_lengths(percentiles, tokens, DRAWN, luck) * luck.lognormal(0, sigma, DRAWN)
-        edges = np.append(
-            1 - np.geomspace(1, 1 / 400, KINDS), 1.0
-        )  # ever narrower kinds of ever longer samples
+        # ever narrower kinds of ever longer samples
+        edges = np.append(1 - np.geomspace(1, 1 / 400, KINDS), 1.0)
         told = np.quantile(noisy, (edges[:-1] + edges[1:]) / 2)
         near = np.exp(-0.5 * (np.log(told[:, None] / (grid + GRAIN / 2)) / sigma) ** 2) * mass
         mass = near / near.sum(axis=1, keepdims=True)
@@ -139,9 +138,8 @@ def _cheapest(
     lengths = gained.shape[1]
     to = np.minimum(np.arange(lengths) + gained, lengths)
     low = np.minimum(to.astype(int), lengths - 1)
-    halted = np.where(
-        (share[:, None] == 0) & (np.arange(lengths) > 0), np.inf, 0.0
-    )  # what runs does not wait
+    # what runs does not wait
+    halted = np.where((share[:, None] == 0) & (np.arange(lengths) > 0), np.inf, 0.0)
     taken = share[:, None] * kinds.survival[:, None, :lengths]
     cost = kinds.survival[:, : lengths + 1]
     chosen = []

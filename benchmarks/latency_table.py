@@ -47,9 +47,8 @@ def read_table(path: str) -> Points:
         ) from error
     if len({row.get("model") for row in rows}) > 1:
         raise ValueError(f"{path} holds several models: give one table for each.")
-    if DECODE not in {
-        entry[0] for entry in entries
-    }:  # plain decoding with the speculative engine loaded stands in
+    # plain decoding with the speculative engine loaded stands in
+    if DECODE not in {entry[0] for entry in entries}:
         entries = [
             (DECODE if entry[0] == f"{DECODE}_sd" else entry[0], *entry[1:]) for entry in entries
         ]

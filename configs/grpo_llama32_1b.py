@@ -1,12 +1,16 @@
 r"""GRPO on Llama-3.2-1B-Instruct, on one 80 GB GPU.
 
-    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python launch/train.py --config configs/grpo_llama32_1b.py \
-        --config.model.path=PATH --config.data.train=PROMPTS.jsonl --config.reward.functions=FILE.py:FUNCTION
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python launch/train.py \
+        --config configs/grpo_llama32_1b.py \
+        --config.model.path=PATH --config.data.train=PROMPTS.jsonl \
+        --config.reward.functions=FILE.py:FUNCTION
 
 Hardware: one GPU of 80 GB (A100 or H100), of which the run may use 76 GB. Memory of each device, as
-predicted and printed by part before weights are loaded: 34.2 GB in generation and 32.8 GB in
-training. Expect: the mean reward of the function you give rises while `kl/mean` stays small. Drafts
-are looked up in the sample itself and in earlier roll-outs of its prompt, so
+predicted and printed by part before weights are loaded:
+34.2 GB in generation and 32.8 GB in training.
+
+Expect: the mean reward of the function you give rises while `kl/mean` stays small. Drafts are
+looked up in the sample itself and in earlier roll-outs of its prompt, so
 `generation/tokens_per_round` rises as prompts come again.
 """
 

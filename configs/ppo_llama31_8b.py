@@ -1,14 +1,17 @@
 r"""PPO on Llama-3.1-8B-Instruct with a reward model and a critic of 8B and a drafter of 1B: 'gpu'
 or 'tpu'.
 
-    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python launch/train.py --config configs/ppo_llama31_8b.py:gpu \
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python launch/train.py \
+        --config configs/ppo_llama31_8b.py:gpu \
         --config.model.path=PATH --config.drafter.path=PATH --config.data.train=PROMPTS.jsonl \
         --config.reward.models=REWARD_MODEL --config.critic.path=REWARD_MODEL
 
 REWARD_MODEL is a Hugging Face folder of a Llama-3.1-8B sequence classifier with one label. Hardware
-and memory of each device, as predicted and printed by part before weights are loaded: gpu, 8 GPUs
-of 80 GB (A100 or H100), of which the run may use 76: 42.7 GB in generation and 43.0 GB in training.
-tpu, a v5p-8 slice, one host with 4 chips of 95 GB: 75.7 GB in generation and 78.3 GB in training.
+and memory of each device, as predicted and printed by part before weights are loaded:
+
+gpu, 8 of 80 GB (A100 or H100), 76 of them used: 42.7 GB in generation and 43.0 GB in training.
+tpu, v5p-8, one host with 4 chips of 95 GB: 75.7 GB in generation and 78.3 GB in training.
+
 Expect: `reward/mean` rises while `kl/mean` stays near its target and `critic/explained_variance`
 climbs above 0 within the first steps.
 """

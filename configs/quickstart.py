@@ -29,8 +29,8 @@ def get_config():
     config.generation.prompts_per_step = 6
     config.generation.samples_per_prompt = 4
     config.generation.max_new_tokens = 20
-    config.generation.rows = 24
-    config.generation.fewest_rows = 12
+    config.generation.max_rows = 24
+    config.generation.min_rows = 12
     config.generation.history_tokens = 64
 
     config.evaluation.every = 9

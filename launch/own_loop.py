@@ -39,9 +39,9 @@ def main(model: str, steps: int) -> None:
     slots = max(map(len, prompts)) + NEW
     strategies = (tree.parse("lookup-chain-2"),)
     decoding = GenerationConfig(
-        Sampling(1.0), strategies, source.stop_tokens, rows=8, slots=slots, seed=0
+        Sampling(1.0), strategies, source.stop_tokens, max_rows=8, max_length=slots, seed=0
     )
-    training = UpdateConfig(micro_rows=GROUP)
+    training = UpdateConfig(microbatch_rows=GROUP)
     optimizers = Optimizers(make_optimizer(1e-5))
     reference = source.load(jnp.float32)
     state = init_train_state(source.load(jnp.float32), optimizers)

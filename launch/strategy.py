@@ -49,7 +49,8 @@ def main(argv: list[str], console: Console | None = None) -> int:
     )
     parser.add_argument("workdir", type=Path, help="of the run; the run may be going on")
     parser.add_argument(
-        "--live", help="numbers of live rows, as in 1,4,16; from 1 to generation.rows if not given"
+        "--live",
+        help="numbers of live rows, as in 1,4,16; from 1 to generation.max_rows if not given",
     )
     parser.add_argument("--step", type=int, help="of the checkpoint; the latest if not given")
     asked = parser.parse_args(argv[1:])
@@ -57,7 +58,7 @@ def main(argv: list[str], console: Console | None = None) -> int:
         workdir = asked.workdir.expanduser()
         config = read_config(workdir)
         step, selector = read_selector(workdir, config, asked.step)
-        live = numbers(asked.live) if asked.live else spread(config.generation.rows)
+        live = numbers(asked.live) if asked.live else spread(config.generation.max_rows)
         show(selector, config, live, f"{workdir.name} after {step:,} steps", console or Console())
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -130,9 +131,8 @@ def show(selector: Selector, config: Config, live: list[int], title: str, consol
     console.print(Text(title, "bold"))
     for count in live:
         situation = _situation(selector, config, count)
-        choice = copy.deepcopy(selector).choose(
-            situation
-        )  # a choice is remembered, and these are only asked for
+        # a choice is remembered, and these are only asked for
+        choice = copy.deepcopy(selector).choose(situation)
         console.print(_table(selector.table(situation), situation))
         console.print(Text(f"{choice.why}.\n"), soft_wrap=True)
 
@@ -141,14 +141,19 @@ def _situation(selector: Selector, config: Config, live: int) -> Situation:
     """As rounds of so many live rows have had it, in a batch that has shrunk as far as it may on
     one device.
     """
-    rows = config.generation.rows if live <= config.generation.rows else statistics.bucket(live)
-    while rows % 2 == 0 and rows // 2 >= max(live, config.generation.fewest_rows):
+    rows = (
+        config.generation.max_rows
+        if live <= config.generation.max_rows
+        else statistics.bucket(live)
+    )
+    while rows % 2 == 0 and rows // 2 >= max(live, config.generation.min_rows):
         rows //= 2
     return selector.typical(live, rows, most_nodes=VERIFIED // rows)
 
 
 def _table(rows: list[dict[str, Any]], situation: Situation) -> Table:
-    title = f"{situation.live} live of {situation.rows} rows, {situation.context / situation.live:,.0f} tokens each"
+    context = situation.context / situation.live
+    title = f"{situation.live} live of {situation.rows} rows, {context:,.0f} tokens each"
     table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
     table.add_column("\nstrategy", min_width=15, overflow="fold")
     for heading, _, _ in COLUMNS:

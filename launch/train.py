@@ -90,7 +90,7 @@ def _of_device(error: Exception) -> str:
             " say why, and the same"
             " command goes on from the last checkpoint."
         )
-    change = "lower training.microbatch_rows or generation.rows"
+    change = "lower training.microbatch_rows or generation.max_rows"
     return f"the device failed ({reason}); if its memory is full, {change}."
 
 
@@ -216,9 +216,8 @@ def loop(
         )
         raise
     except Exception as error:
-        whole = not any(
-            leaf.is_deleted() for leaf in jax.tree.leaves(state)
-        )  # no update has begun, and used it up
+        # no update has begun, and used it up
+        whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
         if whole and distributed.all_here("a failed step"):
             try:
                 save(setting, state, remembered)

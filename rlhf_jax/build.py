@@ -65,15 +65,14 @@ FREE = (
     "kernels.",
     "reward.workers",
     "reward.seconds",
-    "generation.rows",
-    "generation.fewest_rows",
+    "generation.max_rows",
+    "generation.min_rows",
     "generation.reallocate",
     "generation.fuse_inference",
     "training.microbatch_rows",
 )
-EVERYTHING = (
-    1 << 40
-)  # tokens that are remembered of each held-out prompt: its last samples are the next one's drafts
+# tokens that are remembered of each held-out prompt: its last samples are the next one's drafts
+EVERYTHING = 1 << 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,9 +276,9 @@ def _decoding(run: Run) -> GenerationConfig:
         sampling=Sampling(generation.temperature, generation.top_k),
         strategies=derived.strategies(config).strategies,
         stop_tokens=run.policy.stop_tokens,
-        rows=generation.rows,
-        fewest_rows=generation.fewest_rows,
-        slots=config.data.max_prompt_tokens + generation.max_new_tokens,
+        max_rows=generation.max_rows,
+        min_rows=generation.min_rows,
+        max_length=config.data.max_prompt_tokens + generation.max_new_tokens,
         seed=config.seed,
         acceptance=generation.acceptance,
         history=generation.history_tokens,
@@ -309,7 +308,7 @@ def _training(run: Run) -> UpdateConfig:
     return UpdateConfig(
         epochs=training.epochs,
         minibatches=training.minibatches,
-        micro_rows=training.microbatch_rows,
+        microbatch_rows=training.microbatch_rows,
         bucket=training.length_bucket,
         temperature=config.generation.temperature,
         clip_low=training.clip_low,
@@ -369,9 +368,11 @@ def _distillation(run: Run) -> Distillation | None:
             optimizer, config, generation.prompts_per_step * generation.samples_per_prompt
         )
     samples = run.config.drafter.samples
-    rows = min(samples, config.micro_rows)
+    rows = min(samples, config.microbatch_rows)
     return Distillation(
-        optimizer, dataclasses.replace(config, epochs=1, minibatches=1, micro_rows=rows), samples
+        optimizer,
+        dataclasses.replace(config, epochs=1, minibatches=1, microbatch_rows=rows),
+        samples,
     )
 
 
@@ -505,7 +506,7 @@ def _selector(run: Run) -> Selector | None:
     if not derived.adaptive(run.config):
         return None
     decoding = _decoding(run)
-    size = decoding.rows, decoding.slots
+    size = decoding.max_rows, decoding.max_length
     costs = derived.costs(run.models, jax.default_backend(), run.dtype.itemsize, {}, *size)
     return Selector(derived.strategies(run.config), costs, frozen_costs=run.config.deterministic)
 

@@ -51,9 +51,8 @@ class RewardedRollout:
     samples: list[Sample]
     answers: list[Response]
     rewards: np.ndarray  # [B] float32
-    scored: dict[int, Scored] = dataclasses.field(
-        default_factory=dict
-    )  # by sample id, what slices had time for
+    # by sample id, what slices had time for
+    scored: dict[int, Scored] = dataclasses.field(default_factory=dict)
 
     def table(self) -> list[dict[str, Any]]:
         """One row a sample, for people to read; the reward is None where scoring failed."""
@@ -191,16 +190,22 @@ def _backlog(target: Model, judges: ScoringModels, stages: Stages) -> ScoringQue
     place = functools.partial(decoding_weights, dtype=stages.dtype, mesh=stages.mesh)
     reference, critic = (judge and place(judge) for judge in judges)
     training = stages.training
-    rows = max(1, stages.training.micro_rows // stages.mesh.shape["slices"])
+    rows = max(1, stages.training.microbatch_rows // stages.mesh.shape["slices"])
     rewards = {
         name: dataclasses.replace(
-            judge, model=place(judge.model), rows=rows, bucket=stages.decoding.slots
+            judge, model=place(judge.model), rows=rows, bucket=stages.decoding.max_length
         )
         for name, judge in stages.reward_models.items()
     }
     return ScoringQueue(
         Scoring(
-            target, reference, critic, training.temperature, rows, stages.decoding.slots, rewards
+            target,
+            reference,
+            critic,
+            training.temperature,
+            rows,
+            stages.decoding.max_length,
+            rewards,
         )
     )
 
@@ -277,7 +282,7 @@ def read_texts(
     """What the draft model would have done on finished texts, READ rows, or as many as the devices
     share evenly.
     """
-    rollout = as_rollout(samples, decoding.slots)
+    rollout = as_rollout(samples, decoding.max_length)
     rows = shared(READ, stages.mesh)
     padding = ((0, rows - len(samples)), (0, 0))
     tokens = np.pad(rollout.tokens, padding)
@@ -436,7 +441,7 @@ def compile_rounds(policy: Model, drafter: Model | None, memory: HostState, stag
     )
     does = warm_up(target, drafter, samples, stages.decoding, stages.mesh, bool(selectors))
     models = ModelConfigs(target.config, drafter and drafter.config)
-    size = stages.decoding.rows, stages.decoding.slots
+    size = stages.decoding.max_rows, stages.decoding.max_length
     for selector in selectors:
         selector.begin(
             derived.costs(models, jax.default_backend(), target.norm.dtype.itemsize, does, *size)

@@ -51,10 +51,8 @@ def count_devices() -> int:
     """The number of devices; ValueError where JAX cannot use the platform that it was asked for."""
     try:
         return jax.device_count()
-    except (
-        RuntimeError,
-        AssertionError,
-    ) as error:  # the latter where a platform is known but not installed
+    except (RuntimeError, AssertionError) as error:
+        # AssertionError where a platform is known but not installed
         reason = (str(error).splitlines() or ["it is not installed"])[0].rstrip(".")
         raise ValueError(
             f"JAX cannot use the platform {jax.config.values['jax_platforms']!r} ({reason});"

@@ -109,7 +109,7 @@ def distill_step(
         state.policy, drafter, prompts, memory, number, stages, observe, nobody
     )
     observe("training", None)
-    rollout = as_rollout(collected.samples, stages.decoding.slots)
+    rollout = as_rollout(collected.samples, stages.decoding.max_length)
     state, taught = distill_drafter(state, frozen, rollout, memory, stages, observe)
     if "drafter/not_finite" in taught:
         raise ValueError("The student's loss is not finite; lower drafter.learning_rate")
@@ -177,7 +177,7 @@ def score(
     its own. Under top-k the reference, too, is renormalised on the sampled sets. The metrics say
     how far the recomputed law is from the one that was sampled (`mismatch/...`).
     """
-    rollout = as_rollout(collected.samples, stages.decoding.slots)
+    rollout = as_rollout(collected.samples, stages.decoding.max_length)
     models = (
         _cast(state.policy, stages.dtype),
         reference,
@@ -235,7 +235,7 @@ def _score(
     (policy, reference, critic) = models
     training = stages.training
     placed = meshes.place_rows(rollout, stages.mesh)
-    rows = training.micro_rows
+    rows = training.microbatch_rows
     how = dict(
         temperature=training.temperature, rows=rows, attend=training.attend, law=training.law
     )
@@ -249,7 +249,7 @@ def _score_the_rest(
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
     """As `_score`, on the host: what slices have scored, and the rest in parts of a fixed size."""
     numbers = rollout.sample_id.tolist()
-    rows = stages.training.micro_rows
+    rows = stages.training.microbatch_rows
     rest = [row for row, number in enumerate(numbers) if number not in scored]
     found = {row: scored[number] for row, number in enumerate(numbers) if number in scored}
     for start in range(0, len(rest), rows):

@@ -36,9 +36,8 @@ def placing_of(
     placing = PlacementPolicy(stages.plan_reallocation, lengths, stages.in_turn, name)
     if scoring_queue is None:
         return placing
-    slice_groups = slice_group_of(
-        stages.mesh
-    ).slice_groups  # each has finished about as much as this one
+    # each has finished about as much as this one
+    slice_groups = slice_group_of(stages.mesh).slice_groups
     return dataclasses.replace(
         placing, scoring=stages.scoring, unscored=lambda: slice_groups * scoring_queue.tokens
     )

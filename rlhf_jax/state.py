@@ -30,15 +30,12 @@ from rlhf_jax.types import Model, TrainState
 KEPT = 0.5  # what the lengths of earlier responses weigh once the policy has moved
 
 Observer = Callable[[str, RoundReport | None], None]  # of (phase, the round that arrived in it)
-Known = Mapping[
-    str, Mapping[int, float]
-]  # scores that answers have already, by the reward's term and their index
-Reward = Callable[
-    [Sequence[Response], Known], tuple[Scores, dict[str, float]]
-]  # and what to report
-Controller = Callable[
-    [float, float, int], float
-]  # of (KL coefficient, KL of a response, samples): the next one
+# scores that answers have already, by the reward's term and their index
+Known = Mapping[str, Mapping[int, float]]
+# and what to report
+Reward = Callable[[Sequence[Response], Known], tuple[Scores, dict[str, float]]]
+# of (KL coefficient, KL of a response, samples): the next one
+Controller = Callable[[float, float, int], float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +60,11 @@ class Stages:
     ahead: BackgroundCompiler | None = None  # compiles strategies before they are used
     draft_attend: Callable = causal  # attention of a draft model that reads whole texts
     distillation: Distillation | None = None  # None: there is no student, or it stays as it is
-    plan_reallocation: Callable[[ClusterView], Reallocation] | None = (
-        None  # where samples run; None: they stay where they are dealt
-    )
+    # where samples run; None: they stay where they are dealt
+    plan_reallocation: Callable[[ClusterView], Reallocation] | None = None
     in_turn: bool = False  # slices are served one after the other, so that a run repeats itself
-    reward_models: Mapping[str, RewardModel] = dataclasses.field(
-        default_factory=dict
-    )  # terms of the reward, by name
+    # terms of the reward, by name
+    reward_models: Mapping[str, RewardModel] = dataclasses.field(default_factory=dict)
     # seconds, about, in which a slice scores a token; 0: inference begins when all has ended
     scoring: float = 0.0
 
@@ -80,9 +75,8 @@ class FrozenModels:
 
     reference: Model | None = None  # None: the policy is its own
     drafter: Model | None = None
-    student: Model | None = (
-        None  # as the one that is kept current began: what its learning is measured against
-    )
+    # as the one that is kept current began: what its learning is measured against
+    student: Model | None = None
 
 
 def drafter_of(state: TrainState, frozen: FrozenModels) -> Model | None:
@@ -143,9 +137,8 @@ class HostState:
     kl_coefficient: float  # what it is now
     taught: int = 0  # updates of the policy when the drafter last learned from it
     timeline: Timeline = dataclasses.field(default_factory=Timeline)  # of the step that is taken
-    evaluated: tuple[Sequence[Sample], RolloutStats] | None = (
-        None  # since the last step: with the next one it is remembered
-    )
+    # since the last step: with the next one it is remembered
+    evaluated: tuple[Sequence[Sample], RolloutStats] | None = None
 
     def selectors(self) -> list[Selector]:
         """Those that choose strategies: none where the strategy is fixed."""

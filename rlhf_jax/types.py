@@ -14,9 +14,8 @@ from typing import Any
 
 from flax import struct
 
-Array = (
-    Any  # a jax.Array, or a numpy array on the host; in templates of a tree, a shape or a sharding
-)
+# a jax.Array, or a numpy array on the host; in templates of a tree, a shape or a sharding
+Array = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +46,8 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     tied: bool = False  # the head is the embedding, transposed
-    scalar_head: bool = (
-        False  # one output for the vocabulary's many: a critic or reward model; never tied
-    )
+    # one output for the vocabulary's many: a critic or reward model; never tied
+    scalar_head: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
 
@@ -195,9 +193,8 @@ class Experience:
     reference_logprobs: Array  # [B, T] float32
     rewards: Array  # [B] float32, of whole samples
     advantages: Array  # [B, T] float32
-    values: Array | None = (
-        None  # [B, T] float32, the critic's before the update: of what is known before the token
-    )
+    # [B, T] float32, the critic's before the update: of what is known before the token
+    values: Array | None = None
     returns: Array | None = None  # [B, T] float32, what the critic is to predict
 
 

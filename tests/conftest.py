@@ -45,9 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.getoption("--kernels") == "interpret":
         _interpret_kernels()
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a job in the background has it ignored
+    # a job in the background has it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     cache = getattr(config, "cache", None)
     if cache is not None:

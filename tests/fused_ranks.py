@@ -40,8 +40,8 @@ from rlhf_jax.runtime.signals import Stopped
 from rlhf_jax.runtime.slice_groups import slice_group_of
 
 GOLDEN = Path(__file__).parent / "golden" / "llama_reward"
-HOW = GenerationConfig(Sampling(1.0), (PLAIN,), (), rows=6, slots=64, seed=3, fewest_rows=6)
-SHORT = HOW.rows  # samples that the first slice has: they end long before the others
+HOW = GenerationConfig(Sampling(1.0), (PLAIN,), (), max_rows=6, max_length=64, seed=3, min_rows=6)
+SHORT = HOW.max_rows  # samples that the first slice has: they end long before the others
 ROWS = 2  # that are scored at one time
 
 
@@ -82,7 +82,7 @@ def models() -> Scoring:
     source = open_source(GOLDEN)
     judge = RewardModel(source, unstack(source.load(np.float32)), rows=ROWS)
     return Scoring(
-        policy, reference, critic, 1.0, rows=ROWS, slots=HOW.slots, rewards={"judge": judge}
+        policy, reference, critic, 1.0, rows=ROWS, slots=HOW.max_length, rewards={"judge": judge}
     )
 
 
@@ -178,7 +178,7 @@ def given_away(view: ClusterView) -> Reallocation:
 
 def requests() -> list[Request]:
     """One sample each; so many that the second slice has twice its rows to begin."""
-    limits = [4] * SHORT + [30] * 2 * HOW.rows
+    limits = [4] * SHORT + [30] * 2 * HOW.max_rows
     prompts = np.random.default_rng(0).integers(0, 300, (len(limits), 5)).astype(np.int32)
     return [
         Request(prompt, (i,), limit)

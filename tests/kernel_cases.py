@@ -28,7 +28,8 @@ MARKS = (
     pytest.mark.gpu,
     pytest.mark.skipif(
         not GPU and not hasattr(plgpu, "InterpretGPUParams"),
-        reason=f"there is no GPU, and jax {jax.__version__} has no interpreter of Mosaic GPU; 0.12 has",
+        reason=f"there is no GPU, and jax {jax.__version__} has no interpreter of Mosaic GPU; "
+        "0.12 has",
     ),
 )
 

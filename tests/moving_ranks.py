@@ -46,7 +46,13 @@ def main(port: str, rank: int, ranks: int, slices: int, kernels: str) -> int:
     wanted = requests()
     tally = GenerationCounts()
     how = GenerationConfig(
-        Sampling(1.0), (PLAIN,), (), rows=6, slots=128, seed=3, kernels=Kernels(*[kernels] * 4)
+        Sampling(1.0),
+        (PLAIN,),
+        (),
+        max_rows=6,
+        max_length=128,
+        seed=3,
+        kernels=Kernels(*[kernels] * 4),
     )
     mesh = meshes.make_mesh(1, -1, 1, slices=slices)
     whole = jax.jit(
@@ -117,7 +123,7 @@ def pack(
     wanted = [dataclasses.replace(one, earlier=nearly(one, alone)) for one in requests()]
     selector = Packs(slice_group.leads)
     tally = GenerationCounts()
-    how = dataclasses.replace(how, strategies=(PLAIN, PACKED), fewest_rows=6)
+    how = dataclasses.replace(how, strategies=(PLAIN, PACKED), min_rows=6)
     check(
         list(begin(wanted, how, mesh, tally.add, selector, placing=shuffled("packed"))),
         tally,

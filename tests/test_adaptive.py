@@ -93,7 +93,14 @@ def requests(earlier=None, count: int = 5, new: int = 40) -> list[Request]:
 
 def decoding(**changes) -> GenerationConfig:
     base = GenerationConfig(
-        Sampling(1.0), STRATEGIES, (STOP,), rows=8, slots=64, seed=3, history=64, fewest_rows=2
+        Sampling(1.0),
+        STRATEGIES,
+        (STOP,),
+        max_rows=8,
+        max_length=64,
+        seed=3,
+        history=64,
+        min_rows=2,
     )
     return dataclasses.replace(base, **changes)
 
@@ -140,8 +147,8 @@ def test_text_is_plain_text_when_every_round_drafts_otherwise(target, drafter, e
 @pytest.mark.slow
 def test_a_changed_policy_replays_most_of_its_earlier_text(target, earlier):
     """Drafts of the same noise are nearly always right; without that noise they are not."""
-    how = decoding(strategies=(trees.parse("replay-chain-8"),), stop_tokens=(), rows=20)
-    plain = decoding(strategies=STRATEGIES[:1], stop_tokens=(), rows=20)
+    how = decoding(strategies=(trees.parse("replay-chain-8"),), stop_tokens=(), max_rows=20)
+    plain = decoding(strategies=STRATEGIES[:1], stop_tokens=(), max_rows=20)
     wanted = requests()
     before = texts_of(run(moved(target, 3e-4), None, plain, wanted))
     reports = []
@@ -196,7 +203,7 @@ def test_a_switch_compiles_nothing(target, drafter, earlier, meshed, compilation
         target, drafter = (
             jax.device_put(m, model_shardings(m, mesh, "generation")) for m in (target, drafter)
         )
-    how = decoding(slots=72, fewest_rows=8, history=0)
+    how = decoding(max_length=72, min_rows=8, history=0)
     ahead = BackgroundCompiler()
     names = "plain", "lookup-chain-6", "replay-chain-8", "model-chain-3", "replay-chain-8-packed-3"
     turns = list(map(NAMES.index, names))
@@ -229,7 +236,7 @@ def test_a_strategy_that_cannot_be_compiled_is_left_out(target, monkeypatch):
         raise RuntimeError("no room")
 
     monkeypatch.setattr(precompile, "compile_only", fail)
-    how = decoding(strategies=STRATEGIES[:3], slots=80)
+    how = decoding(strategies=STRATEGIES[:3], max_length=80)
     with pytest.warns(UserWarning, match="left out: no room"):
         run(target, None, how, requests(), selector=chooser, ahead=ahead)
     monkeypatch.setattr(precompile, "compile_only", real)
@@ -241,7 +248,10 @@ def test_a_strategy_that_cannot_be_compiled_is_left_out(target, monkeypatch):
 def test_finished_siblings_are_looked_up(target):
     """Four samples that write the same: the last one reads what the first ones wrote."""
     how = decoding(
-        strategies=(trees.parse("lookup-chain-4"),), stop_tokens=(), rows=1, sampling=Sampling(0.0)
+        strategies=(trees.parse("lookup-chain-4"),),
+        stop_tokens=(),
+        max_rows=1,
+        sampling=Sampling(0.0),
     )
     prompt = np.array([5, 9, 2], np.int32)
     samples = run(target, None, how, [Request(prompt, (0, 1, 2), 30)])
@@ -255,7 +265,10 @@ def test_running_siblings_are_looked_up(target):
     they come.
     """
     how = decoding(
-        strategies=(trees.parse("lookup-chain-4"),), stop_tokens=(), rows=2, sampling=Sampling(0.0)
+        strategies=(trees.parse("lookup-chain-4"),),
+        stop_tokens=(),
+        max_rows=2,
+        sampling=Sampling(0.0),
     )
     how = dataclasses.replace(how, history=0)
     prompt = np.array([5, 9, 2], np.int32)
@@ -267,7 +280,7 @@ def test_running_siblings_are_looked_up(target):
     assert together[1].tokens == run(target, None, how, alone)[0].tokens
     # Different requests are no siblings; the same request is.
     shared = run(
-        target, None, dataclasses.replace(how, rows=2), [*short, Request(prompt, (0, 1), 40)]
+        target, None, dataclasses.replace(how, max_rows=2), [*short, Request(prompt, (0, 1), 40)]
     )
     assert shared[1].rounds < together[1].rounds
 
@@ -284,9 +297,8 @@ def test_situations_and_reports_say_what_is(target, drafter, earlier):
         assert counts[1].sum() == situation.live  # every prompt was rolled out before
         assert situation.context >= situation.live
     lags = [situation.lag for _, _, situation in chooser.asked]
-    assert (
-        max(lags) > 5 and lags[-1] <= 2 * 4
-    )  # what the draft model has not seen is fed before it drafts
+    # what the draft model has not seen is fed before it drafts
+    assert max(lags) > 5 and lags[-1] <= 2 * 4
     for report in chooser.heard:
         assert report.tokens >= report.live and set(report.evidence) >= {"lookup", "replay"}
         assert ("model" in report.evidence) == (report.strategy.drafter == "model")

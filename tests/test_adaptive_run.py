@@ -43,9 +43,8 @@ def test_noise_that_training_repeats_is_replayed(tmp_path, one_device):
     first = lines(tmp_path / "run" / "metrics.jsonl")[:2]
     again = lines(tmp_path / "run" / "metrics.jsonl")[2:]
     assert all(step["generation/tokens_per_round"] == 1.0 for step in first)
-    assert all(
-        1.2 < step["generation/tokens_per_round"] < 2.5 for step in again
-    )  # half the samples, three at best
+    # half the samples, three at best
+    assert all(1.2 < step["generation/tokens_per_round"] < 2.5 for step in again)
     texts = [
         {
             sample["response"]
@@ -72,7 +71,14 @@ def test_probes_of_a_real_stage_cost_no_more_than_one_per_cent(target, drafter):
     """A draft model that nobody has had read a text is known by probes alone."""
     menu = menus.build(map(trees.parse, ("plain", "lookup-chain-2", "model-chain-2")))
     how = GenerationConfig(
-        Sampling(1.0), menu.strategies, (), rows=4, slots=64, seed=3, history=64, fewest_rows=4
+        Sampling(1.0),
+        menu.strategies,
+        (),
+        max_rows=4,
+        max_length=64,
+        seed=3,
+        history=64,
+        min_rows=4,
     )
     work = cost.Work(1e5, 1e3, 1e5, 1e3)
     selector = Counting(menu, cost.prior("cpu", work, work))

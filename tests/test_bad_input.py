@@ -42,8 +42,10 @@ def hangs(prompt, response, row): time.sleep(60)
 def no_number(prompt, response, row): return float("nan")
 def text(prompt, response, row): return "good"
 def dies(prompt, response, row): os._exit(3)
-def kind(response): return ("raises", "hangs", "no_number", "dies", "", "")[sum(map(ord, response)) % 6]
-def sometimes(prompt, response, row): return globals()[kind(response) or "vowels"](prompt, response, row)
+def kind(response):
+    return ("raises", "hangs", "no_number", "dies", "", "")[sum(map(ord, response)) % 6]
+def sometimes(prompt, response, row):
+    return globals()[kind(response) or "vowels"](prompt, response, row)
 value = 3
 """
 
@@ -575,9 +577,8 @@ def test_a_reward_that_sometimes_fails_stops_nothing(place, capsys):
         "reward__seconds": 0.2,
         "reward__failed": -7.0,
     }
-    changes |= {
-        "evaluation__every": 1
-    }  # whose samples are not seen here, but whose failures would stop the run
+    # whose samples are not seen here, but whose failures would stop the run
+    changes |= {"evaluation__every": 1}
     assert PROGRAMS["train"](command(place, changes)) == 0, capsys.readouterr().err
     kind = runpy.run_path(str(place.home / "rewards.py"))["kind"]
     samples = [

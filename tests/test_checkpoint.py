@@ -36,9 +36,8 @@ def make_state(seed: int) -> Any:
     """A policy of every kind of leaf, the state of its optimizer, and no critic."""
     bits = np.random.default_rng(seed).integers(0, 1 << 32, (4, WORDS // 4), dtype=np.uint32)
     policy: Any = {
-        "bits": jnp.asarray(
-            bits.view(np.float32)
-        ),  # any bits: NaNs with a message, -0.0, denormals
+        # any bits: NaNs with a message, -0.0, denormals
+        "bits": jnp.asarray(bits.view(np.float32)),
         "half": jnp.asarray(bits[0].astype(np.uint16)).view(jnp.bfloat16),
         "none": None,
         "flags": (jnp.asarray(bits[1, :5] % 2 == 0), jnp.int8(-seed)),
@@ -336,9 +335,8 @@ def test_an_error_of_a_save_is_one_sentence_at_the_next_call(tmp_path, capfd):
     save(tmp_path, 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with opened(tmp_path) as checkpoints:
-        resource.setrlimit(
-            resource.RLIMIT_FSIZE, (1 << 14, limits[1])
-        )  # as a full disk: a file cannot grow
+        # as a full disk: a file cannot grow
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, limits[1]))
         try:
             with pytest.raises(
                 OSError, match=r"step 2 could not be saved in .* \(File too large\)"
@@ -514,9 +512,8 @@ def test_a_fingerprint_sees_every_bit_and_its_place(dtype):
     swapped = array.copy()
     swapped[0, :2] = array[0, 1::-1]
     assert int(fingerprint(jnp.asarray(swapped))) != mark
-    assert (
-        int(fingerprint(jnp.asarray(array.reshape(8, 6)))) == mark
-    )  # the place is the one in memory
+    # the place is the one in memory
+    assert int(fingerprint(jnp.asarray(array.reshape(8, 6)))) == mark
 
 
 @pytest.mark.parametrize(

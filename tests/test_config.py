@@ -183,7 +183,7 @@ def test_a_valid_config_passes(valid):
         ("generation.repeated_noise", 5, "5 of 4 samples"),
         ("generation.samples_per_prompt", 1, "grpo compares"),
         ("generation.samples_per_prompt", 3, "24 rows"),
-        ("generation.rows", 12, "12 rows of generation.rows"),
+        ("generation.max_rows", 12, "12 rows of generation.max_rows"),
         ("evaluation.top_p", 1.5, "evaluation.top_p is 1.5"),
         ("evaluation.temperature", -1.0, "evaluation.temperature is -1.0"),
         ("training.minibatches", 3, "32 samples of a step"),

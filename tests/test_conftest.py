@@ -19,7 +19,7 @@ def test_kernels_are_those_asked_for(kernels_are_interpreted, tmp_path):
     """In configs and where no config is, in each process that runs tests (`-n 2`), and in commands
     that these begin.
     """
-    how = GenerationConfig(Sampling(), (), (), rows=1, slots=1, seed=0).kernels
+    how = GenerationConfig(Sampling(), (), (), max_rows=1, max_length=1, seed=0).kernels
     wanted = ("interpret", INTERPRETED) if kernels_are_interpreted else ("auto", REFERENCE)
     assert (set(default().kernels.values()), how) == ({wanted[0]}, wanted[1])
     assert {f"--config.kernels.{name}={wanted[0]}" for name in FUNCTIONS} <= set(

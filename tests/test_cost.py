@@ -104,9 +104,8 @@ def test_fit_recovers_the_machine_from_noisy_rounds_with_outliers():
     assert worst_error(cost.prior("gpu", TARGET, DRAFTER)) > 0.3
     cost.fit(costs)
     assert worst_error(costs) < 0.06
-    assert (
-        worst_error(costs, lags=(20,)) < 0.12
-    )  # rarer, and up to three calls that are seen in sums alone
+    # rarer, and up to three calls that are seen in sums alone
+    assert worst_error(costs, lags=(20,)) < 0.12
     costs.corrections.clear()
     costs.trends.clear()
     assert worst_error(costs) < 0.06  # the roofline alone, which prices what nobody tried

@@ -173,9 +173,8 @@ def test_epochs_and_seeds_differ_and_repeat():
     assert take(iterator.Batches(50, 8, 3), 20) == take(iterator.Batches(50, 8, 3), 20)
 
 
-@pytest.mark.parametrize(
-    "steps", [0, 1, 2, 3, 5, 6]
-)  # mid-epoch, at the boundary (5 of 4 = 2 of 10), across it
+# mid-epoch, at the boundary (5 of 4 = 2 of 10), across it
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5, 6])
 def test_resume_neither_skips_nor_repeats(steps):
     whole = take(iterator.Batches(10, 4, seed=7), 12)
     first = iterator.Batches(10, 4, seed=7)

@@ -40,7 +40,7 @@ from rlhf_jax.training.distill import (
 from rlhf_jax.training.update import Optimizers, UpdateConfig, init_train_state
 from rlhf_jax.types import Rollout
 
-CONFIG = UpdateConfig(micro_rows=2, bucket=8, temperature=0.8, chunk=6, seed=5)
+CONFIG = UpdateConfig(microbatch_rows=2, bucket=8, temperature=0.8, chunk=6, seed=5)
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
 DISTILL = {
     "objective": "distill",
@@ -188,7 +188,7 @@ def taught(policy, devices: mesh.Mesh | None, config: UpdateConfig):
 
 @pytest.mark.slow
 def test_the_split_over_devices_and_micro_batches_changes_nothing(policy):
-    config = dataclasses.replace(CONFIG, minibatches=2, epochs=2, micro_rows=4)
+    config = dataclasses.replace(CONFIG, minibatches=2, epochs=2, microbatch_rows=4)
     state, metrics = taught(policy, None, config)
     other, split = taught(policy, mesh.make_mesh(2, 2, 2), dataclasses.replace(config, chunk=512))
     assert split == pytest.approx(metrics, rel=1e-3)

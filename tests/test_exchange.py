@@ -110,9 +110,8 @@ def test_no_program_of_a_move_gathers_the_batch(fsdp):
     compiled = row_transfer._put.lower(
         state, packet, row, row_transfer._begins(state, 64, here), here
     ).compile()
-    assert (
-        compiled.memory_analysis().temp_size_in_bytes < 1000
-    )  # all goes from the parcel to its place
+    # all goes from the parcel to its place
+    assert compiled.memory_analysis().temp_size_in_bytes < 1000
     arriving = compiled.as_text()
     for program in (leaving, arriving):
         assert "all-gather" not in program and "all-to-all" not in program

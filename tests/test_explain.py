@@ -85,9 +85,8 @@ def test_the_finished_stage_stays_readable_until_the_next_has_ended():
     assert chooser.last_stage == []
     chooser.stage_ended()
     first = chooser.last_stage
-    assert (
-        sum(row["rounds"] for row in first) == len(world.taken) - 1
-    )  # the last round has not arrived
+    # the last round has not arrived
+    assert sum(row["rounds"] for row in first) == len(world.taken) - 1
     assert {row["strategy"] for row in first} <= set(map(trees.name_of, world.taken))
     assert all(row["live"] / 2 < row["live_rows"] / row["rounds"] <= row["live"] for row in first)
     timed = [row for row in first if row["rounds"] >= 20]
@@ -262,7 +261,7 @@ def test_a_student_that_never_learns_is_measured_beside_the_one_that_does():
     policy = make(jax.random.key(0), dataclasses.replace(tiny_run.CONFIG, vocab_size=4))
     optimizer = optax.adam(1e-2)
     rollout = rollout_of(8, 16, 4)
-    config = dataclasses.replace(CONFIG, micro_rows=4, bucket=16)
+    config = dataclasses.replace(CONFIG, microbatch_rows=4, bucket=16)
     state = init_train_state(jax.tree.map(jnp.copy, policy), Optimizers(optax.identity()))
     state = with_student(state, policy, 1, optimizer)
     begun = student_of(policy, 1)

@@ -54,7 +54,13 @@ CASES = [
 
 def decoding(strategy: str = "plain", **changes) -> GenerationConfig:
     base = GenerationConfig(
-        Sampling(1.0), (trees.parse(strategy),), (STOP,), rows=5, slots=64, seed=3, history=64
+        Sampling(1.0),
+        (trees.parse(strategy),),
+        (STOP,),
+        max_rows=5,
+        max_length=64,
+        seed=3,
+        history=64,
     )
     return dataclasses.replace(base, **changes)
 
@@ -92,7 +98,9 @@ def assert_equal(target, ours, theirs, how: GenerationConfig, eps: float = 1e-3)
 @pytest.fixture(scope="module")
 def plain_text(target):
     """Plain samples under a sampling law, each law once."""
-    return functools.cache(lambda sampling: run(target, None, decoding(sampling=sampling, rows=24)))
+    return functools.cache(
+        lambda sampling: run(target, None, decoding(sampling=sampling, max_rows=24))
+    )
 
 
 @pytest.mark.parametrize(("strategy", "sampling"), CASES)
@@ -160,9 +168,8 @@ def test_sampled_pairs_follow_the_models_law(rule, strategy, kernels_are_interpr
     """Chi-square of the first two tokens of 6,000 samples against the exact joint law; interpreted,
     of 1,000.
     """
-    count = (
-        1_000 if kernels_are_interpreted else 6_000
-    )  # an interpreted kernel takes time by rows squared
+    # an interpreted kernel takes time by rows squared
+    count = 1_000 if kernels_are_interpreted else 6_000
     config = ModelConfig("llama", 12, 16, 24, 2, 2, 1, 8, 32)
     model = unstack(init(jax.random.key(4), config))
     model = dataclasses.replace(model, embed=model.embed * 2)
@@ -171,7 +178,9 @@ def test_sampled_pairs_follow_the_models_law(rule, strategy, kernels_are_interpr
     )
     prompt = np.array([1, 2, 3, 1, 2], np.int32)
     wanted = [Request(prompt, tuple(range(count)), 2)]
-    how = decoding(strategy, acceptance=rule, rows=count, slots=8, stop_tokens=(), history=0)
+    how = decoding(
+        strategy, acceptance=rule, max_rows=count, max_length=8, stop_tokens=(), history=0
+    )
     drawn = [tuple(sample.tokens) for sample in run(model, small, how, wanted).values()]
     counts = np.zeros((12, 12))
     np.add.at(counts, tuple(np.array(drawn).T), 1)
@@ -212,7 +221,7 @@ def test_a_prompt_that_does_not_fit_is_refused_in_one_sentence(target):
 def test_rows_shrink_in_the_tail_and_are_refilled_before(target):
     reports = []
     wanted = [Request(np.arange(4, dtype=np.int32), (i,), 3 + 4 * i) for i in range(12)]
-    run(target, None, decoding(rows=8, stop_tokens=()), wanted, observe=reports.append)
+    run(target, None, decoding(max_rows=8, stop_tokens=()), wanted, observe=reports.append)
     rows = [report.rows for report in reports]
     assert rows == sorted(rows, reverse=True) and set(rows) == {8, 4, 2, 1}
     assert sum(r.live for r in reports) == sum(r.max_new_tokens for r in wanted)
@@ -225,7 +234,10 @@ def test_samples_of_a_prompt_prefill_it_once(target, monkeypatch):
         row_verbs, "prefill", lambda *a, **k: calls.append(a[2].shape) or real(*a, **k)
     )
     run(
-        target, None, decoding(rows=4), [Request(np.arange(6, dtype=np.int32), tuple(range(12)), 8)]
+        target,
+        None,
+        decoding(max_rows=4),
+        [Request(np.arange(6, dtype=np.int32), tuple(range(12)), 8)],
     )
     assert calls == [(1, 32)]
 
@@ -373,7 +385,7 @@ def test_a_real_models_greedy_text_is_that_of_transformers(smollm2, strategy):
     wanted = [
         Request(np.array(g["prompt"], np.int32), (i,), len(g["text"])) for i, g in enumerate(golden)
     ]
-    how = decoding(strategy, sampling=GREEDY, rows=16, slots=128, stop_tokens=())
+    how = decoding(strategy, sampling=GREEDY, max_rows=16, max_length=128, stop_tokens=())
     samples = run(target, drafter, how, wanted)
     theirs = {i: dataclasses.replace(samples[i], tokens=g["text"]) for i, g in enumerate(golden)}
     assert_equal(target, samples, theirs, how)
@@ -384,9 +396,9 @@ def test_a_real_models_sampled_text_is_plain_text(smollm2):
     target, drafter = _real(smollm2)
     prompts = [json.loads(GOLDEN.read_text())[i]["prompt"] for i in range(6)]
     wanted = [Request(np.array(p, np.int32), (2 * i, 2 * i + 1), 24) for i, p in enumerate(prompts)]
-    plain = run(target, None, decoding(rows=8, slots=128, stop_tokens=(2,)), wanted)
+    plain = run(target, None, decoding(max_rows=8, max_length=128, stop_tokens=(2,)), wanted)
     for strategy in ("lookup-tree-2x2", "model-chain-3"):
-        how = decoding(strategy, rows=4, slots=128, stop_tokens=(2,))
+        how = decoding(strategy, max_rows=4, max_length=128, stop_tokens=(2,))
         assert_equal(target, run(target, drafter, how, wanted), plain, how)
 
 

@@ -171,21 +171,14 @@ def attention_inputs(shape, rows: int, nodes: int, slots: int, window: int, leng
 @pytest.mark.parametrize(
     ("name", "nodes", "slots", "window", "lengths"),
     [
-        (
-            "llama3_8b_of_8",
-            5,
-            203,
-            9,
-            (0, 1, 64, 203),
-        ),  # a cache that is padded, a window that has grown
+        # a cache that is padded, a window that has grown
+        ("llama3_8b_of_8", 5, 203, 9, (0, 1, 64, 203)),
         ("smollm2_135m", 1, 136, 1, (130, 0)),  # N = 0, D = 64
         ("llama3_8b_of_8", 33, 128, 33, (100,)),  # three warpgroups share a ring
-        pytest.param(
-            "llama3_70b_of_8", 33, 320, 70, (320, 65), marks=pytest.mark.slow
-        ),  # two tiles, two window blocks
-        pytest.param(
-            "qwen3_0.6b", 9, 640, 9, (640, 1, 128, 333), marks=pytest.mark.slow
-        ),  # five parts of the context
+        # two tiles, two window blocks
+        pytest.param("llama3_70b_of_8", 33, 320, 70, (320, 65), marks=pytest.mark.slow),
+        # five parts of the context
+        pytest.param("qwen3_0.6b", 9, 640, 9, (640, 1, 128, 333), marks=pytest.mark.slow),
     ],
 )
 def test_tree_attention_follows_its_law(name, nodes, slots, window, lengths):

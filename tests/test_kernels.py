@@ -103,7 +103,7 @@ def test_a_model_that_fits_no_tile_of_a_gpu_is_told(kernel, change):
 
 @pytest.fixture(scope="module")
 def plain(target):
-    return run(target, None, decoding("plain", rows=24, kernels=REFERENCE))
+    return run(target, None, decoding("plain", max_rows=24, kernels=REFERENCE))
 
 
 @pytest.mark.slow
@@ -125,8 +125,8 @@ def test_text_is_the_same_with_the_kernels_on_a_mesh(target, drafter, sampling):
     of whole blocks.
     """
     mesh = meshes.make_mesh(2, 2, 2, jax.devices()[:8])
-    how = decoding("model-chain-3", rows=8, sampling=sampling, kernels=INTERPRETED)
-    plain = run(target, None, decoding("plain", rows=24, sampling=sampling, kernels=REFERENCE))
+    how = decoding("model-chain-3", max_rows=8, sampling=sampling, kernels=INTERPRETED)
+    plain = run(target, None, decoding("plain", max_rows=24, sampling=sampling, kernels=REFERENCE))
     policy, student = (
         decoding_weights(stack(model), jnp.float32, mesh) for model in (target, drafter)
     )
@@ -200,9 +200,8 @@ def test_each_device_commits_its_own_rows_and_heads():
     [
         (None, 300, False),
         pytest.param((1, 1, 8), 304, False, marks=pytest.mark.slow),  # 38 tokens a device
-        pytest.param(
-            (1, 1, 8), 300, False, marks=pytest.mark.slow
-        ),  # which eight do not divide: it stays whole
+        # which eight do not divide: it stays whole
+        pytest.param((1, 1, 8), 300, False, marks=pytest.mark.slow),
         pytest.param((2, 2, 1), 300, False, marks=pytest.mark.slow),
         pytest.param((2, 2, 2), 300, True, marks=pytest.mark.slow),
     ],

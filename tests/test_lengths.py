@@ -39,9 +39,8 @@ def test_the_law_given_the_length_so_far_is_that_of_the_longer_responses(generat
 
 def test_a_response_that_was_cut_off_says_only_that_it_is_longer():
     tokens = drawn(100_000)
-    limits = np.random.default_rng(1).integers(
-        100, 4000, len(tokens)
-    )  # beyond the last outcome: none is a guess
+    # beyond the last outcome: none is a guess
+    limits = np.random.default_rng(1).integers(100, 4000, len(tokens))
     seen = law_of(np.minimum(tokens, limits), tokens <= limits)
     np.testing.assert_allclose(left(seen, 0)[0], np.quantile(tokens, CHANCES), rtol=0.06)
     naive = law_of(np.minimum(tokens, limits))

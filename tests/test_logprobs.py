@@ -76,9 +76,8 @@ def test_half_precision_attention_lowers_to_the_platforms_kernel(
 ):
     from jax._src.cudnn import fused_attention_stablehlo
 
-    if (
-        platform == "cuda"
-    ):  # the primitive asks for the library, and nothing else, when it is traced
+    # the primitive asks for the library, and nothing else, when it is traced
+    if platform == "cuda":
         library = types.SimpleNamespace(cudnn_get_version=lambda: 91000)
         monkeypatch.setattr(fused_attention_stablehlo, "cuda_versions", library)
         monkeypatch.setattr(attention, "_has_cudnn", lambda: True)

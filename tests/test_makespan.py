@@ -14,7 +14,10 @@ from test_strategy_benchmark import write_table
 from benchmarks import drains, foresight, makespan
 from rlhf_jax.reallocation.planner import Reallocation
 
-LENGTHS = "percentile,prompt_tokens,response_tokens\n1,1,4\n50,25,290\n90,491,700\n99.9,8288,1140\nmean,217.7,333.7\n"
+LENGTHS = (
+    "percentile,prompt_tokens,response_tokens\n"
+    "1,1,4\n50,25,290\n90,491,700\n99.9,8288,1140\nmean,217.7,333.7\n"
+)
 # Responses of ShareGPT's first turns, tokens by percentile.
 CHATS = {1: 4, 5: 23, 10: 51, 25: 149, 50: 291, 75: 454, 90: 699, 95: 815, 99: 960, 99.9: 1141}
 # Some milliseconds of Llama-3.1-8B and a 4-bit copy that drafts, on an A100-80GB with vLLM: from
@@ -91,9 +94,8 @@ def test_a_machine_of_one_speed_takes_the_time_that_it_must():
 
 def test_a_move_stops_both_slices_for_as_long_as_its_bytes_take():
     rates = np.concatenate([np.zeros((1, 40)), np.full((4, 40), 50.0)])
-    machine = drains.Machine(
-        rates, token_bytes=1e6, bandwidth=1e8, latency=0.5
-    )  # 1.5 s for a prompt of 100 tokens
+    # 1.5 s for a prompt of 100 tokens
+    machine = drains.Machine(rates, token_bytes=1e6, bandwidth=1e8, latency=0.5)
 
     def swap(stage: drains.Stage) -> Reallocation:
         waits = (stage.place == drains.WAITS).any()

@@ -150,9 +150,8 @@ def test_weights_optimizer_and_caches_are_exact(tiny, config, shape):
     assert found["policy, float32"] == held(policy)
     assert found["critic, float32"] == held(critic)
     optimizer = optax.adamw(1e-3)
-    moments = [
-        held(optimizer.init(trained)) - 4 for trained in (policy, critic)
-    ]  # without the count
+    # without the count
+    moments = [held(optimizer.init(trained)) - 4 for trained in (policy, critic)]
     assert [
         found["policy's optimizer, two moments"],
         found["critic's optimizer, two moments"],
@@ -200,19 +199,14 @@ def test_reward_models_are_always_there_and_add_up(tiny, config):
 
 def test_the_peak_is_what_is_always_there_and_the_larger_stage():
     parts = [memory.Part(name, stage, size, "") for name, stage, size in [
-        ("a", "always", 100), ("b", "generation", 200), ("c", "training", 400), ("d", "training", 100),
-        ("e", "inference", 300), ("f", "training", 1),
+        ("a", "always", 100), ("b", "generation", 200), ("c", "training", 400),
+        ("d", "training", 100), ("e", "inference", 300), ("f", "training", 1),
     ]]  # fmt: skip
     assert memory.peak(parts) == ("training", 601)
     lines = memory.table(parts)
     assert lines[-1].endswith("in training")
-    assert [line.split()[-1] for line in lines[:5]] == [
-        "a",
-        "b",
-        "c",
-        "d",
-        "e",
-    ]  # f is too small to matter
+    # f is too small to matter
+    assert [line.split()[-1] for line in lines[:5]] == ["a", "b", "c", "d", "e"]
 
 
 def test_what_does_not_fit_says_what_to_change(config):
@@ -220,7 +214,7 @@ def test_what_does_not_fit_says_what_to_change(config):
     parts = memory.plan(config, ModelConfigs(LLAMA_8B), ONE | dict(fsdp=8), jnp.bfloat16)
     with pytest.raises(
         ValueError,
-        match=r"in generation and has 80.0 GB; .* key-value cache .* lower generation.rows",
+        match=r"in generation and has 80.0 GB; .* key-value cache .* lower generation.max_rows",
     ):
         memory.check(parts, 80e9)
     memory.check(parts, 1e15)

@@ -67,9 +67,8 @@ def test_a_menu_counts_what_a_round_feeds():
     )
     np.testing.assert_array_equal(menu.nodes, [1, 5, 5, 9])
     np.testing.assert_array_equal(menu.calls.steps, [0, 0, 3, 2])
-    np.testing.assert_array_equal(
-        menu.calls.fed, [0, 0, 3, 3]
-    )  # the root and the nodes that have children
+    # the root and the nodes that have children
+    np.testing.assert_array_equal(menu.calls.fed, [0, 0, 3, 3])
     np.testing.assert_array_equal(menu.depth, [0, 4, 3, 2])
     assert [menu.drafters[i] if i >= 0 else "none" for i in menu.drafter] == [
         "none",

@@ -119,9 +119,8 @@ def test_plain_lines_fit_a_hundred_columns_and_line_up(monkeypatch):
     steps = [line for line in lines if re.search(r"0:\d\d:\d\d$", line)]
     assert heading.split()[:3] == ["step", "reward", "kl"] and len(heading) <= 100
     assert len(steps) == 3 and {len(line) for line in steps} == {len(heading)}
-    assert "1.75" in steps[0] and steps[-1].endswith(
-        "0:01:51"
-    )  # tokens a row gains in a round; 37 steps of 3 s
+    # tokens a row gains in a round; 37 steps of 3 s
+    assert "1.75" in steps[0] and steps[-1].endswith("0:01:51")
     assert all(len(line) <= 100 for line in lines)
 
 
@@ -204,9 +203,8 @@ def write_steps(writer, *steps, reward=0.5):
 def test_tensorboard_holds_each_point_of_a_resumed_run_once(tmp_path):
     write_steps(metrics.open_run(tmp_path, "{}"), 0, 1, 2, 3)
     for file in (tmp_path / "tensorboard").iterdir():
-        file.rename(
-            file.with_name("events.out.tfevents.1.here")
-        )  # of another second, which a resumed run would be
+        # of another second, which a resumed run would be
+        file.rename(file.with_name("events.out.tfevents.1.here"))
     write_steps(metrics.open_run(tmp_path, '{"a": 1}', first_step=2), 2, 3, 4, reward=0.75)
     found = points(tmp_path)
     assert {key: found["reward/mean", key] for key in range(5)} == {
@@ -217,9 +215,8 @@ def test_tensorboard_holds_each_point_of_a_resumed_run_once(tmp_path):
         4: 0.75,
     }
     assert {step for tag, step in found if tag == "eval/reward"} == {0, 1, 2, 3, 4}
-    assert found["generation/rounds", 1] == 20 and len(found) == 5 * len(
-        metrics.REQUIRED
-    )  # step is none, eval is one
+    # step is none, eval is one
+    assert found["generation/rounds", 1] == 20 and len(found) == 5 * len(metrics.REQUIRED)
     assert (tmp_path / "config.json").read_text() == '{"a": 1}\n' and not list(
         tmp_path.glob("earlier-*")
     )
@@ -260,9 +257,8 @@ def test_what_cannot_be_written_is_named_in_one_sentence(tmp_path, monkeypatch):
         metrics.open_run(tmp_path / "file/run", "{}")
     writer = metrics.open_run(tmp_path / "run", "{}")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (1 << 12, limits[1])
-    )  # as a full disk: a file cannot grow
+    # as a full disk: a file cannot grow
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
     try:
         with pytest.raises(OSError, match=r"samples\.jsonl cannot be written \(File too large\)"):
             writer.write_samples(0, [{"response": "x" * 9000}])

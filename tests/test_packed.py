@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax.generation.speculative import tree as trees
-from rlhf_jax.generation.speculative.budget import pack, spend
+from rlhf_jax.generation.speculative.budget import pack, allocate_budget
 from rlhf_jax.generation.strategy import candidates as menus
 from rlhf_jax.generation.strategy import cost, expected_gain, observations
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS
@@ -46,14 +46,13 @@ def crowd(seed: int = 0):
 
 
 def state_of(length, limit, done) -> DecodeState:
-    place = lambda *values: jnp.array(values[0], values[1])
     rows = len(length)
     nothing = jnp.zeros((rows, 0), jnp.int32)
     return DecodeState(
         tokens=jnp.zeros((rows, 32), jnp.int32),
-        length=place(length, jnp.int32),
-        limit=place(limit, jnp.int32),
-        done=place(done, bool),
+        length=jnp.array(length, jnp.int32),
+        limit=jnp.array(limit, jnp.int32),
+        done=jnp.array(done, bool),
         key=jnp.zeros((rows, 2), jnp.uint32),
         cache=(),
         history=nothing,
@@ -86,7 +85,7 @@ def worthiest(length, limit, done, drafts, classes, nodes: int) -> np.ndarray:
 def test_the_worthiest_drafts_are_kept(seed, nodes):
     length, limit, done, drafts, classes = crowd(seed)
     place = jnp.asarray
-    found, spent = spend(
+    found, spent = allocate_budget(
         state_of(length, limit, done),
         place(drafts),
         place(classes, jnp.int8),
@@ -168,7 +167,7 @@ def test_a_sample_that_ends_at_its_limit_is_no_miss():
     limit = np.array([9, 20])
     state = state_of(length, limit, np.zeros(2, bool))
     drafts = jnp.ones((2, LENGTH), jnp.int32)
-    _, spent = spend(state, drafts, jnp.full(2, 3, jnp.int8), WORTH, nodes=8, mesh=None)
+    _, spent = allocate_budget(state, drafts, jnp.full(2, 3, jnp.int8), WORTH, nodes=8, mesh=None)
     assert spent.drafts.tolist() == [2, LENGTH] and spent.short.tolist() == [True, False]
 
 

@@ -17,9 +17,8 @@ from rlhf_jax.reallocation.planner import WAITS, ClusterView, Reallocation, plan
 ROWS = 16
 OUTCOMES = len(SHARES)
 SPEED = np.concatenate([[100.0], np.interp(np.arange(1, ROWS + 1), [1, ROWS], [100.0, 50.0])])
-PADDED = np.repeat(
-    [100.0, 50.0], [5, ROWS - 4]
-)  # as where a batch of one row is padded to that of four
+# as where a batch of one row is padded to that of four
+PADDED = np.repeat([100.0, 50.0], [5, ROWS - 4])
 
 
 def view_of(left, place, slices=8, rows=ROWS, speed=SPEED, **more: Any) -> ClusterView:
@@ -47,9 +46,8 @@ def any_view(seed: int, speed: np.ndarray = SPEED) -> ClusterView:
     count = int(luck.integers(1, 200))
     left = np.sort(luck.lognormal(5, 1, (count, OUTCOMES)), axis=1)
     freed = (luck.random(slices) < 0.2) & (np.arange(slices) > 0)
-    place = luck.choice(
-        np.append(np.arange(slices), WAITS), count
-    )  # what is freed decodes what it has
+    # what is freed decodes what it has
+    place = luck.choice(np.append(np.arange(slices), WAITS), count)
     for one in range(slices):
         place[np.flatnonzero(place == one)[ROWS:]] = WAITS
     scoring = float(luck.choice([0.0, 1e-4]))

@@ -102,7 +102,7 @@ def gradient_program(at: Target, model: Model, objective: Callable):
         lambda: micro_batch(training.microbatch_rows, slots, at.models.critic is not None), at.mesh
     )
     settings = UpdateConfig(
-        micro_rows=training.microbatch_rows,
+        microbatch_rows=training.microbatch_rows,
         dtype=at.dtype,
         remat=training.remat,
         attend=causal_on(at.mesh, at.models.policy.num_kv_heads),
@@ -132,14 +132,14 @@ def round_program(at: Target, untied: bool):
     slots = scheduler.cache_slots(longest, menu.strategies)
     earlier = longest if "replay" in menu.drafters else 0
     empty = functools.partial(
-        rows.empty, at.models.policy, at.models.drafter, generation.rows, slots
+        rows.empty, at.models.policy, at.models.drafter, generation.max_rows, slots
     )
     state = row_shapes(lambda: empty(generation.history_tokens, earlier, at.dtype), at.mesh)
-    nodes = tree.as_data(strategy, generation.rows)
+    nodes = tree.as_data(strategy, generation.max_rows)
     replicated = meshes.replicated(at.mesh)
     nodes = placed(nodes, jax.tree.map(lambda _: replicated, nodes))
     drafts = row_shapes(
-        lambda: jnp.zeros((generation.rows, tree.bucket(strategy) - 1), jnp.int32), at.mesh
+        lambda: jnp.zeros((generation.max_rows, tree.bucket(strategy) - 1), jnp.int32), at.mesh
     )
     policy = weights(at.models.policy, at.dtype, "generation", at.mesh)
     if untied:

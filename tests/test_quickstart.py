@@ -30,9 +30,8 @@ def test_a_quickstart_raises_the_reward(name, gain, minutes, tmp_path, kernels_a
     run = tmp_path / "run"
     start = time.monotonic()
     command = ["launch/train.py", "--config", f"configs/{name}.py", f"--config.workdir={run}"]
-    alone = {
-        name: value for name, value in os.environ.items() if name != "XLA_FLAGS"
-    }  # not the tests' eight devices
+    # not the tests' eight devices
+    alone = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=alone, capture_output=True, text=True, check=False
     )

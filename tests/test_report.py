@@ -241,8 +241,14 @@ def test_nothing_comes_from_a_network(tmp_path):
         ([], None, None, CONFIG, "No step has finished yet."),
         ([], [evaluation(0, 0.5)], None, CONFIG, "before training 0.500 yes"),
         ([{"step": 0}], [{"step": 0, "samples": []}], None, {}, "No step has finished yet."),
-        ([{"step": 0, "reward/mean": 0.5}, {"step": 1, "kl/mean": math.nan}], None, None, CONFIG, "0.500"),
-        ([row(0), row(1)], None, [SAMPLE, SAMPLE | {"step": 1, "response": "s"}], CONFIG, "in step 1 p s"),
+        (
+            [{"step": 0, "reward/mean": 0.5}, {"step": 1, "kl/mean": math.nan}],
+            None, None, CONFIG, "0.500",
+        ),
+        (
+            [row(0), row(1)], None, [SAMPLE, SAMPLE | {"step": 1, "response": "s"}],
+            CONFIG, "in step 1 p s",
+        ),
         ([row(0)], [], [SAMPLE], CONFIG, "(nothing)"),
     ],
 )  # fmt: skip
@@ -604,7 +610,8 @@ def test_numbers_are_read_at_a_glance():
     assert [reading(v) for v in (0, 0.9721, -1.646, 19.75, 1234.5, 2.5e7, 1.2e-5)] == [
         "0", "0.972", "−1.65", "19.8", "1,234", "25M", "1.2e−5"
     ]  # fmt: skip
-    assert [axis_number(*pair) for pair in ((0.25, 0.05), (-0.0, 1), (1500, 500), (20_000, 10_000), (-2e-5, 1e-5))] == [
+    pairs = ((0.25, 0.05), (-0.0, 1), (1500, 500), (20_000, 10_000), (-2e-5, 1e-5))
+    assert [axis_number(*pair) for pair in pairs] == [
         "0.25", "0", "1,500", "20k", "−2e−5"
     ]  # fmt: skip
     assert [volume(v) for v in (12, 45_600, 1.234e9)] == ["12 bytes", "45.6 kB", "1.23 GB"]

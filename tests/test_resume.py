@@ -41,11 +41,8 @@ CHANGES = {
     "evaluation__every": 3,
 }
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
-MEASURED = (
-    "seconds",
-    "per_second",
-    "idle_share",
-)  # what the wall clock says is no part of the promise
+# what the wall clock says is no part of the promise
+MEASURED = ("seconds", "per_second", "idle_share")
 
 
 @pytest.fixture(scope="module")

@@ -292,7 +292,7 @@ def test_what_is_not_ready_is_wished_for_and_never_chosen():
     assert choice.strategy != wanted and choice.strategy.drafter == "model"
     world.ready = lambda strategy: strategy == trees.PLAIN
     choice = chooser.choose(world.situation(8))
-    assert (choice.strategy, choice.wish) == (trees.PLAIN, wanted)
+    assert (choice.strategy, choice.not_yet_compiled) == (trees.PLAIN, wanted)
     assert f"{trees.name_of(wanted)} would be better" in choice.why
     assert set(world.rounds(chooser, 8, 20)) == {trees.PLAIN}
 
@@ -302,7 +302,7 @@ def test_a_fixed_strategy_is_chosen_and_wished_for_until_it_is_ready():
     chooser = Selector(menus.parse("model-tree-2x2", ["model"]), scaled(READING, 1.0))
     world = World(READING, {"model": rates(0.1)}, ready=lambda strategy: False)
     choice = chooser.choose(world.situation(4))
-    assert (choice.strategy, choice.wish) == (strategy, strategy)
+    assert (choice.strategy, choice.not_yet_compiled) == (strategy, strategy)
     world.ready = lambda strategy: True
     assert set(world.rounds(chooser, 4, 20)) == {strategy}
     chooser.stage_ended()

@@ -32,7 +32,9 @@ GOLDEN = Path(__file__).parent / "golden" / "llama_reward"
 
 def decoding(*strategies: str, **changes) -> GenerationConfig:
     menu = tuple(map(trees.parse, strategies or ("plain",)))
-    base = GenerationConfig(Sampling(1.0), menu, (STOP,), rows=6, slots=64, seed=3, history=64)
+    base = GenerationConfig(
+        Sampling(1.0), menu, (STOP,), max_rows=6, max_length=64, seed=3, history=64
+    )
     return dataclasses.replace(base, **changes)
 
 
@@ -60,7 +62,7 @@ def slices(count: int, fsdp: int = 1, tensor: int = 1):
 
 @pytest.fixture(scope="module")
 def alone(target):
-    return texts(roll_out(target, None, decoding(rows=24)))
+    return texts(roll_out(target, None, decoding(max_rows=24)))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_samples_may_move_on_before_they_have_landed(target, monkeypatch, in_tur
     """Caches longer than a narrow parcel, and a move of half of all rows after every round."""
     monkeypatch.setattr(assignment, "OFTEN", 1)
     random = np.random.default_rng(5)
-    how = decoding("plain", slots=128, stop_tokens=())
+    how = decoding("plain", max_length=128, stop_tokens=())
     wanted = [
         Request(
             random.integers(0, 300, 9).astype(np.int32),
@@ -150,7 +152,7 @@ def test_the_plan_ends_a_long_tailed_stage_sooner(target):
     mesh = slices(2)
     ends = np.clip(random.lognormal(2.0, 0.8, 24).astype(int), 2, 50)
     wanted = [Request(np.arange(4, dtype=np.int32), (i,), int(end)) for i, end in enumerate(ends)]
-    how = decoding("plain", stop_tokens=(), rows=4, fewest_rows=4)
+    how = decoding("plain", stop_tokens=(), max_rows=4, min_rows=4)
     last = {}
     texts_of = {}
     for name, placed in (

@@ -122,8 +122,8 @@ def test_a_trace_says_what_a_slice_did():
     spans = [generate(1, 10.0, 10.5, 4, "lookup-chain-2", 9), exchange(1, 10.25, 3, 4096)]
     events = [event for event in chrome_trace(spans, 2)["traceEvents"] if event["ph"] == "X"]
     assert events[0] == {
-        "ph": "X", "cat": "generate", "name": "lookup-chain-2", "pid": 1, "tid": 1001, "ts": 0, "dur": 500_000,
-        "args": {"rows": 4, "tokens": 9},
+        "ph": "X", "cat": "generate", "name": "lookup-chain-2", "pid": 1, "tid": 1001,
+        "ts": 0, "dur": 500_000, "args": {"rows": 4, "tokens": 9},
     }  # fmt: skip
     assert (events[1]["name"], events[1]["args"]) == ("exchange", {"samples": 3, "bytes": 4096})
 

@@ -31,9 +31,9 @@ from rlhf_jax.training.update import (
 )
 from rlhf_jax.types import Experience, Rollout
 
-CONFIG = UpdateConfig(micro_rows=8, bucket=8, chunk=32, response_slots=26)
+CONFIG = UpdateConfig(microbatch_rows=8, bucket=8, chunk=32, response_slots=26)
 MANY = dataclasses.replace(
-    CONFIG, epochs=2, minibatches=2, micro_rows=2, bucket=32, value_clip=10.0, target_kl=1e6
+    CONFIG, epochs=2, minibatches=2, microbatch_rows=2, bucket=32, value_clip=10.0, target_kl=1e6
 )
 KL_WEIGHT = 0.1
 SGD = Optimizers(optax.sgd(1.0), optax.sgd(1.0))
@@ -127,8 +127,8 @@ def assert_close(got, want, rtol):
 @pytest.mark.parametrize(
     "change, aggregate",
     [
-        ({"micro_rows": 2, "bucket": 16, "chunk": 8}, "token_mean"),
-        pytest.param({"micro_rows": 4, "bucket": 64}, "sequence_mean", marks=pytest.mark.slow),
+        ({"microbatch_rows": 2, "bucket": 16, "chunk": 8}, "token_mean"),
+        pytest.param({"microbatch_rows": 4, "bucket": 64}, "sequence_mean", marks=pytest.mark.slow),
         pytest.param(
             {"bucket": 30, "remat": False, "entropy_weight": 0.1},
             "constant",
@@ -190,7 +190,7 @@ def test_samples_that_are_not_trained_on_change_nothing(small):
     experience = random_experience(model, critic)
     dropped = dataclasses.replace(experience, mask=experience.mask.at[4:].set(False))
     first = jax.tree.map(lambda leaf: leaf[:4], experience)
-    few = dataclasses.replace(CONFIG, micro_rows=4)
+    few = dataclasses.replace(CONFIG, microbatch_rows=4)
     assert_close(
         gradients(model, dropped, CONFIG, critic)[0], gradients(model, first, few, critic)[0], 1e-5
     )
@@ -394,7 +394,7 @@ def test_compute_in_half_precision_keeps_float32_weights(small):
     got, _ = gradients(
         model,
         experience,
-        dataclasses.replace(CONFIG, dtype=jnp.bfloat16, micro_rows=4, bucket=32),
+        dataclasses.replace(CONFIG, dtype=jnp.bfloat16, microbatch_rows=4, bucket=32),
         critic,
     )
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(got))

@@ -66,7 +66,7 @@ def arguments(folder: Path, model: Path, **changes) -> list[str]:
         "generation.prompts_per_step": 4,
         "generation.samples_per_prompt": 4,
         "generation.max_new_tokens": 12,
-        "generation.rows": 8,
+        "generation.max_rows": 8,
         "generation.strategy": "lookup-chain-2",
         "generation.history_tokens": 32,
         "evaluation.every": 2,

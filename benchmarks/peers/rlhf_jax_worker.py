@@ -30,7 +30,12 @@ def sample(prompts: list[list[int]], new_tokens: int, seed: int) -> list[list[in
     ]
     slots = len(prompts[0]) + new_tokens
     decoding = GenerationConfig(
-        Sampling(), (tree.PLAIN,), stop_tokens=(), rows=len(prompts), slots=slots, seed=seed
+        Sampling(),
+        (tree.PLAIN,),
+        stop_tokens=(),
+        max_rows=len(prompts),
+        max_length=slots,
+        seed=seed,
     )
     return [found.tokens for found in generate(target, None, requests, decoding)]
 

@@ -32,7 +32,7 @@ SMALL = 0.01  # of the peak: parts below it are not printed
 # What makes a part smaller.
 SPLIT = "raise mesh.fsdp or mesh.slices"
 FEWER_ROWS = "lower training.microbatch_rows"
-FEWER_LIVE = "lower generation.rows or generation.max_new_tokens"
+FEWER_LIVE = "lower generation.max_rows or generation.max_new_tokens"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _generation(
     earlier = longest if derived.uses_drafter(config, "replay") else 0
     width = prompt_width(config.data.max_prompt_tokens, slots)
     empty = functools.partial(
-        row_verbs.empty, models.policy, models.drafter, generation.rows, slots
+        row_verbs.empty, models.policy, models.drafter, generation.max_rows, slots
     )
     state = jax.eval_shape(lambda: empty(generation.history_tokens, earlier, dtype))
     student = _student(models, dtype, "generation", mesh) if config.drafter.layers else 0
@@ -217,7 +217,7 @@ def _generation(
         (
             "a round: logits and attention",
             _round(config, models.policy, state, mesh, kernels),
-            "lower generation.rows",
+            "lower generation.max_rows",
         ),
         (
             "a prefill at work",
@@ -277,7 +277,7 @@ def _round(
     """
     menu = derived.strategies(config)
     itemsize = state.cache[0][0].dtype.itemsize
-    rows = _share(config.generation.rows, mesh)
+    rows = _share(config.generation.max_rows, mesh)
     most = most_nodes(config, mesh)
     nodes = rows * most
     grid = rows * int(menu.calls.grid[menu.nodes <= most].max())
@@ -307,7 +307,7 @@ def most_nodes(config: Config, mesh: meshes.AnyMesh) -> int:
     be more.
     """
     nodes = derived.strategies(config).nodes
-    rows = _share(config.generation.rows, mesh)
+    rows = _share(config.generation.max_rows, mesh)
     return int(nodes[(nodes * rows <= VERIFIED) | (nodes == nodes.min())].max())
 
 

@@ -162,9 +162,9 @@ def _generation() -> dict:
         # drafts equal to the target's own draw, or 'rejection'
         "acceptance": "replayable",
         # live rows of a slice at most
-        "rows": 32,
+        "max_rows": 32,
         # in the tail the batch halves down to this; each halving is a program to compile
-        "fewest_rows": 8,
+        "min_rows": 8,
         # place samples on slices by their expected lengths, and move them while they run
         "reallocate": True,
         # slices with nothing left to decode score what is finished, with weights of their own

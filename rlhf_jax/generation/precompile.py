@@ -36,9 +36,8 @@ class Results(NamedTuple):
     emission: Emission
     confidence: Array | None  # [B] the draft model's class of its own draft
     spent: budget.BudgetShare | None  # of a packed round
-    signals: dict[
-        str, hindsight.Hindsight
-    ]  # of the drafters without a model, where somebody wants to know
+    # of the drafters without a model, where somebody wants to know
+    signals: dict[str, hindsight.Hindsight]
 
 
 def call(function: Run, *arguments, **options) -> Any:
@@ -96,7 +95,7 @@ def speculative_round(
     """One round by `strategy`: draft, verify and, if asked, look; `run` is `call` or
     `compile_only`.
 
-    worth [CLASSES, N or more] float32 ranks the drafts of a packed round (`packed.spend`).
+    worth [CLASSES, N or more] float32 ranks the drafts of a packed round (`packed.allocate_budget`).
     """
     window = None
     laws = None
@@ -111,7 +110,7 @@ def speculative_round(
         if strategy.packed:
             worth = UNMEASURED if worth is None else worth
             drafts, spent = run(
-                budget.spend, state, drafts, kind, worth, strategy.packed, mesh=mesh
+                budget.allocate_budget, state, drafts, kind, worth, strategy.packed, mesh=mesh
             )
     elif strategy.drafter == "model":
         if len(decoding.strategies) > 1:
@@ -177,9 +176,8 @@ class BackgroundCompiler:
         self._worker = concurrent.futures.ThreadPoolExecutor(1, "compiling")
         self._compiled: set[tuple] = set()
         self._failed: set[tuple] = set()
-        self.events = (
-            0  # compilations begun and ended: equal at two times if there was none between
-        )
+        # compilations begun and ended: equal at two times if there was none between
+        self.events = 0
         self.busy = False
 
     def ready(self, strategy: Strategy, rows: int, decoding: GenerationConfig, mesh) -> bool:
@@ -231,9 +229,8 @@ class BackgroundCompiler:
         try:
             job()
             self._compiled.add(key)
-        except (
-            Exception
-        ) as error:  # a strategy that cannot be compiled is not used; the run goes on
+        except Exception as error:
+            # A strategy that cannot be compiled is not used; the run goes on.
             self._failed.add(key)
             warnings.warn(
                 f"A drafting strategy could not be compiled and is left out: {error}", stacklevel=1

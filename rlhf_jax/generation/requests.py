@@ -23,9 +23,8 @@ class Request:
     sample_ids: tuple[int, ...]
     max_new_tokens: int
     history: tuple[np.ndarray, ...] = ()  # earlier roll-outs of this prompt, the latest last
-    earlier: Mapping[int, np.ndarray] = dataclasses.field(
-        default_factory=dict
-    )  # of the same noise, by sample id
+    # of the same noise, by sample id
+    earlier: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +34,12 @@ class GenerationConfig:
     sampling: Sampling
     strategies: tuple[Strategy, ...]  # that may be chosen; the first is taken where nothing chooses
     stop_tokens: tuple[int, ...]
-    rows: int  # live rows at most
-    slots: int  # tokens of the longest sample, prompt included
+    max_rows: int  # live rows at most
+    max_length: int  # tokens of the longest sample, prompt included
     seed: int
     acceptance: str = "replayable"  # or "rejection"
     history: int = 0  # history tokens kept for lookup
-    fewest_rows: int = 1  # the batch shrinks no further: each halving is a program of its own
+    min_rows: int = 1  # the batch shrinks no further: each halving is a program of its own
     kernels: Kernels = REFERENCE
 
     def uses_drafter(self, drafter: str) -> bool:
@@ -54,15 +53,13 @@ class Sample:
 
     sample_id: int
     request: Request
-    texts: list[
-        np.ndarray
-    ]  # for lookup: earlier roll-outs of the prompt, and siblings as they finish
+    # for lookup: earlier roll-outs of the prompt, and siblings as they finish
+    texts: list[np.ndarray]
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     support: list[np.ndarray] = dataclasses.field(default_factory=list)  # [top_k] each, under top-k
-    confidence: dict[str, int] = dataclasses.field(
-        default_factory=dict
-    )  # class of each drafter at its last look
+    # class of each drafter at its last look
+    confidence: dict[str, int] = dataclasses.field(default_factory=dict)
     unfed: int = 0  # tokens since the draft model last drafted for it
     rounds: int = 0  # rounds it took part in
     accepted: int = 0  # drafted tokens that were accepted

@@ -68,9 +68,8 @@ def dispatch_round(instance: Instance, drains: bool, setting: Setting) -> None:
     context = sum(len(sample.prompt) + len(sample.tokens) for sample in live)
     before = instance.in_flight[-1] if instance.in_flight else None
     drafted = before is not None and before.strategy.drafter == "model"
-    fed = (
-        set(map(id, before.samples)) if before is not None and drafted else set()
-    )  # by the round that is on its way
+    # by the round that is on its way
+    fed = set(map(id, before.samples)) if before is not None and drafted else set()
     lag = max(0 if id(sample) in fed else sample.unfed for sample in live)
     siblings = boards.siblings(instance.board, decoding)
     last = drains and not instance.queue and not instance.waiting
@@ -126,9 +125,9 @@ def _choose(
         choice = selector.choose(situation)
         stays = None if choice.reason == "probe" else choice.strategy
         fewer = boards.row_bucket(rows // 2, rows, decoding, mesh)
-        for wish, size in ((choice.wish, rows), (stays, fewer)):
-            if ahead and wish and ahead.may(wish, size, decoding, mesh):
-                return choice.strategy, choice.worth, (wish, size)
+        for not_yet_compiled, size in ((choice.not_yet_compiled, rows), (stays, fewer)):
+            if ahead and not_yet_compiled and ahead.may(not_yet_compiled, size, decoding, mesh):
+                return choice.strategy, choice.worth, (not_yet_compiled, size)
         return choice.strategy, choice.worth, None
 
     strategy, worth, wanted = setting.slice_group.decide_together(decide)
@@ -195,9 +194,8 @@ def receive_round(instance: Instance, setting: Setting) -> tuple[RoundReport, li
     seconds = instance.clock.tick(waited, None if flight.follows else flight.began)
     ahead = setting.ahead
     alone = ahead is None or not (ahead.busy or ahead.events != flight.compiled)
-    before = [
-        sample.confidence if sample else {} for sample in flight.samples
-    ]  # what was known when it was drafted
+    # what was known when it was drafted
+    before = [sample.confidence if sample else {} for sample in flight.samples]
     ended = _grow(flight, arrived)
     report = _report(instance, flight, arrived, before, seconds if flight.clean and alone else None)
     if setting.selector is not None:

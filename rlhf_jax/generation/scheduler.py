@@ -14,7 +14,7 @@ from pallas_kernels.shapes import LANES
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation.precompile import Models
 from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
-from rlhf_jax.generation.rows import Admission, Prefix
+from rlhf_jax.generation.max_rows import Admission, Prefix
 from rlhf_jax.generation.slice_batch import Board, Instance, Waiting
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.drafters import model as model_drafter
@@ -44,8 +44,8 @@ def empty_state(models: Models, rows: int, decoding: GenerationConfig, mesh) -> 
     """So many rows that are all done."""
     target, drafter = models
     draft = None if drafter is None else drafter.config
-    slots = cache_slots(decoding.slots, decoding.strategies, decoding.kernels)
-    earlier = decoding.slots if decoding.uses_drafter("replay") else 0
+    slots = cache_slots(decoding.max_length, decoding.strategies, decoding.kernels)
+    earlier = decoding.max_length if decoding.uses_drafter("replay") else 0
     return row_verbs.empty(
         target.config, draft, rows, slots, decoding.history, earlier, target.embed.dtype, mesh
     )
@@ -60,18 +60,18 @@ def begin(number: int, models: Models, mesh, samples: int, decoding: GenerationC
 def check(request: Request, decoding: GenerationConfig) -> None:
     """Raise ValueError, in one sentence, for a prompt that does not fit."""
     wanted = len(request.prompt) + request.max_new_tokens
-    if not len(request.prompt) or request.max_new_tokens < 1 or wanted > decoding.slots:
+    if not len(request.prompt) or request.max_new_tokens < 1 or wanted > decoding.max_length:
         raise ValueError(
             f"A prompt of {len(request.prompt)} tokens with up to {request.max_new_tokens} new"
             " ones does not fit"
-            f" the cache of {decoding.slots} slots; shorten the prompt, ask for fewer tokens or"
+            f" the cache of {decoding.max_length} slots; shorten the prompt, ask for fewer tokens or"
             " raise the slots."
         )
 
 
 def first_rows(samples: int, decoding: GenerationConfig, mesh) -> int:
     """Rows that `samples` samples begin with."""
-    return row_bucket(min(max(samples, 1), decoding.rows), decoding.rows, decoding, mesh)
+    return row_bucket(min(max(samples, 1), decoding.max_rows), decoding.max_rows, decoding, mesh)
 
 
 def row_bucket(live: int, most: int, decoding: GenerationConfig, mesh) -> int:
@@ -80,7 +80,7 @@ def row_bucket(live: int, most: int, decoding: GenerationConfig, mesh) -> int:
     """
     size = shared(most, mesh)
     shards = shared(1, mesh)
-    while size // 2 >= max(live, decoding.fewest_rows) and size % (2 * shards) == 0:
+    while size // 2 >= max(live, decoding.min_rows) and size % (2 * shards) == 0:
         size //= 2
     return size
 
@@ -128,7 +128,7 @@ def _prefill(
     prompts = [group[0].prompt for group in groups]
     mesh = instance.mesh
     rows = shared(1 << (len(prompts) - 1).bit_length(), mesh)
-    tokens = np.zeros((rows, prompt_width(max(map(len, prompts)), decoding.slots)), np.int32)
+    tokens = np.zeros((rows, prompt_width(max(map(len, prompts)), decoding.max_length)), np.int32)
     length = np.ones(len(tokens), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
@@ -178,7 +178,7 @@ def fit(instance: Instance, wanted: int, decoding: GenerationConfig) -> None:
     """Give the slice the fewest rows that hold `wanted` samples, its live ones included."""
     board = instance.board
     mesh = instance.mesh
-    size = row_bucket(max(wanted, 1), decoding.rows, decoding, mesh)
+    size = row_bucket(max(wanted, 1), decoding.max_rows, decoding, mesh)
     if size == len(board):
         return
     live = [row for row, sample in enumerate(board) if sample is not None]
@@ -186,9 +186,8 @@ def fit(instance: Instance, wanted: int, decoding: GenerationConfig) -> None:
     kept = (live + idle)[:size]
     fresh = size - len(kept)
     state = row_verbs.resize(instance.state, np.array(kept + [0] * fresh, np.int32), mesh)
-    added = np.arange(size, dtype=np.int32) + len(
-        kept
-    )  # those past the end are dropped: one program for a size
+    # those past the end are dropped: one program for a size
+    added = np.arange(size, dtype=np.int32) + len(kept)
     instance.state = row_verbs.retire(state, added, mesh=mesh) if fresh else state
     instance.board = [board[row] for row in kept] + [None] * fresh
 

@@ -12,7 +12,7 @@ import jax
 
 from rlhf_jax.generation.precompile import Models, Results
 from rlhf_jax.generation.requests import Sample
-from rlhf_jax.generation.rows import Prefix
+from rlhf_jax.generation.max_rows import Prefix
 from rlhf_jax.types import Array, DecodeState, Strategy
 
 Board = list[Sample | None]  # the sample of each row
@@ -40,9 +40,8 @@ class InFlightRound:
     follows: bool  # it was dispatched while the round before it ran
     compiled: int  # what `ahead` had begun and ended when it was dispatched
     began: float  # when it was dispatched
-    after: tuple[
-        tuple[Instance, InFlightRound], ...
-    ]  # rounds of other slices that its samples took part in before
+    # rounds of other slices that its samples took part in before
+    after: tuple[tuple[Instance, InFlightRound], ...]
     moved: tuple[int, ...]  # bytes of each sample that had come from another slice
 
 
@@ -79,14 +78,12 @@ class Instance:
     )
     clock: Clock = dataclasses.field(default_factory=Clock)
     played: DecodeState | None = None  # the state as the last round leaves it
-    arrived: list[tuple[Instance, InFlightRound]] = dataclasses.field(
-        default_factory=list
-    )  # see `InFlightRound.after`
+    # see `InFlightRound.after`
+    arrived: list[tuple[Instance, InFlightRound]] = dataclasses.field(default_factory=list)
     moved: list[int] = dataclasses.field(default_factory=list)  # see `InFlightRound.moved`
     freed: bool = False  # it is to decode nothing but what it has
-    aside: list[Array] = dataclasses.field(
-        default_factory=list
-    )  # results of other work that it does
+    # results of other work that it does
+    aside: list[Array] = dataclasses.field(default_factory=list)
     watched: bool = False  # its oldest round was not there yet when last looked for
 
     @property

@@ -61,9 +61,8 @@ class Scored:
     logprobs: Array
     reference_logprobs: Array | None
     values: Array | None
-    rewards: Mapping[str, float] = dataclasses.field(
-        default_factory=dict
-    )  # of the reward models that could read it
+    # of the reward models that could read it
+    rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def scored_row(

@@ -109,9 +109,8 @@ def _splash(query: Array, key: Array, value: Array) -> Array:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     count, heads, dim = query.shape[1:]
-    unit = (
-        128 if count < QUERY_BLOCK else QUERY_BLOCK
-    )  # the kernel wants whole lanes and whole blocks
+    # the kernel wants whole lanes and whole blocks
+    unit = 128 if count < QUERY_BLOCK else QUERY_BLOCK
     padded = -(-count // unit) * unit
     block = min(padded, QUERY_BLOCK)
     sizes = splash.BlockSizes(

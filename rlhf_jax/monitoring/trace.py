@@ -43,9 +43,8 @@ class Timeline:
     """
 
     spans: list[Span] = dataclasses.field(default_factory=list)
-    start: float = dataclasses.field(
-        default_factory=time.perf_counter
-    )  # of the stage, by this process's clock
+    # of the stage, by this process's clock
+    start: float = dataclasses.field(default_factory=time.perf_counter)
 
     def add(self, span: Span) -> None:
         """One more."""

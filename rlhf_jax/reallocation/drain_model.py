@@ -112,9 +112,8 @@ def decode_rate_of(left: np.ndarray, speed: np.ndarray) -> DecodeRate:
     second of a row.
     """
     width = max(_horizon(left), 1.0) * (1 + 1e-9) / BINS
-    slowest = np.minimum.accumulate(
-        np.concatenate([speed[1:2], speed[1:]])
-    )  # more rows are never quicker
+    # more rows are never quicker
+    slowest = np.minimum.accumulate(np.concatenate([speed[1:2], speed[1:]]))
     return DecodeRate(width, width / slowest)
 
 

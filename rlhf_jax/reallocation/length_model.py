@@ -14,13 +14,11 @@ from typing import Any
 
 import numpy as np
 
-SHARES = np.array(
-    [0.25, 0.25, 0.2, 0.15, 0.1, 0.04, 0.008, 0.002]
-)  # of the outcomes that stand for a law, ascending
+# of the outcomes that stand for a law, ascending
+SHARES = np.array([0.25, 0.25, 0.2, 0.15, 0.1, 0.04, 0.008, 0.002])
 CHANCES = SHARES.cumsum() - SHARES / 2  # to end before each
-EDGES = np.unique(
-    np.concatenate([np.arange(16), np.round(np.geomspace(16, 131_072, 150))])
-)  # of bins, tokens
+# of bins, tokens
+EDGES = np.unique(np.concatenate([np.arange(16), np.round(np.geomspace(16, 131_072, 150))]))
 BINS = len(EDGES) - 1
 PRIOR = 1.0  # responses that the prior is worth, in each bin
 TYPICAL = 256.0  # tokens after which half have ended, by the prior
@@ -37,9 +35,8 @@ class Lengths:
     """Responses counted by bin."""
 
     ended: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(BINS))
-    cut: np.ndarray = dataclasses.field(
-        default_factory=lambda: np.zeros(BINS)
-    )  # off at their limit
+    # off at their limit
+    cut: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(BINS))
 
 
 def observe(law: Lengths, lengths: np.ndarray, finished: np.ndarray) -> Lengths:

@@ -48,9 +48,8 @@ class ClusterView:
     token_seconds: float  # ... and more for each token of context
     freed: np.ndarray  # [slices] bool, given to inference already, once their rows have ended
     unscored: float = 0.0  # tokens of finished samples that wait for inference
-    scoring: float = (
-        0.0  # seconds of inference a token on one slice; 0 where the stages are not fused
-    )
+    # seconds of inference a token on one slice; 0 where the stages are not fused
+    scoring: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +70,14 @@ class _Draft:
     steps: np.ndarray  # [n, Q] bin of the clock in which each outcome ends
     place: np.ndarray  # [n]
     live: np.ndarray  # [slices] rows
-    held: (
-        np.ndarray
-    )  # [slices] rows for which there must be memory: those that leave still hold theirs
+    # [slices] rows for which there must be memory: those that leave still hold theirs
+    held: np.ndarray
     drain_model: np.ndarray  # [slices, B]
     fixed: np.ndarray  # [n] bool, not to move: what waited, or has moved
     deadline: float = dataclasses.field(init=False)  # these by `admit`, which comes first
     ends: np.ndarray = dataclasses.field(init=False)  # [slices] seconds
-    late: np.ndarray = dataclasses.field(
-        init=False
-    )  # [slices] row seconds expected after the deadline
+    # [slices] row seconds expected after the deadline
+    late: np.ndarray = dataclasses.field(init=False)
 
     def curve(self, samples: np.ndarray) -> np.ndarray:
         """[m, B] survivors of each of m samples alone."""

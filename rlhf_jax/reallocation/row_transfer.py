@@ -25,21 +25,18 @@ from rlhf_jax.mesh import AXES, ROW_AXES, pin_rows, row_shardings
 from rlhf_jax.types import Array, Cache, DecodeState
 
 NARROWEST = 64  # token slots of a parcel: this many, or twice, four times ... as many
-PIECE = (
-    1 << 22
-)  # bytes of a row in a piece, but for larger leaves: much fresh memory at once is slow on a CPU
-PLACE = PartitionSpec(
-    "slices", "tensor"
-)  # of a piece: it is repeated over the devices that rows lie on
+# bytes of a row in a piece, but for larger leaves: much fresh memory at once is slow on a CPU
+PIECE = 1 << 22
+# of a piece: it is repeated over the devices that rows lie on
+PLACE = PartitionSpec("slices", "tensor")
 
 
 @struct.dataclass
 class RowPacket:
     """Rows that travel."""
 
-    pieces: tuple[
-        Array, ...
-    ]  # [1, n] each: leaves of one dtype, one after the other; int32 for all that are no floats
+    # [1, n] each: leaves of one dtype, one after the other; int32 for all that are no floats
+    pieces: tuple[Array, ...]
     slots: int = struct.field(pytree_node=False)  # token slots of each row
 
 

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-Reward = Callable[
-    [str, str, dict[str, Any]], float
-]  # of (prompt, response, row of the prompt file)
+# of (prompt, response, row of the prompt file)
+Reward = Callable[[str, str, dict[str, Any]], float]
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 LARGEST = float(np.finfo(np.float32).max)
@@ -120,9 +119,8 @@ def failure(result: float | str) -> str:
     """Why a result is no score; empty where it is one."""
     if isinstance(result, str):
         return result
-    return (
-        "" if abs(result) <= LARGEST else f"gave {result}, which is no finite float32"
-    )  # NaN is not <= either
+    # NaN is not <= either
+    return "" if abs(result) <= LARGEST else f"gave {result}, which is no finite float32"
 
 
 def refuse_broken(name: str, scores: Scores) -> None:

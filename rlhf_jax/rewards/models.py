@@ -52,9 +52,8 @@ class RewardModel:
         return huggingface.padding_token(self.source.path)
 
 
-Read = tuple[
-    list[int], Array
-]  # indices of answers, and their scores in the first of [rows] float32
+# indices of answers, and their scores in the first of [rows] float32
+Read = tuple[list[int], Array]
 
 
 def read(
@@ -86,9 +85,8 @@ def model_scorer(judge: RewardModel, mesh: jax.sharding.Mesh | None = None) -> S
         nonlocal works
         parts, results = read(judge, answers, mesh)
         for chosen, scored in parts:
-            results |= zip(
-                chosen, distributed.fetch(scored).tolist(), strict=False
-            )  # rows may be left over
+            # rows may be left over
+            results |= zip(chosen, distributed.fetch(scored).tolist(), strict=False)
         scores = as_scores([results[index] for index in range(len(answers))])
         works = works or len(scores.failures) < len(answers)
         if not works:

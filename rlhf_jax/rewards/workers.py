@@ -122,9 +122,8 @@ class Workers:
                 child.index = waiting.popleft()
                 child.deadline = time.monotonic() + self._seconds
                 answer = answers[child.index]
-                with contextlib.suppress(
-                    OSError
-                ):  # a dead child is noticed when its result is read
+                # a dead child is noticed when its result is read
+                with contextlib.suppress(OSError):
                     child.pipe.send((answer.prompt, answer.response, answer.row))
 
     def _collect(self) -> dict[int, float | str]:
@@ -177,9 +176,8 @@ class Workers:
     def _end(self, child: _Child) -> None:
         self._children.remove(child)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(
-                child.process.pid, signal.SIGKILL
-            )  # it leads a group: what it has started ends as well
+            # it leads a group: what it has started ends as well
+            os.killpg(child.process.pid, signal.SIGKILL)
         child.process.wait()
         child.pipe.close()
         child.lifeline.close()

@@ -30,7 +30,8 @@ LEADER = 0
 # How an error of the runtime begins. Where results are read on the host it comes as a ValueError,
 # as do tensorstore's.
 STATUS = re.compile(
-    "(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|INTERNAL|RESOURCE_EXHAUSTED|UNAVAILABLE|UNKNOWN): "
+    "(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|INTERNAL|RESOURCE_EXHAUSTED"
+    "|UNAVAILABLE|UNKNOWN): "
 )
 OF_FILES = re.compile(r" \[(tensorstore|source|os_error)")  # in what tensorstore says
 FIRST = 1024  # bytes of a message that travel with its length
@@ -63,9 +64,8 @@ def start(place: Place) -> None:
     _keep_stdout()
     os.environ["NPROC"] = str(max(THREADS, os.cpu_count() or 1))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update(
-        "jax_enable_preemption_service", False
-    )  # it would take SIGTERM, which `stopping` hears
+    # it would take SIGTERM, which `stopping` hears
+    jax.config.update("jax_enable_preemption_service", False)
     # Where the command line says all, the cluster must not: SLURM's rule would leave a process one
     # device of its node.
     how = None if place.size is None else "deactivate"

@@ -30,11 +30,8 @@ from rlhf_jax.training.batching import micro_batches, minibatches
 from rlhf_jax.training.update import Gradient, UpdateConfig, apply
 from rlhf_jax.types import Array, Model, ModelConfig, Rollout, TrainState
 
-NOTHING = {
-    "drafter/loss": 0.0,
-    "drafter/acceptance": 0.0,
-    "drafter/gradient_norm": 0.0,
-}  # of no token
+# of no token
+NOTHING = {"drafter/loss": 0.0, "drafter/acceptance": 0.0, "drafter/gradient_norm": 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +180,7 @@ def distill(
 def _lessons(rollout: Rollout, rows: np.ndarray, config: UpdateConfig) -> Iterator[DistillBatch]:
     """The micro-batches of a minibatch, on the host."""
     total = np.float32(rollout.mask[rows].sum())
-    for part, slots in micro_batches(rows, rollout.length, config.micro_rows, config.bucket):
+    for part, slots in micro_batches(rows, rollout.length, config.microbatch_rows, config.bucket):
         ids = rollout.sample_id[part].astype(np.uint32)
         key = np.stack([np.full_like(ids, config.seed), ids], axis=1)
         yield DistillBatch(rollout.tokens[part, :slots], rollout.mask[part, :slots], key, total)
@@ -307,9 +304,8 @@ def _blocks(lesson: DistillBatch, config: UpdateConfig, *hidden: Array | None) -
     rows, slots = lesson.tokens.shape
     columns = max(1, min(config.chunk // rows, slots))
     positions = jnp.broadcast_to(jnp.arange(1, slots + 1, dtype=jnp.int32), lesson.tokens.shape)
-    following = [
-        jnp.pad(x[:, 1:], ((0, 0), (0, 1))) for x in (lesson.tokens, lesson.mask)
-    ]  # what hidden[t] predicts
+    # what hidden[t] predicts
+    following = [jnp.pad(x[:, 1:], ((0, 0), (0, 1))) for x in (lesson.tokens, lesson.mask)]
     return tuple(_column_blocks(x, columns) for x in (*hidden, *following, positions))
 
 

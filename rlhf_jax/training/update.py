@@ -39,7 +39,7 @@ class UpdateConfig:
 
     epochs: int = 1
     minibatches: int = 1  # optimizer steps an epoch
-    micro_rows: int = 8  # rows whose activations exist at one time
+    microbatch_rows: int = 8  # rows whose activations exist at one time
     bucket: int = 64  # token slots of a micro-batch are a multiple of this
     temperature: float = 1.0
     clip_low: float = 0.2
@@ -47,13 +47,11 @@ class UpdateConfig:
     value_clip: float = 0.2  # a value moves at most so far from what it was before the update
     aggregate: Callable = token_mean_weights  # one of AGGREGATES: how tokens are weighed
     response_slots: int = 1  # the longest response that may be, by which constant_weights divides
-    kl: Callable = (
-        kl_k3  # the divergence in the loss: of shaping.KL, but not k1, whose gradient has mean zero
-    )
+    # the divergence in the loss: of shaping.KL, but not k1, whose gradient has mean zero
+    kl: Callable = kl_k3
     entropy_weight: float = 0.0
-    target_kl: float = (
-        0.0  # the rest is skipped once KL(old || now) of a minibatch exceeds it; 0 for never
-    )
+    # the rest is skipped once KL(old || now) of a minibatch exceeds it; 0 for never
+    target_kl: float = 0.0
     dtype: Any = jnp.float32  # of the computation; the weights are kept in float32
     remat: bool = True  # keep only each layer's input for the backward pass
     chunk: int = CHUNK  # tokens whose logits exist at one time
@@ -179,7 +177,7 @@ def update(
     used up.
 
     A minibatch's loss is a weighted sum over its tokens, so the result does not depend on
-    `micro_rows` or `bucket`. Policy and critic take their steps one after the other, so their
+    `microbatch_rows` or `bucket`. Policy and critic take their steps one after the other, so their
     activations never coexist. `place` puts a micro-batch of host arrays on the device or, with
     shardings, on a mesh; `observe` is called before each minibatch. `step` counts updates and, with
     the config's seed, orders the rows. The metrics, means over the minibatches (maxima for
@@ -190,9 +188,8 @@ def update(
     order = minibatches(
         len(host.rewards), config.minibatches, config.epochs, config.seed, int(state.step)
     )
-    order = [
-        rows for rows in order if host.mask[rows].any()
-    ]  # without a token there is nothing to learn
+    # without a token there is nothing to learn
+    order = [rows for rows in order if host.mask[rows].any()]
     history = []
     done = 0
     for rows in order:
@@ -265,11 +262,8 @@ def critic_objective(
     return summed_value_loss(values, batch, clip=config.value_clip)
 
 
-NOTHING = {
-    "loss/policy": 0.0,
-    "kl/mean": 0.0,
-    "gradient/norm": 0.0,
-}  # metrics of an update without a token
+# metrics of an update without a token
+NOTHING = {"loss/policy": 0.0, "kl/mean": 0.0, "gradient/norm": 0.0}
 Objective = Callable[[Model, MicroBatch, UpdateConfig], tuple[Array, dict[str, Array]]]
 
 
@@ -327,7 +321,7 @@ def _parts(
     weights = config.aggregate(batch.mask, config.response_slots)
     total = np.float32(max(1, batch.mask.sum()))
     for part, slots in micro_batches(
-        np.arange(len(rows)), batch.rollout.length, config.micro_rows, config.bucket
+        np.arange(len(rows)), batch.rollout.length, config.microbatch_rows, config.bucket
     ):
         yield place(
             MicroBatch(
@@ -369,9 +363,8 @@ def _check_finite(history: list[dict[str, Any]], state: TrainState) -> None:
     for index, metrics in enumerate(history):
         broken = [name for name, value in metrics.items() if not math.isfinite(value)]
         if broken:
-            name = min(
-                broken, key=lambda name: not name.startswith("loss/")
-            )  # a loss says more than what follows
+            # a loss says more than what follows
+            name = min(broken, key=lambda name: not name.startswith("loss/"))
             raise NonFiniteUpdate(
                 f"{name} is {float(metrics[name])} in minibatch {index + 1} of update"
                 f" {int(state.step)}; its step was"

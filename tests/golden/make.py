@@ -75,10 +75,8 @@ CASES = {  # name: (configuration, what differs from SHAPE, dtype of the file)
 }
 CLASSIFIERS = {  # name: (configuration, padding token)
     "llama_reward": (transformers.LlamaConfig, "<|pad|>"),
-    "qwen2_reward": (
-        transformers.Qwen2Config,
-        "<|end|>",
-    ),  # what ends every message, too: then it is not read
+    # what ends every message, too: then it is not read
+    "qwen2_reward": (transformers.Qwen2Config, "<|end|>"),
 }
 CLASSIFIER_SHAPE = {
     "vocab_size": 264,
@@ -299,7 +297,8 @@ LLAMA_TEMPLATE = (
     "{%- else %}\n"
     "    {%- set system = '' %}\n"
     "{%- endif %}\n"
-    "{{- bos_token + '<|start_header_id|>system<|end_header_id|>\\n\\n' + system + '<|eot_id|>' }}\n"
+    "{{- bos_token + '<|start_header_id|>system<|end_header_id|>\\n\\n' + system"
+    " + '<|eot_id|>' }}\n"
     "{%- for message in messages %}\n"
     "    {%- if message.role not in ['user', 'assistant', 'tool'] %}\n"
     "        {{- raise_exception('no such role: ' + message.role) }}\n"

@@ -29,7 +29,7 @@ class BudgetShare(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("nodes", "mesh"))
-def spend(
+def allocate_budget(
     state: DecodeState,
     drafts: Array,
     confidence: Array,
@@ -45,9 +45,8 @@ def spend(
     """
     chex.assert_rank([drafts, worth], 2)
     rows, length = drafts.shape
-    ends = (
-        state.length[:, None] + jnp.arange(length) + 1 >= state.limit[:, None]
-    )  # of no draw of their own any use
+    # of no draw of their own any use
+    ends = state.length[:, None] + jnp.arange(length) + 1 >= state.limit[:, None]
     usable = (drafts >= 0) & ~ends & ~state.done[:, None]
     worth = jnp.where(usable, worth[confidence, :length], 0.0)
     budget = nodes * (rows // row_shards(mesh)) - _by_device(~state.done, mesh).sum(

@@ -76,9 +76,8 @@ def _drawn(
 ) -> tuple[Draw, Array | None]:
     """The draw at each hidden state, and the logits where they were made."""
     if streams_head(kernels, sampling, rule):
-        noise = (
-            block_noise(key, position, len(target.embed)) if sampling.temperature else None
-        )  # filled up, too
+        # filled up, too
+        noise = block_noise(key, position, len(target.embed)) if sampling.temperature else None
         parts = laid.verify_head(kernels, mesh)(target, hidden, noise, sampling.temperature)
         return draw_inside(parts, key, position, sampling), None
     scores = logits(target, hidden)
@@ -177,7 +176,7 @@ def run_round(
     One program per (row bucket, node bucket): the tree is data. `laws` [B, N+1, V] are a draft
     model's logits at each node, wanted by rejection only (None: the drafts are points). `verified`:
     nodes a row, on average, that are packed for the target, where drafts were left out for that
-    (`packed.spend`); 0: all. `state` is donated.
+    (`packed.allocate_budget`); 0: all. `state` is donated.
     """
     root = jnp.take_along_axis(state.tokens, (state.length - 1)[:, None], axis=1)
     nodes = jnp.concatenate([root, drafts], axis=1)

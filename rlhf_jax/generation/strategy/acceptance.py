@@ -16,9 +16,8 @@ NOTHING = 0  # the class where nothing is known
 
 WINDOW = 1200.0  # drafts that count for a rate: older ones fade
 REALISED_WINDOW = 256.0  # accepted tokens, as predicted, that the calibration remembers
-BELIEF = np.array(
-    [[64.0, 64.0], [0.0, 0.0], [0.0, 0.0]]
-)  # what counts as realised at first: a few rounds are luck
+# what counts as realised at first: a few rounds are luck
+BELIEF = np.array([[64.0, 64.0], [0.0, 0.0], [0.0, 0.0]])
 
 PRIOR = 0.3 * 0.3 ** np.arange(RANKS)  # rates of a drafter of which nothing is known
 WEIGHT = 4.0  # observations that the more general estimate is worth
@@ -35,12 +34,10 @@ class Observations:
 
     seen_prompt: np.ndarray  # [n] bool, the prompt has been rolled out before
     confidence: np.ndarray  # [n] int, the class before drafting
-    ranks: (
-        np.ndarray
-    )  # [n, DEPTHS] int, rank of the true token among the proposals at each depth; -1: none of them
-    offered: (
-        np.ndarray
-    )  # [n, DEPTHS] int, ranks tried at each depth, proposed or in vain; 0: not observed
+    # [n, DEPTHS] int, rank of the true token among the proposals at each depth; -1: none of them
+    ranks: np.ndarray
+    # [n, DEPTHS] int, ranks tried at each depth, proposed or in vain; 0: not observed
+    offered: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +52,8 @@ class Acceptance:
     seen: np.ndarray
     hits: np.ndarray  # the same shape: those that were right
     realised: np.ndarray  # [3, 2] by window: tokens accepted in its own rounds, tokens predicted
-    drift: (
-        np.ndarray
-    )  # [2] log likelihood ratios of a sudden fall and of a sudden rise (CUSUM, Page 1954)
+    # [2] log likelihood ratios of a sudden fall and of a sudden rise (CUSUM, Page 1954)
+    drift: np.ndarray
 
     @functools.cached_property
     def rates(self) -> np.ndarray:
@@ -193,9 +189,8 @@ def _along_depth(seen: np.ndarray, hits: np.ndarray) -> np.ndarray:
     """[DEPTHS, RANKS] rates over all cells, each depth leaning on the one above."""
     found = []
     above = PRIOR.tolist()
-    for tried, right in zip(
-        seen.tolist(), hits.tolist(), strict=True
-    ):  # of so few numbers, quicker than arrays
+    # of so few numbers, quicker than arrays
+    for tried, right in zip(seen.tolist(), hits.tolist(), strict=True):
         above = [
             (r + WEIGHT * a) / (n + WEIGHT) for n, r, a in zip(tried, right, above, strict=True)
         ]

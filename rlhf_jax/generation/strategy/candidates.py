@@ -18,15 +18,13 @@ CHAINS = tuple(range(1, DEPTHS + 1))
 LONG_CHAINS = (16, 32)  # of drafters that draft without a model
 TREE_SIZES = (4, 8, 16)  # draft nodes
 BRANCHING = ("lookup", "model")  # drafters whose siblings are worth trees
-PACKING = (
-    "replay",
-)  # drafters whose rows differ so much that packed rounds are worth their programs
+# drafters whose rows differ so much that packed rounds are worth their programs
+PACKING = ("replay",)
 # drafts of such a round's chains, and nodes a row that it verifies
 PACKED_CHAIN = 8
 PACKED_NODES = (2, 3, 5)
-BETTER = (
-    1.02  # expected tokens over those of the shape it replaces that make a tree worth a program
-)
+# expected tokens over those of the shape it replaces that make a tree worth a program
+BETTER = 1.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +53,8 @@ class Candidates:
     calls: Calls  # nodes and the grid are node buckets, the root included
     depth: np.ndarray  # [S] int, the longest path
     paths: Mapping[str, Paths]  # by drafter
-    packed: Mapping[
-        str, np.ndarray
-    ]  # by drafter, its packed chains, if it has any: all of one length
+    # by drafter, its packed chains, if it has any: all of one length
+    packed: Mapping[str, np.ndarray]
     longest: int  # drafts of a strategy at most
 
     @property
@@ -77,9 +74,8 @@ def build(strategies: Iterable[Strategy], longest: int = LONG_CHAINS[-1]) -> Can
     drafters = tuple(dict.fromkeys(one.drafter for one in chosen if one.parents))
     depth = np.array([trees.depths(one).max() for one in chosen])
     by_model = np.array([one.drafter == "model" for one in chosen])
-    inner = np.array(
-        [len(set(one.parents)) for one in chosen]
-    )  # nodes with children: those whose law is wanted
+    # nodes with children: those whose law is wanted
+    inner = np.array([len(set(one.parents)) for one in chosen])
     packed: dict[str, list[int]] = {}
     for column, one in enumerate(chosen):
         if one.packed:
@@ -174,9 +170,8 @@ def best_tree(rates: np.ndarray, size: int, deepest: int = DEPTHS) -> tuple[int,
     nodes one by one yields a tree, and none is worth more.
     """
     found: list[tuple[int, ...]] = []
-    open_nodes: list[tuple[float, int, tuple[int, ...]]] = [
-        (-rates[0, 0], 1, (0,))
-    ]  # worth (below 0), depth, ranks
+    # worth (below 0), depth, ranks
+    open_nodes: list[tuple[float, int, tuple[int, ...]]] = [(-rates[0, 0], 1, (0,))]
     while open_nodes and len(found) < size:
         worth, depth, path = heapq.heappop(open_nodes)
         found.append(path)

@@ -21,9 +21,8 @@ CATCH_UP = 8  # tokens of one draft-model call that only fills its cache
 FREE_LAG = 2  # missing tokens that a draft's first call feeds anyway
 WINDOW = 25  # rounds of a cell that count: older ones are forgotten
 DOUBT = 2  # rounds without any error that a cell is taken to begin with
-PRIOR_WEIGHT = (
-    0.02  # of a parameter's distance from the prior, in log space, beside the residual of one point
-)
+# of a parameter's distance from the prior, in log space, beside the residual of one point
+PRIOR_WEIGHT = 0.02
 POINTS = 3  # of a cell that `fit` sees, along its context
 # squared log contexts, summed, that a size must span before its own growth with the context counts
 # half
@@ -154,9 +153,8 @@ class Costs:
     corrections: dict[int, dict[Call, float]] = dataclasses.field(default_factory=dict)
     trends: dict[int, dict[tuple, float]] = dataclasses.field(default_factory=dict)
     growth: dict[int, Growth] = dataclasses.field(default_factory=dict)
-    error: float = (
-        math.inf
-    )  # what one correction in ten is above, in size: how far off the roofline may be
+    # what one correction in ten is above, in size: how far off the roofline may be
+    error: float = math.inf
 
 
 # Bytes and flops a second, seconds of a row and of a call: the order of magnitude, which `fit`
@@ -364,9 +362,8 @@ def _points(costs: Costs) -> tuple[tuple[Calls, np.ndarray, np.ndarray, np.ndarr
     errors = []
     for size, cells in costs.cells.items():
         for call, cell in cells.items():
-            rounds = sorted(
-                zip(cell.rounds, cell.errors, strict=True), key=lambda one: one[0][1]
-            )  # by context
+            # by context
+            rounds = sorted(zip(cell.rounds, cell.errors, strict=True), key=lambda one: one[0][1])
             length = -(-len(rounds) // POINTS)
             for part in (rounds[i : i + length] for i in range(0, len(rounds), length)):
                 rows, context, lag, _ = part[len(part) // 2][0]
@@ -439,9 +436,8 @@ def restore(saved: dict) -> Costs:
     """The costs that `state` saved."""
     costs = Costs(_of_figures(saved["prior"]), _of_figures(saved["machine"]))
     for size, nodes, steps, fed, *grid, rounds in saved["cells"]:
-        call = Call(
-            nodes, steps, fed, *(grid or [nodes])
-        )  # before rounds were packed none was saved
+        # before rounds were packed none was saved
+        call = Call(nodes, steps, fed, *(grid or [nodes]))
         entries = collections.deque(map(tuple, rounds), maxlen=WINDOW)
         costs.cells.setdefault(size, {})[call] = Cell(entries, collections.deque(maxlen=WINDOW))
     _rebase(costs)

@@ -18,19 +18,15 @@ from rlhf_jax.generation.strategy.acceptance import CLASSES
 # cells of rows whose text has left their earlier one, and whose text follows it
 STRAYED = 1 - CLASSES
 FOLLOWS = -1
-PARTS = (
-    1 / 6,
-    3 / 6,
-    5 / 6,
-)  # of the rows that will stray, the parts that have by the middle of each third
+# of the rows that will stray, the parts that have by the middle of each third
+PARTS = (1 / 6, 3 / 6, 5 / 6)
 
 
 class Rows(NamedTuple):
     """Rows in C groups that stay what they are."""
 
-    pace: (
-        np.ndarray
-    )  # [C, S] tokens of a row's round by each strategy, the first being plain decoding
+    # [C, S] tokens of a row's round by each strategy, the first being plain decoding
+    pace: np.ndarray
     counts: np.ndarray  # [C] rows
     left: np.ndarray  # [C] tokens that one of them has to come
 
@@ -53,9 +49,8 @@ def foreseen(pace: np.ndarray, counts: np.ndarray, left: np.ndarray, stay: float
         return Rows(pace[some], np.array(own, float), np.array(spans))
     span = spans[-1]
     whole = stay**span
-    where = np.array(
-        [[math.log(1 - part * (1 - whole)) / math.log(stay)] for part in PARTS]
-    )  # it is geometric
+    # it is geometric
+    where = np.array([[math.log(1 - part * (1 - whole)) / math.log(stay)] for part in PARTS])
     strays = span / (where / pace[FOLLOWS] + (span - where) / pace[STRAYED])
     parts = [own[-1] * share for share in (whole, *[(1 - whole) / len(PARTS)] * len(PARTS))]
     paces = np.concatenate((pace[some], strays))

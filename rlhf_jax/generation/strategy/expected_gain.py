@@ -23,9 +23,8 @@ class Ranking(NamedTuple):
     """The n drafts that rows may make, one row of each class, the worthiest first."""
 
     kind: np.ndarray  # [n] class
-    gains: (
-        np.ndarray
-    )  # [n, 2 * CLASSES] accepted drafts expected, and drafts, of a row of each class that makes it
+    # [n, 2 * CLASSES] accepted drafts expected, and drafts, of a row of each class that makes it
+    gains: np.ndarray
 
 
 def worths(rates: np.ndarray) -> np.ndarray:
@@ -41,7 +40,7 @@ def worths(rates: np.ndarray) -> np.ndarray:
 
 def ranked(worth: np.ndarray) -> Ranking:
     """The drafts of worth [CLASSES, length], those of `worths`, in the order in which
-    `packed.spend` takes them.
+    `packed.allocate_budget` takes them.
     """
     order = np.argsort(-worth, axis=None, kind="stable")[: np.count_nonzero(worth)]
     kind = order // worth.shape[1]

@@ -33,9 +33,8 @@ def of_drafts(
     levels = np.arange(min(DEPTHS, path.shape[1] - 1))
     offered = children[path[:, levels]]
     ranks = np.where(levels < depth[:, None], rank[path[:, levels + 1]], -1)
-    ended = (
-        levels >= np.minimum(arrived.count, allowed)[part][:, None]
-    )  # not by a draft that was wrong
+    # not by a draft that was wrong
+    ended = levels >= np.minimum(arrived.count, allowed)[part][:, None]
     # The first draft that was not the likeliest is the last that tells: later rates are of the
     # likeliest chain.
     diverged = np.cumsum(ranks != 0, axis=1) - (ranks != 0) > 0

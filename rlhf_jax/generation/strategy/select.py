@@ -39,9 +39,8 @@ TRIED = 3  # timed rounds that settle what a call costs; one may have been held 
 # by how much a call that was timed less often may be quicker or slower than predicted by the prior
 # ...
 UNTRIED = 0.3
-UNTRIED_FITTED = (
-    0.05  # ... and by a machine that was fitted to other calls, unless these show it to be less off
-)
+# ... and by a machine that was fitted to other calls, unless these show it to be less off
+UNTRIED_FITTED = 0.05
 FIRST_FIT = 8  # timed rounds before the cost model is fitted first; then at every doubling
 
 
@@ -53,9 +52,8 @@ class Situation:
     live: int  # rows that will gain tokens
     context: float  # known tokens, summed over live rows
     lag: int  # tokens that the draft cache lacks, of the row that lacks most
-    classes: Mapping[
-        str, np.ndarray
-    ]  # by drafter: [2, CLASSES] live rows by familiar and confidence
+    # by drafter: [2, CLASSES] live rows by familiar and confidence
+    classes: Mapping[str, np.ndarray]
     ready: Callable[[Strategy], bool]  # whether its programs are compiled for these rows
     most_nodes: int = trees.NODE_BUCKETS[-1]  # that there is memory to verify a row
     failed: Collection[Strategy] = ()  # whose programs cannot be compiled
@@ -63,9 +61,8 @@ class Situation:
     # samples wait for rows.
     left: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     slice: int = 0  # that chooses: each keeps to its own strategy
-    by_device: Mapping[str, np.ndarray] = dataclasses.field(
-        default_factory=dict
-    )  # of `classes`: [D, CLASSES]
+    # of `classes`: [D, CLASSES]
+    by_device: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +72,11 @@ class Choice:
     strategy: Strategy
     tokens: float  # expected of the round, all rows together
     seconds: float
-    wish: Strategy | None  # a better strategy, whose programs are not compiled yet
+    not_yet_compiled: Strategy | None  # a better strategy, whose programs are not compiled yet
     reason: str  # "best", "kept" (nothing is clearly better) or "probe"
     plain_rate: float  # tokens a second of plain decoding
     best_rate: float  # of the best strategy that is ready
-    # Of a packed round's drafts, by class and depth (`packed.spend`).
+    # Of a packed round's drafts, by class and depth (`packed.allocate_budget`).
     worth: np.ndarray | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -87,11 +84,15 @@ class Choice:
         """The choice in one sentence."""
         name = trees.name_of(self.strategy)
         rate = self.tokens / self.seconds
-        wish = f"; {trees.name_of(self.wish)} would be better, once compiled" if self.wish else ""
+        not_yet_compiled = (
+            f"; {trees.name_of(self.not_yet_compiled)} would be better, once compiled"
+            if self.not_yet_compiled
+            else ""
+        )
         predicted = (
             f"{rate:.4g} tokens/s predicted, plain {self.plain_rate:.4g}, best {self.best_rate:.4g}"
         )
-        return f"{name} ({self.reason}): {predicted}{wish}"
+        return f"{name} ({self.reason}): {predicted}{not_yet_compiled}"
 
 
 def select(
@@ -105,7 +106,7 @@ def select(
 
     tokens, seconds [S] expected of a round. `current` stays unless another gains GAIN on it; where
     the outcome is not WORTH more than plain decoding, that is chosen at once. Where nothing is
-    ready it is the menu's first strategy: plain, or the only one. `wish` is not ready, and better
+    ready it is the menu's first strategy: plain, or the only one. `not_yet_compiled` is not ready, and better
     than the chosen one by GAIN; or None.
     """
     rate = tokens / seconds
@@ -129,9 +130,8 @@ class _Stage:
     """Figures of the stage that runs."""
 
     tallies: Tallies = dataclasses.field(default_factory=dict)  # what its rounds gave
-    classes: dict[str, np.ndarray] = dataclasses.field(
-        default_factory=dict
-    )  # of its situations, summed
+    # of its situations, summed
+    classes: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     elapsed: float = 0.0  # predicted seconds of what was chosen
     lost: float = 0.0  # of these, predicted to be lost on probes
     switches: int = 0
@@ -163,9 +163,8 @@ class Selector:
         self.silent = dict.fromkeys(menu.drafters, 0)  # rounds since a drafter's last evidence
         self.timed = 0  # rounds whose time is known
         self.earlier: Tallies = {}  # of finished stages, all together
-        self.last_stage: list[
-            dict[str, Any]
-        ] = []  # rows of the one that finished last (`tally.rows`)
+        # rows of the one that finished last (`tally.rows`)
+        self.last_stage: list[dict[str, Any]] = []
         self.classes: dict[str, np.ndarray] = {}  # of its situations, summed over rounds
         self.current: dict[int, Strategy] = {}  # by slice
         self.stage = _Stage()
@@ -183,7 +182,7 @@ class Selector:
         seconds, steady = self._seconds(situation)
         doubt = self._doubt(situation.rows)
         worth = self._worth(situation, pace, tokens, steady)
-        chosen, best, wish = select(
+        chosen, best, not_yet_compiled = select(
             self.menu,
             worth,
             steady * (1 + doubt),
@@ -203,13 +202,13 @@ class Selector:
         else:
             chosen = probe
             self.stage.lost += max(0.0, float(loss[probe]))
-        wished = probe_wish if wish is None else wish
+        wished = probe_wish if not_yet_compiled is None else not_yet_compiled
         figures = (float(tokens[chosen]), float(seconds[chosen]))
         strategy = self.menu.strategies[chosen]
         choice = Choice(
             strategy,
             *figures,
-            wish=None if wished is None else self.menu.strategies[wished],
+            not_yet_compiled=None if wished is None else self.menu.strategies[wished],
             reason=reason,
             plain_rate=float(tokens[0] / steady[0]),
             best_rate=float(tokens[best] / steady[best]),
@@ -235,15 +234,13 @@ class Selector:
 
     def _tokens(self, situation: Situation, pace: np.ndarray) -> np.ndarray:
         """[S] expected of a round, all live rows together. pace as `_pace` says."""
-        weights = np.zeros(
-            (len(self.menu.drafters) + 1, 2 * CLASSES)
-        )  # the last row is plain decoding's
+        # the last row is plain decoding's
+        weights = np.zeros((len(self.menu.drafters) + 1, 2 * CLASSES))
         weights[:, 0] = 1.0
         for place, drafter in enumerate(self.menu.drafters):
             counts = situation.classes.get(drafter)
-            if (
-                counts is not None and (total := sum(counts.ravel().tolist())) > 0
-            ):  # quicker than numpy's, of so few
+            # quicker than numpy's, of so few
+            if counts is not None and (total := sum(counts.ravel().tolist())) > 0:
                 weights[place] = counts.ravel() / total
         return situation.live * (weights @ pace)[self.menu.drafter, np.arange(len(self.menu.nodes))]
 
@@ -284,9 +281,8 @@ class Selector:
         """
         where = self.menu.calls, situation.rows, situation.context
         kept_up = cost.seconds(self.costs, *where, 0)
-        kept_up = np.maximum(
-            kept_up, kept_up[0]
-        )  # drafts never make a round shorter, whatever was measured of either
+        # drafts never make a round shorter, whatever was measured of either
+        kept_up = np.maximum(kept_up, kept_up[0])
         if situation.lag <= cost.FREE_LAG or not self.menu.calls.steps.any():
             return kept_up, kept_up
         whole = np.maximum(cost.seconds(self.costs, *where, situation.lag), kept_up)
@@ -307,12 +303,12 @@ class Selector:
                 wanted |= (self.menu.drafter == index) & (loss > 0)
         wanted = (wanted | hopeful) & (loss <= PROBING * self.stage.elapsed - self.stage.lost)
         candidates = np.flatnonzero(wanted)
-        wish = None
+        not_yet_compiled = None
         for one in candidates[np.argsort(loss[candidates], kind="stable")].tolist():
             if situation.ready(self.menu.strategies[one]):
                 return one, None
-            wish = one if wish is None else wish
-        return None, wish
+            not_yet_compiled = one if not_yet_compiled is None else not_yet_compiled
+        return None, not_yet_compiled
 
     def _due(self, drafter: str) -> bool:
         return self.silent[drafter] > OLD or self.acceptance[drafter].observations < FEW
@@ -397,9 +393,8 @@ class Selector:
             known = self.acceptance[drafter]
             drafts = menus.expected_drafts(paths, known.rates) * accepting.calibration(known)
             if drafter != "model":
-                drafts[:, NOTHING] = (
-                    0.0  # what knows nothing to draft drafts nothing; a model always does
-                )
+                # what knows nothing to draft drafts nothing; a model always does
+                drafts[:, NOTHING] = 0.0
             self.expected[:, paths.columns] += drafts.reshape(2 * CLASSES, -1)
         self.expected = np.minimum(self.expected, 1 + self.menu.depth)
         self.stay = {
@@ -581,9 +576,8 @@ class Selector:
         self.earlier = statistics.restore(saved["tallies"])
         self.classes = {drafter: np.array(counts) for drafter, counts in saved["classes"].items()}
         current = saved["current"] or {}
-        current = (
-            current if isinstance(current, dict) else {"0": current}
-        )  # as it was saved before there were slices
+        # as it was saved before there were slices
+        current = current if isinstance(current, dict) else {"0": current}
         self.current = {int(number): trees.parse(name) for number, name in current.items()}
         self.costs = cost.restore(saved["costs"])
         self._expect()

@@ -11,9 +11,8 @@ from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.types import Strategy
 
 GenerationCounts = dict[str, float]  # sums over rounds, by name
-Tallies = dict[
-    tuple[Strategy, int], GenerationCounts
-]  # by strategy and live rows, rounded up to a power of two
+# by strategy and live rows, rounded up to a power of two
+Tallies = dict[tuple[Strategy, int], GenerationCounts]
 
 # What a row of `rows` says of its rounds, beside `live` and `strategy`. The timed figures are of
 # the rounds whose time is known, so that what was predicted of them compares with what they gave.

@@ -36,15 +36,14 @@ NAMES = {
     "query_norm": "attn_q_norm.weight",
     "key_norm": "attn_k_norm.weight",
 }
-ROPE_DIVISORS = (
-    "rope_freqs.weight"  # how llama.cpp keeps Llama 3's scaling: one divisor a frequency
-)
+# how llama.cpp keeps Llama 3's scaling: one divisor a frequency
+ROPE_DIVISORS = "rope_freqs.weight"
 # tokenizer.ggml.token_type
 CONTROL = 3
 USER_DEFINED = 4
 WORDS = (  # Llama 3's and Qwen's splitting, but for how many digits stay together
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 

@@ -74,9 +74,8 @@ class File:
     def dequantise(self, name: str) -> np.ndarray:
         """A tensor in float32; ValueError when the `gguf` package cannot decode its type."""
         tensor = self.tensors[name]
-        mapped = np.asarray(
-            np.memmap(self.path, np.uint8, mode="r")
-        )  # plain: a memmap's slices are slow
+        # plain: a memmap's slices are slow
+        mapped = np.asarray(np.memmap(self.path, np.uint8, mode="r"))
         rows = gguf.quant_shape_to_byte_shape(tensor.shape, tensor.kind)
         try:
             return gguf.dequantize(mapped[tensor.begin : tensor.end].reshape(rows), tensor.kind)

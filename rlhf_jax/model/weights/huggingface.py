@@ -281,10 +281,8 @@ def save(
         if folder.exists():
             folder.rename(old)
         partial.rename(folder)
-    except (
-        OSError,
-        SafetensorError,
-    ) as error:  # on a full disk safetensors has an error of its own
+    except (OSError, SafetensorError) as error:
+        # On a full disk safetensors has an error of its own.
         shutil.rmtree(partial, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error
         raise OSError(

@@ -59,7 +59,8 @@ def _header(file: Path) -> tuple[dict, int]:
 
 
 def _truncated(file: Path, size: int) -> str:
-    return f"{file} is truncated: it has {file.stat().st_size} bytes and needs {size}; download it again."
+    held = file.stat().st_size
+    return f"{file} is truncated: it has {held} bytes and needs {size}; download it again."
 
 
 def _view(file: Path, name: str, spec: dict, mapped: np.ndarray, start: int) -> np.ndarray:

@@ -33,11 +33,8 @@ MOST = 200  # points of a line, bars, and places to point at
 UNITS = 1000  # of the box that paths are drawn in
 LABEL = 16  # pixels between two labels
 ROW = 40  # pixels between two lines of the grid, or more
-LANES = (
-    5,
-    28,
-    576,
-)  # pixels of a lane at least and at most, and of all together where that is possible
+# pixels of a lane at least and at most, and of all together where that is possible
+LANES = (5, 28, 576)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,8 +152,8 @@ def share_chart(
         for (kind, shares), top in zip(layers, above, strict=True)
     )
     labels = "".join(
-        f'<text class="tick" x="{_percent(frame.x(index + 0.5))}" y="{height + 20}" text-anchor="middle">'
-        f"{html.escape(name)}</text>"
+        f'<text class="tick" x="{_percent(frame.x(index + 0.5))}" y="{height + 20}" '
+        f'text-anchor="middle">{html.escape(name)}</text>'
         for index, name in enumerate(names)
     )
     targets = "".join(_target(frame, index, index + 1, tip) for index, tip in enumerate(tips))
@@ -308,8 +305,10 @@ def _stretched(paths: str) -> str:
 
 def _rows(frame: Frame) -> str:
     return "".join(
-        f'<line class="{"zero" if abs(mark) < frame.mark / 2 else "grid"}" x2="100%" y1="{at}" y2="{at}"/>'
-        f'<text class="tick" x="-10" y="{at}" dy=".32em" text-anchor="end">{axis_number(mark, frame.mark)}</text>'
+        f'<line class="{"zero" if abs(mark) < frame.mark / 2 else "grid"}" '
+        f'x2="100%" y1="{at}" y2="{at}"/>'
+        f'<text class="tick" x="-10" y="{at}" dy=".32em" text-anchor="end">'
+        f"{axis_number(mark, frame.mark)}</text>"
         for mark, at in (
             (mark, _percent(frame.y(mark))) for mark in ticks(frame.bottom, frame.top, frame.mark)
         )
@@ -323,8 +322,8 @@ def _grid(frame: Frame) -> str:
 def _columns(frame: Frame, step: float) -> str:
     """Labels below the chart."""
     return "".join(
-        f'<text class="tick" x="{_percent(frame.x(mark))}" y="{frame.height + 20}" text-anchor="middle">'
-        f"{axis_number(mark, step)}</text>"
+        f'<text class="tick" x="{_percent(frame.x(mark))}" y="{frame.height + 20}" '
+        f'text-anchor="middle">{axis_number(mark, step)}</text>'
         for mark in ticks(frame.left, frame.right, step)
     )
 
@@ -399,7 +398,8 @@ def _bands(steps: np.ndarray, frame: Frame) -> Iterator[tuple[slice, float, floa
 def _target(frame: Frame, left: float, right: float, text: str, rows: str = 'height="100%"') -> str:
     start = _percent(frame.x(left))
     width = _percent(frame.x(right) - frame.x(left))
-    return f'<rect class="at" x="{start}" width="{width}" {rows}><title>{html.escape(text)}</title></rect>'
+    title = f"<title>{html.escape(text)}</title>"
+    return f'<rect class="at" x="{start}" width="{width}" {rows}>{title}</rect>'
 
 
 def _tip(steps: np.ndarray, values: np.ndarray, name: str) -> str:
@@ -444,8 +444,8 @@ def _spikes(line: Series, frame: Frame) -> str:
     ]
     slack = 1e-9 * (frame.top - frame.bottom)
     return "".join(
-        f'<text class="tick" x="{_percent(frame.x(line.steps[index]))}" y="{at}" text-anchor="start" dx="-4">'
-        f"{arrow} {reading(line.values[index])}</text>"
+        f'<text class="tick" x="{_percent(frame.x(line.steps[index]))}" y="{at}" '
+        f'text-anchor="start" dx="-4">{arrow} {reading(line.values[index])}</text>'
         for index, at, arrow in found
         if not frame.bottom - slack <= line.values[index] <= frame.top + slack
     )
@@ -470,9 +470,8 @@ def _apart(places: np.ndarray, height: int) -> np.ndarray:
         return places
     steps = LABEL * np.arange(len(places))
     room = max(height - steps[-1], 0)
-    pooled = [
-        [place] for place in places - steps
-    ]  # least squares that rise nowhere: neighbours that meet are pooled
+    # least squares that rise nowhere: neighbours that meet are pooled
+    pooled = [[place] for place in places - steps]
     at = 1
     while at < len(pooled):
         if at and np.mean(pooled[at - 1]) > np.mean(pooled[at]):

@@ -21,17 +21,10 @@ from rlhf_jax.monitoring.report.charts import (
 from rlhf_jax.monitoring.report.run import THIRDS, Row, Run, Series, series
 from rlhf_jax.monitoring.report.scales import reading, share
 
-DRAFTERS = {
-    "none": "plain",
-    "lookup": "lookup",
-    "replay": "replay",
-    "model": "model",
-}  # as a reader calls them
-SHADES = (
-    2,
-    4,
-    8,
-)  # drafts up to which a strategy has the first, second and third shade of its drafter's colour
+# as a reader calls them
+DRAFTERS = {"none": "plain", "lookup": "lookup", "replay": "replay", "model": "model"}
+# drafts up to which a strategy has the first, second and third shade of its drafter's colour
+SHADES = (2, 4, 8)
 # strategies that the table and a bar's tip name; the others count together
 NAMED = 12
 SPOKEN = 6

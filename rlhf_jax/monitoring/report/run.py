@@ -15,12 +15,8 @@ import numpy as np
 
 Row = dict[str, Any]
 THIRDS = 3  # parts of a run that strategies are summed over
-PLACE = (
-    "live",
-    "strategy",
-    "drafter",
-    "drafts",
-)  # what they are summed by; the rest of a row are figures
+# what they are summed by; the rest of a row are figures
+PLACE = ("live", "strategy", "drafter", "drafts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +76,10 @@ class Run:
     config: dict[str, Any]  # dotted names
     metrics: list[Row]  # a step each
     evaluations: list[Row]  # step and means, an evaluation each
-    samples: list[
-        tuple[int, list[Row]]
-    ]  # none, one or two (step, samples); held out where `evaluations` is not empty
-    strategies: list[
-        Row
-    ]  # sums over each `third` (0, 1, 2) of the steps, by live rows and strategy
+    # none, one or two (step, samples); held out where `evaluations` is not empty
+    samples: list[tuple[int, list[Row]]]
+    # sums over each `third` (0, 1, 2) of the steps, by live rows and strategy
+    strategies: list[Row]
     trace: Trace | None = None  # the latest
 
 

@@ -57,7 +57,6 @@ def _encoded(value: Any) -> Any:
 def _decoded(value: dict[str, Any]) -> Any:
     if value.keys() != {"dtype", "shape", "base64"}:
         return value
-    data = bytearray(
-        base64.b64decode(value["base64"])
-    )  # a bytearray, unlike bytes, can be written to
+    # a bytearray, unlike bytes, can be written to
+    data = bytearray(base64.b64decode(value["base64"]))
     return np.frombuffer(data, value["dtype"]).reshape(value["shape"])

@@ -278,9 +278,8 @@ def _on_cpu(leaf: jax.Array) -> bool:
 
 def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
     handlers = ocp.DefaultCheckpointHandlerRegistry()
-    arrays = ocp.PyTreeCheckpointHandler(
-        use_compression=False
-    )  # weights hardly shrink, and it takes the CPU's time
+    # weights hardly shrink, and it takes the CPU's time
+    arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
     handlers.add(STATE, ocp.args.PyTreeSave, arrays)
     handlers.add(HOST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(DOCUMENT))
     # Threads that wait for a folder which could not be made would hold the process for minutes.

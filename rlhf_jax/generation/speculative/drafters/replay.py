@@ -29,9 +29,8 @@ from rlhf_jax.types import Array, DecodeState, Strategy
 
 FOLLOWS = 3  # the class of a text that follows its earlier one
 ALIGNED = 4  # tokens in a row that are equal, by position, in a text that follows its earlier one
-REALIGNED = (
-    2  # tokens that must match elsewhere to leave the position: noise is the same only there
-)
+# tokens that must match elsewhere to leave the position: noise is the same only there
+REALIGNED = 2
 
 
 @functools.partial(jax.jit, static_argnames=("strategy", "mesh"))
