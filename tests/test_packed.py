@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax.generation.speculative import tree as trees
-from rlhf_jax.generation.speculative.budget import pack, allocate_budget
+from rlhf_jax.generation.speculative.budget import allocate_budget, pack
 from rlhf_jax.generation.strategy import candidates as menus
 from rlhf_jax.generation.strategy import cost, expected_gain, observations
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS

@@ -296,7 +296,7 @@ def test_an_error_loses_no_step(arguments, tmp_path, one_device, monkeypatch, ca
             raise ValueError("the reward broke.")
         return infer(*inputs)
 
-    monkeypatch.setattr(launch["rlhf"], "infer", failing)
+    monkeypatch.setattr(launch["rlhf"], "score", failing)
     assert (
         launch["main"](arguments(**changes)) == 2 and "the reward broke" in capsys.readouterr().err
     )
