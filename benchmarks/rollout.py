@@ -40,19 +40,19 @@ import numpy as np
 from benchmarks import contest
 from benchmarks.contest import Case, Run, plain, run, tell
 from benchmarks.pricing import Table, accepted
-from rlhf_jax.collect import READ, compute_rewards, decoding_weights, read_texts
 from rlhf_jax.data.prompts import Prompts, tokenize
 from rlhf_jax.generation.history import History, as_rollout, requests
 from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
 from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.stage import TEXTS_READ, GenerationSettings, read_texts
 from rlhf_jax.generation.strategy import candidates as menus
 from rlhf_jax.generation.strategy.select import Selector
-from rlhf_jax.mesh import make_mesh, place_rows
+from rlhf_jax.inference.scoring import ScoringSettings, score
+from rlhf_jax.mesh import Layout, make_mesh, place_rows
+from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.model.weights.source import Source, open_source
-from rlhf_jax.rewards.combination import Response, Scores
-from rlhf_jax.rlhf import score
-from rlhf_jax.state import Known, Stages
+from rlhf_jax.rlhf import make_experience
 from rlhf_jax.training.advantages import EstimatorConfig
 from rlhf_jax.training.distill import (
     Distillation,
@@ -316,7 +316,7 @@ def stepped(world: World, target: Model, temperature: float, rate: float) -> Mod
     stages = stages_of(world, temperature, rate)
     state = init_train_state(world.source.load(jnp.float32), stages.optimizers, world.mesh)
     wanted = group_requests(world, FIRST_TRAINED, History(0))
-    samples = run(Case(target, None, wanted, stages.decoding, world.mesh)).samples
+    samples = run(Case(target, None, wanted, stages.generation.decoding, world.mesh)).samples
     state, figures = taught(world, state, samples, stages)
     tell(f"  {figures}")
     return decoding_weights(state.policy, world.dtype, world.mesh)
@@ -391,8 +391,10 @@ def teacher_forced(
     """
     curves = {}
     for name, model in models.items():
-        parts = [samples[i : i + READ] for i in range(0, len(samples), READ)]
-        said = [read_texts(model, part, stages.decoding, stages) for part in parts]
+        parts = [samples[i : i + TEXTS_READ] for i in range(0, len(samples), TEXTS_READ)]
+        said = [
+            read_texts(model, part, stages.generation.decoding, stages.generation) for part in parts
+        ]
         for evidence in said if not curves else ():
             selector.taught("model", evidence)
         curves[name] = accepted(said)
@@ -492,13 +494,16 @@ def taught(
     """
     start = time.perf_counter()
     place = functools.partial(place_rows, mesh=world.mesh)
-    rows = np.repeat(trained(world), GROUP)
-    collected, _ = compute_rewards(samples, world.prompts, rows, stages)
-    experience, _, _ = score(state, None, collected, 0.0, stages)
+    rewards = shortness(samples, world)
+    rollout = as_rollout(samples, stages.generation.decoding.max_length)
+    scores = score(state.policy, None, None, rollout, stages.scoring)
+    stops = stages.generation.decoding.stop_tokens
+    ended = np.array([sample.tokens[-1] in stops for sample in samples])
+    experience, _ = make_experience(rollout, rewards, ended, scores, 0.0, stages.advantage)
     state, metrics = update(state, experience, stages.optimizers, stages.training, 0.0, place)
     figures = {name: metrics[name] for name in ("loss/policy", "gradient/norm")}
     figures |= {
-        "reward/mean": float(collected.rewards.mean()),
+        "reward/mean": float(rewards.mean()),
         "training/seconds": time.perf_counter() - start,
     }
     if state.drafter is None or stages.distillation is None:
@@ -508,34 +513,47 @@ def taught(
     return state, figures | metrics | {"drafter/seconds": time.perf_counter() - start}
 
 
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """Hold the settings of each stage of a step."""
+
+    generation: GenerationSettings
+    scoring: ScoringSettings
+    advantage: AdvantageConfig
+    training: UpdateConfig
+    optimizers: Optimizers
+    distillation: Distillation | None
+
+
 def stages_of(world: World, temperature: float, rate: float) -> Stages:
-    """GRPO on `--prompts` prompts, one optimizer step."""
+    """Make one GRPO step on `--prompts` prompts, one optimizer step."""
     asked = world.asked
     rows = GROUP * world.asked.prompts
+    layout = Layout(world.mesh, dtype=world.dtype)
     training = UpdateConfig(
         microbatch_rows=GROUP, bucket=world.slots, temperature=temperature, dtype=world.dtype
     )
     student = make_optimizer(asked.student_learning_rate)
     return Stages(
-        decoding=decoding_of(world, (), temperature, rows),
-        shaping=AdvantageConfig("grpo", EstimatorConfig(GROUP)),
+        generation=GenerationSettings(
+            decoding=decoding_of(world, (), temperature, rows),
+            layout=layout,
+            prompts_per_step=asked.prompts,
+            samples_per_prompt=GROUP,
+            max_new_tokens=asked.new_tokens,
+        ),
+        scoring=ScoringSettings(layout, temperature, GROUP),
+        advantage=AdvantageConfig("grpo", EstimatorConfig(GROUP)),
         training=training,
         optimizers=Optimizers(make_optimizer(rate)),
-        reward=shortness,
-        controller=lambda coefficient, kl, samples: coefficient,
-        tokenizer=world.source.tokenizer,
-        mesh=world.mesh,
-        dtype=world.dtype,
-        prompts_per_step=asked.prompts,
-        samples_per_prompt=GROUP,
-        max_new_tokens=asked.new_tokens,
         distillation=Distillation(student, training, rows) if asked.online else None,
     )
 
 
-def shortness(answers: Sequence[Response], known: Known) -> tuple[Scores, dict[str, float]]:
-    """Hundreds of characters that a response does not have: a reward that nearly always differs."""
-    return Scores(np.array([-len(answer.response) / 100 for answer in answers], np.float32), {}), {}
+def shortness(samples: Sequence[Sample], world: World) -> np.ndarray:
+    """Count the characters that responses do not have: rewards [B] that nearly always differ."""
+    decode = world.source.tokenizer.decode
+    return np.array([-len(decode(sample.tokens)) / 100 for sample in samples], np.float32)
 
 
 PARTS = {"fixed": part_fixed, "replay": part_replay, "epochs": part_epochs}

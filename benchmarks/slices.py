@@ -26,14 +26,14 @@ import numpy as np
 from benchmarks.drains import draw_lengths, read_percentiles
 from benchmarks.generation import TEXT
 from rlhf_jax.build import load
-from rlhf_jax.collect import decoding_weights
 from rlhf_jax.generation.assignment import STATIC, PlacementPolicy
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.history import GenerationCounts
 from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
-from rlhf_jax.mesh import make_mesh
+from rlhf_jax.mesh import Layout, make_mesh
+from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.reallocation import length_model, planner
 from rlhf_jax.reallocation.length_model import Lengths
@@ -50,7 +50,7 @@ def main() -> None:
     mesh = make_mesh(1, 1, 1, jax.devices()[: asked.slices], slices=asked.slices)
     source = open_source(asked.model)
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    target = decoding_weights(load(source, dtype, mesh), dtype, mesh)
+    target = decoding_weights(load(source, Layout(mesh, dtype=dtype)), dtype, mesh)
     words = np.array(source.tokenizer.encode(TEXT), np.int32)
     ends = drawn(asked, asked.samples, asked.seed)
     wanted = [

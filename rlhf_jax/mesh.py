@@ -8,12 +8,15 @@ vocabulary. `slices` generate each on its own, with weights of its own, and spli
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.dispatch import REFERENCE, Kernels
 
 AXES: tuple[str, ...] = ("slices", "data", "fsdp", "tensor")
 ROW_AXES = ("slices", "data", "fsdp")
@@ -45,6 +48,26 @@ _TENSOR = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "ffn": "t
 ROLES = {"training": _TENSOR | {"width": ("slices", "fsdp")}, "generation": _TENSOR}
 
 AnyMesh = Mesh | AbstractMesh
+FLOAT32 = np.dtype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Say where and how a call runs: on which devices, by which kernels, in which dtype.
+
+    It is static: hashable, so that a jitted function may take it as a static argument.
+    """
+
+    # None: one device, whichever the arguments are on
+    mesh: Mesh | None = None
+    kernels: Kernels = REFERENCE
+    # of the products; sums and log-probs are float32 all the same
+    dtype: np.dtype = FLOAT32
+
+    @property
+    def slices(self) -> int:
+        """Count the parts of the mesh that generate each on its own."""
+        return 1 if self.mesh is None else self.mesh.shape["slices"]
 
 
 def count_devices() -> int:

@@ -1,280 +1,237 @@
-"""One iteration of RLHF, composed of the stages: generation, inference, training."""
+"""One iteration of RLHF: generation, inference, training."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.collect import RewardedRollout, collect, finished
-from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation.history import as_rollout
-from rlhf_jax.inference.logprobs import mismatch, score_rollout
-from rlhf_jax.inference.overlap import SCORED, Scored, ScoringModels, scored_row
-from rlhf_jax.inference.values import score_values
-from rlhf_jax.model.transformer import cast
+from rlhf_jax.generation.precompile import Models
+from rlhf_jax.inference.logprobs import mismatch
+from rlhf_jax.inference.overlap import Scoring, ScoringQueue
+from rlhf_jax.inference.scoring import TokenScores, score
+from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.monitoring.trace import Span
-from rlhf_jax.runtime import distributed
-from rlhf_jax.state import FrozenModels, HostState, Observer, Stages, drafter_of
+from rlhf_jax.rewards.samples import table_of
+from rlhf_jax.rollout import RewardedRollout, roll_out
+from rlhf_jax.state import HostState, Observer, Run, RunState, StepReport, decoding_models, ignore
 from rlhf_jax.training.distill import distill
-from rlhf_jax.training.experience import compute_advantages
+from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
 from rlhf_jax.training.update import NonFiniteUpdate, update
-from rlhf_jax.types import Array, Experience, Model, Rollout, TrainState
+from rlhf_jax.types import Experience, Model, Rollout, TrainState
 
 
 class NonFiniteStep(ValueError):
-    """A step that met a number that is not finite, with the batch it was to learn from."""
+    """Say that a step met a number that is not finite; hold the batch it was to learn from."""
 
     def __init__(self, message: str, experience: Experience):
         super().__init__(message)
         self.experience = experience
 
 
-def step(
-    state: TrainState,
-    frozen: FrozenModels,
-    prompts: Prompts,
-    memory: HostState,
-    stages: Stages,
-    observe: Observer = lambda phase, report: None,
-) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
-    """One iteration over the next prompts: the new state, its metrics and a table of its samples.
+def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunState, StepReport]:
+    """Take one iteration over the next prompts.
 
-    `state` is used up once training begins; what is raised before that loses nothing but the
-    position in `memory.batches`. `observe` may raise, but not in training. Sample ids count on from
-    step to step, so that a run uses no noise twice unless it is asked to repeat some.
+    The train state is used up once training begins; what is raised before that leaves it whole.
+    `observe` may raise, but not in training.
     """
-    number = int(state.step)
-    drafter = drafter_of(state, frozen)
-    judges = ScoringModels(frozen.reference, state.critic)
-    collected, learned, metrics = collect(
-        state.policy, drafter, prompts, memory, number, stages, observe, judges
+    decoders = decoding_models(state.train, run)
+    queue = scoring_queue(decoders, state.train, run)
+    rolled = roll_out(
+        decoders,
+        state.host,
+        state.step,
+        run.prompts,
+        run.batches,
+        run.generation,
+        run.rewards,
+        run.advantage,
+        queue=queue,
+        observe=observe,
     )
+    metrics = rolled.metrics
 
-    observe("inference", None)
-    start = time.perf_counter()
-    experience, kl, seen = score(state, frozen.reference, collected, memory.kl_coefficient, stages)
-    metrics |= seen
-    metrics["inference/seconds"] += time.perf_counter() - start
-    memory.timeline.spans += _inferred(experience, memory.timeline.start, start, stages)
-
-    observe("training", None)
-    start = time.perf_counter()
-    weight = 0.0 if stages.shaping.kl_in_reward else memory.kl_coefficient
-    place = functools.partial(meshes.place_rows, mesh=stages.mesh)
-    watch = functools.partial(observe, "training", None)
-    try:
-        state, trained = update(
-            state, experience, stages.optimizers, stages.training, weight, place, watch
+    began = time.perf_counter()
+    coefficient = state.host.kl_coefficient
+    with _timed("inference", metrics, observe):
+        rollout = as_rollout(rolled.samples, run.generation.decoding.max_length)
+        models = (state.train.policy, run.frozen.reference, state.train.critic)
+        scores = score(*models, rollout, run.scoring, rolled.scored)
+        experience, kl = make_experience(
+            rollout, rolled.rewards, rolled.ended, scores, coefficient, run.advantage
         )
-    except NonFiniteUpdate as error:
-        raise NonFiniteStep(str(error), experience) from error
-    metrics |= trained | {"training/seconds": time.perf_counter() - start}
-    state, taught = distill_drafter(state, frozen, experience.rollout, memory, stages, observe)
-    metrics |= taught | (age(state, memory) if drafter is not None else {})
+        metrics |= {"kl/response": kl, "kl/coefficient": coefficient}
+        metrics |= mismatch(rollout.logprobs, scores.logprobs, rollout.mask)
+    spans = rolled.spans + _inference_spans(experience, began - rolled.began, rolled, run)
 
-    samples = len(collected.samples)
-    memory.remember(
-        collected.samples, learned, stages.controller(memory.kl_coefficient, kl, samples)
+    with _timed("training", metrics, observe):
+        train, losses = train_on(state.train, experience, coefficient, run, observe)
+    train, distilled = distill_drafter(train, rollout, run, observe)
+    metrics |= losses | distilled
+
+    distilled_at = int(train.step) if run.distillation else state.host.distilled_at
+    if decoders[1] is not None:
+        metrics |= drafter_age(train, distilled_at)
+    next_coefficient = run.next_kl_coefficient(coefficient, kl, len(rolled.samples))
+    host = state.host.after_step(
+        rolled.samples, rolled.stats, rolled.position, next_coefficient, distilled_at
     )
-    return (
-        state,
-        metrics | {"generation/tokens_so_far": memory.drafting.tally.tokens},
-        collected.table(),
-    )
+    table = table_of(rolled.responses, rolled.rewards)
+    return RunState(train, host), report_step(rolled, metrics, table, spans, host)
 
 
-def distill_step(
-    state: TrainState,
-    frozen: FrozenModels,
-    prompts: Prompts,
-    memory: HostState,
-    stages: Stages,
-    observe: Observer = lambda phase, report: None,
-) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
-    """As `step`, but the policy stays and its student learns from all samples.
-
-    What is earned is the share of the policy's tokens that the student draws too, before it learns
-    from them; KL and loss are the policy's divergence from the student, in nats a token.
-    """
-    drafter = drafter_of(state, frozen)
-    number = int(state.step)
-    nobody = ScoringModels()
-    collected, learned, metrics = collect(
-        state.policy, drafter, prompts, memory, number, stages, observe, nobody
-    )
-    observe("training", None)
-    rollout = as_rollout(collected.samples, stages.decoding.max_length)
-    state, taught = distill_drafter(state, frozen, rollout, memory, stages, observe)
-    if "drafter/not_finite" in taught:
-        raise ValueError("The student's loss is not finite; lower drafter.learning_rate")
-    state = dataclasses.replace(state, step=state.step + 1)
-    memory.remember(collected.samples, learned, memory.kl_coefficient)
-    metrics = {
-        name: value for name, value in metrics.items() if not name.startswith("reward/")
-    } | taught
+def report_step(
+    rolled: RewardedRollout,
+    metrics: dict[str, float],
+    table: list[dict[str, Any]],
+    spans: list[Span],
+    host: HostState,
+) -> StepReport:
+    """Put together what there is to tell of a finished step."""
     metrics |= {
-        "reward/mean": taught["drafter/acceptance"],
-        "training/seconds": taught["drafter/seconds"],
+        "generation/tokens_so_far": host.training.counts.tokens,
+        "step/seconds": time.perf_counter() - rolled.began,
     }
-    metrics |= dict.fromkeys(("kl/mean", "loss/policy"), taught["drafter/loss"])
-    table = [
-        {name: value for name, value in row.items() if name != "reward"}
-        for row in collected.table()
-    ]
-    return state, metrics | {"generation/tokens_so_far": memory.drafting.tally.tokens}, table
+    selector = rolled.stats.selector
+    return StepReport(metrics, table, spans, selector.last_stage if selector else [])
 
 
-def distill_drafter(
-    state: TrainState,
-    frozen: FrozenModels,
-    rollout: Rollout,
-    memory: HostState,
-    stages: Stages,
-    observe: Observer,
-) -> tuple[TrainState, dict[str, float]]:
-    """The state with its student taught by the policy as it is now, where it is kept current, and
-    what was measured.
-    """
-    if stages.distillation is None:
-        return state, {}
-    start = time.perf_counter()
-    place = functools.partial(meshes.place_rows, mesh=stages.mesh)
-    watch = functools.partial(observe, "training", None)
-    state, metrics = distill(state, rollout, stages.distillation, place, watch, frozen.student)
-    memory.taught = int(state.step)
-    return state, metrics | {"drafter/seconds": time.perf_counter() - start}
+def scoring_queue(models: Models, train: TrainState, run: Run) -> ScoringQueue | None:
+    """Make the queue of what slices score beside generation; None where none does."""
+    if not run.generation.scoring_seconds:
+        return None
+    length = run.generation.decoding.max_length
+    rows = max(1, run.scoring.microbatch_rows // run.layout.slices)
 
+    def place(model: Model) -> Model:
+        return decoding_weights(model, run.layout.dtype, run.layout.mesh)
 
-def age(state: TrainState, memory: HostState) -> dict[str, float]:
-    """How old the drafter is: `drafter/version` counts a student's updates, `drafter/policy_step`
-    the policy's when the drafter last learned from it, and `drafter/behind` those since.
-    """
-    version = 0 if state.drafter_version is None else int(state.drafter_version)
-    behind = int(state.step) - memory.taught
-    return {
-        "drafter/version": version,
-        "drafter/policy_step": memory.taught,
-        "drafter/behind": behind,
+    rewards = {
+        name: dataclasses.replace(one, model=place(one.model), rows=rows, bucket=length)
+        for name, one in run.rewards.models.items()
     }
-
-
-def score(
-    state: TrainState,
-    reference: Model | None,
-    collected: RewardedRollout,
-    kl_coefficient: float,
-    stages: Stages,
-) -> tuple[Experience, float, dict[str, float]]:
-    """What training needs of samples, the KL of a response to the reference in nats, and metrics.
-
-    Log-probs are recomputed in canonical order and fixed shapes; without a reference the policy is
-    its own. Under top-k the reference, too, is renormalised on the sampled sets. The metrics say
-    how far the recomputed law is from the one that was sampled (`mismatch/...`).
-    """
-    rollout = as_rollout(collected.samples, stages.decoding.max_length)
-    models = (
-        _cast(state.policy, stages.dtype),
-        reference,
-        state.critic and _cast(state.critic, stages.dtype),
+    return ScoringQueue(
+        Scoring(
+            policy=models[0],
+            reference=run.frozen.reference and place(run.frozen.reference),
+            critic=train.critic and place(train.critic),
+            temperature=run.scoring.temperature,
+            rows=rows,
+            slots=length,
+            rewards=rewards,
+        )
     )
-    if stages.scoring:
-        found = _score_the_rest(models, rollout, collected.scored, stages)
-    else:
-        found = distributed.fetch(_score(models, rollout, stages))
-    logprobs, reference_logprobs, values = found
-    reference_logprobs = logprobs if reference_logprobs is None else reference_logprobs
-    ended = finished(collected.samples, stages.decoding.stop_tokens)
+
+
+def make_experience(
+    rollout: Rollout,
+    rewards: np.ndarray,
+    ended: np.ndarray,
+    scores: TokenScores,
+    kl_coefficient: float,
+    advantage: AdvantageConfig,
+) -> tuple[Experience, float]:
+    """Turn rewards and scores into what training needs.
+
+    rewards [B] float32 and ended [B] bool (the response has an end) are of whole samples. Returns
+    also the KL of a response to the reference, in nats. Raises NonFiniteStep where a number is not
+    finite.
+    """
     mask, advantages, returns, kl = jax.device_get(
         compute_advantages(
-            collected.rewards,
+            rewards,
             ended,
             rollout.mask,
-            logprobs,
-            reference_logprobs,
-            values,
-            np.float32(kl_coefficient),
-            stages.shaping,
+            *scores,
+            kl_coefficient=np.float32(kl_coefficient),
+            config=advantage,
         )
     )
     experience = Experience(
-        rollout, mask, logprobs, reference_logprobs, collected.rewards, advantages, values, returns
+        rollout=rollout,
+        mask=mask,
+        logprobs=scores.logprobs,
+        reference_logprobs=scores.reference_logprobs,
+        rewards=rewards,
+        advantages=advantages,
+        values=scores.values,
+        returns=returns,
     )
-    _check_finite(experience)
-    seen = {"kl/response": float(kl), "kl/coefficient": kl_coefficient}
-    return experience, float(kl), seen | mismatch(rollout.logprobs, logprobs, rollout.mask)
-
-
-def _inferred(experience: Experience, zero: float, began: float, stages: Stages) -> list[Span]:
-    """Inference on all slices at once, as the timeline has it."""
-    rows = len(experience.mask)
-    tokens = int(experience.rollout.mask.sum())
-    count = stages.mesh.shape["slices"]
-    of_slice = (
-        began - zero,
-        time.perf_counter() - zero,
-        rows // count,
-        "log-probs and values",
-        tokens // count,
-    )
-    return [Span(number, "inference", *of_slice) for number in range(count)]
-
-
-Models = tuple[Model, Model | None, Model | None]  # policy, reference, critic
-
-
-def _score(
-    models: Models, rollout: Rollout, stages: Stages
-) -> tuple[Array, Array | None, Array | None]:
-    """(log-probs, the reference's, values) of a rollout [B, T], dispatched."""
-    (policy, reference, critic) = models
-    training = stages.training
-    placed = meshes.place_rows(rollout, stages.mesh)
-    rows = training.microbatch_rows
-    how = dict(
-        temperature=training.temperature, rows=rows, attend=training.attend, law=training.law
-    )
-    score = functools.partial(score_rollout, rollout=placed, **how)
-    values = critic and score_values(critic, placed, rows=rows, attend=training.critic_attend)
-    return score(policy), reference and score(reference), values
-
-
-def _score_the_rest(
-    models: Models, rollout: Rollout, scored: dict[int, Scored], stages: Stages
-) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """As `_score`, on the host: what slices have scored, and the rest in parts of a fixed size."""
-    numbers = rollout.sample_id.tolist()
-    rows = stages.training.microbatch_rows
-    rest = [row for row, number in enumerate(numbers) if number not in scored]
-    found = {row: scored[number] for row, number in enumerate(numbers) if number in scored}
-    for start in range(0, len(rest), rows):
-        part = np.resize(rest[start : start + rows], rows)  # filled up by some of them again
-        results = distributed.fetch(
-            _score(models, jax.tree.map(lambda leaf, part=part: leaf[part], rollout), stages)
-        )
-        found |= {row: scored_row(results, i) for i, row in enumerate(part)}
-    rows_of = ([getattr(found[row], name) for row in range(len(numbers))] for name in SCORED)
-    logprobs, referred, values = (
-        None if column[0] is None else np.stack(column) for column in rows_of
-    )
-    assert logprobs is not None
-    return logprobs, referred, values
-
-
-def _check_finite(experience: Experience) -> None:
-    mask = experience.rollout.mask
     for name in ("logprobs", "reference_logprobs", "values", "advantages"):
         numbers = getattr(experience, name)
-        if numbers is not None and not np.isfinite(numbers[mask]).all():
-            count = int((~np.isfinite(numbers[mask])).sum())
-            raise NonFiniteStep(
-                f"{count} of {int(mask.sum())} {name.replace('_', ' ')} are not finite", experience
-            )
+        bad = 0 if numbers is None else int((~np.isfinite(numbers[rollout.mask])).sum())
+        if bad:
+            of_all = f"{bad} of {int(rollout.mask.sum())} {name.replace('_', ' ')}"
+            raise NonFiniteStep(f"{of_all} are not finite", experience)
+    return experience, float(kl)
 
 
-_cast = jax.jit(cast, static_argnums=1)
+def train_on(
+    train: TrainState, experience: Experience, kl_coefficient: float, run: Run, observe: Observer
+) -> tuple[TrainState, dict[str, float]]:
+    """Update policy and critic on a batch; raise NonFiniteStep where a step is not finite."""
+    kl_weight = 0.0 if run.advantage.kl_in_reward else kl_coefficient
+    place = functools.partial(meshes.place_rows, mesh=run.layout.mesh)
+    alive = functools.partial(observe, "training", None)
+    try:
+        return update(train, experience, run.optimizers, run.training, kl_weight, place, alive)
+    except NonFiniteUpdate as error:
+        raise NonFiniteStep(str(error), experience) from error
+
+
+def distill_drafter(
+    train: TrainState, rollout: Rollout, run: Run, observe: Observer
+) -> tuple[TrainState, dict[str, float]]:
+    """Let the student learn from the policy as it is now, where it is kept current."""
+    if run.distillation is None:
+        return train, {}
+    start = time.perf_counter()
+    place = functools.partial(meshes.place_rows, mesh=run.layout.mesh)
+    alive = functools.partial(observe, "training", None)
+    train, metrics = distill(train, rollout, run.distillation, place, alive, run.frozen.student)
+    return train, metrics | {"drafter/seconds": time.perf_counter() - start}
+
+
+def drafter_age(train: TrainState, distilled_at: int) -> dict[str, float]:
+    """Say how old the drafter is.
+
+    `drafter/version` counts a student's updates, `drafter/policy_step` the policy's when the
+    drafter last learned from it, and `drafter/behind` those since.
+    """
+    return {
+        "drafter/version": 0 if train.drafter_version is None else int(train.drafter_version),
+        "drafter/policy_step": distilled_at,
+        "drafter/behind": int(train.step) - distilled_at,
+    }
+
+
+def _inference_spans(
+    experience: Experience, began: float, rolled: RewardedRollout, run: Run
+) -> list[Span]:
+    """Show inference, which `began` so many seconds after the step, as work of all slices."""
+    ended = time.perf_counter() - rolled.began
+    count = run.layout.slices
+    rows = len(experience.mask) // count
+    tokens = int(experience.rollout.mask.sum()) // count
+    return [
+        Span(number, "inference", began, ended, rows, "log-probs and values", tokens)
+        for number in range(count)
+    ]
+
+
+@contextlib.contextmanager
+def _timed(phase: str, metrics: dict[str, float], observe: Observer) -> Iterator[None]:
+    """Say that a phase begins, and add the seconds that it takes to `PHASE/seconds`."""
+    observe(phase, None)
+    start = time.perf_counter()
+    yield
+    name = f"{phase}/seconds"
+    metrics[name] = metrics.get(name, 0.0) + time.perf_counter() - start

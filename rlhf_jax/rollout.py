@@ -1,136 +1,244 @@
-"""All samples of a stage: dealt out to processes and slices, or placed by a plan, and gathered; and
-what slices did.
-"""
+"""Roll-outs: samples of a step's prompts and their rewards, drawn again where all are alike."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+import time
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from rlhf_jax.data.batches import Batches
+from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation.assignment import PlacementPolicy
-from rlhf_jax.generation.engine import IdleWork, generate
-from rlhf_jax.generation.requests import GenerationConfig, Request, RoundReport, Sample
-from rlhf_jax.generation.speculative import tree as trees
-from rlhf_jax.generation.strategy.select import Selector
-from rlhf_jax.inference.overlap import ScoringQueue
-from rlhf_jax.monitoring.trace import Span
+from rlhf_jax.generation.history import GenerationCounts, requests
+from rlhf_jax.generation.precompile import Models
+from rlhf_jax.generation.requests import RoundReport, Sample
+from rlhf_jax.generation.stage import (
+    GenerationSettings,
+    StageRecord,
+    by_group,
+    end_stage,
+    generate_samples,
+)
+from rlhf_jax.inference.overlap import Scored, ScoringQueue
+from rlhf_jax.monitoring.trace import Span, idle_share, since
 from rlhf_jax.reallocation.length_model import Lengths
-from rlhf_jax.runtime import distributed
-from rlhf_jax.runtime.signals import Stopped
-from rlhf_jax.runtime.slice_groups import StageAborted, failed, slice_group_of
-from rlhf_jax.state import Stages
-from rlhf_jax.types import Model
+from rlhf_jax.rewards.combination import Response
+from rlhf_jax.rewards.samples import Rewards, compute_rewards, responses_of
+from rlhf_jax.runtime.slice_groups import slice_group_of
+from rlhf_jax.state import HostState, Observer, RolloutStats
+from rlhf_jax.training.batching import signal
+from rlhf_jax.training.experience import AdvantageConfig, penalise_and_clip
 
 
-def placing_of(
-    stages: Stages, lengths: Lengths, name: str, scoring_queue: ScoringQueue | None = None
-) -> PlacementPolicy:
-    """Where the samples of the stage of this name run, beside which slices may work on a
-    backlog.
-    """
-    placing = PlacementPolicy(stages.plan_reallocation, lengths, stages.in_turn, name)
-    if scoring_queue is None:
-        return placing
-    # each has finished about as much as this one
-    slice_groups = slice_group_of(stages.mesh).slice_groups
-    return dataclasses.replace(
-        placing, scoring=stages.scoring, unscored=lambda: slice_groups * scoring_queue.tokens
-    )
+@dataclasses.dataclass(frozen=True)
+class RewardedRollout:
+    """Hold finished samples in the order they were asked for, and what they were worth."""
+
+    samples: list[Sample]
+    responses: list[Response]
+    rewards: np.ndarray  # [B] float32
+    ended: np.ndarray  # [B] bool: the response ends with a stop token, and was not cut off
+    # by sample id, what slices had time to score beside generation; None where they do not score
+    scored: dict[int, Scored] | None
+    stats: RolloutStats
+    # in the order of the prompts, after those that were drawn
+    position: dict[str, int]
+    # when the first roll-out began, by the clock of `time.perf_counter`
+    began: float
+    # what the slices of all processes did, in seconds since then
+    spans: list[Span]
+    metrics: dict[str, float]
 
 
 def roll_out(
-    target: Model,
-    drafter: Model | None,
-    wanted: Sequence[Request],
-    decoding: GenerationConfig,
-    stages: Stages,
-    placing: PlacementPolicy,
-    selector: Selector | None = None,
-    observe: Callable[[RoundReport], None] = lambda report: None,
-    finished: Callable[[Sample], None] = lambda sample: None,
-    spare: IdleWork | None = None,
-) -> list[Sample]:
-    """All samples, in the order of the requests. Each crew decodes on its own slices, without the
-    others.
+    models: Models,
+    host: HostState,
+    step: int,
+    prompts: Prompts,
+    batches: Batches,
+    settings: GenerationSettings,
+    rewards: Rewards,
+    advantage: AdvantageConfig,
+    *,
+    queue: ScoringQueue | None,
+    observe: Observer,
+) -> RewardedRollout:
+    """Roll out `prompts_per_step` prompts, and compute the rewards of their samples.
 
-    What a crew decodes is its share of the requests or, where there is a plan, what that says.
-    `finished` hears of each sample that ends here.
+    `queue` scores what is finished beside generation, on slices with nothing left to decode. With
+    `resample`, prompts whose samples all have one reward are set aside and others drawn, up to that
+    many more roll-outs; those set aside fill what is still missing (dynamic sampling: DAPO, Yu et
+    al. 2025, 3.2). Sample ids count on from step to step, so that a run uses no noise twice unless
+    it is asked to repeat some.
     """
-    slice_group = slice_group_of(stages.mesh)
-    asked = wanted if placing.plan_reallocation else slice_group.share(wanted)
+    group = settings.samples_per_prompt
+    selector = copy.deepcopy(host.training.selector)
+    record = StageRecord()
+    seconds = {"generation": 0.0, "inference": 0.0}
+    position = host.position
+    repeated_ids = set[int]()
+    samples: list[Sample] = []
+    responses: list[Response] = []
+    values = np.zeros(0, np.float32)
+    signalled = np.zeros(0, np.float32)  # rewards as the advantages will see them
+    ended = np.zeros(0, bool)
+    reward_metrics = []
+    scored: dict[int, Scored] = {}
 
-    def rolled() -> list[Sample]:
-        samples = []
-        on = (stages.mesh, observe, selector, stages.ahead, placing, spare)
-        with contextlib.suppress(StageAborted), failed(placing.name):
-            for sample in generate(target, drafter, asked, decoding, *on):
-                samples.append(sample)
-                finished(sample)
-        return samples if slice_group.leads else []  # the leader speaks for all
+    for attempt in range(settings.resample + 1):
+        with _timed("generation", seconds, observe):
+            rows, position = batches.take(position)
+            first_id = (step * (settings.resample + 1) + attempt) * len(rows) * group
+            wanted = requests(
+                [prompts.tokens[row] for row in rows],
+                group,
+                settings.max_new_tokens,
+                first_id=first_id,
+                history=host.training.history,
+                repeated=settings.repeated_noise,
+                used=repeated_ids,
+            )
+            lengths = host.training.lengths
+            drawn = generate_samples(
+                models,
+                wanted,
+                settings.decoding,
+                settings,
+                placing_of(settings, lengths, f"step {step} attempt {attempt}", queue),
+                selector=selector,
+                observe=functools.partial(_note, record, observe),
+                finished=functools.partial(_enqueue, queue, wanted, rows, prompts, rewards),
+                idle_work=queue,
+            )
+        with _timed("inference", seconds, observe):
+            if queue and rewards.models:
+                scored = _scored_by_all(queue, settings)
+            asked = np.repeat(rows, group)
+            fresh = responses_of(drawn, prompts, asked, rewards.tokenizer)
+            known = [
+                scored[one.sample_id].rewards if one.sample_id in scored else {} for one in drawn
+            ]
+            earned, metrics = compute_rewards(fresh, rewards, known)
+        own_ended = np.array([one.tokens[-1] in settings.decoding.stop_tokens for one in drawn])
+        samples += drawn
+        responses += fresh
+        values = np.append(values, earned)
+        ended = np.append(ended, own_ended)
+        signalled = np.append(signalled, penalise_and_clip(earned, own_ended, advantage))
+        reward_metrics.append(metrics)
+        kept, enough = choose_groups(signalled, group, settings.prompts_per_step)
+        if enough:
+            break
 
-    ids = [(request, sample_id) for request in wanted for sample_id in request.sample_ids]
-    if not distributed.started():
-        samples = {sample.sample_id: sample for sample in rolled()}
-        return [samples[sample_id] for _, sample_id in ids]
-    outcome = _of_crew(rolled) if slice_group.several else rolled
-    shares = distributed.together(lambda: list(map(_packed, outcome())))
-    distributed.run_on_leader(lambda: distributed.forget(placing.name))
-    packed = {one[0]: one for share in shares for one in share}
-    return [_unpacked(request, packed[sample_id]) for request, sample_id in ids]
-
-
-def _of_crew(rolled: Callable[[], list[Sample]]) -> Callable[[], list[Sample]]:
-    """What a process of a crew has to tell all others when its part is over.
-
-    A run may be stopped where all of a crew are between two rounds. With any other error the others
-    may wait on their devices for this process: it is raised here, and ends them.
-    """
-    try:
-        samples = rolled()
-    except Stopped as stopped:
-        return functools.partial(_raise, stopped)
-    return lambda: samples
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
-
-
-def _packed(sample: Sample) -> tuple:
-    """What another process is told of a finished sample."""
-    support = np.array(sample.support, np.int32) if sample.support else None
-    tokens = np.array(sample.tokens, np.int32)
-    logprobs = np.array(sample.logprobs, np.float32)
-    return sample.sample_id, tokens, logprobs, support, sample.rounds, sample.accepted
-
-
-def _unpacked(request: Request, packed: tuple) -> Sample:
-    sample_id, tokens, logprobs, support, rounds, accepted = packed
-    rows = [] if support is None else list(support)
-    sample = Sample(sample_id, request, [], tokens.tolist(), logprobs.tolist(), rows, done=True)
-    sample.rounds = rounds
-    sample.accepted = accepted
-    return sample
-
-
-def spans_of(report: RoundReport) -> Iterator[Span]:
-    """What a round says of its slice: samples that came with it, then the round."""
-    if report.moves:
-        yield Span(
-            report.slice,
-            "exchange",
-            report.began,
-            report.began,
-            report.moves,
-            "",
-            report.moved_bytes,
-        )
-    name = trees.name_of(report.strategy)
-    yield Span(
-        report.slice, "generate", report.began, report.ended, report.live, name, report.tokens
+    counts = sum(by_group(record.counts, GenerationCounts(), settings), GenerationCounts())
+    chosen_metrics = selector.metrics() if selector else {}
+    with _timed("generation", seconds, observe):
+        selector = end_stage(selector, models[1], samples, settings.decoding, settings)
+    if queue:
+        scored = scored or _scored_by_all(queue, settings)
+        record.spans += queue.spans()
+    of_groups = by_group(since(record.spans, record.began), [], settings)
+    spans = [span for own in of_groups for span in own]
+    metrics = counts.metrics(seconds["generation"]) | chosen_metrics | _joined(reward_metrics)
+    metrics |= {
+        "inference/seconds": seconds["inference"],
+        "generation/attempts": len(reward_metrics),
+        "generation/idle_share": idle_share(spans, settings.layout.slices),
+        "generation/groups_without_signal": float(1 - signal(signalled, group).mean()),
+        "reward/mean": float(values.mean()),
+        "reward/std": float(values.std()),
+        "response/length_mean": float(np.mean([len(one.tokens) for one in samples])),
+        "response/unfinished": float(1 - ended.mean()),
+    }
+    return RewardedRollout(
+        samples=[samples[index] for index in kept],
+        responses=[responses[index] for index in kept],
+        rewards=values[kept],
+        ended=ended[kept],
+        scored=scored if queue else None,
+        stats=RolloutStats(counts, selector),
+        position=position,
+        began=record.began,
+        spans=spans,
+        metrics=metrics,
     )
+
+
+def placing_of(
+    settings: GenerationSettings, lengths: Lengths, name: str, queue: ScoringQueue | None = None
+) -> PlacementPolicy:
+    """Say where the samples of the stage of this name run, beside which slices may score."""
+    placing = PlacementPolicy(settings.plan_reallocation, lengths, settings.in_turn, name)
+    if queue is None:
+        return placing
+    groups = slice_group_of(settings.layout.mesh).slice_groups  # each has finished about as much
+    return dataclasses.replace(
+        placing, scoring=settings.scoring_seconds, unscored=lambda: groups * queue.tokens
+    )
+
+
+def choose_groups(rewards: np.ndarray, group: int, wanted: int) -> tuple[np.ndarray, bool]:
+    """Choose the samples [wanted * group] of prompts whose rewards differ.
+
+    Returns their indices, in order, and whether there are so many prompts; where there are not,
+    the first of the others fill up.
+    """
+    teaches = signal(rewards, group)
+    chosen = np.sort(np.argsort(~teaches, kind="stable")[:wanted])
+    indices = (chosen[:, None] * group + np.arange(group)).reshape(-1)
+    return indices, int(teaches.sum()) >= wanted
+
+
+def _note(record: StageRecord, observe: Observer, report: RoundReport) -> None:
+    """Record a round of generation, and pass it on."""
+    record.add(report)
+    observe("generation", report)
+
+
+def _enqueue(
+    queue: ScoringQueue | None,
+    wanted: Sequence,
+    rows: np.ndarray,
+    prompts: Prompts,
+    rewards: Rewards,
+    sample: Sample,
+) -> None:
+    """Have a finished sample scored where a slice has time; reward models read its response."""
+    if queue is None:
+        return
+    if not rewards.models:
+        queue.add(sample)
+        return
+    row = rows[next(i for i, request in enumerate(wanted) if request is sample.request)]
+    (response,) = responses_of([sample], prompts, np.array([row]), rewards.tokenizer)
+    queue.add(sample, response)
+
+
+def _scored_by_all(queue: ScoringQueue, settings: GenerationSettings) -> dict[int, Scored]:
+    """Return what the slices of all processes have scored, by sample id."""
+    parts = by_group(queue.scored(), {}, settings)
+    return {sample: scored for part in parts for sample, scored in part.items()}
+
+
+def _joined(attempts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Join the metrics of several roll-outs: failures add up, the rest are means."""
+    names = dict.fromkeys(name for metrics in attempts for name in metrics)
+    found = {name: [metrics[name] for metrics in attempts if name in metrics] for name in names}
+    return {
+        name: float((np.sum if name.endswith("/failed") else np.mean)(values))
+        for name, values in found.items()
+    }
+
+
+@contextlib.contextmanager
+def _timed(phase: str, seconds: dict[str, float], observe: Observer) -> Iterator[None]:
+    """Say that a phase begins, and add the seconds that it takes."""
+    observe(phase, None)
+    start = time.perf_counter()
+    yield
+    seconds[phase] += time.perf_counter() - start

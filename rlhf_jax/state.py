@@ -1,177 +1,253 @@
-"""What a run carries: what never changes, what is never trained, and what the host remembers."""
+"""What a run carries from step to step: what is trained, what the host remembers, what is fixed."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
+from rlhf_jax.config.objectives import Objective
+from rlhf_jax.config.schema import Config
 from rlhf_jax.data.batches import Batches
-from rlhf_jax.data.tokenizer import Tokenizer
+from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation.history import GenerationCounts, History
-from rlhf_jax.generation.precompile import BackgroundCompiler
 from rlhf_jax.generation.requests import GenerationConfig, RoundReport, Sample
+from rlhf_jax.generation.stage import GenerationSettings
 from rlhf_jax.generation.strategy.select import Selector
-from rlhf_jax.model.attention import causal
-from rlhf_jax.monitoring.trace import Timeline
+from rlhf_jax.inference.scoring import ScoringSettings
+from rlhf_jax.mesh import Layout
+from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.reallocation import length_model
 from rlhf_jax.reallocation.length_model import Lengths
-from rlhf_jax.reallocation.planner import ClusterView, Reallocation
-from rlhf_jax.rewards.combination import Response, Scores
-from rlhf_jax.rewards.models import RewardModel
-from rlhf_jax.training.distill import Distillation
+from rlhf_jax.rewards.combination import Scorer
+from rlhf_jax.rewards.samples import Rewards
+from rlhf_jax.training.distill import Distillation, student_for
 from rlhf_jax.training.experience import AdvantageConfig
 from rlhf_jax.training.update import Optimizers, UpdateConfig
 from rlhf_jax.types import Model, TrainState
 
-KEPT = 0.5  # what the lengths of earlier responses weigh once the policy has moved
+# What the lengths of earlier responses weigh once the policy has moved, as a factor.
+KEPT_LENGTHS = 0.5
 
-Observer = Callable[[str, RoundReport | None], None]  # of (phase, the round that arrived in it)
-# scores that answers have already, by the reward's term and their index
-Known = Mapping[str, Mapping[int, float]]
-# and what to report
-Reward = Callable[[Sequence[Response], Known], tuple[Scores, dict[str, float]]]
-# of (KL coefficient, KL of a response, samples): the next one
-Controller = Callable[[float, float, int], float]
+# of (phase, the round that arrived in it, or None where the phase begins or goes on)
+Observer = Callable[[str, RoundReport | None], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class Stages:
-    """Everything that stays the same from step to step."""
-
-    decoding: GenerationConfig
-    shaping: AdvantageConfig
-    training: UpdateConfig
-    optimizers: Optimizers
-    reward: Reward
-    controller: Controller
-    tokenizer: Tokenizer
-    mesh: jax.sharding.Mesh
-    dtype: Any  # of generation, inference and the products of training
-    prompts_per_step: int
-    samples_per_prompt: int
-    max_new_tokens: int
-    failed: float = 0.0  # the reward of a sample whose scoring failed
-    resample: int = 0  # more roll-outs, at most, in place of prompts without signal
-    repeated_noise: int = 0  # samples of a prompt, at most, that repeat the noise of earlier ones
-    ahead: BackgroundCompiler | None = None  # compiles strategies before they are used
-    draft_attend: Callable = causal  # attention of a draft model that reads whole texts
-    distillation: Distillation | None = None  # None: there is no student, or it stays as it is
-    # where samples run; None: they stay where they are dealt
-    plan_reallocation: Callable[[ClusterView], Reallocation] | None = None
-    in_turn: bool = False  # slices are served one after the other, so that a run repeats itself
-    # terms of the reward, by name
-    reward_models: Mapping[str, RewardModel] = dataclasses.field(default_factory=dict)
-    # seconds, about, in which a slice scores a token; 0: inference begins when all has ended
-    scoring: float = 0.0
+def ignore(phase: str, report: RoundReport | None) -> None:
+    """Observe nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FrozenModels:
-    """The models that a run does not train."""
+    """Hold the models that a run does not train."""
 
-    reference: Model | None = None  # None: the policy is its own
+    # what KL is measured from; None: the policy is its own
+    reference: Model | None = None
     drafter: Model | None = None
-    # as the one that is kept current began: what its learning is measured against
+    # the student that is kept current, as it began: what its learning is measured against
     student: Model | None = None
-
-
-def drafter_of(state: TrainState, frozen: FrozenModels) -> Model | None:
-    """The student of the state, stacked and without embedding and head, else the frozen drafter,
-    unrolled.
-    """
-    return frozen.drafter if state.drafter is None else state.drafter
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutStats:
-    """What the roll-outs of a stage leave beside their samples."""
+    """Hold what the roll-outs of a stage leave beside their samples."""
 
-    tally: GenerationCounts
+    counts: GenerationCounts
+    # as the next stage begins with it; None where the strategy is fixed
     selector: Selector | None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class SpeculationState:
-    """What roll-outs of one kind, training's or evaluation's, leave for later ones."""
+    """Hold what roll-outs of one kind, training's or evaluation's, leave for later ones."""
 
     history: History
-    selector: Selector | None = None  # None where the strategy is fixed
-    tally: GenerationCounts = dataclasses.field(default_factory=GenerationCounts)  # of all so far
-    lengths: Lengths = dataclasses.field(default_factory=Lengths)  # the law of responses
+    selector: Selector | None = None
+    # of all roll-outs so far
+    counts: GenerationCounts = dataclasses.field(default_factory=GenerationCounts)
+    # how long responses are
+    lengths: Lengths = dataclasses.field(default_factory=Lengths)
 
-    def add(self, samples: Sequence[Sample], learned: RolloutStats) -> None:
-        """Take in a finished stage."""
-        self.history.add(samples)
-        counts = np.array([len(sample.tokens) for sample in samples])
-        ended = counts < np.array([sample.request.max_new_tokens for sample in samples])
-        self.lengths = length_model.observe(length_model.faded(self.lengths, KEPT), counts, ended)
-        self.selector, self.tally = learned.selector, self.tally + learned.tally
+    def after(self, samples: Sequence[Sample], stats: RolloutStats) -> SpeculationState:
+        """Return the state after a finished stage."""
+        tokens = np.array([len(sample.tokens) for sample in samples])
+        ended = tokens < np.array([sample.request.max_new_tokens for sample in samples])
+        faded = length_model.faded(self.lengths, KEPT_LENGTHS)
+        return SpeculationState(
+            history=self.history.with_samples(samples),
+            selector=stats.selector,
+            counts=self.counts + stats.counts,
+            lengths=length_model.observe(faded, tokens, ended),
+        )
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: JSON values and numpy arrays."""
-        selector = {"selector": self.selector.state()} if self.selector else {}
-        kept = {"history": self.history.state(), "tally": dataclasses.asdict(self.tally)}
-        return kept | {"lengths": length_model.state(self.lengths)} | selector
+    def document(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: JSON values and numpy arrays."""
+        kept = {
+            "history": self.history.state(),
+            "tally": dataclasses.asdict(self.counts),
+            "lengths": length_model.state(self.lengths),
+        }
+        return kept | ({"selector": self.selector.state()} if self.selector else {})
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken; a selector that is new since then begins anew."""
-        self.history.restore(state["history"])
-        self.tally = GenerationCounts(**state["tally"])
-        self.lengths = length_model.restore(state["lengths"]) if "lengths" in state else Lengths()
-        if self.selector and "selector" in state:
-            self.selector.restore(state["selector"])
+    def restored(self, document: dict[str, Any]) -> SpeculationState:
+        """Return the state that `document` was made of; a selector that is new begins anew."""
+        self.history.restore(document["history"])
+        if self.selector and "selector" in document:
+            self.selector.restore(document["selector"])
+        lengths = length_model.restore(document["lengths"]) if "lengths" in document else Lengths()
+        counts = GenerationCounts(**document["tally"])
+        return dataclasses.replace(self, counts=counts, lengths=lengths)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class HostState:
-    """What the host remembers from step to step: with the `TrainState`, all of a run."""
+    """Hold what the host remembers: with the `TrainState`, all of a run."""
 
-    batches: Batches
-    drafting: SpeculationState
+    # in the order of the prompts, as `Batches.state` gives it
+    position: dict[str, int]
+    training: SpeculationState
     evaluation: SpeculationState
-    kl_start: float  # the KL coefficient that the config asks for
-    kl_coefficient: float  # what it is now
-    taught: int = 0  # updates of the policy when the drafter last learned from it
-    timeline: Timeline = dataclasses.field(default_factory=Timeline)  # of the step that is taken
-    # since the last step: with the next one it is remembered
+    # the KL coefficient that the config asks for, and what it is now
+    kl_start: float
+    kl_coefficient: float
+    # updates of the policy when the drafter last learned from it
+    distilled_at: int = 0
+    # of an evaluation since the last step: remembered with the next step, as a run that is
+    # resumed before it evaluates again
     evaluated: tuple[Sequence[Sample], RolloutStats] | None = None
 
     def selectors(self) -> list[Selector]:
-        """Those that choose strategies: none where the strategy is fixed."""
-        return [kind.selector for kind in (self.drafting, self.evaluation) if kind.selector]
+        """Return those that choose strategies: none where the strategy is fixed."""
+        return [kind.selector for kind in (self.training, self.evaluation) if kind.selector]
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: JSON values and numpy arrays."""
+    def with_selectors(self, selectors: Sequence[Selector]) -> HostState:
+        """Return the state with others in place of `selectors()`, in the same order."""
+        if not selectors:
+            return self
+        training, evaluation = selectors
+        return dataclasses.replace(
+            self,
+            training=dataclasses.replace(self.training, selector=training),
+            evaluation=dataclasses.replace(self.evaluation, selector=evaluation),
+        )
+
+    def after_step(
+        self,
+        samples: Sequence[Sample],
+        stats: RolloutStats,
+        position: dict[str, int],
+        kl_coefficient: float,
+        distilled_at: int,
+    ) -> HostState:
+        """Return the state after a finished step."""
+        return HostState(
+            position=position,
+            training=self.training.after(samples, stats),
+            evaluation=self.evaluation.after(*self.evaluated)
+            if self.evaluated
+            else self.evaluation,
+            kl_start=self.kl_start,
+            kl_coefficient=kl_coefficient,
+            distilled_at=distilled_at,
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: JSON values and numpy arrays."""
         return {
-            "batches": self.batches.state(),
-            "drafting": self.drafting.state(),
-            "evaluation": self.evaluation.state(),
+            "batches": self.position,
+            "drafting": self.training.document(),
+            "evaluation": self.evaluation.document(),
             "kl_start": self.kl_start,
             "kl_coefficient": self.kl_coefficient,
-            "taught": self.taught,
+            "taught": self.distilled_at,
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken; a KL coefficient that the config has changed since
-        begins anew.
-        """
-        self.batches.restore(state["batches"])
-        self.drafting.restore(state["drafting"])
-        self.evaluation.restore(state["evaluation"])
-        if state["kl_start"] == self.kl_start:
-            self.kl_coefficient = float(state["kl_coefficient"])
-        self.taught = int(state["taught"])
+    def restored(self, document: dict[str, Any]) -> HostState:
+        """Return the state that `document` was made of.
 
-    def remember(
-        self, samples: Sequence[Sample], learned: RolloutStats, kl_coefficient: float
-    ) -> None:
-        """Take in a finished step."""
-        self.drafting.add(samples, learned)
-        if self.evaluated is not None:  # until now a resumed run would have evaluated again
-            self.evaluation.add(*self.evaluated)
-            self.evaluated = None
-        self.kl_coefficient = kl_coefficient
+        A KL coefficient that the config has changed since begins anew.
+        """
+        as_before = document["kl_start"] == self.kl_start
+        return HostState(
+            position=document["batches"],
+            training=self.training.restored(document["drafting"]),
+            evaluation=self.evaluation.restored(document["evaluation"]),
+            kl_start=self.kl_start,
+            kl_coefficient=float(document["kl_coefficient"]) if as_before else self.kl_coefficient,
+            distilled_at=int(document["taught"]),
+        )
+
+
+class RunState(NamedTuple):
+    """Hold all of a run that changes: what devices hold and what the host remembers."""
+
+    train: TrainState
+    host: HostState
+
+    @property
+    def step(self) -> int:
+        """Count the updates that were made."""
+        return int(self.train.step)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """Hold what there is to tell of a finished step."""
+
+    # by the names of metrics.jsonl
+    metrics: dict[str, float]
+    # one row a sample: prompt, response and reward
+    samples: list[dict[str, Any]]
+    # what each slice did and when, in seconds since the step began
+    spans: list[Any]
+    # one row for each strategy at each number of live rows
+    strategies: list[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationSettings:
+    """Say how the policy is measured on held-out prompts."""
+
+    prompts: Prompts
+    # of noise of its own
+    decoding: GenerationConfig
+    samples_per_prompt: int
+    # by name; the first one stands in the table of samples
+    measures: Mapping[str, Scorer]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Hold what stays the same from step to step: settings of each stage, data, frozen models."""
+
+    config: Config
+    objective: Objective
+    layout: Layout
+    prompts: Prompts
+    batches: Batches
+    generation: GenerationSettings
+    rewards: Rewards
+    scoring: ScoringSettings
+    advantage: AdvantageConfig
+    training: UpdateConfig
+    optimizers: Optimizers
+    frozen: FrozenModels
+    # of (KL coefficient, KL of a response, samples): the next coefficient
+    next_kl_coefficient: Callable[[float, float, int], float]
+    # None: there is no student, or it stays as it is
+    distillation: Distillation | None = None
+    # None: there are no held-out prompts
+    evaluation: EvaluationSettings | None = None
+
+
+def decoding_models(train: TrainState, run: Run) -> tuple[Model, Model | None]:
+    """Return policy and drafter as generation wants them: unrolled, cast, laid out.
+
+    The drafter is the student that is trained, with the policy's embedding and head, else the
+    frozen drafter.
+    """
+    target = decoding_weights(train.policy, run.layout.dtype, run.layout.mesh)
+    drafter = run.frozen.drafter if train.drafter is None else train.drafter
+    return target, student_for(target, drafter, run.layout.mesh)

@@ -15,7 +15,7 @@ import sys
 import time
 import types
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,14 +27,15 @@ from rlhf_jax.generation.assignment import PlacementPolicy
 from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
+from rlhf_jax.generation.stage import GenerationSettings, generate_samples
 from rlhf_jax.inference import overlap
 from rlhf_jax.inference.overlap import Scored, Scoring, ScoringQueue
+from rlhf_jax.mesh import Layout
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.reallocation.planner import WAITS, ClusterView, Reallocation
 from rlhf_jax.rewards.combination import Response
 from rlhf_jax.rewards.models import RewardModel, model_scorer
-from rlhf_jax.rollout import roll_out
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.signals import Stopped
 from rlhf_jax.runtime.slice_groups import slice_group_of
@@ -137,10 +138,17 @@ class Stage:
         def finished(sample: Sample) -> None:
             scoring_queue.add(sample, answer(sample))
 
-        stages = cast(Any, types.SimpleNamespace(mesh=self.mesh, ahead=None))
-        what = (self.scoring.policy, None, requests(), self.how, stages)
-        placing = PlacementPolicy(given_away, name=name)
-        samples = roll_out(*what, placing, observe=observe, finished=finished, spare=scoring_queue)
+        settings = GenerationSettings(self.how, Layout(self.mesh), 0, 0, 0)
+        samples = generate_samples(
+            (self.scoring.policy, None),
+            requests(),
+            self.how,
+            settings,
+            PlacementPolicy(given_away, name=name),
+            observe=observe,
+            finished=finished,
+            idle_work=scoring_queue,
+        )
         return any(distributed.gather(bool(heard))), scoring_queue, samples
 
 

@@ -18,6 +18,7 @@ import threading
 import time
 from pathlib import Path
 
+from rlhf_jax import session
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.monitoring import metrics
 
@@ -34,7 +35,7 @@ def main(event: str, number: int, seconds: float, arguments: list[str]) -> int:
         seen[name] += 1
 
     launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
-    launch["Watch"].beat = told(launch["Watch"].beat, lambda watch, phase: happens(phase))
+    session.Session._beat = told(session.Session._beat, lambda self, phase: happens(phase))
     metrics.Writer.write_samples = told(metrics.Writer.write_samples, lambda *_: happens("samples"))
     huggingface.save = told(huggingface.save, lambda *_: happens("export"))
     if event == "unfinished":

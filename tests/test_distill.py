@@ -21,9 +21,9 @@ from tiny_run import ROOT, lines
 
 from launch import export
 from rlhf_jax import mesh
-from rlhf_jax.collect import decoding_weights
 from rlhf_jax.config import default, validation
 from rlhf_jax.generation.speculative.sampling import Sampling, draw
+from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.transformer import forward, init, logits
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.training.distill import (

@@ -11,7 +11,7 @@ import pytest
 import tiny_run
 from tiny_run import ROOT, lines
 
-from rlhf_jax import build
+from rlhf_jax.build import run as run_of
 from rlhf_jax.rewards import combination
 
 PPO = {"advantage__estimator": "gae", "training__minibatches": 2}
@@ -93,7 +93,7 @@ def test_a_reward_model_may_score_beside_generation(run, tmp_path, monkeypatch):
     weighted = combination.weighted
     asked = {"reward__models": judge, "reward__weights": "(0.25,2.0)"}
     apart = run(1, **asked)
-    monkeypatch.setattr(build, "weighted", lambda *given: told.append(given) or weighted(*given))
+    monkeypatch.setattr(run_of, "weighted", lambda *given: told.append(given) or weighted(*given))
     fused = run(2, generation__fuse_inference=True, **asked)
     assert sum(len(known.get("judge", {})) for _, _, known in told) > 0
     for ours, theirs in zip(

@@ -14,6 +14,7 @@ import pytest
 import tiny_run
 from tiny_run import ROOT, lines
 
+from rlhf_jax import rlhf
 from rlhf_jax.config import command_line
 from rlhf_jax.model.transformer import init
 from rlhf_jax.model.weights.source import open_source
@@ -111,7 +112,7 @@ def test_nothing_is_compiled_after_warm_up(
 ):
     """Ten steps; what the first two compile is all."""
     seen_after = []
-    real = launch["STEPS"]["reward"]
+    real = rlhf.step
     with compilations() as seen:
 
         def counted(*inputs, **options):
@@ -119,7 +120,7 @@ def test_nothing_is_compiled_after_warm_up(
             seen_after.append(len(seen))
             return out
 
-        monkeypatch.setitem(launch["STEPS"], "reward", counted)
+        monkeypatch.setattr(rlhf, "step", counted)
         assert launch["main"](arguments(steps=10, evaluation__every=0, **method)) == 0
     assert seen_after[1] == seen_after[-1], seen_after
 
@@ -287,16 +288,16 @@ def test_an_error_loses_no_step(arguments, tmp_path, one_device, monkeypatch, ca
     """
     changes = {"steps": 4, "checkpoint__every": 50, "evaluation__every": 0}
     assert launch["main"](arguments(workdir=tmp_path / "whole", **changes)) == 0
-    infer = launch["rlhf"].infer
+    score = rlhf.score
     seen = []
 
     def failing(*inputs):
         seen.append(inputs)
         if len(seen) == 3:
             raise ValueError("the reward broke.")
-        return infer(*inputs)
+        return score(*inputs)
 
-    monkeypatch.setattr(launch["rlhf"], "score", failing)
+    monkeypatch.setattr(rlhf, "score", failing)
     assert (
         launch["main"](arguments(**changes)) == 2 and "the reward broke" in capsys.readouterr().err
     )

@@ -35,6 +35,11 @@ class Batches:
         self._position = places.stop
         return np.array([self._stream[place] for place in places], np.int64)
 
+    def take(self, position: dict[str, int]) -> tuple[np.ndarray, dict[str, int]]:
+        """Return the batch at a position, int64 indices [batch], and the position after it."""
+        self.restore(position)
+        return self.next(), self.state()
+
     def state(self) -> dict[str, int]:
         """What a checkpoint keeps: the position (indices given out so far) and what it belongs
         to.

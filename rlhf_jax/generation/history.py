@@ -105,6 +105,13 @@ class History:
                 texts.popleft()
             self._texts[sample.prompt.tobytes()] = texts
 
+    def with_samples(self, samples: Iterable[Sample]) -> History:
+        """Return the history after finished samples; this one stays as it is."""
+        after = History(self._size)
+        after._texts = dict(self._texts)
+        after.add(samples)
+        return after
+
     def state(self) -> dict[str, np.ndarray]:
         """All of it as arrays for a checkpoint: every prompt and its texts in a row, the length and
         id of each.

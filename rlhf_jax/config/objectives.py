@@ -1,0 +1,66 @@
+"""What a run may be for: an objective is found in a registry by `config.objective`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rlhf_jax.config.schema import Config
+
+
+class Objective(Protocol):
+    """Say what a run learns, and take its steps.
+
+    What stands around a step (checkpoints, logs, evaluations, signals) is the same for all.
+    """
+
+    # as `config.objective` names it
+    name: str
+    # samples have rewards: reward functions or models, an advantage and a KL penalty are asked for
+    uses_rewards: bool
+    # the policy is trained, and written to a folder at the end
+    trains_policy: bool
+    # a student is trained whatever the drafting strategy is, on all samples of a step
+    distills: bool
+
+    def title(self, config: Config) -> str:
+        """Name what is done, for people to read: "GRPO"."""
+        ...
+
+    def validate(self, config: Config) -> None:
+        """Raise ValueError, in one sentence, for what this objective cannot use."""
+        ...
+
+    def initial_state(self, opened: Any) -> Any:
+        """Make the `TrainState` before the first step from what is opened (`build.Opened`)."""
+        ...
+
+    def step(self, state: Any, run: Any, observe: Any) -> tuple[Any, Any]:
+        """Take one step: (`RunState`, `Run`, `Observer`) to (`RunState`, `StepReport`)."""
+        ...
+
+    def report_names(self) -> Mapping[str, str]:
+        """Name the curves that mean something else here, by the key of metrics.jsonl."""
+        ...
+
+
+# By name: an objective, or where its class is, so that only what runs is imported.
+OBJECTIVES: dict[str, Objective | str] = {
+    "reward": "rlhf_jax.objectives.reward:Reward",
+    "distill": "rlhf_jax.objectives.distillation:Distillation",
+}
+
+
+def register(objective: Objective) -> None:
+    """Let `config.objective` name an objective."""
+    OBJECTIVES[objective.name] = objective
+
+
+def objective_of(config: Config) -> Objective:
+    """Return the objective that a config names; KeyError where it is not registered."""
+    entry = OBJECTIVES[config.objective]
+    if not isinstance(entry, str):
+        return entry
+    module, _, name = entry.partition(":")
+    return getattr(importlib.import_module(module), name)()

@@ -1,0 +1,257 @@
+"""The generation stage: every sample of some prompts, from all slices and processes, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from rlhf_jax import mesh as meshes
+from rlhf_jax.generation.assignment import PlacementPolicy
+from rlhf_jax.generation.engine import IdleWork, generate, warm_up
+from rlhf_jax.generation.history import GenerationCounts, as_rollout
+from rlhf_jax.generation.precompile import BackgroundCompiler, Models
+from rlhf_jax.generation.requests import GenerationConfig, Request, RoundReport, Sample
+from rlhf_jax.generation.scheduler import shared
+from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.speculative.drafters import teacher
+from rlhf_jax.generation.strategy.acceptance import Observations
+from rlhf_jax.generation.strategy.cost import Costs
+from rlhf_jax.generation.strategy.select import Selector
+from rlhf_jax.mesh import Layout
+from rlhf_jax.model.attention import causal
+from rlhf_jax.monitoring.trace import Span
+from rlhf_jax.reallocation.planner import ClusterView, Reallocation
+from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime.signals import Stopped
+from rlhf_jax.runtime.slice_groups import StageAborted, failed, slice_group_of
+from rlhf_jax.types import Model
+
+# What counts of accepted drafts weigh once the policy has moved, as a factor.
+KEPT_ACCEPTANCE = 0.5
+# Finished texts that a draft model reads after a stage, at most.
+TEXTS_READ = 8
+# The draft model reads at most one text of so many: reading costs far less than it saves.
+TEXTS_FOR_ONE_READ = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationSettings:
+    """Say how a run generates; nothing here changes from step to step."""
+
+    decoding: GenerationConfig
+    layout: Layout
+    prompts_per_step: int
+    samples_per_prompt: int
+    max_new_tokens: int
+    # more roll-outs, at most, in place of prompts without signal
+    resample: int = 0
+    # samples of a prompt, at most, that repeat the noise of earlier ones
+    repeated_noise: int = 0
+    # compiles strategies before they are used; None: where they are first used
+    compiler: BackgroundCompiler | None = None
+    # attention of a draft model that reads whole texts
+    draft_attend: Callable = causal
+    # where samples run; None: they stay on the slice that they were dealt to
+    plan_reallocation: Callable[[ClusterView], Reallocation] | None = None
+    # slices are served one after the other, so that a run repeats itself
+    in_turn: bool = False
+    # seconds, about, in which a slice scores a token of what is finished; 0: no slice does
+    scoring_seconds: float = 0.0
+
+
+@dataclasses.dataclass
+class StageRecord:
+    """Count what the rounds of a stage did here, and note when each slice did it."""
+
+    counts: GenerationCounts = dataclasses.field(default_factory=GenerationCounts)
+    spans: list[Span] = dataclasses.field(default_factory=list)
+    # when the stage began, by the clock of `time.perf_counter`
+    began: float = dataclasses.field(default_factory=time.perf_counter)
+
+    def add(self, report: RoundReport) -> None:
+        """Add a round: the samples that moved to its slice before it, then the round itself."""
+        self.counts.add(report)
+        if report.moves:
+            moved = (report.began, report.began, report.moves, "", report.moved_bytes)
+            self.spans.append(Span(report.slice, "exchange", *moved))
+        name = trees.name_of(report.strategy)
+        round_ = (report.began, report.ended, report.live, name, report.tokens)
+        self.spans.append(Span(report.slice, "generate", *round_))
+
+
+def generate_samples(
+    models: Models,
+    requests: Sequence[Request],
+    decoding: GenerationConfig,
+    settings: GenerationSettings,
+    placing: PlacementPolicy,
+    *,
+    selector: Selector | None = None,
+    observe: Callable[[RoundReport], None] = lambda report: None,
+    finished: Callable[[Sample], None] = lambda sample: None,
+    idle_work: IdleWork | None = None,
+) -> list[Sample]:
+    """Generate all samples of the requests, in their order, with every process of the run.
+
+    The processes that share a slice decode their share of the requests or, where there is a plan,
+    what that says. `finished` hears of each sample that ends here. Raises what a process raised.
+    """
+    mesh = settings.layout.mesh
+    slice_group = slice_group_of(mesh)
+    own_requests = requests if placing.plan_reallocation else slice_group.share(requests)
+
+    def generate_own() -> list[Sample]:
+        samples = []
+        with contextlib.suppress(StageAborted), failed(placing.name):
+            for sample in generate(
+                *models,
+                own_requests,
+                decoding,
+                mesh=mesh,
+                observe=observe,
+                selector=selector,
+                ahead=settings.compiler,
+                placing=placing,
+                spare=idle_work,
+            ):
+                samples.append(sample)
+                finished(sample)
+        return samples if slice_group.leads else []  # the leader speaks for all
+
+    order = [(request, sample_id) for request in requests for sample_id in request.sample_ids]
+    if not distributed.started():
+        samples = {sample.sample_id: sample for sample in generate_own()}
+        return [samples[sample_id] for _, sample_id in order]
+
+    outcome = _outcome_of_group(generate_own) if slice_group.several else generate_own
+    shares = distributed.together(lambda: list(map(_packed, outcome())))
+    distributed.run_on_leader(lambda: distributed.forget(placing.name))
+    packed = {one[0]: one for share in shares for one in share}
+    return [_unpacked(request, packed[sample_id]) for request, sample_id in order]
+
+
+def _outcome_of_group(generate_own: Callable[[], list[Sample]]) -> Callable[[], list[Sample]]:
+    """Return what a process that shares its slices has to tell all others when its part is over.
+
+    A run may be stopped where all of a group are between two rounds. With any other error the
+    others may wait on their devices for this process: it is raised here, and ends them.
+    """
+
+    def raise_again(error: Exception) -> NoReturn:
+        raise error
+
+    try:
+        samples = generate_own()
+    except Stopped as stopped:
+        return functools.partial(raise_again, stopped)
+    return lambda: samples
+
+
+def _packed(sample: Sample) -> tuple:
+    """Return what another process is told of a finished sample."""
+    support = np.array(sample.support, np.int32) if sample.support else None
+    tokens = np.array(sample.tokens, np.int32)
+    logprobs = np.array(sample.logprobs, np.float32)
+    return sample.sample_id, tokens, logprobs, support, sample.rounds, sample.accepted
+
+
+def _unpacked(request: Request, packed: tuple) -> Sample:
+    """Rebuild a finished sample from what another process told of it."""
+    sample_id, tokens, logprobs, support, rounds, accepted = packed
+    rows = [] if support is None else list(support)
+    sample = Sample(sample_id, request, [], tokens.tolist(), logprobs.tolist(), rows, done=True)
+    sample.rounds = rounds
+    sample.accepted = accepted
+    return sample
+
+
+def by_group(own: object, nothing: object, settings: GenerationSettings) -> list:
+    """Return what each group of processes has to say of its slices: its first process speaks."""
+    leads = slice_group_of(settings.layout.mesh).leads
+    return distributed.gather(own if leads else nothing)
+
+
+def end_stage(
+    selector: Selector | None,
+    drafter: Model | None,
+    samples: Sequence[Sample],
+    decoding: GenerationConfig,
+    settings: GenerationSettings,
+) -> Selector | None:
+    """Let the selector learn from a finished stage; return it as the next stage begins with it.
+
+    The draft model reads a few texts once, teacher-forced, so that it is known even where it never
+    drafted. Under rejection it does not: there text has noise of its own, and no rank in the
+    drafter's draw says what would have been accepted.
+    """
+    if selector is None:
+        return None
+    if (
+        drafter is not None
+        and decoding.uses_drafter("model")
+        and decoding.acceptance == "replayable"
+    ):
+        chosen = samples[:: max(1, len(samples) // TEXTS_READ)]
+        chosen = chosen[: min(TEXTS_READ, max(1, len(samples) // TEXTS_FOR_ONE_READ))]
+        selector.taught("model", read_texts(drafter, chosen, decoding, settings))
+    selector.stage_ended(KEPT_ACCEPTANCE)
+    if distributed.started():  # all begin the next stage alike
+        selector.restore(distributed.broadcast(selector.state()))
+    return selector
+
+
+def read_texts(
+    drafter: Model,
+    samples: Sequence[Sample],
+    decoding: GenerationConfig,
+    settings: GenerationSettings,
+) -> Observations:
+    """Measure what the draft model would have drafted on finished texts.
+
+    It reads TEXTS_READ rows, or as many more as the devices share evenly.
+    """
+    mesh = settings.layout.mesh
+    rollout = as_rollout(samples, decoding.max_length)
+    rows = shared(TEXTS_READ, mesh)
+    padding = ((0, rows - len(samples)), (0, 0))
+    tokens = np.pad(rollout.tokens, padding)
+    mask = np.pad(rollout.mask, padding)
+    key = np.full((rows, 2), decoding.seed, np.uint32)
+    key[: len(samples), 1] = rollout.sample_id
+
+    placed = meshes.place_rows((tokens, mask, key), mesh)
+    scored = teacher.score(
+        drafter, *placed, decoding.sampling, rows=rows, attend=settings.draft_attend
+    )
+    rank, confidence = distributed.fetch(scored)
+    seen = [sample.seen_prompt for sample in samples] + [False] * (rows - len(samples))
+    return teacher.as_evidence(rank, confidence, mask, np.array(seen))
+
+
+def compile_first_rounds(
+    models: Models,
+    selectors: Sequence[Selector],
+    settings: GenerationSettings,
+    costs: Callable[[Mapping[str, float]], Costs],
+) -> list[Selector]:
+    """Compile the rounds that a step begins with, for every number of rows they may shrink to.
+
+    Returns the selectors with the costs that they begin with: `costs` of what XLA says of a plain
+    round ("flops", "bytes accessed"), unless a selector has measured some for these models.
+    """
+    prompts = range(settings.prompts_per_step)
+    dealt = settings.plan_reallocation is None
+    own = slice_group_of(settings.layout.mesh).share(prompts) if dealt else prompts
+    samples = len(own) * settings.samples_per_prompt
+    work = warm_up(*models, samples, settings.decoding, settings.layout.mesh, bool(selectors))
+    begun = copy.deepcopy(list(selectors))
+    for selector in begun:
+        selector.begin(costs(work))
+    return begun

@@ -1,0 +1,102 @@
+"""The objective 'distill': a student learns to draft for the policy, which stays as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Mapping
+
+from rlhf_jax import build
+from rlhf_jax.config.schema import Config
+from rlhf_jax.generation.history import as_rollout
+from rlhf_jax.rewards.samples import table_of
+from rlhf_jax.rlhf import distill_drafter, report_step
+from rlhf_jax.rollout import roll_out
+from rlhf_jax.state import Observer, Run, RunState, StepReport, decoding_models
+from rlhf_jax.types import TrainState
+
+
+class Distillation:
+    """Train a student of the policy, and nothing else, on all samples of a step."""
+
+    name = "distill"
+    uses_rewards = False
+    trains_policy = False
+    distills = True
+
+    def title(self, config: Config) -> str:
+        """Name what is made."""
+        return "distillation of a drafter"
+
+    def validate(self, config: Config) -> None:
+        """Raise ValueError for what a run without rewards would not use."""
+        for name in ("drafter.layers", "drafter.learning_rate"):
+            value = operator.attrgetter(name)(config)
+            if value <= 0:
+                raise ValueError(f"{name} is {value}; it must be above 0.")
+        keys = ("reward.functions", "reward.models", "evaluation.every", "generation.resample")
+        unused = [key for key in keys if operator.attrgetter(key)(config)]
+        if unused:
+            raise ValueError(
+                "objective is 'distill', which trains a drafter and earns no reward: clear"
+                f" {', '.join(unused)}."
+            )
+
+    def initial_state(self, opened: build.Opened) -> TrainState:
+        """Load the policy, which has no optimizer, and make its student."""
+        return build.initial_state(opened)
+
+    def step(self, state: RunState, run: Run, observe: Observer) -> tuple[RunState, StepReport]:
+        """Roll out the next prompts, and let the student learn from all samples.
+
+        The reward of the metrics is the share of the policy's tokens that the student draws too,
+        before it learns from them; KL and loss are the policy's divergence from the student, in
+        nats a token.
+        """
+        models = decoding_models(state.train, run)
+        rolled = roll_out(
+            models,
+            state.host,
+            state.step,
+            run.prompts,
+            run.batches,
+            run.generation,
+            run.rewards,
+            run.advantage,
+            queue=None,
+            observe=observe,
+        )
+        observe("training", None)
+        rollout = as_rollout(rolled.samples, run.generation.decoding.max_length)
+        train, distilled = distill_drafter(state.train, rollout, run, observe)
+        if "drafter/not_finite" in distilled:
+            raise ValueError("The student's loss is not finite; lower drafter.learning_rate")
+
+        host = state.host.after_step(
+            rolled.samples,
+            rolled.stats,
+            rolled.position,
+            state.host.kl_coefficient,
+            distilled_at=int(train.step),
+        )
+        metrics = {k: v for k, v in rolled.metrics.items() if not k.startswith("reward/")}
+        metrics |= distilled
+        metrics |= {
+            "reward/mean": distilled["drafter/acceptance"],
+            "training/seconds": distilled["drafter/seconds"],
+            "kl/mean": distilled["drafter/loss"],
+            "loss/policy": distilled["drafter/loss"],
+        }
+        table = table_of(rolled.responses, rolled.rewards)
+        for row in table:
+            del row["reward"]
+        train = dataclasses.replace(train, step=train.step + 1)
+        return RunState(train, host), report_step(rolled, metrics, table, rolled.spans, host)
+
+    def report_names(self) -> Mapping[str, str]:
+        """Say what stands in for reward, KL and loss."""
+        return {
+            "reward/mean": "tokens that the student draws too",
+            "kl/mean": "divergence of the student",
+            "loss/policy": "divergence of the student",
+        }

@@ -1,0 +1,39 @@
+"""The objective 'reward': the policy learns to earn more, by the estimator of the config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlhf_jax import build, rlhf
+from rlhf_jax.config.schema import Config
+from rlhf_jax.monitoring.report.page import ALGORITHMS
+from rlhf_jax.state import Observer, Run, RunState, StepReport
+from rlhf_jax.types import TrainState
+
+
+class Reward:
+    """Train a policy, and a critic where the estimator has one, on rewards of its samples."""
+
+    name = "reward"
+    uses_rewards = True
+    trains_policy = True
+    distills = False
+
+    def title(self, config: Config) -> str:
+        """Name the algorithm that the advantage estimator makes it: "GRPO"."""
+        return ALGORITHMS[config.advantage.estimator]
+
+    def validate(self, config: Config) -> None:
+        """Accept what `config.validation` has accepted of rewards, advantages and KL."""
+
+    def initial_state(self, opened: build.Opened) -> TrainState:
+        """Load policy and critic, with optimizers that have seen nothing."""
+        return build.initial_state(opened)
+
+    def step(self, state: RunState, run: Run, observe: Observer) -> tuple[RunState, StepReport]:
+        """Take one iteration of RLHF."""
+        return rlhf.step(state, run, observe)
+
+    def report_names(self) -> Mapping[str, str]:
+        """Name nothing otherwise: the metrics mean what they say."""
+        return {}

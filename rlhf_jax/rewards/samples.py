@@ -1,0 +1,73 @@
+"""What finished samples are worth: their text beside the prompt, scored by all terms."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlhf_jax.data.prompts import Prompts
+from rlhf_jax.data.tokenizer import Tokenizer
+from rlhf_jax.generation.requests import Sample
+from rlhf_jax.rewards.combination import Response, Scores
+from rlhf_jax.rewards.models import RewardModel
+
+# scores that responses have already, by the reward's term and the response's index
+Known = Mapping[str, Mapping[int, float]]
+# of (responses, known scores): the scores, and metrics by name
+RewardFunction = Callable[[Sequence[Response], Known], tuple[Scores, dict[str, float]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewards:
+    """Say what samples are worth."""
+
+    function: RewardFunction
+    tokenizer: Tokenizer
+    # terms of the reward that are models, by name
+    models: Mapping[str, RewardModel] = dataclasses.field(default_factory=dict)
+    # the reward of a sample whose scoring failed
+    failed: float = 0.0
+
+
+def responses_of(
+    samples: Sequence[Sample], prompts: Prompts, rows: np.ndarray, tokenizer: Tokenizer
+) -> list[Response]:
+    """Put each sample's text beside its prompt, row and messages; rows [B] index the prompts."""
+    return [
+        Response(
+            prompts.texts[row], prompts.messages[row], prompts.rows[row], tokenizer.decode(s.tokens)
+        )
+        for s, row in zip(samples, rows, strict=True)
+    ]
+
+
+def compute_rewards(
+    responses: Sequence[Response], rewards: Rewards, scored: Sequence[Mapping[str, float]]
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Compute the rewards [B] float32 of responses, and the metrics of all terms.
+
+    scored: for each response, what reward models have scored of it already, by the term's name;
+    that is not scored again. A response whose scoring failed has `rewards.failed`.
+    """
+    known = {
+        name: {index: own[name] for index, own in enumerate(scored) if name in own}
+        for name in rewards.models
+    }
+    scores, metrics = rewards.function(responses, known)
+    failed = np.isnan(scores.values)
+    return np.where(failed, np.float32(rewards.failed), scores.values), metrics
+
+
+def table_of(responses: Sequence[Response], rewards: np.ndarray) -> list[dict[str, Any]]:
+    """Make one row a sample, for people to read; the reward is None where scoring failed."""
+    return [
+        {
+            "prompt": response.prompt,
+            "response": response.response,
+            "reward": float(reward) if np.isfinite(reward) else None,
+        }
+        for response, reward in zip(responses, rewards, strict=True)
+    ]

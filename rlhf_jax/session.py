@@ -1,0 +1,253 @@
+"""What stands around the loop of steps: checkpoints, logs, progress, signals, the watchdog."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from rlhf_jax import build
+from rlhf_jax.build import Opened
+from rlhf_jax.config.identity import binding_settings
+from rlhf_jax.config.schema import flat
+from rlhf_jax.evaluation import EvaluationReport
+from rlhf_jax.generation.history import GenerationCounts
+from rlhf_jax.generation.requests import RoundReport
+from rlhf_jax.monitoring import metrics, trace
+from rlhf_jax.rlhf import NonFiniteStep
+from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime.checkpoint.store import Checkpoints, named_leaves
+from rlhf_jax.runtime.signals import Stopped, listening
+from rlhf_jax.runtime.slice_groups import slice_group_of
+from rlhf_jax.runtime.watchdog import Watchdog
+from rlhf_jax.state import Run, RunState, StepReport
+
+# The word under which a signal is published to other processes.
+STOP = "stop"
+# Seconds between two looks for a signal that another process was sent.
+LOOK_SECONDS = 1.0
+
+
+class Session:
+    """Keep a run's files and signals while its steps are taken; a context manager.
+
+    Whatever ends the loop, the last state that is whole is saved: `restore`, `start`, `log` and
+    `save` are told of each.
+    """
+
+    def __init__(self, opened: Opened):
+        self.opened = opened
+        self._stack = contextlib.ExitStack()
+        self._state: RunState | None = None
+        self._counts = GenerationCounts()
+        self._phase = "starting"
+        self._phase_start = 0.0
+        self._looked = 0.0
+        # another process decides what is next on the slice that both share
+        self._follows = not slice_group_of(opened.layout.mesh).leads
+
+    def __enter__(self) -> Session:
+        opened = self.opened
+        with contextlib.ExitStack() as stack:
+            self._stop = stack.enter_context(listening())
+            check_alike(opened)
+            asked = opened.config.checkpoint
+            self._checkpoints = stack.enter_context(
+                Checkpoints(
+                    opened.workdir / "checkpoints",
+                    asked.keep,
+                    build.identity(opened),
+                    binding_settings(opened.config),
+                    asked.allow_changes,
+                )
+            )
+            self._stack = stack.pop_all()
+        return self
+
+    def restore(self) -> RunState | None:
+        """Return the state of the last checkpoint; None where there is none."""
+        found = self._checkpoints.restore(build.state_template(self.opened))
+        if found is None:
+            return None
+        if distributed.leads():
+            place = f"{self.opened.workdir}/checkpoints"
+            print(
+                f"Going on from step {found.step}, saved in {place}; another workdir starts anew.\n"
+            )
+        host = build.initial_host_state(self.opened).restored(found.host)
+        return RunState(found.state, host)
+
+    def start(self, state: RunState) -> Run:
+        """Open the files of the run, show its progress, and load what else it needs."""
+        config = self.opened.config
+        leads = distributed.leads()
+        opened = functools.partial(
+            metrics.open_run, self.opened.workdir, config.to_json_best_effort(), state.step
+        )
+        self._writer = distributed.run_on_all(lambda: opened() if leads else None)
+        self._stack.callback(self._writer.close if self._writer else lambda: None)
+        progress = metrics.Progress(config.steps, state.step, Console(quiet=not leads))
+        self._progress = self._stack.enter_context(progress)
+
+        def say_by_rank(line: str) -> None:
+            print(f"rank {distributed.rank()}: {line}", file=sys.stderr, flush=True)
+
+        say = self._progress.say if self._writer else say_by_rank
+        watchdog = Watchdog(config.watchdog_seconds, say)
+        self._watchdog = self._stack.enter_context(watchdog)
+        run = build.make_run(self.opened, self._stack, self._alive)
+        self._state = state
+        self._stack.push(self._save_at_end)
+        return run
+
+    def observe(self, phase: str, report: RoundReport | None) -> None:
+        """Hear that a phase begins or goes on, or of a round that arrived; stop where asked to.
+
+        An update that has begun is finished.
+        """
+        if phase != "training":
+            if report is None:
+                self._stop_together()
+            else:
+                self._listen(may_stop=not self._follows)
+        self._beat(phase)
+        if report is None:
+            self._counts = GenerationCounts()
+            self._phase_start = time.perf_counter()
+            self._progress.update(phase)
+            return
+        self._counts.add(report)
+        seen = self._counts.metrics(time.perf_counter() - self._phase_start)
+        self._progress.update(
+            phase,
+            live_rows=report.live,
+            tokens_per_second=seen["generation/tokens_per_second"],
+            tokens_per_round=seen["generation/tokens_per_round"],
+        )
+
+    def log(self, report: StepReport, state: RunState) -> None:
+        """Write a finished step down, show it, and save the state every so often."""
+        self._state = state
+        step = state.step - 1
+        report.metrics["step"] = step
+        distributed.run_on_all(lambda: self._write(report, step))
+        self._progress.finish(report.metrics)
+        every = self.opened.config.checkpoint.every
+        if every and state.step % every == 0:
+            self.save(state)
+
+    def log_evaluation(self, report: EvaluationReport, step: int) -> None:
+        """Write an evaluation down."""
+        writer = self._writer
+        distributed.run_on_all(
+            lambda: writer and writer.write_evaluation(step, report.means, report.samples)
+        )
+
+    def save(self, state: RunState) -> bool:
+        """Save all that the next step depends on, behind the run; say whether that is wanted."""
+        self._beat("saving")
+        if not (self.opened.config.checkpoint.every and state.step):
+            return False
+        distributed.run_on_all(lambda: self._writer and self._writer.sync())
+        self._checkpoints.save(state.step, state.train, state.host.document())
+        return True
+
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.__exit__(*raised)
+
+    def _save_at_end(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Save the last whole state, whatever ends the loop, and say so on the error."""
+        state = self._state
+        if state is None or not isinstance(error, Exception):
+            return
+        if isinstance(error, Stopped):
+            saved = self.save(state)
+            note = "nothing is saved, the run began or keeps none"
+            error.add_note("the same command goes on from there" if saved else note)
+            return
+
+        told = self._with_batch(error) if isinstance(error, NonFiniteStep) else error
+        whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.train))
+        if whole and distributed.all_here("a failed step"):  # no update began, and used it up
+            try:
+                self.save(state)
+            except OSError as failure:
+                told.add_note(str(failure))
+        if told is not error:
+            raise told from error
+
+    def _with_batch(self, error: NonFiniteStep) -> ValueError:
+        """Keep the batch that spoiled a step, an array under each name, and say where it is."""
+        assert self._state is not None
+        step = self._state.step
+        path = self.opened.workdir / "post-mortem" / f"step-{step:06d}.npz"
+        kept = f"the batch is in {path}"
+        if distributed.leads():
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                np.savez_compressed(path, **named_leaves(error.experience))
+            except OSError as failure:
+                kept = f"the batch could not be kept ({failure.strerror or failure})"
+        reason = str(error).rstrip(".")
+        return ValueError(f"Step {step}: {reason}; {kept}, checkpoints are as they were.")
+
+    def _write(self, report: StepReport, step: int) -> None:
+        """Write a finished step to the files of the run, which the leader has."""
+        if self._writer is None:
+            return
+        trace.write(self.opened.workdir, step, report.spans, self.opened.layout.slices)
+        self._writer.write(report.metrics)
+        self._writer.write_samples(step, report.samples)
+        self._writer.write_strategies(step, report.strategies)
+
+    def _beat(self, phase: str) -> None:
+        """Note that a phase is alive."""
+        self._phase = phase
+        self._watchdog.beat(phase)
+
+    def _alive(self) -> None:
+        """Note that the phase goes on, waiting for rewards; stop where asked to."""
+        self._listen(may_stop=True)
+        self._beat(self._phase)
+
+    def _stop_together(self) -> None:
+        """Stop where any process was asked to: all come here in step."""
+        signals = [number for number in distributed.gather(self._stop.signal) if number is not None]
+        if signals:  # one that comes meanwhile waits for the next time: it is never unset
+            self._stop.signal = signals[0]
+            self._stop.check()
+
+    def _listen(self, may_stop: bool) -> None:
+        """Stop where this process was asked to, or hears that another was.
+
+        What it works on alone ends early.
+        """
+        now = time.monotonic()
+        if self._stop.signal is not None:
+            distributed.publish(STOP, str(self._stop.signal))
+        elif now - self._looked > LOOK_SECONDS:
+            self._looked = now
+            word = distributed.published(STOP)
+            self._stop.signal = self._stop.signal if word is None else int(word)
+        if may_stop:
+            self._stop.check()
+
+
+def check_alike(opened: Opened) -> None:
+    """Raise ValueError where a process was given another config, model or data than the leader."""
+    if not distributed.started():
+        return
+    found = distributed.gather(build.identity(opened) | flat(opened.config))
+    for rank, other in enumerate(found):
+        for key, value in found[0].items():
+            if other.get(key) != value:
+                raise ValueError(
+                    f"{key} is {other.get(key)!r} on rank {rank} and {value!r} on rank 0: give all"
+                    " the same."
+                )
