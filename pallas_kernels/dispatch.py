@@ -1,4 +1,4 @@
-"""Which implementation of each kernel runs, and why."""
+"""Choose which implementation of each kernel runs, and say why."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from pallas_kernels.shapes import Shape
 
@@ -15,36 +15,39 @@ FUNCTIONS = {
     "tree_attention": "tree_attention",
     "verify_head": "verify_head",
     "commit": "commit",
-    "logprobs": "law",
+    "logprobs": "token_logprobs",
 }
-PLATFORMS = "tpu", "gpu"  # each has all of the kernels
-HOPPER = 9  # the major compute capability whose matrix instructions the GPU kernels use
+# Each of these platforms has all of the kernels.
+PLATFORMS = "tpu", "gpu"
+# The GPU kernels use the matrix instructions of this major compute capability.
+HOPPER = 9
+# A configuration may ask for one of these, kernel by kernel.
 WANTED = "auto", "reference", "pallas", "interpret"
 
-# (kernel, device kind) -> times as fast as the reference, where benchmarks/results/ has a
-# measurement of it.
+# How many times as fast as the reference a kernel is, by (kernel, device kind), where
+# benchmarks/results/ has a measurement of it.
 MEASURED: dict[tuple[str, str], float] = {}
 
 
 class Device(Protocol):
-    """What a `jax.Device` says of itself; a GPU also has a `compute_capability`."""
+    """Describe a device as a `jax.Device` does; a GPU also has a `compute_capability`."""
 
     @property
     def platform(self) -> str:
-        """One of "cpu", "gpu" and "tpu"."""
+        """Return one of "cpu", "gpu" and "tpu"."""
         ...
 
     @property
     def device_kind(self) -> str:
-        """The model of the chip, as `MEASURED` has it."""
+        """Return the model of the chip, as `MEASURED` has it."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """The implementation of each kernel, static under jit: the name of its file, or "interpret".
+    """Name the implementation of each kernel: its file, or "interpret"; static under jit.
 
-    "interpret" runs the TPU's on any hardware, slowly.
+    "interpret" runs the TPU's kernel on any hardware, slowly.
     """
 
     tree_attention: str = "reference"
@@ -54,28 +57,33 @@ class Kernels:
 
 
 REFERENCE = Kernels()
-INTERPRETED = Kernels("interpret", "interpret", "interpret", "interpret")
+INTERPRETED = Kernels(
+    tree_attention="interpret", verify_head="interpret", commit="interpret", logprobs="interpret"
+)
 
 
 def choose(
     wanted: Mapping[str, str], device: Device, itemsize: int, models: Sequence[Shape]
 ) -> tuple[Kernels, dict[str, str]]:
-    """The implementation of each kernel on a device, and the reason for it, by the kernel's name.
+    """Choose the implementation of each kernel on a device, and give the reasons by kernel.
 
     wanted: one of WANTED by kernel; itemsize: bytes of a number that the models compute with;
     models: those that decode, the policy first. "auto" takes the platform's kernel where it was
     measured to be faster than the reference on that kind of device. Raises ValueError where
     "pallas" is asked for and there is none.
     """
-    chosen = {
-        kernel: _choose(kernel, how, device, _lacking(kernel, device, itemsize, models))
-        for kernel, how in wanted.items()
-    }
-    names: dict[str, Any] = {kernel: name for kernel, (name, _) in chosen.items()}
-    return Kernels(**names), {kernel: f"{name}: {why}" for kernel, (name, why) in chosen.items()}
+    names = {}
+    reasons = {}
+    for kernel, how in wanted.items():
+        lacking = _lacking(kernel, device, itemsize, models)
+        name, why = _choose(kernel, how, device, lacking)
+        names[kernel] = name
+        reasons[kernel] = f"{name}: {why}"
+    return Kernels(**names), reasons
 
 
 def _choose(kernel: str, wanted: str, device: Device, lacking: str | None) -> tuple[str, str]:
+    """Choose the implementation of one kernel, and give the reason."""
     if wanted in ("reference", "interpret"):
         return wanted, "asked for"
     if wanted == "pallas":
@@ -97,18 +105,15 @@ def _choose(kernel: str, wanted: str, device: Device, lacking: str | None) -> tu
 
 
 def _lacking(kernel: str, device: Device, itemsize: int, models: Sequence[Shape]) -> str | None:
-    """Why there is no kernel, or None where there is."""
+    """Say why a device has no such kernel for these models, or None where it has."""
     if device.platform not in PLATFORMS:
         return f"there is no such kernel for {device.platform}"
     if device.platform != "gpu":
         return None
     if int(float(getattr(device, "compute_capability", 0) or 0)) != HOPPER:
         return f"the kernel is for Hopper GPUs, and this is {device.device_kind}"
-    return _lacking_on_hopper(kernel, itemsize, models)
-
-
-def _lacking_on_hopper(kernel: str, itemsize: int, models: Sequence[Shape]) -> str | None:
-    if itemsize > 2 and kernel != "commit":  # which only moves bits
+    # The commit only moves bits.
+    if itemsize > 2 and kernel != "commit":
         return "a GPU's matrix units round float32"
     odd = [model.dim for model in models if model.dim not in (64, 128)]
     if kernel in ("tree_attention", "commit") and odd:
@@ -121,8 +126,9 @@ def _lacking_on_hopper(kernel: str, itemsize: int, models: Sequence[Shape]) -> s
 
 @functools.cache
 def implementation(kernel: str, kernels: Kernels) -> Callable:
-    """The function of a kernel; one object for equal arguments, so that programs are not traced
-    again.
+    """Return the function of a kernel, one of the names of FUNCTIONS.
+
+    It is one object for equal arguments, so that programs are not traced again.
     """
     name = getattr(kernels, kernel)
     # Imported here: no platform should pay for loading the Pallas of another.

@@ -1,25 +1,29 @@
-"""The real shapes that kernels meet, one device's share of a model: shared by tests and
-benchmarks.
+"""List the real shapes that kernels meet, each one device's share of a model.
+
+Tests and benchmarks share them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-LANES = (
-    128  # a TPU's tiles are so wide: a cache of so many slots, or a multiple, is read where it lies
-)
-# tokens of a block of the two-level draw: a device's share of the vocabulary is whole blocks
+# A TPU's tiles are so many numbers wide: a cache whose slots are a multiple is read where it lies.
+LANES = 128
+# A TPU kernel may fill so many bytes of vector memory: of the 64 MiB of a v5p core. v5e and v6e
+# have 128 MiB.
+VMEM_BYTES = 56 << 20
+# A block of the two-level draw has so many tokens: a device's share of the vocabulary is whole
+# blocks.
 BLOCK = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What one device holds of a model; letters as in `rlhf_jax/types.py`."""
+    """Describe what one device holds of a model: its sizes, and whether its head is tied."""
 
     heads: int  # H
-    groups: int  # G
-    dim: int  # D
+    groups: int  # G, the key-value heads
+    dim: int  # D, of a head
     width: int  # M
     vocab: int  # V, of this device
     layers: int  # L
@@ -40,7 +44,7 @@ SLOTS = 2048  # T
 
 
 def reduced(shape: Shape) -> Shape:
-    """A small shape with the same remainders, for numerics where there is no accelerator."""
+    """Return a small shape with the same remainders, for numerics where there is no accelerator."""
     ratio = shape.heads // shape.groups
     groups = min(shape.groups, 2 + shape.groups % 2)
     vocab = 16 * BLOCK + shape.vocab % BLOCK

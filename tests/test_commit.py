@@ -128,7 +128,7 @@ def test_heads_of_sixteen_are_for_a_tpu():
 
 
 def test_layers_that_do_not_fit_go_one_after_another(monkeypatch):
-    monkeypatch.setattr(tpu, "BUFFERS", 2**16)
+    monkeypatch.setattr(tpu, "BUFFER_BYTES", 2**16)
     inputs = problem((126, 60), entries=5, layers=2, groups=1)
     for interpret in (pltpu.InterpretParams(), True):  # traced here, with few buffers
         assert_same_bits(on_tpu(interpret)(*inputs), reference.commit(*inputs))

@@ -61,7 +61,7 @@ def test_verify_head_lowers_for_hopper(name, rows, nodes):
     inputs = struct((count, shape.width)), weights, struct((count, blocks), jnp.float32)
     text = assert_one_kernel(head.verify_head.trace(*inputs, temperature=1.0, tied=shape.tied))
     assert f"{count}x{shape.vocab}x" not in text
-    cut = hopper.plan(count, shape.width, shape.vocab, shape.tied, 1.0)
+    cut = hopper.plan(count, shape.width, shape.vocab, tied=shape.tied, temperature=1.0)
     assert cut.slices * cut.rows * shapes.BLOCK <= max(1 << 23, count * shape.vocab // 8)
 
 
@@ -76,7 +76,7 @@ def test_log_probs_lower_for_hopper(name):
         (shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab), jnp.float32
     )
     inputs = struct((rows, shape.width)), weights, struct((rows,), jnp.int32)
-    law = functools.partial(logprobs.law, temperature=1.0, tied=shape.tied)
+    law = functools.partial(logprobs.token_logprobs, temperature=1.0, tied=shape.tied)
 
     def loss(*inputs):
         return sum(part.sum() for part in law(*inputs))
@@ -307,7 +307,7 @@ def two_warpgroups_draw():
 def two_warpgroups_differentiate():
     shape = dataclasses.replace(shapes.SHAPES["llama3_8b"], width=128, vocab=640)
     hidden, weights = (jnp.asarray(x) for x in head_inputs(shape, 70)[:2])
-    law = functools.partial(logprobs.law, temperature=1.0, tied=False, interpret=True)
+    law = functools.partial(logprobs.token_logprobs, temperature=1.0, tied=False, interpret=True)
     return jax.grad(
         lambda x: sum(part.sum() for part in law(x, weights, jnp.arange(70, dtype=jnp.int32)))
     )(hidden)

@@ -4,7 +4,10 @@ of them.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import pathlib
+import sys
 from typing import NamedTuple
 
 import jax
@@ -16,6 +19,7 @@ from test_generation import assert_equal, decoding, run
 
 from benchmarks import kernels
 from pallas_kernels import dispatch
+from pallas_kernels.arrays import check_ranks
 from pallas_kernels.dispatch import INTERPRETED, REFERENCE, Kernels, choose
 from pallas_kernels.shapes import SHAPES
 from rlhf_jax import mesh as meshes
@@ -40,6 +44,25 @@ CPU = Device("cpu", "cpu")
 V5P = Device("tpu", "TPU v5p")
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3", "9.0")
 A100 = Device("gpu", "NVIDIA A100-SXM4-80GB", "8.0")
+
+
+def test_the_package_imports_jax_and_the_standard_library_only():
+    package = pathlib.Path(dispatch.__file__).parent
+    allowed = {"jax", "numpy", "pallas_kernels", *sys.stdlib_module_names}
+    files = sorted(package.rglob("*.py"))
+    assert len(files) > 15
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0, file
+                names = [node.module or ""]
+            assert {name.partition(".")[0] for name in names} <= allowed, file
+
+
+def test_ranks_are_checked_at_every_door():
+    with pytest.raises(AssertionError, match=r"Input 1 has rank 1 \(shape \(3,\)\), but rank 2"):
+        check_ranks([np.zeros((2, 2)), np.zeros(3)], [2, 2])
 
 
 def asked(how: str) -> dict[str, str]:

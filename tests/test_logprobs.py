@@ -80,7 +80,8 @@ def test_half_precision_attention_lowers_to_the_platforms_kernel(
     if platform == "cuda":
         library = types.SimpleNamespace(cudnn_get_version=lambda: 91000)
         monkeypatch.setattr(fused_attention_stablehlo, "cuda_versions", library)
-        monkeypatch.setattr(attention, "_has_cudnn", lambda: True)
+        backend = types.SimpleNamespace(platform_version="cuda")
+        monkeypatch.setattr(jax.extend.backend, "get_backend", lambda: backend)
     inputs = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in random_attention_inputs(count)]
 
     def total(*args):

@@ -22,9 +22,9 @@ from rlhf_jax.model import kernels as laid
 
 TEMPERATURE = 0.7
 IMPLEMENTATIONS = {
-    "reference": reference.law,
-    "tpu": functools.partial(tpu.law, interpret=pltpu.InterpretParams()),
-    "gpu": on_gpu(gpu.law),
+    "reference": reference.token_logprobs,
+    "tpu": functools.partial(tpu.token_logprobs, interpret=pltpu.InterpretParams()),
+    "gpu": on_gpu(gpu.token_logprobs),
 }
 LIMITS = {jnp.dtype(jnp.float32): 1e-5, jnp.dtype(jnp.bfloat16): 1e-2}  # of the largest value
 
@@ -115,7 +115,7 @@ def test_many_passes_and_a_float32_head(law, tied, monkeypatch):
     """Blocks of rows, slices of the vocabulary and what they leave: the head's gradient stays
     float32, over all.
     """
-    monkeypatch.setattr(tpu, "BLOCK_BYTES", 4 * 128 * 16)
+    monkeypatch.setattr(tpu, "ROW_BLOCK_BYTES", 4 * 128 * 16)
     monkeypatch.setattr(gpu, "SLICE_BYTES", 2 * 20 * 256)
     inputs = problem(20, 128, 600, tied, jnp.bfloat16, head_dtype=jnp.float32)
     assert_is_plain(law, *inputs, tied)
@@ -156,7 +156,8 @@ def test_sums_of_parts_are_those_of_the_whole():
         mine = (target >= 0) & (target < scores.shape[1])
         chosen = np.where(mine, scores[np.arange(7), np.clip(target, 0, scores.shape[1] - 1)], 0)
         log_p = log_softmax(scores, axis=1)
-        return Sums(chosen, logsumexp(scores, axis=1), -(np.exp(log_p) * log_p).sum(axis=1))
+        entropy = -(np.exp(log_p) * log_p).sum(axis=1)
+        return chosen, np.asarray(logsumexp(scores, axis=1)), entropy
 
     parts = [sums(part, targets - 50 * at) for at, part in enumerate(scores)]
     stacked = Sums(*(jnp.asarray(np.stack(leaf), jnp.float32) for leaf in zip(*parts, strict=True)))
@@ -199,7 +200,7 @@ OTHER_CHIPS = [(chip, name) for chip in ("v5p", "v6e") for name in SHAPES]
 @pytest.mark.parametrize("chip, name", [*(("v5e", name) for name in SHAPES), *OTHER_CHIPS])
 def test_a_tpu_holds_no_logits(chip, name, gradients, uncached):
     shape = SHAPES[name]
-    size = temporary_bytes(tpu.law, chip, shape, gradients)
+    size = temporary_bytes(tpu.token_logprobs, chip, shape, gradients)
     logits = 4 * ROWS * shape.vocab
     print(
         f"{name} on {chip}, gradients {gradients}: {size / 1e6:.1f} MB temporary; logits are"
@@ -214,7 +215,7 @@ def test_a_tpu_holds_no_logits(chip, name, gradients, uncached):
 def test_the_reference_needs_more_memory(gradients, uncached):
     kernel, plain = (
         temporary_bytes(law, "v5p", SHAPES["llama3_8b"], gradients)
-        for law in (tpu.law, reference.law)
+        for law in (tpu.token_logprobs, reference.token_logprobs)
     )
     print(
         f"gradients {gradients}: {kernel / 1e6:.1f} MB with the kernel, {plain / 1e6:.1f} MB with"

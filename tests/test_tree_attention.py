@@ -51,11 +51,9 @@ def attention_shapes() -> dict[str, Shape]:
     return {name: SHAPES[name] for name in first.values()}
 
 
-def inputs(
-    shape: Shape, length: list[int], nodes: int, slots: int, dtype
-) -> tuple[np.ndarray, ...]:
-    """All arguments: query, cache and window of normal numbers, the lengths, and a random tree of
-    each row.
+def inputs(shape: Shape, length: list[int], nodes: int, slots: int, dtype) -> tuple[Any, ...]:
+    """All arguments, on the host: query, cache and window of normal numbers, the lengths, and a
+    random tree of each row.
     """
     rng = np.random.default_rng(0)
     rows = len(length)
@@ -72,7 +70,7 @@ def inputs(
     return *parts, np.asarray(length, np.int32), mask
 
 
-def poisoned(arguments: tuple[np.ndarray, ...], poison: float) -> tuple[np.ndarray, ...]:
+def poisoned(arguments: tuple[Any, ...], poison: float) -> tuple[Any, ...]:
     """`arguments` with the cache overwritten beyond each row's length."""
     query, cache_k, cache_v, window_k, window_v, length, mask = arguments
     beyond = np.arange(cache_k.shape[3]) >= length[:, None]

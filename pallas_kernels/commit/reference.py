@@ -1,38 +1,32 @@
-"""Committing accepted tokens to the cache, in plain JAX: what the kernels must equal, bit for
-bit.
-"""
+"""Commit accepted tokens to the cache in plain JAX: what the kernels must equal, bit for bit."""
 
 from __future__ import annotations
 
-import chex
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax import Array, lax
 
-from rlhf_jax.types import Array, Cache, LayerCache
+from pallas_kernels.arrays import Cache, check_ranks
 
 
 def commit(cache: Cache, window: Cache, path: Array, start: Array) -> Cache:
-    """Write window entries path[B, J] of every layer to slots start[B] onwards, in place when
-    donated.
+    """Write window entries path[B, J] of every layer to slots start[B] onwards.
 
     Per layer the cache is k [B, G, D, T] and v [B, G, T, D], the window k [B, G, D, W] and v [B, G,
     W, D]; path (each in [0, W)) and start are int32. All J entries are written, whether accepted or
     not: those beyond the row's new length are written again by the next round. So every row needs J
-    free slots behind its start.
+    free slots behind its start. A donated cache is changed in place.
     """
-    chex.assert_rank([path, start], [2, 1])
-    return tuple(
-        _commit_layer(old, new, path, start) for old, new in zip(cache, window, strict=True)
-    )
+    check_ranks([path, start], [2, 1])
+    # Over the rows: without their axis the slots of keys are axis 2, those of values axis 1.
+    write_key = jax.vmap(functools.partial(lax.dynamic_update_slice_in_dim, axis=2))
+    write_value = jax.vmap(functools.partial(lax.dynamic_update_slice_in_dim, axis=1))
 
-
-def _commit_layer(cache: LayerCache, window: LayerCache, path: Array, start: Array) -> LayerCache:
-    key = jnp.take_along_axis(window[0], path[:, None, None, :], axis=3)
-    value = jnp.take_along_axis(window[1], path[:, None, :, None], axis=2)
-    write_key = jax.vmap(
-        lambda old, new, at: jax.lax.dynamic_update_slice_in_dim(old, new, at, axis=2)
-    )
-    write_value = jax.vmap(
-        lambda old, new, at: jax.lax.dynamic_update_slice_in_dim(old, new, at, axis=1)
-    )
-    return write_key(cache[0], key, start), write_value(cache[1], value, start)
+    layers = []
+    for (old_key, old_value), (new_key, new_value) in zip(cache, window, strict=True):
+        key = jnp.take_along_axis(new_key, path[:, None, None, :], axis=3)
+        value = jnp.take_along_axis(new_value, path[:, None, :, None], axis=2)
+        layers.append((write_key(old_key, key, start), write_value(old_value, value, start)))
+    return tuple(layers)

@@ -1,0 +1,7 @@
+"""Compute log-probability and entropy of given tokens, without storing the logits."""
+
+from __future__ import annotations
+
+from pallas_kernels.logprobs.reference import token_logprobs
+
+__all__ = ["token_logprobs"]

@@ -1,10 +1,9 @@
-"""Log-probability and entropy of given tokens on Hopper (Mosaic GPU): the vocabulary streams by,
-forward and backward.
+"""Compute log-probability and entropy of given tokens on Hopper (Mosaic GPU).
 
-Forward, as in `verify_head`, logits never leave registers (`pallas_kernels/hopper.py`). Backward,
-the gradient of one slice's logits is made in bfloat16 by a kernel that computes them again; its two
-products with head and hidden, which are plain, are XLA's. The slices follow each other, so that the
-head's gradient is written once, where it belongs.
+The vocabulary streams by. Forward, as in `verify_head`, logits never leave registers
+(`pallas_kernels/hopper.py`). Backward, the gradient of one slice's logits is made in bfloat16 by a
+kernel that computes them again; its two products with head and hidden, which are plain, are XLA's.
+The slices follow each other, so that the head's gradient is written once, where it belongs.
 """
 
 from __future__ import annotations
@@ -15,21 +14,46 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
-from pallas_kernels.hopper import LOWEST, STRIP, TILE, Plan, across
+from pallas_kernels.arrays import LOWEST
+from pallas_kernels.hopper import STRIP, WARPGROUP_ROWS, Plan, across
 from pallas_kernels.logprobs import streaming
 from pallas_kernels.logprobs.streaming import Options, Streams, Sums
 from pallas_kernels.shapes import BLOCK
 
-SLICE_BYTES = 64 * 2**20  # of the gradient of one slice's logits
-UNIT = 64  # columns that a copy's tile has: head and hidden are filled up to whole ones
+# The gradient of one slice's logits takes at most so many bytes.
+SLICE_BYTES = 64 * 2**20
+# A copy's tile has so many columns: head and hidden are filled up to whole ones.
+UNIT = 64
 
 
-def law(
+class Running(NamedTuple):
+    """Hold what the blocks so far have come to, at each row: [WARPGROUP_ROWS] each.
+
+    z are the tempered logits.
+    """
+
+    top: Array  # the largest z
+    total: Array  # sum of exp(z - top)
+    weighted: Array  # sum of exp(z - top) (z - top)
+    chosen: Array  # the target's z
+
+
+class Scratch(NamedTuple):
+    """Hold the shared memory of a thread block: references, or what to allocate.
+
+    A is its warpgroups.
+    """
+
+    ring: hopper.Ring
+    strip: Any  # [A, WARPGROUP_ROWS, STRIP] bfloat16: gradients on their way out
+
+
+def token_logprobs(
     hidden: Array,
     head: Array,
     targets: Array,
@@ -39,10 +63,10 @@ def law(
     axis: str | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """`streaming.law` for hidden in bfloat16; the head, of any floating type, is multiplied as
-    bfloat16.
+    """Compute `streaming.token_logprobs` for hidden in bfloat16.
 
-    Raises ValueError for hidden states of another type. `interpret` needs jax 0.12.
+    The head, of any floating type, is multiplied as bfloat16. Raises ValueError for hidden states
+    of another type. `interpret` needs jax 0.12.
     """
     if hidden.dtype != jnp.bfloat16:
         raise ValueError(
@@ -50,33 +74,16 @@ def law(
         )
     options = Options(temperature, tied, interpret)
     streams = Streams(
-        functools.partial(_sums, options), functools.partial(_gradients, options), tied, axis
+        functools.partial(_sums, options), functools.partial(_gradients, options), tied, axis=axis
     )
-    return streaming.law(streams, hidden, head, targets)
-
-
-def _plan(options: Options, hidden: Array, vocab: int) -> Plan:
-    rows, width = hidden.shape
-    return hopper.plan(rows, width, vocab, options.tied, options.temperature)
-
-
-def _tiles(x: Array, rows: int = 0) -> Array:
-    """x [R, C] in bfloat16, filled up with zeros to whole tiles of columns and to so many rows."""
-    fill = (0, max(0, rows - x.shape[0])), (0, -x.shape[1] % UNIT)
-    return jnp.pad(x.astype(jnp.bfloat16), fill)
-
-
-def _head_tiles(options: Options, head: Array) -> Array:
-    """The head as copies want it: the width, too, in whole tiles."""
-    return _tiles(head) if options.tied else _tiles(head, -(-head.shape[0] // UNIT) * UNIT)
-
-
-def _of_rows(plan: Plan, x: Array) -> Array:
-    return jnp.pad(x, (0, plan.rows - x.shape[0]))
+    return streaming.token_logprobs(streams, hidden, head, targets)
 
 
 def _sums(options: Options, hidden: Array, head: Array, targets: Array) -> Sums:
-    plan = _plan(options, hidden, head.shape[0 if options.tied else 1])
+    """Sum over the head's tokens in slices, and combine those."""
+    rows, width = hidden.shape
+    vocab = head.shape[0 if options.tied else 1]
+    plan = hopper.plan(rows, width, vocab, tied=options.tied, temperature=options.temperature)
     run = plgpu.kernel(
         functools.partial(_sums_kernel, plan),
         out_type=(jax.ShapeDtypeStruct((plan.slices, plan.rows), jnp.float32),) * 3,
@@ -85,45 +92,50 @@ def _sums(options: Options, hidden: Array, head: Array, targets: Array) -> Sums:
         interpret=hopper.interpretation(options.interpret),
         **plan.grid,
     )
-    parts = run(_of_rows(plan, targets), _tiles(hidden, plan.rows), _head_tiles(options, head))
-    of_rows = Sums(*(part[:, : hidden.shape[0]] for part in parts))
-    return jax.vmap(
-        functools.partial(streaming.combine, axis_name="slice"), out_axes=None, axis_name="slice"
-    )(of_rows)
+    parts = Sums(*(part[:, :rows] for part in run(*_whole_tiles(plan, [targets], hidden, head))))
+    combine = functools.partial(streaming.combine, axis_name="slice")
+    return jax.vmap(combine, out_axes=None, axis_name="slice")(parts)
 
 
-class Running(NamedTuple):
-    """What the blocks so far have come to, at each row: [TILE] each; z are tempered logits."""
+def _whole_tiles(plan: Plan, rows: list[Array], hidden: Array, head: Array) -> list[Array]:
+    """Fill numbers of rows [R] each, hidden and the head up with zeros to whole tiles of bfloat16.
 
-    top: Array  # the largest z
-    total: Array  # sum of exp(z - top)
-    weighted: Array  # sum of exp(z - top) (z - top)
-    chosen: Array  # the target's z
+    Hidden gets the plan's rows. The width, along which both are multiplied, gets whole tiles too.
+    """
+    fill = plan.rows - hidden.shape[0]
+    of_rows = [jnp.pad(x, (0, fill)) for x in rows]
+    hidden_fill = ((0, fill), (0, -hidden.shape[1] % UNIT))
+    head_fill = ((0, 0 if plan.tied else -head.shape[0] % UNIT), (0, -head.shape[1] % UNIT))
+    return [
+        *of_rows,
+        jnp.pad(hidden.astype(jnp.bfloat16), hidden_fill),
+        jnp.pad(head.astype(jnp.bfloat16), head_fill),
+    ]
 
 
-def _sums_kernel(plan: Plan, target, hidden, head, *refs) -> None:
+def _sums_kernel(plan: Plan, target: Ref, hidden: Ref, head: Ref, *refs: Any) -> None:
+    """Sum over one slice of the vocabulary for the rows of one warpgroup."""
     out = refs[:3]
     ring = hopper.Ring(*refs[3:])
     mine = hopper.work(plan)
     wanted = hopper.load(target.at[mine.rows])
 
     def visit(block: Array, logits: Callable[[], Array], running: Running) -> Running:
+        """Add one block, by the online softmax."""
         z = _tempered(plan, logits(), block)
         ids = block * BLOCK + hopper.columns(z.shape)
         top = jnp.maximum(running.top, jnp.max(z, axis=1))
         below = z - across(top, z.shape)
         fall = running.top - top
         share = jnp.exp(below)
-        return Running(
-            top,
-            running.total * jnp.exp(fall) + jnp.sum(share, axis=1),
-            (running.weighted + running.total * fall) * jnp.exp(fall)
-            + jnp.sum(share * below, axis=1),
-            running.chosen + jnp.sum(jnp.where(ids == across(wanted, ids.shape), z, 0.0), axis=1),
-        )
+        total = running.total * jnp.exp(fall) + jnp.sum(share, axis=1)
+        weighted = (running.weighted + running.total * fall) * jnp.exp(fall)
+        weighted = weighted + jnp.sum(share * below, axis=1)
+        found = jnp.where(ids == across(wanted, ids.shape), z, 0.0)
+        return Running(top, total, weighted, chosen=running.chosen + jnp.sum(found, axis=1))
 
     nothing = Running(hopper.rowwise(LOWEST), *(hopper.rowwise(0.0) for _ in range(3)))
-    running = hopper.stream(plan, ring, hidden, head, visit, nothing)
+    running = hopper.stream(plan, ring, hidden, head=head, visit=visit, carry=nothing)
     log_total = jnp.log(running.total)
     results = Sums(
         running.chosen, running.top + log_total, log_total - running.weighted / running.total
@@ -133,15 +145,13 @@ def _sums_kernel(plan: Plan, target, hidden, head, *refs) -> None:
 
 
 def _tempered(plan: Plan, logits: Array, block: Array) -> Array:
-    """Tempered logits [TILE, 256]; past the vocabulary such that add nothing, yet whose multiples
-    are finite.
-    """
+    """Return tempered logits [WARPGROUP_ROWS, 256] of a block, LOWEST past the vocabulary."""
     ids = block * BLOCK + hopper.columns(logits.shape)
     return jnp.where(ids < plan.vocab, logits / plan.temperature, LOWEST)
 
 
 def _gradients(options: Options, hidden: Array, head: Array, *rows: Array) -> tuple[Array, Array]:
-    """The gradients of hidden and head, in float32, slice by slice of the vocabulary.
+    """Return the gradients of hidden and head, in float32, slice by slice of the vocabulary.
 
     `rows` are target, normaliser, entropy, and the cotangents of log-probability and entropy, each
     [R].
@@ -157,67 +167,72 @@ def _gradients(options: Options, hidden: Array, head: Array, *rows: Array) -> tu
 
 
 def _add_slice(
-    options: Options, hidden: Array, head: Array, rows: tuple[Array, ...], size: int, first, sums
-):
-    """(d_hidden, d_head) with the part of `size` tokens from `first` on; d_head's is written where
-    it belongs.
+    options: Options,
+    hidden: Array,
+    head: Array,
+    rows: tuple[Array, ...],
+    size: int,
+    first: Array | int,
+    sums: tuple[Array, Array],
+) -> tuple[Array, Array]:
+    """Add to the gradients (d_hidden, d_head) the part of `size` tokens from `first` on.
+
+    A kernel makes the gradient of their logits, in bfloat16. d_head's part is written where it
+    belongs.
     """
     d_hidden, d_head = sums
     axis = 0 if options.tied else 1
     words = lax.dynamic_slice_in_dim(head, first, size, axis).astype(jnp.bfloat16)
     target, *others = rows
-    d_scores = _d_scores(options, hidden, words, (target - first, *others))
-    d_hidden += _product(d_scores, words, 1, axis)
-    left, right = (d_scores, hidden) if options.tied else (hidden, d_scores)
-    return d_hidden, lax.dynamic_update_slice_in_dim(
-        d_head, _product(left, right, 0, 0), first, axis
-    )
-
-
-def _product(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
-    """The sum of products over one axis of each, in float32."""
-    dims = (((left_axis,), (right_axis,)), ((), ()))
-    return lax.dot_general(left, right, dims, preferred_element_type=jnp.float32)
-
-
-def _d_scores(options: Options, hidden: Array, words: Array, rows: tuple[Array, ...]) -> Array:
-    """The gradient [R, C] bfloat16 of the logits of C tokens, from which targets count; the rest as
-    `_gradients`.
-    """
-    count = hidden.shape[0]
-    size = words.shape[0 if options.tied else 1]
-    plan = _plan(options, hidden, size)
+    count, width = hidden.shape
+    plan = hopper.plan(count, width, size, tied=options.tied, temperature=options.temperature)
     run = plgpu.kernel(
         functools.partial(_d_scores_kernel, plan),
         out_type=jax.ShapeDtypeStruct((plan.rows, -(-size // UNIT) * UNIT), jnp.bfloat16),
-        scratch_types=Scratch(hopper.ring(plan), hopper.smem(plan.warpgroups, TILE, STRIP)),
+        scratch_types=Scratch(
+            hopper.ring(plan), hopper.smem(plan.warpgroups, WARPGROUP_ROWS, STRIP)
+        ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=hopper.interpretation(options.interpret),
         **plan.grid,
     )
-    per_row = [_of_rows(plan, x) for x in rows]
-    return run(*per_row, _tiles(hidden, plan.rows), _head_tiles(options, words))[:count, :size]
+    # Targets count from the slice's first token.
+    inputs = _whole_tiles(plan, [target - first, *others], hidden, words)
+    d_scores = run(*inputs)[:count, :size]
 
-
-class Scratch(NamedTuple):
-    """Shared memory of a thread block; A is its warpgroups."""
-
-    ring: hopper.Ring
-    strip: Any  # [A, TILE, STRIP] bfloat16: gradients on their way out
+    product = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
+    d_hidden += product(d_scores, words, (((1,), (axis,)), ((), ())))
+    left, right = (d_scores, hidden) if options.tied else (hidden, d_scores)
+    part = product(left, right, (((0,), (0,)), ((), ())))
+    return d_hidden, lax.dynamic_update_slice_in_dim(d_head, part, first, axis)
 
 
 def _d_scores_kernel(
-    plan: Plan, target, normaliser, entropy, g_logprob, g_entropy, hidden, head, out, *refs
+    plan: Plan,
+    target: Ref,
+    normaliser: Ref,
+    entropy: Ref,
+    g_logprob: Ref,
+    g_entropy: Ref,
+    hidden: Ref,
+    head: Ref,
+    out: Ref,
+    *refs: Any,
 ) -> None:
-    """d log p = onehot - p, dH = -p (log p + H), over the temperature."""
+    """Write the gradients of the logits of one slice, for the rows of one warpgroup.
+
+    They are d log p = onehot - p and dH = -p (log p + H), over the temperature.
+    """
     scratch = Scratch(*refs)
     mine = hopper.work(plan)
     per_row = [
         hopper.load(ref.at[mine.rows])
         for ref in (target, normaliser, entropy, g_logprob, g_entropy)
     ]
+    strip = scratch.strip.at[mine.me]
 
-    def visit(block: Array, logits: Callable[[], Array], carry: None) -> None:
+    def visit(block: Array, logits: Callable[[], Array], _: None) -> None:
+        """Write the gradients of one block, strip by strip."""
         z = _tempered(plan, logits(), block)
         for start in range(0, BLOCK, STRIP):
             part = z[:, start : start + STRIP]
@@ -227,22 +242,12 @@ def _d_scores_kernel(
             ids = block * BLOCK + start + hopper.columns(part.shape)
             onehot = jnp.where(ids == wanted, 1.0, 0.0)
             gradient = (g_log * (onehot - p) - g_ent * p * (log_p + whole)) / plan.temperature
-            _write(
-                scratch.strip.at[mine.me],
-                out.at[mine.rows, pl.ds(block * BLOCK + start, STRIP)],
-                gradient,
-            )
-        return carry
+            to = out.at[mine.rows, pl.ds(block * BLOCK + start, STRIP)]
+            # By way of shared memory, whose copies leave out what lies past the end.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            strip[...] = gradient.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(strip, to)
 
-    hopper.stream(plan, scratch.ring, hidden, head, visit, None)
+    hopper.stream(plan, scratch.ring, hidden, head=head, visit=visit, carry=None)
     plgpu.wait_smem_to_gmem(0)
-
-
-def _write(strip, out, x: Array) -> None:
-    """x [TILE, STRIP] to device memory by way of shared memory, whose copies leave out what lies
-    past the end.
-    """
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    strip[...] = x.astype(jnp.bfloat16)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(strip, out)

@@ -1,5 +1,4 @@
-"""Tree attention on Hopper (Mosaic GPU): flash-decoding over the window, masked, and then over the
-cache.
+"""Attend on Hopper (Mosaic GPU): flash-decoding over the window, masked, and then over the cache.
 
 One thread block serves up to 192 query rows of one (row, group) over one part of its context. Keys
 and values come through a ring of shared memory, fetched by the copy engine while earlier ones are
@@ -16,46 +15,64 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
-from pallas_kernels.hopper import LOWEST, TILE, across, rowwise, smem
-from rlhf_jax.types import Array
+from pallas_kernels.arrays import LOWEST, check_ranks
+from pallas_kernels.hopper import MULTIPROCESSORS, WARPGROUP_ROWS, across, rowwise, smem
 
-BLOCK = 64  # cache slots fetched at a time
-# slots of the ring: two thread blocks of one warpgroup fit a multiprocessor, one fetch of each in
-# flight
-STAGES = 2
-WARPGROUPS = 3  # that share one ring; more would not leave them registers
-PLACES = 2 * 132  # thread blocks that an H100 runs at a time
+# So many cache slots are fetched at a time.
+CACHE_BLOCK = 64
+# The cache's ring has so many slots: two thread blocks of one warpgroup fit a multiprocessor, one
+# fetch of each in flight.
+CACHE_SLOTS = 2
+# So many warpgroups share one ring; more would not leave them registers.
+WARPGROUPS = 3
+# An H100 runs so many thread blocks at a time.
+THREAD_BLOCKS = 2 * MULTIPROCESSORS
 LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How one call is cut into thread blocks; static."""
+    """Describe how one call is cut into thread blocks; static."""
 
-    warpgroups: int  # of a thread block, `TILE` query rows each
+    warpgroups: int  # of a thread block, WARPGROUP_ROWS query rows each
     tiles: int  # thread blocks that share a (row, group, part) by query rows
     parts: int  # of each row's context
     windows: int  # blocks of the window
     scale: float  # of the scores, for powers of two
 
 
-def unsupported(query: Array) -> str | None:
-    """Why this kernel cannot serve query [B, Q, H, D], in one sentence; None where it can."""
-    if query.dtype != jnp.bfloat16:
-        return (
-            f"The kernel serves bfloat16, not {query.dtype}: Hopper's matrix units round float32."
-        )
-    if query.shape[-1] not in (64, 128):
-        return f"A head dim of {query.shape[-1]} does not fit the kernel's tiles; it serves 64 and 128."
-    return None
+class Scratch(NamedTuple):
+    """Hold the shared memory of a thread block and its barriers: references, or what to allocate.
+
+    A is its warpgroups, S the ring's slots.
+    """
+
+    query: Any  # [A, WARPGROUP_ROWS, D]
+    key: Any  # [S, D, CACHE_BLOCK]
+    value: Any  # [S, CACHE_BLOCK, D]
+    # [A, WARPGROUP_ROWS, W]: the window's mask, then weights on their way from registers to the
+    # matrix unit
+    weight: Any
+    asked: Any  # [A]: a warpgroup's queries and mask are here
+    loaded: Any  # [S]: keys and values are here
+    consumed: Any  # [S]: every warpgroup has read them
+    cleared: Any  # what lies behind the length is zeros
+
+
+class Work(NamedTuple):
+    """Say what a thread block does: blocks of the window, then the cache from block `first` on."""
+
+    windows: Array  # blocks of the window
+    first: Array
+    steps: Array  # blocks of window and cache
+    length: Array  # of the row
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -70,109 +87,89 @@ def tree_attention(
     *,
     interpret: bool = False,
 ) -> Array:
-    """`reference.tree_attention` in bfloat16, D 64 or 128; same shapes. Softmax and sums are
-    float32.
+    """Compute `reference.tree_attention` in bfloat16, for heads of 64 or 128; same shapes.
 
-    Raises ValueError with the sentence of `unsupported`. Where T is a multiple of 64 the cache is
-    read where it lies, else it is copied with padding. `interpret` needs jax 0.12.
+    Softmax and sums are float32. Raises ValueError for another dtype or another head dim. Where T
+    is a multiple of 64 the cache is read where it lies, else it is copied with padding. `interpret`
+    needs jax 0.12.
     """
-    chex.assert_rank(
-        [query, cache_k, cache_v, window_k, window_v, length, mask], [4, 4, 4, 4, 4, 1, 3]
-    )
-    if reason := unsupported(query):
-        raise ValueError(reason)
+    check_ranks([query, cache_k, cache_v, window_k, window_v, length, mask], [4, 4, 4, 4, 4, 1, 3])
     batch, count, heads, dim = query.shape
+    if query.dtype != jnp.bfloat16:
+        raise ValueError(
+            f"The kernel serves bfloat16, not {query.dtype}: Hopper's matrix units round float32."
+        )
+    if dim not in (64, 128):
+        raise ValueError(
+            f"A head dim of {dim} does not fit the kernel's tiles; it serves 64 and 128."
+        )
+
     groups = cache_k.shape[1]
     plan = _plan(query.shape, cache_k.shape, window_k.shape[3])
-    rows = plan.tiles * plan.warpgroups * TILE
+    rows = plan.tiles * plan.warpgroups * WARPGROUP_ROWS
     grouped = query.reshape(batch, count, groups, heads // groups, dim).transpose(0, 2, 3, 1, 4)
-    grouped = _pad_to(grouped.reshape(batch, groups, -1, dim), 2, rows)
-    seen = _pad_to(jnp.tile(mask.astype(query.dtype), (1, heads // groups, 1)), 1, rows)
-    cache = _pad(cache_k, 3, BLOCK), _pad(cache_v, 2, BLOCK)
-    window = _pad(window_k, 3, BLOCK), _pad(window_v, 2, BLOCK)
+    grouped = _pad(grouped.reshape(batch, groups, -1, dim), 2, rows)
+    seen = _pad(jnp.tile(mask.astype(query.dtype), (1, heads // groups, 1)), 1, rows)
+    cache = _pad(cache_k, 3, CACHE_BLOCK), _pad(cache_v, 2, CACHE_BLOCK)
+    window = _pad(window_k, 3, CACHE_BLOCK), _pad(window_v, 2, CACHE_BLOCK)
     attend = _kernel(plan, grouped.shape, interpret)
-    out = _merge(*attend(length, grouped, *cache, *window, _pad(seen, 2, BLOCK)))
+    parts, top, total = attend(length, grouped, *cache, *window, _pad(seen, 2, CACHE_BLOCK))
+
+    # Parts of a context are merged by their maxima and sums [S, B, G, R].
+    weight = jnp.exp2(top - jnp.max(top, axis=0))
+    total = jnp.sum(total * weight, axis=0)[..., None]
+    out = jnp.sum(parts * weight[..., None], axis=0) / jnp.where(total > 0, total, 1.0)
     out = out[:, :, : heads // groups * count].reshape(batch, groups, heads // groups, count, dim)
     return out.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
 
 
 def _plan(query: tuple[int, ...], cache: tuple[int, ...], window: int) -> Plan:
+    """Plan the call for a query, a cache of keys and a window of these shapes and this width."""
     batch, count, heads, dim = query
     groups = cache[1]
     slots = cache[3]
-    tiles = pl.cdiv(heads // groups * count, TILE)
+    tiles = pl.cdiv(heads // groups * count, WARPGROUP_ROWS)
     blocks = pl.cdiv(tiles, WARPGROUPS)
     # Each part has two blocks at least: below that its fixed costs outweigh them.
-    parts = min(pl.cdiv(PLACES, batch * groups * blocks), pl.cdiv(slots, 2 * BLOCK))
-    return Plan(pl.cdiv(tiles, blocks), blocks, parts, pl.cdiv(window, BLOCK), dim**-0.5 * LOG2_E)
-
-
-def _pad_to(x: Array, axis: int, size: int) -> Array:
-    return jnp.pad(x, [(0, size - x.shape[axis] if at == axis else 0) for at in range(x.ndim)])
+    wanted = pl.cdiv(THREAD_BLOCKS, batch * groups * blocks)
+    return Plan(
+        warpgroups=pl.cdiv(tiles, blocks),
+        tiles=blocks,
+        parts=min(wanted, pl.cdiv(slots, 2 * CACHE_BLOCK)),
+        windows=pl.cdiv(window, CACHE_BLOCK),
+        scale=dim**-0.5 * LOG2_E,
+    )
 
 
 def _pad(x: Array, axis: int, unit: int) -> Array:
-    return _pad_to(x, axis, pl.cdiv(x.shape[axis], unit) * unit)
-
-
-def _merge(out: Array, top: Array, total: Array) -> Array:
-    """Parts' weighted sums [S, B, G, R, D], maxima (powers of two) and sums [S, B, G, R] -> [B, G,
-    R, D].
-    """
-    weight = jnp.exp2(top - jnp.max(top, axis=0))
-    total = jnp.sum(total * weight, axis=0)[..., None]
-    return jnp.sum(out * weight[..., None], axis=0) / jnp.where(total > 0, total, 1.0)
-
-
-class Scratch(NamedTuple):
-    """Shared memory of a thread block and its barriers; A is its warpgroups, S the stages."""
-
-    query: Any  # [A, TILE, D]
-    key: Any  # [S, D, BLOCK]
-    value: Any  # [S, BLOCK, D]
-    # [A, TILE, W]: the window's mask, then weights on their way from registers to the matrix unit
-    weight: Any
-    asked: Any  # [A]: a warpgroup's queries and mask are here
-    loaded: Any  # [S]: keys and values are here
-    consumed: Any  # [S]: every warpgroup has read them
-    cleared: Any  # what lies behind the length is zeros
-
-
-class Work(NamedTuple):
-    """What a thread block has to do: so many blocks of the window, then the cache from block
-    `first` on.
-    """
-
-    windows: Array
-    first: Array
-    steps: Array
-    length: Array
+    """Fill x up with zeros to a multiple of `unit` along one axis."""
+    slack = -x.shape[axis] % unit
+    return jnp.pad(x, [(0, slack if at == axis else 0) for at in range(x.ndim)])
 
 
 def _kernel(plan: Plan, query: tuple[int, ...], interpret: bool) -> Callable:
-    """The kernel for query [B, G, R, D]; gives what `_merge` takes."""
+    """Return the kernel for query [B, G, R, D].
+
+    It gives the parts' weighted sums [S, B, G, R, D], maxima (powers of two) and sums [S, B, G, R].
+    """
     batch, groups, _, dim = query
     sums = jax.ShapeDtypeStruct((plan.parts, *query[:3]), jnp.float32)
     return plgpu.kernel(
         functools.partial(_attend, plan),
         out_type=(jax.ShapeDtypeStruct((*sums.shape, dim), jnp.float32), sums, sums),
-        grid=(
-            plan.tiles,
-            plan.parts,
-            groups,
-            batch,
-        ),  # what shares keys and values runs side by side
+        # What shares keys and values runs side by side.
+        grid=(plan.tiles, plan.parts, groups, batch),
         grid_names=("tile", "part", "group", "row"),
         num_threads=plan.warpgroups,
         thread_name="warpgroup",
         scratch_types=Scratch(
-            query=smem(plan.warpgroups, TILE, dim),
-            key=smem(STAGES, dim, BLOCK),
-            value=smem(STAGES, BLOCK, dim),
-            weight=smem(plan.warpgroups, TILE, plan.windows * BLOCK),
+            query=smem(plan.warpgroups, WARPGROUP_ROWS, dim),
+            key=smem(CACHE_SLOTS, dim, CACHE_BLOCK),
+            value=smem(CACHE_SLOTS, CACHE_BLOCK, dim),
+            weight=smem(plan.warpgroups, WARPGROUP_ROWS, plan.windows * CACHE_BLOCK),
             asked=plgpu.Barrier(num_arrivals=2, num_barriers=plan.warpgroups),
-            loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-            consumed=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=STAGES),
+            loaded=plgpu.Barrier(num_arrivals=2, num_barriers=CACHE_SLOTS),
+            consumed=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=CACHE_SLOTS),
             cleared=plgpu.Barrier(),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -181,12 +178,24 @@ def _kernel(plan: Plan, query: tuple[int, ...], interpret: bool) -> Callable:
 
 
 def _attend(
-    plan, length, query, cache_k, cache_v, window_k, window_v, mask, out, top, total, *scratch
-):
-    """One warpgroup: its `TILE` query rows over one part of one row's context."""
-    scratch = Scratch(*scratch)
+    plan: Plan,
+    length: Ref,
+    query: Ref,
+    cache_k: Ref,
+    cache_v: Ref,
+    window_k: Ref,
+    window_v: Ref,
+    mask: Ref,
+    out: Ref,
+    top: Ref,
+    total: Ref,
+    *refs: Any,
+) -> None:
+    """Take one warpgroup's query rows over one part of one row's context."""
+    scratch = Scratch(*refs)
     row, group, part, me = (lax.axis_index(name) for name in ("row", "group", "part", "warpgroup"))
-    rows = pl.ds((lax.axis_index("tile") * plan.warpgroups + me) * TILE, TILE)
+    first = (lax.axis_index("tile") * plan.warpgroups + me) * WARPGROUP_ROWS
+    rows = pl.ds(first, WARPGROUP_ROWS)
     plgpu.copy_gmem_to_smem(query.at[row, group, rows], scratch.query.at[me], scratch.asked.at[me])
     plgpu.copy_gmem_to_smem(mask.at[row, rows], scratch.weight.at[me], scratch.asked.at[me])
     work = _work(plan, length[row], part)
@@ -195,44 +204,53 @@ def _attend(
     fetch = functools.partial(_fetch, work, window, cache, scratch)
 
     @pl.when(me == 0)
-    def _():
-        lax.fori_loop(0, jnp.minimum(work.steps, STAGES), lambda step, _: fetch(step), None)
+    def fill_ring() -> None:
+        """Start the first copies, one for each slot of the ring."""
+        lax.fori_loop(0, jnp.minimum(work.steps, CACHE_SLOTS), lambda step, _: fetch(step), None)
 
-    def visit(step, carry, seen: Callable):
-        slot = lax.rem(step, STAGES)
+    def visit(step: Array, carry: tuple[Array, ...], seen: Callable) -> tuple[Array, ...]:
+        """Add one block of keys and values to the running sums."""
+        slot = lax.rem(step, CACHE_SLOTS)
         plgpu.barrier_wait(scratch.loaded.at[slot])
         pl.when(me == 0)(lambda: _refill(work, scratch, fetch, step))
-        carry = _online(plan, scratch, me, slot, seen(step), carry)
+        carry = _online(plan, scratch, me, slot=slot, seen=seen(step), carry=carry)
         plgpu.barrier_arrive(scratch.consumed.at[slot])
         return carry
 
     plgpu.barrier_wait(scratch.asked.at[me])
-    in_window = functools.partial(
-        visit, seen=functools.partial(_window_seen, scratch.weight.at[me])
+    window_seen = functools.partial(_window_seen, scratch.weight.at[me])
+    cache_seen = functools.partial(_cache_seen, work, scratch, me)
+    # Weighted sum [rows, D], maximum (a power of two) and sum [rows] of no scores.
+    nothing = jnp.zeros((WARPGROUP_ROWS, query.shape[-1]), jnp.float32)
+    carry = (plgpu.layout_cast(nothing, plgpu.Layout.WGMMA), rowwise(LOWEST), rowwise(0.0))
+    carry = lax.fori_loop(0, work.windows, functools.partial(visit, seen=window_seen), carry)
+    carry = lax.fori_loop(
+        work.windows, work.steps, functools.partial(visit, seen=cache_seen), carry
     )
-    in_cache = functools.partial(visit, seen=functools.partial(_cache_seen, work, scratch, me))
-    carry = lax.fori_loop(0, work.windows, in_window, _nothing(query.shape[-1]))
-    carry = lax.fori_loop(work.windows, work.steps, in_cache, carry)
     for ref, result in zip((out, top, total), carry, strict=True):
         ref[part, row, group, rows] = result
 
 
 def _work(plan: Plan, length: Array, part: Array) -> Work:
-    blocks = pl.cdiv(length, BLOCK)
+    """Return the work of a thread block that serves one part of a row's context."""
+    blocks = pl.cdiv(length, CACHE_BLOCK)
     share = pl.cdiv(blocks, plan.parts)
     cached = jnp.clip(blocks - part * share, 0, share)
     # The window goes to the last part, whose share is the smallest.
     windows = jnp.where(part == plan.parts - 1, plan.windows, 0)
-    return Work(windows, part * share, windows + cached, length)
+    return Work(windows, part * share, windows + cached, length=length)
 
 
-def _fetch(work: Work, window: tuple, cache: tuple, scratch: Scratch, step: Array) -> None:
-    """Start the copies of one step's keys [D, BLOCK] and values [BLOCK, D] into its slot."""
-    slot = lax.rem(step, STAGES)
+def _fetch(
+    work: Work, window: tuple[Ref, Ref], cache: tuple[Ref, Ref], scratch: Scratch, step: Array
+) -> None:
+    """Start the copies of one step's keys [D, block] and values [block, D] into its slot."""
+    slot = lax.rem(step, CACHE_SLOTS)
 
-    def copy(source: tuple, block: Array) -> None:
+    def copy(source: tuple[Ref, Ref], block: Array) -> None:
+        """Copy one block of keys and values."""
         (key, value) = source
-        at = pl.ds(block * BLOCK, BLOCK)
+        at = pl.ds(block * CACHE_BLOCK, CACHE_BLOCK)
         plgpu.copy_gmem_to_smem(key.at[:, at], scratch.key.at[slot], scratch.loaded.at[slot])
         plgpu.copy_gmem_to_smem(value.at[at], scratch.value.at[slot], scratch.loaded.at[slot])
 
@@ -242,76 +260,70 @@ def _fetch(work: Work, window: tuple, cache: tuple, scratch: Scratch, step: Arra
 
 def _refill(work: Work, scratch: Scratch, fetch: Callable, step: Array) -> None:
     """Fill the slot of the step before with what comes after those in flight."""
-    coming = step + STAGES - 1
+    coming = step + CACHE_SLOTS - 1
 
     @pl.when((step > 0) & (coming < work.steps))
-    def _():
-        plgpu.barrier_wait(scratch.consumed.at[lax.rem(coming, STAGES)])
+    def fill() -> None:
+        """Wait until every warpgroup has read the slot, and fetch into it."""
+        plgpu.barrier_wait(scratch.consumed.at[lax.rem(coming, CACHE_SLOTS)])
         fetch(coming)
 
 
-def _nothing(dim: int) -> tuple[Array, Array, Array]:
-    """Weighted sum [TILE, D], maximum (a power of two) and sum [TILE] of no scores."""
-    out = plgpu.layout_cast(jnp.zeros((TILE, dim), jnp.float32), plgpu.Layout.WGMMA)
-    return out, rowwise(LOWEST), rowwise(0.0)
-
-
-def _window_seen(mask, step: Array) -> Array:
-    block = mask.at[:, pl.ds(step * BLOCK, BLOCK)]
+def _window_seen(mask: Ref, step: Array) -> Array:
+    """Return which tokens of a window block each query row sees, [rows, block]."""
+    block = mask.at[:, pl.ds(step * CACHE_BLOCK, CACHE_BLOCK)]
     return plgpu.layout_cast(block[...], plgpu.Layout.WGMMA) > 0
 
 
 def _cache_seen(work: Work, scratch: Scratch, me: Array, step: Array) -> Array:
-    """Which slots of a cache block lie below the length [TILE, BLOCK]; the values of the others
-    become zeros.
-    """
-    left = work.length - (work.first + step - work.windows) * BLOCK
+    """Return which slots of a cache block lie below the length, [rows, block].
 
-    @pl.when(left < BLOCK)
-    def _():
-        pl.when(me == 0)(lambda: _clear(scratch, lax.rem(step, STAGES), left))
+    The values of the others become zeros: they may be NaN, which a weight of zero would not undo.
+    """
+    left = work.length - (work.first + step - work.windows) * CACHE_BLOCK
+
+    def clear() -> None:
+        """Overwrite the values behind the length, for all warpgroups."""
+        value = scratch.value.at[lax.rem(step, CACHE_SLOTS)]
+        slot = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=plgpu.Layout.WGMMA)
+        kept = slot < left
+        values = plgpu.layout_cast(value[...], plgpu.Layout.WGMMA)
+        value[...] = jnp.where(kept, values, jnp.bfloat16(0))
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch.cleared)
+
+    @pl.when(left < CACHE_BLOCK)
+    def clear_once() -> None:
+        """Let the first warpgroup overwrite them, and the others wait."""
+        pl.when(me == 0)(clear)
         plgpu.barrier_wait(scratch.cleared)
 
-    return _iota((TILE, BLOCK), 1) < left
-
-
-def _clear(scratch: Scratch, slot: Array, left: Array) -> None:
-    """For all warpgroups: what lies behind the length may be NaN, which a weight of zero would not
-    undo.
-    """
-    value = scratch.value.at[slot]
-    kept = _iota(value.shape, 0) < left
-    value[...] = jnp.where(kept, plgpu.layout_cast(value[...], plgpu.Layout.WGMMA), jnp.bfloat16(0))
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(scratch.cleared)
-
-
-def _iota(shape: tuple[int, ...], axis: int) -> Array:
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+    return hopper.columns((WARPGROUP_ROWS, CACHE_BLOCK)) < left
 
 
 def _online(
-    plan: Plan, scratch: Scratch, me: Array, slot: Array, seen: Array, carry
+    plan: Plan, scratch: Scratch, me: Array, *, slot: Array, seen: Array, carry: tuple[Array, ...]
 ) -> tuple[Array, Array, Array]:
-    """Add the keys and values of a slot, where `seen` [TILE, BLOCK], to the running (sum, maximum,
-    total).
-    """
+    """Add a slot's keys and values, where `seen` [rows, block], to (sum, maximum, total)."""
     out, top, total = carry
-    scores = _product((TILE, BLOCK), scratch.query.at[me], scratch.key.at[slot])
+    scores = _product((WARPGROUP_ROWS, CACHE_BLOCK), scratch.query.at[me], scratch.key.at[slot])
     scores = jnp.where(seen, scores * plan.scale, -jnp.inf)
     higher = jnp.maximum(top, jnp.max(scores, axis=1))
     weights = jnp.exp2(scores - across(higher, scores.shape))
     fade = jnp.exp2(top - higher)
-    weight = scratch.weight.at[me, :, pl.ds(0, BLOCK)]
+    weight = scratch.weight.at[me, :, pl.ds(0, CACHE_BLOCK)]
     weight[...] = weights.astype(jnp.bfloat16)
     plgpu.commit_smem()
     out = out * across(fade, out.shape)
-    out = out + _product(out.shape, weight, scratch.value.at[slot])
+    out = out + _product((WARPGROUP_ROWS, out.shape[1]), weight, scratch.value.at[slot])
     return out, higher, total * fade + jnp.sum(weights, axis=1)
 
 
-def _product(shape: tuple[int, int], left, right) -> Array:
-    def multiply(accumulator):
+def _product(shape: tuple[int, int], left: Ref, right: Ref) -> Array:
+    """Multiply two references to shared memory, in float32 of this shape."""
+
+    def multiply(accumulator: Any) -> Array:
+        """Run the matrix instruction and wait for it."""
         plgpu.wgmma(accumulator, left, right)
         return accumulator[...]
 

@@ -1,13 +1,13 @@
-"""Attention of the nodes of a draft tree over a row's cache and over its own window, in plain
-JAX.
-"""
+"""Attend from the nodes of a draft tree to a row's cache and to its own window, in plain JAX."""
 
 from __future__ import annotations
 
-import chex
-import jax.numpy as jnp
+import functools
 
-from rlhf_jax.types import Array
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.arrays import check_ranks
 
 
 def tree_attention(
@@ -19,19 +19,16 @@ def tree_attention(
     length: Array,
     mask: Array,
 ) -> Array:
-    """Attention of Q new tokens of each row, the nodes of a tree, over its cache and over
-    uncommitted tokens.
+    """Attend from Q new tokens of each row to its cache and to uncommitted tokens.
 
-    query [B, Q, H, D]; cache_k [B, G, D, T] and cache_v [B, G, T, D], of which the first `length`
-    [B] int32 slots count; window_k [B, G, D, W] and window_v [B, G, W, D]; mask [B, Q, W] bool:
-    which tokens of the window a query sees. Head h reads group h // (H / G), scores are scaled by
-    D**-0.5, and their softmax is float32. Returns [B, Q, H, D] in the query's dtype; a query that
-    sees nothing gives zeros. Here the values beyond a row's length must be finite (their weight is
-    zero; to replace them would cost a fifth to a half more on a CPU).
+    query [B, Q, H, D], the nodes of a tree; cache_k [B, G, D, T] and cache_v [B, G, T, D], of which
+    the first `length` [B] int32 slots count; window_k [B, G, D, W] and window_v [B, G, W, D]; mask
+    [B, Q, W] bool: which tokens of the window a query sees. Head h reads group h // (H / G), scores
+    are scaled by D**-0.5, and their softmax is float32. Returns [B, Q, H, D] in the query's dtype;
+    a query that sees nothing gives zeros. Here the values beyond a row's length must be finite
+    (their weight is zero; to replace them would cost a fifth to a half more on a CPU).
     """
-    chex.assert_rank(
-        [query, cache_k, cache_v, window_k, window_v, length, mask], [4, 4, 4, 4, 4, 1, 3]
-    )
+    check_ranks([query, cache_k, cache_v, window_k, window_v, length, mask], [4, 4, 4, 4, 4, 1, 3])
     batch, count, heads, dim = query.shape
     groups = cache_k.shape[1]
     slots = cache_k.shape[3]
@@ -40,20 +37,16 @@ def tree_attention(
     live = jnp.arange(slots, dtype=jnp.int32)[None, :] < length[:, None]
     seen = jnp.concatenate([jnp.broadcast_to(live[:, None], (batch, count, slots)), mask], axis=-1)
     seen = jnp.tile(seen[:, None], (1, 1, heads // groups, 1))
-    scores = jnp.concatenate([_scores(grouped, cache_k), _scores(grouped, window_k)], axis=-1)
-    weights = _softmax(jnp.where(seen, scores * dim**-0.5, -jnp.inf)).astype(cache_v.dtype)
+
+    score = functools.partial(jnp.matmul, grouped, preferred_element_type=jnp.float32)
+    scores = jnp.concatenate([score(cache_k), score(window_k)], axis=-1)
+    scores = jnp.where(seen, scores * dim**-0.5, -jnp.inf)
+    top = jnp.maximum(scores.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
+    weights = jnp.exp(scores - top)
+    # The best score weighs 1, so a sum below 1 is that of a query that sees nothing.
+    weights = weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1.0)
+    weights = weights.astype(cache_v.dtype)
+
     out = weights[..., :slots] @ cache_v + weights[..., slots:] @ window_v
     out = out.reshape(batch, groups, heads // groups, count, dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, count, heads, dim).astype(query.dtype)
-
-
-def _scores(query: Array, key: Array) -> Array:
-    return jnp.matmul(query, key, preferred_element_type=jnp.float32)
-
-
-def _softmax(scores: Array) -> Array:
-    """Over the last axis; all zeros where every score is -inf."""
-    top = jnp.maximum(scores.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
-    weights = jnp.exp(scores - top)
-    # The best score weighs 1, so a sum below 1 is the empty one.
-    return weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1.0)

@@ -1,4 +1,4 @@
-"""Tree attention as a Mosaic kernel for TPUs; the meaning is in reference.py.
+"""Attend from the nodes of a draft tree on TPUs (Mosaic); the meaning is in reference.py.
 
 The grid is (rows, splits of a row's context, blocks of a split). A step reads one block of the keys
 and values of all groups and takes it into an online softmax (Milakov and Gimelshein 2018); the last
@@ -11,33 +11,37 @@ v5p. A chip with one core pays for it by merging two small parts.
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array, Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.arrays import check_ranks
 from pallas_kernels.shapes import LANES
-from rlhf_jax.types import Array
 
-TILE = 8
-BLOCK_BYTES = 2 << 20  # of keys and values: at 2.7 TB/s twice what a grid step costs (0.35 us)
-SCORE_BYTES = (
-    2 << 20
-)  # of a block's scores in float32; what is derived from them takes as much again, twice
-BLOCK_SLOTS = 1024  # half a block is read in vain, on average
-# two cores share the context of a single row, from so many blocks on
+# Query rows fill tiles of so many.
+SUBLANES = 8
+# A block of keys and values takes at most so many bytes: at 2.7 TB/s that is twice what a grid step
+# costs (0.35 us).
+CACHE_BLOCK_BYTES = 2 << 20
+# A block's scores in float32 take at most so many bytes; what is derived from them takes as much
+# again, twice.
+SCORE_BYTES = 2 << 20
+# A block has at most so many slots: half a block is read in vain, on average.
+BLOCK_SLOTS = 1024
+# Two cores share the context of a single row, from so many blocks on.
 SPLITS = 2
 SPLIT_BLOCKS = 8
+# What is not seen has this score: finite, so that differences are.
 MASKED = float(jnp.finfo(jnp.float32).min)
 
 
 class Cut(NamedTuple):
-    """How contexts are cut."""
+    """Say how contexts are cut."""
 
     block: int  # slots of a grid step: a multiple of 128, or all
     splits: int  # parts of a row's context
@@ -53,35 +57,30 @@ def tree_attention(
     mask: Array,
     interpret: bool = False,
 ) -> Array:
-    """As `reference.tree_attention`; of a row only the blocks below its length are read, whatever
-    lies beyond.
+    """Compute `reference.tree_attention`, reading of a row only the blocks below its length.
 
-    float32 is multiplied at the highest precision. Where T is a multiple of 128 the cache is read
-    where it lies, else XLA may copy it first. `interpret` runs the kernel on any hardware, slowly.
+    Whatever may lie beyond it. float32 is multiplied at the highest precision. Where T is a
+    multiple of 128 the cache is read where it lies, else XLA may copy it first. `interpret` runs
+    the kernel on any hardware, slowly.
     """
-    return attend(
-        query,
-        cache_k,
-        cache_v,
-        window_k,
-        window_v,
-        length,
-        mask,
-        cut_for(query, cache_k),
-        interpret,
-    )
+    inputs = (query, cache_k, cache_v, window_k, window_v, length, mask)
+    return attend(*inputs, cut_for(query, cache_k), interpret)
 
 
 def cut_for(query: Array, cache_k: Array) -> Cut:
-    """The cut for query [B, Q, H, D] and cache_k [B, G, D, T]: blocks as large as the bounds above
-    allow.
+    """Choose the cut for query [B, Q, H, D] and cache_k [B, G, D, T].
+
+    Blocks are as large as the bounds above allow.
     """
     batch, count, heads, dim = query.shape
     groups = cache_k.shape[1]
     slots = cache_k.shape[3]
-    rows = math.prod(_tiles(count, heads // groups))
+    ratio = heads // groups
+    # The query rows of a group, E in whole tiles.
+    apart, together = (count, ratio) if _order(count, ratio)[2] == 1 else (ratio, count)
+    rows = apart * pl.cdiv(together, SUBLANES) * SUBLANES
     fitting = min(
-        BLOCK_BYTES // (2 * groups * dim * cache_k.dtype.itemsize),
+        CACHE_BLOCK_BYTES // (2 * groups * dim * cache_k.dtype.itemsize),
         SCORE_BYTES // (4 * groups * rows),
     )
     block = min(max(min(fitting, BLOCK_SLOTS) // LANES, 1) * LANES, slots)
@@ -100,78 +99,96 @@ def attend(
     cut: Cut,
     interpret: bool = False,
 ) -> Array:
-    """`tree_attention` under a given cut."""
-    chex.assert_rank(
-        [query, cache_k, cache_v, window_k, window_v, length, mask], [4, 4, 4, 4, 4, 1, 3]
-    )
+    """Compute `tree_attention` under a given cut."""
+    check_ranks([query, cache_k, cache_v, window_k, window_v, length, mask], [4, 4, 4, 4, 4, 1, 3])
     batch, count, heads, dim = query.shape
     groups = cache_k.shape[1]
-    ratio = heads // cache_k.shape[1]
+    ratio = heads // groups
     order = _order(count, ratio)
     folded = query.reshape(batch, count, groups, ratio, dim).transpose(order)  # [B, G, A, E, D]
-    cache_v = cache_v if _slot_axis(dim) == 2 else cache_v.swapaxes(2, 3)
-    # Or XLA may fetch a whole cache into VMEM, ahead of the kernel.
-    cache = (
-        [cache_k, cache_v]
-        if interpret
-        else [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (cache_k, cache_v)]
-    )
+    cache = [cache_k, cache_v if _slot_axis(dim) == 2 else cache_v.swapaxes(2, 3)]
+    if not interpret:
+        # Or XLA may fetch a whole cache into VMEM, ahead of the kernel.
+        cache = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in cache]
     # A few tokens fill the rows of a tile better than its lanes: the window's keys are to lie as
     # its values do.
-    out, *mass = _call(
-        cut,
-        interpret,
-        length,
-        folded,
-        *cache,
-        window_k.swapaxes(2, 3),
-        window_v,
-        _seen(mask, ratio),
-    )
+    window = (window_k.swapaxes(2, 3), window_v)
+    out, *mass = _call(cut, interpret, length, folded, *cache, *window, _seen(mask, ratio))
     if mass:
         out = (jax.nn.softmax(mass[0], axis=1) * out).sum(axis=1).astype(query.dtype)
     return out.reshape(folded.shape).transpose(np.argsort(order)).reshape(query.shape)
 
 
-def _order(count: int, ratio: int) -> tuple[int, ...]:
-    """The axes of [B, Q, G, H/G, D] that make [B, G, A, E, D]: a group has A times E query rows, E
-    in whole tiles.
+def followers(length: Array) -> Array:
+    """Return of each row [B] the next one that is not empty; at the end, the last such one."""
+    rows = jnp.arange(length.size, dtype=jnp.int32)
+    filled = length > 0
+    ahead = lax.cummin(jnp.where(filled, rows, length.size), reverse=True)
+    ahead = jnp.append(ahead[1:], length.size)
+    return jnp.where(ahead < length.size, ahead, jnp.max(jnp.where(filled, rows, 0)))
+
+
+def block_at(
+    length: Array, after: Array, row: Array, split: Array, step: Array, cut: Cut
+) -> tuple[Array, Array]:
+    """Return (row, block) of the cache that is in VMEM at a step of the grid.
+
+    `after` is the `followers` of `length` [B]. After a split's last block it is the next split's
+    first, and after a row's last one its follower's first: fetched ahead, and not again while it
+    stays. So none is fetched twice, and none past a length unless all rows are empty.
     """
-    return (0, 2, 1, 3, 4) if count == 1 or ratio % TILE == 0 else (0, 2, 3, 1, 4)
+    first, stop = _split_blocks(length[row], split, cut)
+    block = jnp.minimum(first + step, stop)
+    follower = after[row]
+    own = block < pl.cdiv(length[row], cut.block)
+    last = jnp.maximum(pl.cdiv(length[follower], cut.block) - 1, 0)
+    return jnp.where(own, row, follower), jnp.where(own, block, jnp.where(follower > row, 0, last))
 
 
-def _tiles(count: int, ratio: int) -> tuple[int, int]:
-    """A, and E with its padding."""
-    apart, together = (count, ratio) if _order(count, ratio)[2] == 1 else (ratio, count)
-    return apart, _round_up(together, TILE)
+def _split_blocks(length: Array, split: Array, cut: Cut) -> tuple[Array, Array]:
+    """Return a split's first block, and the one after its last; equal where it has none."""
+    blocks = pl.cdiv(length, cut.block)
+    each = pl.cdiv(blocks, cut.splits)
+    return jnp.minimum(split * each, blocks), jnp.minimum((split + 1) * each, blocks)
+
+
+def _order(count: int, ratio: int) -> tuple[int, ...]:
+    """Return the axes of [B, Q, G, H/G, D] that make [B, G, A, E, D].
+
+    A group has A times E query rows, E in whole tiles.
+    """
+    return (0, 2, 1, 3, 4) if count == 1 or ratio % SUBLANES == 0 else (0, 2, 3, 1, 4)
 
 
 def _slot_axis(dim: int) -> int:
-    """Where the slots of `cache_v` stand when it is read in place: XLA lays out what fills the
-    lanes last.
+    """Return where the slots of `cache_v` stand when it is read in place.
+
+    XLA lays out last what fills the lanes.
     """
     return 2 if dim % LANES == 0 else 3
 
 
 def _seen(mask: Array, ratio: int) -> Array:
-    """[B, Q, W] for each row of scores, [B, A * E, W] int8; the same for all layers, so made
-    once.
+    """Return the mask [B, Q, W] for each row of scores, [B, A * E, W] int8.
+
+    It is the same for all layers, so made once.
     """
     batch, count, width = mask.shape
     of_heads = jnp.broadcast_to(
         mask.astype(jnp.int8)[:, :, None, None], (batch, count, 1, ratio, width)
     )
     folded = of_heads.transpose(_order(count, ratio))[:, 0]  # [B, A, E, W]
-    padded = jnp.pad(folded, ((0, 0), (0, 0), (0, -folded.shape[2] % TILE), (0, 0)))
+    padded = jnp.pad(folded, ((0, 0), (0, 0), (0, -folded.shape[2] % SUBLANES), (0, 0)))
     return padded.reshape(batch, -1, width)
 
 
 def _call(cut: Cut, interpret: bool, length: Array, query: Array, *parts: Array) -> list[Array]:
-    """Of each split the attention [B, S, G, A, E, D] and, of several, the log of its sum [B, S, G,
-    A, E, 1].
+    """Return of each split the attention [B, S, G, A, E, D].
+
+    Of several splits also the log of each sum, [B, S, G, A, E, 1].
     """
     batch, groups, apart, together, dim = query.shape
-    tile = (groups, apart, _round_up(together, TILE))
+    tile = (groups, apart, pl.cdiv(together, SUBLANES) * SUBLANES)
     key, value, *window = parts
     widths = (dim,) if cut.splits == 1 else (dim, 1)
     dtype = query.dtype if cut.splits == 1 else jnp.float32
@@ -180,15 +197,22 @@ def _call(cut: Cut, interpret: bool, length: Array, query: Array, *parts: Array)
         num_scalar_prefetch=2,
         grid=(batch, cut.splits, jnp.maximum(blocks, 1)),
         in_specs=[
-            _at_row(*tile, dim),
+            _at_grid(1, *tile, dim),
             _at_block(key, 3, cut),
             _at_block(value, _slot_axis(dim), cut),
-            *(_at_row(*part.shape[1:]) for part in window),
+            *(_at_grid(1, *part.shape[1:]) for part in window),
         ],
-        out_specs=[_at_split(*tile, width) for width in widths],
+        out_specs=[_at_grid(2, *tile, width) for width in widths],
         scratch_shapes=[
             pltpu.VMEM((groups, tile[1] * tile[2], width), jnp.float32) for width in (1, 1, dim)
         ],
+    )
+    # With full rows, because the compiler does not know their lengths.
+    scores = query.size // dim * (key.shape[-1] + window[-1].shape[-1])
+    cost = pl.CostEstimate(
+        flops=4 * scores * dim,
+        transcendentals=scores,
+        bytes_accessed=sum(x.size * x.dtype.itemsize for x in (query, query, *parts)),
     )
     return pl.pallas_call(
         functools.partial(_kernel, cut=cut),
@@ -200,156 +224,101 @@ def _call(cut: Cut, interpret: bool, length: Array, query: Array, *parts: Array)
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
-        cost_estimate=_cost(query, *parts),
+        cost_estimate=cost,
         interpret=interpret,
         name="tree_attention",
     )(length, followers(length), query, *parts)
 
 
-def _at_row(*shape: int) -> pl.BlockSpec:
-    return pl.BlockSpec((None, *shape), lambda row, *_: (row, *[0] * len(shape)))
-
-
-def _at_split(*shape: int) -> pl.BlockSpec:
-    return pl.BlockSpec(
-        (None, None, *shape), lambda row, split, *_: (row, split, *[0] * len(shape))
-    )
+def _at_grid(axes: int, *shape: int) -> pl.BlockSpec:
+    """Describe an array of which the grid's first axes choose one part of this shape."""
+    return pl.BlockSpec((*[None] * axes, *shape), lambda *at: (*at[:axes], *[0] * len(shape)))
 
 
 def _at_block(cache: Array, axis: int, cut: Cut) -> pl.BlockSpec:
-    def place(row, split, step, length, after):
-        row, block = block_at(length, after, row, split, step, cut)
+    """Describe a cache of which `block_at` chooses the row, and the block along `axis`."""
+
+    def place(
+        row: Array, split: Array, step: Array, length: Array, after: Array
+    ) -> tuple[Array | int, ...]:
+        """Return the block's index at one step of the grid."""
+        row, block = block_at(length, after, row, split=split, step=step, cut=cut)
         return (row, *(block if at == axis else 0 for at in range(1, cache.ndim)))
 
-    return pl.BlockSpec(
-        (None, *(cut.block if at == axis else cache.shape[at] for at in range(1, cache.ndim))),
-        place,
-    )
-
-
-def blocks_of(length: Array, split: Array, cut: Cut) -> tuple[Array, Array]:
-    """The first block of a split of a row with `length`, and the one after its last; equal where it
-    has none.
-    """
-    blocks = pl.cdiv(length, cut.block)
-    each = pl.cdiv(blocks, cut.splits)
-    return jnp.minimum(split * each, blocks), jnp.minimum((split + 1) * each, blocks)
-
-
-def followers(length: Array) -> Array:
-    """Of each row [B] the next one that is not empty; where none is left, the last one that is
-    not.
-    """
-    rows = jnp.arange(length.size, dtype=jnp.int32)
-    filled = length > 0
-    ahead = jax.lax.cummin(jnp.where(filled, rows, length.size), reverse=True)
-    ahead = jnp.append(ahead[1:], length.size)
-    return jnp.where(ahead < length.size, ahead, jnp.max(jnp.where(filled, rows, 0)))
-
-
-def block_at(
-    length: Array, after: Array, row: Array, split: Array, step: Array, cut: Cut
-) -> tuple[Array, Array]:
-    """(row, block) of the cache that is in VMEM at a step of the grid, by `length` [B] and its
-    `followers`.
-
-    After a split's last block it is the next split's first, and after a row's last one its
-    follower's first: fetched ahead, and not again while it stays. So none is fetched twice, and
-    none past a length unless all rows are empty.
-    """
-    first, stop = blocks_of(length[row], split, cut)
-    block = jnp.minimum(first + step, stop)
-    follower = after[row]
-    own = block < pl.cdiv(length[row], cut.block)
-    last = jnp.maximum(pl.cdiv(length[follower], cut.block) - 1, 0)
-    return jnp.where(own, row, follower), jnp.where(own, block, jnp.where(follower > row, 0, last))
+    sizes = (cut.block if at == axis else cache.shape[at] for at in range(1, cache.ndim))
+    return pl.BlockSpec((None, *sizes), place)
 
 
 def _kernel(
-    length_ref,
-    _,
-    query_ref,
-    key_ref,
-    value_ref,
-    window_k_ref,
-    window_v_ref,
-    seen_ref,
-    *refs,
+    length: Ref,
+    _: Ref,
+    query: Ref,
+    key: Ref,
+    value: Ref,
+    window_k: Ref,
+    window_v: Ref,
+    window_seen: Ref,
+    *refs: Ref,
     cut: Cut,
-):
-    *out_refs, top_ref, total_ref, sum_ref = refs
+) -> None:
+    """Take one block of one split of a row into the running maximum and sums."""
+    *outs, top, total, weighted = refs
     row, split, step = (pl.program_id(axis) for axis in range(3))
-    query = query_ref[...].reshape(sum_ref.shape)
-    first, stop = blocks_of(length_ref[row], split, cut)
-    slot_axis = _slot_axis(query.shape[2]) - 1
+    rows = query[...].reshape(weighted.shape)
+    first, stop = _split_blocks(length[row], split, cut)
+    slot_axis = _slot_axis(rows.shape[2]) - 1
+    take_in = functools.partial(_take_in, top, total, weighted)
 
     @pl.when(step == 0)
-    def begin():
+    def begin() -> None:
+        """Start the sums of a split."""
         # Above what masked scores are, so that these weigh nothing where nothing else is seen.
-        top_ref[...] = jnp.full(top_ref.shape, MASKED / 2, jnp.float32)
-        total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
-        sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
+        top[...] = jnp.full(top.shape, MASKED / 2, jnp.float32)
+        total[...] = jnp.zeros(total.shape, jnp.float32)
+        weighted[...] = jnp.zeros(weighted.shape, jnp.float32)
 
     @pl.when(first + step < stop)
-    def read_block():
-        rest = length_ref[row] - (first + step) * cut.block
-        live = jax.lax.broadcasted_iota(jnp.int32, (1, 1, cut.block), 2) < rest
-        slot = jax.lax.broadcasted_iota(jnp.int32, value_ref.shape, slot_axis)
+    def read_block() -> None:
+        """Add a block of the cache, as far as the row's length."""
+        rest = length[row] - (first + step) * cut.block
+        live = lax.broadcasted_iota(jnp.int32, (1, 1, cut.block), 2) < rest
+        slot = lax.broadcasted_iota(jnp.int32, value.shape, slot_axis)
         # Beyond the length there may be anything, and zero times anything need not be zero.
-        value = jnp.where(slot < rest, value_ref[...], jnp.zeros((), value_ref.dtype))
-        _take_in(
-            _product(query, key_ref[...], 1), live, value, slot_axis, top_ref, total_ref, sum_ref
-        )
+        values = jnp.where(slot < rest, value[...], jnp.zeros((), value.dtype))
+        take_in(_product(rows, key[...], 1), seen=live, value=values, axis=slot_axis)
 
     @pl.when(step == pl.num_programs(2) - 1)
-    def end():
-        seen = (seen_ref[...].astype(jnp.int32) > 0) & (split == 0)
-        scores = _product(query, window_k_ref[...], 2)
-        _take_in(scores, seen[None], window_v_ref[...], 1, top_ref, total_ref, sum_ref)
+    def end() -> None:
+        """Add the window, to the first split, and write the results."""
+        seen = (window_seen[...].astype(jnp.int32) > 0) & (split == 0)
+        take_in(_product(rows, window_k[...], 2), seen=seen[None], value=window_v[...], axis=1)
         # The best score weighs 1, so a sum below 1 is the empty one.
-        total = jnp.maximum(total_ref[...], 1.0)
-        results = (sum_ref[...] / total, top_ref[...] + jnp.log(total))
-        for out_ref, result in zip(out_refs, results, strict=False):
-            out_ref[...] = result.reshape(out_ref.shape).astype(out_ref.dtype)
+        sums = jnp.maximum(total[...], 1.0)
+        results = (weighted[...] / sums, top[...] + jnp.log(sums))
+        for out, result in zip(outs, results, strict=False):
+            out[...] = result.reshape(out.shape).astype(out.dtype)
 
 
 def _take_in(
-    scores: Array, seen: Array, value: Array, axis: int, top_ref, total_ref, sum_ref
+    top: Ref, total: Ref, weighted: Ref, scores: Array, *, seen: Array, value: Array, axis: int
 ) -> None:
-    """Scores [G, N, X], those that are `seen`, and values, X on `axis`, into the running maximum
-    and sums.
-    """
-    scores = jnp.where(seen, scores * sum_ref.shape[-1] ** -0.5, MASKED)
-    top = jnp.maximum(top_ref[...], scores.max(axis=-1, keepdims=True))
-    weights = jnp.exp(scores - top)
-    decay = jnp.exp(top_ref[...] - top)
-    top_ref[...] = top
-    total_ref[...] = decay * total_ref[...] + weights.sum(axis=-1, keepdims=True)
-    sum_ref[...] = decay * sum_ref[...] + _product(weights.astype(value.dtype), value, axis)
+    """Add scores [G, N, X] that are `seen`, and values, X on `axis`, to the running sums."""
+    scores = jnp.where(seen, scores * weighted.shape[-1] ** -0.5, MASKED)
+    highest = jnp.maximum(top[...], scores.max(axis=-1, keepdims=True))
+    weights = jnp.exp(scores - highest)
+    decay = jnp.exp(top[...] - highest)
+    top[...] = highest
+    total[...] = decay * total[...] + weights.sum(axis=-1, keepdims=True)
+    weighted[...] = decay * weighted[...] + _product(weights.astype(value.dtype), value, axis)
 
 
 def _product(left: Array, right: Array, axis: int) -> Array:
-    """Group by group: left [G, N, X] times right, X on `axis`, in float32."""
-    return jax.lax.dot_general(
+    """Multiply group by group: left [G, N, X] times right, X on `axis`, in float32."""
+    precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(
         left,
         right,
         (((2,), (axis,)), ((0,), (0,))),
-        precision=jax.lax.Precision.HIGHEST
-        if left.dtype == jnp.float32
-        else jax.lax.Precision.DEFAULT,
+        precision=precision,
         preferred_element_type=jnp.float32,
     )
-
-
-def _cost(query: Array, key: Array, *parts: Array) -> pl.CostEstimate:
-    """With full rows, because the compiler does not know their lengths."""
-    scores = query.size // query.shape[-1] * (key.shape[-1] + parts[-1].shape[-1])
-    return pl.CostEstimate(
-        flops=4 * scores * query.shape[-1],
-        transcendentals=scores,
-        bytes_accessed=sum(part.size * part.dtype.itemsize for part in (query, query, key, *parts)),
-    )
-
-
-def _round_up(count: int, unit: int) -> int:
-    return -(-count // unit) * unit

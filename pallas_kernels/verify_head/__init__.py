@@ -1,0 +1,14 @@
+"""Reduce a model's logits to what a replayable draw reads of them, without storing the logits."""
+
+from __future__ import annotations
+
+from pallas_kernels.verify_head.reference import (
+    Parts,
+    blocks,
+    combine,
+    inside,
+    parts_of,
+    verify_head,
+)
+
+__all__ = ["Parts", "blocks", "combine", "inside", "parts_of", "verify_head"]

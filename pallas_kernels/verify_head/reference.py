@@ -1,27 +1,29 @@
-"""What a replayable draw needs of the logits at each node: the meaning in plain JAX, and the path
-on any hardware.
+"""Compute what a replayable draw needs of the logits at each node, in plain JAX.
 
-The draw (`rlhf_jax/generation/sampling.py`) first picks a block of 256 consecutive token ids by
-log-sum-exp + noise, then a token inside it. The first half needs the whole vocabulary and ends in
-`Parts`, 256 logits a node; the second needs `Parts` only. So the first half can stream over the
-vocabulary, on one device or on several.
+This is the meaning of the kernels, and the path on any other hardware.
+
+The draw first picks a block of 256 consecutive token ids by log-sum-exp + noise, then a token
+inside it. The first half needs the whole vocabulary and ends in `Parts`, 256 logits a node; the
+second needs `Parts` only. So the first half can stream over the vocabulary, on one device or on
+several.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.arrays import check_ranks
 from pallas_kernels.shapes import BLOCK
 
 
 class Parts(NamedTuple):
-    """What is left of logits `[..., V]` when a block has been chosen; all that the rest of the draw
-    reads.
+    """Hold what is left of logits `[..., V]` when a block has been chosen.
+
+    It is all that the rest of the draw reads.
     """
 
     normaliser: Array  # [...] float32, log-sum-exp of the tempered logits
@@ -39,7 +41,7 @@ def verify_head(
     temperature: float,
     tied: bool,
 ) -> Parts:
-    """`Parts` of `hidden @ head / temperature` at each of R = B * (N+1) nodes.
+    """Compute the `Parts` of `hidden @ head / temperature` at each of R = B * (N+1) nodes.
 
     hidden [R, M]; head [M, V], or [V, M] where it is `tied` to the embedding; both of one dtype,
     bfloat16 or float32 (then in the highest precision). noise [R, ceil(V/256)] float32 is added to
@@ -49,8 +51,8 @@ def verify_head(
     `vocab` is how many of the head's tokens count, the others being there to make a share of whole
     blocks; None: all.
 
-    The law is not truncated: top-k and top-p need all logits of a node at once, so callers that are
-    asked for them keep the logits and give them to `sampling.draw`.
+    The distribution is not truncated: top-k and top-p need all logits of a node at once, so callers
+    that are asked for them keep the logits and draw from those.
     """
     check(hidden, head, noise, temperature=temperature, tied=tied)
     precision = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
@@ -67,30 +69,35 @@ def check(
     hidden: Array, head: Array, noise: Array | None, *, temperature: float, tied: bool
 ) -> None:
     """Assert the ranks, shapes and dtypes that every implementation of `verify_head` takes."""
-    chex.assert_rank([hidden, head], 2)
-    chex.assert_type(head, hidden.dtype)
-    chex.assert_axis_dimension(head, 1 if tied else 0, hidden.shape[1])
+    check_ranks([hidden, head], [2, 2])
+    assert head.dtype == hidden.dtype, f"The head is {head.dtype}, hidden states {hidden.dtype}."
+    width = head.shape[1 if tied else 0]
+    assert width == hidden.shape[1], f"The head is {width} wide, hidden states {hidden.shape[1]}."
     if noise is None:
         assert temperature == 0, f"Only temperature 0 draws without noise, not {temperature}."
     else:
         assert temperature > 0, f"Noise belongs to a temperature above 0, not {temperature}."
-        chex.assert_shape(noise, (hidden.shape[0], -(-head.shape[0 if tied else 1] // BLOCK)))
+        expected = (hidden.shape[0], -(-head.shape[0 if tied else 1] // BLOCK))
+        assert noise.shape == expected, f"The noise has shape {noise.shape}, not {expected}."
 
 
 def parts_of(z: Array, noise: Array | None) -> Parts:
-    """`Parts` of tempered logits z `[..., V]` and block noise `[..., ceil(V/256)]`, None at
-    temperature 0.
+    """Compute the `Parts` of tempered logits z `[..., V]`.
+
+    The block noise is `[..., ceil(V/256)]`, None at temperature 0.
     """
     mass = jax.nn.logsumexp(blocks(z), -1)
     scores = jnp.max(blocks(z), -1).astype(jnp.float32) if noise is None else mass + noise
     block = jnp.argmax(scores, -1)[..., None].astype(jnp.int32)
     chosen = inside(z, block)[..., 0, :].astype(jnp.float32)
-    return Parts(jax.nn.logsumexp(mass, -1), jnp.max(scores, -1), block[..., 0], chosen)
+    normaliser = jax.nn.logsumexp(mass, -1)
+    return Parts(normaliser, jnp.max(scores, -1), block[..., 0], inside=chosen)
 
 
 def blocks(z: Array) -> Array:
-    """`[..., V]` as `[..., blocks, 256]`, filled with -inf: the ids of a block never depend on
-    V.
+    """Return z `[..., V]` as `[..., blocks, 256]`, filled with -inf.
+
+    So the ids of a block never depend on V.
     """
     short = -z.shape[-1] % BLOCK
     z = jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, short)], constant_values=-jnp.inf)
@@ -98,7 +105,10 @@ def blocks(z: Array) -> Array:
 
 
 def inside(z: Array, chosen: Array) -> Array:
-    """Logits `[..., c, 256]` of the blocks `chosen[..., c]` int32 of z `[..., V]`, -inf past V."""
+    """Return the logits `[..., c, 256]` of blocks `chosen[..., c]` int32 of z `[..., V]`.
+
+    They are -inf past V.
+    """
     # Read from z: a second reader of the padded blocks would make XLA write them out, five times
     # slower.
     ids = chosen[..., None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
@@ -109,23 +119,24 @@ def inside(z: Array, chosen: Array) -> Array:
 
 
 def combine(parts: Parts, axis_name: str, offset: Array | int) -> Parts:
-    """`Parts` of the whole vocabulary from those of its shards over a mesh axis, inside
-    `shard_map`.
+    """Combine the `Parts` of a vocabulary's shards over a mesh axis, inside `shard_map`.
 
     A shard holds whole blocks, the first of which is block `offset` of the vocabulary; its noise is
     of those blocks. Three numbers a node and one block of logits cross the axis; the result is the
     same on every device.
     """
-    chex.assert_rank([parts.normaliser, parts.inside], [parts.score.ndim, parts.score.ndim + 1])
-    block = (parts.block + offset).astype(jnp.float32)  # exact: there are fewer than 2**24
+    check_ranks([parts.normaliser, parts.inside], [parts.score.ndim, parts.score.ndim + 1])
+    # Exact: there are fewer than 2**24.
+    block = (parts.block + offset).astype(jnp.float32)
     # One array, for one crossing: several would wait for each other, and each costs its latency.
     packed = jnp.concatenate(
         [jnp.stack([parts.normaliser, parts.score, block], -1), parts.inside], -1
     )
     shards = lax.all_gather(packed, axis_name)
-    best = jnp.argmax(shards[..., 1], 0)[
-        None, ..., None
-    ]  # of equal scores the first shard's, whose blocks come first
+    # Of equal scores the first shard's, whose blocks come first.
+    best = jnp.argmax(shards[..., 1], 0)[None, ..., None]
     chosen = jnp.take_along_axis(shards, best, 0)[0]
     normaliser = jax.nn.logsumexp(shards[..., 0], 0)
-    return Parts(normaliser, chosen[..., 1], chosen[..., 2].astype(jnp.int32), chosen[..., 3:])
+    score = chosen[..., 1]
+    block = chosen[..., 2].astype(jnp.int32)
+    return Parts(normaliser, score, block, inside=chosen[..., 3:])

@@ -1,4 +1,4 @@
-"""Attention in two forms: causal over whole rows, and of a window of new tokens over a cache."""
+"""Attend in two ways: causally over whole rows, and from new tokens over a cache."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ import chex
 import jax
 import jax.extend
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels.tree_attention.reference import tree_attention
+from pallas_kernels.tree_attention import tree_attention
 from rlhf_jax.mesh import ROW_AXES
-from rlhf_jax.types import Array, LayerCache
+from rlhf_jax.types import LayerCache
 
+# Plain attention takes so many queries at a time, and so many make a block of splash attention.
 QUERY_BLOCK = 512
 
 
-def causal(query: Array, key: Array, value: Array, memory=None) -> tuple[Array, None]:
-    """Causal attention of right-padded rows: query [B, Q, H, D], key and value [B, Q, G, D] -> [B,
-    Q, H, D].
+def causal(query: Array, key: Array, value: Array, memory: None = None) -> tuple[Array, None]:
+    """Attend causally in right-padded rows.
 
+    query [B, Q, H, D], key and value [B, Q, G, D]; returns [B, Q, H, D] in the query's dtype.
     Padding comes after a row's tokens, so causality alone keeps it out. Softmax in float32. In half
     precision it is cuDNN's kernel on an NVIDIA GPU and splash attention on a TPU; otherwise
     `blockwise`. The choice is made when the program is lowered, so a program compiled here for a
@@ -34,7 +36,10 @@ def causal(query: Array, key: Array, value: Array, memory=None) -> tuple[Array, 
     kernels = {}
     if query.dtype.itemsize == 2:
         kernels["tpu"] = _splash
-        if _has_cudnn() and query.shape[-1] <= 128 and query.shape[-1] % 8 == 0:
+        # cuDNN's primitive asks for the library while it is traced: offered only where CUDA is the
+        # backend.
+        has_cudnn = "cuda" in jax.extend.backend.get_backend().platform_version
+        if has_cudnn and query.shape[-1] <= 128 and query.shape[-1] % 8 == 0:
             kernels["cuda"] = _cudnn
     if not kernels:
         return blockwise(query, key, value), None
@@ -42,7 +47,7 @@ def causal(query: Array, key: Array, value: Array, memory=None) -> tuple[Array, 
 
 
 def partitioned(attend: Callable, mesh: Mesh, rows: Any, heads: Any) -> Callable:
-    """`attend` with rows split over the mesh axes `rows` and heads over `heads`.
+    """Return `attend` with rows split over the mesh axes `rows` and heads over `heads`.
 
     An axis is a name, a tuple of names or None. Each device runs the kernel on its own part,
     without communication. B must be a multiple of the size of `rows` and G, the key-value heads, of
@@ -50,7 +55,10 @@ def partitioned(attend: Callable, mesh: Mesh, rows: Any, heads: Any) -> Callable
     """
     spec = PartitionSpec(rows, None, heads, None)
 
-    def attend_parts(query: Array, key: Array, value: Array, memory=None) -> tuple[Array, None]:
+    def attend_parts(
+        query: Array, key: Array, value: Array, memory: None = None
+    ) -> tuple[Array, None]:
+        """Attend in each device's own rows and heads."""
         del memory
         local = jax.shard_map(
             lambda *parts: attend(*parts)[0],
@@ -65,7 +73,7 @@ def partitioned(attend: Callable, mesh: Mesh, rows: Any, heads: Any) -> Callable
 
 
 def blockwise(query: Array, key: Array, value: Array, block: int = QUERY_BLOCK) -> Array:
-    """Causal attention, `block` queries at a time over the keys up to them; shapes as in `causal`.
+    """Attend causally, `block` queries at a time over the keys up to them; shapes as in `causal`.
 
     For Q > block [B, H, Q, Q] never exists: each block's weights are computed again in the backward
     pass (Rabe and Staats 2021).
@@ -81,7 +89,7 @@ def blockwise(query: Array, key: Array, value: Array, block: int = QUERY_BLOCK) 
 
 
 def _attend_block(query: Array, key: Array, value: Array) -> Array:
-    """The last queries of a row [B, Q, H, D] over all its keys [B, E, G, D]."""
+    """Attend from the last queries of a row [B, Q, H, D] to all its keys [B, E, G, D]."""
     batch, count, heads, dim = query.shape
     end, groups = key.shape[1:3]
     grouped = query.reshape(batch, count, groups, heads // groups, dim)
@@ -94,22 +102,18 @@ def _attend_block(query: Array, key: Array, value: Array) -> Array:
     return out.astype(query.dtype).reshape(batch, count, heads, dim)
 
 
-def _has_cudnn() -> bool:
-    # cuDNN's primitive asks for the library while it is traced: offered only where CUDA is the
-    # backend.
-    return "cuda" in jax.extend.backend.get_backend().platform_version
-
-
 def _cudnn(query: Array, key: Array, value: Array) -> Array:
+    """Attend causally by cuDNN's kernel for NVIDIA GPUs."""
     return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
 
 
 def _splash(query: Array, key: Array, value: Array) -> Array:
+    """Attend causally by splash attention, a kernel for TPUs."""
     # Imported here: no other platform should pay for loading Pallas.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     count, heads, dim = query.shape[1:]
-    # the kernel wants whole lanes and whole blocks
+    # The kernel wants whole lanes and whole blocks.
     unit = 128 if count < QUERY_BLOCK else QUERY_BLOCK
     padded = -(-count // unit) * unit
     block = min(padded, QUERY_BLOCK)
@@ -124,9 +128,10 @@ def _splash(query: Array, key: Array, value: Array) -> Array:
     return out.swapaxes(1, 2)[:, :count]
 
 
-@functools.cache  # jit takes it as static: another function would be compiled for anew
+# One object for equal arguments: jit takes it as static, and would compile anew for another.
+@functools.cache
 def causal_on(mesh: Mesh | None, num_kv_heads: int) -> Callable:
-    """`causal` with rows over the mesh, and heads over tensor where that divides them."""
+    """Return `causal` with rows over the mesh, and heads over tensor where that divides them."""
     if mesh is None or mesh.size == 1:
         return causal
     heads = "tensor" if num_kv_heads % mesh.shape["tensor"] == 0 else None
@@ -134,16 +139,20 @@ def causal_on(mesh: Mesh | None, num_kv_heads: int) -> Callable:
 
 
 def prompt(
-    query: Array, key: Array, value: Array, memory=None, attend: Callable = causal
+    query: Array, key: Array, value: Array, memory: None = None, attend: Callable = causal
 ) -> tuple[Array, LayerCache]:
-    """`attend`, causal, and the keys and values in the cache's layout, for prefill."""
+    """Attend causally by `attend`, and return keys and values as the cache lays them out.
+
+    This is for prefill.
+    """
     out, _ = attend(query, key, value, memory)
     return out, window_layout(key, value)
 
 
 def window_layout(key: Array, value: Array) -> LayerCache:
-    """[B, W, G, D] keys and values -> (k [B, G, D, W], v [B, G, W, D]): both products then read
-    rows.
+    """Turn keys and values [B, W, G, D] into (k [B, G, D, W], v [B, G, W, D]).
+
+    Both products of attention then read rows.
     """
     return key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
 
@@ -158,7 +167,7 @@ def cached(
     mask: Array,
     attend: Callable = tree_attention,
 ) -> tuple[Array, LayerCache]:
-    """Attention of Q new tokens over a row's cache and over the window of uncommitted tokens.
+    """Attend from Q new tokens to a row's cache and to the window of uncommitted tokens.
 
     query [B, Q, H, D], key and value [B, Q, G, D] are the last Q of the window's W tokens; `memory`
     is the layer's cache (T slots, of which the first `length[B]` count) and the window before them
@@ -168,13 +177,8 @@ def cached(
     """
     chex.assert_rank([query, key, value, length, mask], [4, 4, 4, 1, 3])
     cache, window = memory
-    window = _grow(window, window_layout(key, value))
-    return attend(query, *cache, *window, length, mask), window
-
-
-def _grow(window: LayerCache | None, new: LayerCache) -> LayerCache:
-    if window is None:
-        return new
-    return jnp.concatenate([window[0], new[0]], axis=3), jnp.concatenate(
-        [window[1], new[1]], axis=2
-    )
+    keys, values = window_layout(key, value)
+    if window is not None:
+        keys = jnp.concatenate([window[0], keys], axis=3)
+        values = jnp.concatenate([window[1], values], axis=2)
+    return attend(query, *cache, keys, values, length, mask), (keys, values)

@@ -1,5 +1,6 @@
-"""The kernels that a model decodes with, laid over the mesh: each device runs them on its own rows
-and heads.
+"""Lay the kernels that a model decodes with over the mesh.
+
+Each device runs them on its own rows and heads.
 """
 
 from __future__ import annotations
@@ -9,30 +10,44 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels.dispatch import Kernels, implementation
-from pallas_kernels.shapes import BLOCK, Shape
-from pallas_kernels.verify_head.reference import Parts, combine
+from pallas_kernels import BLOCK, Kernels, Shape, implementation
+from pallas_kernels.verify_head import Parts, combine
 from rlhf_jax.mesh import ROW_AXES, fitting, row_spec
-from rlhf_jax.types import Array, Cache, Model, ModelConfig
+from rlhf_jax.types import Cache, Model, ModelConfig
 
 
 def shape_of(config: ModelConfig) -> Shape:
-    """What `dispatch` wants to know of a model."""
-    c = config
+    """Return what the choice of kernels depends on in a model."""
     return Shape(
-        c.num_heads, c.num_kv_heads, c.head_dim, c.width, c.vocab_size, c.num_layers, c.tied
+        heads=config.num_heads,
+        groups=config.num_kv_heads,
+        dim=config.head_dim,
+        width=config.width,
+        vocab=config.vocab_size,
+        layers=config.num_layers,
+        tied=config.tied,
     )
 
 
 def tree_attention(kernels: Kernels, mesh: Mesh | None) -> Callable[..., Array]:
-    """`pallas_kernels.tree_attention.reference.tree_attention` by the chosen implementation."""
+    """Return `pallas_kernels.tree_attention.tree_attention` by the chosen implementation."""
     attend = implementation("tree_attention", kernels)
     if kernels.tree_attention == "reference" or mesh is None:
         return attend
 
-    def attend_parts(query, cache_k, cache_v, window_k, window_v, length, mask):
+    def attend_parts(
+        query: Array,
+        cache_k: Array,
+        cache_v: Array,
+        window_k: Array,
+        window_v: Array,
+        length: Array,
+        mask: Array,
+    ) -> Array:
+        """Attend in each device's own rows and heads."""
         cache = fitting(row_spec(cache_k.ndim), cache_k.shape, mesh)
         rows = cache[0]
         heads = cache[1]
@@ -46,15 +61,16 @@ def tree_attention(kernels: Kernels, mesh: Mesh | None) -> Callable[..., Array]:
 
 
 def verify_head(kernels: Kernels, mesh: Mesh | None) -> Callable[..., Parts]:
-    """`Parts` of a model's logits at hidden [B, Q, M], with block noise [B, Q, blocks] or, at
-    temperature 0, None.
+    """Return what gives the `Parts` of a model's logits at hidden [B, Q, M].
 
-    Each device takes its rows and its part of the vocabulary, which must be whole blocks:
-    `collect.decoding_weights`.
+    The block noise is [B, Q, blocks] or, at temperature 0, None; every leaf of the result begins
+    with [B, Q]. Each device takes its rows and its part of the vocabulary, which must be whole
+    blocks: `collect.decoding_weights`.
     """
     run = implementation("verify_head", kernels)
 
-    def parts(model: Model, hidden, noise, temperature: float) -> Parts:
+    def parts(model: Model, hidden: Array, noise: Array | None, temperature: float) -> Parts:
+        """Compute the parts of all nodes of all rows."""
         tied = model.head is None
         vocab = model.config.vocab_size
         head = model.embed if tied else model.head
@@ -73,11 +89,13 @@ def verify_head(kernels: Kernels, mesh: Mesh | None) -> Callable[..., Parts]:
 def _split_head(
     of: Callable[..., Parts], mesh: Mesh, tied: bool, vocab: int
 ) -> Callable[..., Parts]:
-    """`of` on each device's rows and share of a head, of which `vocab` tokens count: `Parts` of all
-    of them.
+    """Return `of` on each device's rows and share of a head, of which `vocab` tokens count.
+
+    It gives the `Parts` of the whole vocabulary.
     """
 
-    def local(hidden, head, noise):
+    def local(hidden: Array, head: Array, noise: Array | None) -> Parts:
+        """Compute the parts of one device's share, and combine those of all."""
         place = jax.lax.axis_index("tensor")
         held = head.shape[0 if tied else 1]
         found = of(hidden, head, noise, jnp.clip(vocab - place * held, 0, held))
@@ -94,7 +112,7 @@ def _split_head(
 
 @functools.cache
 def law(kernels: Kernels, mesh: Mesh | None) -> Callable[..., tuple[Array, Array]] | None:
-    """`pallas_kernels.logprobs.reference.law` by a kernel; None without one.
+    """Return `pallas_kernels.logprobs.token_logprobs` by a kernel; None without one.
 
     Each device takes its rows and, where the tensor axis divides the vocabulary, its part of that.
     One object for equal arguments: it is static under jit.
@@ -105,12 +123,16 @@ def law(kernels: Kernels, mesh: Mesh | None) -> Callable[..., tuple[Array, Array
     if mesh is None:
         return run
 
-    def of_rows(hidden, head, targets, *, temperature: float, tied: bool):
+    def of_rows(
+        hidden: Array, head: Array, targets: Array, *, temperature: float, tied: bool
+    ) -> tuple[Array, Array]:
+        """Compute both numbers of each row, on the device that holds it."""
         rows = PartitionSpec(ROW_AXES)
         words = fitting(("tensor", None) if tied else (None, "tensor"), head.shape, mesh)
         axis = "tensor" if "tensor" in words else None
 
-        def local(hidden, head, targets):
+        def local(hidden: Array, head: Array, targets: Array) -> tuple[Array, Array]:
+            """Run the kernel on one device's part, in which targets count from its first token."""
             first = jax.lax.axis_index("tensor") * head.shape[0 if tied else 1] if axis else 0
             return run(hidden, head, targets - first, temperature=temperature, tied=tied, axis=axis)
 
@@ -123,12 +145,13 @@ def law(kernels: Kernels, mesh: Mesh | None) -> Callable[..., tuple[Array, Array
 
 
 def commit(kernels: Kernels, mesh: Mesh | None) -> Callable[[Cache, Cache, Array, Array], Cache]:
-    """`pallas_kernels.commit.reference.commit` by the chosen implementation."""
+    """Return `pallas_kernels.commit.commit` by the chosen implementation."""
     write = implementation("commit", kernels)
     if kernels.commit == "reference" or mesh is None:
         return write
 
-    def write_parts(cache, window, path, start):
+    def write_parts(cache: Cache, window: Cache, path: Array, start: Array) -> Cache:
+        """Commit on each device its own rows and heads."""
         leaf = cache[0][0]
         spec = fitting(row_spec(leaf.ndim), leaf.shape, mesh)
         specs = (spec, spec, PartitionSpec(spec[0]), PartitionSpec(spec[0]))
