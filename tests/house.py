@@ -44,7 +44,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 FLOORS = {
     "rlhf_jax/types.py": 0,
     "rlhf_jax/runtime": 1,
-    "pallas_kernels": 1,
+    "pallas_kernels": 0,
     "rlhf_jax/config/schema.py": 1,
     "rlhf_jax/config/__init__.py": 2,
     "rlhf_jax/mesh.py": 1,
