@@ -40,7 +40,7 @@ import numpy as np
 from benchmarks import contest
 from benchmarks.contest import Case, Run, plain, run, tell
 from benchmarks.pricing import Table, accepted
-from rlhf_jax.collect import READ, compute_rewards, decoding_weights, read_texts
+from rlhf_jax.collect import READ, compute_rewards, read_texts
 from rlhf_jax.data.prompts import Prompts, tokenize
 from rlhf_jax.generation.history import History, as_rollout, requests
 from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
@@ -48,20 +48,14 @@ from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy import candidates as menus
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import make_mesh, place_rows
+from rlhf_jax.model.decoding import decoding_weights, student_for
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.model.weights.source import Source, open_source
 from rlhf_jax.rewards.combination import Response, Scores
 from rlhf_jax.rlhf import score
 from rlhf_jax.state import Known, Stages
 from rlhf_jax.training.advantages import EstimatorConfig
-from rlhf_jax.training.distill import (
-    Distillation,
-    distill,
-    forward_kl,
-    student_for,
-    student_of,
-    with_student,
-)
+from rlhf_jax.training.distill import Distillation, distill, forward_kl, student_of, with_student
 from rlhf_jax.training.experience import AdvantageConfig
 from rlhf_jax.training.update import (
     Optimizers,

@@ -26,7 +26,6 @@ import numpy as np
 from benchmarks.drains import draw_lengths, read_percentiles
 from benchmarks.generation import TEXT
 from rlhf_jax.build import load
-from rlhf_jax.collect import decoding_weights
 from rlhf_jax.generation.assignment import STATIC, PlacementPolicy
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.history import GenerationCounts
@@ -34,6 +33,7 @@ from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
 from rlhf_jax.mesh import make_mesh
+from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.reallocation import length_model, planner
 from rlhf_jax.reallocation.length_model import Lengths

@@ -21,7 +21,6 @@ import optax
 
 from pallas_kernels.dispatch import Kernels, choose
 from rlhf_jax import mesh as meshes
-from rlhf_jax.collect import decoding_weights
 from rlhf_jax.config import derived, validation
 from rlhf_jax.config.schema import Config, ModelConfigs, flat
 from rlhf_jax.data.batches import Batches
@@ -36,6 +35,7 @@ from rlhf_jax.inference.values import critic_of
 from rlhf_jax.model import kernels as laid
 from rlhf_jax.model import transformer
 from rlhf_jax.model.attention import causal_on
+from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.weights.source import Source, digest, open_source
 from rlhf_jax.reallocation import planner
 from rlhf_jax.reallocation.planner import ClusterView, Reallocation

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from pallas_kernels.shapes import BLOCK
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import ModelConfigs
@@ -26,7 +25,7 @@ from rlhf_jax.generation.scheduler import shared
 from rlhf_jax.generation.speculative.drafters import teacher
 from rlhf_jax.generation.strategy.acceptance import Observations
 from rlhf_jax.inference.overlap import Scored, Scoring, ScoringModels, ScoringQueue
-from rlhf_jax.model.transformer import cast, pad_vocab, unstack
+from rlhf_jax.model.decoding import decoding_weights, student_for
 from rlhf_jax.monitoring.trace import Timeline, idle_share, since
 from rlhf_jax.rewards.combination import Response, Scorer
 from rlhf_jax.rollout import placing_of, roll_out, spans_of
@@ -34,7 +33,6 @@ from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.state import HostState, Observer, RolloutStats, Stages
 from rlhf_jax.training.batching import signal
-from rlhf_jax.training.distill import student_for
 from rlhf_jax.training.experience import penalise_and_clip
 from rlhf_jax.types import Model
 
@@ -400,28 +398,6 @@ def evaluate(
     means |= {name: count for name, count in failed.items() if count}
     means["eval/generation/tokens_per_round"] = tally.metrics(0.0)["generation/tokens_per_round"]
     return means, RewardedRollout(samples, answers, next(iter(scores.values()))).table()
-
-
-def decoding_weights(policy: Model, dtype, mesh: jax.sharding.Mesh) -> Model:
-    """The policy as generation wants it: layers unrolled, in `dtype`, split over the tensor axis
-    only.
-
-    On a CPU a tied head is copied as [M, V], which is read faster than the embedding the other way
-    round. Where the vocabulary is split, each device has whole blocks of the two-level draw.
-    """
-    return _decoding_weights(policy, dtype, mesh, jax.default_backend() == "cpu")
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _decoding_weights(policy: Model, dtype, mesh: jax.sharding.Mesh, untie: bool) -> Model:
-    model = unstack(cast(policy, dtype))
-    if untie and model.head is None:
-        model = dataclasses.replace(model, head=model.embed.T)
-    if mesh.shape["tensor"] > 1 and not model.config.scalar_head:
-        model = pad_vocab(model, BLOCK * mesh.shape["tensor"])
-    return jax.lax.with_sharding_constraint(
-        model, meshes.model_shardings(model, mesh, "generation")
-    )
 
 
 def compile_rounds(policy: Model, drafter: Model | None, memory: HostState, stages: Stages) -> None:

@@ -19,10 +19,10 @@ from pallas_kernels import dispatch
 from pallas_kernels.dispatch import INTERPRETED, REFERENCE, Kernels, choose
 from pallas_kernels.shapes import SHAPES
 from rlhf_jax import mesh as meshes
-from rlhf_jax.collect import decoding_weights
 from rlhf_jax.generation.speculative.sampling import Sampling, block_noise, draw, draw_inside
 from rlhf_jax.inference.logprobs import token_law
 from rlhf_jax.model import kernels as laid
+from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.transformer import init, logits, stack, unstack
 from rlhf_jax.types import ModelConfig
 

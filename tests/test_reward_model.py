@@ -16,6 +16,7 @@ import pytest
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.model import transformer
+from rlhf_jax.model.families import FAMILIES
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.model.weights.source import Source, open_source
 from rlhf_jax.rewards.combination import Response
@@ -202,17 +203,17 @@ def saved(folder: Path, family: str, tiny: ModelConfig) -> Model:
     return model
 
 
-@pytest.mark.parametrize("family", huggingface.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_saved_classifier_loads_again(family: str, tmp_path: Path, tiny: ModelConfig):
     model = saved(tmp_path / "saved", family, tiny)
     source = open_source(tmp_path / "saved")
     assert source.config == model.config
     jax.tree.map(np.testing.assert_array_equal, source.load(jnp.float32), model)
     written = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert written["architectures"] == [f"{huggingface.FAMILIES[family]}ForSequenceClassification"]
+    assert written["architectures"] == [f"{FAMILIES[family].class_prefix}ForSequenceClassification"]
 
 
-@pytest.mark.parametrize("family", huggingface.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_saved_classifier_scores_the_same_in_transformers(
     family: str, tmp_path: Path, tiny: ModelConfig
 ):
