@@ -60,9 +60,7 @@ def write_weights(writer: gguf_package.GGUFWriter, model: Model, kind: Kind) -> 
     names = weight_table.stored_names(config, FAMILIES[config.family].gguf_names)
     for key, name in names.items():
         field = key.field
-        array = np.array(
-            weight_table.to_stored(field, weight_table.weight_at(model, key)), np.float32
-        )
+        array = np.array(weight_table.stored_weight(model, key), np.float32)
         if field in ("query", "key") and config.family == "llama":
             array = interleave(array, config.num_heads if field == "query" else config.num_kv_heads)
         if array.ndim == 2 and kind != Kind.F32:

@@ -94,16 +94,12 @@ def test_saved_folder_gives_the_same_logits_in_transformers(name: str, tmp_path:
     )
 
 
-def test_sharded_files_and_unrolled_layers_save_the_same_model(tmp_path: Path):
+def test_sharded_files_and_unrolled_layers_save_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", 20_000)
     model = huggingface.load(GOLDEN / "qwen3", jnp.float32)
-    huggingface.save(
-        tmp_path / "sharded",
-        transformer.unstack(model),
-        None,
-        (2,),
-        jnp.float32,
-        shard_bytes=20_000,
-    )
+    huggingface.save(tmp_path / "sharded", transformer.unstack(model), None, (2,), jnp.float32)
     assert not (tmp_path / "sharded" / "model.safetensors").exists()
     assert len(list((tmp_path / "sharded").glob("model-*-of-*.safetensors"))) > 3
     assert_same(huggingface.load(tmp_path / "sharded", jnp.float32), model)
@@ -310,9 +306,10 @@ def test_missing_files_are_named(tmp_path: Path):
         huggingface.load(folder, jnp.float32)
 
 
-def test_a_missing_shard_is_named(tmp_path: Path):
+def test_a_missing_shard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", 50_000)
     model = huggingface.load(GOLDEN / "llama", jnp.float32)
-    huggingface.save(tmp_path / "sharded", model, None, (), jnp.float32, shard_bytes=50_000)
+    huggingface.save(tmp_path / "sharded", model, None, (), jnp.float32)
     shard = sorted((tmp_path / "sharded").glob("model-00002-*"))[0]
     shard.unlink()
     with pytest.raises(FileNotFoundError, match=shard.name):

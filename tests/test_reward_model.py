@@ -90,7 +90,7 @@ def test_the_token_that_is_read_is_the_last_that_is_no_padding():
     every = transformer.logits(
         model, transformer.forward(model, jnp.array([tokens]), positions)[0]
     )[0, :, 0]
-    assert source.tokenizer.decode(tokens[-2:], skip_special=False) == "!<|end|>"
+    assert source.tokenizer.backend.decode(tokens[-2:], skip_special_tokens=False) == "!<|end|>"
     np.testing.assert_allclose(scored(source, [SHORT]).values, every[-2:-1], atol=TOLERANCE)
     assert abs(float(every[-1] - every[-2])) > 0.01
 

@@ -52,9 +52,9 @@ class Tokenizer:
         # The template has already placed every special token.
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Return the text of token ids, special tokens left out unless asked for."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens left out."""
+        return self.backend.decode(list(ids), skip_special_tokens=True)
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """Put messages into the chat template, as transformers' `apply_chat_template` does.
@@ -110,8 +110,9 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         raise ValueError(f"{file} is not a tokenizer: {error}.") from error
     backend.no_padding()
     backend.no_truncation()
-    settings = _read_if_there(file.with_name("tokenizer_config.json"))
-    named = _read_if_there(file.with_name("special_tokens_map.json")) | settings
+    beside = [file.with_name("tokenizer_config.json"), file.with_name("special_tokens_map.json")]
+    settings, mapped = (read_json(other) if other.exists() else {} for other in beside)
+    named = mapped | settings
     special = {}
     for key in SPECIAL_TOKENS:
         token = named.get(key)
@@ -124,10 +125,6 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         settings = settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
     portable = special | {key: value for key, value in settings.items() if key != "auto_map"}
     return Tokenizer(backend, template, special, settings=portable, origin=file.parent)
-
-
-def _read_if_there(file: Path) -> dict:
-    return read_json(file) if file.exists() else {}
 
 
 def _read_template(folder: Path, settings: dict) -> str | None:

@@ -100,14 +100,6 @@ def from_stored(field: str, array: np.ndarray, shape: tuple[int, ...]) -> np.nda
     return heads_apart.transpose([letters.index(letter) for letter in form.axes])
 
 
-def to_stored(field: str, array: np.ndarray) -> np.ndarray:
-    """Return a weight in memory, without L, in its stored form: the inverse of `from_stored`."""
-    form = STORED_FORMS[field]
-    letters = "".join(form.stored)
-    in_order = array.transpose([form.axes.index(letter) for letter in letters])
-    return in_order.reshape(stored_shape(field, array.shape))
-
-
 def assemble(read: ReadWeight, config: ModelConfig, dtype, shardings: Model | None = None) -> Model:
     """Make a `Model` with stacked layers of weights that `read` gives one at a time.
 
@@ -154,13 +146,21 @@ def _read_layers(
     return out
 
 
-def weight_at(model: Model, key: WeightKey) -> np.ndarray:
-    """Return one weight of a model on the host, without L, be its layers stacked or unrolled."""
+def stored_weight(model: Model, key: WeightKey) -> np.ndarray:
+    """Return one weight of a model, on the host, in its stored form: the inverse of `from_stored`.
+
+    The model's layers may be stacked or unrolled.
+    """
     if key.layer is None:
-        return np.asarray(getattr(model, key.field))
-    if isinstance(model.layers, Layer):
-        return np.asarray(getattr(model.layers, key.field)[key.layer])
-    return np.asarray(getattr(model.layers[key.layer], key.field))
+        array = np.asarray(getattr(model, key.field))
+    elif isinstance(model.layers, Layer):
+        array = np.asarray(getattr(model.layers, key.field)[key.layer])
+    else:
+        array = np.asarray(getattr(model.layers[key.layer], key.field))
+    form = STORED_FORMS[key.field]
+    letters = "".join(form.stored)
+    in_order = array.transpose([form.axes.index(letter) for letter in letters])
+    return in_order.reshape(stored_shape(key.field, array.shape))
 
 
 def check_weights(

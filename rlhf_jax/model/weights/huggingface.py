@@ -109,11 +109,10 @@ def save(
     tokenizer: Tokenizer | None,
     stop_tokens: tuple[int, ...],
     dtype: DTypeLike,
-    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a folder that `transformers` loads: weights, configuration, tokenizer if given.
 
-    The weights are written in `dtype`; those over `shard_bytes` are split into several files with
+    The weights are written in `dtype`; those over `SHARD_BYTES` are split into several files with
     an index. The folder appears whole or not at all: it is written beside its place and renamed;
     one already there is replaced. Raises ValueError where the head does not fit the configuration,
     OSError, in one sentence, where the disk refuses.
@@ -129,7 +128,7 @@ def save(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        _write_weights(partial, model, dtype, shard_bytes)
+        _write_weights(partial, model, dtype)
         _write_json(partial / "config.json", config_json(model.config, stop_tokens, dtype))
         ends = {"eos_token_id": list(stop_tokens) or None}
         _write_json(partial / "generation_config.json", ends)
@@ -150,17 +149,17 @@ def save(
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_weights(folder: Path, model: Model, dtype: np.dtype, shard_bytes: int) -> None:
+def _write_weights(folder: Path, model: Model, dtype: np.dtype) -> None:
     """Write the weights to safetensors files, with an index where there are several."""
     names = _names(model.config)
-    shards = list(_split_shards(model.config, dtype, shard_bytes))
+    shards = list(_split_shards(model.config, dtype))
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
         part = "" if len(shards) == 1 else f"-{number:05d}-of-{len(shards):05d}"
         file = folder / f"model{part}.safetensors"
         tensors = {}
         for key in shard:
-            stored = weight_table.to_stored(key.field, weight_table.weight_at(model, key))
+            stored = weight_table.stored_weight(model, key)
             tensors[names[key]] = np.ascontiguousarray(stored.astype(dtype))
         save_file(tensors, file, metadata={"format": "pt"})
         file.chmod(0o644)  # safetensors would keep it from other users
@@ -173,10 +172,8 @@ def _write_weights(folder: Path, model: Model, dtype: np.dtype, shard_bytes: int
         _write_json(folder / "model.safetensors.index.json", index)
 
 
-def _split_shards(
-    config: ModelConfig, dtype: np.dtype, shard_bytes: int
-) -> Iterator[list[weight_table.WeightKey]]:
-    """Yield a model's weights in groups of at most `shard_bytes`.
+def _split_shards(config: ModelConfig, dtype: np.dtype) -> Iterator[list[weight_table.WeightKey]]:
+    """Yield a model's weights in groups of at most `SHARD_BYTES`.
 
     One weight that alone is larger is a group of its own.
     """
@@ -184,7 +181,7 @@ def _split_shards(
     size = 0
     for key, shape in weight_table.weight_keys(config):
         weight = int(np.prod(shape)) * dtype.itemsize
-        if group and size + weight > shard_bytes:
+        if group and size + weight > SHARD_BYTES:
             yield group
             group = []
             size = 0
