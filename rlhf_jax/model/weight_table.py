@@ -115,7 +115,7 @@ def assemble(read: ReadWeight, config: ModelConfig, dtype, shardings: Model | No
         field = path[-1].name
         stacked = len(path) > 1
 
-        def read_part(index: tuple[slice, ...]) -> np.ndarray:
+        def read_part(index) -> np.ndarray:
             if stacked:
                 return _read_layers(read, field, shape, index, dtype=np.dtype(dtype))
             whole = from_stored(field, read(WeightKey(field, None)), shape)

@@ -55,11 +55,10 @@ class Family:
     The two readers of model files, `huggingface` and `gguf`, take the rest from here.
     """
 
-    name: str  # `model_type` of config.json, and `ModelConfig.family`
-    class_prefix: str  # of the classes in transformers: "Llama" of LlamaForCausalLM
-    models: str = (
-        ""  # Published models of the family, for the sentence that lists what is supported.
-    )
+    name: str  # The `model_type` of config.json, and `ModelConfig.family`.
+    class_prefix: str  # How its classes in transformers begin: "Llama" of LlamaForCausalLM.
+    # Published models of the family, for the sentence that lists what is supported.
+    models: str = ""
     # Keys of config.json that transformers gives no default in this family.
     required_keys: tuple[str, ...] = ()
     # Whether `sliding_window` of config.json counts without `use_sliding_window`.
@@ -69,7 +68,7 @@ class Family:
     huggingface_names: Mapping[str, str] = dataclasses.field(
         default_factory=HUGGINGFACE_NAMES.copy, repr=False
     )
-    # `general.architecture` of a GGUF file; None where files carry another family's.
+    # The `general.architecture` of its GGUF files; None where they say another family's.
     gguf_architecture: str | None = None
     # Whether llama.cpp interleaves the two halves of each head of query and key.
     gguf_interleaved: bool = False
