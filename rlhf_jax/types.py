@@ -14,7 +14,8 @@ from typing import Any
 
 from flax import struct
 
-# a jax.Array, or a numpy array on the host; in templates of a tree, a shape or a sharding
+# An array is a jax.Array, or of numpy on the host; in templates of a tree a shape or a sharding
+# stands in its place.
 Array = Any
 
 

@@ -41,29 +41,35 @@ def weight_shapes(config: ModelConfig) -> Model:
 
     It is the one table of which weights a configuration has.
     """
-    c = config
-    depth = c.num_layers
-    width = c.width
-    ffn = c.ffn_width
-    dim = c.head_dim
-    layers = Layer(
-        attention_norm=(depth, width),
-        query=(depth, width, c.num_heads, dim),
-        key=(depth, width, c.num_kv_heads, dim),
-        value=(depth, width, c.num_kv_heads, dim),
-        output=(depth, c.num_heads, dim, width),
-        mlp_norm=(depth, width),
-        gate=(depth, width, ffn),
-        up=(depth, width, ffn),
-        down=(depth, ffn, width),
-        query_bias=(depth, c.num_heads, dim) if c.qkv_bias else None,
-        key_bias=(depth, c.num_kv_heads, dim) if c.qkv_bias else None,
-        value_bias=(depth, c.num_kv_heads, dim) if c.qkv_bias else None,
-        query_norm=(depth, dim) if c.qk_norm else None,
-        key_norm=(depth, dim) if c.qk_norm else None,
-    )
-    head = None if c.tied else (width, 1 if c.scalar_head else c.vocab_size)
-    return Model(embed=(c.vocab_size, width), layers=layers, norm=(width,), head=head, config=c)
+    depth = config.num_layers
+    width = config.width
+    ffn = config.ffn_width
+    dim = config.head_dim
+    heads = config.num_heads
+    kv_heads = config.num_kv_heads
+    layers: dict[str, Any] = {
+        "attention_norm": (depth, width),
+        "query": (depth, width, heads, dim),
+        "key": (depth, width, kv_heads, dim),
+        "value": (depth, width, kv_heads, dim),
+        "output": (depth, heads, dim, width),
+        "mlp_norm": (depth, width),
+        "gate": (depth, width, ffn),
+        "up": (depth, width, ffn),
+        "down": (depth, ffn, width),
+    }
+    if config.qkv_bias:
+        layers["query_bias"] = (depth, heads, dim)
+        layers["key_bias"] = (depth, kv_heads, dim)
+        layers["value_bias"] = (depth, kv_heads, dim)
+    if config.qk_norm:
+        layers["query_norm"] = (depth, dim)
+        layers["key_norm"] = (depth, dim)
+
+    ends: dict[str, Any] = {"embed": (config.vocab_size, width), "norm": (width,), "head": None}
+    if not config.tied:
+        ends["head"] = (width, 1 if config.scalar_head else config.vocab_size)
+    return Model(layers=Layer(**layers), config=config, **ends)
 
 
 def stack(model: Model) -> Model:
@@ -154,7 +160,7 @@ def _block(
     query = _project(normed, layer.query, layer.query_bias)
     key = _project(normed, layer.key, layer.key_bias)
     value = _project(normed, layer.value, layer.value_bias)
-    if config.qk_norm:
+    if layer.query_norm is not None and layer.key_norm is not None:
         query = rms_norm(query, layer.query_norm, config.norm_eps)
         key = rms_norm(key, layer.key_norm, config.norm_eps)
     out, kept = attend(rotate(query, rotation), rotate(key, rotation), value, memory)
