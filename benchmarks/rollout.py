@@ -49,19 +49,12 @@ from rlhf_jax.generation.strategy import candidates as menus
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.scoring import ScoringSettings, score
 from rlhf_jax.mesh import Layout, make_mesh, place_rows
-from rlhf_jax.model.decoding import decoding_weights
+from rlhf_jax.model.decoding import decoding_weights, student_for
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.model.weights.source import Source, open_source
 from rlhf_jax.rlhf import make_experience
 from rlhf_jax.training.advantages import EstimatorConfig
-from rlhf_jax.training.distill import (
-    Distillation,
-    distill,
-    forward_kl,
-    student_for,
-    student_of,
-    with_student,
-)
+from rlhf_jax.training.distill import Distillation, distill, forward_kl, student_of, with_student
 from rlhf_jax.training.experience import AdvantageConfig
 from rlhf_jax.training.update import (
     Optimizers,

@@ -18,12 +18,12 @@ from rlhf_jax.generation.stage import GenerationSettings
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.scoring import ScoringSettings
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model.decoding import decoding_weights
+from rlhf_jax.model.decoding import decoding_weights, student_for
 from rlhf_jax.reallocation import length_model
 from rlhf_jax.reallocation.length_model import Lengths
 from rlhf_jax.rewards.combination import Scorer
 from rlhf_jax.rewards.samples import Rewards
-from rlhf_jax.training.distill import Distillation, student_for
+from rlhf_jax.training.distill import Distillation
 from rlhf_jax.training.experience import AdvantageConfig
 from rlhf_jax.training.update import Optimizers, UpdateConfig
 from rlhf_jax.types import Model, TrainState

@@ -16,6 +16,7 @@ from rlhf_jax.config import command_line, derived
 from rlhf_jax.config.schema import Config, ModelConfigs
 from rlhf_jax.evaluation import evaluate
 from rlhf_jax.generation.stage import compile_first_rounds
+from rlhf_jax.model.decoding import completed
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.monitoring import metrics
 from rlhf_jax.monitoring.report.page import write_report
@@ -24,7 +25,6 @@ from rlhf_jax.runtime.distributed import Place
 from rlhf_jax.runtime.signals import Stopped
 from rlhf_jax.session import Session
 from rlhf_jax.state import Run, RunState, decoding_models
-from rlhf_jax.training.distill import completed
 
 
 def train(config: Config) -> None:

@@ -14,15 +14,16 @@ from typing import Any
 
 from flax import struct
 
-# a jax.Array, or a numpy array on the host; in templates of a tree, a shape or a sharding
+# An array is a jax.Array, or of numpy on the host; in templates of a tree a shape or a sharding
+# stands in its place.
 Array = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3 frequency scaling; `kind='linear'` divides every frequency by `factor` instead."""
+    """Describe how rotary frequencies are scaled: as Llama 3 does, or all divided by `factor`."""
 
-    kind: str
+    kind: str  # "llama3" or "linear".
     factor: float
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
@@ -31,9 +32,9 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Static shape of one decoder-only transformer (Llama, Mistral, Qwen2, Qwen3, SmolLM2)."""
+    """Describe the static shape of one decoder-only transformer."""
 
-    family: str  # "llama", "mistral", "qwen2" or "qwen3": the Hugging Face model_type
+    family: str  # The Hugging Face model_type, a name in `model.families.FAMILIES`.
     vocab_size: int
     width: int
     ffn_width: int
@@ -45,24 +46,24 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
-    tied: bool = False  # the head is the embedding, transposed
-    # one output for the vocabulary's many: a critic or reward model; never tied
+    tied: bool = False  # Whether the head is the embedding, transposed.
+    # Whether there is one output instead of the vocabulary's many, as in a critic or reward model,
+    # whose head is never tied.
     scalar_head: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
+    qkv_bias: bool = False  # Whether query, key and value have biases.
+    qk_norm: bool = False  # Whether query and key are normalised, head by head.
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value"
-                " heads;"
-                " the first must be a multiple of the second."
+                " heads; the first must be a multiple of the second."
             )
 
 
 @struct.dataclass
 class Layer:
-    """One transformer block. Stacked for a scan, every leaf has a leading L."""
+    """Hold one transformer block; stacked for a scan, every leaf has a leading L."""
 
     attention_norm: Array  # [M]
     query: Array  # [M, H, D]
@@ -82,15 +83,15 @@ class Layer:
 
 @struct.dataclass
 class Model:
-    """Weights of a policy, reference, critic, reward or draft model.
+    """Hold the weights of a policy, reference, critic, reward or draft model.
 
     `layers` is one stacked `Layer` (scanned: training, scoring) or a tuple of them (unrolled:
-    decoding). `head` is `[M, V]` for a language model, `[M, 1]` for a scalar head, `None` when
-    tied.
+    decoding). `head` is [M, V] for a language model, [M, 1] for a scalar head, None when tied. A
+    student, which borrows embedding and head of the policy, has None for both.
     """
 
     embed: Array  # [V, M]
-    layers: Any  # Layer with a leading L, or tuple[Layer, ...]
+    layers: Any  # A Layer with a leading L, or a tuple of them.
     norm: Array  # [M]
     head: Array | None
     config: ModelConfig = struct.field(pytree_node=False)
@@ -103,41 +104,42 @@ Cache = tuple[LayerCache, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """A drafting strategy: node i (1-based; 0 is the last committed token) hangs from parents[i-1].
+    """Describe a drafting strategy: the tree of drafts, who drafts, and how many are verified.
 
-    `parents` counts nodes as the drafts see them: -1 is the committed token, 0 the first draft, so
-    `()` is plain decoding, `(-1, 0, 1)` a chain of three and `(-1, -1, 0, 0)` a tree. Nodes stand
-    in level order. A packed chain is drafted by all rows, as far as the drafts promise by some: its
-    rows verify `packed` nodes on average, roots included.
+    `parents[i]` is the parent of draft i: -1 is the last committed token, 0 the first draft, so
+    `()` is plain decoding, `(-1, 0, 1)` a chain of three and `(-1, -1, 0, 0)` a tree. Drafts stand
+    in level order. Of a packed chain, which all rows draft, each row verifies as many nodes as its
+    drafts promise to gain: `packed` nodes on average, roots included.
     """
 
     parents: tuple[int, ...] = ()
     drafter: str = "none"  # "none", "lookup", "replay" or "model"
-    packed: int = 0  # 0: every node of every row is verified
+    packed: int = 0  # Nodes that a row verifies on average; 0: every node of every row.
 
 
 @struct.dataclass
 class Tree:
-    """A strategy as data, per row, padded to a node bucket. N counts draft nodes; node 0 is the
-    root.
+    """Hold a strategy as data, per row, padded to a node bucket.
+
+    N counts draft nodes; node 0 is the root.
     """
 
-    parents: Array  # [B, N+1] int32, index of the parent node; root and padding 0
-    depth: Array  # [B, N+1] int32, 0 at the root; -1 at padding
-    ancestors: Array  # [B, N+1, N+1] bool, [b, i, j]: j is i or above i
+    parents: Array  # [B, N+1] int32, the index of the parent node; 0 at the root and at padding.
+    depth: Array  # [B, N+1] int32, 0 at the root, -1 at padding.
+    ancestors: Array  # [B, N+1, N+1] bool: [b, i, j] says whether j is i or above i.
 
 
 @struct.dataclass
 class DraftState:
-    """What a draft model keeps of each row."""
+    """Hold what a draft model keeps of each row."""
 
     cache: Cache
-    length: Array  # [B] int32, committed cache slots that are valid
+    length: Array  # [B] int32, how many cache slots are committed and valid.
 
 
 @struct.dataclass
 class DecodeState:
-    """Running samples, one a row; axis 0 of every leaf is the row.
+    """Hold running samples, one a row; axis 0 of every leaf is the row.
 
     `length` counts known tokens. The cache holds the first `length - 1` of them: the last one is
     the root of the next round.
@@ -145,12 +147,12 @@ class DecodeState:
 
     tokens: Array  # [B, T] int32
     length: Array  # [B] int32
-    limit: Array  # [B] int32, the length at which the sample ends
-    done: Array  # [B] bool; also true for empty rows
-    key: Array  # [B, 2] uint32: (seed, sample id), the key of the row's noise
-    history: Array  # [B, E] int32, earlier roll-outs of the same prompt, -1 between and after
-    # [B, T or 0] int32, the text that the same noise gave before, by position; -1 where there is
-    # none
+    limit: Array  # [B] int32, the length at which the sample ends.
+    done: Array  # [B] bool, whether the sample has ended; also true for empty rows.
+    key: Array  # [B, 2] uint32, (seed, sample id): the key of the row's noise.
+    history: Array  # [B, E] int32, earlier roll-outs of the same prompt, -1 between and after.
+    # [B, T or 0] int32, the text that the same noise gave before, by position, -1 where there is
+    # none.
     earlier: Array
     cache: Cache
     draft: DraftState | None
@@ -158,55 +160,56 @@ class DecodeState:
 
 @struct.dataclass
 class Emission:
-    """What one round gave to each row, in path order."""
+    """Hold what one round gave to each row, in path order."""
 
     tokens: Array  # [B, K+1] int32
-    logprobs: Array  # [B, K+1] float32, under the law that was sampled from
-    support: Array | None  # [B, K+1, top_k] int32, the sampled sets under top-k
-    count: Array  # [B] int32, entries that are real; 0 for a row that was done
-    accepted: Array  # [B] int32, drafted tokens that were accepted
-    path: Array  # [B, N+1] int32, the node at each depth of the accepted path; its last one repeats
-    done: Array  # [B] bool, after this round
+    logprobs: Array  # [B, K+1] float32, under the distribution that was sampled from.
+    support: Array | None  # [B, K+1, top_k] int32, the sampled sets under top-k.
+    count: Array  # [B] int32, how many entries are real; 0 for a row that was done.
+    accepted: Array  # [B] int32, how many drafted tokens were accepted.
+    path: Array  # [B, N+1] int32, the node at each depth of the accepted path; the last repeats.
+    done: Array  # [B] bool, whether the sample has ended after this round.
 
 
 @struct.dataclass
 class Rollout:
-    """Finished samples in the order they were asked for, prompt first, padded on the right."""
+    """Hold finished samples as they were asked for: prompt first, padded on the right."""
 
     tokens: Array  # [B, T] int32
-    mask: Array  # [B, T] bool, true on response tokens
-    logprobs: Array  # [B, T] float32, from generation
-    length: Array  # [B] int32, prompt and response
+    mask: Array  # [B, T] bool, true on response tokens.
+    logprobs: Array  # [B, T] float32, as generation reported them.
+    length: Array  # [B] int32, of prompt and response together.
     sample_id: Array  # [B] uint32
     support: Array | None = None  # [B, T, top_k] int32
 
 
 @struct.dataclass
 class Experience:
-    """What training needs of a rollout. `mask` is the rollout's, less the samples that are not
-    trained on.
+    """Hold what training needs of a rollout.
+
+    `mask` is the rollout's, less the samples that are not trained on.
     """
 
     rollout: Rollout
-    mask: Array  # [B, T] bool, the response tokens that losses count
-    logprobs: Array  # [B, T] float32, recomputed under the policy that generated: the "old" ones
+    mask: Array  # [B, T] bool, the response tokens that losses count.
+    logprobs: Array  # [B, T] float32, recomputed under the policy that generated: the "old" ones.
     reference_logprobs: Array  # [B, T] float32
-    rewards: Array  # [B] float32, of whole samples
+    rewards: Array  # [B] float32, of whole samples.
     advantages: Array  # [B, T] float32
-    # [B, T] float32, the critic's before the update: of what is known before the token
+    # [B, T] float32, what the critic expected before each token, as it was before the update.
     values: Array | None = None
-    returns: Array | None = None  # [B, T] float32, what the critic is to predict
+    returns: Array | None = None  # [B, T] float32, what the critic is to predict.
 
 
 @struct.dataclass
 class TrainState:
-    """All that an update changes."""
+    """Hold all that an update changes."""
 
-    policy: Model  # float32 master weights, layers stacked
-    optimizer: Any  # optax state
-    step: Array  # [] int32
-    critic: Model | None = None  # as the policy, with a scalar head
+    policy: Model  # The master weights, in float32, layers stacked.
+    optimizer: Any  # The state of the policy's optax optimizer.
+    step: Array  # [] int32, how many updates are done.
+    critic: Model | None = None  # Weights as the policy's, with a scalar head.
     critic_optimizer: Any = None
-    drafter: Model | None = None  # a student that is trained beside the policy
+    drafter: Model | None = None  # A student that is trained beside the policy.
     drafter_optimizer: Any = None
-    drafter_version: Array | None = None  # [] int32, its updates so far
+    drafter_version: Array | None = None  # [] int32, the student's updates so far.

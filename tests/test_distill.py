@@ -23,17 +23,15 @@ from launch import export
 from rlhf_jax import mesh
 from rlhf_jax.config import default, validation
 from rlhf_jax.generation.speculative.sampling import Sampling, draw
-from rlhf_jax.model.decoding import decoding_weights
+from rlhf_jax.model.decoding import completed, decoding_weights, student_for
 from rlhf_jax.model.transformer import forward, init, logits
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.training.distill import (
     Distillation,
     DistillBatch,
     accumulate,
-    completed,
     distill,
     forward_kl,
-    student_for,
     student_of,
     with_student,
 )

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from rlhf_jax.model import transformer, weight_table
+from rlhf_jax.model.families import FAMILIES
+from rlhf_jax.model.families.family import GGUF_NAMES, Family
 from rlhf_jax.model.weights import gguf, gguf_file, huggingface
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.types import Model, ModelConfig, RopeScaling
@@ -55,14 +57,12 @@ def write_metadata(writer: gguf_package.GGUFWriter, config: ModelConfig) -> None
 
 def write_weights(writer: gguf_package.GGUFWriter, model: Model, kind: Kind) -> None:
     config = model.config
-    for place, _ in weight_table.places(config):
-        field, layer = place
-        array = np.array(
-            weight_table.to_stored(field, weight_table.weight_at(model, place)), np.float32
-        )
+    names = weight_table.stored_names(config, FAMILIES[config.family].gguf_names)
+    for key, name in names.items():
+        field = key.field
+        array = np.array(weight_table.stored_weight(model, key), np.float32)
         if field in ("query", "key") and config.family == "llama":
             array = interleave(array, config.num_heads if field == "query" else config.num_kv_heads)
-        name = gguf.NAMES[field] if layer is None else f"blk.{layer}.{gguf.NAMES[field]}"
         if array.ndim == 2 and kind != Kind.F32:
             writer.add_tensor(name, gguf_package.quantize(array, kind), raw_dtype=kind)
         else:
@@ -151,6 +151,25 @@ def test_other_architectures_and_tokenizers_are_refused(tmp_path: Path):
         open_source(write_gguf(tmp_path / "b.gguf", model, family="qwen3"))
     with pytest.raises(ValueError, match="rope scaling 'yarn' is not supported"):
         open_source(write_gguf(tmp_path / "c.gguf", model, llama__rope__scaling__type="yarn"))
+
+
+def test_a_family_is_one_entry_of_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A toy with an architecture of its own, and a name of its own for one weight."""
+    toy = Family(
+        name="toy",
+        class_prefix="Toy",
+        qk_norm=True,
+        gguf_architecture="toy-architecture",
+        gguf_names=GGUF_NAMES | {"gate": "blk.{layer}.ffn_w1.weight"},
+    )
+    monkeypatch.setitem(FAMILIES, toy.name, toy)
+    config = ModelConfig("toy", 40, 16, 24, 2, 2, 1, 8, 64, qk_norm=True)
+    model = transformer.init(jax.random.key(0), config)
+    path = write_gguf(tmp_path / "toy.gguf", model, family="toy-architecture")
+    assert "blk.1.ffn_w1.weight" in gguf_file.open_file(path).tensors
+    source = open_source(path)
+    assert source.config == config
+    jax.tree.map(np.testing.assert_array_equal, source.load(jnp.float32), model)
 
 
 def changed(file: gguf_file.File, **metadata) -> gguf_file.File:

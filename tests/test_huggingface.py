@@ -18,7 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from rlhf_jax.model import transformer
+from rlhf_jax.model.families import FAMILIES
+from rlhf_jax.model.families.family import HUGGINGFACE_NAMES, Family
 from rlhf_jax.model.weights import huggingface
+from rlhf_jax.model.weights.huggingface_config import read_config
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.types import Layer, Model, ModelConfig, RopeScaling
 
@@ -64,9 +67,9 @@ def test_logits_equal_transformers(name: str, reference: str):
 
 
 def test_golden_models_cover_every_family_tied_and_untied():
-    configs = [huggingface.read_config(GOLDEN / name) for name in CASES]
+    configs = [read_config(GOLDEN / name) for name in CASES]
     assert {(config.family, config.tied) for config in configs} == {
-        (family, tied) for family in huggingface.FAMILIES for tied in (False, True)
+        (family, tied) for family in FAMILIES for tied in (False, True)
     }
     scalings = {config.rope_scaling.kind for config in configs if config.rope_scaling}
     assert scalings == {"llama3", "linear"}
@@ -91,16 +94,12 @@ def test_saved_folder_gives_the_same_logits_in_transformers(name: str, tmp_path:
     )
 
 
-def test_sharded_files_and_unrolled_layers_save_the_same_model(tmp_path: Path):
+def test_sharded_files_and_unrolled_layers_save_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", 20_000)
     model = huggingface.load(GOLDEN / "qwen3", jnp.float32)
-    huggingface.save(
-        tmp_path / "sharded",
-        transformer.unstack(model),
-        None,
-        (2,),
-        jnp.float32,
-        shard_bytes=20_000,
-    )
+    huggingface.save(tmp_path / "sharded", transformer.unstack(model), None, (2,), jnp.float32)
     assert not (tmp_path / "sharded" / "model.safetensors").exists()
     assert len(list((tmp_path / "sharded").glob("model-*-of-*.safetensors"))) > 3
     assert_same(huggingface.load(tmp_path / "sharded", jnp.float32), model)
@@ -126,7 +125,7 @@ def test_saving_replaces_an_older_folder_whole(tmp_path: Path):
             (2,),
             jnp.float32,
         )
-    assert huggingface.read_config(tmp_path / "saved").family == "qwen2"
+    assert read_config(tmp_path / "saved").family == "qwen2"
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
@@ -146,7 +145,7 @@ def shardings_of(config: ModelConfig, mesh: Mesh) -> Model:
 
 
 def test_each_device_reads_only_its_own_part(monkeypatch: pytest.MonkeyPatch):
-    config = huggingface.read_config(GOLDEN / "llama")
+    config = read_config(GOLDEN / "llama")
     shardings = shardings_of(config, Mesh(np.array(jax.devices()[:4]), ("all",)))
     make = jax.make_array_from_callback
     parts = []
@@ -185,25 +184,25 @@ def test_old_rope_keys_mean_the_same(name: str, tmp_path: Path):
     theta = rope.pop("rope_theta")
     rope["type"] = rope.pop("rope_type")
     folder = edited(tmp_path, name, rope_parameters=None, rope_scaling=rope, rope_theta=theta)
-    config = huggingface.read_config(GOLDEN / name)
+    config = read_config(GOLDEN / name)
     assert isinstance(config.rope_scaling, RopeScaling)
-    assert huggingface.read_config(folder) == config
+    assert read_config(folder) == config
 
 
 def test_contexts_stay_inside_a_sliding_window(tmp_path: Path):
-    assert huggingface.read_config(GOLDEN / "mistral").max_context == 32
-    assert huggingface.read_config(GOLDEN / "mistral_tied").max_context == 128
+    assert read_config(GOLDEN / "mistral").max_context == 32
+    assert read_config(GOLDEN / "mistral_tied").max_context == 128
     unused = edited(tmp_path, "qwen2", sliding_window=16, use_sliding_window=False)
-    assert huggingface.read_config(unused).max_context == 128
+    assert read_config(unused).max_context == 128
     used = edited(tmp_path, "qwen3", sliding_window=16, use_sliding_window=True)
-    assert huggingface.read_config(used).max_context == 16
+    assert read_config(used).max_context == 16
 
 
 def test_llama_without_newer_keys_takes_their_defaults(tmp_path: Path):
     folder = edited(
         tmp_path, "llama", num_key_value_heads=None, head_dim=None, rope_parameters=None
     )
-    assert huggingface.read_config(folder) == huggingface.read_config(GOLDEN / "llama")
+    assert read_config(folder) == read_config(GOLDEN / "llama")
 
 
 def test_stop_tokens_come_from_the_generation_config(tmp_path: Path):
@@ -245,7 +244,7 @@ def test_configurations_that_are_not_supported_are_refused(
     changes: dict, message: str, tmp_path: Path
 ):
     with pytest.raises(ValueError, match=message):
-        huggingface.read_config(edited(tmp_path, "llama", **changes))
+        read_config(edited(tmp_path, "llama", **changes))
 
 
 def rewrite(folder: Path, change: Callable[[dict], object]) -> None:
@@ -307,9 +306,10 @@ def test_missing_files_are_named(tmp_path: Path):
         huggingface.load(folder, jnp.float32)
 
 
-def test_a_missing_shard_is_named(tmp_path: Path):
+def test_a_missing_shard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", 50_000)
     model = huggingface.load(GOLDEN / "llama", jnp.float32)
-    huggingface.save(tmp_path / "sharded", model, None, (), jnp.float32, shard_bytes=50_000)
+    huggingface.save(tmp_path / "sharded", model, None, (), jnp.float32)
     shard = sorted((tmp_path / "sharded").glob("model-00002-*"))[0]
     shard.unlink()
     with pytest.raises(FileNotFoundError, match=shard.name):
@@ -377,3 +377,36 @@ def test_init_has_the_layout_that_is_saved(tiny: ModelConfig, tmp_path: Path):
     assert isinstance(model.layers, Layer)
     huggingface.save(tmp_path / "saved", model, None, (2,), jnp.float32)
     assert_same(huggingface.load(tmp_path / "saved", jnp.float32), model)
+
+
+def test_a_family_is_one_entry_of_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A toy with both biases and norms, windows, and a name of its own for one weight."""
+    toy = Family(
+        name="toy",
+        class_prefix="Toy",
+        models="Toy 1",
+        required_keys=("head_dim",),
+        always_windowed=True,
+        qkv_bias=True,
+        qk_norm=True,
+        huggingface_names=HUGGINGFACE_NAMES | {"gate": "model.layers.{layer}.mlp.w1.weight"},
+    )
+    folder = tmp_path / "toy"
+    config = ModelConfig("toy", 40, 16, 24, 2, 2, 1, 8, 64, qkv_bias=True, qk_norm=True)
+    model = transformer.init(jax.random.key(0), config)
+    monkeypatch.setitem(FAMILIES, toy.name, toy)
+    huggingface.save(folder, model, None, (2,), jnp.float32)
+    assert_same(huggingface.load(folder, jnp.float32), model)
+    assert "model.layers.1.mlp.w1.weight" in load_file(folder / "model.safetensors")
+
+    written = json.loads((folder / "config.json").read_text())
+    assert written["model_type"] == "toy" and written["architectures"] == ["ToyForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(written | {"sliding_window": 8}))
+    assert read_config(folder).max_context == 8
+    del written["head_dim"]
+    (folder / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ValueError, match="the key 'head_dim' of a toy model is missing"):
+        read_config(folder)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"'toy' is not supported; .* and qwen3"):
+        read_config(folder)

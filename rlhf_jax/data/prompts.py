@@ -11,40 +11,46 @@ from typing import Any, Protocol
 
 import numpy as np
 
-ROLES = ("system", "user", "assistant", "tool")
+CHAT_ROLES = ("system", "user", "assistant", "tool")  # The roles that chat templates know.
 
 
-class Tokenizer(Protocol):
-    """What this file needs of a tokenizer."""
+class ChatEncoder(Protocol):
+    """Describe what this file needs of a tokenizer."""
 
     @property
-    def template(self) -> str | None: ...
+    def template(self) -> str | None:
+        """Return the chat template, None where a base model has none."""
+        ...
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a plain text."""
+        ...
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the token ids of messages in the chat template."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    """The prompts that passed the length filter; entry i of each list speaks of the same prompt."""
+    """Hold the prompts that passed the length filter; entry i of each list is of prompt i."""
 
-    tokens: list[np.ndarray]  # each [P] int32, rendered through the chat template
-    texts: list[str]  # what the user said, for rewards and tables of samples
-    messages: list[list[dict[str, Any]]]  # the chats that were rendered, system messages included
-    rows: list[dict[str, Any]]  # the whole rows of the file
-    dropped: dict[str, int]  # why prompts were left out, and how many
+    tokens: list[np.ndarray]  # Each [P] int32, rendered through the chat template.
+    texts: list[str]  # What the user said, for rewards and tables of samples.
+    messages: list[list[dict[str, Any]]]  # The chats that were rendered, system messages included.
+    rows: list[dict[str, Any]]  # The whole rows of the file.
+    dropped: dict[str, int]  # How many prompts were left out, by the reason why.
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
 def read(path: str | pathlib.Path, prompt_key: str = "prompt") -> list[dict[str, Any]]:
-    """Rows of a .jsonl or .parquet file, with the prompt of each under "prompt".
+    """Read the rows of a .jsonl or .parquet file, with the prompt of each under "prompt".
 
-    A prompt is a string or a list of chat messages `{"role", "content"}`. Anything else, a missing
-    or empty file, broken JSON or a missing key raises one sentence that names the file and the
-    line.
+    A prompt is a string or a list of chat messages `{"role", "content"}`. Raises ValueError at
+    anything else, an empty file, broken JSON or a missing key, in one sentence that names the file
+    and the line; FileNotFoundError where there is no file.
     """
     path = pathlib.Path(path).expanduser()
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
@@ -56,7 +62,7 @@ def read(path: str | pathlib.Path, prompt_key: str = "prompt") -> list[dict[str,
         raise FileNotFoundError(
             f"Prompt file {path} does not exist; give the path of a .jsonl or .parquet file."
         )
-    rows = [_checked(row, prompt_key, where) for where, row in readers[path.suffix](path)]
+    rows = [_check_row(row, prompt_key, where) for where, row in readers[path.suffix](path)]
     if not rows:
         raise ValueError(
             f"Prompt file {path} is empty; it needs at least one row with a {prompt_key!r}."
@@ -65,20 +71,27 @@ def read(path: str | pathlib.Path, prompt_key: str = "prompt") -> list[dict[str,
 
 
 def tokenize(
-    rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, system: str, max_prompt_tokens: int
+    rows: Sequence[dict[str, Any]], tokenizer: ChatEncoder, system: str, max_prompt_tokens: int
 ) -> Prompts:
-    """Renders each row's prompt through the chat template and keeps those of at most
-    `max_prompt_tokens`.
+    """Render each row's prompt through the chat template; keep those that are not too long.
 
-    A string prompt becomes one user message. `system`, where not empty, is put before prompts that
-    bring no system message of their own. If nothing is left, one sentence says why.
+    A prompt has at most `max_prompt_tokens` tokens. A string prompt becomes one user message.
+    `system`, where not empty, is put before prompts that bring no system message of their own. With
+    neither that nor a chat template, a string stands for itself. Raises ValueError, which says why,
+    if nothing is left.
     """
     kept: list[tuple[np.ndarray, str, list[dict[str, Any]], dict[str, Any]]] = []
     dropped: collections.Counter[str] = collections.Counter()
     for row in rows:
-        messages = _messages(row["prompt"], system)
+        prompt = row["prompt"]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        # A base model has no template to put one plain string into.
+        plain = tokenizer.template is None and isinstance(prompt, str) and len(messages) == 1
+        ids = tokenizer.encode(prompt) if plain else tokenizer.encode_chat(messages)
+        tokens = np.asarray(ids, np.int32)
         text = str(messages[-1]["content"])
-        tokens = np.asarray(_encode(row["prompt"], messages, tokenizer), np.int32)
         if not text.strip():
             dropped["empty"] += 1
         elif len(tokens) > max_prompt_tokens:
@@ -96,22 +109,8 @@ def tokenize(
     return Prompts(tokens, texts, chats, rows_kept, dict(dropped))
 
 
-def _encode(prompt: str | list, messages: list[dict[str, Any]], tokenizer: Tokenizer) -> list[int]:
-    """Through the chat template; where a base model has none, a plain string stands for itself."""
-    if tokenizer.template is None and isinstance(prompt, str) and len(messages) == 1:
-        return tokenizer.encode(prompt)
-    return tokenizer.encode_chat(messages)
-
-
-def _messages(prompt: str | list[dict[str, Any]], system: str) -> list[dict[str, Any]]:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if system and messages[0]["role"] != "system":
-        return [{"role": "system", "content": system}, *messages]
-    return messages
-
-
 def _read_jsonl(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
-    """Yields (where, row) for each line that is not blank."""
+    """Yield (where, row) for each line that is not blank."""
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         where = f"Line {number} of {path}"
         try:
@@ -127,7 +126,7 @@ def _read_jsonl(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
 
 
 def _read_parquet(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
-    """Yields (where, row); pyarrow is loaded here, so that JSONL needs none of it."""
+    """Yield (where, row) for each row; pyarrow is loaded here, so that JSONL needs none of it."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -144,8 +143,8 @@ def _read_parquet(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
     yield from ((f"Row {number} of {path}", row) for number, row in enumerate(rows, start=1))
 
 
-def _checked(row: Any, prompt_key: str, where: str) -> dict[str, Any]:
-    """The row with its prompt, checked, under "prompt"."""
+def _check_row(row: Any, prompt_key: str, where: str) -> dict[str, Any]:
+    """Return the row with its prompt under "prompt"; ValueError where it is not one."""
     if not isinstance(row, dict):
         raise ValueError(
             f"{where} must be an object with a {prompt_key!r}, not {type(row).__name__}."
@@ -156,7 +155,7 @@ def _checked(row: Any, prompt_key: str, where: str) -> dict[str, Any]:
         )
     prompt = row[prompt_key]
     if isinstance(prompt, list):
-        prompt = [_checked_message(message, where) for message in prompt]
+        prompt = [_check_message(message, where) for message in prompt]
         if not prompt or prompt[-1]["role"] in ("system", "assistant"):
             raise ValueError(
                 f"{where}: the last message must come from the user, for the model to answer it."
@@ -169,15 +168,15 @@ def _checked(row: Any, prompt_key: str, where: str) -> dict[str, Any]:
     return {**row, "prompt": prompt}
 
 
-def _checked_message(message: Any, where: str) -> dict[str, Any]:
-    """The message without the empty fields that Parquet gives to every struct."""
+def _check_message(message: Any, where: str) -> dict[str, Any]:
+    """Return the message without the empty fields that Parquet gives to every struct."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), str):
         raise ValueError(
             f'{where}: each chat message must be {{"role": ..., "content": text}}, '
             f"not {message!r:.60}."
         )
-    if message.get("role") not in ROLES:
+    if message.get("role") not in CHAT_ROLES:
         raise ValueError(
-            f"{where}: the role {message.get('role')!r:.40} is none of {', '.join(ROLES)}."
+            f"{where}: the role {message.get('role')!r:.40} is none of {', '.join(CHAT_ROLES)}."
         )
     return {key: value for key, value in message.items() if value is not None}

@@ -17,7 +17,8 @@ import tokenizers
 
 from rlhf_jax.types import ModelConfig
 
-Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
+Message = Mapping[str, Any]  # A chat message, as {"role": "user", "content": "..."}.
+# The keys under which a tokenizer's files name its special tokens.
 SPECIAL_TOKENS = (
     "bos_token",
     "eos_token",
@@ -31,40 +32,39 @@ SPECIAL_TOKENS = (
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer with its chat template, and the special tokens the template may name."""
+    """Hold a tokenizer with its chat template, and the special tokens the template may name."""
 
     backend: tokenizers.Tokenizer
-    template: str | None  # jinja2
-    special: Mapping[str, str]  # of SPECIAL_TOKENS, those the tokenizer has
-    settings: Mapping[str, Any]  # tokenizer_config.json, written back on saving
-    origin: Path  # where it was read, for messages
+    template: str | None  # In jinja2; None where there is none.
+    special: Mapping[str, str]  # Of SPECIAL_TOKENS, those that the tokenizer has.
+    settings: Mapping[str, Any]  # The content of tokenizer_config.json, written back on saving.
+    origin: Path  # Where it was read, for error sentences.
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain text, with the special tokens that the tokenizer itself puts around
-        one.
-        """
+        """Return the token ids of a plain text, with the special tokens that belong around it."""
         return self.backend.encode(text).ids
 
     def encode_chat(
         self, messages: Sequence[Message], add_generation_prompt: bool = True
     ) -> list[int]:
-        """Token ids of the rendered chat; the template has already placed every special token."""
+        """Return the token ids of messages in the chat template; `render` says what it raises."""
         text = self.render(messages, add_generation_prompt)
+        # The template has already placed every special token.
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text of token ids, special tokens left out unless asked for."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens left out."""
+        return self.backend.decode(list(ids), skip_special_tokens=True)
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """The chat template applied to messages, as transformers' `apply_chat_template` does.
+        """Put messages into the chat template, as transformers' `apply_chat_template` does.
 
         Raises ValueError when there is no template or the template refuses the messages.
         """
         if self.template is None:
             raise ValueError(f"{self.origin} has no chat template; give prompts as plain strings.")
         try:
-            return _compile(self.template).render(
+            return _compile_template(self.template).render(
                 messages=[dict(message) for message in messages],
                 tools=None,
                 documents=None,
@@ -78,12 +78,13 @@ class Tokenizer:
 
     @functools.cached_property
     def largest_id(self) -> int:
-        """The largest token id that `encode` can give."""
+        """Return the largest token id that `encode` can give."""
         return max(self.backend.get_vocab(with_added_tokens=True).values())
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, for AutoTokenizer to
-        load.
+        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja.
+
+        AutoTokenizer of transformers loads them.
         """
         (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
         settings = {key: value for key, value in self.settings.items() if key != "chat_template"}
@@ -94,40 +95,40 @@ class Tokenizer:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder; FileNotFoundError or ValueError say what is wrong."""
+    """Read the tokenizer of a Hugging Face folder.
+
+    Raises FileNotFoundError or ValueError, in one sentence.
+    """
     file = Path(folder) / "tokenizer.json"
     if not file.exists():
         hint = "; tokenizer.model alone is not read" if file.with_suffix(".model").exists() else ""
         raise FileNotFoundError(f"{file} is missing{hint}: copy the publisher's there.")
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the package raises plain Exception
+    except Exception as error:
+        # The package raises plain Exception.
         raise ValueError(f"{file} is not a tokenizer: {error}.") from error
     backend.no_padding()
     backend.no_truncation()
-    settings = _read_if_there(file.with_name("tokenizer_config.json"))
-    named = _read_if_there(file.with_name("special_tokens_map.json")) | settings
-    special = {key: _content(named[key]) for key in SPECIAL_TOKENS if named.get(key)}
+    beside = [file.with_name("tokenizer_config.json"), file.with_name("special_tokens_map.json")]
+    settings, mapped = (read_json(other) if other.exists() else {} for other in beside)
+    named = mapped | settings
+    special = {}
+    for key in SPECIAL_TOKENS:
+        token = named.get(key)
+        if token:
+            special[key] = token if isinstance(token, str) else token["content"]
     template = _read_template(file.parent, settings)
-    return Tokenizer(backend, template, special, _portable(settings, special), file.parent)
 
-
-def _portable(settings: dict, special: dict) -> dict:
-    """tokenizer_config.json without what points at files that are not saved with it."""
+    # An `auto_map` points at code that is not saved with the tokenizer.
     if "auto_map" in settings or "tokenizer_class" not in settings:
         settings = settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    return special | {key: value for key, value in settings.items() if key != "auto_map"}
-
-
-def _content(token: str | dict) -> str:
-    return token if isinstance(token, str) else token["content"]
-
-
-def _read_if_there(file: Path) -> dict:
-    return read_json(file) if file.exists() else {}
+    portable = special | {key: value for key, value in settings.items() if key != "auto_map"}
+    return Tokenizer(backend, template, special, settings=portable, origin=file.parent)
 
 
 def _read_template(folder: Path, settings: dict) -> str | None:
+    """Return the chat template: a file of its own, else the one among the settings, else None."""
     file = folder / "chat_template.jinja"
     if file.exists():
         return file.read_text(encoding="utf-8")
@@ -144,7 +145,7 @@ def _read_template(folder: Path, settings: dict) -> str | None:
 
 
 def read_json(file: Path) -> dict:
-    """A JSON object from a file; FileNotFoundError or ValueError in one sentence."""
+    """Read a JSON object from a file; FileNotFoundError or ValueError in one sentence."""
     if not file.exists():
         raise FileNotFoundError(f"{file} is missing; {file.parent} is not a complete model folder.")
     try:
@@ -166,9 +167,7 @@ def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, with which templates mark what the assistant says, is rendered as what it
-    holds.
-    """
+    """Render `{% generation %}`, the mark of what the assistant says, as what it holds."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -178,9 +177,10 @@ class _Generation(jinja2.ext.Extension):
 
 
 @functools.lru_cache(maxsize=8)
-def _compile(template: str) -> jinja2.Template:
-    """The template in the environment transformers gives it: sandboxed, blocks trimmed, loop
-    controls.
+def _compile_template(template: str) -> jinja2.Template:
+    """Compile a template in the environment that transformers gives it.
+
+    It is sandboxed, trims blocks and has loop controls.
     """
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
@@ -192,7 +192,7 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """jinja2's own filter would escape HTML."""
+    """Write a value as JSON, without escaping HTML as jinja2's own filter would."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

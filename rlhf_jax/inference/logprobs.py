@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.model.attention import causal
+from rlhf_jax.model.columns import join_columns, split_columns
 from rlhf_jax.model.transformer import cast, forward, logits
 from rlhf_jax.types import Array, Model, Rollout
 
@@ -74,7 +75,7 @@ def token_law(
     chex.assert_rank(tokens, 2)
     if temperature <= 0:
         raise ValueError(f"Log-probabilities need a temperature above 0, not {temperature}.")
-    rows, slots = tokens.shape
+    slots = tokens.shape[1]
     positions = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), tokens.shape)
     hidden, _ = forward(model, tokens, positions, attend=attend, remat=remat)
     wanted_tokens = jnp.ones(tokens.shape, bool) if mask is None else mask
@@ -84,15 +85,16 @@ def token_law(
         logprobs, entropies = _streamed_law(law, head, hidden, tokens, wanted_tokens, temperature)
         return logprobs, entropies if entropy else None
     wanted = (tokens[:, 1:], wanted_tokens[:, 1:], None if support is None else support[:, 1:])
-    columns = max(1, min(chunk // rows, slots - 1))
-    blocks = jax.tree.map(lambda leaf: _column_blocks(leaf, columns), (hidden[:, :-1], *wanted))
+    blocks = split_columns((hidden[:, :-1], *wanted), chunk)
     # Checkpointed outside its branch, else each block would keep a copy of the head for the
     # backward pass.
     project = jax.checkpoint(
         functools.partial(_block_law, temperature=temperature, entropy=entropy)
     )
     out = jax.lax.map(lambda block: project(head, *block), blocks)
-    return jax.tree.map(lambda leaf: _token_columns(leaf, slots), out)
+    # Nothing predicts the first token, which is 0.
+    joined = join_columns(out, slots - 1)
+    return jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (1, 0))), joined)
 
 
 def _streamed_law(
@@ -111,19 +113,6 @@ def _streamed_law(
         return jnp.where(mask, jnp.pad(leaf.reshape(len(tokens), -1), ((0, 0), (1, 0))), 0.0)
 
     return by_row(logprobs), by_row(entropies)
-
-
-def _column_blocks(x: Array, columns: int) -> Array:
-    """x [B, T, ...] -> [T / columns, B, columns, ...], zeros (masked out) after the last column."""
-    count = -(-x.shape[1] // columns)
-    padding = [(0, 0), (0, count * columns - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
-    return jnp.moveaxis(jnp.pad(x, padding).reshape(x.shape[0], count, columns, *x.shape[2:]), 1, 0)
-
-
-def _token_columns(blocks: Array, slots: int) -> Array:
-    """The inverse, [T / columns, B, columns] -> [B, T], with a 0 for the first token."""
-    columns = jnp.moveaxis(blocks, 0, 1).reshape(blocks.shape[1], -1)[:, : slots - 1]
-    return jnp.pad(columns, ((0, 0), (1, 0)))
 
 
 def _block_law(head: Model, hidden, tokens, mask, support, *, temperature: float, entropy: bool):

@@ -11,63 +11,69 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from rlhf_jax.model.attention import causal
-from rlhf_jax.types import Array, Layer, Model, ModelConfig, RopeScaling
+from rlhf_jax.types import Array, Layer, Model, ModelConfig
 
 
-def init(key: Array, config: ModelConfig, dtype=jnp.float32) -> Model:
-    """A random model with stacked layers; weights N(0, 1/fan_in), norms one, biases zero."""
+def init(key: Array, config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Model:
+    """Draw a random model with stacked layers: weights N(0, 1/fan_in), norms one, biases zero."""
     shapes = weight_shapes(config)
     leaves, treedef = jax.tree.flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
-    keys = jax.random.split(key, len(leaves))
-    weights = [
-        _init_leaf(k, path[-1].name, shape, dtype)
-        for k, (path, shape) in zip(keys, leaves, strict=True)
-    ]
+    weights = []
+    for leaf_key, (path, shape) in zip(jax.random.split(key, len(leaves)), leaves, strict=True):
+        name = path[-1].name
+        if name.endswith("norm"):
+            weights.append(jnp.ones(shape, dtype))
+        elif name.endswith("bias"):
+            weights.append(jnp.zeros(shape, dtype))
+        else:
+            inputs = {"output": shape[-3:-1], "embed": shape[-1:], "head": shape[:1]}
+            fan_in = inputs.get(name, shape[1:2])
+            scale = jnp.asarray(np.prod(fan_in) ** -0.5, dtype)
+            weights.append(jax.random.normal(leaf_key, shape, dtype) * scale)
     return jax.tree.unflatten(treedef, weights)
 
 
-def _init_leaf(key: Array, name: str, shape: tuple[int, ...], dtype) -> Array:
-    if name.endswith("norm"):
-        return jnp.ones(shape, dtype)
-    if name.endswith("bias"):
-        return jnp.zeros(shape, dtype)
-    fan_in = {"output": shape[-3:-1], "embed": shape[-1:], "head": shape[:1]}.get(name, shape[1:2])
-    return jax.random.normal(key, shape, dtype) * jnp.asarray(np.prod(fan_in) ** -0.5, dtype)
-
-
 def weight_shapes(config: ModelConfig) -> Model:
-    """A `Model` whose leaves are the shapes of the weights, layers stacked: the one table of
-    weights.
+    """Return a `Model` whose leaves are the shapes of the weights, layers stacked.
+
+    It is the one table of which weights a configuration has.
     """
-    c = config
-    depth = c.num_layers
-    width = c.width
-    ffn = c.ffn_width
-    dim = c.head_dim
-    layers = Layer(
-        attention_norm=(depth, width),
-        query=(depth, width, c.num_heads, dim),
-        key=(depth, width, c.num_kv_heads, dim),
-        value=(depth, width, c.num_kv_heads, dim),
-        output=(depth, c.num_heads, dim, width),
-        mlp_norm=(depth, width),
-        gate=(depth, width, ffn),
-        up=(depth, width, ffn),
-        down=(depth, ffn, width),
-        query_bias=(depth, c.num_heads, dim) if c.qkv_bias else None,
-        key_bias=(depth, c.num_kv_heads, dim) if c.qkv_bias else None,
-        value_bias=(depth, c.num_kv_heads, dim) if c.qkv_bias else None,
-        query_norm=(depth, dim) if c.qk_norm else None,
-        key_norm=(depth, dim) if c.qk_norm else None,
-    )
-    head = None if c.tied else (width, 1 if c.scalar_head else c.vocab_size)
-    return Model(embed=(c.vocab_size, width), layers=layers, norm=(width,), head=head, config=c)
+    depth = config.num_layers
+    width = config.width
+    ffn = config.ffn_width
+    dim = config.head_dim
+    heads = config.num_heads
+    kv_heads = config.num_kv_heads
+    layers: dict[str, Any] = {
+        "attention_norm": (depth, width),
+        "query": (depth, width, heads, dim),
+        "key": (depth, width, kv_heads, dim),
+        "value": (depth, width, kv_heads, dim),
+        "output": (depth, heads, dim, width),
+        "mlp_norm": (depth, width),
+        "gate": (depth, width, ffn),
+        "up": (depth, width, ffn),
+        "down": (depth, ffn, width),
+    }
+    if config.qkv_bias:
+        layers["query_bias"] = (depth, heads, dim)
+        layers["key_bias"] = (depth, kv_heads, dim)
+        layers["value_bias"] = (depth, kv_heads, dim)
+    if config.qk_norm:
+        layers["query_norm"] = (depth, dim)
+        layers["key_norm"] = (depth, dim)
+
+    ends: dict[str, Any] = {"embed": (config.vocab_size, width), "norm": (width,), "head": None}
+    if not config.tied:
+        ends["head"] = (width, 1 if config.scalar_head else config.vocab_size)
+    return Model(layers=Layer(**layers), config=config, **ends)
 
 
 def stack(model: Model) -> Model:
-    """Layers as one `Layer` with a leading L."""
+    """Return the model with its layers as one `Layer`, each weight with a leading L."""
     if isinstance(model.layers, Layer):
         return model
     return dataclasses.replace(
@@ -76,8 +82,9 @@ def stack(model: Model) -> Model:
 
 
 def unstack(model: Model) -> Model:
-    """Layers as a tuple: each weight is then a buffer of its own, read in place by every decoding
-    step.
+    """Return the model with its layers as a tuple.
+
+    Each weight is then a buffer of its own, which every decoding step reads in place.
     """
     if not isinstance(model.layers, Layer):
         return model
@@ -89,16 +96,14 @@ def unstack(model: Model) -> Model:
 
 
 def pad_vocab(model: Model, multiple: int) -> Model:
-    """The model with zeros behind its vocabulary, up to a multiple of tokens: `logits` masks
-    them.
-    """
+    """Put zeros behind a model's vocabulary, up to a multiple of tokens; `logits` masks them."""
     short = -model.config.vocab_size % multiple
     head = None if model.head is None else jnp.pad(model.head, ((0, 0), (0, short)))
     return dataclasses.replace(model, embed=jnp.pad(model.embed, ((0, short), (0, 0))), head=head)
 
 
-def cast(model: Model, dtype) -> Model:
-    """Every weight in `dtype`."""
+def cast(model: Model, dtype: DTypeLike) -> Model:
+    """Return the model with every weight in `dtype`."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), model)
 
 
@@ -109,18 +114,22 @@ def forward(
     attend: Callable = causal,
     memory: Any = None,
     remat: bool = False,
-) -> tuple[Array, Any]:
-    """Hidden states [B, Q, M] after the final norm, in the weights' dtype, for tokens and positions
-    [B, Q].
+) -> tuple[jax.Array, Any]:
+    """Compute the hidden states of tokens at positions, both int32 [B, Q], after the final norm.
 
-    `attend(query, key, value, memory of the layer) -> (out, kept)` is the attention; `memory` and
-    `kept` run over the layers (a tuple where layers are unrolled, leaves with a leading L where
-    they are stacked). `remat` keeps only each layer's input for the backward pass. A token below 0
-    (no draft) is read as token 0.
+    Returns them as [B, Q, M] in the weights' dtype, and what the attention kept of each layer.
+    `attend(query, key, value, memory of the layer) -> (out, kept)` is the attention: query
+    [B, Q, H, D], key and value [B, Q, G, D], out [B, Q, H, D]. `memory` and `kept` run over the
+    layers: a tuple where layers are unrolled, leaves with a leading L where they are stacked.
+    `remat` keeps only each layer's input for the backward pass. A token below 0 (no draft) is read
+    as token 0.
     """
     chex.assert_rank([tokens, positions], [2, 2])
     chex.assert_equal_shape([tokens, positions])
-    rotation = rope(positions, model.config)
+    # The rotary embedding: cos and sin [B, Q, D/2] of each position (Su et al. 2021).
+    frequencies = jnp.asarray(rope_frequencies(model.config), jnp.float32)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    rotation = (jnp.cos(angles), jnp.sin(angles))
     step = functools.partial(_block, config=model.config, rotation=rotation, attend=attend)
     step = jax.checkpoint(step) if remat else step
     hidden = model.embed[jnp.maximum(tokens, 0)]
@@ -137,9 +146,25 @@ def forward(
     return rms_norm(hidden, model.norm, model.config.norm_eps), kept
 
 
-def _block(hidden, layer: Layer, memory, *, config: ModelConfig, rotation, attend):
+def _block(
+    hidden: jax.Array,
+    layer: Layer,
+    memory: Any,
+    *,
+    config: ModelConfig,
+    rotation: tuple[jax.Array, jax.Array],
+    attend: Callable,
+) -> tuple[jax.Array, Any]:
+    """Run one layer: attention and gated feed-forward, each added to hidden [B, Q, M]."""
     normed = rms_norm(hidden, layer.attention_norm, config.norm_eps)
-    out, kept = attend(*_project(normed, layer, config, rotation), memory)
+    query = _project(normed, layer.query, layer.query_bias)
+    key = _project(normed, layer.key, layer.key_bias)
+    value = _project(normed, layer.value, layer.value_bias)
+    if layer.query_norm is not None and layer.key_norm is not None:
+        query = rms_norm(query, layer.query_norm, config.norm_eps)
+        key = rms_norm(key, layer.key_norm, config.norm_eps)
+    out, kept = attend(rotate(query, rotation), rotate(key, rotation), value, memory)
+
     # Heads are merged by hand: an einsum over two axes makes XLA transpose the weight at every step
     # on a CPU.
     hidden = hidden + out.reshape(*out.shape[:2], -1) @ layer.output.reshape(-1, config.width)
@@ -148,23 +173,16 @@ def _block(hidden, layer: Layer, memory, *, config: ModelConfig, rotation, atten
     return hidden + gated @ layer.down, kept
 
 
-def _project(x: Array, layer: Layer, config: ModelConfig, rotation) -> tuple[Array, Array, Array]:
-    query = _linear(x, layer.query, layer.query_bias)
-    key = _linear(x, layer.key, layer.key_bias)
-    value = _linear(x, layer.value, layer.value_bias)
-    if config.qk_norm:
-        query = rms_norm(query, layer.query_norm, config.norm_eps)
-        key = rms_norm(key, layer.key_norm, config.norm_eps)
-    return rotate(query, rotation), rotate(key, rotation), value
-
-
-def _linear(x: Array, weight: Array, bias: Array | None) -> Array:
+def _project(x: jax.Array, weight: Array, bias: Array | None) -> jax.Array:
     out = jnp.einsum("bqm,mhd->bqhd", x, weight)
     return out if bias is None else out + bias
 
 
-def logits(model: Model, hidden: Array) -> Array:
-    """hidden [..., M] -> [..., V] float32 (or [..., 1] with a scalar head)."""
+def logits(model: Model, hidden: Array) -> jax.Array:
+    """Return the logits [..., V] of hidden states [..., M], in float32; [..., 1] of a scalar head.
+
+    Padding behind the vocabulary is -inf.
+    """
     head = model.embed if model.head is None else model.head
     axis = 1 if model.head is None else 0
     dims = (((hidden.ndim - 1,), (axis,)), ((), ()))
@@ -174,24 +192,18 @@ def logits(model: Model, hidden: Array) -> Array:
     return jnp.where(jnp.arange(scores.shape[-1]) < model.config.vocab_size, scores, -jnp.inf)
 
 
-def rms_norm(x: Array, scale: Array, eps: float) -> Array:
-    """x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32 (Zhang and Sennrich
-    2019).
+def rms_norm(x: jax.Array, scale: Array, eps: float) -> jax.Array:
+    """Compute x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang and Sennrich 2019).
+
+    The norm is taken in float32; the result has the dtype of x.
     """
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return wide.astype(x.dtype) * scale
 
 
-def rope(positions: Array, config: ModelConfig) -> tuple[Array, Array]:
-    """cos and sin, float32 [B, Q, D/2], of positions [B, Q] (Su et al. 2021)."""
-    frequencies = jnp.asarray(rope_frequencies(config), jnp.float32)
-    angles = positions[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
-
-
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
-    """[D/2] radians per position, after the family's scaling."""
+    """Return the rotary frequencies [D/2], in radians per position, after the family's scaling."""
     exponents = np.arange(0, config.head_dim, 2) / config.head_dim
     frequencies = config.rope_theta**-exponents
     scaling = config.rope_scaling
@@ -199,13 +211,7 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    return _llama3_frequencies(frequencies, scaling)
-
-
-def _llama3_frequencies(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Long wavelengths are divided by the factor, short ones kept, those between interpolated
-    (Llama 3.1).
-    """
+    # Llama 3.1 divides long wavelengths by the factor, keeps short ones and interpolates between.
     turns = scaling.original_context * frequencies / (2 * np.pi)
     low = scaling.low_frequency_factor
     high = scaling.high_frequency_factor
@@ -213,8 +219,11 @@ def _llama3_frequencies(frequencies: np.ndarray, scaling: RopeScaling) -> np.nda
     return frequencies * (smooth + (1 - smooth) / scaling.factor)
 
 
-def rotate(x: Array, rotation: tuple[Array, Array]) -> Array:
-    """Rotate x [B, Q, heads, D] by position, halves paired (the Hugging Face convention)."""
+def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotate x [B, Q, heads, D] by position, halves paired (the Hugging Face convention).
+
+    `rotation` holds cos and sin, float32 [B, Q, D/2], of `rope_frequencies` times the positions.
+    """
     cos, sin = (part[:, :, None, :] for part in rotation)
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     out = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)

@@ -18,134 +18,163 @@ from rlhf_jax.model.transformer import weight_shapes
 from rlhf_jax.types import Layer, Model, ModelConfig
 
 
-class Layout(NamedTuple):
-    """Axes of a weight here, and in a file, where the letters of one group are flattened
-    together.
+class StoredForm(NamedTuple):
+    """Name the axes of a weight, one letter each, in memory and in a file.
+
+    The letters are those of `types.py`. In a file, the axes of one group are flattened together.
     """
 
     axes: str
     stored: tuple[str, ...]
 
 
-LAYOUTS = {
-    "embed": Layout("VM", ("V", "M")),
-    "norm": Layout("M", ("M",)),
-    "head": Layout("MV", ("V", "M")),
-    "attention_norm": Layout("M", ("M",)),
-    "query": Layout("MHD", ("HD", "M")),
-    "key": Layout("MGD", ("GD", "M")),
-    "value": Layout("MGD", ("GD", "M")),
-    "output": Layout("HDM", ("M", "HD")),
-    "mlp_norm": Layout("M", ("M",)),
-    "gate": Layout("MF", ("F", "M")),
-    "up": Layout("MF", ("F", "M")),
-    "down": Layout("FM", ("M", "F")),
-    "query_bias": Layout("HD", ("HD",)),
-    "key_bias": Layout("GD", ("GD",)),
-    "value_bias": Layout("GD", ("GD",)),
-    "query_norm": Layout("D", ("D",)),
-    "key_norm": Layout("D", ("D",)),
+# The two forms of each weight, without the leading L of stacked layers, by its field.
+STORED_FORMS = {
+    "embed": StoredForm("VM", ("V", "M")),
+    "norm": StoredForm("M", ("M",)),
+    "head": StoredForm("MV", ("V", "M")),
+    "attention_norm": StoredForm("M", ("M",)),
+    "query": StoredForm("MHD", ("HD", "M")),
+    "key": StoredForm("MGD", ("GD", "M")),
+    "value": StoredForm("MGD", ("GD", "M")),
+    "output": StoredForm("HDM", ("M", "HD")),
+    "mlp_norm": StoredForm("M", ("M",)),
+    "gate": StoredForm("MF", ("F", "M")),
+    "up": StoredForm("MF", ("F", "M")),
+    "down": StoredForm("FM", ("M", "F")),
+    "query_bias": StoredForm("HD", ("HD",)),
+    "key_bias": StoredForm("GD", ("GD",)),
+    "value_bias": StoredForm("GD", ("GD",)),
+    "query_norm": StoredForm("D", ("D",)),
+    "key_norm": StoredForm("D", ("D",)),
 }
 
-Place = tuple[str, int | None]  # a field of Model, or of Layer with the index of the layer
-Read = Callable[[Place], np.ndarray]  # the weight at a place, in the file's layout
+
+class WeightKey(NamedTuple):
+    """Name one weight: a field of `Model`, or of `Layer` with the layer's index."""
+
+    field: str
+    layer: int | None
 
 
-def places(config: ModelConfig) -> Iterator[tuple[Place, tuple[int, ...]]]:
-    """Every weight of a model, with its shape here (without L): the model's own, then layer by
-    layer.
+ReadWeight = Callable[[WeightKey], np.ndarray]  # Gives one weight in its stored form.
+
+
+def weight_keys(config: ModelConfig) -> Iterator[tuple[WeightKey, tuple[int, ...]]]:
+    """Yield every weight of a model with its shape in memory, without L.
+
+    The model's own weights come first, then those of one layer after another.
     """
     shapes = weight_shapes(config)
     for field in ("embed", "norm", "head"):
         if getattr(shapes, field) is not None:
-            yield (field, None), getattr(shapes, field)
+            yield WeightKey(field, None), getattr(shapes, field)
+
     layer = {name: shape[1:] for name, shape in vars(shapes.layers).items() if shape is not None}
     for index in range(config.num_layers):
         for field, shape in layer.items():
-            yield (field, index), shape
+            yield WeightKey(field, index), shape
+
+
+def stored_names(config: ModelConfig, names: Mapping[str, str]) -> dict[WeightKey, str]:
+    """Return the name in a file of every weight of a model.
+
+    `names` gives it by field, with `{layer}` for the layer's index, as a `Family` does.
+    """
+    return {key: names[key.field].format(layer=key.layer) for key, _ in weight_keys(config)}
 
 
 def stored_shape(field: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in a file of a weight whose shape here, without L, is `shape`."""
-    layout = LAYOUTS[field]
-    size = dict(zip(layout.axes, shape, strict=True))
-    return tuple(math.prod(size[letter] for letter in group) for group in layout.stored)
+    """Return the shape in a file of a weight whose shape in memory, without L, is `shape`."""
+    form = STORED_FORMS[field]
+    size = dict(zip(form.axes, shape, strict=True))
+    return tuple(math.prod(size[letter] for letter in group) for group in form.stored)
 
 
 def from_stored(field: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """A file's array, viewed in the layout of this project."""
-    layout = LAYOUTS[field]
-    size = dict(zip(layout.axes, shape, strict=True))
-    letters = "".join(layout.stored)
+    """View a file's array as the weight in memory, of shape `shape` without L."""
+    form = STORED_FORMS[field]
+    size = dict(zip(form.axes, shape, strict=True))
+    letters = "".join(form.stored)
     heads_apart = array.reshape([size[letter] for letter in letters])
-    return heads_apart.transpose([letters.index(letter) for letter in layout.axes])
+    return heads_apart.transpose([letters.index(letter) for letter in form.axes])
 
 
-def to_stored(field: str, array: np.ndarray) -> np.ndarray:
-    """The inverse of `from_stored`."""
-    layout = LAYOUTS[field]
-    letters = "".join(layout.stored)
-    in_order = array.transpose([layout.axes.index(letter) for letter in letters])
-    return in_order.reshape(stored_shape(field, array.shape))
-
-
-def assemble(read: Read, config: ModelConfig, dtype, shardings: Model | None = None) -> Model:
-    """A `Model` with stacked layers, of weights that `read` gives one at a time.
+def assemble(read: ReadWeight, config: ModelConfig, dtype, shardings: Model | None = None) -> Model:
+    """Make a `Model` with stacked layers of weights that `read` gives one at a time.
 
     Each device's part of each leaf is made alone, layer by layer, so the host never holds a whole
     sharded leaf. `shardings` is a `Model` of `jax.sharding.Sharding`; None puts all on the first
     local device.
     """
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
-    def leaf(path, shape: tuple[int, ...], sharding: jax.sharding.Sharding = here) -> jax.Array:
-        part = _stacked_part if len(path) > 1 else _single_part
-        return jax.make_array_from_callback(
-            shape, sharding, lambda index: part(read, path[-1].name, shape, index, np.dtype(dtype))
-        )
+    def make_leaf(
+        path, shape: tuple[int, ...], sharding: jax.sharding.Sharding = first_device
+    ) -> jax.Array:
+        field = path[-1].name
+        stacked = len(path) > 1
+
+        def read_part(index) -> np.ndarray:
+            if stacked:
+                return _read_layers(read, field, shape, index, dtype=np.dtype(dtype))
+            whole = from_stored(field, read(WeightKey(field, None)), shape)
+            return whole[index].astype(np.dtype(dtype))
+
+        return jax.make_array_from_callback(shape, sharding, read_part)
 
     rest = () if shardings is None else (shardings,)
     return jax.tree.map_with_path(
-        leaf, weight_shapes(config), *rest, is_leaf=lambda x: isinstance(x, tuple)
+        make_leaf, weight_shapes(config), *rest, is_leaf=lambda x: isinstance(x, tuple)
     )
 
 
-def _single_part(read: Read, field: str, shape, index, dtype: np.dtype) -> np.ndarray:
-    return from_stored(field, read((field, None)), shape)[index].astype(dtype)
-
-
-def _stacked_part(read: Read, field: str, shape, index, dtype: np.dtype) -> np.ndarray:
+def _read_layers(
+    read: ReadWeight,
+    field: str,
+    shape: tuple[int, ...],
+    index: tuple[slice, ...],
+    *,
+    dtype: np.dtype,
+) -> np.ndarray:
+    """Read the part `index` of a weight whose layers are stacked to [L, ...]."""
     layers = range(shape[0])[index[0]]
     sizes = [len(range(size)[part]) for size, part in zip(shape, index, strict=True)]
     out = np.empty(sizes, dtype)
     for position, layer in enumerate(layers):
-        out[position] = from_stored(field, read((field, layer)), shape[1:])[index[1:]]
+        out[position] = from_stored(field, read(WeightKey(field, layer)), shape[1:])[index[1:]]
     return out
 
 
-def weight_at(model: Model, place: Place) -> np.ndarray:
-    """One weight of a model with stacked or unrolled layers, on the host, in the layout of this
-    project.
+def stored_weight(model: Model, key: WeightKey) -> np.ndarray:
+    """Return one weight of a model, on the host, in its stored form: the inverse of `from_stored`.
+
+    The model's layers may be stacked or unrolled.
     """
-    field, index = place
-    if index is None:
-        return np.asarray(getattr(model, field))
-    if isinstance(model.layers, Layer):
-        return np.asarray(getattr(model.layers, field)[index])
-    return np.asarray(getattr(model.layers[index], field))
+    if key.layer is None:
+        array = np.asarray(getattr(model, key.field))
+    elif isinstance(model.layers, Layer):
+        array = np.asarray(getattr(model.layers, key.field)[key.layer])
+    else:
+        array = np.asarray(getattr(model.layers[key.layer], key.field))
+    form = STORED_FORMS[key.field]
+    letters = "".join(form.stored)
+    in_order = array.transpose([form.axes.index(letter) for letter in letters])
+    return in_order.reshape(stored_shape(key.field, array.shape))
 
 
-def check(
+def check_weights(
     found: Mapping[str, tuple[Path, tuple[int, ...]]],
-    expected: Mapping[str, tuple[int, ...]],
+    names: Mapping[WeightKey, str],
     source: Path,
     config: ModelConfig,
 ) -> None:
     """Raise ValueError at the first tensor that is missing, of another shape, or has no place.
 
-    `found` gives file and shape by name, `expected` the shape.
+    `found` gives file and shape by name in the file, `names` the names of `config`'s weights.
     """
     model = f"a {config.family} model of {config.num_layers} layers"
+    expected = {names[key]: stored_shape(key.field, shape) for key, shape in weight_keys(config)}
     for name, shape in expected.items():
         if name not in found:
             raise ValueError(
@@ -158,7 +187,7 @@ def check(
                 f"{file}: tensor {name!r} has shape {list(actual)}, {model} needs {list(shape)}."
             )
     for name in found.keys() - expected.keys():
+        file, actual = found[name]
         raise ValueError(
-            f"{found[name][0]}: tensor {name!r} {list(found[name][1])} has no place in {model} as"
-            " configured."
+            f"{file}: tensor {name!r} {list(actual)} has no place in {model} as configured."
         )

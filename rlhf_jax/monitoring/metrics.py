@@ -28,6 +28,8 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
+from rlhf_jax.runtime.files import write_atomically
+
 # Keys that every line of metrics.jsonl has; seconds are wall seconds of the phase.
 REQUIRED = (
     "step",
@@ -245,7 +247,9 @@ def open_run(workdir: str | pathlib.Path, config: str, first_step: int = 0) -> W
         folder.mkdir(parents=True, exist_ok=True)
         if first_step == 0:
             _keep_earlier(folder)
-    _replace(folder / "config.json", (config + "\n").encode())
+    path = folder / "config.json"
+    with _writing(path):
+        write_atomically(path, (config + "\n").encode(), durable=True)
     return Writer(folder, first_step)
 
 
@@ -331,7 +335,8 @@ def compare(
 def _cut(path: pathlib.Path, first_step: int) -> None:
     """Leaves the file without the lines of `first_step` and later, and without a torn last line."""
     kept = [line for line in _lines(path) if _parsed(path, line)["step"] < first_step]
-    _replace(path, b"".join(line + b"\n" for line in kept))
+    with _writing(path):
+        write_atomically(path, b"".join(line + b"\n" for line in kept), durable=True)
 
 
 def _open(path: pathlib.Path) -> io.FileIO:
@@ -355,17 +360,6 @@ def _parsed(path: pathlib.Path, line: bytes) -> dict[str, Any]:
         raise ValueError(
             f"{path}: the line {line[:60]!r} is no record of a step; remove it to resume."
         ) from error
-
-
-def _replace(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file whole or not at all, whenever the machine stops."""
-    fresh = path.with_name(path.name + ".new")
-    with _writing(path):
-        with fresh.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
 
 
 def _append(file: io.FileIO, row: Mapping[str, Any]) -> None:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pathlib
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+
+from rlhf_jax.runtime.files import write_atomically
 
 KEPT = 10  # traces of a run: the latest
 # Perfetto takes process 0 and thread 0 for the idle task of a kernel, and a thread of its process's
@@ -108,12 +109,10 @@ def write(
     OSError that names the file.
     """
     path = pathlib.Path(workdir) / "timeline" / f"step-{step:06d}.json"
-    fresh = path.with_name(path.name + ".new")
     text = json.dumps(chrome_trace(spans, slices), separators=(",", ":"), ensure_ascii=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(text, encoding="utf-8")
-        os.replace(fresh, path)
+        write_atomically(path, text.encode())
         for old in _superseded(sorted(path.parent.glob("step-*.json")), path):
             old.unlink()
     except OSError as error:

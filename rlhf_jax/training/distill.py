@@ -25,7 +25,9 @@ from flax import struct
 
 from rlhf_jax.generation.speculative.sampling import Sampling, draw
 from rlhf_jax.mesh import model_shardings
-from rlhf_jax.model.transformer import cast, forward, logits, stack, unstack
+from rlhf_jax.model.columns import join_columns, split_columns
+from rlhf_jax.model.decoding import completed
+from rlhf_jax.model.transformer import cast, forward, logits, stack
 from rlhf_jax.training.batching import micro_batches, minibatches
 from rlhf_jax.training.update import Gradient, UpdateConfig, apply
 from rlhf_jax.types import Array, Model, ModelConfig, Rollout, TrainState
@@ -96,32 +98,6 @@ def with_student(
     return dataclasses.replace(
         state, drafter=student, drafter_optimizer=moments, drafter_version=version
     )
-
-
-def completed(student: Model, policy: Model) -> Model:
-    """A whole model of the student's layers and norm and the policy's embedding and head, which are
-    not copied.
-    """
-    return dataclasses.replace(student, embed=policy.embed, head=policy.head)
-
-
-def student_for(
-    target: Model, drafter: Model | None, mesh: jax.sharding.Mesh | None = None
-) -> Model | None:
-    """What drafts for the decoding weights `target`: a student unrolled, in their dtype, with their
-    very embedding and head; a drafter that has its own, or none, as it is.
-    """
-    if drafter is None or drafter.embed is not None:
-        return drafter
-    return completed(_unrolled(drafter, target.norm.dtype, mesh), target)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _unrolled(student: Model, dtype, mesh: jax.sharding.Mesh | None) -> Model:
-    model = unstack(cast(student, dtype))
-    if mesh is None:
-        return model
-    return jax.lax.with_sharding_constraint(model, model_shardings(model, mesh, "generation"))
 
 
 def distill(
@@ -284,12 +260,11 @@ def _slopes(
     """The loss's derivative [R, T, M] by the student's hidden states, the loss, and the share drawn
     alike.
     """
-    rows, slots = lesson.tokens.shape
     measure = functools.partial(_block_slopes, head, lesson.key, config.temperature)
     slopes, losses, drawn = jax.lax.map(
         lambda block: measure(*block), _blocks(lesson, config, hidden, lesson.hidden)
     )
-    slopes = jnp.moveaxis(slopes, 0, 1).reshape(rows, -1, hidden.shape[-1])[:, :slots]
+    slopes = join_columns(slopes, lesson.tokens.shape[1])
     return (
         slopes / lesson.total.astype(slopes.dtype),
         losses.sum() / lesson.total,
@@ -301,19 +276,11 @@ def _blocks(lesson: DistillBatch, config: UpdateConfig, *hidden: Array | None) -
     """Hidden states [R, T, M], and the tokens, mask and positions that they predict, in blocks of
     columns.
     """
-    rows, slots = lesson.tokens.shape
-    columns = max(1, min(config.chunk // rows, slots))
-    positions = jnp.broadcast_to(jnp.arange(1, slots + 1, dtype=jnp.int32), lesson.tokens.shape)
+    after = jnp.arange(1, lesson.tokens.shape[1] + 1, dtype=jnp.int32)
+    positions = jnp.broadcast_to(after, lesson.tokens.shape)
     # what hidden[t] predicts
     following = [jnp.pad(x[:, 1:], ((0, 0), (0, 1))) for x in (lesson.tokens, lesson.mask)]
-    return tuple(_column_blocks(x, columns) for x in (*hidden, *following, positions))
-
-
-def _column_blocks(x: Array, columns: int) -> Array:
-    """x [R, T, ...] -> [T / columns, R, columns, ...], zeros (masked out) after the last column."""
-    count = -(-x.shape[1] // columns)
-    padding = [(0, 0), (0, count * columns - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
-    return jnp.moveaxis(jnp.pad(x, padding).reshape(x.shape[0], count, columns, *x.shape[2:]), 1, 0)
+    return split_columns((*hidden, *following, positions), config.chunk)
 
 
 def _block_slopes(

@@ -8,83 +8,42 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
+from jax.typing import DTypeLike
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.model import weight_table
+from rlhf_jax.model.families import FAMILIES
 from rlhf_jax.model.transformer import rope_frequencies
 from rlhf_jax.model.weights.gguf_file import File
 from rlhf_jax.types import Model, ModelConfig, RopeScaling
 
-FAMILIES = ("llama", "qwen2", "qwen3")  # general.architecture; Mistral's files say llama
-NAMES = {
-    "embed": "token_embd.weight",
-    "norm": "output_norm.weight",
-    "head": "output.weight",
-    "attention_norm": "attn_norm.weight",
-    "query": "attn_q.weight",
-    "key": "attn_k.weight",
-    "value": "attn_v.weight",
-    "output": "attn_output.weight",
-    "mlp_norm": "ffn_norm.weight",
-    "gate": "ffn_gate.weight",
-    "up": "ffn_up.weight",
-    "down": "ffn_down.weight",
-    "query_bias": "attn_q.bias",
-    "key_bias": "attn_k.bias",
-    "value_bias": "attn_v.bias",
-    "query_norm": "attn_q_norm.weight",
-    "key_norm": "attn_k_norm.weight",
-}
-# how llama.cpp keeps Llama 3's scaling: one divisor a frequency
+# The tensor in which llama.cpp keeps Llama 3's scaling, as one divisor a frequency.
 ROPE_DIVISORS = "rope_freqs.weight"
-# tokenizer.ggml.token_type
+# Values of `tokenizer.ggml.token_type` whose tokens are never made by merging.
 CONTROL = 3
 USER_DEFINED = 4
-WORDS = (  # Llama 3's and Qwen's splitting, but for how many digits stay together
+# Llama 3 and Qwen split words alike, but for how many digits stay together: DIGITS stands for that.
+WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+DIGITS = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}
 
 
 def read_config(file: File) -> ModelConfig:
-    """The `ModelConfig` of a file; ValueError names what is missing or not supported."""
-    family = file["general.architecture"]
-    if family not in FAMILIES:
+    """Read the `ModelConfig` of a file; ValueError names what is missing or not supported."""
+    architecture = file["general.architecture"]
+    families = {f.gguf_architecture: f for f in FAMILIES.values() if f.gguf_architecture}
+    if architecture not in families:
         raise ValueError(
-            f"{file.path}: architecture {family!r} is not supported; supported are"
-            f" {', '.join(FAMILIES)}."
+            f"{file.path}: architecture {architecture!r} is not supported; supported are"
+            f" {', '.join(families)}."
         )
+    family = families[architecture]
     heads = file["{arch}.attention.head_count"]
     width = file["{arch}.embedding_length"]
     head_dim = file.get("{arch}.attention.key_length", width // heads)
-    _refuse_unsupported(file, head_dim)
-    context = file["{arch}.context_length"]
-    config = ModelConfig(
-        family=family,
-        vocab_size=len(file["tokenizer.ggml.tokens"]),
-        width=width,
-        ffn_width=file["{arch}.feed_forward_length"],
-        num_layers=file["{arch}.block_count"],
-        num_heads=heads,
-        num_kv_heads=file.get("{arch}.attention.head_count_kv", heads),
-        head_dim=head_dim,
-        max_context=min(context, file.get("{arch}.attention.sliding_window") or context),
-        rope_theta=float(file.get("{arch}.rope.freq_base", 10_000.0)),
-        norm_eps=_shortest(file["{arch}.attention.layer_norm_rms_epsilon"]),
-        tied=NAMES["head"] not in file.tensors,
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-    )
-    return dataclasses.replace(config, rope_scaling=_read_scaling(file, config))
-
-
-def _shortest(value: float) -> float:
-    """The decimal that was meant by a number kept in float32: 1e-5, not 9.99999974738e-06."""
-    return float(str(np.float32(value)))
-
-
-def _refuse_unsupported(file: File, head_dim: int) -> None:
     required = {
         "{arch}.expert_count": 0,
         "{arch}.attention.value_length": head_dim,
@@ -97,11 +56,43 @@ def _refuse_unsupported(file: File, head_dim: int) -> None:
                 f" {needed}."
             )
 
+    context = file["{arch}.context_length"]
+    # The decimal that was meant by a number kept in float32: 1e-5, not 9.99999974738e-06.
+    norm_eps = float(str(np.float32(file["{arch}.attention.layer_norm_rms_epsilon"])))
+    config = ModelConfig(
+        family=family.name,
+        vocab_size=len(file["tokenizer.ggml.tokens"]),
+        width=width,
+        ffn_width=file["{arch}.feed_forward_length"],
+        num_layers=file["{arch}.block_count"],
+        num_heads=heads,
+        num_kv_heads=file.get("{arch}.attention.head_count_kv", heads),
+        head_dim=head_dim,
+        max_context=min(context, file.get("{arch}.attention.sliding_window") or context),
+        rope_theta=float(file.get("{arch}.rope.freq_base", 10_000.0)),
+        norm_eps=norm_eps,
+        tied=family.gguf_names["head"] not in file.tensors,
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+    )
+    return dataclasses.replace(config, rope_scaling=_read_scaling(file, config))
+
 
 def _read_scaling(file: File, config: ModelConfig) -> RopeScaling | None:
-    kind = file.get("{arch}.rope.scaling.type", "none")
+    """Return the scaling of the rotary embedding of a `config` that has none yet."""
     if ROPE_DIVISORS in file.tensors:
-        return _llama3_scaling(file, config)
+        # The largest divisor is Llama 3's factor; the others must follow from it.
+        divisors = file.dequantise(ROPE_DIVISORS)
+        scaling = RopeScaling("llama3", factor=float(divisors.max()))
+        scaled = rope_frequencies(dataclasses.replace(config, rope_scaling=scaling))
+        if not np.allclose(rope_frequencies(config) / scaled, divisors, rtol=1e-3):
+            raise ValueError(
+                f"{file.path}: {ROPE_DIVISORS} is not Llama 3's rope scaling, and no other is"
+                " supported."
+            )
+        return scaling
+
+    kind = file.get("{arch}.rope.scaling.type", "none")
     if kind == "linear":
         return RopeScaling("linear", float(file["{arch}.rope.scaling.factor"]))
     if kind != "none":
@@ -111,23 +102,11 @@ def _read_scaling(file: File, config: ModelConfig) -> RopeScaling | None:
     return None
 
 
-def _llama3_scaling(file: File, config: ModelConfig) -> RopeScaling:
-    """Llama 3's scaling from its divisors: the largest is the factor, the rest must follow from
-    it.
-    """
-    divisors = file.dequantise(ROPE_DIVISORS)
-    scaling = RopeScaling("llama3", factor=float(divisors.max()))
-    scaled = rope_frequencies(dataclasses.replace(config, rope_scaling=scaling))
-    if not np.allclose(rope_frequencies(config) / scaled, divisors, rtol=1e-3):
-        raise ValueError(
-            f"{file.path}: {ROPE_DIVISORS} is not Llama 3's rope scaling, and no other is"
-            " supported."
-        )
-    return scaling
-
-
 def stop_tokens(file: File) -> tuple[int, ...]:
-    """Token ids that end a text, the end of a turn included; () where the file names none."""
+    """Return the ids of the tokens that end a text, the end of a turn included.
+
+    () where the file names none.
+    """
     keys = (
         "tokenizer.ggml.eos_token_id",
         "tokenizer.ggml.eot_token_id",
@@ -137,20 +116,26 @@ def stop_tokens(file: File) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token for token in ids if token is not None))
 
 
-def load(file: File, dtype, shardings: Model | None = None) -> Model:
-    """The model in a file, layers stacked, dequantised to `dtype`, one weight on the host at a
-    time.
+def load(file: File, dtype: DTypeLike, shardings: Model | None = None) -> Model:
+    """Load the model of a file, layers stacked, dequantised to `dtype`.
 
-    `shardings` is a `Model` of `jax.sharding.Sharding`, or None for the first local device. Raises
-    ValueError, naming file and tensor, before any weight is read.
+    The host holds one weight at a time. `shardings` is a `Model` of `jax.sharding.Sharding`, or
+    None for the first local device. Raises ValueError, naming file and tensor, before any weight is
+    read.
     """
     config = read_config(file)
     check_tensors(file, config)
+    family = FAMILIES[config.family]
+    names = weight_table.stored_names(config, family.gguf_names)
+    heads = {"query": config.num_heads, "key": config.num_kv_heads}
 
-    def read(place: weight_table.Place) -> np.ndarray:
-        array = file.dequantise(_name(place))
-        heads = {"query": config.num_heads, "key": config.num_kv_heads}.get(place[0])
-        return _halves(array, heads) if heads and config.family == "llama" else array
+    def read(key: weight_table.WeightKey) -> np.ndarray:
+        array = file.dequantise(names[key])
+        if key.field not in heads or not family.gguf_interleaved:
+            return array
+        # [(H, D/2, 2), M], the two halves of each head interleaved, to [(H, 2, D/2), M].
+        pairs = array.reshape(heads[key.field], -1, 2, array.shape[1])
+        return pairs.swapaxes(1, 2).reshape(array.shape)
 
     return weight_table.assemble(read, config, dtype, shardings)
 
@@ -162,26 +147,12 @@ def check_tensors(file: File, config: ModelConfig) -> None:
         for name, tensor in file.tensors.items()
         if name != ROPE_DIVISORS
     }
-    expected = {
-        _name(place): weight_table.stored_shape(place[0], shape)
-        for place, shape in weight_table.places(config)
-    }
-    weight_table.check(found, expected, file.path, config)
-
-
-def _name(place: weight_table.Place) -> str:
-    field, layer = place
-    return NAMES[field] if layer is None else f"blk.{layer}.{NAMES[field]}"
-
-
-def _halves(array: np.ndarray, heads: int) -> np.ndarray:
-    """Undo llama.cpp's row order: it interleaves the two halves of each head, [(H, D/2, 2), M]."""
-    rows, width = array.shape
-    return array.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
+    names = weight_table.stored_names(config, FAMILIES[config.family].gguf_names)
+    weight_table.check_weights(found, names, file.path, config)
 
 
 def read_tokenizer(file: File) -> Tokenizer:
-    """The byte-level BPE tokenizer and chat template of a file; ValueError for any other kind."""
+    """Read the byte-level BPE tokenizer and chat template; ValueError for any other kind."""
     kind = file["tokenizer.ggml.model"]
     if kind != "gpt2":
         raise ValueError(
@@ -196,23 +167,36 @@ def read_tokenizer(file: File) -> Tokenizer:
         "clean_up_tokenization_spaces": False,
     }
     return Tokenizer(
-        _backend(file, special), file.get("tokenizer.chat_template"), special, settings, file.path
+        backend=_make_backend(file, special),
+        template=file.get("tokenizer.chat_template"),
+        special=special,
+        settings=settings,
+        origin=file.path,
     )
 
 
-def _backend(file: File, special: Mapping[str, str]) -> tokenizers.Tokenizer:
+def _make_backend(file: File, special: Mapping[str, str]) -> tokenizers.Tokenizer:
+    """Make the tokenizer of a file's vocabulary, merges and added tokens."""
     kind = file.get("tokenizer.ggml.pre", "default")
-    vocabulary = {token: index for index, token in enumerate(file["tokenizer.ggml.tokens"])}
+    tokens = file["tokenizer.ggml.tokens"]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in file["tokenizer.ggml.merges"]]
     # Llama 3 takes a word that is in the vocabulary as it is, whatever its merges say.
     backend = tokenizers.Tokenizer(
         models.BPE(vocabulary, merges, ignore_merges=kind == "llama-bpe")
     )
-    backend.pre_tokenizer = _pre_tokenizer(kind, file.path)
+    backend.pre_tokenizer = _make_pre_tokenizer(kind, file.path)
     backend.decoder = decoders.ByteLevel()
     if kind == "qwen2":
         backend.normalizer = normalizers.NFC()
-    _add_special(backend, file)
+
+    added = [
+        tokenizers.AddedToken(token, special=kind_of == CONTROL, normalized=False)
+        for token, kind_of in zip(tokens, file["tokenizer.ggml.token_type"], strict=True)
+        if kind_of in (CONTROL, USER_DEFINED)
+    ]
+    backend.add_tokens(added)
+
     if file.get("tokenizer.ggml.add_bos_token", kind == "llama-bpe") and "bos_token" in special:
         bos = special["bos_token"]
         backend.post_processor = processors.TemplateProcessing(
@@ -221,31 +205,21 @@ def _backend(file: File, special: Mapping[str, str]) -> tokenizers.Tokenizer:
     return backend
 
 
-def _pre_tokenizer(kind: str, path: Path) -> pre_tokenizers.PreTokenizer:
+def _make_pre_tokenizer(kind: str, path: Path) -> pre_tokenizers.PreTokenizer:
+    """Make what splits a text into words, by llama.cpp's name for it."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if kind in ("default", "gpt-2"):
         return byte_level
     if kind == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    digits = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}
-    if kind not in digits:
+    if kind not in DIGITS:
         raise ValueError(
             f"{path}: pre-tokenizer {kind!r} is not supported; supported are gpt-2, smollm,"
             " llama-bpe and qwen2."
         )
     words = pre_tokenizers.Split(
-        tokenizers.Regex(WORDS.replace("DIGITS", digits[kind])), behavior="isolated"
+        tokenizers.Regex(WORDS.replace("DIGITS", DIGITS[kind])), behavior="isolated"
     )
     return pre_tokenizers.Sequence(
         [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
-
-
-def _add_special(backend: tokenizers.Tokenizer, file: File) -> None:
-    kinds = file["tokenizer.ggml.token_type"]
-    marked = [
-        tokenizers.AddedToken(token, special=kind == CONTROL, normalized=False)
-        for token, kind in zip(file["tokenizer.ggml.tokens"], kinds, strict=True)
-        if kind in (CONTROL, USER_DEFINED)
-    ]
-    backend.add_tokens(marked)

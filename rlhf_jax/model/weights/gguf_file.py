@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import gguf
 import numpy as np
 
+# Kinds of metadata values, as the format numbers them; the rest are numbers, by their numpy dtype.
 STRING = 8
 ARRAY = 9
 SCALARS = {
@@ -32,29 +33,30 @@ SCALARS = {
     11: "<i8",
     12: "<f8",
 }
-DEFAULT_ALIGNMENT = 32  # bytes
+DEFAULT_ALIGNMENT = 32  # Tensors begin at a multiple of so many bytes, where a file says nothing.
 
 
 class Tensor(NamedTuple):
-    """Where a tensor lies, and its shape in the order of rows first, as PyTorch has it."""
+    """Say where in a file a tensor lies, and its shape with rows first, as PyTorch has it."""
 
     shape: tuple[int, ...]
     kind: gguf.GGMLQuantizationType
-    begin: int  # bytes from the start of the file
+    begin: int  # Bytes from the start of the file.
     end: int
 
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """A parsed GGUF file."""
+    """Hold a parsed GGUF file: its metadata, and where its tensors lie."""
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
 
     def __getitem__(self, key: str) -> Any:
-        """The value of a metadata key, `{arch}` standing for the architecture; ValueError if
-        missing.
+        """Return the value of a metadata key; ValueError if it is missing.
+
+        `{arch}` in the key stands for the file's architecture.
         """
         value = self.get(key)
         if value is None:
@@ -66,15 +68,15 @@ class File:
         return value
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a metadata key, or `default`."""
+        """Return the value of a metadata key as `[]` does, or `default` where it is missing."""
         return self.metadata.get(
             key.format(arch=self.metadata.get("general.architecture")), default
         )
 
     def dequantise(self, name: str) -> np.ndarray:
-        """A tensor in float32; ValueError when the `gguf` package cannot decode its type."""
+        """Read a tensor as float32; ValueError when the `gguf` package cannot decode its type."""
         tensor = self.tensors[name]
-        # plain: a memmap's slices are slow
+        # A plain array, since slices of a memmap are slow.
         mapped = np.asarray(np.memmap(self.path, np.uint8, mode="r"))
         rows = gguf.quant_shape_to_byte_shape(tensor.shape, tensor.kind)
         try:
@@ -84,8 +86,9 @@ class File:
 
 
 def open_file(path: Path) -> File:
-    """Parse a GGUF file, reading no weights; FileNotFoundError or ValueError when missing or
-    broken.
+    """Parse a GGUF file, reading no weights.
+
+    Raises FileNotFoundError or ValueError, in one sentence, when it is missing or broken.
     """
     path = Path(path)
     if not path.is_file():
@@ -107,16 +110,32 @@ def open_file(path: Path) -> File:
 
 
 def _parse(stream: BinaryIO) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read (metadata, tensors) from the beginning of a file; `open_file` lists what it raises."""
     magic, version, num_tensors, num_keys = struct.unpack("<4sIQQ", _take(stream, 24))
     if magic != b"GGUF" or version not in (2, 3):
         raise ValueError(f"it begins with {magic!r}, version {version}")
-    metadata = {_string(stream): _value(stream, _integer(stream)) for _ in range(num_keys)}
-    headers = [_tensor_header(stream) for _ in range(num_tensors)]
+    metadata = {}
+    for _ in range(num_keys):
+        key = _read_string(stream)
+        metadata[key] = _read_value(stream, _read_integer(stream, 4))
+
+    headers = []
+    for _ in range(num_tensors):
+        name = _read_string(stream)
+        rank = _read_integer(stream, 4)
+        # The fastest axis is stored first.
+        shape = tuple(_read_integer(stream, 8) for _ in range(rank))[::-1]
+        kind = gguf.GGMLQuantizationType(_read_integer(stream, 4))
+        headers.append((name, shape, kind, _read_integer(stream, 8)))
+
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     start = -(-stream.tell() // alignment) * alignment
-    return metadata, {
-        name: _tensor(shape, kind, start + offset) for name, shape, kind, offset in headers
-    }
+    tensors = {}
+    for name, shape, kind, offset in headers:
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        begin = start + offset
+        tensors[name] = Tensor(shape, kind, begin, end=begin + math.prod(shape) // block * size)
+    return metadata, tensors
 
 
 def _take(stream: BinaryIO, size: int) -> bytes:
@@ -126,42 +145,22 @@ def _take(stream: BinaryIO, size: int) -> bytes:
     return taken
 
 
-def _integer(stream: BinaryIO) -> int:
-    return int.from_bytes(_take(stream, 4), "little")
+def _read_integer(stream: BinaryIO, size: int) -> int:
+    return int.from_bytes(_take(stream, size), "little")
 
 
-def _long(stream: BinaryIO) -> int:
-    return int.from_bytes(_take(stream, 8), "little")
+def _read_string(stream: BinaryIO) -> str:
+    return _take(stream, _read_integer(stream, 8)).decode("utf-8", errors="replace")
 
 
-def _string(stream: BinaryIO) -> str:
-    return _take(stream, _long(stream)).decode("utf-8", errors="replace")
-
-
-def _value(stream: BinaryIO, kind: int) -> Any:
+def _read_value(stream: BinaryIO, kind: int) -> Any:
+    """Read a metadata value of a kind; KeyError where the format knows no such kind."""
     if kind == STRING:
-        return _string(stream)
-    if kind != ARRAY:
-        return _numbers(stream, kind, 1)[0]
-    kind = _integer(stream)
-    count = _long(stream)
-    if kind in (STRING, ARRAY):
-        return [_value(stream, kind) for _ in range(count)]
-    return _numbers(stream, kind, count)
-
-
-def _numbers(stream: BinaryIO, kind: int, count: int) -> list:
-    dtype = np.dtype(SCALARS[kind])
-    return np.frombuffer(_take(stream, count * dtype.itemsize), dtype).tolist()
-
-
-def _tensor_header(stream: BinaryIO) -> tuple[str, tuple[int, ...], gguf.GGMLQuantizationType, int]:
-    name = _string(stream)
-    rank = _integer(stream)
-    shape = tuple(_long(stream) for _ in range(rank))[::-1]  # stored with the fastest axis first
-    return name, shape, gguf.GGMLQuantizationType(_integer(stream)), _long(stream)
-
-
-def _tensor(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType, begin: int) -> Tensor:
-    block, size = gguf.GGML_QUANT_SIZES[kind]
-    return Tensor(shape, kind, begin, begin + math.prod(shape) // block * size)
+        return _read_string(stream)
+    element = _read_integer(stream, 4) if kind == ARRAY else kind
+    count = _read_integer(stream, 8) if kind == ARRAY else 1
+    if element in (STRING, ARRAY):
+        return [_read_value(stream, element) for _ in range(count)]
+    dtype = np.dtype(SCALARS[element])
+    values = np.frombuffer(_take(stream, count * dtype.itemsize), dtype).tolist()
+    return values if kind == ARRAY else values[0]

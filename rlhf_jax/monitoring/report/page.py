@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
 from typing import Any
 
@@ -15,6 +14,7 @@ from rlhf_jax.monitoring.report import drafting, timeline
 from rlhf_jax.monitoring.report.charts import Chart, line_chart, stacked_chart
 from rlhf_jax.monitoring.report.run import Row, Run, Series, read_run, series
 from rlhf_jax.monitoring.report.scales import duration, reading, signed, smooth
+from rlhf_jax.runtime.files import write_atomically
 
 ALGORITHMS = {
     "gae": "PPO",
@@ -58,13 +58,11 @@ def write_report(workdir: str | pathlib.Path, device: str = "") -> pathlib.Path:
     """
     run = read_run(workdir)
     path = pathlib.Path(workdir).expanduser() / "report.html"
-    fresh = path.with_name("report.html.new")
     text = render(run, device)
     try:
-        fresh.write_text(text, encoding="utf-8", errors="replace")  # a lone surrogate becomes '?'
-        os.replace(fresh, path)
+        # A lone surrogate becomes '?'.
+        write_atomically(path, text.encode(errors="replace"))
     except OSError as error:
-        fresh.unlink(missing_ok=True)
         reason = error.strerror or error
         raise OSError(
             f"{path} cannot be written ({reason}); make room and give launch/report.py again."

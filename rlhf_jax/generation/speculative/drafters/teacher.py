@@ -20,6 +20,7 @@ from rlhf_jax.generation.speculative.drafters.model import confidence
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, NOTHING, RANKS, Observations
 from rlhf_jax.model.attention import causal
+from rlhf_jax.model.columns import join_columns, split_columns
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.types import Array, Model
 
@@ -63,12 +64,11 @@ def _score_rows(drafter: Model, part, sampling: Sampling, attend: Callable) -> t
     another.
     """
     tokens, mask, key = part
-    rows, slots = tokens.shape
+    slots = tokens.shape[1]
     places = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), tokens.shape)
     hidden, _ = forward(drafter, tokens, places, attend)
-    columns = max(1, min(CHUNK // rows, slots - 1))
     told = (hidden[:, :-1], tokens[:, 1:], mask[:, 1:], places[:, 1:])
-    blocks = jax.tree.map(lambda leaf: _blocks(leaf, columns), told)
+    blocks = split_columns(told, CHUNK)
 
     def block(part):
         wanted = part[2]
@@ -78,20 +78,8 @@ def _score_rows(drafter: Model, part, sampling: Sampling, attend: Callable) -> t
             wanted.any(), lambda: _score_block(drafter, part, key, sampling), lambda: unknown
         )
 
-    rank, sure = (
-        jnp.moveaxis(leaf, 0, 1).reshape(rows, -1)[:, : slots - 1]
-        for leaf in jax.lax.map(block, blocks)
-    )
+    rank, sure = join_columns(jax.lax.map(block, blocks), slots - 1)
     return jnp.pad(rank, ((0, 0), (1, 0)), constant_values=-1), jnp.pad(sure, ((0, 0), (1, 0)))
-
-
-def _blocks(leaf: Array, columns: int) -> Array:
-    """leaf [B, T, ...] -> [T / columns, B, columns, ...], zeros after the last column."""
-    count = -(-leaf.shape[1] // columns)
-    padding = [(0, 0), (0, count * columns - leaf.shape[1])] + [(0, 0)] * (leaf.ndim - 2)
-    return jnp.moveaxis(
-        jnp.pad(leaf, padding).reshape(len(leaf), count, columns, *leaf.shape[2:]), 1, 0
-    )
 
 
 def _score_block(drafter: Model, part, key: Array, sampling: Sampling) -> tuple[Array, Array]:

@@ -1,0 +1,11 @@
+"""Llama: the family that the others differ from."""
+
+from rlhf_jax.model.families.family import Family
+
+LLAMA = Family(
+    name="llama",
+    class_prefix="Llama",
+    models="Llama 2 to 3.3, SmolLM2",
+    gguf_architecture="llama",
+    gguf_interleaved=True,
+)

@@ -1,0 +1,10 @@
+"""Mistral: Llama with a sliding window; its GGUF files say that they are Llama's."""
+
+from rlhf_jax.model.families.family import Family
+
+MISTRAL = Family(
+    name="mistral",
+    class_prefix="Mistral",
+    required_keys=("num_key_value_heads",),
+    always_windowed=True,
+)
