@@ -65,7 +65,7 @@ from rlhf_jax.training.distill import (
 from rlhf_jax.training.experience import AdvantageConfig
 from rlhf_jax.training.update import (
     Optimizers,
-    UpdateConfig,
+    TrainingSettings,
     init_train_state,
     make_optimizer,
     update,
@@ -512,8 +512,8 @@ def stages_of(world: World, temperature: float, rate: float) -> Stages:
     """GRPO on `--prompts` prompts, one optimizer step."""
     asked = world.asked
     rows = GROUP * world.asked.prompts
-    training = UpdateConfig(
-        microbatch_rows=GROUP, bucket=world.slots, temperature=temperature, dtype=world.dtype
+    training = TrainingSettings(
+        microbatch_rows=GROUP, length_bucket=world.slots, temperature=temperature, dtype=world.dtype
     )
     student = make_optimizer(asked.student_learning_rate)
     return Stages(

@@ -50,7 +50,7 @@ from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig
 from rlhf_jax.training.distill import Distillation, student_config, student_of, with_student
 from rlhf_jax.training.experience import AdvantageConfig
 from rlhf_jax.training.losses import AGGREGATES
-from rlhf_jax.training.update import Optimizers, UpdateConfig, init_train_state, make_optimizer
+from rlhf_jax.training.update import Optimizers, TrainingSettings, init_train_state, make_optimizer
 from rlhf_jax.types import Model, ModelConfig, TrainState
 
 # What may change between a checkpoint and the run that goes on from it: names, or how they begin.
@@ -126,7 +126,7 @@ def prepare(config: Config) -> Run:
         open_source(config.drafter.path) if derived.drafts(config) and config.drafter.path else None
     )
     critic = None
-    if config.objective == "reward" and ESTIMATORS[config.advantage.estimator].critic:
+    if config.objective == "reward" and ESTIMATORS[config.advantage.estimator].needs_critic:
         critic = open_source(config.critic.path) if config.critic.path else policy
     rewards = tuple(open_source(path) for path in config.reward.models)
     run = Run(
@@ -293,7 +293,7 @@ def _shaping(config: Config) -> AdvantageConfig:
     return AdvantageConfig(
         estimator=advantage.estimator,
         estimation=EstimatorConfig(group, advantage.discount, advantage.gae_lambda),
-        kl=config.kl.estimator,
+        kl_estimator=config.kl.estimator,
         kl_in_reward=config.kl.place == "reward",
         missing_end=reward.missing_end,
         clip=reward.clip,
@@ -302,28 +302,28 @@ def _shaping(config: Config) -> AdvantageConfig:
     )
 
 
-def _training(run: Run) -> UpdateConfig:
+def _training(run: Run) -> TrainingSettings:
     config = run.config
     training = run.config.training
-    return UpdateConfig(
+    return TrainingSettings(
         epochs=training.epochs,
         minibatches=training.minibatches,
         microbatch_rows=training.microbatch_rows,
-        bucket=training.length_bucket,
+        length_bucket=training.length_bucket,
         temperature=config.generation.temperature,
         clip_low=training.clip_low,
         clip_high=training.clip_high,
-        value_clip=config.critic.clip,
+        critic_clip=config.critic.clip,
         aggregate=AGGREGATES[training.aggregate],
-        response_slots=config.generation.max_new_tokens,
-        kl=shaping.KL[config.kl.estimator],
-        entropy_weight=training.entropy_coefficient,
+        max_new_tokens=config.generation.max_new_tokens,
+        kl_estimator=shaping.KL[config.kl.estimator],
+        entropy_coefficient=training.entropy_coefficient,
         target_kl=training.target_kl,
         dtype=run.dtype,
         remat=training.remat,
         seed=config.seed,
         attend=causal_on(run.mesh, run.policy.config.num_kv_heads),
-        law=laid.law(run.kernels[0], run.mesh),
+        token_logprobs=laid.law(run.kernels[0], run.mesh),
         critic_attend=causal_on(run.mesh, (run.critic or run.policy).config.num_kv_heads),
     )
 

@@ -33,7 +33,7 @@ from rlhf_jax.rollout import placing_of, roll_out, spans_of
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.state import HostState, Observer, RolloutStats, Stages
-from rlhf_jax.training.batching import signal
+from rlhf_jax.training.batching import groups_with_signal
 from rlhf_jax.training.distill import student_for
 from rlhf_jax.training.experience import penalise_and_clip
 from rlhf_jax.types import Model
@@ -178,7 +178,7 @@ def collect(
         memory.timeline.spans, stages.mesh.shape["slices"]
     )
     metrics["generation/groups_without_signal"] = float(
-        1 - signal(seen, stages.samples_per_prompt).mean()
+        1 - groups_with_signal(seen, stages.samples_per_prompt).mean()
     )
     return everything.rows(kept), learned, metrics | _outcome(everything, stages)
 
@@ -193,7 +193,7 @@ def _backlog(target: Model, judges: ScoringModels, stages: Stages) -> ScoringQue
     rows = max(1, stages.training.microbatch_rows // stages.mesh.shape["slices"])
     rewards = {
         name: dataclasses.replace(
-            judge, model=place(judge.model), rows=rows, bucket=stages.decoding.max_length
+            judge, model=place(judge.model), rows=rows, length_bucket=stages.decoding.max_length
         )
         for name, judge in stages.reward_models.items()
     }
@@ -306,7 +306,7 @@ def choose_groups(rewards: np.ndarray, group: int, wanted: int) -> tuple[np.ndar
 
     Where there are not, the first of the others fill up; groups stay in order.
     """
-    trains_drafter = signal(rewards, group)
+    trains_drafter = groups_with_signal(rewards, group)
     chosen = np.sort(np.argsort(~trains_drafter, kind="stable")[:wanted])
     return (chosen[:, None] * group + np.arange(group)).reshape(-1), int(
         trains_drafter.sum()

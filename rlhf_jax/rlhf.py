@@ -15,7 +15,7 @@ from rlhf_jax.collect import RewardedRollout, collect, finished
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation.history import as_rollout
 from rlhf_jax.inference.logprobs import mismatch, score_rollout
-from rlhf_jax.inference.overlap import SCORED, Scored, ScoringModels, scored_row
+from rlhf_jax.inference.overlap import PER_TOKEN_SCORES, Scored, ScoringModels, scores_of_row
 from rlhf_jax.inference.values import score_values
 from rlhf_jax.model.transformer import cast
 from rlhf_jax.monitoring.trace import Span
@@ -23,16 +23,8 @@ from rlhf_jax.runtime import distributed
 from rlhf_jax.state import FrozenModels, HostState, Observer, Stages, drafter_of
 from rlhf_jax.training.distill import distill
 from rlhf_jax.training.experience import compute_advantages
-from rlhf_jax.training.update import NonFiniteUpdate, update
+from rlhf_jax.training.update import NonFiniteStep, update
 from rlhf_jax.types import Array, Experience, Model, Rollout, TrainState
-
-
-class NonFiniteStep(ValueError):
-    """A step that met a number that is not finite, with the batch it was to learn from."""
-
-    def __init__(self, message: str, experience: Experience):
-        super().__init__(message)
-        self.experience = experience
 
 
 def step(
@@ -68,12 +60,9 @@ def step(
     weight = 0.0 if stages.shaping.kl_in_reward else memory.kl_coefficient
     place = functools.partial(meshes.place_rows, mesh=stages.mesh)
     watch = functools.partial(observe, "training", None)
-    try:
-        state, trained = update(
-            state, experience, stages.optimizers, stages.training, weight, place, watch
-        )
-    except NonFiniteUpdate as error:
-        raise NonFiniteStep(str(error), experience) from error
+    state, trained = update(
+        state, experience, stages.optimizers, stages.training, weight, place, watch
+    )
     metrics |= trained | {"training/seconds": time.perf_counter() - start}
     state, taught = distill_drafter(state, frozen, experience.rollout, memory, stages, observe)
     metrics |= taught | (age(state, memory) if drafter is not None else {})
@@ -237,7 +226,10 @@ def _score(
     placed = meshes.place_rows(rollout, stages.mesh)
     rows = training.microbatch_rows
     how = dict(
-        temperature=training.temperature, rows=rows, attend=training.attend, law=training.law
+        temperature=training.temperature,
+        rows=rows,
+        attend=training.attend,
+        kernel=training.token_logprobs,
     )
     score = functools.partial(score_rollout, rollout=placed, **how)
     values = critic and score_values(critic, placed, rows=rows, attend=training.critic_attend)
@@ -257,8 +249,10 @@ def _score_the_rest(
         results = distributed.fetch(
             _score(models, jax.tree.map(lambda leaf, part=part: leaf[part], rollout), stages)
         )
-        found |= {row: scored_row(results, i) for i, row in enumerate(part)}
-    rows_of = ([getattr(found[row], name) for row in range(len(numbers))] for name in SCORED)
+        found |= {row: scores_of_row(results, i) for i, row in enumerate(part)}
+    rows_of = (
+        [getattr(found[row], name) for row in range(len(numbers))] for name in PER_TOKEN_SCORES
+    )
     logprobs, referred, values = (
         None if column[0] is None else np.stack(column) for column in rows_of
     )

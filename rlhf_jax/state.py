@@ -24,7 +24,7 @@ from rlhf_jax.rewards.combination import Response, Scores
 from rlhf_jax.rewards.models import RewardModel
 from rlhf_jax.training.distill import Distillation
 from rlhf_jax.training.experience import AdvantageConfig
-from rlhf_jax.training.update import Optimizers, UpdateConfig
+from rlhf_jax.training.update import Optimizers, TrainingSettings
 from rlhf_jax.types import Model, TrainState
 
 KEPT = 0.5  # what the lengths of earlier responses weigh once the policy has moved
@@ -44,7 +44,7 @@ class Stages:
 
     decoding: GenerationConfig
     shaping: AdvantageConfig
-    training: UpdateConfig
+    training: TrainingSettings
     optimizers: Optimizers
     reward: Reward
     controller: Controller
