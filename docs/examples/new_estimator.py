@@ -3,9 +3,10 @@ median of the others of its prompt.
 
     python docs/examples/new_estimator.py
 
-A config names it after this file was imported: advantage.estimator=leave_one_out_median
+A config file that imports this one may name it: config.advantage.estimator = "leave_one_out_median"
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,7 +14,7 @@ from rlhf_jax.training.advantages import Estimator, EstimatorConfig, of_samples,
 from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
 
 
-def leave_one_out_median(rewards, samples_per_prompt):
+def leave_one_out_median(rewards: jax.Array, samples_per_prompt: int) -> jax.Array:
     """Compute A_i = r_i - the median of the other rewards of its group: [B] -> [B] float32."""
     groups = rewards.reshape(-1, samples_per_prompt)
     others = [jnp.delete(groups, i, axis=1) for i in range(samples_per_prompt)]

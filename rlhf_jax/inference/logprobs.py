@@ -16,6 +16,16 @@ from rlhf_jax.model.attention import causal
 from rlhf_jax.model.transformer import cast, forward, logits
 from rlhf_jax.types import Array, Model, Rollout
 
+__all__ = [
+    "CHUNK",
+    "column_blocks",
+    "logprobs_and_entropy",
+    "map_rows",
+    "mismatch",
+    "score_rollout",
+    "token_logprobs",
+]
+
 CHUNK = 512  # tokens whose logits exist at one time
 ABSENT = -1e30  # A score that adds nothing to a log-sum-exp, yet has a finite gradient.
 

@@ -29,6 +29,20 @@ from rlhf_jax.training.batching import micro_batches, minibatches
 from rlhf_jax.training.update import Gradient, TrainingSettings, apply
 from rlhf_jax.types import Array, Model, ModelConfig, Rollout, TrainState
 
+__all__ = [
+    "DistillBatch",
+    "Distillation",
+    "accumulate",
+    "completed",
+    "distill",
+    "forward_kl",
+    "share_drawn_alike",
+    "student_config",
+    "student_for",
+    "student_of",
+    "with_student",
+]
+
 
 @dataclasses.dataclass(frozen=True)
 class Distillation:
@@ -295,15 +309,31 @@ def share_drawn_alike(
 def _slopes(
     head: Model, hidden: Array, batch: DistillBatch, settings: TrainingSettings
 ) -> tuple[Array, Array, Array]:
-    """Differentiate the loss by the student's hidden states [R, T, M].
+    """Differentiate the loss by the student's hidden states [R, T, M], block by block.
 
     Return the derivative [R, T, M], the loss [] float32, and the share of tokens drawn alike [].
     """
+
+    def measure(block: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+        student, policy, tokens, mask, positions = block  # the first two [R, C, M]
+
+        def loss(states: Array) -> tuple[Array, Array]:
+            scores = logits(head, states) / settings.temperature
+            losses = forward_kl(logits(head, policy) / settings.temperature, scores)
+            return jnp.sum(jnp.where(mask, losses, 0.0)), scores
+
+        def differentiate():
+            (total, scores), slope = jax.value_and_grad(loss, has_aux=True)(student)
+            alike = _count_alike(scores, batch.key, tokens, mask=mask, positions=positions)
+            return slope, total, alike
+
+        zero = jnp.zeros((), jnp.float32)
+        return jax.lax.cond(
+            mask.any(), differentiate, lambda: (jnp.zeros_like(student), zero, zero)
+        )
+
+    slopes, losses, alike = jax.lax.map(measure, _blocks(batch, settings, hidden, batch.hidden))
     rows, slots = batch.tokens.shape
-    measure = functools.partial(_block_slopes, head, batch.key, settings.temperature)
-    slopes, losses, alike = jax.lax.map(
-        lambda block: measure(*block), _blocks(batch, settings, hidden, batch.hidden)
-    )
     slopes = jnp.moveaxis(slopes, 0, 1).reshape(rows, -1, hidden.shape[-1])[:, :slots]
     return (
         slopes / batch.total.astype(slopes.dtype),
@@ -324,34 +354,6 @@ def _blocks(
     positions = jnp.broadcast_to(jnp.arange(1, slots + 1, dtype=jnp.int32), batch.tokens.shape)
     following = [jnp.pad(x[:, 1:], ((0, 0), (0, 1))) for x in (batch.tokens, batch.mask)]
     return tuple(column_blocks(x, columns) for x in (*hidden, *following, positions))
-
-
-def _block_slopes(
-    head: Model,
-    key: Array,
-    temperature: float,
-    student: Array,
-    policy: Array,
-    tokens: Array,
-    mask: Array,
-    positions: Array,
-) -> tuple[Array, Array, Array]:
-    """Differentiate a block's summed loss by the student's hidden states [R, C, M].
-
-    Return the derivative [R, C, M], the loss [] float32, and how many tokens are drawn alike [].
-    """
-
-    def loss(hidden: Array) -> tuple[Array, Array]:
-        scores = logits(head, hidden) / temperature
-        losses = forward_kl(logits(head, policy) / temperature, scores)
-        return jnp.sum(jnp.where(mask, losses, 0.0)), scores
-
-    def measure():
-        (total, scores), slope = jax.value_and_grad(loss, has_aux=True)(student)
-        return slope, total, _count_alike(scores, key, tokens, mask=mask, positions=positions)
-
-    zero = jnp.zeros((), jnp.float32)
-    return jax.lax.cond(mask.any(), measure, lambda: (jnp.zeros_like(student), zero, zero))
 
 
 def _count_alike(scores: Array, key: Array, tokens: Array, mask: Array, positions: Array) -> Array:

@@ -32,8 +32,8 @@ def kl_k2(logprobs: Array, reference_logprobs: Array) -> Array:
 def kl_k3(logprobs: Array, reference_logprobs: Array) -> Array:
     """Compute p_ref / p - log(p_ref / p) - 1 of each token, in nats.
 
-    [B, T] -> [B, T] float32. Never negative, and over tokens drawn from p its mean is KL(p || p_ref) (Schulman 2020;
-    DeepSeekMath, Shao et al. 2024, eq. 4).
+    [B, T] -> [B, T] float32. Never negative, and over tokens drawn from p its mean is
+    KL(p || p_ref) (Schulman 2020; DeepSeekMath, Shao et al. 2024, eq. 4).
     """
     difference = -kl_k1(logprobs, reference_logprobs)
     return jnp.expm1(difference) - difference
