@@ -483,7 +483,7 @@ def print_setup(run: build.Run) -> None:
         ("memory", "\n".join(memory.table(parts))),
     ]
     name = (
-        ALGORITHMS[config.advantage.estimator]
+        ALGORITHMS.get(config.advantage.estimator, config.advantage.estimator)
         if config.objective == "reward"
         else "distillation of a drafter"
     )

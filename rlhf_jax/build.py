@@ -421,7 +421,7 @@ def _reward_models(run: Run) -> dict[str, RewardModel]:
     """By the names of their terms, which follow those of the functions."""
     names = validation.term_names(run.config)[len(run.config.reward.functions) :]
     training = run.config.training
-    how = {"rows": training.microbatch_rows, "bucket": training.length_bucket}
+    how = {"rows": training.microbatch_rows, "length_bucket": training.length_bucket}
     return {
         name: RewardModel(source, load(source, run.dtype, run.mesh), **how)
         for name, source in zip(names, run.rewards, strict=True)

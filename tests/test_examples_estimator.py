@@ -14,8 +14,6 @@ import tiny_run
 from rlhf_jax.training.advantages import ESTIMATORS
 
 EXAMPLE = tiny_run.ROOT / "docs" / "examples" / "new_estimator.py"
-
-
 NAME = "leave_one_out_median"
 
 

@@ -138,7 +138,7 @@ def assert_close(got, want, rtol):
             {"microbatch_rows": 4, "length_bucket": 64}, "sequence_mean", marks=pytest.mark.slow
         ),
         pytest.param(
-            {"length_bucket": 30, "remat": False, "entropy_weight": 0.1},
+            {"length_bucket": 30, "remat": False, "entropy_coefficient": 0.1},
             "constant",
             marks=pytest.mark.slow,
         ),
@@ -148,7 +148,7 @@ def test_how_the_work_is_split_changes_nothing(small, change, aggregate):
     model = init(jax.random.key(0), small)
     critic = random_critic(small)
     experience = random_experience(model, critic)
-    entropy = {"entropy_weight": change.get("entropy_weight", 0.0)}
+    entropy = {"entropy_coefficient": change.get("entropy_coefficient", 0.0)}
     config = dataclasses.replace(CONFIG, aggregate=AGGREGATES[aggregate], **entropy)
     want, metrics = gradients(model, experience, config, critic)
     got, other = gradients(model, experience, dataclasses.replace(config, **change), critic)
