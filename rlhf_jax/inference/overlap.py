@@ -104,7 +104,7 @@ class ScoringQueue:
         self.scoring = scoring
         self.waiting: collections.deque[tuple[Sample, Response | None]] = collections.deque()
         self.batches: list[_Batch] = []
-        self._models: dict[Any, tuple] = {}  # as `_models_on` gives them, by mesh
+        self._models: dict[jax.sharding.Mesh, tuple] = {}  # as `_models_on` gives them, by mesh
 
     def add(self, sample: Sample, response: Response | None = None) -> None:
         """Add a finished sample; reward models, where there are some, read its `response`."""

@@ -125,8 +125,8 @@ def student_for(
 ) -> Model | None:
     """Return what drafts for the decoding weights `target`.
 
-    A student becomes a whole model, unrolled, in their dtype, with their very embedding and head. A
-    drafter that has an embedding of its own is returned as it is, and so is None.
+    A student becomes a whole model in their dtype, its layers unrolled, which shares the target's
+    embedding and head. A drafter with an embedding of its own is returned as it is, and so is None.
     """
     if drafter is None or drafter.embed is not None:
         return drafter
@@ -135,6 +135,7 @@ def student_for(
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _unrolled(student: Model, dtype: jnp.dtype, mesh: jax.sharding.Mesh | None) -> Model:
+    """Return the student's layers one by one, split as generation wants them."""
     model = unstack(cast(student, dtype))
     if mesh is None:
         return model
@@ -155,11 +156,11 @@ def distill(
     them. The student's leaves of the given state are used up; the version counts calls. `place`
     puts a batch of host arrays on the devices; `observe` is called before each optimizer step.
 
-    `drafter/loss`, in nats a token, and `drafter/acceptance`, the share of the tokens that the
-    student draws too with the same noise (rank 0 of replayable acceptance after a known text), are
-    of the first epoch, before each minibatch is learned from. `drafter/acceptance_frozen` is the
-    share of `frozen`, a student that never learns, on the same rows. Where one is not finite the
-    step was not taken: `drafter/not_finite` is all there is.
+    `drafter/loss`, in nats a token, and `drafter/acceptance` are of the first epoch, before each
+    minibatch is learned from. The latter is the share of the tokens that the student draws too with
+    the same noise: of drafts that replayable acceptance would take after a known text.
+    `drafter/acceptance_frozen` is the share of `frozen`, a student that never learns, on the same
+    rows. Where one is not finite the step was not taken: `drafter/not_finite` is all there is.
     """
     settings = distillation.settings
     step = int(state.step)
@@ -227,6 +228,7 @@ def _read_by_policy(
 def _with_hidden_states(
     policy: Model, batch: DistillBatch, settings: TrainingSettings
 ) -> DistillBatch:
+    """Return the batch with the policy's hidden states of its rows."""
     hidden = _read(cast(policy, settings.dtype), batch.tokens, settings)
     return dataclasses.replace(batch, hidden=hidden)
 
