@@ -89,9 +89,7 @@ class NonFiniteStep(ValueError):
     finite: it lacks the steps of the minibatches that went wrong.
     """
 
-    def __init__(
-        self, message: str, experience: Experience | None = None, state: TrainState | None = None
-    ):
+    def __init__(self, message: str, experience: Experience, state: TrainState | None = None):
         super().__init__(message)
         self.experience = experience
         self.state = state
