@@ -58,7 +58,7 @@ from rlhf_jax.training.distill import Distillation, distill, forward_kl, student
 from rlhf_jax.training.experience import AdvantageConfig
 from rlhf_jax.training.update import (
     Optimizers,
-    UpdateConfig,
+    TrainingSettings,
     init_train_state,
     make_optimizer,
     update,
@@ -513,7 +513,7 @@ class Stages:
     generation: GenerationSettings
     scoring: ScoringSettings
     advantage: AdvantageConfig
-    training: UpdateConfig
+    training: TrainingSettings
     optimizers: Optimizers
     distillation: Distillation | None
 
@@ -523,8 +523,8 @@ def stages_of(world: World, temperature: float, rate: float) -> Stages:
     asked = world.asked
     rows = GROUP * world.asked.prompts
     layout = Layout(world.mesh, dtype=world.dtype)
-    training = UpdateConfig(
-        microbatch_rows=GROUP, bucket=world.slots, temperature=temperature, dtype=world.dtype
+    training = TrainingSettings(
+        microbatch_rows=GROUP, length_bucket=world.slots, temperature=temperature, dtype=world.dtype
     )
     student = make_optimizer(asked.student_learning_rate)
     return Stages(

@@ -20,7 +20,7 @@ from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.training.advantages import grpo
 from rlhf_jax.training.update import (
     Optimizers,
-    UpdateConfig,
+    TrainingSettings,
     init_train_state,
     make_optimizer,
     update,
@@ -41,7 +41,7 @@ def main(model: str, steps: int) -> None:
     decoding = GenerationConfig(
         Sampling(1.0), strategies, source.stop_tokens, max_rows=8, max_length=slots, seed=0
     )
-    training = UpdateConfig(microbatch_rows=GROUP)
+    training = TrainingSettings(microbatch_rows=GROUP)
     optimizers = Optimizers(make_optimizer(1e-5))
     reference = source.load(jnp.float32)
     state = init_train_state(source.load(jnp.float32), optimizers)

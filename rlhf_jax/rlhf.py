@@ -25,16 +25,8 @@ from rlhf_jax.rollout import RewardedRollout, roll_out
 from rlhf_jax.state import HostState, Observer, Run, RunState, StepReport, decoding_models, ignore
 from rlhf_jax.training.distill import distill
 from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
-from rlhf_jax.training.update import NonFiniteUpdate, update
+from rlhf_jax.training.update import NonFiniteStep, update
 from rlhf_jax.types import Experience, Model, Rollout, TrainState
-
-
-class NonFiniteStep(ValueError):
-    """Say that a step met a number that is not finite; hold the batch it was to learn from."""
-
-    def __init__(self, message: str, experience: Experience):
-        super().__init__(message)
-        self.experience = experience
 
 
 def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunState, StepReport]:
@@ -73,7 +65,15 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
     spans = rolled.spans + _inference_spans(experience, began - rolled.began, rolled, run)
 
     with _timed("training", metrics, observe):
-        train, losses = train_on(state.train, experience, coefficient, run, observe)
+        train, losses = update(
+            state.train,
+            experience,
+            run.optimizers,
+            run.training,
+            kl_weight=0.0 if run.advantage.kl_in_reward else coefficient,
+            place=functools.partial(meshes.place_rows, mesh=run.layout.mesh),
+            observe=functools.partial(observe, "training", None),
+        )
     train, distilled = distill_drafter(train, rollout, run, observe)
     metrics |= losses | distilled
 
@@ -115,7 +115,7 @@ def scoring_queue(models: Models, train: TrainState, run: Run) -> ScoringQueue |
         return decoding_weights(model, run.layout.dtype, run.layout.mesh)
 
     rewards = {
-        name: dataclasses.replace(one, model=place(one.model), rows=rows, bucket=length)
+        name: dataclasses.replace(one, model=place(one.model), rows=rows, length_bucket=length)
         for name, one in run.rewards.models.items()
     }
     return ScoringQueue(
@@ -125,7 +125,7 @@ def scoring_queue(models: Models, train: TrainState, run: Run) -> ScoringQueue |
             critic=train.critic and place(train.critic),
             temperature=run.scoring.temperature,
             rows=rows,
-            slots=length,
+            max_length=length,
             rewards=rewards,
         )
     )
@@ -172,19 +172,6 @@ def make_experience(
             of_all = f"{bad} of {int(rollout.mask.sum())} {name.replace('_', ' ')}"
             raise NonFiniteStep(f"{of_all} are not finite", experience)
     return experience, float(kl)
-
-
-def train_on(
-    train: TrainState, experience: Experience, kl_coefficient: float, run: Run, observe: Observer
-) -> tuple[TrainState, dict[str, float]]:
-    """Update policy and critic on a batch; raise NonFiniteStep where a step is not finite."""
-    kl_weight = 0.0 if run.advantage.kl_in_reward else kl_coefficient
-    place = functools.partial(meshes.place_rows, mesh=run.layout.mesh)
-    alive = functools.partial(observe, "training", None)
-    try:
-        return update(train, experience, run.optimizers, run.training, kl_weight, place, alive)
-    except NonFiniteUpdate as error:
-        raise NonFiniteStep(str(error), experience) from error
 
 
 def distill_drafter(

@@ -31,7 +31,7 @@ from rlhf_jax.rewards.combination import Response
 from rlhf_jax.rewards.samples import Rewards, compute_rewards, responses_of
 from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.state import HostState, Observer, RolloutStats
-from rlhf_jax.training.batching import signal
+from rlhf_jax.training.batching import groups_with_signal
 from rlhf_jax.training.experience import AdvantageConfig, penalise_and_clip
 
 
@@ -149,7 +149,7 @@ def roll_out(
         "inference/seconds": seconds["inference"],
         "generation/attempts": len(reward_metrics),
         "generation/idle_share": idle_share(spans, settings.layout.slices),
-        "generation/groups_without_signal": float(1 - signal(signalled, group).mean()),
+        "generation/groups_without_signal": float(1 - groups_with_signal(signalled, group).mean()),
         "reward/mean": float(values.mean()),
         "reward/std": float(values.std()),
         "response/length_mean": float(np.mean([len(one.tokens) for one in samples])),
@@ -188,10 +188,10 @@ def choose_groups(rewards: np.ndarray, group: int, wanted: int) -> tuple[np.ndar
     Returns their indices, in order, and whether there are so many prompts; where there are not,
     the first of the others fill up.
     """
-    teaches = signal(rewards, group)
-    chosen = np.sort(np.argsort(~teaches, kind="stable")[:wanted])
+    differ = groups_with_signal(rewards, group)
+    chosen = np.sort(np.argsort(~differ, kind="stable")[:wanted])
     indices = (chosen[:, None] * group + np.arange(group)).reshape(-1)
-    return indices, int(teaches.sum()) >= wanted
+    return indices, int(differ.sum()) >= wanted
 
 
 def _note(record: StageRecord, observe: Observer, report: RoundReport) -> None:

@@ -20,13 +20,13 @@ from rlhf_jax.evaluation import EvaluationReport
 from rlhf_jax.generation.history import GenerationCounts
 from rlhf_jax.generation.requests import RoundReport
 from rlhf_jax.monitoring import metrics, trace
-from rlhf_jax.rlhf import NonFiniteStep
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.checkpoint.store import Checkpoints, named_leaves
 from rlhf_jax.runtime.signals import Stopped, listening
 from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.runtime.watchdog import Watchdog
 from rlhf_jax.state import Run, RunState, StepReport
+from rlhf_jax.training.update import NonFiniteStep
 
 # The word under which a signal is published to other processes.
 STOP = "stop"

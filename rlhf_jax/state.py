@@ -25,7 +25,7 @@ from rlhf_jax.rewards.combination import Scorer
 from rlhf_jax.rewards.samples import Rewards
 from rlhf_jax.training.distill import Distillation
 from rlhf_jax.training.experience import AdvantageConfig
-from rlhf_jax.training.update import Optimizers, UpdateConfig
+from rlhf_jax.training.update import Optimizers, TrainingSettings
 from rlhf_jax.types import Model, TrainState
 
 # What the lengths of earlier responses weigh once the policy has moved, as a factor.
@@ -231,7 +231,7 @@ class Run:
     rewards: Rewards
     scoring: ScoringSettings
     advantage: AdvantageConfig
-    training: UpdateConfig
+    training: TrainingSettings
     optimizers: Optimizers
     frozen: FrozenModels
     # of (KL coefficient, KL of a response, samples): the next coefficient

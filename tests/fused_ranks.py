@@ -83,7 +83,13 @@ def models() -> Scoring:
     source = open_source(GOLDEN)
     judge = RewardModel(source, unstack(source.load(np.float32)), rows=ROWS)
     return Scoring(
-        policy, reference, critic, 1.0, rows=ROWS, slots=HOW.max_length, rewards={"judge": judge}
+        policy,
+        reference,
+        critic,
+        1.0,
+        rows=ROWS,
+        max_length=HOW.max_length,
+        rewards={"judge": judge},
     )
 
 
@@ -214,13 +220,12 @@ def check(stage: Stage, scoring_queue: ScoringQueue, samples: list[Sample], alon
     assert stage.slice_group.ranks[0] != 0 or found.keys() == set(range(SHORT))
     chosen = [sample for sample in samples if sample.sample_id in found]
     assert len(chosen) == len(found) == sum(len(batch.samples) for batch in scoring_queue.batches)
-    rollout = overlap.place(chosen, alone, None)
     numbers: Any = (
-        overlap.score((alone.policy, alone.reference, alone.critic), rollout, alone, None)
+        overlap.score((alone.policy, alone.reference, alone.critic), chosen, alone, None)
         if chosen
         else ()
     )
-    for name, wanted in zip(overlap.SCORED, numbers, strict=False):
+    for name, wanted in zip(overlap.PER_TOKEN_SCORES, numbers, strict=False):
         given = np.stack([getattr(found[sample.sample_id], name) for sample in chosen])
         np.testing.assert_allclose(given, wanted, atol=1e-4, rtol=0)
         assert np.abs(given).max() > 1e-2, name
@@ -235,7 +240,10 @@ def check(stage: Stage, scoring_queue: ScoringQueue, samples: list[Sample], alon
 
 def same(one: Scored, other: Scored) -> bool:
     """Bit for bit."""
-    alike = [np.array_equal(getattr(one, name), getattr(other, name)) for name in overlap.SCORED]
+    alike = [
+        np.array_equal(getattr(one, name), getattr(other, name))
+        for name in overlap.PER_TOKEN_SCORES
+    ]
     return all(alike) and one.rewards == other.rewards
 
 

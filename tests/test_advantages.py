@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from rlhf_jax.training import advantages
 from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig
-from rlhf_jax.training.batching import overlong, signal
+from rlhf_jax.training.batching import groups_with_signal
+from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
 
 GROUP = 3
 
@@ -133,8 +134,8 @@ def whole(name):
 def test_the_table_is_the_loops(name):
     rewards, values, mask = map(jnp.asarray, random_batch())
     chosen = ESTIMATORS[name]
-    config = EstimatorConfig(group=GROUP, discount=0.9, gae_lambda=0.8)
-    got = chosen.estimate(rewards, values if chosen.critic else None, mask, config)
+    config = EstimatorConfig(samples_per_prompt=GROUP, discount=0.9, gae_lambda=0.8)
+    got = chosen.estimate(rewards, values if chosen.needs_critic else None, mask, config)
     for mine, theirs in zip(got, whole(name), strict=True):
         assert (mine is None) == (theirs is None)
         if mine is not None and theirs is not None:
@@ -145,7 +146,7 @@ def test_the_table_is_the_loops(name):
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_padding_changes_nothing(name):
     rewards, values, mask = random_batch()
-    config = EstimatorConfig(group=GROUP, discount=0.9)
+    config = EstimatorConfig(samples_per_prompt=GROUP, discount=0.9)
     chosen = jax.jit(ESTIMATORS[name].estimate, static_argnums=3)
     want, _ = chosen(rewards, values, mask, config)
     wide = [np.pad(x, ((0, GROUP), (0, 4))) for x in (rewards, values, mask)]
@@ -158,9 +159,10 @@ def test_equal_rewards_teach_nothing():
     rewards = jnp.full(6, 0.1, jnp.float32)
     mask = jnp.ones((6, 4), bool)
     assert not advantages.grpo(rewards, 3).any()
-    np.testing.assert_allclose(
-        advantages.reinforce_plus_plus_baseline(rewards, mask, 3), np.zeros((6, 4)), atol=1e-6
-    )
+    token_rewards = jnp.zeros((6, 4)).at[:, -1].set(rewards)
+    config = EstimatorConfig(samples_per_prompt=3)
+    got, _ = ESTIMATORS["reinforce++-baseline"].estimate(token_rewards, None, mask, config)
+    np.testing.assert_allclose(got, np.zeros((6, 4)), atol=1e-6)
 
 
 def test_groups_must_fit():
@@ -172,6 +174,18 @@ def test_groups_must_fit():
 
 def test_groups_without_signal_and_responses_without_end_are_found():
     rewards = np.array([0.1, 0.1, 0.1, 0.0, 0.0, 1.0], np.float32)
-    np.testing.assert_array_equal(signal(rewards, 3), [False, True])
+    np.testing.assert_array_equal(groups_with_signal(rewards, 3), [False, True])
     mask = np.array([[0, 1, 1], [0, 1, 0]], bool)
-    np.testing.assert_array_equal(overlong(mask, np.array([True, False])), [[0, 1, 1], [0, 0, 0]])
+    zeros = np.zeros(mask.shape, np.float32)
+    config = AdvantageConfig("grpo", EstimatorConfig(samples_per_prompt=2), drop_overlong=True)
+    finished = np.array([True, False])
+    trained, got, _, _ = compute_advantages(
+        rewards[4:], finished, mask, zeros, zeros, None, np.float32(0), config
+    )
+    np.testing.assert_array_equal(trained, [[0, 1, 1], [0, 0, 0]])
+    np.testing.assert_allclose(got, [[0, -1, -1], [0, 0, 0]], atol=1e-6)
+
+
+def test_an_estimator_is_registered_once():
+    with pytest.raises(ValueError, match="There is an estimator 'grpo' already"):
+        advantages.register(ESTIMATORS["grpo"])

@@ -21,7 +21,7 @@ from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig
 from rlhf_jax.training.kl import token_rewards
 from rlhf_jax.training.update import (
     Optimizers,
-    UpdateConfig,
+    TrainingSettings,
     init_train_state,
     make_optimizer,
     update,
@@ -48,7 +48,9 @@ MODEL = ModelConfig(
     max_context=8,
 )
 STEPS = 40  # within which each method is to reach 95 % of the optimum
-UPDATE = UpdateConfig(epochs=2, minibatches=2, microbatch_rows=ROWS // 2, bucket=4, remat=False)
+UPDATE = TrainingSettings(
+    epochs=2, minibatches=2, microbatch_rows=ROWS // 2, length_bucket=4, remat=False
+)
 OPTIMIZERS = Optimizers(make_optimizer(0.005), make_optimizer(0.01))
 
 
@@ -105,7 +107,7 @@ def experience_of(state, rollout, name: str) -> Experience:
     values = score_values(state.critic, rollout, rows=ROWS) if state.critic else None
     earned = token_rewards(rewards, jnp.zeros(MASK.shape), rollout.mask, 0.0)
     advantages, returns = ESTIMATORS[name].estimate(
-        earned, values, rollout.mask, EstimatorConfig(group=GROUP)
+        earned, values, rollout.mask, EstimatorConfig(samples_per_prompt=GROUP)
     )
     return Experience(
         rollout, rollout.mask, logprobs, logprobs, rewards, advantages, values, returns
@@ -115,7 +117,7 @@ def experience_of(state, rollout, name: str) -> Experience:
 def learn(name: str, seed: int) -> list[float]:
     """Exact expected rewards: at the start, and every few steps until 95 % or the end."""
     policy = init(jax.random.key(seed), MODEL)
-    critic = critic_of(policy) if ESTIMATORS[name].critic else None
+    critic = critic_of(policy) if ESTIMATORS[name].needs_critic else None
     optimizers = OPTIMIZERS if critic else dataclasses.replace(OPTIMIZERS, critic=None)
     seen = [expected_reward(policy)]
     state = init_train_state(policy, optimizers, critic=critic)

@@ -35,10 +35,10 @@ from rlhf_jax.training.distill import (
     student_of,
     with_student,
 )
-from rlhf_jax.training.update import Optimizers, UpdateConfig, init_train_state
+from rlhf_jax.training.update import Optimizers, TrainingSettings, init_train_state
 from rlhf_jax.types import Rollout
 
-CONFIG = UpdateConfig(microbatch_rows=2, bucket=8, temperature=0.8, chunk=6, seed=5)
+CONFIG = TrainingSettings(microbatch_rows=2, length_bucket=8, temperature=0.8, chunk=6, seed=5)
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
 DISTILL = {
     "objective": "distill",
@@ -90,7 +90,7 @@ def rollout_of(rows: int, slots: int, vocabulary: int) -> Rollout:
     )
 
 
-def lesson_of(policy, rollout: Rollout) -> DistillBatch:
+def batch_of(policy, rollout: Rollout) -> DistillBatch:
     key = jnp.stack(
         [jnp.full(len(rollout.length), 5, jnp.uint32), jnp.asarray(rollout.sample_id)], axis=1
     )
@@ -127,7 +127,7 @@ def test_a_student_has_first_last_and_layers_between(policy):
 def test_the_gradient_is_that_of_the_loss_and_of_layers_and_norm_alone(policy):
     student = student_of(policy, 2)
     rollout = rollout_of(4, 13, policy.config.vocab_size)
-    found = accumulate(None, student, policy, lesson_of(policy, rollout), config=CONFIG)
+    found = accumulate(None, student, policy, batch_of(policy, rollout), settings=CONFIG)
 
     def loss(student):
         losses = forward_kl(
@@ -152,11 +152,11 @@ def test_acceptance_is_the_share_of_tokens_that_the_student_draws(policy):
     """
     student = student_of(policy, 2)
     rollout = rollout_of(4, 24, policy.config.vocab_size)
-    lesson = lesson_of(policy, rollout)
+    batch = batch_of(policy, rollout)
     scores = whole_logits(completed(student, policy), rollout.tokens) * CONFIG.temperature
     positions = jnp.broadcast_to(jnp.arange(1, 24, dtype=jnp.int32), scores.shape[:2])
     drawing = jax.jit(functools.partial(draw, sampling=Sampling(CONFIG.temperature)))
-    drawn = drawing(scores, lesson.key[:, None], positions).token
+    drawn = drawing(scores, batch.key[:, None], positions).token
     expected = np.mean((np.asarray(drawn) == rollout.tokens[:, 1:])[rollout.mask[:, 1:]])
     last = np.flatnonzero(rollout.mask[0])[-1]
     tokens = rollout.tokens.copy()
@@ -167,13 +167,13 @@ def test_acceptance_is_the_share_of_tokens_that_the_student_draws(policy):
             None,
             student,
             policy,
-            dataclasses.replace(lesson, tokens=jnp.asarray(text)),
-            config=CONFIG,
+            dataclasses.replace(batch, tokens=jnp.asarray(text)),
+            settings=CONFIG,
         )
         assert float(found.metrics["drafter/acceptance"]) == pytest.approx(share, abs=1e-6)
 
 
-def taught(policy, devices: mesh.Mesh | None, config: UpdateConfig):
+def trained(policy, devices: mesh.Mesh | None, config: TrainingSettings):
     """The state after one call on eight rows, on the mesh."""
     optimizers = Optimizers(optax.identity())
     state = init_train_state(jax.tree.map(jnp.copy, policy), optimizers, devices)
@@ -187,8 +187,8 @@ def taught(policy, devices: mesh.Mesh | None, config: UpdateConfig):
 @pytest.mark.slow
 def test_the_split_over_devices_and_micro_batches_changes_nothing(policy):
     config = dataclasses.replace(CONFIG, minibatches=2, epochs=2, microbatch_rows=4)
-    state, metrics = taught(policy, None, config)
-    other, split = taught(policy, mesh.make_mesh(2, 2, 2), dataclasses.replace(config, chunk=512))
+    state, metrics = trained(policy, None, config)
+    other, split = trained(policy, mesh.make_mesh(2, 2, 2), dataclasses.replace(config, chunk=512))
     assert split == pytest.approx(metrics, rel=1e-3)
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, atol=2e-5), state.drafter, other.drafter

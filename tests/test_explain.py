@@ -261,13 +261,13 @@ def test_a_student_that_never_learns_is_measured_beside_the_one_that_does():
     policy = make(jax.random.key(0), dataclasses.replace(tiny_run.CONFIG, vocab_size=4))
     optimizer = optax.adam(1e-2)
     rollout = rollout_of(8, 16, 4)
-    config = dataclasses.replace(CONFIG, microbatch_rows=4, bucket=16)
+    config = dataclasses.replace(CONFIG, microbatch_rows=4, length_bucket=16)
     state = init_train_state(jax.tree.map(jnp.copy, policy), Optimizers(optax.identity()))
     state = with_student(state, policy, 1, optimizer)
-    begun = student_of(policy, 1)
+    frozen = student_of(policy, 1)
     found = []
     for _ in range(6):
-        state, seen = distill(state, rollout, Distillation(optimizer, config, 8), begun=begun)
+        state, seen = distill(state, rollout, Distillation(optimizer, config, 8), frozen=frozen)
         found.append((seen["drafter/acceptance"], seen["drafter/acceptance_frozen"]))
     assert found[0][0] == found[0][1] > 0.1
     assert all(frozen == pytest.approx(found[0][1]) for _, frozen in found)

@@ -24,7 +24,7 @@ from pallas_kernels.dispatch import INTERPRETED, REFERENCE, Kernels, choose
 from pallas_kernels.shapes import SHAPES
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation.speculative.sampling import Sampling, block_noise, draw, draw_inside
-from rlhf_jax.inference.logprobs import token_law
+from rlhf_jax.inference.logprobs import logprobs_and_entropy
 from rlhf_jax.model import kernels as laid
 from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.transformer import init, logits, stack, unstack
@@ -245,7 +245,9 @@ def test_log_probs_and_their_gradients_are_the_same_with_the_kernel(sizes, vocab
     weights = random.normal(size=(2, 4, 33)).astype(np.float32)
 
     def weighed(model, law):
-        said = token_law(model, tokens, temperature=0.7, entropy=True, mask=mask, law=law)
+        said = logprobs_and_entropy(
+            model, tokens, temperature=0.7, entropy=True, mask=mask, kernel=law
+        )
         return sum((part * weight).sum() for part, weight in zip(said, weights, strict=True)), said
 
     given = jax.jit(jax.value_and_grad(weighed, has_aux=True), static_argnums=1)

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax.inference.logprobs import mismatch, score_rollout, token_law, token_logprobs
+from rlhf_jax.inference.logprobs import (
+    logprobs_and_entropy,
+    mismatch,
+    score_rollout,
+    token_logprobs,
+)
 from rlhf_jax.model import attention
 from rlhf_jax.model.transformer import forward, init, logits
 from rlhf_jax.types import Rollout
@@ -207,7 +212,7 @@ def test_entropy_is_the_sampled_laws(tiny, top_k):
     mask = np.asarray(rollout.mask)
     support = None if rollout.support is None else np.asarray(rollout.support)
     options = {"temperature": 0.7, "mask": rollout.mask, "support": rollout.support, "chunk": 20}
-    logprobs, got = token_law(model, tokens, entropy=True, **options)
+    logprobs, got = logprobs_and_entropy(model, tokens, entropy=True, **options)
     positions = jnp.broadcast_to(jnp.arange(24), tokens.shape)
     scores = np.asarray(logits(model, forward(model, tokens, positions)[0]), np.float64) / 0.7
     want = np.zeros(tokens.shape)
@@ -218,7 +223,7 @@ def test_entropy_is_the_sampled_laws(tiny, top_k):
         want[b, t] = -sum(p * np.log(p) for p in law)
     assert got is not None
     np.testing.assert_allclose(got, want, atol=1e-4)
-    same, nothing = token_law(model, tokens, entropy=False, **options)
+    same, nothing = logprobs_and_entropy(model, tokens, entropy=False, **options)
     assert nothing is None
     np.testing.assert_allclose(logprobs, same, atol=1e-6)
 
@@ -243,7 +248,9 @@ def test_no_program_holds_the_logits_of_all_tokens(tiny):
         return token_logprobs(model, tokens, temperature=1.0, chunk=16).sum()
 
     def with_entropy(model):
-        logprobs, entropy = token_law(model, tokens, temperature=1.0, entropy=True, chunk=16)
+        logprobs, entropy = logprobs_and_entropy(
+            model, tokens, temperature=1.0, entropy=True, chunk=16
+        )
         return jnp.sum(logprobs) + jnp.sum(jnp.asarray(entropy))
 
     for function in (total, jax.grad(total), jax.grad(with_entropy)):

@@ -26,7 +26,13 @@ from rlhf_jax.types import Experience, Rollout
 
 def default_loss(logprobs, entropy, batch):
     return summed_policy_loss(
-        logprobs, entropy, batch, clip_low=0.2, clip_high=0.2, kl=KL["k3"], entropy_weight=0.1
+        logprobs,
+        entropy,
+        batch,
+        clip_low=0.2,
+        clip_high=0.2,
+        kl_estimator=KL["k3"],
+        entropy_coefficient=0.1,
     )
 
 
@@ -149,7 +155,13 @@ def test_the_policys_loss_is_the_loops(seed, low, high, kl, aggregate):
     logprobs = moved(batch, seed)
     entropy = jnp.abs(moved(batch, seed + 1))
     loss, metrics = summed_policy_loss(
-        logprobs, entropy, batch, clip_low=low, clip_high=high, kl=KL[kl], entropy_weight=0.3
+        logprobs,
+        entropy,
+        batch,
+        clip_low=low,
+        clip_high=high,
+        kl_estimator=KL[kl],
+        entropy_coefficient=0.3,
     )
     want, wanted = looped_loss(logprobs, entropy, batch, low, high, kl, 0.3)
     assert float(loss) == pytest.approx(want, rel=1e-5)

@@ -30,7 +30,7 @@ from rlhf_jax.model.attention import causal_on
 from rlhf_jax.training.batching import MicroBatch
 from rlhf_jax.training.update import (
     Gradient,
-    UpdateConfig,
+    TrainingSettings,
     accumulate,
     apply,
     critic_objective,
@@ -101,14 +101,14 @@ def gradient_program(at: Target, model: Model, objective: Callable):
     batch = row_shapes(
         lambda: micro_batch(training.microbatch_rows, slots, at.models.critic is not None), at.mesh
     )
-    settings = UpdateConfig(
+    settings = TrainingSettings(
         microbatch_rows=training.microbatch_rows,
         dtype=at.dtype,
         remat=training.remat,
         attend=causal_on(at.mesh, at.models.policy.num_kv_heads),
         critic_attend=causal_on(at.mesh, (at.models.critic or at.models.policy).num_kv_heads),
     )
-    options = dict(objective=objective, config=settings)
+    options = dict(objective=objective, settings=settings)
     metrics = jax.eval_shape(functools.partial(accumulate, None, **options), model, batch).metrics
     metrics = placed(metrics, jax.tree.map(lambda _: meshes.replicated(at.mesh), metrics))
     return accumulate.lower(Gradient(model, metrics), model, batch, **options).compile()

@@ -12,7 +12,9 @@ import pytest
 
 from rlhf_jax.inference.values import critic_of, score_values, token_values
 from rlhf_jax.model.transformer import forward, init
-from rlhf_jax.training import kl as shaping
+from rlhf_jax.training import kl as divergence
+from rlhf_jax.training.advantages import EstimatorConfig, whiten
+from rlhf_jax.training.experience import AdvantageConfig, penalise_and_clip
 from rlhf_jax.types import Rollout
 
 LAW = np.array([0.5, 0.3, 0.2])
@@ -30,7 +32,7 @@ def random_mask(rng, rows=4, slots=10) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["k1", "k3"])
 def test_estimates_average_to_the_divergence(name):
-    estimates = shaping.KL[name](
+    estimates = divergence.KL[name](
         *(jnp.log(jnp.asarray(law, jnp.float32)) for law in (LAW, REFERENCE))
     )
     assert float((LAW * estimates).sum()) == pytest.approx(
@@ -41,10 +43,10 @@ def test_estimates_average_to_the_divergence(name):
 def test_estimates_by_hand():
     now = jnp.array([[-1.0, -2.0]], jnp.float32)
     reference = jnp.array([[-1.5, -1.0]], jnp.float32)
-    np.testing.assert_allclose(shaping.kl_k1(now, reference), [[0.5, -1.0]])
-    np.testing.assert_allclose(shaping.kl_k2(now, reference), [[0.125, 0.5]])
+    np.testing.assert_allclose(divergence.kl_k1(now, reference), [[0.5, -1.0]])
+    np.testing.assert_allclose(divergence.kl_k2(now, reference), [[0.125, 0.5]])
     np.testing.assert_allclose(
-        shaping.kl_k3(now, reference), [[math.exp(-0.5) - 0.5, math.e - 2]], rtol=1e-6
+        divergence.kl_k3(now, reference), [[math.exp(-0.5) - 0.5, math.e - 2]], rtol=1e-6
     )
 
 
@@ -52,7 +54,7 @@ def test_k2s_mean_gradient_is_the_divergences():
     scores = jnp.log(jnp.array(LAW, jnp.float32))
     reference = jnp.log(jnp.array(REFERENCE, jnp.float32))
 
-    def divergence(scores):
+    def exact(scores):
         logprobs = jax.nn.log_softmax(scores)
         return (jnp.exp(logprobs) * (logprobs - reference)).sum()
 
@@ -62,9 +64,9 @@ def test_k2s_mean_gradient_is_the_divergences():
         ).sum()
 
     np.testing.assert_allclose(
-        jax.grad(estimate)(scores, shaping.kl_k2), jax.grad(divergence)(scores), atol=1e-6
+        jax.grad(estimate)(scores, divergence.kl_k2), jax.grad(exact)(scores), atol=1e-6
     )
-    np.testing.assert_allclose(jax.grad(estimate)(scores, shaping.kl_k1), np.zeros(3), atol=1e-6)
+    np.testing.assert_allclose(jax.grad(estimate)(scores, divergence.kl_k1), np.zeros(3), atol=1e-6)
 
 
 def test_token_rewards_are_the_loops():
@@ -75,7 +77,7 @@ def test_token_rewards_are_the_loops():
     want = np.zeros(mask.shape)
     for b, t in zip(*np.nonzero(mask), strict=True):
         want[b, t] = -0.3 * kl[b, t] + (rewards[b] if not mask[b, t + 1 :].any() else 0.0)
-    got = shaping.token_rewards(rewards, jnp.asarray(kl), jnp.asarray(mask), 0.3)
+    got = divergence.token_rewards(rewards, jnp.asarray(kl), jnp.asarray(mask), 0.3)
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
@@ -88,39 +90,43 @@ def test_whitening_sees_only_what_the_mask_names(shift_mean):
     want = np.zeros(mask.shape)
     want[mask] = (inside - inside.mean() * shift_mean) / inside.std()
     np.testing.assert_allclose(
-        shaping.whiten(jnp.asarray(x), jnp.asarray(mask), shift_mean), want, atol=1e-5
+        whiten(jnp.asarray(x), jnp.asarray(mask), shift_mean), want, atol=1e-5
     )
 
 
 def test_equal_numbers_are_not_blown_up():
     x = jnp.full(7, 0.1, jnp.float32)
     all_of_them = jnp.ones(7, bool)
-    np.testing.assert_allclose(shaping.whiten(x, all_of_them), np.zeros(7), atol=1e-6)
-    np.testing.assert_allclose(shaping.whiten(x, all_of_them, shift_mean=False), x)
-    assert not shaping.whiten(x, ~all_of_them).any()
+    np.testing.assert_allclose(whiten(x, all_of_them), np.zeros(7), atol=1e-6)
+    np.testing.assert_allclose(whiten(x, all_of_them, shift_mean=False), x)
+    assert not whiten(x, ~all_of_them).any()
 
 
 def test_rewards_are_clipped_and_a_missing_end_is_paid_for():
     rewards = np.array([-3.0, 0.5, 2.0], np.float32)
-    np.testing.assert_array_equal(
-        shaping.clip_rewards(rewards, 1.0), np.array([-1.0, 0.5, 1.0], np.float32)
-    )
     ended = np.array([True, False, True])
+    clipping = AdvantageConfig("grpo", EstimatorConfig(), clip=1.0)
     np.testing.assert_array_equal(
-        shaping.missing_end(rewards, ended, 0.25), np.array([-3.0, 0.25, 2.0], np.float32)
+        penalise_and_clip(rewards, ended, clipping), np.array([-1.0, 0.5, 1.0], np.float32)
+    )
+    penalising = AdvantageConfig("grpo", EstimatorConfig(), missing_end=0.25)
+    np.testing.assert_array_equal(
+        penalise_and_clip(rewards, ended, penalising), np.array([-3.0, 0.25, 2.0], np.float32)
     )
 
 
 @pytest.mark.parametrize("kl, wanted", [(6.0, 0.1), (6.6, 0.101), (60.0, 0.102), (0.0, 0.098)])
 def test_the_kl_coefficient_follows_the_target(kl, wanted):
-    assert shaping.adapt_kl(0.1, kl, target=6.0, samples=100, horizon=1000) == pytest.approx(wanted)
+    assert divergence.adapt_kl(0.1, kl, target=6.0, samples=100, horizon=1000) == pytest.approx(
+        wanted
+    )
 
 
 def test_the_kl_coefficient_settles():
     """Where the divergence falls as its price rises, the target is reached and kept."""
     coefficient = 0.01
     for _ in range(2000):
-        coefficient = shaping.adapt_kl(
+        coefficient = divergence.adapt_kl(
             coefficient, 1.0 / coefficient, target=5.0, samples=64, horizon=1000
         )
     assert 1.0 / coefficient == pytest.approx(5.0, rel=1e-3)

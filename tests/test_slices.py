@@ -123,7 +123,7 @@ def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
     judge = RewardModel(source, source.load(np.float32), rows=4)
     on_slices = dataclasses.replace(judge, model=over(mesh, judge.model))
     scoring_queue = ScoringQueue(
-        Scoring(policy, policy, None, 1.0, rows=4, slots=64, rewards={"judge": on_slices})
+        Scoring(policy, policy, None, 1.0, rows=4, max_length=64, rewards={"judge": on_slices})
     )
     chat = json.loads((GOLDEN / "scores.json").read_text())[0]["messages"]
     answer = Response("", chat[:-1], {}, chat[-1]["content"])

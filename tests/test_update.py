@@ -17,9 +17,9 @@ from rlhf_jax.model.transformer import init
 from rlhf_jax.training.batching import MicroBatch, micro_batches, minibatches
 from rlhf_jax.training.losses import AGGREGATES
 from rlhf_jax.training.update import (
-    NonFiniteUpdate,
+    NonFiniteStep,
     Optimizers,
-    UpdateConfig,
+    TrainingSettings,
     accumulate,
     apply,
     clip_by_norm,
@@ -31,9 +31,15 @@ from rlhf_jax.training.update import (
 )
 from rlhf_jax.types import Experience, Rollout
 
-CONFIG = UpdateConfig(microbatch_rows=8, bucket=8, chunk=32, response_slots=26)
+CONFIG = TrainingSettings(microbatch_rows=8, length_bucket=8, chunk=32, max_new_tokens=26)
 MANY = dataclasses.replace(
-    CONFIG, epochs=2, minibatches=2, microbatch_rows=2, bucket=32, value_clip=10.0, target_kl=1e6
+    CONFIG,
+    epochs=2,
+    minibatches=2,
+    microbatch_rows=2,
+    length_bucket=32,
+    critic_clip=10.0,
+    target_kl=1e6,
 )
 KL_WEIGHT = 0.1
 SGD = Optimizers(optax.sgd(1.0), optax.sgd(1.0))
@@ -109,7 +115,7 @@ def gradients(model, experience, config, critic=None):
 def whole(experience, config=CONFIG) -> MicroBatch:
     """The experience as the only micro-batch."""
     mask = np.asarray(experience.mask)
-    weights = jnp.asarray(config.aggregate(mask, config.response_slots))
+    weights = jnp.asarray(config.aggregate(mask, config.max_new_tokens))
     return MicroBatch(experience, weights, jnp.float32(mask.sum()), jnp.float32(KL_WEIGHT))
 
 
@@ -127,10 +133,12 @@ def assert_close(got, want, rtol):
 @pytest.mark.parametrize(
     "change, aggregate",
     [
-        ({"microbatch_rows": 2, "bucket": 16, "chunk": 8}, "token_mean"),
-        pytest.param({"microbatch_rows": 4, "bucket": 64}, "sequence_mean", marks=pytest.mark.slow),
+        ({"microbatch_rows": 2, "length_bucket": 16, "chunk": 8}, "token_mean"),
         pytest.param(
-            {"bucket": 30, "remat": False, "entropy_weight": 0.1},
+            {"microbatch_rows": 4, "length_bucket": 64}, "sequence_mean", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"length_bucket": 30, "remat": False, "entropy_coefficient": 0.1},
             "constant",
             marks=pytest.mark.slow,
         ),
@@ -140,7 +148,7 @@ def test_how_the_work_is_split_changes_nothing(small, change, aggregate):
     model = init(jax.random.key(0), small)
     critic = random_critic(small)
     experience = random_experience(model, critic)
-    entropy = {"entropy_weight": change.get("entropy_weight", 0.0)}
+    entropy = {"entropy_coefficient": change.get("entropy_coefficient", 0.0)}
     config = dataclasses.replace(CONFIG, aggregate=AGGREGATES[aggregate], **entropy)
     want, metrics = gradients(model, experience, config, critic)
     got, other = gradients(model, experience, dataclasses.replace(config, **change), critic)
@@ -157,7 +165,7 @@ def test_loss_of_short_slots_is_the_padded_one(small):
     experience = random_experience(model, critic, slots=40, longest=20)
     other = init(jax.random.key(1), small)
     found = [
-        gradients(other, experience, dataclasses.replace(CONFIG, bucket=bucket), critic)[1]
+        gradients(other, experience, dataclasses.replace(CONFIG, length_bucket=bucket), critic)[1]
         for bucket in (40, 8)
     ]
     for name in ("loss/policy", "loss/value", "kl/old"):
@@ -204,7 +212,7 @@ def test_gradient_is_the_finite_difference(small, objective):
         init(jax.random.key(1), small), critic, rows=2, slots=16, top_k=True
     )
     batch = whole(experience)
-    config = dataclasses.replace(CONFIG, entropy_weight=0.2)
+    config = dataclasses.replace(CONFIG, entropy_coefficient=0.2)
     at = model if objective is policy_objective else jax.tree.map(lambda x: x * 1.1, critic)
     direction = jax.tree.map(lambda x: jax.random.normal(jax.random.key(2), x.shape) / 8, at)
 
@@ -279,7 +287,7 @@ def test_the_entropy_bonus_raises_the_entropy(small):
     model = init(jax.random.key(0), small)
     experience = random_experience(model)
     experience = dataclasses.replace(experience, advantages=jnp.zeros_like(experience.advantages))
-    config = dataclasses.replace(CONFIG, entropy_weight=1.0)
+    config = dataclasses.replace(CONFIG, entropy_coefficient=1.0)
     optimizers = Optimizers(ADAM.policy)
     state = init_train_state(model, optimizers)
     seen = []
@@ -321,10 +329,11 @@ def test_a_step_that_is_not_finite_is_not_taken(small):
         broken = dataclasses.replace(experience, **{field: leaf.at[rows[0], 5].set(jnp.nan)})
         state, optimizers = new_state(model, ADAM, critic)
         with pytest.raises(
-            NonFiniteUpdate, match=f"{name} is nan in minibatch 2 of update 0"
+            NonFiniteStep, match=f"{name} is nan in minibatch 2 of update 0"
         ) as error:
             update(state, broken, optimizers, MANY, KL_WEIGHT)
         kept = error.value.state
+        assert kept is not None and error.value.experience is broken
         assert (
             all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(kept)) and int(kept.step) == 0
         )
@@ -344,7 +353,7 @@ def test_update_reuses_the_states_buffers(small):
     critic = random_critic(small)
     experience = random_experience(model, critic)
     state, optimizers = new_state(model, ADAM, critic)
-    settings = {"objective": policy_objective, "config": CONFIG}
+    settings = {"objective": policy_objective, "settings": CONFIG}
     gradient = accumulate(None, state.policy, whole(experience), **settings)
     step = apply.lower(
         state.policy, state.optimizer, gradient, optimizer=optimizers.policy
@@ -394,7 +403,7 @@ def test_compute_in_half_precision_keeps_float32_weights(small):
     got, _ = gradients(
         model,
         experience,
-        dataclasses.replace(CONFIG, dtype=jnp.bfloat16, microbatch_rows=4, bucket=32),
+        dataclasses.replace(CONFIG, dtype=jnp.bfloat16, microbatch_rows=4, length_bucket=32),
         critic,
     )
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(got))

@@ -385,7 +385,7 @@ def _check_advantage(config: Config) -> None:
     name = config.advantage.estimator
     group = config.generation.samples_per_prompt
     _require(
-        group > 1 or not ESTIMATORS[name].groups,
+        group > 1 or not ESTIMATORS[name].compares_group,
         f"generation.samples_per_prompt is {group}; {name} compares two or more of a prompt.",
     )
     _require(
@@ -397,7 +397,7 @@ def _check_advantage(config: Config) -> None:
     for key in ("discount", "gae_lambda"):
         value = config.advantage[key]
         _require(0 <= value <= 1, f"advantage.{key} is {value}; it must lie in 0 .. 1.")
-    critic = ESTIMATORS[name].critic
+    critic = ESTIMATORS[name].needs_critic
     _require(
         critic or not config.critic.path,
         f"critic.path is {config.critic.path!r}, but advantage.estimator {name!r} has no critic;"

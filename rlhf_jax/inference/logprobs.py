@@ -1,6 +1,4 @@
-"""Log-probabilities of finished rows under the law they were sampled from, in fixed shapes and
-order.
-"""
+"""Log-probabilities of finished rows, as they were sampled, in fixed shapes and order."""
 
 from __future__ import annotations
 
@@ -19,8 +17,17 @@ from rlhf_jax.model.columns import join_columns, split_columns
 from rlhf_jax.model.transformer import cast, forward, logits
 from rlhf_jax.types import Array, Model, Rollout
 
+__all__ = [
+    "CHUNK",
+    "logprobs_and_entropy",
+    "map_rows",
+    "mismatch",
+    "score_rollout",
+    "token_logprobs",
+]
+
 CHUNK = 512  # tokens whose logits exist at one time
-ABSENT = -1e30  # a score that adds nothing to a log-sum-exp, yet has a finite gradient
+ABSENT = -1e30  # A score that adds nothing to a log-sum-exp, yet has a finite gradient.
 
 
 def token_logprobs(
@@ -33,30 +40,35 @@ def token_logprobs(
     chunk: int = CHUNK,
     attend: Callable = causal,
     remat: bool = False,
-    law: Callable | None = None,
+    kernel: Callable | None = None,
 ) -> Array:
-    """log p(tokens[b, t] | tokens[b, :t]) under softmax(logits / temperature), [B, T] float32; 0 at
-    t = 0.
+    """Compute log p(tokens[b, t] | tokens[b, :t]) of softmax(logits / temperature): [B, T] float32.
 
-    `mask[B, T]` names the tokens that are wanted; the others are 0. `support[B, T, k]` (token ids,
-    -1 absent) renormalises the law at t on its ids; a position without any id is not restricted.
+    tokens [B, T] int32; in nats, 0 at t = 0. `mask` [B, T] bool names the tokens that are wanted;
+    the others are 0. `support` [B, T, k] int32 (token ids, -1 absent) renormalises the distribution
+    at t over its ids; a position without any id is not restricted. ValueError for a temperature
+    that is not above 0.
+
     The vocabulary is projected for about `chunk` tokens at a time, forward and backward, so that
     [B, T, V] never exists, and not at all for columns of tokens that nobody wants. `attend` and
-    `remat` are `forward`'s. `law`, a kernel as `pallas_kernels.logprobs`, does the same without
-    chunks, for all tokens; where there is support it is left out.
+    `remat` are `forward`'s. `kernel`, as `pallas_kernels.logprobs`, does the same without chunks,
+    for all tokens; where there is support it is left out.
     """
-    options = {
-        "mask": mask,
-        "support": support,
-        "chunk": chunk,
-        "attend": attend,
-        "remat": remat,
-        "law": law,
-    }
-    return token_law(model, tokens, temperature=temperature, entropy=False, **options)[0]
+    return logprobs_and_entropy(
+        model,
+        tokens,
+        temperature=temperature,
+        entropy=False,
+        mask=mask,
+        support=support,
+        chunk=chunk,
+        attend=attend,
+        remat=remat,
+        kernel=kernel,
+    )[0]
 
 
-def token_law(
+def logprobs_and_entropy(
     model: Model,
     tokens: Array,
     *,
@@ -67,10 +79,12 @@ def token_law(
     chunk: int = CHUNK,
     attend: Callable = causal,
     remat: bool = False,
-    law: Callable | None = None,
+    kernel: Callable | None = None,
 ) -> tuple[Array, Array | None]:
-    """`token_logprobs` and, where `entropy` asks for it, -sum p log p of the same law at each
-    token: both [B, T] float32, in nats. Without it there is None, and no cost.
+    """Compute `token_logprobs` and, where `entropy` asks for it, -sum p log p at each token.
+
+    Both are [B, T] float32, in nats, of the same distribution. Without `entropy` there is None in
+    its place, and no cost. The other arguments are those of `token_logprobs`.
     """
     chex.assert_rank(tokens, 2)
     if temperature <= 0:
@@ -78,36 +92,40 @@ def token_law(
     slots = tokens.shape[1]
     positions = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), tokens.shape)
     hidden, _ = forward(model, tokens, positions, attend=attend, remat=remat)
-    wanted_tokens = jnp.ones(tokens.shape, bool) if mask is None else mask
+    wanted = jnp.ones(tokens.shape, bool) if mask is None else mask
     # The head's gradient is summed in float32, whatever the compute dtype.
     head = cast(dataclasses.replace(model, layers=()), jnp.float32)
-    if law is not None and support is None:
-        logprobs, entropies = _streamed_law(law, head, hidden, tokens, wanted_tokens, temperature)
+    if kernel is not None and support is None:
+        logprobs, entropies = _by_kernel(
+            kernel, head, hidden, tokens=tokens, mask=wanted, temperature=temperature
+        )
         return logprobs, entropies if entropy else None
-    wanted = (tokens[:, 1:], wanted_tokens[:, 1:], None if support is None else support[:, 1:])
-    blocks = split_columns((hidden[:, :-1], *wanted), chunk)
+
+    # Hidden state t - 1 predicts token t.
+    predicted = (tokens[:, 1:], wanted[:, 1:], None if support is None else support[:, 1:])
+    blocks = split_columns((hidden[:, :-1], *predicted), chunk)
     # Checkpointed outside its branch, else each block would keep a copy of the head for the
     # backward pass.
-    project = jax.checkpoint(
-        functools.partial(_block_law, temperature=temperature, entropy=entropy)
-    )
+    project = jax.checkpoint(functools.partial(_by_block, temperature=temperature, entropy=entropy))
     out = jax.lax.map(lambda block: project(head, *block), blocks)
+
     # Nothing predicts the first token, which is 0.
     joined = join_columns(out, slots - 1)
     return jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (1, 0))), joined)
 
 
-def _streamed_law(
-    law: Callable, head: Model, hidden, tokens, mask, temperature: float
+def _by_kernel(
+    kernel: Callable, head: Model, hidden: Array, *, tokens: Array, mask: Array, temperature: float
 ) -> tuple[Array, Array]:
-    """[B, T] log-probabilities and entropies by a kernel, zeros where no token is wanted."""
+    """Compute [B, T] log-probabilities and entropies by a kernel, 0 where masked out."""
     tied = head.head is None
-    flat = (
+    logprobs, entropies = kernel(
         hidden[:, :-1].reshape(-1, hidden.shape[-1]),
         head.embed if tied else head.head,
         tokens[:, 1:].reshape(-1),
+        temperature=temperature,
+        tied=tied,
     )
-    logprobs, entropies = law(*flat, temperature=temperature, tied=tied)
 
     def by_row(leaf: Array) -> Array:
         return jnp.where(mask, jnp.pad(leaf.reshape(len(tokens), -1), ((0, 0), (1, 0))), 0.0)
@@ -115,27 +133,41 @@ def _streamed_law(
     return by_row(logprobs), by_row(entropies)
 
 
-def _block_law(head: Model, hidden, tokens, mask, support, *, temperature: float, entropy: bool):
-    """[B, C] log-probabilities of a block of columns and entropies or None; zeros when none of them
-    is wanted.
+def _by_block(
+    head: Model,
+    hidden: Array,
+    tokens: Array,
+    mask: Array,
+    support: Array | None,
+    *,
+    temperature: float,
+    entropy: bool,
+) -> tuple[Array, Array | None]:
+    """Compute [B, C] log-probabilities and entropies (or None) of a block of columns.
+
+    Zeros where masked out; where no token of the block is wanted, nothing is projected.
     """
 
     def project():
         scores = logits(cast(head, hidden.dtype), hidden) / temperature
         chosen = jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
-        normaliser = _of_law(functools.partial(jax.nn.logsumexp, axis=-1), scores, support)
+        normaliser = _over_support(functools.partial(jax.nn.logsumexp, axis=-1), scores, support)
         logprobs = jnp.where(mask, chosen - normaliser, 0.0)
-        return logprobs, jnp.where(
-            mask, _of_law(_entropy, scores, support), 0.0
-        ) if entropy else None
+        if not entropy:
+            return logprobs, None
+        return logprobs, jnp.where(mask, _over_support(_entropy, scores, support), 0.0)
 
     zeros = jnp.zeros(tokens.shape, jnp.float32)
     return jax.lax.cond(mask.any(), project, lambda: (zeros, zeros if entropy else None))
 
 
-def _of_law(statistic: Callable[[Array], Array], scores: Array, support: Array | None) -> Array:
-    """A statistic of scores [B, C, V] over the vocabulary, or over support [B, C, k] where it has
-    ids: [B, C].
+def _over_support(
+    statistic: Callable[[Array], Array], scores: Array, support: Array | None
+) -> Array:
+    """Compute a statistic of scores [B, C, V] over the vocabulary or its support: [B, C].
+
+    statistic: reduces the last axis. It is taken over the ids of `support` [B, C, k] where it has
+    any.
     """
     whole = statistic(scores)
     if support is None:
@@ -147,13 +179,13 @@ def _of_law(statistic: Callable[[Array], Array], scores: Array, support: Array |
 
 
 def _entropy(scores: Array) -> Array:
-    """-sum p log p with p = softmax(scores) over the last axis."""
+    """Compute -sum p log p with p = softmax(scores) over the last axis."""
     return jax.nn.logsumexp(scores, axis=-1) - jnp.sum(
         jax.nn.softmax(scores, axis=-1) * scores, axis=-1
     )
 
 
-@functools.partial(jax.jit, static_argnames=("temperature", "rows", "chunk", "attend", "law"))
+@functools.partial(jax.jit, static_argnames=("temperature", "rows", "chunk", "attend", "kernel"))
 def score_rollout(
     model: Model,
     rollout: Rollout,
@@ -162,29 +194,37 @@ def score_rollout(
     rows: int,
     chunk: int = CHUNK,
     attend: Callable = causal,
-    law: Callable | None = None,
+    kernel: Callable | None = None,
 ) -> Array:
-    """`token_logprobs` of a rollout's response tokens, [B, T] float32, `rows` rows at a time; B a
-    multiple of `rows`.
+    """Compute `token_logprobs` of a rollout's response tokens: [B, T] float32.
 
-    The order is the rollout's and the shapes depend on nothing but [B, T] and `rows`, so the same
-    tokens score the same whatever generated them. Micro-batch j holds rows j, n + j, 2n + j, ...:
-    where rows are split over devices, each device finds its share of every micro-batch at home.
+    `rows` rows at a time; B is a multiple of `rows`. The order is the rollout's and the shapes
+    depend on nothing but [B, T] and `rows`, so the same tokens score the same whatever generated
+    them. Micro-batch j holds rows j, n + j, 2n + j, ...: where rows are split over devices, each
+    device finds its share of every micro-batch at home.
     """
 
-    def score(part):
+    def score(part: tuple[Array, Array, Array | None]) -> Array:
         tokens, mask, support = part
-        how = functools.partial(
-            token_logprobs, temperature=temperature, chunk=chunk, attend=attend, law=law
+        return token_logprobs(
+            model,
+            tokens,
+            temperature=temperature,
+            mask=mask,
+            support=support,
+            chunk=chunk,
+            attend=attend,
+            kernel=kernel,
         )
-        return how(model, tokens, mask=mask, support=support)
 
     return map_rows(score, (rollout.tokens, rollout.mask, rollout.support), rows)
 
 
 def map_rows(score: Callable, inputs: Any, rows: int) -> Array:
-    """score(`rows` rows of the inputs [B, T, ...]) -> [rows, T], one micro-batch after another: [B,
-    T].
+    """Apply `score` to `rows` rows of the inputs at a time: [B, T, ...] -> [B, T].
+
+    `score` gives [rows, T]; micro-batches follow one another in the order of `score_rollout`.
+    ValueError where `rows` does not divide the rows.
     """
     batch = jax.tree.leaves(inputs)[0].shape[0]
     if batch % rows:
@@ -199,17 +239,17 @@ def map_rows(score: Callable, inputs: Any, rows: int) -> Array:
     return out.reshape(batch, *out.shape[2:])
 
 
-def mismatch(rollout_logprobs, logprobs, mask) -> dict[str, float]:
-    """How far the recomputed law is from the sampled one, over the response tokens of host arrays
-    [B, T].
+def mismatch(
+    rollout_logprobs: np.ndarray, logprobs: np.ndarray, mask: np.ndarray
+) -> dict[str, float]:
+    """Measure how far recomputed log-probs are from the sampled ones, over the response tokens.
 
-    `mismatch/kl` estimates KL(sampled || recomputed) by mean(exp(d) - 1 - d) with d = recomputed -
-    sampled (Schulman 2020, k3); `mismatch/mean` and `mismatch/max` are of |d|. All in nats; zeros
-    without response tokens.
+    Host arrays [B, T]. `mismatch/kl` estimates KL(sampled || recomputed) by mean(exp(d) - 1 - d)
+    with d = recomputed - sampled (Schulman 2020, k3); `mismatch/mean` and `mismatch/max` are of
+    |d|. All in nats; zeros without response tokens.
     """
-    difference = (
-        np.asarray(logprobs, np.float64)[mask] - np.asarray(rollout_logprobs, np.float64)[mask]
-    )
+    sampled = np.asarray(rollout_logprobs, np.float64)[mask]
+    difference = np.asarray(logprobs, np.float64)[mask] - sampled
     if not difference.size:
         return {"mismatch/kl": 0.0, "mismatch/mean": 0.0, "mismatch/max": 0.0}
     return {

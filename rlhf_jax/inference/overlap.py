@@ -1,9 +1,8 @@
-"""Inference beside the tail of generation: slices that have nothing left to decode score what is
-finished.
+"""Inference beside the tail of generation: slices with nothing left to decode score what is done.
 
 (Inter-stage fusion: RLHFuse, Zhong et al. 2024, section 4.) A sample's numbers are those of the
-unfused order within rounding: the same functions over other shapes. What nobody had time for is
-left to `rlhf.infer`.
+order without overlap within rounding: the same functions over other shapes. What no slice had time
+for is left to `rlhf.score`.
 """
 
 from __future__ import annotations
@@ -26,68 +25,69 @@ from rlhf_jax.inference.values import score_values
 from rlhf_jax.model.attention import causal_on
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.rewards.combination import Response, failure
-from rlhf_jax.rewards.models import Read, RewardModel, read
+from rlhf_jax.rewards.models import RewardModel, ScoredRows, start_scoring
 from rlhf_jax.types import Array, Model
 
-SCORED = ("logprobs", "reference_logprobs", "values")  # of a sample's tokens
+# The scores of a sample's tokens: fields of `Scored`, in the order of the results of `score`.
+PER_TOKEN_SCORES = ("logprobs", "reference_logprobs", "values")
 
 
 class ScoringModels(NamedTuple):
-    """The models that score beside the policy."""
+    """Hold the models that score beside the policy."""
 
-    reference: Model | None = None  # None: the policy is its own
+    reference: Model | None = None  # None: the policy is its own.
     critic: Model | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """The models that score, laid out as generation's weights are, and how."""
+    """Hold the models that score, laid out as generation's weights are, and say how they score."""
 
     policy: Model
     reference: Model | None
     critic: Model | None
     temperature: float
     rows: int  # scored at one time on a slice
-    slots: int  # tokens of the longest sample
+    max_length: int  # tokens of the longest sample, prompt included
     rewards: Mapping[str, RewardModel] = dataclasses.field(default_factory=dict)  # by their names
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """Numbers of one sample under each model, [T] float32 each, on the host; None where there is no
-    such model.
-    """
+    """Hold one sample's scores on the host: [T] float32 each, or None without such a model."""
 
     logprobs: Array
     reference_logprobs: Array | None
     values: Array | None
-    # of the reward models that could read it
+    # By name, of the reward models that could read the sample.
     rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-def scored_row(
-    numbers: Sequence[Array | None], row: int, rewards: Mapping[str, float] = {}
+def scores_of_row(
+    scores: Sequence[Array | None], row: int, rewards: Mapping[str, float] = {}
 ) -> Scored:
-    """One sample of a batch: a row of (log-probs, reference's, values), [rows, T] each."""
+    """Return one sample's scores, of a batch's: each of `PER_TOKEN_SCORES` [rows, T], or None."""
     found = {
         name: leaf if leaf is None else leaf[row]
-        for name, leaf in zip(SCORED, numbers, strict=True)
+        for name, leaf in zip(PER_TOKEN_SCORES, scores, strict=True)
     }
     return Scored(**found, rewards=rewards)
 
 
 @dataclasses.dataclass
 class _Batch:
+    """Hold samples that a slice was given to score, and the results that are on their way."""
+
     samples: tuple[Sample, ...]
     results: tuple[Array, Array | None, Array | None]
-    rewards: dict[str, list[Read]]
+    rewards: dict[str, list[ScoredRows]]
     slice: int
     began: float
-    ended: float | None = None
+    ended: float | None = None  # None until the results were seen to be ready
 
     @property
     def arrays(self) -> list[Array]:
-        """All that is on its way."""
+        """Return all results, those of reward models included."""
         return [
             *jax.tree.leaves(self.results),
             *(scores for parts in self.rewards.values() for _, scores in parts),
@@ -95,137 +95,141 @@ class _Batch:
 
 
 class ScoringQueue:
-    """Finished samples that wait to be scored, and those that were. Processes that share a slice
-    hold the same.
+    """Hold finished samples that wait to be scored, and those that were.
+
+    It is generation's idle work. Processes that share a slice hold the same.
     """
 
     def __init__(self, scoring: Scoring):
         self.scoring = scoring
         self.waiting: collections.deque[tuple[Sample, Response | None]] = collections.deque()
         self.batches: list[_Batch] = []
-        self._models: dict[Any, tuple] = {}
+        self._models: dict[jax.sharding.Mesh, tuple] = {}  # as `_models_on` gives them, by mesh
 
-    def add(self, sample: Sample, answer: Response | None = None) -> None:
-        """A sample has finished; `answer` is what reward models, where there are some, read of
-        it.
-        """
-        self.waiting.append((sample, answer))
+    def add(self, sample: Sample, response: Response | None = None) -> None:
+        """Add a finished sample; reward models, where there are some, read its `response`."""
+        self.waiting.append((sample, response))
 
     @property
     def tokens(self) -> int:
-        """Of samples that wait to be scored."""
+        """Count the tokens, prompts included, of samples that wait to be scored."""
         return sum(len(sample.prompt) + len(sample.tokens) for sample, _ in self.waiting)
 
     @property
     def waits(self) -> bool:
-        """Whether there are as many as a slice scores at one time."""
+        """Say whether as many samples wait as a slice scores at one time."""
         return len(self.waiting) >= self.scoring.rows
 
     def feed(self, number: int, mesh: jax.sharding.Mesh | None) -> Array:
-        """Have a slice score the next samples: an array that is ready when it has."""
-        self._look()
-        scoring = self.scoring
-        samples, answers = zip(*(self.waiting.popleft() for _ in range(scoring.rows)), strict=True)
-        *models, judges = self._on(mesh)
-        results = _readable(score(models, place(samples, scoring, mesh), scoring, mesh), mesh)
-        rewards = {
-            name: [
-                (rows, _readable(scores, mesh)) for rows, scores in read(judge, answers, mesh)[0]
-            ]
-            for name, judge in judges.items()
-        }
-        batch = _Batch(samples, results, rewards, number, time.perf_counter())
+        """Let slice `number` score the next samples; return an array that is ready when it has."""
+        assert mesh is not None, "Only a slice of a mesh has models of its own."
+        self._note_ended()
+        rows = [self.waiting.popleft() for _ in range(self.scoring.rows)]
+        samples, responses = zip(*rows, strict=True)
+        *models, reward_models = self._models_on(mesh)
+        results = _readable(score(models, samples, self.scoring, mesh), mesh)
+        rewards = {}
+        for name, model in reward_models.items():
+            parts, _ = start_scoring(model, responses, mesh)
+            rewards[name] = [(indices, _readable(scores, mesh)) for indices, scores in parts]
+        batch = _Batch(samples, results, rewards, slice=number, began=time.perf_counter())
         for leaf in batch.arrays:
             leaf.copy_to_host_async()
         self.batches.append(batch)
         return batch.arrays[-1]
 
-    def _on(self, mesh) -> tuple[Model, Model | None, Model | None, dict[str, RewardModel]]:
-        """The models as a slice holds them."""
+    def _models_on(
+        self, mesh: jax.sharding.Mesh
+    ) -> tuple[Model, Model | None, Model | None, dict[str, RewardModel]]:
+        """Return policy, reference, critic and reward models as a slice holds them."""
         if mesh not in self._models:
             scoring = self.scoring
-            weights = {name: judge.model for name, judge in scoring.rewards.items()}
+            weights = {name: model.model for name, model in scoring.rewards.items()}
             *models, weights = meshes.on_slice(
                 (scoring.policy, scoring.reference, scoring.critic, weights), mesh
             )
-            judges = {
+            reward_models = {
                 name: dataclasses.replace(scoring.rewards[name], model=weights[name])
                 for name in weights
             }
-            self._models[mesh] = (*models, judges)
+            self._models[mesh] = (*models, reward_models)
         return self._models[mesh]
 
     def scored(self) -> dict[int, Scored]:
-        """What slices have scored, by sample id; what is still on its way is waited for."""
+        """Return what slices have scored, by sample id; wait for what is still on its way."""
         found = {}
         for batch in self.batches:
             numbers = jax.device_get(batch.results)
-            rewards = {name: _by_row(parts) for name, parts in batch.rewards.items()}
-            self._look()
+            rewards = {name: _rewards_by_row(parts) for name, parts in batch.rewards.items()}
+            self._note_ended()
             for row, sample in enumerate(batch.samples):
-                own = {name: scores[row] for name, scores in rewards.items() if row in scores}
-                found[sample.sample_id] = scored_row(numbers, row, own)
+                own = {name: by_row[row] for name, by_row in rewards.items() if row in by_row}
+                found[sample.sample_id] = scores_of_row(numbers, row, own)
         return found
 
-    def _look(self) -> None:
-        """Note when what has become ready did."""
+    def _note_ended(self) -> None:
+        """Note the time at which batches that have become ready were first seen to be."""
         for batch in self.batches:
             if batch.ended is None and all(leaf.is_ready() for leaf in batch.arrays):
                 batch.ended = time.perf_counter()
 
     def spans(self) -> list[Span]:
-        """What slices did here, once all of it is there."""
+        """Return when each slice scored, once all results are there."""
         return [
             Span(
-                b.slice,
+                batch.slice,
                 "inference",
-                b.began,
-                b.ended or b.began,
-                len(b.samples),
-                "inference",
-                tokens,
+                batch.began,
+                ended=batch.ended or batch.began,
+                rows=len(batch.samples),
+                label="inference",
+                amount=sum(len(sample.tokens) for sample in batch.samples),
             )
-            for b in self.batches
-            for tokens in [sum(len(sample.tokens) for sample in b.samples)]
+            for batch in self.batches
         ]
 
 
-def _by_row(parts: list[Read]) -> dict[int, float]:
-    """The scores of a batch by row; one that could not be read, or is no finite number, has
-    none.
-    """
-    found = (
-        one
-        for rows, scores in parts
-        for one in zip(rows, np.asarray(scores).tolist(), strict=False)
-    )
-    return {row: score for row, score in found if not failure(score)}
+def _rewards_by_row(parts: list[ScoredRows]) -> dict[int, float]:
+    """Return a batch's rewards by row; one that is no finite number is left out."""
+    found = {}
+    for rows, scores in parts:
+        # The last scores may be of padding.
+        for row, reward in zip(rows, np.asarray(scores).tolist(), strict=False):
+            if not failure(reward):
+                found[row] = reward
+    return found
 
 
 def _readable(tree: Any, mesh: jax.sharding.Mesh | None) -> Any:
-    """Results as each host of a slice can read them."""
+    """Repeat results on each host of a slice of several, so that each can read them."""
     return meshes.repeat(tree, mesh=mesh) if mesh is not None and mesh.is_multi_process else tree
 
 
-def place(samples: Sequence[Sample], scoring: Scoring, mesh):
-    """The samples as a rollout on a slice."""
-    return meshes.place_rows(as_rollout(samples, scoring.slots), mesh)
+def score(
+    models: Sequence[Model | None],
+    samples: Sequence[Sample],
+    scoring: Scoring,
+    mesh: jax.sharding.Mesh | None,
+) -> tuple[Array, Array | None, Array | None]:
+    """Start to score samples on a slice: (log-probs, the reference's, values), [rows, T] float32.
 
-
-def score(models, rollout, scoring: Scoring, mesh) -> tuple[Array, Array | None, Array | None]:
-    """(log-probs, reference's, values) of a rollout, [rows, T] float32 each, dispatched and not
-    waited for.
+    models: policy, reference or None, critic or None, as the slice holds them. The results are not
+    waited for; there is None for a model that is None.
     """
     policy, reference, critic = models
-    how = functools.partial(
-        score_rollout, rollout=rollout, temperature=scoring.temperature, rows=scoring.rows
+    assert policy is not None
+    rollout = meshes.place_rows(as_rollout(samples, scoring.max_length), mesh)
+    score_with = functools.partial(
+        score_rollout,
+        rollout=rollout,
+        temperature=scoring.temperature,
+        rows=scoring.rows,
+        attend=causal_on(mesh, policy.config.num_kv_heads),
     )
-    attend = causal_on(mesh, policy.config.num_kv_heads)
-    logprobs = how(policy, attend=attend)
-    referred = None if reference is None else how(reference, attend=attend)
-    values = None
-    if critic is not None:
-        values = score_values(
-            critic, rollout, rows=scoring.rows, attend=causal_on(mesh, critic.config.num_kv_heads)
-        )
-    return logprobs, referred, values
+    logprobs = score_with(policy)
+    reference_logprobs = None if reference is None else score_with(reference)
+    if critic is None:
+        return logprobs, reference_logprobs, None
+    attend = causal_on(mesh, critic.config.num_kv_heads)
+    values = score_values(critic, rollout, rows=scoring.rows, attend=attend)
+    return logprobs, reference_logprobs, values

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.inference.logprobs import score_rollout
-from rlhf_jax.inference.overlap import SCORED, Scored, scored_row
+from rlhf_jax.inference.overlap import PER_TOKEN_SCORES, Scored, scores_of_row
 from rlhf_jax.inference.values import score_values
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.attention import causal
@@ -91,7 +91,7 @@ def _dispatch(
         temperature=settings.temperature,
         rows=rows,
         attend=settings.attend,
-        law=settings.token_logprobs,
+        kernel=settings.token_logprobs,
     )
     values = critic and score_values(critic, placed, rows=rows, attend=settings.critic_attend)
     return logprobs(policy), reference and logprobs(reference), values
@@ -111,13 +111,13 @@ def _score_the_rest(
         part = np.resize(rest[start : start + rows], rows)  # filled up by some of them again
         chosen = jax.tree.map(lambda leaf, part=part: leaf[part], rollout)
         results = distributed.fetch(dispatch(chosen))
-        found |= {row: scored_row(results, index) for index, row in enumerate(part)}
+        found |= {row: scores_of_row(results, index) for index, row in enumerate(part)}
 
     def column(name: str) -> np.ndarray | None:
         leaves = [getattr(found[row], name) for row in range(len(ids))]
         return None if leaves[0] is None else np.stack(leaves)
 
-    logprobs, reference_logprobs, values = map(column, SCORED)
+    logprobs, reference_logprobs, values = map(column, PER_TOKEN_SCORES)
     assert logprobs is not None
     return logprobs, reference_logprobs, values
 

@@ -1,4 +1,4 @@
-"""What a critic expects of a text that is not finished yet."""
+"""Values: what a critic expects of a text that is not finished yet."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rlhf_jax.types import Array, Model, Rollout
 def token_values(
     critic: Model, tokens: Array, *, mask: Array, attend: Callable = causal, remat: bool = False
 ) -> Array:
-    """V(tokens[b, :t]), what is still to come before the token at t is known: [B, T] float32, 0
-    where masked out.
+    """Compute V(tokens[b, :t]), the reward still to come before the token at t is known.
 
-    The scalar head [M, 1] reads the hidden state at t - 1, in float32; entry 0 is 0. tokens [B, T]
-    int32, mask [B, T] bool; `attend` and `remat` are `forward`'s.
+    tokens [B, T] int32, mask [B, T] bool -> [B, T] float32, 0 where masked out and at t = 0. The
+    scalar head [M, 1] reads the hidden state at t - 1, in float32. `attend` and `remat` are
+    `forward`'s.
     """
     chex.assert_equal_shape([tokens, mask])
     chex.assert_shape(critic.head, (critic.config.width, 1))
@@ -36,11 +36,12 @@ def token_values(
 
 @functools.partial(jax.jit, static_argnames=("rows", "attend"))
 def score_values(critic: Model, rollout: Rollout, *, rows: int, attend: Callable = causal) -> Array:
-    """`token_values` of a rollout's response tokens, [B, T] float32, `rows` rows at a time as in
-    `score_rollout`.
+    """Compute `token_values` of a rollout's response tokens: [B, T] float32.
+
+    `rows` rows at a time, in the order of `score_rollout`; B is a multiple of `rows`.
     """
 
-    def score(part):
+    def score(part: tuple[Array, Array]) -> Array:
         tokens, mask = part
         return token_values(critic, tokens, mask=mask, attend=attend)
 
@@ -48,7 +49,7 @@ def score_values(critic: Model, rollout: Rollout, *, rows: int, attend: Callable
 
 
 def critic_of(policy: Model) -> Model:
-    """A critic on a copy of the policy's trunk; its head of zeros values everything at 0."""
+    """Return a critic on a copy of the policy's layers; its head of zeros gives every value 0."""
     config = dataclasses.replace(policy.config, scalar_head=True, tied=False)
     head = jnp.zeros((config.width, 1), policy.norm.dtype)
     trunk = jax.tree.map(jnp.copy, dataclasses.replace(policy, head=None))

@@ -21,7 +21,8 @@ class Reward:
 
     def title(self, config: Config) -> str:
         """Name the algorithm that the advantage estimator makes it: "GRPO"."""
-        return ALGORITHMS[config.advantage.estimator]
+        name = config.advantage.estimator
+        return ALGORITHMS.get(name) or name
 
     def validate(self, config: Config) -> None:
         """Accept what `config.validation` has accepted of rewards, advantages and KL."""

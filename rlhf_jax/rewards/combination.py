@@ -1,6 +1,4 @@
-"""Rewards of finished samples, on the host: what is scored, what a scorer gives back, and sums of
-several.
-"""
+"""Rewards of responses, on the host: what is scored, what a scorer gives, and weighted sums."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-# of (prompt, response, row of the prompt file)
+# A function of (prompt, response, row of the prompt file).
 Reward = Callable[[str, str, dict[str, Any]], float]
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
@@ -26,7 +24,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """A response with all that it may be judged by."""
+    """Hold a response with all that a reward may read."""
 
     prompt: str  # what the user said
     messages: list[dict[str, Any]]  # the chat that was answered, system message included
@@ -36,14 +34,14 @@ class Response:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """What a scorer gives back: one number for each answer, or the reason why there is none."""
+    """Hold one number for each response, or the reason why there is none."""
 
     values: np.ndarray  # [B] float32, NaN where scoring failed
-    failures: dict[int, str]  # index of the answer -> reason, in order of the answers
+    failures: dict[int, str]  # index of the response -> reason, in order of the responses
 
 
 class Broken(ValueError):
-    """A reward that has never given a number, and gave none for any of these answers."""
+    """Report a reward that has never given a number, and gave none for any of these responses."""
 
     def __init__(self, message: str, scores: Scores):
         super().__init__(message)
@@ -57,7 +55,7 @@ Scorer = Callable[[Sequence[Response]], Scores]
 
 
 class Term(NamedTuple):
-    """One summand of a reward."""
+    """Describe one summand of a reward."""
 
     name: str
     weight: float
@@ -66,47 +64,50 @@ class Term(NamedTuple):
 
 def weighted(
     terms: Sequence[Term],
-    answers: Sequence[Response],
+    responses: Sequence[Response],
     known: Mapping[str, Mapping[int, float]] = {},
 ) -> tuple[Scores, dict[str, float]]:
-    """The weighted sum of several scorers, and of each its `reward/<name>/mean` and
-    `reward/<name>/failed`.
+    """Compute the weighted sum of several scorers, and metrics of each.
 
-    known: by term, scores that some answers have already, by their index. An answer fails where any
-    term fails, for the reason of the first such term; the mean is over the answers that the term
-    could score, and left out where there are none.
+    known: by term, scores that some responses have already, by their index. A response fails where
+    any term fails, for the reason of the first such term. `reward/<name>/mean` is over the
+    responses that the term could score, and left out where there are none; `reward/<name>/failed`
+    counts the others. Broken where a term is, and none of its scores was known.
     """
-    values = np.zeros(len(answers), np.float32)
+    values = np.zeros(len(responses), np.float32)
     failures = {}
     metrics = {}
     for name, weight, scorer in terms:
-        scores = _with_known(scorer, answers, known.get(name, {}))
+        scores = _with_known(scorer, responses, known.get(name, {}))
         values += np.float32(weight) * scores.values
-        failures = {
-            index: f"{name} {reason}" for index, reason in scores.failures.items()
-        } | failures
-        if len(scores.failures) < len(answers):
+        own = {index: f"{name} {reason}" for index, reason in scores.failures.items()}
+        failures = own | failures
+        if len(scores.failures) < len(responses):
             metrics[f"reward/{name}/mean"] = float(np.nanmean(scores.values))
         metrics[f"reward/{name}/failed"] = float(len(scores.failures))
     return Scores(values, dict(sorted(failures.items()))), metrics
 
 
-def _with_known(scorer: Scorer, answers: Sequence[Response], known: Mapping[int, float]) -> Scores:
-    rest = [index for index in range(len(answers)) if index not in known]
+def _with_known(
+    scorer: Scorer, responses: Sequence[Response], known: Mapping[int, float]
+) -> Scores:
+    """Score the responses that have no known score, and join both."""
+    rest = [index for index in range(len(responses)) if index not in known]
     try:
-        found = scorer([answers[index] for index in rest]) if rest else as_scores([])
+        found = scorer([responses[index] for index in rest]) if rest else as_scores([])
     except Broken as broken:
         if not known:
             raise
         found = broken.scores
-    values = np.array([known.get(index, np.nan) for index in range(len(answers))], np.float32)
+    values = np.array([known.get(index, np.nan) for index in range(len(responses))], np.float32)
     values[rest] = found.values
     return Scores(values, {rest[index]: reason for index, reason in found.failures.items()})
 
 
 def as_scores(results: Sequence[float | str]) -> Scores:
-    """Scores of a number, or the reason of a failure, for each answer; a number beyond float32 is a
-    failure.
+    """Return the scores of one result for each response: a number, or the reason of a failure.
+
+    A number beyond float32 is a failure.
     """
     failures = {
         index: reason for index, result in enumerate(results) if (reason := failure(result))
@@ -116,18 +117,18 @@ def as_scores(results: Sequence[float | str]) -> Scores:
 
 
 def failure(result: float | str) -> str:
-    """Why a result is no score; empty where it is one."""
+    """Say why a result is no score; empty where it is one."""
     if isinstance(result, str):
         return result
-    # NaN is not <= either
+    # NaN is not <= LARGEST either.
     return "" if abs(result) <= LARGEST else f"gave {result}, which is no finite float32"
 
 
 def refuse_broken(name: str, scores: Scores) -> None:
-    """Broken, with the first reason, where every answer failed.
+    """Raise Broken, with the first reason, where every response failed.
 
-    For a reward that has never given a number: one that has may fail on a whole batch and still not
-    be broken.
+    It is for a reward that has never given a number: one that has may fail on a whole batch and
+    still not be broken.
     """
     if scores.failures and len(scores.failures) == len(scores.values):
         first = scores.failures[0].rstrip(".")
@@ -139,10 +140,11 @@ def refuse_broken(name: str, scores: Scores) -> None:
 
 @functools.cache
 def load_reward(spec: str) -> Reward:
-    """The function named by "package.module:function" or "path/to/file.py:function".
+    """Return the function named by "package.module:function" or "path/to/file.py:function".
 
-    A relative path is looked up in the current folder, then in the repository. One sentence tells
-    what is wrong: the form, the file, the import, the name, or that it is no function.
+    A relative path is looked up in the current folder, then in the repository. ValueError or
+    FileNotFoundError says in one sentence what is wrong: the form, the file, the import, the name,
+    or that it is no function.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name.isidentifier():
@@ -163,6 +165,7 @@ def load_reward(spec: str) -> Reward:
 
 
 def _load_file(place: str, spec: str) -> types.ModuleType:
+    """Load the Python file at `place`, of the current folder or of the repository."""
     candidates = [
         folder / pathlib.Path(place).expanduser() for folder in (pathlib.Path.cwd(), REPOSITORY)
     ]
@@ -175,8 +178,9 @@ def _load_file(place: str, spec: str) -> types.ModuleType:
 
 
 def _execute(path: pathlib.Path) -> types.ModuleType:
-    """Runs a Python file as a module of its own, registered because dataclasses look their module
-    up.
+    """Run a Python file as a module of its own.
+
+    It is registered because dataclasses look their module up.
     """
     name = f"{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -187,9 +191,10 @@ def _execute(path: pathlib.Path) -> types.ModuleType:
 
 
 def _load(spec: str, load: Callable[[], types.ModuleType]) -> types.ModuleType:
+    """Call `load`, and say of which reward it was where it fails."""
     try:
         return load()
-    except Exception as error:  # the user's file may raise anything
+    except Exception as error:  # The user's file may raise anything.
         raise ValueError(
             f"Reward {spec!r} cannot be imported: {type(error).__name__}: {error}."
         ) from error

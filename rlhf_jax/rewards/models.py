@@ -1,6 +1,4 @@
-"""Reward models: Hugging Face sequence classifiers of one label, read at a conversation's last
-token.
-"""
+"""Reward models: sequence classifiers of one label, read at a conversation's last token."""
 
 from __future__ import annotations
 
@@ -25,19 +23,19 @@ from rlhf_jax.types import Array, Model
 
 @dataclasses.dataclass(frozen=True)
 class RewardModel:
-    """A classifier, and how it reads: the scalar head at the last token of the conversation.
+    """Hold a Hugging Face classifier of one label, and say how it reads conversations.
 
     The chat and the response as the assistant's message go through the reward model's own chat
-    template, or one after the other where it has none. As in transformers'
-    ...ForSequenceClassification, the token that is read is the last one that is not config.json's
-    `pad_token_id`: with the end-of-text token as padding, it is the one before the final end of
-    text. Raises ValueError for a language model.
+    template, or one after the other where it has none. The score is that of the scalar head at the
+    last token. As in transformers' ...ForSequenceClassification, that is the last token which is
+    not config.json's `pad_token_id`: with the end-of-text token as padding, it is the one before
+    the final end of text. Raises ValueError for a language model.
     """
 
     source: Source
     model: Model
     rows: int  # conversations read at a time
-    bucket: int = 64  # their tokens are padded on the right to a multiple of this
+    length_bucket: int = 64  # Their tokens are padded on the right to a multiple of this.
 
     def __post_init__(self):
         if not self.source.config.scalar_head:
@@ -48,59 +46,61 @@ class RewardModel:
 
     @functools.cached_property
     def padding(self) -> int | None:
-        """The token that is never read."""
+        """Return the id of the token that is never read, or None."""
         return huggingface.padding_token(self.source.path)
 
 
-# indices of answers, and their scores in the first of [rows] float32
-Read = tuple[list[int], Array]
+# Indices of responses, and their scores: the first ones of an array [rows] float32.
+ScoredRows = tuple[list[int], Array]
 
 
-def read(
-    judge: RewardModel, answers: Sequence[Response], mesh: jax.sharding.Mesh | None
-) -> tuple[list[Read], dict]:
-    """Start to score answers on the judge's devices: the parts that are on their way, and by index
-    why others fail.
+def start_scoring(
+    reward_model: RewardModel, responses: Sequence[Response], mesh: jax.sharding.Mesh | None
+) -> tuple[list[ScoredRows], dict[int, str]]:
+    """Start to score responses on the model's devices: (parts on their way, failures by index).
 
-    Answers of like length go together. One that is longer than the model's context fails.
+    A failure is the reason why a response cannot be scored, such as being longer than the model's
+    context. Responses of like length go together.
     """
-    texts = dict(enumerate(_tokens(answer, judge.source, judge.padding) for answer in answers))
-    fitting = {index: text for index, text in texts.items() if not isinstance(text, str)}
-    attend = causal_on(mesh, judge.source.config.num_kv_heads)
+    texts = [_tokens_to_read(reward_model, response) for response in responses]
+    fitting = {index: text for index, text in enumerate(texts) if not isinstance(text, str)}
+    failures = {index: text for index, text in enumerate(texts) if isinstance(text, str)}
+    attend = causal_on(mesh, reward_model.source.config.num_kv_heads)
     parts = []
-    for chosen, tokens, last in _batches(fitting, judge.rows, judge.bucket):
-        parts.append(
-            (chosen, _read(judge.model, *meshes.place_rows((tokens, last), mesh), attend=attend))
-        )
-    return parts, {index: text for index, text in texts.items() if isinstance(text, str)}
+    for chosen, *arrays in _batches(fitting, reward_model.rows, reward_model.length_bucket):
+        tokens, last = meshes.place_rows(tuple(arrays), mesh)
+        parts.append((chosen, _read(reward_model.model, tokens, last, attend=attend)))
+    return parts, failures
 
 
-def model_scorer(judge: RewardModel, mesh: jax.sharding.Mesh | None = None) -> Scorer:
-    """The scorer of a reward model. It raises Broken where every answer of a call fails and none
-    was scored before.
+def model_scorer(reward_model: RewardModel, mesh: jax.sharding.Mesh | None = None) -> Scorer:
+    """Return the scorer of a reward model.
+
+    It raises Broken where every response of a call fails and none was scored before.
     """
     works = False  # whether it ever gave a number
 
-    def score(answers: Sequence[Response]) -> Scores:
+    def score(responses: Sequence[Response]) -> Scores:
         nonlocal works
-        parts, results = read(judge, answers, mesh)
+        parts, failures = start_scoring(reward_model, responses, mesh)
+        results: dict[int, float | str] = {**failures}
         for chosen, scored in parts:
-            # rows may be left over
+            # The last rows of `scored` may be padding.
             results |= zip(chosen, distributed.fetch(scored).tolist(), strict=False)
-        scores = as_scores([results[index] for index in range(len(answers))])
-        works = works or len(scores.failures) < len(answers)
+        scores = as_scores([results[index] for index in range(len(responses))])
+        works = works or len(scores.failures) < len(responses)
         if not works:
-            refuse_broken(str(judge.source.path), scores)
+            refuse_broken(str(reward_model.source.path), scores)
         return scores
 
     return score
 
 
-def _tokens(answer: Response, source: Source, padding: int | None) -> list[int] | str:
-    """The conversation's token ids up to the one that is read, or why it cannot be scored."""
+def _tokens_to_read(reward_model: RewardModel, response: Response) -> list[int] | str:
+    """Return the conversation's token ids up to the one that is read, or why there are none."""
+    source = reward_model.source
     tokenizer = source.tokenizer
-    response = {"role": "assistant", "content": answer.response}
-    messages = [*answer.messages, response]
+    messages = [*response.messages, {"role": "assistant", "content": response.response}]
     try:
         if tokenizer.template is None:
             tokens = tokenizer.encode("".join(message["content"] for message in messages))
@@ -108,7 +108,7 @@ def _tokens(answer: Response, source: Source, padding: int | None) -> list[int] 
             tokens = tokenizer.encode_chat(messages, add_generation_prompt=False)
     except ValueError as error:
         return f"could not be rendered: {error}"
-    while tokens and tokens[-1] == padding:
+    while tokens and tokens[-1] == reward_model.padding:
         tokens.pop()
     if 0 < len(tokens) <= source.config.max_context:
         return tokens
@@ -116,15 +116,16 @@ def _tokens(answer: Response, source: Source, padding: int | None) -> list[int] 
 
 
 def _batches(
-    texts: dict[int, list[int]], rows: int, bucket: int
+    texts: dict[int, list[int]], rows: int, length_bucket: int
 ) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
-    """Keys of at most `rows` texts of like length, their tokens [rows, T] int32 and last positions
-    [rows] int32.
+    """Yield the keys of at most `rows` texts of like length, their tokens and last positions.
+
+    Tokens are [rows, T] int32, with T a multiple of `length_bucket`, positions [rows] int32.
     """
     order = sorted(texts, key=lambda index: len(texts[index]))
     for start in range(0, len(order), rows):
         chosen = order[start : start + rows]
-        slots = -(-len(texts[chosen[-1]]) // bucket) * bucket
+        slots = -(-len(texts[chosen[-1]]) // length_bucket) * length_bucket
         tokens = np.zeros((rows, slots), np.int32)
         last = np.zeros(rows, np.int32)
         for row, index in enumerate(chosen):
@@ -135,11 +136,12 @@ def _batches(
 
 @functools.partial(jax.jit, static_argnames="attend")
 def _read(model: Model, tokens: Array, last: Array, *, attend: Callable) -> Array:
-    """The scalar head at position last[b] of tokens [B, T], [B] float32; what lies behind it
-    changes nothing.
+    """Compute the scalar head at position last[b] of tokens [B, T]: [B] float32.
+
+    Tokens after that position change nothing.
     """
     chex.assert_rank([tokens, last], [2, 1])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     hidden, _ = forward(model, tokens, positions, attend=attend)
-    read = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    return logits(model, read)[:, 0]
+    at_last = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    return logits(model, at_last)[:, 0]

@@ -1,6 +1,4 @@
-"""Rewards shared out to the processes of a run: each scores some of the answers, and all get all
-scores.
-"""
+"""Rewards shared out to the processes of a run: each scores some responses, all get all scores."""
 
 from __future__ import annotations
 
@@ -13,34 +11,33 @@ from rlhf_jax.runtime import distributed
 
 
 def shared_out(scorer: Scorer) -> Scorer:
-    """The scorer over answers that all processes have: each scores its share, and all get all
-    scores.
+    """Return a scorer of responses that all processes have: each scores its share of them.
 
-    It is broken where no process had a score.
+    All get all scores. Broken where no process had a score. With one process it is `scorer` itself.
     """
     if not distributed.started():
         return scorer
 
-    def own(answers: Sequence[Response]) -> Scores | Broken:
+    def score_share(responses: Sequence[Response]) -> Scores | Broken:
         try:
-            return scorer(distributed.share(answers))
-        except Broken as broken:  # other processes may have had numbers
+            return scorer(distributed.share(responses))
+        except Broken as broken:  # Other processes may have had numbers.
             return broken
 
-    def score(answers: Sequence[Response]) -> Scores:
-        found = distributed.together(lambda: own(answers))
+    def score(responses: Sequence[Response]) -> Scores:
+        found = distributed.together(lambda: score_share(responses))
         broken = [part for part in found if isinstance(part, Broken)]
         parts = [part.scores if isinstance(part, Broken) else part for part in found]
-        if broken and sum(len(one.scores.values) for one in broken) == len(answers):
+        if broken and sum(len(one.scores.values) for one in broken) == len(responses):
             raise broken[0]
-        return _undealt(parts, len(answers))
+        return _in_order(parts, len(responses))
 
     return score
 
 
-def _undealt(parts: Sequence[Scores], answers: int) -> Scores:
-    """Scores in the order from which `processes.share` dealt the answers."""
-    values = np.zeros(answers, np.float32)
+def _in_order(parts: Sequence[Scores], responses: int) -> Scores:
+    """Return the scores of all processes in the order before `distributed.share`."""
+    values = np.zeros(responses, np.float32)
     failures = {}
     count = len(parts)
     for rank, part in enumerate(parts):

@@ -1,34 +1,112 @@
-"""How much better than expected each token was: one estimator a function, and the table a config
-chooses from.
+"""Advantages: how much better than expected each token was, by an estimator of `ESTIMATORS`.
+
+An estimator is one function and one `register` line, here or in a file of a user's own
+(docs/examples/new_estimator.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Protocol
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.training.kl import whiten
 from rlhf_jax.types import Array
+
+__all__ = [
+    "ESTIMATORS",
+    "Estimate",
+    "Estimator",
+    "EstimatorConfig",
+    "dr_grpo",
+    "gae",
+    "grpo",
+    "of_samples",
+    "register",
+    "rloo",
+    "whiten",
+]
+
+FLAT = 1e-6  # A standard deviation up to this is rounding: such numbers are not blown up.
+
+
+@dataclasses.dataclass(frozen=True)
+class EstimatorConfig:
+    """Hold what any estimator may depend on; static, so a change of it compiles anew."""
+
+    samples_per_prompt: int = 1  # in neighbouring rows
+    discount: float = 1.0
+    gae_lambda: float = 0.95
+
+
+class Estimate(Protocol):
+    """Describe the function of an estimator; it is traced within `compute_advantages`."""
+
+    def __call__(
+        self, token_rewards: Array, values: Array | None, mask: Array, config: EstimatorConfig, /
+    ) -> tuple[Array, Array | None]:
+        """Return advantages [B, T] float32, and the returns [B, T] that a critic is to predict.
+
+        token_rewards and values (None without a critic) [B, T] float32; mask [B, T] bool names the
+        tokens that are trained on. Both results are 0 where masked out; returns are None without a
+        critic. Samples that are not trained on have no token under the mask, but their rewards
+        still count in the mean of their group.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimator:
+    """Describe an estimator: its name in a config, its function, and what it needs of a run."""
+
+    name: str
+    estimate: Estimate
+    needs_critic: bool = False  # Reads values, so a critic is trained beside the policy.
+    compares_group: bool = False  # Needs two or more samples of each prompt.
+
+
+ESTIMATORS: dict[str, Estimator] = {}  # by name
+
+
+def register(estimator: Estimator) -> None:
+    """Add an estimator to `ESTIMATORS`; ValueError where its name is taken."""
+    if estimator.name in ESTIMATORS:
+        raise ValueError(f"There is an estimator {estimator.name!r} already; choose another name.")
+    ESTIMATORS[estimator.name] = estimator
+
+
+def whiten(x: Array, mask: Array, shift_mean: bool = True) -> Array:
+    """Compute (x - mean) / std over what the mask names, and 0 elsewhere.
+
+    x float32 and mask bool, of one shape. The deviation is the population's. Without `shift_mean`
+    it is x / std. Numbers that are all equal are not divided: they become 0, or stay as they are
+    without `shift_mean`.
+    """
+    chex.assert_equal_shape([x, mask])
+    x = jnp.where(mask, x, 0.0)
+    count = jnp.maximum(mask.sum(), 1).astype(jnp.float32)
+    centred = jnp.where(mask, x - x.sum() / count, 0.0)
+    std = jnp.sqrt((centred**2).sum() / count)
+    return (centred if shift_mean else x) / jnp.where(std > FLAT, std, 1.0)
 
 
 def gae(
     rewards: Array, values: Array, mask: Array, discount: float, gae_lambda: float
 ) -> tuple[Array, Array]:
-    """A_t = d_t + discount * gae_lambda * A_{t+1} with d_t = r_t + discount * V_{t+1} - V_t, and
-    returns A_t + V_t.
+    """Compute A_t = d_t + discount * gae_lambda * A_{t+1}, and the returns A_t + V_t.
 
-    rewards and values [B, T] float32, mask [B, T] bool -> two of [B, T], 0 where masked out. V_t is
-    the value before the token at t, t + 1 the next token under the mask; after the last one both V
-    and A are 0 (Schulman et al. 2016, eq. 16).
+    There d_t = r_t + discount * V_{t+1} - V_t, where V_t is the value before the token at t, and
+    t + 1 the next token under the mask; after the last one both V and A are 0. rewards and values
+    [B, T] float32, mask [B, T] bool -> two of [B, T] float32, 0 where masked out (Schulman et al.
+    2016, eq. 16).
     """
     chex.assert_rank([rewards, values, mask], 2)
     chex.assert_equal_shape([rewards, values, mask])
 
-    def back(later, token):
+    def step_back(later: tuple[Array, Array], token: tuple[Array, Array, Array]):
         later_advantage, later_value = later
         reward, value, real = token
         advantage = (
@@ -37,120 +115,102 @@ def gae(
         here = jnp.where(real, advantage, later_advantage), jnp.where(real, value, later_value)
         return here, jnp.where(real, advantage, 0.0)
 
-    nothing = jnp.zeros(rewards.shape[:1], jnp.float32)
+    zeros = jnp.zeros(rewards.shape[:1], jnp.float32)
     _, advantages = jax.lax.scan(
-        back, (nothing, nothing), (rewards.T, values.T, mask.T), reverse=True
+        step_back, (zeros, zeros), (rewards.T, values.T, mask.T), reverse=True
     )
     return advantages.T, jnp.where(mask, advantages.T + values, 0.0)
 
 
-def grpo(rewards: Array, group: int, eps: float = 1e-6) -> Array:
-    """A_i = (r_i - mean(r)) / std(r) within each group of one prompt's samples.
+def grpo(rewards: Array, samples_per_prompt: int, eps: float = 1e-6) -> Array:
+    """Compute A_i = (r_i - mean(r)) / std(r) within each group of one prompt's samples.
 
-    rewards [B] float32, groups contiguous, B a multiple of `group` -> [B]. The standard deviation
-    is the population's; a group whose deviation is at most `eps` teaches nothing and gets 0
-    (DeepSeekMath, Shao et al. 2024, 4.1.2).
+    rewards [B] float32 -> [B] float32; groups lie in neighbouring rows. The standard deviation is
+    the population's; a group whose deviation is at most `eps` gets 0 (DeepSeekMath, Shao et al.
+    2024, 4.1.2). ValueError where the rows do not fall into whole groups.
     """
-    centred = dr_grpo(rewards, group).reshape(-1, group)
+    centred = dr_grpo(rewards, samples_per_prompt).reshape(-1, samples_per_prompt)
     std = jnp.sqrt((centred**2).mean(axis=1, keepdims=True))
     return jnp.where(std > eps, centred / jnp.maximum(std, eps), 0.0).reshape(-1)
 
 
-def dr_grpo(rewards: Array, group: int) -> Array:
-    """A_i = r_i - mean(r) within each group: [B] -> [B] float32 (Dr. GRPO, Liu et al. 2025,
-    3.2).
+def dr_grpo(rewards: Array, samples_per_prompt: int) -> Array:
+    """Compute A_i = r_i - mean(r) within each group of one prompt's samples.
+
+    rewards [B] float32 -> [B] float32; groups lie in neighbouring rows (Dr. GRPO, Liu et al. 2025,
+    3.2). ValueError where the rows do not fall into whole groups.
     """
     chex.assert_rank(rewards, 1)
-    if rewards.shape[0] % group:
-        raise ValueError(f"{rewards.shape[0]} rewards do not fall into groups of {group}.")
-    groups = rewards.reshape(-1, group)
+    if rewards.shape[0] % samples_per_prompt:
+        raise ValueError(
+            f"{rewards.shape[0]} rewards do not fall into groups of {samples_per_prompt}."
+        )
+    groups = rewards.reshape(-1, samples_per_prompt)
     return (groups - groups.mean(axis=1, keepdims=True)).reshape(-1)
 
 
-def rloo(rewards: Array, group: int) -> Array:
-    """A_i = r_i - the mean of the group's other rewards: [B] -> [B] float32 (Kool et al. 2019;
-    Ahmadian et al. 2024, eq. 8). With k samples that is k / (k - 1) * (r_i - mean(r)).
+def rloo(rewards: Array, samples_per_prompt: int) -> Array:
+    """Compute A_i = r_i - the mean of the other rewards of its group: [B] -> [B] float32.
+
+    With k samples that is k / (k - 1) * (r_i - mean(r)) (Kool et al. 2019; Ahmadian et al. 2024,
+    eq. 8). ValueError for groups of one sample.
     """
-    if group < 2:
-        raise ValueError(f"Leave-one-out needs groups of two samples or more, not {group}.")
-    return dr_grpo(rewards, group) * (group / (group - 1))
+    if samples_per_prompt < 2:
+        raise ValueError(
+            f"Leave-one-out needs groups of two samples or more, not {samples_per_prompt}."
+        )
+    return dr_grpo(rewards, samples_per_prompt) * (samples_per_prompt / (samples_per_prompt - 1))
 
 
-def reinforce_plus_plus(rewards: Array, mask: Array, discount: float) -> Array:
-    """A_t = sum over s >= t of discount^(s - t) * r_s, whitened over all the batch's tokens.
+def of_samples(function: Callable[[Array, int], Array]) -> Estimate:
+    """Turn an estimator of samples, [B] -> [B], into one that gives a sample's to each token.
 
-    Rewards of tokens [B, T] float32, mask [B, T] bool -> [B, T] (REINFORCE++, Hu et al. 2025).
-    """
-    sums, _ = gae(rewards, jnp.zeros_like(rewards), mask, discount, 1.0)
-    return whiten(sums, mask)
-
-
-def reinforce_plus_plus_baseline(rewards: Array, mask: Array, group: int) -> Array:
-    """A_t = r_i - mean(r) of the sample's group, whitened over all the batch's tokens.
-
-    Rewards of samples [B] float32, mask [B, T] bool -> [B, T] (REINFORCE++ with baseline, Hu et al.
-    2025).
-    """
-    return whiten(_spread(dr_grpo(rewards, group), mask), mask)
-
-
-@dataclasses.dataclass(frozen=True)
-class EstimatorConfig:
-    """What an estimator may depend on; static."""
-
-    group: int = 1  # samples of a prompt, in neighbouring rows
-    discount: float = 1.0
-    gae_lambda: float = 0.95
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimator:
-    """`estimate(token_rewards, values, mask, settings)` gives advantages [B, T] float32 and what
-    the critic is to predict: returns [B, T], None without a critic. Both are 0 where masked out.
-
-    token_rewards and values (None without a critic) [B, T] float32; mask [B, T] bool has the tokens
-    that are trained on. Rewards of samples that are not, 0 outside their responses, still count in
-    their group's mean.
+    function: takes the rewards of samples [B] float32 and how many samples a prompt has.
     """
 
-    estimate: Callable[[Array, Array | None, Array, EstimatorConfig], tuple[Array, Array | None]]
-    groups: bool = False  # compares two or more samples of a prompt
-    critic: bool = False  # needs values
+    def estimate(token_rewards: Array, values: Array | None, mask: Array, config: EstimatorConfig):
+        del values
+        advantages = function(token_rewards.sum(axis=1), config.samples_per_prompt)
+        return jnp.where(mask, advantages[:, None], 0.0), None
+
+    return estimate
 
 
-def _gae(token_rewards, values, mask, settings: EstimatorConfig):
-    """GAE, its advantages whitened over the batch as is usual for language models."""
-    advantages, returns = gae(token_rewards, values, mask, settings.discount, settings.gae_lambda)
+def _whitened_gae(token_rewards: Array, values: Array, mask: Array, config: EstimatorConfig):
+    """Compute GAE, and whiten its advantages over the batch as is usual for language models."""
+    advantages, returns = gae(
+        token_rewards, values, mask, discount=config.discount, gae_lambda=config.gae_lambda
+    )
     return whiten(advantages, mask), returns
 
 
-def _reinforce_plus_plus(token_rewards, values, mask, settings: EstimatorConfig):
-    return reinforce_plus_plus(token_rewards, mask, settings.discount), None
+def _reinforce_plus_plus(
+    token_rewards: Array, values: Array | None, mask: Array, config: EstimatorConfig
+):
+    """Compute A_t = sum over s >= t of discount^(s - t) * r_s, whitened over all tokens.
+
+    (REINFORCE++, Hu et al. 2025.)
+    """
+    del values
+    zeros = jnp.zeros_like(token_rewards)
+    sums, _ = gae(token_rewards, zeros, mask, discount=config.discount, gae_lambda=1.0)
+    return whiten(sums, mask), None
 
 
-def _reinforce_plus_plus_baseline(token_rewards, values, mask, settings: EstimatorConfig):
-    return reinforce_plus_plus_baseline(token_rewards.sum(axis=1), mask, settings.group), None
+def _reinforce_plus_plus_baseline(
+    token_rewards: Array, values: Array | None, mask: Array, config: EstimatorConfig
+):
+    """Compute A_t = r_i - mean(r) of the sample's group, whitened over all tokens.
+
+    (REINFORCE++ with baseline, Hu et al. 2025.)
+    """
+    advantages, _ = of_samples(dr_grpo)(token_rewards, values, mask, config)
+    return whiten(advantages, mask), None
 
 
-def _same_for_all_tokens(function: Callable[[Array, int], Array]):
-    """The table's form of an estimator of samples."""
-
-    def estimator(token_rewards, values, mask, settings: EstimatorConfig):
-        return _spread(function(token_rewards.sum(axis=1), settings.group), mask), None
-
-    return estimator
-
-
-def _spread(advantages: Array, mask: Array) -> Array:
-    """[B] -> [B, T], the sample's at each of its tokens."""
-    return jnp.where(mask, advantages[:, None], 0.0)
-
-
-ESTIMATORS = {
-    "gae": Estimator(_gae, critic=True),
-    "grpo": Estimator(_same_for_all_tokens(grpo), groups=True),
-    "dr_grpo": Estimator(_same_for_all_tokens(dr_grpo), groups=True),
-    "rloo": Estimator(_same_for_all_tokens(rloo), groups=True),
-    "reinforce++": Estimator(_reinforce_plus_plus),
-    "reinforce++-baseline": Estimator(_reinforce_plus_plus_baseline, groups=True),
-}
+register(Estimator("gae", _whitened_gae, needs_critic=True))
+register(Estimator("grpo", of_samples(grpo), compares_group=True))
+register(Estimator("dr_grpo", of_samples(dr_grpo), compares_group=True))
+register(Estimator("rloo", of_samples(rloo), compares_group=True))
+register(Estimator("reinforce++", _reinforce_plus_plus))
+register(Estimator("reinforce++-baseline", _reinforce_plus_plus_baseline, compares_group=True))

@@ -1,7 +1,6 @@
-"""A student: a draft model made of a few of the policy's layers, taught to draw what the policy
-draws.
+"""A student: a draft model of a few of the policy's layers, trained to draw what the policy draws.
 
-Its own are the layers and the final norm; embedding and head are those of the policy that
+Its own are the layers and the final norm. Embedding and head are those of the policy that
 generates, and cost no memory. It learns by forward KL on the policy's own text (Hinton et al. 2015;
 for drafting: Zhou et al. 2024, DistillSpec), so it may be made before a run, and kept current
 within one.
@@ -12,8 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 from typing import cast as typed
 
 import chex
@@ -29,41 +27,52 @@ from rlhf_jax.model.columns import join_columns, split_columns
 from rlhf_jax.model.decoding import completed
 from rlhf_jax.model.transformer import cast, forward, logits, stack
 from rlhf_jax.training.batching import micro_batches, minibatches
-from rlhf_jax.training.update import Gradient, UpdateConfig, apply
+from rlhf_jax.training.update import Gradient, TrainingSettings, apply
 from rlhf_jax.types import Array, Model, ModelConfig, Rollout, TrainState
 
-# of no token
-NOTHING = {"drafter/loss": 0.0, "drafter/acceptance": 0.0, "drafter/gradient_norm": 0.0}
+__all__ = [
+    "DistillBatch",
+    "Distillation",
+    "accumulate",
+    "distill",
+    "forward_kl",
+    "share_drawn_alike",
+    "student_config",
+    "student_of",
+    "with_student",
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class Distillation:
-    """How a student is taught after each step."""
+    """Say how a student is trained after each step."""
 
     optimizer: optax.GradientTransformation
-    config: UpdateConfig  # its epochs, minibatches, rows, temperature and dtype
-    samples: int  # of a step that it learns from
+    settings: TrainingSettings  # epochs, minibatches, rows, temperature, dtype
+    samples: int  # of a step that the student learns from
 
 
 @struct.dataclass
 class DistillBatch:
-    """What one gradient is taken of: R rows of a minibatch, and what the policy made of them."""
+    """Hold what one gradient is taken of: R rows of a minibatch, and the policy's hidden states."""
 
     tokens: Array  # [R, T] int32
     mask: Array  # [R, T] bool, the tokens that the policy drew
     key: Array  # [R, 2] uint32: (seed, sample id) of their noise
     total: Array  # [] float32, the minibatch's tokens, which the loss is a mean over
-    hidden: Array | None = None  # [R, T, M], the policy's last hidden states
+    hidden: Array | None = None  # [R, T, M], of the policy's last layer; None until it has read
 
 
 def student_config(policy: ModelConfig, layers: int) -> ModelConfig:
-    """The shape of a student of so many layers."""
+    """Return the shape of a student of so many layers."""
     return dataclasses.replace(policy, num_layers=layers)
 
 
 def student_of(model: Model, layers: int) -> Model:
-    """Copies of `layers` of the model's layers, evenly chosen, first and last included, and of its
-    norm; no embedding and no head.
+    """Return a student: copies of `layers` of the model's layers, and of its final norm.
+
+    The layers are evenly chosen, first and last included. There is no embedding and no head.
+    ValueError where the model has fewer layers.
     """
     depth = model.config.num_layers
     if not 1 <= layers <= depth:
@@ -83,17 +92,19 @@ def with_student(
     optimizer: optax.GradientTransformation | None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> TrainState:
-    """The state with a student of `source` (the policy, or a student made before), in float32,
-    stacked, split as training wants it; one without an optimizer stays as it is.
+    """Return the state with a student of `source`, in float32, stacked.
+
+    It is split over the mesh as training wants it. source: the policy, or a student made before. A
+    student without an optimizer stays as it is.
     """
 
-    def make(source: Model) -> tuple[Model, Any, Array]:
+    def make(source: Model) -> tuple[Model, optax.OptState | None, Array]:
         student = cast(student_of(source, layers), jnp.float32)
         return student, optimizer and optimizer.init(student), jnp.zeros((), jnp.int32)  # pyright: ignore[reportArgumentType]
 
-    shardings = (
-        None if mesh is None else model_shardings(jax.eval_shape(make, source), mesh, "training")
-    )
+    shardings = None
+    if mesh is not None:
+        shardings = model_shardings(jax.eval_shape(make, source), mesh, "training")
     student, moments, version = jax.jit(make, out_shardings=shardings)(source)
     return dataclasses.replace(
         state, drafter=student, drafter_optimizer=moments, drafter_version=version
@@ -106,105 +117,106 @@ def distill(
     distillation: Distillation,
     place: Callable[[DistillBatch], DistillBatch] = jax.device_put,
     observe: Callable[[], None] = lambda: None,
-    begun: Model | None = None,
+    frozen: Model | None = None,
 ) -> tuple[TrainState, dict[str, float]]:
-    """Teach the student, by the policy as it is now, on `samples` rows of a rollout of host arrays.
+    """Train the student by the policy as it is now, on `samples` rows of a rollout of host arrays.
 
     The policy reads each row once; the student then learns `epochs` times from `minibatches` of
-    them. The student's leaves of the given state are used up; the version counts calls.
-    `drafter/loss`, in nats a token, and `drafter/acceptance`, the share of the tokens that the
-    student draws too with the same noise (rank 0 of replayable acceptance after a known text), are
-    of the first epoch, before each minibatch is learned from. `drafter/acceptance_frozen` is that
-    of `begun`, a student that never learns, on the same rows. Where one is not finite the step was
-    not taken: `drafter/not_finite` is all there is.
+    them. The student's leaves of the given state are used up; the version counts calls. `place`
+    puts a batch of host arrays on the devices; `observe` is called before each optimizer step.
+
+    `drafter/loss`, in nats a token, and `drafter/acceptance` are of the first epoch, before each
+    minibatch is learned from. The latter is the share of the tokens that the student draws too with
+    the same noise: of drafts that replayable acceptance would take after a known text.
+    `drafter/acceptance_frozen` is the share of `frozen`, a student that never learns, on the same
+    rows. Where one is not finite the step was not taken: `drafter/not_finite` is all there is.
     """
-    config = distillation.config
-    order = next(minibatches(len(rollout.length), 1, 1, config.seed, int(state.step)))[
-        : distillation.samples
+    settings = distillation.settings
+    step = int(state.step)
+    shuffled = next(minibatches(len(rollout.length), 1, 1, seed=settings.seed, step=step))
+    parts = shuffled[: distillation.samples].reshape(settings.minibatches, -1)
+    batches = [
+        _read_by_policy(state.policy, rollout, rows, settings=settings, place=place)
+        for rows in parts
+        if rollout.mask[rows].any()
     ]
-    parts = [rows for rows in order.reshape(config.minibatches, -1) if rollout.mask[rows].any()]
-    lessons = [
-        [_heard(state.policy, place(lesson), config) for lesson in _lessons(rollout, p, config)]
-        for p in parts
-    ]
-    if not lessons:
-        return state, dict(NOTHING)
-    beside = (
-        {}
-        if begun is None
-        else {"drafter/acceptance_frozen": _acceptance(begun, state.policy, lessons, config)}
-    )
+    if not batches:
+        names = ("drafter/loss", "drafter/acceptance", "drafter/gradient_norm")
+        return state, dict.fromkeys(names, 0.0)
+
+    of_frozen = {}
+    if frozen is not None:
+        ends = dataclasses.replace(state.policy, layers=())
+        shares = [
+            [share_drawn_alike(frozen, ends, batch, settings=settings) for batch in minibatch]
+            for minibatch in batches
+        ]
+        of_minibatch = [np.sum(part) for part in jax.device_get(shares)]
+        of_frozen["drafter/acceptance_frozen"] = float(np.mean(of_minibatch))
+
     history = []
-    for epoch in range(config.epochs):
-        for index in np.random.default_rng([config.seed, int(state.step), epoch]).permutation(
-            len(lessons)
-        ):
+    for epoch in range(settings.epochs):
+        random = np.random.default_rng([settings.seed, step, epoch])
+        for index in random.permutation(len(batches)):
             observe()
-            state, metrics = _learn(state, lessons[index], distillation)
+            state, metrics = _learn(state, batches[index], distillation)
             history.append(metrics)
-    first = jax.device_get(history)[: len(lessons)]
-    metrics = {
-        name: float(np.mean([figures[name] for figures in first])) for name in first[0]
-    } | beside
+
+    first = jax.device_get(history)[: len(batches)]
+    metrics = {name: float(np.mean([one[name] for one in first])) for name in first[0]} | of_frozen
     if not all(map(math.isfinite, metrics.values())):
         return state, {"drafter/not_finite": 1.0}
-    return dataclasses.replace(
-        state, drafter_version=typed(Array, state.drafter_version) + 1
-    ), metrics
+    version = typed(Array, state.drafter_version) + 1
+    return dataclasses.replace(state, drafter_version=version), metrics
 
 
-def _lessons(rollout: Rollout, rows: np.ndarray, config: UpdateConfig) -> Iterator[DistillBatch]:
-    """The micro-batches of a minibatch, on the host."""
+def _read_by_policy(
+    policy: Model,
+    rollout: Rollout,
+    rows: np.ndarray,
+    *,
+    settings: TrainingSettings,
+    place: Callable[[DistillBatch], DistillBatch],
+) -> list[DistillBatch]:
+    """Return the micro-batches of a minibatch, placed, with the policy's hidden states."""
     total = np.float32(rollout.mask[rows].sum())
-    for part, slots in micro_batches(rows, rollout.length, config.microbatch_rows, config.bucket):
+    parts = micro_batches(
+        rows, rollout.length, settings.microbatch_rows, length_bucket=settings.length_bucket
+    )
+    found = []
+    for part, slots in parts:
         ids = rollout.sample_id[part].astype(np.uint32)
-        key = np.stack([np.full_like(ids, config.seed), ids], axis=1)
-        yield DistillBatch(rollout.tokens[part, :slots], rollout.mask[part, :slots], key, total)
+        key = np.stack([np.full_like(ids, settings.seed), ids], axis=1)
+        tokens = rollout.tokens[part, :slots]
+        batch = place(DistillBatch(tokens, rollout.mask[part, :slots], key, total))
+        found.append(_with_hidden_states(policy, batch, settings))
+    return found
 
 
-def _acceptance(
-    student: Model, policy: Model, lessons: list[list[DistillBatch]], config: UpdateConfig
-) -> float:
-    """The share of tokens that a student draws too, the mean over minibatches."""
-    ends = dataclasses.replace(policy, layers=())
-    shares = [
-        [drawn_alike(student, ends, lesson, config=config) for lesson in part] for part in lessons
-    ]
-    return float(np.mean([np.sum(part) for part in jax.device_get(shares)]))
+@functools.partial(jax.jit, static_argnames="settings")
+def _with_hidden_states(
+    policy: Model, batch: DistillBatch, settings: TrainingSettings
+) -> DistillBatch:
+    """Return the batch with the policy's hidden states of its rows."""
+    hidden = _read(cast(policy, settings.dtype), batch.tokens, settings)
+    return dataclasses.replace(batch, hidden=hidden)
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def drawn_alike(
-    student: Model, policy: Model, lesson: DistillBatch, *, config: UpdateConfig
-) -> Array:
-    """[] float32: the share of the minibatch's tokens that lie in this lesson and that the student
-    draws too with the same noise, each after the known text. Of the policy, embedding and head are
-    read.
-    """
-    chex.assert_rank([lesson.tokens, lesson.mask, lesson.key], [2, 2, 2])
-    ends = cast(policy, config.dtype)
-    hidden = _read(completed(cast(student, config.dtype), ends), lesson.tokens, config)
-
-    def measure(states, *following):
-        return _count_alike(logits(ends, states) / config.temperature, lesson.key, *following)
-
-    def count(block):
-        return jax.lax.cond(
-            block[2].any(), lambda: measure(*block), lambda: jnp.zeros((), jnp.float32)
-        )
-
-    return jax.lax.map(count, _blocks(lesson, config, hidden)).sum() / lesson.total
+def _read(model: Model, tokens: Array, settings: TrainingSettings) -> Array:
+    """Compute the hidden states [R, T, M] of whole rows."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return forward(model, tokens, positions, attend=settings.attend, remat=settings.remat)[0]
 
 
 def _learn(
-    state: TrainState, lessons: list[DistillBatch], distillation: Distillation
+    state: TrainState, batches: list[DistillBatch], distillation: Distillation
 ) -> tuple[TrainState, dict[str, Array]]:
-    """One optimizer step of the student, on one minibatch."""
+    """Take one optimizer step of the student, on one minibatch."""
     student = typed(Model, state.drafter)
     ends = dataclasses.replace(state.policy, layers=())
     gradient = None
-    for lesson in lessons:
-        gradient = accumulate(gradient, student, ends, lesson, config=distillation.config)
+    for batch in batches:
+        gradient = accumulate(gradient, student, ends, batch, settings=distillation.settings)
     assert gradient is not None
     student, moments, norm = apply(
         student, state.drafter_optimizer, gradient, optimizer=distillation.optimizer
@@ -213,108 +225,121 @@ def _learn(
     return state, gradient.metrics | {"drafter/gradient_norm": norm}
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _heard(policy: Model, lesson: DistillBatch, config: UpdateConfig) -> DistillBatch:
-    """The lesson with the policy's hidden states."""
-    return dataclasses.replace(
-        lesson, hidden=_read(cast(policy, config.dtype), lesson.tokens, config)
-    )
-
-
-def _read(model: Model, tokens: Array, config: UpdateConfig) -> Array:
-    """Hidden states [R, T, M] of whole rows."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return forward(model, tokens, positions, attend=config.attend, remat=config.remat)[0]
-
-
-@functools.partial(jax.jit, static_argnames="config", donate_argnums=0)
+@functools.partial(jax.jit, static_argnames="settings", donate_argnums=0)
 def accumulate(
     total: Gradient | None,
     student: Model,
     policy: Model,
-    lesson: DistillBatch,
+    batch: DistillBatch,
     *,
-    config: UpdateConfig,
+    settings: TrainingSettings,
 ) -> Gradient:
-    """`total`, which is overwritten, plus one lesson's gradient of the student's own weights, and
-    its metrics.
+    """Return `total` plus one batch's gradient of the student's own weights, and its metrics.
 
-    Of the policy, embedding and head are read and not learned. The loss is differentiated by the
-    student's hidden states a block of columns at a time, while its logits are there: they are made
-    once and [R, T, V] never exists.
+    `total` is overwritten. Of the policy, embedding and head are read and not learned. The loss is
+    differentiated by the student's hidden states a block of columns at a time, while its logits are
+    there: they are made once and [R, T, V] never exists.
     """
-    chex.assert_rank([lesson.tokens, lesson.mask, lesson.key, lesson.hidden], [2, 2, 2, 3])
-    ends = cast(policy, config.dtype)
-    own = cast(student, config.dtype)
-    hidden, pull = jax.vjp(lambda model: _read(completed(model, ends), lesson.tokens, config), own)
-    slopes, losses, drawn = _slopes(ends, hidden, lesson, config)
+    chex.assert_rank([batch.tokens, batch.mask, batch.key, batch.hidden], [2, 2, 2, 3])
+    ends = cast(policy, settings.dtype)
+    own = cast(student, settings.dtype)
+    hidden, pull = jax.vjp(lambda model: _read(completed(model, ends), batch.tokens, settings), own)
+    slopes, losses, alike = _slopes(ends, hidden, batch, settings)
     (weights,) = pull(slopes)
-    metrics = {"drafter/loss": losses, "drafter/acceptance": drawn}
+    metrics = {"drafter/loss": losses, "drafter/acceptance": alike}
     new = Gradient(cast(weights, jnp.float32), metrics)
     return new if total is None else jax.tree.map(jnp.add, total, new)
 
 
+@functools.partial(jax.jit, static_argnames="settings")
+def share_drawn_alike(
+    student: Model, policy: Model, batch: DistillBatch, *, settings: TrainingSettings
+) -> Array:
+    """Compute the share of a minibatch's tokens that lie in this batch and are drawn alike.
+
+    [] float32. The student draws each with the policy's noise, after the known text. Of the policy,
+    embedding and head are read.
+    """
+    chex.assert_rank([batch.tokens, batch.mask, batch.key], [2, 2, 2])
+    ends = cast(policy, settings.dtype)
+    hidden = _read(completed(cast(student, settings.dtype), ends), batch.tokens, settings)
+
+    def count(block: tuple[Array, ...]) -> Array:
+        states, *following = block
+        mask = block[2]
+
+        def measure():
+            scores = logits(ends, states) / settings.temperature
+            return _count_alike(scores, batch.key, *following)
+
+        return jax.lax.cond(mask.any(), measure, lambda: jnp.zeros((), jnp.float32))
+
+    return jax.lax.map(count, _blocks(batch, settings, hidden)).sum() / batch.total
+
+
 def _slopes(
-    head: Model, hidden: Array, lesson: DistillBatch, config: UpdateConfig
+    head: Model, hidden: Array, batch: DistillBatch, settings: TrainingSettings
 ) -> tuple[Array, Array, Array]:
-    """The loss's derivative [R, T, M] by the student's hidden states, the loss, and the share drawn
-    alike.
+    """Differentiate the loss by the student's hidden states [R, T, M], block by block.
+
+    Return the derivative [R, T, M], the loss [] float32, and the share of tokens drawn alike [].
     """
-    measure = functools.partial(_block_slopes, head, lesson.key, config.temperature)
-    slopes, losses, drawn = jax.lax.map(
-        lambda block: measure(*block), _blocks(lesson, config, hidden, lesson.hidden)
-    )
-    slopes = join_columns(slopes, lesson.tokens.shape[1])
+
+    def measure(block: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+        student, policy, tokens, mask, positions = block  # the first two [R, C, M]
+
+        def loss(states: Array) -> tuple[Array, Array]:
+            scores = logits(head, states) / settings.temperature
+            losses = forward_kl(logits(head, policy) / settings.temperature, scores)
+            return jnp.sum(jnp.where(mask, losses, 0.0)), scores
+
+        def differentiate():
+            (total, scores), slope = jax.value_and_grad(loss, has_aux=True)(student)
+            alike = _count_alike(scores, batch.key, tokens, mask=mask, positions=positions)
+            return slope, total, alike
+
+        zero = jnp.zeros((), jnp.float32)
+        return jax.lax.cond(
+            mask.any(), differentiate, lambda: (jnp.zeros_like(student), zero, zero)
+        )
+
+    slopes, losses, alike = jax.lax.map(measure, _blocks(batch, settings, hidden, batch.hidden))
+    slopes = join_columns(slopes, batch.tokens.shape[1])
     return (
-        slopes / lesson.total.astype(slopes.dtype),
-        losses.sum() / lesson.total,
-        drawn.sum() / lesson.total,
+        slopes / batch.total.astype(slopes.dtype),
+        losses.sum() / batch.total,
+        alike.sum() / batch.total,
     )
 
 
-def _blocks(lesson: DistillBatch, config: UpdateConfig, *hidden: Array | None) -> tuple[Array, ...]:
-    """Hidden states [R, T, M], and the tokens, mask and positions that they predict, in blocks of
-    columns.
+def _blocks(
+    batch: DistillBatch, settings: TrainingSettings, *hidden: Array | None
+) -> tuple[Array, ...]:
+    """Cut hidden states [R, T, M] and what they predict into blocks of columns.
+
+    What hidden[t] predicts are the tokens, their mask and their positions at t + 1.
     """
-    after = jnp.arange(1, lesson.tokens.shape[1] + 1, dtype=jnp.int32)
-    positions = jnp.broadcast_to(after, lesson.tokens.shape)
-    # what hidden[t] predicts
-    following = [jnp.pad(x[:, 1:], ((0, 0), (0, 1))) for x in (lesson.tokens, lesson.mask)]
-    return split_columns((*hidden, *following, positions), config.chunk)
-
-
-def _block_slopes(
-    head: Model, key: Array, temperature: float, student, policy, tokens, mask, positions
-):
-    """d loss / d student of hidden states [R, C, M], the summed loss, and how many tokens are drawn
-    alike.
-    """
-
-    def loss(hidden):
-        scores = logits(head, hidden) / temperature
-        losses = forward_kl(logits(head, policy) / temperature, scores)
-        return jnp.sum(jnp.where(mask, losses, 0.0)), scores
-
-    def measure():
-        (total, scores), slope = jax.value_and_grad(loss, has_aux=True)(student)
-        return slope, total, _count_alike(scores, key, tokens, mask, positions)
-
-    nothing = jnp.zeros((), jnp.float32)
-    return jax.lax.cond(mask.any(), measure, lambda: (jnp.zeros_like(student), nothing, nothing))
+    slots = batch.tokens.shape[1]
+    positions = jnp.broadcast_to(jnp.arange(1, slots + 1, dtype=jnp.int32), batch.tokens.shape)
+    following = [jnp.pad(x[:, 1:], ((0, 0), (0, 1))) for x in (batch.tokens, batch.mask)]
+    return split_columns((*hidden, *following, positions), settings.chunk)
 
 
 def _count_alike(scores: Array, key: Array, tokens: Array, mask: Array, positions: Array) -> Array:
-    """How many of the tokens [R, C] under the mask are drawn from tempered logits [R, C, V] with
-    their own noise.
+    """Count the tokens [R, C] under the mask that the student draws too: [] float32.
+
+    It draws from its tempered logits `scores` [R, C, V] with the tokens' own noise.
     """
     alike = draw(scores, key[:, None], positions, Sampling()).token == tokens
     return jnp.sum(alike & mask, dtype=jnp.float32)
 
 
 def forward_kl(teacher: Array, student: Array) -> Array:
-    """sum p (log p - log q) with p, q the softmax of teacher and student logits [..., V] float32:
-    [...], in nats (Hinton et al. 2015, with the gradient to the student alone).
+    """Compute sum p (log p - log q), with p and q the softmax of teacher and student logits.
+
+    [..., V] float32 -> [...] float32, in nats. The gradient goes to the student alone (Hinton et
+    al. 2015).
     """
     chex.assert_equal_shape([teacher, student])
-    law = jax.lax.stop_gradient(jax.nn.log_softmax(teacher))
-    return jnp.sum(jnp.exp(law) * (law - jax.nn.log_softmax(student)), axis=-1)
+    log_p = jax.lax.stop_gradient(jax.nn.log_softmax(teacher))
+    return jnp.sum(jnp.exp(log_p) * (log_p - jax.nn.log_softmax(student)), axis=-1)

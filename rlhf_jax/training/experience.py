@@ -1,6 +1,4 @@
-"""From rewards of whole samples to advantages of their tokens: penalties, shaping, and the
-estimator of choice.
-"""
+"""Experience: the rewards of whole samples become advantages of their tokens."""
 
 from __future__ import annotations
 
@@ -11,33 +9,34 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.training import kl as shaping
-from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig
-from rlhf_jax.training.batching import overlong
+from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig, whiten
+from rlhf_jax.training.kl import KL, kl_k1, token_rewards
 from rlhf_jax.types import Array
 
 
 @dataclasses.dataclass(frozen=True)
 class AdvantageConfig:
-    """How rewards become advantages; static, so a change of it compiles anew."""
+    """Say how rewards become advantages; static, so a change of it compiles anew."""
 
-    estimator: str  # a name of ESTIMATORS
+    estimator: str  # a name of `ESTIMATORS`
     estimation: EstimatorConfig
-    kl: str = "k3"  # a name of shaping.KL
-    kl_in_reward: bool = False
-    missing_end: float = 0.0
-    clip: float = 0.0
-    whiten: bool = False
-    drop_overlong: bool = False
+    kl_estimator: str = "k3"  # a name of `KL`
+    kl_in_reward: bool = False  # The KL penalty is a part of the reward, not of the loss.
+    missing_end: float = 0.0  # taken from the reward of a response that was cut off
+    clip: float = 0.0  # Rewards lie within this distance of 0; 0 for no limit.
+    whiten: bool = False  # Rewards are divided by their standard deviation over the batch.
+    drop_overlong: bool = False  # Responses that were cut off are not trained on (DAPO, 3.4).
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def penalise_and_clip(rewards: Array, finished: Array, config: AdvantageConfig) -> Array:
-    """Rewards [B] after the penalty for a missing end (`finished` [B] bool is false) and
-    clipping.
+    """Return the rewards less `missing_end` where a response was cut off, and clipped: [B] float32.
+
+    rewards [B] float32; finished [B] bool is false where a response was cut off.
     """
-    rewards = shaping.missing_end(rewards, finished, config.missing_end)
-    return shaping.clip_rewards(rewards, config.clip) if config.clip else rewards
+    chex.assert_equal_shape([rewards, finished])
+    rewards = jnp.where(finished, rewards, rewards - config.missing_end)
+    return jnp.clip(rewards, -config.clip, config.clip) if config.clip else rewards
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -51,24 +50,25 @@ def compute_advantages(
     kl_coefficient: Array,
     config: AdvantageConfig,
 ) -> tuple[Array, Array, Array | None, Array]:
-    """(mask of what is trained on [B, T], advantages [B, T], returns [B, T] or None, KL of a
-    response).
+    """Return (mask of what is trained on, advantages, returns or None, KL of a response).
 
-    rewards [B] float32, finished [B] bool (the response has an end), the rest [B, T]. In order: the
-    penalty for a missing end, clipping, whitening, the KL penalty token by token, the estimator.
-    The KL to the reference is the mean over samples of the sum over tokens of k1, in nats: what an
-    adaptive coefficient steers.
+    rewards [B] float32, finished [B] bool (the response has an end), mask [B, T] bool (its tokens),
+    the rest [B, T] float32, kl_coefficient [] float32. The first three results are [B, T]. In
+    order: the penalty for a missing end, clipping, whitening, the KL penalty token by token, the
+    estimator. The KL to the reference is [] float32, in nats: the mean over samples of the sum over
+    tokens of k1, which an adaptive coefficient steers.
     """
     chex.assert_rank([rewards, finished, mask, logprobs], [1, 1, 2, 2])
     rewards = penalise_and_clip(rewards, finished, config)
-    everyone = jnp.ones(rewards.shape, bool)
-    rewards = shaping.whiten(rewards, everyone, shift_mean=False) if config.whiten else rewards
-    weight = kl_coefficient if config.kl_in_reward else jnp.zeros_like(kl_coefficient)
-    divergence = shaping.KL[config.kl](logprobs, reference_logprobs)
-    earned = shaping.token_rewards(rewards, divergence, mask, weight)
-    trained = overlong(mask, finished) if config.drop_overlong else mask
-    advantages, returns = ESTIMATORS[config.estimator].estimate(
-        earned, values, trained, config.estimation
-    )
-    kl = jnp.where(mask, shaping.kl_k1(logprobs, reference_logprobs), 0.0).sum(axis=1).mean()
-    return trained, advantages, returns, kl
+    if config.whiten:
+        rewards = whiten(rewards, jnp.ones(rewards.shape, bool), shift_mean=False)
+
+    coefficient = kl_coefficient if config.kl_in_reward else jnp.zeros_like(kl_coefficient)
+    kl = KL[config.kl_estimator](logprobs, reference_logprobs)
+    rewards_of_tokens = token_rewards(rewards, kl, mask, coefficient=coefficient)
+
+    trained = mask & finished[:, None] if config.drop_overlong else mask
+    estimate = ESTIMATORS[config.estimator].estimate
+    advantages, returns = estimate(rewards_of_tokens, values, trained, config.estimation)
+    k1 = jnp.where(mask, kl_k1(logprobs, reference_logprobs), 0.0)
+    return trained, advantages, returns, k1.sum(axis=1).mean()

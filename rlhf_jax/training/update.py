@@ -1,6 +1,4 @@
-"""One update of policy and critic: epochs of minibatches, gradients accumulated over
-micro-batches.
-"""
+"""One update of policy and critic: epochs of minibatches, cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ import numpy as np
 import optax
 from flax import struct
 
-from rlhf_jax.inference.logprobs import CHUNK, token_law
+from rlhf_jax.inference.logprobs import CHUNK, logprobs_and_entropy
 from rlhf_jax.inference.values import token_values
 from rlhf_jax.mesh import model_shardings
 from rlhf_jax.model.attention import causal
@@ -34,36 +32,40 @@ from rlhf_jax.types import Array, Experience, Model, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
-class UpdateConfig:
-    """What an update does; static, so a change of it compiles anew."""
+class TrainingSettings:
+    """Say what an update does; static, so a change of it compiles anew.
+
+    Fields that a config has too are named by its keys.
+    """
 
     epochs: int = 1
-    minibatches: int = 1  # optimizer steps an epoch
+    minibatches: int = 1  # optimizer steps of an epoch
     microbatch_rows: int = 8  # rows whose activations exist at one time
-    bucket: int = 64  # token slots of a micro-batch are a multiple of this
+    length_bucket: int = 64  # Token slots of a micro-batch are a multiple of this.
     temperature: float = 1.0
     clip_low: float = 0.2
     clip_high: float = 0.2
-    value_clip: float = 0.2  # a value moves at most so far from what it was before the update
-    aggregate: Callable = token_mean_weights  # one of AGGREGATES: how tokens are weighed
-    response_slots: int = 1  # the longest response that may be, by which constant_weights divides
-    # the divergence in the loss: of shaping.KL, but not k1, whose gradient has mean zero
-    kl: Callable = kl_k3
-    entropy_weight: float = 0.0
-    # the rest is skipped once KL(old || now) of a minibatch exceeds it; 0 for never
+    critic_clip: float = 0.2  # A value moves at most so far from what it was before the update.
+    aggregate: Callable = token_mean_weights  # one of `AGGREGATES`: how tokens are weighed
+    max_new_tokens: int = 1  # of the longest response that may be; `constant_weights` divides by it
+    # The divergence in the loss: of `KL`, but not k1, whose gradient has mean zero.
+    kl_estimator: Callable = kl_k3
+    entropy_coefficient: float = 0.0
+    # The rest of an update is skipped once KL(old || now) of a minibatch exceeds it; 0 for never.
     target_kl: float = 0.0
     dtype: Any = jnp.float32  # of the computation; the weights are kept in float32
-    remat: bool = True  # keep only each layer's input for the backward pass
+    remat: bool = True  # Only each layer's input is kept for the backward pass.
     chunk: int = CHUNK  # tokens whose logits exist at one time
     seed: int = 0
-    attend: Callable = causal
+    attend: Callable = causal  # of the policy
     critic_attend: Callable = causal
-    law: Callable | None = None  # log-probs without logits, where there is a kernel of them
+    # A kernel as `pallas_kernels.logprobs` that makes log-probs without logits, where there is one.
+    token_logprobs: Callable | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizers:
-    """What turns gradients into steps; without a critic its optimizer is None."""
+    """Hold what turns gradients into steps; without a critic its optimizer is None."""
 
     policy: optax.GradientTransformation
     critic: optax.GradientTransformation | None = None
@@ -71,19 +73,25 @@ class Optimizers:
 
 @struct.dataclass
 class Gradient:
-    """Of a minibatch, summed over the micro-batches so far, with its metrics."""
+    """Hold the gradient of a minibatch, summed over the micro-batches so far, and its metrics."""
 
     weights: Model  # float32
     metrics: dict[str, Array]
 
 
-class NonFiniteUpdate(ValueError):
-    """A loss or gradient was infinite or no number; `state` is finite, without the steps of such
-    minibatches.
+Objective = Callable[[Model, MicroBatch, TrainingSettings], tuple[Array, dict[str, Array]]]
+
+
+class NonFiniteStep(ValueError):
+    """Report a number that is not finite, in a step that was therefore not taken.
+
+    `experience` is the batch that was to be learned from. `state`, where an update has begun, is
+    finite: it lacks the steps of the minibatches that went wrong.
     """
 
-    def __init__(self, message: str, state: TrainState):
+    def __init__(self, message: str, experience: Experience, state: TrainState | None = None):
         super().__init__(message)
+        self.experience = experience
         self.state = state
 
 
@@ -94,25 +102,29 @@ def make_optimizer(
     max_grad_norm: float = 1.0,
     weight_decay: float = 0.0,
 ) -> optax.GradientTransformation:
-    """AdamW after clipping by the global norm; the rate rises linearly over `warmup_steps` and then
-    stays.
+    """Return AdamW after clipping by the global norm (Loshchilov and Hutter 2019).
 
-    Weight decay spares norms and biases (Loshchilov and Hutter 2019).
+    The learning rate rises linearly over `warmup_steps` steps and then stays. Weight decay spares
+    norms and biases.
     """
+
+    def decays(model: Model) -> Model:
+        names = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].name, model)
+        return jax.tree.map(lambda name: not name.endswith(("norm", "bias")), names)
+
     schedule = (
         optax.linear_schedule(0.0, learning_rate, warmup_steps) if warmup_steps else learning_rate
     )
-    return optax.chain(
-        clip_by_norm(max_grad_norm), optax.adamw(schedule, weight_decay=weight_decay, mask=_decays)
-    )
+    adamw = optax.adamw(schedule, weight_decay=weight_decay, mask=decays)
+    return optax.chain(clip_by_norm(max_grad_norm), adamw)
 
 
 def clip_by_norm(limit: float) -> optax.GradientTransformation:
-    """g * min(1, limit / |g|) with |g| over all gradients (Pascanu et al. 2013).
+    """Return the transformation g * min(1, limit / |g|), with |g| over all gradients.
 
-    `optax.clip_by_global_norm` divides each entry: too dear for XLA to repeat in each of Adam's
-    moments, so it stores a second copy of the gradients. A product is repeated, and nothing is
-    stored.
+    (Pascanu et al. 2013.) `optax.clip_by_global_norm` divides each entry. That is too costly for
+    XLA to repeat in each of Adam's moments, so it stores a second copy of the gradients. A product
+    is repeated, and nothing is stored.
     """
 
     def clip(grads, params):
@@ -123,80 +135,80 @@ def clip_by_norm(limit: float) -> optax.GradientTransformation:
     return optax.stateless(clip)
 
 
-def _decays(model: Model) -> Model:
-    names = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].name, model)
-    return jax.tree.map(lambda name: not name.endswith(("norm", "bias")), names)
-
-
 def init_train_state(
     policy: Model,
     optimizers: Optimizers,
     mesh: jax.sharding.Mesh | None = None,
     critic: Model | None = None,
 ) -> TrainState:
-    """A state of `policy` and `critic`, in float32 with stacked layers, split over the mesh as
-    training wants it.
+    """Return a state of `policy` and `critic`, in float32 with stacked layers.
 
-    The models are used up: a caller that keeps using the same weights, as a reference say, passes a
-    copy.
+    It is split over the mesh as training wants it. The models are used up: a caller that goes on
+    with the same weights, as a reference say, passes a copy. ValueError where there is a critic or
+    its optimizer, but not both.
     """
     if (critic is None) != (optimizers.critic is None):
         raise ValueError("A critic and its optimizer come together; give both or neither.")
 
+    def with_moments(
+        model: Model, optimizer: optax.GradientTransformation
+    ) -> tuple[Model, optax.OptState]:
+        model = cast(stack(model), jnp.float32)
+        return model, optimizer.init(typed(Any, model))
+
     def make(policy: Model, critic: Model | None) -> TrainState:
-        policy, moments = _with_moments(policy, optimizers.policy)
+        policy, moments = with_moments(policy, optimizers.policy)
         state = TrainState(policy=policy, optimizer=moments, step=jnp.zeros((), jnp.int32))
         if critic is None or optimizers.critic is None:
             return state
-        critic, moments = _with_moments(critic, optimizers.critic)
+        critic, moments = with_moments(critic, optimizers.critic)
         return dataclasses.replace(state, critic=critic, critic_optimizer=moments)
 
-    shardings = (
-        None
-        if mesh is None
-        else model_shardings(jax.eval_shape(make, policy, critic), mesh, "training")
-    )
+    shardings = None
+    if mesh is not None:
+        shardings = model_shardings(jax.eval_shape(make, policy, critic), mesh, "training")
     return jax.jit(make, donate_argnums=(0, 1), out_shardings=shardings)(policy, critic)
-
-
-def _with_moments(model: Model, optimizer: optax.GradientTransformation) -> tuple[Model, Any]:
-    model = cast(stack(model), jnp.float32)
-    return model, optimizer.init(typed(Any, model))
 
 
 def update(
     state: TrainState,
     experience: Experience,
     optimizers: Optimizers,
-    config: UpdateConfig,
+    settings: TrainingSettings,
     kl_weight: float = 0.0,
     place: Callable[[MicroBatch], MicroBatch] = jax.device_put,
     observe: Callable[[], None] = lambda: None,
 ) -> tuple[TrainState, dict[str, float]]:
-    """Train on one experience: `epochs` times `minibatches` optimizer steps. The given state is
-    used up.
+    """Train on one experience: `epochs` times `minibatches` optimizer steps.
 
-    A minibatch's loss is a weighted sum over its tokens, so the result does not depend on
-    `microbatch_rows` or `bucket`. Policy and critic take their steps one after the other, so their
-    activations never coexist. `place` puts a micro-batch of host arrays on the device or, with
-    shardings, on a mesh; `observe` is called before each minibatch. `step` counts updates and, with
-    the config's seed, orders the rows. The metrics, means over the minibatches (maxima for
-    `.../max`), are read from the device once, at the end (with `target_kl`, one of them after each
-    minibatch); NonFiniteUpdate if one is not finite: such a step was not taken.
+    The given state is used up. A minibatch's loss is a weighted sum over its tokens, so the result
+    does not depend on `microbatch_rows` or `length_bucket`. Policy and critic take their steps one
+    after the other, so their activations never coexist. `kl_weight` is that of the divergence in
+    the loss. `place` puts a micro-batch of host arrays on the device or, with shardings, on a mesh;
+    `observe` is called before each minibatch. `step` counts updates and, with the seed, orders the
+    rows.
+
+    The metrics, means over the minibatches (maxima for `.../max`), are read from the device once,
+    at the end; with `target_kl`, one of them after each minibatch. NonFiniteStep if one is not
+    finite: such a step was not taken.
     """
     host = jax.tree.map(np.asarray, experience)
     order = minibatches(
-        len(host.rewards), config.minibatches, config.epochs, config.seed, int(state.step)
+        len(host.rewards),
+        settings.minibatches,
+        settings.epochs,
+        seed=settings.seed,
+        step=int(state.step),
     )
-    # without a token there is nothing to learn
-    order = [rows for rows in order if host.mask[rows].any()]
     history = []
     done = 0
-    for rows in order:
+    for rows in [rows for rows in order if host.mask[rows].any()]:
         observe()
-        parts = functools.partial(_parts, host, rows, kl_weight, config, place)
-        gradient = _gradient(policy_objective, state.policy, parts(), config)
-        if config.target_kl and float(gradient.metrics["kl/old"]) > config.target_kl:
+        parts = functools.partial(
+            _micro_batches_of, host, rows, kl_weight=kl_weight, settings=settings, place=place
+        )
+        gradient = _sum_gradients(policy_objective, state.policy, parts(), settings=settings)
+        if settings.target_kl and float(gradient.metrics["kl/old"]) > settings.target_kl:
             history.append(gradient.metrics)
             break
         policy, moments, norm = apply(
@@ -204,14 +216,21 @@ def update(
         )
         state = dataclasses.replace(state, policy=policy, optimizer=moments)
         history.append(gradient.metrics | {"gradient/norm": norm})
-        del gradient  # its memory is the critic's now
+        del gradient  # The critic needs its memory.
+
         if optimizers.critic is not None:
-            state, metrics = _critic_step(state, parts(), optimizers.critic, config)
-            history[-1] |= metrics
+            critic = typed(Model, state.critic)
+            gradient = _sum_gradients(critic_objective, critic, parts(), settings=settings)
+            critic, moments, norm = apply(
+                critic, state.critic_optimizer, gradient, optimizer=optimizers.critic
+            )
+            state = dataclasses.replace(state, critic=critic, critic_optimizer=moments)
+            history[-1] |= gradient.metrics | {"critic/gradient_norm": norm}
+            del gradient  # So does the policy.
         done += 1
-    history = jax.device_get(history)
-    _check_finite(history, state)
-    metrics = NOTHING | _summary(history) | {"training/minibatches_done": float(done)}
+
+    metrics = _means(jax.device_get(history), experience, state)
+    metrics["training/minibatches_done"] = float(done)
     if host.values is not None:
         metrics["critic/explained_variance"] = explained_variance(
             host.values, host.returns, host.mask
@@ -220,82 +239,86 @@ def update(
 
 
 def policy_objective(
-    policy: Model, batch: MicroBatch, config: UpdateConfig
+    policy: Model, batch: MicroBatch, settings: TrainingSettings
 ) -> tuple[Array, dict[str, Array]]:
-    """A micro-batch's share of its minibatch's loss, and metrics, as in `summed_policy_loss`."""
+    """Compute a micro-batch's share of the policy's loss, and metrics: see `summed_policy_loss`."""
     rollout = batch.experience.rollout
-    logprobs, entropy = token_law(
+    logprobs, entropy = logprobs_and_entropy(
         policy,
         rollout.tokens,
-        temperature=config.temperature,
-        entropy=config.entropy_weight != 0,
+        temperature=settings.temperature,
+        entropy=settings.entropy_coefficient != 0,
         mask=batch.experience.mask,
         support=rollout.support,
-        chunk=config.chunk,
-        attend=config.attend,
-        remat=config.remat,
-        law=config.law,
+        chunk=settings.chunk,
+        attend=settings.attend,
+        remat=settings.remat,
+        kernel=settings.token_logprobs,
     )
     return summed_policy_loss(
         logprobs,
         entropy,
         batch,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        kl=config.kl,
-        entropy_weight=config.entropy_weight,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        kl_estimator=settings.kl_estimator,
+        entropy_coefficient=settings.entropy_coefficient,
     )
 
 
 def critic_objective(
-    critic: Model, batch: MicroBatch, config: UpdateConfig
+    critic: Model, batch: MicroBatch, settings: TrainingSettings
 ) -> tuple[Array, dict[str, Array]]:
-    """A micro-batch's share of its minibatch's loss, and metrics, as in `summed_value_loss`."""
+    """Compute a micro-batch's share of the critic's loss, and metrics: see `summed_value_loss`."""
     experience = batch.experience
     values = token_values(
         critic,
         experience.rollout.tokens,
         mask=experience.mask,
-        attend=config.critic_attend,
-        remat=config.remat,
+        attend=settings.critic_attend,
+        remat=settings.remat,
     )
-    return summed_value_loss(values, batch, clip=config.value_clip)
+    return summed_value_loss(values, batch, clip=settings.critic_clip)
 
 
-# metrics of an update without a token
-NOTHING = {"loss/policy": 0.0, "kl/mean": 0.0, "gradient/norm": 0.0}
-Objective = Callable[[Model, MicroBatch, UpdateConfig], tuple[Array, dict[str, Array]]]
-
-
-@functools.partial(jax.jit, static_argnames=("objective", "config"), donate_argnums=0)
+@functools.partial(jax.jit, static_argnames=("objective", "settings"), donate_argnums=0)
 def accumulate(
     total: Gradient | None,
     model: Model,
     batch: MicroBatch,
     *,
     objective: Objective,
-    config: UpdateConfig,
+    settings: TrainingSettings,
 ) -> Gradient:
-    """`total` plus the gradient of one micro-batch, both float32, and its metrics.
+    """Return `total` plus the gradient of one micro-batch, both float32, and the metrics so far.
 
     `total` is overwritten; it is None before the first micro-batch. The gradient is taken in the
     compute dtype, so that what exists beside the sum is no larger than that.
     """
-    weights, metrics = jax.grad(objective, has_aux=True)(cast(model, config.dtype), batch, config)
-    new = Gradient(cast(weights, jnp.float32), metrics)
+    weights, metrics = jax.grad(objective, has_aux=True)(
+        cast(model, settings.dtype), batch, settings
+    )
+    weights = cast(weights, jnp.float32)
     if total is None:
-        return new
-    metrics = {name: _merge(name)(total.metrics[name], value) for name, value in metrics.items()}
-    return Gradient(jax.tree.map(jnp.add, total.weights, new.weights), metrics)
+        return Gradient(weights, metrics)
+    merged = {
+        name: (jnp.maximum if name.endswith("/max") else jnp.add)(total.metrics[name], value)
+        for name, value in metrics.items()
+    }
+    return Gradient(jax.tree.map(jnp.add, total.weights, weights), merged)
 
 
 @functools.partial(jax.jit, static_argnames="optimizer", donate_argnums=(0, 1))
 def apply(
-    model: Model, moments: Any, gradient: Gradient, *, optimizer: optax.GradientTransformation
-) -> tuple[Model, Any, Array]:
-    """One optimizer step, in place, and the global norm of the gradient before clipping.
+    model: Model,
+    moments: optax.OptState,
+    gradient: Gradient,
+    *,
+    optimizer: optax.GradientTransformation,
+) -> tuple[Model, optax.OptState, Array]:
+    """Take one optimizer step in place; return also the gradient's global norm before clipping.
 
-    Where the norm or a metric is not finite, model and moments stay as they are.
+    The norm is [] float32. Where it or a metric is not finite, model and moments stay as they are.
     """
     norm = optax.global_norm(gradient.weights)
     finite = jnp.isfinite(jnp.stack([norm, *gradient.metrics.values()])).all()
@@ -313,74 +336,61 @@ def apply(
     return model, moments, norm
 
 
-def _parts(
-    host: Experience, rows: np.ndarray, kl_weight: float, config: UpdateConfig, place: Callable
+def _micro_batches_of(
+    host: Experience,
+    rows: np.ndarray,
+    *,
+    kl_weight: float,
+    settings: TrainingSettings,
+    place: Callable[[MicroBatch], MicroBatch],
 ) -> Iterator[MicroBatch]:
-    """A minibatch's micro-batches, each placed when it is asked for."""
+    """Yield a minibatch's micro-batches, each placed when it is asked for."""
     batch = select(host, rows, host.mask.shape[1])
-    weights = config.aggregate(batch.mask, config.response_slots)
+    weights = settings.aggregate(batch.mask, settings.max_new_tokens)
     total = np.float32(max(1, batch.mask.sum()))
-    for part, slots in micro_batches(
-        np.arange(len(rows)), batch.rollout.length, config.microbatch_rows, config.bucket
-    ):
-        yield place(
-            MicroBatch(
-                select(batch, part, slots), weights[part, :slots], total, np.float32(kl_weight)
-            )
-        )
+    parts = micro_batches(
+        np.arange(len(rows)),
+        batch.rollout.length,
+        settings.microbatch_rows,
+        length_bucket=settings.length_bucket,
+    )
+    for part, slots in parts:
+        chosen = select(batch, part, slots)
+        yield place(MicroBatch(chosen, weights[part, :slots], total, np.float32(kl_weight)))
 
 
-def _gradient(
-    objective: Objective, model: Model, parts: Iterable[MicroBatch], config: UpdateConfig
+def _sum_gradients(
+    objective: Objective, model: Model, parts: Iterable[MicroBatch], *, settings: TrainingSettings
 ) -> Gradient:
+    """Return the gradient of a minibatch, of which there is at least one micro-batch."""
     total = None
     for batch in parts:
-        total = accumulate(total, model, batch, objective=objective, config=config)
+        total = accumulate(total, model, batch, objective=objective, settings=settings)
     assert total is not None
     return total
 
 
-def _critic_step(
-    state: TrainState,
-    parts: Iterable[MicroBatch],
-    optimizer: optax.GradientTransformation,
-    config: UpdateConfig,
-) -> tuple[TrainState, dict[str, Array]]:
-    critic = typed(Model, state.critic)
-    gradient = _gradient(critic_objective, critic, parts, config)
-    critic, moments, norm = apply(critic, state.critic_optimizer, gradient, optimizer=optimizer)
-    state = dataclasses.replace(state, critic=critic, critic_optimizer=moments)
-    return state, gradient.metrics | {"critic/gradient_norm": norm}
+def _means(
+    history: list[dict[str, Any]], experience: Experience, state: TrainState
+) -> dict[str, float]:
+    """Return each metric's mean over the minibatches that have it, or its maximum for `.../max`.
 
-
-def _merge(name: str) -> Callable[[Array, Array], Array]:
-    """How a metric of two micro-batches becomes one."""
-    return jnp.maximum if name.endswith("/max") else jnp.add
-
-
-def _check_finite(history: list[dict[str, Any]], state: TrainState) -> None:
-    """Raise NonFiniteUpdate for the first number that is not, of the metrics of each minibatch."""
+    NonFiniteStep for the first one that is not finite. Without a minibatch a few metrics are 0.
+    """
     for index, metrics in enumerate(history):
         broken = [name for name, value in metrics.items() if not math.isfinite(value)]
         if broken:
-            # a loss says more than what follows
+            # A loss says more than what follows from it.
             name = min(broken, key=lambda name: not name.startswith("loss/"))
-            raise NonFiniteUpdate(
+            raise NonFiniteStep(
                 f"{name} is {float(metrics[name])} in minibatch {index + 1} of update"
                 f" {int(state.step)}; its step was"
                 " not taken: look for a reward out of scale, or lower the learning rate.",
+                experience,
                 state,
             )
-
-
-def _summary(history: list[dict[str, Any]]) -> dict[str, float]:
-    """Minibatches averaged; maxima stay maxima. The last minibatch of a skipped update lacks
-    some.
-    """
-    names = dict.fromkeys(name for metrics in history for name in metrics)
-    found = {
-        name: [float(metrics[name]) for metrics in history if name in metrics] for name in names
-    }
-    return {
-        name: max(v) if name.endswith("/max") else float(np.mean(v)) for name, v in found.items()
-    }
+    means = {"loss/policy": 0.0, "kl/mean": 0.0, "gradient/norm": 0.0}
+    for name in dict.fromkeys(name for metrics in history for name in metrics):
+        values = [float(metrics[name]) for metrics in history if name in metrics]
+        means[name] = max(values) if name.endswith("/max") else float(np.mean(values))
+    return means

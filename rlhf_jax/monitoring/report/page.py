@@ -100,9 +100,10 @@ def facts(run: Run, device: str) -> list[tuple[str, str]]:
     """(name, value) of what the run was."""
     config = run.config
     strategy = str(config.get("generation.strategy", ""))
+    estimator = str(config.get("advantage.estimator", ""))
     rows = [
         ("model", pathlib.PurePath(str(config.get("model.path", ""))).name),
-        ("algorithm", ALGORITHMS.get(config.get("advantage.estimator", ""), "")),
+        ("algorithm", ALGORITHMS.get(estimator, estimator)),
         ("steps", _steps(run)),
         ("drafting", "none" if strategy == "plain" else strategy),
         ("device", device),
