@@ -30,7 +30,7 @@ from rlhf_jax.generation.history import History
 from rlhf_jax.generation.precompile import BackgroundCompiler
 from rlhf_jax.generation.requests import GenerationConfig
 from rlhf_jax.generation.speculative.sampling import Sampling
-from rlhf_jax.generation.strategy.cost import RATES
+from rlhf_jax.generation.strategy.roofline import RATES
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.model import kernels as laid

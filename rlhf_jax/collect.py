@@ -269,7 +269,7 @@ def learn(
         chosen = samples[:: max(1, len(samples) // READ)][
             : min(READ, max(1, len(samples) // SPARED))
         ]
-        selector.taught("model", read_texts(drafter, chosen, decoding, stages))
+        selector.observe_text("model", read_texts(drafter, chosen, decoding, stages))
     selector.stage_ended(KEPT)
     if distributed.started():  # all begin the next stage alike
         selector.restore(distributed.broadcast(selector.state()))
