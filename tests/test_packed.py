@@ -14,7 +14,14 @@ import pytest
 
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.budget import allocate_budget, pack
-from rlhf_jax.generation.strategy import candidates, cost, expected_gain, observations, roofline
+from rlhf_jax.generation.strategy import (
+    candidates,
+    cost,
+    expected_gain,
+    observations,
+    predict,
+    roofline,
+)
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS
 from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.generation.strategy.select import Selector
@@ -181,7 +188,7 @@ def test_expectations_hang_on_shares_and_stay_possible():
     chooser.acceptance["replay"] = dataclasses.replace(
         chooser.acceptance["replay"], realised=np.full((3, 2), [9, 1.0])
     )
-    chooser._expect()
+    chooser.expectations = predict.expect(choices, chooser.acceptance)
     counts = np.array([[0] * 4, [0, 16, 0, 16]])
     at = Situation(32, 32, 6400.0, 0, {"replay": counts}, lambda _: True)
     summed = dataclasses.replace(at, classes={"replay": 100 * counts})
