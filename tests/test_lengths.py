@@ -25,7 +25,9 @@ def law_of(tokens: np.ndarray, finished: np.ndarray | None = None) -> Lengths:
 
 def left(law: Lengths, generated, earlier=None, limit: float = 8192.0) -> np.ndarray:
     generated = np.atleast_1d(np.asarray(generated, float))
-    curves = length_model.sharpened_survival(law, earlier) if earlier else length_model.survival(law)[None]
+    curves = length_model.survival(law)[None]
+    if earlier:
+        curves = length_model.sharpened_survival(law, earlier)
     return length_model.remaining(curves, np.arange(len(generated)) % len(curves), generated, limit)
 
 
