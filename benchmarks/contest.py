@@ -25,8 +25,7 @@ from rlhf_jax.generation import scheduler
 from rlhf_jax.generation.engine import generate, warm_up
 from rlhf_jax.generation.requests import GenerationConfig, Request, RoundReport, Sample
 from rlhf_jax.generation.speculative import tree as trees
-from rlhf_jax.generation.strategy import candidates as menus
-from rlhf_jax.generation.strategy import cost
+from rlhf_jax.generation.strategy import candidates, cost
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.types import Model, Strategy
 
@@ -182,7 +181,7 @@ def prepared(
     contenders = contenders_of(case, lengths)
     tell("  compiles and times rounds")
     prepare(contenders["plain"], (trees.PLAIN,))
-    prepare(case, selector.menu.strategies, table)
+    prepare(case, selector.candidates.strategies, table)
     return contenders
 
 
@@ -199,7 +198,7 @@ def new_selector(case: Case, lengths: Sequence[int]) -> Selector:
     size = case.target.embed.dtype.itemsize
     drafter = case.drafter and work(case.drafter.config, size)
     costs = cost.prior(jax.default_backend(), work(case.target.config, size), drafter)
-    return Selector(menus.build(case.decoding.strategies, max(lengths)), costs)
+    return Selector(candidates.build(case.decoding.strategies, max(lengths)), costs)
 
 
 def learn_from(case: Case, selector: Selector, table: pricing.Table) -> dict:
@@ -209,7 +208,7 @@ def learn_from(case: Case, selector: Selector, table: pricing.Table) -> dict:
     tell("  adaptive learns")
     done = run(case, selector)
     selector.stage_ended()
-    prepare(case, selector.menu.strategies, table)
+    prepare(case, selector.candidates.strategies, table)
     priced = pricing.price(table, done.reports)
     return {"seconds": done.seconds, "priced": priced, "strategies": taken([done])}
 

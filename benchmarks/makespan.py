@@ -249,7 +249,7 @@ def by_law(law: length_model.Lengths, noisy: np.ndarray | None, limit: float) ->
     curves = (
         length_model.survival(law)[None]
         if noisy is None
-        else length_model.believed(law, list(noisy[:, None]))
+        else length_model.sharpened_survival(law, list(noisy[:, None]))
     )
 
     def predict(stage: Stage, rows: np.ndarray) -> np.ndarray:

@@ -18,10 +18,10 @@ import numpy as np
 
 from rlhf_jax.generation.requests import RoundReport
 from rlhf_jax.generation.speculative import tree as trees
-from rlhf_jax.generation.strategy import candidates as menus
-from rlhf_jax.generation.strategy import cost
+from rlhf_jax.generation.strategy import candidates, roofline
 from rlhf_jax.generation.strategy.acceptance import Observations
-from rlhf_jax.generation.strategy.select import Choice, Situation
+from rlhf_jax.generation.strategy.predict import Situation
+from rlhf_jax.generation.strategy.select import Choice
 from rlhf_jax.types import Strategy
 
 ROUNDS = 7  # of a call that are to be timed
@@ -64,7 +64,7 @@ class Forced:
             self.turns.popleft() if mine else trees.PLAIN, 1.0, 1.0, None, "told", 1.0, 1.0
         )
 
-    def arrived(self, report: RoundReport) -> None:
+    def observe_round(self, report: RoundReport) -> None:
         """Keep the report."""
         self.reports.append(report)
         if report.seconds is None and report.rows == self.rows and self.spare > 0:
@@ -101,16 +101,18 @@ def measure(
 
 
 @functools.cache
-def figures(strategy: Strategy) -> cost.Call:
+def figures(strategy: Strategy) -> roofline.Call:
     """What a round by the strategy runs."""
-    return menus.build([strategy]).calls.each[0]
+    return candidates.build([strategy]).calls.each[0]
 
 
 def call_of(report: RoundReport) -> Call:
     """What the round was."""
     call = figures(report.strategy)
-    behind = call.steps and report.lag > cost.FREE_LAG
-    return Call(report.rows, *call, chunks=math.ceil(report.lag / cost.CATCH_UP) if behind else 0)
+    behind = call.steps and report.lag > roofline.FREE_LAG
+    return Call(
+        report.rows, *call, chunks=math.ceil(report.lag / roofline.CATCH_UP) if behind else 0
+    )
 
 
 def price(table: Table, reports: Iterable[RoundReport]) -> float | None:

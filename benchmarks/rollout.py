@@ -45,7 +45,7 @@ from rlhf_jax.generation.history import History, as_rollout, requests
 from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.stage import TEXTS_READ, GenerationSettings, read_texts
-from rlhf_jax.generation.strategy import candidates as menus
+from rlhf_jax.generation.strategy import candidates
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.scoring import ScoringSettings, score
 from rlhf_jax.mesh import Layout, make_mesh, place_rows
@@ -389,7 +389,7 @@ def teacher_forced(
             read_texts(model, part, stages.generation.decoding, stages.generation) for part in parts
         ]
         for evidence in said if not curves else ():
-            selector.taught("model", evidence)
+            selector.observe_text("model", evidence)
         curves[name] = accepted(said)
     return curves
 
@@ -437,7 +437,7 @@ def decoding_of(
     """How `rows` samples are decoded, adaptively or not."""
     return GenerationConfig(
         sampling=Sampling(temperature),
-        strategies=menus.adaptive(drafters, max(world.asked.lengths)).strategies,
+        strategies=candidates.adaptive(drafters, max(world.asked.lengths)).strategies,
         stop_tokens=world.source.stop_tokens,
         max_rows=rows,
         max_length=world.slots,

@@ -47,10 +47,10 @@ from benchmarks.latency_table import (
 )
 from rlhf_jax.generation.requests import RoundReport
 from rlhf_jax.generation.speculative import tree
-from rlhf_jax.generation.strategy import candidates as menus
-from rlhf_jax.generation.strategy import cost
+from rlhf_jax.generation.strategy import candidates, cost, roofline
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Observations
-from rlhf_jax.generation.strategy.select import Selector, Situation
+from rlhf_jax.generation.strategy.predict import Situation
+from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.types import Strategy
 
 ROWS = 64
@@ -112,7 +112,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def fitted(points: Points) -> cost.Costs:
     """Our costs after these points, started from nothing but the fastest call."""
     scale = points.seconds.min() * cost.RATES["gpu"][0]
-    work = cost.Work(
+    work = roofline.ModelWork(
         weight_bytes=scale,
         context_bytes=scale * 1e-5,
         token_flops=scale,
@@ -123,7 +123,12 @@ def fitted(points: Points) -> cost.Costs:
     for mode, nodes, batch, seq, seconds in zip(*dataclasses.astuple(points), strict=True):
         steps = int(mode == DRAFT)
         cost.observe(
-            costs, cost.Call(int(nodes), steps, steps, int(nodes)), batch, batch * seq, 0, seconds
+            costs,
+            roofline.Call(int(nodes), steps, steps, int(nodes)),
+            batch,
+            batch * seq,
+            0,
+            seconds,
         )
     cost.fit(costs)
     return costs
@@ -135,7 +140,7 @@ def errors(costs: cost.Costs, points: Points) -> dict:
     for mode, nodes, batch, seq, _ in zip(*dataclasses.astuple(points), strict=True):
         steps = np.array([mode == DRAFT], int)
         verified = np.array([nodes])
-        calls = cost.Calls(verified, steps, steps, verified)
+        calls = roofline.Calls(verified, steps, steps, verified)
         predicted += cost.seconds(costs, calls, batch, batch * seq, 0).tolist()
     off = np.abs(np.array(predicted) / points.seconds - 1)
     parts = {mode: off[points.mode == mode] for mode in (DECODE, VERIFY, DRAFT)} | {"all": off}
@@ -378,13 +383,13 @@ def ours(
     """The project's selector, which knows nothing of the drafter at first; appends the seconds of
     each decision.
     """
-    menu = menus.build(
+    choices = candidates.build(
         Strategy(tree.chain(length), drafter if length else "none") for length in lengths.tolist()
     )
     # The table's engine pads no nodes.
-    unpadded = dataclasses.replace(menu.calls, nodes=lengths + 1, grid=lengths + 1)
-    menu = dataclasses.replace(menu, calls=unpadded)
-    selector = Selector(menu, costs)
+    unpadded = dataclasses.replace(choices.calls, nodes=lengths + 1, grid=lengths + 1)
+    choices = dataclasses.replace(choices, calls=unpadded)
+    selector = Selector(choices, costs)
     live, context, _ = yield 0
     while True:
         situation = Situation(
@@ -393,12 +398,12 @@ def ours(
         began = time.perf_counter()
         strategy = selector.choose(situation).strategy
         decisions.append(time.perf_counter() - began)
-        live, context, last = yield selector.menu.strategies.index(strategy)
+        live, context, last = yield selector.candidates.strategies.index(strategy)
         if last is not None:
-            selector.arrived(report(last, strategy, drafter))
+            selector.observe_round(report(last, strategy, drafter))
         else:
             end_stage(selector, texts)
-            selector.menu = menu
+            selector.candidates = choices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -415,7 +420,7 @@ def end_stage(selector: Selector, texts: Texts) -> None:
     """
     if "model" in selector.acceptance:
         right = texts.luck.random((TAUGHT, DEPTHS)) < texts.chance
-        selector.taught("model", evidence_of(right, np.full(TAUGHT, DEPTHS), siblings=RANKS))
+        selector.observe_text("model", evidence_of(right, np.full(TAUGHT, DEPTHS), siblings=RANKS))
     selector.stage_ended(KEPT)
 
 

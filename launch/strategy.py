@@ -26,7 +26,8 @@ from rlhf_jax.config.schema import Config
 from rlhf_jax.data.tokenizer import read_json
 from rlhf_jax.generation.precompile import VERIFIED
 from rlhf_jax.generation.strategy import cost, statistics
-from rlhf_jax.generation.strategy.select import Selector, Situation
+from rlhf_jax.generation.strategy.predict import Situation
+from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.runtime.checkpoint.store import read_part
 from rlhf_jax.types import TrainState
 
@@ -148,7 +149,7 @@ def _situation(selector: Selector, config: Config, live: int) -> Situation:
     )
     while rows % 2 == 0 and rows // 2 >= max(live, config.generation.min_rows):
         rows //= 2
-    return selector.typical(live, rows, most_nodes=VERIFIED // rows)
+    return selector.typical_situation(live, rows, most_nodes=VERIFIED // rows)
 
 
 def _table(rows: list[dict[str, Any]], situation: Situation) -> Table:

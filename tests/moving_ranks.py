@@ -28,8 +28,9 @@ from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS
-from rlhf_jax.generation.strategy.expected_gain import worths
-from rlhf_jax.generation.strategy.select import Choice, Situation
+from rlhf_jax.generation.strategy.expected_gain import expected_gains
+from rlhf_jax.generation.strategy.predict import Situation
+from rlhf_jax.generation.strategy.select import Choice
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.signals import Stopped
@@ -105,12 +106,12 @@ class Packs:
     def choose(self, situation: Situation) -> Choice:
         assert self.leads
         rates = self.random.random((CLASSES, DEPTHS))
-        return Choice(PACKED, 1.0, 1.0, None, "best", 1.0, 1.0, worths(rates))
+        return Choice(PACKED, 1.0, 1.0, None, "best", 1.0, 1.0, expected_gains(rates))
 
     def pace(self, live: int, rows: int, most_nodes: int) -> float:
         return 1.0 / rows
 
-    def arrived(self, report: RoundReport) -> None:
+    def observe_round(self, report: RoundReport) -> None:
         self.packed += report.strategy.packed > 0 and report.drafted > 0
 
 

@@ -1,17 +1,16 @@
-"""What a drafter's evidence says: rates, how they lean on each other, sudden changes,
-calibration.
-"""
+"""Rates from observed drafts: how they lean on each other, sudden changes, calibration."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from rlhf_jax.generation.strategy import acceptance as accepting
-from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, WINDOW, Observations
+from rlhf_jax.generation.strategy import acceptance
+from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Observations
+from rlhf_jax.generation.strategy.settings import ACCEPTANCE_SETTINGS
 
 
-def evidence(
+def drafted(
     rng,
     drafts: int,
     first: float,
@@ -27,10 +26,10 @@ def evidence(
     return Observations(*shape, np.where(before, ranks, -1), RANKS * before)
 
 
-def learned(*pieces: Observations, used: bool = False) -> accepting.Acceptance:
-    known = accepting.unknown()
+def learned(*pieces: Observations, used: bool = False) -> acceptance.Acceptance:
+    known = acceptance.unknown()
     for piece in pieces:
-        known = accepting.observe(known, piece, used)
+        known = acceptance.observe(known, piece, used)
     return known
 
 
@@ -53,80 +52,81 @@ def test_counts_are_those_of_a_loop():
 
 def test_rates_are_found_by_rank_depth_and_class():
     rng = np.random.default_rng(1)
-    high = [evidence(rng, 64, 0.8, 0.1, confidence=3) for _ in range(10)]
-    low = [evidence(rng, 64, 0.2, 0.15, seen_prompt=True) for _ in range(10)]
-    rates = accepting.rates(learned(*high, *low, used=True))
+    high = [drafted(rng, 64, 0.8, 0.1, confidence=3) for _ in range(10)]
+    low = [drafted(rng, 64, 0.2, 0.15, seen_prompt=True) for _ in range(10)]
+    rates = learned(*high, *low, used=True).rates
     np.testing.assert_allclose(rates[0, 3, :4, :2], np.tile([0.8, 0.1], (4, 1)), atol=0.08)
     np.testing.assert_allclose(rates[1, 1, 0, :2], [0.2, 0.15], atol=0.06)
 
 
-def test_a_cell_without_evidence_leans_on_its_class_and_a_class_on_all():
+def test_a_cell_without_observations_leans_on_its_class_and_a_class_on_all():
     rng = np.random.default_rng(2)
-    rates = accepting.rates(
-        learned(*[evidence(rng, 200, 0.9, confidence=3), evidence(rng, 200, 0.3)], used=True)
-    )
-    assert rates[1, 3, 0, 0] == pytest.approx(0.9, abs=0.06)  # familiar prompts, never seen
+    pieces = [drafted(rng, 200, 0.9, confidence=3), drafted(rng, 200, 0.3)]
+    rates = learned(*pieces, used=True).rates
+    assert rates[1, 3, 0, 0] == pytest.approx(0.9, abs=0.06)  # seen prompts, without observations
     assert 0.3 < rates[0, 2, 0, 0] < 0.9  # a class never seen
 
 
-def test_a_depth_without_evidence_leans_on_the_one_above():
+def test_a_depth_without_observations_leans_on_the_one_above():
     rng = np.random.default_rng(3)
-    piece = evidence(rng, 300, 0.7)
+    piece = drafted(rng, 300, 0.7)
     piece.offered[:, 3:] = 0
-    rates = accepting.rates(learned(piece, used=True))
+    rates = learned(piece, used=True).rates
     np.testing.assert_allclose(rates[0, 1, 3:, 0], rates[0, 1, 2, 0], rtol=0.1)
 
 
 def test_nothing_known_is_the_prior():
-    rates = accepting.rates(accepting.unknown())
-    np.testing.assert_allclose(rates, np.broadcast_to(accepting.PRIOR, rates.shape))
+    rates = acceptance.unknown().rates
+    np.testing.assert_allclose(rates, np.broadcast_to(acceptance.PRIOR_RATES, rates.shape))
 
 
 def test_ranks_fall_and_sum_to_less_than_one():
     rng = np.random.default_rng(4)
     for share in (0.0, 0.1, 0.5, 0.99):
-        rates = accepting.rates(learned(evidence(rng, 50, share, 1 - share), used=True))
+        rates = learned(drafted(rng, 50, share, 1 - share), used=True).rates
         assert (np.diff(rates, axis=-1) <= 1e-12).all()
         assert (rates.sum(axis=-1) < 1).all() and (rates >= 0).all()
 
 
 @pytest.mark.parametrize("rows", [1, 64])
-def test_old_evidence_fades_and_counts_are_bounded(rows):
+def test_old_observations_fades_and_counts_are_bounded(rows):
     rng = np.random.default_rng(5)
-    known = learned(*[evidence(rng, rows, 0.7) for _ in range(int(2 * WINDOW) // rows)])
-    assert known.seen[0].max() == pytest.approx(WINDOW)
+    known = learned(
+        *[drafted(rng, rows, 0.7) for _ in range(int(2 * ACCEPTANCE_SETTINGS.window) // rows)]
+    )
+    assert known.seen[0].max() == pytest.approx(ACCEPTANCE_SETTINGS.window)
     for _ in range(2000 // rows):
-        known = accepting.observe(known, evidence(rng, rows, 0.55))
-    assert accepting.rates(known)[0, 1, 0, 0] == pytest.approx(0.55, abs=0.06)
+        known = acceptance.observe(known, drafted(rng, rows, 0.55))
+    assert known.rates[0, 1, 0, 0] == pytest.approx(0.55, abs=0.06)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize("before, after", [(0.7, 0.0), (0.05, 0.8)])
 def test_after_a_sudden_change_the_new_rates_rule_within_twenty_rounds(rows, before, after):
     rng = np.random.default_rng(6)
-    known = learned(*[evidence(rng, rows, before) for _ in range(600 // rows)])
+    known = learned(*[drafted(rng, rows, before) for _ in range(600 // rows)])
     for _ in range(20):
-        known = accepting.observe(known, evidence(rng, rows, after))
-    assert accepting.rates(known)[0, 1, 0, 0] == pytest.approx(after, abs=0.2)
+        known = acceptance.observe(known, drafted(rng, rows, after))
+    assert known.rates[0, 1, 0, 0] == pytest.approx(after, abs=0.2)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize("before, after", [(0.7, 0.0), (0.05, 0.8)])
 def test_what_was_seen_before_a_sudden_change_hardly_counts_after_it(rows, before, after):
     rng = np.random.default_rng(6)
-    known = learned(*[evidence(rng, rows, before) for _ in range(600 // rows)])
+    known = learned(*[drafted(rng, rows, before) for _ in range(600 // rows)])
     changed = False
     drafts = 0
     while not changed:
         drafts += rows
-        known = accepting.observe(known, evidence(rng, rows, after))
-        changed = known.observations < 500
-    assert known.observations <= drafts + 64  # of 600
+        known = acceptance.observe(known, drafted(rng, rows, after))
+        changed = known.drafts < 500
+    assert known.drafts <= drafts + 64  # of 600
 
 
 def test_few_lucky_rounds_are_no_calibration():
-    known = accepting.realise(accepting.unknown(), accepted=4.0, predicted=2.0, rows=4)
-    assert 1.0 < accepting.calibration(known) < 1.05
+    known = acceptance.calibrate(acceptance.unknown(), accepted=4.0, predicted=2.0, rows=4)
+    assert 1.0 < acceptance.calibration(known) < 1.05
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
@@ -134,51 +134,51 @@ def test_few_lucky_rounds_are_no_calibration():
 def test_without_a_change_no_alarm_is_raised(rows, share):
     """An alarm would leave the few counts since; the long window stays full."""
     rng = np.random.default_rng(7)
-    known = learned(*[evidence(rng, rows, share) for _ in range(1500 // rows)])
+    known = learned(*[drafted(rng, rows, share) for _ in range(1500 // rows)])
     for _ in range(1500 // rows):
-        known = accepting.observe(known, evidence(rng, rows, share))
-        assert known.observations > 0.9 * WINDOW
+        known = acceptance.observe(known, drafted(rng, rows, share))
+        assert known.drafts > 0.9 * ACCEPTANCE_SETTINGS.window
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
-def test_own_rounds_raise_the_alarm_before_other_evidence_comes(rows):
-    known = learned(evidence(np.random.default_rng(8), 1000, 0.7))
+def test_own_rounds_raise_the_alarm_before_other_observations_comes(rows):
+    known = learned(drafted(np.random.default_rng(8), 1000, 0.7))
     for _ in range(30):
-        known = accepting.realise(known, accepted=1.8 * rows, predicted=1.8 * rows, rows=rows)
-    assert accepting.calibration(known) == pytest.approx(1.0)
+        known = acceptance.calibrate(known, accepted=1.8 * rows, predicted=1.8 * rows, rows=rows)
+    assert acceptance.calibration(known) == pytest.approx(1.0)
     for _ in range(12):
-        known = accepting.realise(known, accepted=0, predicted=1.8 * rows, rows=rows)
-    assert accepting.calibration(known) < 0.3
+        known = acceptance.calibrate(known, accepted=0, predicted=1.8 * rows, rows=rows)
+    assert acceptance.calibration(known) < 0.3
 
 
 def test_calibration_follows_what_rounds_gave_and_is_bounded():
-    known = accepting.unknown()
+    known = acceptance.unknown()
     for _ in range(200):
-        known = accepting.realise(known, accepted=8.0, predicted=10.0, rows=8)
-    assert accepting.calibration(known) == pytest.approx(0.8, abs=0.01)
+        known = acceptance.calibrate(known, accepted=8.0, predicted=10.0, rows=8)
+    assert acceptance.calibration(known) == pytest.approx(0.8, abs=0.01)
     for _ in range(200):
-        known = accepting.realise(known, accepted=40.0, predicted=10.0, rows=8)
-    assert accepting.calibration(known) == accepting.BOUNDS[1]
+        known = acceptance.calibrate(known, accepted=40.0, predicted=10.0, rows=8)
+    assert acceptance.calibration(known) == ACCEPTANCE_SETTINGS.calibration_bounds[1]
 
 
 def test_a_calibration_loses_its_hold_once_the_drafter_is_only_scored():
-    known = accepting.unknown()
+    known = acceptance.unknown()
     for _ in range(50):
-        known = accepting.realise(known, accepted=1.0, predicted=10.0, rows=8)
-    low = accepting.calibration(known)
+        known = acceptance.calibrate(known, accepted=1.0, predicted=10.0, rows=8)
+    low = acceptance.calibration(known)
     for _ in range(20):
-        known = accepting.observe(known, evidence(np.random.default_rng(9), 64, 0.7))
-    assert low < 0.2 and accepting.calibration(known) > 0.9
+        known = acceptance.observe(known, drafted(np.random.default_rng(9), 64, 0.7))
+    assert low < 0.2 and acceptance.calibration(known) > 0.9
 
 
-def test_forgetting_makes_new_evidence_weigh_more():
+def test_forgetting_makes_new_observations_weigh_more():
     rng = np.random.default_rng(10)
-    old = evidence(rng, 400, 0.5)
-    new = evidence(rng, 50, 0.6)
-    faded = accepting.forget(learned(old, used=True), 0.1)
-    assert faded.observations == pytest.approx(40)
+    old = drafted(rng, 400, 0.5)
+    new = drafted(rng, 50, 0.6)
+    faded = acceptance.forget(learned(old, used=True), 0.1)
+    assert faded.drafts == pytest.approx(40)
     kept = [
-        accepting.rates(accepting.observe(known, new, True))[0, 1, 0, 0]
+        acceptance.observe(known, new, True).rates[0, 1, 0, 0]
         for known in (learned(old, used=True), faded)
     ]
     assert abs(kept[1] - 0.6) < abs(kept[0] - 0.6)
@@ -186,12 +186,12 @@ def test_forgetting_makes_new_evidence_weigh_more():
 
 def test_pooled_rates_weigh_cells_by_their_drafts():
     rng = np.random.default_rng(11)
-    known = learned(*[evidence(rng, 300, 0.9, confidence=3), evidence(rng, 100, 0.1)], used=True)
-    assert accepting.pooled(known)[0, 0] == pytest.approx(0.7, abs=0.05)
+    known = learned(*[drafted(rng, 300, 0.9, confidence=3), drafted(rng, 100, 0.1)], used=True)
+    assert acceptance.pooled_rates(known)[0, 0] == pytest.approx(0.7, abs=0.05)
 
 
 def test_a_saved_acceptance_is_restored_whole():
-    known = accepting.realise(learned(evidence(np.random.default_rng(12), 30, 0.5)), 3.0, 4.0, 2)
-    again = accepting.restore(accepting.state(known))
-    for name, value in accepting.state(known).items():
+    known = acceptance.calibrate(learned(drafted(np.random.default_rng(12), 30, 0.5)), 3.0, 4.0, 2)
+    again = acceptance.restore(acceptance.state(known))
+    for name, value in acceptance.state(known).items():
         np.testing.assert_array_equal(getattr(again, name), value)

@@ -20,9 +20,9 @@ from rlhf_jax.generation.precompile import BackgroundCompiler
 from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.sampling import Sampling
-from rlhf_jax.generation.strategy import candidates as menus
-from rlhf_jax.generation.strategy import cost
-from rlhf_jax.generation.strategy.select import Choice, Selector, Situation
+from rlhf_jax.generation.strategy import candidates, cost, roofline
+from rlhf_jax.generation.strategy.predict import Situation
+from rlhf_jax.generation.strategy.select import Choice, Selector
 from rlhf_jax.mesh import make_mesh, model_shardings
 
 NAMES = (
@@ -63,7 +63,7 @@ class Chooser:
             1.0,
         )
 
-    def arrived(self, report) -> None:
+    def observe_round(self, report) -> None:
         self.heard.append(report)
 
 
@@ -168,12 +168,12 @@ def test_rounds_are_packed_where_half_of_the_texts_stray(target, earlier):
     plain = decoding(strategies=STRATEGIES[:1], stop_tokens=())
     own = texts_of(run(target, None, plain, requests(earlier)))
     mixed = {name: own[name if name % 2 else (name + 4) % len(own)] for name in own}
-    machine = cost.Machine(cost.Roofline(1e-3, 1e-6, 1e-3, 1e-8, 1e-3, 1e-2), None, 1e-4)
+    machine = roofline.Machine(roofline.Roofline(1e-3, 1e-6, 1e-3, 1e-8, 1e-3, 1e-2), None, 1e-4)
     selector = Selector(
-        menus.adaptive(["replay"], 8), cost.Costs(machine, machine), frozen_costs=True
+        candidates.adaptive(["replay"], 8), cost.Costs(machine, machine), frozen_costs=True
     )
     reports = []
-    how = dataclasses.replace(plain, strategies=selector.menu.strategies)
+    how = dataclasses.replace(plain, strategies=selector.candidates.strategies)
     for _ in range(2):
         reports.clear()
         found = run(target, None, how, requests(mixed), selector=selector, observe=reports.append)

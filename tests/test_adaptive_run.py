@@ -16,9 +16,9 @@ from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.sampling import Sampling
-from rlhf_jax.generation.strategy import candidates as menus
-from rlhf_jax.generation.strategy import cost
-from rlhf_jax.generation.strategy.select import Choice, Selector, Situation
+from rlhf_jax.generation.strategy import candidates, cost, roofline
+from rlhf_jax.generation.strategy.predict import Situation
+from rlhf_jax.generation.strategy.select import Choice, Selector
 
 launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
 
@@ -69,10 +69,10 @@ class Counting(Selector):
 
 def test_probes_of_a_real_stage_cost_no_more_than_one_per_cent(target, drafter):
     """A draft model that nobody has had read a text is known by probes alone."""
-    menu = menus.build(map(trees.parse, ("plain", "lookup-chain-2", "model-chain-2")))
+    choices = candidates.build(map(trees.parse, ("plain", "lookup-chain-2", "model-chain-2")))
     how = GenerationConfig(
         Sampling(1.0),
-        menu.strategies,
+        choices.strategies,
         (),
         max_rows=4,
         max_length=64,
@@ -80,8 +80,8 @@ def test_probes_of_a_real_stage_cost_no_more_than_one_per_cent(target, drafter):
         history=64,
         min_rows=4,
     )
-    work = cost.Work(1e5, 1e3, 1e5, 1e3)
-    selector = Counting(menu, cost.prior("cpu", work, work))
+    work = roofline.ModelWork(1e5, 1e3, 1e5, 1e3)
+    selector = Counting(choices, cost.prior("cpu", work, work))
     rng = np.random.default_rng(0)
     wanted = [
         Request(rng.integers(0, 300, 8).astype(np.int32), (4 * i, 4 * i + 1), 48) for i in range(12)

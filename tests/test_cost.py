@@ -9,26 +9,27 @@ import time
 import numpy as np
 import pytest
 
-from rlhf_jax.generation.strategy import cost
-from rlhf_jax.generation.strategy.cost import Roofline, Work
+from rlhf_jax.generation.strategy import cost, roofline
+from rlhf_jax.generation.strategy.roofline import ModelWork, Roofline
+from rlhf_jax.generation.strategy.settings import COST_SETTINGS
 
-TARGET = Work(weight_bytes=1.6e10, context_bytes=1.3e5, token_flops=1.5e10, context_flops=5e5)
-DRAFTER = Work(weight_bytes=2e9, context_bytes=2e4, token_flops=2e9, context_flops=1e5)
+TARGET = ModelWork(weight_bytes=1.6e10, context_bytes=1.3e5, token_flops=1.5e10, context_flops=5e5)
+DRAFTER = ModelWork(weight_bytes=2e9, context_bytes=2e4, token_flops=2e9, context_flops=1e5)
 TARGET_LINE = Roofline(
     read=9e-3, read_context=3e-8, compute=5e-5, compute_context=5e-9, row=3e-5, call=1e-3
 )
 DRAFT_LINE = Roofline(
     read=2e-3, read_context=1e-8, compute=1e-5, compute_context=1e-9, row=1e-5, call=5e-4
 )
-TRUE = cost.Machine(TARGET_LINE, DRAFT_LINE, look=3e-4)
+TRUE = roofline.Machine(TARGET_LINE, DRAFT_LINE, look=3e-4)
 # Plain, chains by a model, chains by lookup, and a tree by a model that three calls draft.
 # The last one is packed.
 SHAPES = ((1, 0, 0), (2, 1, 1), (5, 4, 4), (9, 8, 8), (2, 0, 0), (5, 0, 0), (17, 0, 0), (17, 3, 9))
 CALLS = (
-    *(cost.Call(nodes, steps, fed, nodes) for nodes, steps, fed in SHAPES),
-    cost.Call(3, 0, 0, 17),
+    *(roofline.Call(nodes, steps, fed, nodes) for nodes, steps, fed in SHAPES),
+    roofline.Call(3, 0, 0, 17),
 )
-MENU = cost.Calls(*np.array(CALLS).T)
+ALL_CALLS = roofline.Calls(*np.array(CALLS).T)
 PLAIN = 0
 CHAIN_4 = 2
 LOOKUP_4 = 5
@@ -36,8 +37,8 @@ SIZES = (1, 4, 8, 16, 64)
 
 
 def priced(costs: cost.Costs, rows: int, context: float, lag: int = 0) -> np.ndarray:
-    """[S] seconds over the menu."""
-    return cost.seconds(costs, MENU, rows, context, lag)
+    """[S] seconds of all calls."""
+    return cost.seconds(costs, ALL_CALLS, rows, context, lag)
 
 
 def truly(rows: int, context: float, lag: int = 0) -> np.ndarray:
@@ -62,7 +63,7 @@ def measured(rounds: int, noise: float, outliers: float = 0.0, sizes=SIZES) -> c
 
 
 def worst_error(costs: cost.Costs, sizes=SIZES, lags=(0,)) -> float:
-    """The largest relative error over the menu, at contexts between those measured."""
+    """The largest relative error of all calls, at contexts between those measured."""
     errors = [
         priced(costs, rows, rows * each, lag) / truly(rows, rows * each, lag)
         for rows in sizes
@@ -96,7 +97,7 @@ def test_seconds_are_the_roofline_by_hand():
 def test_a_draft_cache_that_lags_costs_calls_that_catch_up(lag, calls):
     without, behind = (truly(4, 400.0, each) for each in (0, lag))
     step = (without[CHAIN_4] - without[PLAIN]) / 4
-    np.testing.assert_allclose(behind - without, calls * step * (MENU.steps > 0), rtol=1e-9)
+    np.testing.assert_allclose(behind - without, calls * step * (ALL_CALLS.steps > 0), rtol=1e-9)
 
 
 def test_fit_recovers_the_machine_from_noisy_rounds_with_outliers():
@@ -124,7 +125,7 @@ def test_rounds_that_a_price_rests_on_are_counted_by_call_and_size():
     for rows in (8, 8, 9, 64):  # 8 and 9 are of one half octave
         cost.observe(costs, CALLS[CHAIN_4], rows, 4000.0, 0, 0.02)
     for rows, rounds in ((8, 3), (64, 1), (1, 0)):
-        counted = cost.rounds_timed(costs, MENU, rows)
+        counted = cost.rounds_timed(costs, ALL_CALLS, rows)
         assert counted[CHAIN_4] == counted.sum() == rounds
 
 
@@ -137,7 +138,7 @@ def test_corrections_learn_what_no_roofline_can_say():
         cost.observe(costs, CALLS[CHAIN_4], 8, 4000.0, 0, 1.4 * truly(8, 4000.0)[CHAIN_4])
     ratio = priced(costs, 8, 4400.0, 0) / truly(8, 4400.0)
     assert ratio[CHAIN_4] == pytest.approx(1.4, rel=0.02)
-    np.testing.assert_allclose(ratio[MENU.steps == 0], 1.0)
+    np.testing.assert_allclose(ratio[ALL_CALLS.steps == 0], 1.0)
     np.testing.assert_allclose(priced(costs, 32, 4400.0, 0)[PLAIN], truly(32, 4400.0)[PLAIN])
 
 
@@ -154,7 +155,7 @@ def test_one_round_ten_times_too_long_moves_nothing(earlier):
 def test_a_machine_that_changes_is_learned_anew():
     costs = cost.Costs(TRUE, TRUE)
     for factor in (1.0, 2.0):
-        for _ in range(cost.WINDOW):
+        for _ in range(COST_SETTINGS.window):
             cost.observe(costs, CALLS[PLAIN], 8, 4000.0, 0, factor * truly(8, 4000.0)[PLAIN])
     assert priced(costs, 8, 4000.0, 0)[PLAIN] == pytest.approx(
         2 * truly(8, 4000.0)[PLAIN], rel=0.01
@@ -169,7 +170,8 @@ def test_fit_without_rounds_keeps_the_prior():
 
 def test_prior_follows_the_work_and_refuses_an_unknown_platform():
     one, double = (
-        cost.prior("tpu", Work(k * 1e9, k * 1e4, k * 1e9, k * 1e4)).machine.target for k in (1, 2)
+        cost.prior("tpu", ModelWork(k * 1e9, k * 1e4, k * 1e9, k * 1e4)).machine.target
+        for k in (1, 2)
     )
     assert (
         double.read == 2 * one.read
@@ -197,7 +199,7 @@ def test_costs_that_were_saved_before_rounds_were_packed_are_restored():
         "machine": [1.0] * 7,
         "cells": [[6, 5, 0, 0, [[8, 999.0, 0, -3.0]]]],
     }
-    assert cost.restore(saved).cells[6].keys() == {cost.Call(5, 0, 0, 5)}
+    assert cost.restore(saved).cells[6].keys() == {roofline.Call(5, 0, 0, 5)}
 
 
 @pytest.mark.parametrize("drafter", [None, DRAFTER])
@@ -211,7 +213,7 @@ def test_pricing_and_learning_are_quick():
     suite.
     """
     costs = measured(3000, noise=0.05)
-    sixty = cost.Calls(*np.array((CALLS * 8)[:60]).T)
+    sixty = roofline.Calls(*np.array((CALLS * 8)[:60]).T)
     assert median_seconds(lambda: cost.seconds(costs, sixty, 16, 16000.0, 0), 200) < 2e-4
     assert (
         median_seconds(lambda: cost.observe(costs, CALLS[CHAIN_4], 16, 16000.0, 0, 0.02), 200)

@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 
 from rlhf_jax.generation.speculative.drafters.replay import FOLLOWS
-from rlhf_jax.generation.strategy import candidates as menus
-from rlhf_jax.generation.strategy import cost
+from rlhf_jax.generation.strategy import candidates, cost, roofline
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Observations
-from rlhf_jax.generation.strategy.drain import Rows, foreseen, seconds_left
-from rlhf_jax.generation.strategy.select import Selector, Situation
+from rlhf_jax.generation.strategy.drain import RowGroups, group_rows, seconds_left
+from rlhf_jax.generation.strategy.predict import Situation
+from rlhf_jax.generation.strategy.select import Selector
 
-CPU = cost.Machine(cost.Roofline(8e-3, 1e-6, 5e-3, 1e-8, 5e-4, 2e-3), None, 1e-4)
-GPU = cost.Machine(cost.Roofline(8e-3, 4e-8, 2.5e-5, 1e-10, 2e-5, 1e-3), None, 1e-4)
+CPU = roofline.Machine(roofline.Roofline(8e-3, 1e-6, 5e-3, 1e-8, 5e-4, 2e-3), None, 1e-4)
+GPU = roofline.Machine(roofline.Roofline(8e-3, 4e-8, 2.5e-5, 1e-10, 2e-5, 1e-3), None, 1e-4)
 # a small batch is hardly quicker
-FLAT = cost.Machine(cost.Roofline(1e-9, 1e-9, 5e-3, 1e-9, 1e-9, 3e-2), None, 1e-4)
+FLAT = roofline.Machine(roofline.Roofline(1e-9, 1e-9, 5e-3, 1e-9, 1e-9, 3e-2), None, 1e-4)
 STRAYED = 1  # the class of a text that goes on by position after it has differed
 SPAN = 64  # tokens of every sample
 
 
 def test_rows_of_one_pace_end_as_tokens_a_second_say():
-    rows = Rows(np.array([[1.0, 4.0]]), np.array([8.0]), np.array([40.0]))
+    rows = RowGroups(np.array([[1.0, 4.0]]), np.array([8.0]), np.array([40.0]))
     np.testing.assert_allclose(seconds_left(rows, np.array([1.0, 2.0]), np.ones_like), [40, 20])
 
 
@@ -33,7 +33,9 @@ def test_who_is_left_over_decodes_plainly_in_a_smaller_batch():
     """Six rows gain four tokens a round and end after ten rounds, two gain one: they have thirty
     plain rounds more.
     """
-    rows = Rows(np.array([[1.0, 1.0], [1.0, 4.0]]), np.array([2.0, 6.0]), np.array([40.0, 40.0]))
+    rows = RowGroups(
+        np.array([[1.0, 1.0], [1.0, 4.0]]), np.array([2.0, 6.0]), np.array([40.0, 40.0])
+    )
     ends = seconds_left(rows, np.array([1.0, 2.0]), lambda live: np.where(live <= 2, 0.5, 1.0))
     np.testing.assert_allclose(ends, [40, 10 * 2 + 30 * 0.5])
 
@@ -46,7 +48,7 @@ def test_rows_that_follow_are_foreseen_to_stray_as_often_as_they_do(stay):
     pace[-1, 1] = 10.0
     counts[-1] = 20
     counts[-3] = 5
-    found = foreseen(pace, counts, np.where(counts, 30 * counts, 0), stay)
+    found = group_rows(pace, counts, np.where(counts, 30 * counts, 0), stay)
     assert found.counts.sum() == pytest.approx(25) and found.counts[0] == 5
     assert found.counts[1] == pytest.approx(20 * stay**30)
     strays = np.minimum(np.random.default_rng(0).geometric(1 - stay, 100_000) - 1, 30)
@@ -56,23 +58,23 @@ def test_rows_that_follow_are_foreseen_to_stray_as_often_as_they_do(stay):
     np.testing.assert_allclose(found.pace[:, 0], 1.0)
 
 
-class DrainForecast:
+class SimulatedDrain:
     """Samples of SPAN tokens of which a part follows its earlier text until it strays, at `hazard`
     a token.
     """
 
     def __init__(
-        self, machine: cost.Machine, rows: int, following: float, hazard: float, seed: int
+        self, machine: roofline.Machine, rows: int, following: float, hazard: float, seed: int
     ):
         self.machine = machine
         self.rows = rows
         self.following = following
         self.hazard = hazard
         self.seed = seed
-        self.menu = menus.adaptive(["replay"], 8)
+        self.candidates = candidates.adaptive(["replay"], 8)
 
     def seconds(self, choose) -> float:
-        """Of the whole drain; `choose` maps a situation to an index of the menu."""
+        """Of the whole drain; `choose` maps a situation to an index of the candidates."""
         luck = np.random.default_rng(self.seed)
         total = 0.0
         follows = luck.random(self.rows) < self.following
@@ -86,8 +88,9 @@ class DrainForecast:
             at = self.situation(rows, steps > 0, left)
             strategy = choose(at)
             truth = cost.Costs(self.machine, self.machine)
-            menu = self.menu
-            total += float(cost.seconds(truth, menu.calls, rows, at.context, 0)[strategy])
+            total += float(
+                cost.seconds(truth, self.candidates.calls, rows, at.context, 0)[strategy]
+            )
             gained = 1 + np.minimum(
                 np.maximum(steps - 1, 0), self.drafts(strategy, rows, steps > 0)
             )
@@ -100,9 +103,9 @@ class DrainForecast:
         """[live] drafts of each row; in a packed round those that follow have them, level by
         level.
         """
-        depth = int(self.menu.depth[strategy])
-        nodes = int(self.menu.nodes[strategy])
-        if not self.menu.strategies[strategy].packed:
+        depth = int(self.candidates.depth[strategy])
+        nodes = int(self.candidates.nodes[strategy])
+        if not self.candidates.strategies[strategy].packed:
             return np.full(len(follows), depth)
         each, more = divmod(nodes * rows - len(follows), max(1, follows.sum()))
         return follows * np.minimum(each + (follows.cumsum() <= more), depth)
@@ -118,7 +121,9 @@ class DrainForecast:
         )
 
     def selector(self) -> Selector:
-        chooser = Selector(self.menu, cost.Costs(self.machine, self.machine), frozen_costs=True)
+        chooser = Selector(
+            self.candidates, cost.Costs(self.machine, self.machine), frozen_costs=True
+        )
         luck = np.random.default_rng(5)
         follows = np.arange(4000) % 2 == 0
         right = np.cumprod((luck.random((4000, DEPTHS)) > self.hazard) & follows[:, None], axis=1)
@@ -127,7 +132,7 @@ class DrainForecast:
             np.ones(4000, bool), np.where(follows, FOLLOWS, STRAYED), right - 1, RANKS * reached
         )
         for part in np.split(np.arange(4000), 100):
-            chooser.taught(
+            chooser.observe_text(
                 "replay", Observations(*(leaf[part] for leaf in dataclasses.astuple(said)))
             )
         return chooser
@@ -147,15 +152,17 @@ def test_a_mixed_drain_ends_no_later_than_plain_or_the_best_fixed_chain(
             "and must promise 2 % to be chosen"
         )
         request.applymarker(pytest.mark.xfail(reason=why))
-    drains = [DrainForecast(machine, rows, following, hazard, seed) for seed in range(12)]
+    drains = [SimulatedDrain(machine, rows, following, hazard, seed) for seed in range(12)]
     ours = sum(adaptive(drain) for drain in drains)
     fixed = [
         sum(drain.seconds(lambda at, i=i: i) for drain in drains)
-        for i in range(len(drains[0].menu.nodes))
+        for i in range(len(drains[0].candidates.nodes))
     ]
     assert ours <= 1.01 * min(fixed)
 
 
-def adaptive(drain: DrainForecast) -> float:
+def adaptive(drain: SimulatedDrain) -> float:
     chooser = drain.selector()
-    return drain.seconds(lambda at: chooser.menu.strategies.index(chooser.choose(at).strategy))
+    return drain.seconds(
+        lambda at: chooser.candidates.strategies.index(chooser.choose(at).strategy)
+    )

@@ -40,7 +40,7 @@ def report(live: int, seconds: float | None = 0.5, tokens: int = 9) -> RoundRepo
 
 
 def test_rounds_are_summed_by_strategy_and_live_rows():
-    tallies: statistics.Tallies = {}
+    tallies: statistics.StrategyCounts = {}
     for live in (5, 8, 4):
         statistics.add(tallies, report(live), 10.0, 0.4, timed=True)
     statistics.add(tallies, report(7, seconds=None), 10.0, 0.4, timed=True)
@@ -63,7 +63,7 @@ def test_rounds_are_summed_by_strategy_and_live_rows():
 
 
 def test_a_round_of_nobody_is_none_and_unknown_times_leave_no_figure():
-    tallies: statistics.Tallies = {}
+    tallies: statistics.StrategyCounts = {}
     statistics.add(tallies, report(0, tokens=0), 1.0, 0.1, timed=True)
     assert not tallies
     statistics.add(tallies, report(3), 1.0, 0.1, timed=False)
@@ -104,7 +104,7 @@ def test_the_table_is_of_as_many_live_rows_and_the_typical_situation_of_their_co
     chooser, world = drained()
     chooser.stage_ended()
     for live in (2, 16):
-        situation = chooser.typical(live, 16, 33)
+        situation = chooser.typical_situation(live, 16, 33)
         assert situation.context == pytest.approx(world.length * live)
         assert (
             set(situation.classes) == {"lookup", "model"}
@@ -116,12 +116,12 @@ def test_the_table_is_of_as_many_live_rows_and_the_typical_situation_of_their_co
         assert found and found == {
             row["strategy"]: row["rounds"] for row in chooser.last_stage if row["live"] == live
         }
-    assert chooser.typical(64, 64, 33).context == pytest.approx(world.length * 64), (
+    assert chooser.typical_situation(64, 64, 33).context == pytest.approx(world.length * 64), (
         "of all where there were none such"
     )
     assert all(
         len(trees.parse(row["strategy"]).parents) < 5
-        for row in chooser.table(chooser.typical(1, 1, 5))
+        for row in chooser.table(chooser.typical_situation(1, 1, 5))
     )
 
 
@@ -185,7 +185,9 @@ def test_the_command_prints_every_strategy_and_the_choice(workdir):
     code, said = printed(folder, "--live", "1,16")
     assert code == 0 and "after 2 steps" in said
     assert "1 live of 8 rows, 200 tokens each" in said and "16 live of 16 rows" in said
-    for name in (name for name in map(trees.name_of, chooser.menu.strategies) if ":" not in name):
+    for name in (
+        name for name in map(trees.name_of, chooser.candidates.strategies) if ":" not in name
+    ):
         assert said.count(f"{name} ") >= 2, name
     names = {line.split()[0] for line in said.splitlines() if line.strip()}
     sentences = [line for line in said.splitlines() if "tokens/s predicted" in line]

@@ -14,14 +14,21 @@ import pytest
 
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.budget import allocate_budget, pack
-from rlhf_jax.generation.strategy import candidates as menus
-from rlhf_jax.generation.strategy import cost, expected_gain, observations
+from rlhf_jax.generation.strategy import (
+    candidates,
+    cost,
+    expected_gain,
+    observations,
+    predict,
+    roofline,
+)
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS
-from rlhf_jax.generation.strategy.select import Selector, Situation
+from rlhf_jax.generation.strategy.predict import Situation
+from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import make_mesh, place_rows
 from rlhf_jax.types import DecodeState, Emission
 
-WORTH = expected_gain.worths(
+GAINS = expected_gain.expected_gains(
     np.array([[0.5] * DEPTHS, [0.2] * DEPTHS, [0.6] * DEPTHS, [0.9] * DEPTHS])
 )
 ROWS = 8
@@ -71,7 +78,7 @@ def worthiest(length, limit, done, drafts, classes, nodes: int) -> np.ndarray:
     ]
     while budget > 0:
         offers = [
-            (-WORTH[classes[i], kept[i]], i) for i in range(len(length)) if kept[i] < usable[i]
+            (-GAINS[classes[i], kept[i]], i) for i in range(len(length)) if kept[i] < usable[i]
         ]
         if not offers:
             break
@@ -89,15 +96,15 @@ def test_the_worthiest_drafts_are_kept(seed, nodes):
         state_of(length, limit, done),
         place(drafts),
         place(classes, jnp.int8),
-        WORTH,
+        GAINS,
         nodes=nodes,
         mesh=None,
     )
     kept = (np.array(found) >= 0).sum(axis=1)
     wanted = worthiest(length, limit, done, drafts, classes, nodes)
     assert sorted(
-        -WORTH[c, d] for c, k in zip(classes, kept, strict=True) for d in range(k)
-    ) == sorted(-WORTH[c, d] for c, k in zip(classes, wanted, strict=True) for d in range(k))
+        -GAINS[c, d] for c, k in zip(classes, kept, strict=True) for d in range(k)
+    ) == sorted(-GAINS[c, d] for c, k in zip(classes, wanted, strict=True) for d in range(k))
     np.testing.assert_array_equal(found, np.where(np.arange(LENGTH) < kept[:, None], drafts, -1))
     np.testing.assert_array_equal(spent.drafts, kept)
     np.testing.assert_array_equal(spent.short, kept < (drafts >= 0).sum(axis=1))
@@ -131,12 +138,12 @@ def test_as_many_are_expected_as_the_kept_ones_are_worth(nodes):
     """On two devices of 16 rows each, of which one is half empty."""
     counts = np.array([[3, 2, 1, 2], [6, 4, 2, 4]])
     gained = expected_gain.tokens(
-        expected_gain.ranked(WORTH[:, :LENGTH]), counts, 32, np.array([nodes]), 1.0
+        expected_gain.rank(GAINS[:, :LENGTH]), counts, 32, np.array([nodes]), 1.0
     )[:, 0]
     kept = 0.0
     for own in counts:
         offers = sorted(
-            -WORTH[c, d] for c in np.repeat(np.arange(CLASSES), own) for d in range(LENGTH)
+            -GAINS[c, d] for c in np.repeat(np.arange(CLASSES), own) for d in range(LENGTH)
         )
         kept -= sum(offers[: nodes * 16 - own.sum()])
     assert counts.sum(axis=0) @ gained == pytest.approx(counts.sum() + kept, rel=1e-5)
@@ -167,7 +174,7 @@ def test_a_sample_that_ends_at_its_limit_is_no_miss():
     limit = np.array([9, 20])
     state = state_of(length, limit, np.zeros(2, bool))
     drafts = jnp.ones((2, LENGTH), jnp.int32)
-    _, spent = allocate_budget(state, drafts, jnp.full(2, 3, jnp.int8), WORTH, nodes=8, mesh=None)
+    _, spent = allocate_budget(state, drafts, jnp.full(2, 3, jnp.int8), GAINS, nodes=8, mesh=None)
     assert spent.drafts.tolist() == [2, LENGTH] and spent.short.tolist() == [True, False]
 
 
@@ -175,13 +182,13 @@ def test_expectations_hang_on_shares_and_stay_possible():
     """Classes that are sums over rounds say what one round says; no round gains more than it
     verifies.
     """
-    menu = menus.adaptive(["replay"], 8)
-    machine = cost.Machine(cost.Roofline(*[1e-3] * 6), None, 1e-4)
-    chooser = Selector(menu, cost.Costs(machine, machine))
+    choices = candidates.adaptive(["replay"], 8)
+    machine = roofline.Machine(roofline.Roofline(*[1e-3] * 6), None, 1e-4)
+    chooser = Selector(choices, cost.Costs(machine, machine))
     chooser.acceptance["replay"] = dataclasses.replace(
         chooser.acceptance["replay"], realised=np.full((3, 2), [9, 1.0])
     )
-    chooser._expect()
+    chooser.expectations = predict.expect(choices, chooser.acceptance)
     counts = np.array([[0] * 4, [0, 16, 0, 16]])
     at = Situation(32, 32, 6400.0, 0, {"replay": counts}, lambda _: True)
     summed = dataclasses.replace(at, classes={"replay": 100 * counts})

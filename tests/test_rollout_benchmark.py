@@ -15,7 +15,7 @@ from benchmarks.pricing import Call
 from rlhf_jax.generation.requests import RoundReport
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, Observations
-from rlhf_jax.generation.strategy.select import Situation
+from rlhf_jax.generation.strategy.predict import Situation
 
 SMALL = "--lengths 2 --new-tokens 12 --repeats 2 --student-layers 1 --prompts 1 --halvings 0"
 FIGURES = {
@@ -157,10 +157,10 @@ def test_every_turn_is_played_and_what_was_not_timed_is_played_again():
     situation = Situation(4, 4, 0.0, 0, {}, ready=lambda strategy: True)
     forced = pricing.Forced([CHAIN, BY_MODEL], rows=4, spare=1)
     played = [forced.choose(situation).strategy]
-    forced.arrived(report(CHAIN))
-    forced.arrived(report(rows=2))
+    forced.observe_round(report(CHAIN))
+    forced.observe_round(report(rows=2))
     played += [forced.choose(situation).strategy for _ in range(3)]
-    forced.arrived(report(CHAIN))
+    forced.observe_round(report(CHAIN))
     assert (
         played == [CHAIN, BY_MODEL, CHAIN, PLAIN] and not forced.turns and len(forced.reports) == 3
     )

@@ -14,21 +14,21 @@ import pytest
 
 from rlhf_jax.generation.requests import RoundReport
 from rlhf_jax.generation.speculative import tree as trees
-from rlhf_jax.generation.strategy import candidates as menus
-from rlhf_jax.generation.strategy import cost
+from rlhf_jax.generation.strategy import candidates, cost, roofline
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Observations
-from rlhf_jax.generation.strategy.select import Selector, Situation, select
+from rlhf_jax.generation.strategy.predict import Situation
+from rlhf_jax.generation.strategy.select import Selector, select
 from rlhf_jax.runtime.checkpoint import document
 from rlhf_jax.types import Strategy
 
-READING = cost.Machine(  # a GPU: few rows wait for the weights to be read
-    cost.Roofline(8e-3, 4e-8, 2.5e-5, 1e-10, 2e-5, 1e-3),
-    cost.Roofline(6e-4, 8e-9, 3e-6, 2e-11, 4e-6, 2e-4),
+READING = roofline.Machine(  # a GPU: few rows wait for the weights to be read
+    roofline.Roofline(8e-3, 4e-8, 2.5e-5, 1e-10, 2e-5, 1e-3),
+    roofline.Roofline(6e-4, 8e-9, 3e-6, 2e-11, 4e-6, 2e-4),
     1e-4,
 )
-COMPUTING = cost.Machine(  # a CPU: every verified token costs
-    cost.Roofline(4e-3, 1e-6, 5e-3, 1e-8, 5e-4, 2e-3),
-    cost.Roofline(2e-3, 2e-7, 7e-4, 2e-9, 1e-4, 5e-4),
+COMPUTING = roofline.Machine(  # a CPU: every verified token costs
+    roofline.Roofline(4e-3, 1e-6, 5e-3, 1e-8, 5e-4, 2e-3),
+    roofline.Roofline(2e-3, 2e-7, 7e-4, 2e-9, 1e-4, 5e-4),
     1e-4,
 )
 CLASS = 2  # the confidence of every simulated draft
@@ -59,7 +59,7 @@ def walk(strategy: Strategy, rank: np.ndarray) -> tuple[int, list[int]]:
     return len(offered), offered
 
 
-def live_evidence(strategy: Strategy, drawn: np.ndarray) -> Observations:
+def observed_live(strategy: Strategy, drawn: np.ndarray) -> Observations:
     """What a model's own round shows: each depth while rank 0 was right before."""
     ranks = np.full((len(drawn), DEPTHS), -1)
     offered = np.zeros((len(drawn), DEPTHS), int)
@@ -69,7 +69,7 @@ def live_evidence(strategy: Strategy, drawn: np.ndarray) -> Observations:
             offered[row, depth] = min(count, RANKS)
             if rank[depth] != 0:
                 break
-    return evidence(ranks, offered)
+    return observations(ranks, offered)
 
 
 def scored(truth: np.ndarray, rows: int, rng: np.random.Generator) -> Observations:
@@ -78,10 +78,10 @@ def scored(truth: np.ndarray, rows: int, rng: np.random.Generator) -> Observatio
     """
     ranks = draw_ranks(truth, rows, rng)[:, :DEPTHS]
     before = np.cumprod(np.pad(ranks[:, :-1] == 0, ((0, 0), (1, 0)), constant_values=True), axis=1)
-    return evidence(np.where(before, ranks, -1), RANKS * before)
+    return observations(np.where(before, ranks, -1), RANKS * before)
 
 
-def evidence(ranks: np.ndarray, offered: np.ndarray) -> Observations:
+def observations(ranks: np.ndarray, offered: np.ndarray) -> Observations:
     return Observations(np.zeros(len(ranks), bool), np.full(len(ranks), CLASS), ranks, offered)
 
 
@@ -89,7 +89,7 @@ def evidence(ranks: np.ndarray, offered: np.ndarray) -> Observations:
 class World:
     """A machine and what its drafters are worth; rounds arrive one behind, as in the engine."""
 
-    machine: cost.Machine
+    machine: roofline.Machine
     truth: dict[str, np.ndarray]
     noise: float = 0.03
     rng: np.random.Generator = dataclasses.field(default_factory=lambda: np.random.default_rng(1))
@@ -109,20 +109,22 @@ class World:
         classes = dict.fromkeys(self.truth, counts)
         return Situation(bucket, live, self.length * live, self.lag, classes, self.ready)
 
-    def true_rates(self, menu: menus.Candidates, at: Situation) -> tuple[np.ndarray, np.ndarray]:
+    def true_rates(
+        self, choices: candidates.Candidates, at: Situation
+    ) -> tuple[np.ndarray, np.ndarray]:
         """[S] expected tokens a row and true seconds."""
-        tokens = np.ones(len(menu.strategies))
-        for drafter, paths in menu.paths.items():
-            tokens[paths.columns] += menus.expected_drafts(paths, self.truth[drafter])
+        tokens = np.ones(len(choices.strategies))
+        for drafter, paths in choices.paths.items():
+            tokens[paths.columns] += candidates.expected_drafts(paths, self.truth[drafter])
         truth = cost.Costs(self.machine, self.machine)
-        return tokens, cost.seconds(truth, menu.calls, at.rows, at.context, 0)
+        return tokens, cost.seconds(truth, choices.calls, at.rows, at.context, 0)
 
     def round(self, selector: Selector, live: int) -> np.ndarray:
         """[live] tokens of one round that the selector chooses."""
         at = self.situation(live)
         choice = selector.choose(at)
         if len(self.flight) == 1:
-            selector.arrived(self.flight.popleft())
+            selector.observe_round(self.flight.popleft())
         strategy = choice.strategy
         drafter = strategy.drafter
         drawn = draw_ranks(self.truth.get(drafter, rates(0.0)), live, self.rng)
@@ -131,9 +133,9 @@ class World:
             name: scored(self.truth[name], live, self.rng) for name in self.truth if name != "model"
         }
         if drafter == "model":
-            shown["model"] = live_evidence(strategy, drawn)
-        tokens, seconds = self.true_rates(selector.menu, at)
-        i = selector.menu.strategies.index(strategy)
+            shown["model"] = observed_live(strategy, drawn)
+        tokens, seconds = self.true_rates(selector.candidates, at)
+        i = selector.candidates.strategies.index(strategy)
         self.seconds += seconds[i]
         self.ideal += tokens[i] / (tokens / seconds).max()
         self.taken.append(strategy)
@@ -161,27 +163,29 @@ class World:
         return self.ideal / self.seconds
 
 
-def scaled(machine: cost.Machine, factor: float) -> cost.Costs:
+def scaled(machine: roofline.Machine, factor: float) -> cost.Costs:
     """Costs whose prior is wrong: computing is `factor` times as dear as in truth, reading as
     cheap.
     """
 
-    def wrong(line: cost.Roofline) -> cost.Roofline:
+    def wrong(line: roofline.Roofline) -> roofline.Roofline:
         return line._replace(compute=line.compute * factor, read=line.read / factor)
 
     assert machine.drafter is not None
-    machine = cost.Machine(wrong(machine.target), wrong(machine.drafter), machine.look)
+    machine = roofline.Machine(wrong(machine.target), wrong(machine.drafter), machine.look)
     return cost.Costs(machine, machine)
 
 
 def selector(world: World, **options) -> Selector:
     """Of strategies that treat all rows alike, as this world does."""
-    menu = menus.build(one for one in menus.adaptive(world.truth).strategies if not one.packed)
-    return Selector(menu, scaled(world.machine, 1.3), **options)
+    choices = candidates.build(
+        one for one in candidates.adaptive(world.truth).strategies if not one.packed
+    )
+    return Selector(choices, scaled(world.machine, 1.3), **options)
 
 
 def distill_drafter(chooser: Selector, truth: np.ndarray, rows: int = 1000) -> None:
-    chooser.taught("model", scored(truth, rows, np.random.default_rng(5)))
+    chooser.observe_text("model", scored(truth, rows, np.random.default_rng(5)))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +214,7 @@ def test_drains_are_within_three_per_cent_of_the_oracle(machine, lookup, model):
 def test_a_drafter_that_fails_suddenly_is_off_within_twenty_rounds(live, drafter):
     world = World(READING, {drafter: rates(0.7)})
     chooser = selector(world)
-    chooser.taught(drafter, scored(rates(0.7), 1000, world.rng))
+    chooser.observe_text(drafter, scored(rates(0.7), 1000, world.rng))
     assert world.rounds(chooser, live, 40)[-1].drafter == drafter
     world.truth = {drafter: rates(0.0)}
     world.rounds(chooser, live, 20)
@@ -229,7 +233,7 @@ def test_the_other_drafter_takes_over_from_one_that_fails():
     assert all(one.drafter == "lookup" for one in world.rounds(chooser, 8, 30)[20:])
 
 
-def test_a_model_that_recovers_is_on_again_once_taught():
+def test_a_model_that_recovers_is_on_again_once_it_has_read():
     world = World(READING, {"model": rates(0.0)})
     chooser = selector(world)
     distill_drafter(chooser, world.truth["model"])
@@ -299,14 +303,14 @@ def test_what_is_not_ready_is_wished_for_and_never_chosen():
 
 def test_a_fixed_strategy_is_chosen_and_wished_for_until_it_is_ready():
     strategy = trees.parse("model-tree-2x2")
-    chooser = Selector(menus.parse("model-tree-2x2", ["model"]), scaled(READING, 1.0))
+    chooser = Selector(candidates.parse("model-tree-2x2", ["model"]), scaled(READING, 1.0))
     world = World(READING, {"model": rates(0.1)}, ready=lambda strategy: False)
     choice = chooser.choose(world.situation(4))
     assert (choice.strategy, choice.not_yet_compiled) == (strategy, strategy)
     world.ready = lambda strategy: True
     assert set(world.rounds(chooser, 4, 20)) == {strategy}
     chooser.stage_ended()
-    assert chooser.menu.strategies == (strategy,)
+    assert chooser.candidates.strategies == (strategy,)
 
 
 def test_a_long_catch_up_is_spread_and_does_not_shut_the_model_out():
@@ -323,12 +327,14 @@ def test_a_long_catch_up_is_spread_and_does_not_shut_the_model_out():
 
 
 def test_select_holds_on_to_the_current_one_but_returns_to_plain_at_once():
-    menu = menus.build([trees.PLAIN, trees.parse("model-chain-2"), trees.parse("model-chain-4")])
-    one, two = menu.strategies[1:]
+    choices = candidates.build(
+        [trees.PLAIN, trees.parse("model-chain-2"), trees.parse("model-chain-4")]
+    )
+    one, two = choices.strategies[1:]
 
     def chosen(rate: list[float], current: Strategy | None) -> Strategy:
-        index, _, _ = select(menu, np.array(rate), np.ones(3), lambda strategy: True, current)
-        return menu.strategies[index]
+        index, _, _ = select(choices, np.array(rate), np.ones(3), lambda strategy: True, current)
+        return choices.strategies[index]
 
     assert chosen([1.0, 1.2, 1.21], None) == two
     assert chosen([1.0, 1.2, 1.21], one) == one
@@ -342,15 +348,15 @@ def test_trees_join_between_stages_where_they_are_better_and_stay():
     world = World(READING, {"model": rates(0.5, 0.6)})
     chooser = selector(world)
     distill_drafter(chooser, world.truth["model"])
-    before = chooser.menu.strategies
+    before = chooser.candidates.strategies
     world.rounds(chooser, 4, 20)
-    assert chooser.menu.strategies == before
+    assert chooser.candidates.strategies == before
     chooser.stage_ended()
-    found = set(chooser.menu.strategies) - set(before)
+    found = set(chooser.candidates.strategies) - set(before)
     assert {len(one.parents) for one in found} == {4, 8, 16}
     assert world.rounds(chooser, 4, 20)[-1] in found
     chooser.stage_ended()
-    assert set(chooser.menu.strategies) - set(before) == found
+    assert set(chooser.candidates.strategies) - set(before) == found
 
 
 def test_frozen_costs_never_move_and_other_times_change_nothing():
@@ -414,7 +420,7 @@ def test_the_table_and_the_metrics_say_what_was_chosen_and_what_it_gave():
     distill_drafter(chooser, world.truth["model"])
     taken = world.rounds(chooser, 8, 100)
     table = {row["strategy"]: row for row in chooser.table(world.situation(8))}
-    assert set(table) == {trees.name_of(one) for one in chooser.menu.strategies}
+    assert set(table) == {trees.name_of(one) for one in chooser.candidates.strategies}
     assert sum(row["rounds"] for row in table.values()) == 99  # the last one has not arrived
     most = table[trees.name_of(collections.Counter(taken).most_common(1)[0][0])]
     assert most["realised_tokens_per_second"] == pytest.approx(most["tokens_per_second"], rel=0.1)
@@ -433,15 +439,15 @@ def test_the_table_and_the_metrics_say_what_was_chosen_and_what_it_gave():
 def test_a_choice_among_sixty_takes_less_than_200_microseconds():
     world = World(READING, {"lookup": rates(0.5), "replay": rates(0.4), "model": rates(0.6, 0.6)})
     broad = [
-        Strategy(menus.best_tree(rates(0.5, 0.8), size), name)
+        Strategy(candidates.best_tree(rates(0.5, 0.8), size), name)
         for name in ("lookup", "model")
         for size in range(3, 20)
     ]
-    menu = menus.build([*menus.adaptive(world.truth).strategies, *broad])
-    chooser = Selector(menu, scaled(READING, 1.3))
+    choices = candidates.build([*candidates.adaptive(world.truth).strategies, *broad])
+    chooser = Selector(choices, scaled(READING, 1.3))
     distill_drafter(chooser, world.truth["model"])
     world.rounds(chooser, 16, 50)
-    assert len(chooser.menu.strategies) >= 60
+    assert len(chooser.candidates.strategies) >= 60
     assert seconds_of_a_choice(chooser, world.situation(16)) < 200e-6
 
 
@@ -472,9 +478,9 @@ def test_a_choice_in_a_mixed_drain_takes_less_than_200_microseconds():
     estimated, too.
     """
     world = World(COMPUTING, {"lookup": rates(0.3), "replay": rates(0.8), "model": rates(0.5)})
-    chooser = Selector(menus.adaptive(world.truth), scaled(world.machine, 1.3))
+    chooser = Selector(candidates.adaptive(world.truth), scaled(world.machine, 1.3))
     distill_drafter(chooser, world.truth["model"])
-    chooser.taught("replay", scored(world.truth["replay"], 500, world.rng))
+    chooser.observe_text("replay", scored(world.truth["replay"], 500, world.rng))
     world.rounds(chooser, 32, 50)
     counts = np.array([np.zeros(CLASSES, int), [2, 6, 4, 20]])
     at = dataclasses.replace(world.situation(32), left={"replay": 30.0 * counts})
@@ -489,9 +495,9 @@ def test_a_choice_in_a_mixed_drain_takes_less_than_200_microseconds():
 )
 def test_rounds_are_packed_where_rows_differ_and_verifying_costs(following, packs):
     """A share of 32 rows follows its earlier text, the others have strayed; more samples wait."""
-    machine = cost.Machine(cost.Roofline(4e-3, 1e-6, 1e-3, 1e-8, 1e-3, 2e-2), None, 1e-4)
+    machine = roofline.Machine(roofline.Roofline(4e-3, 1e-6, 1e-3, 1e-8, 1e-3, 2e-2), None, 1e-4)
     chooser = Selector(
-        menus.adaptive(["replay"], 8), cost.Costs(machine, machine), frozen_costs=True
+        candidates.adaptive(["replay"], 8), cost.Costs(machine, machine), frozen_costs=True
     )
     luck = np.random.default_rng(3)
     cells = np.arange(4000) % 2
@@ -499,7 +505,9 @@ def test_rounds_are_packed_where_rows_differ_and_verifying_costs(following, pack
     reached = np.hstack([np.ones((4000, 1), int), right[:, :-1]])
     said = Observations(np.ones(4000, bool), np.where(cells, 3, 1), right - 1, RANKS * reached)
     for part in np.split(np.arange(4000), 100):
-        chooser.taught("replay", Observations(*(leaf[part] for leaf in dataclasses.astuple(said))))
+        chooser.observe_text(
+            "replay", Observations(*(leaf[part] for leaf in dataclasses.astuple(said)))
+        )
     follow = int(32 * following)
     at = Situation(
         32,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 from rlhf_jax.config.schema import Config, ModelConfigs
-from rlhf_jax.generation.strategy import candidates, cost
+from rlhf_jax.generation.strategy import candidates, cost, roofline
 from rlhf_jax.generation.strategy.candidates import Candidates
 from rlhf_jax.model.transformer import weight_shapes
 from rlhf_jax.types import ModelConfig
@@ -25,7 +25,7 @@ def adaptive(config: Config) -> bool:
 
 def strategies(config: Config) -> Candidates:
     """The strategies that may be chosen: one that is named, or all that the run's drafters have."""
-    longest = max(1, min(candidates.LONG_CHAINS[-1], config.generation.max_new_tokens // 2))
+    longest = max(1, min(candidates.LONGEST_CHAIN, config.generation.max_new_tokens // 2))
     return candidates.parse(config.generation.strategy, _drafters(config), longest)
 
 
@@ -78,7 +78,7 @@ def costs(
     return cost.prior(platform, scale(policy), drafter)
 
 
-def work(model: ModelConfig, itemsize: int) -> cost.Work:
+def work(model: ModelConfig, itemsize: int) -> roofline.ModelWork:
     """What a call of a model cannot do without: weights, but for the embedding, are read, and
     multiplied a token.
     """
@@ -86,13 +86,13 @@ def work(model: ModelConfig, itemsize: int) -> cost.Work:
     weights = layers + model.width * model.vocab_size
     context = 2 * model.num_layers * model.num_kv_heads * model.head_dim
     attention = 4 * model.num_layers * model.num_heads * model.head_dim
-    return cost.Work(weights * itemsize, context * itemsize, 2 * weights, attention)
+    return roofline.ModelWork(weights * itemsize, context * itemsize, 2 * weights, attention)
 
 
-def scaled(needed: cost.Work, moved: float, done: float) -> cost.Work:
+def scaled(needed: roofline.ModelWork, moved: float, done: float) -> roofline.ModelWork:
     """Work whose bytes and flops are so many times what is needed."""
     factors = (moved, moved, done, done)
-    return cost.Work(
+    return roofline.ModelWork(
         *(
             figure * factor
             for figure, factor in zip(dataclasses.astuple(needed), factors, strict=True)

@@ -110,7 +110,7 @@ def _curves(placing: PlacementPolicy, requests: list[Request]) -> tuple[np.ndarr
     laws = dict.fromkeys(map(id, requests), 0)
     if known:
         earlier = [[len(text) for text in request.history] for request in known]
-        curves = np.concatenate([curves, length_model.believed(law, earlier)])
+        curves = np.concatenate([curves, length_model.sharpened_survival(law, earlier)])
         laws |= {id(request): 1 + one for one, request in enumerate(known)}
     return curves, laws
 

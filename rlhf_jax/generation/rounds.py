@@ -21,7 +21,8 @@ from rlhf_jax.generation.requests import GenerationConfig, RoundReport, Sample
 from rlhf_jax.generation.slice_batch import Board, InFlightRound, Instance
 from rlhf_jax.generation.strategy import observations
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, Observations
-from rlhf_jax.generation.strategy.select import Selector, Situation
+from rlhf_jax.generation.strategy.predict import Situation
+from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import row_shards
 from rlhf_jax.runtime.slice_groups import SliceGroup
 from rlhf_jax.types import Strategy
@@ -127,8 +128,8 @@ def _choose(
         fewer = boards.row_bucket(rows // 2, rows, decoding, mesh)
         for not_yet_compiled, size in ((choice.not_yet_compiled, rows), (stays, fewer)):
             if ahead and not_yet_compiled and ahead.may(not_yet_compiled, size, decoding, mesh):
-                return choice.strategy, choice.worth, (not_yet_compiled, size)
-        return choice.strategy, choice.worth, None
+                return choice.strategy, choice.expected_gain, (not_yet_compiled, size)
+        return choice.strategy, choice.expected_gain, None
 
     strategy, worth, wanted = setting.slice_group.decide_together(decide)
     if ahead and wanted:
@@ -199,7 +200,7 @@ def receive_round(instance: Instance, setting: Setting) -> tuple[RoundReport, li
     ended = _grow(flight, arrived)
     report = _report(instance, flight, arrived, before, seconds if flight.clean and alone else None)
     if setting.selector is not None:
-        setting.selector.arrived(report)
+        setting.selector.observe_round(report)
     return report, ended
 
 
@@ -286,7 +287,7 @@ def _evidence(
     )
     others = {name: signal for name, signal in arrived.signals.items() if name != used}
     said = {
-        name: observations.of_signal(signal, part & long, seen_prompt)
+        name: observations.of_hindsight(signal, part & long, seen_prompt)
         for name, signal in others.items()
     }
     if used in arrived.signals or arrived.confidence is not None:

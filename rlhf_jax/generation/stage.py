@@ -200,7 +200,7 @@ def end_stage(
     ):
         chosen = samples[:: max(1, len(samples) // TEXTS_READ)]
         chosen = chosen[: min(TEXTS_READ, max(1, len(samples) // TEXTS_FOR_ONE_READ))]
-        selector.taught("model", read_texts(drafter, chosen, decoding, settings))
+        selector.observe_text("model", read_texts(drafter, chosen, decoding, settings))
     selector.stage_ended(KEPT_ACCEPTANCE)
     if distributed.started():  # all begin the next stage alike
         selector.restore(distributed.broadcast(selector.state()))

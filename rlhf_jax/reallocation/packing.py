@@ -1,5 +1,4 @@
-"""Samples that wait, by length: the longest together on light slices, short ones on full slices
-with refill.
+"""Place waiting samples by length: the longest together on light slices, short ones on full slices.
 
 Samples in order of their length are cut into runs, one for each slice; from some cut on they may be
 dealt out to the slices that are left: where many must wait, long ones beside short ones wait less.
@@ -14,181 +13,205 @@ import dataclasses
 import numpy as np
 
 from rlhf_jax.reallocation.drain_model import BINS, ROUNDING, DecodeRate, DrainForecast
+from rlhf_jax.reallocation.settings import PACKING_SETTINGS
 
-GROUPS = 16  # of slices that are packed alike, at most
-# of all samples, and the power by which the first are closer together
-CUTS = 72
-CLOSER = 1.7
-STARTS = 5  # cuts between two from which the rest may be dealt out
-SHARERS = 10  # numbers of slices to which it may
-PIECES = 8  # of a slice's rows, that begin together
-WIDE = 2 * BINS  # bins in which all samples of a slice end, one after the other
-# deadlines at once, and times that they close in
-TRIED = 4
-ROUNDS = 5
-SLACK = 1.03  # of a deadline, for what waits
-# seconds later that a first plan may end for a second of all slices and their rows that it spares
-IDLE = 1e-5
+# The bins in which all samples of a slice end, one after the other.
+_WIDE = 2 * BINS
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ways:
-    """What a slice does for each way to give it samples."""
+    """Hold what a slice does for each way to give it samples."""
 
     cuts: np.ndarray  # [C] places, all samples after the last
-    runs: DrainForecast  # [C (C + 1) / 2, WIDE], samples from one cut to another, by the latter
+    runs: DrainForecast  # [C (C + 1) / 2, _WIDE], samples from one cut to another, by the latter
     starts: np.ndarray  # [S] of the cuts, the last among them
     sharers: np.ndarray  # [K] slices, from none to all
-    dealt: DrainForecast  # [K, S, WIDE], all samples from a start on, dealt out to so many
+    dealt: DrainForecast  # [K, S, _WIDE], all samples from a start on, dealt out to so many
     share: int  # slices that each one stands for
     inference: float  # seconds of it, were all slices to do it
 
 
-def deadline(clock: DecodeRate, drain_model: np.ndarray, tokens: float) -> float:
-    """Seconds by which slices with survivors [slices, B] could do so many tokens more, none of
-    their rows later.
+def deadline(decode_rate: DecodeRate, expected_live: np.ndarray, tokens: float) -> float:
+    """Return the seconds by which slices could do so many tokens more, none of their rows later.
 
-    Each slice is filled to the number of rows at which its longest ends in time.
+    expected_live [slices, B]: rows that they have. Each slice is filled to the number of rows at
+    which its longest ends in time; the deadline is found by bisection.
     """
-    longest = np.maximum((drain_model >= 0.5).sum(axis=1), 1)
-    work = drain_model.sum(axis=1) * clock.width
-    rows = np.arange(1, clock.rows + 1)
-    best = (rows * clock.width / clock.paces[1:]).max()
+    width = decode_rate.width
+    paces = decode_rate.paces
+    longest = np.maximum((expected_live >= 0.5).sum(axis=1), 1)
+    work = expected_live.sum(axis=1) * width
+    best = (np.arange(1, decode_rate.rows + 1) * width / paces[1:]).max()
+
     low = 0.0
-    high = float((work.sum() + tokens) / best + longest.max() * clock.paces[-1])
-    for _ in range(12):
+    high = float((work.sum() + tokens) / best + longest.max() * paces[-1])
+    for _ in range(PACKING_SETTINGS.halvings):
         middle = (low + high) / 2
-        level = np.searchsorted(clock.paces[1:], middle / longest, side="right")
-        rate = np.where(level > 0, level * clock.width / clock.paces[level], 0.0)
-        room = np.maximum(rate * middle - work, 0.0).sum()
-        low, high = (low, middle) if room >= tokens else (middle, high)
+        level = np.searchsorted(paces[1:], middle / longest, side="right")
+        speed = np.where(level > 0, level * width / paces[level], 0.0)
+        room = np.maximum(speed * middle - work, 0.0).sum()
+        if room >= tokens:
+            high = middle
+        else:
+            low = middle
     return high
 
 
-def first(
-    clock: DecodeRate, ends: np.ndarray, slices: int, inference: float
+def place_first(
+    decode_rate: DecodeRate, ends: np.ndarray, slices: int, inference: float
 ) -> tuple[list[np.ndarray], int]:
-    """Samples of each of so many empty slices, as places in ends [n, Q] (`DecodeRate.bins`), which come
-    the longest first; and how many slices, the last ones, are to decode nothing else.
+    """Return the samples of each of so many empty slices, and how many slices do inference first.
 
-    inference: slice seconds of it that idle slices may do until the last sample has ended, or all
-    of them after. Nothing can be scored before something has ended, so slices that are spared for
-    it decode the shortest ones first.
+    Samples are places in ends [n, Q] (`DecodeRate.bins`), which come the longest first. inference:
+    slice seconds of it that idle slices may do until the last sample has ended, or all of them
+    after. The slices that are spared for it are the last ones. Nothing can be scored before
+    something has ended, so they decode the shortest samples first, and nothing else.
     """
-    seconds, lists = _packed(clock, ends, slices, inference)
+    seconds, lists = _pack(decode_rate, ends, slices, inference)
     spared = sum(not len(own) for own in lists) if inference else 0
-    count = min(spared * clock.rows, len(ends) // 2)
+    count = min(spared * decode_rate.rows, len(ends) // 2)
     if not count:
         return lists, 0
-    rest = ends[:-count]
     shortest = np.arange(len(ends) - count, len(ends))
-    begins = float(clock.drain(clock.curves(ends[shortest]).sum(axis=0) / spared).seconds)
-    _, lists = _packed(
-        clock, rest, slices - spared, max(0.0, inference - spared * (seconds - begins))
-    )
+    live = decode_rate.curves(ends[shortest]).sum(axis=0) / spared
+    begins = float(decode_rate.drain(live).seconds)
+    left = max(0.0, inference - spared * (seconds - begins))
+    _, lists = _pack(decode_rate, ends[:-count], slices - spared, inference=left)
     return lists + [shortest[one::spared] for one in range(spared)], spared
 
 
-def _packed(
-    clock: DecodeRate, ends: np.ndarray, slices: int, inference: float
+def _pack(
+    decode_rate: DecodeRate, ends: np.ndarray, slices: int, inference: float
 ) -> tuple[float, list[np.ndarray]]:
-    """(seconds of the stage, `first`'s lists) as if there were something to score at once."""
-    share = -(-slices // GROUPS)  # slices of a group
+    """Return the seconds of the stage, and the samples of each slice.
+
+    It is as if there were something to score at once. Slices are packed by groups, of which only
+    one sample in so many is looked at.
+    """
+    share = -(-slices // PACKING_SETTINGS.groups)  # slices of a group
     groups = -(-slices // share)
-    ways = _ways(clock, ends, groups, share, inference / slices)
+    ways = _find_ways(decode_rate, ends[::share], groups, share=share, inference=inference / slices)
     prices = (0.0, 1 / slices) if inference else (0.0,)
-    seconds, counts = min((_soonest(ways, price) for price in prices), key=lambda one: one[0])
-    return seconds, _lists(counts, share, ends, slices)
+    seconds, counts = min((_end_soonest(ways, price) for price in prices), key=lambda one: one[0])
+
+    # Each group, and all that are left, deal out the run around their own samples. Samples that
+    # look alike stay in order, as a slice prefills a prompt once.
+    lists = []
+    at = 0
+    for own, count in [*((share, count * share) for count in counts), (slices, len(ends))]:
+        own = min(own, slices - len(lists))
+        run = np.arange(at, min(at + count, len(ends)))
+        if own and (ends[run] == ends[run[:1]]).all():
+            lists += np.array_split(run, own)
+        else:
+            lists += [run[one::own] for one in range(own)]
+        at += len(run)
+    return seconds, lists
 
 
-def _ways(clock: DecodeRate, ends: np.ndarray, slices: int, share: int, inference: float) -> _Ways:
-    """All ways for every share-th of samples with last bins ends [n, Q]."""
-    ends = ends[::share]
+def _find_ways(
+    decode_rate: DecodeRate, ends: np.ndarray, slices: int, share: int, inference: float
+) -> _Ways:
+    """Find all ways to give samples with last bins ends [n, Q] to slices."""
+    settings = PACKING_SETTINGS
     alike = np.linspace(0, 1, slices + 1)
-    closer = np.linspace(0, 1, CUTS + 1) ** CLOSER
+    closer = np.linspace(0, 1, settings.cuts + 1) ** settings.cut_power
     cuts = np.unique(np.round(len(ends) * np.concatenate([alike, closer])).astype(int))
-    parts = np.add.reduceat(clock.curves(ends), cuts[:-1], axis=0).astype(np.float32)
-    starts = np.unique(np.append(np.arange(0, len(cuts), STARTS), len(cuts) - 1))
-    sharers = np.unique(np.append(0, np.round(np.geomspace(1, slices, SHARERS)).astype(int)))
-    runs = clock.drain(_runs(clock, parts))
-    dealt = clock.drain(_dealt(clock, parts, starts, sharers))
-    return _Ways(cuts, runs, starts, sharers, dealt, share, inference)
+    parts = np.add.reduceat(decode_rate.curves(ends), cuts[:-1], axis=0).astype(np.float32)
+    starts = np.unique(np.append(np.arange(0, len(cuts), settings.start_every), len(cuts) - 1))
+    spread = np.round(np.geomspace(1, slices, settings.sharers)).astype(int)
+    sharers = np.unique(np.append(0, spread))
 
-
-def _runs(clock: DecodeRate, parts: np.ndarray) -> np.ndarray:
-    """[C (C + 1) / 2, WIDE] rows of a slice that takes the parts [C - 1, B] from one cut to
-    another, in turn.
-    """
-    none = np.zeros((1, WIDE), np.float32)
-    ending = [none]  # at each cut, from each cut up to it
+    # Runs: at each cut, from each cut up to it.
+    none = np.zeros((1, _WIDE), np.float32)
+    runs = [none]
     for part in parts:
-        ending.append(np.concatenate([_begun(clock, ending[-1], part[None]), none]))
-    return np.concatenate(ending)
+        runs.append(np.concatenate([_begin(decode_rate, runs[-1], part[None]), none]))
+
+    return _Ways(
+        cuts,
+        runs=decode_rate.drain(np.concatenate(runs)),
+        starts=starts,
+        sharers=sharers,
+        dealt=decode_rate.drain(_deal(decode_rate, parts, starts, sharers=sharers)),
+        share=share,
+        inference=inference,
+    )
 
 
-def _dealt(
-    clock: DecodeRate, parts: np.ndarray, starts: np.ndarray, sharers: np.ndarray
+def _deal(
+    decode_rate: DecodeRate, parts: np.ndarray, starts: np.ndarray, sharers: np.ndarray
 ) -> np.ndarray:
-    """[K, S, WIDE] rows of one of so many slices that take the parts [C - 1, B] from a start on, in
-    turn.
+    """Return [K, S, _WIDE] rows of one of K numbers of slices, by the start of what they share.
+
+    They take the parts [C - 1, B] from that start on, in turn.
     """
-    live = np.zeros((len(sharers), len(starts), WIDE), np.float32)
+    live = np.zeros((len(sharers), len(starts), _WIDE), np.float32)
     for at, part in enumerate(parts):
         begun = np.count_nonzero(starts <= at)
         curves = np.repeat(part / np.maximum(sharers, 1)[:, None], begun, axis=0)
-        live[1:, :begun] = _begun(
-            clock, live[1:, :begun].reshape(-1, WIDE), curves[begun:]
-        ).reshape(-1, begun, WIDE)
+        before = live[1:, :begun].reshape(-1, _WIDE)
+        after = _begin(decode_rate, before, curves[begun:])
+        live[1:, :begun] = after.reshape(-1, begun, _WIDE)
     return live
 
 
-def _begun(clock: DecodeRate, live: np.ndarray, curves: np.ndarray) -> np.ndarray:
-    """[m, WIDE] rows of slices with live [m, WIDE] after samples of curves [m or 1, B] have begun,
-    a few at a time.
+def _begin(decode_rate: DecodeRate, live: np.ndarray, curves: np.ndarray) -> np.ndarray:
+    """Return the rows [m, _WIDE] of slices after more samples have begun, a few at a time.
+
+    live [m, _WIDE]: rows before; curves [m or 1, B]: rows of the samples. They begin as soon as the
+    slice has room.
     """
-    pieces = max(1, int(np.ceil(curves[:, 0].max() * PIECES / clock.rows)))
-    live, curves, rows = live.copy(), curves / pieces, WIDE * np.arange(len(live))
+    rows = decode_rate.rows
+    pieces = max(1, int(np.ceil(curves[:, 0].max() * PACKING_SETTINGS.pieces / rows)))
+    live = live.copy()
+    curves = curves / pieces
+    lines = _WIDE * np.arange(len(live))
     for _ in range(pieces):
-        full = (live > clock.rows * (1 + ROUNDING) - curves[:, :1]).sum(axis=1)
-        begins = rows + np.minimum(full, WIDE - BINS)
+        full = (live > rows * (1 + ROUNDING) - curves[:, :1]).sum(axis=1)
+        begins = lines + np.minimum(full, _WIDE - BINS)
         live.reshape(-1)[begins[:, None] + np.arange(BINS)] += curves
     return live
 
 
-def _soonest(ways: _Ways, price: float) -> tuple[float, list[int]]:
-    """`_cut` by ever better deadlines."""
+def _end_soonest(ways: _Ways, price: float) -> tuple[float, list[int]]:
+    """Return the best of `_cut`, by deadlines that close in on the best so far."""
+    tries = PACKING_SETTINGS.deadlines
     low = 0.0
     high = float(ways.dealt.over[-1, 0][ways.dealt.live[-1, 0] > ROUNDING].max())
     found = []
-    for _ in range(ROUNDS):
-        tried = np.linspace(low, high, TRIED + 2)[1:-1]
+    for _ in range(PACKING_SETTINGS.rounds):
+        tried = np.linspace(low, high, tries + 2)[1:-1]
         found += [_cut(ways, float(deadline), price) for deadline in tried]
-        best = tried[np.argmin([seconds for seconds, _ in found[-TRIED:]])]
+        best = tried[np.argmin([seconds for seconds, _ in found[-tries:]])]
         low = best - (tried[1] - tried[0])
         high = best + (tried[1] - tried[0])
     return min(found, key=lambda one: one[0])
 
 
 def _cut(ways: _Ways, deadline: float, price: float) -> tuple[float, list[int]]:
-    """(seconds of a stage, samples of each slice of the first runs) for a deadline and the row
-    seconds after it.
+    """Return the seconds of a stage, and the samples of each slice of the first runs.
 
-    price: seconds that a busy slice second is held to cost; those of IDLE stay in the figure, to
-    choose among equals.
+    Minimised are the row seconds after a deadline. price: seconds that a busy slice second is held
+    to cost; those of `PackingSettings.idle_price` stay in the figure, to choose among equals.
     """
     slices = int(ways.sharers[-1])
     sharers = ways.sharers
-    triangle = np.tril_indices(len(ways.cuts))
-    cost = np.full((len(ways.cuts), len(ways.cuts)), np.inf)  # of a run from one cut to another
-    cost.T[triangle] = (
-        ways.runs.late(deadline) + price * ways.runs.seconds + IDLE / slices * ways.runs.spent
-    )
-    least, paths = _paths(cost, slices)
-    rest = ways.dealt.late(deadline) + price * ways.dealt.seconds + IDLE / slices * ways.dealt.spent
-    rest *= sharers[:, None]
+    idle_price = PACKING_SETTINGS.idle_price / slices
+
+    def cost_of(drains: DrainForecast) -> np.ndarray:
+        return drains.late(deadline) + price * drains.seconds + idle_price * drains.spent
+
+    # The cost of a run from one cut to another, and of dealing out the rest from a start.
+    cost = np.full((len(ways.cuts), len(ways.cuts)), np.inf)
+    cost.T[np.tril_indices(len(ways.cuts))] = cost_of(ways.runs)
+    least, paths = _cheapest_paths(cost, slices)
+    rest = cost_of(ways.dealt) * sharers[:, None]
     rest[0, :-1] = np.inf  # nobody takes what is left
     total = least[slices - sharers][:, ways.starts] + rest
     few, start = np.unravel_index(total.argmin(), total.shape)
+
     path = paths[slices - sharers[few]][ways.starts[start]]
     busy = ways.runs.seconds[path[1:] * (path[1:] + 1) // 2 + path[:-1]].sum()
     busy += sharers[few] * ways.dealt.seconds[few, start]
@@ -197,11 +220,11 @@ def _cut(ways: _Ways, deadline: float, price: float) -> tuple[float, list[int]]:
     return deadline + late + max(0.0, ways.inference - idle), np.diff(ways.cuts[path]).tolist()
 
 
-def _paths(cost: np.ndarray, slices: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """([slices + 1, C] least cost of so many runs up to each cut, [C, runs + 1] for each number of
-    them their cuts).
+def _cheapest_paths(cost: np.ndarray, slices: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Find the cheapest runs up to each cut, by dynamic programming over the number of runs.
 
-    cost [C, C] of a run from one cut to another.
+    cost [C, C] of a run from one cut to another. Returns [slices + 1, C] least costs of so many
+    runs, and for each number of runs their cuts, [C, runs + 1].
     """
     cuts = np.arange(len(cost))
     least = [np.where(cuts > 0, np.inf, 0.0)]
@@ -211,22 +234,3 @@ def _paths(cost: np.ndarray, slices: int) -> tuple[np.ndarray, list[np.ndarray]]
         least.append(through.min(axis=0))
         paths.append(np.column_stack([paths[-1][through.argmin(axis=0)], cuts]))
     return np.array(least), paths
-
-
-def _lists(counts: list[int], share: int, ends: np.ndarray, slices: int) -> list[np.ndarray]:
-    """Every share-th sample was packed: each group, and all that are left, deal out the run around
-    their own.
-
-    Samples that look alike stay in order, as a slice prefills a prompt once.
-    """
-    lists = []
-    at = 0
-    for own, count in [*((share, count * share) for count in counts), (slices, len(ends))]:
-        own = min(own, slices - len(lists))
-        run = np.arange(at, min(at + count, len(ends)))
-        alike = (ends[run] == ends[run[:1]]).all()
-        lists += (
-            np.array_split(run, own) if alike and own else [run[one::own] for one in range(own)]
-        )
-        at += len(run)
-    return lists

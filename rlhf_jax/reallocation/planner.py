@@ -1,12 +1,11 @@
-"""Which samples are admitted where, which move, and which slices are given away: to end a stage
-soonest.
+"""Plan which samples are admitted where, which move, and which slices are given away.
 
-A slice is known by its survivors: how many of its rows are expected to live after so many tokens
-more. Its end follows, as rows gain at the speed of their number. The longest samples rule the end
-of the stage, so these stand on light slices and short ones on full ones (`packing.py`); afterwards
-single moves correct what turns out otherwise. A move gains if fewer row seconds are then expected
-after the time at which all but one row of the stage have ended: so what many rows may become counts
-for as much as it is likely.
+The aim is to end a stage soonest. A slice is known by how many of its rows are expected to live
+after so many tokens more. Its end follows, as rows gain at the speed of their number. The longest
+samples rule the end of the stage, so these stand on light slices and short ones on full ones
+(`packing`); afterwards single moves correct what turns out otherwise. A move gains if fewer row
+seconds are then expected after the time at which all but one row of the stage have ended: so what
+many rows may become counts for as much as it is likely.
 """
 
 from __future__ import annotations
@@ -16,25 +15,18 @@ import dataclasses
 import numpy as np
 
 from rlhf_jax.reallocation import packing
-from rlhf_jax.reallocation.drain_model import ROUNDING, DecodeRate, decode_rate_of
+from rlhf_jax.reallocation.drain_model import ROUNDING, DecodeRate, DrainForecast, decode_rate_of
 from rlhf_jax.reallocation.length_model import SHARES
+from rlhf_jax.reallocation.settings import PLANNER_SETTINGS
 
-WAITS = -1
-MOST_MOVES = 4  # a decision
-MOST_STUCK = 4  # late slices that nothing helps, after which a decision looks no further
-MOST_GATHERED = 8  # rows of a slice that is emptied to be given away
-MOST_ROUNDS = 4  # of admissions, one sample a slice each
-# of the late slice, and of those that might take one of them
-ROWS_TRIED = 16
-SLICES_TRIED = 12
-WORTH = 4.0  # times what a move costs that it must gain
-LEAST = 0.2  # of what is late on its two slices, that it must gain besides
+WAITS = -1  # The place of a sample that has no slice.
 
 
 @dataclasses.dataclass(frozen=True)
 class ClusterView:
-    """What is known of the unfinished samples and of the slices; n samples, Q outcomes of
-    `lengths.SHARES`.
+    """Hold what is known of n unfinished samples and of the slices.
+
+    Tokens to come are given in the Q outcomes of `length_model.SHARES`.
     """
 
     place: np.ndarray  # [n] int, slice of each sample, WAITS where it has none
@@ -54,7 +46,7 @@ class ClusterView:
 
 @dataclasses.dataclass(frozen=True)
 class Reallocation:
-    """What to do now."""
+    """Hold what to do now."""
 
     admissions: list[tuple[int, int]]  # (sample, slice)
     moves: list[tuple[int, int]]  # (sample, to slice)
@@ -63,16 +55,16 @@ class Reallocation:
 
 @dataclasses.dataclass
 class _Draft:
-    """A plan in the making: where samples are, and when slices end."""
+    """Hold a reallocation in the making: where samples are, and when slices end."""
 
     view: ClusterView
-    clock: DecodeRate
-    steps: np.ndarray  # [n, Q] bin of the clock in which each outcome ends
+    decode_rate: DecodeRate
+    steps: np.ndarray  # [n, Q] bin in which each outcome ends
     place: np.ndarray  # [n]
     live: np.ndarray  # [slices] rows
     # [slices] rows for which there must be memory: those that leave still hold theirs
     held: np.ndarray
-    drain_model: np.ndarray  # [slices, B]
+    expected_live: np.ndarray  # [slices, B] rows expected to live in each bin
     fixed: np.ndarray  # [n] bool, not to move: what waited, or has moved
     deadline: float = dataclasses.field(init=False)  # these by `admit`, which comes first
     ends: np.ndarray = dataclasses.field(init=False)  # [slices] seconds
@@ -80,8 +72,12 @@ class _Draft:
     late: np.ndarray = dataclasses.field(init=False)
 
     def curve(self, samples: np.ndarray) -> np.ndarray:
-        """[m, B] survivors of each of m samples alone."""
-        return self.clock.curves(self.steps[samples])
+        """Return [m, B] chances that each of m samples lives in each bin."""
+        return self.decode_rate.curves(self.steps[samples])
+
+    def drain(self, expected_live: np.ndarray) -> DrainForecast:
+        """Return what slices do that are expected to have so many rows [..., B]."""
+        return self.decode_rate.drain(expected_live)
 
     def admit(self, samples: np.ndarray, there: np.ndarray) -> None:
         """Let samples [m] that wait stand on slices [m]."""
@@ -89,8 +85,9 @@ class _Draft:
         slices, which, joined = np.unique(there, return_inverse=True, return_counts=True)
         self.live[slices] += joined
         self.held[slices] += joined
-        self.drain_model[slices] += self.clock.drain_model(self.steps[samples], which, len(slices))
-        drain = self.clock.drain(self.drain_model)
+        steps = self.steps[samples]
+        self.expected_live[slices] += self.decode_rate.expected_live(steps, which, len(slices))
+        drain = self.drain(self.expected_live)
         self.deadline = drain.deadline()
         self.ends = drain.seconds
         self.late = drain.late(self.deadline)
@@ -99,113 +96,130 @@ class _Draft:
         """Let a sample stand on another slice; the deadline stays."""
         curve = self.curve(np.array([sample]))
         pair = np.array([self.place[sample], there])
-        self.drain_model[pair] += curve * [[-1], [1]]
+        self.expected_live[pair] += curve * [[-1], [1]]
         self.live[pair] += [-1, 1]
         self.held[there] += 1
         self.place[sample] = there
         self.fixed[sample] = True
-        drain = self.clock.drain(self.drain_model[pair])
-        self.ends[pair], self.late[pair] = drain.seconds, drain.late(self.deadline)
+        drain = self.drain(self.expected_live[pair])
+        self.ends[pair] = drain.seconds
+        self.late[pair] = drain.late(self.deadline)
 
     def longest_first(self, samples: np.ndarray) -> np.ndarray:
-        """[m] the samples in order of their expected tokens."""
+        """Return the samples [m] in order of their expected tokens."""
         return samples[np.argsort(-(self.view.left[samples] @ SHARES), kind="stable")]
 
     def cost(self, samples: np.ndarray) -> np.ndarray:
-        """[m] seconds for which a move of each stops two slices."""
+        """Return [m] seconds for which a move of each stops two slices."""
         return self.view.move_seconds + self.view.context[samples] * self.view.token_seconds
+
+    def inference(self) -> float:
+        """Return the slice seconds of inference on all samples that have not had it."""
+        view = self.view
+        tokens = view.unscored + float((view.context + view.left @ SHARES).sum())
+        return view.scoring * tokens
 
 
 def plan_reallocation(view: ClusterView) -> Reallocation:
-    """The plan for a view; the same view gives the same plan."""
+    """Plan for a view; the same view gives the same plan."""
     if not len(view.place):
         return Reallocation([], [], view.freed | (view.scoring > 0))
-    draft = _drafted(view)
+    decode_rate = decode_rate_of(view.left, view.speed)
+    steps = decode_rate.bins(view.left)
+    live = np.bincount(view.place + 1, minlength=view.slices + 1)[1:]
+    draft = _Draft(
+        view,
+        decode_rate,
+        steps,
+        place=view.place.copy(),
+        live=live,
+        held=live.copy(),
+        expected_live=decode_rate.expected_live(steps, view.place, view.slices),
+        fixed=view.place == WAITS,
+    )
     samples, there, given = _admissions(draft)
     draft.admit(samples, there)
+
     waits = bool((draft.place == WAITS).any())
     moves = _moves(draft)
     gathered = []
     empty = draft.live == 0
     if not waits:
-        gathered = _gathered(draft)
+        gathered = _gather(draft)
         empty[[view.place[sample] for sample, _ in gathered]] = True
-    begins = not (view.place >= 0).any()  # then a slice without samples is to have none
+    # At the beginning a slice without samples is to have none.
+    begins = not (view.place >= 0).any()
     given |= view.freed | (empty & (view.scoring > 0) & (begins or not waits))
-    return Reallocation(
-        list(zip(samples.tolist(), there.tolist(), strict=True)), moves + gathered, given
-    )
+    admissions = list(zip(samples.tolist(), there.tolist(), strict=True))
+    return Reallocation(admissions, moves + gathered, given)
 
 
-def _drafted(view: ClusterView) -> _Draft:
-    clock = decode_rate_of(view.left, view.speed)
-    steps = clock.bins(view.left)
-    drain_model = clock.drain_model(steps, view.place, view.slices)
-    live = np.bincount(view.place + 1, minlength=view.slices + 1)[1:]
-    return _Draft(
-        view, clock, steps, view.place.copy(), live, live.copy(), drain_model, view.place == WAITS
-    )
-
-
-# ---- admissions
+# Admissions.
 
 
 def _admissions(draft: _Draft) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(samples, slices) to admit, the longest first, wherever they end in time; [slices] that are
-    to have no more.
+    """Choose (samples, slices) to admit, the longest first, wherever they end in time.
+
+    The third array, [slices] bool, says which slices are to have no more.
     """
     view = draft.view
-    given = np.zeros(draft.view.slices, bool)
+    given = np.zeros(view.slices, bool)
     waiting = np.flatnonzero(view.place == WAITS)
     open_slices = np.flatnonzero(~view.freed & (draft.live < view.rows))
     if not len(waiting) or not len(open_slices):
         return np.zeros(0, int), np.zeros(0, int), given
     waiting = draft.longest_first(waiting)
+
     if not draft.live.any():
-        lists, spared = packing.first(
-            draft.clock, draft.steps[waiting], len(open_slices), _inference(view)
+        lists, spared = packing.place_first(
+            draft.decode_rate, draft.steps[waiting], len(open_slices), inference=draft.inference()
         )
         lists = [own[: view.rows] for own in lists]
         given[open_slices[len(open_slices) - spared :]] = True
-        return (
-            waiting[np.concatenate(lists)],
-            open_slices.repeat([len(own) for own in lists]),
-            given,
-        )
-    return *_refilled(draft, waiting, open_slices, packing.SLACK * _deadline(draft, waiting)), given
+        samples = waiting[np.concatenate(lists)]
+        return samples, open_slices.repeat([len(own) for own in lists]), given
+
+    # The seconds by which all that waits could be done: the sum of it, and its longest. Full slices
+    # will have room, too; those with least to do are the likely ones.
+    expected_live = draft.expected_live[~view.freed]
+    tokens = float((view.left[waiting] @ SHARES).sum())
+    lightest = np.argsort(expected_live.sum(axis=1), kind="stable")
+    lightest = lightest[: 2 * PLANNER_SETTINGS.slices_tried]
+    alone = draft.drain(expected_live[lightest] + draft.curve(waiting[:1])).seconds.min()
+    together = packing.deadline(draft.decode_rate, expected_live, tokens)
+    deadline = PLANNER_SETTINGS.slack * max(together, float(alone))
+    return *_refill(draft, waiting, open_slices, deadline=deadline), given
 
 
-def _deadline(draft: _Draft, waiting: np.ndarray) -> float:
-    """Seconds by which all that waits, the longest first, could be done: the sum of it, and its
-    longest.
-    """
-    drain_model = draft.drain_model[~draft.view.freed]
-    tokens = float((draft.view.left[waiting] @ SHARES).sum())
-    # Full slices will have room, too; those with least to do are the likely ones.
-    lightest = np.argsort(drain_model.sum(axis=1), kind="stable")[: 2 * SLICES_TRIED]
-    alone = draft.clock.drain(drain_model[lightest] + draft.curve(waiting[:1])).seconds.min()
-    return max(packing.deadline(draft.clock, drain_model, tokens), float(alone))
-
-
-def _refilled(
+def _refill(
     draft: _Draft, waiting: np.ndarray, open_slices: np.ndarray, deadline: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Each open slice, the first to end first, takes the longest of those waiting that let it end
-    by the deadline.
+    """Give each open slice the longest waiting sample that lets it end by the deadline.
+
+    The first slice to end chooses first, so long as there are samples, for a few rounds. Returns
+    samples and their slices.
     """
     room = draft.view.rows - draft.live
-    drain_model = draft.drain_model.copy()
+    expected_live = draft.expected_live.copy()
     there = np.full(len(waiting), WAITS)
-    for _ in range(MOST_ROUNDS):
-        order = open_slices[
-            np.argsort(draft.clock.drain(drain_model[open_slices]).seconds, kind="stable")
-        ]
+    for _ in range(PLANNER_SETTINGS.admission_rounds):
+        ends = draft.drain(expected_live[open_slices]).seconds
+        order = open_slices[np.argsort(ends, kind="stable")]
         queue = np.flatnonzero(there == WAITS)
-        found = _distinct(_firsts(draft, drain_model[order], waiting[queue], deadline), len(queue))
+        firsts = _find_firsts(draft, expected_live[order], waiting[queue], deadline=deadline)
+
+        # Each slice in turn takes the first sample from there on that no other took.
+        free = np.ones(len(queue) + 1, bool)
+        places = []
+        for first in firsts.tolist():
+            places.append(first + int(free[first:].argmax()))
+            free[places[-1]] = places[-1] == len(queue)
+
+        found = np.array(places)
         taking = order[found < len(queue)]
         taken = queue[found[found < len(queue)]]
         there[taken] = taking
-        drain_model[taking] += draft.curve(waiting[taken])
+        expected_live[taking] += draft.curve(waiting[taken])
         room[taking] -= 1
         open_slices = taking[room[taking] > 0]
         if not len(open_slices) or (there != WAITS).all():
@@ -213,44 +227,38 @@ def _refilled(
     return waiting[there != WAITS], there[there != WAITS]
 
 
-def _distinct(firsts: np.ndarray, count: int) -> np.ndarray:
-    """[m] for each slice in turn the first place that is free from firsts [m] on; count where there
-    is none.
-    """
-    free = np.ones(count + 1, bool)
-    found = []
-    for first in firsts.tolist():
-        found.append(first + int(free[first:].argmax()))
-        free[found[-1]] = found[-1] == count
-    return np.array(found)
-
-
-def _firsts(
-    draft: _Draft, drain_model: np.ndarray, waiting: np.ndarray, deadline: float
+def _find_firsts(
+    draft: _Draft, expected_live: np.ndarray, waiting: np.ndarray, deadline: float
 ) -> np.ndarray:
-    """[m] place of the longest of those waiting that lets a slice with survivors [m, B] end in
-    time; their number where none does.
+    """Find by bisection the longest waiting sample that lets each slice end in time.
+
+    expected_live [m, B]: rows of the slices. Returns [m] places in `waiting`, its length where no
+    sample does.
     """
-    low = np.zeros(len(drain_model), int)
-    high = np.full(len(drain_model), len(waiting))
+    low = np.zeros(len(expected_live), int)
+    high = np.full(len(expected_live), len(waiting))
     while (low < high).any():
         middle = np.minimum((low + high) // 2, len(waiting) - 1)
-        late = draft.clock.drain(drain_model + draft.curve(waiting[middle])).seconds > deadline
+        late = draft.drain(expected_live + draft.curve(waiting[middle])).seconds > deadline
         low = np.where(late & (low < high), middle + 1, low)
         high = np.where(late, high, np.minimum(middle, high))
     return low
 
 
-# ---- moves
+# Moves.
 
 
 def _moves(draft: _Draft) -> list[tuple[int, int]]:
-    """The moves that let least be late, by clearly more than they cost; no sample moves twice."""
+    """Make the moves that let least be late, by clearly more than they cost.
+
+    No sample moves twice. Returns (sample, to slice) of each.
+    """
     moves = []
     stuck = np.zeros(draft.view.slices, bool)
-    while len(moves) < MOST_MOVES and stuck.sum() < min(MOST_STUCK, len(stuck)):
+    most_stuck = min(PLANNER_SETTINGS.most_stuck, len(stuck))
+    while len(moves) < PLANNER_SETTINGS.most_moves and stuck.sum() < most_stuck:
         late = int(np.where(stuck, -np.inf, draft.late).argmax())
-        move = _move(draft, late)
+        move = _best_move(draft, late)
         if move is None:
             stuck[late] = True
         else:
@@ -259,39 +267,43 @@ def _moves(draft: _Draft) -> list[tuple[int, int]]:
     return moves
 
 
-def _move(draft: _Draft, late: int) -> tuple[int, int] | None:
-    """The row of a late slice, and the slice to take it, after which both are least late; None if
-    nothing gains.
+def _best_move(draft: _Draft, late: int) -> tuple[int, int] | None:
+    """Return the row of a late slice, and the slice to take it, after which both are least late.
+
+    Returns None if nothing gains.
     """
     view = draft.view
+    settings = PLANNER_SETTINGS
     rows = np.flatnonzero((draft.place == late) & ~draft.fixed)
-    takers = np.flatnonzero(
-        ~view.freed & (draft.held < view.rows) & (np.arange(view.slices) != late)
-    )
+    has_room = ~view.freed & (draft.held < view.rows)
+    takers = np.flatnonzero(has_room & (np.arange(view.slices) != late))
     if not len(rows) or not len(takers) or draft.live[late] < 2:
         return None
-    rows = draft.longest_first(rows)
-    rows = rows[np.unique(np.linspace(0, len(rows) - 1, ROWS_TRIED).astype(int))]
-    takers = takers[np.lexsort((draft.ends[takers], draft.late[takers]))[:SLICES_TRIED]]
-    # as late as the deadline sooner
+    rows = _pick_evenly(draft.longest_first(rows), settings.rows_tried)
+    takers = takers[np.lexsort((draft.ends[takers], draft.late[takers]))[: settings.slices_tried]]
+
+    # What a move costs counts as if the deadline were so much sooner.
     curves = draft.curve(rows)
-    deadline = draft.deadline - WORTH * draft.cost(rows)
-    without = draft.clock.drain(draft.drain_model[late] - curves).late(deadline)
-    joined = draft.clock.drain(draft.drain_model[takers][None] + curves[:, None]).late(
-        deadline[:, None]
-    )
+    deadline = draft.deadline - settings.move_price * draft.cost(rows)
+    without = draft.drain(draft.expected_live[late] - curves).late(deadline)
+    together = draft.drain(draft.expected_live[takers][None] + curves[:, None])
+    joined = together.late(deadline[:, None])
     before = draft.late[late] + draft.late[takers]
-    gain = before - without[:, None] - joined - LEAST * before
+    gain = before - without[:, None] - joined - settings.least_gain * before
     row, taker = np.unravel_index(gain.argmax(), gain.shape)
     return (int(rows[row]), int(takers[taker])) if gain[row, taker] > 0 else None
 
 
-# ---- slices given away
+def _pick_evenly(places: np.ndarray, count: int) -> np.ndarray:
+    """Return at most so many of some places, the first and the last among them."""
+    return places[np.unique(np.linspace(0, len(places) - 1, count).astype(int))]
 
 
-def _gathered(draft: _Draft) -> list[tuple[int, int]]:
-    """The moves that empty the slice with least to do, if inference gains more by it than other
-    rows are late.
+# Slices that are given away.
+
+
+def _gather(draft: _Draft) -> list[tuple[int, int]]:
+    """Make the moves that empty the slice with least to do, if that gains more than it delays.
 
     Idle slices do inference while others decode; what they cannot do by then delays the end of the
     stage. Where nothing waits for them they only spare the slots of rows that pad a batch, and for
@@ -300,72 +312,55 @@ def _gathered(draft: _Draft) -> list[tuple[int, int]]:
     view = draft.view
     ends = draft.ends.sum()
     late = draft.late.sum()
-    work = np.where(draft.live > 0, draft.drain_model.sum(axis=1), np.inf)
-    rows = np.flatnonzero(draft.place == work.argmin())
-    takers = _takers(draft, int(work.argmin()))
-    if len(rows) > MOST_GATHERED or draft.fixed[rows].any():
+    work = np.where(draft.live > 0, draft.expected_live.sum(axis=1), np.inf)
+    here = int(work.argmin())
+    rows = np.flatnonzero(draft.place == here)
+    if len(rows) > PLANNER_SETTINGS.most_gathered or draft.fixed[rows].any():
         return []
-    wanted = _inference(view) > (draft.ends.max() - draft.ends).sum()
+
+    # A few of the slices with rows and room, from the first to end on.
+    may = ~view.freed & (draft.live > 0) & (draft.held < view.rows)
+    may[here] = False
+    takers = np.flatnonzero(may)
+    if len(takers):
+        takers = takers[np.argsort(draft.ends[takers], kind="stable")]
+        takers = _pick_evenly(takers, 2 * PLANNER_SETTINGS.slices_tried)
+
+    wanted = draft.inference() > (draft.ends.max() - draft.ends).sum()
     moves = []
     for row in draft.longest_first(rows).tolist():
-        there = _taker(draft, row, takers, wanted)
+        there = _find_taker(draft, row, takers, wanted=wanted)
         if there is None:
             return []
         draft.move(row, there)
         moves.append((row, there))
-    tokens = float(view.left[rows].max())  # a bin may be more than all that they have to come
-    spared = min(ends - draft.ends.sum(), tokens / draft.clock.width * draft.clock.paces[len(rows)])
-    spared -= 2 * WORTH * draft.cost(rows).sum()
+
+    # A bin may be more than all that the rows have to come.
+    tokens = float(view.left[rows].max())
+    pace = draft.decode_rate.paces[len(rows)]
+    spared = min(ends - draft.ends.sum(), tokens / draft.decode_rate.width * pace)
+    spared -= 2 * PLANNER_SETTINGS.move_price * draft.cost(rows).sum()
     return moves if spared > max(0.0, view.slices * (draft.late.sum() - late)) else []
 
 
-def _inference(view: ClusterView) -> float:
-    """Slice seconds of inference on all samples that have not had it."""
-    return view.scoring * (view.unscored + float((view.context + view.left @ SHARES).sum()))
+def _find_taker(draft: _Draft, row: int, takers: np.ndarray, wanted: bool) -> int | None:
+    """Return the slice of some whose rows that one delays least, the first to end of those alike.
 
-
-def _takers(draft: _Draft, here: int) -> np.ndarray:
-    """[m] slices that may take the rows of another: a few of those with rows and room, from the
-    first to end on.
+    wanted: whether the slice that the row leaves is of use for inference. Where it is not, no slice
+    takes the row that is slower for it, or that it slows. Returns None without room.
     """
-    may = ~draft.view.freed & (draft.live > 0) & (draft.held < draft.view.rows)
-    may[here] = False
-    found = np.flatnonzero(may)
-    found = found[np.argsort(draft.ends[found], kind="stable")]
-    return (
-        found[np.unique(np.linspace(0, len(found) - 1, 2 * SLICES_TRIED).astype(int))]
-        if len(found)
-        else found
-    )
-
-
-def _taker(draft: _Draft, row: int, takers: np.ndarray, wanted: bool) -> int | None:
-    """The slice of some whose rows that one delays least, the first to end of those alike; None
-    without room.
-
-    Where the slice that it leaves is not `wanted` for anything else, none that is slower for it, or
-    slows it.
-    """
-    view = draft.view
     samples = np.array([row])
     takers = takers[draft.held[takers] < draft.view.rows]
     curve = draft.curve(samples)
-    here = int(draft.place[row])
-    joined = draft.clock.drain(draft.drain_model[takers] + curve)
+    before = draft.expected_live[takers]
+    joined = draft.drain(before + curve)
     late = joined.late(draft.deadline - draft.cost(samples)) - draft.late[takers]
-    added = joined.seconds - draft.ends[takers] + view.slices * late
+    added = joined.seconds - draft.ends[takers] + draft.view.slices * late
     if not wanted:
-        added = np.where(_slowed(draft, curve, here, takers, joined.pace), np.inf, added)
+        pace = draft.decode_rate.pace
+        here = draft.expected_live[int(draft.place[row])]
+        own = np.where(curve > ROUNDING, pace(here), np.inf)
+        theirs = np.where(before > ROUNDING, pace(before), np.inf)
+        slowed = np.any(joined.pace > np.minimum(own, theirs) * (1 + ROUNDING), axis=1)
+        added = np.where(slowed, np.inf, added)
     return int(takers[added.argmin()]) if np.isfinite(added).any() else None
-
-
-def _slowed(
-    draft: _Draft, curve: np.ndarray, here: int, takers: np.ndarray, pace: np.ndarray
-) -> np.ndarray:
-    """[m] whether a row of `curve` [1, B] is slower on a slice than here, or slows it: at pace [m,
-    B] with the row.
-    """
-    there = draft.drain_model[takers]
-    own = np.where(curve > ROUNDING, draft.clock.pace(draft.drain_model[here]), np.inf)
-    theirs = np.where(there > ROUNDING, draft.clock.pace(there), np.inf)
-    return np.any(pace > np.minimum(own, theirs) * (1 + ROUNDING), axis=1)

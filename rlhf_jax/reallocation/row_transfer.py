@@ -1,10 +1,10 @@
-"""Rows with their caches from one slice to another: `pack_rows`, `send` or `send_to_process`, `unpack_rows`. All of
-a row goes together.
+"""Move rows with their caches from one slice to another, all of a row together.
 
-Only the part of the caches that holds something travels, rounded up to a width of its own programs.
-Each device flattens what it has of the rows to a few pieces, as each takes a while to send, however
-small; the device in its place on the other slice parts them again. Nothing is computed again, and
-no row that stays is touched.
+`pack_rows` makes a packet of rows, `send` or `send_to_process` takes it to the other slice, and
+`unpack_rows` puts it into the state there. Only the part of the caches that holds something
+travels, rounded up to a width of its own programs. Each device flattens what it has of the rows to
+a few pieces, as each takes a while to send, however small; the device in its place on the other
+slice parts them again. Nothing is computed again, and no row that stays is touched.
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_jax.mesh import AXES, ROW_AXES, pin_rows, row_shardings
+from rlhf_jax.reallocation.settings import TRANSFER_SETTINGS
 from rlhf_jax.types import Array, Cache, DecodeState
 
-NARROWEST = 64  # token slots of a parcel: this many, or twice, four times ... as many
-# bytes of a row in a piece, but for larger leaves: much fresh memory at once is slow on a CPU
-PIECE = 1 << 22
-# of a piece: it is repeated over the devices that rows lie on
-PLACE = PartitionSpec("slices", "tensor")
+# The token slots of a packet: this many, or twice, four times ... as many.
+_FEWEST_SLOTS = 64
+# How a piece lies on a slice: repeated over the devices that rows lie on.
+_PIECE_SPEC = PartitionSpec("slices", "tensor")
+
+# Unchecked: what is not split, in a state or a packet, all devices that have it find to be the
+# same.
+_on_each = functools.partial(jax.shard_map, check_vma=False)
 
 
 @struct.dataclass
 class RowPacket:
-    """Rows that travel."""
+    """Hold rows that travel."""
 
     # [1, n] each: leaves of one dtype, one after the other; int32 for all that are no floats
     pieces: tuple[Array, ...]
@@ -41,49 +45,61 @@ class RowPacket:
 
 
 def width(tokens: int, slots: int) -> int:
-    """Token slots of a parcel whose longest row has so many tokens."""
-    return min(max(NARROWEST, 1 << (tokens - 1).bit_length()), slots)
+    """Return the token slots of a packet whose longest row has so many tokens.
+
+    slots: those of a row of the state, which the packet does not exceed.
+    """
+    return min(max(_FEWEST_SLOTS, 1 << (tokens - 1).bit_length()), slots)
 
 
 def bytes_of(packet: RowPacket) -> int:
-    """What travels."""
+    """Return the bytes that travel."""
     return sum(piece.nbytes for piece in packet.pieces)
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "mesh"))
 def pack_rows(state: DecodeState, rows: Array, slots: int, mesh: Mesh | None = None) -> RowPacket:
-    """Rows [R] of a state, cut to `slots` token slots.
+    """Pack rows [R] int32 of a state, cut to `slots` token slots.
 
     The rows may lie on any of the slice's devices: each gives its own, and a sum gathers R rows and
     no more.
     """
 
+    def pick(leaf: Array, own: Array) -> Array:
+        """Return rows [R, ...] of a leaf, zeros for those past its end."""
+        found = jnp.concatenate([jax.lax.dynamic_slice_in_dim(leaf, row, 1) for row in own])
+        here = jnp.expand_dims(own < len(leaf), range(1, leaf.ndim))
+        return jnp.where(here, found, jnp.zeros((), leaf.dtype))
+
     def give(held: DecodeState) -> tuple[Array, ...]:
         own = _own(rows, held, state)
         leaves = jax.tree.leaves(_cut(held, slots))
-        pieces = tuple(
-            _joined([_picked(leaves[one], own) for one in shared]) for shared in _shares(leaves)
-        )
-        return pieces if own is rows else jax.lax.psum(pieces, ROW_AXES)
+        pieces = []
+        for shared in _shares(leaves):
+            picked = [pick(leaves[one], own) for one in shared]
+            flat = [leaf.astype(_sent_dtype(leaf)).ravel() for leaf in picked]
+            pieces.append(jnp.concatenate(flat)[None])
+        return tuple(pieces) if own is rows else jax.lax.psum(tuple(pieces), ROW_AXES)
 
     if mesh is None:
         return RowPacket(give(state), slots)
-    return RowPacket(
-        _on_each(give, mesh=mesh, in_specs=(_specs(state, mesh),), out_specs=PLACE)(state), slots
-    )
+    give_all = _on_each(give, mesh=mesh, in_specs=(_specs(state, mesh),), out_specs=_PIECE_SPEC)
+    return RowPacket(give_all(state), slots)
 
 
 def unpack_rows(
     state: DecodeState, packet: RowPacket, rows: Array, mesh: Mesh | None = None
 ) -> DecodeState:
-    """`state` with the parcel in its rows [R]. `state` is donated."""
-    return _put(state, packet, rows, _begins(state, packet.slots, mesh), mesh)
+    """Return `state`, which is donated, with the packet in its rows [R] int32."""
+    begins = _begins(state, packet.slots, mesh)
+    return _put(state, packet, rows, begins=begins, mesh=mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "mesh"))
 def _begins(state: DecodeState, slots: int, mesh: Mesh | None) -> list[list[Array]]:
-    """[] int32, where in its piece a row of each leaf begins: as data, so that one kernel does for
-    all leaves alike.
+    """Find where in its piece a row of each leaf begins, [] int32 each.
+
+    They are data, so that one kernel does for all leaves alike.
     """
 
     def find(held: DecodeState) -> list[list[Array]]:
@@ -93,15 +109,16 @@ def _begins(state: DecodeState, slots: int, mesh: Mesh | None) -> list[list[Arra
 
     if mesh is None:
         return find(state)
-    return _on_each(find, mesh=mesh, in_specs=(_specs(state, mesh),), out_specs=PartitionSpec())(
-        state
-    )
+    specs = _specs(state, mesh)
+    return _on_each(find, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec())(state)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
 def _put(
     state: DecodeState, packet: RowPacket, rows: Array, begins: list[list[Array]], mesh: Mesh | None
 ) -> DecodeState:
+    """Write the packet into rows of a state; begins: as `_begins` finds them."""
+
     def put(held: DecodeState, pieces: tuple[Array, ...], begins: list[list[Array]]) -> DecodeState:
         own = _own(rows, held, state)
         cut = jax.tree.leaves(_cut(held, packet.slots))
@@ -110,28 +127,28 @@ def _put(
             for one, begin in zip(shared, places, strict=True):
                 shape = (len(rows), *cut[one].shape[1:])
                 new = jax.lax.dynamic_slice(piece[0], (len(rows) * begin,), (math.prod(shape),))
-                leaves[one] = _written(leaves[one], new.reshape(shape), own)
+                new = new.reshape(shape).astype(leaves[one].dtype)
+                place = (own, *(slice(0, size) for size in shape[1:]))
+                leaves[one] = leaves[one].at[place].set(new, mode="drop")
         return jax.tree.unflatten(kind, leaves)
 
     if mesh is None:
         return put(state, packet.pieces, begins)
     specs = _specs(state, mesh)
-    place = _on_each(put, mesh=mesh, in_specs=(specs, PLACE, PartitionSpec()), out_specs=specs)
+    in_specs = (specs, _PIECE_SPEC, PartitionSpec())
+    place = _on_each(put, mesh=mesh, in_specs=in_specs, out_specs=specs)
     return pin_rows(place(state, packet.pieces, begins), mesh)
 
 
-# Unchecked: what is not split, in a state or a parcel, all devices that have it find to be the
-# same.
-_on_each = functools.partial(jax.shard_map, check_vma=False)
-
-
 def _specs(state: DecodeState, mesh: Mesh) -> Any:
+    """Return the partition of each leaf of a state."""
     return jax.tree.map(lambda place: place.spec, row_shardings(state, mesh))
 
 
 def _own(rows: Array, held: DecodeState, state: DecodeState) -> Array:
-    """Where rows of a state lie in what a device holds of it: past its end, those of other
-    devices.
+    """Return where rows of a state lie in what a device holds of it.
+
+    Those of other devices lie past its end.
     """
     count = len(held.done)
     if count == len(state.done):
@@ -141,6 +158,8 @@ def _own(rows: Array, held: DecodeState, state: DecodeState) -> Array:
 
 
 def _cut(state: DecodeState, slots: int) -> DecodeState:
+    """Return a state with caches and tokens of fewer slots."""
+
     def cut(cache: Cache) -> Cache:
         return tuple((key[..., :slots], value[:, :, :slots]) for key, value in cache)
 
@@ -151,57 +170,38 @@ def _cut(state: DecodeState, slots: int) -> DecodeState:
 
 
 def _shares(leaves: Sequence[Array]) -> list[list[int]]:
-    """Which leaves share a piece, by their number."""
-    found: dict[Any, list[list[int]]] = {}
+    """Return which leaves share a piece, by their number: of one dtype, and few bytes a row."""
+    found: dict[Any, list[tuple[list[int], int]]] = {}  # (leaves, bytes) of each piece, by dtype
     for one, leaf in enumerate(leaves):
-        pieces = found.setdefault(_word(leaf), [[]])
-        if sum(_bytes_of_row(leaves[other]) for other in pieces[-1]) + _bytes_of_row(leaf) > PIECE:
-            pieces.append([])
-        pieces[-1].append(one)
-    return [piece for pieces in found.values() for piece in pieces if piece]
+        dtype = _sent_dtype(leaf)
+        count = math.prod(leaf.shape[1:]) * dtype.itemsize
+        pieces = found.setdefault(dtype, [([], 0)])
+        shared, held = pieces[-1]
+        if held + count > TRANSFER_SETTINGS.piece_bytes:
+            pieces.append(([one], count))
+        else:
+            pieces[-1] = ([*shared, one], held + count)
+    return [shared for pieces in found.values() for shared, _ in pieces if shared]
 
 
-def _word(leaf: Array) -> Any:
-    """The dtype that a leaf travels as."""
+def _sent_dtype(leaf: Array) -> Any:
+    """Return the dtype that a leaf travels as: its own if floating, or else int32."""
     return leaf.dtype if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.dtype(jnp.int32)
 
 
-def _bytes_of_row(leaf: Array) -> int:
-    return math.prod(leaf.shape[1:]) * _word(leaf).itemsize
-
-
-def _picked(leaf: Array, rows: Array) -> Array:
-    """Rows [R, ...], zeros for those past the end."""
-    found = jnp.concatenate([jax.lax.dynamic_slice_in_dim(leaf, row, 1) for row in rows])
-    return jnp.where(
-        jnp.expand_dims(rows < len(leaf), range(1, leaf.ndim)), found, jnp.zeros((), leaf.dtype)
-    )
-
-
-def _joined(leaves: list[Array]) -> Array:
-    """[1, n], all that each has, as one dtype."""
-    return jnp.concatenate([leaf.astype(_word(leaf)).ravel() for leaf in leaves])[None]
-
-
-def _written(old: Array, new: Array, rows: Array) -> Array:
-    place = (rows, *(slice(0, size) for size in new.shape[1:]))
-    return old.at[place].set(new.astype(old.dtype), mode="drop")
-
-
 def send(packet: RowPacket, mesh: Mesh | None) -> RowPacket:
-    """The parcel on another slice of this process."""
-    return packet if mesh is None else jax.device_put(packet, NamedSharding(mesh, PLACE))
+    """Return the packet on another slice of this process."""
+    return packet if mesh is None else jax.device_put(packet, NamedSharding(mesh, _PIECE_SPEC))
 
 
 def send_to_process(
     packets: Sequence[RowPacket], here: Mesh, source: Mesh, target: Mesh
 ) -> RowPacket:
-    """A parcel from one slice to another, of another process: both processes call this, in the same
-    order.
+    """Send a packet from one slice to another, of another process; both processes call this.
 
-    parcels: what this process has on the two slices: the one that departed, or on the target's side
-    anything of its shape. Returns what lies on `here` afterwards, which has a meaning on the
-    target. No other device takes part.
+    They do so in the same order. packets: what this process has on the two slices: the one that was
+    packed, or on the target's side anything of its shape. Returns what lies on `here` afterwards,
+    which has a meaning on the target. No other device takes part.
     """
     pair = Mesh(
         np.concatenate([source.devices, target.devices]), AXES, axis_types=source.axis_types
@@ -211,7 +211,7 @@ def send_to_process(
 
 
 def _on(mesh: Mesh, *pieces: jax.Array) -> jax.Array:
-    """[S, n], what a mesh of S slices holds of some pieces: no copy."""
+    """Return [S, n] what a mesh of S slices holds of some pieces, without a copy."""
     devices = set(mesh.devices.flat)
     shape = (len(mesh.devices), *pieces[0].shape[1:])
     parts = [
@@ -220,11 +220,11 @@ def _on(mesh: Mesh, *pieces: jax.Array) -> jax.Array:
         for shard in piece.addressable_shards
         if shard.device in devices
     ]
-    return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, PLACE), parts)
+    return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, _PIECE_SPEC), parts)
 
 
 @functools.partial(jax.jit, static_argnames=("pair",))
 def _passed(packets: RowPacket, pair: Mesh) -> RowPacket:
-    """The first slice's pieces [2, n] on the second."""
+    """Return the first slice's pieces [2, n] on the second."""
     pass_on = functools.partial(jax.lax.ppermute, axis_name="slices", perm=[(0, 1)])
-    return jax.shard_map(pass_on, mesh=pair, in_specs=PLACE, out_specs=PLACE)(packets)
+    return jax.shard_map(pass_on, mesh=pair, in_specs=_PIECE_SPEC, out_specs=_PIECE_SPEC)(packets)

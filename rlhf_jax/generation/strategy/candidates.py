@@ -1,4 +1,4 @@
-"""Which strategies may be chosen, as arrays that price and value all of them at once."""
+"""List the strategies that may be chosen, as arrays that price and value all of them at once."""
 
 from __future__ import annotations
 
@@ -11,41 +11,36 @@ import numpy as np
 
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, RANKS
-from rlhf_jax.generation.strategy.cost import Calls
+from rlhf_jax.generation.strategy.roofline import Calls
+from rlhf_jax.generation.strategy.settings import CANDIDATE_SETTINGS
 from rlhf_jax.types import Strategy
 
-CHAINS = tuple(range(1, DEPTHS + 1))
-LONG_CHAINS = (16, 32)  # of drafters that draft without a model
-TREE_SIZES = (4, 8, 16)  # draft nodes
-BRANCHING = ("lookup", "model")  # drafters whose siblings are worth trees
-# drafters whose rows differ so much that packed rounds are worth their programs
+LONGEST_CHAIN = CANDIDATE_SETTINGS.long_chains[-1]  # Draft tokens of a strategy, at most.
+BRANCHING = ("lookup", "model")  # The drafters whose siblings are worth trees.
+# The drafters whose rows differ so much that packed rounds are worth their programs.
 PACKING = ("replay",)
-# drafts of such a round's chains, and nodes a row that it verifies
-PACKED_CHAIN = 8
-PACKED_NODES = (2, 3, 5)
-# expected tokens over those of the shape it replaces that make a tree worth a program
-BETTER = 1.02
 
 
 @dataclasses.dataclass(frozen=True)
 class Paths:
-    """All nodes of one drafter's strategies, each named by the ranks on its way from the root. U
-    distinct nodes.
+    """Hold the U distinct nodes of one drafter's strategies.
+
+    A node is named by the sibling ranks on its way from the root, which strategies may share.
     """
 
-    columns: np.ndarray  # [S'] int, the drafter's strategies in the menu
+    columns: np.ndarray  # [S'] int, the drafter's strategies among the candidates
     steps: np.ndarray  # [U, DEPTHS * RANKS] how often a node's path takes the step (depth, rank)
     members: np.ndarray  # [U, S'] 1 where the strategy has the node
 
     @functools.cached_property
-    def plain_too(self) -> np.ndarray:
-        """[1 + S'] the columns, after that of plain decoding."""
+    def columns_and_plain(self) -> np.ndarray:
+        """Return [1 + S'] the columns, after that of plain decoding."""
         return np.concatenate([[0], self.columns])
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidates:
-    """S strategies, plain first (a menu of one fixed strategy holds that alone)."""
+    """Hold S strategies: plain decoding first, or one fixed strategy alone."""
 
     strategies: tuple[Strategy, ...]
     drafters: tuple[str, ...]  # that occur, 'none' left out
@@ -59,27 +54,29 @@ class Candidates:
 
     @property
     def nodes(self) -> np.ndarray:
-        """[S] int, verified a row."""
+        """Return [S] int, the nodes that are verified a row."""
         return self.calls.nodes
 
     @functools.cached_property
     def place(self) -> dict[Strategy | None, int]:
-        """The index of each strategy."""
+        """Return the index of each strategy."""
         return {strategy: index for index, strategy in enumerate(self.strategies)}
 
 
-def build(strategies: Iterable[Strategy], longest: int = LONG_CHAINS[-1]) -> Candidates:
-    """The menu of these strategies; trees that join it later have at most `longest` drafts."""
+def build(strategies: Iterable[Strategy], longest: int = LONGEST_CHAIN) -> Candidates:
+    """Make candidates of strategies; trees that join later have at most `longest` drafts."""
     chosen = tuple(dict.fromkeys(strategies))
     drafters = tuple(dict.fromkeys(one.drafter for one in chosen if one.parents))
     depth = np.array([trees.depths(one).max() for one in chosen])
     by_model = np.array([one.drafter == "model" for one in chosen])
-    # nodes with children: those whose law is wanted
+    # Nodes with children: the draft model gives the distributions after these.
     inner = np.array([len(set(one.parents)) for one in chosen])
+
     packed: dict[str, list[int]] = {}
     for column, one in enumerate(chosen):
         if one.packed:
             packed.setdefault(one.drafter, []).append(column)
+
     return Candidates(
         strategies=chosen,
         drafters=drafters,
@@ -97,48 +94,115 @@ def build(strategies: Iterable[Strategy], longest: int = LONG_CHAINS[-1]) -> Can
     )
 
 
-def adaptive(drafters: Iterable[str], longest: int = LONG_CHAINS[-1]) -> Candidates:
-    """Plain and, for each drafter, the chains of at most `longest` drafts; trees join once
-    acceptance is measured.
+def adaptive(drafters: Iterable[str], longest: int = LONGEST_CHAIN) -> Candidates:
+    """Return plain decoding and each drafter's chains of at most `longest` drafts.
+
+    Trees join once acceptance is measured (`with_trees`).
     """
     strategies = [trees.PLAIN]
     for drafter in drafters:
-        lengths = CHAINS if drafter == "model" else CHAINS + LONG_CHAINS
-        strategies += [
-            Strategy(trees.chain(length), drafter) for length in lengths if length <= longest
-        ]
-        if drafter in PACKING and longest >= PACKED_CHAIN:
+        long_chains = () if drafter == "model" else CANDIDATE_SETTINGS.long_chains
+        lengths = [length for length in (*range(1, DEPTHS + 1), *long_chains) if length <= longest]
+        strategies += [Strategy(trees.chain(length), drafter) for length in lengths]
+        if drafter in PACKING and longest >= CANDIDATE_SETTINGS.packed_chain:
+            chain = trees.chain(CANDIDATE_SETTINGS.packed_chain)
             strategies += [
-                Strategy(trees.chain(PACKED_CHAIN), drafter, nodes) for nodes in PACKED_NODES
+                Strategy(chain, drafter, nodes) for nodes in CANDIDATE_SETTINGS.packed_nodes
             ]
     return build(strategies, longest)
 
 
-def parse(name: str, drafters: Iterable[str], longest: int = LONG_CHAINS[-1]) -> Candidates:
-    """The menu called `name`: 'adaptive', or one strategy's name for a menu of that alone. Raises
-    ValueError.
+def parse(name: str, drafters: Iterable[str], longest: int = LONGEST_CHAIN) -> Candidates:
+    """Return the candidates of a name: 'adaptive', or that of one strategy.
+
+    Raises ValueError for an unknown name.
     """
     return adaptive(drafters, longest) if name == "adaptive" else build([trees.parse(name)])
 
 
-def _rank_paths(strategy: Strategy) -> list[tuple[int, ...]]:
-    """The ranks on the way from the root to each draft node."""
-    ranks = trees.ranks(strategy)
-    paths = [tuple[int, ...]()]
-    for node, parent in enumerate(strategy.parents, start=1):
-        paths.append((*paths[parent + 1], int(ranks[node])))
-    return paths[1:]
+def with_trees(candidates: Candidates, rates: Mapping[str, np.ndarray]) -> Candidates:
+    """Return plain decoding, the chains, and the trees that measured rates call for.
+
+    rates: [DEPTHS, RANKS] by drafter. A tree stays while no other of its size is better, as a new
+    one is a new program; one that is no better than the chain of its size goes.
+    """
+    known = candidates.strategies
+    chosen = [one for one in known if trees.is_chain(one)]
+    for drafter in (drafter for drafter in BRANCHING if drafter in rates):
+        grown = [one for one in known if one.drafter == drafter and not trees.is_chain(one)]
+        old = {len(one.parents): one for one in grown}
+        for size in (size for size in CANDIDATE_SETTINGS.tree_sizes if size <= candidates.longest):
+            best = Strategy(trees.chain(size), drafter)
+            for other in [old.get(size), Strategy(best_tree(rates[drafter], size), drafter)]:
+                needed = CANDIDATE_SETTINGS.better_tree * expected_tokens(best, rates[drafter])
+                if other and expected_tokens(other, rates[drafter]) > needed:
+                    best = other
+            chosen.append(best)
+
+    # A chain that stood in for a tree is a candidate only if it was one before.
+    kept = (one for one in chosen if one in known or not trees.is_chain(one))
+    return build(kept, candidates.longest)
+
+
+def best_tree(rates: np.ndarray, size: int, deepest: int = DEPTHS) -> tuple[int, ...]:
+    """Return the parents, in level order, of the tree that expects most tokens.
+
+    size: its drafts; deepest: its levels, at most; rates [DEPTHS, RANKS], none above those before
+    it in its row. The optimum of Sequoia (Chen et al. 2024) without its table: a node's chance is
+    the product of rates on its path, whatever else the tree holds, and never more than that of its
+    parent or of the sibling before it. So the likeliest nodes, taken one by one, make a tree, and
+    none is better.
+    """
+    found: list[tuple[int, ...]] = []
+    # The chance (negated, as a heap begins with the least), depth and path of each open node.
+    open_nodes: list[tuple[float, int, tuple[int, ...]]] = [(-rates[0, 0], 1, (0,))]
+    while open_nodes and len(found) < size:
+        chance, depth, path = heapq.heappop(open_nodes)
+        found.append(path)
+        if path[-1] + 1 < rates.shape[1]:
+            ratio = rates[depth - 1, path[-1] + 1] / max(rates[depth - 1, path[-1]], 1e-9)
+            sibling = (*path[:-1], path[-1] + 1)
+            heapq.heappush(open_nodes, (chance * ratio, depth, sibling))
+        if depth < deepest:
+            rate = rates[min(depth, len(rates) - 1), 0]
+            heapq.heappush(open_nodes, (chance * rate, depth + 1, (*path, 0)))
+    found.sort(key=lambda path: (len(path), path))
+    return tuple(found.index(path[:-1]) if len(path) > 1 else -1 for path in found)
+
+
+def expected_drafts(paths: Paths, rates: np.ndarray) -> np.ndarray:
+    """Return [..., S'] draft tokens that a row's round is expected to accept.
+
+    They are the sum, over nodes, of the product of rates on the path (Chen et al. 2024, Sequoia,
+    section 3). rates [..., DEPTHS, RANKS], above 0; depths beyond the last use its rate.
+    """
+    logs = np.log(np.maximum(rates, 1e-9)).reshape(*rates.shape[:-2], DEPTHS * RANKS)
+    return np.exp(logs @ paths.steps.T) @ paths.members
+
+
+def expected_tokens(strategy: Strategy, rates: np.ndarray) -> float:
+    """Return the tokens of a row's round: the accepted drafts and the target's own draw.
+
+    rates [DEPTHS, RANKS].
+    """
+    return 1.0 + float(expected_drafts(_paths((strategy,), strategy.drafter), rates)[0])
 
 
 def _paths(strategies: tuple[Strategy, ...], drafter: str) -> Paths:
-    columns = [
-        column for column, one in enumerate(strategies) if one.parents and one.drafter == drafter
-    ]
-    owned = [_rank_paths(strategies[column]) for column in columns]
-    index = {
-        path: place
-        for place, path in enumerate(dict.fromkeys(path for paths in owned for path in paths))
-    }
+    """Find the nodes that a drafter's strategies have, each distinct one once."""
+    columns = []
+    owned = []  # the paths of each column's strategy
+    for column, one in enumerate(strategies):
+        if one.parents and one.drafter == drafter:
+            ranks = trees.ranks(one)
+            paths = [tuple[int, ...]()]
+            for node, parent in enumerate(one.parents, start=1):
+                paths.append((*paths[parent + 1], int(ranks[node])))
+            columns.append(column)
+            owned.append(paths[1:])
+
+    distinct = dict.fromkeys(path for paths in owned for path in paths)
+    index = {path: place for place, path in enumerate(distinct)}
     steps = np.zeros((len(index), DEPTHS * RANKS))
     members = np.zeros((len(index), len(columns)))
     for path, place in index.items():
@@ -147,78 +211,3 @@ def _paths(strategies: tuple[Strategy, ...], drafter: str) -> Paths:
     for column, paths in enumerate(owned):
         members[[index[path] for path in paths], column] = 1
     return Paths(np.array(columns), steps, members)
-
-
-def expected_drafts(paths: Paths, rates: np.ndarray) -> np.ndarray:
-    """[..., S'] expected draft tokens accepted in a row's round: sum over nodes of the product of
-    rates on the path.
-
-    rates [..., DEPTHS, RANKS], above 0. Depths beyond the last use its rate. (Chen et al. 2024,
-    Sequoia, section 3.)
-    """
-    logs = np.log(np.maximum(rates, 1e-9)).reshape(*rates.shape[:-2], DEPTHS * RANKS)
-    return np.exp(logs @ paths.steps.T) @ paths.members
-
-
-def best_tree(rates: np.ndarray, size: int, deepest: int = DEPTHS) -> tuple[int, ...]:
-    """Parents, in level order, of the tree of `size` drafts, `deepest` levels at most, that expects
-    most tokens.
-
-    rates [DEPTHS, RANKS], none above those before it in its row. Sequoia's optimum (Chen et al.
-    2024), without its table: a node is worth the product of rates on its path, whatever else the
-    tree holds, never more than its parent or the sibling before it, so that taking the worthiest
-    nodes one by one yields a tree, and none is worth more.
-    """
-    found: list[tuple[int, ...]] = []
-    # worth (below 0), depth, ranks
-    open_nodes: list[tuple[float, int, tuple[int, ...]]] = [(-rates[0, 0], 1, (0,))]
-    while open_nodes and len(found) < size:
-        worth, depth, path = heapq.heappop(open_nodes)
-        found.append(path)
-        if path[-1] + 1 < rates.shape[1]:
-            ratio = rates[depth - 1, path[-1] + 1] / max(rates[depth - 1, path[-1]], 1e-9)
-            heapq.heappush(open_nodes, (worth * ratio, depth, (*path[:-1], path[-1] + 1)))
-        if depth < deepest:
-            heapq.heappush(
-                open_nodes, (worth * rates[min(depth, len(rates) - 1), 0], depth + 1, (*path, 0))
-            )
-    found.sort(key=lambda path: (len(path), path))
-    return tuple(found.index(path[:-1]) if len(path) > 1 else -1 for path in found)
-
-
-def with_trees(menu: Candidates, rates: Mapping[str, np.ndarray]) -> Candidates:
-    """The menu with the trees that measured rates ([DEPTHS, RANKS] by drafter) call for; plain and
-    chains stay.
-
-    A tree of the menu stays while no other of its size is better, for a new one is a new program; a
-    tree that is no better than the chain of its size goes.
-    """
-    chosen = [one for one in menu.strategies if trees.is_chain(one)]
-    for drafter in (drafter for drafter in BRANCHING if drafter in rates):
-        old = {
-            len(one.parents): one
-            for one in menu.strategies
-            if one.drafter == drafter and not trees.is_chain(one)
-        }
-        sizes = [size for size in TREE_SIZES if size <= menu.longest]
-        chosen += [_worthiest(drafter, size, old.get(size), rates[drafter]) for size in sizes]
-    in_menu = (one for one in chosen if one in menu.strategies or not trees.is_chain(one))
-    return build(in_menu, menu.longest)
-
-
-def _worthiest(drafter: str, size: int, old: Strategy | None, rates: np.ndarray) -> Strategy:
-    """The chain of this size, or a tree that is clearly better: rather the old one than a new
-    one.
-    """
-    best = Strategy(trees.chain(size), drafter)
-    for candidate in [old, Strategy(best_tree(rates, size), drafter)]:
-        if candidate and expected_tokens(candidate, rates) > BETTER * expected_tokens(best, rates):
-            best = candidate
-    return best
-
-
-def expected_tokens(strategy: Strategy, rates: np.ndarray) -> float:
-    """Tokens that a row's round yields: the accepted drafts and the target's own draw. rates
-    [DEPTHS, RANKS].
-    """
-    return 1.0 + float(expected_drafts(_paths((strategy,), strategy.drafter), rates)[0])

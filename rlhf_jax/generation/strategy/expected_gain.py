@@ -1,5 +1,7 @@
-"""Packed rounds on the host: which drafts the budget of a round goes to, and what is expected of
-them.
+"""Rank the drafts of packed rounds by the chance that they are accepted.
+
+A packed round verifies fewer nodes than its rows draft. Its budget goes to the likeliest drafts,
+which `rlhf_jax.generation.speculative.budget` takes on the device; here is what is expected.
 """
 
 from __future__ import annotations
@@ -11,47 +13,48 @@ import numpy as np
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, NOTHING
 
-LONGEST = trees.NODE_BUCKETS[-1] - 1  # drafts of a chain
+_LONGEST = trees.NODE_BUCKETS[-1] - 1  # Draft tokens of a chain.
 
-# Of drafts by class and depth where nothing was measured: those of surer classes first.
+# The gains where nothing was measured [CLASSES, longest chain]: those of surer classes come first.
 UNMEASURED = (np.arange(CLASSES, dtype=np.float32)[:, None] / CLASSES) ** np.arange(
-    1, LONGEST + 1, dtype=np.float32
+    1, _LONGEST + 1, dtype=np.float32
 )
 
 
 class Ranking(NamedTuple):
-    """The n drafts that rows may make, one row of each class, the worthiest first."""
+    """Hold the n drafts that one row of each class may make, the likeliest first."""
 
     kind: np.ndarray  # [n] class
     # [n, 2 * CLASSES] accepted drafts expected, and drafts, of a row of each class that makes it
     gains: np.ndarray
 
 
-def worths(rates: np.ndarray) -> np.ndarray:
-    """[CLASSES, LONGEST] float32 chance that a draft of each depth is accepted. rates [CLASSES,
-    DEPTHS] by depth.
+def expected_gains(rates: np.ndarray) -> np.ndarray:
+    """Return [CLASSES, longest chain] float32 chances that a draft of each depth is accepted.
+
+    rates [CLASSES, DEPTHS] of rank 0; depths beyond the last use its rate.
     """
-    found = np.cumprod(rates[:, np.minimum(np.arange(LONGEST), DEPTHS - 1)], axis=1).astype(
-        np.float32
-    )
-    found[NOTHING] = 0.0
-    return found
+    depths = np.minimum(np.arange(_LONGEST), DEPTHS - 1)
+    gains = np.cumprod(rates[:, depths], axis=1).astype(np.float32)
+    gains[NOTHING] = 0.0
+    return gains
 
 
-def ranked(worth: np.ndarray) -> Ranking:
-    """The drafts of worth [CLASSES, length], those of `worths`, in the order in which
-    `packed.allocate_budget` takes them.
+def rank(expected_gain: np.ndarray) -> Ranking:
+    """Rank drafts in the order in which the budget of a packed round takes them.
+
+    expected_gain [CLASSES, length]: some columns of `expected_gains`.
     """
-    order = np.argsort(-worth, axis=None, kind="stable")[: np.count_nonzero(worth)]
-    kind = order // worth.shape[1]
+    likely = np.count_nonzero(expected_gain)
+    order = np.argsort(-expected_gain, axis=None, kind="stable")[:likely]
+    kind = order // expected_gain.shape[1]
     own = kind[:, None] == np.arange(CLASSES)
-    return Ranking(
-        kind, np.concatenate([own * worth.ravel()[order, None], own], axis=1).astype(float)
-    )
+    gains = np.concatenate([own * expected_gain.ravel()[order, None], own], axis=1)
+    return Ranking(kind, gains.astype(float))
 
 
 def on_one_device(counts: np.ndarray, live: int) -> np.ndarray:
-    """[1, CLASSES] so many rows, shared out as counts [2, CLASSES] by familiar and class are."""
+    """Return [1, CLASSES] `live` rows in the shares of counts [2, CLASSES], by prompt and class."""
     rows = counts.sum(axis=0)[None]
     return rows * (live / max(1, rows.sum()))
 
@@ -59,25 +62,20 @@ def on_one_device(counts: np.ndarray, live: int) -> np.ndarray:
 def tokens(
     ranking: Ranking, counts: np.ndarray, slots: int, nodes: np.ndarray, factor: float
 ) -> np.ndarray:
-    """[CLASSES, S] tokens expected of a row, by rounds of `slots` rows that verify so many nodes
-    [S] of each.
+    """Return [CLASSES, S] tokens expected of a row by packed rounds of S budgets.
 
-    counts [D, CLASSES]: live rows of each class on D devices; of a class without rows it is said
-    what the first such row gains. factor: accepted drafts over those that `ranking` expects.
+    counts [D, CLASSES]: live rows of each class on D devices; a class without rows gets what its
+    first row would gain. slots: rows of the program; nodes [S]: nodes verified, a row on average;
+    factor: accepted drafts over those that the ranking expects.
     """
-    budgets = nodes[:, None] * (slots / len(counts)) - counts.sum(axis=1)
+    budgets = nodes[:, None] * (slots / len(counts)) - counts.sum(axis=1)  # [S, D] drafts
     wanted = counts[:, ranking.kind]
     left = budgets[..., None] - wanted.cumsum(axis=1)
     share = np.minimum(np.maximum(left / np.maximum(wanted, 1) + 1, 0), 1)
-    found = _mean(share @ ranking.gains, counts)
-    return 1 + np.minimum(factor * found[:, :CLASSES], found[:, CLASSES:]).T
-
-
-def _mean(figures: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """[S, 2 * CLASSES] of figures [S, D, 2 * CLASSES] on D devices, weighed by rows [D,
-    CLASSES].
-    """
-    if len(rows) == 1:
-        return figures[:, 0]
-    weights = np.tile(rows + 1e-9, 2)
-    return (figures * weights).sum(axis=1) / weights.sum(axis=0)
+    gains = share @ ranking.gains  # [S, D, 2 * CLASSES]
+    if len(counts) == 1:
+        gains = gains[:, 0]
+    else:
+        weights = np.tile(counts + 1e-9, 2)
+        gains = (gains * weights).sum(axis=1) / weights.sum(axis=0)
+    return 1 + np.minimum(factor * gains[:, :CLASSES], gains[:, CLASSES:]).T

@@ -1,4 +1,4 @@
-"""What a round's results say of the drafters. Host code."""
+"""Read from a round's results what they show of the drafters, on the host."""
 
 from __future__ import annotations
 
@@ -19,52 +19,57 @@ def of_drafts(
     seen_prompt: np.ndarray,
     allowed: np.ndarray,
 ) -> Observations:
-    """Of the drafts that were verified: which siblings were right on the way to where the row
-    stopped.
+    """Observe the drafts that a round verified: which siblings were right until the row stopped.
 
-    confidence, familiar [B]; what was to be drafted and could not be counts as wrong. Rows that
-    gained nothing say nothing; the end of a sample hides what would have followed, as does the
-    depth that a row was allowed [B].
+    confidence, seen_prompt [B]: class and whether the prompt was rolled out before; allowed [B]:
+    depth that a row was allowed. What was to be drafted and could not be counts as wrong. Rows that
+    gained nothing show nothing; the end of a sample hides what would have followed, and so does the
+    depth allowed.
     """
     rank, children = _shape(strategy)
-    part = arrived.count > 0
-    path = arrived.path[part]
-    depth = arrived.accepted[part]
+    gained = arrived.count > 0
+    path = arrived.path[gained]
+    depth = arrived.accepted[gained]
     levels = np.arange(min(DEPTHS, path.shape[1] - 1))
     offered = children[path[:, levels]]
     ranks = np.where(levels < depth[:, None], rank[path[:, levels + 1]], -1)
-    # not by a draft that was wrong
-    ended = levels >= np.minimum(arrived.count, allowed)[part][:, None]
-    # The first draft that was not the likeliest is the last that tells: later rates are of the
+
+    # Where the text or the allowed depth ended, no draft was wrong.
+    ended = levels >= np.minimum(arrived.count, allowed)[gained][:, None]
+    # The first draft that was not the likeliest is the last that counts: later rates are of the
     # likeliest chain.
     diverged = np.cumsum(ranks != 0, axis=1) - (ranks != 0) > 0
     offered = np.where(ended | diverged | (levels > depth[:, None]), 0, offered)
+
     missing = ((0, 0), (0, DEPTHS - len(levels)))
     return Observations(
-        seen_prompt[part],
-        confidence[part],
+        seen_prompt[gained],
+        confidence[gained],
         np.pad(ranks, missing, constant_values=-1),
-        np.pad(offered, missing),
+        offered=np.pad(offered, missing),
     )
 
 
-def of_signal(signal: Hindsight, told: np.ndarray, seen_prompt: np.ndarray) -> Observations:
-    """Of what a drafter would have drafted: the rows `told` [B] bool that gained tokens and have
-    enough of them.
+def of_hindsight(hindsight: Hindsight, shown: np.ndarray, seen_prompt: np.ndarray) -> Observations:
+    """Observe what a drafter would have drafted, in the rows `shown` [B] bool.
+
+    Those are the rows that gained tokens and have enough of them; seen_prompt [B] bool.
     """
     return Observations(
-        seen_prompt[told], signal.past[told], signal.ranks[told], signal.offered[told]
+        seen_prompt[shown],
+        hindsight.past[shown],
+        hindsight.ranks[shown],
+        offered=hindsight.offered[shown],
     )
 
 
 @functools.cache
 def _shape(strategy: Strategy) -> tuple[np.ndarray, np.ndarray]:
-    """Rank of every node, and its number of children."""
-    size = trees.bucket(strategy)
-    rank = np.zeros(size, np.int64)
-    children = np.zeros(size, np.int64)
-    rank[: len(strategy.parents) + 1] = trees.ranks(strategy)
-    children[: len(strategy.parents) + 1] = np.bincount(
-        np.array(strategy.parents, np.int64) + 1, minlength=len(strategy.parents) + 1
-    )
+    """Return the rank of every node, and its number of children, each [node bucket] int64."""
+    count = len(strategy.parents) + 1
+    rank = np.zeros(trees.bucket(strategy), np.int64)
+    rank[:count] = trees.ranks(strategy)
+    children = np.zeros(trees.bucket(strategy), np.int64)
+    parents = np.array(strategy.parents, np.int64) + 1
+    children[:count] = np.bincount(parents, minlength=count)
     return rank, children

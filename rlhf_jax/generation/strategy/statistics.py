@@ -1,4 +1,4 @@
-"""What rounds were predicted to give and what they gave, summed by strategy and by live rows."""
+"""Sum what rounds were predicted to give and what they gave, by strategy and by live rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rlhf_jax.generation.requests import RoundReport
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.types import Strategy
 
-GenerationCounts = dict[str, float]  # sums over rounds, by name
+RoundCounts = dict[str, float]  # sums over rounds, by name
 # by strategy and live rows, rounded up to a power of two
-Tallies = dict[tuple[Strategy, int], GenerationCounts]
+StrategyCounts = dict[tuple[Strategy, int], RoundCounts]
 
 # What a row of `rows` says of its rounds, beside `live` and `strategy`. The timed figures are of
 # the rounds whose time is known, so that what was predicted of them compares with what they gave.
@@ -21,67 +21,80 @@ TIMED = ("timed_rounds", "seconds", "timed_tokens", "predicted_tokens", "predict
 
 
 def bucket(live: int) -> int:
-    """Live rows (1 or more), rounded up to a power of two."""
+    """Round live rows (1 or more) up to a power of two."""
     return 1 << (live - 1).bit_length()
 
 
-def add(tallies: Tallies, report: RoundReport, tokens: float, seconds: float, timed: bool) -> None:
-    """Count a round of which `tokens` and `seconds` were predicted; one that gave no row anything
-    is not one.
+def add(
+    counts: StrategyCounts, report: RoundReport, tokens: float, seconds: float, timed: bool
+) -> None:
+    """Count a round of which `tokens` and `seconds` were predicted, if it gave some row anything.
 
-    `timed`: its measured time counts, where the report has one.
+    timed: whether its measured time counts, where the report has one.
     """
     if not report.live:
         return
-    figures = dict(rounds=1, live_rows=report.live, tokens=report.tokens, accepted=report.accepted)
-    figures |= dict(drafted=report.drafted, context=report.context)
+    figures = dict(
+        rounds=1,
+        live_rows=report.live,
+        tokens=report.tokens,
+        accepted=report.accepted,
+        drafted=report.drafted,
+        context=report.context,
+    )
     if timed and report.seconds is not None:
-        figures |= dict(timed_rounds=1, seconds=report.seconds, timed_tokens=report.tokens)
-        figures |= dict(predicted_tokens=tokens, predicted_seconds=seconds)
+        figures |= dict(
+            timed_rounds=1,
+            seconds=report.seconds,
+            timed_tokens=report.tokens,
+            predicted_tokens=tokens,
+            predicted_seconds=seconds,
+        )
     place = report.strategy, bucket(report.live)
-    tallies[place] = total([tallies.get(place, {}), figures])
+    counts[place] = total([counts.get(place, {}), figures])
 
 
-def merged(one: Tallies, other: Tallies) -> Tallies:
-    """The sums of two stages or more, place by place."""
+def merged(one: StrategyCounts, other: StrategyCounts) -> StrategyCounts:
+    """Return the sums of the counts of two stages or more, place by place."""
     return {place: total([one.get(place, {}), other.get(place, {})]) for place in one | other}
 
 
-def total(tallies: Iterable[Mapping[str, float]]) -> GenerationCounts:
-    """The sum of tallies, name by name; 0 for a name that none has."""
-    sums: GenerationCounts = collections.defaultdict(int)
-    for tally in tallies:
-        for name, figure in tally.items():
+def total(counts: Iterable[Mapping[str, float]]) -> RoundCounts:
+    """Return the sum of counts, name by name; 0 for a name that none has."""
+    sums: RoundCounts = collections.defaultdict(int)
+    for figures in counts:
+        for name, figure in figures.items():
             sums[name] += figure
     return sums
 
 
 def ratio(above: float, below: float) -> float:
-    """Of two sums, 0 where there is nothing to divide by."""
+    """Divide two sums, 0 where there is nothing to divide by."""
     return float(above / below) if below else 0.0
 
 
-def rows(tallies: Tallies) -> list[dict[str, Any]]:
-    """One row for each strategy at each number of live rows, fewest first: names, COUNTS, and TIMED
-    ones if any.
+def rows(counts: StrategyCounts) -> list[dict[str, Any]]:
+    """List one row for each strategy at each number of live rows, fewest first.
+
+    A row has names, the figures of `COUNTS`, and those of `TIMED` if any round was timed.
     """
     found = []
-    for (strategy, live), tally in tallies.items():
+    for (strategy, live), sums in counts.items():
         names = {"live": live, "strategy": trees.name_of(strategy), "drafter": strategy.drafter}
-        figures = {name: tally[name] for name in COUNTS + TIMED if name in tally}
+        figures = {name: sums[name] for name in COUNTS + TIMED if name in sums}
         found.append(names | {"drafts": len(strategy.parents)} | figures)
     return sorted(
         found, key=lambda row: (row["live"], row["drafter"], row["drafts"], row["strategy"])
     )
 
 
-def state(tallies: Tallies) -> list[list]:
-    """All of it as JSON values, for a checkpoint."""
+def state(counts: StrategyCounts) -> list[list]:
+    """Return all of the counts as JSON values, for a checkpoint."""
     return [
-        [trees.name_of(strategy), live, dict(tally)] for (strategy, live), tally in tallies.items()
+        [trees.name_of(strategy), live, dict(sums)] for (strategy, live), sums in counts.items()
     ]
 
 
-def restore(saved: list[list]) -> Tallies:
-    """The tallies that `state` saved."""
-    return {(trees.parse(name), live): dict(tally) for name, live, tally in saved}
+def restore(saved: list[list]) -> StrategyCounts:
+    """Return the counts that `state` saved."""
+    return {(trees.parse(name), live): dict(sums) for name, live, sums in saved}

@@ -12,6 +12,7 @@ import pytest
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.reallocation import row_transfer
+from rlhf_jax.reallocation.settings import TransferSettings
 from rlhf_jax.types import DecodeState, ModelConfig
 
 TARGET = ModelConfig(
@@ -86,7 +87,7 @@ def test_a_row_travels_in_several_pieces_as_in_one(piece, monkeypatch):
     rows = np.array([3, 0], np.int32)
     whole = row_transfer.pack_rows(filled(None), rows, 64)
     wanted = jax.device_get(row_transfer.unpack_rows(empty(None), whole, rows[::-1]))
-    monkeypatch.setattr(row_transfer, "PIECE", piece)
+    monkeypatch.setattr(row_transfer, "TRANSFER_SETTINGS", TransferSettings(piece_bytes=piece))
     for program in programs:
         program.clear_cache()
     packet = row_transfer.pack_rows(filled(None), rows, 64)
@@ -110,7 +111,7 @@ def test_no_program_of_a_move_gathers_the_batch(fsdp):
     compiled = row_transfer._put.lower(
         state, packet, row, row_transfer._begins(state, 64, here), here
     ).compile()
-    # all goes from the parcel to its place
+    # all goes from the packet to its place
     assert compiled.memory_analysis().temp_size_in_bytes < 1000
     arriving = compiled.as_text()
     for program in (leaving, arriving):
@@ -152,7 +153,7 @@ def test_the_program_of_a_pair_only_permutes():
 
 
 def test_what_was_moved_reads_nothing_beyond_its_length():
-    """Slots beyond the width of the parcel may hold anything."""
+    """Slots beyond the width of the packet may hold anything."""
     here, there = slices(2)
     poisoned = jax.tree.map(
         lambda leaf: jnp.full_like(leaf, jnp.nan) if leaf.dtype == jnp.float32 else leaf,

@@ -1,4 +1,4 @@
-"""Menus: their figures, expected tokens against enumeration, and the best trees against brute
+"""Candidates: their figures, expected tokens against enumeration, and the best trees against brute
 force.
 """
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax.generation.speculative import tree as trees
-from rlhf_jax.generation.strategy import candidates as menus
+from rlhf_jax.generation.strategy import candidates
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, RANKS
 from rlhf_jax.types import Strategy
 
@@ -42,35 +42,35 @@ def every_tree(size: int) -> set[tuple[int, ...]]:
     return found
 
 
-def test_the_adaptive_menu_holds_plain_and_the_chains():
-    menu = menus.parse("adaptive", ["lookup", "replay", "model"])
-    names = {trees.name_of(one) for one in menu.strategies}
+def test_the_adaptive_candidates_are_plain_and_the_chains():
+    choices = candidates.parse("adaptive", ["lookup", "replay", "model"])
+    names = {trees.name_of(one) for one in choices.strategies}
     free = {
         f"{drafter}-chain-{k}" for drafter in ("lookup", "replay") for k in (*range(1, 9), 16, 32)
     }
-    assert menu.strategies[0] == trees.PLAIN
+    assert choices.strategies[0] == trees.PLAIN
     packed = {f"replay-chain-8-packed-{nodes}" for nodes in (2, 3, 5)}
     assert names == {"plain"} | free | packed | {f"model-chain-{k}" for k in range(1, 9)}
 
 
 def test_no_strategy_is_longer_than_the_limit():
-    menu = menus.adaptive(["lookup", "model"], longest=5)
-    assert max(len(one.parents) for one in menu.strategies) == 5
+    choices = candidates.adaptive(["lookup", "model"], longest=5)
+    assert max(len(one.parents) for one in choices.strategies) == 5
     rng = np.random.default_rng(0)
-    grown = menus.with_trees(menu, {"model": random_rates(rng)})
+    grown = candidates.with_trees(choices, {"model": random_rates(rng)})
     assert max(len(one.parents) for one in grown.strategies) == 5
 
 
-def test_a_menu_counts_what_a_round_feeds():
-    menu = menus.build(
+def test_candidates_count_what_a_round_feeds():
+    choices = candidates.build(
         trees.parse(name) for name in ("plain", "lookup-chain-4", "model-chain-3", "model-tree-2x2")
     )
-    np.testing.assert_array_equal(menu.nodes, [1, 5, 5, 9])
-    np.testing.assert_array_equal(menu.calls.steps, [0, 0, 3, 2])
+    np.testing.assert_array_equal(choices.nodes, [1, 5, 5, 9])
+    np.testing.assert_array_equal(choices.calls.steps, [0, 0, 3, 2])
     # the root and the nodes that have children
-    np.testing.assert_array_equal(menu.calls.fed, [0, 0, 3, 3])
-    np.testing.assert_array_equal(menu.depth, [0, 4, 3, 2])
-    assert [menu.drafters[i] if i >= 0 else "none" for i in menu.drafter] == [
+    np.testing.assert_array_equal(choices.calls.fed, [0, 0, 3, 3])
+    np.testing.assert_array_equal(choices.depth, [0, 4, 3, 2])
+    assert [choices.drafters[i] if i >= 0 else "none" for i in choices.drafter] == [
         "none",
         "lookup",
         "model",
@@ -78,11 +78,13 @@ def test_a_menu_counts_what_a_round_feeds():
     ]
 
 
-def test_a_fixed_name_is_a_menu_of_one():
-    assert menus.parse("replay-chain-8", []).strategies == (Strategy(trees.chain(8), "replay"),)
-    assert menus.parse("plain", ["lookup"]).strategies == (trees.PLAIN,)
+def test_a_fixed_name_is_the_one_candidate():
+    assert candidates.parse("replay-chain-8", []).strategies == (
+        Strategy(trees.chain(8), "replay"),
+    )
+    assert candidates.parse("plain", ["lookup"]).strategies == (trees.PLAIN,)
     with pytest.raises(ValueError, match="Unknown strategy 'adaptiv'"):
-        menus.parse("adaptiv", ["lookup"])
+        candidates.parse("adaptiv", ["lookup"])
 
 
 def test_expected_tokens_are_those_of_enumeration():
@@ -93,53 +95,55 @@ def test_expected_tokens_are_those_of_enumeration():
         "lookup-parents:-1,-1,-1,0,0,1,3",
         "lookup-chain-5",
     )
-    menu = menus.build([trees.PLAIN, *map(trees.parse, names)])
+    choices = candidates.build([trees.PLAIN, *map(trees.parse, names)])
     rates = random_rates(np.random.default_rng(1), (2, 4))
-    found = 1 + menus.expected_drafts(menu.paths["lookup"], rates)
+    found = 1 + candidates.expected_drafts(choices.paths["lookup"], rates)
     for cell in np.ndindex(2, 4):
-        wanted = [by_enumeration(one, rates[cell]) for one in menu.strategies[1:]]
+        wanted = [by_enumeration(one, rates[cell]) for one in choices.strategies[1:]]
         np.testing.assert_allclose(found[cell], wanted, rtol=1e-9)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6])
 def test_the_best_tree_is_that_of_brute_force(size):
-    candidates = every_tree(size)
+    every = every_tree(size)
     for seed in range(10):
         rates = random_rates(np.random.default_rng(seed))
-        found = menus.best_tree(rates, size)
-        best = max(by_enumeration(Strategy(parents), rates) for parents in candidates)
+        found = candidates.best_tree(rates, size)
+        best = max(by_enumeration(Strategy(parents), rates) for parents in every)
         assert by_enumeration(Strategy(found), rates) == pytest.approx(best, rel=1e-9)
         assert trees.parse(trees.name_of(Strategy(found, "model"))).parents == found
 
 
 def test_a_tree_is_as_deep_as_it_may():
     rates = np.tile([0.9, 0.05, 0.01, 0.01], (DEPTHS, 1))
-    assert trees.depths(Strategy(menus.best_tree(rates, 16))).max() == DEPTHS
-    assert trees.depths(Strategy(menus.best_tree(rates, 6, deepest=2))).max() == 2
+    assert trees.depths(Strategy(candidates.best_tree(rates, 16))).max() == DEPTHS
+    assert trees.depths(Strategy(candidates.best_tree(rates, 6, deepest=2))).max() == 2
 
 
 def test_trees_come_where_they_beat_chains_and_go_where_they_do_not():
     broad = np.tile([0.4, 0.3, 0.2, 0.05], (DEPTHS, 1))
     narrow = np.tile([0.95, 0.01, 0.01, 0.01], (DEPTHS, 1))
-    menu = menus.adaptive(["lookup", "replay", "model"])
-    grown = menus.with_trees(menu, {"model": broad, "lookup": narrow, "replay": broad})
+    choices = candidates.adaptive(["lookup", "replay", "model"])
+    grown = candidates.with_trees(choices, {"model": broad, "lookup": narrow, "replay": broad})
     found = [one for one in grown.strategies if not trees.is_chain(one)]
     assert {(one.drafter, len(one.parents)) for one in found} == {
         ("model", 4),
         ("model", 8),
         ("model", 16),
     }
-    assert set(menus.with_trees(grown, {"model": narrow}).strategies) == set(menu.strategies)
+    assert set(candidates.with_trees(grown, {"model": narrow}).strategies) == set(
+        choices.strategies
+    )
 
 
 def test_a_tree_stays_while_no_other_is_clearly_better():
     rates = np.tile([0.4, 0.3, 0.2, 0.05], (DEPTHS, 1))
-    grown = menus.with_trees(menus.adaptive(["model"]), {"model": rates})
+    grown = candidates.with_trees(candidates.adaptive(["model"]), {"model": rates})
     assert (
-        menus.with_trees(grown, {"model": rates * [1.02, 0.98, 1.0, 1.0]}).strategies
+        candidates.with_trees(grown, {"model": rates * [1.02, 0.98, 1.0, 1.0]}).strategies
         == grown.strategies
     )
-    other = menus.with_trees(grown, {"model": np.tile([0.7, 0.15, 0.01, 0.01], (DEPTHS, 1))})
+    other = candidates.with_trees(grown, {"model": np.tile([0.7, 0.15, 0.01, 0.01], (DEPTHS, 1))})
     assert set(other.strategies) != set(grown.strategies)
 
 

@@ -1,0 +1,221 @@
+"""Predict the tokens and seconds of a round by each candidate strategy.
+
+All is numpy on a few hundred numbers: pure functions of the acceptance of the drafters, the costs,
+and the situation in which a strategy is chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+
+import numpy as np
+
+from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.strategy import acceptance, candidates, cost, drain, expected_gain
+from rlhf_jax.generation.strategy.acceptance import CLASSES, NOTHING, Acceptance
+from rlhf_jax.generation.strategy.candidates import Candidates
+from rlhf_jax.generation.strategy.cost import Costs
+from rlhf_jax.generation.strategy.expected_gain import Ranking
+from rlhf_jax.generation.strategy.roofline import FREE_LAG
+from rlhf_jax.generation.strategy.settings import SELECTOR_SETTINGS
+from rlhf_jax.types import Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Situation:
+    """Hold what a choice depends on besides the statistics."""
+
+    rows: int  # row slots of the program
+    live: int  # rows that will gain tokens
+    context: float  # known tokens, summed over live rows
+    lag: int  # tokens that the draft cache lacks, of the row that lacks most
+    # by drafter: [2, CLASSES] live rows by seen prompt and confidence
+    classes: Mapping[str, np.ndarray]
+    ready: Callable[[Strategy], bool]  # whether its programs are compiled for these rows
+    most_nodes: int = trees.NODE_BUCKETS[-1]  # that there is memory to verify a row
+    failed: Collection[Strategy] = ()  # whose programs cannot be compiled
+    # As `classes`, of drafters whose classes last: tokens those rows have to come. Empty while
+    # samples wait for rows.
+    left: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    slice: int = 0  # that chooses: each keeps to its own strategy
+    # of `classes`: [D, CLASSES] rows of seen prompts on each of D devices
+    by_device: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Expectations:
+    """Hold what follows from the drafters' acceptance in any situation."""
+
+    tokens: np.ndarray  # [2 * CLASSES, S] of a row's round, by seen prompt and class
+    calibrations: dict[str, float]  # by drafter: accepted over predicted drafts
+    # by drafter: chance that a text that follows its earlier one does so for a token more
+    stay: dict[str, float]
+    # by drafter with packed rounds: [CLASSES, longest chain] chances of drafts, and their order
+    expected_gains: dict[str, np.ndarray]
+    rankings: dict[str, Ranking]
+
+
+@dataclasses.dataclass(frozen=True)
+class Predictions:
+    """Hold what is expected of S strategies in one situation, [S] each."""
+
+    fits: np.ndarray  # bool, whether there is memory for it and it can be compiled
+    tokens: np.ndarray  # of the next round, all live rows together; 0 where it does not fit
+    # Tokens, but more or fewer where a strategy ends a drain sooner or later than they tell.
+    valued: np.ndarray
+    seconds: np.ndarray  # of the next round
+    steady: np.ndarray  # the same, with the draft cache's catch-up spread over the rounds it serves
+    doubt: np.ndarray  # share by which a round may take more or less; 0 where such were timed
+
+
+def expect(choices: Candidates, known: Mapping[str, Acceptance]) -> Expectations:
+    """Find what the acceptance of the drafters says of all candidates."""
+    calibrations = {name: acceptance.calibration(one) for name, one in known.items()}
+    tokens = np.ones((2 * CLASSES, len(choices.strategies)))
+    for drafter, paths in choices.paths.items():
+        drafts = candidates.expected_drafts(paths, known[drafter].rates) * calibrations[drafter]
+        if drafter != "model":
+            # What has nothing to draft drafts nothing; a model always does.
+            drafts[:, NOTHING] = 0.0
+        tokens[:, paths.columns] += drafts.reshape(2 * CLASSES, -1)
+
+    gains = {
+        drafter: expected_gain.expected_gains(known[drafter].rates[1, ..., 0])
+        for drafter in choices.packed
+    }
+    rankings = {
+        drafter: expected_gain.rank(gains[drafter][:, : choices.depth[columns[0]]])
+        for drafter, columns in choices.packed.items()
+    }
+    return Expectations(
+        tokens=np.minimum(tokens, 1 + choices.depth),
+        calibrations=calibrations,
+        stay={
+            name: acceptance.likeliest_rate(one, 1, drain.FOLLOWING) for name, one in known.items()
+        },
+        expected_gains=gains,
+        rankings=rankings,
+    )
+
+
+def predict(
+    choices: Candidates,
+    expectations: Expectations,
+    costs: Costs,
+    situation: Situation,
+    frozen_costs: bool = False,
+) -> Predictions:
+    """Predict the next round by every candidate.
+
+    frozen_costs: whether measured times have no say, so that nothing is in doubt.
+    """
+    fits = choices.nodes <= max(situation.most_nodes, int(choices.nodes[0]))
+    if situation.failed:
+        fits &= np.array([strategy not in situation.failed for strategy in choices.strategies])
+    row_tokens = tokens_of_rows(choices, expectations, situation)
+    tokens = np.where(fits, tokens_of_round(choices, situation, row_tokens), 0.0)
+    seconds, steady = seconds_of_round(choices, costs, situation)
+
+    doubt = np.zeros(len(choices.nodes))
+    if not frozen_costs:
+        rounds = cost.rounds_timed(costs, choices.calls, situation.rows)
+        fitted = min(SELECTOR_SETTINGS.untried_doubt_fitted, costs.error)
+        untried = SELECTOR_SETTINGS.untried_doubt if costs.machine == costs.prior else fitted
+        unsettled = (rounds < SELECTOR_SETTINGS.settling_rounds) & (choices.drafter >= 0)
+        doubt = np.where(unsettled, untried, 0.0)
+
+    valued = tokens.copy()
+    for drafter in situation.left:
+        groups = drain.group_rows(
+            row_tokens[:, choices.paths[drafter].columns_and_plain],
+            situation.classes[drafter].ravel(),
+            situation.left[drafter].ravel(),
+            stay=expectations.stay[drafter],
+        )
+        if len(groups.counts) > 1:
+            own = choices.paths[drafter].columns
+            took = steady[choices.paths[drafter].columns_and_plain]
+            ends = drain.seconds_left(groups, took, _plain_seconds(choices, costs, situation))
+            valued[own] = took[1:] / ends[1:] * (situation.live * ends[0] / took[0])
+    return Predictions(
+        fits, tokens, valued * (tokens > 0), seconds=seconds, steady=steady, doubt=doubt
+    )
+
+
+def tokens_of_rows(
+    choices: Candidates, expectations: Expectations, situation: Situation
+) -> np.ndarray:
+    """Return [2 * CLASSES, S] tokens expected of a row's round, by seen prompt and class.
+
+    Those of packed rounds depend on how many rows of each class share the budget.
+    """
+    found = expectations.tokens.copy()
+    for drafter, columns in choices.packed.items():
+        if (counts := situation.classes.get(drafter)) is not None:
+            rows = situation.by_device.get(drafter)
+            found[:CLASSES, columns] = expected_gain.tokens(
+                expectations.rankings[drafter],
+                expected_gain.on_one_device(counts, situation.live) if rows is None else rows,
+                situation.rows,
+                nodes=choices.nodes[columns],
+                factor=expectations.calibrations[drafter],
+            )
+            found[CLASSES:, columns] = found[:CLASSES, columns]
+    return found
+
+
+def tokens_of_round(
+    choices: Candidates, situation: Situation, row_tokens: np.ndarray
+) -> np.ndarray:
+    """Return [S] tokens expected of a round, all live rows together.
+
+    row_tokens [2 * CLASSES, S], as `tokens_of_rows` finds them.
+    """
+    # The share of rows in each cell, by drafter; the last row is plain decoding's.
+    weights = np.zeros((len(choices.drafters) + 1, 2 * CLASSES))
+    weights[:, 0] = 1.0
+    for place, drafter in enumerate(choices.drafters):
+        counts = situation.classes.get(drafter)
+        # The sum of a list, which is quicker than numpy's for so few.
+        if counts is not None and (total := sum(counts.ravel().tolist())) > 0:
+            weights[place] = counts.ravel() / total
+    by_drafter = weights @ row_tokens
+    return situation.live * by_drafter[choices.drafter, np.arange(len(choices.nodes))]
+
+
+def seconds_of_round(
+    choices: Candidates, costs: Costs, situation: Situation
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the seconds of the next round, and those that count for a choice, each [S].
+
+    The latter spread the catch-up of a draft cache over the rounds that it serves.
+    """
+    calls = choices.calls
+    rows = situation.rows
+    context = situation.context
+    kept_up = cost.seconds(costs, calls, rows, context, lag=0)
+    # Drafts never make a round shorter, whatever was measured of either.
+    kept_up = np.maximum(kept_up, kept_up[0])
+    if situation.lag <= FREE_LAG or not calls.steps.any():
+        return kept_up, kept_up
+    whole = np.maximum(cost.seconds(costs, calls, rows, context, lag=situation.lag), kept_up)
+    return whole, kept_up + (whole - kept_up) / SELECTOR_SETTINGS.catch_up_rounds
+
+
+def _plain_seconds(
+    choices: Candidates, costs: Costs, situation: Situation
+) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a function from the samples that rows hold to the seconds of a plain round.
+
+    Batches shrink by halves; part of a sample takes that part of one sample's seconds.
+    """
+    halved = [situation.rows >> times for times in range(situation.rows.bit_length())]
+    context = situation.context / situation.live
+    by_halvings = cost.plain_seconds(costs, int(choices.nodes[0]), halved, context)
+
+    def seconds(live: np.ndarray) -> np.ndarray:
+        halvings = np.log2(situation.rows / np.ceil(live)).astype(int)
+        return np.minimum(live, 1) * by_halvings[halvings]
+
+    return seconds
