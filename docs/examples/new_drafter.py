@@ -10,7 +10,7 @@ import numpy as np
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import protocol, tree
-from rlhf_jax.generation.speculative.drafters.search import SearchDrafter
+from rlhf_jax.generation.speculative.drafters.search import Found, SearchDrafter
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy.acceptance import RANKS
 from rlhf_jax.model.transformer import init, unstack
@@ -23,7 +23,7 @@ class ToyDrafter(SearchDrafter):
     def search(self, state, siblings, depth):
         last = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
         tokens = jnp.full((len(last), depth, RANKS), -1).at[:, :, 0].set(last)
-        return protocol.Found(tokens, confidence=jnp.ones(len(last), jnp.int8))
+        return Found(tokens, confidence=jnp.ones(len(last), jnp.int8))
 
 
 protocol.register(ToyDrafter())

@@ -50,9 +50,11 @@ def allocate_budget(
     usable = (drafts >= 0) & ~ends & ~state.done[:, None]
     gain = jnp.where(usable, expected_gain[confidence, :length], 0.0)
 
-    live = _by_device(~state.done, mesh).sum(axis=1, dtype=jnp.int32)
-    budget = nodes * (rows // row_shards(mesh)) - live
-    order = jnp.argsort(-_by_device(gain, mesh), axis=1, stable=True)
+    # Rows on one device share a budget.
+    devices = row_shards(mesh)
+    live = (~state.done).reshape(devices, -1).sum(axis=1, dtype=jnp.int32)
+    budget = nodes * (rows // devices) - live
+    order = jnp.argsort(-gain.reshape(devices, -1), axis=1, stable=True)
     rank = jnp.argsort(order, axis=1).astype(jnp.int32)
     kept = usable & (rank < budget[:, None]).reshape(rows, length)
     share = BudgetShare(kept.sum(axis=1, dtype=jnp.int32), ((drafts >= 0) & ~kept).any(axis=1))
@@ -102,13 +104,9 @@ def pack(verified: Array, nodes: int, mesh: Mesh | None) -> Packing:
 
     There must be at most `nodes` a row on average, on each device.
     """
-    flat = _by_device(verified, mesh)
-    size = nodes * (len(verified) // len(flat))
+    devices = row_shards(mesh)
+    flat = verified.reshape(devices, -1)
+    size = nodes * (len(verified) // devices)
     source = jax.vmap(lambda own: jnp.nonzero(own, size=size, fill_value=0)[0])(flat)
     place = jnp.maximum(jnp.cumsum(flat, axis=1, dtype=jnp.int32) - 1, 0)
     return Packing(source.astype(jnp.int32), place, len(verified))
-
-
-def _by_device(grid: Array, mesh: Mesh | None) -> Array:
-    """Flatten [B, ...] to [D, the rest], by the devices that rows lie on."""
-    return grid.reshape(row_shards(mesh), -1)

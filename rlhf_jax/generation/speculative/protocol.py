@@ -49,13 +49,6 @@ class Proposal(NamedTuple):
     confidence: Array | None = None  # [B] int8, the class of each row, where somebody reads it
 
 
-class Found(NamedTuple):
-    """Hold what a search offers as the next K tokens: up to R = `RANKS` continuations."""
-
-    tokens: Array  # [B, K, R] int32, the best continuation first, -1 beyond what is known
-    confidence: Array  # [B] int8, the drafter's class 0..3
-
-
 class Drafter(Protocol):
     """Propose drafts for the nodes of a strategy; hold no state, and be hashable.
 
@@ -67,7 +60,6 @@ class Drafter(Protocol):
     needs_model: ClassVar[bool] = False  # a draft model with a cache of its own
     needs_history: ClassVar[bool] = False  # texts of the same prompt: earlier ones and siblings'
     needs_earlier: ClassVar[bool] = False  # the text that the same noise gave before
-    looks_back: ClassVar[bool] = False  # `search` says at no cost what it would have drafted
     branches: ClassVar[bool] = False  # its second and third choices are worth trees
     # Its rows differ so much that rounds with a budget of drafts are worth their programs.
     packs: ClassVar[bool] = False
@@ -93,13 +85,6 @@ class Drafter(Protocol):
     ) -> DecodeState:
         """Return the state after the drafter has kept what was accepted of its proposal."""
         return state
-
-    def search(self, state: DecodeState, siblings: Array, depth: int) -> Found:
-        """Return the next `depth` tokens as the drafter sees them; for drafters that look back.
-
-        It is traced, and may use only what `state` says up to its `length`.
-        """
-        raise NotImplementedError(f"Drafter {self.name!r} does not look back.")
 
 
 class NoDrafter(Drafter):

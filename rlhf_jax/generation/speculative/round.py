@@ -21,6 +21,7 @@ from rlhf_jax.generation.speculative import rejection
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.budget import BudgetShare, Packing, allocate_budget, pack
 from rlhf_jax.generation.speculative.drafters.hindsight import Hindsight, look_back
+from rlhf_jax.generation.speculative.drafters.search import SearchDrafter
 from rlhf_jax.generation.speculative.protocol import DraftContext, Execute, drafter_of, drafters_of
 from rlhf_jax.generation.speculative.sampling import Draw, Sampling, block_noise, draw, draw_inside
 from rlhf_jax.generation.strategy.expected_gain import UNMEASURED
@@ -45,9 +46,9 @@ class Results(NamedTuple):
     """Hold what a round leaves for the host."""
 
     emission: Emission
-    confidence: Array | None  # [B] int8, of a drafter that does not look back: of its own drafts
+    confidence: Array | None  # [B] int8, of its own drafts, where the drafter does not search
     spent: BudgetShare | None  # of a round with a budget of drafts
-    signals: dict[str, Hindsight]  # by name, of the drafters that look back, where somebody asks
+    signals: dict[str, Hindsight]  # by name, of the drafters that search, where somebody asks
 
 
 def speculative_round(
@@ -105,9 +106,9 @@ def speculative_round(
     state = drafter.after_commit(execute, state, proposal, emission, context)
 
     used = drafters_of(decoding.strategies) if looks_back else ()
-    asked = tuple(one for one in used if one.looks_back)
-    signals = execute(look_back, state, siblings, asked, mesh=mesh) if asked else {}
-    confidence = None if drafter.looks_back else proposal.confidence
+    searchers = tuple(one for one in used if isinstance(one, SearchDrafter))
+    signals = execute(look_back, state, siblings, searchers, mesh=mesh) if searchers else {}
+    confidence = None if isinstance(drafter, SearchDrafter) else proposal.confidence
     results = Results(emission, confidence, share, signals)
     if mesh is not None and mesh.is_multi_process:
         # Each host that shares the mesh reads all rows.

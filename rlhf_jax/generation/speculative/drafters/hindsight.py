@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from rlhf_jax.generation.speculative.drafters.search import first_occurrences
-from rlhf_jax.generation.speculative.protocol import Drafter, Found
+from rlhf_jax.generation.speculative.drafters.search import Found, SearchDrafter, first_occurrences
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, RANKS
 from rlhf_jax.mesh import pin_rows
 from rlhf_jax.types import Array, DecodeState
@@ -39,7 +38,10 @@ class Hindsight:
 
 @functools.partial(jax.jit, static_argnames=("drafters", "mesh"))
 def look_back(
-    state: DecodeState, siblings: Array, drafters: tuple[Drafter, ...], mesh: Mesh | None = None
+    state: DecodeState,
+    siblings: Array,
+    drafters: tuple[SearchDrafter, ...],
+    mesh: Mesh | None = None,
 ) -> dict[str, Hindsight]:
     """Return the `Hindsight` of each of `drafters`, by name, from the state after a round.
 

@@ -16,8 +16,7 @@ from rlhf_jax.generation.speculative.drafters.matching import (
     is_followed,
     match_length,
 )
-from rlhf_jax.generation.speculative.drafters.search import SearchDrafter
-from rlhf_jax.generation.speculative.protocol import Found
+from rlhf_jax.generation.speculative.drafters.search import Found, SearchDrafter
 from rlhf_jax.types import Array, DecodeState
 
 # Matched tokens from which a row is of confidence class 1, 2 and 3.

@@ -260,24 +260,27 @@ def catch_up(
     write = laid.commit(kernels, mesh)
     chunk = CATCH_UP_TOKENS
 
-    def lagging(state: DecodeState) -> Array:
+    def is_behind(state: DecodeState) -> Array:
+        assert state.draft is not None
         return jnp.any(~state.done & (state.draft.length < state.length - 2))
 
-    def step(state: DecodeState) -> DecodeState:
-        at = state.draft.length[:, None] + jnp.arange(chunk, dtype=jnp.int32)
+    def feed_chunk(state: DecodeState) -> DecodeState:
+        draft = state.draft
+        assert draft is not None
+        at = draft.length[:, None] + jnp.arange(chunk, dtype=jnp.int32)
         last = state.tokens.shape[1] - 1
         tokens = jnp.take_along_axis(state.tokens, jnp.minimum(at, last), axis=1)
         triangle = jnp.tril(jnp.ones((chunk, chunk), bool))
         mask = jnp.broadcast_to(triangle, (at.shape[0], chunk, chunk))
-        known = jnp.where(state.done, 0, state.draft.length)
+        known = jnp.where(state.done, 0, draft.length)
         attend = functools.partial(cached, length=known, mask=mask, attend=attention)
-        layers = tuple((layer, None) for layer in state.draft.cache)
+        layers = tuple((layer, None) for layer in draft.cache)
         _, window = forward(drafter, tokens, at, attend, layers)
 
         order = jnp.broadcast_to(jnp.arange(chunk, dtype=jnp.int32), at.shape)
-        cache = write(state.draft.cache, window, order, state.draft.length)
-        fed = jnp.minimum(state.draft.length + chunk, state.length - 1)
-        length = jnp.maximum(fed, state.draft.length)
+        cache = write(draft.cache, window, order, draft.length)
+        fed = jnp.minimum(draft.length + chunk, state.length - 1)
+        length = jnp.maximum(fed, draft.length)
         return dataclasses.replace(state, draft=DraftState(cache, length))
 
-    return pin_rows(jax.lax.while_loop(lagging, step, state), mesh)
+    return pin_rows(jax.lax.while_loop(is_behind, feed_chunk, state), mesh)

@@ -16,8 +16,7 @@ from rlhf_jax.generation.speculative.drafters.matching import (
     is_followed,
     match_length,
 )
-from rlhf_jax.generation.speculative.drafters.search import SearchDrafter
-from rlhf_jax.generation.speculative.protocol import Found
+from rlhf_jax.generation.speculative.drafters.search import Found, SearchDrafter
 from rlhf_jax.generation.strategy.acceptance import RANKS
 from rlhf_jax.types import Array, DecodeState
 
@@ -49,8 +48,17 @@ class ReplayDrafter(SearchDrafter):
             nothing = jnp.full((rows, depth, RANKS), -1, jnp.int32)
             return Found(nothing, jnp.zeros((rows,), jnp.int8))
 
+        # Tokens that match up to each place of the earlier text; while the text follows, its own
+        # position is worth more than any match, and it is always worth one token.
         distance = jnp.arange(size, dtype=jnp.int32) - (state.length - 1)[:, None]
-        matched = jnp.where(is_followed(state.earlier), _usable_match(state, distance), 0)
+        matched = match_length(state, state.earlier)
+        aligned = matched >= jnp.minimum(state.length, ALIGNED)[:, None]
+        here = jnp.where(aligned, LONGEST_MATCH + 1, jnp.maximum(matched, 1))
+        elsewhere = jnp.where(matched >= REALIGNED, matched, 0)
+        matched = jnp.where(distance == 0, here, elsewhere)
+        matched = jnp.where(is_followed(state.earlier), matched, 0)
+
+        # The longest match is first, of equal ones the nearest.
         span = 2 * (size + state.tokens.shape[1])
         nearness = span - 2 * jnp.abs(distance) + (distance > 0).astype(jnp.int32)
         score, where = best_places(jnp.where(matched > 0, matched * 2 * span + nearness, 0))
@@ -64,16 +72,3 @@ class ReplayDrafter(SearchDrafter):
 
 
 REPLAY = ReplayDrafter()
-
-
-def _usable_match(state: DecodeState, distance: Array) -> Array:
-    """Return the match length [B, E] int32 at each place of the earlier text, 0 where unusable.
-
-    distance [B, E] is how far a place is from the row's position; there, the match counts as
-    LONGEST_MATCH + 1 while the text follows, and else as one token at least.
-    """
-    matched = match_length(state, state.earlier)
-    follows = matched >= jnp.minimum(state.length, ALIGNED)[:, None]
-    by_position = jnp.where(follows, LONGEST_MATCH + 1, jnp.maximum(matched, 1))
-    elsewhere = jnp.where(matched >= REALIGNED, matched, 0)
-    return jnp.where(distance == 0, by_position, elsewhere)

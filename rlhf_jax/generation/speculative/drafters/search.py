@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import chex
 import jax
@@ -16,14 +17,27 @@ from rlhf_jax.mesh import pin_rows
 from rlhf_jax.types import Array, DecodeState, Strategy
 
 
+class Found(NamedTuple):
+    """Hold what a search offers as the next K tokens: up to R = `RANKS` continuations."""
+
+    tokens: Array  # [B, K, R] int32, the best continuation first, -1 beyond what is known
+    confidence: Array  # [B] int8, the drafter's class 0..3
+
+
 class SearchDrafter(Drafter):
     """Propose what `search` finds, without a model; a subclass gives a name and `search`.
 
     Such a drafter costs little, so it looks back after every round of an adaptive stage: its
-    acceptance is known before it is ever used.
+    acceptance is known before it is ever used (see `hindsight`).
     """
 
-    looks_back = True
+    def search(self, state: DecodeState, siblings: Array, depth: int) -> Found:
+        """Return the next `depth` tokens as the drafter expects them.
+
+        It is traced, and may use only what `state` says up to its `length`. siblings [B, S] int32
+        are rows of `state` that hold samples of the same prompt, -1 for none.
+        """
+        raise NotImplementedError(f"Drafter {self.name!r} has no `search`.")
 
     def propose(self, execute: Execute, state: DecodeState, context: DraftContext) -> Proposal:
         """Return the best of what `search` finds, in one jitted call."""
@@ -33,7 +47,7 @@ class SearchDrafter(Drafter):
 
 @functools.partial(jax.jit, static_argnames=("drafter", "strategy", "mesh"))
 def propose(
-    drafter: Drafter,
+    drafter: SearchDrafter,
     state: DecodeState,
     siblings: Array,
     strategy: Strategy,
@@ -41,8 +55,8 @@ def propose(
 ) -> Proposal:
     """Search, and lay what is found out on the strategy's nodes.
 
-    siblings [B, S] int32 are rows of `state` that hold samples of the same prompt, -1 for none. The
-    proposal's confidence is given by drafters whose rounds may have a budget.
+    siblings [B, S] int32 as in `search`. The proposal has a confidence only where the drafter's
+    rounds may have a budget.
     """
     depth = int(trees.depths(strategy).max())
     found = drafter.search(state, siblings, depth)
