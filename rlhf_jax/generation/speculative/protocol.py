@@ -60,6 +60,8 @@ class Drafter(Protocol):
     needs_model: ClassVar[bool] = False  # a draft model with a cache of its own
     needs_history: ClassVar[bool] = False  # texts of the same prompt: earlier ones and siblings'
     needs_earlier: ClassVar[bool] = False  # the text that the same noise gave before
+    # The confidence class of a row that has an earlier text and no token of its own yet.
+    first_confidence: ClassVar[int] = 0
     branches: ClassVar[bool] = False  # its second and third choices are worth trees
     # Its rows differ so much that rounds with a budget of drafts are worth their programs.
     packs: ClassVar[bool] = False

@@ -32,6 +32,7 @@ class ReplayDrafter(SearchDrafter):
 
     name = "replay"
     needs_earlier = True
+    first_confidence = FOLLOWS_EARLIER
     packs = True
 
     def search(self, state: DecodeState, siblings: Array, depth: int) -> Found:
