@@ -29,7 +29,7 @@ Execute = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class DraftContext:
-    """Hold what a drafter is told of a round, beside the rows themselves."""
+    """Hold what a drafter may read in a round, beside the rows themselves."""
 
     strategy: Strategy
     siblings: Array  # [B, S] int32, rows that hold samples of the same prompt, -1 for none

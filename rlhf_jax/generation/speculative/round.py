@@ -145,7 +145,7 @@ def run_round(
     root = jnp.take_along_axis(state.tokens, (state.length - 1)[:, None], axis=1)
     nodes = jnp.concatenate([root, drafts], axis=1)
     packing = pack((nodes >= 0) & ~state.done[:, None], verified, mesh) if verified else None
-    seen = verify(
+    outcome = verify(
         target,
         state,
         nodes,
@@ -157,14 +157,14 @@ def run_round(
         packing=packing,
     )
     if rule == "replayable":
-        token = seen.draw.token
-        logprob = seen.draw.logprob
+        token = outcome.draw.token
+        logprob = outcome.draw.logprob
         last = trees.accept_equal(nodes, token, tree)
     else:
         token, logprob, last = rejection.accept(
             nodes,
             tree,
-            seen.logits,
+            outcome.logits,
             draft_logits,
             key=state.key,
             position=state.length,
@@ -173,8 +173,8 @@ def run_round(
 
     path = trees.path_to(tree, last)
     depth = jnp.take_along_axis(tree.depth, last[:, None], axis=1)[:, 0]
-    emission = emit(state, path, Draw(token, logprob, seen.draw.support), depth, stop_tokens)
-    state = commit(state, seen.window, path, emission, kernels=kernels, mesh=mesh)
+    emission = emit(state, path, Draw(token, logprob, outcome.draw.support), depth, stop_tokens)
+    state = commit(state, outcome.window, path, emission, kernels=kernels, mesh=mesh)
     return pin_rows(state, mesh), pin_rows(emission, mesh)
 
 

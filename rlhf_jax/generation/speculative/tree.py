@@ -167,8 +167,8 @@ def accept_equal(tokens: Array, draws: Array, tree: Tree) -> Array:
     This is replayable acceptance. tokens [B, N+1] were drafted (node 0 is unused, -1 is never
     accepted); draws [B, N+1] are the target's after each node.
     """
-    wanted = jnp.take_along_axis(draws, tree.parents, axis=1)
-    fits = (tokens == wanted) & (tree.depth > 0)
+    drawn = jnp.take_along_axis(draws, tree.parents, axis=1)
+    fits = (tokens == drawn) & (tree.depth > 0)
     fits = fits.at[:, 0].set(True)
     accepted = jnp.all(fits[:, None, :] | ~tree.ancestors, axis=-1) & (tree.depth >= 0)
     return jnp.argmax(jnp.where(accepted, tree.depth, -1), axis=1).astype(jnp.int32)

@@ -92,21 +92,14 @@ def propose(
     tokens = {0: _token_at(state, state.length - 1)}
     node_logits = {}
     window = ()
-    seen = 0
+    fed = 0
     attention = laid.tree_attention(kernels, mesh)
     for level in _fed_nodes(strategy):
         hidden, window = _feed(
-            drafter,
-            state,
-            strategy,
-            level,
-            tokens=tokens,
-            window=window,
-            seen=seen,
-            attend=attention,
+            drafter, state, strategy, level, tokens=tokens, window=window, fed=fed, attend=attention
         )
         scores = logits(drafter, hidden[:, -len(level) :])
-        seen += hidden.shape[1]
+        fed += hidden.shape[1]
         for place, node in enumerate(level):
             node_logits[node] = scores[:, place]
             below = trees.children(strategy, node)
@@ -122,11 +115,11 @@ def propose(
     if with_logits:
         unfed = jnp.zeros_like(node_logits[0])
         stacked = jnp.stack([node_logits.get(node, unfed) for node in range(size)], axis=1)
-    first = confidence(node_logits[0], tokens[1], sampling)
+    first = confidence_of(node_logits[0], tokens[1], sampling)
     return pin_rows(Proposal(drafts, stacked, window, first), mesh)
 
 
-def confidence(scores: Array, token: Array, sampling: Sampling) -> Array:
+def confidence_of(scores: Array, token: Array, sampling: Sampling) -> Array:
     """Return the confidence class [...] int8, 1 to 3, of token [...] under logits [..., V].
 
     It goes by the token's probability at the temperature (1 if that is 0).
@@ -139,7 +132,7 @@ def confidence(scores: Array, token: Array, sampling: Sampling) -> Array:
 
 
 def _fed_nodes(strategy: Strategy) -> list[list[int]]:
-    """List the nodes with children, by depth: the drafter is asked what follows them."""
+    """List the nodes with children, by depth: those that the drafter is fed."""
     depth = trees.depths(strategy)
     inner = [node for node in range(len(depth)) if trees.children(strategy, node)]
     return [[node for node in inner if depth[node] == level] for level in range(int(depth.max()))]
@@ -164,13 +157,13 @@ def _feed(
     *,
     tokens: dict[int, Array],
     window: Cache,
-    seen: int,
+    fed: int,
     attend: Callable[..., Array],
 ) -> tuple[Array, Cache]:
     """Feed one level's nodes, after the token before the root where the window is still empty.
 
-    tokens[node] is [B] int32; window holds `seen` tokens. Returns hidden [B, Q, M] of the Q tokens
-    fed, and the grown window.
+    tokens[node] is [B] int32; window holds the `fed` tokens before them. Returns hidden [B, Q, M]
+    of the Q tokens that are fed now, and the grown window.
     """
     queries = jnp.stack([tokens[node] for node in level], axis=1)
     positions = (state.length - 1)[:, None] + trees.depths(strategy)[level]
@@ -179,7 +172,7 @@ def _feed(
         queries = jnp.concatenate([_token_at(state, before)[:, None], queries], axis=1)
         positions = jnp.concatenate([jnp.maximum(before, 0)[:, None], positions], axis=1)
 
-    mask = _window_mask(strategy, level, seen + queries.shape[1])
+    mask = _window_mask(strategy, level, fed + queries.shape[1])
     mask = jnp.broadcast_to(mask, (queries.shape[0], *mask.shape))
     # A text of one token has none before the root; but a query must see at least itself.
     first = mask[:, :, :1] & (state.length >= 2)[:, None, None]
@@ -251,7 +244,7 @@ def commit(
 def catch_up(
     drafter: Model, state: DecodeState, kernels: Kernels = REFERENCE, mesh: Mesh | None = None
 ) -> DecodeState:
-    """Feed what the draft cache has not seen, until it lacks one token at most.
+    """Feed what the draft cache lacks, until that is one token at most.
 
     It is needed after rounds that drafted otherwise; it feeds CATCH_UP_TOKENS tokens of every row a
     step. `state` is donated.

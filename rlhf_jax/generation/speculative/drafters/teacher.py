@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.generation.speculative import sampling as draws
-from rlhf_jax.generation.speculative.drafters.model import confidence
+from rlhf_jax.generation.speculative.drafters.model import confidence_of
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, NOTHING, RANKS, Observations
 from rlhf_jax.model.attention import causal
@@ -76,38 +76,42 @@ def _score_rows(
         return jnp.moveaxis(padded, 1, 0)
 
     def score_block(block: tuple[Array, ...]) -> tuple[Array, Array]:
-        asked = block[2]
-        # A block that nobody asks about, of prompts or of padding, skips the head.
-        unknown = (jnp.full(asked.shape, -1, jnp.int8), jnp.zeros(asked.shape, jnp.int8))
+        masked = block[2]
+        # A block without masked tokens, of prompts or of padding, skips the head.
+        unknown = (jnp.full(masked.shape, -1, jnp.int8), jnp.zeros(masked.shape, jnp.int8))
         return jax.lax.cond(
-            asked.any(), lambda: _score_block(drafter, block, key, sampling), lambda: unknown
+            masked.any(), lambda: _score_block(drafter, block, key, sampling), lambda: unknown
         )
 
-    told = (hidden[:, :-1], tokens[:, 1:], mask[:, 1:], places[:, 1:])
-    blocks = jax.lax.map(score_block, jax.tree.map(in_blocks, told))
-    rank, sure = (jnp.moveaxis(leaf, 0, 1).reshape(rows, -1)[:, : slots - 1] for leaf in blocks)
-    return jnp.pad(rank, ((0, 0), (1, 0)), constant_values=-1), jnp.pad(sure, ((0, 0), (1, 0)))
+    # Each token is predicted by the hidden state before it.
+    aligned = (hidden[:, :-1], tokens[:, 1:], mask[:, 1:], places[:, 1:])
+    blocks = jax.lax.map(score_block, jax.tree.map(in_blocks, aligned))
+    rank, confidence = (
+        jnp.moveaxis(leaf, 0, 1).reshape(rows, -1)[:, : slots - 1] for leaf in blocks
+    )
+    first = ((0, 0), (1, 0))
+    return jnp.pad(rank, first, constant_values=-1), jnp.pad(confidence, first)
 
 
 def _score_block(
     drafter: Model, block: tuple[Array, ...], key: Array, sampling: Sampling
 ) -> tuple[Array, Array]:
-    """Score tokens [B, C], each told by the hidden state [B, C, M] before it."""
+    """Score tokens [B, C], each predicted by the hidden state [B, C, M] before it."""
     hidden, tokens, mask, position = block
     scores = logits(drafter, hidden)
     proposed = draws.rank(scores, key[:, None], position, sampling, count=RANKS)
     right = proposed == tokens[..., None]
     rank = jnp.where(right.any(-1) & mask, jnp.argmax(right, axis=-1).astype(jnp.int8), -1)
-    sure = jnp.where(mask, confidence(scores, proposed[..., 0], sampling), 0)
-    return rank.astype(jnp.int8), sure.astype(jnp.int8)
+    confidence = jnp.where(mask, confidence_of(scores, proposed[..., 0], sampling), 0)
+    return rank.astype(jnp.int8), confidence.astype(jnp.int8)
 
 
 def as_evidence(
-    rank: np.ndarray, sure: np.ndarray, mask: np.ndarray, seen_prompt: np.ndarray
+    rank: np.ndarray, confidence: np.ndarray, mask: np.ndarray, seen_prompt: np.ndarray
 ) -> Observations:
     """Return what drafting from every response token of mask [B, T] would have shown.
 
-    rank and sure (confidence), both [B, T], are those of `score`; seen_prompt [B] says whose prompt
+    rank and confidence, both [B, T], are those of `score`; seen_prompt [B] says whose prompt
     was rolled out before. The class before a draft is that of the token before it, none at a
     response's first token; and each counts once more for the class where nothing is known. All
     RANKS are offered at each depth until the first that rank 0 misses, or the end.
@@ -122,7 +126,7 @@ def as_evidence(
 
     ranks = np.where(observed, ranks, -1)
     offered = np.where(observed, RANKS, 0)
-    before = np.where(mask[row, place - 1], sure[row, place - 1], NOTHING)
+    before = np.where(mask[row, place - 1], confidence[row, place - 1], NOTHING)
     by_class = (seen_prompt[row], before, ranks, offered)
     # Between drafts of its own nothing is known of a row: that class is the mean of all.
     again = before != NOTHING
