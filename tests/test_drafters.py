@@ -10,9 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf_jax.generation.speculative import protocol
 from rlhf_jax.generation.speculative import tree as trees
-from rlhf_jax.generation.speculative.drafters import hindsight, lookup, replay, teacher
+from rlhf_jax.generation.speculative.drafters import matching, replay, teacher
 from rlhf_jax.generation.speculative.drafters import model as model_drafter
+from rlhf_jax.generation.speculative.drafters.hindsight import look_back
+from rlhf_jax.generation.speculative.drafters.lookup import LOOKUP
+from rlhf_jax.generation.speculative.drafters.model import MODEL
+from rlhf_jax.generation.speculative.drafters.replay import REPLAY
+from rlhf_jax.generation.speculative.drafters.search import SearchDrafter, propose
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, RANKS
@@ -23,6 +29,7 @@ from rlhf_jax.types import DecodeState, DraftState, Strategy
 
 SLOTS = 48
 NOBODY = np.full((1, 0), -1, np.int32)
+SEARCHERS = (LOOKUP, REPLAY)
 
 
 def texts_state(
@@ -62,7 +69,7 @@ def agreement(corpus: list[int], place: int, text: list[int]) -> int:
     return len(
         list(
             itertools.takewhile(
-                lambda pair: pair[0] == pair[1], itertools.islice(pairs, lookup.LONGEST)
+                lambda pair: pair[0] == pair[1], itertools.islice(pairs, matching.LONGEST_MATCH)
             )
         )
     )
@@ -191,33 +198,30 @@ STRATEGIES = (
 
 
 @pytest.mark.parametrize("parents", STRATEGIES, ids=lambda parents: f"{len(parents)} nodes")
-@pytest.mark.parametrize("drafter", hindsight.FREE)
+@pytest.mark.parametrize("drafter", SEARCHERS, ids=lambda drafter: drafter.name)
 def test_drafts_are_those_of_plain_python(crowd, drafter, parents):
-    strategy = Strategy(parents, drafter)
+    strategy = Strategy(parents, drafter.name)
     state = texts_state(*crowd[:3])
-    propose = lookup.propose if drafter == "lookup" else replay.propose
-    drafts = (
-        propose(state, crowd[3], strategy) if drafter == "lookup" else propose(state, strategy)[0]
-    )
+    drafts = propose(drafter, state, crowd[3], strategy).drafts
     depth = int(trees.depths(strategy).max())
     wanted = [
-        slow_drafts(slow_find(crowd, drafter, row, 0, depth)[1], strategy)
+        slow_drafts(slow_find(crowd, drafter.name, row, 0, depth)[1], strategy)
         for row in range(len(crowd[0]))
     ]
     np.testing.assert_array_equal(drafts, wanted)
     assert 0.5 < np.mean(np.array(wanted)[:, 0] >= 0) < 1
 
 
-@pytest.mark.parametrize("drafter", hindsight.FREE)
+@pytest.mark.parametrize("drafter", SEARCHERS, ids=lambda drafter: drafter.name)
 def test_looking_back_is_what_plain_python_sees(crowd, drafter):
     """Class now, class eight tokens ago and the ranks of what came, from what was known then."""
-    signal = hindsight.look(texts_state(*crowd[:3]), crowd[3])[drafter]
+    signal = look_back(texts_state(*crowd[:3]), crowd[3], SEARCHERS)[drafter.name]
     for row, text in enumerate(crowd[0]):
-        assert signal.confidence[row] == slow_find(crowd, drafter, row, 0, 1)[0]
+        assert signal.confidence[row] == slow_find(crowd, drafter.name, row, 0, 1)[0]
         if len(text) <= DEPTHS:
             assert not np.any(signal.offered[row]) and np.all(signal.ranks[row] == -1)
             continue
-        kind, found = slow_find(crowd, drafter, row, DEPTHS, DEPTHS)
+        kind, found = slow_find(crowd, drafter.name, row, DEPTHS, DEPTHS)
         ranks, offered = slow_compare(found, text[-DEPTHS:])
         assert signal.past[row] == kind
         assert (signal.ranks[row].tolist(), signal.offered[row].tolist()) == (ranks, offered)
@@ -231,7 +235,7 @@ def test_looking_back_is_what_plain_python_sees(crowd, drafter):
 
 def test_what_nobody_asks_for_is_not_looked_at(crowd):
     state = texts_state(crowd[0], crowd[1], None)
-    seen = hindsight.look(state, crowd[3], ("lookup",))
+    seen = look_back(state, crowd[3], (LOOKUP,))
     assert set(seen) == {"lookup"}
     assert all(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(seen))
 
@@ -240,16 +244,16 @@ def test_lookup_reads_what_siblings_have_written():
     state = texts_state([[1, 2, 3], [1, 2, 3, 4, 5], [9, 1, 2, 3, 6]], [[-1]] * 3, None)
     siblings = jnp.array([[1, 2], [0, -1], [-1, -1]], jnp.int32)
     tree = Strategy((-1, -1, 0), "lookup")
-    drafts = lookup.propose(state, siblings, tree)
+    drafts = propose(LOOKUP, state, siblings, tree).drafts
     # of two equal matches, the later in the corpus is first
     assert drafts[0, :3].tolist() == [6, 4, -1]
-    assert lookup.propose(state, siblings[:, ::-1], tree)[0, :3].tolist() == [4, 6, 5]
-    assert lookup.propose(state, jnp.full((3, 2), -1, jnp.int32), tree)[0, 0] == -1
+    assert propose(LOOKUP, state, siblings[:, ::-1], tree).drafts[0, :3].tolist() == [4, 6, 5]
+    assert propose(LOOKUP, state, jnp.full((3, 2), -1, jnp.int32), tree).drafts[0, 0] == -1
 
 
 def test_lookup_goes_on_where_a_text_repeats_itself():
     state = texts_state([[7, 5, 6, 5, 6, 5]], [[-1]], None)
-    assert lookup.propose(state, NOBODY, chain("lookup", 32))[0].tolist() == [6, 5] * 16
+    assert propose(LOOKUP, state, NOBODY, chain("lookup", 32)).drafts[0].tolist() == [6, 5] * 16
 
 
 EARLIER = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
@@ -272,14 +276,14 @@ EARLIER = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
 )
 def test_replay_follows_the_earlier_text(text, drafts, kind):
     state = texts_state([text], [[-1]], [EARLIER])
-    assert replay.propose(state, chain("replay", 4))[0][0].tolist() == drafts
-    assert hindsight.look(state, NOBODY, ("replay",))["replay"].confidence.tolist() == [kind]
+    assert propose(REPLAY, state, NOBODY, chain("replay", 4)).drafts[0].tolist() == drafts
+    assert look_back(state, NOBODY, (REPLAY,))["replay"].confidence.tolist() == [kind]
 
 
 def test_without_an_earlier_text_there_is_nothing_to_replay():
     for state in (texts_state([[1, 2, 3]], [[-1]], None), texts_state([[1, 2, 3]], [[-1]], [[]])):
-        assert replay.propose(state, chain("replay", 2))[0].tolist() == [[-1, -1]]
-        signal = hindsight.look(state, NOBODY, ("replay",))["replay"]
+        assert propose(REPLAY, state, NOBODY, chain("replay", 2)).drafts.tolist() == [[-1, -1]]
+        signal = look_back(state, NOBODY, (REPLAY,))["replay"]
         assert signal.confidence.tolist() == [0]
 
 
@@ -290,14 +294,14 @@ def test_drafts_and_signals_lie_as_rows_do_on_a_mesh(crowd):
     laid, others = place_rows((state, siblings), mesh)
     for drafts, alone in (
         (
-            lookup.propose(laid, others, chain("lookup", 4), mesh=mesh),
-            lookup.propose(state, siblings, chain("lookup", 4)),
+            propose(LOOKUP, laid, others, chain("lookup", 4), mesh=mesh),
+            propose(LOOKUP, state, siblings, chain("lookup", 4)),
         ),
         (
-            replay.propose(laid, chain("replay", 4), mesh=mesh),
-            replay.propose(state, chain("replay", 4)),
+            propose(REPLAY, laid, others, chain("replay", 4), mesh=mesh),
+            propose(REPLAY, state, siblings, chain("replay", 4)),
         ),
-        (hindsight.look(laid, others, mesh=mesh), hindsight.look(state, siblings)),
+        (look_back(laid, others, SEARCHERS, mesh=mesh), look_back(state, siblings, SEARCHERS)),
     ):
         jax.tree.map(np.testing.assert_array_equal, drafts, alone)
         wanted = row_shardings(drafts, mesh)
@@ -315,7 +319,7 @@ TEXTS = 6
 def begun(target, drafter) -> DecodeState:
     """Texts of one token each: no cache is wanted yet."""
     empty = texts_state([[i + 1] for i in range(TEXTS)], [[-1]] * TEXTS, None)
-    slots = 64 + model_drafter.CHUNK
+    slots = 64 + model_drafter.CATCH_UP_TOKENS
     key = np.stack([np.full(TEXTS, SEED), np.arange(TEXTS)], axis=1).astype(np.uint32)
     return dataclasses.replace(
         empty,
@@ -385,7 +389,7 @@ def test_the_pass_is_the_same_in_any_slices(drafter, monkeypatch):
     mask = (np.arange(40) > 3) & (np.arange(40) < rng.integers(10, 40, 4)[:, None])
     key = np.stack([np.full(4, SEED), np.arange(4)], axis=1).astype(np.uint32)
     whole = teacher.score(drafter, tokens, mask, key, Sampling(1.0), rows=4)
-    monkeypatch.setattr(teacher, "CHUNK", 14)
+    monkeypatch.setattr(teacher, "HEAD_TOKENS", 14)
     for rows in (1, 2):
         parts = teacher.score(drafter, tokens, mask, key, Sampling(1.0), rows=rows)
         jax.tree.map(np.testing.assert_array_equal, parts, whole)
@@ -423,3 +427,42 @@ def test_confidence_is_the_probability_of_the_drafters_own_best(target, drafter,
     probability = np.asarray(law)[np.arange(TEXTS), np.asarray(drafts)[:, 0]]
     assert confidence.tolist() == (1 + (probability >= 0.3) + (probability >= 0.7)).tolist()
     assert confidence.dtype == jnp.int8 and len(set(confidence.tolist())) > 1
+
+
+# Registering
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """The drafters of the package, in a registry that ends with the test."""
+    monkeypatch.setattr(protocol, "DRAFTERS", dict(protocol.DRAFTERS))
+    return protocol.DRAFTERS
+
+
+def named(name: str) -> protocol.Drafter:
+    return type("Toy", (SearchDrafter,), {"name": name})()
+
+
+def test_a_drafter_is_registered_once(registry):
+    toy = named("toy")
+    protocol.register(toy)
+    protocol.register(toy)
+    assert [*registry] == ["lookup", "replay", "model", "toy"]
+    assert protocol.drafter_of(chain("toy", 2)) is toy
+    assert protocol.drafters_of((trees.PLAIN, chain("toy", 2), chain("model", 1))) == (MODEL, toy)
+    with pytest.raises(ValueError, match="There is a drafter called 'toy' already"):
+        protocol.register(named("toy"))
+
+
+@pytest.mark.parametrize("name", ["", "Toy", "my-toy", "none", "plain", "adaptive"])
+def test_names_that_no_strategy_can_begin_with_are_refused(name, registry):
+    with pytest.raises(ValueError, match="cannot be called"):
+        protocol.register(named(name))
+
+
+def test_a_drafter_that_nobody_registered_is_missed():
+    with pytest.raises(ValueError, match="No drafter is called 'toy'"):
+        protocol.drafter_of(chain("toy", 2))
+    with pytest.raises(ValueError, match="Unknown strategy 'toy-chain-2'"):
+        trees.parse("toy-chain-2")
+    assert protocol.drafter_of(trees.PLAIN).name == "none"

@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rlhf_jax.generation.speculative.drafters.replay import FOLLOWS
+from rlhf_jax.generation.speculative.drafters.replay import FOLLOWS_EARLIER
 from rlhf_jax.generation.strategy import candidates, cost, roofline
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Observations
 from rlhf_jax.generation.strategy.drain import RowGroups, group_rows, seconds_left
@@ -111,7 +111,7 @@ class SimulatedDrain:
         return follows * np.minimum(each + (follows.cumsum() <= more), depth)
 
     def situation(self, rows: int, follows: np.ndarray, left: np.ndarray) -> Situation:
-        cells = np.where(follows, FOLLOWS, STRAYED)
+        cells = np.where(follows, FOLLOWS_EARLIER, STRAYED)
         counts, tokens = (
             np.bincount(cells, each, 2 * CLASSES).reshape(2, CLASSES)[::-1] for each in (None, left)
         )
@@ -129,7 +129,10 @@ class SimulatedDrain:
         right = np.cumprod((luck.random((4000, DEPTHS)) > self.hazard) & follows[:, None], axis=1)
         reached = np.hstack([np.ones((4000, 1), int), right[:, :-1]])
         said = Observations(
-            np.ones(4000, bool), np.where(follows, FOLLOWS, STRAYED), right - 1, RANKS * reached
+            np.ones(4000, bool),
+            np.where(follows, FOLLOWS_EARLIER, STRAYED),
+            right - 1,
+            RANKS * reached,
         )
         for part in np.split(np.arange(4000), 100):
             chooser.observe_text(

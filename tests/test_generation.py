@@ -18,8 +18,9 @@ from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.history import as_rollout
 from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import tree as trees
-from rlhf_jax.generation.speculative.drafters import lookup
 from rlhf_jax.generation.speculative.drafters import model as model_drafter
+from rlhf_jax.generation.speculative.drafters.lookup import LOOKUP
+from rlhf_jax.generation.speculative.drafters.search import propose
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import Sampling, decision_margin
 from rlhf_jax.inference.logprobs import score_rollout
@@ -297,8 +298,8 @@ def test_lookup_follows_the_longest_match_and_then_others(target):
     history = jnp.full_like(state.history, -1).at[0, :4].set(jnp.array([3, 5, 6, 8]))
     state = dataclasses.replace(state, tokens=text, length=jnp.array([11]), history=history)
     alone = jnp.zeros((1, 0), jnp.int32)
-    assert lookup.propose(state, alone, trees.parse("lookup-chain-4"))[0].tolist() == [9, 2, 5, 6]
-    assert lookup.propose(state, alone, trees.parse("lookup-tree-3"))[0].tolist() == [9, 1, 8, -1]
+    for name, drafts in (("lookup-chain-4", [9, 2, 5, 6]), ("lookup-tree-3", [9, 1, 8, -1])):
+        assert propose(LOOKUP, state, alone, trees.parse(name)).drafts[0].tolist() == drafts
 
 
 def test_the_donated_cache_is_not_copied(target):

@@ -20,7 +20,7 @@ from rlhf_jax.generation.speculative.sampling import Sampling, gumbel, noise_bit
 draw = jax.jit(module.draw, static_argnums=(3, 4))
 rank = jax.jit(module.rank, static_argnums=(3, 4))
 decision_margin = jax.jit(module.decision_margin, static_argnums=3)
-law = jax.jit(module.law, static_argnums=1)
+log_probabilities = jax.jit(module.log_probabilities, static_argnums=1)
 truncate = jax.jit(module.truncate, static_argnums=1)
 
 DRAWS = 100_000
@@ -116,16 +116,18 @@ def test_noise_is_exact_at_its_ends():
 def test_draws_follow_the_law(sampling, vocabulary):
     logits = logits_of(vocabulary)
     expected = expected_law(logits, sampling)
-    np.testing.assert_allclose(np.exp(law(logits, sampling)), expected, rtol=2e-5, atol=1e-9)
+    np.testing.assert_allclose(
+        np.exp(log_probabilities(logits, sampling)), expected, rtol=2e-5, atol=1e-9
+    )
     assert p_value(sample(token_of, logits, sampling=sampling), expected) > SIGNIFICANCE
 
 
 def planted(logits, key, position, sampling, bias: str):
     """The draw with one mistake in it."""
     tempered = logits / sampling.temperature
-    kept = module._blocks(truncate(logits, sampling))
+    kept = module.blocks(truncate(logits, sampling))
     by_best = jnp.max(kept, -1)
-    untruncated = jax.nn.logsumexp(module._blocks(tempered), -1)
+    untruncated = jax.nn.logsumexp(module.blocks(tempered), -1)
     summary = by_best if bias == "block by its best token" else untruncated
     index = jnp.arange(summary.shape[-1], dtype=jnp.uint32)
     block = jnp.argmax(summary + gumbel(noise_bits(key, position, 0, index)))
@@ -176,7 +178,7 @@ def test_logprob_is_of_the_law(sampling):
     (key, position) = keys(64)
     drawn = draw(logits, key, position, sampling)
     expected = np.take_along_axis(
-        np.asarray(law(logits, sampling)), np.asarray(drawn.token)[:, None], -1
+        np.asarray(log_probabilities(logits, sampling)), np.asarray(drawn.token)[:, None], -1
     )
     np.testing.assert_allclose(drawn.logprob, expected[:, 0], atol=1e-5)
 
@@ -217,7 +219,7 @@ def test_temperature_zero_is_the_argmax():
         drawn = draw(logits, key, position, sampling)
         np.testing.assert_array_equal(drawn.token, best)
         np.testing.assert_array_equal(drawn.logprob, np.zeros(64))
-        np.testing.assert_array_equal(np.argmax(law(logits, sampling), -1), best)
+        np.testing.assert_array_equal(np.argmax(log_probabilities(logits, sampling), -1), best)
 
 
 @pytest.mark.parametrize(
@@ -327,8 +329,10 @@ def test_ranks_are_drawn_without_replacement():
 
 def raw_ranks(logits, key, position):
     """Runners-up on their raw scores, block scores and token scores mixed: the planted mistake."""
-    _, best = module._block_scores(logits, key, position, 0)
-    _, scores = module._token_scores(logits, jnp.arange(3, dtype=jnp.int32), key, position, 1)
+    best = jax.nn.logsumexp(module.blocks(logits), -1)
+    best = best + module.block_noise(key, position, logits.shape[-1])
+    chosen = jnp.arange(3, dtype=jnp.int32)
+    scores = module.inside(logits, chosen) + module._token_noise(chosen, key, position, 1)
     mixed = scores - jnp.max(scores, -1, keepdims=True) + best[:, None]
     return jax.lax.top_k(mixed.reshape(-1), 2)[1]
 

@@ -7,40 +7,23 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from rlhf_jax import mesh as meshes
 from rlhf_jax.generation.requests import GenerationConfig
-from rlhf_jax.generation.speculative import budget
 from rlhf_jax.generation.speculative import tree as trees
-from rlhf_jax.generation.speculative.drafters import hindsight, lookup, replay
-from rlhf_jax.generation.speculative.drafters import model as model_drafter
-from rlhf_jax.generation.speculative.round import run_round
-from rlhf_jax.generation.strategy.expected_gain import UNMEASURED
-from rlhf_jax.types import Array, DecodeState, Emission, Model, Strategy
+from rlhf_jax.generation.speculative.round import ModelPair as Models
+from rlhf_jax.generation.speculative.round import Results, run_round, speculative_round
+from rlhf_jax.types import DecodeState, Model, Strategy
 
 # Nodes that a device verifies in one call at most, where a strategy is chosen: their logits exist,
 # but for a kernel.
 VERIFIED = 1024
 
-Models = tuple[Model, Model | None]
-Run = Callable[..., Any]  # of a jitted function and its arguments
 
-
-class Results(NamedTuple):
-    """What a round leaves for the host."""
-
-    emission: Emission
-    confidence: Array | None  # [B] the draft model's class of its own draft
-    spent: budget.BudgetShare | None  # of a packed round
-    # of the drafters without a model, where somebody wants to know
-    signals: dict[str, hindsight.Hindsight]
-
-
-def call(function: Run, *arguments, **options) -> Any:
+def call(function: Callable[..., Any], *arguments, **options) -> Any:
     """Run a program: dispatch it, and wait for nothing."""
     return function(*arguments, **options)
 
@@ -81,64 +64,8 @@ def shrunk(state: Any, rows: int) -> Any:
     )
 
 
-def speculative_round(
-    run: Run,
-    state: DecodeState,
-    models: Models,
-    strategy: Strategy,
-    siblings: np.ndarray,
-    decoding: GenerationConfig,
-    mesh=None,
-    look: bool = False,
-    worth: np.ndarray | None = None,
-) -> tuple[DecodeState, Results]:
-    """One round by `strategy`: draft, verify and, if asked, look; `run` is `call` or
-    `compile_only`.
-
-    worth [CLASSES, N or more] float32 ranks the drafts of a packed round (`packed.allocate_budget`).
-    """
-    window = None
-    laws = None
-    confidence = None
-    spent = None
-    drafts = np.zeros((len(siblings), 0), np.int32)
-    on = dict(kernels=decoding.kernels, mesh=mesh)
-    if strategy.drafter == "lookup":
-        drafts = run(lookup.propose, state, siblings, strategy, mesh=mesh)
-    elif strategy.drafter == "replay":
-        drafts, kind = run(replay.propose, state, strategy, mesh=mesh)
-        if strategy.packed:
-            worth = UNMEASURED if worth is None else worth
-            drafts, spent = run(
-                budget.allocate_budget, state, drafts, kind, worth, strategy.packed, mesh=mesh
-            )
-    elif strategy.drafter == "model":
-        if len(decoding.strategies) > 1:
-            state = run(model_drafter.catch_up, models[1], state, **on)
-        options = dict(with_laws=decoding.acceptance == "rejection", **on)
-        proposed = run(
-            model_drafter.propose, models[1], state, strategy, decoding.sampling, **options
-        )
-        drafts, laws, window, confidence = proposed
-    tree = trees.as_data(strategy, len(siblings))
-    nodes = dict(verified=strategy.packed)
-    state, emission = run(
-        run_round, models[0], state, drafts, laws, tree, **_law(decoding), **nodes, **on
-    )
-    if window is not None:
-        state = run(
-            model_drafter.commit, state, window, emission.path, emission.count, strategy, **on
-        )
-    free = tuple(name for name in hindsight.FREE if look and decoding.uses_drafter(name))
-    seen = run(hindsight.look, state, siblings, free, mesh=mesh) if free else {}
-    results = Results(emission, confidence, spent, seen)
-    if mesh is not None and mesh.is_multi_process:  # each of its hosts reads all rows
-        results = run(meshes.repeat, results, mesh=mesh)
-    return state, results
-
-
 def dispatch(*round_of) -> tuple[DecodeState, Results]:
-    """Start a round, in the terms of `speculative_round`, and the copy of its results to the host."""
+    """Start a round, as `speculative_round` has it, and the copy of its results to the host."""
     state, results = speculative_round(call, *round_of)
     for leaf in jax.tree.leaves(results):
         leaf.copy_to_host_async()
@@ -159,14 +86,14 @@ def analysis(
         trees.as_data(trees.PLAIN, rows),
     )
     (target, state), *rest = arguments
-    options = dict(kernels=decoding.kernels, mesh=mesh, **_law(decoding))
-    return run_round.lower(target, state, *rest, **options).compile().cost_analysis() or {}
-
-
-def _law(decoding: GenerationConfig) -> dict[str, Any]:
-    return dict(
-        sampling=decoding.sampling, stop_tokens=decoding.stop_tokens, rule=decoding.acceptance
+    options = dict(
+        sampling=decoding.sampling,
+        stop_tokens=decoding.stop_tokens,
+        rule=decoding.acceptance,
+        kernels=decoding.kernels,
+        mesh=mesh,
     )
+    return run_round.lower(target, state, *rest, **options).compile().cost_analysis() or {}
 
 
 class BackgroundCompiler:

@@ -18,7 +18,7 @@ from rlhf_jax.generation.rows import Admission, Prefix
 from rlhf_jax.generation.slice_batch import Board, Instance, Waiting
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.drafters import model as model_drafter
-from rlhf_jax.generation.speculative.drafters.replay import FOLLOWS
+from rlhf_jax.generation.speculative.drafters.replay import FOLLOWS_EARLIER
 from rlhf_jax.mesh import place_rows, row_shards
 from rlhf_jax.types import DecodeState, Strategy
 
@@ -35,7 +35,7 @@ def cache_slots(longest: int, strategies: Iterable[Strategy], kernels: Kernels =
     A kernel reads whole tiles.
     """
     slots = longest + max(
-        model_drafter.CHUNK, *(trees.bucket(strategy) + 1 for strategy in strategies)
+        model_drafter.CATCH_UP_TOKENS, *(trees.bucket(strategy) + 1 for strategy in strategies)
     )
     return slots if kernels == REFERENCE else -(-slots // LANES) * LANES
 
@@ -168,7 +168,7 @@ def _admit(instance: Instance, prefix: Prefix, batch, decoding: GenerationConfig
         if text is not None and earlier.shape[1]:
             aligned = np.concatenate([sample.prompt, text])[: earlier.shape[1]]
             earlier[i, : len(aligned)] = aligned
-            sample.confidence = {"replay": FOLLOWS}
+            sample.confidence = {"replay": FOLLOWS_EARLIER}
     return row_verbs.admit(
         state, prefix, Admission(source, row, limit, key, history, earlier), mesh=instance.mesh
     )

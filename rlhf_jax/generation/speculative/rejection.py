@@ -1,8 +1,9 @@
-"""Acceptance by rejection: the emitted text follows the target's law whatever the drafter proposes.
+"""Accept drafts by rejection: the text follows the target's distribution whatever is proposed.
 
 A higher acceptance than the replayable draw of `sampling` gives, at the price that the text depends
-on the drafts. Siblings are tried in rank order, drawn without replacement from the drafter's law
-(as `sampling.rank` draws them), each against what the earlier ones left of the two laws.
+on the drafts. Siblings are tried in rank order, drawn without replacement from the drafter's
+distribution (as `sampling.rank` draws them), each against what the earlier ones left of the two
+distributions.
 """
 
 from __future__ import annotations
@@ -14,15 +15,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlhf_jax.generation.speculative.sampling import Sampling, draw, law, noise_bits, uniform
+from rlhf_jax.generation.speculative.sampling import (
+    Sampling,
+    draw,
+    log_probabilities,
+    noise_bits,
+    uniform,
+)
 from rlhf_jax.types import Array, Tree
 
-UNIFORM_LEVEL = 4
-RESIDUAL_LEVELS = (2, 3)
+UNIFORM_LEVEL = 4  # The noise level of the uniform number that decides on a node.
+RESIDUAL_LEVELS = (2, 3)  # The noise levels of the draw that ends the path.
 
 
 class _Walk(NamedTuple):
-    """The walk down the tree: the last accepted node, the laws left there, and what was emitted."""
+    """Hold the walk down the tree: the last accepted node, what is left there, what was emitted."""
 
     node: Array  # [B] int32
     target: Array  # [B, V] log-probabilities of the target at `node`
@@ -52,56 +59,52 @@ def accept(
     after the root; a node at depth d decides position + d. Parents stand before their children.
 
     Returns draws `[B, N+1]` int32 (the token after each node of the accepted path, -1 off the
-    path), their log-probabilities under the target's law (0 off the path) and the path's last node
-    `[B]`.
+    path), their log-probabilities under the target's distribution (0 off the path) and the path's
+    last node `[B]`.
     """
     chex.assert_rank([tokens, target_logits, key, position], [2, 3, 2, 1])
-    walk = _start(tokens, target_logits, draft_logits, sampling)
+    logits = (target_logits, draft_logits)
+
+    def distributions_at(node: Array | int) -> tuple[Array, Array | None]:
+        return jax.tree.map(lambda x: log_probabilities(x[:, node], sampling), logits)
 
     def visit(walk: _Walk, node: Array) -> tuple[_Walk, None]:
-        return _visit(
-            walk, node, tokens, tree, (target_logits, draft_logits), key, position, sampling
-        ), None
+        """Try one node in every row where it is a child of the last accepted node."""
+        token = tokens[:, node]
+        parent = tree.parents[:, node]
+        tried = (parent == walk.node) & (tree.depth[:, node] > 0) & (token >= 0)
+        token = jnp.maximum(token, 0)
+        place = position + jnp.maximum(tree.depth[:, node], 1) - 1
+        chance = uniform(noise_bits(key, place, UNIFORM_LEVEL, node))
+        proposed = 1.0 if walk.proposal is None else jnp.exp(_column(walk.proposal, token))
+        accepted = tried & (chance * proposed < _column(walk.residual, token))
+        walk = _emit(walk, parent, token, accepted)
+        walk = _reject(walk, token, tried & ~accepted)
 
+        target, proposal = distributions_at(node)
+        fresh = walk._replace(
+            node=jnp.full_like(walk.node, node),
+            target=target,
+            residual=jnp.exp(target),
+            proposal=proposal,
+        )
+        return _choose(accepted, fresh, walk), None
+
+    target, proposal = distributions_at(0)
+    walk = _Walk(
+        node=jnp.zeros_like(tokens[:, 0]),
+        target=target,
+        residual=jnp.exp(target),
+        proposal=proposal,
+        draws=jnp.full_like(tokens, -1),
+        logprobs=jnp.zeros(tokens.shape, jnp.float32),
+    )
     walk, _ = lax.scan(visit, walk, jnp.arange(1, tokens.shape[1], dtype=jnp.int32))
+
     end = position + jnp.maximum(_column(tree.depth, walk.node), 0)
-    final = draw(jnp.log(walk.residual), key, end, Sampling(), RESIDUAL_LEVELS).token
+    final = draw(jnp.log(walk.residual), key, end, Sampling(), levels=RESIDUAL_LEVELS).token
     walk = _emit(walk, walk.node, final, jnp.ones_like(final, bool))
     return walk.draws, walk.logprobs, walk.node
-
-
-def _start(
-    tokens: Array, target_logits: Array, draft_logits: Array | None, sampling: Sampling
-) -> _Walk:
-    target = law(target_logits[:, 0], sampling)
-    proposal = None if draft_logits is None else law(draft_logits[:, 0], sampling)
-    nothing = jnp.full_like(tokens, -1)
-    logprobs = jnp.zeros(tokens.shape, jnp.float32)
-    return _Walk(jnp.zeros_like(tokens[:, 0]), target, jnp.exp(target), proposal, nothing, logprobs)
-
-
-def _visit(
-    walk: _Walk,
-    node: Array,
-    tokens: Array,
-    tree: Tree,
-    logits: tuple[Array, Array | None],
-    key: Array,
-    position: Array,
-    sampling: Sampling,
-) -> _Walk:
-    """Try one node in every row where it is a child of the last accepted node."""
-    token = tokens[:, node]
-    parent = tree.parents[:, node]
-    tried = (parent == walk.node) & (tree.depth[:, node] > 0) & (token >= 0)
-    token = jnp.maximum(token, 0)
-    place = position + jnp.maximum(tree.depth[:, node], 1) - 1
-    chance = uniform(noise_bits(key, place, UNIFORM_LEVEL, node))
-    proposed = 1.0 if walk.proposal is None else jnp.exp(_column(walk.proposal, token))
-    accepted = tried & (chance * proposed < _column(walk.residual, token))
-    walk = _emit(walk, parent, token, accepted)
-    walk = _reject(walk, token, tried & ~accepted)
-    return _descend(walk, node, logits, accepted, sampling)
 
 
 def _emit(walk: _Walk, node: Array, token: Array, where: Array) -> _Walk:
@@ -115,7 +118,7 @@ def _emit(walk: _Walk, node: Array, token: Array, where: Array) -> _Walk:
 
 
 def _reject(walk: _Walk, token: Array, where: Array) -> _Walk:
-    """p becomes norm((p - q)+) and q loses `token[B]`, renormalised, in the rows `where`."""
+    """Turn p into norm((p - q)+) and take `token[B]` from q, renormalised, in the rows `where`."""
     drawn = jnp.arange(walk.residual.shape[1]) == token[:, None]
     proposal = walk.proposal
     if proposal is None:
@@ -123,7 +126,7 @@ def _reject(walk: _Walk, token: Array, where: Array) -> _Walk:
     else:
         left = jnp.maximum(walk.residual - jnp.exp(proposal), 0.0)
         proposal = jnp.where(drawn, -jnp.inf, proposal)
-        # In logs, because the rest of a sharp law underflows; a law with nothing left stays empty.
+        # In logs, because the rest of a sharp distribution underflows; an empty one stays empty.
         mass = jax.nn.logsumexp(proposal, -1, keepdims=True)
         proposal = proposal - jnp.where(mass > -jnp.inf, mass, 0.0)
     total = jnp.sum(left, -1, keepdims=True)
@@ -132,23 +135,15 @@ def _reject(walk: _Walk, token: Array, where: Array) -> _Walk:
     return _choose(where, walk._replace(residual=residual, proposal=proposal), walk)
 
 
-def _descend(
-    walk: _Walk, node: Array, logits: tuple[Array, Array | None], where: Array, sampling: Sampling
-) -> _Walk:
-    """Go on from `node` with fresh laws, in the rows `where`."""
-    target, proposal = jax.tree.map(lambda x: law(x[:, node], sampling), logits)
-    nodes = jnp.full_like(walk.node, node)
-    fresh = walk._replace(node=nodes, target=target, residual=jnp.exp(target), proposal=proposal)
-    return _choose(where, fresh, walk)
-
-
 def _choose(where: Array, new: _Walk, old: _Walk) -> _Walk:
-    """Row by row, `new` where `where[B]` holds, else `old`."""
-    return jax.tree.map(
-        lambda x, y: jnp.where(where.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, old
-    )
+    """Return `new` in the rows where[B], else `old`."""
+
+    def by_row(x: Array, y: Array) -> Array:
+        return jnp.where(where.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
+    return jax.tree.map(by_row, new, old)
 
 
 def _column(x: Array, index: Array) -> Array:
-    """`x[b, index[b]]` of `x[B, ...]`."""
+    """Return `x[b, index[b]]` of `x[B, ...]`."""
     return jnp.take_along_axis(x, index[:, None], 1)[:, 0]

@@ -1,4 +1,4 @@
-"""One round of speculative decoding: verify, accept, commit. Drafting is the drafters' part.
+"""Play one round of speculative decoding: draft, verify, accept, commit, and look back.
 
 Plain decoding is the round with no drafts. A round changes only rows that are not done.
 """
@@ -11,27 +11,171 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
 from pallas_kernels.dispatch import REFERENCE, Kernels
+from rlhf_jax import mesh as meshes
+from rlhf_jax.generation.requests import GenerationConfig
 from rlhf_jax.generation.speculative import rejection
-from rlhf_jax.generation.speculative.budget import Packing, pack
+from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.speculative.budget import BudgetShare, Packing, allocate_budget, pack
+from rlhf_jax.generation.speculative.drafters.hindsight import Hindsight, look_back
+from rlhf_jax.generation.speculative.drafters.search import SearchDrafter
+from rlhf_jax.generation.speculative.protocol import DraftContext, Execute, drafter_of, drafters_of
 from rlhf_jax.generation.speculative.sampling import Draw, Sampling, block_noise, draw, draw_inside
-from rlhf_jax.generation.speculative.tree import accept_equal, path_to
+from rlhf_jax.generation.strategy.expected_gain import UNMEASURED
 from rlhf_jax.mesh import pin_rows
 from rlhf_jax.model import kernels as laid
 from rlhf_jax.model.attention import cached
 from rlhf_jax.model.transformer import forward, logits
-from rlhf_jax.types import Array, Cache, DecodeState, Emission, Model, Tree
+from rlhf_jax.types import Array, Cache, DecodeState, Emission, Model, Strategy, Tree
+
+ModelPair = tuple[Model, Model | None]  # The target, and the draft model if there is one.
 
 
 class Verified(NamedTuple):
-    """What the target says of every node: its own draw, that draw's log-prob, and the window to
-    commit from.
-    """
+    """Hold what the target says of every node: its own draw, and the window to commit from."""
 
     draw: Draw
     logits: Array | None  # [B, N+1, V] float32; None where they never existed, or are packed
     window: Cache
+
+
+class Results(NamedTuple):
+    """Hold what a round leaves for the host."""
+
+    emission: Emission
+    confidence: Array | None  # [B] int8, of its own drafts, where the drafter does not search
+    spent: BudgetShare | None  # of a round with a budget of drafts
+    signals: dict[str, Hindsight]  # by name, of the drafters that search, where somebody asks
+
+
+def speculative_round(
+    execute: Execute,
+    state: DecodeState,
+    models: ModelPair,
+    strategy: Strategy,
+    siblings: np.ndarray,
+    decoding: GenerationConfig,
+    mesh: Mesh | None = None,
+    looks_back: bool = False,
+    expected_gain: np.ndarray | None = None,
+) -> tuple[DecodeState, Results]:
+    """Draft by `strategy`, verify, accept, commit and, if asked, look back.
+
+    `execute` calls jitted programs, or only compiles them. siblings [B, S] int32 are rows that hold
+    samples of the same prompt, -1 for none. expected_gain [CLASSES, N or more] float32 ranks the
+    drafts of a round with a budget (see `allocate_budget`). `state` is donated.
+    """
+    target, draft_model = models
+    drafter = drafter_of(strategy)
+    context = DraftContext(
+        strategy,
+        siblings,
+        draft_model,
+        decoding.sampling,
+        with_logits=decoding.acceptance == "rejection",
+        kernels=decoding.kernels,
+        mesh=mesh,
+    )
+    if len(decoding.strategies) > 1:
+        state = drafter.catch_up(execute, state, context)
+    proposal = drafter.propose(execute, state, context)
+    drafts = proposal.drafts
+    share = None
+    if strategy.packed:
+        gain = UNMEASURED if expected_gain is None else expected_gain
+        budget = (proposal.confidence, gain, strategy.packed)
+        drafts, share = execute(allocate_budget, state, drafts, *budget, mesh=mesh)
+
+    state, emission = execute(
+        run_round,
+        target,
+        state,
+        drafts,
+        proposal.logits,
+        trees.as_data(strategy, len(siblings)),
+        sampling=decoding.sampling,
+        stop_tokens=decoding.stop_tokens,
+        rule=decoding.acceptance,
+        verified=strategy.packed,
+        kernels=decoding.kernels,
+        mesh=mesh,
+    )
+    state = drafter.after_commit(execute, state, proposal, emission, context)
+
+    used = drafters_of(decoding.strategies) if looks_back else ()
+    searchers = tuple(one for one in used if isinstance(one, SearchDrafter))
+    signals = execute(look_back, state, siblings, searchers, mesh=mesh) if searchers else {}
+    confidence = None if isinstance(drafter, SearchDrafter) else proposal.confidence
+    results = Results(emission, confidence, share, signals)
+    if mesh is not None and mesh.is_multi_process:
+        # Each host that shares the mesh reads all rows.
+        results = execute(meshes.repeat, results, mesh=mesh)
+    return state, results
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("sampling", "stop_tokens", "rule", "verified", "kernels", "mesh"),
+    donate_argnames=("state",),
+)
+def run_round(
+    target: Model,
+    state: DecodeState,
+    drafts: Array,
+    draft_logits: Array | None,
+    tree: Tree,
+    *,
+    sampling: Sampling,
+    stop_tokens: tuple[int, ...],
+    rule: str = "replayable",
+    verified: int = 0,
+    kernels: Kernels = REFERENCE,
+    mesh: Mesh | None = None,
+) -> tuple[DecodeState, Emission]:
+    """Verify, accept and commit drafts [B, N] (-1: none): return the state and what it emitted.
+
+    One program per (row bucket, node bucket): the tree is data. `draft_logits` [B, N+1, V] are a
+    draft model's at each node, read by rejection only (None: the drafts are points). `rule` is
+    'replayable' or 'rejection'. `verified`: nodes a row, on average, that are packed for the
+    target, where drafts were left out for that (`allocate_budget`); 0: all. `state` is donated.
+    """
+    root = jnp.take_along_axis(state.tokens, (state.length - 1)[:, None], axis=1)
+    nodes = jnp.concatenate([root, drafts], axis=1)
+    packing = pack((nodes >= 0) & ~state.done[:, None], verified, mesh) if verified else None
+    outcome = verify(
+        target,
+        state,
+        nodes,
+        tree,
+        sampling=sampling,
+        rule=rule,
+        kernels=kernels,
+        mesh=mesh,
+        packing=packing,
+    )
+    if rule == "replayable":
+        token = outcome.draw.token
+        logprob = outcome.draw.logprob
+        last = trees.accept_equal(nodes, token, tree)
+    else:
+        token, logprob, last = rejection.accept(
+            nodes,
+            tree,
+            outcome.logits,
+            draft_logits,
+            key=state.key,
+            position=state.length,
+            sampling=sampling,
+        )
+
+    path = trees.path_to(tree, last)
+    depth = jnp.take_along_axis(tree.depth, last[:, None], axis=1)[:, 0]
+    emission = emit(state, path, Draw(token, logprob, outcome.draw.support), depth, stop_tokens)
+    state = commit(state, outcome.window, path, emission, kernels=kernels, mesh=mesh)
+    return pin_rows(state, mesh), pin_rows(emission, mesh)
 
 
 def verify(
@@ -39,54 +183,50 @@ def verify(
     state: DecodeState,
     nodes: Array,
     tree: Tree,
+    *,
     sampling: Sampling,
     rule: str,
     kernels: Kernels,
-    mesh,
+    mesh: Mesh | None,
     packing: Packing | None = None,
 ) -> Verified:
-    """One call of the target over nodes [B, N+1] (the root and the drafts) of every row, or those
-    that are packed.
+    """Call the target once, over nodes [B, N+1] of every row or those that are packed.
 
-    The draw at a node of depth d decides the token at position length + d, with that position's
-    noise.
+    Node 0 is the root, the others are drafts. The draw at a node of depth d decides the token at
+    position length + d, with that position's noise.
     """
-    depth = jnp.maximum(tree.depth, 0)
-    known = jnp.where(state.done, 0, state.length - 1)  # a row that is done reads nothing
+    # A row that is done reads nothing.
+    known = jnp.where(state.done, 0, state.length - 1)
     attention = laid.tree_attention(kernels, mesh)
     attend = functools.partial(cached, length=known, mask=tree.ancestors, attend=attention)
     key = state.key[:, None]
-    positions = (state.length - 1)[:, None] + depth
+    positions = (state.length - 1)[:, None] + jnp.maximum(tree.depth, 0)
     if packing is not None:
         key = jnp.broadcast_to(key, (*nodes.shape, 2))
         nodes, positions, key = map(packing.pack, (nodes, positions, key))
         attend = packing.attention(attend)
-    hidden, window = forward(
-        target, nodes, positions, attend, tuple((layer, None) for layer in state.cache)
-    )
-    drawn, scores = _drawn(target, hidden, key, positions + 1, sampling, rule, kernels, mesh)
+    layers = tuple((layer, None) for layer in state.cache)
+    hidden, window = forward(target, nodes, positions, attend, layers)
+
+    if streams_head(kernels, sampling, rule):
+        # Noise of the whole vocabulary, padding included.
+        noise = block_noise(key, positions + 1, len(target.embed)) if sampling.temperature else None
+        parts = laid.verify_head(kernels, mesh)(target, hidden, noise, sampling.temperature)
+        drawn = draw_inside(parts, key, positions + 1, sampling)
+        scores = None
+    else:
+        scores = logits(target, hidden)
+        drawn = draw(scores, key, positions + 1, sampling)
     if packing is not None:
         drawn = jax.tree.map(packing.unpack, drawn)
         scores = None
     return Verified(drawn, scores, window)
 
 
-def _drawn(
-    target: Model, hidden: Array, key, position, sampling, rule, kernels, mesh
-) -> tuple[Draw, Array | None]:
-    """The draw at each hidden state, and the logits where they were made."""
-    if streams_head(kernels, sampling, rule):
-        # filled up, too
-        noise = block_noise(key, position, len(target.embed)) if sampling.temperature else None
-        parts = laid.verify_head(kernels, mesh)(target, hidden, noise, sampling.temperature)
-        return draw_inside(parts, key, position, sampling), None
-    scores = logits(target, hidden)
-    return draw(scores, key, position, sampling), scores
-
-
 def streams_head(kernels: Kernels, sampling: Sampling, rule: str) -> bool:
-    """Whether a round does without logits: truncation and rejection need all of a node's at
-    once.
+    """Say whether a round does without logits: a kernel draws from the hidden states.
+
+    Truncation and rejection need all logits of a node at once.
     """
     return (
         kernels.verify_head != "reference"
@@ -96,29 +236,18 @@ def streams_head(kernels: Kernels, sampling: Sampling, rule: str) -> bool:
     )
 
 
-def accept(
-    verified: Verified, nodes: Array, tree: Tree, laws: Array | None, state, sampling, rule: str
-):
-    """(draws [B, N+1], log-probs [B, N+1], last [B]) under the rule 'replayable' or 'rejection'."""
-    if rule == "replayable":
-        token = verified.draw.token
-        logprob = verified.draw.logprob
-        return token, logprob, accept_equal(nodes, token, tree)
-    return rejection.accept(nodes, tree, verified.logits, laws, state.key, state.length, sampling)
-
-
 def emit(
     state: DecodeState, path: Array, draws: Draw, depth: Array, stop_tokens: tuple[int, ...]
 ) -> Emission:
-    """The tokens a row gains along path [B, N+1], cut at the first stop token and at the row's
-    limit.
+    """Return what a row gains along path [B, N+1] of depth [B], cut at a stop token or the limit.
+
+    draws are those after each node, [B, N+1].
     """
     tokens = jnp.take_along_axis(draws.token, path, axis=1)
     steps = jnp.arange(path.shape[1], dtype=jnp.int32)
     stops = jnp.isin(tokens, jnp.asarray(stop_tokens, jnp.int32)) & (steps <= depth[:, None])
-    to_stop = jnp.where(
-        stops.any(1), jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, path.shape[1] + 1
-    )
+    first_stop = jnp.argmax(stops, axis=1).astype(jnp.int32) + 1
+    to_stop = jnp.where(stops.any(1), first_stop, path.shape[1] + 1)
     count = jnp.minimum(jnp.minimum(depth + 1, to_stop), state.limit - state.length)
     count = jnp.where(state.done, 0, count)
     support = draws.support
@@ -134,9 +263,15 @@ def emit(
 
 
 def commit(
-    state: DecodeState, window: Cache, path: Array, emission: Emission, kernels, mesh
+    state: DecodeState,
+    window: Cache,
+    path: Array,
+    emission: Emission,
+    *,
+    kernels: Kernels,
+    mesh: Mesh | None,
 ) -> DecodeState:
-    """The state after the round: tokens appended, the path's cache entries in place."""
+    """Return the state after the round: tokens appended, the path's cache entries in place."""
     slots = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None] - state.length[:, None]
     fresh = (slots >= 0) & (slots < emission.count[:, None])
     taken = jnp.take_along_axis(emission.tokens, jnp.clip(slots, 0, path.shape[1] - 1), axis=1)
@@ -150,41 +285,3 @@ def commit(
         done=emission.done,
         cache=laid.commit(kernels, mesh)(state.cache, window, path, start),
     )
-
-
-@functools.partial(
-    jax.jit,
-    static_argnames=("sampling", "stop_tokens", "rule", "verified", "kernels", "mesh"),
-    donate_argnames=("state",),
-)
-def run_round(
-    target: Model,
-    state: DecodeState,
-    drafts: Array,
-    laws: Array | None,
-    tree: Tree,
-    *,
-    sampling: Sampling,
-    stop_tokens: tuple[int, ...],
-    rule: str = "replayable",
-    verified: int = 0,
-    kernels: Kernels = REFERENCE,
-    mesh=None,
-) -> tuple[DecodeState, Emission]:
-    """Verify, accept and commit drafts [B, N] (-1: none): the state and what it emitted.
-
-    One program per (row bucket, node bucket): the tree is data. `laws` [B, N+1, V] are a draft
-    model's logits at each node, wanted by rejection only (None: the drafts are points). `verified`:
-    nodes a row, on average, that are packed for the target, where drafts were left out for that
-    (`packed.allocate_budget`); 0: all. `state` is donated.
-    """
-    root = jnp.take_along_axis(state.tokens, (state.length - 1)[:, None], axis=1)
-    nodes = jnp.concatenate([root, drafts], axis=1)
-    packing = pack((nodes >= 0) & ~state.done[:, None], verified, mesh) if verified else None
-    seen = verify(target, state, nodes, tree, sampling, rule, kernels, mesh, packing)
-    token, logprob, last = accept(seen, nodes, tree, laws, state, sampling, rule)
-    path = path_to(tree, last)
-    depth = jnp.take_along_axis(tree.depth, last[:, None], axis=1)[:, 0]
-    emission = emit(state, path, Draw(token, logprob, seen.draw.support), depth, stop_tokens)
-    state = commit(state, seen.window, path, emission, kernels, mesh)
-    return pin_rows(state, mesh), pin_rows(emission, mesh)

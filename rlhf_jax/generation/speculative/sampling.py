@@ -1,5 +1,4 @@
-"""Replayable sampling: a draw is a function of (logits, seed, sample, position) and of nothing
-else.
+"""Draw tokens so that each draw can be repeated: from logits, seed, sample and position alone.
 
 The next token is drawn in two levels. Level a chooses a block of 256 consecutive token ids by
 log-sum-exp + Gumbel noise, level b a token inside it by logit + Gumbel noise. That is exact,
@@ -24,19 +23,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.shapes import BLOCK
-from pallas_kernels.verify_head.reference import Parts, parts_of
-from pallas_kernels.verify_head.reference import blocks as _blocks
-from pallas_kernels.verify_head.reference import inside as _inside
+from pallas_kernels.verify_head.reference import Parts, blocks, inside, parts_of
 from rlhf_jax.types import Array
 
+# The rotations, in bits, of threefry's rounds: four rounds of the one, then four of the other.
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """The law that tokens are drawn from; static under jit.
+    """Describe the distribution that tokens are drawn from; static under jit.
 
-    `temperature` 0 is the argmax; `top_k` 0 and `top_p` 1 keep every token.
+    `temperature` 0 is the argmax; `top_k` 0 and `top_p` 1 keep every token. Raises ValueError for
+    a negative or infinite temperature, a negative top_k, or a top_p outside (0, 1].
     """
 
     temperature: float = 1.0
@@ -55,10 +54,10 @@ class Sampling:
 
 
 class Draw(NamedTuple):
-    """One drawn token and its law."""
+    """Hold one drawn token, its log-probability, and the tokens that it was drawn among."""
 
     token: Array  # [...] int32
-    logprob: Array  # [...] float32, under the truncated, renormalised law
+    logprob: Array  # [...] float32, under the truncated, renormalised distribution
     support: Array | None  # [..., top_k] int32, the kept tokens (-1: absent); None without top-k
 
 
@@ -66,8 +65,9 @@ class Draw(NamedTuple):
 
 
 def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Threefry-2x32, 20 rounds (Salmon et al. 2011, Random123): two uint32 words; words
-    broadcast.
+    """Encrypt two uint32 words by Threefry-2x32 of 20 rounds; words broadcast.
+
+    Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Random123).
     """
     words = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
     x = counter[0] + words[0]
@@ -82,7 +82,7 @@ def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Ar
 
 
 def noise_bits(key: Array, position: Array, level: int, index: Array) -> Array:
-    """32 random bits of (seed, sample, position, level, index); arguments broadcast.
+    """Return 32 random bits of (seed, sample, position, level, index), uint32; arguments broadcast.
 
     `key[..., 2]` uint32 is (seed, sample id); `level` is below 16 and keeps the uses of noise
     apart, `index` (a block, token or node) is below 2**28.
@@ -92,82 +92,81 @@ def noise_bits(key: Array, position: Array, level: int, index: Array) -> Array:
 
 
 def gumbel(bits: Array) -> Array:
-    """Standard Gumbel noise, float32, from uint32 bits: all 32 bits count in the tail that wins
-    draws.
+    """Turn uint32 bits into standard Gumbel noise, float32.
+
+    All 32 bits count in the upper tail, which is the one that wins draws.
     """
     upper = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
     return -jnp.log(-jnp.log1p(-upper))
 
 
 def uniform(bits: Array) -> Array:
-    """Uniform float32 strictly inside (0, 1) from uint32 bits."""
+    """Turn uint32 bits into uniform float32 noise strictly inside (0, 1)."""
     return (bits >> jnp.uint32(9)).astype(jnp.float32) * 2.0**-23 + 2.0**-24
 
 
-# Laws
+def block_noise(key: Array, position: Array, vocab: int, level: int = 0) -> Array:
+    """Return the Gumbel noise of every block, `[..., ceil(vocab / 256)]` float32.
+
+    It is what `parts_of` and the `verify_head` kernels take. key `[..., 2]`, position `[...]`.
+    """
+    chex.assert_rank(key, position.ndim + 1)
+    index = jnp.arange(-(-vocab // BLOCK), dtype=jnp.uint32)
+    return gumbel(noise_bits(key[..., None, :], position[..., None], level, index))
+
+
+def _token_noise(chosen: Array, key: Array, position: Array, level: int) -> Array:
+    """Return the Gumbel noise `[..., c, 256]` of the tokens of the blocks `chosen[..., c]`."""
+    ids = chosen[..., None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+    return gumbel(noise_bits(key[..., None, None, :], position[..., None, None], level, ids))
+
+
+# Distributions
 
 
 def truncate(logits: Array, sampling: Sampling) -> Array:
-    """Tempered logits `[..., V]` float32 with -inf outside top-k and top-p: what a draw perturbs.
+    """Return tempered logits `[..., V]` float32 with -inf outside top-k and top-p.
 
-    Top-k keeps exactly k tokens (of equal ones the lower ids); top-p then keeps, of the tempered
-    law on those, the smallest set {z >= t} whose mass is at least `top_p` (equal tokens stay
-    together). The likeliest token is always kept. Temperature 0 gives the point mass: 0 at the
-    argmax.
+    They are what a draw perturbs. Top-k keeps exactly k tokens (of equal ones the lower ids); top-p
+    then keeps, of the tempered distribution on those, the smallest set {z >= t} whose mass is at
+    least `top_p` (equal tokens stay together). The likeliest token is always kept. Temperature 0
+    gives the point mass: 0 at the argmax.
     """
-    return _truncated(logits, sampling)[0]
+    return _truncate_with_ids(logits, sampling)[0]
 
 
-def law(logits: Array, sampling: Sampling) -> Array:
-    """Log-probabilities `[..., V]` float32 of the truncated, renormalised law (-inf: never
-    drawn).
+def log_probabilities(logits: Array, sampling: Sampling) -> Array:
+    """Return the log-probabilities `[..., V]` float32 that tokens are drawn with (-inf: never).
+
+    They are those of the truncated, renormalised distribution.
     """
     return jax.nn.log_softmax(truncate(logits, sampling))
 
 
-def _truncated(logits: Array, sampling: Sampling) -> tuple[Array, Array | None]:
-    """What `truncate` says, and the ids that top-k proposes, likeliest first."""
+def _truncate_with_ids(logits: Array, sampling: Sampling) -> tuple[Array, Array | None]:
+    """Return what `truncate` does, and the ids that top-k keeps, likeliest first."""
     if sampling.temperature == 0:
-        ids = _argmax(logits)[..., None]
+        # Two levels, because an argmax over the whole vocabulary is ten times slower.
+        parts = parts_of(logits, None)
+        ids = (parts.block * BLOCK + jnp.argmax(parts.inside, -1).astype(jnp.int32))[..., None]
         return jnp.where(jnp.arange(logits.shape[-1]) == ids, 0.0, -jnp.inf), ids
-    z = candidates = _temper(logits, sampling)
+
+    z = candidates = logits.astype(jnp.float32) / sampling.temperature
     ids = None
     if sampling.top_k:
         candidates, ids = lax.top_k(z, min(sampling.top_k, z.shape[-1]))
-        z = _keep_first(z, candidates, ids)
+        # A minimum, not the last entry: a slice of top_k makes XLA sort the vocabulary on a CPU.
+        edge = jnp.min(candidates, -1, keepdims=True)
+        last_tie = jnp.max(jnp.where(candidates == edge, ids, -1), -1, keepdims=True)
+        tokens = jnp.arange(z.shape[-1], dtype=ids.dtype)
+        z = jnp.where((z > edge) | ((z == edge) & (tokens <= last_tie)), z, -jnp.inf)
     if sampling.top_p < 1:
         z = jnp.where(z >= _nucleus_edge(candidates, sampling.top_p)[..., None], z, -jnp.inf)
     return z, ids
 
 
-def _kept(z: Array, ids: Array | None, top_k: int) -> Array | None:
-    """Those of `ids` that `z`, truncated, keeps: `[..., top_k]`, -1 elsewhere; None without
-    top-k.
-    """
-    if ids is None or not top_k:
-        return None
-    return _fill(jnp.where(_at(z, ids) > -jnp.inf, ids, -1), top_k)
-
-
-def _temper(logits: Array, sampling: Sampling) -> Array:
-    return logits.astype(jnp.float32) / sampling.temperature
-
-
-def _keep_first(z: Array, values: Array, ids: Array) -> Array:
-    """`z` on the tokens that `lax.top_k` gave as `values, ids`; -inf elsewhere."""
-    # A minimum, not the last entry: a slice of top_k makes XLA sort the whole vocabulary on a CPU.
-    edge = jnp.min(values, -1, keepdims=True)
-    last_tie = jnp.max(jnp.where(values == edge, ids, -1), -1, keepdims=True)
-    tokens = jnp.arange(z.shape[-1], dtype=ids.dtype)
-    return jnp.where((z > edge) | ((z == edge) & (tokens <= last_tie)), z, -jnp.inf)
-
-
-def _at(z: Array, ids: Array) -> Array:
-    return jnp.take_along_axis(z, ids, -1)
-
-
 def _nucleus_edge(z: Array, top_p: float) -> Array:
-    """The largest t `[...]` with mass(z >= t) >= top_p, by bisection: 30 sums instead of a sort.
+    """Find the largest t `[...]` with mass(z >= t) >= top_p, by 30 bisections instead of a sort.
 
     The bits of non-negative floats are ordered like the floats, so halving the bits ends exactly.
     """
@@ -202,73 +201,70 @@ def draw(
     _assert_ranks(logits, key, position)
     if sampling.temperature == 0 and not sampling.top_k:
         return draw_inside(parts_of(logits, None), key, position, sampling, levels[1])
-    z, ids = _truncated(logits, sampling)
+
+    z, ids = _truncate_with_ids(logits, sampling)
     noise = block_noise(key, position, z.shape[-1], levels[0])
     drawn = draw_inside(parts_of(z, noise), key, position, sampling, levels[1])
-    return drawn._replace(support=_kept(z, ids, sampling.top_k))
-
-
-def block_noise(key: Array, position: Array, vocab: int, level: int = 0) -> Array:
-    """The noise of every block `[..., ceil(vocab/256)]` float32: what `parts_of` and `verify_head`
-    take.
-    """
-    chex.assert_rank(key, position.ndim + 1)
-    index = jnp.arange(-(-vocab // BLOCK), dtype=jnp.uint32)
-    return gumbel(noise_bits(key[..., None, :], position[..., None], level, index))
+    if ids is None or not sampling.top_k:
+        return drawn
+    kept = jnp.where(jnp.take_along_axis(z, ids, -1) > -jnp.inf, ids, -1)
+    return drawn._replace(support=_fill(kept, sampling.top_k))
 
 
 def draw_inside(
     parts: Parts, key: Array, position: Array, sampling: Sampling, level: int = 1
 ) -> Draw:
-    """The draw's second half, inside the block that `parts` chose: `draw` of logits that no longer
-    exist.
+    """Draw a token inside the block that `parts` chose: the second half of `draw`.
 
-    Of `sampling` only temperature 0 matters here. There is no support: who truncates the law has
-    the logits.
+    It needs no logits, so a kernel need not write them. Of `sampling` only temperature 0 matters
+    here. There is no support: whoever truncates has the logits.
     """
     _assert_ranks(parts.inside, key, position)
-    chosen = parts.block[..., None]
     if sampling.temperature == 0:
-        token = _best_token(parts)
+        token = parts.block * BLOCK + jnp.argmax(parts.inside, -1).astype(jnp.int32)
         return Draw(token, jnp.zeros(token.shape, jnp.float32), None)
+
+    chosen = parts.block[..., None]
     scores = parts.inside + _token_noise(chosen, key, position, level)[..., 0, :]
     place = jnp.argmax(scores, -1)[..., None].astype(jnp.int32)
-    logprob = _at(parts.inside, place)[..., 0] - parts.normaliser
+    logprob = jnp.take_along_axis(parts.inside, place, -1)[..., 0] - parts.normaliser
     return Draw((chosen * BLOCK + place)[..., 0], logprob, None)
 
 
 def rank(logits: Array, key: Array, position: Array, sampling: Sampling, count: int) -> Array:
-    """The `count` best tokens `[..., count]` int32 of the same draw, best first; -1 where none is
-    left.
+    """Return the `count` best tokens `[..., count]` int32 of one draw, best first; -1: none left.
 
     Rank 0 is `draw`'s token; together they are draws without replacement, which makes them siblings
     of a draft tree. Block scores S are given; a token's raw score z in a block whose best is Z
     becomes -log(exp(-S) - exp(-Z) + exp(-z)), a Gumbel truncated at S (Kool et al. 2019,
     "Stochastic beams and where to find them", section 4.3 and appendix B.3). At temperature 0: the
-    largest logits.
+    largest logits. logits, key and position as for `draw`.
     """
     _assert_ranks(logits, key, position)
     if sampling.temperature == 0:
         values, tokens = lax.top_k(logits, min(count, logits.shape[-1]))
         return _fill(jnp.where(values > -jnp.inf, tokens, -1), count)
+
     z = truncate(logits, sampling)
-    _, scores = _block_scores(z, key, position, 0)
-    best, chosen = lax.top_k(scores, min(count, scores.shape[-1]))
-    _, scores = _token_scores(z, chosen, key, position, 1)
-    scores = _truncated_gumbel(scores, best[..., None])
+    block_scores = jax.nn.logsumexp(blocks(z), -1) + block_noise(key, position, z.shape[-1])
+    best, chosen = lax.top_k(block_scores, min(count, block_scores.shape[-1]))
+
+    raw = inside(z, chosen) + _token_noise(chosen, key, position, 1)
+    scores = _truncated_gumbel(raw, best[..., None])
     tokens = chosen[..., None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     scores, tokens = (x.reshape(*x.shape[:-2], -1) for x in (scores, tokens))
     scores, places = lax.top_k(scores, min(count, scores.shape[-1]))
-    return _fill(jnp.where(scores > -jnp.inf, _at(tokens, places), -1), count)
+    ranked = jnp.take_along_axis(tokens, places, -1)
+    return _fill(jnp.where(scores > -jnp.inf, ranked, -1), count)
 
 
 def decision_margin(logits: Array, key: Array, position: Array, sampling: Sampling) -> Array:
-    """How far `[...]` float32 the draw is from another outcome: two runs may differ where it is
-    tiny.
+    """Return how far `[...]` float32 the draw is from another outcome, in tempered logits.
 
-    The least of the gaps between the two best blocks and the two best tokens of the best block, in
-    tempered logits, and, where the draw depends on it, of the distance to the top-k or top-p edge.
-    At temperature 0 the gap of the two largest logits.
+    Two runs may differ where it is tiny. It is the least of the gaps between the two best blocks
+    and the two best tokens of the best block and, where the draw depends on it, of the distance to
+    the top-k or top-p edge. At temperature 0 it is the gap of the two largest logits. Arguments as
+    for `draw`.
     """
     _assert_ranks(logits, key, position)
     if sampling.temperature == 0:
@@ -277,27 +273,26 @@ def decision_margin(logits: Array, key: Array, position: Array, sampling: Sampli
     token, margin = _outcome(z, key, position)
     if not sampling.top_k and sampling.top_p == 1:
         return margin
-    for distance, moved in _edge_moves(_temper(logits, sampling), z, sampling):
+    full = logits.astype(jnp.float32) / sampling.temperature
+    for distance, moved in _edge_moves(full, z, sampling):
         other, gap = _outcome(moved, key, position)
         margin = jnp.minimum(margin, jnp.maximum(distance, jnp.where(other == token, gap, 0.0)))
     return margin
 
 
 def _outcome(z: Array, key: Array, position: Array) -> tuple[Array, Array]:
-    """The token that truncated logits `z` give and the lesser gap, of blocks and inside the best
-    one.
-    """
-    _, scores = _block_scores(z, key, position, 0)
-    block = jnp.argmax(scores, -1)[..., None].astype(jnp.int32)
-    _, inside = _token_scores(z, block, key, position, 1)
-    inside = inside[..., 0, :]
-    token = block[..., 0] * BLOCK + jnp.argmax(inside, -1).astype(jnp.int32)
-    return token, jnp.minimum(_gap(scores), _gap(inside))
+    """Return the token that truncated logits give, and the smaller gap of its two levels."""
+    block_scores = jax.nn.logsumexp(blocks(z), -1) + block_noise(key, position, z.shape[-1])
+    block = jnp.argmax(block_scores, -1)[..., None].astype(jnp.int32)
+    scores = (inside(z, block) + _token_noise(block, key, position, 1))[..., 0, :]
+    token = block[..., 0] * BLOCK + jnp.argmax(scores, -1).astype(jnp.int32)
+    return token, jnp.minimum(_gap(block_scores), _gap(scores))
 
 
 def _edge_moves(full: Array, z: Array, sampling: Sampling) -> list[tuple[Array, Array]]:
-    """The laws one step over the edge, as (distance `[...]`, logits): last token out, next in, or
-    both.
+    """Return the truncations one step over the edge: last token out, next one in, or both.
+
+    Each is (its distance `[...]`, its logits `[..., V]`). full are tempered logits, z truncated.
     """
     kept = z > -jnp.inf
     last = jnp.min(jnp.where(kept, z, jnp.inf), -1, keepdims=True)
@@ -305,7 +300,7 @@ def _edge_moves(full: Array, z: Array, sampling: Sampling) -> list[tuple[Array, 
     swap = out = into = (last - following)[..., 0]
     if sampling.top_p < 1:
         # Mass is counted where top-p counts it: on what top-k leaves.
-        mass = jnp.exp(law(full, Sampling(top_k=sampling.top_k)))
+        mass = jnp.exp(log_probabilities(full, Sampling(top_k=sampling.top_k)))
         out = jnp.abs(jnp.sum(jnp.where(z > last, mass, 0.0), -1) - sampling.top_p)
         into = jnp.abs(jnp.sum(jnp.where(kept, mass, 0.0), -1) - sampling.top_p)
     fewer = jnp.where(z > last, z, -jnp.inf)
@@ -317,36 +312,10 @@ def _edge_moves(full: Array, z: Array, sampling: Sampling) -> list[tuple[Array, 
     ]
 
 
-def _assert_ranks(logits: Array, key: Array, position: Array) -> None:
-    chex.assert_rank([logits, key, position], [position.ndim + 1, position.ndim + 1, position.ndim])
-    chex.assert_axis_dimension(key, -1, 2)
-
-
-def _block_scores(z: Array, key: Array, position: Array, level: int) -> tuple[Array, Array]:
-    """Log-sum-exp of each block and its perturbed score, both `[..., blocks]`."""
-    mass = jax.nn.logsumexp(_blocks(z), -1)
-    return mass, mass + block_noise(key, position, z.shape[-1], level)
-
-
-def _token_scores(
-    z: Array, chosen: Array, key: Array, position: Array, level: int
-) -> tuple[Array, Array]:
-    """Logits and perturbed scores `[..., c, 256]` of `z[..., V]` inside the blocks `chosen[...,
-    c]`.
-    """
-    inside = _inside(z, chosen)
-    return inside, inside + _token_noise(chosen, key, position, level)
-
-
-def _token_noise(chosen: Array, key: Array, position: Array, level: int) -> Array:
-    """The noise `[..., c, 256]` float32 of the tokens of the blocks `chosen[..., c]`."""
-    ids = chosen[..., None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
-    return gumbel(noise_bits(key[..., None, None, :], position[..., None, None], level, ids))
-
-
 def _truncated_gumbel(scores: Array, top: Array) -> Array:
-    """Raw scores `[..., c, 256]` mapped so that each block's best is `top[..., c, 1]` (appendix
-    B.3).
+    """Map raw scores `[..., c, 256]` so that each block's best is `top[..., c, 1]`.
+
+    Source: Kool et al. 2019, appendix B.3 (see `rank`).
     """
     best = jnp.max(scores, -1, keepdims=True)
     winner = jnp.arange(BLOCK) == jnp.argmax(scores, -1, keepdims=True)
@@ -358,23 +327,20 @@ def _truncated_gumbel(scores: Array, top: Array) -> Array:
     return jnp.where(scores > -jnp.inf, mapped, -jnp.inf)
 
 
-def _argmax(z: Array) -> Array:
-    """Token id `[...]` of the largest logit in two levels: an argmax over V is ten times slower."""
-    return _best_token(parts_of(z, None))
-
-
-def _best_token(parts: Parts) -> Array:
-    return parts.block * BLOCK + jnp.argmax(parts.inside, -1).astype(jnp.int32)
+def _assert_ranks(logits: Array, key: Array, position: Array) -> None:
+    """Raise AssertionError unless logits and key have one axis more than position."""
+    chex.assert_rank([logits, key, position], [position.ndim + 1, position.ndim + 1, position.ndim])
+    chex.assert_axis_dimension(key, -1, 2)
 
 
 def _fill(tokens: Array, count: int) -> Array:
-    """Tokens `[..., c]` filled with -1 to `[..., count]`."""
+    """Fill tokens `[..., c]` up with -1 to `[..., count]`."""
     missing = [(0, 0)] * (tokens.ndim - 1) + [(0, count - tokens.shape[-1])]
     return jnp.pad(tokens, missing, constant_values=-1)
 
 
 def _gap(scores: Array) -> Array:
-    """Difference of the two largest of the last axis; inf where there is no second."""
+    """Return the difference of the two largest of the last axis; inf where there is no second."""
     best = jnp.arange(scores.shape[-1]) == jnp.argmax(scores, -1, keepdims=True)
     first = jnp.max(scores, -1)
     second = jnp.max(jnp.where(best, -jnp.inf, scores), -1)

@@ -1,4 +1,4 @@
-"""Drafting strategies by name, and the same as data on the device."""
+"""Name drafting strategies, and turn them into the trees that the device reads."""
 
 from __future__ import annotations
 
@@ -8,82 +8,92 @@ import re
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_jax.generation.speculative.protocol import DRAFTERS
 from rlhf_jax.types import Array, Strategy, Tree
 
 PLAIN = Strategy()
-NODE_BUCKETS = (1, 2, 3, 5, 9, 17, 33)  # nodes verified in one call, the root included
-_GRAMMAR = (
-    "write 'plain', 'lookup-chain-4' (or 'replay-', 'model-'), 'replay-chain-8-packed-3' (the"
-    " worthiest drafts only,"
-    " so that rows have 3 nodes on average), 'model-tree-2x2x1' (children per level) or"
-    " 'model-parents:-1,-1,0,0' (the"
-    " parent of each draft, -1 for the last committed token)"
-)
+# Numbers of nodes, the root included, that a row may have in one call of the target.
+NODE_BUCKETS = (1, 2, 3, 5, 9, 17, 33)
 
 
 def parse(name: str) -> Strategy:
-    """The strategy called `name`; raises ValueError with the grammar where there is none."""
+    """Return the strategy called `name`; raises ValueError with the grammar where there is none."""
     if name == "plain":
         return PLAIN
+    drafters = "|".join(DRAFTERS)
     shape = r"chain-\d+|tree-\d+(?:x\d+)*|parents:-?\d+(?:,-?\d+)*"
-    match = re.fullmatch(rf"(lookup|replay|model)-({shape})(?:-packed-(\d+))?", name)
+    match = re.fullmatch(rf"({drafters})-({shape})(?:-packed-(\d+))?", name)
     if match is None:
-        raise ValueError(f"Unknown strategy {name!r}: {_GRAMMAR}.")
-    strategy = Strategy(_parents(match[2]), match[1], int(match[3] or 0))
-    _check(name, strategy, match[3] is not None)
+        raise ValueError(f"Unknown strategy {name!r}: {_grammar()}.")
+
+    kind, figures = re.split("[-:]", match[2], maxsplit=1)
+    if kind == "chain":
+        parents = chain(int(figures))
+    elif kind == "tree":
+        parents = full_tree(tuple(int(width) for width in figures.split("x")))
+    else:
+        parents = tuple(int(parent) for parent in figures.split(","))
+    strategy = Strategy(parents, match[1], int(match[3] or 0))
+    _check(name, strategy, packed=match[3] is not None)
     return strategy
 
 
 def name_of(strategy: Strategy) -> str:
-    """The name that `parse` reads as the strategy."""
+    """Return the name that `parse` reads as the strategy."""
     if not strategy.parents:
         return "plain"
-    shape = (
-        f"chain-{len(strategy.parents)}"
-        if is_chain(strategy)
-        else f"parents:{','.join(map(str, strategy.parents))}"
-    )
-    return f"{strategy.drafter}-{shape}" + (f"-packed-{strategy.packed}" if strategy.packed else "")
-
-
-def _parents(shape: str) -> tuple[int, ...]:
-    if shape.startswith("chain-"):
-        return chain(int(shape[6:]))
-    if shape.startswith("tree-"):
-        return full_tree(tuple(int(width) for width in shape[5:].split("x")))
-    return tuple(int(parent) for parent in shape[8:].split(","))
+    shape = f"parents:{','.join(map(str, strategy.parents))}"
+    if is_chain(strategy):
+        shape = f"chain-{len(strategy.parents)}"
+    packed = f"-packed-{strategy.packed}" if strategy.packed else ""
+    return f"{strategy.drafter}-{shape}{packed}"
 
 
 def _check(name: str, strategy: Strategy, packed: bool) -> None:
+    """Raise ValueError unless a strategy is a tree that a round can verify."""
     parents = strategy.parents
     levels = depths(strategy) if all(-1 <= p < i for i, p in enumerate(parents)) else None
     if levels is None or list(levels) != sorted(levels) or not parents:
-        raise ValueError(f"Strategy {name!r} is no tree in level order: {_GRAMMAR}.")
+        raise ValueError(f"Strategy {name!r} is no tree in level order: {_grammar()}.")
     if len(parents) >= NODE_BUCKETS[-1]:
         raise ValueError(
             f"Strategy {name!r} drafts {len(parents)} tokens; the most is {NODE_BUCKETS[-1] - 1}."
         )
-    chains = strategy.drafter == "replay" and is_chain(strategy)
+    chains = DRAFTERS[strategy.drafter].packs and is_chain(strategy)
     if packed and not (chains and 1 < strategy.packed <= len(parents)):
+        packing = " or ".join(drafter.name for drafter in DRAFTERS.values() if drafter.packs)
         raise ValueError(
-            f"Strategy {name!r} packs nothing: only chains by replay are packed, into 2 nodes a"
+            f"Strategy {name!r} packs nothing: only chains by {packing} are packed, into 2 nodes a"
             " row or more, but"
             f" no more than their {len(parents)} drafts."
         )
 
 
+def _grammar() -> str:
+    """Return a sentence on how strategies are written, with the names of the drafters there are."""
+    first, *others = DRAFTERS
+    beginnings = ", ".join(f"'{name}-'" for name in others)
+    return (
+        f"write 'plain', '{first}-chain-4' (or {beginnings}), 'replay-chain-8-packed-3' (the"
+        " worthiest drafts only,"
+        " so that rows have 3 nodes on average), 'model-tree-2x2x1' (children per level) or"
+        " 'model-parents:-1,-1,0,0' (the"
+        " parent of each draft, -1 for the last committed token)"
+    )
+
+
 def chain(length: int) -> tuple[int, ...]:
-    """Parents of a chain of `length` drafts."""
+    """Return the parents of a chain of `length` drafts."""
     return tuple(range(-1, length - 1))
 
 
 def is_chain(strategy: Strategy) -> bool:
-    """Whether the strategy is a chain; plain is one of no drafts."""
+    """Say whether the strategy is a chain; plain is one of no drafts."""
     return strategy.parents == chain(len(strategy.parents))
 
 
 def full_tree(widths: tuple[int, ...]) -> tuple[int, ...]:
-    """Parents of the tree whose nodes at level d each have widths[d] children."""
+    """Return the parents of the tree whose nodes at level d each have widths[d] children."""
     parents = []
     level = [-1]
     for width in widths:
@@ -94,7 +104,7 @@ def full_tree(widths: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def depths(strategy: Strategy) -> np.ndarray:
-    """[N+1] depth of every node, the root first with 0."""
+    """Return the depth [N+1] int32 of every node, the root first with 0."""
     depth = [0]
     for parent in strategy.parents:
         depth.append(depth[parent + 1] + 1)
@@ -102,23 +112,32 @@ def depths(strategy: Strategy) -> np.ndarray:
 
 
 def ranks(strategy: Strategy) -> np.ndarray:
-    """[N+1] rank of every node among its siblings, 0 the likeliest; 0 for the root."""
+    """Return the rank [N+1] int32 of every node among its siblings, 0 the likeliest; root 0."""
     parents = strategy.parents
     return np.array([0, *(parents[:i].count(parent) for i, parent in enumerate(parents))], np.int32)
 
 
 def children(strategy: Strategy, node: int) -> list[int]:
-    """Node indices (the root is 0) of the children of `node`, by rank."""
+    """List the children of `node` by rank, as node indices (the root is 0)."""
     return [i + 1 for i, parent in enumerate(strategy.parents) if parent + 1 == node]
 
 
 def bucket(strategy: Strategy) -> int:
-    """Nodes of a row in the round that serves the strategy, the root and padding included."""
+    """Return the nodes of a row in the strategy's round, the root and padding included."""
     return next(size for size in NODE_BUCKETS if size > len(strategy.parents))
+
+
+def as_data(strategy: Strategy, rows: int) -> Tree:
+    """Return the strategy as a `Tree` of `rows` equal rows, padded to its node bucket.
+
+    The arrays are the host's, and must not be written to.
+    """
+    return Tree(*(np.broadcast_to(leaf, (rows, *leaf.shape)) for leaf in _arrays(strategy)))
 
 
 @functools.cache
 def _arrays(strategy: Strategy) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the parents, depths and ancestors of one row of a `Tree`."""
     count = len(strategy.parents)
     size = bucket(strategy)
     parents = np.zeros(size, np.int32)
@@ -131,14 +150,10 @@ def _arrays(strategy: Strategy) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return parents, depth, ancestors
 
 
-def as_data(strategy: Strategy, rows: int) -> Tree:
-    """The strategy as a `Tree` of `rows` equal rows, padded to its node bucket (host arrays)."""
-    return Tree(*(np.broadcast_to(leaf, (rows, *leaf.shape)) for leaf in _arrays(strategy)))
-
-
 def path_to(tree: Tree, last: Array) -> Array:
-    """[B, N+1] node at each depth on the way from the root to node last[B]; repeats `last` beyond
-    its depth.
+    """Return the node [B, N+1] int32 at each depth on the way from the root to node last[B].
+
+    Beyond its depth, `last` repeats.
     """
     above = jnp.take_along_axis(tree.ancestors, last[:, None, None], axis=1)[:, 0]  # [B, N+1]
     levels = jnp.arange(tree.depth.shape[1], dtype=jnp.int32)
@@ -147,13 +162,13 @@ def path_to(tree: Tree, last: Array) -> Array:
 
 
 def accept_equal(tokens: Array, draws: Array, tree: Tree) -> Array:
-    """[B] the deepest node all of whose path equals the target's own draws: replayable acceptance.
+    """Return the deepest node [B] int32 all of whose path equals the target's own draws.
 
-    tokens [B, N+1] drafted (node 0 unused, -1 never accepted), draws [B, N+1] the target's draw
-    after each node.
+    This is replayable acceptance. tokens [B, N+1] were drafted (node 0 is unused, -1 is never
+    accepted); draws [B, N+1] are the target's after each node.
     """
-    wanted = jnp.take_along_axis(draws, tree.parents, axis=1)
-    fits = (tokens == wanted) & (tree.depth > 0)
+    drawn = jnp.take_along_axis(draws, tree.parents, axis=1)
+    fits = (tokens == drawn) & (tree.depth > 0)
     fits = fits.at[:, 0].set(True)
     accepted = jnp.all(fits[:, None, :] | ~tree.ancestors, axis=-1) & (tree.depth >= 0)
     return jnp.argmax(jnp.where(accepted, tree.depth, -1), axis=1).astype(jnp.int32)

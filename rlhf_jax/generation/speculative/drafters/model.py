@@ -1,103 +1,147 @@
-"""Drafts by a small model with a cache of its own, sampled with the target's noise."""
+"""Draft by a small model with a cache of its own, sampled with the target's noise."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.speculative.protocol import DraftContext, Drafter, Execute, Proposal
 from rlhf_jax.generation.speculative.sampling import Sampling, rank
 from rlhf_jax.mesh import pin_rows
 from rlhf_jax.model import kernels as laid
 from rlhf_jax.model.attention import cached
 from rlhf_jax.model.transformer import forward, logits
-from rlhf_jax.types import Array, Cache, DecodeState, DraftState, Model, Strategy
+from rlhf_jax.types import (
+    Array,
+    Cache,
+    DecodeState,
+    DraftState,
+    Emission,
+    LayerCache,
+    Model,
+    Strategy,
+)
 
-CHUNK = 8  # tokens a catch-up step feeds
+CATCH_UP_TOKENS = 8  # Tokens of each row that one step of `catch_up` feeds.
+# Probabilities of the drafter's best token that divide the confidence classes 1, 2 and 3.
+CONFIDENT_PROBABILITIES = (0.3, 0.7)
 
 
-SURE = (0.3, 0.7)  # probabilities of the best token that divide the confidence classes 1, 2 and 3
+class ModelDrafter(Drafter):
+    """Draft by a small model whose cache is in `DecodeState.draft`."""
+
+    name = "model"
+    needs_model = True
+    branches = True
+
+    def catch_up(self, execute: Execute, state: DecodeState, context: DraftContext) -> DecodeState:
+        """Return the state whose draft cache lacks one token of each row at most."""
+        on = dict(kernels=context.kernels, mesh=context.mesh)
+        return execute(catch_up, context.model, state, **on)
+
+    def propose(self, execute: Execute, state: DecodeState, context: DraftContext) -> Proposal:
+        """Return the model's own draws, level by level of the strategy's tree."""
+        options = dict(with_logits=context.with_logits, kernels=context.kernels, mesh=context.mesh)
+        return execute(propose, context.model, state, context.strategy, context.sampling, **options)
+
+    def after_commit(
+        self,
+        execute: Execute,
+        state: DecodeState,
+        proposal: Proposal,
+        emission: Emission,
+        context: DraftContext,
+    ) -> DecodeState:
+        """Return the state with the accepted nodes in the draft cache."""
+        on = dict(kernels=context.kernels, mesh=context.mesh)
+        path = (emission.path, emission.count)
+        return execute(commit, state, proposal.window, *path, context.strategy, **on)
 
 
-class Proposal(NamedTuple):
-    """What a draft model proposes for one round."""
-
-    drafts: Array  # [B, bucket - 1] int32
-    laws: Array | None  # [B, bucket, V] float32, its logits at each node, where they were asked for
-    window: Cache  # for `commit`
-    confidence: Array  # [B] int8, the class of its own first draft
+MODEL = ModelDrafter()
 
 
 @functools.partial(
-    jax.jit, static_argnames=("strategy", "sampling", "with_laws", "kernels", "mesh")
+    jax.jit, static_argnames=("strategy", "sampling", "with_logits", "kernels", "mesh")
 )
 def propose(
     drafter: Model,
     state: DecodeState,
     strategy: Strategy,
     sampling: Sampling,
-    with_laws: bool = False,
+    with_logits: bool = False,
     kernels: Kernels = REFERENCE,
-    mesh=None,
+    mesh: Mesh | None = None,
 ) -> Proposal:
-    """Drafts for the strategy's nodes, drawn with the noise that the target will use.
+    """Draft for the strategy's nodes, with the noise that the target will use.
 
     Level by level: the nodes of one depth that have children are one call; the children of a node
     are the best ranks of the drafter's own draw there. The first call also feeds the token before
     the root, which the cache lacks after a full acceptance; it must lack no more (see `catch_up`).
+    The proposal's confidence is the class of the first draft.
     """
     tokens = {0: _token_at(state, state.length - 1)}
-    laws = {}
+    node_logits = {}
     window = ()
-    seen = 0
+    fed = 0
     attention = laid.tree_attention(kernels, mesh)
     for level in _fed_nodes(strategy):
-        hidden, window = _feed(drafter, state, strategy, level, tokens, window, seen, attention)
+        hidden, window = _feed(
+            drafter, state, strategy, level, tokens=tokens, window=window, fed=fed, attend=attention
+        )
         scores = logits(drafter, hidden[:, -len(level) :])
-        seen += hidden.shape[1]
+        fed += hidden.shape[1]
         for place, node in enumerate(level):
-            laws[node] = scores[:, place]
+            node_logits[node] = scores[:, place]
             below = trees.children(strategy, node)
             position = state.length + int(trees.depths(strategy)[node])
-            ranked = rank(scores[:, place], state.key, position, sampling, len(below))
+            ranked = rank(scores[:, place], state.key, position, sampling, count=len(below))
             tokens |= {child: ranked[:, i] for i, child in enumerate(below)}
+
+    size = trees.bucket(strategy)
     drafts = jnp.stack([tokens[i + 1] for i in range(len(strategy.parents))], axis=1)
-    spare = trees.bucket(strategy) - 1 - drafts.shape[1]
+    spare = size - 1 - drafts.shape[1]
     drafts = jnp.pad(drafts, ((0, 0), (0, spare)), constant_values=-1)
-    stacked = _stack_laws(laws, trees.bucket(strategy)) if with_laws else None
-    return pin_rows(
-        Proposal(drafts, stacked, window, confidence(laws[0], tokens[1], sampling)), mesh
-    )
+    stacked = None
+    if with_logits:
+        unfed = jnp.zeros_like(node_logits[0])
+        stacked = jnp.stack([node_logits.get(node, unfed) for node in range(size)], axis=1)
+    first = confidence_of(node_logits[0], tokens[1], sampling)
+    return pin_rows(Proposal(drafts, stacked, window, first), mesh)
 
 
-def confidence(scores: Array, token: Array, sampling: Sampling) -> Array:
-    """[...] int8 the class 1..3 of the probability of token [...] under logits [..., V] at the
-    temperature (1 if 0).
+def confidence_of(scores: Array, token: Array, sampling: Sampling) -> Array:
+    """Return the confidence class [...] int8, 1 to 3, of token [...] under logits [..., V].
+
+    It goes by the token's probability at the temperature (1 if that is 0).
     """
     chex.assert_rank(scores, token.ndim + 1)
     tempered = scores / (sampling.temperature or 1.0)
     chosen = jnp.take_along_axis(tempered, token[..., None], axis=-1)[..., 0]
     probability = jnp.exp(chosen - jax.nn.logsumexp(tempered, axis=-1))
-    return 1 + sum((probability >= edge).astype(jnp.int8) for edge in SURE)
+    return 1 + sum((probability >= edge).astype(jnp.int8) for edge in CONFIDENT_PROBABILITIES)
 
 
 def _fed_nodes(strategy: Strategy) -> list[list[int]]:
-    """Nodes with children, by depth: those whose hidden states are wanted."""
+    """List the nodes with children, by depth: those that the drafter is fed."""
     depth = trees.depths(strategy)
     inner = [node for node in range(len(depth)) if trees.children(strategy, node)]
     return [[node for node in inner if depth[node] == level] for level in range(int(depth.max()))]
 
 
 def _window_index(strategy: Strategy) -> np.ndarray:
-    """[bucket] window entry of each node; entry 0 is the token before the root, unfed nodes point
-    at the root.
+    """Return the window entry [bucket] int32 of each node; nodes that were not fed have the root's.
+
+    Entry 0 is the token before the root, entry 1 the root.
     """
     index = np.ones(trees.bucket(strategy), np.int32)
     order = [node for level in _fed_nodes(strategy) for node in level]
@@ -105,29 +149,46 @@ def _window_index(strategy: Strategy) -> np.ndarray:
     return index
 
 
-def _feed(drafter, state, strategy, level, tokens, window, seen, attention):
-    depth = trees.depths(strategy)[level]
+def _feed(
+    drafter: Model,
+    state: DecodeState,
+    strategy: Strategy,
+    level: list[int],
+    *,
+    tokens: dict[int, Array],
+    window: Cache,
+    fed: int,
+    attend: Callable[..., Array],
+) -> tuple[Array, Cache]:
+    """Feed one level's nodes, after the token before the root where the window is still empty.
+
+    tokens[node] is [B] int32; window holds the `fed` tokens before them. Returns hidden [B, Q, M]
+    of the Q tokens that are fed now, and the grown window.
+    """
     queries = jnp.stack([tokens[node] for node in level], axis=1)
-    positions = (state.length - 1)[:, None] + depth
+    positions = (state.length - 1)[:, None] + trees.depths(strategy)[level]
     if not window:
-        queries = jnp.concatenate([_token_at(state, state.length - 2)[:, None], queries], axis=1)
-        positions = jnp.concatenate([jnp.maximum(state.length - 2, 0)[:, None], positions], axis=1)
-    mask = _window_mask(strategy, level, seen + queries.shape[1])
+        before = state.length - 2
+        queries = jnp.concatenate([_token_at(state, before)[:, None], queries], axis=1)
+        positions = jnp.concatenate([jnp.maximum(before, 0)[:, None], positions], axis=1)
+
+    mask = _window_mask(strategy, level, fed + queries.shape[1])
     mask = jnp.broadcast_to(mask, (queries.shape[0], *mask.shape))
+    # A text of one token has none before the root; but a query must see at least itself.
     first = mask[:, :, :1] & (state.length >= 2)[:, None, None]
-    first = first.at[:, 0].set(True) if not window else first  # a query sees at least itself
+    first = first.at[:, 0].set(True) if not window else first
     mask = jnp.concatenate([first, mask[:, :, 1:]], axis=2)
-    attend = functools.partial(
-        cached, length=jnp.where(state.done, 0, state.length - 2), mask=mask, attend=attention
-    )
-    past = window or (None,) * len(state.draft.cache)
-    return forward(
-        drafter, queries, positions, attend, tuple(zip(state.draft.cache, past, strict=True))
-    )
+
+    known = jnp.where(state.done, 0, state.length - 2)
+    attend = functools.partial(cached, length=known, mask=mask, attend=attend)
+    assert state.draft is not None
+    past: tuple[LayerCache | None, ...] = window or (None,) * len(state.draft.cache)
+    layers = tuple(zip(state.draft.cache, past, strict=True))
+    return forward(drafter, queries, positions, attend, layers)
 
 
 def _window_mask(strategy: Strategy, level: list[int], width: int) -> np.ndarray:
-    """[Q, W] what the nodes of a level see: the token before the root and their own ancestors."""
+    """Return the mask [Q, W] bool of a level: the token before the root and a node's ancestors."""
     ancestors = trees.as_data(strategy, 1).ancestors[0]
     index = _window_index(strategy)
     mask = np.zeros((len(level), width), bool)
@@ -139,12 +200,8 @@ def _window_mask(strategy: Strategy, level: list[int], width: int) -> np.ndarray
     return mask
 
 
-def _stack_laws(laws: dict[int, Array], size: int) -> Array:
-    blank = jnp.zeros_like(laws[0])
-    return jnp.stack([laws.get(node, blank) for node in range(size)], axis=1)
-
-
 def _token_at(state: DecodeState, place: Array) -> Array:
+    """Return the token [B] int32 at place [B] of each row, the first one where that is negative."""
     return jnp.take_along_axis(state.tokens, jnp.maximum(place, 0)[:, None], axis=1)[:, 0]
 
 
@@ -158,14 +215,13 @@ def commit(
     count: Array,
     strategy: Strategy,
     kernels: Kernels = REFERENCE,
-    mesh=None,
+    mesh: Mesh | None = None,
 ) -> DecodeState:
-    """The draft cache after a round that emitted count[B] tokens along path[B, N+1]. `state` is
-    donated.
+    """Write a round's accepted nodes into the draft cache. `state` is donated.
 
-    `state` is the state after the round; the window began two tokens before the old length. A node
-    that was never fed can only be the last one of a fully accepted path: it is left to the next
-    call.
+    `state` is the state after the round, which emitted count [B] tokens along path [B, N+1]; the
+    window began two tokens before the old length. A node that was never fed can only be the last
+    one of a fully accepted path: it is left to the next call.
     """
     assert state.draft is not None
     before = state.length - count
@@ -173,50 +229,51 @@ def commit(
     entries = jnp.concatenate([jnp.zeros_like(index[:, :1]), index], axis=1)
     start = jnp.maximum(before - 2, 0)
     entries = jnp.where((before >= 2)[:, None], entries, jnp.roll(entries, -1, axis=1))
-    inner = jnp.asarray(
-        np.array([bool(trees.children(strategy, n)) for n in range(trees.bucket(strategy))])
-    )
+
+    nodes = range(trees.bucket(strategy))
+    inner = jnp.asarray(np.array([bool(trees.children(strategy, node)) for node in nodes]))
     steps = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
     fed = (inner[path] & (steps < count[:, None])).sum(axis=1, dtype=jnp.int32)
     length = jnp.where(count > 0, before - 1 + fed, state.draft.length)
-    draft = DraftState(
-        laid.commit(kernels, mesh)(state.draft.cache, window, entries, start), length
-    )
-    return pin_rows(dataclasses.replace(state, draft=draft), mesh)
+
+    cache = laid.commit(kernels, mesh)(state.draft.cache, window, entries, start)
+    return pin_rows(dataclasses.replace(state, draft=DraftState(cache, length)), mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("kernels", "mesh"), donate_argnames=("state",))
 def catch_up(
-    drafter: Model, state: DecodeState, kernels: Kernels = REFERENCE, mesh=None
+    drafter: Model, state: DecodeState, kernels: Kernels = REFERENCE, mesh: Mesh | None = None
 ) -> DecodeState:
-    """Feed what the draft cache has not seen, until it lacks one token at most. `state` is donated.
+    """Feed what the draft cache lacks, until that is one token at most.
 
-    Needed after rounds that drafted otherwise; CHUNK tokens of every row a step.
+    It is needed after rounds that drafted otherwise; it feeds CATCH_UP_TOKENS tokens of every row a
+    step. `state` is donated.
     """
-
     attention = laid.tree_attention(kernels, mesh)
     write = laid.commit(kernels, mesh)
+    chunk = CATCH_UP_TOKENS
 
-    def lagging(state):
+    def is_behind(state: DecodeState) -> Array:
+        assert state.draft is not None
         return jnp.any(~state.done & (state.draft.length < state.length - 2))
 
-    def step(state):
-        at = state.draft.length[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)
-        tokens = jnp.take_along_axis(
-            state.tokens, jnp.minimum(at, state.tokens.shape[1] - 1), axis=1
-        )
-        mask = jnp.broadcast_to(
-            jnp.tril(jnp.ones((CHUNK, CHUNK), bool)), (at.shape[0], CHUNK, CHUNK)
-        )
-        known = jnp.where(state.done, 0, state.draft.length)
+    def feed_chunk(state: DecodeState) -> DecodeState:
+        draft = state.draft
+        assert draft is not None
+        at = draft.length[:, None] + jnp.arange(chunk, dtype=jnp.int32)
+        last = state.tokens.shape[1] - 1
+        tokens = jnp.take_along_axis(state.tokens, jnp.minimum(at, last), axis=1)
+        triangle = jnp.tril(jnp.ones((chunk, chunk), bool))
+        mask = jnp.broadcast_to(triangle, (at.shape[0], chunk, chunk))
+        known = jnp.where(state.done, 0, draft.length)
         attend = functools.partial(cached, length=known, mask=mask, attend=attention)
-        layers = tuple((layer, None) for layer in state.draft.cache)
+        layers = tuple((layer, None) for layer in draft.cache)
         _, window = forward(drafter, tokens, at, attend, layers)
-        order = jnp.broadcast_to(jnp.arange(CHUNK, dtype=jnp.int32), at.shape)
-        cache = write(state.draft.cache, window, order, state.draft.length)
-        length = jnp.maximum(
-            jnp.minimum(state.draft.length + CHUNK, state.length - 1), state.draft.length
-        )
+
+        order = jnp.broadcast_to(jnp.arange(chunk, dtype=jnp.int32), at.shape)
+        cache = write(draft.cache, window, order, draft.length)
+        fed = jnp.minimum(draft.length + chunk, state.length - 1)
+        length = jnp.maximum(fed, draft.length)
         return dataclasses.replace(state, draft=DraftState(cache, length))
 
-    return pin_rows(jax.lax.while_loop(lagging, step, state), mesh)
+    return pin_rows(jax.lax.while_loop(is_behind, feed_chunk, state), mesh)

@@ -1,0 +1,60 @@
+"""Find where a known text agrees with the end of a row's own text, and read on from there."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.generation.strategy.acceptance import RANKS
+from rlhf_jax.types import Array, DecodeState
+
+LONGEST_MATCH = 8  # A match is counted up to this many tokens before the text's end.
+
+
+def match_length(state: DecodeState, corpus: Array) -> Array:
+    """Count [B, C] int32 how many tokens up to each place of corpus [B, C] equal the text's end.
+
+    The token at the place itself counts. More than LONGEST_MATCH tokens are not compared.
+    """
+    # The last known tokens, the last one first; -2, which equals nothing, before the text's start.
+    back = state.length[:, None] - 1 - jnp.arange(LONGEST_MATCH, dtype=jnp.int32)
+    known = jnp.take_along_axis(state.tokens, jnp.maximum(back, 0), axis=1)
+    end = jnp.where(back >= 0, known, -2)
+
+    padded = jnp.pad(corpus, ((0, 0), (LONGEST_MATCH - 1, 0)), constant_values=-1)
+    length = jnp.zeros_like(corpus)
+    for i in reversed(range(LONGEST_MATCH)):
+        start = LONGEST_MATCH - 1 - i
+        equal = padded[:, start : start + corpus.shape[1]] == end[:, i, None]
+        length = jnp.where(equal, length + 1, 0)
+    return length
+
+
+def is_followed(corpus: Array) -> Array:
+    """Say [B, C] bool where the token after a place of corpus [B, C] is known (not -1)."""
+    return jnp.pad(corpus[:, 1:] >= 0, ((0, 0), (0, 1)))
+
+
+def best_places(score: Array) -> tuple[Array, Array]:
+    """Return the RANKS largest of score [B, C] int32 and their places, both [B, R].
+
+    Scores other than 0 must be distinct, and below 2**24.
+    """
+    # On a CPU, XLA sorts whole rows, forty times slower, of integers (float32 is exact below 2**24)
+    # and for a reader that slices: hence the barrier.
+    top, where = jax.lax.optimization_barrier(jax.lax.top_k(score.astype(jnp.float32), RANKS))
+    return top.astype(jnp.int32), where
+
+
+def continuations(corpus: Array, where: Array, usable: Array, depth: int, period: Array) -> Array:
+    """Return the `depth` tokens after places where [B, R] of corpus [B, C], [B, depth, R] int32.
+
+    They repeat after period [B, R] tokens. They are -1 once unknown, and where not usable [B, R].
+    """
+    steps = jnp.arange(depth, dtype=jnp.int32)[:, None] % jnp.maximum(period, 1)[:, None]
+    index = where[:, None] + 1 + steps
+    size = corpus.shape[1]
+    rows = jnp.arange(len(corpus), dtype=jnp.int32)[:, None, None]
+    found = jnp.where(index < size, corpus[rows, jnp.minimum(index, size - 1)], -1)
+    ended = jnp.cumsum(found < 0, axis=1, dtype=jnp.int32) > 0  # A separator ends a continuation.
+    return jnp.where(ended | ~usable[:, None], -1, found)

@@ -1,0 +1,102 @@
+"""Drafters that search texts they know: how what they find becomes a strategy's drafts."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.speculative.protocol import DraftContext, Drafter, Execute, Proposal
+from rlhf_jax.mesh import pin_rows
+from rlhf_jax.types import Array, DecodeState, Strategy
+
+
+class Found(NamedTuple):
+    """Hold what a search offers as the next K tokens: up to R = `RANKS` continuations."""
+
+    tokens: Array  # [B, K, R] int32, the best continuation first, -1 beyond what is known
+    confidence: Array  # [B] int8, the drafter's class 0..3
+
+
+class SearchDrafter(Drafter):
+    """Propose what `search` finds, without a model; a subclass gives a name and `search`.
+
+    Such a drafter costs little, so it looks back after every round of an adaptive stage: its
+    acceptance is known before it is ever used (see `hindsight`).
+    """
+
+    def search(self, state: DecodeState, siblings: Array, depth: int) -> Found:
+        """Return the next `depth` tokens as the drafter expects them.
+
+        It is traced, and may use only what `state` says up to its `length`. siblings [B, S] int32
+        are rows of `state` that hold samples of the same prompt, -1 for none.
+        """
+        raise NotImplementedError(f"Drafter {self.name!r} has no `search`.")
+
+    def propose(self, execute: Execute, state: DecodeState, context: DraftContext) -> Proposal:
+        """Return the best of what `search` finds, in one jitted call."""
+        siblings = context.siblings
+        return execute(propose, self, state, siblings, context.strategy, mesh=context.mesh)
+
+
+@functools.partial(jax.jit, static_argnames=("drafter", "strategy", "mesh"))
+def propose(
+    drafter: SearchDrafter,
+    state: DecodeState,
+    siblings: Array,
+    strategy: Strategy,
+    mesh: Mesh | None = None,
+) -> Proposal:
+    """Search, and lay what is found out on the strategy's nodes.
+
+    siblings [B, S] int32 as in `search`. The proposal has a confidence only where the drafter's
+    rounds may have a budget.
+    """
+    depth = int(trees.depths(strategy).max())
+    found = drafter.search(state, siblings, depth)
+    confidence = found.confidence if drafter.packs else None
+    drafts = fill_nodes(strategy, found.tokens)
+    return pin_rows(Proposal(drafts, confidence=confidence), mesh)
+
+
+def fill_nodes(strategy: Strategy, continuations: Array) -> Array:
+    """Lay continuations [B, K, R] out on the strategy's nodes, [B, bucket - 1] int32.
+
+    The best continuation is first; nodes beyond where they end get -1. Siblings are distinct: rank
+    r is the r-th different token among the continuations that agree with the path.
+    """
+    chex.assert_rank(continuations, 3)
+    rank = trees.ranks(strategy)[1:]
+    level = trees.depths(strategy)[1:]
+    parent = np.array(strategy.parents, np.int32) + 1
+    node = np.arange(1, len(parent) + 1, dtype=np.int32)
+
+    def draft(agree: Array, step: tuple[Array, ...]) -> tuple[Array, Array]:
+        node, parent, rank, options = step
+        first = first_occurrences(options, agree[parent])
+        chosen = first & (jnp.cumsum(first, axis=1, dtype=jnp.int32) == rank + 1)
+        token = jnp.where(chosen, options, -1).max(axis=1)
+        return agree.at[node].set(agree[parent] & (options == token[:, None])), token
+
+    options = jnp.moveaxis(continuations[:, level - 1], 1, 0)  # [N, B, R]
+    agree = jnp.ones((len(node) + 1, *options.shape[1:]), bool)
+    _, drafts = jax.lax.scan(draft, agree, (node, parent, rank, options))
+    padding = trees.bucket(strategy) - 1 - len(node)
+    return jnp.pad(drafts.T, ((0, 0), (0, padding)), constant_values=-1)
+
+
+def first_occurrences(options: Array, agree: Array) -> Array:
+    """Mark [..., R] bool the options that `agree` and are tokens, each only where it comes first.
+
+    options [..., R] int32 (-1: no token) and agree [..., R] bool.
+    """
+    usable = agree & (options >= 0)
+    same = (options[..., :, None] == options[..., None, :]) & usable[..., None, :]
+    before = jnp.tril(jnp.ones((options.shape[-1],) * 2, bool), -1)
+    return usable & ~(same & before).any(-1)

@@ -1,0 +1,134 @@
+"""Say what a drafter is, and register drafters by the names that strategies call them by.
+
+A drafter proposes tokens that the target verifies. A new one is a subclass of `Drafter` (of
+`drafters.search.SearchDrafter` where it needs no model) and one call of `register`; nothing else
+in the package names it. `docs/examples/new_drafter.py` shows a whole one.
+
+A drafter's confidence is one of four classes, 0 (it knows nothing to draft) to 3 (its drafts are
+nearly always accepted), by its own rule. Acceptance is measured class by class, and the budget of a
+round goes to the rows of surer classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+from jax.sharding import Mesh
+
+from pallas_kernels.dispatch import REFERENCE, Kernels
+from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.types import Array, Cache, DecodeState, Emission, Model, Strategy
+
+# Calls a jitted function with the arguments that follow, or only compiles it for their shapes.
+Execute = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftContext:
+    """Hold what a drafter may read in a round, beside the rows themselves."""
+
+    strategy: Strategy
+    siblings: Array  # [B, S] int32, rows that hold samples of the same prompt, -1 for none
+    model: Model | None  # the draft model, with unrolled layers; None where no drafter needs one
+    sampling: Sampling
+    with_logits: bool = False  # whether acceptance reads the logits that drafts were drawn from
+    kernels: Kernels = REFERENCE
+    mesh: Mesh | None = None
+
+
+class Proposal(NamedTuple):
+    """Hold what a drafter proposes for one round, for the N nodes of the strategy's bucket."""
+
+    drafts: Array  # [B, N - 1] int32, -1 where it has none
+    logits: Array | None = None  # [B, N, V] float32 at each node; None: each draft is a point mass
+    window: Cache = ()  # keys and values of the drafter's own nodes, for `after_commit`
+    confidence: Array | None = None  # [B] int8, the class of each row, where somebody reads it
+
+
+class Drafter(Protocol):
+    """Propose drafts for the nodes of a strategy; hold no state, and be hashable.
+
+    Drafters are static arguments of jitted functions. What they keep of each row is in the
+    `DecodeState`. The attributes say what a drafter needs and what its strategies can be.
+    """
+
+    name: ClassVar[str]
+    needs_model: ClassVar[bool] = False  # a draft model with a cache of its own
+    needs_history: ClassVar[bool] = False  # texts of the same prompt: earlier ones and siblings'
+    needs_earlier: ClassVar[bool] = False  # the text that the same noise gave before
+    # The confidence class of a row that has an earlier text and no token of its own yet.
+    first_confidence: ClassVar[int] = 0
+    branches: ClassVar[bool] = False  # its second and third choices are worth trees
+    # Its rows differ so much that rounds with a budget of drafts are worth their programs.
+    packs: ClassVar[bool] = False
+
+    def catch_up(self, execute: Execute, state: DecodeState, context: DraftContext) -> DecodeState:
+        """Return the state after the drafter has read what other drafters' rounds have added.
+
+        It is called before `propose` where several strategies may be chosen.
+        """
+        return state
+
+    def propose(self, execute: Execute, state: DecodeState, context: DraftContext) -> Proposal:
+        """Return drafts for the strategy's nodes, by programs that `execute` calls or compiles."""
+        ...
+
+    def after_commit(
+        self,
+        execute: Execute,
+        state: DecodeState,
+        proposal: Proposal,
+        emission: Emission,
+        context: DraftContext,
+    ) -> DecodeState:
+        """Return the state after the drafter has kept what was accepted of its proposal."""
+        return state
+
+
+class NoDrafter(Drafter):
+    """Propose nothing: the drafter of plain decoding."""
+
+    name = "none"
+
+    def propose(self, execute: Execute, state: DecodeState, context: DraftContext) -> Proposal:
+        """Return no drafts for any row."""
+        return Proposal(np.zeros((len(context.siblings), 0), np.int32))
+
+
+_NO_DRAFTER = NoDrafter()
+DRAFTERS: dict[str, Drafter] = {}  # by name, in the order of their registration
+
+
+def register(drafter: Drafter) -> None:
+    """Let strategies draft by `drafter`, under its name.
+
+    Raises ValueError where another drafter has that name, or the name cannot begin a strategy's.
+    """
+    name = drafter.name
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in ("none", "plain", "adaptive"):
+        raise ValueError(
+            f"A drafter cannot be called {name!r}: use small letters, digits and underscores, and"
+            " none of 'none', 'plain' and 'adaptive'."
+        )
+    if DRAFTERS.get(name, drafter) != drafter:
+        raise ValueError(f"There is a drafter called {name!r} already; choose another name.")
+    DRAFTERS[name] = drafter
+
+
+def drafter_of(strategy: Strategy) -> Drafter:
+    """Return the drafter of a strategy; raises ValueError where none is registered by its name."""
+    if not strategy.parents:
+        return _NO_DRAFTER
+    if strategy.drafter not in DRAFTERS:
+        raise ValueError(f"No drafter is called {strategy.drafter!r}; register it first.")
+    return DRAFTERS[strategy.drafter]
+
+
+def drafters_of(strategies: Iterable[Strategy]) -> tuple[Drafter, ...]:
+    """Return the drafters that some strategies draft by, in the order of their registration."""
+    names = {strategy.drafter for strategy in strategies if strategy.parents}
+    return tuple(drafter for drafter in DRAFTERS.values() if drafter.name in names)
