@@ -110,8 +110,7 @@ def logprobs_and_entropy(
     out = jax.lax.map(lambda block: project(head, *block), blocks)
 
     # Nothing predicts the first token, which is 0.
-    joined = join_columns(out, slots - 1)
-    return jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (1, 0))), joined)
+    return jax.tree.map(lambda leaf: jnp.pad(join_columns(leaf, slots - 1), ((0, 0), (1, 0))), out)
 
 
 def _by_kernel(
