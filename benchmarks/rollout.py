@@ -42,8 +42,8 @@ from benchmarks.contest import Case, Run, plain, run, tell
 from benchmarks.pricing import Table, accepted
 from rlhf_jax.collect import READ, compute_rewards, decoding_weights, read_texts
 from rlhf_jax.data.prompts import Prompts, tokenize
-from rlhf_jax.generation.history import History, as_rollout, requests
-from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
+from rlhf_jax.generation.history import History, requests
+from rlhf_jax.generation.requests import GenerationConfig, Request, Sample, as_rollout
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy import candidates as menus
 from rlhf_jax.generation.strategy.select import Selector

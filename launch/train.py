@@ -27,8 +27,7 @@ from rlhf_jax.collect import compile_rounds, evaluate
 from rlhf_jax.config import command_line, memory
 from rlhf_jax.config.schema import Config, flat
 from rlhf_jax.data.prompts import Prompts
-from rlhf_jax.generation.history import GenerationCounts
-from rlhf_jax.generation.requests import RoundReport
+from rlhf_jax.generation.requests import GenerationCounts, RoundReport
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.model.weights.source import digest

@@ -20,8 +20,14 @@ from rlhf_jax.config.schema import ModelConfigs
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.generation.engine import warm_up
-from rlhf_jax.generation.history import GenerationCounts, as_rollout, requests
-from rlhf_jax.generation.requests import GenerationConfig, RoundReport, Sample
+from rlhf_jax.generation.history import requests
+from rlhf_jax.generation.requests import (
+    GenerationConfig,
+    GenerationCounts,
+    RoundReport,
+    Sample,
+    as_rollout,
+)
 from rlhf_jax.generation.scheduler import shared
 from rlhf_jax.generation.speculative.drafters import teacher
 from rlhf_jax.generation.strategy.acceptance import Observations

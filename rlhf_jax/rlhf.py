@@ -13,7 +13,7 @@ import numpy as np
 from rlhf_jax import mesh as meshes
 from rlhf_jax.collect import RewardedRollout, collect, finished
 from rlhf_jax.data.prompts import Prompts
-from rlhf_jax.generation.history import as_rollout
+from rlhf_jax.generation.requests import as_rollout
 from rlhf_jax.inference.logprobs import mismatch, score_rollout
 from rlhf_jax.inference.overlap import SCORED, Scored, ScoringModels, scored_row
 from rlhf_jax.inference.values import score_values

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from rlhf_jax.generation.assignment import PlacementPolicy
+from rlhf_jax.generation.assignment import AssignmentPolicy
 from rlhf_jax.generation.engine import IdleWork, generate
 from rlhf_jax.generation.requests import GenerationConfig, Request, RoundReport, Sample
 from rlhf_jax.generation.speculative import tree as trees
@@ -29,11 +29,11 @@ from rlhf_jax.types import Model
 
 def placing_of(
     stages: Stages, lengths: Lengths, name: str, scoring_queue: ScoringQueue | None = None
-) -> PlacementPolicy:
+) -> AssignmentPolicy:
     """Where the samples of the stage of this name run, beside which slices may work on a
     backlog.
     """
-    placing = PlacementPolicy(stages.plan_reallocation, lengths, stages.in_turn, name)
+    placing = AssignmentPolicy(stages.plan_reallocation, lengths, stages.in_turn, name)
     if scoring_queue is None:
         return placing
     # each has finished about as much as this one
@@ -49,7 +49,7 @@ def roll_out(
     wanted: Sequence[Request],
     decoding: GenerationConfig,
     stages: Stages,
-    placing: PlacementPolicy,
+    placing: AssignmentPolicy,
     selector: Selector | None = None,
     observe: Callable[[RoundReport], None] = lambda report: None,
     finished: Callable[[Sample], None] = lambda sample: None,

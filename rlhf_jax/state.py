@@ -11,9 +11,9 @@ import numpy as np
 
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.tokenizer import Tokenizer
-from rlhf_jax.generation.history import GenerationCounts, History
+from rlhf_jax.generation.history import History
 from rlhf_jax.generation.precompile import BackgroundCompiler
-from rlhf_jax.generation.requests import GenerationConfig, RoundReport, Sample
+from rlhf_jax.generation.requests import GenerationConfig, GenerationCounts, RoundReport, Sample
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.model.attention import causal
 from rlhf_jax.monitoring.trace import Timeline

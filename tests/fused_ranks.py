@@ -23,7 +23,7 @@ from tiny_run import CONFIG
 
 from pallas_kernels.dispatch import Kernels
 from rlhf_jax import mesh as meshes
-from rlhf_jax.generation.assignment import PlacementPolicy
+from rlhf_jax.generation.assignment import AssignmentPolicy
 from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
@@ -139,7 +139,7 @@ class Stage:
 
         stages = cast(Any, types.SimpleNamespace(mesh=self.mesh, ahead=None))
         what = (self.scoring.policy, None, requests(), self.how, stages)
-        placing = PlacementPolicy(given_away, name=name)
+        placing = AssignmentPolicy(given_away, name=name)
         samples = roll_out(*what, placing, observe=observe, finished=finished, spare=scoring_queue)
         return any(distributed.gather(bool(heard))), scoring_queue, samples
 

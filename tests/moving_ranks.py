@@ -20,10 +20,15 @@ from tiny_stage import Shuffled
 from pallas_kernels.dispatch import Kernels
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import engine
-from rlhf_jax.generation.assignment import PlacementPolicy
+from rlhf_jax.generation.assignment import AssignmentPolicy
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.history import GenerationCounts
-from rlhf_jax.generation.requests import GenerationConfig, Request, RoundReport, Sample
+from rlhf_jax.generation.requests import (
+    GenerationConfig,
+    GenerationCounts,
+    Request,
+    RoundReport,
+    Sample,
+)
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
@@ -62,7 +67,7 @@ def main(port: str, rank: int, ranks: int, slices: int, kernels: str) -> int:
     alone = {s.sample_id: s for s in generate(target, None, wanted, how)}
     assert len(slice_group.ranks) == max(1, ranks // slices)
     begin = functools.partial(generate, whole, None)
-    here = list(begin(wanted, how, mesh, tally.add, placing=shuffled("once")))
+    here = list(begin(wanted, how, mesh, tally.add, assignment_policy=shuffled("once")))
     check(here, tally, alone, slice_group)
     assert all(
         sample.rounds == alone[sample.sample_id].rounds and not sample.accepted for sample in here
@@ -75,8 +80,8 @@ def main(port: str, rank: int, ranks: int, slices: int, kernels: str) -> int:
     return distributed.leave(0, "", place)
 
 
-def shuffled(name: str) -> PlacementPolicy:
-    return PlacementPolicy(Shuffled(seed=0), name=name)
+def shuffled(name: str) -> AssignmentPolicy:
+    return AssignmentPolicy(Shuffled(seed=0), name=name)
 
 
 def check(
@@ -125,7 +130,7 @@ def pack(
     tally = GenerationCounts()
     how = dataclasses.replace(how, strategies=(PLAIN, PACKED), min_rows=6)
     check(
-        list(begin(wanted, how, mesh, tally.add, selector, placing=shuffled("packed"))),
+        list(begin(wanted, how, mesh, tally.add, selector, assignment_policy=shuffled("packed"))),
         tally,
         alone,
         slice_group,
@@ -147,8 +152,8 @@ def give_up(begin, slice_group: SliceGroup) -> None:
     """
     last = slice_group.leads and distributed.rank() + len(slice_group.ranks) == distributed.count()
     landed = []
-    all_of = engine._all_of
-    engine._all_of = lambda *given: (landed.append(one) or one for one in all_of(*given))
+    receive_all = engine.receive_all
+    engine.receive_all = lambda *given: (landed.append(one) or one for one in receive_all(*given))
     for name in ("at once", "at a move"):
 
         def observe(_, name=name) -> None:
@@ -156,7 +161,7 @@ def give_up(begin, slice_group: SliceGroup) -> None:
                 raise Stopped(signal.SIGTERM)
 
         with pytest.raises((Stopped, StageAborted)) as caught, failed(name):
-            list(begin(observe, placing=PlacementPolicy(Shuffled(seed=0), name=name)))
+            list(begin(observe, assignment_policy=AssignmentPolicy(Shuffled(seed=0), name=name)))
         ends = distributed.gather(caught.type)
         assert ends.count(Stopped) == 1 and ends.count(StageAborted) == len(ends) - 1, ends
 

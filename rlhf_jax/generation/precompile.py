@@ -1,4 +1,4 @@
-"""The device's part of a round, dispatched or compiled ahead of its use."""
+"""Run the device's part of a round, or compile it on a thread of its own before it is needed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation.requests import GenerationConfig
@@ -26,27 +27,28 @@ from rlhf_jax.types import Array, DecodeState, Emission, Model, Strategy
 # but for a kernel.
 VERIFIED = 1024
 
-Models = tuple[Model, Model | None]
-Run = Callable[..., Any]  # of a jitted function and its arguments
+ModelPair = tuple[Model, Model | None]  # the target and the draft model
+Execute = Callable[..., Any]  # of a jitted function and its arguments
+RoundKey = tuple[Strategy, int, GenerationConfig, Mesh | None]  # what a round's programs depend on
 
 
 class Results(NamedTuple):
-    """What a round leaves for the host."""
+    """Hold what a round leaves for the host."""
 
     emission: Emission
     confidence: Array | None  # [B] the draft model's class of its own draft
     spent: budget.BudgetShare | None  # of a packed round
-    # of the drafters without a model, where somebody wants to know
+    # Of the drafters without a model, where a selector wants to know.
     signals: dict[str, hindsight.Hindsight]
 
 
-def call(function: Run, *arguments, **options) -> Any:
+def call(function: Callable[..., Any], *arguments, **options) -> Any:
     """Run a program: dispatch it, and wait for nothing."""
     return function(*arguments, **options)
 
 
 def compile_only(function: Any, *arguments, **options) -> Any:
-    """Compile a program for arguments given as shapes: what it would return, as shapes."""
+    """Compile a jitted function for arguments given as shapes, and return its results as shapes."""
     lowered = function.lower(*arguments, **options)
     places = lowered.compile().output_shardings
     # Results are held to a place only where arguments are: else another program would be compiled
@@ -59,175 +61,175 @@ def compile_only(function: Any, *arguments, **options) -> Any:
     return jax.tree.map(shape, lowered.out_info, places)
 
 
-def shapes(tree: Any) -> Any:
-    """A tree of arrays as what `compile_only` wants: their shapes, where they lie if they are held
-    there.
+def shapes(tree: Any, rows: int | None = None) -> Any:
+    """Return a tree of arrays as `compile_only` wants it: shapes, and where they lie if held there.
+
+    rows: the length of axis 0 of every leaf, where it is to be another.
     """
 
     def shape(leaf):
         held = leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=held)
+        size = leaf.shape if rows is None else (rows, *leaf.shape[1:])
+        return jax.ShapeDtypeStruct(size, leaf.dtype, sharding=held)
 
     return jax.tree.map(shape, tree)
 
 
-def shrunk(state: Any, rows: int) -> Any:
-    """The shapes of a row-first tree with so many rows."""
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            (rows, *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding
-        ),
-        state,
-    )
-
-
 def speculative_round(
-    run: Run,
+    execute: Execute,
     state: DecodeState,
-    models: Models,
+    models: ModelPair,
     strategy: Strategy,
     siblings: np.ndarray,
     decoding: GenerationConfig,
-    mesh=None,
+    mesh: Mesh | None = None,
     look: bool = False,
-    worth: np.ndarray | None = None,
+    expected_gain: np.ndarray | None = None,
 ) -> tuple[DecodeState, Results]:
-    """One round by `strategy`: draft, verify and, if asked, look; `run` is `call` or
-    `compile_only`.
+    """Draft and verify one round by `strategy`, and look back at the drafters if asked.
 
-    worth [CLASSES, N or more] float32 ranks the drafts of a packed round (`packed.allocate_budget`).
+    `execute` is `call`, which gives up `state`, or `compile_only`, for a state and models of
+    shapes. siblings [B, S] int32 are rows that lookups read; expected_gain [CLASSES, N or more]
+    float32 ranks the drafts of a packed round (`budget.allocate_budget`).
     """
     window = None
-    laws = None
+    distributions = None
     confidence = None
     spent = None
     drafts = np.zeros((len(siblings), 0), np.int32)
     on = dict(kernels=decoding.kernels, mesh=mesh)
+
     if strategy.drafter == "lookup":
-        drafts = run(lookup.propose, state, siblings, strategy, mesh=mesh)
+        drafts = execute(lookup.propose, state, siblings, strategy, mesh=mesh)
     elif strategy.drafter == "replay":
-        drafts, kind = run(replay.propose, state, strategy, mesh=mesh)
+        drafts, kind = execute(replay.propose, state, strategy, mesh=mesh)
         if strategy.packed:
-            worth = UNMEASURED if worth is None else worth
-            drafts, spent = run(
-                budget.allocate_budget, state, drafts, kind, worth, strategy.packed, mesh=mesh
+            gain = UNMEASURED if expected_gain is None else expected_gain
+            drafts, spent = execute(
+                budget.allocate_budget, state, drafts, kind, gain, strategy.packed, mesh=mesh
             )
     elif strategy.drafter == "model":
         if len(decoding.strategies) > 1:
-            state = run(model_drafter.catch_up, models[1], state, **on)
+            state = execute(model_drafter.catch_up, models[1], state, **on)
         options = dict(with_laws=decoding.acceptance == "rejection", **on)
-        proposed = run(
+        drafts, distributions, window, confidence = execute(
             model_drafter.propose, models[1], state, strategy, decoding.sampling, **options
         )
-        drafts, laws, window, confidence = proposed
-    tree = trees.as_data(strategy, len(siblings))
-    nodes = dict(verified=strategy.packed)
-    state, emission = run(
-        run_round, models[0], state, drafts, laws, tree, **_law(decoding), **nodes, **on
+
+    state, emission = execute(
+        run_round,
+        models[0],
+        state,
+        drafts,
+        distributions,
+        trees.as_data(strategy, len(siblings)),
+        sampling=decoding.sampling,
+        stop_tokens=decoding.stop_tokens,
+        rule=decoding.acceptance,
+        verified=strategy.packed,
+        **on,
     )
     if window is not None:
-        state = run(
-            model_drafter.commit, state, window, emission.path, emission.count, strategy, **on
-        )
+        committed = (state, window, emission.path, emission.count)
+        state = execute(model_drafter.commit, *committed, strategy, **on)
+
     free = tuple(name for name in hindsight.FREE if look and decoding.uses_drafter(name))
-    seen = run(hindsight.look, state, siblings, free, mesh=mesh) if free else {}
-    results = Results(emission, confidence, spent, seen)
+    signals = execute(hindsight.look, state, siblings, free, mesh=mesh) if free else {}
+    results = Results(emission, confidence, spent, signals)
     if mesh is not None and mesh.is_multi_process:  # each of its hosts reads all rows
-        results = run(meshes.repeat, results, mesh=mesh)
-    return state, results
-
-
-def dispatch(*round_of) -> tuple[DecodeState, Results]:
-    """Start a round, in the terms of `speculative_round`, and the copy of its results to the host."""
-    state, results = speculative_round(call, *round_of)
-    for leaf in jax.tree.leaves(results):
-        leaf.copy_to_host_async()
+        results = execute(meshes.repeat, results, mesh=mesh)
     return state, results
 
 
 def analysis(
-    state: DecodeState, target: Model, decoding: GenerationConfig, mesh=None
+    state: DecodeState, target: Model, decoding: GenerationConfig, mesh: Mesh | None = None
 ) -> Mapping[str, float]:
-    """What XLA says that a plain round of `state` does: "flops", "bytes accessed" and more, or
-    nothing.
+    """Return what XLA says that a plain round of `state` does: "flops", "bytes accessed" and more.
+
+    Where XLA says nothing, it is empty.
     """
     rows = len(state.done)
-    arguments = (
-        shapes((target, state)),
+    lowered = run_round.lower(
+        *shapes((target, state)),
         np.zeros((rows, 0), np.int32),
         None,
         trees.as_data(trees.PLAIN, rows),
+        sampling=decoding.sampling,
+        stop_tokens=decoding.stop_tokens,
+        rule=decoding.acceptance,
+        kernels=decoding.kernels,
+        mesh=mesh,
     )
-    (target, state), *rest = arguments
-    options = dict(kernels=decoding.kernels, mesh=mesh, **_law(decoding))
-    return run_round.lower(target, state, *rest, **options).compile().cost_analysis() or {}
-
-
-def _law(decoding: GenerationConfig) -> dict[str, Any]:
-    return dict(
-        sampling=decoding.sampling, stop_tokens=decoding.stop_tokens, rule=decoding.acceptance
-    )
+    return lowered.compile().cost_analysis() or {}
 
 
 class BackgroundCompiler:
-    """Compiles rounds before they are needed, one at a time, on a thread of its own."""
+    """Compile rounds before they are needed, one at a time, on a thread of its own."""
 
     def __init__(self):
         self._worker = concurrent.futures.ThreadPoolExecutor(1, "compiling")
-        self._compiled: set[tuple] = set()
-        self._failed: set[tuple] = set()
+        self._compiled: set[RoundKey] = set()
+        self._failed: set[RoundKey] = set()
         # compilations begun and ended: equal at two times if there was none between
         self.events = 0
         self.busy = False
 
-    def ready(self, strategy: Strategy, rows: int, decoding: GenerationConfig, mesh) -> bool:
-        """Whether a round can be played without compiling; the plain one always can, for it begins
-        every stage.
+    def ready(
+        self, strategy: Strategy, rows: int, decoding: GenerationConfig, mesh: Mesh | None
+    ) -> bool:
+        """Say whether a round can be dispatched without compiling.
+
+        The plain one always can, for it begins every stage.
         """
-        return not strategy.parents or _key(strategy, rows, decoding, mesh) in self._compiled
+        key = _round_key(strategy, rows, decoding, mesh=mesh)
+        return not strategy.parents or key in self._compiled
 
-    def failed(self, rows: int, decoding: GenerationConfig, mesh) -> set[Strategy]:
-        """The strategies whose rounds could not be compiled."""
-        return {key[0] for key in tuple(self._failed) if key == _key(key[0], rows, decoding, mesh)}
+    def failed(self, rows: int, decoding: GenerationConfig, mesh: Mesh | None) -> set[Strategy]:
+        """Return the strategies whose rounds of so many rows could not be compiled."""
+        return {
+            key[0]
+            for key in tuple(self._failed)
+            if key == _round_key(key[0], rows, decoding, mesh=mesh)
+        }
 
-    def may(self, strategy: Strategy, rows: int, decoding: GenerationConfig, mesh) -> bool:
-        """Whether a round is to be compiled now; while another is being so, ask again."""
-        known = self.ready(strategy, rows, decoding, mesh) or strategy in self.failed(
-            rows, decoding, mesh
-        )
+    def can_submit(
+        self, strategy: Strategy, rows: int, decoding: GenerationConfig, mesh: Mesh | None
+    ) -> bool:
+        """Say whether a round is to be compiled, and may be now: nothing else is being compiled."""
+        key = _round_key(strategy, rows, decoding, mesh=mesh)
+        known = not strategy.parents or key in self._compiled or key in self._failed
         return not self.busy and not known
 
-    def want(
+    def submit(
         self,
-        state,
-        models: Models,
         strategy: Strategy,
         rows: int,
-        siblings,
+        state: DecodeState,
+        models: ModelPair,
+        siblings: np.ndarray,
         decoding: GenerationConfig,
-        mesh,
+        mesh: Mesh | None,
     ) -> None:
-        """Have a round of so many rows compiled, after those that were asked for before."""
-        key = _key(strategy, rows, decoding, mesh)
+        """Have a round of so many rows compiled, for a state like `state` but for its rows."""
+        key = _round_key(strategy, rows, decoding, mesh=mesh)
         self.events = self.events + 1
         self.busy = True
-        rowless = np.full((rows, siblings.shape[1]), -1, np.int32)
-        arguments = (
-            shrunk(shapes(state), rows),
+        compile_round = functools.partial(
+            speculative_round,
+            compile_only,
+            shapes(state, rows),
             shapes(models),
             strategy,
-            rowless,
+            np.full((rows, siblings.shape[1]), -1, np.int32),
             decoding,
-            mesh,
-            True,
+            mesh=mesh,
+            look=True,
         )
-        self._worker.submit(
-            self._compile, key, functools.partial(speculative_round, compile_only, *arguments)
-        )
+        self._worker.submit(self._compile, key, compile_round)
 
-    def _compile(self, key: tuple, job: Callable[[], Any]) -> None:
+    def _compile(self, key: RoundKey, compile_round: Callable[[], Any]) -> None:
         try:
-            job()
+            compile_round()
             self._compiled.add(key)
         except Exception as error:
             # A strategy that cannot be compiled is not used; the run goes on.
@@ -239,13 +241,15 @@ class BackgroundCompiler:
         self.busy = False
 
     def close(self) -> None:
-        """Compile nothing more; what is being compiled holds up the process's end, and nothing
-        before it.
+        """Compile nothing more.
+
+        What is being compiled holds up the process's end, and nothing before it.
         """
         self._worker.shutdown(wait=False, cancel_futures=True)
 
 
-def _key(
-    strategy: Strategy, rows: int, decoding: GenerationConfig, mesh
-) -> tuple[Strategy, int, GenerationConfig, Any]:
+def _round_key(
+    strategy: Strategy, rows: int, decoding: GenerationConfig, mesh: Mesh | None
+) -> RoundKey:
+    """Identify a round's programs: they do not depend on the seed, which is data."""
     return strategy, rows, dataclasses.replace(decoding, seed=0), mesh
