@@ -85,16 +85,16 @@ def generate(
     served = slices_in_turn(slices) if assignment_policy.in_turn else slices_as_ready(slices)
     reallocates = assignment_policy.plan_reallocation is not None
 
-    def may_work(batch: SliceBatch) -> bool:
+    def may_do_idle_work(batch: SliceBatch) -> bool:
         # All processes that share a slice say the same of it.
-        assigned = batch.samples or (state.unassigned and batch.number not in state.freed)
-        return idle_work is not None and idle_work.waits and not assigned
+        may_decode = batch.samples or (state.unassigned and batch.number not in state.freed)
+        return idle_work is not None and idle_work.waits and not may_decode
 
     received: list[RoundResult] = []  # of samples that are to move to another process
     coordinator = PlanCoordinator(
         state,
         settle=lambda batch: received.extend(receive_all(batch, run)),
-        may_occupy=lambda: any(may_work(batch) and batch.has_room for batch in slices),
+        may_occupy=lambda: any(may_do_idle_work(one) and one.has_room for one in slices),
     )
     while coordinator.goes_on():
         coordinator.turn()
@@ -108,7 +108,7 @@ def generate(
             refill(batch, decoding, reallocates=reallocates, drains=drains)
             while can_dispatch(batch):
                 dispatch_round(batch, drains, run)
-            if idle_work is not None and may_work(batch):
+            if idle_work is not None and may_do_idle_work(batch):
                 run_idle_work(batch, idle_work, group)
 
         yield from _finish(receive_next(next(served), run), slices, state, observe=observe)
@@ -140,7 +140,7 @@ def _finish(
     state: AssignmentState,
     observe: Callable[[RoundReport], None],
 ) -> Iterator[Sample]:
-    """Yield the samples that ended with rounds, as these are received; their rows are free then."""
+    """Yield the samples that ended with rounds, as these are received, and free their rows."""
     for report, ended in results:
         state.rounds_received += 1
         state.samples_ended += len(ended)

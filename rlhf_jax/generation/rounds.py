@@ -70,10 +70,8 @@ def dispatch_round(batch: SliceBatch, drains: bool, run: GenerationRun) -> None:
 
     drains: no sample will be assigned to the slice any more.
     """
-    live = batch.live
-    before = batch.in_flight[-1] if batch.in_flight else None
-    lag = _draft_lag(live, before)
-    context = sum(len(sample.prompt) + len(sample.tokens) for sample in live)
+    lag = _draft_lag(batch)
+    context = sum(len(sample.prompt) + len(sample.tokens) for sample in batch.live)
     siblings = scheduler.sibling_rows(batch.rows, run.decoding)
     strategy = run.decoding.strategies[0]
     expected_gain = None
@@ -84,7 +82,7 @@ def dispatch_round(batch: SliceBatch, drains: bool, run: GenerationRun) -> None:
             run.selector, situation, batch, siblings=siblings, run=run
         )
 
-    follows = before is not None and not before.results.emission.count.is_ready()
+    follows = bool(batch.in_flight) and not batch.in_flight[-1].results.emission.count.is_ready()
     compilations = run.compiler.events if run.compiler else 0
     dispatched = time.perf_counter()
     undisturbed = batch.state is batch.state_after_round
@@ -120,20 +118,21 @@ def dispatch_round(batch: SliceBatch, drains: bool, run: GenerationRun) -> None:
     batch.state_after_round = batch.state
     batch.receive_first = []
     batch.moved_bytes = []
-    for sample in live:
+    for sample in batch.live:
         sample.rounds_in_flight += 1
 
 
-def _draft_lag(live: Sequence[Sample], before: InFlightRound | None) -> int:
-    """Return the tokens that the draft model lacks when the next round begins, of any sample most.
+def _draft_lag(batch: SliceBatch) -> int:
+    """Return the tokens that the draft model lacks of the sample of which it lacks most.
 
-    In a round of its own that is in flight it reads all that its samples have by now.
+    A round of its own that is in flight reads all that the samples in it have by now.
     """
     fed = set()
-    if before is not None and before.strategy.drafter == "model":
-        fed = {sample.sample_id for sample in before.samples if sample is not None}
-    lags = [0 if sample.sample_id in fed else sample.unfed for sample in live]
-    return max(lags)
+    if batch.in_flight:
+        before = batch.in_flight[-1]
+        if before.strategy.drafter == "model":
+            fed = {sample.sample_id for sample in before.samples if sample is not None}
+    return max(0 if sample.sample_id in fed else sample.unfed for sample in batch.live)
 
 
 def _situation(

@@ -179,34 +179,32 @@ def begin_slices(
 
     Slices that it shares with other processes are among them.
     """
-    parts = slice_meshes(mesh)
-    if len(parts) == 1:
-        return [_begin_slice(0, models, samples, decoding=decoding, mesh=mesh)]
-    return [
-        _begin_slice(number, meshes.on_slice(models, part), samples, decoding=decoding, mesh=part)
-        for number, part in enumerate(parts)
-        if part is not None and meshes.is_here(part)
-    ]
-
-
-def _begin_slice(
-    number: int, models: ModelPair, samples: int, decoding: GenerationConfig, mesh: Mesh | None
-) -> SliceBatch:
     target, drafter = models
-    rows = min(max(samples, 1), decoding.max_rows)
-    rows = row_bucket(rows, decoding.max_rows, decoding, mesh=mesh)
+    draft_config = None if drafter is None else drafter.config
     slots = cache_slots(decoding.max_length, decoding.strategies, decoding.kernels)
-    state = row_verbs.empty(
-        target.config,
-        None if drafter is None else drafter.config,
-        rows,
-        slots,
-        decoding.history,
-        decoding.max_length if decoding.uses_drafter("replay") else 0,
-        target.embed.dtype,
-        mesh,
-    )
-    return SliceBatch(number, models, mesh, state=state, rows=[None] * rows)
+    earlier_slots = decoding.max_length if decoding.uses_drafter("replay") else 0
+    parts = slice_meshes(mesh)
+    slices = []
+    for number, part in enumerate(parts):
+        on_slice = models
+        if part is not None and len(parts) > 1:
+            if not meshes.is_here(part):
+                continue
+            on_slice = meshes.on_slice(models, part)
+        rows = min(max(samples, 1), decoding.max_rows)
+        rows = row_bucket(rows, decoding.max_rows, decoding, mesh=part)
+        state = row_verbs.empty(
+            target.config,
+            draft_config,
+            rows,
+            slots,
+            decoding.history,
+            earlier_slots,
+            target.embed.dtype,
+            part,
+        )
+        slices.append(SliceBatch(number, on_slice, part, state=state, rows=[None] * rows))
+    return slices
 
 
 def refill(batch: SliceBatch, decoding: GenerationConfig, reallocates: bool, drains: bool) -> None:
