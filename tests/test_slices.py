@@ -95,8 +95,8 @@ def test_samples_that_move_at_random_are_those_that_stayed(
 
 
 @pytest.mark.parametrize("in_turn", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_samples_may_move_on_before_they_have_landed(target, monkeypatch, in_turn):
-    """Caches longer than a narrow parcel, and a move of half of all rows after every round."""
+def test_samples_may_move_on_while_their_rounds_are_in_flight(target, monkeypatch, in_turn):
+    """Caches longer than a narrow packet, and a move of half of all rows after every round."""
     monkeypatch.setattr(assignment, "REASSIGNED_EVERY", 1)
     random = np.random.default_rng(5)
     how = decoding("plain", max_length=128, stop_tokens=())

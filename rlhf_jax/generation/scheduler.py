@@ -112,7 +112,7 @@ class SliceBatch:
 
     @property
     def has_room(self) -> bool:
-        """Say whether it may be given other work: it has not finished two calls of it at most."""
+        """Say whether it may be given other work: at most one call of it is not finished."""
         return sum(not work.is_ready() for work in self.idle_work) < 2
 
     @property
@@ -157,7 +157,7 @@ def row_bucket(live: int, most: int, decoding: GenerationConfig, mesh: Mesh | No
 
 
 def check_request(request: Request, decoding: GenerationConfig) -> None:
-    """Raise ValueError for a prompt that does not fit."""
+    """Raise ValueError for a prompt that is empty, or too long for the tokens asked for."""
     wanted = len(request.prompt) + request.max_new_tokens
     if not len(request.prompt) or request.max_new_tokens < 1 or wanted > decoding.max_length:
         raise ValueError(
