@@ -13,7 +13,7 @@ from rlhf_jax.generation import precompile
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
 from rlhf_jax.generation.rounds import GenerationRun
-from rlhf_jax.generation.scheduler import SliceBatch, resize, row_bucket, shared
+from rlhf_jax.generation.scheduler import InFlightRound, SliceBatch, resize, row_bucket, shared
 from rlhf_jax.reallocation import length_model, row_transfer
 from rlhf_jax.reallocation.length_model import Lengths
 from rlhf_jax.reallocation.planner import WAITS, ClusterView, Reallocation
@@ -31,7 +31,7 @@ Unfinished = list[tuple[int, int, int]]  # (sample id, its slice, tokens so far)
 
 @dataclasses.dataclass(frozen=True)
 class AssignmentPolicy:
-    """Say how samples are assigned to slices."""
+    """Say how samples are assigned to slices in one stage."""
 
     # None: each slice gets its share at once, and keeps it
     plan_reallocation: Callable[[ClusterView], Reallocation] | None = None
@@ -100,20 +100,20 @@ def begin_assignment(
 
     meshes: of all slices, those of other processes included.
     """
+    reallocates = policy.plan_reallocation is not None
     samples = {}
     for turn, request in enumerate(requests):
         begun = [Sample(number, request, list(request.history)) for number in request.sample_ids]
         samples |= {sample.sample_id: sample for sample in begun}
-        if policy.plan_reallocation is None:
+        if not reallocates:
             slices[turn % len(slices)].queue.extend(begun)
 
-    planned = [] if policy.plan_reallocation is None else requests
-    survival, survival_of = _expect_lengths(policy.lengths, planned)
+    survival, survival_of = _expect_lengths(policy.lengths, requests if reallocates else [])
     return AssignmentState(
         own_slices={batch.number: batch for batch in slices},
         meshes=meshes,
         samples=samples,
-        unassigned=[] if policy.plan_reallocation is None else list(samples),
+        unassigned=list(samples) if reallocates else [],
         policy=policy,
         run=run,
         survival=survival,
@@ -248,10 +248,7 @@ def apply_assignments(
 def _move(
     source: SliceBatch, target: SliceBatch, sample: Sample, decoding: GenerationConfig
 ) -> None:
-    """Move a running sample with its caches to another slice.
-
-    The target's first round with it is received after the source's rounds that it is in.
-    """
+    """Move a running sample with its caches to another slice of this process."""
     # Rounds in flight, on whichever slices they are, may add so many tokens.
     longest_path = 1 + max(len(strategy.parents) for strategy in decoding.strategies)
     most = len(sample.prompt) + len(sample.tokens) + sample.rounds_in_flight * longest_path
@@ -259,8 +256,8 @@ def _move(
 
     resize(target, len(target.samples) + 1, decoding)
     packet = row_transfer.send(leave(source, sample, slots), target.mesh)
-    join(target, sample, packet)
-    target.receive_first += [*source.receive_first, *((source, sent) for sent in source.in_flight)]
+    elsewhere = [*source.receive_first, *((source, sent) for sent in source.in_flight)]
+    join(target, sample, packet, receive_first=elsewhere)
 
 
 def leave(batch: SliceBatch, sample: Sample, slots: int) -> RowPacket:
@@ -273,10 +270,20 @@ def leave(batch: SliceBatch, sample: Sample, slots: int) -> RowPacket:
     return packet
 
 
-def join(batch: SliceBatch, sample: Sample, packet: RowPacket) -> None:
-    """Let a sample that has travelled run on in a free row."""
+def join(
+    batch: SliceBatch,
+    sample: Sample,
+    packet: RowPacket,
+    receive_first: Sequence[tuple[SliceBatch, InFlightRound]] = (),
+) -> None:
+    """Let a sample that has travelled run on in a free row.
+
+    receive_first: rounds in flight on other slices that it is in; they are received before the
+    first one here.
+    """
     row = batch.rows.index(None)
     place = np.array([row], np.int32)
     batch.rows[row] = sample
     batch.state = row_transfer.unpack_rows(batch.state, packet, place, mesh=batch.mesh)
+    batch.receive_first += receive_first
     batch.moved_bytes.append(row_transfer.bytes_of(packet))

@@ -67,8 +67,8 @@ class InFlightRound:
 class SliceBatch:
     """Hold what one slice decodes: its rows, the samples it is to begin, its rounds in flight.
 
-    This module changes its rows, `rounds` its rounds. `assignment` puts samples into the queue, and
-    has running ones leave a slice and join another.
+    This module changes its rows, and `rounds` its rounds. Others only put samples into its queue,
+    or have running ones leave and join it (`assignment`).
     """
 
     number: int
