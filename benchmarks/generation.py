@@ -25,8 +25,7 @@ import numpy as np
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Kernels
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.history import GenerationCounts
-from rlhf_jax.generation.requests import GenerationConfig, Request
+from rlhf_jax.generation.requests import GenerationConfig, GenerationCounts, Request
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.mesh import make_mesh

@@ -41,8 +41,8 @@ from benchmarks import contest
 from benchmarks.contest import Case, Run, plain, run, tell
 from benchmarks.pricing import Table, accepted
 from rlhf_jax.data.prompts import Prompts, tokenize
-from rlhf_jax.generation.history import History, as_rollout, requests
-from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
+from rlhf_jax.generation.history import History, requests
+from rlhf_jax.generation.requests import GenerationConfig, Request, Sample, as_rollout
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.stage import TEXTS_READ, GenerationSettings, read_texts
 from rlhf_jax.generation.strategy import candidates

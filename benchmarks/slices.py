@@ -26,10 +26,9 @@ import numpy as np
 from benchmarks.drains import draw_lengths, read_percentiles
 from benchmarks.generation import TEXT
 from rlhf_jax.build import load
-from rlhf_jax.generation.assignment import STATIC, PlacementPolicy
+from rlhf_jax.generation.assignment import STATIC, AssignmentPolicy
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.history import GenerationCounts
-from rlhf_jax.generation.requests import GenerationConfig, Request
+from rlhf_jax.generation.requests import GenerationConfig, GenerationCounts, Request
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
 from rlhf_jax.mesh import Layout, make_mesh
@@ -63,8 +62,8 @@ def main() -> None:
     )
     ways = {
         "static": STATIC,
-        "known": PlacementPolicy(planner.plan_reallocation),
-        "law": PlacementPolicy(by_law(asked)),
+        "known": AssignmentPolicy(planner.plan_reallocation),
+        "law": AssignmentPolicy(by_law(asked)),
     }
     runs = {
         name: measured(target, wanted, decoding, mesh, placing) for name, placing in ways.items()
@@ -133,12 +132,14 @@ def by_law(asked: argparse.Namespace):
     return plan_reallocation
 
 
-def measured(target, wanted, decoding: GenerationConfig, mesh, placing: PlacementPolicy) -> dict:
+def measured(target, wanted, decoding: GenerationConfig, mesh, placing: AssignmentPolicy) -> dict:
     """The figures of one roll-out, after one that compiles, and its texts."""
     for _ in range(2):
         tally = GenerationCounts()
         start = time.perf_counter()
-        found = list(generate(target, None, wanted, decoding, mesh, tally.add, placing=placing))
+        found = list(
+            generate(target, None, wanted, decoding, mesh, tally.add, assignment_policy=placing)
+        )
         seconds = time.perf_counter() - start
     return {
         "seconds": round(seconds, 2),

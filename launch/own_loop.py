@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.history import as_rollout
-from rlhf_jax.generation.requests import GenerationConfig, Request
+from rlhf_jax.generation.requests import GenerationConfig, Request, as_rollout
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.inference.logprobs import score_rollout

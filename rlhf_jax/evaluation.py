@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_jax.generation.history import GenerationCounts, requests
-from rlhf_jax.generation.requests import RoundReport
+from rlhf_jax.generation.history import requests
+from rlhf_jax.generation.requests import GenerationCounts, RoundReport
 from rlhf_jax.generation.stage import StageRecord, by_group, end_stage, generate_samples
 from rlhf_jax.rewards.samples import responses_of, table_of
-from rlhf_jax.rollout import placing_of
+from rlhf_jax.rollout import assignment_policy_of
 from rlhf_jax.state import Observer, RolloutStats, Run, RunState, decoding_models, ignore
 
 
@@ -57,7 +57,7 @@ def evaluate(
         wanted,
         asked.decoding,
         run.generation,
-        placing_of(run.generation, before.lengths, "evaluation"),
+        assignment_policy_of(run.generation, before.lengths, "evaluation"),
         selector=selector,
         observe=arrived,
     )

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.generation.history import as_rollout
-from rlhf_jax.generation.precompile import Models
+from rlhf_jax.generation.requests import as_rollout
+from rlhf_jax.generation.speculative.round import ModelPair
 from rlhf_jax.inference.logprobs import mismatch
 from rlhf_jax.inference.overlap import Scoring, ScoringQueue
 from rlhf_jax.inference.scoring import TokenScores, score
@@ -104,7 +104,7 @@ def report_step(
     return StepReport(metrics, table, spans, selector.last_stage if selector else [])
 
 
-def scoring_queue(models: Models, train: TrainState, run: Run) -> ScoringQueue | None:
+def scoring_queue(models: ModelPair, train: TrainState, run: Run) -> ScoringQueue | None:
     """Make the queue of what slices score beside generation; None where none does."""
     if not run.generation.scoring_seconds:
         return None

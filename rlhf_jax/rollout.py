@@ -13,10 +13,10 @@ import numpy as np
 
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.prompts import Prompts
-from rlhf_jax.generation.assignment import PlacementPolicy
-from rlhf_jax.generation.history import GenerationCounts, requests
-from rlhf_jax.generation.precompile import Models
-from rlhf_jax.generation.requests import RoundReport, Sample
+from rlhf_jax.generation.assignment import AssignmentPolicy
+from rlhf_jax.generation.history import requests
+from rlhf_jax.generation.requests import GenerationCounts, RoundReport, Sample
+from rlhf_jax.generation.speculative.round import ModelPair
 from rlhf_jax.generation.stage import (
     GenerationSettings,
     StageRecord,
@@ -56,7 +56,7 @@ class RewardedRollout:
 
 
 def roll_out(
-    models: Models,
+    models: ModelPair,
     host: HostState,
     step: int,
     prompts: Prompts,
@@ -109,7 +109,7 @@ def roll_out(
                 wanted,
                 settings.decoding,
                 settings,
-                placing_of(settings, lengths, f"step {step} attempt {attempt}", queue),
+                assignment_policy_of(settings, lengths, f"step {step} attempt {attempt}", queue),
                 selector=selector,
                 observe=functools.partial(_note, record, observe),
                 finished=functools.partial(_enqueue, queue, wanted, rows, prompts, rewards),
@@ -169,16 +169,18 @@ def roll_out(
     )
 
 
-def placing_of(
+def assignment_policy_of(
     settings: GenerationSettings, lengths: Lengths, name: str, queue: ScoringQueue | None = None
-) -> PlacementPolicy:
+) -> AssignmentPolicy:
     """Say where the samples of the stage of this name run, beside which slices may score."""
-    placing = PlacementPolicy(settings.plan_reallocation, lengths, settings.in_turn, name)
+    assignment_policy = AssignmentPolicy(
+        settings.plan_reallocation, lengths, settings.in_turn, name
+    )
     if queue is None:
-        return placing
+        return assignment_policy
     groups = slice_group_of(settings.layout.mesh).slice_groups  # each has finished about as much
     return dataclasses.replace(
-        placing, scoring=settings.scoring_seconds, unscored=lambda: groups * queue.tokens
+        assignment_policy, scoring=settings.scoring_seconds, unscored=lambda: groups * queue.tokens
     )
 
 

@@ -17,8 +17,7 @@ from rlhf_jax.build import Opened
 from rlhf_jax.config.identity import binding_settings
 from rlhf_jax.config.schema import flat
 from rlhf_jax.evaluation import EvaluationReport
-from rlhf_jax.generation.history import GenerationCounts
-from rlhf_jax.generation.requests import RoundReport
+from rlhf_jax.generation.requests import GenerationCounts, RoundReport
 from rlhf_jax.monitoring import metrics, trace
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.checkpoint.store import Checkpoints, named_leaves

@@ -12,8 +12,8 @@ from rlhf_jax.config.objectives import Objective
 from rlhf_jax.config.schema import Config
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.prompts import Prompts
-from rlhf_jax.generation.history import GenerationCounts, History
-from rlhf_jax.generation.requests import GenerationConfig, RoundReport, Sample
+from rlhf_jax.generation.history import History
+from rlhf_jax.generation.requests import GenerationConfig, GenerationCounts, RoundReport, Sample
 from rlhf_jax.generation.stage import GenerationSettings
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.scoring import ScoringSettings

@@ -23,7 +23,7 @@ from tiny_run import CONFIG
 
 from pallas_kernels.dispatch import Kernels
 from rlhf_jax import mesh as meshes
-from rlhf_jax.generation.assignment import PlacementPolicy
+from rlhf_jax.generation.assignment import AssignmentPolicy
 from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
@@ -150,7 +150,7 @@ class Stage:
             requests(),
             self.how,
             settings,
-            PlacementPolicy(given_away, name=name),
+            AssignmentPolicy(given_away, name=name),
             observe=observe,
             finished=finished,
             idle_work=scoring_queue,

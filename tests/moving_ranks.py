@@ -20,10 +20,15 @@ from tiny_stage import Shuffled
 from pallas_kernels.dispatch import Kernels
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import engine
-from rlhf_jax.generation.assignment import PlacementPolicy
+from rlhf_jax.generation.assignment import AssignmentPolicy
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.history import GenerationCounts
-from rlhf_jax.generation.requests import GenerationConfig, Request, RoundReport, Sample
+from rlhf_jax.generation.requests import (
+    GenerationConfig,
+    GenerationCounts,
+    Request,
+    RoundReport,
+    Sample,
+)
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
@@ -45,7 +50,7 @@ def main(port: str, rank: int, ranks: int, slices: int, kernels: str) -> int:
     distributed.start(place)
     target = unstack(init(jax.random.key(0), CONFIG))
     wanted = requests()
-    tally = GenerationCounts()
+    counts = GenerationCounts()
     how = GenerationConfig(
         Sampling(1.0),
         (PLAIN,),
@@ -63,8 +68,8 @@ def main(port: str, rank: int, ranks: int, slices: int, kernels: str) -> int:
     alone = {s.sample_id: s for s in generate(target, None, wanted, how)}
     assert len(slice_group.ranks) == max(1, ranks // slices)
     begin = functools.partial(generate, whole, None)
-    here = list(begin(wanted, how, mesh, tally.add, placing=shuffled("once")))
-    check(here, tally, alone, slice_group)
+    here = list(begin(wanted, how, mesh, counts.add, assignment_policy=shuffled("once")))
+    check(here, counts, alone, slice_group)
     assert all(
         sample.rounds == alone[sample.sample_id].rounds and not sample.accepted for sample in here
     )
@@ -76,12 +81,12 @@ def main(port: str, rank: int, ranks: int, slices: int, kernels: str) -> int:
     return distributed.leave(0, "", place)
 
 
-def shuffled(name: str) -> PlacementPolicy:
-    return PlacementPolicy(Shuffled(seed=0), name=name)
+def shuffled(name: str) -> AssignmentPolicy:
+    return AssignmentPolicy(Shuffled(seed=0), name=name)
 
 
 def check(
-    here: list[Sample], tally: GenerationCounts, alone: dict[int, Sample], slice_group: SliceGroup
+    here: list[Sample], counts: GenerationCounts, alone: dict[int, Sample], slice_group: SliceGroup
 ) -> None:
     """All samples ended once, some had moved, and each is what it is alone."""
     for sample in here:
@@ -89,13 +94,13 @@ def check(
         np.testing.assert_allclose(sample.logprobs, alone[sample.sample_id].logprobs, atol=1e-4)
     parts = distributed.gather([sample.sample_id for sample in here] if slice_group.leads else [])
     assert sorted(number for part in parts for number in part) == sorted(alone)
-    moves = sum(distributed.gather(tally.moves if slice_group.leads else 0))
+    moves = sum(distributed.gather(counts.moves if slice_group.leads else 0))
     assert moves > 5, moves
 
 
 class Packs:
-    """Stands in for a selector that ranks the drafts of each round in its own way: a crew's leader
-    alone chooses.
+    """Stands in for a selector that ranks the drafts of each round in its own way: the leader of a
+    slice group alone chooses.
     """
 
     def __init__(self, leads: bool):
@@ -123,15 +128,15 @@ def pack(
     """
     wanted = [dataclasses.replace(one, earlier=nearly(one, alone)) for one in requests()]
     selector = Packs(slice_group.leads)
-    tally = GenerationCounts()
+    counts = GenerationCounts()
     how = dataclasses.replace(how, strategies=(PLAIN, PACKED), min_rows=6)
     check(
-        list(begin(wanted, how, mesh, tally.add, selector, placing=shuffled("packed"))),
-        tally,
+        list(begin(wanted, how, mesh, counts.add, selector, assignment_policy=shuffled("packed"))),
+        counts,
         alone,
         slice_group,
     )
-    assert selector.packed > 5 and 0 < tally.accepted < tally.drafted
+    assert selector.packed > 5 and 0 < counts.accepted < counts.drafted
 
 
 def nearly(request: Request, alone: dict[int, Sample]) -> dict[int, np.ndarray]:
@@ -143,21 +148,21 @@ def nearly(request: Request, alone: dict[int, Sample]) -> dict[int, np.ndarray]:
 
 
 def give_up(begin, slice_group: SliceGroup) -> None:
-    """The last to decide is stopped, at a round or at one that landed for a move: all others give
-    the stage up, and none waits for a device.
+    """The last to decide is stopped, at a round or at one that was received for a move: all others
+    give the stage up, and none waits for a device.
     """
     last = slice_group.leads and distributed.rank() + len(slice_group.ranks) == distributed.count()
-    landed = []
-    all_of = engine._all_of
-    engine._all_of = lambda *given: (landed.append(one) or one for one in all_of(*given))
+    received = []
+    receive_all = engine.receive_all
+    engine.receive_all = lambda *given: (received.append(one) or one for one in receive_all(*given))
     for name in ("at once", "at a move"):
 
         def observe(_, name=name) -> None:
-            if last and (name == "at once" or landed):
+            if last and (name == "at once" or received):
                 raise Stopped(signal.SIGTERM)
 
         with pytest.raises((Stopped, StageAborted)) as caught, failed(name):
-            list(begin(observe, placing=PlacementPolicy(Shuffled(seed=0), name=name)))
+            list(begin(observe, assignment_policy=AssignmentPolicy(Shuffled(seed=0), name=name)))
         ends = distributed.gather(caught.type)
         assert ends.count(Stopped) == 1 and ends.count(StageAborted) == len(ends) - 1, ends
 

@@ -204,7 +204,7 @@ def test_a_switch_compiles_nothing(target, drafter, earlier, meshed, compilation
             jax.device_put(m, model_shardings(m, mesh, "generation")) for m in (target, drafter)
         )
     how = decoding(max_length=72, min_rows=8, history=0)
-    ahead = BackgroundCompiler()
+    compiler = BackgroundCompiler()
     names = "plain", "lookup-chain-6", "replay-chain-8", "model-chain-3", "replay-chain-8-packed-3"
     turns = list(map(NAMES.index, names))
 
@@ -215,13 +215,13 @@ def test_a_switch_compiles_nothing(target, drafter, earlier, meshed, compilation
     first = chooser()
     again = chooser()
     deadline = time.monotonic() + 120
-    while not all(ahead.ready(STRATEGIES[turn], 8, how, mesh) for turn in turns):
+    while not all(compiler.ready(STRATEGIES[turn], 8, how, mesh) for turn in turns):
         assert time.monotonic() < deadline, "never compiled"
-        run(target, drafter, how, requests(earlier), mesh=mesh, selector=first, ahead=ahead)
+        run(target, drafter, how, requests(earlier), mesh=mesh, selector=first, compiler=compiler)
     assert not all(ready for _, ready, _ in first.asked)
     with compilations() as seen:
-        run(target, drafter, how, requests(earlier), mesh=mesh, selector=again, ahead=ahead)
-    ahead.close()
+        run(target, drafter, how, requests(earlier), mesh=mesh, selector=again, compiler=compiler)
+    compiler.close()
     assert not seen
     assert all(ready for _, ready, _ in again.asked) and len(again.asked) > 2 * len(turns)
 
@@ -229,7 +229,7 @@ def test_a_switch_compiles_nothing(target, drafter, earlier, meshed, compilation
 def test_a_strategy_that_cannot_be_compiled_is_left_out(target, monkeypatch):
     """It is said once, told to the selector, and the run goes on without it."""
     chooser = Chooser(lambda situation: 1)
-    ahead = BackgroundCompiler()
+    compiler = BackgroundCompiler()
     real = precompile.compile_only
 
     def fail(*arguments, **options):
@@ -238,10 +238,10 @@ def test_a_strategy_that_cannot_be_compiled_is_left_out(target, monkeypatch):
     monkeypatch.setattr(precompile, "compile_only", fail)
     how = decoding(strategies=STRATEGIES[:3], max_length=80)
     with pytest.warns(UserWarning, match="left out: no room"):
-        run(target, None, how, requests(), selector=chooser, ahead=ahead)
+        run(target, None, how, requests(), selector=chooser, compiler=compiler)
     monkeypatch.setattr(precompile, "compile_only", real)
     assert not any(ready for _, ready, _ in chooser.asked)
-    assert ahead.failed(8, how, None) == {STRATEGIES[1]}
+    assert compiler.failed(8, how, None) == {STRATEGIES[1]}
     assert any(STRATEGIES[1] in situation.failed for _, _, situation in chooser.asked)
 
 

@@ -15,8 +15,7 @@ from tiny_stage import requests
 
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.history import as_rollout
-from rlhf_jax.generation.requests import GenerationConfig, Request
+from rlhf_jax.generation.requests import GenerationConfig, Request, as_rollout
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.drafters import model as model_drafter
 from rlhf_jax.generation.speculative.drafters.lookup import LOOKUP

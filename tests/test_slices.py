@@ -13,10 +13,9 @@ from tiny_stage import Shuffled, requests
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import assignment
-from rlhf_jax.generation.assignment import PlacementPolicy
+from rlhf_jax.generation.assignment import AssignmentPolicy
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.history import as_rollout
-from rlhf_jax.generation.requests import GenerationConfig, Request
+from rlhf_jax.generation.requests import GenerationConfig, Request, as_rollout
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.inference.logprobs import score_rollout
@@ -87,16 +86,18 @@ def test_samples_that_move_at_random_are_those_that_stayed(
     target, drafter, alone, count, fsdp, strategies, in_turn
 ):
     shuffled = Shuffled(seed=count)
-    how = PlacementPolicy(shuffled, in_turn=in_turn)
-    found = roll_out(target, drafter, decoding(*strategies), slices(count, fsdp), placing=how)
+    how = AssignmentPolicy(shuffled, in_turn=in_turn)
+    found = roll_out(
+        target, drafter, decoding(*strategies), slices(count, fsdp), assignment_policy=how
+    )
     assert shuffled.moves > 10
     assert texts(found) == alone
 
 
 @pytest.mark.parametrize("in_turn", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_samples_may_move_on_before_they_have_landed(target, monkeypatch, in_turn):
-    """Caches longer than a narrow parcel, and a move of half of all rows after every round."""
-    monkeypatch.setattr(assignment, "OFTEN", 1)
+def test_samples_may_move_on_while_their_rounds_are_in_flight(target, monkeypatch, in_turn):
+    """Caches longer than a narrow packet, and a move of half of all rows after every round."""
+    monkeypatch.setattr(assignment, "REASSIGNED_EVERY", 1)
     random = np.random.default_rng(5)
     how = decoding("plain", max_length=128, stop_tokens=())
     wanted = [
@@ -109,8 +110,10 @@ def test_samples_may_move_on_before_they_have_landed(target, monkeypatch, in_tur
     ]
     alone = texts(roll_out(target, None, how, None, wanted))
     shuffled = Shuffled(seed=1)
-    how_placed = PlacementPolicy(shuffled, in_turn=in_turn)
-    assert texts(roll_out(target, None, how, slices(3), wanted, placing=how_placed)) == alone
+    how_placed = AssignmentPolicy(shuffled, in_turn=in_turn)
+    assert (
+        texts(roll_out(target, None, how, slices(3), wanted, assignment_policy=how_placed)) == alone
+    )
     assert shuffled.moves > 100
 
 
@@ -128,7 +131,7 @@ def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
     chat = json.loads((GOLDEN / "scores.json").read_text())[0]["messages"]
     answer = Response("", chat[:-1], {}, chat[-1]["content"])
     samples = []
-    for sample in generate(policy, None, wanted, how, mesh, spare=scoring_queue):
+    for sample in generate(policy, None, wanted, how, mesh, idle_work=scoring_queue):
         samples.append(sample)
         scoring_queue.add(sample, answer)
     scored = scoring_queue.scored()
@@ -156,12 +159,14 @@ def test_the_plan_ends_a_long_tailed_stage_sooner(target):
     last = {}
     texts_of = {}
     for name, placed in (
-        ("static", PlacementPolicy(in_turn=True)),
-        ("plan", PlacementPolicy(planner.plan_reallocation, in_turn=True)),
+        ("static", AssignmentPolicy(in_turn=True)),
+        ("plan", AssignmentPolicy(planner.plan_reallocation, in_turn=True)),
     ):
         reports = []
         texts_of[name] = texts(
-            roll_out(target, None, how, mesh, wanted, observe=reports.append, placing=placed)
+            roll_out(
+                target, None, how, mesh, wanted, observe=reports.append, assignment_policy=placed
+            )
         )
         rounds = [
             sum(report.slice == number and report.live > 0 for report in reports)

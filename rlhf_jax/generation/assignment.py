@@ -1,80 +1,87 @@
-"""Which slice decodes which sample, and when a running one moves: what a plan is shown, and what it
-decided.
-"""
+"""Assign samples to slices, and move running ones, as a policy of reallocation decides."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from rlhf_jax.generation import precompile
 from rlhf_jax.generation import rows as row_verbs
-from rlhf_jax.generation import scheduler as boards
 from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
-from rlhf_jax.generation.rounds import Setting
-from rlhf_jax.generation.slice_batch import Instance
+from rlhf_jax.generation.rounds import GenerationRun
+from rlhf_jax.generation.scheduler import InFlightRound, SliceBatch, resize, row_bucket, shared
 from rlhf_jax.reallocation import length_model, row_transfer
 from rlhf_jax.reallocation.length_model import Lengths
 from rlhf_jax.reallocation.planner import WAITS, ClusterView, Reallocation
 from rlhf_jax.reallocation.row_transfer import RowPacket
 
-# bytes a second of a move, about (a CPU's by benchmarks/moves.py)
-LINK = {"cpu": 1e9, "gpu": 5e10, "tpu": 5e10}
-MOVE = 2e-3  # seconds that a move takes besides
-OFTEN = 32  # rounds after which there is a new plan, if no sample has ended before
+# Bytes a second that a move carries, about (a CPU's by benchmarks/moves.py).
+LINK_SPEED = {"cpu": 1e9, "gpu": 5e10, "tpu": 5e10}
+# Seconds that a move takes besides.
+MOVE_SECONDS = 2e-3
+# Rounds of all slices after which samples are reassigned, if none has ended before.
+REASSIGNED_EVERY = 32
+
+Unfinished = list[tuple[int, int, int]]  # (sample id, its slice, tokens so far)
 
 
 @dataclasses.dataclass(frozen=True)
-class PlacementPolicy:
-    """How samples are placed."""
+class AssignmentPolicy:
+    """Say how samples are assigned to slices in one stage."""
 
     # None: each slice gets its share at once, and keeps it
     plan_reallocation: Callable[[ClusterView], Reallocation] | None = None
-    lengths: Lengths = dataclasses.field(default_factory=Lengths)  # the law of responses
+    # what is known of the lengths of responses
+    lengths: Lengths = dataclasses.field(default_factory=Lengths)
     # slices are served one after the other, not as they are ready: then a run repeats itself
     in_turn: bool = False
-    # of the stage, where processes plan together or share a slice: no other has it before `forget`
+    # of the stage, where processes assign together or share a slice: no other has it before
+    # `forget`
     name: str = ""
     # seconds of inference a token on a slice that decodes no more; 0 where there is none to do
     scoring: float = 0.0
     unscored: Callable[[], float] = lambda: 0.0  # tokens of finished samples that wait for it
 
 
-STATIC = PlacementPolicy()
-Standing = list[tuple[int, int, int]]  # (sample id, its slice, tokens so far) of unfinished samples
+STATIC = AssignmentPolicy()
 
 
 @dataclasses.dataclass
-class Stage:
-    """What one call of `generate` is to decode, and where."""
+class AssignmentState:
+    """Hold which slice decodes which sample in one call of `generate`."""
 
-    fleet: dict[int, Instance]  # this process's slices, by their number
-    slices: list[jax.sharding.Mesh | None]  # all of them
+    own_slices: dict[int, SliceBatch]  # this process's slices, by their number
+    meshes: list[Mesh | None]  # of all slices
     samples: dict[int, Sample]  # all of them, by id
-    pool: list[int]  # samples that have no slice yet
-    placing: PlacementPolicy
-    setting: Setting
-    # [k, bins + 1] chances that a response is longer than each of `lengths.EDGES`,
-    curves: np.ndarray
-    laws: dict[int, int]  # and which of them is a request's
-    landed: int = 0  # rounds since the last plan,
-    ended: int = 0  # and samples
+    unassigned: list[int]  # ids of samples that have no slice yet
+    policy: AssignmentPolicy
+    run: GenerationRun
+    # [k, bins + 1] chances that a response is longer than each of `lengths.EDGES`
+    survival: np.ndarray
+    survival_of: dict[int, int]  # which of them is a request's, by request id
+    rounds_received: int = 0  # since samples were reassigned last
+    samples_ended: int = 0  # since then
     freed: tuple[int, ...] = ()  # slices that are to decode nothing but what they have
 
     @property
     def due(self) -> bool:
-        """Whether it is time for a plan: after some rounds, or where nothing else can happen."""
-        flying = any(instance.in_flight for instance in self.fleet.values())
-        enough = self.landed >= (len(self.slices) if self.ended else max(OFTEN, len(self.slices)))
-        return self.placing.plan_reallocation is not None and (enough or not flying)
+        """Say whether to reassign: after some rounds, or where nothing else can happen."""
+        if self.policy.plan_reallocation is None:
+            return False
+        in_flight = any(batch.in_flight for batch in self.own_slices.values())
+        rounds = len(self.meshes)
+        if not self.samples_ended:
+            rounds = max(REASSIGNED_EVERY, rounds)
+        return self.rounds_received >= rounds or not in_flight
 
 
 @dataclasses.dataclass(frozen=True)
 class Assignments:
-    """A plan by sample ids."""
+    """Say by sample ids what changes: samples that begin, running ones that move."""
 
     admissions: list[tuple[int, int]]  # (sample, slice)
     moves: list[tuple[int, int, int]]  # (sample, from slice, to slice)
@@ -82,187 +89,201 @@ class Assignments:
     over: bool = False  # nothing is left to do
 
 
-def begin(
-    fleet: list[Instance],
-    slices,
-    groups: list[list[Sample]],
-    placing: PlacementPolicy,
-    setting: Setting,
-) -> Stage:
-    """A stage whose samples are dealt out, a prompt's together, or wait for a plan."""
-    samples = {sample.sample_id: sample for group in groups for sample in group}
-    if placing.plan_reallocation is None:
-        for turn, group in enumerate(groups):
-            fleet[turn % len(fleet)].queue.extend(group)
-    pool = [] if placing.plan_reallocation is None else list(samples)
-    own = {instance.number: instance for instance in fleet}
-    curves, laws = _curves(placing, [group[0].request for group in groups if group] if pool else [])
-    return Stage(own, slices, samples, pool, placing, setting, curves, laws)
+def begin_assignment(
+    slices: Sequence[SliceBatch],
+    meshes: list[Mesh | None],
+    requests: Sequence[Request],
+    policy: AssignmentPolicy,
+    run: GenerationRun,
+) -> AssignmentState:
+    """Assign a prompt's samples together, in turn to each slice; or none where a policy will.
 
-
-def _curves(placing: PlacementPolicy, requests: list[Request]) -> tuple[np.ndarray, dict[int, int]]:
-    """What is known of the lengths of each request's responses: once, as neither law nor history
-    change in a stage.
+    meshes: of all slices, those of other processes included.
     """
-    law = placing.lengths
-    known = [request for request in requests if request.history]
-    curves = length_model.survival(law)[None]
-    laws = dict.fromkeys(map(id, requests), 0)
-    if known:
-        earlier = [[len(text) for text in request.history] for request in known]
-        curves = np.concatenate([curves, length_model.sharpened_survival(law, earlier)])
-        laws |= {id(request): 1 + one for one, request in enumerate(known)}
-    return curves, laws
+    reallocates = policy.plan_reallocation is not None
+    samples = {}
+    for turn, request in enumerate(requests):
+        begun = [Sample(number, request, list(request.history)) for number in request.sample_ids]
+        samples |= {sample.sample_id: sample for sample in begun}
+        if not reallocates:
+            slices[turn % len(slices)].queue.extend(begun)
+
+    survival, survival_of = _expect_lengths(policy.lengths, requests if reallocates else [])
+    return AssignmentState(
+        own_slices={batch.number: batch for batch in slices},
+        meshes=meshes,
+        samples=samples,
+        unassigned=list(samples) if reallocates else [],
+        policy=policy,
+        run=run,
+        survival=survival,
+        survival_of=survival_of,
+    )
 
 
-def standing(stage: Stage) -> Standing:
-    """Of this process's slices."""
+def _expect_lengths(
+    lengths: Lengths, requests: Sequence[Request]
+) -> tuple[np.ndarray, dict[int, int]]:
+    """Return survival curves of response lengths, and which of them is a request's, by id.
+
+    Neither `lengths` nor the history of a prompt change in a stage, so these do not.
+    """
+    asked = [request for request in requests if request.sample_ids]
+    seen = [request for request in asked if request.history]
+    curves = length_model.survival(lengths)[None]
+    curve_of = {request.id: 0 for request in asked}
+    if seen:
+        earlier = [[len(text) for text in request.history] for request in seen]
+        curves = np.concatenate([curves, length_model.sharpened_survival(lengths, earlier)])
+        curve_of |= {request.id: 1 + one for one, request in enumerate(seen)}
+    return curves, curve_of
+
+
+def unfinished(state: AssignmentState) -> Unfinished:
+    """List the unfinished samples of this process's slices, with their tokens so far."""
     return [
         (sample.sample_id, number, len(sample.tokens))
-        for number, instance in stage.fleet.items()
-        for sample in instance.samples
+        for number, batch in state.own_slices.items()
+        for sample in batch.samples
         if not sample.done
     ]
 
 
-def orders(stage: Stage, where: Standing) -> Assignments:
-    """What the plan says of samples that stand so, and of those that wait."""
-    assert stage.placing.plan_reallocation is not None
-    stage.landed = stage.ended = 0
-    ids = [*(one for one, _, _ in where), *stage.pool]
-    places = [*(place for _, place, _ in where), *(WAITS for _ in stage.pool)]
-    generated = np.array([*(tokens for _, _, tokens in where), *(0 for _ in stage.pool)], int)
-    if not ids:
+def reassign(state: AssignmentState, running: Unfinished) -> Assignments:
+    """Ask the policy what to do with the unfinished samples of all slices and the unassigned.
+
+    The count of rounds until it is `due` again begins anew.
+    """
+    assert state.policy.plan_reallocation is not None
+    state.rounds_received = 0
+    state.samples_ended = 0
+    waiting = [(sample_id, WAITS, 0) for sample_id in state.unassigned]
+    if not (running or waiting):
         return Assignments([], [], [])
-    plan = stage.placing.plan_reallocation(_view(stage, ids, places, generated))
+    ids, places, generated = map(list, zip(*running, *waiting, strict=True))
+    found = state.policy.plan_reallocation(_view(state, ids, places, generated=np.array(generated)))
     return Assignments(
-        admissions=[(ids[index], to) for index, to in plan.admissions],
-        moves=[(ids[index], places[index], to) for index, to in plan.moves],
-        freed=np.flatnonzero(plan.freed).tolist(),
+        admissions=[(ids[index], to) for index, to in found.admissions],
+        moves=[(ids[index], places[index], to) for index, to in found.moves],
+        freed=np.flatnonzero(found.freed).tolist(),
     )
 
 
-def carry_out(
-    stage: Stage, wanted: Assignments, carry: Callable[[int, int, int], None] | None = None
-) -> None:
-    """Do what the orders say of this process's slices; `carry` moves a sample from or to another
-    process.
+def _view(
+    state: AssignmentState, ids: list[int], places: list[int], generated: np.ndarray
+) -> ClusterView:
+    """Describe to the policy where unfinished samples are, and what rounds and moves cost.
+
+    A move costs some seconds, and more for each token of context: its part of the caches.
     """
-    for sample_id, source, target in wanted.moves:
-        if source in stage.fleet and target in stage.fleet:
-            _reassign(
-                stage.fleet[source],
-                stage.fleet[target],
-                stage.samples[sample_id],
-                stage.setting.decoding,
-            )
-        elif carry is not None:
-            carry(sample_id, source, target)
-    for sample_id, number in wanted.admissions:
-        if number in stage.fleet:
-            stage.fleet[number].queue.append(stage.samples[sample_id])
-    stage.freed = tuple(wanted.freed)
-    for number, instance in stage.fleet.items():
-        instance.freed = number in stage.freed
-    begun = {sample_id for sample_id, _ in wanted.admissions}
-    stage.pool = [sample_id for sample_id in stage.pool if sample_id not in begun]
-
-
-def _reassign(
-    source: Instance, target: Instance, sample: Sample, decoding: GenerationConfig
-) -> None:
-    """Have a sample decoded elsewhere; one whose prompt alone is prefilled stays."""
-    if sample in source.board:
-        move(source, target, sample, decoding)
-    elif sample in source.queue:
-        source.queue.remove(sample)
-        target.queue.append(sample)
-
-
-def _view(stage: Stage, ids: list[int], places: list[int], generated: np.ndarray) -> ClusterView:
-    instance = next(iter(stage.fleet.values()))
-    requests = [stage.samples[one].request for one in ids]
+    batch = next(iter(state.own_slices.values()))
+    requests = [state.samples[one].request for one in ids]
     limit = np.array([request.max_new_tokens for request in requests])
-    which = np.array([stage.laws[id(request)] for request in requests])
-    move_seconds, token_seconds = _price_of_a_move(instance)
+    curve = np.array([state.survival_of[request.id] for request in requests])
+    slots = len(batch.state.done) * batch.state.tokens.shape[1]
+    caches = jax.tree.leaves((batch.state.cache, batch.state.draft and batch.state.draft.cache))
+    token_bytes = sum(leaf.nbytes for leaf in caches) / slots
     return ClusterView(
         place=np.array(places),
-        left=length_model.remaining(stage.curves, which, generated, limit),
+        left=length_model.remaining(state.survival, curve, generated, limit),
         context=generated + np.array([len(request.prompt) for request in requests]),
-        rows=stage.setting.decoding.max_rows,
-        slices=len(stage.slices),
-        speed=_speed(instance, stage.setting),
-        move_seconds=move_seconds,
-        token_seconds=token_seconds,
-        freed=np.isin(np.arange(len(stage.slices)), stage.freed),
-        unscored=stage.placing.unscored(),
-        scoring=stage.placing.scoring,
+        rows=state.run.decoding.max_rows,
+        slices=len(state.meshes),
+        speed=_row_speed(batch, state.run),
+        move_seconds=MOVE_SECONDS,
+        token_seconds=token_bytes / LINK_SPEED[jax.default_backend()],
+        freed=np.isin(np.arange(len(state.meshes)), state.freed),
+        unscored=state.policy.unscored(),
+        scoring=state.policy.scoring,
     )
 
 
-def _speed(instance: Instance, setting: Setting) -> np.ndarray:
-    """[rows + 1] tokens a second of one row when so many are live.
+def _row_speed(batch: SliceBatch, run: GenerationRun) -> np.ndarray:
+    """Return [rows + 1]: tokens a second of one row when so many are live; entry 0 is 0.
 
     Without a selector only their ratios are right: rounds seem long, and moves cost nothing beside
     them.
     """
-    decoding = setting.decoding
-    mesh = instance.mesh
-    selector = setting.selector
-    live = np.arange(1, decoding.max_rows + 1)
-    sizes = np.array(
-        [boards.row_bucket(count, decoding.max_rows, decoding, mesh) for count in live.tolist()]
-    )
-    if selector is None:
-        paces = {size: 1 / (decoding.max_rows + size) for size in set(sizes.tolist())}
+    most = run.decoding.max_rows
+    sizes = [row_bucket(live, most, run.decoding, mesh=batch.mesh) for live in range(1, most + 1)]
+    if run.selector is None:
+        speed = {size: 1 / (most + size) for size in set(sizes)}
     else:
-        nodes = precompile.VERIFIED * boards.shared(1, mesh)
-        paces = {size: selector.pace(size, size, nodes // size) for size in set(sizes.tolist())}
-    return np.array([0.0, *(paces[size] for size in sizes.tolist())])
+        nodes = precompile.VERIFIED * shared(1, batch.mesh)
+        speed = {size: run.selector.pace(size, size, nodes // size) for size in set(sizes)}
+    return np.array([0.0, *(speed[size] for size in sizes)])
 
 
-def _price_of_a_move(instance: Instance) -> tuple[float, float]:
-    """Seconds of a move, and more for each token of context."""
-    state = instance.state
-    caches = jax.tree.leaves((state.cache, state.draft and state.draft.cache))
-    of_token = sum(leaf.nbytes for leaf in caches) / (len(state.done) * state.tokens.shape[1])
-    return MOVE, of_token / LINK[jax.default_backend()]
+def apply_assignments(
+    state: AssignmentState,
+    wanted: Assignments,
+    carry: Callable[[int, int, int], None] | None = None,
+) -> None:
+    """Do what is wanted of this process's slices.
 
-
-def move(source: Instance, target: Instance, sample: Sample, decoding: GenerationConfig) -> None:
-    """Move a running sample with its caches to another slice.
-
-    The source's rounds that it is in land before the target's first one with it.
+    `carry` moves a sample from or to a slice of another process: (sample id, from, to). A sample
+    whose prompt alone is prefilled stays where it is.
     """
-    boards.fit(target, len(target.samples) + 1, decoding)
-    slots = row_transfer.width(_longest(sample, decoding), source.state.tokens.shape[1])
-    join(target, sample, row_transfer.send(leave(source, sample, slots), target.mesh))
-    target.arrived += [*source.arrived, *((source, flight) for flight in source.in_flight)]
+    slices = state.own_slices
+    for sample_id, number, to in wanted.moves:
+        if number in slices and to in slices:
+            sample = state.samples[sample_id]
+            source = slices[number]
+            if sample in source.rows:
+                _move(source, slices[to], sample, decoding=state.run.decoding)
+            elif sample in source.queue:
+                source.queue.remove(sample)
+                slices[to].queue.append(sample)
+        elif carry is not None:
+            carry(sample_id, number, to)
+
+    for sample_id, number in wanted.admissions:
+        if number in slices:
+            slices[number].queue.append(state.samples[sample_id])
+    admitted = {sample_id for sample_id, _ in wanted.admissions}
+    state.unassigned = [one for one in state.unassigned if one not in admitted]
+    state.freed = tuple(wanted.freed)
 
 
-def leave(instance: Instance, sample: Sample, slots: int) -> RowPacket:
+def _move(
+    source: SliceBatch, target: SliceBatch, sample: Sample, decoding: GenerationConfig
+) -> None:
+    """Move a running sample with its caches to another slice of this process."""
+    # Rounds in flight, on whichever slices they are, may add so many tokens.
+    longest_path = 1 + max(len(strategy.parents) for strategy in decoding.strategies)
+    most = len(sample.prompt) + len(sample.tokens) + sample.rounds_in_flight * longest_path
+    slots = row_transfer.width(most, source.state.tokens.shape[1])
+
+    resize(target, len(target.samples) + 1, decoding)
+    packet = row_transfer.send(leave(source, sample, slots), target.mesh)
+    elsewhere = [*source.receive_first, *((source, sent) for sent in source.in_flight)]
+    join(target, sample, packet, receive_first=elsewhere)
+
+
+def leave(batch: SliceBatch, sample: Sample, slots: int) -> RowPacket:
     """Take a running sample out of its row: what of it travels, with so many token slots."""
-    row = instance.board.index(sample)
+    row = batch.rows.index(sample)
     place = np.array([row], np.int32)
-    instance.board[row] = None
-    packet = row_transfer.pack_rows(instance.state, place, slots, mesh=instance.mesh)
-    instance.state = row_verbs.retire(instance.state, place, mesh=instance.mesh)
+    batch.rows[row] = None
+    packet = row_transfer.pack_rows(batch.state, place, slots, mesh=batch.mesh)
+    batch.state = row_verbs.retire(batch.state, place, mesh=batch.mesh)
     return packet
 
 
-def join(instance: Instance, sample: Sample, packet: RowPacket) -> None:
-    """Let a sample that has travelled run on in a free row."""
-    row = instance.board.index(None)
-    instance.board[row] = sample
-    instance.state = row_transfer.unpack_rows(
-        instance.state, packet, np.array([row], np.int32), mesh=instance.mesh
-    )
-    instance.moved.append(row_transfer.bytes_of(packet))
+def join(
+    batch: SliceBatch,
+    sample: Sample,
+    packet: RowPacket,
+    receive_first: Sequence[tuple[SliceBatch, InFlightRound]] = (),
+) -> None:
+    """Let a sample that has travelled run on in a free row.
 
-
-def _longest(sample: Sample, decoding: GenerationConfig) -> int:
-    """Tokens that the sample may have once the rounds in the air are over, on whichever slices they
-    are.
+    receive_first: rounds in flight on other slices that it is in; they are received before the
+    first one here.
     """
-    most = 1 + max(len(strategy.parents) for strategy in decoding.strategies)
-    return len(sample.prompt) + len(sample.tokens) + sample.flying * most
+    row = batch.rows.index(None)
+    place = np.array([row], np.int32)
+    batch.rows[row] = sample
+    batch.state = row_transfer.unpack_rows(batch.state, packet, place, mesh=batch.mesh)
+    batch.receive_first += receive_first
+    batch.moved_bytes.append(row_transfer.bytes_of(packet))

@@ -1,102 +1,32 @@
-"""From finished samples to arrays, and what later roll-outs may look up."""
+"""Keep earlier responses, which later roll-outs of a prompt look up and replay."""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from rlhf_jax.generation.requests import Request, RoundReport, Sample
-from rlhf_jax.types import Rollout
-
-
-def as_rollout(samples: Sequence[Sample], slots: int) -> Rollout:
-    """Host arrays [B, slots] of samples, in the order given."""
-    shape = (len(samples), slots)
-    tokens = np.zeros(shape, np.int32)
-    mask = np.zeros(shape, bool)
-    logprobs = np.zeros(shape, np.float32)
-    kept = [sample.support for sample in samples]
-    support = np.full((*shape, len(kept[0][0])), -1, np.int32) if kept and kept[0] else None
-    for row, sample in enumerate(samples):
-        start = len(sample.prompt)
-        end = len(sample.prompt) + len(sample.tokens)
-        tokens[row, :start] = sample.prompt
-        tokens[row, start:end] = sample.tokens
-        mask[row, start:end] = True
-        logprobs[row, start:end] = sample.logprobs
-        if support is not None:
-            support[row, start:end] = sample.support
-    length = np.array([len(s.prompt) + len(s.tokens) for s in samples], np.int32)
-    return Rollout(
-        tokens, mask, logprobs, length, np.array([s.sample_id for s in samples], np.uint32), support
-    )
-
-
-@dataclasses.dataclass
-class GenerationCounts:
-    """Counts of one generation stage; `add` is what `generate` observes with."""
-
-    rounds: int = 0
-    row_slots: int = 0  # rows decoded, idle ones included
-    live: int = 0  # rows that gained tokens
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    moves: int = 0  # of samples between slices
-    moved_bytes: int = 0
-
-    def add(self, report: RoundReport) -> None:
-        """Count one round; a round that nobody took part in is not one."""
-        self.rounds += report.live > 0
-        self.row_slots += report.rows
-        self.live += report.live
-        self.tokens += report.tokens
-        self.drafted += report.drafted
-        self.accepted += report.accepted
-        self.moves += report.moves
-        self.moved_bytes += report.moved_bytes
-
-    def __add__(self, other: GenerationCounts) -> GenerationCounts:
-        counts = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return GenerationCounts(*(own + more for own, more in counts))
-
-    def metrics(self, seconds: float) -> dict[str, float]:
-        """The stage's figures by name; `tokens_per_round` is a row's, so plain decoding has 1."""
-        return {
-            "generation/seconds": seconds,
-            "generation/tokens": self.tokens,
-            "generation/rounds": self.rounds,
-            "generation/tokens_per_second": self.tokens / max(seconds, 1e-9),
-            "generation/tokens_per_round": self.tokens / max(self.live, 1),
-            "generation/acceptance": self.accepted / max(self.drafted, 1),
-            "generation/occupancy": self.live / max(self.row_slots, 1),
-            "generation/moves": self.moves,
-            "generation/moved_bytes": self.moved_bytes,
-        }
+from rlhf_jax.generation.requests import Request, Sample
 
 
 class History:
-    """The latest responses to each prompt, by the prompt's tokens, up to `size` tokens each with
-    separators.
+    """Keep the latest responses to each prompt, up to `size` tokens each with separators.
 
     Each keeps the id of its sample, and with it the noise that it was drawn with.
     """
 
     def __init__(self, size: int):
         self._size = size
+        # by the prompt's tokens: (sample id, text), the latest last
         self._texts: dict[bytes, collections.deque[tuple[int, np.ndarray]]] = {}
 
     def of(self, prompt: np.ndarray) -> dict[int, np.ndarray]:
-        """Earlier responses to `prompt` by sample id, the latest last."""
+        """Return earlier responses to `prompt` by sample id, the latest last."""
         return dict(self._texts.get(prompt.tobytes(), ()))
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Remember finished samples, the latest text of an id only, and forget what no longer
-        fits.
-        """
+        """Remember finished samples, of an id the latest text, and forget what no longer fits."""
         for sample in samples if self._size else ():
             known = self._texts.get(sample.prompt.tobytes(), ())
             texts = collections.deque(kept for kept in known if kept[0] != sample.sample_id)
@@ -113,8 +43,10 @@ class History:
         return after
 
     def state(self) -> dict[str, np.ndarray]:
-        """All of it as arrays for a checkpoint: every prompt and its texts in a row, the length and
-        id of each.
+        """Return all of it as arrays for a checkpoint.
+
+        "tokens" are every prompt and its texts in a row, "lengths" theirs, "texts" how many a
+        prompt has, and "ids" the samples of the texts.
         """
         runs = []
         counts = []
@@ -130,8 +62,8 @@ class History:
             "ids": np.array(ids, np.int64),
         }
 
-    def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Goes on where `state` was taken."""
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """Go on where `state` was taken."""
         ends = np.cumsum(np.asarray(state["lengths"], np.int64))
         runs = iter(np.split(np.asarray(state["tokens"], np.int32), ends)[:-1])
         ids = iter(np.asarray(state["ids"]).tolist())
@@ -152,7 +84,7 @@ def requests(
     repeated: int = 0,
     used: set[int] | None = None,
 ) -> list[Request]:
-    """One request a prompt, with consecutive sample ids from `first_id`.
+    """Make one request a prompt, with consecutive sample ids from `first_id`.
 
     Of each prompt's samples up to `repeated` take the ids of its latest responses, and so their
     noise: they can be replayed, and are no fresh draws. Ids in `used` are not taken again, and
@@ -162,17 +94,13 @@ def requests(
     used = set() if used is None else used
     for index, prompt in enumerate(prompts):
         texts = history.of(prompt)
-        again = (
-            [sample_id for sample_id in texts if sample_id not in used][-repeated:]
-            if repeated
-            else []
-        )
+        unused = [sample_id for sample_id in texts if sample_id not in used]
+        again = unused[-repeated:] if repeated else []
         used |= set(again)
-        fresh = range(
-            first_id + index * samples_per_prompt + len(again),
-            first_id + (index + 1) * samples_per_prompt,
-        )
+        first = first_id + index * samples_per_prompt
+        fresh = range(first + len(again), first + samples_per_prompt)
+        ids = (*again, *fresh)
         asked.append(
-            Request(prompt, (*again, *fresh), max_new_tokens, tuple(texts.values()), texts)
+            Request(prompt, ids, max_new_tokens, history=tuple(texts.values()), earlier=texts)
         )
     return asked

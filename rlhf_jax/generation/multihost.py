@@ -16,11 +16,17 @@ from typing import Any, cast
 import numpy as np
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.generation import assignment as placings
-from rlhf_jax.generation import scheduler as boards
-from rlhf_jax.generation.assignment import Assignments, Stage
+from rlhf_jax.generation.assignment import (
+    Assignments,
+    AssignmentState,
+    apply_assignments,
+    join,
+    leave,
+    reassign,
+    unfinished,
+)
 from rlhf_jax.generation.requests import Sample
-from rlhf_jax.generation.slice_batch import Instance
+from rlhf_jax.generation.scheduler import SliceBatch, resize
 from rlhf_jax.reallocation import row_transfer
 from rlhf_jax.reallocation.row_transfer import RowPacket
 from rlhf_jax.runtime import distributed
@@ -41,8 +47,8 @@ KEPT = ("tokens", "logprobs", "unfed", "rounds", "accepted", "confidence", "supp
 class PlanCoordinator:
     """The part of this process, or of its crew, in planning a stage."""
 
-    stage: Stage
-    settle: Callable[[Instance], None]  # lands all rounds that a slice has in the air
+    stage: AssignmentState
+    settle: Callable[[SliceBatch], None]  # lands all rounds that a slice has in the air
     may_occupy: Callable[[], bool]  # whether an idle slice here may be given other work now
     carried: int = 0  # plans
     looked: float = 0.0  # for a plan, last
@@ -55,11 +61,13 @@ class PlanCoordinator:
         """
         if self._together:
             return not self.over
-        return bool(self.stage.pool) or any(instance.busy for instance in self.stage.fleet.values())
+        return bool(self.stage.unassigned) or any(
+            instance.busy for instance in self.stage.own_slices.values()
+        )
 
     @property
     def _together(self) -> bool:
-        return distributed.started() and self.stage.placing.plan_reallocation is not None
+        return distributed.started() and self.stage.policy.plan_reallocation is not None
 
     def turn(self) -> None:
         """Carry out the next plan, if it is time for one. Raises Abandoned where another process
@@ -68,30 +76,28 @@ class PlanCoordinator:
         if self._together:
             self._turn()
         elif self.stage.due:
-            placings.carry_out(
-                self.stage, placings.orders(self.stage, placings.standing(self.stage))
-            )
+            apply_assignments(self.stage, reassign(self.stage, unfinished(self.stage)))
         else:
             self._slice_group.decide_together(lambda: None)  # its leader goes on
 
     def _turn(self) -> None:
         if self._slice_group.decide_together(self._next):
             wanted: Assignments = wait_for(self._name, f"{self._name}/plan {self.carried}")
-            placings.carry_out(self.stage, wanted, self._carry)
+            apply_assignments(self.stage, wanted, self._carry)
             self.carried = self.carried + 1
             self.over = wanted.over
 
     @property
     def _name(self) -> str:
-        return self.stage.placing.name
+        return self.stage.policy.name
 
     @property
     def _slice_group(self) -> SliceGroup:
-        return self.stage.setting.slice_group
+        return self.stage.run.slice_group
 
     def _next(self) -> bool:
         """Whether there is another plan now. A crew of several with nothing to do waits for one."""
-        busy = any(instance.busy for instance in self.stage.fleet.values())
+        busy = any(instance.busy for instance in self.stage.own_slices.values())
         while (
             not (found := self._look(busy))
             and self._slice_group.several
@@ -110,7 +116,7 @@ class PlanCoordinator:
             return False
         self.looked = time.perf_counter()
         self._slice_group.say(
-            f"{self._name}/rank {distributed.rank()}", [self.carried, placings.standing(self.stage)]
+            f"{self._name}/rank {distributed.rank()}", [self.carried, unfinished(self.stage)]
         )
         check(self._name)
         if distributed.leads():
@@ -119,34 +125,34 @@ class PlanCoordinator:
 
     def _plan(self) -> None:
         """The next plan, once all have carried out the last one and said what came of it."""
-        leaders = sorted({meshes.owners(part)[0] for part in self.stage.slices if part is not None})
+        leaders = sorted({meshes.owners(part)[0] for part in self.stage.meshes if part is not None})
         said = [distributed.published(f"{self._name}/rank {rank}") for rank in leaders]
         heard = [unpacked(word) for word in said if word]
         if len(heard) < len(said) or any(carried != self.carried for carried, _ in heard):
             return
         where = [one for _, standing in heard for one in standing]
-        over = not where and not self.stage.pool
+        over = not where and not self.stage.unassigned
         ids = {one for one, _, _ in where}
         if over or self.stage.due or ids != self.seen:
             self.seen = ids
-            wanted = dataclasses.replace(placings.orders(self.stage, where), over=over)
+            wanted = dataclasses.replace(reassign(self.stage, where), over=over)
             if over or wanted.moves or wanted.admissions or tuple(wanted.freed) != self.stage.freed:
                 self._slice_group.say(f"{self._name}/plan {self.carried}", wanted)
 
     def _carry(self, sample_id: int, source: int, target: int) -> None:
         word = f"{self._name}/plan {self.carried} moves {sample_id}"
-        if source in self.stage.fleet:
+        if source in self.stage.own_slices:
             self._give(self.stage.samples[sample_id], source, target, word)
-        elif target in self.stage.fleet:
+        elif target in self.stage.own_slices:
             self._take(self.stage.samples[sample_id], source, target, word)
 
     def _give(self, sample: Sample, source: int, target: int, word: str) -> None:
-        instance = self.stage.fleet[source]
+        instance = self.stage.own_slices[source]
         self.settle(instance)
         if sample in instance.queue:
             instance.queue.remove(sample)
             self._slice_group.say(word, QUEUED)
-        elif sample.done or sample not in instance.board:
+        elif sample.done or sample not in instance.rows:
             self._slice_group.say(word, GONE)
         else:
             slots = row_transfer.width(
@@ -156,10 +162,10 @@ class PlanCoordinator:
                 word, {name: getattr(sample, name) for name in KEPT} | {"slots": slots}
             )
             self._slice_group.decide_together(lambda: self._is_awaited(word))
-            self._pass(placings.leave(instance, sample, slots), instance, source, target)
+            self._pass(leave(instance, sample, slots), instance, source, target)
 
     def _take(self, sample: Sample, source: int, target: int, word: str) -> None:
-        instance = self.stage.fleet[target]
+        instance = self.stage.own_slices[target]
         said = self._slice_group.decide_together(lambda: wait_for(self._name, word))
         if said == QUEUED:
             instance.queue.append(sample)
@@ -167,11 +173,11 @@ class PlanCoordinator:
             self._slice_group.decide_together(lambda: _promise(word))
             for name in KEPT:
                 setattr(sample, name, said[name])
-            boards.fit(instance, len(instance.samples) + 1, self.stage.setting.decoding)
+            resize(instance, len(instance.samples) + 1, self.stage.run.decoding)
             blank = row_transfer.pack_rows(
                 instance.state, np.zeros(1, np.int32), said["slots"], mesh=instance.mesh
             )
-            placings.join(instance, sample, self._pass(blank, instance, source, target))
+            join(instance, sample, self._pass(blank, instance, source, target))
 
     def _is_awaited(self, word: str) -> None:
         """Wait until a sample is. Who has given up by then takes no part in the exchange, and nor
@@ -184,9 +190,9 @@ class PlanCoordinator:
             ):
                 raise StageAborted
 
-    def _pass(self, packet: RowPacket, instance: Instance, source: int, target: int) -> RowPacket:
+    def _pass(self, packet: RowPacket, instance: SliceBatch, source: int, target: int) -> RowPacket:
         here = cast(Any, instance.mesh)
-        ends = cast(Any, self.stage.slices)
+        ends = cast(Any, self.stage.meshes)
         return row_transfer.send_to_process([packet], here, ends[source], ends[target])
 
 

@@ -1,4 +1,4 @@
-"""The device's part of a round, dispatched or compiled ahead of its use."""
+"""Run the device's part of a round, or compile it on a thread of its own before it is needed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from rlhf_jax.generation.requests import GenerationConfig
 from rlhf_jax.generation.speculative import tree as trees
-from rlhf_jax.generation.speculative.round import ModelPair as Models
-from rlhf_jax.generation.speculative.round import Results, run_round, speculative_round
+from rlhf_jax.generation.speculative.round import ModelPair, run_round, speculative_round
 from rlhf_jax.types import DecodeState, Model, Strategy
 
 # Nodes that a device verifies in one call at most, where a strategy is chosen: their logits exist,
 # but for a kernel.
 VERIFIED = 1024
+
+RoundKey = tuple[Strategy, int, GenerationConfig, Mesh | None]  # what a round's programs depend on
 
 
 def call(function: Callable[..., Any], *arguments, **options) -> Any:
@@ -29,7 +31,7 @@ def call(function: Callable[..., Any], *arguments, **options) -> Any:
 
 
 def compile_only(function: Any, *arguments, **options) -> Any:
-    """Compile a program for arguments given as shapes: what it would return, as shapes."""
+    """Compile a jitted function for arguments given as shapes, and return its results as shapes."""
     lowered = function.lower(*arguments, **options)
     places = lowered.compile().output_shardings
     # Results are held to a place only where arguments are: else another program would be compiled
@@ -42,119 +44,109 @@ def compile_only(function: Any, *arguments, **options) -> Any:
     return jax.tree.map(shape, lowered.out_info, places)
 
 
-def shapes(tree: Any) -> Any:
-    """A tree of arrays as what `compile_only` wants: their shapes, where they lie if they are held
-    there.
+def shapes(tree: Any, rows: int | None = None) -> Any:
+    """Return a tree of arrays as `compile_only` wants it: shapes, and where they lie if held there.
+
+    rows: the length of axis 0 of every leaf, where it is to be another.
     """
 
     def shape(leaf):
         held = leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=held)
+        size = leaf.shape if rows is None else (rows, *leaf.shape[1:])
+        return jax.ShapeDtypeStruct(size, leaf.dtype, sharding=held)
 
     return jax.tree.map(shape, tree)
 
 
-def shrunk(state: Any, rows: int) -> Any:
-    """The shapes of a row-first tree with so many rows."""
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            (rows, *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding
-        ),
-        state,
-    )
-
-
-def dispatch(*round_of) -> tuple[DecodeState, Results]:
-    """Start a round, as `speculative_round` has it, and the copy of its results to the host."""
-    state, results = speculative_round(call, *round_of)
-    for leaf in jax.tree.leaves(results):
-        leaf.copy_to_host_async()
-    return state, results
-
-
 def analysis(
-    state: DecodeState, target: Model, decoding: GenerationConfig, mesh=None
+    state: DecodeState, target: Model, decoding: GenerationConfig, mesh: Mesh | None = None
 ) -> Mapping[str, float]:
-    """What XLA says that a plain round of `state` does: "flops", "bytes accessed" and more, or
-    nothing.
+    """Return what XLA says that a plain round of `state` does: "flops", "bytes accessed" and more.
+
+    Where XLA says nothing, it is empty.
     """
     rows = len(state.done)
-    arguments = (
-        shapes((target, state)),
+    lowered = run_round.lower(
+        *shapes((target, state)),
         np.zeros((rows, 0), np.int32),
         None,
         trees.as_data(trees.PLAIN, rows),
-    )
-    (target, state), *rest = arguments
-    options = dict(
         sampling=decoding.sampling,
         stop_tokens=decoding.stop_tokens,
         rule=decoding.acceptance,
         kernels=decoding.kernels,
         mesh=mesh,
     )
-    return run_round.lower(target, state, *rest, **options).compile().cost_analysis() or {}
+    return lowered.compile().cost_analysis() or {}
 
 
 class BackgroundCompiler:
-    """Compiles rounds before they are needed, one at a time, on a thread of its own."""
+    """Compile rounds before they are needed, one at a time, on a thread of its own."""
 
     def __init__(self):
         self._worker = concurrent.futures.ThreadPoolExecutor(1, "compiling")
-        self._compiled: set[tuple] = set()
-        self._failed: set[tuple] = set()
+        self._compiled: set[RoundKey] = set()
+        self._failed: set[RoundKey] = set()
         # compilations begun and ended: equal at two times if there was none between
         self.events = 0
         self.busy = False
 
-    def ready(self, strategy: Strategy, rows: int, decoding: GenerationConfig, mesh) -> bool:
-        """Whether a round can be played without compiling; the plain one always can, for it begins
-        every stage.
+    def ready(
+        self, strategy: Strategy, rows: int, decoding: GenerationConfig, mesh: Mesh | None
+    ) -> bool:
+        """Say whether a round can be dispatched without compiling.
+
+        The plain one always can, for it begins every stage.
         """
-        return not strategy.parents or _key(strategy, rows, decoding, mesh) in self._compiled
+        key = _round_key(strategy, rows, decoding, mesh=mesh)
+        return not strategy.parents or key in self._compiled
 
-    def failed(self, rows: int, decoding: GenerationConfig, mesh) -> set[Strategy]:
-        """The strategies whose rounds could not be compiled."""
-        return {key[0] for key in tuple(self._failed) if key == _key(key[0], rows, decoding, mesh)}
+    def failed(self, rows: int, decoding: GenerationConfig, mesh: Mesh | None) -> set[Strategy]:
+        """Return the strategies whose rounds of so many rows could not be compiled."""
+        return {
+            key[0]
+            for key in tuple(self._failed)
+            if key == _round_key(key[0], rows, decoding, mesh=mesh)
+        }
 
-    def may(self, strategy: Strategy, rows: int, decoding: GenerationConfig, mesh) -> bool:
-        """Whether a round is to be compiled now; while another is being so, ask again."""
-        known = self.ready(strategy, rows, decoding, mesh) or strategy in self.failed(
-            rows, decoding, mesh
-        )
+    def can_submit(
+        self, strategy: Strategy, rows: int, decoding: GenerationConfig, mesh: Mesh | None
+    ) -> bool:
+        """Say whether a round is to be compiled, and may be now: nothing else is being compiled."""
+        key = _round_key(strategy, rows, decoding, mesh=mesh)
+        known = not strategy.parents or key in self._compiled or key in self._failed
         return not self.busy and not known
 
-    def want(
+    def submit(
         self,
-        state,
-        models: Models,
         strategy: Strategy,
         rows: int,
-        siblings,
+        state: DecodeState,
+        models: ModelPair,
+        siblings: np.ndarray,
         decoding: GenerationConfig,
-        mesh,
+        mesh: Mesh | None,
     ) -> None:
-        """Have a round of so many rows compiled, after those that were asked for before."""
-        key = _key(strategy, rows, decoding, mesh)
+        """Have a round of so many rows compiled, for a state like `state` but for its rows."""
+        key = _round_key(strategy, rows, decoding, mesh=mesh)
         self.events = self.events + 1
         self.busy = True
-        rowless = np.full((rows, siblings.shape[1]), -1, np.int32)
-        arguments = (
-            shrunk(shapes(state), rows),
+        compile_round = functools.partial(
+            speculative_round,
+            compile_only,
+            shapes(state, rows),
             shapes(models),
             strategy,
-            rowless,
+            np.full((rows, siblings.shape[1]), -1, np.int32),
             decoding,
-            mesh,
-            True,
+            mesh=mesh,
+            looks_back=True,
         )
-        self._worker.submit(
-            self._compile, key, functools.partial(speculative_round, compile_only, *arguments)
-        )
+        self._worker.submit(self._compile, key, compile_round)
 
-    def _compile(self, key: tuple, job: Callable[[], Any]) -> None:
+    def _compile(self, key: RoundKey, compile_round: Callable[[], Any]) -> None:
         try:
-            job()
+            compile_round()
             self._compiled.add(key)
         except Exception as error:
             # A strategy that cannot be compiled is not used; the run goes on.
@@ -166,13 +158,15 @@ class BackgroundCompiler:
         self.busy = False
 
     def close(self) -> None:
-        """Compile nothing more; what is being compiled holds up the process's end, and nothing
-        before it.
+        """Compile nothing more.
+
+        What is being compiled holds up the process's end, and nothing before it.
         """
         self._worker.shutdown(wait=False, cancel_futures=True)
 
 
-def _key(
-    strategy: Strategy, rows: int, decoding: GenerationConfig, mesh
-) -> tuple[Strategy, int, GenerationConfig, Any]:
+def _round_key(
+    strategy: Strategy, rows: int, decoding: GenerationConfig, mesh: Mesh | None
+) -> RoundKey:
+    """Identify a round's programs: they do not depend on the seed, which is data."""
     return strategy, rows, dataclasses.replace(decoding, seed=0), mesh

@@ -1,22 +1,26 @@
-"""What is asked of generation and what it gives, on the host."""
+"""Describe what is asked of generation and what it gives, on the host."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
+from jax.sharding import Mesh
 
 from pallas_kernels.dispatch import REFERENCE, Kernels
+from rlhf_jax.generation.speculative.protocol import Drafter, drafters_of
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy.acceptance import Observations
-from rlhf_jax.types import Strategy
+from rlhf_jax.types import Array, Rollout, Strategy
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One prompt and the samples wanted of it. Sample ids name the noise: they must not repeat
-    within a seed.
+    """Ask for samples of one prompt.
+
+    Sample ids name the noise: they must not repeat within a seed, nor within a call of `generate`.
     """
 
     prompt: np.ndarray  # [P] int32
@@ -26,10 +30,15 @@ class Request:
     # of the same noise, by sample id
     earlier: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
 
+    @property
+    def id(self) -> int:
+        """Return the first sample id: no other request of a call has it."""
+        return self.sample_ids[0]
+
 
 @dataclasses.dataclass(frozen=True)
 class GenerationConfig:
-    """How to generate: everything that is fixed for one call of `generate`."""
+    """Say how to generate: everything that is fixed for one call of `generate`."""
 
     sampling: Sampling
     strategies: tuple[Strategy, ...]  # that may be chosen; the first is taken where nothing chooses
@@ -43,13 +52,18 @@ class GenerationConfig:
     kernels: Kernels = REFERENCE
 
     def uses_drafter(self, drafter: str) -> bool:
-        """Whether a strategy that may be chosen drafts by 'lookup', 'replay' or 'model'."""
+        """Say whether a strategy that may be chosen drafts by the drafter of that name."""
         return any(strategy.drafter == drafter for strategy in self.strategies)
+
+    @property
+    def drafters(self) -> tuple[Drafter, ...]:
+        """Return the drafters of the strategies that may be chosen."""
+        return drafters_of(self.strategies)
 
 
 @dataclasses.dataclass(eq=False)
 class Sample:
-    """One sample on the host; grows as rounds arrive."""
+    """Hold one sample on the host; it grows as results of rounds arrive."""
 
     sample_id: int
     request: Request
@@ -63,28 +77,68 @@ class Sample:
     unfed: int = 0  # tokens since the draft model last drafted for it
     rounds: int = 0  # rounds it took part in
     accepted: int = 0  # drafted tokens that were accepted
-    flying: int = 0  # rounds that it takes part in and that have not landed
+    rounds_in_flight: int = 0  # rounds that it takes part in and whose results have not been read
     done: bool = False
 
     @property
     def prompt(self) -> np.ndarray:
-        """[P] int32."""
+        """Return the request's prompt [P] int32."""
         return self.request.prompt
 
     @property
     def limit(self) -> int:
-        """The length at which it ends, prompt included."""
+        """Return the length in tokens at which it ends, prompt included."""
         return len(self.request.prompt) + self.request.max_new_tokens
 
     @property
     def seen_prompt(self) -> bool:
-        """Whether its prompt has been rolled out before."""
+        """Say whether its prompt has been rolled out before."""
         return bool(self.request.history or self.request.earlier)
+
+
+class IdleWork(Protocol):
+    """Offer other work to slices that decode nothing more.
+
+    Processes that share a slice have the same work, in one order.
+    """
+
+    @property
+    def waits(self) -> bool:
+        """Say whether there is any now."""
+        ...
+
+    def feed(self, number: int, mesh: Mesh | None) -> Array:
+        """Dispatch the next of it to slice `number`: an array that is ready when it is done."""
+        ...
+
+
+def as_rollout(samples: Sequence[Sample], slots: int) -> Rollout:
+    """Return host arrays [B, slots] of samples, in the order given."""
+    shape = (len(samples), slots)
+    tokens = np.zeros(shape, np.int32)
+    mask = np.zeros(shape, bool)
+    logprobs = np.zeros(shape, np.float32)
+    length = np.zeros(len(samples), np.int32)
+    sample_id = np.array([sample.sample_id for sample in samples], np.uint32)
+    support = None
+    if samples and samples[0].support:
+        support = np.full((*shape, len(samples[0].support[0])), -1, np.int32)
+    for row, sample in enumerate(samples):
+        start = len(sample.prompt)
+        end = start + len(sample.tokens)
+        tokens[row, :start] = sample.prompt
+        tokens[row, start:end] = sample.tokens
+        mask[row, start:end] = True
+        logprobs[row, start:end] = sample.logprobs
+        length[row] = end
+        if support is not None:
+            support[row, start:end] = sample.support
+    return Rollout(tokens, mask, logprobs, length=length, sample_id=sample_id, support=support)
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundReport:
-    """What the host knows of a round when its counters arrive."""
+    """Report what the host knows of a round when its results arrive."""
 
     strategy: Strategy
     rows: int  # row slots decoded, idle ones included
@@ -101,3 +155,47 @@ class RoundReport:
     ended: float = 0.0  # and when its counters were read
     moves: int = 0  # samples that came from other slices since the slice's round before,
     moved_bytes: int = 0  # with their caches
+
+
+@dataclasses.dataclass
+class GenerationCounts:
+    """Count what one generation stage did; `add` is what `generate` observes with."""
+
+    rounds: int = 0
+    row_slots: int = 0  # rows decoded, idle ones included
+    live: int = 0  # rows that gained tokens
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    moves: int = 0  # of samples between slices
+    moved_bytes: int = 0
+
+    def add(self, report: RoundReport) -> None:
+        """Count one round; a round that nobody took part in is not one."""
+        self.rounds += report.live > 0
+        self.row_slots += report.rows
+        self.live += report.live
+        self.tokens += report.tokens
+        self.drafted += report.drafted
+        self.accepted += report.accepted
+        self.moves += report.moves
+        self.moved_bytes += report.moved_bytes
+
+    def __add__(self, other: GenerationCounts) -> GenerationCounts:
+        """Return the sums of both."""
+        counts = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return GenerationCounts(*(own + more for own, more in counts))
+
+    def metrics(self, seconds: float) -> dict[str, float]:
+        """Return the stage's figures by name; `tokens_per_round` is a row's, so plain has 1."""
+        return {
+            "generation/seconds": seconds,
+            "generation/tokens": self.tokens,
+            "generation/rounds": self.rounds,
+            "generation/tokens_per_second": self.tokens / max(seconds, 1e-9),
+            "generation/tokens_per_round": self.tokens / max(self.live, 1),
+            "generation/acceptance": self.accepted / max(self.drafted, 1),
+            "generation/occupancy": self.live / max(self.row_slots, 1),
+            "generation/moves": self.moves,
+            "generation/moved_bytes": self.moved_bytes,
+        }

@@ -1,24 +1,27 @@
-"""The rounds of one slice: chosen and dispatched (`dispatch_round`), then read (`receive_round`). Host code.
+"""Dispatch the rounds of a slice and receive their results. Host code.
 
-The next round is chosen and dispatched before the counters of the one before it are read, so a row
-that has finished meanwhile is a no-op for one round. But a long replayed draft ends rows or shows
-that they have strayed: the round after it is chosen when it has landed.
+The next round is chosen and dispatched before the results of the one before it are read, so that
+the device never waits for the host; a row that has finished meanwhile is a no-op for one round. But
+a long replayed draft ends rows, or shows that they have diverged from their earlier text: the round
+after it is chosen when its results are there.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
 
-from rlhf_jax.generation import precompile
-from rlhf_jax.generation import scheduler as boards
-from rlhf_jax.generation.precompile import BackgroundCompiler, Results
-from rlhf_jax.generation.requests import GenerationConfig, RoundReport, Sample
-from rlhf_jax.generation.slice_batch import Board, InFlightRound, Instance
+from rlhf_jax.generation import precompile, scheduler
+from rlhf_jax.generation.precompile import BackgroundCompiler
+from rlhf_jax.generation.requests import GenerationConfig, IdleWork, RoundReport, Sample
+from rlhf_jax.generation.scheduler import InFlightRound, SliceBatch
+from rlhf_jax.generation.speculative.protocol import drafter_of
+from rlhf_jax.generation.speculative.round import Results, speculative_round
 from rlhf_jax.generation.strategy import observations
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, Observations
 from rlhf_jax.generation.strategy.predict import Situation
@@ -27,191 +30,293 @@ from rlhf_jax.mesh import row_shards
 from rlhf_jax.runtime.slice_groups import SliceGroup
 from rlhf_jax.types import Strategy
 
-FAR = 4  # replayed drafts of a row's round that are waited for
+# Rounds of a slice that are in flight at one time, at most.
+MOST_IN_FLIGHT = 2
+# Replayed drafts of a row from which on the results of its round are waited for.
+LONG_REPLAY = 4
+# Seconds between two looks for a slice whose results have arrived.
+LOOK_INTERVAL = 5e-5
+
+RoundResult = tuple[RoundReport, list[Sample]]  # a round's report, and the samples it ended
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
-    """What all slices share in one call of `generate`."""
+class GenerationRun:
+    """Hold what all slices share in one call of `generate`."""
 
     decoding: GenerationConfig
     selector: Selector | None
-    ahead: BackgroundCompiler | None
+    compiler: BackgroundCompiler | None
     slice_group: SliceGroup = dataclasses.field(default_factory=SliceGroup)
 
 
-def can_dispatch(instance: Instance) -> bool:
-    """Whether another round may begin: false while one must be known first, or once all limits are
-    surely reached.
+def can_dispatch(batch: SliceBatch) -> bool:
+    """Say whether the slice may begin another round.
+
+    It may not while results must be known first, nor once all its samples are sure to have reached
+    their limits.
     """
-    if len(instance.in_flight) == 2 or any(
-        _goes_far(flight.strategy) for flight in instance.in_flight
-    ):
+    if len(batch.in_flight) == MOST_IN_FLIGHT:
+        return False
+    strategies = [sent.strategy for sent in batch.in_flight]
+    if any(drafter_of(one).needs_earlier and len(one.parents) >= LONG_REPLAY for one in strategies):
         return False
     return any(
-        not sample.done and len(sample.prompt) + len(sample.tokens) + sample.flying < sample.limit
-        for sample in instance.live
+        not sample.done
+        and len(sample.prompt) + len(sample.tokens) + sample.rounds_in_flight < sample.limit
+        for sample in batch.live
     )
 
 
-def _goes_far(strategy: Strategy) -> bool:
-    """Whether a row may well end in its round, or show that it has strayed: both change what is
-    best next.
+def dispatch_round(batch: SliceBatch, drains: bool, run: GenerationRun) -> None:
+    """Choose a strategy and start a round of the slice, and the copy of its results to the host.
+
+    drains: no sample will be assigned to the slice any more.
     """
-    return strategy.drafter == "replay" and len(strategy.parents) >= FAR
+    lag = _draft_lag(batch)
+    context = sum(len(sample.prompt) + len(sample.tokens) for sample in batch.live)
+    siblings = scheduler.sibling_rows(batch.rows, run.decoding)
+    strategy = run.decoding.strategies[0]
+    expected_gain = None
+    if run.selector is not None:
+        last = drains and not batch.queue and not batch.prefilled
+        situation = _situation(batch, context, lag, last=last, run=run)
+        strategy, expected_gain = _choose(
+            run.selector, situation, batch, siblings=siblings, run=run
+        )
+
+    follows = bool(batch.in_flight) and not batch.in_flight[-1].results.emission.count.is_ready()
+    compilations = run.compiler.events if run.compiler else 0
+    dispatched = time.perf_counter()
+    undisturbed = batch.state is batch.state_after_round
+    batch.state, results = speculative_round(
+        precompile.call,
+        batch.state,
+        batch.models,
+        strategy,
+        siblings,
+        run.decoding,
+        mesh=batch.mesh,
+        looks_back=run.selector is not None,
+        expected_gain=expected_gain,
+    )
+    for leaf in jax.tree.leaves(results):
+        leaf.copy_to_host_async()
+
+    batch.in_flight.append(
+        InFlightRound(
+            strategy=strategy,
+            samples=list(batch.rows),
+            results=results,
+            context=context,
+            lag=lag,
+            undisturbed=undisturbed,
+            follows=follows,
+            compilations=compilations,
+            dispatched=dispatched,
+            receive_first=tuple(batch.receive_first),
+            moved_bytes=tuple(batch.moved_bytes),
+        )
+    )
+    batch.state_after_round = batch.state
+    batch.receive_first = []
+    batch.moved_bytes = []
+    for sample in batch.live:
+        sample.rounds_in_flight += 1
 
 
-def dispatch_round(instance: Instance, drains: bool, setting: Setting) -> None:
-    """Choose a strategy and start the round."""
-    ahead = setting.ahead
-    decoding = setting.decoding
-    live = instance.live
-    context = sum(len(sample.prompt) + len(sample.tokens) for sample in live)
-    before = instance.in_flight[-1] if instance.in_flight else None
-    drafted = before is not None and before.strategy.drafter == "model"
-    # by the round that is on its way
-    fed = set(map(id, before.samples)) if before is not None and drafted else set()
-    lag = max(0 if id(sample) in fed else sample.unfed for sample in live)
-    siblings = boards.siblings(instance.board, decoding)
-    last = drains and not instance.queue and not instance.waiting
-    strategy, worth = _choose(instance, siblings, context, lag, last, setting)
-    follows = before is not None and not before.results.emission.count.is_ready()
-    compiled = ahead.events if ahead else 0
-    began = time.perf_counter()
-    clean = instance.state is instance.played
-    look = setting.selector is not None
-    where = instance.models, strategy, siblings, decoding, instance.mesh, look
-    instance.state, results = precompile.dispatch(instance.state, *where, worth)
-    after = tuple(instance.arrived)
-    moved = tuple(instance.moved)
-    instance.arrived = []
-    instance.moved = []
-    known = context, lag, clean, follows, compiled, began, after, moved
-    instance.in_flight.append(InFlightRound(strategy, list(instance.board), results, *known))
-    instance.played = instance.state
-    for sample in live:
-        sample.flying += 1
+def _draft_lag(batch: SliceBatch) -> int:
+    """Return the tokens that the draft model lacks of the sample of which it lacks most.
+
+    A round of its own that is in flight reads all that the samples in it have by now.
+    """
+    fed = set()
+    if batch.in_flight:
+        before = batch.in_flight[-1]
+        if drafter_of(before.strategy).needs_model:
+            fed = {sample.sample_id for sample in before.samples if sample is not None}
+    return max(0 if sample.sample_id in fed else sample.unfed for sample in batch.live)
+
+
+def _situation(
+    batch: SliceBatch, context: int, lag: int, last: bool, run: GenerationRun
+) -> Situation:
+    """Describe to the selector the round that the slice is to have next.
+
+    last: no sample waits for a row of the slice any more.
+    """
+    decoding = run.decoding
+    compiler = run.compiler
+    mesh = batch.mesh
+    live = batch.live
+    rows = len(batch.rows)
+    ones = [1] * len(live)
+
+    # [D, CLASSES] samples by confidence, on each device that has rows, where a budget is shared.
+    by_device = {}
+    for name in (one.name for one in decoding.drafters if one.packs):
+        kinds = [one.confidence.get(name, 0) if one else CLASSES for one in batch.rows]
+        on_device = np.array(kinds).reshape(row_shards(mesh), -1, 1)
+        by_device[name] = (on_device == np.arange(CLASSES)).sum(axis=1)
+
+    # Only of drafters by an earlier text, as their classes last: a text that has left its earlier
+    # one rarely comes back.
+    left = {}
+    for name in (one.name for one in decoding.drafters if last and one.needs_earlier):
+        tokens = []
+        for sample in live:
+            most = sample.request.max_new_tokens
+            earlier = len(sample.request.earlier.get(sample.sample_id, ()))
+            tokens.append(max(1, min(earlier or most, most) - len(sample.tokens)))
+        left[name] = _sum_by_class(live, name, tokens)
+
+    return Situation(
+        rows=rows,
+        live=len(live),
+        context=context,
+        lag=lag,
+        classes={
+            one.name: _sum_by_class(live, one.name, ones).astype(np.int64)
+            for one in decoding.drafters
+        },
+        ready=lambda one: compiler is None or compiler.ready(one, rows, decoding, mesh=mesh),
+        most_nodes=precompile.VERIFIED * scheduler.shared(1, mesh) // rows,
+        failed=compiler.failed(rows, decoding, mesh) if compiler else (),
+        left=left,
+        slice=batch.number,
+        by_device=by_device,
+    )
+
+
+def _sum_by_class(samples: Sequence[Sample], drafter: str, figures: list[int]) -> np.ndarray:
+    """Sum figures of samples by whether the prompt was seen, and by confidence: [2, CLASSES]."""
+    cells = [CLASSES * one.seen_prompt + one.confidence.get(drafter, 0) for one in samples]
+    return np.bincount(cells, figures, 2 * CLASSES).reshape(2, CLASSES)
 
 
 def _choose(
-    instance: Instance, siblings: np.ndarray, context: int, lag: int, last: bool, setting: Setting
+    selector: Selector,
+    situation: Situation,
+    batch: SliceBatch,
+    siblings: np.ndarray,
+    run: GenerationRun,
 ) -> tuple[Strategy, np.ndarray | None]:
-    """The selector's choice, and the worth of drafts by which packed rounds choose.
+    """Return the next round's strategy, and the expected gain by which a packed one ranks drafts.
 
-    What it would rather have is compiled meanwhile, as is its choice for fewer rows.
+    What the selector would rather have is compiled meanwhile, as is its choice for fewer rows.
     """
-    selector = setting.selector
-    ahead = setting.ahead
-    decoding = setting.decoding
-    mesh = instance.mesh
-    if selector is None:
-        return decoding.strategies[0], None
-    board = instance.board
-    rows = len(board)
-    live = len(instance.live)
-
-    def ready(strategy: Strategy) -> bool:
-        return ahead is None or ahead.ready(strategy, rows, decoding, mesh)
-
-    most = precompile.VERIFIED * boards.shared(1, mesh) // rows
-    left = _left(board) if last and decoding.uses_drafter("replay") else {}
-    classes = _classes(board, decoding)
-    failed = ahead.failed(rows, decoding, mesh) if ahead else ()
-    by_device = {"replay": _by_device(board, mesh)} if "replay" in classes else {}
-    situation = Situation(
-        rows, live, context, lag, classes, ready, most, failed, left, instance.number, by_device
-    )
+    compiler = run.compiler
+    decoding = run.decoding
+    mesh = batch.mesh
+    rows = len(batch.rows)
 
     def decide() -> tuple[Strategy, np.ndarray | None, tuple[Strategy, int] | None]:
         choice = selector.choose(situation)
         stays = None if choice.reason == "probe" else choice.strategy
-        fewer = boards.row_bucket(rows // 2, rows, decoding, mesh)
-        for not_yet_compiled, size in ((choice.not_yet_compiled, rows), (stays, fewer)):
-            if ahead and not_yet_compiled and ahead.may(not_yet_compiled, size, decoding, mesh):
-                return choice.strategy, choice.expected_gain, (not_yet_compiled, size)
+        fewer = scheduler.row_bucket(rows // 2, rows, decoding, mesh=mesh)
+        for strategy, size in ((choice.not_yet_compiled, rows), (stays, fewer)):
+            if compiler and strategy and compiler.can_submit(strategy, size, decoding, mesh=mesh):
+                return choice.strategy, choice.expected_gain, (strategy, size)
         return choice.strategy, choice.expected_gain, None
 
-    strategy, worth, wanted = setting.slice_group.decide_together(decide)
-    if ahead and wanted:
-        ahead.want(instance.state, instance.models, *wanted, siblings, decoding, mesh)
-    return strategy, worth
+    strategy, expected_gain, submitted = run.slice_group.decide_together(decide)
+    if compiler and submitted:
+        compiler.submit(
+            *submitted,
+            state=batch.state,
+            models=batch.models,
+            siblings=siblings,
+            decoding=decoding,
+            mesh=mesh,
+        )
+    return strategy, expected_gain
 
 
-def _classes(board: Board, decoding: GenerationConfig) -> dict[str, np.ndarray]:
-    """By drafter, [2, CLASSES] counts of running samples by whether the prompt is familiar, and
-    confidence.
+def slices_in_turn(slices: Sequence[SliceBatch]) -> Iterator[SliceBatch]:
+    """Yield the slices with rounds in flight one after the other, so that a run repeats itself."""
+    while True:
+        yield from [batch for batch in slices if batch.in_flight] or slices[:1]
+
+
+def slices_as_ready(slices: Sequence[SliceBatch]) -> Iterator[SliceBatch]:
+    """Yield the slice whose results are there, the one that was served least recently first.
+
+    A slice that alone has rounds in flight is yielded at once.
     """
-    drafters = {strategy.drafter for strategy in decoding.strategies if strategy.parents}
-    return {
-        drafter: _by_class(board, drafter, lambda sample: 1).astype(np.int64)
-        for drafter in drafters
-    }
+    order = collections.deque(slices)
+    while True:
+        in_flight = [batch for batch in order if batch.in_flight]
+        for batch in in_flight:
+            batch.seen_unfinished = False
+        while len(in_flight) > 1 and not any(batch.results_ready for batch in in_flight):
+            for batch in in_flight:
+                batch.seen_unfinished = True
+            time.sleep(LOOK_INTERVAL)
+        ready = [batch for batch in in_flight if batch.results_ready]
+        chosen = (ready or in_flight or slices)[0]
+        order.remove(chosen)
+        order.append(chosen)
+        yield chosen
 
 
-def _by_device(board: Board, mesh) -> np.ndarray:
-    """[D, CLASSES] running samples by replay's confidence, on each of the devices that rows lie
-    on.
+def receive_next(batch: SliceBatch, run: GenerationRun) -> Iterator[RoundResult]:
+    """Receive the slice's oldest round, after those of other slices that its samples were in."""
+    if batch.in_flight:
+        yield from _receive_first(batch.in_flight[0].receive_first, run)
+        yield receive_round(batch, run)
+
+
+def receive_all(batch: SliceBatch, run: GenerationRun) -> Iterator[RoundResult]:
+    """Receive all rounds in flight of the samples of a slice, on whichever slices they are."""
+    yield from _receive_first(batch.receive_first, run)
+    while batch.in_flight:
+        yield from receive_next(batch, run)
+
+
+def _receive_first(
+    rounds: Iterable[tuple[SliceBatch, InFlightRound]], run: GenerationRun
+) -> Iterator[RoundResult]:
+    """Receive these rounds, and whatever must come before them."""
+    for batch, sent in rounds:
+        while sent in batch.in_flight:
+            yield from receive_next(batch, run)
+
+
+def receive_round(batch: SliceBatch, run: GenerationRun) -> RoundResult:
+    """Read the oldest round's results: samples grow, and the selector hears of the round.
+
+    Return its report, and the samples that ended with it.
     """
-    kinds = np.array(
-        [CLASSES if sample is None else sample.confidence.get("replay", 0) for sample in board]
-    )
-    return (kinds.reshape(row_shards(mesh), -1, 1) == np.arange(CLASSES)).sum(axis=1)
+    sent = batch.in_flight.popleft()
+    compiler = run.compiler
+    # Without a wait the results came some time before the host, which cannot know when.
+    waited = batch.seen_unfinished or not sent.results.emission.count.is_ready()
+    batch.seen_unfinished = False
+    results: Results = jax.device_get(sent.results)
 
+    began = batch.received if sent.follows else sent.dispatched
+    batch.received = time.perf_counter() if waited else None
+    quiet = compiler is None or not (compiler.busy or compiler.events != sent.compilations)
+    seconds = None
+    if sent.undisturbed and quiet and began is not None and batch.received is not None:
+        seconds = batch.received - began
 
-def _left(board: Board) -> dict[str, np.ndarray]:
-    """[2, CLASSES] tokens that running samples have to come, by the classes of replay: those of the
-    earlier text.
-
-    Replay's classes last: a text that has left its earlier one rarely comes back.
-    """
-
-    def left(sample: Sample) -> int:
-        earlier = sample.request.earlier.get(sample.sample_id, ())
-        length = min(len(earlier) or sample.request.max_new_tokens, sample.request.max_new_tokens)
-        return max(1, length - len(sample.tokens))
-
-    return {"replay": _by_class(board, "replay", left)}
-
-
-def _by_class(board: Board, drafter: str, figure: Callable[[Sample], int]) -> np.ndarray:
-    """[2, CLASSES] a figure of running samples, summed by whether the prompt is familiar, and by
-    confidence.
-    """
-    running = [sample for sample in board if sample is not None]
-    cells = [CLASSES * sample.seen_prompt + sample.confidence.get(drafter, 0) for sample in running]
-    return np.bincount(cells, [figure(sample) for sample in running], 2 * CLASSES).reshape(
-        2, CLASSES
-    )
-
-
-def receive_round(instance: Instance, setting: Setting) -> tuple[RoundReport, list[Sample]]:
-    """Read the oldest round's results: samples grow, the selector hears of it; the finished
-    ones.
-    """
-    flight = instance.in_flight.popleft()
-    waited = instance.watched or not flight.results.emission.count.is_ready()
-    instance.watched = False
-    arrived: Results = jax.device_get(flight.results)
-    seconds = instance.clock.tick(waited, None if flight.follows else flight.began)
-    ahead = setting.ahead
-    alone = ahead is None or not (ahead.busy or ahead.events != flight.compiled)
-    # what was known when it was drafted
-    before = [sample.confidence if sample else {} for sample in flight.samples]
-    ended = _grow(flight, arrived)
-    report = _report(instance, flight, arrived, before, seconds if flight.clean and alone else None)
-    if setting.selector is not None:
-        setting.selector.observe_round(report)
+    confidence = [sample.confidence if sample else {} for sample in sent.samples]
+    ended = _grow(sent, results)
+    report = _report(batch.number, sent, results, confidence=confidence, seconds=seconds)
+    if run.selector is not None:
+        run.selector.observe_round(report)
     return report, ended
 
 
-def _grow(flight: InFlightRound, arrived: Results) -> list[Sample]:
-    """Samples take what they gained; the finished ones."""
-    emission = arrived.emission
+def _grow(sent: InFlightRound, results: Results) -> list[Sample]:
+    """Give samples what they gained in a round, and return those that it ended."""
+    emission = results.emission
     ended = []
-    for row, sample in enumerate(flight.samples):
+    for row, sample in enumerate(sent.samples):
         if sample is None:
             continue
-        sample.flying -= 1
+        sample.rounds_in_flight -= 1
         count = int(emission.count[row])
         if count == 0:
             continue
@@ -222,80 +327,79 @@ def _grow(flight: InFlightRound, arrived: Results) -> list[Sample]:
         sample.rounds += 1
         sample.accepted += int(emission.accepted[row])
         sample.done = bool(emission.done[row])
-        sample.unfed = 0 if flight.strategy.drafter == "model" else sample.unfed + count
-        sample.confidence = {
-            name: int(signal.confidence[row]) for name, signal in arrived.signals.items()
-        }
-        if arrived.confidence is not None:
-            sample.confidence["model"] = int(arrived.confidence[row])
+        sample.unfed = 0 if drafter_of(sent.strategy).needs_model else sample.unfed + count
+        signals = results.signals.items()
+        sample.confidence = {name: int(signal.confidence[row]) for name, signal in signals}
+        if results.confidence is not None:
+            sample.confidence[sent.strategy.drafter] = int(results.confidence[row])
         if sample.done:
             ended.append(sample)
     return ended
 
 
 def _report(
-    instance: Instance,
-    flight: InFlightRound,
-    arrived: Results,
-    before: list[dict[str, int]],
+    number: int,
+    sent: InFlightRound,
+    results: Results,
+    confidence: list[dict[str, int]],
     seconds: float | None,
 ) -> RoundReport:
-    emission = arrived.emission
-    strategy = flight.strategy
-    live = int((emission.count > 0).sum())
+    """Report a round of slice `number`; confidence: of each row's drafters before the round."""
+    emission = results.emission
+    gained = emission.count > 0
+    drafts = np.full(len(sent.samples), len(sent.strategy.parents))
+    if results.spent is not None:
+        drafts = results.spent.drafts
     return RoundReport(
-        strategy=strategy,
+        strategy=sent.strategy,
         rows=len(emission.count),
-        live=live,
+        live=int(gained.sum()),
         tokens=int(emission.count.sum()),
         accepted=int(emission.accepted.sum()),
-        drafted=int(_drafts(flight, arrived)[emission.count > 0].sum()),
-        context=flight.context,
-        lag=flight.lag,
+        drafted=int(drafts[gained].sum()),
+        context=sent.context,
+        lag=sent.lag,
         seconds=seconds,
-        evidence=_evidence(flight, arrived, before),
-        slice=instance.number,
-        began=flight.began,
+        evidence=_observe_drafters(sent, results, confidence),
+        slice=number,
+        began=sent.dispatched,
         ended=time.perf_counter(),
-        moves=len(flight.moved),
-        moved_bytes=sum(flight.moved),
+        moves=len(sent.moved_bytes),
+        moved_bytes=sum(sent.moved_bytes),
     )
 
 
-def _drafts(flight: InFlightRound, arrived: Results) -> np.ndarray:
-    """[B] drafts that each row had, or was to have."""
-    return (
-        np.full(len(flight.samples), len(flight.strategy.parents))
-        if arrived.spent is None
-        else arrived.spent.drafts
-    )
-
-
-def _evidence(
-    flight: InFlightRound, arrived: Results, before: list[dict[str, int]]
+def _observe_drafters(
+    sent: InFlightRound, results: Results, confidence: list[dict[str, int]]
 ) -> dict[str, Observations]:
-    """Of the drafter that drafted by its drafts, of the others by looking back.
+    """Observe the drafter that drafted by its drafts, and the others by looking back.
 
     A round ends where its drafter was wrong, so looking back from there would see too many of its
     misses.
     """
-    used = flight.strategy.drafter
-    part = arrived.emission.count > 0
-    seen_prompt = np.array([sample is not None and sample.seen_prompt for sample in flight.samples])
-    long = np.array(
-        [sample is not None and len(sample.tokens) >= DEPTHS for sample in flight.samples]
-    )
-    others = {name: signal for name, signal in arrived.signals.items() if name != used}
-    said = {
-        name: observations.of_hindsight(signal, part & long, seen_prompt)
-        for name, signal in others.items()
+    used = sent.strategy.drafter
+    samples = sent.samples
+    gained = results.emission.count > 0
+    seen_prompt = np.array([one is not None and one.seen_prompt for one in samples])
+    long = np.array([one is not None and len(one.tokens) >= DEPTHS for one in samples])
+    observed = {
+        name: observations.of_hindsight(signal, gained & long, seen_prompt)
+        for name, signal in results.signals.items()
+        if name != used
     }
-    if used in arrived.signals or arrived.confidence is not None:
-        confidence = np.array([classes.get(used, 0) for classes in before])
-        allowed = np.full(len(confidence), len(flight.strategy.parents))
-        if arrived.spent is not None:
-            allowed = np.where(arrived.spent.short, arrived.spent.drafts, allowed)
-        said[used] = observations.of_drafts(
-            flight.strategy, arrived.emission, confidence, seen_prompt, allowed
+    if used in results.signals or results.confidence is not None:
+        before = np.array([classes.get(used, 0) for classes in confidence])
+        allowed = np.full(len(before), len(sent.strategy.parents))
+        if results.spent is not None:
+            allowed = np.where(results.spent.short, results.spent.drafts, allowed)
+        observed[used] = observations.of_drafts(
+            sent.strategy, results.emission, before, seen_prompt=seen_prompt, allowed=allowed
         )
-    return said
+    return observed
+
+
+def run_idle_work(batch: SliceBatch, idle_work: IdleWork, slice_group: SliceGroup) -> None:
+    """Give the slice other work, if the leader of its processes sees that it has room for it."""
+    if slice_group.decide_together(lambda: batch.has_room):
+        running = [work for work in batch.idle_work if not work.is_ready()]
+        batch.idle_work = [*running, idle_work.feed(batch.number, batch.mesh)]

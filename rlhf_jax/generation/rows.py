@@ -1,17 +1,20 @@
-"""Rows of a pytree whose axis 0 is the row: how they begin (`prefill`, `admit`), are kept (`take`),
-end (`retire`).
+"""Begin rows of a decoding state (`prefill`, `admit`), keep some (`take`), and end them (`retire`).
+
+Axis 0 of every leaf is the row.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TypeVar
 
 import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from rlhf_jax.mesh import pin_rows
 from rlhf_jax.model import cache as kv
@@ -19,10 +22,12 @@ from rlhf_jax.model.attention import causal_on, prompt
 from rlhf_jax.model.transformer import forward
 from rlhf_jax.types import Array, Cache, DecodeState, DraftState, Model, ModelConfig
 
+T = TypeVar("T")
+
 
 @struct.dataclass
 class Prefix:
-    """Prefilled prompts, one a row: what every sample of a prompt begins with."""
+    """Hold prefilled prompts, one a row: what every sample of a prompt begins with."""
 
     tokens: Array  # [B, P] int32
     length: Array  # [B] int32
@@ -32,7 +37,10 @@ class Prefix:
 
 @struct.dataclass
 class Admission:
-    """Which samples begin, from which prefix, in which rows; a row past the end admits nothing."""
+    """Say which samples begin, from which prefix, in which rows.
+
+    A row past the end admits nothing.
+    """
 
     source: Array  # [R] int32, row of the prefix
     row: Array  # [R] int32, row of the state
@@ -50,13 +58,13 @@ def empty(
     slots: int,
     history: int,
     earlier: int,
-    dtype,
-    mesh=None,
+    dtype: DTypeLike,
+    mesh: Mesh | None = None,
 ) -> DecodeState:
-    """A state of rows that are all done, with `slots` token and cache slots each; each device makes
-    its own part.
+    """Make a state of rows that are all done, with `slots` token and cache slots each.
 
-    `history` and `earlier` are the tokens kept of earlier roll-outs, for lookup and for replay.
+    Each device makes its own part. `history` and `earlier` are the tokens kept of earlier
+    roll-outs, for lookup and for replay.
     """
     draft_cache = None if draft is None else kv.empty(draft, rows, slots, dtype)
     state = DecodeState(
@@ -76,14 +84,15 @@ def empty(
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))
-def take(state: Any, rows: Array, mesh=None) -> Any:
-    """The given rows [R] of a row-first tree, in that order."""
+def take(state: T, rows: Array, mesh: Mesh | None = None) -> T:
+    """Take the given rows [R] int32 of a row-first tree, in that order."""
     return pin_rows(jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0), state), mesh)
 
 
-def resize(state: DecodeState, rows: Array, mesh=None) -> DecodeState:
-    """`take`, leaf by leaf, each given up as soon as it is copied: the peak is one leaf more.
-    `state` is used up.
+def resize(state: DecodeState, rows: Array, mesh: Mesh | None = None) -> DecodeState:
+    """Take the given rows [R] int32 leaf by leaf, and use `state` up.
+
+    Each leaf is given up as soon as it is copied: so the peak of memory is one leaf more.
     """
 
     def move(leaf: Array) -> Array:
@@ -95,8 +104,8 @@ def resize(state: DecodeState, rows: Array, mesh=None) -> DecodeState:
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
-def retire(state: DecodeState, rows: Array, mesh=None) -> DecodeState:
-    """`state` with rows [R] empty; a row past the end is dropped. `state` is donated."""
+def retire(state: DecodeState, rows: Array, mesh: Mesh | None = None) -> DecodeState:
+    """Make rows [R] int32 idle; a row past the end is dropped. `state` is donated."""
     return pin_rows(
         dataclasses.replace(state, done=state.done.at[rows].set(True, mode="drop")), mesh
     )
@@ -104,12 +113,12 @@ def retire(state: DecodeState, rows: Array, mesh=None) -> DecodeState:
 
 @functools.partial(jax.jit, static_argnames=("mesh",))
 def prefill(
-    target: Model, drafter: Model | None, tokens: Array, length: Array, mesh=None
+    target: Model, drafter: Model | None, tokens: Array, length: Array, mesh: Mesh | None = None
 ) -> Prefix:
-    """Caches of prompts tokens [B, P] (right-padded, length[B]) in the target and in the draft
-    model.
+    """Compute the caches of prompts in the target and in the draft model.
 
-    On a mesh, B must be a multiple of its row shards.
+    tokens [B, P] int32 are padded on the right, length [B] int32. On a mesh, B must be a multiple
+    of its row shards.
     """
     chex.assert_rank([tokens, length], [2, 1])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
@@ -124,8 +133,10 @@ def prefill(
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
-def admit(state: DecodeState, prefix: Prefix, admission: Admission, mesh=None) -> DecodeState:
-    """`state` with new samples in the admission's rows. `state` is donated."""
+def admit(
+    state: DecodeState, prefix: Prefix, admission: Admission, mesh: Mesh | None = None
+) -> DecodeState:
+    """Begin new samples in the admission's rows. `state` is donated."""
     begun = jax.tree.map(lambda leaf: jnp.take(leaf, admission.source, axis=0), prefix)
     row = admission.row
 
@@ -153,9 +164,12 @@ def admit(state: DecodeState, prefix: Prefix, admission: Admission, mesh=None) -
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
-def remember(state: DecodeState, rows: Array, history: Array, mesh=None) -> DecodeState:
-    """`state` with the history [R, E] of rows [R] replaced; a row past the end is dropped. `state`
-    is donated.
+def remember(
+    state: DecodeState, rows: Array, history: Array, mesh: Mesh | None = None
+) -> DecodeState:
+    """Replace the history [R, E] int32 of rows [R] int32; a row past the end is dropped.
+
+    `state` is donated.
     """
     new = state.history.at[rows].set(history, mode="drop")
     return pin_rows(dataclasses.replace(state, history=new), mesh)

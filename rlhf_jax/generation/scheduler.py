@@ -1,38 +1,130 @@
-"""Which sample is in which row of a slice: samples admitted, rows refilled, the batch halved in the
-tail. Host code.
+"""Hold the batch of a slice, and decide which sample is in which of its rows. Host code.
+
+Samples are admitted to free rows, finished ones give theirs up, and the batch is halved when few
+samples are left.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+from jax.sharding import Mesh
 
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from pallas_kernels.shapes import LANES
+from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import rows as row_verbs
-from rlhf_jax.generation.precompile import Models
 from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
 from rlhf_jax.generation.rows import Admission, Prefix
-from rlhf_jax.generation.slice_batch import Board, Instance, Waiting
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.drafters import model as model_drafter
-from rlhf_jax.generation.speculative.drafters.replay import FOLLOWS_EARLIER
+from rlhf_jax.generation.speculative.round import ModelPair, Results
 from rlhf_jax.mesh import place_rows, row_shards
-from rlhf_jax.types import DecodeState, Strategy
+from rlhf_jax.types import Array, DecodeState, Strategy
 
-PREFILLED = 8  # prompts prefilled in one call, ahead of need; the last call may have 4, 2 or 1
-ADMITTED = 8  # rows begun in one call
-NARROWEST = 32  # prompts are padded to this many tokens, or twice, four times ... as many
-SIBLINGS = 3  # running samples of the same prompt that a lookup reads
+# Prompts that one call prefills, ahead of need; the last call may have 4, 2 or 1.
+PREFILLED = 8
+# Samples that one call admits to rows.
+ADMITTED = 8
+# Tokens that a short prompt is padded to; longer ones to twice, four times ... as many.
+NARROWEST_PROMPT = 32
+# Running samples of the same prompt that a lookup reads, at most.
+SIBLINGS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefilledSample:
+    """Hold a sample that waits for a row: its prompt is prefilled as row `source` of `prefix`."""
+
+    sample: Sample
+    prefix: Prefix
+    source: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class InFlightRound:
+    """Describe a round that was dispatched and whose results the host has not read."""
+
+    strategy: Strategy
+    samples: list[Sample | None]  # of each row, None for an idle one
+    results: Results
+    context: int  # known tokens of the live samples
+    lag: int  # tokens that the draft model lacked, of the sample that lacked most
+    undisturbed: bool  # its slice did nothing else since the round before
+    follows: bool  # it was dispatched while the round before it ran
+    compilations: int  # that the compiler had begun and ended when it was dispatched
+    dispatched: float  # seconds, by the clock of `time.perf_counter`
+    # Rounds of other slices that its samples took part in; they are received before it.
+    receive_first: tuple[tuple[SliceBatch, InFlightRound], ...]
+    moved_bytes: tuple[int, ...]  # of each sample that had come from another slice
+
+
+@dataclasses.dataclass(eq=False)
+class SliceBatch:
+    """Hold what one slice decodes: its rows, the samples it is to begin, its rounds in flight.
+
+    This module changes its rows, and `rounds` its rounds. Others only put samples into its queue,
+    or have running ones leave and join it (`assignment`).
+    """
+
+    number: int
+    models: ModelPair
+    mesh: Mesh | None
+    state: DecodeState
+    rows: list[Sample | None]  # the sample of each row, None where it is idle
+    # samples to begin
+    queue: collections.deque[Sample] = dataclasses.field(default_factory=collections.deque)
+    prefilled: collections.deque[PrefilledSample] = dataclasses.field(
+        default_factory=collections.deque
+    )
+    # the oldest first
+    in_flight: collections.deque[InFlightRound] = dataclasses.field(
+        default_factory=collections.deque
+    )
+    state_after_round: DecodeState | None = None  # as the last round leaves it
+    # When the last results arrived, in seconds; None where the host came later than they.
+    received: float | None = None
+    seen_unfinished: bool = False  # the oldest round still ran when it was last looked at
+    # These two are of the next round: see `InFlightRound`.
+    receive_first: list[tuple[SliceBatch, InFlightRound]] = dataclasses.field(default_factory=list)
+    moved_bytes: list[int] = dataclasses.field(default_factory=list)
+    # Results of other work that the slice was given; they are ready when it is done.
+    idle_work: list[Array] = dataclasses.field(default_factory=list)
+
+    @property
+    def live(self) -> list[Sample]:
+        """Return the samples in its rows."""
+        return [sample for sample in self.rows if sample is not None]
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Return the samples in its rows and those that it is to begin."""
+        return [*self.live, *(waiting.sample for waiting in self.prefilled), *self.queue]
+
+    @property
+    def busy(self) -> bool:
+        """Say whether it has anything left to decode."""
+        return bool(self.queue or self.prefilled or self.in_flight or any(self.rows))
+
+    @property
+    def has_room(self) -> bool:
+        """Say whether it may be given other work: at most one call of it is not finished."""
+        return sum(not work.is_ready() for work in self.idle_work) < 2
+
+    @property
+    def results_ready(self) -> bool:
+        """Say whether the results of its oldest round have arrived."""
+        return bool(self.in_flight) and self.in_flight[0].results.emission.count.is_ready()
 
 
 def cache_slots(longest: int, strategies: Iterable[Strategy], kernels: Kernels = REFERENCE) -> int:
-    """Slots of a cache for samples of up to `longest` tokens: a round writes whole paths, a
-    catch-up whole chunks.
+    """Return the slots of a cache for samples of up to `longest` tokens.
 
-    A kernel reads whole tiles.
+    A round writes whole paths, a catch-up of the draft model whole chunks, and a kernel reads whole
+    tiles.
     """
     slots = longest + max(
         model_drafter.CATCH_UP_TOKENS, *(trees.bucket(strategy) + 1 for strategy in strategies)
@@ -40,43 +132,21 @@ def cache_slots(longest: int, strategies: Iterable[Strategy], kernels: Kernels =
     return slots if kernels == REFERENCE else -(-slots // LANES) * LANES
 
 
-def empty_state(models: Models, rows: int, decoding: GenerationConfig, mesh) -> DecodeState:
-    """So many rows that are all done."""
-    target, drafter = models
-    draft = None if drafter is None else drafter.config
-    slots = cache_slots(decoding.max_length, decoding.strategies, decoding.kernels)
-    earlier = decoding.max_length if decoding.uses_drafter("replay") else 0
-    return row_verbs.empty(
-        target.config, draft, rows, slots, decoding.history, earlier, target.embed.dtype, mesh
-    )
+def prompt_width(longest: int, slots: int) -> int:
+    """Return the tokens that prompts of at most `longest` tokens are padded to for prefill."""
+    return min(max(NARROWEST_PROMPT, 1 << (longest - 1).bit_length()), slots)
 
 
-def begin(number: int, models: Models, mesh, samples: int, decoding: GenerationConfig) -> Instance:
-    """A slice with the rows that so many samples begin with, all empty."""
-    rows = first_rows(samples, decoding, mesh)
-    return Instance(number, models, mesh, empty_state(models, rows, decoding, mesh), [None] * rows)
+def shared(rows: int, mesh: Mesh | None) -> int:
+    """Round a number of rows up to equal shares for the devices that rows lie on."""
+    shards = row_shards(mesh)
+    return -(-rows // shards) * shards
 
 
-def check(request: Request, decoding: GenerationConfig) -> None:
-    """Raise ValueError, in one sentence, for a prompt that does not fit."""
-    wanted = len(request.prompt) + request.max_new_tokens
-    if not len(request.prompt) or request.max_new_tokens < 1 or wanted > decoding.max_length:
-        raise ValueError(
-            f"A prompt of {len(request.prompt)} tokens with up to {request.max_new_tokens} new"
-            " ones does not fit"
-            f" the cache of {decoding.max_length} slots; shorten the prompt, ask for fewer tokens or"
-            " raise the slots."
-        )
+def row_bucket(live: int, most: int, decoding: GenerationConfig, mesh: Mesh | None) -> int:
+    """Return the smallest of most, most/2, most/4 ... rows that holds `live` samples.
 
-
-def first_rows(samples: int, decoding: GenerationConfig, mesh) -> int:
-    """Rows that `samples` samples begin with."""
-    return row_bucket(min(max(samples, 1), decoding.max_rows), decoding.max_rows, decoding, mesh)
-
-
-def row_bucket(live: int, most: int, decoding: GenerationConfig, mesh) -> int:
-    """The smallest of most, most/2, most/4 ... that holds `live` rows, at least the fewest, in
-    equal shares.
+    It is at least `decoding.min_rows`, and gives all devices equal shares.
     """
     size = shared(most, mesh)
     shards = shared(1, mesh)
@@ -85,145 +155,233 @@ def row_bucket(live: int, most: int, decoding: GenerationConfig, mesh) -> int:
     return size
 
 
-def shared(rows: int, mesh) -> int:
-    """`rows`, rounded up to equal shares for the devices that rows lie on."""
-    shards = row_shards(mesh)
-    return -(-rows // shards) * shards
+def check_request(request: Request, decoding: GenerationConfig) -> None:
+    """Raise ValueError for a prompt that is empty, or too long for the tokens asked for."""
+    wanted = len(request.prompt) + request.max_new_tokens
+    if not len(request.prompt) or request.max_new_tokens < 1 or wanted > decoding.max_length:
+        raise ValueError(
+            f"A prompt of {len(request.prompt)} tokens with up to {request.max_new_tokens} new"
+            f" ones does not fit the cache of {decoding.max_length} slots; shorten the prompt, ask"
+            " for fewer tokens or raise the slots."
+        )
 
 
-def prompt_width(longest: int, slots: int) -> int:
-    """Tokens that prompts of at most `longest` tokens are padded to for prefill."""
-    return min(max(NARROWEST, 1 << (longest - 1).bit_length()), slots)
+def slice_meshes(mesh: Mesh | None) -> list[Mesh | None]:
+    """Return the mesh of every slice, those of other processes included."""
+    return [mesh] if mesh is None or mesh.shape["slices"] == 1 else [*meshes.split(mesh)]
 
 
-def refill(instance: Instance, decoding: GenerationConfig) -> None:
-    """Admit samples to free rows; prompts are prefilled several at a time, so some wait ready."""
-    waiting = instance.waiting
-    free = [row for row, sample in enumerate(instance.board) if sample is None]
-    while free and (waiting or instance.queue):
-        if not waiting:
-            waiting.extend(_prefill(_next_prompts(instance.queue), instance, decoding))
-        prefix = waiting[0].prefix
-        batch = []
-        while free and waiting and waiting[0].prefix is prefix and len(batch) < ADMITTED:
-            batch.append((free.pop(0), waiting.popleft()))
-        instance.state = _admit(instance, prefix, batch, decoding)
+def begin_slices(
+    models: ModelPair, samples: int, decoding: GenerationConfig, mesh: Mesh | None
+) -> list[SliceBatch]:
+    """Return the batches of this process's slices, with the idle rows that `samples` begin with.
+
+    Slices that it shares with other processes are among them.
+    """
+    target, drafter = models
+    draft_config = None if drafter is None else drafter.config
+    slots = cache_slots(decoding.max_length, decoding.strategies, decoding.kernels)
+    earlier_slots = (
+        decoding.max_length if any(one.needs_earlier for one in decoding.drafters) else 0
+    )
+    parts = slice_meshes(mesh)
+    slices = []
+    for number, part in enumerate(parts):
+        on_slice = models
+        if part is not None and len(parts) > 1:
+            if not meshes.is_here(part):
+                continue
+            on_slice = meshes.on_slice(models, part)
+        rows = min(max(samples, 1), decoding.max_rows)
+        rows = row_bucket(rows, decoding.max_rows, decoding, mesh=part)
+        state = row_verbs.empty(
+            target.config,
+            draft_config,
+            rows,
+            slots,
+            decoding.history,
+            earlier_slots,
+            target.embed.dtype,
+            part,
+        )
+        slices.append(SliceBatch(number, on_slice, part, state=state, rows=[None] * rows))
+    return slices
 
 
-def _next_prompts(queue: collections.deque[Sample]) -> list[list[Sample]]:
-    """The samples of the first PREFILLED prompts, taken from the queue."""
+def refill(batch: SliceBatch, decoding: GenerationConfig, reallocates: bool, drains: bool) -> None:
+    """Admit the samples that wait to free rows, and give the slice as many rows as it needs.
+
+    reallocates: samples are assigned where rows are free, so the slice gets rows for all its own.
+    drains: no sample will be assigned to it any more, so rows that none waits for are given up.
+    """
+    if reallocates:
+        resize(batch, len(batch.samples), decoding)
+
+    free = [row for row, sample in enumerate(batch.rows) if sample is None]
+    while free and (batch.prefilled or batch.queue):
+        if not batch.prefilled:
+            _prefill(batch, decoding)
+        prefix = batch.prefilled[0].prefix
+        admitted = []
+        while (
+            free
+            and batch.prefilled
+            and batch.prefilled[0].prefix is prefix
+            and len(admitted) < ADMITTED
+        ):
+            admitted.append((free.pop(0), batch.prefilled.popleft()))
+        _admit(batch, prefix, admitted, decoding=decoding)
+
+    if drains and not batch.queue and not batch.prefilled:
+        resize(batch, len(batch.live), decoding)
+
+
+def _prefill(batch: SliceBatch, decoding: GenerationConfig) -> None:
+    """Prefill the next prompts of the queue, each once for all of its samples in a row."""
     groups: list[list[Sample]] = []
-    while queue and (len(groups) < PREFILLED or queue[0].request is groups[-1][0].request):
-        sample = queue.popleft()
-        if groups and sample.request is groups[-1][0].request:
-            groups[-1].append(sample)
-        else:
-            groups.append([sample])
-    return groups
+    while batch.queue:
+        same = bool(groups) and batch.queue[0].request.id == groups[-1][0].request.id
+        if not same and len(groups) == PREFILLED:
+            break
+        if not same:
+            groups.append([])
+        groups[-1].append(batch.queue.popleft())
 
-
-def _prefill(
-    groups: list[list[Sample]], instance: Instance, decoding: GenerationConfig
-) -> Iterator[Waiting]:
     prompts = [group[0].prompt for group in groups]
-    mesh = instance.mesh
-    rows = shared(1 << (len(prompts) - 1).bit_length(), mesh)
-    tokens = np.zeros((rows, prompt_width(max(map(len, prompts)), decoding.max_length)), np.int32)
-    length = np.ones(len(tokens), np.int32)
+    rows = shared(1 << (len(prompts) - 1).bit_length(), batch.mesh)
+    width = prompt_width(max(map(len, prompts)), decoding.max_length)
+    tokens = np.zeros((rows, width), np.int32)
+    length = np.ones(rows, np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
         length[row] = len(prompt)
-    prefix = row_verbs.prefill(*instance.models, *place_rows((tokens, length), mesh), mesh=mesh)
+
+    placed = place_rows((tokens, length), batch.mesh)
+    prefix = row_verbs.prefill(*batch.models, *placed, mesh=batch.mesh)
     for row, group in enumerate(groups):
-        for sample in group:
-            yield Waiting(sample, prefix, row)
+        batch.prefilled.extend(PrefilledSample(sample, prefix, row) for sample in group)
 
 
-def _history(texts: Sequence[np.ndarray], size: int) -> np.ndarray:
-    """[E] the latest texts that fit, each followed by a separator."""
-    flat = [np.append(text, -1) for text in texts]
-    joined = (
-        np.concatenate([np.zeros(0, np.int32), *flat])[-size:] if size else np.zeros(0, np.int32)
-    )
-    return np.pad(joined, (0, size - len(joined)), constant_values=-1).astype(np.int32)
-
-
-def _admit(instance: Instance, prefix: Prefix, batch, decoding: GenerationConfig) -> DecodeState:
-    board = instance.board
-    state = instance.state
+def _admit(
+    batch: SliceBatch,
+    prefix: Prefix,
+    admitted: Sequence[tuple[int, PrefilledSample]],
+    decoding: GenerationConfig,
+) -> None:
+    """Begin samples, each in the row given with it; `prefix` holds all of their prompts."""
+    earlier_slots = batch.state.earlier.shape[1]
     source = np.zeros(ADMITTED, np.int32)
-    row = np.full(ADMITTED, len(board), np.int32)
+    row = np.full(ADMITTED, len(batch.rows), np.int32)
     limit = np.ones(ADMITTED, np.int32)
     key = np.zeros((ADMITTED, 2), np.uint32)
     history = np.full((ADMITTED, decoding.history), -1, np.int32)
-    earlier = np.full((ADMITTED, state.earlier.shape[1]), -1, np.int32)
-    for i, (place, waiting) in enumerate(batch):
-        sample = board[place] = waiting.sample
+    earlier = np.full((ADMITTED, earlier_slots), -1, np.int32)
+    for i, (place, waiting) in enumerate(admitted):
+        sample = waiting.sample
+        batch.rows[place] = sample
         source[i] = waiting.source
         row[i] = place
         limit[i] = sample.limit
         key[i] = (decoding.seed, sample.sample_id)
-        history[i] = _history(sample.texts, decoding.history)
+        history[i] = _join_texts(sample.texts, decoding.history)
         text = sample.request.earlier.get(sample.sample_id)
-        if text is not None and earlier.shape[1]:
-            aligned = np.concatenate([sample.prompt, text])[: earlier.shape[1]]
+        if text is not None and earlier_slots:
+            aligned = np.concatenate([sample.prompt, text])[:earlier_slots]
             earlier[i, : len(aligned)] = aligned
-            sample.confidence = {"replay": FOLLOWS_EARLIER}
-    return row_verbs.admit(
-        state, prefix, Admission(source, row, limit, key, history, earlier), mesh=instance.mesh
-    )
+            sample.confidence = {
+                one.name: one.first_confidence for one in decoding.drafters if one.needs_earlier
+            }
+    admission = Admission(source, row, limit, key=key, history=history, earlier=earlier)
+    batch.state = row_verbs.admit(batch.state, prefix, admission, mesh=batch.mesh)
 
 
-def fit(instance: Instance, wanted: int, decoding: GenerationConfig) -> None:
+def _join_texts(texts: Sequence[np.ndarray], size: int) -> np.ndarray:
+    """Return [size] int32: the latest texts that fit, -1 after each and in what is left over."""
+    joined = np.full(size, -1, np.int32)
+    separated = [np.append(text, -1) for text in texts]
+    flat = np.concatenate([np.zeros(0, np.int32), *separated])
+    kept = flat[max(0, len(flat) - size) :]
+    joined[: len(kept)] = kept
+    return joined
+
+
+def resize(batch: SliceBatch, wanted: int, decoding: GenerationConfig) -> None:
     """Give the slice the fewest rows that hold `wanted` samples, its live ones included."""
-    board = instance.board
-    mesh = instance.mesh
-    size = row_bucket(max(wanted, 1), decoding.max_rows, decoding, mesh)
-    if size == len(board):
+    size = row_bucket(max(wanted, 1), decoding.max_rows, decoding, mesh=batch.mesh)
+    if size == len(batch.rows):
         return
-    live = [row for row, sample in enumerate(board) if sample is not None]
-    idle = [row for row, sample in enumerate(board) if sample is None]
+    live = [row for row, sample in enumerate(batch.rows) if sample is not None]
+    idle = [row for row, sample in enumerate(batch.rows) if sample is None]
     kept = (live + idle)[:size]
-    fresh = size - len(kept)
-    state = row_verbs.resize(instance.state, np.array(kept + [0] * fresh, np.int32), mesh)
-    # those past the end are dropped: one program for a size
-    added = np.arange(size, dtype=np.int32) + len(kept)
-    instance.state = row_verbs.retire(state, added, mesh=mesh) if fresh else state
-    instance.board = [board[row] for row in kept] + [None] * fresh
+    added = size - len(kept)
+
+    taken = np.array(kept + [0] * added, np.int32)
+    state = row_verbs.resize(batch.state, taken, batch.mesh)
+    if added:
+        # Rows past the end are dropped: so one program of a size does for any number of new rows.
+        new_rows = np.arange(size, dtype=np.int32) + len(kept)
+        state = row_verbs.retire(state, new_rows, mesh=batch.mesh)
+    batch.state = state
+    batch.rows = [batch.rows[row] for row in kept] + [None] * added
 
 
-def siblings(board: Board, decoding: GenerationConfig) -> np.ndarray:
-    """[B, SIBLINGS] int32 rows of running samples of the same prompt, -1 for none; [B, 0] where
-    nothing looks up.
+def release_finished(
+    slices: Sequence[SliceBatch],
+    ended: Sequence[Sample],
+    samples: Mapping[int, Sample],
+    decoding: GenerationConfig,
+) -> None:
+    """Free the rows of samples that ended, and let lookups of their siblings read their texts.
+
+    samples: all of the call, by sample id.
     """
-    found = np.full((len(board), SIBLINGS if decoding.uses_drafter("lookup") else 0), -1, np.int32)
-    groups: dict[int, list[int]] = {}
-    for row, sample in enumerate(board):
-        if sample is not None:
-            groups.setdefault(id(sample.request), []).append(row)
-    for rows in groups.values() if found.size else ():
-        for row in rows:
-            others = [other for other in rows if other != row][:SIBLINGS]
-            found[row, : len(others)] = others
-    return found
+    if not ended:
+        return
+    for batch in slices:
+        batch.rows = [None if sample is None or sample.done else sample for sample in batch.rows]
+
+    if decoding.history and any(one.needs_history for one in decoding.drafters):
+        for sample in ended:
+            text = np.array(sample.tokens, np.int32)
+            for sibling in map(samples.__getitem__, sample.request.sample_ids):
+                if not sibling.done:
+                    sibling.texts.append(text)
+        requests = {sample.request.id for sample in ended}
+        for batch in slices:
+            _write_history(batch, requests, decoding)
 
 
-def pass_on(instance: Instance, ended: Sequence[Sample], decoding: GenerationConfig) -> None:
-    """What has ended is history to its siblings that run here: their lookups read it."""
-    asked = {id(sample.request) for sample in ended}
+def _write_history(batch: SliceBatch, requests: set[int], decoding: GenerationConfig) -> None:
+    """Write the texts that the rows of some requests have to look up, ADMITTED rows a call."""
     rows = [
-        row for row, sample in enumerate(instance.board) if sample and id(sample.request) in asked
+        row for row, sample in enumerate(batch.rows) if sample and sample.request.id in requests
     ]
     for start in range(0, len(rows), ADMITTED):
-        instance.state = _remember(instance, rows[start : start + ADMITTED], decoding)
+        row = np.full(ADMITTED, len(batch.rows), np.int32)
+        history = np.full((ADMITTED, decoding.history), -1, np.int32)
+        for i, place in enumerate(rows[start : start + ADMITTED]):
+            sample = batch.rows[place]
+            assert sample is not None
+            row[i] = place
+            history[i] = _join_texts(sample.texts, decoding.history)
+        batch.state = row_verbs.remember(batch.state, row, history, mesh=batch.mesh)
 
 
-def _remember(instance: Instance, rows: list[int], decoding: GenerationConfig) -> DecodeState:
-    row = np.full(ADMITTED, len(instance.board), np.int32)
-    history = np.full((ADMITTED, decoding.history), -1, np.int32)
-    for i, place in enumerate(rows):
-        sample = instance.board[place]
-        assert sample is not None
-        row[i] = place
-        history[i] = _history(sample.texts, decoding.history)
-    return row_verbs.remember(instance.state, row, history, mesh=instance.mesh)
+def sibling_rows(rows: Sequence[Sample | None], decoding: GenerationConfig) -> np.ndarray:
+    """Return [B, SIBLINGS] int32: rows with running samples of the same prompt, -1 for none.
+
+    It is [B, 0] where nothing looks up.
+    """
+    reads = any(one.needs_history for one in decoding.drafters)
+    found = np.full((len(rows), SIBLINGS if reads else 0), -1, np.int32)
+    if not found.size:
+        return found
+    rows_of = collections.defaultdict(list)  # by request id
+    for row, sample in enumerate(rows):
+        if sample is not None:
+            rows_of[sample.request.id].append(row)
+    for group in rows_of.values():
+        for row in group:
+            others = [other for other in group if other != row][:SIBLINGS]
+            found[row, : len(others)] = others
+    return found

@@ -13,14 +13,21 @@ from typing import NoReturn
 import numpy as np
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.generation.assignment import PlacementPolicy
+from rlhf_jax.generation.assignment import AssignmentPolicy
 from rlhf_jax.generation.engine import IdleWork, generate, warm_up
-from rlhf_jax.generation.history import GenerationCounts, as_rollout
-from rlhf_jax.generation.precompile import BackgroundCompiler, Models
-from rlhf_jax.generation.requests import GenerationConfig, Request, RoundReport, Sample
+from rlhf_jax.generation.precompile import BackgroundCompiler
+from rlhf_jax.generation.requests import (
+    GenerationConfig,
+    GenerationCounts,
+    Request,
+    RoundReport,
+    Sample,
+    as_rollout,
+)
 from rlhf_jax.generation.scheduler import shared
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.drafters import teacher
+from rlhf_jax.generation.speculative.round import ModelPair
 from rlhf_jax.generation.strategy.acceptance import Observations
 from rlhf_jax.generation.strategy.cost import Costs
 from rlhf_jax.generation.strategy.select import Selector
@@ -87,11 +94,11 @@ class StageRecord:
 
 
 def generate_samples(
-    models: Models,
+    models: ModelPair,
     requests: Sequence[Request],
     decoding: GenerationConfig,
     settings: GenerationSettings,
-    placing: PlacementPolicy,
+    assignment_policy: AssignmentPolicy,
     *,
     selector: Selector | None = None,
     observe: Callable[[RoundReport], None] = lambda report: None,
@@ -105,11 +112,11 @@ def generate_samples(
     """
     mesh = settings.layout.mesh
     slice_group = slice_group_of(mesh)
-    own_requests = requests if placing.plan_reallocation else slice_group.share(requests)
+    own_requests = requests if assignment_policy.plan_reallocation else slice_group.share(requests)
 
     def generate_own() -> list[Sample]:
         samples = []
-        with contextlib.suppress(StageAborted), failed(placing.name):
+        with contextlib.suppress(StageAborted), failed(assignment_policy.name):
             for sample in generate(
                 *models,
                 own_requests,
@@ -117,9 +124,9 @@ def generate_samples(
                 mesh=mesh,
                 observe=observe,
                 selector=selector,
-                ahead=settings.compiler,
-                placing=placing,
-                spare=idle_work,
+                compiler=settings.compiler,
+                assignment_policy=assignment_policy,
+                idle_work=idle_work,
             ):
                 samples.append(sample)
                 finished(sample)
@@ -132,7 +139,7 @@ def generate_samples(
 
     outcome = _outcome_of_group(generate_own) if slice_group.several else generate_own
     shares = distributed.together(lambda: list(map(_packed, outcome())))
-    distributed.run_on_leader(lambda: distributed.forget(placing.name))
+    distributed.run_on_leader(lambda: distributed.forget(assignment_policy.name))
     packed = {one[0]: one for share in shares for one in share}
     return [_unpacked(request, packed[sample_id]) for request, sample_id in order]
 
@@ -236,7 +243,7 @@ def read_texts(
 
 
 def compile_first_rounds(
-    models: Models,
+    models: ModelPair,
     selectors: Sequence[Selector],
     settings: GenerationSettings,
     costs: Callable[[Mapping[str, float]], Costs],
@@ -250,7 +257,7 @@ def compile_first_rounds(
     dealt = settings.plan_reallocation is None
     own = slice_group_of(settings.layout.mesh).share(prompts) if dealt else prompts
     samples = len(own) * settings.samples_per_prompt
-    work = warm_up(*models, samples, settings.decoding, settings.layout.mesh, bool(selectors))
+    work = warm_up(*models, samples, settings.decoding, settings.layout.mesh, look=bool(selectors))
     begun = copy.deepcopy(list(selectors))
     for selector in begun:
         selector.begin(costs(work))

@@ -18,8 +18,7 @@ import jax
 import numpy as np
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.generation.history import as_rollout
-from rlhf_jax.generation.requests import Sample
+from rlhf_jax.generation.requests import Sample, as_rollout
 from rlhf_jax.inference.logprobs import score_rollout
 from rlhf_jax.inference.values import score_values
 from rlhf_jax.model.attention import causal_on

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from rlhf_jax import build
 from rlhf_jax.config.schema import Config
-from rlhf_jax.generation.history import as_rollout
+from rlhf_jax.generation.requests import as_rollout
 from rlhf_jax.rewards.samples import table_of
 from rlhf_jax.rlhf import distill_drafter, report_step
 from rlhf_jax.rollout import roll_out
