@@ -353,11 +353,11 @@ class RunObserver:
         """
         now = time.monotonic()
         if self.stop.signal is not None:
-            distributed.publish(STOP, str(self.stop.signal))
+            distributed.publish(STOP, self.stop.signal)
         elif now - self.listened > 1.0:
             self.listened = now
-            word = distributed.published(STOP)
-            self.stop.signal = self.stop.signal if word is None else int(word)
+            number = distributed.read_published(STOP, int)
+            self.stop.signal = self.stop.signal if number is None else number
         if may_stop:
             self.stop.check()
 

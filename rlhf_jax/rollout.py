@@ -20,11 +20,24 @@ from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.overlap import ScoringQueue
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.reallocation.length_model import Lengths
-from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime import distributed, messages
 from rlhf_jax.runtime.signals import Stopped
 from rlhf_jax.runtime.slice_groups import StageAborted, failed, slice_group_of
 from rlhf_jax.state import Stages
 from rlhf_jax.types import Model
+
+
+@messages.register
+@dataclasses.dataclass(frozen=True)
+class FinishedSample:
+    """Tell other processes of a sample that has ended."""
+
+    sample_id: int
+    tokens: np.ndarray  # [T] int32
+    logprobs: np.ndarray  # [T] float32
+    support: np.ndarray | None  # [T, top_k] int32, under top-k
+    rounds: int
+    accepted: int
 
 
 def placing_of(
@@ -78,9 +91,9 @@ def roll_out(
         samples = {sample.sample_id: sample for sample in rolled()}
         return [samples[sample_id] for _, sample_id in ids]
     outcome = _of_crew(rolled) if slice_group.several else rolled
-    shares = distributed.together(lambda: list(map(_packed, outcome())))
-    distributed.run_on_leader(lambda: distributed.forget(placing.name))
-    packed = {one[0]: one for share in shares for one in share}
+    shares = distributed.gather_results(lambda: list(map(_packed, outcome())))
+    distributed.run_on_leader(lambda: distributed.delete_published(placing.name))
+    packed = {one.sample_id: one for share in shares for one in share}
     return [_unpacked(request, packed[sample_id]) for request, sample_id in ids]
 
 
@@ -101,21 +114,30 @@ def _raise(error: Exception) -> NoReturn:
     raise error
 
 
-def _packed(sample: Sample) -> tuple:
-    """What another process is told of a finished sample."""
+def _packed(sample: Sample) -> FinishedSample:
     support = np.array(sample.support, np.int32) if sample.support else None
-    tokens = np.array(sample.tokens, np.int32)
-    logprobs = np.array(sample.logprobs, np.float32)
-    return sample.sample_id, tokens, logprobs, support, sample.rounds, sample.accepted
+    return FinishedSample(
+        sample.sample_id,
+        np.array(sample.tokens, np.int32),
+        np.array(sample.logprobs, np.float32),
+        support=support,
+        rounds=sample.rounds,
+        accepted=sample.accepted,
+    )
 
 
-def _unpacked(request: Request, packed: tuple) -> Sample:
-    sample_id, tokens, logprobs, support, rounds, accepted = packed
-    rows = [] if support is None else list(support)
-    sample = Sample(sample_id, request, [], tokens.tolist(), logprobs.tolist(), rows, done=True)
-    sample.rounds = rounds
-    sample.accepted = accepted
-    return sample
+def _unpacked(request: Request, packed: FinishedSample) -> Sample:
+    return Sample(
+        packed.sample_id,
+        request,
+        [],
+        tokens=packed.tokens.tolist(),
+        logprobs=packed.logprobs.tolist(),
+        support=[] if packed.support is None else list(packed.support),
+        rounds=packed.rounds,
+        accepted=packed.accepted,
+        done=True,
+    )
 
 
 def spans_of(report: RoundReport) -> Iterator[Span]:

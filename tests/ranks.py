@@ -44,8 +44,8 @@ def tell(rank: int) -> None:
     assert distributed.broadcast(rank) == 0
     assert distributed.gather(distributed.share(range(5))) == [[0, 2, 4], [1, 3]]
     distributed.publish("word", "first")
-    assert distributed.gather(distributed.published("word")) == ["first", "first"]
-    assert distributed.published("no such word") is None
+    assert distributed.gather(distributed.read_published("word", str)) == ["first", "first"]
+    assert distributed.read_published("no such word", str) is None
 
 
 def agree(rank: int) -> None:
@@ -58,7 +58,7 @@ def agree(rank: int) -> None:
         else:
             raise AssertionError("no error was raised")
     try:
-        distributed.together(lambda: stop() if rank else None)
+        distributed.gather_results(lambda: stop() if rank else None)
     except Stopped as stopped:
         assert stopped.exit_code == 143
     assert distributed.run_on_leader(lambda: os.getpid()) == distributed.gather(os.getpid())[0]

@@ -400,9 +400,9 @@ def test_one_process_is_alone():
         and distributed.broadcast(1) == 1
         and distributed.share([1, 2]) == [1, 2]
     )
-    assert distributed.together(lambda: 3) == [3] and distributed.run_on_leader(
+    assert distributed.gather_results(lambda: 3) == [3] and distributed.run_on_leader(
         lambda: 3
     ) == 3 == distributed.run_on_all(lambda: 3)
-    assert distributed.all_here("anywhere") and distributed.published("word") is None
+    assert distributed.all_here("anywhere") and distributed.read_published("word", str) is None
     with pytest.raises(ZeroDivisionError):
         distributed.run_on_all(lambda: 1 // 0)

@@ -20,6 +20,7 @@ from rlhf_jax.reallocation import length_model, row_transfer
 from rlhf_jax.reallocation.length_model import Lengths
 from rlhf_jax.reallocation.planner import WAITS, ClusterView, Reallocation
 from rlhf_jax.reallocation.row_transfer import RowPacket
+from rlhf_jax.runtime import messages
 
 # bytes a second of a move, about (a CPU's by benchmarks/moves.py)
 LINK = {"cpu": 1e9, "gpu": 5e10, "tpu": 5e10}
@@ -72,6 +73,7 @@ class Stage:
         return self.placing.plan_reallocation is not None and (enough or not flying)
 
 
+@messages.register
 @dataclasses.dataclass(frozen=True)
 class Assignments:
     """A plan by sample ids."""

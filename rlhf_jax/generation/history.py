@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from rlhf_jax.generation.requests import Request, RoundReport, Sample
+from rlhf_jax.runtime import messages
 from rlhf_jax.types import Rollout
 
 
@@ -35,6 +36,7 @@ def as_rollout(samples: Sequence[Sample], slots: int) -> Rollout:
     )
 
 
+@messages.register
 @dataclasses.dataclass
 class GenerationCounts:
     """Counts of one generation stage; `add` is what `generate` observes with."""

@@ -27,6 +27,7 @@ from rlhf_jax.model.attention import causal_on
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.rewards.combination import Response, failure
 from rlhf_jax.rewards.models import Read, RewardModel, read
+from rlhf_jax.runtime import messages
 from rlhf_jax.types import Array, Model
 
 SCORED = ("logprobs", "reference_logprobs", "values")  # of a sample's tokens
@@ -52,6 +53,7 @@ class Scoring:
     rewards: Mapping[str, RewardModel] = dataclasses.field(default_factory=dict)  # by their names
 
 
+@messages.register
 @dataclasses.dataclass(frozen=True)
 class Scored:
     """Numbers of one sample under each model, [T] float32 each, on the host; None where there is no

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_jax.runtime import messages
+
 KEPT = 10  # traces of a run: the latest
 # Perfetto takes process 0 and thread 0 for the idle task of a kernel, and a thread of its process's
 # number for the main one. It writes the numbers behind the names, as in "slice 0 1000".
@@ -21,6 +23,7 @@ PROCESS = 1
 FIRST_THREAD = 1000
 
 
+@messages.register
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
     """A piece of a slice's work. `kind` is "generate", "exchange" or "inference"; times are seconds

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from rlhf_jax.runtime import messages
+
 # of (prompt, response, row of the prompt file)
 Reward = Callable[[str, str, dict[str, Any]], float]
 
@@ -34,6 +36,7 @@ class Response:
     response: str
 
 
+@messages.register
 @dataclasses.dataclass(frozen=True)
 class Scores:
     """What a scorer gives back: one number for each answer, or the reason why there is none."""
@@ -48,9 +51,6 @@ class Broken(ValueError):
     def __init__(self, message: str, scores: Scores):
         super().__init__(message)
         self.scores = scores
-
-    def __reduce__(self):
-        return Broken, (str(self), self.scores)
 
 
 Scorer = Callable[[Sequence[Response]], Scores]

@@ -21,19 +21,18 @@ def shared_out(scorer: Scorer) -> Scorer:
     if not distributed.started():
         return scorer
 
-    def own(answers: Sequence[Response]) -> Scores | Broken:
+    def own(answers: Sequence[Response]) -> tuple[Scores, str | None]:
         try:
-            return scorer(distributed.share(answers))
+            return scorer(distributed.share(answers)), None
         except Broken as broken:  # other processes may have had numbers
-            return broken
+            return broken.scores, str(broken)
 
     def score(answers: Sequence[Response]) -> Scores:
-        found = distributed.together(lambda: own(answers))
-        broken = [part for part in found if isinstance(part, Broken)]
-        parts = [part.scores if isinstance(part, Broken) else part for part in found]
+        found = distributed.gather_results(lambda: own(answers))
+        broken = [Broken(words, scores) for scores, words in found if words is not None]
         if broken and sum(len(one.scores.values) for one in broken) == len(answers):
             raise broken[0]
-        return _undealt(parts, len(answers))
+        return _undealt([scores for scores, _ in found], len(answers))
 
     return score
 

@@ -1,9 +1,8 @@
-"""Python rewards in processes of their own: the pool that hands out answers, and what each process
-runs.
+"""Run Python rewards in processes of their own: the pool that hands out answers, and each process.
 
-Parent and child talk over one socket, the child's standard input. The child sends READY once, then
-for each call it receives, `(prompt, response, row)`, the reward's float, or a string: why there is
-none. It imports no jax.
+Parent and child talk over one socket, the child's standard input, in the messages of `calls.py`.
+The child says that it is ready once, then for each call the reward, or why there is none. It
+imports no jax, and the parent runs nothing that a child sends.
 """
 
 from __future__ import annotations
@@ -20,10 +19,20 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import Pipe, connection
-from typing import Any
 
 import numpy as np
 
+from rlhf_jax.rewards.calls import (
+    LARGEST_REPLY,
+    RewardCall,
+    RewardFailure,
+    RewardScore,
+    WorkerReady,
+    limit_wait,
+    receive_call,
+    receive_reply,
+    send,
+)
 from rlhf_jax.rewards.combination import (
     Response,
     Reward,
@@ -34,7 +43,6 @@ from rlhf_jax.rewards.combination import (
     refuse_broken,
 )
 
-READY = "ready"
 START_SECONDS = 120.0  # for Python and the reward's imports
 HANGS = 4  # so many calls out of time, and none that ever succeeded: the reward hangs
 SILENCE = 1.0  # seconds between two signs of life at most
@@ -124,7 +132,7 @@ class Workers:
                 answer = answers[child.index]
                 # a dead child is noticed when its result is read
                 with contextlib.suppress(OSError):
-                    child.pipe.send((answer.prompt, answer.response, answer.row))
+                    send(child.pipe, RewardCall(answer.prompt, answer.response, answer.row))
 
     def _collect(self) -> dict[int, float | str]:
         """Waits for the first results, or the first deadline, or until a sign of life is due."""
@@ -141,17 +149,28 @@ class Workers:
         return results
 
     def _receive(self, child: _Child) -> dict[int, float | str]:
+        """Take a child's reply; one that sends anything else is ended, and its answer has failed."""
         try:
-            result = child.pipe.recv()
-        except (EOFError, OSError):
+            reply = receive_reply(child.pipe)
+        except (EOFError, ConnectionError):
             return self._give_up(child, f"ended its process with {_exit_status(child.process)}")
-        if not child.ready:
-            child.ready = result == READY
-            return {} if child.ready else self._give_up(child, result)
-        index = child.index
-        child.index = None
-        assert index is not None
-        return {index: result}
+        except BlockingIOError:
+            return self._give_up(child, "began a reply and did not end it")
+        except OSError:
+            return self._give_up(child, f"sent a reply of more than {LARGEST_REPLY:,} bytes")
+        except ValueError as error:
+            return self._give_up(child, f"sent no reply ({str(error).rstrip('.')})")
+
+        if child.ready and child.index is not None and not isinstance(reply, WorkerReady):
+            index = child.index
+            child.index = None
+            return {index: reply.value if isinstance(reply, RewardScore) else reply.reason}
+        if child.ready or isinstance(reply, RewardScore):
+            return self._give_up(child, "sent a reply out of turn")
+        if isinstance(reply, RewardFailure):
+            return self._give_up(child, reply.reason)
+        child.ready = True
+        return {}
 
     def _give_up(self, child: _Child, reason: str) -> dict[int, float | str]:
         """Ends a child: its answer has failed. One that never got ready would not do so the next
@@ -184,7 +203,7 @@ class Workers:
 
 
 def _start(spec: str) -> _Child:
-    """A child that imports the reward as this process would, and has not said READY yet."""
+    """Start a child that imports the reward as this process would, and is not ready yet."""
     ours, theirs = Pipe()
     held, watched = Pipe()  # nothing is ever sent: what happens on it is the end of this process
     process = subprocess.Popen(
@@ -197,6 +216,7 @@ def _start(spec: str) -> _Child:
     )
     theirs.close()
     watched.close()
+    limit_wait(ours)
     return _Child(process, ours, held, time.monotonic() + START_SECONDS)
 
 
@@ -224,16 +244,16 @@ def serve(spec: str, watched: int) -> None:
     try:
         reward = load_reward(spec)
     except (ValueError, OSError) as error:
-        pipe.send(_one_line(error))
+        send(pipe, RewardFailure(_one_line(error)))
         return
     with contextlib.suppress(EOFError, OSError):  # the parent's end
-        pipe.send(READY)
+        send(pipe, WorkerReady())
         while True:
-            arguments = pipe.recv()
+            asked = receive_call(pipe)
             signal.signal(signal.SIGIO, signal.SIG_DFL)
-            result = call(reward, *arguments)
+            reply = call(reward, asked)
             signal.signal(signal.SIGIO, signal.SIG_IGN)
-            pipe.send(result)
+            send(pipe, reply)
     os.killpg(os.getpgrp(), signal.SIGKILL)  # what the reward has started ends as well
 
 
@@ -250,15 +270,15 @@ def _signal_events(watched: int) -> None:
     fcntl.fcntl(watched, fcntl.F_SETFL, fcntl.fcntl(watched, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def call(reward: Reward, prompt: str, response: str, row: dict[str, Any]) -> float | str:
-    """The reward, or in a string why there is none: it raised, or gave no number."""
+def call(reward: Reward, asked: RewardCall) -> RewardScore | RewardFailure:
+    """Return the reward, or why there is none: it raised, or gave no number."""
     try:
-        value = reward(prompt, response, row)
+        value = reward(asked.prompt, asked.response, asked.row)
         if isinstance(value, numbers.Real | np.bool_):
-            return float(value)
+            return RewardScore(float(value))
     except Exception as error:
-        return f"raised {type(error).__name__}: {_one_line(error)}"
-    return f"gave a value of type {type(value).__name__} instead of one float"
+        return RewardFailure(f"raised {type(error).__name__}: {_one_line(error)}")
+    return RewardFailure(f"gave a value of type {type(value).__name__} instead of one float")
 
 
 def _one_line(error: Exception) -> str:

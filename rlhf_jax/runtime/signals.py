@@ -10,6 +10,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 
+from rlhf_jax.runtime import messages
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ASKED = "Stopping at the next safe place; once more stops at once."
 # seconds after a signal in which another is the same one: launchers send it to the group and the
@@ -17,18 +19,19 @@ ASKED = "Stopping at the next safe place; once more stops at once."
 ECHO = 1.0
 
 
+@messages.register_error
 class Stopped(Exception):
     """A run that was asked to stop; `exit_code` is the shell's for the signal, `name` the signal's
     own.
     """
 
     def __init__(self, number: int):
+        super().__init__(number)
         self.exit_code = 128 + number
         self.name = signal.Signals(number).name
-        super().__init__(f"stopped by {self.name}")
 
-    def __reduce__(self):
-        return Stopped, (self.exit_code - 128,)
+    def __str__(self) -> str:
+        return f"stopped by {self.name}"
 
 
 class Stop:

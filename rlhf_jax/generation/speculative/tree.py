@@ -8,9 +8,11 @@ import re
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_jax.runtime import messages
 from rlhf_jax.types import Array, Strategy, Tree
 
 PLAIN = Strategy()
+messages.register(Strategy)
 NODE_BUCKETS = (1, 2, 3, 5, 9, 17, 33)  # nodes verified in one call, the root included
 _GRAMMAR = (
     "write 'plain', 'lookup-chain-4' (or 'replay-', 'model-'), 'replay-chain-8-packed-3' (the"
