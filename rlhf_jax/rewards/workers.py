@@ -149,15 +149,16 @@ class Workers:
         return results
 
     def _receive(self, child: _Child) -> dict[int, float | str]:
-        """Take a child's reply; one that sends anything else is ended, and its answer has failed."""
+        """Take a child's reply; one that sends anything else is ended: its answer has failed."""
         try:
             reply = receive_reply(child.pipe)
         except (EOFError, ConnectionError):
             return self._give_up(child, f"ended its process with {_exit_status(child.process)}")
         except BlockingIOError:
             return self._give_up(child, "began a reply and did not end it")
-        except OSError:
-            return self._give_up(child, f"sent a reply of more than {LARGEST_REPLY:,} bytes")
+        except OSError as error:
+            reason = f"sent no reply of at most {LARGEST_REPLY:,} bytes ({error})"
+            return self._give_up(child, reason)
         except ValueError as error:
             return self._give_up(child, f"sent no reply ({str(error).rstrip('.')})")
 
