@@ -35,7 +35,7 @@ def run(tmp_path_factory):
             "workdir": folder,
             "steps": STEPS,
             "mesh__slices": slices,
-            "generation__rows": 4,
+            "generation__max_rows": 4,
             **PPO,
             **changes,
         }

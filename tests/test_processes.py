@@ -43,8 +43,8 @@ WHOLE = TWO_SLICES | {
     "training__minibatches": 2,
     "generation__resample": 1,
     "generation__strategy": "adaptive",
-    "generation__rows": 4,
-    "generation__fewest_rows": 4,
+    "generation__max_rows": 4,
+    "generation__min_rows": 4,
     "evaluation__every": 3,
 }
 MEASURED = ("seconds", "per_second", "idle_share")
@@ -173,7 +173,7 @@ def test_two_processes_take_the_step_of_one(changes, place, alone, kernels_are_i
 @pytest.mark.slow
 def test_slices_of_two_processes_score_beside_generation_and_leave_the_step_of_one(place, alone):
     code, _, errors = two(
-        place, "fused", 4, **ONE_STEP | {"generation__fuse_inference": True, "generation__rows": 4}
+        place, "fused", 4, **ONE_STEP | {"generation__fuse_inference": True, "generation__max_rows": 4}
     )
     assert code == 0, errors
     check_alike(alone(), place / "fused")

@@ -141,8 +141,8 @@ def test_eight_devices_give_the_text_and_losses_of_one(
         monkeypatch.setattr(jax, "device_count", lambda used=used: len(used))
         mesh = {"mesh__data": data, "mesh__fsdp": fsdp, "mesh__tensor": tensor}
         rows = {
-            "generation__rows": 16,
-            "generation__fewest_rows": 4,
+            "generation__max_rows": 16,
+            "generation__min_rows": 4,
             "generation__strategy": strategy,
         }
         changes = {"workdir": tmp_path / name, "steps": 2, "drafter__path": folder}
