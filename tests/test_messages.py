@@ -10,7 +10,6 @@ import socket
 import struct
 import subprocess
 import sys
-import uuid
 import zoneinfo
 from pathlib import Path
 from typing import Any
