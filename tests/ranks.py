@@ -1,12 +1,15 @@
-"""One of two processes that try `rlhf_jax.runtime.distributed` on each other: python tests/ranks.py PORT RANK
-[last act]
+"""Be one of two processes that try `rlhf_jax.runtime.distributed` on each other.
+
+python tests/ranks.py PORT RANK [last act]
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +28,7 @@ def main(port: str, rank: int, act: str) -> int:
     place = distributed.Place(f"localhost:{port}", 2, rank)
     distributed.start(place)
     tell(rank)
+    listen(rank)
     agree(rank)
     read()
     score(rank)
@@ -46,6 +50,24 @@ def tell(rank: int) -> None:
     distributed.publish("word", "first")
     assert distributed.gather(distributed.read_published("word", str)) == ["first", "first"]
     assert distributed.read_published("no such word", str) is None
+
+
+def listen(rank: int) -> None:
+    """What listens of processes of one machine does so on the loopback alone."""
+    own = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(descriptor))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in (Path("/proc/net") / table).read_text().splitlines()[1:]:
+            _, address, _, state, *words = line.split()
+            if state == "0A" and f"socket:[{words[5]}]" in own:
+                found.append(address.partition(":")[0])
+    # 127.0.0.1, ::1 and ::ffff:127.0.0.1, as the kernel writes words of four bytes
+    loopback = ("0100007F", f"{'0' * 24}01000000", f"{'0' * 16}FFFF00000100007F")
+    assert set(found) <= set(loopback), found
+    assert len(found) >= 2 - rank, found  # gloo's, and of rank 0 the coordination service
 
 
 def agree(rank: int) -> None:

@@ -173,7 +173,10 @@ def test_two_processes_take_the_step_of_one(changes, place, alone, kernels_are_i
 @pytest.mark.slow
 def test_slices_of_two_processes_score_beside_generation_and_leave_the_step_of_one(place, alone):
     code, _, errors = two(
-        place, "fused", 4, **ONE_STEP | {"generation__fuse_inference": True, "generation__max_rows": 4}
+        place,
+        "fused",
+        4,
+        **ONE_STEP | {"generation__fuse_inference": True, "generation__max_rows": 4},
     )
     assert code == 0, errors
     check_alike(alone(), place / "fused")
@@ -386,6 +389,26 @@ def test_the_command_line_says_where_a_process_stands():
     ):
         with pytest.raises(ValueError, match="--coordinator HOST:PORT --processes N --process I"):
             place(["t", *wrong])
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "addresses", "found"),
+    [
+        ("localhost:5", None, "localhost:5"),
+        ("127.0.0.1:5", None, "127.0.0.1:5"),
+        ("[::1]:5", None, "[::1]:5"),
+        ("mine:5", ["127.0.0.2"], None),  # only here: others know another address
+        ("gateway:5", ["203.0.113.7"], None),  # of no interface of this machine
+        ("", [], None),
+    ],
+)
+def test_a_coordinator_listens_where_its_name_says(coordinator, addresses, found, monkeypatch):
+    def resolve(host, *_, **__):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 0)) for one in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
+    assert distributed._bind_address(coordinator) == found
 
 
 def test_one_process_is_alone():
