@@ -105,7 +105,7 @@ def read() -> None:
     )
     np.testing.assert_array_equal(found["rows"], rows + 1)
     assert found["one"] == 3
-    distributed.PIECE = 16  # bytes: as if it were large
+    distributed.LEADER_PIECE = 16  # bytes: as if it were large
     sent = distributed.to_leader(placed)
     assert (sent["rows"] is not None) == distributed.leads()
     np.testing.assert_array_equal(sent["rows"] if distributed.leads() else rows, rows)

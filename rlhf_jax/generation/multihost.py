@@ -1,9 +1,9 @@
-"""When there is a new plan, and who makes it: one process alone, or for several their leader.
+"""Decide when there is a new plan, and who makes it: one process alone, or for several rank 0.
 
-Of several, each crew says what its slices do, rank 0 plans, and all carry its plans out in order. A
-plan has a number, and takes effect on a slice at its next round, the one that its crew's leader
-says. No crew waits for another but to pass a sample on: the one that gives says first what the
-sample has by now, then both take part in the exchange of their two slices.
+Of several, each slice group reports what its slices do, rank 0 plans, and all carry its plans out
+in order. A plan has a number, and takes effect on a slice at its next round, the one that the
+leader of its group says. No group waits for another but to pass a sample on: the one that gives
+says first what the sample has by now, then both take part in the exchange of their two slices.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rlhf_jax.runtime.slice_groups import (
 )
 
 POLL = 0.02  # seconds between two looks for a plan
-NAP = 1e-3  # seconds, where there is nothing else to do
+PLAN_NAP = 1e-3  # seconds, where there is nothing else to do
 
 
 @messages.register
@@ -91,7 +91,7 @@ MOVED = tuple(field.name for field in dataclasses.fields(RowHandOver) if field.n
 
 @dataclasses.dataclass
 class PlanCoordinator:
-    """The part of this process, or of its crew, in planning a stage."""
+    """Play the part of this process, or of its slice group, in planning a stage."""
 
     stage: Stage
     settle: Callable[[Instance], None]  # lands all rounds that a slice has in the air
@@ -102,9 +102,7 @@ class PlanCoordinator:
     seen: set[int] = dataclasses.field(default_factory=set)  # samples that stood at the last plan
 
     def goes_on(self) -> bool:
-        """Whether there is anything left to decode, here or, where samples may yet come,
-        elsewhere.
-        """
+        """Say whether anything is left to decode: here or, where samples may come, elsewhere."""
         if self._together:
             return not self.over
         return bool(self.stage.pool) or any(instance.busy for instance in self.stage.fleet.values())
@@ -114,8 +112,9 @@ class PlanCoordinator:
         return distributed.started() and self.stage.placing.plan_reallocation is not None
 
     def turn(self) -> None:
-        """Carry out the next plan, if it is time for one. Raises Abandoned where another process
-        gives the stage up.
+        """Carry out the next plan, if it is time for one.
+
+        Raises StageAborted where another process gives the stage up.
         """
         if self._together:
             self._turn()
@@ -142,7 +141,7 @@ class PlanCoordinator:
         return self.stage.setting.slice_group
 
     def _next(self) -> bool:
-        """Whether there is another plan now. A crew of several with nothing to do waits for one."""
+        """Say whether there is another plan now; a group of several that is idle waits for one."""
         busy = any(instance.busy for instance in self.stage.fleet.values())
         while (
             not (found := self._look(busy))
@@ -154,11 +153,9 @@ class PlanCoordinator:
         return found
 
     def _look(self, busy: bool) -> bool:
-        """From time to time: say what there is, plan if this is rank 0, and look for the next
-        plan.
-        """
+        """Report now and then what there is, plan if this is rank 0, and look for the next plan."""
         if time.perf_counter() - self.looked < POLL:
-            time.sleep(0 if busy else NAP)
+            time.sleep(0 if busy else PLAN_NAP)
             return False
         self.looked = time.perf_counter()
         self._slice_group.publish(
@@ -172,7 +169,7 @@ class PlanCoordinator:
         return plan is not None
 
     def _plan(self) -> None:
-        """The next plan, once all have carried out the last one and said what came of it."""
+        """Publish the next plan, once all have carried out the last one and reported since."""
         leaders = sorted({meshes.owners(part)[0] for part in self.stage.slices if part is not None})
         words = [f"{self._name}/rank {rank}" for rank in leaders]
         reports = [distributed.read_published(word, SliceReport) for word in words]

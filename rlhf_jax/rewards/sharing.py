@@ -1,6 +1,4 @@
-"""Rewards shared out to the processes of a run: each scores some of the answers, and all get all
-scores.
-"""
+"""Share rewards out to the processes of a run: each scores some answers, and all get all."""
 
 from __future__ import annotations
 
@@ -13,10 +11,9 @@ from rlhf_jax.runtime import distributed
 
 
 def shared_out(scorer: Scorer) -> Scorer:
-    """The scorer over answers that all processes have: each scores its share, and all get all
-    scores.
+    """Return a scorer by which each process scores its share of the answers, and all get all.
 
-    It is broken where no process had a score.
+    All processes have all answers. It is broken where no process had a score.
     """
     if not distributed.started():
         return scorer
@@ -38,7 +35,7 @@ def shared_out(scorer: Scorer) -> Scorer:
 
 
 def _undealt(parts: Sequence[Scores], answers: int) -> Scores:
-    """Scores in the order from which `processes.share` dealt the answers."""
+    """Return scores in the order from which `distributed.share` dealt the answers."""
     values = np.zeros(answers, np.float32)
     failures = {}
     count = len(parts)

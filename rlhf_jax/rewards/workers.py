@@ -64,13 +64,12 @@ class _Child:
 
 
 class Workers:
-    """A reward function as a scorer that runs it in up to `count` processes, for `seconds` a call
-    at most.
+    """Run a reward function as a scorer, in up to `count` processes.
 
-    A call that raises, gives no finite float32, takes too long (never, with math.inf seconds) or
-    ends its process fails alone; the process is replaced. ValueError where the reward is broken: it
-    cannot be imported (here or in a process), or it has never given a number yet and fails on every
-    answer, or hangs. `observe` is called after every wait for results, of a second at most; it may
+    A call takes `seconds` at most. One that raises, gives no finite float32, takes too long (never,
+    with math.inf seconds), sends anything but a reply or ends its process fails alone; the process
+    is replaced. ValueError where the reward is broken: it cannot be imported (here or in a
+    process), or it has never given a number yet and fails on every answer, or hangs. `observe` is called after every wait for results, of a second at most; it may
     raise to stop the call. Leaving the context kills the processes and all that they have started;
     they also end when this process does, killed or not.
     """
@@ -98,7 +97,7 @@ class Workers:
             self._end(self._children[-1])
 
     def __call__(self, answers: Sequence[Response]) -> Scores:
-        """Scores in the order of the answers."""
+        """Return scores in the order of the answers."""
         waiting = collections.deque(range(len(answers)))
         results: dict[int, float | str] = {}
         try:
@@ -135,7 +134,7 @@ class Workers:
                     send(child.pipe, RewardCall(answer.prompt, answer.response, answer.row))
 
     def _collect(self) -> dict[int, float | str]:
-        """Waits for the first results, or the first deadline, or until a sign of life is due."""
+        """Wait for the first results, or the first deadline, or until a sign of life is due."""
         results: dict[int, float | str] = {}
         busy = {child.pipe: child for child in self._children if child.busy}
         patience = min(child.deadline for child in busy.values()) - time.monotonic()
@@ -174,8 +173,9 @@ class Workers:
         return {}
 
     def _give_up(self, child: _Child, reason: str) -> dict[int, float | str]:
-        """Ends a child: its answer has failed. One that never got ready would not do so the next
-        time either.
+        """End a child: its answer has failed.
+
+        One that never got ready would not do so the next time either: that is a ValueError.
         """
         self._end(child)
         if child.index is None:
@@ -233,8 +233,7 @@ def _exit_status(process: subprocess.Popen) -> str:
 
 
 def serve(spec: str, watched: int) -> None:
-    """A child's life: import the reward, then answer calls until the parent closes the socket or
-    ends.
+    """Import the reward, then answer calls until the parent closes the socket or ends.
 
     `watched` is the file descriptor on which something happens only when the parent ends.
     """
@@ -259,7 +258,7 @@ def serve(spec: str, watched: int) -> None:
 
 
 def _signal_events(watched: int) -> None:
-    """Has the kernel send SIGIO at the parent's end; ignored here.
+    """Have the kernel send SIGIO at the parent's end; ignored here.
 
     In a call it is not ignored, and ends the child even in a regular expression that never returns
     and lets no other thread run. The pipe of calls would not do: the signal of a call's arrival may

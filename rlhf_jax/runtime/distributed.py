@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 from jax._src import distributed, xla_bridge
-from jax._src.lib import _jax
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -40,7 +40,7 @@ OF_FILES = re.compile(r" \[(tensorstore|source|os_error)")  # in what tensorstor
 FIRST = 1024  # bytes of a message that travel with its length
 LOCAL = ("localhost", "127.0.0.1", "[::1]")  # hosts by which a coordinator is on this machine
 EXCHANGE = "the exchange of ranks"
-PIECE = 1 << 28  # bytes of an array that travel to the leader at one time
+LEADER_PIECE = 1 << 28  # bytes of an array that travel to the leader at one time
 
 # Of XLA on CPUs, at least. A device needs one for a program that waits for other processes and one
 # for the next program's start; with fewer than twice its devices a process may wait for a thread
@@ -53,9 +53,7 @@ messages.register_error(jax.errors.JaxRuntimeError)
 
 
 class Place(NamedTuple):
-    """Where this process stands among all, as the command line says it; `size` None: the cluster is
-    asked.
-    """
+    """Say where this process stands among all; `size` None: the cluster is asked."""
 
     coordinator: str | None = None  # HOST:PORT of rank 0
     size: int | None = 1
@@ -69,7 +67,12 @@ def start(place: Place) -> None:
     """
     if place.size == 1:
         return
-    _keep_stdout()
+    # Standard output is left to Python: gloo writes a line there for each of its connections.
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+
     os.environ["NPROC"] = str(max(THREADS, os.cpu_count() or 1))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # it would take SIGTERM, which `stopping` hears
@@ -130,36 +133,28 @@ def _keep_collectives_local() -> None:
     xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
 
 
-def _keep_stdout() -> None:
-    """Leave standard output to Python: gloo writes a line there for each of its connections."""
-    sys.stdout.flush()
-    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
-    with open(os.devnull, "w") as nothing:
-        os.dup2(nothing.fileno(), 1)
-
-
 def started() -> bool:
-    """Whether this is one of several processes."""
+    """Say whether this is one of several processes."""
     return distributed.global_state.client is not None
 
 
 def count() -> int:
-    """The number of processes."""
+    """Count the processes."""
     return distributed.global_state.num_processes if started() else 1
 
 
 def rank() -> int:
-    """This process among them, from 0."""
+    """Return the number of this process among them, from 0."""
     return distributed.global_state.process_id if started() else 0
 
 
 def leads() -> bool:
-    """Whether this is the process that writes and shows."""
+    """Say whether this is the process that writes and shows."""
     return rank() == LEADER
 
 
 def share(items: Sequence[T]) -> list[T]:
-    """This process's items, dealt out in turn."""
+    """Return this process's items, dealt out in turn."""
     return list(items[rank() :: count()])
 
 
@@ -184,7 +179,7 @@ def _exchange(message: bytes) -> list[Any]:
     first[4 : 4 + min(len(own), FIRST)] = own[:FIRST]
     heads = multihost_utils.process_allgather(first)
     sizes = np.ascontiguousarray(heads[:, :4]).view(np.uint32)[:, 0].tolist()
-    if max(sizes) > messages.LARGEST:
+    if max(sizes) > messages.LARGEST_MESSAGE:
         raise ValueError(f"What came over {EXCHANGE} claims to be of {max(sizes):,} bytes.")
     bodies = heads[:, 4:]
     if max(sizes) > FIRST:
@@ -237,9 +232,7 @@ def run_on_leader(work: Callable[[], T]) -> T:
 
 
 def is_of_device(error: BaseException) -> bool:
-    """Whether a device failed, or another process of the run, and nothing that was asked or
-    read.
-    """
+    """Say whether a device failed, or another process: nothing that was asked or read."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return True
     said = str(error)
@@ -247,8 +240,9 @@ def is_of_device(error: BaseException) -> bool:
 
 
 def fetch(tree: Any) -> Any:
-    """A tree of arrays on the host, whole on every rank; all ranks call it where parts lie with
-    other processes.
+    """Return a tree of arrays on the host, whole on every rank.
+
+    All ranks call it where parts lie with other processes.
     """
     return jax.device_get(jax.tree.map(_whole, tree) if started() else tree)
 
@@ -269,14 +263,15 @@ def _same(leaf: jax.Array) -> jax.Array:
 
 
 def to_leader(tree: Any) -> Any:
-    """A tree of arrays as numpy arrays on the leader, and Nones elsewhere, a piece of a leaf after
-    the other: no device holds a whole large one. All ranks call it.
+    """Return a tree of arrays as numpy arrays on the leader, and Nones elsewhere.
+
+    A large leaf comes a piece after the other: no device holds all of it. All ranks call it.
     """
     return jax.tree.map(_sent, tree)
 
 
 def _sent(leaf: jax.Array) -> np.ndarray | None:
-    pieces = max(1, -(-leaf.nbytes // PIECE)) if leaf.ndim else 1
+    pieces = max(1, -(-leaf.nbytes // LEADER_PIECE)) if leaf.ndim else 1
     if pieces == 1:
         found = fetch(leaf)
         return found if leads() else None
@@ -337,8 +332,9 @@ def _channel(name: str) -> str:
 
 
 def all_here(name: str, seconds: float = PATIENCE) -> bool:
-    """Whether all processes come to the place of this name within so long; a name is good for one
-    time.
+    """Say whether all processes come to the place of this name within so many seconds.
+
+    A name is good for one time.
     """
     if not started():
         return True
@@ -350,16 +346,21 @@ def all_here(name: str, seconds: float = PATIENCE) -> bool:
 
 
 def leave(code: int, sentence: str, place: Place) -> int:
-    """The end of a process with its exit code, after its last sentence on stderr, which is said
-    once where all say the same. The others, where this one ends alone, are ended by the
-    coordination service.
+    """Return the exit code of a process that ends, after its last sentence on stderr.
+
+    The sentence is said once where all say the same. Where this process ends alone the others are
+    ended by the coordination service.
     """
     if not started():
         if sentence and not place.rank:
             print(sentence, file=sys.stderr)
         return code
     publish(f"last words of {rank()}", sentence)
-    if sentence and (leads() or sentence != _last_words_of_leader()):
+    of_leader = None
+    if sentence and not leads():
+        with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):
+            of_leader = wait_published(f"last words of {LEADER}", str, PATIENCE / 2)
+    if sentence and sentence != of_leader:
         print(sentence if leads() else f"rank {rank()}: {sentence}", file=sys.stderr)
     if all_here("the end", PATIENCE if code in FAILED else FOREVER):
         jax.distributed.shutdown()
@@ -367,12 +368,6 @@ def leave(code: int, sentence: str, place: Place) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # Python's own end would wait for the others
-
-
-def _last_words_of_leader() -> str | None:
-    with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):
-        return wait_published(f"last words of {LEADER}", str, PATIENCE / 2)
-    return None
 
 
 def _client() -> Any:

@@ -29,7 +29,7 @@ import msgpack
 import numpy as np
 
 __all__ = [
-    "LARGEST",
+    "LARGEST_MESSAGE",
     "RemoteError",
     "decode",
     "describe_error",
@@ -39,18 +39,18 @@ __all__ = [
     "register_error",
 ]
 
-LARGEST = 1 << 30  # bytes of a message at most
+LARGEST_MESSAGE = 1 << 30  # bytes of a message at most
 MOST_ITEMS = 1 << 20  # items of one list or dict at most; what has more is an array
 DEEPEST = 100  # values within values at most
 # The dtypes of arrays that travel, least significant byte first: bool, integers, floats, complex.
-DTYPES = {np.dtype(code).newbyteorder("<").str for code in "?bhiqBHIQefdFD"}
+WIRE_DTYPES = {np.dtype(code).newbyteorder("<").str for code in "?bhiqBHIQefdFD"}
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
 
 class _Form(NamedTuple):
-    """How values of a type travel: as the parts that follow their tag."""
+    """Describe how values of a type travel: as the parts that follow their tag."""
 
     of: type
     parts: Callable[[Any], tuple]
@@ -80,15 +80,17 @@ def register(cls: type[T]) -> type[T]:
     return cls
 
 
-def encode(value: Any, largest: int = LARGEST) -> bytes:
+def encode(value: Any, largest: int = LARGEST_MESSAGE) -> bytes:
     """Return a value as bytes; raise ValueError for a type that cannot travel or too many bytes."""
-    data = msgpack.packb(_lower(value, 0), unicode_errors="surrogatepass")
+    data = bytes(msgpack.packb(_lower(value, 0), unicode_errors="surrogatepass") or b"")
     if len(data) > largest:
         raise ValueError(f"A message of {len(data):,} bytes is over the limit of {largest:,}.")
     return data
 
 
-def decode(data: bytes, channel: str, kind: type[Any] = object, largest: int = LARGEST) -> Any:
+def decode(
+    data: bytes, channel: str, kind: type[Any] = object, largest: int = LARGEST_MESSAGE
+) -> Any:
     """Return the value that `encode` made bytes of, an instance of `kind`.
 
     Raises ValueError, which names the channel, for whatever else the bytes are.
@@ -175,7 +177,7 @@ def _field_types(cls: type) -> dict[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of an annotated type, the items of lists, tuples and dicts included."""
+    """Say whether a value is of an annotated type, items of lists, tuples and dicts included."""
     origin = typing.get_origin(hint)
     of = typing.get_args(hint)
     if hint is Any:
@@ -202,7 +204,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class RemoteError:
-    """What another process is told of an error: a class of the allowed ones, and its words."""
+    """Tell another process of an error: a class of the allowed ones, and its words."""
 
     kind: str
     arguments: tuple[Any, ...]
@@ -268,13 +270,13 @@ def rebuild_error(remote: RemoteError) -> Exception:
 
 def _array_parts(array: np.ndarray) -> tuple:
     ordered = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
-    if ordered.dtype.str not in DTYPES:
+    if ordered.dtype.str not in WIRE_DTYPES:
         raise ValueError(f"An array of dtype {array.dtype} cannot be sent between processes.")
     return ordered.dtype.str, array.shape, ordered.tobytes()
 
 
 def _build_array(dtype: str, shape: tuple[int, ...], data: bytes) -> np.ndarray:
-    if dtype not in DTYPES:
+    if dtype not in WIRE_DTYPES:
         raise ValueError(f"it has an array of dtype {str(dtype)[:40]!r}")
     if not (_fits(shape, tuple[int, ...]) and all(size >= 0 for size in shape)):
         raise ValueError("it has an array without a shape")

@@ -1,5 +1,6 @@
-"""SIGTERM and Ctrl-C: the first asks the run to stop at the next safe place, a later one stops it
-at once.
+"""Answer SIGTERM and Ctrl-C: the first asks the run to stop at the next safe place.
+
+A later one stops it at once.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ ECHO = 1.0
 
 @messages.register_error
 class Stopped(Exception):
-    """A run that was asked to stop; `exit_code` is the shell's for the signal, `name` the signal's
-    own.
+    """Say that a run was asked to stop.
+
+    `exit_code` is the shell's for the signal, `name` the signal's own.
     """
 
     def __init__(self, number: int):
@@ -35,7 +37,7 @@ class Stopped(Exception):
 
 
 class Stop:
-    """Whether a signal has asked to stop."""
+    """Hold whether a signal has asked to stop."""
 
     def __init__(self):
         self.signal: int | None = None
@@ -47,7 +49,7 @@ class Stop:
 
 
 def tell(line: str) -> None:
-    """A line to stderr past its buffer, which what the signal interrupted may hold."""
+    """Write a line to stderr past its buffer, which what the signal interrupted may hold."""
     # A live panel on a terminal erases its own three lines above the cursor when it is drawn again.
     text = f"\n{line}\n\n\n" if os.isatty(2) else f"{line}\n"
     with contextlib.suppress(OSError):
@@ -56,8 +58,9 @@ def tell(line: str) -> None:
 
 @contextlib.contextmanager
 def listening(say: Callable[[str], object] = tell) -> Iterator[Stop]:
-    """Within it, a first signal sets `Stop.signal` and is answered with a line; the next, unless it
-    comes within ECHO seconds, is given to the handlers from before.
+    """Set `Stop.signal` at a first signal, within the context, and answer it with a line.
+
+    The next, unless it comes within ECHO seconds, is given to the handlers from before.
     """
     stop = Stop()
     before = {number: signal.getsignal(number) for number in SIGNALS}
