@@ -1,6 +1,4 @@
-"""All samples of a stage: dealt out to processes and slices, or placed by a plan, and gathered; and
-what slices did.
-"""
+"""Roll out all samples of a stage: dealt out to slices, or placed by a plan, and gathered."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ class FinishedSample:
 def placing_of(
     stages: Stages, lengths: Lengths, name: str, scoring_queue: ScoringQueue | None = None
 ) -> PlacementPolicy:
-    """Where the samples of the stage of this name run, beside which slices may work on a
-    backlog.
-    """
+    """Return where the samples of a stage run, beside which slices may score what is finished."""
     placing = PlacementPolicy(stages.plan_reallocation, lengths, stages.in_turn, name)
     if scoring_queue is None:
         return placing
@@ -68,10 +64,10 @@ def roll_out(
     finished: Callable[[Sample], None] = lambda sample: None,
     spare: IdleWork | None = None,
 ) -> list[Sample]:
-    """All samples, in the order of the requests. Each crew decodes on its own slices, without the
-    others.
+    """Return all samples, in the order of the requests.
 
-    What a crew decodes is its share of the requests or, where there is a plan, what that says.
+    Each slice group decodes on its own slices, without the others. What it decodes is its share of
+    the requests or, where there is a plan, what that says.
     `finished` hears of each sample that ends here.
     """
     slice_group = slice_group_of(stages.mesh)
@@ -90,18 +86,18 @@ def roll_out(
     if not distributed.started():
         samples = {sample.sample_id: sample for sample in rolled()}
         return [samples[sample_id] for _, sample_id in ids]
-    outcome = _of_crew(rolled) if slice_group.several else rolled
+    outcome = _of_group(rolled) if slice_group.several else rolled
     shares = distributed.gather_results(lambda: list(map(_packed, outcome())))
     distributed.run_on_leader(lambda: distributed.delete_published(placing.name))
     packed = {one.sample_id: one for share in shares for one in share}
     return [_unpacked(request, packed[sample_id]) for request, sample_id in ids]
 
 
-def _of_crew(rolled: Callable[[], list[Sample]]) -> Callable[[], list[Sample]]:
-    """What a process of a crew has to tell all others when its part is over.
+def _of_group(rolled: Callable[[], list[Sample]]) -> Callable[[], list[Sample]]:
+    """Return what a process of a slice group tells all others when its part is over.
 
-    A run may be stopped where all of a crew are between two rounds. With any other error the others
-    may wait on their devices for this process: it is raised here, and ends them.
+    A run may be stopped where all of a group are between two rounds. With any other error the
+    others may wait on their devices for this process: it is raised here, and ends them.
     """
     try:
         samples = rolled()
@@ -141,7 +137,7 @@ def _unpacked(request: Request, packed: FinishedSample) -> Sample:
 
 
 def spans_of(report: RoundReport) -> Iterator[Span]:
-    """What a round says of its slice: samples that came with it, then the round."""
+    """Yield what a round says of its slice: samples that came with it, then the round."""
     if report.moves:
         yield Span(
             report.slice,

@@ -69,9 +69,10 @@ class Workers:
     A call takes `seconds` at most. One that raises, gives no finite float32, takes too long (never,
     with math.inf seconds), sends anything but a reply or ends its process fails alone; the process
     is replaced. ValueError where the reward is broken: it cannot be imported (here or in a
-    process), or it has never given a number yet and fails on every answer, or hangs. `observe` is called after every wait for results, of a second at most; it may
-    raise to stop the call. Leaving the context kills the processes and all that they have started;
-    they also end when this process does, killed or not.
+    process), or it has never given a number yet and fails on every answer, or hangs. `observe` is
+    called after every wait for results, of a second at most; it may raise to stop the call. Leaving
+    the context kills the processes and all that they have started; they also end when this process
+    does, killed or not.
     """
 
     def __init__(
