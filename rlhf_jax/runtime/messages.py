@@ -137,23 +137,23 @@ def _lower(value: Any, depth: int) -> Any:
     if isinstance(value, Mapping):
         return {_lower(key, depth + 1): _lower(item, depth + 1) for key, item in value.items()}
 
-    # A subclass of a plain type travels as that; a dataclass only under its own name.
-    form = _FORMS.get(type(value).__name__)
-    tag = type(value).__name__
-    if form is None or form.of is not type(value):
-        tag, form = next(
-            (
-                pair
-                for pair in _FORMS.items()
-                if pair[0].islower() and isinstance(value, pair[1].of)
-            ),
-            ("", None),
-        )
-    if form is None:
-        raise ValueError(
-            f"A value of type {type(value).__name__} cannot be sent between processes."
-        )
-    return (tag, *(_lower(part, depth + 1) for part in form.parts(value)))
+    tag = _tag_of(type(value))
+    return (tag, *(_lower(part, depth + 1) for part in _FORMS[tag].parts(value)))
+
+
+@functools.cache
+def _tag_of(cls: type) -> str:
+    """Return under which tag a type travels.
+
+    A dataclass does only under its own name, a subclass of a plain type as that type.
+    """
+    name = cls.__name__
+    if name in _FORMS and _FORMS[name].of is cls:
+        return name
+    for tag, form in _FORMS.items():
+        if tag.islower() and issubclass(cls, form.of):
+            return tag
+    raise ValueError(f"A value of type {name} cannot be sent between processes.")
 
 
 def _build(lowered: Any, depth: int) -> Any:
