@@ -61,6 +61,8 @@ def same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, dict):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, decimal.Decimal):  # of which some kinds of NaN refuse to be compared
+        return str(one) == str(other)
     return one == other or (one != one and other != other)
 
 
