@@ -18,7 +18,7 @@ import jax
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
@@ -83,6 +83,7 @@ values = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(values)
 def test_what_is_told_is_what_is_heard(value):
     heard = arrived(value)
@@ -209,6 +210,7 @@ def test_what_is_no_message_is_refused_in_one_sentence(data, sentence):
     assert "\n" not in said and caught.value.__suppress_context__
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_is_a_value_or_one_error(data):
     try:
