@@ -229,11 +229,11 @@ class Session:
         """
         now = time.monotonic()
         if self._stop.signal is not None:
-            distributed.publish(STOP, str(self._stop.signal))
+            distributed.publish(STOP, self._stop.signal)
         elif now - self._looked > LOOK_SECONDS:
             self._looked = now
-            word = distributed.published(STOP)
-            self._stop.signal = self._stop.signal if word is None else int(word)
+            signal = distributed.read_published(STOP, int)
+            self._stop.signal = self._stop.signal if signal is None else signal
         if may_stop:
             self._stop.check()
 

@@ -134,10 +134,10 @@ class Stage:
         def observe(_) -> None:
             if heard or not hears:
                 return
-            if distributed.published(f"{name}/slice 0 fed 1") is None:
+            if distributed.read_published(f"{name}/slice 0 fed 1", bool) is None:
                 time.sleep(0.05)
                 return
-            assert distributed.awaited(f"{name}/slice 0 fed {SHORT // ROWS}", 60.0)
+            assert distributed.wait_published(f"{name}/slice 0 fed {SHORT // ROWS}", bool, 60.0)
             heard.append(True)
             then()
 
@@ -173,7 +173,7 @@ class Told(ScoringQueue):
     def feed(self, number: int, mesh):
         self.feeds()
         self.fed += 1
-        distributed.publish(f"{self.name}/slice {number} fed {self.fed}", "yes")
+        distributed.publish(f"{self.name}/slice {number} fed {self.fed}", True)
         done = super().feed(number, mesh)
         return done if self.leads else types.SimpleNamespace(is_ready=lambda: False)
 

@@ -163,8 +163,8 @@ def give_up(begin, slice_group: SliceGroup) -> None:
 
         with pytest.raises((Stopped, StageAborted)) as caught, failed(name):
             list(begin(observe, assignment_policy=AssignmentPolicy(Shuffled(seed=0), name=name)))
-        ends = distributed.gather(caught.type)
-        assert ends.count(Stopped) == 1 and ends.count(StageAborted) == len(ends) - 1, ends
+        ends = distributed.gather(caught.type.__name__)
+        assert ends.count("Stopped") == 1 and ends.count("StageAborted") == len(ends) - 1, ends
 
 
 def requests() -> list[Request]:

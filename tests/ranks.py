@@ -1,12 +1,15 @@
-"""One of two processes that try `rlhf_jax.runtime.distributed` on each other: python tests/ranks.py PORT RANK
-[last act]
+"""Be one of two processes that try `rlhf_jax.runtime.distributed` on each other.
+
+python tests/ranks.py PORT RANK [last act]
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +28,7 @@ def main(port: str, rank: int, act: str) -> int:
     place = distributed.Place(f"localhost:{port}", 2, rank)
     distributed.start(place)
     tell(rank)
+    listen(rank)
     agree(rank)
     read()
     score(rank)
@@ -44,8 +48,26 @@ def tell(rank: int) -> None:
     assert distributed.broadcast(rank) == 0
     assert distributed.gather(distributed.share(range(5))) == [[0, 2, 4], [1, 3]]
     distributed.publish("word", "first")
-    assert distributed.gather(distributed.published("word")) == ["first", "first"]
-    assert distributed.published("no such word") is None
+    assert distributed.gather(distributed.read_published("word", str)) == ["first", "first"]
+    assert distributed.read_published("no such word", str) is None
+
+
+def listen(rank: int) -> None:
+    """What listens of processes of one machine does so on the loopback alone."""
+    own = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(descriptor))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in (Path("/proc/net") / table).read_text().splitlines()[1:]:
+            _, address, _, state, *words = line.split()
+            if state == "0A" and f"socket:[{words[5]}]" in own:
+                found.append(address.partition(":")[0])
+    # 127.0.0.1, ::1 and ::ffff:127.0.0.1, as the kernel writes words of four bytes
+    loopback = ("0100007F", f"{'0' * 24}01000000", f"{'0' * 16}FFFF00000100007F")
+    assert set(found) <= set(loopback), found
+    assert len(found) >= 2 - rank, found  # gloo's, and of rank 0 the coordination service
 
 
 def agree(rank: int) -> None:
@@ -58,7 +80,7 @@ def agree(rank: int) -> None:
         else:
             raise AssertionError("no error was raised")
     try:
-        distributed.together(lambda: stop() if rank else None)
+        distributed.gather_results(lambda: stop() if rank else None)
     except Stopped as stopped:
         assert stopped.exit_code == 143
     assert distributed.run_on_leader(lambda: os.getpid()) == distributed.gather(os.getpid())[0]
@@ -83,7 +105,7 @@ def read() -> None:
     )
     np.testing.assert_array_equal(found["rows"], rows + 1)
     assert found["one"] == 3
-    distributed.PIECE = 16  # bytes: as if it were large
+    distributed.LEADER_PIECE = 16  # bytes: as if it were large
     sent = distributed.to_leader(placed)
     assert (sent["rows"] is not None) == distributed.leads()
     np.testing.assert_array_equal(sent["rows"] if distributed.leads() else rows, rows)

@@ -3,6 +3,7 @@
 import collections
 import json
 import pathlib
+import sys
 
 import numpy as np
 import pytest
@@ -109,7 +110,7 @@ def test_broken_parquet(tmp_path):
 
 
 def test_parquet_without_pyarrow(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ValueError, match="needs pyarrow"):
         prompts.read(write(tmp_path, "x", "rows.parquet"))
 

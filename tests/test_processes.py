@@ -391,6 +391,26 @@ def test_the_command_line_says_where_a_process_stands():
             place(["t", *wrong])
 
 
+@pytest.mark.parametrize(
+    ("coordinator", "addresses", "found"),
+    [
+        ("localhost:5", None, "localhost:5"),
+        ("127.0.0.1:5", None, "127.0.0.1:5"),
+        ("[::1]:5", None, "[::1]:5"),
+        ("mine:5", ["127.0.0.2"], None),  # only here: others know another address
+        ("gateway:5", ["203.0.113.7"], None),  # of no interface of this machine
+        ("", [], None),
+    ],
+)
+def test_a_coordinator_listens_where_its_name_says(coordinator, addresses, found, monkeypatch):
+    def resolve(host, *_, **__):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 0)) for one in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
+    assert distributed._bind_address(coordinator) == found
+
+
 def test_one_process_is_alone():
     assert (
         distributed.count(),
@@ -403,9 +423,9 @@ def test_one_process_is_alone():
         and distributed.broadcast(1) == 1
         and distributed.share([1, 2]) == [1, 2]
     )
-    assert distributed.together(lambda: 3) == [3] and distributed.run_on_leader(
+    assert distributed.gather_results(lambda: 3) == [3] and distributed.run_on_leader(
         lambda: 3
     ) == 3 == distributed.run_on_all(lambda: 3)
-    assert distributed.all_here("anywhere") and distributed.published("word") is None
+    assert distributed.all_here("anywhere") and distributed.read_published("word", str) is None
     with pytest.raises(ZeroDivisionError):
         distributed.run_on_all(lambda: 1 // 0)

@@ -284,11 +284,11 @@ def test_leaving_ends_processes_and_their_offspring(mischief):
 def test_processes_end_with_a_parent_that_is_killed(mischief, last):
     """In the middle of a call, even one that lets no other thread run, and between calls."""
     program = (
-        "import sys, time\nfrom rlhf_jax.rewards.combination import Answer\n"
+        "import sys, time\nfrom rlhf_jax.rewards.combination import Response\n"
         "from rlhf_jax.rewards.workers import Workers\n"
         "pool = Workers(sys.argv[1], 1, 60.0)\n"
-        "print(int(pool([Answer('', [], {}, 'pid')]).values[0]), flush=True)\n"
-        "pool([Answer('', [], {}, sys.argv[2])])\ntime.sleep(60)\n"
+        "print(int(pool([Response('', [], {}, 'pid')]).values[0]), flush=True)\n"
+        "pool([Response('', [], {}, sys.argv[2])])\ntime.sleep(60)\n"
     )
     command = [sys.executable, "-c", program, f"{mischief}:mischief", last]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
@@ -453,8 +453,8 @@ def test_only_the_parents_end_is_signalled():
         reward_worker._signal_events(watched.fileno())
         signal.signal(signal.SIGIO, lambda *_: seen.append(1))
         for number in range(100):
-            calls.send(number)
-            assert answers.recv() == number
+            calls.send_bytes(bytes([number]))
+            assert answers.recv_bytes(1) == bytes([number])
         assert not seen
         held.close()
         deadline = time.monotonic() + 5

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlhf_jax.runtime import messages as wire
+
 CHAT_ROLES = ("system", "user", "assistant", "tool")  # The roles that chat templates know.
 
 
@@ -140,7 +142,17 @@ def _read_parquet(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
         raise ValueError(
             f"{path} is not a readable Parquet file ({str(error).splitlines()[0]})."
         ) from error
-    yield from ((f"Row {number} of {path}", row) for number, row in enumerate(rows, start=1))
+    for number, row in enumerate(rows, start=1):
+        where = f"Row {number} of {path}"
+        for column, value in row.items():
+            try:
+                wire.encode(value)
+            except ValueError as error:
+                raise ValueError(
+                    f"{where}: the column {column!r} cannot be given to a reward, which runs in a"
+                    f" process of its own ({str(error).rstrip('.')}); leave it out of the file."
+                ) from error
+        yield where, row
 
 
 def _check_row(row: Any, prompt_key: str, where: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from rlhf_jax.reallocation import length_model, row_transfer
 from rlhf_jax.reallocation.length_model import Lengths
 from rlhf_jax.reallocation.planner import WAITS, ClusterView, Reallocation
 from rlhf_jax.reallocation.row_transfer import RowPacket
+from rlhf_jax.runtime import messages
 
 # Bytes a second that a move carries, about (a CPU's by benchmarks/moves.py).
 LINK_SPEED = {"cpu": 1e9, "gpu": 5e10, "tpu": 5e10}
@@ -79,6 +80,7 @@ class AssignmentState:
         return self.rounds_received >= rounds or not in_flight
 
 
+@messages.register
 @dataclasses.dataclass(frozen=True)
 class Assignments:
     """Say by sample ids what changes: samples that begin, running ones that move."""

@@ -1,9 +1,9 @@
-"""When there is a new plan, and who makes it: one process alone, or for several their leader.
+"""Decide when there is a new plan, and who makes it: one process alone, or for several rank 0.
 
-Of several, each crew says what its slices do, rank 0 plans, and all carry its plans out in order. A
-plan has a number, and takes effect on a slice at its next round, the one that its crew's leader
-says. No crew waits for another but to pass a sample on: the one that gives says first what the
-sample has by now, then both take part in the exchange of their two slices.
+Of several, each slice group reports what its slices do, rank 0 plans, and all carry its plans out
+in order. A plan has a number, and takes effect on a slice at its next round, the one that the
+leader of its group says. No group waits for another but to pass a sample on: the one that gives
+says first what the sample has by now, then both take part in the exchange of their two slices.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.generation.assignment import (
     Assignments,
     AssignmentState,
+    Unfinished,
     apply_assignments,
     join,
     leave,
@@ -29,23 +30,75 @@ from rlhf_jax.generation.requests import Sample
 from rlhf_jax.generation.scheduler import SliceBatch, resize
 from rlhf_jax.reallocation import row_transfer
 from rlhf_jax.reallocation.row_transfer import RowPacket
-from rlhf_jax.runtime import distributed
-from rlhf_jax.runtime.slice_groups import LOOK, SliceGroup, StageAborted, check, unpacked, wait_for
+from rlhf_jax.runtime import distributed, messages
+from rlhf_jax.runtime.slice_groups import (
+    LOOK,
+    SliceGroup,
+    StageAborted,
+    check,
+    has_failed,
+    wait_for,
+)
 
 POLL = 0.02  # seconds between two looks for a plan
-NAP = 1e-3  # seconds, where there is nothing else to do
-YES = "yes"
-NO = "no"
-# a sample that has ended meanwhile, and one that has not begun
-GONE = "gone"
-QUEUED = "queued"
-# of a sample that moves
-KEPT = ("tokens", "logprobs", "unfed", "rounds", "accepted", "confidence", "support")
+PLAN_NAP = 1e-3  # seconds, where there is nothing else to do
+
+
+@messages.register
+@dataclasses.dataclass(frozen=True)
+class SliceReport:
+    """Say what the slices of a slice group do, after so many plans."""
+
+    carried: int  # plans that it has carried out
+    standing: Unfinished
+
+
+class HandOver:
+    """Say what becomes of a sample that is to move to a slice of another process."""
+
+
+@messages.register
+@dataclasses.dataclass(frozen=True)
+class RowHandOver(HandOver):
+    """Say what a running sample has by now; its row follows in an exchange of two slices."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    unfed: int
+    rounds: int
+    accepted: int
+    confidence: dict[str, int]
+    support: list[np.ndarray]
+    slots: int  # token slots of the row that travels
+
+
+@messages.register
+@dataclasses.dataclass(frozen=True)
+class StillQueued(HandOver):
+    """Say that a sample which is to move has not begun: its new slice begins it."""
+
+
+@messages.register
+@dataclasses.dataclass(frozen=True)
+class AlreadyEnded(HandOver):
+    """Say that a sample which is to move has ended meanwhile."""
+
+
+@messages.register
+@dataclasses.dataclass(frozen=True)
+class ExchangeConsent:
+    """Say whether both take part in the exchange of a sample; the first word on it holds."""
+
+    given: bool
+
+
+# what of a sample a `RowHandOver` holds
+MOVED = tuple(field.name for field in dataclasses.fields(RowHandOver) if field.name != "slots")
 
 
 @dataclasses.dataclass
 class PlanCoordinator:
-    """The part of this process, or of its crew, in planning a stage."""
+    """Play the part of this process, or of its slice group, in planning a stage."""
 
     stage: AssignmentState
     settle: Callable[[SliceBatch], None]  # lands all rounds that a slice has in the air
@@ -56,9 +109,7 @@ class PlanCoordinator:
     seen: set[int] = dataclasses.field(default_factory=set)  # samples that stood at the last plan
 
     def goes_on(self) -> bool:
-        """Whether there is anything left to decode, here or, where samples may yet come,
-        elsewhere.
-        """
+        """Say whether anything is left to decode: here or, where samples may come, elsewhere."""
         if self._together:
             return not self.over
         return bool(self.stage.unassigned) or any(
@@ -70,8 +121,9 @@ class PlanCoordinator:
         return distributed.started() and self.stage.policy.plan_reallocation is not None
 
     def turn(self) -> None:
-        """Carry out the next plan, if it is time for one. Raises Abandoned where another process
-        gives the stage up.
+        """Carry out the next plan, if it is time for one.
+
+        Raises StageAborted where another process gives the stage up.
         """
         if self._together:
             self._turn()
@@ -82,7 +134,7 @@ class PlanCoordinator:
 
     def _turn(self) -> None:
         if self._slice_group.decide_together(self._next):
-            wanted: Assignments = wait_for(self._name, f"{self._name}/plan {self.carried}")
+            wanted = wait_for(self._name, f"{self._name}/plan {self.carried}", Assignments)
             apply_assignments(self.stage, wanted, self._carry)
             self.carried = self.carried + 1
             self.over = wanted.over
@@ -96,7 +148,7 @@ class PlanCoordinator:
         return self.stage.run.slice_group
 
     def _next(self) -> bool:
-        """Whether there is another plan now. A crew of several with nothing to do waits for one."""
+        """Say whether there is another plan now; a group of several that is idle waits for one."""
         busy = any(instance.busy for instance in self.stage.own_slices.values())
         while (
             not (found := self._look(busy))
@@ -108,36 +160,37 @@ class PlanCoordinator:
         return found
 
     def _look(self, busy: bool) -> bool:
-        """From time to time: say what there is, plan if this is rank 0, and look for the next
-        plan.
-        """
+        """Report now and then what there is, plan if this is rank 0, and look for the next plan."""
         if time.perf_counter() - self.looked < POLL:
-            time.sleep(0 if busy else NAP)
+            time.sleep(0 if busy else PLAN_NAP)
             return False
         self.looked = time.perf_counter()
-        self._slice_group.say(
-            f"{self._name}/rank {distributed.rank()}", [self.carried, unfinished(self.stage)]
+        self._slice_group.publish(
+            f"{self._name}/rank {distributed.rank()}",
+            SliceReport(self.carried, unfinished(self.stage)),
         )
         check(self._name)
         if distributed.leads():
             self._plan()
-        return distributed.published(f"{self._name}/plan {self.carried}") is not None
+        plan = distributed.read_published(f"{self._name}/plan {self.carried}", Assignments)
+        return plan is not None
 
     def _plan(self) -> None:
-        """The next plan, once all have carried out the last one and said what came of it."""
+        """Publish the next plan, once all have carried out the last one and reported since."""
         leaders = sorted({meshes.owners(part)[0] for part in self.stage.meshes if part is not None})
-        said = [distributed.published(f"{self._name}/rank {rank}") for rank in leaders]
-        heard = [unpacked(word) for word in said if word]
-        if len(heard) < len(said) or any(carried != self.carried for carried, _ in heard):
+        words = [f"{self._name}/rank {rank}" for rank in leaders]
+        reports = [distributed.read_published(word, SliceReport) for word in words]
+        known = [report for report in reports if report and report.carried == self.carried]
+        if len(known) < len(reports):
             return
-        where = [one for _, standing in heard for one in standing]
+        where = [one for report in known for one in report.standing]
         over = not where and not self.stage.unassigned
         ids = {one for one, _, _ in where}
         if over or self.stage.due or ids != self.seen:
             self.seen = ids
             wanted = dataclasses.replace(reassign(self.stage, where), over=over)
             if over or wanted.moves or wanted.admissions or tuple(wanted.freed) != self.stage.freed:
-                self._slice_group.say(f"{self._name}/plan {self.carried}", wanted)
+                self._slice_group.publish(f"{self._name}/plan {self.carried}", wanted)
 
     def _carry(self, sample_id: int, source: int, target: int) -> None:
         word = f"{self._name}/plan {self.carried} moves {sample_id}"
@@ -151,42 +204,43 @@ class PlanCoordinator:
         self.settle(instance)
         if sample in instance.queue:
             instance.queue.remove(sample)
-            self._slice_group.say(word, QUEUED)
+            self._slice_group.publish(word, StillQueued())
         elif sample.done or sample not in instance.rows:
-            self._slice_group.say(word, GONE)
+            self._slice_group.publish(word, AlreadyEnded())
         else:
             slots = row_transfer.width(
                 len(sample.prompt) + len(sample.tokens), instance.state.tokens.shape[1]
             )
-            self._slice_group.say(
-                word, {name: getattr(sample, name) for name in KEPT} | {"slots": slots}
-            )
+            moved = {name: getattr(sample, name) for name in MOVED}
+            self._slice_group.publish(word, RowHandOver(**moved, slots=slots))
             self._slice_group.decide_together(lambda: self._is_awaited(word))
             self._pass(leave(instance, sample, slots), instance, source, target)
 
     def _take(self, sample: Sample, source: int, target: int, word: str) -> None:
         instance = self.stage.own_slices[target]
-        said = self._slice_group.decide_together(lambda: wait_for(self._name, word))
-        if said == QUEUED:
+        said = self._slice_group.decide_together(lambda: wait_for(self._name, word, HandOver))
+        if isinstance(said, StillQueued):
             instance.queue.append(sample)
-        elif said != GONE:
+        elif isinstance(said, RowHandOver):
             self._slice_group.decide_together(lambda: _promise(word))
-            for name in KEPT:
-                setattr(sample, name, said[name])
+            for name in MOVED:
+                setattr(sample, name, getattr(said, name))
             resize(instance, len(instance.samples) + 1, self.stage.run.decoding)
             blank = row_transfer.pack_rows(
-                instance.state, np.zeros(1, np.int32), said["slots"], mesh=instance.mesh
+                instance.state, np.zeros(1, np.int32), said.slots, mesh=instance.mesh
             )
             join(instance, sample, self._pass(blank, instance, source, target))
 
     def _is_awaited(self, word: str) -> None:
-        """Wait until a sample is. Who has given up by then takes no part in the exchange, and nor
-        does the other.
+        """Wait until the target of a sample awaits it.
+
+        Who has given up by then takes no part in the exchange, and nor does the other.
         """
-        while distributed.awaited(f"{word}, awaited", LOOK) is None:
-            if (
-                distributed.published(f"{self._name}/failed")
-                and distributed.first(f"{word}, awaited", NO) == NO
+        consent = f"{word}, awaited"
+        while distributed.wait_published(consent, ExchangeConsent, LOOK) is None:
+            refusal = ExchangeConsent(given=False)
+            if has_failed(self._name) and not (
+                distributed.publish_if_absent(consent, refusal).given
             ):
                 raise StageAborted
 
@@ -198,5 +252,5 @@ class PlanCoordinator:
 
 def _promise(word: str) -> None:
     """Say that a sample is awaited: from then on both take part in the exchange."""
-    if distributed.first(f"{word}, awaited", YES) == NO:
+    if not distributed.publish_if_absent(f"{word}, awaited", ExchangeConsent(given=True)).given:
         raise StageAborted

@@ -13,6 +13,7 @@ from pallas_kernels.dispatch import REFERENCE, Kernels
 from rlhf_jax.generation.speculative.protocol import Drafter, drafters_of
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy.acceptance import Observations
+from rlhf_jax.runtime import messages
 from rlhf_jax.types import Array, Rollout, Strategy
 
 
@@ -157,6 +158,7 @@ class RoundReport:
     moved_bytes: int = 0  # with their caches
 
 
+@messages.register
 @dataclasses.dataclass
 class GenerationCounts:
     """Count what one generation stage did; `add` is what `generate` observes with."""

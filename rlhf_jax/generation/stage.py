@@ -35,7 +35,7 @@ from rlhf_jax.mesh import Layout
 from rlhf_jax.model.attention import causal
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.reallocation.planner import ClusterView, Reallocation
-from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime import distributed, messages
 from rlhf_jax.runtime.signals import Stopped
 from rlhf_jax.runtime.slice_groups import StageAborted, failed, slice_group_of
 from rlhf_jax.types import Model
@@ -93,6 +93,19 @@ class StageRecord:
         self.spans.append(Span(report.slice, "generate", *round_))
 
 
+@messages.register
+@dataclasses.dataclass(frozen=True)
+class FinishedSample:
+    """Tell other processes of a sample that has ended."""
+
+    sample_id: int
+    tokens: np.ndarray  # [T] int32
+    logprobs: np.ndarray  # [T] float32
+    support: np.ndarray | None  # [T, top_k] int32, under top-k
+    rounds: int
+    accepted: int
+
+
 def generate_samples(
     models: ModelPair,
     requests: Sequence[Request],
@@ -138,9 +151,9 @@ def generate_samples(
         return [samples[sample_id] for _, sample_id in order]
 
     outcome = _outcome_of_group(generate_own) if slice_group.several else generate_own
-    shares = distributed.together(lambda: list(map(_packed, outcome())))
-    distributed.run_on_leader(lambda: distributed.forget(assignment_policy.name))
-    packed = {one[0]: one for share in shares for one in share}
+    shares = distributed.gather_results(lambda: list(map(_packed, outcome())))
+    distributed.run_on_leader(lambda: distributed.delete_published(assignment_policy.name))
+    packed = {one.sample_id: one for share in shares for one in share}
     return [_unpacked(request, packed[sample_id]) for request, sample_id in order]
 
 
@@ -161,22 +174,31 @@ def _outcome_of_group(generate_own: Callable[[], list[Sample]]) -> Callable[[], 
     return lambda: samples
 
 
-def _packed(sample: Sample) -> tuple:
+def _packed(sample: Sample) -> FinishedSample:
     """Return what another process is told of a finished sample."""
-    support = np.array(sample.support, np.int32) if sample.support else None
-    tokens = np.array(sample.tokens, np.int32)
-    logprobs = np.array(sample.logprobs, np.float32)
-    return sample.sample_id, tokens, logprobs, support, sample.rounds, sample.accepted
+    return FinishedSample(
+        sample.sample_id,
+        np.array(sample.tokens, np.int32),
+        np.array(sample.logprobs, np.float32),
+        support=np.array(sample.support, np.int32) if sample.support else None,
+        rounds=sample.rounds,
+        accepted=sample.accepted,
+    )
 
 
-def _unpacked(request: Request, packed: tuple) -> Sample:
+def _unpacked(request: Request, packed: FinishedSample) -> Sample:
     """Rebuild a finished sample from what another process told of it."""
-    sample_id, tokens, logprobs, support, rounds, accepted = packed
-    rows = [] if support is None else list(support)
-    sample = Sample(sample_id, request, [], tokens.tolist(), logprobs.tolist(), rows, done=True)
-    sample.rounds = rounds
-    sample.accepted = accepted
-    return sample
+    return Sample(
+        packed.sample_id,
+        request,
+        [],
+        tokens=packed.tokens.tolist(),
+        logprobs=packed.logprobs.tolist(),
+        support=[] if packed.support is None else list(packed.support),
+        rounds=packed.rounds,
+        accepted=packed.accepted,
+        done=True,
+    )
 
 
 def by_group(own: object, nothing: object, settings: GenerationSettings) -> list:

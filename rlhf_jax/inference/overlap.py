@@ -25,6 +25,7 @@ from rlhf_jax.model.attention import causal_on
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.rewards.combination import Response, failure
 from rlhf_jax.rewards.models import RewardModel, ScoredRows, start_scoring
+from rlhf_jax.runtime import messages
 from rlhf_jax.types import Array, Model
 
 # The scores of a sample's tokens: fields of `Scored`, in the order of the results of `score`.
@@ -51,6 +52,7 @@ class Scoring:
     rewards: Mapping[str, RewardModel] = dataclasses.field(default_factory=dict)  # by their names
 
 
+@messages.register
 @dataclasses.dataclass(frozen=True)
 class Scored:
     """Hold one sample's scores on the host: [T] float32 each, or None without such a model."""

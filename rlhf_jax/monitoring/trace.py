@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_jax.runtime import messages
 from rlhf_jax.runtime.files import write_atomically
 
 KEPT = 10  # traces of a run: the latest
@@ -22,6 +23,7 @@ PROCESS = 1
 FIRST_THREAD = 1000
 
 
+@messages.register
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
     """A piece of a slice's work. `kind` is "generate", "exchange" or "inference"; times are seconds

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from rlhf_jax.runtime import messages
+
 # A function of (prompt, response, row of the prompt file).
 Reward = Callable[[str, str, dict[str, Any]], float]
 
@@ -32,6 +34,7 @@ class Response:
     response: str
 
 
+@messages.register
 @dataclasses.dataclass(frozen=True)
 class Scores:
     """Hold one number for each response, or the reason why there is none."""
@@ -46,9 +49,6 @@ class Broken(ValueError):
     def __init__(self, message: str, scores: Scores):
         super().__init__(message)
         self.scores = scores
-
-    def __reduce__(self):
-        return Broken, (str(self), self.scores)
 
 
 Scorer = Callable[[Sequence[Response]], Scores]

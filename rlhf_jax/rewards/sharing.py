@@ -18,16 +18,16 @@ def shared_out(scorer: Scorer) -> Scorer:
     if not distributed.started():
         return scorer
 
-    def score_share(responses: Sequence[Response]) -> Scores | Broken:
+    def score_share(responses: Sequence[Response]) -> tuple[Scores, str | None]:
         try:
-            return scorer(distributed.share(responses))
+            return scorer(distributed.share(responses)), None
         except Broken as broken:  # Other processes may have had numbers.
-            return broken
+            return broken.scores, str(broken)
 
     def score(responses: Sequence[Response]) -> Scores:
-        found = distributed.together(lambda: score_share(responses))
-        broken = [part for part in found if isinstance(part, Broken)]
-        parts = [part.scores if isinstance(part, Broken) else part for part in found]
+        found = distributed.gather_results(lambda: score_share(responses))
+        broken = [Broken(words, scores) for scores, words in found if words is not None]
+        parts = [scores for scores, _ in found]
         if broken and sum(len(one.scores.values) for one in broken) == len(responses):
             raise broken[0]
         return _in_order(parts, len(responses))

@@ -1,9 +1,8 @@
-"""Python rewards in processes of their own: the pool that hands out answers, and what each process
-runs.
+"""Run Python rewards in processes of their own: the pool that hands out answers, and each process.
 
-Parent and child talk over one socket, the child's standard input. The child sends READY once, then
-for each call it receives, `(prompt, response, row)`, the reward's float, or a string: why there is
-none. It imports no jax.
+Parent and child talk over one socket, the child's standard input, in the messages of `calls.py`.
+The child says that it is ready once, then for each call the reward, or why there is none. It
+imports no jax, and the parent runs nothing that a child sends.
 """
 
 from __future__ import annotations
@@ -20,10 +19,20 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import Pipe, connection
-from typing import Any
 
 import numpy as np
 
+from rlhf_jax.rewards.calls import (
+    LARGEST_REPLY,
+    RewardCall,
+    RewardFailure,
+    RewardScore,
+    WorkerReady,
+    limit_wait,
+    receive_call,
+    receive_reply,
+    send,
+)
 from rlhf_jax.rewards.combination import (
     Response,
     Reward,
@@ -34,7 +43,6 @@ from rlhf_jax.rewards.combination import (
     refuse_broken,
 )
 
-READY = "ready"
 START_SECONDS = 120.0  # for Python and the reward's imports
 HANGS = 4  # so many calls out of time, and none that ever succeeded: the reward hangs
 SILENCE = 1.0  # seconds between two signs of life at most
@@ -56,15 +64,15 @@ class _Child:
 
 
 class Workers:
-    """A reward function as a scorer that runs it in up to `count` processes, for `seconds` a call
-    at most.
+    """Run a reward function as a scorer, in up to `count` processes.
 
-    A call that raises, gives no finite float32, takes too long (never, with math.inf seconds) or
-    ends its process fails alone; the process is replaced. ValueError where the reward is broken: it
-    cannot be imported (here or in a process), or it has never given a number yet and fails on every
-    answer, or hangs. `observe` is called after every wait for results, of a second at most; it may
-    raise to stop the call. Leaving the context kills the processes and all that they have started;
-    they also end when this process does, killed or not.
+    A call takes `seconds` at most. One that raises, gives no finite float32, takes too long (never,
+    with math.inf seconds), sends anything but a reply or ends its process fails alone; the process
+    is replaced. ValueError where the reward is broken: it cannot be imported (here or in a
+    process), or it has never given a number yet and fails on every answer, or hangs. `observe` is
+    called after every wait for results, of a second at most; it may raise to stop the call. Leaving
+    the context kills the processes and all that they have started; they also end when this process
+    does, killed or not.
     """
 
     def __init__(
@@ -90,7 +98,7 @@ class Workers:
             self._end(self._children[-1])
 
     def __call__(self, answers: Sequence[Response]) -> Scores:
-        """Scores in the order of the answers."""
+        """Return scores in the order of the answers."""
         waiting = collections.deque(range(len(answers)))
         results: dict[int, float | str] = {}
         try:
@@ -124,10 +132,10 @@ class Workers:
                 answer = answers[child.index]
                 # a dead child is noticed when its result is read
                 with contextlib.suppress(OSError):
-                    child.pipe.send((answer.prompt, answer.response, answer.row))
+                    send(child.pipe, RewardCall(answer.prompt, answer.response, answer.row))
 
     def _collect(self) -> dict[int, float | str]:
-        """Waits for the first results, or the first deadline, or until a sign of life is due."""
+        """Wait for the first results, or the first deadline, or until a sign of life is due."""
         results: dict[int, float | str] = {}
         busy = {child.pipe: child for child in self._children if child.busy}
         patience = min(child.deadline for child in busy.values()) - time.monotonic()
@@ -141,21 +149,34 @@ class Workers:
         return results
 
     def _receive(self, child: _Child) -> dict[int, float | str]:
+        """Take a child's reply; one that sends anything else is ended: its answer has failed."""
         try:
-            result = child.pipe.recv()
-        except (EOFError, OSError):
+            reply = receive_reply(child.pipe)
+        except (EOFError, ConnectionError):
             return self._give_up(child, f"ended its process with {_exit_status(child.process)}")
-        if not child.ready:
-            child.ready = result == READY
-            return {} if child.ready else self._give_up(child, result)
-        index = child.index
-        child.index = None
-        assert index is not None
-        return {index: result}
+        except BlockingIOError:
+            return self._give_up(child, "began a reply and did not end it")
+        except OSError as error:
+            reason = f"sent no reply of at most {LARGEST_REPLY:,} bytes ({error})"
+            return self._give_up(child, reason)
+        except ValueError as error:
+            return self._give_up(child, f"sent no reply ({str(error).rstrip('.')})")
+
+        if child.ready and child.index is not None and not isinstance(reply, WorkerReady):
+            index = child.index
+            child.index = None
+            return {index: reply.value if isinstance(reply, RewardScore) else reply.reason}
+        if child.ready or isinstance(reply, RewardScore):
+            return self._give_up(child, "sent a reply out of turn")
+        if isinstance(reply, RewardFailure):
+            return self._give_up(child, reply.reason)
+        child.ready = True
+        return {}
 
     def _give_up(self, child: _Child, reason: str) -> dict[int, float | str]:
-        """Ends a child: its answer has failed. One that never got ready would not do so the next
-        time either.
+        """End a child: its answer has failed.
+
+        One that never got ready would not do so the next time either: that is a ValueError.
         """
         self._end(child)
         if child.index is None:
@@ -184,7 +205,7 @@ class Workers:
 
 
 def _start(spec: str) -> _Child:
-    """A child that imports the reward as this process would, and has not said READY yet."""
+    """Start a child that imports the reward as this process would, and is not ready yet."""
     ours, theirs = Pipe()
     held, watched = Pipe()  # nothing is ever sent: what happens on it is the end of this process
     process = subprocess.Popen(
@@ -197,6 +218,7 @@ def _start(spec: str) -> _Child:
     )
     theirs.close()
     watched.close()
+    limit_wait(ours)
     return _Child(process, ours, held, time.monotonic() + START_SECONDS)
 
 
@@ -212,8 +234,7 @@ def _exit_status(process: subprocess.Popen) -> str:
 
 
 def serve(spec: str, watched: int) -> None:
-    """A child's life: import the reward, then answer calls until the parent closes the socket or
-    ends.
+    """Import the reward, then answer calls until the parent closes the socket or ends.
 
     `watched` is the file descriptor on which something happens only when the parent ends.
     """
@@ -224,21 +245,21 @@ def serve(spec: str, watched: int) -> None:
     try:
         reward = load_reward(spec)
     except (ValueError, OSError) as error:
-        pipe.send(_one_line(error))
+        send(pipe, RewardFailure(_one_line(error)))
         return
     with contextlib.suppress(EOFError, OSError):  # the parent's end
-        pipe.send(READY)
+        send(pipe, WorkerReady())
         while True:
-            arguments = pipe.recv()
+            asked = receive_call(pipe)
             signal.signal(signal.SIGIO, signal.SIG_DFL)
-            result = call(reward, *arguments)
+            reply = call(reward, asked)
             signal.signal(signal.SIGIO, signal.SIG_IGN)
-            pipe.send(result)
+            send(pipe, reply)
     os.killpg(os.getpgrp(), signal.SIGKILL)  # what the reward has started ends as well
 
 
 def _signal_events(watched: int) -> None:
-    """Has the kernel send SIGIO at the parent's end; ignored here.
+    """Have the kernel send SIGIO at the parent's end; ignored here.
 
     In a call it is not ignored, and ends the child even in a regular expression that never returns
     and lets no other thread run. The pipe of calls would not do: the signal of a call's arrival may
@@ -250,15 +271,15 @@ def _signal_events(watched: int) -> None:
     fcntl.fcntl(watched, fcntl.F_SETFL, fcntl.fcntl(watched, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def call(reward: Reward, prompt: str, response: str, row: dict[str, Any]) -> float | str:
-    """The reward, or in a string why there is none: it raised, or gave no number."""
+def call(reward: Reward, asked: RewardCall) -> RewardScore | RewardFailure:
+    """Return the reward, or why there is none: it raised, or gave no number."""
     try:
-        value = reward(prompt, response, row)
+        value = reward(asked.prompt, asked.response, asked.row)
         if isinstance(value, numbers.Real | np.bool_):
-            return float(value)
+            return RewardScore(float(value))
     except Exception as error:
-        return f"raised {type(error).__name__}: {_one_line(error)}"
-    return f"gave a value of type {type(value).__name__} instead of one float"
+        return RewardFailure(f"raised {type(error).__name__}: {_one_line(error)}")
+    return RewardFailure(f"gave a value of type {type(value).__name__} instead of one float")
 
 
 def _one_line(error: Exception) -> str:

@@ -1,8 +1,8 @@
-"""Several processes as one run: which is this one, what they tell each other, and how the host
-reads their arrays.
+"""Join several processes into one run: which this is, what they tell each other, whose arrays.
 
 Rank 0 leads: it writes the files, shows the progress and decides what only one can. With one
-process every function here is the plain thing, and costs nothing.
+process every function here is the plain thing, and costs nothing. What processes tell each other
+are the values of `messages.py`: none of it is ever run.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import pickle
 import re
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax._src import distributed
+from jax._src import distributed, xla_bridge
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
+
+from rlhf_jax.runtime import messages
 
 HEARTBEAT = 30  # seconds of silence after which a process counts as dead, and the others end
 PATIENCE = 10.0  # seconds in which ranks that fail alike come to the same place
@@ -35,7 +38,9 @@ STATUS = re.compile(
 )
 OF_FILES = re.compile(r" \[(tensorstore|source|os_error)")  # in what tensorstore says
 FIRST = 1024  # bytes of a message that travel with its length
-PIECE = 1 << 28  # bytes of an array that travel to the leader at one time
+LOCAL = ("localhost", "127.0.0.1", "[::1]")  # hosts by which a coordinator is on this machine
+EXCHANGE = "the exchange of ranks"
+LEADER_PIECE = 1 << 28  # bytes of an array that travel to the leader at one time
 
 # Of XLA on CPUs, at least. A device needs one for a program that waits for other processes and one
 # for the next program's start; with fewer than twice its devices a process may wait for a thread
@@ -44,11 +49,11 @@ THREADS = 32
 
 T = TypeVar("T")
 
+messages.register_error(jax.errors.JaxRuntimeError)
+
 
 class Place(NamedTuple):
-    """Where this process stands among all, as the command line says it; `size` None: the cluster is
-    asked.
-    """
+    """Say where this process stands among all; `size` None: the cluster is asked."""
 
     coordinator: str | None = None  # HOST:PORT of rank 0
     size: int | None = 1
@@ -56,12 +61,18 @@ class Place(NamedTuple):
 
 
 def start(place: Place) -> None:
-    """Join the others, before any device is touched. Raises ValueError in one sentence where they
-    cannot be found.
+    """Join the others, before any device is touched.
+
+    Raises ValueError in one sentence where they cannot be found.
     """
     if place.size == 1:
         return
-    _keep_stdout()
+    # Standard output is left to Python: gloo writes a line there for each of its connections.
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+
     os.environ["NPROC"] = str(max(THREADS, os.cpu_count() or 1))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # it would take SIGTERM, which `stopping` hears
@@ -71,124 +82,167 @@ def start(place: Place) -> None:
     how = None if place.size is None else "deactivate"
     try:
         jax.distributed.initialize(
-            *place, cluster_detection_method=how, heartbeat_timeout_seconds=HEARTBEAT
+            *place,
+            cluster_detection_method=how,
+            heartbeat_timeout_seconds=HEARTBEAT,
+            coordinator_bind_address=None if place.rank else _bind_address(place.coordinator or ""),
         )
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise ValueError(
             f"The {place.size or ''} processes of the run did not meet ({reason})."
         ) from error
+    if _host(place.coordinator or "") in LOCAL:
+        _keep_collectives_local()
 
 
-def _keep_stdout() -> None:
-    """Leave standard output to Python: gloo writes a line there for each of its connections."""
-    sys.stdout.flush()
-    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
-    with open(os.devnull, "w") as nothing:
-        os.dup2(nothing.fileno(), 1)
+def _host(coordinator: str) -> str:
+    return coordinator.rpartition(":")[0]
+
+
+def _bind_address(coordinator: str) -> str | None:
+    """Return where rank 0 is to listen: on the addresses of the coordinator's name alone.
+
+    None, which is everywhere, where the name says nothing of this machine's interfaces: one that
+    stands for another address (of a gateway), or only here for the loopback.
+    """
+    host = _host(coordinator)
+    if host in LOCAL:
+        return coordinator
+    if not host or "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:
+        return None
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+        for family, kind, _, _, address in found:
+            with socket.socket(family, kind) as trial:
+                trial.bind((address[0], 0))
+    except OSError:
+        return None
+    loopback = all(str(address[0]).startswith(("127.", "::1")) for *_, address in found)
+    return None if loopback else coordinator
+
+
+def _keep_collectives_local() -> None:
+    """Have gloo listen on the loopback: by itself it takes the address of the machine's name."""
+
+    def make_client() -> Any:
+        client = distributed.global_state.client
+        local = _jax.make_gloo_tcp_collectives(client, hostname="127.0.0.1")
+        return xla_bridge.make_cpu_client(collectives=local)
+
+    xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
 
 
 def started() -> bool:
-    """Whether this is one of several processes."""
+    """Say whether this is one of several processes."""
     return distributed.global_state.client is not None
 
 
 def count() -> int:
-    """The number of processes."""
+    """Count the processes."""
     return distributed.global_state.num_processes if started() else 1
 
 
 def rank() -> int:
-    """This process among them, from 0."""
+    """Return the number of this process among them, from 0."""
     return distributed.global_state.process_id if started() else 0
 
 
 def leads() -> bool:
-    """Whether this is the process that writes and shows."""
+    """Say whether this is the process that writes and shows."""
     return rank() == LEADER
 
 
 def share(items: Sequence[T]) -> list[T]:
-    """This process's items, dealt out in turn."""
+    """Return this process's items, dealt out in turn."""
     return list(items[rank() :: count()])
 
 
 def gather(value: T) -> list[T]:
-    """The value of every rank, by rank; all call it, in the same order. Values are pickled: any
-    size, any kind.
+    """Return the value of every rank, by rank; all call it, in the same order.
+
+    Raises ValueError for a value of a type that cannot travel, or from which others sent bytes that
+    are no message.
     """
-    if not started():
-        return [value]
-    message = np.frombuffer(pickle.dumps(value), np.uint8)
+    return _exchange(messages.encode(value)) if started() else [value]
+
+
+def _exchange(message: bytes) -> list[Any]:
+    """Return what the message of every rank says, by rank.
+
+    The lengths come with the first bytes of each; the rest is padded to a power of two, so that
+    there are few programs.
+    """
+    own = np.frombuffer(message, np.uint8)
     first = np.zeros(FIRST + 4, np.uint8)
-    first[:4] = np.frombuffer(np.uint32(len(message)).tobytes(), np.uint8)
-    first[4 : 4 + min(len(message), FIRST)] = message[:FIRST]
+    first[:4] = np.frombuffer(np.uint32(len(own)).tobytes(), np.uint8)
+    first[4 : 4 + min(len(own), FIRST)] = own[:FIRST]
     heads = multihost_utils.process_allgather(first)
     sizes = np.ascontiguousarray(heads[:, :4]).view(np.uint32)[:, 0].tolist()
+    if max(sizes) > messages.LARGEST_MESSAGE:
+        raise ValueError(f"What came over {EXCHANGE} claims to be of {max(sizes):,} bytes.")
     bodies = heads[:, 4:]
-    if max(sizes) > FIRST:  # padded to a power of two: few programs
+    if max(sizes) > FIRST:
         rest = np.zeros(1 << (max(sizes) - FIRST - 1).bit_length(), np.uint8)
-        rest[: max(0, len(message) - FIRST)] = message[FIRST:]
+        rest[: max(0, len(own) - FIRST)] = own[FIRST:]
         bodies = np.concatenate([bodies, multihost_utils.process_allgather(rest)], axis=1)
-    return [pickle.loads(body[:size].tobytes()) for body, size in zip(bodies, sizes, strict=True)]
+    return [
+        messages.decode(body[:size].tobytes(), EXCHANGE)
+        for body, size in zip(bodies, sizes, strict=True)
+    ]
 
 
 def broadcast(value: T) -> T:
-    """The leader's value, on all ranks; the others' is not looked at."""
+    """Return the leader's value on all ranks; the others' is not looked at."""
     return gather(value if leads() else None)[LEADER]  # pyright: ignore[reportReturnType]
 
 
-def together(work: Callable[[], T]) -> list[T]:
-    """What `work` gives on each rank, by rank. An error of one is raised on all, the lowest rank's
-    where several fail, so that they leave in step.
+def gather_results(work: Callable[[], T]) -> list[T]:
+    """Return what `work` gives on each rank, by rank.
+
+    An error of one is raised on all, the lowest rank's where several fail, so that they leave in
+    step. Where its class cannot travel, the others raise the nearest that can, of the same words.
     """
     if not started():
         return [work()]
     own: Exception | None = None
     try:
-        outcome = work(), None
+        message = messages.encode((work(), None))
     except Exception as error:
         own = error
-        outcome = (None, _portable(error))
-    for place, (_, error) in enumerate(outcomes := gather(outcome)):
+        message = messages.encode((None, messages.describe_error(error)))
+    outcomes = _exchange(message)
+    for place, (_, error) in enumerate(outcomes):
         if error is not None:
-            raise own if own is not None and place == rank() else error
-    return [result for result, _ in outcomes]  # pyright: ignore[reportReturnType]
+            raise own if own is not None and place == rank() else messages.rebuild_error(error)
+    return [result for result, _ in outcomes]
 
 
 def run_on_all(work: Callable[[], T]) -> T:
-    """What `work` gives here, once it has ended on all; an error of one is raised on all."""
+    """Return what `work` gives here, once it has ended on all; an error of one is raised on all."""
     own: list[T] = []
-    together(lambda: own.append(work()))
+    gather_results(lambda: own.append(work()))
     return own[0]
 
 
 def run_on_leader(work: Callable[[], T]) -> T:
-    """What `work` gives on the leader, which alone does it; its error is raised on all."""
-    return together(lambda: work() if leads() else None)[LEADER]  # pyright: ignore[reportReturnType]
+    """Return what `work` gives on the leader, which alone does it; its error is raised on all."""
+    results = gather_results(lambda: work() if leads() else None)
+    return results[LEADER]  # pyright: ignore[reportReturnType]
 
 
 def is_of_device(error: BaseException) -> bool:
-    """Whether a device failed, or another process of the run, and nothing that was asked or
-    read.
-    """
+    """Say whether a device failed, or another process: nothing that was asked or read."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return True
     said = str(error)
     return isinstance(error, ValueError) and bool(STATUS.match(said)) and not OF_FILES.search(said)
 
 
-def _portable(error: Exception) -> Exception:
-    """The error, or one that says the same, as another process can have it."""
-    try:
-        return pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-
-
 def fetch(tree: Any) -> Any:
-    """A tree of arrays on the host, whole on every rank; all ranks call it where parts lie with
-    other processes.
+    """Return a tree of arrays on the host, whole on every rank.
+
+    All ranks call it where parts lie with other processes.
     """
     return jax.device_get(jax.tree.map(_whole, tree) if started() else tree)
 
@@ -209,14 +263,15 @@ def _same(leaf: jax.Array) -> jax.Array:
 
 
 def to_leader(tree: Any) -> Any:
-    """A tree of arrays as numpy arrays on the leader, and Nones elsewhere, a piece of a leaf after
-    the other: no device holds a whole large one. All ranks call it.
+    """Return a tree of arrays as numpy arrays on the leader, and Nones elsewhere.
+
+    A large leaf comes a piece after the other: no device holds all of it. All ranks call it.
     """
     return jax.tree.map(_sent, tree)
 
 
 def _sent(leaf: jax.Array) -> np.ndarray | None:
-    pieces = max(1, -(-leaf.nbytes // PIECE)) if leaf.ndim else 1
+    pieces = max(1, -(-leaf.nbytes // LEADER_PIECE)) if leaf.ndim else 1
     if pieces == 1:
         found = fetch(leaf)
         return found if leads() else None
@@ -229,50 +284,57 @@ def _sent(leaf: jax.Array) -> np.ndarray | None:
     return out
 
 
-def publish(name: str, value: str) -> None:
-    """Lay a word where every process may read it at any time; a later one of the same name takes
-    its place.
-    """
+def publish(name: str, value: Any) -> None:
+    """Lay a value where every process may read it; a later one of the same name takes its place."""
     if started():
-        _client().key_value_set(name, value, allow_overwrite=True)
+        _client().key_value_set_bytes(name, messages.encode(value), allow_overwrite=True)
 
 
-def published(name: str) -> str | None:
-    """The word that lies there now, from whichever process; None where there is none. It waits for
-    nobody.
+def read_published(name: str, kind: type[T]) -> T | None:
+    """Return the value of a name now, without waiting; None where there is none.
+
+    Raises ValueError, which names the channel, where what lies there is no such value.
     """
     try:
-        return _client().key_value_try_get(name) if started() else None
+        found = _client().key_value_try_get_bytes(name) if started() else None
     except jax.errors.JaxRuntimeError:  # the service knows no other way to say that there is none
         return None
+    return None if found is None else messages.decode(found, _channel(name), kind)
 
 
-def awaited(name: str, seconds: float) -> str | None:
-    """A published word, waited for; None where it has not come within so long."""
+def wait_published(name: str, kind: type[T], seconds: float) -> T | None:
+    """Return the value of a name once it is there; None where it has not come within so long."""
     try:
-        return _client().blocking_key_value_get(name, int(seconds * 1000))
+        found = _client().blocking_key_value_get_bytes(name, int(seconds * 1000))
     except jax.errors.JaxRuntimeError as error:
         if "DEADLINE_EXCEEDED" not in str(error):
             raise
         return None
+    return messages.decode(found, _channel(name), kind)
 
 
-def first(name: str, value: str) -> str:
-    """Lay a word unless one of that name lies there; the one that does then."""
+def publish_if_absent(name: str, value: T) -> T:
+    """Lay a value unless one of its name lies there; return the one that does then."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        _client().key_value_set(name, value)
-    return _client().blocking_key_value_get(name, int(PATIENCE * 1000))
+        _client().key_value_set_bytes(name, messages.encode(value))
+    found = _client().blocking_key_value_get_bytes(name, int(PATIENCE * 1000))
+    return messages.decode(found, _channel(name), type(value))
 
 
-def forget(folder: str) -> None:
-    """Take back the words whose names begin with `folder/`."""
+def delete_published(folder: str) -> None:
+    """Take back the values whose names begin with `folder/`."""
     if started():
         _client().key_value_delete(f"{folder}/")
 
 
+def _channel(name: str) -> str:
+    return f"the coordination service as {name!r}"
+
+
 def all_here(name: str, seconds: float = PATIENCE) -> bool:
-    """Whether all processes come to the place of this name within so long; a name is good for one
-    time.
+    """Say whether all processes come to the place of this name within so many seconds.
+
+    A name is good for one time.
     """
     if not started():
         return True
@@ -284,16 +346,21 @@ def all_here(name: str, seconds: float = PATIENCE) -> bool:
 
 
 def leave(code: int, sentence: str, place: Place) -> int:
-    """The end of a process with its exit code, after its last sentence on stderr, which is said
-    once where all say the same. The others, where this one ends alone, are ended by the
-    coordination service.
+    """Return the exit code of a process that ends, after its last sentence on stderr.
+
+    The sentence is said once where all say the same. Where this process ends alone the others are
+    ended by the coordination service.
     """
     if not started():
         if sentence and not place.rank:
             print(sentence, file=sys.stderr)
         return code
     publish(f"last words of {rank()}", sentence)
-    if sentence and (leads() or sentence != _last_words_of_leader()):
+    of_leader = None
+    if sentence and not leads():
+        with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):
+            of_leader = wait_published(f"last words of {LEADER}", str, PATIENCE / 2)
+    if sentence and sentence != of_leader:
         print(sentence if leads() else f"rank {rank()}: {sentence}", file=sys.stderr)
     if all_here("the end", PATIENCE if code in FAILED else FOREVER):
         jax.distributed.shutdown()
@@ -301,12 +368,6 @@ def leave(code: int, sentence: str, place: Place) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # Python's own end would wait for the others
-
-
-def _last_words_of_leader() -> str | None:
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-        return awaited(f"last words of {LEADER}", PATIENCE / 2)
-    return None
 
 
 def _client() -> Any:

@@ -1,5 +1,6 @@
-"""SIGTERM and Ctrl-C: the first asks the run to stop at the next safe place, a later one stops it
-at once.
+"""Answer SIGTERM and Ctrl-C: the first asks the run to stop at the next safe place.
+
+A later one stops it at once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 
+from rlhf_jax.runtime import messages
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ASKED = "Stopping at the next safe place; once more stops at once."
 # seconds after a signal in which another is the same one: launchers send it to the group and the
@@ -17,22 +20,24 @@ ASKED = "Stopping at the next safe place; once more stops at once."
 ECHO = 1.0
 
 
+@messages.register_error
 class Stopped(Exception):
-    """A run that was asked to stop; `exit_code` is the shell's for the signal, `name` the signal's
-    own.
+    """Say that a run was asked to stop.
+
+    `exit_code` is the shell's for the signal, `name` the signal's own.
     """
 
     def __init__(self, number: int):
+        super().__init__(number)
         self.exit_code = 128 + number
         self.name = signal.Signals(number).name
-        super().__init__(f"stopped by {self.name}")
 
-    def __reduce__(self):
-        return Stopped, (self.exit_code - 128,)
+    def __str__(self) -> str:
+        return f"stopped by {self.name}"
 
 
 class Stop:
-    """Whether a signal has asked to stop."""
+    """Hold whether a signal has asked to stop."""
 
     def __init__(self):
         self.signal: int | None = None
@@ -44,7 +49,7 @@ class Stop:
 
 
 def tell(line: str) -> None:
-    """A line to stderr past its buffer, which what the signal interrupted may hold."""
+    """Write a line to stderr past its buffer, which what the signal interrupted may hold."""
     # A live panel on a terminal erases its own three lines above the cursor when it is drawn again.
     text = f"\n{line}\n\n\n" if os.isatty(2) else f"{line}\n"
     with contextlib.suppress(OSError):
@@ -53,8 +58,9 @@ def tell(line: str) -> None:
 
 @contextlib.contextmanager
 def listening(say: Callable[[str], object] = tell) -> Iterator[Stop]:
-    """Within it, a first signal sets `Stop.signal` and is answered with a line; the next, unless it
-    comes within ECHO seconds, is given to the handlers from before.
+    """Set `Stop.signal` at a first signal, within the context, and answer it with a line.
+
+    The next, unless it comes within ECHO seconds, is given to the handlers from before.
     """
     stop = Stop()
     before = {number: signal.getsignal(number) for number in SIGNALS}

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.generation.speculative.protocol import DRAFTERS
+from rlhf_jax.runtime import messages
 from rlhf_jax.types import Array, Strategy, Tree
 
 PLAIN = Strategy()
+messages.register(Strategy)
 # Numbers of nodes, the root included, that a row may have in one call of the target.
 NODE_BUCKETS = (1, 2, 3, 5, 9, 17, 33)
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime import distributed, messages
 from rlhf_jax.runtime.checkpoint.quiet import release
 
 # What tensorstore says of files that are missing, too short or changed; whatever else it says
@@ -19,6 +19,7 @@ PROOFS = ("NOT_FOUND", "OUT_OF_RANGE", "DATA_LOSS", "FAILED_PRECONDITION")
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 
+@messages.register_error
 class Damaged(Exception):
     """Why a checkpoint cannot be trusted."""
 
