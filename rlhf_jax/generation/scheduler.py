@@ -12,7 +12,7 @@ import numpy as np
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from pallas_kernels.shapes import LANES
 from rlhf_jax.generation import rows as row_verbs
-from rlhf_jax.generation.max_rows import Admission, Prefix
+from rlhf_jax.generation.rows import Admission, Prefix
 from rlhf_jax.generation.precompile import Models
 from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
 from rlhf_jax.generation.slice_batch import Board, Instance, Waiting

@@ -10,7 +10,7 @@ import time
 
 import jax
 
-from rlhf_jax.generation.max_rows import Prefix
+from rlhf_jax.generation.rows import Prefix
 from rlhf_jax.generation.precompile import Models, Results
 from rlhf_jax.generation.requests import Sample
 from rlhf_jax.types import Array, DecodeState, Strategy
