@@ -27,7 +27,7 @@ def get_config():
     config.data.system = "Be brief."
     config.data.max_prompt_tokens = 28
     config.generation.update(
-        prompts_per_step=16, samples_per_prompt=4, max_new_tokens=40, rows=32, min_rows=8
+        prompts_per_step=16, samples_per_prompt=4, max_new_tokens=40, max_rows=32, min_rows=8
     )
 
     config.training.epochs = 3

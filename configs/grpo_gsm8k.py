@@ -31,7 +31,7 @@ def get_config():
         max_new_tokens=512,
         strategy="adaptive",
         history_tokens=2048,
-        rows=256,
+        max_rows=256,
     )
     config.evaluation.update(every=50, temperature=0.0)
     config.kl.coefficient = 0.001

@@ -37,7 +37,7 @@ def get_config(hardware: str = "gpu"):
         samples_per_prompt=8,
         max_new_tokens=2048,
         strategy="adaptive",
-        rows=HARDWARE[hardware]["rows"],
+        max_rows=HARDWARE[hardware]["rows"],
     )
     config.training.update(minibatches=4, warmup_steps=10, length_bucket=512)
     config.mesh.update(HARDWARE[hardware]["mesh"])

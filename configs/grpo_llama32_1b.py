@@ -30,7 +30,7 @@ def get_config():
         max_new_tokens=1024,
         strategy="adaptive",
         history_tokens=2048,
-        rows=256,
+        max_rows=256,
     )
     config.training.update(
         minibatches=4, microbatch_rows=8, learning_rate=1e-6, warmup_steps=10, length_bucket=256

@@ -39,7 +39,7 @@ def get_config(hardware: str = "gpu"):
         samples_per_prompt=1,
         max_new_tokens=1024,
         strategy="adaptive",
-        rows=128,
+        max_rows=128,
     )
     config.advantage.estimator = "gae"
     config.kl.update(place="reward", estimator="k1", coefficient=0.05, target=6.0)

@@ -210,7 +210,7 @@ def test_the_peak_is_what_is_always_there_and_the_larger_stage():
 
 
 def test_what_does_not_fit_says_what_to_change(config):
-    config.generation.update(rows=1024, max_new_tokens=4096)
+    config.generation.update(max_rows=1024, max_new_tokens=4096)
     parts = memory.plan(config, ModelConfigs(LLAMA_8B), ONE | dict(fsdp=8), jnp.bfloat16)
     with pytest.raises(
         ValueError,
