@@ -23,13 +23,14 @@ from pallas_kernels.dispatch import Kernels, choose
 from rlhf_jax import mesh as meshes
 from rlhf_jax.collect import decoding_weights
 from rlhf_jax.config import derived, validation
-from rlhf_jax.config.schema import Config, ModelConfigs, flat
+from rlhf_jax.config.schema import Config, flat
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.data.prompts import Prompts, read, tokenize
 from rlhf_jax.generation.history import History
 from rlhf_jax.generation.precompile import BackgroundCompiler
 from rlhf_jax.generation.requests import GenerationConfig
 from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.strategy import prior
 from rlhf_jax.generation.strategy.cost import RATES
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.values import critic_of
@@ -51,7 +52,7 @@ from rlhf_jax.training.distill import Distillation, student_config, student_of, 
 from rlhf_jax.training.experience import AdvantageConfig
 from rlhf_jax.training.losses import AGGREGATES
 from rlhf_jax.training.update import Optimizers, UpdateConfig, init_train_state, make_optimizer
-from rlhf_jax.types import Model, ModelConfig, TrainState
+from rlhf_jax.types import Model, ModelConfig, ModelConfigs, TrainState
 
 # What may change between a checkpoint and the run that goes on from it: names, or how they begin.
 FREE = (
@@ -101,7 +102,7 @@ class Run:
     @property
     def student(self) -> ModelConfig | None:
         """The shape of a drafter that is a student of the policy."""
-        layers = derived.drafts(self.config) and self.config.drafter.layers
+        layers = derived.has_drafter(self.config) and self.config.drafter.layers
         return student_config(self.policy.config, layers) if layers else None
 
     @property
@@ -123,7 +124,9 @@ def prepare(config: Config) -> Run:
     validation.validate(config, meshes.count_devices(), distributed.count())
     policy = open_source(config.model.path)
     drafter = (
-        open_source(config.drafter.path) if derived.drafts(config) and config.drafter.path else None
+        open_source(config.drafter.path)
+        if derived.has_drafter(config) and config.drafter.path
+        else None
     )
     critic = None
     if config.objective == "reward" and ESTIMATORS[config.advantage.estimator].critic:
@@ -243,9 +246,9 @@ def _scoring(run: Run) -> float:
     models.
     """
     devices = run.mesh.size / run.mesh.shape["slices"]
-    referred = [run.policy.config] if validation.needs_reference(run.config) else []
+    referred = [run.policy.config] if derived.needs_reference(run.config) else []
     models = [run.policy.config, *referred, *filter(None, [run.models.critic]), *run.models.rewards]
-    flops = sum(derived.work(model, run.dtype.itemsize).token_flops for model in models)
+    flops = sum(prior.work(model, run.dtype.itemsize).token_flops for model in models)
     return flops / (RATES[jax.default_backend()][1] * devices)
 
 
@@ -400,8 +403,7 @@ def _terms(
     ]
     weights = map(float, reward.weights or (1.0,) * len(scorers))
     return [
-        Term(*term)
-        for term in zip(validation.term_names(run.config), weights, scorers, strict=True)
+        Term(*term) for term in zip(derived.term_names(run.config), weights, scorers, strict=True)
     ]
 
 
@@ -419,7 +421,7 @@ def function_scorer(
 
 def _reward_models(run: Run) -> dict[str, RewardModel]:
     """By the names of their terms, which follow those of the functions."""
-    names = validation.term_names(run.config)[len(run.config.reward.functions) :]
+    names = derived.term_names(run.config)[len(run.config.reward.functions) :]
     training = run.config.training
     how = {"rows": training.microbatch_rows, "bucket": training.length_bucket}
     return {
@@ -507,7 +509,7 @@ def _selector(run: Run) -> Selector | None:
         return None
     decoding = _decoding(run)
     size = decoding.max_rows, decoding.max_length
-    costs = derived.costs(run.models, jax.default_backend(), run.dtype.itemsize, {}, *size)
+    costs = prior.costs(run.models, jax.default_backend(), run.dtype.itemsize, {}, *size)
     return Selector(derived.strategies(run.config), costs, frozen_costs=run.config.deterministic)
 
 
@@ -516,7 +518,7 @@ def frozen(run: Run) -> FrozenModels:
     began.
     """
     reference = (
-        load(run.policy, run.dtype, run.mesh) if validation.needs_reference(run.config) else None
+        load(run.policy, run.dtype, run.mesh) if derived.needs_reference(run.config) else None
     )
     if run.student:
         return FrozenModels(reference, student=_begun(run, run.student.num_layers, reference))

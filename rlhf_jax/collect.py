@@ -15,8 +15,6 @@ import numpy as np
 
 from pallas_kernels.shapes import BLOCK
 from rlhf_jax import mesh as meshes
-from rlhf_jax.config import derived
-from rlhf_jax.config.schema import ModelConfigs
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.generation.engine import warm_up
@@ -24,6 +22,7 @@ from rlhf_jax.generation.history import GenerationCounts, as_rollout, requests
 from rlhf_jax.generation.requests import GenerationConfig, RoundReport, Sample
 from rlhf_jax.generation.scheduler import shared
 from rlhf_jax.generation.speculative.drafters import teacher
+from rlhf_jax.generation.strategy import prior
 from rlhf_jax.generation.strategy.acceptance import Observations
 from rlhf_jax.inference.overlap import Scored, Scoring, ScoringModels, ScoringQueue
 from rlhf_jax.model.transformer import cast, pad_vocab, unstack
@@ -36,7 +35,7 @@ from rlhf_jax.state import HostState, Observer, RolloutStats, Stages
 from rlhf_jax.training.batching import signal
 from rlhf_jax.training.distill import student_for
 from rlhf_jax.training.experience import penalise_and_clip
-from rlhf_jax.types import Model
+from rlhf_jax.types import Model, ModelConfigs
 
 T = TypeVar("T")
 KEPT = 0.5  # what counts of acceptance weigh once the policy has moved
@@ -444,7 +443,7 @@ def compile_rounds(policy: Model, drafter: Model | None, memory: HostState, stag
     size = stages.decoding.max_rows, stages.decoding.max_length
     for selector in selectors:
         selector.begin(
-            derived.costs(models, jax.default_backend(), target.norm.dtype.itemsize, does, *size)
+            prior.costs(models, jax.default_backend(), target.norm.dtype.itemsize, does, *size)
         )
 
 
