@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -78,7 +77,7 @@ def read_config(workdir: Path) -> Config:
         raise ValueError(
             f"{file} is no config of a run: it lacks generation, drafter or deterministic."
         )
-    return ConfigDict(said)
+    return Config(said)
 
 
 def read_selector(workdir: Path, config: Config, step: int | None) -> tuple[int, Selector]:

@@ -184,7 +184,8 @@ def test_predicted_memory_is_the_compilers(name):
     parts = memory.plan(at.config, at.models, dict(at.mesh.shape), at.dtype)
     sizes = by_name(parts)
     own = {
-        stage: sum(part.bytes for part in parts if part.stage == stage) for stage in memory.STAGES
+        stage: sum(part.bytes for part in parts if part.stage == stage)
+        for stage in memory.STAGE_NAMES
     }
 
     policy = weights(at.models.policy, jnp.float32, "training", at.mesh)

@@ -9,7 +9,7 @@ import re
 import runpy
 
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import config_flags
 
 from rlhf_jax.config.schema import Config, default, keys
 from rlhf_jax.runtime.distributed import Place
@@ -83,12 +83,13 @@ def load(spec: str) -> Config:
         lines = str(error).strip().splitlines() or ["no message"]
         reason = lines[0].rstrip(".")
         raise ValueError(f"Config {spec} fails: {type(error).__name__}: {reason}.") from error
-    if not isinstance(config, ConfigDict) or keys(config) != keys(default()):
+    if not isinstance(config, Config) or keys(config) != keys(default()):
         raise ValueError(
             f"Config {spec}: get_config() must return rlhf_jax.config.default() with other values"
             " and no other keys."
         )
-    return config.lock()
+    config.lock()
+    return config
 
 
 def _split(arguments: list[str]) -> tuple[str, list[str]]:

@@ -7,21 +7,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
-from rlhf_jax.config.sizes import (
-    PlannedRun,
-    layer_values,
-    row_bytes,
-    row_share,
-    student_bytes,
-    tensor_share,
-)
+from rlhf_jax.config.sizes import PlannedRun, layer_values, row_bytes, row_share, tensor_share
 from rlhf_jax.generation import rows as generation_rows
 from rlhf_jax.generation.precompile import VERIFIED
 from rlhf_jax.generation.scheduler import PREFILLED, cache_slots, prompt_width
@@ -32,7 +24,7 @@ from rlhf_jax.model import cache
 from rlhf_jax.types import DecodeState, ModelConfig, ModelConfigs
 
 GIGA = 1e9
-STAGES = ("generation", "inference", "training")
+STAGE_NAMES = ("generation", "inference", "training")
 SMALL = 0.01  # parts below this share of the peak are not printed
 
 # What a user is told to change where a part is too large.
@@ -48,7 +40,7 @@ class Part:
     """Hold the bytes of one part on the fullest device."""
 
     name: str
-    stage: str  # one of STAGES, or "always": from the first step to the last
+    stage: str  # one of STAGE_NAMES, or "always": from the first step to the last
     bytes: int
     remedy: str  # what to change where it is too much
 
@@ -94,7 +86,7 @@ def total(parts: list[Part], stage: str) -> int:
 
 def peak(parts: list[Part]) -> tuple[str, int]:
     """Return the stage that needs most, and the bytes that a device holds in it."""
-    stage = max(STAGES, key=functools.partial(total, parts))
+    stage = max(STAGE_NAMES, key=functools.partial(total, parts))
     return stage, total(parts, stage)
 
 
@@ -133,7 +125,7 @@ def table(parts: list[Part]) -> list[str]:
     stage, needed = peak(parts)
     shown = [part for part in parts if part.bytes >= SMALL * needed]
     lines = [line(part.bytes, part.stage, part.name) for part in shown]
-    sums = [line(total(parts, name), name, "in all") for name in STAGES]
+    sums = [line(total(parts, name), name, "in all") for name in STAGE_NAMES]
     return [*lines, *sums, line(needed, "peak", f"in {stage}")]
 
 
@@ -152,13 +144,13 @@ def _always(run: PlannedRun) -> list[Part]:
     drafter = 0
     student = 0
     if config.drafter.layers:
-        student = student_bytes(models.drafter, jnp.float32, "training", run.mesh)
+        student = run.student_weights(jnp.float32)
     else:
         drafter = run.weights(models.drafter, run.dtype, "generation")
     learns = derived.trains_drafter(config)
     begun = 0
     if learns and run.trains_policy:
-        begun = student_bytes(models.drafter, run.dtype, "training", run.mesh)
+        begun = run.student_weights(run.dtype)
 
     moments = 2 * policy if run.trains_policy else 0
     student_moments = 2 * student if learns else 0
@@ -181,12 +173,13 @@ def _generation(run: PlannedRun) -> list[Part]:
 
     It holds the policy's copy, running samples, waiting prompts, and what is at work.
     """
-    run = dataclasses.replace(case, mesh=meshes.abstract_mesh(dict(run.mesh.shape) | {"slices": 1}))
+    one_slice = meshes.abstract_mesh(dict(run.mesh.shape) | {"slices": 1})
+    run = dataclasses.replace(run, mesh=one_slice)
     models = run.models
     state, prompts = _decode_state(run)
     student = 0
     if run.config.drafter.layers:
-        student = student_bytes(models.drafter, run.dtype, "generation", run.mesh)
+        student = run.student_weights(run.dtype, "generation")
     scorers = 0
     if run.config.generation.fuse_inference:
         reference = [models.policy] if run.config.kl.coefficient else []
@@ -290,7 +283,8 @@ def most_nodes(config: Config, mesh: meshes.AnyMesh) -> int:
 
     With fewer rows and caches it may be more.
     """
-    nodes = derived.strategies(config).nodes
+    candidates = derived.strategies(config)
+    nodes = candidates.nodes
     rows = row_share(config.generation.max_rows, mesh)
     fits = nodes * rows <= VERIFIED
     # The shortest strategy is always there.
@@ -353,9 +347,8 @@ def _distillation(run: PlannedRun) -> list[Part]:
     """
     config = run.config
     policy = run.models.policy
-    student = functools.partial(student_bytes, run.models.drafter, role="training", mesh=run.mesh)
-    own = student(dtype=run.dtype)
-    gradients = student(dtype=jnp.float32) + own
+    own = run.student_weights(run.dtype)
+    gradients = run.student_weights(jnp.float32) + own
 
     samples = config.generation.prompts_per_step * config.generation.samples_per_prompt
     rows = samples if config.objective == "distill" else config.drafter.samples

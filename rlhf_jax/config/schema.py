@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ml_collections import ConfigDict
 
-Config = ConfigDict
+if TYPE_CHECKING:
+
+    class Config(ConfigDict):
+        """Say to type checkers that a ConfigDict's keys, which they cannot know, have any value."""
+
+        def __getattr__(self, attribute: str) -> Any: ...
+        def __getitem__(self, key: str) -> Any: ...
+
+else:
+    Config = ConfigDict
 
 # A key's comment says what its value is, with the unit where it is a quantity.
 DEFAULTS: dict[str, Any] = {
@@ -232,7 +241,9 @@ def default() -> Config:
 
     A config file changes values and adds no keys.
     """
-    return ConfigDict(DEFAULTS).lock()
+    config = Config(DEFAULTS)
+    config.lock()
+    return config
 
 
 def keys(config: Config) -> set[str]:

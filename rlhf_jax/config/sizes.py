@@ -55,8 +55,20 @@ class PlannedRun:
         return row_share(rows, self.mesh) * max(1, CHUNK // rows)
 
     def weights(self, model: ModelConfig | None, dtype: DTypeLike, role: str = "training") -> int:
-        """Return the bytes of a model's weights, split as in a role."""
-        return weight_bytes(model, dtype, role, self.mesh)
+        """Return the bytes of a model's weights, split as in "training" or "generation"."""
+        if model is None:
+            return 0
+        shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), model, dtype))
+        return meshes.bytes_per_device(shapes, meshes.model_shardings(shapes, self.mesh, role))
+
+    def student_weights(self, dtype: DTypeLike, role: str = "training") -> int:
+        """Return the bytes of a student's own weights: its embedding and head are the policy's."""
+        student = self.models.drafter
+        if student is None:
+            return 0
+        whole: Model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), student, dtype))
+        own = dataclasses.replace(whole, embed=None, head=None)
+        return meshes.bytes_per_device(own, meshes.model_shardings(own, self.mesh, role))
 
     def cast_weights(self, model: ModelConfig) -> int:
         """Return the bytes of a copy of float32 weights in the compute dtype.
@@ -66,27 +78,14 @@ class PlannedRun:
         return 0 if jnp.dtype(self.dtype) == jnp.float32 else self.weights(model, self.dtype)
 
     def layer(self, model: ModelConfig, tokens: int) -> int:
-        """Return the bytes of one layer's forward pass over `tokens` of a device."""
-        return layer_bytes(model, tokens, self.mesh, self.dtype)
+        """Return the bytes of one layer's forward pass over `tokens` of a device.
 
-
-def weight_bytes(model: ModelConfig | None, dtype: DTypeLike, role: str, mesh: AbstractMesh) -> int:
-    """Return the bytes of a model's weights, split as in "training" or "generation"."""
-    if model is None:
-        return 0
-    shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), model, dtype))
-    return meshes.bytes_per_device(shapes, meshes.model_shardings(shapes, mesh, role))
-
-
-def student_bytes(
-    student: ModelConfig | None, dtype: DTypeLike, role: str, mesh: AbstractMesh
-) -> int:
-    """Return the bytes of a student's own weights: its embedding and head are the policy's."""
-    if student is None:
-        return 0
-    whole: Model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), student, dtype))
-    own = dataclasses.replace(whole, embed=None, head=None)
-    return meshes.bytes_per_device(own, meshes.model_shardings(own, mesh, role))
+        Its weights are gathered over `fsdp`.
+        """
+        attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+        weights = model.width * (attention + 3 * model.ffn_width)
+        gathered = weights // self.mesh.shape["tensor"]
+        return (tokens * layer_values(model, self.mesh) + gathered) * self.itemsize
 
 
 def row_bytes(rows: Any, mesh: AbstractMesh) -> int:
@@ -115,14 +114,3 @@ def layer_values(model: ModelConfig, mesh: AbstractMesh) -> int:
     """
     attention = (3 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     return 10 * model.width + (attention + 4 * model.ffn_width) // mesh.shape["tensor"]
-
-
-def layer_bytes(model: ModelConfig, tokens: int, mesh: AbstractMesh, dtype: DTypeLike) -> int:
-    """Return the bytes of one layer's forward pass over `tokens` of a device.
-
-    Its weights are gathered over `fsdp`.
-    """
-    attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-    weights = model.width * (attention + 3 * model.ffn_width)
-    gathered = weights // mesh.shape["tensor"]
-    return (tokens * layer_values(model, mesh) + gathered) * jnp.dtype(dtype).itemsize
