@@ -37,7 +37,7 @@ from rlhf_jax.monitoring.report.page import ALGORITHMS, write_report
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.checkpoint.store import Checkpoints, named_leaves
 from rlhf_jax.runtime.distributed import Place
-from rlhf_jax.runtime.signals import Stop, Stopped, listening
+from rlhf_jax.runtime.signals import Stop, Stopped, listen_for_signals
 from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.runtime.watchdog import Watchdog
 from rlhf_jax.state import FrozenModels, HostState, Stages, drafter_of
@@ -115,7 +115,7 @@ def train(config: Config) -> None:
         return
     keep_programs(config.compilation_cache)
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(listening())
+        stop = stack.enter_context(listen_for_signals())
         check_alike(run)
         saved = stack.enter_context(checkpoints(run))
         optimizers = build.make_optimizers(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +104,7 @@ def check(parts: list[Part], limit: float) -> None:
     )
 
 
-def device_memory(config: Config, device: jax.Device) -> float | None:
+def device_memory(config: Config, device: Any) -> float | None:
     """Return the bytes that a device may hold, or None where nothing says so.
 
     It is the less of `mesh.device_memory_gb` and of what the device itself says.

@@ -256,7 +256,7 @@ def flat(config: Config, prefix: str = "") -> dict[str, Any]:
     values = {}
     for key, value in config.items():
         name = prefix + key
-        if not isinstance(value, ConfigDict):
+        if not isinstance(value, Config):
             values[name] = value
         elif name == "reward.metrics":
             values[name] = value.to_dict()
