@@ -32,7 +32,7 @@ from rlhf_jax.generation.requests import RoundReport
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.model.weights.source import digest
-from rlhf_jax.monitoring import metrics, trace
+from rlhf_jax.monitoring import console, metrics, trace
 from rlhf_jax.monitoring.report.page import ALGORITHMS, write_report
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.checkpoint.store import Checkpoints, named_leaves
@@ -125,7 +125,7 @@ def train(config: Config) -> None:
         )
         writer = distributed.run_on_all(lambda: opened() if distributed.leads() else None)
         stack.callback(writer.close if writer else lambda: None)
-        progress = stack.enter_context(metrics.Progress(config.steps, int(state.step), screen()))
+        progress = stack.enter_context(console.Progress(config.steps, int(state.step), screen()))
         watchdog = stack.enter_context(
             Watchdog(config.watchdog_seconds, progress.say if writer else _say_by_rank)
         )
@@ -305,7 +305,7 @@ class RunObserver:
     where asked to.
     """
 
-    progress: metrics.Progress
+    progress: console.Progress
     watchdog: Watchdog
     stop: Stop
     follows: bool = False  # another process decides what is next on the slice that both share
@@ -421,7 +421,7 @@ def print_summary(run: build.Run, trained: list[str]) -> None:
     """The report, and what has changed."""
     report = write_report(run.workdir, f"{jax.device_count()} x {jax.devices()[0].device_kind}")
     if run.held_out:
-        metrics.compare(*metrics.before_and_after(run.workdir))
+        console.compare(*metrics.before_and_after(run.workdir))
     folders = " and ".join(f"the trained {name} is in {run.workdir}/{name}" for name in trained)
     print(f"T{folders[1:]}, and what happened in {report}.")
 
@@ -487,7 +487,7 @@ def print_setup(run: build.Run) -> None:
         if config.objective == "reward"
         else "distillation of a drafter"
     )
-    metrics.describe(f"rlhf_jax: {name}, {config.steps} steps", rows)
+    console.describe(f"rlhf_jax: {name}, {config.steps} steps", rows)
 
 
 def _kernels(why: dict[str, str]) -> str:
