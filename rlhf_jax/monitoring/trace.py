@@ -92,7 +92,7 @@ def chrome_trace(spans: Iterable[Span], slices: int) -> dict[str, Any]:
     """
     own = apart(spans)
     own = since(own, own[0].began) if own else []
-    events = _live_rows(own)
+    events = []
     for span in own:
         counted = ("samples", "bytes") if span.kind == "exchange" else ("rows", "tokens")
         began = _microseconds(span.began)
@@ -107,8 +107,8 @@ def chrome_trace(spans: Iterable[Span], slices: int) -> dict[str, Any]:
             "args": dict(zip(counted, (span.rows, span.amount), strict=True)),
         }
         events.append(event)
-    # Where several stand at one time, spans go before the counter.
-    events.sort(key=lambda event: (event["ts"], event["ph"] == "C"))
+    events += _live_rows(own)
+    events.sort(key=lambda event: event["ts"])
     return {"traceEvents": [*_names(slices), *events], "displayTimeUnit": "ms"}
 
 
