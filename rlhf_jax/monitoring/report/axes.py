@@ -104,7 +104,7 @@ def step_labels(frame: Frame, step: float) -> str:
 
 
 def bands(steps: np.ndarray, frame: Frame) -> Iterator[tuple[slice, float, float]]:
-    """Yield (part, left, right) of at most MOST_POINTS parts of the steps, which share the width."""
+    """Yield (part, left, right) of at most MOST_POINTS parts that share the steps and the width."""
     parts = groups(len(steps), MOST_POINTS)
     between = [(steps[a.stop - 1] + steps[b.start]) / 2 for a, b in itertools.pairwise(parts)]
     edges = [frame.left, *between, frame.right]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -217,7 +217,7 @@ def lanes_chart(title: str, lanes: Sequence[Lane], right: float, heading: str) -
     for index, lane in enumerate(lanes):
         for kind, start, end in lane.bars:
             bars.setdefault(kind, []).append((index, start, end))
-        middle = UNITS * (index + 0.5) / len(lanes)
+        middle = UNITS * ((index + 0.5) / len(lanes))
         dots += "".join(f"M{UNITS * frame.x(at):.1f} {middle:.1f}h0" for at in lane.marks)
     paths = [_lane_bars(kind, places, frame) for kind, places in bars.items()]
     if dots:
@@ -279,7 +279,7 @@ def _mean(line: Series, mean: np.ndarray, frame: Frame, kind: str = "") -> str:
 
 
 def _bars(edges: np.ndarray, low: np.ndarray, high: np.ndarray, frame: Frame) -> str:
-    """Return the path of bars between edges [n, 2] and heights [n], with gaps where they are few."""
+    """Return the path of bars between edges [n, 2] and heights [n], apart where they are few."""
     left, right = UNITS * frame.x(edges.T)
     gap = (right - left) * (0.12 if len(edges) <= 60 else 0.0)
     top = UNITS * frame.y(high)

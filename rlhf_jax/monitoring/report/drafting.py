@@ -18,7 +18,7 @@ from rlhf_jax.monitoring.report.charts import (
     share_chart,
     stacked_chart,
 )
-from rlhf_jax.monitoring.report.run import THIRDS, Row, Run, Series, series
+from rlhf_jax.monitoring.report.run import THIRDS, Row, RunRecord, Series, series
 from rlhf_jax.monitoring.report.scales import reading, share
 
 # as a reader calls them
@@ -33,7 +33,7 @@ GAINS = (
     ("generation/tokens_per_round", "Tokens per round", "of a row; plain decoding has 1"),
     ("generation/acceptance", "Draft acceptance", "share of drafted tokens"),
 )
-OWN = (
+DRAFTING_KEYS = (
     "strategy/share_",
     "strategy/acceptance_",
     "drafter/acceptance",
@@ -58,7 +58,7 @@ class Outcome:
     ratio: str  # realised over predicted
 
 
-def charts(run: Run) -> list[Chart]:
+def charts(run: RunRecord) -> list[Chart]:
     """Strategies by live rows, over all steps and in the first and last third; drafters and
     acceptance by step.
     """
@@ -78,7 +78,7 @@ def charts(run: Run) -> list[Chart]:
     return [chart for chart in found if chart.svg]
 
 
-def drafts(run: Run) -> bool:
+def drafts(run: RunRecord) -> bool:
     """Whether there is anything for this section: a strategy was chosen, or a student learned."""
     return bool(run.strategies or series(run.metrics, "drafter/acceptance"))
 

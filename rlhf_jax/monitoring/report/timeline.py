@@ -12,7 +12,7 @@ import numpy as np
 from markupsafe import Markup
 
 from rlhf_jax.monitoring.report.charts import Chart, Lane, lanes_chart, line_chart
-from rlhf_jax.monitoring.report.run import Row, Run, Trace, series
+from rlhf_jax.monitoring.report.run import Row, RunRecord, Trace, series
 from rlhf_jax.monitoring.report.scales import axis_number, reading, share, volume
 
 # (key, title, what it counts) of the charts by step.
@@ -20,7 +20,7 @@ CHARTS = (
     ("generation/idle_share", "Idle time", "share of the slices' time in generation"),
     ("generation/moved_bytes", "Moved between slices", "bytes of caches"),
 )
-OWN = tuple(key for key, *_ in CHARTS)
+SLICE_KEYS = tuple(key for key, *_ in CHARTS)
 SHADES = 5  # of the colour of rounds: most rows and half of that, half of those and so on
 # that are drawn of a timeline, at most,
 COLUMNS = 600
@@ -47,7 +47,7 @@ class Busy:
         return self.row_seconds / np.maximum(self.generate, 1e-12)
 
 
-def picture(run: Run) -> Chart | None:
+def picture(run: RunRecord) -> Chart | None:
     """The timeline of the latest step that left one; None of a single slice that only generated."""
     trace = run.trace
     if trace is None or not len(trace) or (trace.slices == 1 and "inference" not in trace.kind):
