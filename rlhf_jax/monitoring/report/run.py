@@ -88,8 +88,9 @@ class RunRecord:
 def read_run(workdir: str | pathlib.Path) -> RunRecord:
     """Return the run in `workdir`, whatever it has of its files.
 
-    Those are config, metrics, evaluations, samples, strategies and traces. Raises FileNotFoundError where there is neither config.json nor metrics.jsonl, ValueError at a
-    damaged line; a torn last line is left out, since the run may be writing it.
+    Those are config, metrics, evaluations, samples, strategies and traces. Raises
+    FileNotFoundError where there is neither config.json nor metrics.jsonl, ValueError at a damaged
+    line; a torn last line is left out, since the run may be writing it.
     """
     folder = pathlib.Path(workdir).expanduser().resolve()
     files = [path for path in (folder / "metrics.jsonl", folder / "config.json") if path.is_file()]
