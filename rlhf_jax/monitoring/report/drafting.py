@@ -18,7 +18,7 @@ from rlhf_jax.monitoring.report.charts import (
     stacked_chart,
 )
 from rlhf_jax.monitoring.report.run import THIRDS, Row, RunRecord, Series, series
-from rlhf_jax.monitoring.report.scales import reading, share
+from rlhf_jax.monitoring.report.scales import reading, share, strategy_label
 
 # What a reader calls the drafters.
 DRAFTERS = {"none": "plain", "lookup": "lookup", "replay": "replay", "model": "model"}
@@ -95,7 +95,10 @@ def table(rows: list[Row]) -> list[Outcome]:
     sums = _summed(rows, lambda row: (row["drafter"], row["drafts"], row["strategy"]))
     played = sorted(sums.items(), key=lambda item: -item[1]["rounds"])
     every = sum(figures["rounds"] for figures in sums.values())
-    found = [_outcome(_label(*key), key[-1], figures, every) for key, figures in played[:NAMED]]
+    found = [
+        _outcome(strategy_label(key[-1]), key[-1], figures, every)
+        for key, figures in played[:NAMED]
+    ]
     rare = [figures for _, figures in played[NAMED:]]
     if rare:
         together = sum(rare, collections.Counter())
@@ -145,7 +148,7 @@ def _by_live_rows(title: str, rows: list[Row], every: list[Row]) -> Chart:
 def _tip(size: int, rows: list[Row]) -> str:
     """Write what was chosen at up to `size` live rows, the most chosen first."""
     sums = _summed(rows, lambda row: (row["drafter"], row["drafts"], row["strategy"]))
-    named = [(figures["rounds"], _label(*key)) for key, figures in sums.items()]
+    named = [(figures["rounds"], strategy_label(key[-1])) for key, figures in sums.items()]
     named.sort(reverse=True)
     every = sum(rounds for rounds, _ in named)
     rare = sum(rounds for rounds, _ in named[TIP_NAMES:])
@@ -227,11 +230,6 @@ def _summed(
         numbers = {name: value for name, value in row.items() if not isinstance(value, str)}
         sums[key(row)].update(numbers)
     return sums
-
-
-def _label(drafter: str, drafts: int, name: str) -> str:
-    """Write a strategy's name; the parents of a tree are not spelled out."""
-    return f"{drafter}-tree of {drafts}" if ":" in name else name
 
 
 def _ratio(above: float, below: float) -> float:

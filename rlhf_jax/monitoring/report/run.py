@@ -149,7 +149,10 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _rows(path: pathlib.Path) -> Iterator[Row]:
-    """Yield the lines of a file one by one, for they may be many; a torn last one is left out."""
+    """Yield the lines of a file one by one, as they may be many.
+
+    A last line that is torn is left out.
+    """
     if not path.is_file():
         return
     with path.open(encoding="utf-8", newline="\n") as lines:

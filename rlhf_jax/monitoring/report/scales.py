@@ -149,3 +149,8 @@ def volume(amount: float) -> str:
 def signed(text: str) -> str:
     """Write a number's text with a true minus sign, and exponents without leading zeros."""
     return text.replace("e-0", "e-").replace("-", "−")
+
+
+def strategy_label(name: str) -> str:
+    """Write a strategy's name; the parents of a tree are not spelled out, but counted."""
+    return f"{name.split('-')[0]}-tree of {name.count(',') + 1}" if ":" in name else name
