@@ -166,7 +166,7 @@ def _apart(places: np.ndarray, height: int) -> np.ndarray:
     return np.clip([np.mean(part) for part in pooled for _ in part], 0, room) + steps
 
 
-def percent(share: float) -> str:
+def percent(share: float | np.ndarray) -> str:
     """Write a share as a percentage, as SVG takes it."""
     return f"{100 * float(share):.2f}%"
 
