@@ -49,15 +49,16 @@ class Frame:
 
 
 def frame_of(shown: Sequence[Series], height: int) -> Frame:
-    """Return the box that holds all the series, with a little room beside a single step."""
+    """Return the box that holds all the series, with room to both sides of a single step."""
     steps = np.concatenate([line.steps for line in shown])
-    bottom, top, mark = domain(
-        np.concatenate([line.values for line in shown]), height // GRID_PIXELS
-    )
+    values = np.concatenate([line.values for line in shown])
+    bottom, top, mark = domain(values, height // GRID_PIXELS)
     left = float(steps.min())
     right = float(steps.max())
     room = 0.0 if right > left else 0.5
-    return Frame(left - room, right + room, bottom, top, mark, height)
+    return Frame(
+        left=left - room, right=right + room, bottom=bottom, top=top, mark=mark, height=height
+    )
 
 
 def svg(spoken: str, height: int, *parts: str) -> str:
@@ -76,22 +77,22 @@ def stretched(paths: str) -> str:
 
 def value_grid(frame: Frame) -> str:
     """Draw lines at round values, and their labels left of the chart."""
-    return "".join(
-        f'<line class="{"zero" if abs(mark) < frame.mark / 2 else "grid"}" '
-        f'x2="100%" y1="{at}" y2="{at}"/>'
-        f'<text class="tick" x="-10" y="{at}" dy=".32em" text-anchor="end">'
-        f"{axis_number(mark, frame.mark)}</text>"
-        for mark, at in (
-            (mark, percent(frame.y(mark))) for mark in ticks(frame.bottom, frame.top, frame.mark)
+    drawn = ""
+    for mark in ticks(frame.bottom, frame.top, frame.mark):
+        at = percent(frame.y(mark))
+        kind = "zero" if abs(mark) < frame.mark / 2 else "grid"
+        label = axis_number(mark, frame.mark)
+        drawn += (
+            f'<line class="{kind}" x2="100%" y1="{at}" y2="{at}"/>'
+            f'<text class="tick" x="-10" y="{at}" dy=".32em" text-anchor="end">{label}</text>'
         )
-    )
+    return drawn
 
 
 def grid(frame: Frame) -> str:
-    """Draw lines at round values, and labels of values and of steps."""
-    return value_grid(frame) + step_labels(
-        frame, max(1.0, tick_step(frame.left, frame.right, MOST_STEP_LABELS))
-    )
+    """Draw lines at round values, and labels of values and of whole steps."""
+    step = max(1.0, tick_step(frame.left, frame.right, MOST_STEP_LABELS))
+    return value_grid(frame) + step_labels(frame, step)
 
 
 def step_labels(frame: Frame, step: float) -> str:
