@@ -20,12 +20,12 @@ from typing import cast
 import jax
 
 from benchmarks import pricing
-from rlhf_jax.config.derived import work
 from rlhf_jax.generation import scheduler
 from rlhf_jax.generation.engine import generate, warm_up
 from rlhf_jax.generation.requests import GenerationConfig, Request, RoundReport, Sample
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.strategy import candidates, cost
+from rlhf_jax.generation.strategy.prior import work
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.types import Model, Strategy
 

@@ -1,4 +1,4 @@
-"""The policy of a checkpoint, or its student, as a Hugging Face folder:
+"""Write the policy of a checkpoint, or its student, as a Hugging Face folder.
 
 python launch/export.py WORKDIR [--step N] [--out FOLDER] [--drafter]
 """
@@ -23,7 +23,7 @@ from rlhf_jax.types import Model, ModelConfig, TrainState
 
 
 def main(argv: list[str]) -> int:
-    """The exit code; a mistake of the user's is one sentence on stderr."""
+    """Return the exit code; a mistake of the user's is one sentence on stderr."""
     parser = argparse.ArgumentParser(
         description="Write the policy of a checkpoint as a Hugging Face folder."
     )
@@ -40,9 +40,8 @@ def main(argv: list[str]) -> int:
     asked = parser.parse_args(argv[1:])
     name = "drafter" if asked.drafter else "policy"
     try:
-        print(
-            f"The {name} is in {export(asked.workdir.expanduser(), asked.step, asked.out, name)}."
-        )
+        out = export(asked.workdir.expanduser(), asked.step, out=asked.out, name=name)
+        print(f"The {name} is in {out}.")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -50,30 +49,33 @@ def main(argv: list[str]) -> int:
 
 
 def export(workdir: Path, step: int | None, out: Path | None, name: str = "policy") -> Path:
-    """The folder written: weights in float32, the tokenizer and stop tokens of the model that the
-    run began with.
+    """Write the 'policy' or its 'drafter' as a Hugging Face folder, and return the folder.
 
-    Raises ValueError or OSError in one sentence where there is no such run, model or checkpoint.
+    It has weights in float32, and the tokenizer and stop tokens of the model that the run began
+    with. Raises ValueError or OSError in one sentence where there is no such run, model or
+    checkpoint.
     """
     source = open_source(model_path(workdir))
-    layers = _said(workdir, "drafter", "layers") if name == "drafter" else 0
+    layers = _configured(workdir, "drafter", "layers") if name == "drafter" else 0
     if name == "drafter" and not layers:
         raise ValueError(f"The run in {workdir} has no student: its drafter.layers is 0.")
-    step, state, _ = read_part(
-        workdir / "checkpoints", policy_template(source.config, layers), step
-    )
+    template = policy_template(source.config, layers)
+    step, state, _ = read_part(workdir / "checkpoints", template, step)
     out = out or workdir / f"{name}-{step}"
     model = completed(state.drafter, state.policy) if name == "drafter" else state.policy
-    huggingface.save(out, model, source.tokenizer, source.stop_tokens, jnp.float32)
+    huggingface.save(
+        out, model, source.tokenizer, stop_tokens=source.stop_tokens, dtype=jnp.float32
+    )
     return out
 
 
 def model_path(workdir: Path) -> str:
-    """The path of the model that the run in `workdir` began with, from its config.json."""
-    return _said(workdir, "model", "path")
+    """Return the path of the model that the run in `workdir` began with, from its config.json."""
+    return _configured(workdir, "model", "path")
 
 
-def _said(workdir: Path, section: str, key: str) -> Any:
+def _configured(workdir: Path, section: str, key: str) -> Any:
+    """Return a value of the config of the run in `workdir`."""
     file = workdir / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"There is no run in {workdir}: {file} is missing.")
@@ -84,8 +86,9 @@ def _said(workdir: Path, section: str, key: str) -> Any:
 
 
 def policy_template(config: ModelConfig, layers: int = 0) -> TrainState:
-    """Places of the policy and, with `layers`, its student, in the host's memory: one accelerator
-    may be too small for their float32.
+    """Return the shapes of the policy and, with `layers`, its student, in the host's memory.
+
+    One accelerator may be too small for their float32.
     """
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     policy: Model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config, jnp.float32))

@@ -1,4 +1,4 @@
-"""The report of a run as one HTML file: python launch/report.py WORKDIR"""
+"""Write the report of a run as one HTML file: python launch/report.py WORKDIR"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlhf_jax.monitoring.report.page import write_report
 
 
 def main(argv: list[str]) -> int:
-    """The exit code; a mistake of the user's is one sentence on stderr."""
+    """Return the exit code; a mistake of the user's is one sentence on stderr."""
     if len(argv) != 2:
         print(
             "error: name the workdir of one run: python launch/report.py WORKDIR", file=sys.stderr

@@ -1,5 +1,6 @@
-"""What adaptive drafting would choose, and why: python launch/strategy.py WORKDIR [--live
-1,4,16,64] [--step N]
+"""Print what adaptive drafting would choose, and why.
+
+python launch/strategy.py WORKDIR [--live 1,4,16,64] [--step N]
 
 For each number of live rows: every strategy, the best first, with what its round is predicted to
 give and what its rounds gave with about as many live rows.
@@ -15,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -44,7 +44,7 @@ COLUMNS = (
 
 
 def main(argv: list[str], console: Console | None = None) -> int:
-    """The exit code; a mistake of the user's is one sentence on stderr."""
+    """Return the exit code; a mistake of the user's is one sentence on stderr."""
     parser = argparse.ArgumentParser(
         description="Print the table that adaptive drafting chooses from."
     )
@@ -68,8 +68,9 @@ def main(argv: list[str], console: Console | None = None) -> int:
 
 
 def read_config(workdir: Path) -> Config:
-    """The config of the run in `workdir`; raises ValueError or FileNotFoundError where there is
-    none.
+    """Return the config of the run in `workdir`.
+
+    Raises ValueError or FileNotFoundError where there is none.
     """
     file = workdir / "config.json"
     if not file.is_file():
@@ -79,21 +80,25 @@ def read_config(workdir: Path) -> Config:
         raise ValueError(
             f"{file} is no config of a run: it lacks generation, drafter or deterministic."
         )
-    return ConfigDict(said)
+    return Config(said)
 
 
 def read_selector(workdir: Path, config: Config, step: int | None) -> tuple[int, Selector]:
-    """The step of the checkpoint and what it keeps of training's choices; no weights are read.
+    """Return the step of a checkpoint, and what it keeps of training's choices.
 
-    Raises ValueError or OSError in one sentence where the run's strategy is fixed or there is no
-    such checkpoint.
+    No weights are read. step: None for the latest checkpoint. Raises ValueError or OSError in one
+    sentence where the run's strategy is fixed or there is no such checkpoint.
     """
     if not derived.adaptive(config):
         raise ValueError(
             f"The run in {workdir} chooses no strategy: its generation.strategy is"
             f" {config.generation.strategy!r}."
         )
-    step, _, host = read_part(workdir / "checkpoints", _counter(), step)
+    # The least of a state that can be read is its step, in the host's memory.
+    memory = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    counter: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=memory)
+    template = TrainState(policy=None, optimizer=None, step=counter)  # pyright: ignore[reportArgumentType]
+    step, _, host = read_part(workdir / "checkpoints", template, step)
     saved = host["drafting"].get("selector")
     if saved is None:
         raise ValueError(
@@ -107,15 +112,8 @@ def read_selector(workdir: Path, config: Config, step: int | None) -> tuple[int,
     return step, selector
 
 
-def _counter() -> TrainState:
-    """The least of a state that can be read: its step, in the host's memory."""
-    host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    shape: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=host)
-    return TrainState(policy=None, optimizer=None, step=shape)  # pyright: ignore[reportArgumentType]
-
-
 def numbers(text: str) -> list[int]:
-    """The numbers of '1,4,16'; raises ValueError where one is not above 0."""
+    """Return the numbers of '1,4,16'; raise ValueError where one is not above 0."""
     found = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if min(found) < 1:
         raise ValueError(f"--live is {text!r}; it must be numbers above 0, as in --live 1,4,16.")
@@ -123,36 +121,36 @@ def numbers(text: str) -> list[int]:
 
 
 def spread(most: int) -> list[int]:
-    """1, 4, 16 ... below `most`, and `most`."""
+    """Return 1, 4, 16 ... below `most`, and `most`."""
     return [*(4**power for power in range(most.bit_length()) if 4**power < most), most]
 
 
 def show(selector: Selector, config: Config, live: list[int], title: str, console: Console) -> None:
-    """Print a table for each number of live rows, under it the choice in one sentence."""
+    """Print a table for each number of live rows, and under it the choice in one sentence."""
     console.print(Text(title, "bold"))
     for count in live:
         situation = _situation(selector, config, count)
-        # a choice is remembered, and these are only asked for
+        # A choice is remembered, and these are only asked for.
         choice = copy.deepcopy(selector).choose(situation)
         console.print(_table(selector.table(situation), situation))
         console.print(Text(f"{choice.why}.\n"), soft_wrap=True)
 
 
 def _situation(selector: Selector, config: Config, live: int) -> Situation:
-    """As rounds of so many live rows have had it, in a batch that has shrunk as far as it may on
-    one device.
+    """Return the situation that rounds of so many live rows have had.
+
+    The batch has shrunk as far as it may on one device.
     """
-    rows = (
-        config.generation.max_rows
-        if live <= config.generation.max_rows
-        else statistics.bucket(live)
-    )
+    rows = config.generation.max_rows
+    if live > rows:
+        rows = statistics.bucket(live)
     while rows % 2 == 0 and rows // 2 >= max(live, config.generation.min_rows):
         rows //= 2
     return selector.typical_situation(live, rows, most_nodes=VERIFIED // rows)
 
 
 def _table(rows: list[dict[str, Any]], situation: Situation) -> Table:
+    """Return the table of strategies in one situation."""
     context = situation.context / situation.live
     title = f"{situation.live} live of {situation.rows} rows, {context:,.0f} tokens each"
     table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)

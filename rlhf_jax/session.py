@@ -18,10 +18,10 @@ from rlhf_jax.config.identity import binding_settings
 from rlhf_jax.config.schema import flat
 from rlhf_jax.evaluation import EvaluationReport
 from rlhf_jax.generation.requests import GenerationCounts, RoundReport
-from rlhf_jax.monitoring import metrics, trace
+from rlhf_jax.monitoring import console, metrics, trace
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.checkpoint.store import Checkpoints, named_leaves
-from rlhf_jax.runtime.signals import Stopped, listening
+from rlhf_jax.runtime.signals import Stopped, listen_for_signals
 from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.runtime.watchdog import Watchdog
 from rlhf_jax.state import Run, RunState, StepReport
@@ -54,7 +54,7 @@ class Session:
     def __enter__(self) -> Session:
         opened = self.opened
         with contextlib.ExitStack() as stack:
-            self._stop = stack.enter_context(listening())
+            self._stop = stack.enter_context(listen_for_signals())
             check_alike(opened)
             asked = opened.config.checkpoint
             self._checkpoints = stack.enter_context(
@@ -91,7 +91,7 @@ class Session:
         )
         self._writer = distributed.run_on_all(lambda: opened() if leads else None)
         self._stack.callback(self._writer.close if self._writer else lambda: None)
-        progress = metrics.Progress(config.steps, state.step, Console(quiet=not leads))
+        progress = console.Progress(config.steps, state.step, Console(quiet=not leads))
         self._progress = self._stack.enter_context(progress)
 
         def say_by_rank(line: str) -> None:

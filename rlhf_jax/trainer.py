@@ -12,19 +12,21 @@ import jax.numpy as jnp
 from rlhf_jax import build
 from rlhf_jax.build import Opened
 from rlhf_jax.build.describe import print_setup
-from rlhf_jax.config import command_line, derived
-from rlhf_jax.config.schema import Config, ModelConfigs
+from rlhf_jax.config import command_line
+from rlhf_jax.config.schema import Config
 from rlhf_jax.evaluation import evaluate
 from rlhf_jax.generation.stage import compile_first_rounds
+from rlhf_jax.generation.strategy import prior
 from rlhf_jax.model.decoding import completed
 from rlhf_jax.model.weights import huggingface
-from rlhf_jax.monitoring import metrics
+from rlhf_jax.monitoring import console, metrics
 from rlhf_jax.monitoring.report.page import write_report
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.distributed import Place
 from rlhf_jax.runtime.signals import Stopped
 from rlhf_jax.session import Session
 from rlhf_jax.state import Run, RunState, decoding_models
+from rlhf_jax.types import ModelConfigs
 
 
 def train(config: Config) -> None:
@@ -63,7 +65,7 @@ def compile_ahead(state: RunState, run: Run, session: Session) -> RunState:
     configs = ModelConfigs(models[0].config, models[1] and models[1].config)
     decoding = run.generation.decoding
     costs = functools.partial(
-        derived.costs,
+        prior.costs,
         configs,
         jax.default_backend(),
         models[0].norm.dtype.itemsize,
@@ -99,7 +101,7 @@ def export(state: RunState, run: Run, opened: Opened) -> None:
         devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
         report = write_report(opened.workdir, devices)
         if opened.held_out:
-            metrics.compare(*metrics.before_and_after(opened.workdir))
+            console.compare(*metrics.before_and_after(opened.workdir))
         folders = [f"the trained {name} is in {opened.workdir}/{name}" for name in trained]
         print(f"T{' and '.join(folders)[1:]}, and what happened in {report}.")
 

@@ -10,7 +10,7 @@ A per-token array `x[B, T]` speaks of the token at t: `logprobs[b, t]` is the lo
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import struct
 
@@ -59,6 +59,15 @@ class ModelConfig:
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value"
                 " heads; the first must be a multiple of the second."
             )
+
+
+class ModelConfigs(NamedTuple):
+    """Hold the shapes of a run's models."""
+
+    policy: ModelConfig
+    drafter: ModelConfig | None = None
+    critic: ModelConfig | None = None
+    rewards: tuple[ModelConfig, ...] = ()
 
 
 @struct.dataclass

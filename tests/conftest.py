@@ -60,8 +60,8 @@ def _interpret_kernels() -> None:
     from rlhf_jax.config import schema
     from rlhf_jax.generation.requests import GenerationConfig
 
-    asked = dict.fromkeys(schema._kernels(), "interpret")
-    schema._kernels = lambda: asked
+    kernels = schema.DEFAULTS["kernels"]
+    schema.DEFAULTS["kernels"] = dict.fromkeys(kernels, "interpret")
     init: Any = GenerationConfig.__init__
     init.__defaults__ = (*init.__defaults__[:-1], INTERPRETED)
 

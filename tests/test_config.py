@@ -12,8 +12,7 @@ import pytest
 
 from rlhf_jax.config import command_line, validation
 from rlhf_jax.config import schema as configs
-from rlhf_jax.config.schema import ModelConfigs
-from rlhf_jax.types import ModelConfig
+from rlhf_jax.types import ModelConfig, ModelConfigs
 
 ROOT = pathlib.Path(__file__).parents[1]
 

@@ -17,12 +17,11 @@ import pytest
 from rlhf_jax import mesh
 from rlhf_jax.config import command_line, memory, validation
 from rlhf_jax.config import schema as configs
-from rlhf_jax.config.schema import ModelConfigs
 from rlhf_jax.generation import rows, scheduler
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.model import transformer
-from rlhf_jax.types import ModelConfig, RopeScaling
+from rlhf_jax.types import ModelConfig, ModelConfigs, RopeScaling
 
 ROOT = pathlib.Path(__file__).parents[1]
 

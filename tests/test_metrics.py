@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
+from rlhf_jax.monitoring import console as consoles
 from rlhf_jax.monitoring import metrics
 
 
@@ -98,8 +99,8 @@ def test_a_resumed_run_writes_no_step_twice(tmp_path):
 
 
 def run_progress(console, clock, monkeypatch, steps=3):
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: clock[0])
-    with metrics.Progress(40, console=console) as progress:
+    monkeypatch.setattr(consoles.time, "monotonic", lambda: clock[0])
+    with consoles.Progress(40, console=console) as progress:
         for step in range(1, steps + 1):
             for phase in ("generation", "inference", "training"):
                 progress.update(phase, live_rows=5, tokens_per_second=812.4, tokens_per_round=1.9)
@@ -130,8 +131,8 @@ def test_plain_lines_name_each_phase_of_the_first_step_then_beat(monkeypatch):
     assert said == [["1/40", "generation"], ["1/40", "inference"], ["1/40", "training"]]
     console = screen()
     clock = [0.0]
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: clock[0])
-    with metrics.Progress(40, done=3, console=console) as progress:
+    monkeypatch.setattr(consoles.time, "monotonic", lambda: clock[0])
+    with consoles.Progress(40, done=3, console=console) as progress:
         for _ in range(25):
             progress.update("generation", live_rows=5)
             clock[0] += 1.0
@@ -141,8 +142,8 @@ def test_plain_lines_name_each_phase_of_the_first_step_then_beat(monkeypatch):
 def test_terminal_panel_shows_phase_and_time(monkeypatch):
     console = screen(terminal=True)
     clock = [0.0]
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: clock[0])
-    progress = metrics.Progress(40, done=1, console=console)
+    monkeypatch.setattr(consoles.time, "monotonic", lambda: clock[0])
+    progress = consoles.Progress(40, done=1, console=console)
     progress.finish(row(2, **{"reward/mean": 0.3}))
     clock[0] += 5
     progress.finish(row(3, **{"reward/mean": 0.9}))
@@ -161,10 +162,10 @@ def test_live_display_runs_and_leaves_the_lines(monkeypatch):
 
 def test_tables_show_text_as_it_is():
     console = screen()
-    metrics.describe(
+    consoles.describe(
         "This run", [("devices", "2 x cpu"), ("memory", "policy 0.5 GB [f32]")], console
     )
-    metrics.compare(
+    consoles.compare(
         [("held-out reward", 0.56, 0.92), ("kl", 0.1, 0.1)],
         [("the [bold]", "a\nb", "c" * 90)],
         console,
@@ -300,7 +301,7 @@ def test_before_and_after_are_of_what_both_evaluations_have(tmp_path):
     assert measures == [("eval/reward", 0.25, 0.75)]
     assert texts == [("a", "a1", "A1"), ("b", "b1", "B1"), ("a", "a2", "A2")]
     console = screen()
-    metrics.compare(measures, texts, console)
+    consoles.compare(measures, texts, console)
     assert "+0.500" in console.export_text()
 
 
@@ -310,7 +311,7 @@ def test_before_and_after_may_have_nothing_in_common(tmp_path):
         [],
         [],
     )
-    metrics.compare([], [], screen())
+    consoles.compare([], [], screen())
     (tmp_path / "evaluations.jsonl").write_text('{"step": 0, "eval/rew')  # killed while writing
     assert metrics.before_and_after(tmp_path) == ([], [])
 

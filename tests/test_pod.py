@@ -20,7 +20,7 @@ from pallas_kernels.dispatch import Kernels
 from pallas_kernels.shapes import BLOCK, SLOTS
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived, memory
-from rlhf_jax.config.schema import Config, ModelConfigs
+from rlhf_jax.config.schema import Config
 from rlhf_jax.generation import rows, scheduler
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.round import run_round
@@ -37,7 +37,7 @@ from rlhf_jax.training.update import (
     make_optimizer,
     policy_objective,
 )
-from rlhf_jax.types import Experience, Model, ModelConfig, Rollout
+from rlhf_jax.types import Experience, Model, ModelConfig, ModelConfigs, Rollout
 
 TOLERANCE = 0.15
 
@@ -184,7 +184,8 @@ def test_predicted_memory_is_the_compilers(name):
     parts = memory.plan(at.config, at.models, dict(at.mesh.shape), at.dtype)
     sizes = by_name(parts)
     own = {
-        stage: sum(part.bytes for part in parts if part.stage == stage) for stage in memory.STAGES
+        stage: sum(part.bytes for part in parts if part.stage == stage)
+        for stage in memory.STAGE_NAMES
     }
 
     policy = weights(at.models.policy, jnp.float32, "training", at.mesh)

@@ -1,4 +1,4 @@
-"""A run's config: its keys and defaults, the command line, what makes it valid, the memory it takes."""
+"""Describe a run: its keys and defaults, the command line, what is valid, the memory it takes."""
 
 from rlhf_jax.config.schema import Config, default, flat
 

@@ -1,4 +1,4 @@
-"""From the command line to a config, every mistake in one sentence."""
+"""Read the command line into a config, every mistake in one sentence."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import re
 import runpy
 
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import config_flags
 
 from rlhf_jax.config.schema import Config, default, keys
 from rlhf_jax.runtime.distributed import Place
 
 USAGE = "python launch/train.py --config FILE[:ARGUMENT] --config.any.key=value"
-PLACE = ("--coordinator", "--processes", "--process")
+PLACE_FLAGS = ("--coordinator", "--processes", "--process")
 
 
 def read(argv: list[str]) -> Config:
-    """The config of `--config FILE[:ARGUMENT] --config.any.key=value ...`; argv[0] is the program's
-    name.
+    """Return the config of `--config FILE[:ARGUMENT] --config.any.key=value ...`.
 
-    Raises ValueError or FileNotFoundError in one sentence: no file, a file that fails, an unknown
-    key or one of another type. Whether the values make sense is the question of `checks.validate`.
+    argv[0] is the program's name. Raises ValueError or FileNotFoundError in one sentence: no file,
+    a file that fails, an unknown key or a value of another type. Whether the values make sense is
+    the question of `validation.validate`.
     """
     path, overrides = _split(argv[1:])
     config = load(path)
@@ -33,17 +33,17 @@ def read(argv: list[str]) -> Config:
 
 
 def place(argv: list[str]) -> tuple[Place, list[str]]:
-    """Where this process stands among several, and the command line without what says so.
+    """Return where this process stands among several, and the command line without those flags.
 
-    `--coordinator HOST:PORT --processes N --process I`, or `--processes auto` where the cluster
-    knows. Raises ValueError in one sentence.
+    The flags are `--coordinator HOST:PORT --processes N --process I`, or `--processes auto` where
+    the cluster knows. Raises ValueError in one sentence.
     """
     found = {}
     rest = []
     words = iter(argv)
     for word in words:
         name, equals, value = word.partition("=")
-        if name in PLACE:
+        if name in PLACE_FLAGS:
             found[name] = value if equals else next(words, "")
         else:
             rest.append(word)
@@ -51,51 +51,49 @@ def place(argv: list[str]) -> tuple[Place, list[str]]:
         return Place(), rest
     if found == {"--processes": "auto"}:
         return Place(None, None, None), rest
-    numbers = [found.get(name, "") for name in PLACE[1:]]
+    numbers = [found.get(name, "") for name in PLACE_FLAGS[1:]]
     if (
-        set(found) != set(PLACE)
+        set(found) != set(PLACE_FLAGS)
         or not all(map(str.isdigit, numbers))
         or not 0 <= int(numbers[1]) < int(numbers[0])
     ):
         raise ValueError(
             "Several processes are told --coordinator HOST:PORT --processes N --process I, with I"
-            " from 0 to N - 1, or"
-            " --processes auto."
+            " from 0 to N - 1, or --processes auto."
         )
     return Place(found["--coordinator"], *map(int, numbers)), rest
 
 
 def load(spec: str) -> Config:
-    """The locked config that get_config() of the Python file FILE returns, or get_config(ARGUMENT)
-    of FILE:ARGUMENT.
+    """Return the locked config that get_config() of the Python file FILE returns.
 
-    Raises ValueError or FileNotFoundError in one sentence where it is missing, fails or returns
-    other keys.
+    Of FILE:ARGUMENT it is get_config(ARGUMENT). Raises ValueError or FileNotFoundError in one
+    sentence where the file is missing, fails or returns other keys.
     """
-    path, argument = _file_and_argument(spec)
+    path, colon, word = spec.rpartition(":")
+    argument = (word,)
+    if not colon or not path.endswith(".py"):
+        path = spec
+        argument = ()
     if not pathlib.Path(path).is_file():
         raise FileNotFoundError(f"There is no config file {path} (usage: {USAGE}).")
     try:
         config = runpy.run_path(path)["get_config"](*argument)
     except Exception as error:  # a config file is Python and may raise anything
-        raise ValueError(
-            f"Config {spec} fails: {type(error).__name__}: {_first_line(error)}."
-        ) from error
-    if not isinstance(config, ConfigDict) or keys(config) != keys(default()):
+        lines = str(error).strip().splitlines() or ["no message"]
+        reason = lines[0].rstrip(".")
+        raise ValueError(f"Config {spec} fails: {type(error).__name__}: {reason}.") from error
+    if not isinstance(config, Config) or keys(config) != keys(default()):
         raise ValueError(
             f"Config {spec}: get_config() must return rlhf_jax.config.default() with other values"
             " and no other keys."
         )
-    return config.lock()
-
-
-def _file_and_argument(spec: str) -> tuple[str, tuple[str, ...]]:
-    path, colon, argument = spec.rpartition(":")
-    return (path, (argument,)) if colon and path.endswith(".py") else (spec, ())
+    config.lock()
+    return config
 
 
 def _split(arguments: list[str]) -> tuple[str, list[str]]:
-    """The config's path, from `--config FILE` or `--config=FILE`, and the other arguments."""
+    """Return the config's path, from `--config FILE` or `--config=FILE`, and other arguments."""
     for place, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name in ("--config", "-config") and equals:
@@ -106,6 +104,7 @@ def _split(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def _override(config: Config, argument: str) -> None:
+    """Set the value that `--config.any.key=value` gives, of the type that the key has."""
     match = re.fullmatch(r"--?config\.([^=]+)=(.*)", argument, re.DOTALL)
     if match is None:
         raise ValueError(
@@ -124,7 +123,3 @@ def _override(config: Config, argument: str) -> None:
     except (flags.Error, TypeError, ValueError) as error:
         wanted = type(operator.attrgetter(name)(config)).__name__
         raise ValueError(f"Config key {name!r} is of type {wanted}; {text!r} is not.") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")

@@ -1,6 +1,4 @@
-"""What a run will hold on each device, by part and before anything is loaded: shapes and arithmetic
-only.
-"""
+"""Estimate what a run will hold on each device, by part, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -10,37 +8,40 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
+from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
-from rlhf_jax.config.schema import Config, ModelConfigs
-from rlhf_jax.generation import rows as row_verbs
+from rlhf_jax.config.schema import Config
+from rlhf_jax.config.sizes import PlannedRun, layer_values, row_bytes, row_share, tensor_share
+from rlhf_jax.generation import rows as generation_rows
 from rlhf_jax.generation.precompile import VERIFIED
 from rlhf_jax.generation.scheduler import PREFILLED, cache_slots, prompt_width
 from rlhf_jax.generation.speculative.round import streams_head
 from rlhf_jax.generation.speculative.sampling import BLOCK, Sampling
 from rlhf_jax.inference.logprobs import CHUNK
-from rlhf_jax.model import cache, transformer
-from rlhf_jax.types import DecodeState, Model, ModelConfig
+from rlhf_jax.model import cache
+from rlhf_jax.types import DecodeState, ModelConfig, ModelConfigs
 
 GIGA = 1e9
-STAGES = ("generation", "inference", "training")
-SMALL = 0.01  # of the peak: parts below it are not printed
+STAGE_NAMES = ("generation", "inference", "training")
+SMALL = 0.01  # parts below this share of the peak are not printed
 
-# What makes a part smaller.
+# What a user is told to change where a part is too large.
 SPLIT = "raise mesh.fsdp or mesh.slices"
+SPLIT_TENSORS = "raise mesh.tensor"
 FEWER_ROWS = "lower training.microbatch_rows"
 FEWER_LIVE = "lower generation.max_rows or generation.max_new_tokens"
+SHORTER_PROMPTS = "lower data.max_prompt_tokens"
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Bytes on the fullest device, in one of the STAGES or throughout ("always")."""
+    """Hold the bytes of one part on the fullest device."""
 
     name: str
-    stage: str
+    stage: str  # one of STAGE_NAMES, or "always": from the first step to the last
     bytes: int
     remedy: str  # what to change where it is too much
 
@@ -49,63 +50,64 @@ def plan(
     config: Config,
     models: ModelConfigs,
     shape: dict[str, int],
-    dtype: Any,
+    dtype: DTypeLike,
     kernels: Kernels = REFERENCE,
 ) -> list[Part]:
-    """Every part of a run that matters, for mesh sizes `shape` and the compute dtype.
+    """Return every part of a run that takes memory, for mesh sizes `shape` and the compute dtype.
 
     Weights, optimizers and caches are exact; what a program needs beside them is estimated. The
     stages follow each other, so the peak is what is always there plus the largest of them (`peak`).
     """
-    mesh = meshes.abstract_mesh(shape)
     critic = models.critic and dataclasses.replace(models.critic, scalar_head=True, tied=False)
-    models = models._replace(critic=critic)
-    halves = [
-        _training(config, model, mesh, dtype)
-        for model in (models.policy, critic)
-        if model and _earns(config)
-    ]
-    halves += [_distillation(config, models, mesh, dtype)] if derived.trains_drafter(config) else []
+    run = PlannedRun(
+        config=config,
+        models=models._replace(critic=critic),
+        mesh=meshes.abstract_mesh(shape),
+        dtype=dtype,
+        kernels=kernels,
+    )
+    # The policy, the critic and the student are trained one after the other: the largest counts.
+    trained = [model for model in (models.policy, critic) if model and run.trains_policy]
+    updates = [_update(run, model) for model in trained]
+    if derived.trains_drafter(config):
+        updates.append(_distillation(run))
     parts = [
-        *_always(config, models, mesh, dtype),
-        *_generation(config, models, mesh, dtype, kernels),
-        *(_inference(config, models, mesh, dtype) if _earns(config) else ()),
-        *max(halves, key=lambda half: sum(part.bytes for part in half)),  # one after the other
+        *_always(run),
+        *_generation(run),
+        *(_inference(run) if run.trains_policy else ()),
+        *max(updates, key=lambda update: sum(part.bytes for part in update)),
     ]
     return [part for part in parts if part.bytes]
 
 
 def total(parts: list[Part], stage: str) -> int:
-    """Bytes that a device holds in a stage, what is always there included."""
+    """Return the bytes that a device holds in a stage, what is always there included."""
     return sum(part.bytes for part in parts if part.stage in ("always", stage))
 
 
 def peak(parts: list[Part]) -> tuple[str, int]:
-    """The stage that needs most, and the bytes a device holds in it."""
-    stage = max(STAGES, key=functools.partial(total, parts))
+    """Return the stage that needs most, and the bytes that a device holds in it."""
+    stage = max(STAGE_NAMES, key=functools.partial(total, parts))
     return stage, total(parts, stage)
 
 
 def check(parts: list[Part], limit: float) -> None:
-    """Raise ValueError, in one sentence with what to change, where the peak is above `limit`
-    bytes.
-    """
+    """Raise ValueError where the peak is above `limit` bytes, with what to change."""
     stage, needed = peak(parts)
     if needed <= limit:
         return
-    worst = max(
-        (part for part in parts if part.stage in ("always", stage)), key=lambda part: part.bytes
-    )
+    held = [part for part in parts if part.stage in ("always", stage)]
+    worst = max(held, key=lambda part: part.bytes)
     raise ValueError(
         f"A device needs {needed / GIGA:.1f} GB in {stage} and has {limit / GIGA:.1f} GB; the"
-        " largest part"
-        f" is {worst.name} ({worst.bytes / GIGA:.1f} GB): {worst.remedy}."
+        f" largest part is {worst.name} ({worst.bytes / GIGA:.1f} GB): {worst.remedy}."
     )
 
 
 def device_memory(config: Config, device: Any) -> float | None:
-    """Bytes a device may hold: `mesh.device_memory_gb` or what the device says, if less; None if
-    neither is known.
+    """Return the bytes that a device may hold, or None where nothing says so.
+
+    It is the less of `mesh.device_memory_gb` and of what the device itself says.
     """
     said = (device.memory_stats() or {}).get("bytes_limit")
     known = [size for size in (config.mesh.device_memory_gb * GIGA, said) if size]
@@ -113,333 +115,253 @@ def device_memory(config: Config, device: Any) -> float | None:
 
 
 def table(parts: list[Part]) -> list[str]:
-    """The plan as lines of text: the parts that matter, each stage with what is always there, the
-    peak last.
+    """Return the estimate as lines of text.
+
+    They are the parts that matter, each stage with what is always there, and the peak.
     """
+
+    def line(size: int, stage: str, name: str) -> str:
+        return f"{size / GIGA:8.2f} GB  {stage:10}  {name}"
+
     stage, needed = peak(parts)
-    lines = [
-        _line(part.bytes, part.stage, part.name) for part in parts if part.bytes >= SMALL * needed
-    ]
-    sums = [_line(total(parts, name), name, "in all") for name in STAGES]
-    return [*lines, *sums, _line(needed, "peak", f"in {stage}")]
+    shown = [part for part in parts if part.bytes >= SMALL * needed]
+    lines = [line(part.bytes, part.stage, part.name) for part in shown]
+    sums = [line(total(parts, name), name, "in all") for name in STAGE_NAMES]
+    return [*lines, *sums, line(needed, "peak", f"in {stage}")]
 
 
-def _line(size: int, stage: str, name: str) -> str:
-    return f"{size / GIGA:8.2f} GB  {stage:10}  {name}"
+def _always(run: PlannedRun) -> list[Part]:
+    """List what lives from the first step to the last."""
+    config = run.config
+    models = run.models
+    policy = run.weights(models.policy, jnp.float32)
+    critic = run.weights(models.critic, jnp.float32)
+    reference = 0
+    if config.kl.coefficient and run.trains_policy:
+        reference = run.weights(models.policy, run.dtype)
+    rewards = sum(run.weights(model, run.dtype) for model in models.rewards)
 
+    # A student learns beside the policy; a draft model that is no student stays as it is.
+    drafter = 0
+    student = 0
+    if config.drafter.layers:
+        student = run.student_weights(jnp.float32)
+    else:
+        drafter = run.weights(models.drafter, run.dtype, "generation")
+    learns = derived.trains_drafter(config)
+    begun = 0
+    if learns and run.trains_policy:
+        begun = run.student_weights(run.dtype)
 
-def _always(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype: Any) -> list[Part]:
-    """What lives from the first step to the last."""
-    policy, critic = (
-        _weights(model, jnp.float32, "training", mesh) for model in (models.policy, models.critic)
-    )
-    reference = (
-        _weights(models.policy, dtype, "training", mesh)
-        if config.kl.coefficient and _earns(config)
-        else 0
-    )
-    student = _student(models, jnp.float32, "training", mesh) if config.drafter.layers else 0
-    drafter = 0 if config.drafter.layers else _weights(models.drafter, dtype, "generation", mesh)
-    begun = (
-        _student(models, dtype, "training", mesh)
-        if derived.trains_drafter(config) and _earns(config)
-        else 0
-    )
-    rewards = sum(_weights(model, dtype, "training", mesh) for model in models.rewards)
+    moments = 2 * policy if run.trains_policy else 0
+    student_moments = 2 * student if learns else 0
     return [
         Part("policy, float32", "always", policy, SPLIT),
-        Part(
-            "policy's optimizer, two moments", "always", 2 * policy if _earns(config) else 0, SPLIT
-        ),
+        Part("policy's optimizer, two moments", "always", moments, SPLIT),
         Part("critic, float32", "always", critic, SPLIT),
         Part("critic's optimizer, two moments", "always", 2 * critic, SPLIT),
         Part("reference", "always", reference, SPLIT),
         Part("reward models", "always", rewards, SPLIT),
-        Part("drafter", "always", drafter, "raise mesh.tensor"),
+        Part("drafter", "always", drafter, SPLIT_TENSORS),
         Part("student, float32", "always", student, SPLIT),
         Part("student as it began", "always", begun, SPLIT),
-        Part(
-            "student's optimizer, two moments",
-            "always",
-            2 * student if derived.trains_drafter(config) else 0,
-            SPLIT,
-        ),
+        Part("student's optimizer, two moments", "always", student_moments, SPLIT),
     ]
 
 
-def _earns(config: Config) -> bool:
-    """Whether the policy learns; else it only teaches a student."""
-    return config.objective == "reward"
+def _generation(run: PlannedRun) -> list[Part]:
+    """List what a slice holds in generation.
 
-
-def _student(models: ModelConfigs, dtype: Any, role: str, mesh: AbstractMesh) -> int:
-    """A student's own weights: embedding and head are the policy's."""
-    config = models.drafter
-    if config is None:
-        return 0
-    whole: Model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config, dtype))
-    own = dataclasses.replace(whole, embed=None, head=None)
-    return meshes.bytes_per_device(own, meshes.model_shardings(own, mesh, role))
-
-
-def _weights(model: ModelConfig | None, dtype: Any, role: str, mesh: AbstractMesh) -> int:
-    if model is None:
-        return 0
-    shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), model, dtype))
-    return meshes.bytes_per_device(shapes, meshes.model_shardings(shapes, mesh, role))
-
-
-def _generation(
-    config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype: Any, kernels: Kernels
-) -> list[Part]:
-    """On a slice: the policy's copy, running samples, waiting prompts, and the largest of what
-    follows each other.
+    It holds the policy's copy, running samples, waiting prompts, and what is at work.
     """
-    mesh = meshes.abstract_mesh(dict(mesh.shape) | {"slices": 1})
-    generation = config.generation
+    one_slice = meshes.abstract_mesh(dict(run.mesh.shape) | {"slices": 1})
+    run = dataclasses.replace(run, mesh=one_slice)
+    models = run.models
+    state, prompts = _decode_state(run)
+    student = 0
+    if run.config.drafter.layers:
+        student = run.student_weights(run.dtype, "generation")
+    scorers = 0
+    if run.config.generation.fuse_inference:
+        reference = [models.policy] if run.config.kl.coefficient else []
+        beside = (*reference, models.critic, *models.rewards)
+        scorers = sum(run.weights(model, run.dtype, "generation") for model in beside)
+    policy = run.weights(models.policy, run.dtype, "generation")
+    rows = row_bytes(dataclasses.replace(state, draft=None), run.mesh)
+    draft_rows = row_bytes(state.draft, run.mesh)
+    waiting = row_bytes(prompts, run.mesh)
+    without = "set generation.fuse_inference to False"
+    return [
+        Part("policy, for generation", "generation", policy, SPLIT_TENSORS),
+        Part("models that score beside it", "generation", scorers, without),
+        Part("student, for generation", "generation", student, SPLIT_TENSORS),
+        Part("key-value cache of the policy", "generation", rows, FEWER_LIVE),
+        Part("key-value cache of the drafter", "generation", draft_rows, FEWER_LIVE),
+        Part("prefilled prompts", "generation", waiting, SHORTER_PROMPTS),
+        _generation_work(run, state, prompts),
+    ]
+
+
+def _decode_state(run: PlannedRun) -> tuple[DecodeState, list[cache.Cache]]:
+    """Return the shapes of a slice's running samples, and of the caches of prefilled prompts."""
+    config = run.config
+    models = run.models
     strategies = derived.strategies(config).strategies
-    longest = config.data.max_prompt_tokens + generation.max_new_tokens
-    slots = cache_slots(longest, strategies, kernels)
-    earlier = longest if derived.uses_drafter(config, "replay") else 0
+    slots = cache_slots(run.text_tokens, strategies, run.kernels)
+    earlier = run.text_tokens if derived.uses_drafter(config, "replay") else 0
+    sizes = (config.generation.max_rows, slots, config.generation.history_tokens, earlier)
+    empty = functools.partial(generation_rows.empty, models.policy, models.drafter, *sizes)
+    state = jax.eval_shape(lambda: empty(run.dtype))
+
     width = prompt_width(config.data.max_prompt_tokens, slots)
-    empty = functools.partial(
-        row_verbs.empty, models.policy, models.drafter, generation.max_rows, slots
-    )
-    state = jax.eval_shape(lambda: empty(generation.history_tokens, earlier, dtype))
-    student = _student(models, dtype, "generation", mesh) if config.drafter.layers else 0
     caches = [model for model in (models.policy, models.drafter) if model]
-    prefix = jax.eval_shape(
-        lambda: [cache.empty(model, PREFILLED, width, dtype) for model in caches]
+    prompts = jax.eval_shape(
+        lambda: [cache.empty(model, PREFILLED, width, run.dtype) for model in caches]
     )
-    prompts = _share(PREFILLED, mesh) * width
+    return state, prompts
+
+
+def _generation_work(run: PlannedRun, state: DecodeState, prompts: list[cache.Cache]) -> Part:
+    """Return the largest of what programs of generation need, one after the other."""
+    config = run.config
+    models = run.models
+    width = prompts[0][0][0].shape[-1]
+    prefill = run.layer(models.policy, row_share(PREFILLED, run.mesh) * width)
     leaf = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    round_name = "a round: logits and attention"
     works = [
-        (
-            "a round: logits and attention",
-            _round(config, models.policy, state, mesh, kernels),
-            "lower generation.max_rows",
-        ),
-        (
-            "a prefill at work",
-            _layer(models.policy, prompts, mesh, dtype),
-            "lower data.max_prompt_tokens",
-        ),
-        ("a cache leaf of a shrinking batch", leaf, FEWER_LIVE),
+        Part(round_name, "generation", _round(run, state), "lower generation.max_rows"),
+        Part("a prefill at work", "generation", prefill, SHORTER_PROMPTS),
+        Part("a cache leaf of a shrinking batch", "generation", leaf, FEWER_LIVE),
     ]
     if config.generation.fuse_inference:
-        scorers = filter(None, (models.policy, models.critic, *models.rewards))
-        scored = max(_scored(config, model, mesh, dtype) for model in scorers)
-        works += [("a micro-batch that is scored", scored, FEWER_ROWS)]
-    judges = [models.policy] * bool(config.kl.coefficient) + [models.critic, *models.rewards]
-    fused = (
-        sum(_weights(model, dtype, "generation", mesh) for model in judges)
-        * config.generation.fuse_inference
-    )
-    named = [
-        (
-            "policy, for generation",
-            _weights(models.policy, dtype, "generation", mesh),
-            "raise mesh.tensor",
-        ),
-        ("models that score beside it", fused, "set generation.fuse_inference to False"),
-        ("student, for generation", student, "raise mesh.tensor"),
-        (
-            "key-value cache of the policy",
-            _rows(dataclasses.replace(state, draft=None), mesh),
-            FEWER_LIVE,
-        ),
-        ("key-value cache of the drafter", _rows(state.draft, mesh), FEWER_LIVE),
-        ("prefilled prompts", _rows(prefix, mesh), "lower data.max_prompt_tokens"),
-        max(works, key=lambda work: work[1]),
-    ]
-    return [Part(name, "generation", size, remedy) for name, size, remedy in named]
+        # A slice scores its part of a micro-batch: a layer at work, or the logits of a chunk, which
+        # are there twice, in float32.
+        rows = max(1, config.training.microbatch_rows // config.mesh.slices)
+        tokens = row_share(rows, run.mesh) * run.text_tokens
+        scored = 0
+        for model in filter(None, (models.policy, models.critic, *models.rewards)):
+            vocabulary = 0 if model.scalar_head else tensor_share(model.vocab_size, run.mesh)
+            scored = max(scored, run.layer(model, tokens), 2 * 4 * CHUNK * vocabulary)
+        works.append(Part("a micro-batch that is scored", "generation", scored, FEWER_ROWS))
+    return max(works, key=lambda work: work.bytes)
 
 
-def _scored(config: Config, model: ModelConfig, mesh: AbstractMesh, dtype: Any) -> int:
-    """On a slice: a layer at work on its part of a micro-batch, or the logits of a chunk, twice, in
-    float32.
+def _round(run: PlannedRun, state: DecodeState) -> int:
+    """Return the bytes of a round: the window of all layers, and what is largest beside it.
+
+    A layer's attention and the logits follow each other. Attention holds its cache in another
+    layout and its scores twice, in float32. The logits are there twice, or once beside a tied head
+    as [M, V], and once more where they must be padded to whole blocks; or never.
     """
-    rows = max(1, config.training.microbatch_rows // config.mesh.slices)
-    tokens = _share(rows, mesh) * (config.data.max_prompt_tokens + config.generation.max_new_tokens)
-    logits = 0 if model.scalar_head else 2 * 4 * CHUNK * _split(model.vocab_size, mesh)
-    return max(_layer(model, tokens, mesh, dtype), logits)
+    policy = run.models.policy
+    generation = run.config.generation
+    candidates = derived.strategies(run.config)
+    rows = row_share(generation.max_rows, run.mesh)
+    nodes = most_nodes(run.config, run.mesh)
+    grid = rows * int(candidates.calls.grid[candidates.nodes <= nodes].max())
 
+    heads = tensor_share(policy.num_heads, run.mesh)
+    kv_heads = tensor_share(policy.num_kv_heads, run.mesh)
+    window = 2 * policy.num_layers * grid * kv_heads * policy.head_dim * run.itemsize
+    scores = 4 * grid * heads * state.cache[0][0].shape[-1]
+    attention = row_bytes(state.cache[0], run.mesh) + 2 * scores
 
-def _round(
-    config: Config, policy: ModelConfig, state: DecodeState, mesh: AbstractMesh, kernels: Kernels
-) -> int:
-    """The window of all layers, and the larger of a layer's attention and the logits, which follow
-    each other.
-
-    Attention holds its cache in another layout and its scores twice, in float32; the logits are
-    there twice, or once beside a tied head as [M, V], and once more where they must be padded to
-    whole blocks; or never.
-    """
-    menu = derived.strategies(config)
-    itemsize = state.cache[0][0].dtype.itemsize
-    rows = _share(config.generation.max_rows, mesh)
-    most = most_nodes(config, mesh)
-    nodes = rows * most
-    grid = rows * int(menu.calls.grid[menu.nodes <= most].max())
-    scores = 4 * grid * _split(policy.num_heads, mesh) * state.cache[0][0].shape[-1]
-    laws = config.generation.acceptance == "rejection" and "model" in menu.drafters
-    streamed = streams_head(
-        kernels, Sampling(top_k=config.generation.top_k), config.generation.acceptance
-    )
-    logits = 0 if streamed else 4 * nodes * policy.vocab_size
-    padded = policy.vocab_size % BLOCK != 0
-    head = _split(policy.vocab_size, mesh) * policy.width * itemsize if policy.tied else 0
-    window = (
-        2
-        * policy.num_layers
-        * grid
-        * _split(policy.num_kv_heads, mesh)
-        * policy.head_dim
-        * itemsize
-    )
-    return window + max(
-        _rows(state.cache[0], mesh) + 2 * scores, (1 + laws + padded) * logits + max(logits, head)
-    )
+    sampling = Sampling(top_k=generation.top_k)
+    streamed = streams_head(run.kernels, sampling, generation.acceptance)
+    logits = 0 if streamed else 4 * rows * nodes * policy.vocab_size
+    head = 0
+    if policy.tied:
+        head = tensor_share(policy.vocab_size, run.mesh) * policy.width * run.itemsize
+    copies = 1
+    copies += generation.acceptance == "rejection" and "model" in candidates.drafters
+    copies += policy.vocab_size % BLOCK != 0
+    return window + max(attention, copies * logits + max(logits, head))
 
 
 def most_nodes(config: Config, mesh: meshes.AnyMesh) -> int:
-    """Nodes of a row that a round of all rows verifies at most; with fewer rows and caches it may
-    be more.
+    """Return the nodes of a row that a round of all rows verifies at most.
+
+    With fewer rows and caches it may be more.
     """
-    nodes = derived.strategies(config).nodes
-    rows = _share(config.generation.max_rows, mesh)
-    return int(nodes[(nodes * rows <= VERIFIED) | (nodes == nodes.min())].max())
+    candidates = derived.strategies(config)
+    nodes = candidates.nodes
+    rows = row_share(config.generation.max_rows, mesh)
+    fits = nodes * rows <= VERIFIED
+    # The shortest strategy is always there.
+    fewest = nodes == nodes.min()
+    return int(nodes[fits | fewest].max())
 
 
-def _inference(config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype: Any) -> list[Part]:
-    """Copies in the compute dtype of the models that score, and one micro-batch; reward models
-    score beside generation's weights.
+def _inference(run: PlannedRun) -> list[Part]:
+    """List the copies of the models that score, and what one micro-batch needs.
+
+    Reward models score beside generation's weights.
     """
-    copies = sum(_cast(model, mesh, dtype) for model in (models.policy, models.critic) if model)
+    models = run.models
+    scorers = [model for model in (models.policy, models.critic) if model]
+    copies = sum(map(run.cast_weights, scorers))
     if models.rewards:
-        copies = max(copies, _weights(models.policy, dtype, "generation", mesh))
-    work = max(
-        _layer(m, _tokens(config, mesh), mesh, dtype)
-        for m in (models.policy, models.critic, *models.rewards)
-        if m
-    )
-    chunk = 2 * 4 * _chunk(config, mesh) * _split(models.policy.vocab_size, mesh)
+        copies = max(copies, run.weights(models.policy, run.dtype, "generation"))
+    layers = [run.layer(model, run.batch_tokens) for model in (*scorers, *models.rewards)]
+    logits = 2 * 4 * run.chunk_tokens * tensor_share(models.policy.vocab_size, run.mesh)
     return [
         Part("models that score", "inference", copies, SPLIT),
-        Part("one layer at work, or logits", "inference", max(work, chunk), FEWER_ROWS),
+        Part("one layer at work, or logits", "inference", max(*layers, logits), FEWER_ROWS),
     ]
 
 
-def _training(config: Config, model: ModelConfig, mesh: AbstractMesh, dtype: Any) -> list[Part]:
-    """One model's gradient: the float32 sum, and a micro-batch's beside the weights, both in the
-    compute dtype.
+def _update(run: PlannedRun, model: ModelConfig) -> list[Part]:
+    """List what one model's update needs beside its weights and optimizer.
 
-    The backward pass passes the head first and the layers then: the larger of the two counts.
+    The gradient is summed in float32; a micro-batch's stands beside the weights, both in the
+    compute dtype. The backward pass passes the head first and the layers then: the larger counts.
     """
-    tokens = _tokens(config, mesh)
-    itemsize = jnp.dtype(dtype).itemsize
-    kept = model.width if config.training.remat else _layer_values(model, mesh)
-    weights_and_gradients = _cast(model, mesh, dtype) + _weights(model, dtype, "training", mesh)
+    tokens = run.batch_tokens
+    kept = model.width if run.config.training.remat else layer_values(model, run.mesh)
+    activations = model.num_layers * tokens * kept * run.itemsize
+    gradients = run.weights(model, jnp.float32)
+    micro_batch = run.cast_weights(model) + run.weights(model, run.dtype)
+
+    # The head gathered or transposed, and in float32 its gradient so far and a chunk's; then the
+    # chunk's logits and their gradient.
+    outputs = 1 if model.scalar_head else tensor_share(model.vocab_size, run.mesh)
+    head = model.width * outputs * (run.itemsize + 2 * 4) + 2 * 4 * run.chunk_tokens * outputs
+    layer = 3 * run.layer(model, tokens)
     works = [
-        ("one layer at work", 3 * _layer(model, tokens, mesh, dtype), FEWER_ROWS),
-        ("head and a chunk of logits", _head(config, model, mesh, dtype), "raise mesh.tensor"),
+        Part("one layer at work", "training", layer, FEWER_ROWS),
+        Part("head and a chunk of logits", "training", head, SPLIT_TENSORS),
     ]
-    named = [
-        ("gradients, float32", _weights(model, jnp.float32, "training", mesh), SPLIT),
-        ("weights and gradients of a micro-batch", weights_and_gradients, SPLIT),
-        ("activations kept by layer", model.num_layers * tokens * kept * itemsize, FEWER_ROWS),
-        max(works, key=lambda work: work[1]),
+    return [
+        Part("gradients, float32", "training", gradients, SPLIT),
+        Part("weights and gradients of a micro-batch", "training", micro_batch, SPLIT),
+        Part("activations kept by layer", "training", activations, FEWER_ROWS),
+        max(works, key=lambda work: work.bytes),
     ]
-    return [Part(name, "training", size, remedy) for name, size, remedy in named]
 
 
-def _distillation(
-    config: Config, models: ModelConfigs, mesh: AbstractMesh, dtype: Any
-) -> list[Part]:
-    """The student's gradient as in `_training`, what the policy made of all its rows, and the
-    policy at work.
+def _distillation(run: PlannedRun) -> list[Part]:
+    """List what a student's update needs beside its weights and optimizer.
+
+    It needs gradients as in `_update`, the policy's hidden states of all its rows, and the policy
+    at work.
     """
-    tokens = _tokens(config, mesh)
-    itemsize = jnp.dtype(dtype).itemsize
-    own = [_student(models, kind, "training", mesh) for kind in (jnp.float32, dtype)]
+    config = run.config
+    policy = run.models.policy
+    own = run.student_weights(run.dtype)
+    gradients = run.student_weights(jnp.float32) + own
+
     samples = config.generation.prompts_per_step * config.generation.samples_per_prompt
     rows = samples if config.objective == "distill" else config.drafter.samples
-    heard = (
-        tokens
-        * _share(rows, mesh)
-        // _share(config.training.microbatch_rows, mesh)
-        * models.policy.width
-    )
-    work = max(
-        _cast(models.policy, mesh, dtype) + _layer(models.policy, tokens, mesh, dtype),
-        own[1] + 3 * _layer(models.policy, tokens, mesh, dtype),
-        4 * 4 * _chunk(config, mesh) * _split(models.policy.vocab_size, mesh),
-    )
+    batch_rows = row_share(config.training.microbatch_rows, run.mesh)
+    slots = run.batch_tokens * row_share(rows, run.mesh) // batch_rows
+    hidden = slots * policy.width * run.itemsize
+
+    layer = run.layer(policy, run.batch_tokens)
+    logits = 4 * 4 * run.chunk_tokens * tensor_share(policy.vocab_size, run.mesh)
+    work = max(run.cast_weights(policy) + layer, own + 3 * layer, logits)
     return [
-        Part("student's gradients", "training", own[0] + own[1], SPLIT),
-        Part("the policy's hidden states", "training", heard * itemsize, "lower drafter.samples"),
+        Part("student's gradients", "training", gradients, SPLIT),
+        Part("the policy's hidden states", "training", hidden, "lower drafter.samples"),
         Part("a layer at work, or logits of both", "training", work, FEWER_ROWS),
     ]
-
-
-def _head(config: Config, model: ModelConfig, mesh: AbstractMesh, dtype: Any) -> int:
-    """The head gathered or transposed, its gradient so far and a chunk's in float32, the chunk's
-    logits and theirs.
-    """
-    outputs = 1 if model.scalar_head else _split(model.vocab_size, mesh)
-    return (
-        model.width * outputs * (jnp.dtype(dtype).itemsize + 2 * 4)
-        + 2 * 4 * _chunk(config, mesh) * outputs
-    )
-
-
-def _cast(model: ModelConfig, mesh: AbstractMesh, dtype: Any) -> int:
-    """A copy of float32 weights in the compute dtype; none where that is float32."""
-    return 0 if jnp.dtype(dtype) == jnp.float32 else _weights(model, dtype, "training", mesh)
-
-
-def _layer(model: ModelConfig, tokens: int, mesh: AbstractMesh, dtype: Any) -> int:
-    """One block over a device's tokens, forward, and its weights gathered over fsdp."""
-    gathered = _layer_weights(model) // mesh.shape["tensor"]
-    return (tokens * _layer_values(model, mesh) + gathered) * jnp.dtype(dtype).itemsize
-
-
-def _layer_values(c: ModelConfig, mesh: AbstractMesh) -> int:
-    """Values of a token in one block: norms and residuals [M], attention [H, D] and [G, D],
-    products [F].
-    """
-    split = (3 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim + 4 * c.ffn_width
-    return 10 * c.width + split // mesh.shape["tensor"]
-
-
-def _layer_weights(c: ModelConfig) -> int:
-    return c.width * (2 * (c.num_heads + c.num_kv_heads) * c.head_dim + 3 * c.ffn_width)
-
-
-def _tokens(config: Config, mesh: AbstractMesh) -> int:
-    """Token slots of a device's part of the longest micro-batch."""
-    longest = config.data.max_prompt_tokens + config.generation.max_new_tokens
-    return _share(config.training.microbatch_rows, mesh) * longest
-
-
-def _chunk(config: Config, mesh: AbstractMesh) -> int:
-    """Tokens of a device whose logits exist at one time in inference and training."""
-    rows = config.training.microbatch_rows
-    return _share(rows, mesh) * max(1, CHUNK // rows)
-
-
-def _share(rows: int, mesh: meshes.AnyMesh) -> int:
-    """Rows on one device."""
-    return -(-rows // meshes.row_shards(mesh))
-
-
-def _split(size: int, mesh: AbstractMesh) -> int:
-    """What a device holds of a dimension that lies over tensor: all of it where that does not
-    divide.
-    """
-    tensor = mesh.shape["tensor"]
-    return size if size % tensor else size // tensor
-
-
-def _rows(state: Any, mesh: AbstractMesh) -> int:
-    return meshes.bytes_per_device(state, meshes.row_shardings(state, mesh))

@@ -1,7 +1,4 @@
-"""Answer SIGTERM and Ctrl-C: the first asks the run to stop at the next safe place.
-
-A later one stops it at once.
-"""
+"""Answer SIGTERM and Ctrl-C: the first asks the run to stop, a later one stops it at once."""
 
 from __future__ import annotations
 
@@ -10,21 +7,22 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 from rlhf_jax.runtime import messages
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ASKED = "Stopping at the next safe place; once more stops at once."
-# seconds after a signal in which another is the same one: launchers send it to the group and the
-# process
+# Seconds after a signal in which another is the same one: launchers send a signal to the group of
+# processes, and to the process itself too.
 ECHO = 1.0
 
 
 @messages.register_error
 class Stopped(Exception):
-    """Say that a run was asked to stop.
+    """End a run that a signal asked to stop.
 
-    `exit_code` is the shell's for the signal, `name` the signal's own.
+    `name` is the signal's, `exit_code` what a shell reports for it.
     """
 
     def __init__(self, number: int):
@@ -37,7 +35,7 @@ class Stopped(Exception):
 
 
 class Stop:
-    """Hold whether a signal has asked to stop."""
+    """Hold the signal that has asked the run to stop, or None."""
 
     def __init__(self):
         self.signal: int | None = None
@@ -48,8 +46,11 @@ class Stop:
             raise Stopped(self.signal)
 
 
-def tell(line: str) -> None:
-    """Write a line to stderr past its buffer, which what the signal interrupted may hold."""
+def write_to_stderr(line: str) -> None:
+    """Write a line to stderr past its buffer, which what the signal interrupted may hold.
+
+    A stderr that is closed is no error.
+    """
     # A live panel on a terminal erases its own three lines above the cursor when it is drawn again.
     text = f"\n{line}\n\n\n" if os.isatty(2) else f"{line}\n"
     with contextlib.suppress(OSError):
@@ -57,10 +58,11 @@ def tell(line: str) -> None:
 
 
 @contextlib.contextmanager
-def listening(say: Callable[[str], object] = tell) -> Iterator[Stop]:
-    """Set `Stop.signal` at a first signal, within the context, and answer it with a line.
+def listen_for_signals(say: Callable[[str], object] = write_to_stderr) -> Iterator[Stop]:
+    """Let the first signal within the context ask to stop, and give later ones to the old handlers.
 
-    The next, unless it comes within ECHO seconds, is given to the handlers from before.
+    The first sets `Stop.signal` and is answered with one line, which `say` gets. Those that follow
+    it within ECHO seconds are taken for its echo.
     """
     stop = Stop()
     before = {number: signal.getsignal(number) for number in SIGNALS}
@@ -70,7 +72,7 @@ def listening(say: Callable[[str], object] = tell) -> Iterator[Stop]:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    def ask(number: int, _) -> None:
+    def ask(number: int, _: FrameType | None) -> None:
         nonlocal first
         if stop.signal is None:
             stop.signal = number

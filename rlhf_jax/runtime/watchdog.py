@@ -1,4 +1,4 @@
-"""A watchdog says which phase of a run stands still, and for how long; it ends nothing."""
+"""Say which phase of a run stands still, and for how long; end nothing."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import NamedTuple
 
 
 class Beat(NamedTuple):
-    """The last sign of life: the phase that gave it, and when, in seconds of the clock."""
+    """Hold the last sign of life: the phase that gave it, and when, in seconds of the clock."""
 
     phase: str
     at: float
 
 
 class Seen(NamedTuple):
-    """What the watchdog looked at last: a beat, and the silence in seconds after which it speaks
-    next.
+    """Hold what the watchdog last looked at.
+
+    `due` is the silence, in seconds after the beat, after which it speaks next.
     """
 
     beat: Beat
@@ -25,7 +26,7 @@ class Seen(NamedTuple):
 
 
 def look(seen: Seen, beat: Beat, now: float, seconds: float) -> tuple[Seen, list[str]]:
-    """One look at the last beat at the time `now`: what is seen, and the sentences to say.
+    """Look at the last beat at the time `now`, and return what is seen and the sentences to say.
 
     A silence is spoken of after `seconds`, twice that, four times that and so on, and once more
     when it ends.
@@ -33,10 +34,8 @@ def look(seen: Seen, beat: Beat, now: float, seconds: float) -> tuple[Seen, list
     said = []
     if beat != seen.beat:
         if seen.due > seconds:
-            said.append(
-                f"{seen.beat.phase} moves again: it stood still for"
-                f" {spoken(beat.at - seen.beat.at)}."
-            )
+            silence = spoken(beat.at - seen.beat.at)
+            said.append(f"{seen.beat.phase} moves again: it stood still for {silence}.")
         seen = Seen(beat, seconds)
     silence = now - beat.at
     due = seen.due
@@ -48,7 +47,7 @@ def look(seen: Seen, beat: Beat, now: float, seconds: float) -> tuple[Seen, list
 
 
 def spoken(seconds: float) -> str:
-    """A duration to read: 8.5 s, 5 min 00 s, 2 h 05 min."""
+    """Write a duration to read: 8.5 s, 5 min 00 s, 2 h 05 min."""
     whole = round(seconds)
     if seconds < 59.95:
         return f"{seconds:.1f} s"
@@ -58,11 +57,11 @@ def spoken(seconds: float) -> str:
 
 
 class Watchdog:
-    """Watches a run from a thread: `with Watchdog(300, print) as watchdog:
-    watchdog.beat("generation")`.
+    """Watch a run from a thread, and say so when nothing was heard of it for long.
 
-    `say` gets a sentence, from that thread, once nothing was heard for `seconds`; 0 is off. `clock`
-    gives seconds.
+    Use as `with Watchdog(300, print) as watchdog: watchdog.beat("generation")`. `say` gets a
+    sentence, from that thread, once nothing was heard for `seconds`; 0 is off. `clock` gives
+    seconds.
     """
 
     def __init__(
@@ -79,7 +78,8 @@ class Watchdog:
         self._say = say
         self._clock = clock
         self._beat = Beat("starting", clock())
-        self._reported = self._stopped = False
+        self._reported = False
+        self._stopped = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -93,21 +93,24 @@ class Watchdog:
         self._stopped = True
         self._wake.set()
         if self._seconds:
-            self._thread.join(timeout=1)  # a `say` that hangs must not hold up the end of a run
+            # A `say` that hangs must not hold up the end of a run.
+            self._thread.join(timeout=1)
 
     def beat(self, phase: str) -> None:
-        """Says that `phase` is alive; cheap enough for every round."""
+        """Note that `phase` is alive; cheap enough for every round."""
         self._beat = Beat(phase, self._clock())
         if self._reported:
             self._wake.set()
 
     def _watch(self) -> None:
+        """Look whenever a sentence may be due, until the run ends."""
         seen = Seen(self._beat, self._seconds)
         while not self._stopped:
-            seen, said = look(seen, self._beat, self._clock(), self._seconds)
+            seen, said = look(seen, self._beat, now=self._clock(), seconds=self._seconds)
             for sentence in said:
                 self._say(sentence)
             self._reported = seen.due > self._seconds
-            if self._beat == seen.beat:  # a beat that came meanwhile may not have seen `_reported`
+            # A beat that came meanwhile may not have seen `_reported`, and so woke nobody.
+            if self._beat == seen.beat:
                 self._wake.wait(max(seen.beat.at + seen.due - self._clock(), 0.001))
             self._wake.clear()

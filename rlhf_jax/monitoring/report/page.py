@@ -1,18 +1,18 @@
-"""The report of a run: one HTML file, readable without a network or scripts."""
+"""Write the report of a run: one HTML file, readable without a network or scripts."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Any
 
 import jinja2
 import numpy as np
 from markupsafe import Markup
 
+from rlhf_jax.monitoring.metrics import is_measure
 from rlhf_jax.monitoring.report import drafting, timeline
 from rlhf_jax.monitoring.report.charts import Chart, line_chart, stacked_chart
-from rlhf_jax.monitoring.report.run import Row, Run, Series, read_run, series
+from rlhf_jax.monitoring.report.run import Row, RunRecord, Series, read_run, series
 from rlhf_jax.monitoring.report.scales import duration, reading, signed, smooth
 from rlhf_jax.runtime.files import write_atomically
 
@@ -24,24 +24,23 @@ ALGORITHMS = {
     "reinforce++": "REINFORCE++",
     "reinforce++-baseline": "REINFORCE++ with baseline",
 }
-STAGES = ("generation", "inference", "training")
+STAGE_NAMES = ("generation", "inference", "training")
 # (key, title, what it counts) of the charts between the reward's and the stages'.
-CHARTS = (
+STEP_CHARTS = (
     ("kl/mean", "KL to the reference", "nats a token"),
     ("response/length_mean", "Response length", "tokens"),
     ("loss/policy", "Policy loss", ""),
     ("loss/value", "Value loss", ""),
     ("generation/tokens_per_second", "Generation speed", "tokens a second"),
 )
-# samples shown, of them unfolded, and characters of a text
-PAIRS = 24
-OPEN_PAIRS = 6
-LONGEST = 2000
+PAIRS = 24  # samples shown at most
+OPEN_PAIRS = 6  # samples that are shown unfolded
+LONGEST_TEXT = 2000  # characters of a text that are shown
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A headline number: a value, what it was before, and a note."""
+    """Hold a headline number: a value, what it was before, and a note."""
 
     label: str
     value: str
@@ -51,10 +50,10 @@ class Figure:
 
 
 def write_report(workdir: str | pathlib.Path, device: str = "") -> pathlib.Path:
-    """Writes WORKDIR/report.html from the run's files and returns its path; `device` names the
-    hardware, if known.
+    """Write WORKDIR/report.html from the run's files, and return its path.
 
-    Errors are those of `read_run`, and OSError where the file cannot be written.
+    device: names the hardware, if known. Errors are those of `read_run`, and OSError where the file
+    cannot be written.
     """
     run = read_run(workdir)
     path = pathlib.Path(workdir).expanduser() / "report.html"
@@ -70,8 +69,8 @@ def write_report(workdir: str | pathlib.Path, device: str = "") -> pathlib.Path:
     return path
 
 
-def render(run: Run, device: str = "") -> str:
-    """The page's HTML."""
+def render(run: RunRecord, device: str = "") -> str:
+    """Return the page's HTML; `device` names the hardware, if known."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
         autoescape=True,
@@ -80,10 +79,17 @@ def render(run: Run, device: str = "") -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters |= {"reading": reading, "change": _change}
+    # The config's rows (key, value) by section; the keys outside any section come first, under ''.
+    sections: dict[str, list[tuple[str, str]]] = {"": []}
+    for name, value in run.config.items():
+        section, _, key = name.rpartition(".")
+        sections.setdefault(section, []).append((key, "—" if value in ("", [], {}) else str(value)))
+    measures = _measures(run.evaluations)
+    reward = _before_after("Training reward", series(run.metrics, "reward/mean"))
     return environment.get_template("page.html").render(
         run=run,
         facts=facts(run, device),
-        figures={"big": rewards(run), "small": headline(run)},
+        figures={"big": measures or reward, "small": headline(run)},
         charts=charts(run),
         picture=timeline.picture(run),
         words=timeline.words,
@@ -92,19 +98,21 @@ def render(run: Run, device: str = "") -> str:
         others=other_charts(run),
         pairs=pairs(run),
         open_pairs=OPEN_PAIRS,
-        config=_sections(run.config),
+        config=sections,
     )
 
 
-def facts(run: Run, device: str) -> list[tuple[str, str]]:
-    """(name, value) of what the run was."""
+def facts(run: RunRecord, device: str) -> list[tuple[str, str]]:
+    """Return (name, value) of what the run was."""
     config = run.config
+    done = len(run.metrics)
+    asked = config.get("steps", 0)
+    unfinished = isinstance(asked, int) and done < asked
     strategy = str(config.get("generation.strategy", ""))
-    estimator = str(config.get("advantage.estimator", ""))
     rows = [
         ("model", pathlib.PurePath(str(config.get("model.path", ""))).name),
-        ("algorithm", ALGORITHMS.get(estimator, estimator)),
-        ("steps", _steps(run)),
+        ("algorithm", ALGORITHMS.get(config.get("advantage.estimator", ""), "")),
+        ("steps", f"{done:,} of {asked:,}" if unfinished else f"{done:,}"),
         ("drafting", "none" if strategy == "plain" else strategy),
         ("device", device),
         ("date", f"{run.date.day} {run.date:%B %Y}"),
@@ -112,82 +120,90 @@ def facts(run: Run, device: str) -> list[tuple[str, str]]:
     return [(name, value) for name, value in rows if value]
 
 
-def rewards(run: Run) -> list[Figure]:
-    """What was measured on held-out prompts, before and after; without an evaluation, training's
-    reward.
-    """
-    return _measures(run.evaluations) or _before_after(
-        "Training reward", series(run.metrics, "reward/mean")
-    )
-
-
-def headline(run: Run) -> list[Figure]:
-    """Where the run stands: KL, length, speed, and the time it took."""
+def headline(run: RunRecord) -> list[Figure]:
+    """Return where the run stands: KL, length, speed, and the time it took."""
     rows = run.metrics
     figures = []
     if kl := series(rows, "kl/mean"):
-        figures.append(
-            Figure("KL to the reference", reading(smooth(kl.values)[-1]), note="nats a token")
-        )
-    figures += _before_after(
-        "Response length", series(rows, "response/length_mean"), "tokens", judged=False
-    )
+        last = reading(smooth(kl.values)[-1])
+        figures.append(Figure("KL to the reference", last, note="nats a token"))
+    length = series(rows, "response/length_mean")
+    figures += _before_after("Response length", length, "tokens", judged=False)
+
     tokens = _total(rows, "generation/tokens")
     seconds = _total(rows, "generation/seconds")
     if tokens and seconds:
-        figures.append(
-            Figure("Generation speed", reading(tokens / seconds), note="tokens a second")
-        )
-    if rounds := sum(
-        row["generation/tokens"] / row["generation/tokens_per_round"] for row in rows if _drew(row)
-    ):
-        figures.append(
-            Figure("Tokens per round", f"{tokens / rounds:.2f}", note="plain decoding has 1")
-        )
-    if spent := _total(rows, "step/seconds") or sum(
-        _total(rows, f"{stage}/seconds") for stage in STAGES
-    ):
-        figures.append(
-            Figure(
-                "Wall time of all steps",
-                duration(spent),
-                note=f"{duration(spent / len(rows))} a step",
-            )
-        )
+        speed = reading(tokens / seconds)
+        figures.append(Figure("Generation speed", speed, note="tokens a second"))
+    rounds = 0.0
+    for row in rows:
+        a_round = row.get("generation/tokens_per_round", 0)
+        if row.get("generation/tokens", 0) > 0 and a_round > 0:
+            rounds += row["generation/tokens"] / a_round
+    if rounds:
+        gain = f"{tokens / rounds:.2f}"
+        figures.append(Figure("Tokens per round", gain, note="plain decoding has 1"))
+
+    stages = sum(_total(rows, f"{stage}/seconds") for stage in STAGE_NAMES)
+    if spent := _total(rows, "step/seconds") or stages:
+        a_step = f"{duration(spent / len(rows))} a step"
+        figures.append(Figure("Wall time of all steps", duration(spent), note=a_step))
     return figures
 
 
-def charts(run: Run) -> list[Chart]:
-    """The reward's chart, those of CHARTS that have values, and the stages'; what drafts bring, of
-    a fixed strategy, and what slices left undone and moved.
+def charts(run: RunRecord) -> list[Chart]:
+    """Draw the reward, those of STEP_CHARTS that have values, and the time of the stages.
+
+    Between them stand what drafts bring, of a fixed strategy, and what slices left undone and
+    moved.
     """
+    trained = series(run.metrics, "reward/mean", "training")
+    held_out = series(run.evaluations, "eval/reward", "held-out")
+    legend = []
+    if trained:
+        legend += [("mean", "training, smoothed"), ("raw", "each step")]
+    if held_out:
+        legend.append(("dot", "held-out prompts"))
+    reward = line_chart("Reward", trained, held_out, height=260)
+    drawn = [Chart("Reward", "", Markup(reward), tuple(legend))]
+
     fixed = run.config.get("generation.strategy") != "plain" and not drafting.drafts(run)
-    drawn = [_chart(run.metrics, *chart) for chart in CHARTS + (drafting.GAINS if fixed else ())]
+    for key, title, note in STEP_CHARTS + (drafting.GAINS if fixed else ()):
+        line = series(run.metrics, key, title)
+        drawn.append(Chart(title, note, Markup(line_chart(title, line))))
     drawn += timeline.charts(run.metrics)
-    return [chart for chart in (_reward_chart(run), *drawn, _stage_chart(run.metrics)) if chart.svg]
+    drawn.append(_stage_chart(run.metrics))
+    return [chart for chart in drawn if chart.svg]
 
 
-def other_charts(run: Run) -> list[Chart]:
-    """A small chart for each number that has none above."""
-    shown = {"step", "step/seconds", "reward/mean", *(key for key, *_ in CHARTS + drafting.GAINS)}
-    shown |= {f"{stage}/seconds" for stage in STAGES} | {*timeline.OWN}
-    own = drafting.OWN if drafting.drafts(run) else ()
+def other_charts(run: RunRecord) -> list[Chart]:
+    """Draw a small chart for each number that has none above."""
+    shown = {"step", "step/seconds", "reward/mean", *timeline.SLICE_KEYS}
+    shown |= {key for key, *_ in STEP_CHARTS + drafting.GAINS}
+    shown |= {f"{stage}/seconds" for stage in STAGE_NAMES}
+    own = drafting.DRAFTING_KEYS if drafting.drafts(run) else ()
     keys = sorted({key for row in run.metrics for key in row if not key.startswith(own)} - shown)
-    small = [
-        Chart(key, "", Markup(line_chart(key, series(run.metrics, key), height=84))) for key in keys
-    ]
-    return [chart for chart in small if chart.svg]
+    drawn = []
+    for key in keys:
+        small = line_chart(key, series(run.metrics, key), height=84)
+        if small:
+            drawn.append(Chart(key, "", Markup(small)))
+    return drawn
 
 
-def pairs(run: Run) -> list[tuple[str, list[tuple[str, Row]]]]:
-    """(prompt, [(when, sample), ...]) of at most PAIRS samples, evenly spread; of two batches, what
-    has one prompt.
+def pairs(run: RunRecord) -> list[tuple[str, list[tuple[str, Row]]]]:
+    """Return (prompt, [(when, sample), ...]) of at most PAIRS samples, evenly spread.
 
-    Batches of training have no prompts in common: there the sample itself says its prompt.
+    Of two batches it is what has one prompt. Batches of training have no prompts in common: there
+    the sample itself says its prompt. Long texts are cut.
     """
-    batches = [
-        [(_when(step, run), _shown(sample)) for sample in rows] for step, rows in run.samples
-    ]
+
+    def when(step: int) -> str:
+        if not run.evaluations:
+            return f"in step {step:,}"
+        return "before training" if step == 0 else f"after {step:,} step{'s' * (step > 1)}"
+
+    batches = [[(when(step), _shown(sample)) for sample in rows] for step, rows in run.samples]
     rows = list(zip(*batches, strict=False))
     if run.evaluations:
         rows = [row for row in rows if len({sample["prompt"] for _, sample in row}) == 1]
@@ -195,31 +211,23 @@ def pairs(run: Run) -> list[tuple[str, list[tuple[str, Row]]]]:
     return [(row[0][1]["prompt"] if run.evaluations else "", list(row)) for row in chosen]
 
 
-def _steps(run: Run) -> str:
-    done = len(run.metrics)
-    asked = run.config.get("steps", 0)
-    return f"{done:,} of {asked:,}" if isinstance(asked, int) and done < asked else f"{done:,}"
-
-
 def _measures(evaluations: list[Row]) -> list[Figure]:
-    if not evaluations:
-        return []
-    names = [
-        key for key in evaluations[0] if key != "step" and not key.startswith("eval/generation/")
-    ]
-    found = {key.removeprefix("eval/"): series(evaluations, key) for key in names}
-    return [
-        figure
-        for name, line in found.items()
-        for figure in _before_after(f"Held-out {name}", line, ends=True)
-    ]
+    """Return what was measured on held-out prompts, before and after."""
+    figures = []
+    for key in evaluations[0] if evaluations else ():
+        if is_measure(key):
+            line = series(evaluations, key)
+            figures += _before_after(f"Held-out {key.removeprefix('eval/')}", line, ends=True)
+    return figures
 
 
 def _before_after(
     label: str, line: Series, note: str = "", judged: bool = True, ends: bool = False
 ) -> list[Figure]:
-    """A figure of a series' start and end, as its chart labels them: smoothed, or the `ends`
-    themselves.
+    """Return a figure of a series' start and end, or none of nothing.
+
+    They are those that its chart labels: smoothed, or the `ends` themselves. Where a change is not
+    `judged`, it is not marked as good or bad.
     """
     if not line:
         return []
@@ -231,70 +239,38 @@ def _before_after(
 
 
 def _total(rows: list[Row], key: str) -> float:
+    """Return the sum of a number over all steps."""
     return float(series(rows, key).values.sum())
 
 
-def _drew(row: Row) -> bool:
-    return row.get("generation/tokens", 0) > 0 and row.get("generation/tokens_per_round", 0) > 0
-
-
-def _chart(rows: list[Row], key: str, title: str, note: str) -> Chart:
-    line = series(rows, key, title)
-    return Chart(title, note, Markup(line_chart(title, line)))
-
-
-def _reward_chart(run: Run) -> Chart:
-    trained = series(run.metrics, "reward/mean", "training")
-    held_out = series(run.evaluations, "eval/reward", "held-out")
-    legend = (("mean", "training, smoothed"), ("raw", "each step"), ("dot", "held-out prompts"))
-    shown = legend[: 2 if trained else 0] + legend[2 if held_out else 3 :]
-    return Chart("Reward", "", Markup(line_chart("Reward", trained, held_out, height=260)), shown)
-
-
 def _stage_chart(rows: list[Row]) -> Chart:
-    """Seconds of the steps that say them for every stage."""
-    timed = [row for row in rows if all(f"{stage}/seconds" in row for stage in STAGES)]
-    layers = [series(timed, f"{stage}/seconds", stage) for stage in STAGES]
+    """Draw the seconds of the steps that say them for every stage."""
+    timed = [row for row in rows if all(f"{stage}/seconds" in row for stage in STAGE_NAMES)]
+    layers = [series(timed, f"{stage}/seconds", stage) for stage in STAGE_NAMES]
     spent = [float(layer.values.sum()) for layer in layers]
     shares = [
         f"{stage} {seconds / (sum(spent) or 1):.0%}"
-        for stage, seconds in zip(STAGES, spent, strict=True)
+        for stage, seconds in zip(STAGE_NAMES, spent, strict=True)
     ]
     legend = tuple((f"layer-{index}", text) for index, text in enumerate(shares))
-    return Chart(
-        "Time by stage", "seconds a step", Markup(stacked_chart("Time by stage", layers)), legend
-    )
-
-
-def _when(step: int, run: Run) -> str:
-    if run.evaluations:
-        return "before training" if step == 0 else f"after {step:,} step{'s' * (step > 1)}"
-    return f"in step {step:,}"
+    drawn = stacked_chart("Time by stage", layers)
+    return Chart("Time by stage", "seconds a step", Markup(drawn), legend)
 
 
 def _shown(sample: Row) -> Row:
-    """A sample as text to show, long ones cut."""
-    texts = {key: _cut(str(sample.get(key, ""))) for key in ("prompt", "response")}
+    """Return a sample as text to show, long ones cut."""
+    texts = {}
+    for key in ("prompt", "response"):
+        text = str(sample.get(key, ""))
+        left_out = len(text) - LONGEST_TEXT
+        if left_out > 0:
+            text = f"{text[:LONGEST_TEXT]} … ({left_out:,} more characters)"
+        texts[key] = text
     reward = sample.get("reward")
-    return texts | {
-        "reward": reward if isinstance(reward, int | float) and np.isfinite(reward) else None
-    }
-
-
-def _cut(text: str) -> str:
-    left_out = len(text) - LONGEST
-    return text if left_out <= 0 else f"{text[:LONGEST]} … ({left_out:,} more characters)"
-
-
-def _sections(config: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
-    """(key, value) rows of the config by section, the keys outside any section first, under ''."""
-    sections: dict[str, list[tuple[str, str]]] = {"": []}
-    for name, value in config.items():
-        section, _, key = name.rpartition(".")
-        sections.setdefault(section, []).append((key, "—" if value in ("", [], {}) else str(value)))
-    return sections
+    finite = isinstance(reward, int | float) and np.isfinite(reward)
+    return texts | {"reward": reward if finite else None}
 
 
 def _change(value: float) -> str:
-    """A change with its sign: +0.328, −0.012."""
+    """Write a change with its sign: +0.328, −0.012."""
     return ("+" if value >= 0 else signed("-")) + reading(abs(value))

@@ -1,4 +1,4 @@
-"""What a run left in its workdir, as the report needs it."""
+"""Read what a run left in its workdir, as the report needs it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import numpy as np
 
 Row = dict[str, Any]
 THIRDS = 3  # parts of a run that strategies are summed over
-# what they are summed by; the rest of a row are figures
-PLACE = ("live", "strategy", "drafter", "drafts")
+# Keys of a row that strategies are summed by; the rest of it are figures.
+SUMMED_BY = ("live", "strategy", "drafter", "drafts")
 
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """A number over steps, finite throughout."""
+    """Hold a number over steps, finite throughout."""
 
     name: str
     steps: np.ndarray  # [n] float64
@@ -33,8 +33,9 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What each slice did in a step, a column of each: [n] spans by when they began, which overlap
-    on no slice.
+    """Hold what each slice did in a step: [n] spans by when they began, a column of each field.
+
+    On no slice they overlap.
     """
 
     step: int
@@ -42,21 +43,21 @@ class Trace:
     slice: np.ndarray
     kind: np.ndarray  # "generate", "exchange" or "inference"
     name: np.ndarray  # the strategy of a round, the model that scored
-    began: np.ndarray  # seconds from the first,
-    ended: np.ndarray
+    began: np.ndarray  # seconds from the first
+    ended: np.ndarray  # seconds from the first begin
     rows: np.ndarray  # live ones of a round, samples of an exchange
     amount: np.ndarray  # tokens, bytes of an exchange
 
     @property
     def file(self) -> str:
-        """Where it stands in the workdir."""
+        """Return where it stands in the workdir."""
         return f"timeline/step-{self.step:06d}.json"
 
     def __len__(self) -> int:
         return len(self.slice)
 
     def where(self, chosen: np.ndarray) -> Trace:
-        """The spans that are chosen [n]."""
+        """Return the spans that are chosen [n] bool."""
         columns = {
             name: column[chosen]
             for name, column in vars(self).items()
@@ -66,9 +67,10 @@ class Trace:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """The files of a run; of the samples, only the first and the last batch, held-out ones where
-    there are any.
+class RunRecord:
+    """Hold what the files of a run say.
+
+    Of the samples it is the first and the last batch, held-out ones where there are any.
     """
 
     name: str
@@ -83,12 +85,12 @@ class Run:
     trace: Trace | None = None  # the latest
 
 
-def read_run(workdir: str | pathlib.Path) -> Run:
-    """The run in `workdir`, whatever it has of config, metrics, evaluations, samples, strategies
-    and traces.
+def read_run(workdir: str | pathlib.Path) -> RunRecord:
+    """Return the run in `workdir`, whatever it has of its files.
 
-    Raises FileNotFoundError where there is neither config.json nor metrics.jsonl, ValueError at a
-    damaged line; a torn last line is left out, since the run may be writing it.
+    Those are config, metrics, evaluations, samples, strategies and traces. Raises
+    FileNotFoundError where there is neither config.json nor metrics.jsonl, ValueError at a damaged
+    line; a torn last line is left out, since the run may be writing it.
     """
     folder = pathlib.Path(workdir).expanduser().resolve()
     files = [path for path in (folder / "metrics.jsonl", folder / "config.json") if path.is_file()]
@@ -99,7 +101,7 @@ def read_run(workdir: str | pathlib.Path) -> Run:
     config = _config(folder / "config.json")
     evaluations, held_out = _evaluations(folder / "evaluations.jsonl")
     metrics = list(_rows(folder / "metrics.jsonl"))
-    return Run(
+    return RunRecord(
         name=folder.name,
         date=datetime.date.fromtimestamp(files[0].stat().st_mtime),
         config=config,
@@ -114,17 +116,19 @@ def read_run(workdir: str | pathlib.Path) -> Run:
 
 
 def series(rows: list[Row], key: str, name: str = "") -> Series:
-    """The finite values of `key` by step."""
+    """Return the finite values of `key` by step, named `name` or as the key."""
     points = [(row["step"], row[key]) for row in rows if _finite(row.get(key))]
     steps, values = np.array(points, np.float64).reshape(-1, 2).T
     return Series(name or key, steps, values)
 
 
 def _finite(value: Any) -> bool:
+    """Tell whether a value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _config(path: pathlib.Path) -> dict[str, Any]:
+    """Return the config by dotted names, or nothing where there is none."""
     try:
         return _flat(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
     except ValueError as error:
@@ -134,40 +138,40 @@ def _config(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a nested config by dotted names."""
     values: dict[str, Any] = {}
     for key, value in config.items():
-        values |= (
-            _flat(value, f"{prefix}{key}.")
-            if isinstance(value, Mapping) and value
-            else {prefix + key: value}
-        )
+        if isinstance(value, Mapping) and value:
+            values |= _flat(value, f"{prefix}{key}.")
+        else:
+            values[prefix + key] = value
     return values
 
 
 def _rows(path: pathlib.Path) -> Iterator[Row]:
-    """The lines of a file one by one, for they may be many."""
+    """Yield the lines of a file one by one, as they may be many.
+
+    A last line that is torn is left out.
+    """
     if not path.is_file():
         return
     with path.open(encoding="utf-8", newline="\n") as lines:
         for number, line in enumerate(lines, 1):
-            if line.endswith("\n"):
-                yield _row(path, number, line)
-
-
-def _row(path: pathlib.Path, number: int, line: str) -> Row:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        row = None
-    if not isinstance(row, dict) or not _finite(row.get("step")):
-        raise ValueError(
-            f"{path}, line {number}, is no JSON object with a step; take the line away."
-        )
-    return row
+            if not line.endswith("\n"):
+                return
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict) or not _finite(row.get("step")):
+                raise ValueError(
+                    f"{path}, line {number}, is no JSON object with a step; take the line away."
+                )
+            yield row
 
 
 def _evaluations(path: pathlib.Path) -> tuple[list[Row], list[tuple[int, list[Row]]]]:
-    """The means of every evaluation, and the samples of the first and the last."""
+    """Return the means of every evaluation, and the samples of the first and the last."""
     means = []
     first = []
     last = []
@@ -179,7 +183,7 @@ def _evaluations(path: pathlib.Path) -> tuple[list[Row], list[tuple[int, list[Ro
 
 
 def _first_and_last(path: pathlib.Path) -> list[tuple[int, list[Row]]]:
-    """The samples of the first step and of the last."""
+    """Return the samples of the first step and of the last."""
     first = []
     last = []
     for step, rows in itertools.groupby(_rows(path), key=lambda row: row["step"]):
@@ -189,25 +193,27 @@ def _first_and_last(path: pathlib.Path) -> list[tuple[int, list[Row]]]:
 
 
 def _strategies(path: pathlib.Path, steps: int) -> list[Row]:
-    """The rows of all steps, added up by third of the run, live rows and strategy: a long run has
-    very many.
+    """Return the rows of all steps, added up by third of the run, live rows and strategy.
+
+    A long run has very many.
     """
     sums: dict[tuple, Row] = {}
     for row in _rows(path):
-        if missing := [name for name in PLACE if name not in row]:
+        if missing := [name for name in SUMMED_BY if name not in row]:
             raise ValueError(
                 f"{path}: a line of step {row['step']} lacks {missing[0]}; take the line away."
             )
-        names: Row = {"third": min(int(THIRDS * row["step"] / steps), THIRDS - 1)} | {
-            name: row[name] for name in PLACE
-        }
+        names: Row = {"third": min(int(THIRDS * row["step"] / steps), THIRDS - 1)}
+        names |= {name: row[name] for name in SUMMED_BY}
         known = sums.setdefault(tuple(names.values()), names)
-        known |= {name: known.get(name, 0) + row[name] for name in row.keys() - {"step", *PLACE}}
+        known |= {
+            name: known.get(name, 0) + row[name] for name in row.keys() - {"step", *SUMMED_BY}
+        }
     return list(sums.values())
 
 
 def _latest_trace(folder: pathlib.Path) -> Trace | None:
-    """The trace of the last step that left one."""
+    """Return the trace of the last step that left one."""
     found = sorted(folder.glob("step-*.json"))
     if not found:
         return None
@@ -221,7 +227,7 @@ def _latest_trace(folder: pathlib.Path) -> Trace | None:
 
 
 def _trace(step: int, events: list[Row]) -> Trace:
-    """The complete events of a trace, whose threads are the slices."""
+    """Return the complete events of a trace, whose threads are the slices."""
     threads = sorted(event["tid"] for event in events if event["name"] == "thread_name")
     spans = [event for event in events if event["ph"] == "X"]
     began = np.array([event["ts"] for event in spans], np.float64) / 1e6

@@ -1,6 +1,4 @@
-"""What a chart computes before it draws: round ticks, domains, smoothing, fewer points, readable
-numbers.
-"""
+"""Compute what a chart draws: round ticks, domains, smoothing, fewer points, readable numbers."""
 
 from __future__ import annotations
 
@@ -9,12 +7,16 @@ import math
 
 import numpy as np
 
-SPIKE = 3.0  # values this many spans of the others away from them are cut off at the chart's edge
+from rlhf_jax.runtime.watchdog import spoken
+
+# Values so many spans of the others away from them are cut off at the chart's edge.
+SPIKE = 3.0
 
 
 def tick_step(low: float, high: float, wanted: int) -> float:
-    """The least of 1, 2 and 5 times a power of ten that cuts low..high into at most `wanted`
-    parts.
+    """Return the least round step that cuts low..high into at most `wanted` parts.
+
+    Round are 1, 2 and 5 times a power of ten.
     """
     least = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(least))
@@ -22,7 +24,7 @@ def tick_step(low: float, high: float, wanted: int) -> float:
 
 
 def ticks(low: float, high: float, step: float) -> list[float]:
-    """The multiples of a step within low..high."""
+    """Return the multiples of a step within low..high."""
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
@@ -31,23 +33,24 @@ def ticks(low: float, high: float, step: float) -> list[float]:
 def domain(
     values: np.ndarray, wanted: int = 4, from_zero: bool = False
 ) -> tuple[float, float, float]:
-    """Round ends of a vertical axis for values [n], and the step of its about `wanted` ticks.
+    """Return the round ends of an axis for values [n], and the step of its ticks.
 
-    A lone spike is not between the ends; zero is, if asked or near.
+    There are about `wanted` ticks. A lone spike is not between the ends; zero is, if asked or near.
     """
     low, high = _core(np.sort(values))
     low = 0.0 if from_zero or 0 <= low < high / 2 else low
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         room = abs(high) / 10 or 1.0
-        low = low - room
-        high = high + room
+        low -= room
+        high += room
     step = tick_step(low, high, wanted)
     return math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step, step
 
 
 def _core(ordered: np.ndarray) -> tuple[float, float]:
-    """The ends of sorted values, spikes left out: at most one in a hundred at each end, among ten
-    or more.
+    """Return the ends of sorted values, spikes left out.
+
+    Spikes are at most one in a hundred values at each end, and only among ten or more.
     """
     low = float(ordered[0])
     high = float(ordered[-1])
@@ -57,14 +60,17 @@ def _core(ordered: np.ndarray) -> tuple[float, float]:
     inner_low = float(ordered[cut])
     inner_high = float(ordered[-1 - cut])
     reach = SPIKE * (inner_high - inner_low)
-    return (low if low >= inner_low - reach else inner_low), (
-        high if high <= inner_high + reach else inner_high
-    )
+    if low < inner_low - reach:
+        low = inner_low
+    if high > inner_high + reach:
+        high = inner_high
+    return low, high
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """A moving mean of values [n] under a triangle that reaches a fifteenth of them to either side;
-    spikes are cut.
+    """Return the moving mean of values [n], spikes cut off.
+
+    It is weighted by a triangle that reaches a fifteenth of the values to either side.
     """
     reach = len(values) // 15 + 1
     if len(values) < 6:
@@ -76,24 +82,25 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def groups(count: int, most: int) -> list[slice]:
-    """`count` points in at most `most` runs of almost equal size."""
+    """Split `count` points into at most `most` runs of almost equal size."""
     edges = np.linspace(0, count, min(count, most) + 1).round().astype(int)
     return [slice(int(a), int(b)) for a, b in itertools.pairwise(edges)]
 
 
 def extremes(values: np.ndarray, parts: list[slice]) -> np.ndarray:
-    """Positions of the least and greatest value of every part, in order: a line through them keeps
-    each spike.
+    """Return the positions of the least and greatest value of every part, in order.
+
+    A line through them keeps each spike.
     """
-    pairs = [
-        (part.start + int(values[part].argmin()), part.start + int(values[part].argmax()))
-        for part in parts
-    ]
-    return np.unique(np.array(pairs))
+    positions = []
+    for part in parts:
+        positions.append(part.start + int(values[part].argmin()))
+        positions.append(part.start + int(values[part].argmax()))
+    return np.unique(np.array(positions))
 
 
 def axis_number(value: float, step: float) -> str:
-    """A tick's label with no more digits than its step asks for: 0.25, 1,500, 20k, 3M, −2e−5."""
+    """Write a tick's label, with the digits its step asks for: 0.25, 1,500, 20k, 3M, −2e−5."""
     if abs(value) < step / 2:
         return "0"
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -106,7 +113,7 @@ def axis_number(value: float, step: float) -> str:
 
 
 def reading(value: float) -> str:
-    """A number to read at a glance, of three digits: 0.972, 19.8, 1,234, 1.2e−5."""
+    """Write a number to read at a glance, of three digits: 0.972, 19.8, 1,234, 1.2e−5."""
     if value == 0:
         return "0"
     if abs(value) >= 1e6:
@@ -118,25 +125,21 @@ def reading(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """8.5 s, 4 min 20 s, 3 h 05 min, 2 d 4 h."""
+    """Write a duration: 8.5 s, 4 min 20 s, 3 h 05 min, 2 d 4 h."""
     whole = round(seconds)
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
     if whole < 48 * 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+        return spoken(seconds)
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
 def share(part: float, whole: float) -> str:
-    """25%; <1% of what is little and not nothing."""
+    """Write a share: 25%; <1% of what is little and not nothing."""
     per_cent = 100 * part / whole if whole else 0.0
     return "<1%" if 0 < per_cent < 0.5 else f"{per_cent:.0f}%"
 
 
 def volume(amount: float) -> str:
-    """1.23 GB, 45.6 MB, 789 kB, 12 bytes."""
+    """Write a number of bytes: 1.23 GB, 45.6 MB, 789 kB, 12 bytes."""
     for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if amount >= size:
             return f"{reading(amount / size)} {unit}"
@@ -144,5 +147,10 @@ def volume(amount: float) -> str:
 
 
 def signed(text: str) -> str:
-    """The text with a true minus sign, and exponents without leading zeros."""
+    """Write a number's text with a true minus sign, and exponents without leading zeros."""
     return text.replace("e-0", "e-").replace("-", "−")
+
+
+def strategy_label(name: str) -> str:
+    """Write a strategy's name; the parents of a tree are not spelled out, but counted."""
+    return f"{name.split('-')[0]}-tree of {name.count(',') + 1}" if ":" in name else name

@@ -1,6 +1,4 @@
-"""The report's picture of the latest step's timeline: a lane for each slice, and what it did
-when.
-"""
+"""Draw the latest step's timeline for the report: a lane for each slice, and what it did when."""
 
 from __future__ import annotations
 
@@ -12,43 +10,45 @@ import numpy as np
 from markupsafe import Markup
 
 from rlhf_jax.monitoring.report.charts import Chart, Lane, lanes_chart, line_chart
-from rlhf_jax.monitoring.report.run import Row, Run, Trace, series
-from rlhf_jax.monitoring.report.scales import axis_number, reading, share, volume
+from rlhf_jax.monitoring.report.run import Row, RunRecord, Trace, series
+from rlhf_jax.monitoring.report.scales import axis_number, reading, share, strategy_label, volume
 
 # (key, title, what it counts) of the charts by step.
-CHARTS = (
+SLICE_CHARTS = (
     ("generation/idle_share", "Idle time", "share of the slices' time in generation"),
     ("generation/moved_bytes", "Moved between slices", "bytes of caches"),
 )
-OWN = tuple(key for key, *_ in CHARTS)
-SHADES = 5  # of the colour of rounds: most rows and half of that, half of those and so on
-# that are drawn of a timeline, at most,
-COLUMNS = 600
+SLICE_KEYS = tuple(key for key, *_ in SLICE_CHARTS)
+# Shades of the colour of rounds: most rows and half of that, half of those and so on.
+ROW_SHADES = 5
+
+# What is drawn of a timeline at most, so that the page stays small.
+MOST_COLUMNS = 600
 BARS = 1400
 MARKS = 500
 TIPS = 192
+LANE_TIPS = 48  # tips of one lane
 MOST_SLICES = 128
-MOST_TIPS = 48  # and on a lane
-SPOKEN = 3  # strategies that a tip names
+TIP_STRATEGIES = 3  # strategies that a tip names
 
 
 @dataclasses.dataclass(frozen=True)
 class Busy:
-    """Seconds [columns] of a slice in each column of the picture, and rows times seconds."""
+    """Hold the seconds [columns] of a slice in each column of the picture."""
 
     generate: np.ndarray
     inference: np.ndarray
     idle: np.ndarray
-    row_seconds: np.ndarray
+    row_seconds: np.ndarray  # of generation, times its live rows
 
     @property
     def rows(self) -> np.ndarray:
-        """[columns] live rows while it generated."""
+        """Return [columns] live rows while it generated."""
         return self.row_seconds / np.maximum(self.generate, 1e-12)
 
 
-def picture(run: Run) -> Chart | None:
-    """The timeline of the latest step that left one; None of a single slice that only generated."""
+def picture(run: RunRecord) -> Chart | None:
+    """Draw the latest step that left a trace; None of a single slice that only generated."""
     trace = run.trace
     if trace is None or not len(trace) or (trace.slices == 1 and "inference" not in trace.kind):
         return None
@@ -57,24 +57,23 @@ def picture(run: Run) -> Chart | None:
     )
     some = "" if len(shown) == trace.slices else f", {len(shown)} of {trace.slices:,} slices"
     right = float(trace.ended.max()) or 1e-6
-    bounds = _bounds(trace)
+    # Most rows of each shade, the lightest first: powers of two up to the most live rows.
+    most = int(trace.rows[trace.kind == "generate"].max(initial=1))
+    top = (most - 1).bit_length()
+    bounds = [1 << power for power in range(max(0, top - ROW_SHADES + 1), top + 1)]
     svg = lanes_chart(
         f"What each slice did in step {trace.step}",
         _lanes(trace, shown, right, bounds),
         right,
-        "idle",
+        heading="idle",
     )
-    return Chart(
-        f"Step {trace.step:,}",
-        f"seconds; a lane a slice{some}",
-        Markup(svg),
-        _legend(trace, bounds),
-    )
+    note = f"seconds; a lane a slice{some}"
+    return Chart(f"Step {trace.step:,}", note, Markup(svg), _legend(trace, bounds))
 
 
 def charts(rows: list[Row]) -> list[Chart]:
-    """Idle time and what was moved by step, where there was any."""
-    lines = [(title, note, series(rows, key, title)) for key, title, note in CHARTS]
+    """Draw idle time and what was moved by step, where there was any."""
+    lines = [(title, note, series(rows, key, title)) for key, title, note in SLICE_CHARTS]
     return [
         Chart(title, note, Markup(line_chart(title, line)))
         for title, note, line in lines
@@ -83,10 +82,9 @@ def charts(rows: list[Row]) -> list[Chart]:
 
 
 def words(trace: Trace) -> str:
-    """The idle share, and what moved between slices."""
-    idle = 1.0 - float((trace.ended - trace.began).sum()) / (
-        trace.slices * float(trace.ended.max()) or 1.0
-    )
+    """Write the idle share, and what moved between slices."""
+    whole = trace.slices * float(trace.ended.max()) or 1.0
+    idle = 1.0 - float((trace.ended - trace.began).sum()) / whole
     slices = "1 slice" if trace.slices == 1 else f"{trace.slices:,} slices"
     moved = _moved(trace)
     moves = "" if trace.slices == 1 else f"; {moved or 'no sample moved'}"
@@ -94,7 +92,7 @@ def words(trace: Trace) -> str:
 
 
 def busy(part: Trace, edges: np.ndarray) -> Busy:
-    """What one slice did between `edges` [columns + 1]."""
+    """Return what one slice did between `edges` [columns + 1]."""
     kinds = {kind: part.kind == kind for kind in ("generate", "exchange", "inference")}
     ones = np.ones(len(part))
     seconds = {kind: _within(part, chosen, ones, edges) for kind, chosen in kinds.items()}
@@ -104,7 +102,7 @@ def busy(part: Trace, edges: np.ndarray) -> Busy:
 
 
 def _lanes(trace: Trace, shown: np.ndarray, right: float, bounds: list[int]) -> list[Lane]:
-    """The lanes of these slices, in columns as fine as keeps the picture small."""
+    """Return the lanes of these slices, in columns as fine as keeps the picture small."""
     parts = [trace.where(trace.slice == index) for index in shown]
 
     def bars(columns: int) -> list[list[tuple[str, float, float]]]:
@@ -117,27 +115,33 @@ def _lanes(trace: Trace, shown: np.ndarray, right: float, bounds: list[int]) -> 
             (np.unique((columns * at / right).round()) * right / columns).tolist() for at in came
         ]
 
-    edges = np.linspace(0.0, right, min(max(1, TIPS // len(shown)), MOST_TIPS) + 1)
-    tips = [_tips(part, index, edges) for index, part in zip(shown, parts, strict=True)]
-    ends = [share(busy(part, np.array([0.0, right])).idle[0], right) for part in parts]
-    rows = zip(
-        map(str, shown), _fitting(bars, BARS), tips, _fitting(marks, MARKS), ends, strict=True
-    )
-    return [Lane(*row) for row in rows]
+    edges = np.linspace(0.0, right, min(max(1, TIPS // len(shown)), LANE_TIPS) + 1)
+    places = list(itertools.pairwise(edges.tolist()))
+    columns = zip(shown, parts, _fitting(bars, BARS), _fitting(marks, MARKS), strict=True)
+    lanes = []
+    for index, part, own_bars, own_marks in columns:
+        seen = busy(part, edges)
+        tips = [
+            (_tip(part, index, column, seen=seen, left=start, right=end), start, end)
+            for column, (start, end) in enumerate(places)
+        ]
+        idle = busy(part, np.array([0.0, right])).idle[0]
+        lanes.append(
+            Lane(name=str(index), bars=own_bars, tips=tips, marks=own_marks, end=share(idle, right))
+        )
+    return lanes
 
 
 def _fitting(draw: Callable[[int], list[list]], most: int) -> list[list]:
-    """What is drawn in COLUMNS, or in half of that, half of those and so on, until it is at most so
-    much in all.
-    """
-    columns = COLUMNS
+    """Draw in MOST_COLUMNS, or half of that and so on, until it is at most so much in all."""
+    columns = MOST_COLUMNS
     while sum(map(len, found := draw(columns))) > most and columns > 1:
         columns //= 2
     return found
 
 
 def _within(part: Trace, chosen: np.ndarray, weights: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """[columns] weighted seconds of the chosen spans in each column."""
+    """Return [columns] weighted seconds of the chosen spans in each column."""
     began = part.began[chosen]
     ended = part.ended[chosen]
     if not len(began):
@@ -148,18 +152,10 @@ def _within(part: Trace, chosen: np.ndarray, weights: np.ndarray, edges: np.ndar
     return np.diff(np.interp(edges, knots, values))
 
 
-def _bounds(trace: Trace) -> list[int]:
-    """Most rows of each shade, the lightest first: powers of two up to the most live rows that
-    there were.
-    """
-    most = int(trace.rows[trace.kind == "generate"].max(initial=1))
-    top = (most - 1).bit_length()
-    return [1 << power for power in range(max(0, top - SHADES + 1), top + 1)]
-
-
 def _bars(seen: Busy, edges: np.ndarray, bounds: list[int]) -> list[tuple[str, float, float]]:
-    """(class, left, right) of runs of columns alike; none where a slice did neither for most of a
-    column.
+    """Return (class, left, right) of runs of columns alike.
+
+    There is none where a slice neither generated nor inferred for most of a column.
     """
     shade = np.searchsorted(bounds, np.minimum(seen.rows, bounds[-1]) - 1e-6)
     kind = np.where(seen.inference > seen.generate, len(bounds), shade)
@@ -171,58 +167,41 @@ def _bars(seen: Busy, edges: np.ndarray, bounds: list[int]) -> list[tuple[str, f
 
 
 def _classes(bounds: list[int]) -> list[str]:
-    """The class of each shade: the fullest is always of the same colour."""
-    return [f"rows-{SHADES - len(bounds) + index}" for index in range(len(bounds))]
-
-
-def _tips(part: Trace, index: int, edges: np.ndarray) -> list[tuple[str, float, float]]:
-    """(text, left, right) of what a slice did between two edges [n + 1]."""
-    seen = busy(part, edges)
-    ends = itertools.pairwise(edges.tolist())
-    return [
-        (_tip(part, index, column, seen, *places), *places) for column, places in enumerate(ends)
-    ]
+    """Return the class of each shade: the fullest is always of the same colour."""
+    return [f"rows-{ROW_SHADES - len(bounds) + index}" for index in range(len(bounds))]
 
 
 def _tip(part: Trace, index: int, column: int, seen: Busy, left: float, right: float) -> str:
+    """Write what a slice did from `left` to `right`, a column of what is seen."""
     whole = right - left
-    inside = (part.began < right) & (part.ended > left)
     lines = [f"slice {index}, {axis_number(left, whole)} to {axis_number(right, whole)} s"]
     if seen.generate[column] > 0:
-        names, counts = np.unique(part.name[inside & (part.kind == "generate")], return_counts=True)
-        most = names[np.argsort(-counts, kind="stable")][:SPOKEN]
-        lines.append(f"{reading(float(seen.rows[column]))} rows, {', '.join(map(_spoken, most))}")
-    lines += (
-        [f"inference {share(seen.inference[column], whole)}"] if seen.inference[column] > 0 else []
-    )
-    lines += (
-        [came]
-        if (came := _moved(part.where((part.began >= left) & (part.began < right)), "came"))
-        else []
-    )
+        inside = (part.began < right) & (part.ended > left) & (part.kind == "generate")
+        names, counts = np.unique(part.name[inside], return_counts=True)
+        most = names[np.argsort(-counts, kind="stable")][:TIP_STRATEGIES]
+        rows = reading(float(seen.rows[column]))
+        lines.append(f"{rows} rows, {', '.join(map(strategy_label, most))}")
+    if seen.inference[column] > 0:
+        lines.append(f"inference {share(seen.inference[column], whole)}")
+    came = _moved(part.where((part.began >= left) & (part.began < right)), "came")
+    if came:
+        lines.append(came)
     lines.append(f"idle {share(seen.idle[column], whole)}")
     return "\n".join(lines)
 
 
-def _spoken(name: str) -> str:
-    """A strategy's name; the parents of a tree are not spelled out."""
-    return f"{name.split('-')[0]}-tree of {name.count(',') + 1}" if ":" in name else name
-
-
 def _moved(part: Trace, word: str = "moved") -> str:
-    """'3 samples moved with caches of 1.2 MB'; '' of no exchange."""
+    """Write '3 samples moved with caches of 1.2 MB'; '' of no exchange."""
     exchanges = part.kind == "exchange"
     count = int(part.rows[exchanges].sum())
-    amount = float(part.amount[exchanges].sum())
-    return (
-        f"{count:,} sample{'s' * (count != 1)} {word} with caches of {volume(amount)}"
-        if count
-        else ""
-    )
+    if not count:
+        return ""
+    amount = volume(float(part.amount[exchanges].sum()))
+    return f"{count:,} sample{'s' * (count != 1)} {word} with caches of {amount}"
 
 
 def _legend(trace: Trace, bounds: list[int]) -> tuple[tuple[str, str], ...]:
-    """(class, text) of what the picture shows."""
+    """Return (class, text) of what the picture shows."""
     least = [1, *(bound + 1 for bound in bounds)]
     sizes = [
         f"{a}–{b} rows" if a < b else f"{b} row{'s' * (b > 1)}"

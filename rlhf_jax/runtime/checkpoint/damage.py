@@ -1,4 +1,4 @@
-"""What an error of reading a checkpoint says of it: damaged, or only out of reach for now."""
+"""Tell from an error of reading whether a checkpoint is damaged, or only out of reach for now."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from pathlib import Path
 from rlhf_jax.runtime import distributed, messages
 from rlhf_jax.runtime.checkpoint.quiet import release
 
-# What tensorstore says of files that are missing, too short or changed; whatever else it says
-# proves nothing.
+# How a message of tensorstore begins where files are missing, too short or changed. Whatever else
+# it says proves nothing.
 PROOFS = ("NOT_FOUND", "OUT_OF_RANGE", "DATA_LOSS", "FAILED_PRECONDITION")
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+LONGEST_REASON = 160  # characters of a reason that are told
 
 
 @messages.register_error
 class Damaged(Exception):
-    """Why a checkpoint cannot be trusted."""
+    """Say why a checkpoint cannot be trusted."""
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """An error within it is Damaged where it proves that files are missing, torn or changed, else
-    one OSError.
+    """Turn an error within the context into Damaged where it proves damage, else into OSError.
 
-    A whole checkpoint that is called damaged is lost work, so what proves nothing (too many open
-    files, an error of the disk, no permission, no memory, an error of orbax) leaves it where it is.
-    An error of the device stays itself.
+    Files that are missing, torn or changed are damage. To call a whole checkpoint damaged would
+    lose work, so what proves nothing (too many open files, an error of the disk, no permission, no
+    memory, an error of orbax) leaves it where it is. An error of the device stays itself.
     """
     try:
         yield
@@ -50,7 +50,10 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """The heart of an error's message; tensorstore's are long, and say last what happened first."""
+    """Return the heart of an error's message.
+
+    Those of tensorstore are long, and say last what happened first.
+    """
     error = root(error)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
@@ -58,17 +61,18 @@ def reason(error: BaseException) -> str:
     number = _os_error(text)
     if number:
         return os.strerror(number)
-    return re.sub(r"^[A-Z_]+: (.*: )?| \[(tensorstore|source).*", "", text)[:160]
+    return re.sub(r"^[A-Z_]+: (.*: )?| \[(tensorstore|source).*", "", text)[:LONGEST_REASON]
 
 
 def root(error: BaseException) -> BaseException:
-    """What happened first."""
+    """Return the error that caused all others in its chain."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _proves_damage(error: BaseException) -> bool:
+    """Tell whether an error can only come of files that are missing, torn or changed."""
     if isinstance(error, OSError):
         return error.errno in MISSING
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
@@ -78,6 +82,6 @@ def _proves_damage(error: BaseException) -> bool:
 
 
 def _os_error(text: str) -> int:
-    """The errno that a message of tensorstore carries, or 0."""
+    """Return the errno that a message of tensorstore carries, or 0."""
     code = re.search(r"os_error_code=\\?'(\d+)", text)
     return int(code[1]) if code else 0

@@ -1,4 +1,4 @@
-"""The JSON document of a checkpoint: what belongs to the host, and what proves the rest."""
+"""Hold what belongs to the host, and what proves the rest of a checkpoint, in a JSON document."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_jax.runtime.checkpoint.damage import Damaged, reading
 
 
 def make(**parts: Any) -> dict[str, Any]:
-    """A document of JSON values that shares nothing with `parts`, and holds its own digest.
+    """Make a document of JSON values that shares nothing with `parts`, and holds its own digest.
 
     parts: JSON values, numpy arrays and scalars, in lists and in dicts with string keys.
     """
@@ -24,8 +24,9 @@ def make(**parts: Any) -> dict[str, Any]:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """The parts of a document, arrays as numpy arrays that may be written to; see `reading` for the
-    errors.
+    """Return the parts of a document, arrays as numpy arrays that may be written to.
+
+    Raises Damaged where it has changed; see `reading` for the other errors.
     """
     with reading(file):
         content = json.loads(file.read_bytes())
@@ -35,17 +36,21 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key, saved, own) of each key of `own` that `saved` has another value for, or none (None)."""
+    """Return (key, saved, own) of each key of `own` whose value in `saved` differs.
+
+    A key that `saved` lacks has the value None there.
+    """
     own = json.loads(json.dumps(own))  # tuples become lists, as they did in `saved`
     return [(key, saved.get(key), value) for key, value in own.items() if saved.get(key) != value]
 
 
 def _digest(content: dict[str, Any]) -> str:
+    """Return the SHA-256 of the content as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _encoded(value: Any) -> Any:
-    """A numpy array or scalar as JSON."""
+    """Return a numpy array or scalar as JSON."""
     if isinstance(value, np.generic):
         return value.item()
     if not isinstance(value, np.ndarray):
@@ -55,8 +60,9 @@ def _encoded(value: Any) -> Any:
 
 
 def _decoded(value: dict[str, Any]) -> Any:
+    """Return the numpy array that a JSON object encodes, or the object itself."""
     if value.keys() != {"dtype", "shape", "base64"}:
         return value
-    # a bytearray, unlike bytes, can be written to
+    # A bytearray, unlike bytes, can be written to.
     data = bytearray(base64.b64decode(value["base64"]))
     return np.frombuffer(data, value["dtype"]).reshape(value["shape"])

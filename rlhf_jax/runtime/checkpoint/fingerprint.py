@@ -1,6 +1,4 @@
-"""The fingerprint of an array on its devices: equal bits have equal ones, however they are
-split.
-"""
+"""Fingerprint an array on its devices: equal bits have equal ones, however they are split."""
 
 from __future__ import annotations
 
@@ -8,39 +6,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax.types import Array
-
 GOLDEN = np.uint32(0x9E3779B9)  # 2^32 over the golden ratio: scatters the indices
-MURMUR = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # MurmurHash3's 32-bit finalizer: (shift, factor)
+# (shift, factor) of MurmurHash3's 32-bit finalizer; a last shift by 16 follows.
+MURMUR = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
 
 
 @jax.jit
-def fingerprint(leaf: Array) -> Array:
-    """A [] uint32 of an array of any shape, dtype and sharding, in which every bit and its place
-    count.
+def fingerprint(leaf: jax.Array) -> jax.Array:
+    """Return a [] uint32 of an array of any shape, dtype and sharding.
 
-    The sum, modulo 2^32, of a mix of each word and its index: a change of one word always changes
-    it, any other change but one in 2^32. A sum of integers does not depend on its order, and so not
-    on the mesh.
+    Every bit and its place count. It is the sum, modulo 2^32, of a mix of each word and its index:
+    a change of one word always changes it, any other change but one in 2^32. A sum of integers does
+    not depend on its order, and so not on the mesh.
     """
-    words = _words(leaf)
+    # The bits of each element as uint32; an element of 8 bytes gives two, by a last axis.
+    if leaf.dtype == jnp.bool_:
+        words = leaf.astype(jnp.uint32)
+    else:
+        unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[leaf.dtype.itemsize]
+        words = jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
+
     mixed = words ^ (_indices(words.shape) * GOLDEN)
     for shift, factor in MURMUR:
         mixed = (mixed ^ (mixed >> np.uint32(shift))) * np.uint32(factor)
     return jnp.sum(mixed ^ (mixed >> np.uint32(16)), dtype=jnp.uint32)
 
 
-def _words(leaf: Array) -> Array:
-    """The bits of each element as uint32; those of 8 bytes give two."""
-    if leaf.dtype == jnp.bool_:
-        return leaf.astype(jnp.uint32)
-    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[leaf.dtype.itemsize]
-    return jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
+def _indices(shape: tuple[int, ...]) -> jax.Array:
+    """Return the row-major index of each element, modulo 2^32.
 
-
-def _indices(shape: tuple[int, ...]) -> Array:
-    """The row-major index of each element, modulo 2^32; from iotas by axis, which split as the
-    array does.
+    It is a sum of iotas by axis, which split as the array does.
     """
     index = jnp.zeros(shape, jnp.uint32)
     stride = 1

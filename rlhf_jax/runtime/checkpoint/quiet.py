@@ -1,4 +1,4 @@
-"""Orbax without its voices: an error of it is told by the caller, in one sentence."""
+"""Keep orbax from speaking: the caller tells of its errors, in one sentence each."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ import absl.logging
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Unsaid: the logs of orbax, and for good what its unfinished tasks cry after an error."""
+    """Hide the logs of orbax within the context, and for good what its unfinished tasks print.
+
+    Those may come late, from tensorstore's threads.
+    """
     verbosity = absl.logging.get_verbosity()
     absl.logging.set_verbosity(absl.logging.FATAL)
     logging.getLogger("asyncio").addFilter(_not_of_orbax)
-    hook = sys.unraisablehook  # stays: tensorstore's threads may come late
+    hook = sys.unraisablehook
     if getattr(hook, "func", None) is not _unless_of_orbax:
         sys.unraisablehook = functools.partial(_unless_of_orbax, hook)
     try:
@@ -31,8 +34,9 @@ def quiet() -> Iterator[None]:
 
 
 def release(error: BaseException) -> None:
-    """Collect the unfinished tasks that an error's traceback holds now, and not where they would be
-    heard.
+    """Collect, without a warning, the unfinished tasks that an error's traceback holds.
+
+    Collected later, they would print warnings where nobody expects them.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "coroutine ... was never awaited"
@@ -44,14 +48,16 @@ def release(error: BaseException) -> None:
 
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:
-    """False for a task or future of asyncio that orbax did not wait for."""
+    """Pass a record of asyncio unless it tells of a task that orbax did not wait for."""
     text = logging.Formatter().format(record).lower()  # with the traceback
-    return not any(voice in text for voice in ("orbax", "tensorstore", "ocdbt"))
+    return not any(name in text for name in ("orbax", "tensorstore", "ocdbt"))
 
 
 def _unless_of_orbax(hook: Callable[[Any], object], seen: Any) -> None:
-    """Not for a coroutine of orbax that is collected, or tensorstore calling a loop that ended with
-    an error.
+    """Call the hook for errors that nobody can catch, unless the error is one of orbax.
+
+    Such are coroutines of orbax that are collected, and calls by tensorstore of a loop that an
+    error has ended.
     """
     coroutine = getattr(getattr(seen.object, "cr_code", None), "co_filename", "")
     if "orbax" not in coroutine and str(seen.exc_value) != "Event loop is closed":

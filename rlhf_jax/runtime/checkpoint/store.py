@@ -1,5 +1,4 @@
-"""Checkpoints of a run: saved in the background, whole or not at all, and proved whole when they
-are read.
+"""Store checkpoints in the background, whole or not at all, proved whole when they are read.
 
 A checkpoint is a folder named by its step. Orbax stores the device arrays, each device writing its
 own slices, under their names in the tree; a document beside them holds what belongs to the host,
@@ -29,16 +28,18 @@ from rlhf_jax.runtime.checkpoint.damage import Damaged, reading, reason, root
 from rlhf_jax.runtime.checkpoint.fingerprint import fingerprint
 from rlhf_jax.runtime.checkpoint.quiet import quiet, release
 
-# the two items of a checkpoint, and the second's file
+# The two items of a checkpoint are folders of these names, and this is the second's file.
 STATE = "state"
 HOST = "host"
 DOCUMENT = "document.json"
-UNFINISHED = "*.orbax-checkpoint-tmp*"  # what orbax renames when it is complete
+# Orbax renames such a folder when it is complete.
+UNFINISHED = "*.orbax-checkpoint-tmp*"
+# Before the step in the name of a checkpoint that was found damaged.
 DAMAGED = "damaged-"
 
 
 class Restored(NamedTuple):
-    """What a checkpoint gave back."""
+    """Hold what a checkpoint gave back."""
 
     step: int
     state: Any  # as the template, of jax.Array
@@ -46,11 +47,11 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder`; of complete ones the latest `keep` stay.
+    """Keep the checkpoints of one run in `folder`; of complete ones the latest `keep` stay.
 
     Use as a context manager: leaving it waits for the save that is running. `identity` is a flat
     dict of JSON values, saved with every checkpoint; one that differs in any of its keys is
-    refused. The `changeable` ones among them are keys of the config, which may differ where
+    refused. The `changeable` keys among them, which are the config's, may differ where
     `allow_changes`. Any error of saving but a device's is one OSError, at the next call or at the
     end, and leaves the earlier checkpoints as they were.
     """
@@ -72,7 +73,14 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         self._saving = -1
         with contextlib.ExitStack() as stack:
-            distributed.run_on_leader(lambda: self._take(stack))
+
+            def take_folder() -> None:
+                with _naming(self._folder):
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    stack.enter_context(_alone(self._folder))
+                    _remove_unfinished(self._folder)
+
+            distributed.run_on_leader(take_folder)
             if distributed.started():
                 _check_shared(self._folder)
             stack.enter_context(quiet())
@@ -80,12 +88,6 @@ class Checkpoints:
                 self._manager = _manager(self._folder, self._keep)
             self._stack = stack.pop_all()
         return self
-
-    def _take(self, stack: contextlib.ExitStack) -> None:
-        with _naming(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(_alone(self._folder))
-            _remove_unfinished(self._folder)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
@@ -108,31 +110,44 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return
         leaves = named_leaves(state)
-        document = documents.make(identity=self._identity, leaves=_table(leaves), host=host)
-        items = {STATE: ocp.args.PyTreeSave(_unshared(leaves)), HOST: ocp.args.JsonSave(document)}
+        marks = _fingerprints(leaves)
+        table = {
+            name: [leaf.dtype.name, list(leaf.shape), marks[name]] for name, leaf in leaves.items()
+        }
+        document = documents.make(identity=self._identity, leaves=table, host=host)
+
+        # Orbax copies an accelerator's arrays to the host before its `save` returns, but writes a
+        # CPU's from where they lie, long after they were donated: so it gets copies of those.
+        for name, leaf in leaves.items():
+            if next(iter(leaf.devices())).platform == "cpu":
+                leaves[name] = _copied(leaf)
+        items = {STATE: ocp.args.PyTreeSave(leaves), HOST: ocp.args.JsonSave(document)}
         self._saving = step
         with self._failing():
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def restore(self, template: Any) -> Restored | None:
-        """The latest checkpoint that is whole, placed as `template` says; None where there is none
-        at all.
+        """Return the latest checkpoint that is whole, placed as `template` says.
 
-        template: a pytree of jax.ShapeDtypeStruct (with shardings, else for the first device) or
-        jax.Array; its mesh need not be the one that saved. A damaged checkpoint is named on stderr
-        and moved to `damaged-STEP`, and the one before it is used. Raises ValueError where the
-        identity or the arrays of the state differ from this run's, or where no checkpoint is whole,
-        OSError where one cannot be read but nothing proves it damaged.
+        None where there is none at all. template: a pytree of jax.ShapeDtypeStruct (with shardings,
+        else for the first device) or jax.Array; its mesh need not be the one that saved. A damaged
+        checkpoint is named on stderr and moved to `damaged-STEP`, and the one before it is used.
+        Raises ValueError where the identity or the arrays of the state differ from this run's, or
+        where no checkpoint is whole, OSError where one cannot be read but nothing proves it
+        damaged.
         """
         self._settle()
-        names = distributed.run_on_leader(lambda: _names(self._folder))
-        found = _steps(names)
+        found = distributed.run_on_leader(lambda: steps(self._folder))
         for step in reversed(found):
             try:
                 return self._read(step, template)
             except Damaged as damage:
                 self._move_aside(step, str(damage))
-        if found or any(name.startswith(DAMAGED) for name in names):
+
+        def has_damaged() -> bool:
+            return any(name.startswith(DAMAGED) for name in _names(self._folder))
+
+        if found or distributed.run_on_leader(has_damaged):
             raise ValueError(
                 f"No checkpoint in {self._folder} is whole: bring one back from a copy, or name"
                 " another workdir."
@@ -140,6 +155,7 @@ class Checkpoints:
         return None
 
     def _read(self, step: int, template: Any) -> Restored:
+        """Return one checkpoint, of this run's identity and with all arrays of the template."""
         folder = self._folder / str(step)
         document = distributed.run_on_leader(lambda: documents.read(folder / HOST / DOCUMENT))
         for key, saved, own in documents.differences(document["identity"], self._identity):
@@ -148,8 +164,7 @@ class Checkpoints:
             permit = " set checkpoint.allow_changes=True," if key in self._changeable else ""
             raise ValueError(
                 f"The checkpoint {folder} was made with {key} = {saved!r}, and this run has"
-                f" {own!r};"
-                f" restore it,{permit} or name another workdir."
+                f" {own!r}; restore it,{permit} or name another workdir."
             )
         for name in document["leaves"].keys() - named_leaves(template).keys():
             raise ValueError(
@@ -158,12 +173,13 @@ class Checkpoints:
         return Restored(step, _read_state(folder, document["leaves"], template), document["host"])
 
     def _move_aside(self, step: int, why: str) -> None:
+        """Rename a damaged checkpoint, so that it is looked at no more, and say so."""
         folder = self._folder / str(step)
         target = self._folder / f"{DAMAGED}{step}"
         number = 2
         while target.exists():
             target = self._folder / f"{DAMAGED}{step}-{number}"
-            number = number + 1
+            number += 1
 
         def move() -> None:
             with _naming(folder):
@@ -183,16 +199,16 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Any error of orbax, in the foreground or the background, is one OSError and leaves
-        nothing half written.
+        """Turn any error of orbax within the context into one OSError, with nothing half written.
 
-        A device's stays itself: room would not help it.
+        It may be one of the background. A device's stays itself: room would not help it.
         """
         try:
             yield
         except Exception as error:
             release(error)
-            with contextlib.suppress(OSError):  # the first error is the one to be told
+            # The first error is the one to be told.
+            with contextlib.suppress(OSError):
                 if distributed.leads():
                     _remove_unfinished(self._folder)
                 self._manager.reload()
@@ -207,10 +223,10 @@ class Checkpoints:
 
 
 def read_part(folder: str | Path, template: Any, step: int | None = None) -> Restored:
-    """The arrays that `template` names (see `Checkpoints.restore`), of `step` or the latest;
-    changes nothing.
+    """Return the arrays that `template` names, of the checkpoint of `step` or the latest.
 
-    Safe beside a run that is saving there. Raises ValueError or OSError in one sentence.
+    It changes nothing, and is safe beside a run that is saving there. template: as in
+    `Checkpoints.restore`. Raises ValueError or OSError in one sentence.
     """
     found = steps(Path(folder))
     if not found or step not in (None, *found):
@@ -232,53 +248,31 @@ def read_part(folder: str | Path, template: Any, step: int | None = None) -> Res
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps of the complete checkpoints in a folder, in order."""
-    return _steps(_names(folder))
-
-
-def _steps(names: Collection[str]) -> list[int]:
-    return sorted(int(name) for name in names if name.isdigit())
+    """Return the steps of the complete checkpoints in a folder, in order."""
+    return sorted(int(name) for name in _names(folder) if name.isdigit())
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by their place in it, such as `optimizer.1.0.mu.layers.query`."""
+    """Return the leaves of a tree by their place in it, as `optimizer.1.0.mu.layers.query`."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
 
 
-def _table(leaves: dict[str, jax.Array]) -> dict[str, list]:
-    """[dtype, shape, fingerprint] of each array."""
-    return {
-        name: [leaf.dtype.name, list(leaf.shape), mark] for (name, leaf), mark in _marked(leaves)
-    }
-
-
-def _marked(leaves: dict[str, jax.Array]) -> list[tuple[tuple[str, jax.Array], int]]:
+def _fingerprints(leaves: dict[str, jax.Array]) -> dict[str, int]:
+    """Return the fingerprint of each array."""
     marks = jax.device_get([fingerprint(leaf) for leaf in leaves.values()])
-    return list(zip(leaves.items(), map(int, marks), strict=True))
-
-
-def _unshared(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The arrays in buffers that no later computation may be given.
-
-    Orbax copies an accelerator's arrays to the host before its `save` returns, but writes a CPU's
-    from where they lie, long after they were donated.
-    """
-    return {name: _copied(leaf) if _on_cpu(leaf) else leaf for name, leaf in leaves.items()}
+    return dict(zip(leaves, map(int, marks), strict=True))
 
 
 _copied = jax.jit(jnp.copy)
 
 
-def _on_cpu(leaf: jax.Array) -> bool:
-    return next(iter(leaf.devices())).platform == "cpu"
-
-
 def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
+    """Make orbax's manager of a folder, of which the latest `keep` checkpoints stay."""
     handlers = ocp.DefaultCheckpointHandlerRegistry()
-    # weights hardly shrink, and it takes the CPU's time
+    # Weights hardly shrink when they are compressed, and it takes the CPU's time.
     arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
     handlers.add(STATE, ocp.args.PyTreeSave, arrays)
     handlers.add(HOST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(DOCUMENT))
@@ -292,41 +286,35 @@ def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
 
 
 def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
-    """The template's arrays from a checkpoint, each proved by its fingerprint."""
-    wanted = {name: _placed(leaf) for name, leaf in named_leaves(template).items()}
-    _check_leaves(folder, saved, wanted)
-    asked = {name: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for name, leaf in wanted.items()}
-    arguments = ocp.args.PyTreeRestore(wanted, restore_args=asked, partial_restore=True)
-    leaves = distributed.run_on_all(lambda: _read_arrays(folder / STATE, arguments))
-    for (name, _), mark in _marked(leaves):
-        if mark != saved[name][2]:
-            raise Damaged(f"the values of {name} have changed")
-    return jax.tree.unflatten(jax.tree.structure(template), [leaves[name] for name in wanted])
+    """Return the template's arrays from a checkpoint, each proved by its fingerprint.
 
-
-def _read_arrays(folder: Path, arguments: ocp.args.PyTreeRestore) -> dict[str, jax.Array]:
-    """Without orbax's Checkpointer, in which a process whose part is damaged would leave the others
-    waiting.
+    saved: [dtype, shape, fingerprint] of each array there.
     """
-    with reading(folder), contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-        return handler.restore(epath.Path(folder), args=arguments)
-
-
-def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
-    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _check_leaves(
-    folder: Path, saved: dict[str, list], wanted: dict[str, jax.ShapeDtypeStruct]
-) -> None:
-    for name, leaf in wanted.items():
+    wanted = {}
+    for name, leaf in named_leaves(template).items():
         dtype, shape, _ = saved.get(name, ("nothing", "", 0))
         if (dtype, shape) != (leaf.dtype.name, list(leaf.shape)):
             raise ValueError(
                 f"The checkpoint {folder} has {dtype}{shape} for {name}, and this run"
                 f" {leaf.dtype.name}{list(leaf.shape)}; name another workdir."
             )
+        place = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        wanted[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+    asked = {name: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for name, leaf in wanted.items()}
+    arguments = ocp.args.PyTreeRestore(wanted, restore_args=asked, partial_restore=True)
+
+    def read_arrays() -> dict[str, jax.Array]:
+        # Without orbax's Checkpointer, in which a process whose part is damaged would leave the
+        # others waiting.
+        arrays = folder / STATE
+        with reading(arrays), contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+            return handler.restore(epath.Path(arrays), args=arguments)
+
+    leaves = distributed.run_on_all(read_arrays)
+    for name, mark in _fingerprints(leaves).items():
+        if mark != saved[name][2]:
+            raise Damaged(f"the values of {name} have changed")
+    return jax.tree.unflatten(jax.tree.structure(template), [leaves[name] for name in wanted])
 
 
 def _check_shared(folder: Path) -> None:
@@ -339,14 +327,16 @@ def _check_shared(folder: Path) -> None:
     if not all(seen):
         raise ValueError(
             f"Rank {seen.index(False)} of the run does not see what rank 0 writes to {folder}:"
-            " name a workdir on a file"
-            " system that all processes share."
+            " name a workdir on a file system that all processes share."
         )
 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Within it no other run uses the folder; the lock ends with the process, however that ends."""
+    """Keep other runs from the folder within the context.
+
+    The lock ends with the process, however that ends.
+    """
     place = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -360,8 +350,9 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _names(folder: Path) -> list[str]:
-    """What is in a folder that may be missing. `glob` may take one that cannot be read for an empty
-    one.
+    """Return the names in a folder that may be missing.
+
+    `glob` may take one that cannot be read for an empty one.
     """
     with _naming(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return os.listdir(folder)
@@ -369,12 +360,14 @@ def _names(folder: Path) -> list[str]:
 
 
 def _remove_unfinished(folder: Path) -> None:
+    """Remove what saves that were interrupted have left."""
     for path in folder.glob(UNFINISHED):
         shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
+    """Turn an OSError within the context into one that names the path and says what to do."""
     try:
         yield
     except OSError as error:

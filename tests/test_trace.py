@@ -161,7 +161,7 @@ def test_the_latest_are_kept_and_none_of_later_steps(tmp_path):
     )
     for step in range(16, 30):
         write(tmp_path, step, stage.spans, 1)
-    assert len(list((tmp_path / "timeline").iterdir())) == timeline.KEPT
+    assert len(list((tmp_path / "timeline").iterdir())) == timeline.KEPT_TRACES
     assert json.loads((tmp_path / "timeline/step-000029.json").read_text()) == chrome_trace(
         stage.spans, 1
     )

@@ -15,8 +15,8 @@ from rlhf_jax.runtime import signals
 
 PROGRAM = """
 import time
-from rlhf_jax.runtime.signals import listening
-with listening() as stop:
+from rlhf_jax.runtime.signals import listen_for_signals
+with listen_for_signals() as stop:
     print("ready", flush=True)
     while stop.signal is None:
         time.sleep(0.01)
@@ -55,7 +55,7 @@ def test_in_process_the_former_handlers_serve_the_later_signal(monkeypatch):
     monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
-        with signals.listening(said.append) as stop:
+        with signals.listen_for_signals(said.append) as stop:
             stop.check()
             for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
                 signal.raise_signal(number)
@@ -74,7 +74,7 @@ def test_in_process_the_former_handlers_serve_the_later_signal(monkeypatch):
 
 def test_leaving_brings_the_former_handlers_back():
     before = [signal.getsignal(number) for number in signals.SIGNALS]
-    with pytest.raises(ZeroDivisionError), signals.listening():
+    with pytest.raises(ZeroDivisionError), signals.listen_for_signals():
         assert [signal.getsignal(number) for number in signals.SIGNALS] != before
         raise ZeroDivisionError
     assert [signal.getsignal(number) for number in signals.SIGNALS] == before
@@ -82,7 +82,7 @@ def test_leaving_brings_the_former_handlers_back():
 
 def test_the_line_passes_a_buffer_that_is_held_and_a_stderr_that_is_closed(capfd, monkeypatch):
     print("before", file=sys.stderr, flush=True)
-    signals.tell("line")
+    signals.write_to_stderr("line")
     assert capfd.readouterr().err == "before\nline\n"
     monkeypatch.setattr(signals.os, "write", lambda *_: (_ for _ in ()).throw(BrokenPipeError))
-    signals.tell("line")
+    signals.write_to_stderr("line")

@@ -1,0 +1,42 @@
+"""Raise one clear sentence where a value of a config cannot be."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from rlhf_jax.config.schema import Config
+
+
+def require(holds: bool, sentence: str) -> None:
+    """Raise ValueError with the sentence unless something holds."""
+    if not holds:
+        raise ValueError(sentence)
+
+
+def require_one_of(config: Config, name: str, known: Sequence[str]) -> None:
+    """Raise ValueError unless the value of the dotted key `name` is one of those known."""
+    value = operator.attrgetter(name)(config)
+    require(value in known, f"{name} is {value!r}; it must be one of {', '.join(known)}.")
+
+
+def require_positive(config: Config, *names: str) -> None:
+    """Raise ValueError unless the values of these dotted keys are above 0."""
+    for name in names:
+        value = operator.attrgetter(name)(config)
+        require(value > 0, f"{name} is {value}; it must be above 0.")
+
+
+def require_not_negative(config: Config, *names: str) -> None:
+    """Raise ValueError unless the values of these dotted keys are 0 or above."""
+    for name in names:
+        value = operator.attrgetter(name)(config)
+        require(value >= 0, f"{name} is {value}; it must be 0 or above.")
+
+
+def require_even_split(whole: int, parts: int, what: str, by: str) -> None:
+    """Raise ValueError unless `whole` rows, named `what`, split into `parts`, named `by`."""
+    fits = whole > 0 and whole % parts == 0
+    require(
+        fits, f"The {whole} {what} cannot be split evenly by {by} = {parts}; change one of them."
+    )

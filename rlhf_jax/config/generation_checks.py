@@ -1,0 +1,117 @@
+"""Check the part of a config that says how text is generated, drafted and scored meanwhile."""
+
+from __future__ import annotations
+
+import operator
+
+from rlhf_jax.config import derived
+from rlhf_jax.config.checks import require, require_not_negative, require_one_of, require_positive
+from rlhf_jax.config.schema import Config
+
+MOST_SAMPLED = 64  # the largest top-k whose sampled sets are kept for training
+ACCEPTANCE = ("replayable", "rejection")
+
+
+def check_generation(config: Config) -> None:
+    """Check how a response is sampled, and how many are sampled at one time."""
+    generation = config.generation
+    positive = ("prompts_per_step", "samples_per_prompt", "max_new_tokens", "temperature")
+    require_positive(
+        config, *(f"generation.{name}" for name in (*positive, "max_rows", "min_rows"))
+    )
+    not_negative = ("history_tokens", "resample", "repeated_noise")
+    require_not_negative(config, *(f"generation.{name}" for name in not_negative))
+    require(
+        generation.top_p == 1 and 0 <= generation.top_k <= MOST_SAMPLED,
+        f"generation.top_p is {generation.top_p} and generation.top_k {generation.top_k}: other"
+        f" truncation than a top_k of up to {MOST_SAMPLED} is for evaluation: training"
+        " renormalises.",
+    )
+    require_one_of(config, "generation.acceptance", ACCEPTANCE)
+
+
+def check_strategy(config: Config) -> None:
+    """Check that the drafting strategy has the drafts, and the noise, that it needs."""
+    generation = config.generation
+    repeated = generation.repeated_noise
+    replays = derived.uses_drafter(config, "replay")
+    require(
+        generation.acceptance == "replayable" or not (repeated or replays),
+        "Under generation.acceptance 'rejection' a text depends on its drafts and cannot be"
+        " replayed: set generation.repeated_noise to 0 and no 'replay-*' strategy, or acceptance"
+        " 'replayable'.",
+    )
+    require(
+        not repeated or replays,
+        f"generation.repeated_noise is {repeated}, but generation.strategy"
+        f" {generation.strategy!r} replays nothing: choose 'adaptive' or a 'replay-*' strategy, or"
+        " set 0.",
+    )
+    require(
+        repeated <= generation.samples_per_prompt,
+        f"generation.repeated_noise is {repeated} of {generation.samples_per_prompt} samples of a"
+        " prompt; lower it.",
+    )
+    require(
+        bool(config.drafter.path or config.drafter.layers)
+        or not derived.uses_drafter(config, "model"),
+        f"generation.strategy {generation.strategy!r} drafts with a model; give drafter.path or"
+        " drafter.layers.",
+    )
+
+
+def check_drafter(config: Config) -> None:
+    """Check that a drafter which is to learn is a student, has a use and has samples."""
+    drafter = config.drafter
+    generation = config.generation
+    require_not_negative(config, "drafter.layers", "drafter.learning_rate")
+    require_positive(config, "drafter.samples")
+    require(
+        drafter.layers > 0 or not drafter.learning_rate,
+        f"drafter.learning_rate is {drafter.learning_rate}, but only a student is kept current:"
+        " set drafter.layers, or 0.",
+    )
+    require(
+        derived.has_drafter(config) or not drafter.learning_rate,
+        f"drafter.learning_rate is {drafter.learning_rate}, but generation.strategy"
+        f" {generation.strategy!r} has no use for a student: choose 'adaptive' or a 'model-*'"
+        " strategy, or set 0.",
+    )
+    samples = generation.prompts_per_step * generation.samples_per_prompt
+    learns_beside = derived.trains_drafter(config) and config.objective == "reward"
+    require(
+        drafter.samples <= samples or not learns_beside,
+        f"drafter.samples is {drafter.samples}, but a step has {samples}; lower it.",
+    )
+
+
+def check_distillation(config: Config) -> None:
+    """Refuse what the objective 'distill', which only trains a student, would not use."""
+    require_positive(config, "drafter.layers", "drafter.learning_rate")
+    names = ("reward.functions", "reward.models", "evaluation.every", "generation.resample")
+    unused = [name for name in names if operator.attrgetter(name)(config)]
+    require(
+        not unused,
+        "objective is 'distill', which trains a drafter and earns no reward: clear"
+        f" {', '.join(unused)}.",
+    )
+
+
+def check_fused_inference(config: Config, slices: int) -> None:
+    """Check that scoring beside generation has an idle slice, models, and leave to be random."""
+    fused = config.generation.fuse_inference
+    require(
+        not fused or slices > 1,
+        "generation.fuse_inference needs slices that end apart, and mesh.slices is 1; raise it or"
+        " leave the key False.",
+    )
+    require(
+        not fused or config.objective == "reward",
+        "generation.fuse_inference has nothing to score with the objective 'distill'; leave the"
+        " key False.",
+    )
+    require(
+        not fused or not config.deterministic,
+        "generation.fuse_inference scores a sample where there is time, which a deterministic run"
+        " must not do; leave one of the two keys False.",
+    )

@@ -1,0 +1,60 @@
+"""Estimate what rounds cost before any is measured, from the shapes of the models alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rlhf_jax.generation.strategy import cost
+from rlhf_jax.generation.strategy.cost import Costs
+from rlhf_jax.generation.strategy.roofline import ModelWork
+from rlhf_jax.model.transformer import weight_shapes
+from rlhf_jax.types import ModelConfig, ModelConfigs
+
+
+def costs(
+    models: ModelConfigs,
+    platform: str,
+    itemsize: int,
+    does: Mapping[str, float],
+    rows: int,
+    slots: int,
+) -> Costs:
+    """Return the costs that rounds are taken to have before any round is measured.
+
+    itemsize: bytes of a number of the weights and the cache. does: the compiler's cost analysis of
+    a plain round of the policy over `rows` and `slots`, or nothing. It reads and multiplies more
+    than the weights and the cache that a round cannot do without; the calls of a draft model are
+    taken to do more by the same factors.
+    """
+    policy = work(models.policy, itemsize)
+    read = policy.weight_bytes + rows * slots * policy.context_bytes
+    multiplied = rows * (policy.token_flops + slots * policy.context_flops)
+    more_bytes = max(does.get("bytes accessed", 0.0) / read, 1.0)
+    more_flops = max(does.get("flops", 0.0) / multiplied, 1.0)
+
+    def scaled(needed: ModelWork) -> ModelWork:
+        return ModelWork(
+            weight_bytes=needed.weight_bytes * more_bytes,
+            context_bytes=needed.context_bytes * more_bytes,
+            token_flops=needed.token_flops * more_flops,
+            context_flops=needed.context_flops * more_flops,
+        )
+
+    drafter = models.drafter and scaled(work(models.drafter, itemsize))
+    return cost.prior(platform, scaled(policy), drafter)
+
+
+def work(model: ModelConfig, itemsize: int) -> ModelWork:
+    """Return what a call of a model cannot do without, at `itemsize` bytes a number.
+
+    Every weight but the embedding is read by a call, and multiplied with each token.
+    """
+    layers = sum(math.prod(shape) for shape in vars(weight_shapes(model).layers).values() if shape)
+    weights = layers + model.width * model.vocab_size
+    return ModelWork(
+        weight_bytes=weights * itemsize,
+        context_bytes=2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize,
+        token_flops=2 * weights,
+        context_flops=4 * model.num_layers * model.num_heads * model.head_dim,
+    )

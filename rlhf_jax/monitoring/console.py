@@ -1,0 +1,180 @@
+"""Show a run on screen: progress while it goes on, and tables of what it uses and has changed."""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+# (heading, key of the metrics, width in characters, format) of the columns of a step's line.
+STEP_COLUMNS = (
+    ("reward", "reward/mean", 7, ".3f"),
+    ("kl", "kl/mean", 8, ".4f"),
+    ("loss", "loss/policy", 8, ".4f"),
+    ("length", "response/length_mean", 7, ".1f"),
+    ("tok/s", "generation/tokens_per_second", 7, ".0f"),
+    ("tok/round", "generation/tokens_per_round", 9, ".2f"),
+    ("gen s", "generation/seconds", 6, ".1f"),
+    ("infer s", "inference/seconds", 7, ".1f"),
+    ("train s", "training/seconds", 7, ".1f"),
+)
+TIME_WIDTH = 8  # characters of the last column, the time left
+
+PHASE_SECONDS = 10.0  # between two lines that say the phase where there is no terminal
+RECENT_STEPS = 20  # whose median tells the time left
+SPARKS = "▁▂▃▄▅▆▇█"
+SPARK_STEPS = 24  # whose rewards the panel draws
+
+
+class Progress:
+    """Show where a run is: a live panel under the lines of past steps, or lines alone.
+
+    There is no panel where there is no terminal. Use as a context manager: `update` whenever
+    something is known, `finish` once a step.
+    """
+
+    def __init__(self, total: int, done: int = 0, console: Console | None = None):
+        self._total = total
+        self._done = done
+        self._console = console or Console()
+        self._phase = "starting"
+        self._live_numbers: Mapping[str, float] = {}
+        self._seconds: list[float] = []
+        self._rewards: list[float] = []
+        self._counter_width = max(len("step"), 2 * len(str(total)) + 1)
+        self._next_line = 0.0
+        self._step_start = time.monotonic()
+        self._phase_start = self._step_start
+        self._spinner = Spinner("dots")
+        self._live = Live(
+            get_renderable=self._panel, console=self._console, refresh_per_second=4, transient=True
+        )
+
+    def __enter__(self) -> Progress:
+        self._step_start = time.monotonic()
+        self._phase_start = self._step_start
+        columns = [heading.rjust(width) for heading, _, width, _ in STEP_COLUMNS]
+        heading = ["step".rjust(self._counter_width), *columns, "left".rjust(TIME_WIDTH)]
+        self._console.print(Text(" ".join(heading), "bold"), soft_wrap=True)
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def update(self, phase: str, **numbers: float) -> None:
+        """Show the phase that runs now, and numbers about it by name: `live_rows=5`."""
+        now = time.monotonic()
+        changed = phase != self._phase
+        self._live_numbers = numbers
+        if changed:
+            self._phase = phase
+            self._phase_start = now
+        # Without a terminal, each phase of the first step has a line, and then time has.
+        due = now >= self._next_line or (changed and not self._seconds)
+        if due and not self._console.is_terminal:
+            self._next_line = now + PHASE_SECONDS
+            counter = self._counter(min(self._done + 1, self._total))
+            self.say(f"{counter}  {self._phase}  {_spoken(numbers)}")
+
+    def finish(self, metrics: Mapping[str, float]) -> None:
+        """End a step: print its line, of the keys in STEP_COLUMNS and the time left."""
+        now = time.monotonic()
+        self._seconds.append(now - self._step_start)
+        self._rewards.append(float(metrics["reward/mean"]))
+        self._step_start = now
+        self._next_line = now + PHASE_SECONDS
+        self._done += 1
+        cells = [
+            format(float(metrics[key]), form).rjust(width) for _, key, width, form in STEP_COLUMNS
+        ]
+        self.say(" ".join([self._counter(self._done), *cells, self._left().rjust(TIME_WIDTH)]))
+
+    def say(self, line: str) -> None:
+        """Print a line above the panel."""
+        self._console.print(Text(line.rstrip()), soft_wrap=True)
+
+    def _counter(self, step: int) -> str:
+        """Write which step of how many it is."""
+        return f"{step}/{self._total}".rjust(self._counter_width)
+
+    def _left(self) -> str:
+        """Write the time left, by the median of recent steps.
+
+        The first step, which compiles, counts only while it is alone.
+        """
+        recent = self._seconds[1:][-RECENT_STEPS:] or self._seconds
+        if not recent:
+            return "?"
+        seconds = (self._total - self._done) * statistics.median(recent)
+        return str(datetime.timedelta(seconds=round(seconds)))
+
+    def _panel(self) -> Group:
+        """Draw the panel: the step, a bar, the time left, the rewards, and the phase."""
+        rewards = self._rewards[-SPARK_STEPS:]
+        low = min(rewards, default=0.0)
+        span = (max(rewards, default=0.0) - low) or 1.0
+        sparks = [SPARKS[round((value - low) / span * (len(SPARKS) - 1))] for value in rewards]
+
+        bar = Table.grid(padding=(0, 2))
+        bar.add_row(
+            Text(f"step {min(self._done + 1, self._total)} of {self._total}", "bold"),
+            ProgressBar(total=self._total, completed=self._done, width=36),
+            Text(f"{self._left()} left", "cyan"),
+            Text("".join(sparks), "green"),
+        )
+        seconds = time.monotonic() - self._phase_start
+        self._spinner.update(text=Text(f"{self._phase} {seconds:.0f} s"))
+        phase = Table.grid(padding=(0, 2))
+        phase.add_row(self._spinner, Text(_spoken(self._live_numbers), "dim"))
+        return Group("", bar, phase)
+
+
+def describe(title: str, rows: Sequence[tuple[str, str]], console: Console | None = None) -> None:
+    """Print the table of what a run will use: (name, value) rows under a title."""
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(name), Text(value))
+    console = console or Console()
+    console.print(Text(title, "bold"), Padding(table, (0, 0, 1, 2)))
+
+
+def compare(
+    measures: Sequence[tuple[str, float, float]],
+    samples: Sequence[tuple[str, str, str]],
+    console: Console | None = None,
+) -> None:
+    """Print what a run has changed: (name, before, after) measures, (prompt, before, after) texts.
+
+    A measure has its change beside it.
+    """
+    numbers = Table("measure", box=box.SIMPLE_HEAD)
+    for heading in ("before", "after", "change"):
+        numbers.add_column(heading, justify="right")
+    for name, before, after in measures:
+        style = "green" if after > before else "red" if after < before else ""
+        change = Text(f"{after - before:+.3f}", style)
+        numbers.add_row(Text(name), f"{before:.3f}", f"{after:.3f}", change)
+    texts = Table("prompt", "before", "after", box=box.SIMPLE_HEAD, show_lines=True, expand=True)
+    for row in samples:
+        texts.add_row(*(Text(" ".join(cell.split()), overflow="fold") for cell in row))
+    console = console or Console()
+    console.print(numbers, texts)
+
+
+def _spoken(numbers: Mapping[str, float]) -> str:
+    """Write numbers after their names: `live_rows=5` as '5 live rows'."""
+    return "  ".join(f"{value:.4g} {name.replace('_', ' ')}" for name, value in numbers.items())
