@@ -18,11 +18,14 @@ from rlhf_jax.generation import precompile
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.precompile import BackgroundCompiler
 from rlhf_jax.generation.requests import GenerationConfig, Request
+from rlhf_jax.generation.speculative import protocol
 from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.speculative.drafters.search import Found, SearchDrafter
 from rlhf_jax.generation.speculative.sampling import Sampling
-from rlhf_jax.generation.strategy import candidates, cost, roofline
-from rlhf_jax.generation.strategy.predict import Situation
-from rlhf_jax.generation.strategy.select import Choice, Selector
+from rlhf_jax.generation.strategy import candidates as menus
+from rlhf_jax.generation.strategy import cost
+from rlhf_jax.generation.strategy.acceptance import RANKS
+from rlhf_jax.generation.strategy.select import Choice, Selector, Situation
 from rlhf_jax.mesh import make_mesh, model_shardings
 
 NAMES = (
@@ -319,3 +322,29 @@ def test_rounds_are_timed_only_when_nothing_else_ran(target):
     assert chooser.heard[0].seconds is None
     assert all(report.seconds is None or report.seconds > 0 for report in chooser.heard)
     assert not jnp.isnan(jnp.array([report.seconds or 0.0 for report in chooser.heard])).any()
+
+
+class LastTokenDrafter(SearchDrafter):
+    """Drafts that the last token repeats."""
+
+    name = "toy"
+
+    def search(self, state, siblings, depth):
+        last = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
+        tokens = jnp.full((len(last), depth, RANKS), -1).at[:, :, 0].set(last)
+        return Found(tokens, jnp.full(len(last), 2, jnp.int8))
+
+
+def test_a_drafter_that_is_registered_is_chosen_among_the_others(target, monkeypatch):
+    """It is observed by looking back and by its drafts, and the text stays plain text."""
+    monkeypatch.setitem(protocol.DRAFTERS, "toy", LastTokenDrafter())
+    machine = cost.Machine(cost.Roofline(1e-3, 1e-6, 1e-3, 1e-8, 1e-3, 1e-2), None, 1e-4)
+    menu = menus.adaptive(["lookup", "toy"], 4)
+    selector = Selector(menu, cost.Costs(machine, machine), frozen_costs=True)
+    plain = decoding(strategies=STRATEGIES[:1], sampling=Sampling(0.2), stop_tokens=())
+    how = dataclasses.replace(plain, strategies=menu.strategies)
+    reports = []
+    found = run(target, None, how, requests(), selector=selector, observe=reports.append)
+    assert_equal(target, found, run(target, None, plain, requests()), how)
+    assert any(report.strategy.drafter == "toy" for report in reports)
+    assert all(set(report.evidence) == {"lookup", "toy"} for report in reports)
