@@ -22,10 +22,10 @@ from rlhf_jax.generation.speculative import protocol
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.drafters.search import Found, SearchDrafter
 from rlhf_jax.generation.speculative.sampling import Sampling
-from rlhf_jax.generation.strategy import candidates as menus
-from rlhf_jax.generation.strategy import cost
+from rlhf_jax.generation.strategy import candidates, cost, roofline
 from rlhf_jax.generation.strategy.acceptance import RANKS
-from rlhf_jax.generation.strategy.select import Choice, Selector, Situation
+from rlhf_jax.generation.strategy.predict import Situation
+from rlhf_jax.generation.strategy.select import Choice, Selector
 from rlhf_jax.mesh import make_mesh, model_shardings
 
 NAMES = (
@@ -339,7 +339,7 @@ def test_a_drafter_that_is_registered_is_chosen_among_the_others(target, monkeyp
     """It is observed by looking back and by its drafts, and the text stays plain text."""
     monkeypatch.setitem(protocol.DRAFTERS, "toy", LastTokenDrafter())
     machine = cost.Machine(cost.Roofline(1e-3, 1e-6, 1e-3, 1e-8, 1e-3, 1e-2), None, 1e-4)
-    menu = menus.adaptive(["lookup", "toy"], 4)
+    menu = candidates.adaptive(["lookup", "toy"], 4)
     selector = Selector(menu, cost.Costs(machine, machine), frozen_costs=True)
     plain = decoding(strategies=STRATEGIES[:1], sampling=Sampling(0.2), stop_tokens=())
     how = dataclasses.replace(plain, strategies=menu.strategies)
