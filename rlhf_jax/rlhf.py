@@ -37,18 +37,7 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
     """
     decoders = decoding_models(state.train, run)
     queue = scoring_queue(decoders, state.train, run)
-    rolled = roll_out(
-        decoders,
-        state.host,
-        state.step,
-        run.prompts,
-        run.batches,
-        run.generation,
-        run.rewards,
-        run.advantage,
-        queue=queue,
-        observe=observe,
-    )
+    rolled = roll_out(decoders, state, run.prompts, run.generation, run.rewards, queue, observe)
     metrics = rolled.metrics
 
     began = time.perf_counter()

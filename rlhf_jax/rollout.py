@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from rlhf_jax.data.batches import Batches
+from rlhf_jax.data.batches import PromptStream
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation.assignment import AssignmentPolicy
 from rlhf_jax.generation.history import requests
-from rlhf_jax.generation.requests import GenerationCounts, RoundReport, Sample
+from rlhf_jax.generation.requests import GenerationCounts, Request, RoundReport, Sample
 from rlhf_jax.generation.speculative.round import ModelPair
 from rlhf_jax.generation.stage import (
     GenerationSettings,
@@ -24,15 +24,16 @@ from rlhf_jax.generation.stage import (
     end_stage,
     generate_samples,
 )
+from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.overlap import Scored, ScoringQueue
 from rlhf_jax.monitoring.trace import Span, idle_share, since
 from rlhf_jax.reallocation.length_model import Lengths
 from rlhf_jax.rewards.combination import Response
 from rlhf_jax.rewards.samples import Rewards, compute_rewards, responses_of
 from rlhf_jax.runtime.slice_groups import slice_group_of
-from rlhf_jax.state import HostState, Observer, RolloutStats
+from rlhf_jax.state import HostState, Observer, RolloutStats, RunState
 from rlhf_jax.training.batching import groups_with_signal
-from rlhf_jax.training.experience import AdvantageConfig, penalise_and_clip
+from rlhf_jax.types import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +56,61 @@ class RewardedRollout:
     metrics: dict[str, float]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Draw:
+    """Hold one roll-out of a step's prompts."""
+
+    samples: list[Sample]
+    responses: list[Response]
+    rewards: np.ndarray  # [B] float32
+    clipped: np.ndarray  # [B] float32, the rewards as the advantages will see them
+    ended: np.ndarray  # [B] bool
+    metrics: dict[str, float]
+
+
+@dataclasses.dataclass
+class _RollOut:
+    """Hold what the roll-outs of a step share, and what they add up."""
+
+    host: HostState
+    prompts: Prompts
+    settings: GenerationSettings
+    rewards: Rewards
+    queue: ScoringQueue | None
+    observe: Observer
+    selector: Selector | None
+    record: StageRecord = dataclasses.field(default_factory=StageRecord)
+    # by phase
+    seconds: dict[str, float] = dataclasses.field(
+        default_factory=lambda: {"generation": 0.0, "inference": 0.0}
+    )
+    # of earlier samples whose noise is repeated
+    repeated_ids: set[int] = dataclasses.field(default_factory=set)
+    # by request id, the row of its prompt
+    row_of: dict[int, int] = dataclasses.field(default_factory=dict)
+    # by sample id, what slices have scored beside generation
+    scored: dict[int, Scored] = dataclasses.field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Say that a phase begins, and add the seconds that it takes."""
+        self.observe(phase, None)
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - start
+
+    def note(self, report: RoundReport) -> None:
+        """Record a round of generation, and pass it on."""
+        self.record.add(report)
+        self.observe("generation", report)
+
+
 def roll_out(
     models: ModelPair,
-    host: HostState,
-    step: int,
-    prompts: Prompts,
-    batches: Batches,
+    state: RunState,
+    stream: PromptStream,
     settings: GenerationSettings,
     rewards: Rewards,
-    advantage: AdvantageConfig,
-    *,
     queue: ScoringQueue | None,
     observe: Observer,
 ) -> RewardedRollout:
@@ -76,80 +122,45 @@ def roll_out(
     al. 2025, 3.2). Sample ids count on from step to step, so that a run uses no noise twice unless
     it is asked to repeat some.
     """
-    group = settings.samples_per_prompt
+    host = state.host
     selector = copy.deepcopy(host.training.selector)
-    record = StageRecord()
-    seconds = {"generation": 0.0, "inference": 0.0}
+    work = _RollOut(host, stream.prompts, settings, rewards, queue, observe, selector)
     position = host.position
-    repeated_ids = set[int]()
-    samples: list[Sample] = []
-    responses: list[Response] = []
-    values = np.zeros(0, np.float32)
-    signalled = np.zeros(0, np.float32)  # rewards as the advantages will see them
-    ended = np.zeros(0, bool)
-    reward_metrics = []
-    scored: dict[int, Scored] = {}
-
+    draws: list[_Draw] = []
+    group = settings.samples_per_prompt
     for attempt in range(settings.resample + 1):
-        with _timed("generation", seconds, observe):
-            rows, position = batches.take(position)
-            first_id = (step * (settings.resample + 1) + attempt) * len(rows) * group
-            wanted = requests(
-                [prompts.tokens[row] for row in rows],
-                group,
-                settings.max_new_tokens,
-                first_id=first_id,
-                history=host.training.history,
-                repeated=settings.repeated_noise,
-                used=repeated_ids,
-            )
-            lengths = host.training.lengths
-            drawn = generate_samples(
+        rows, position = stream.batches.take(position)
+        with work.timed("generation"):
+            first_id = (state.step * (settings.resample + 1) + attempt) * len(rows) * group
+            wanted = _requests(work, rows, first_id)
+            name = f"step {state.step} attempt {attempt}"
+            samples = generate_samples(
                 models,
                 wanted,
                 settings.decoding,
                 settings,
-                assignment_policy_of(settings, lengths, f"step {step} attempt {attempt}", queue),
+                assignment_policy_of(settings, host.training.lengths, name, queue),
                 selector=selector,
-                observe=functools.partial(_note, record, observe),
-                finished=functools.partial(_enqueue, queue, wanted, rows, prompts, rewards),
+                observe=work.note,
+                finished=functools.partial(_enqueue, work),
                 idle_work=queue,
             )
-        with _timed("inference", seconds, observe):
-            if queue and rewards.models:
-                scored = _scored_by_all(queue, settings)
-            asked = np.repeat(rows, group)
-            fresh = responses_of(drawn, prompts, asked, rewards.tokenizer)
-            known = [
-                scored[one.sample_id].rewards if one.sample_id in scored else {} for one in drawn
-            ]
-            earned, metrics = compute_rewards(fresh, rewards, known)
-        own_ended = np.array([one.tokens[-1] in settings.decoding.stop_tokens for one in drawn])
-        samples += drawn
-        responses += fresh
-        values = np.append(values, earned)
-        ended = np.append(ended, own_ended)
-        signalled = np.append(signalled, penalise_and_clip(earned, own_ended, advantage))
-        reward_metrics.append(metrics)
-        kept, enough = choose_groups(signalled, group, settings.prompts_per_step)
+        draws.append(_reward(work, samples, rows))
+        clipped = np.concatenate([draw.clipped for draw in draws])
+        kept, enough = choose_groups(clipped, group, settings.prompts_per_step)
         if enough:
             break
 
-    counts = sum(by_group(record.counts, GenerationCounts(), settings), GenerationCounts())
-    chosen_metrics = selector.metrics() if selector else {}
-    with _timed("generation", seconds, observe):
-        selector = end_stage(selector, models[1], samples, settings.decoding, settings)
-    if queue:
-        scored = scored or _scored_by_all(queue, settings)
-        record.spans += queue.spans()
-    of_groups = by_group(since(record.spans, record.began), [], settings)
-    spans = [span for own in of_groups for span in own]
-    metrics = counts.metrics(seconds["generation"]) | chosen_metrics | _joined(reward_metrics)
+    samples = [sample for draw in draws for sample in draw.samples]
+    responses = [response for draw in draws for response in draw.responses]
+    values = np.concatenate([draw.rewards for draw in draws])
+    ended = np.concatenate([draw.ended for draw in draws])
+    stats, spans, metrics = _close(work, samples, models[1])
+    metrics |= _joined([draw.metrics for draw in draws])
     metrics |= {
-        "inference/seconds": seconds["inference"],
-        "generation/attempts": len(reward_metrics),
-        "generation/idle_share": idle_share(spans, settings.layout.slices),
-        "generation/groups_without_signal": float(1 - groups_with_signal(signalled, group).mean()),
+        "inference/seconds": work.seconds["inference"],
+        "generation/attempts": len(draws),
+        "generation/groups_without_signal": float(1 - groups_with_signal(clipped, group).mean()),
         "reward/mean": float(values.mean()),
         "reward/std": float(values.std()),
         "response/length_mean": float(np.mean([len(one.tokens) for one in samples])),
@@ -160,13 +171,66 @@ def roll_out(
         responses=[responses[index] for index in kept],
         rewards=values[kept],
         ended=ended[kept],
-        scored=scored if queue else None,
-        stats=RolloutStats(counts, selector),
+        scored=work.scored if queue else None,
+        stats=stats,
         position=position,
-        began=record.began,
+        began=work.record.began,
         spans=spans,
         metrics=metrics,
     )
+
+
+def _requests(work: _RollOut, rows: np.ndarray, first_id: int) -> list[Request]:
+    """Ask for samples of the prompts of these rows, with ids that no other samples have."""
+    settings = work.settings
+    wanted = requests(
+        [work.prompts.tokens[row] for row in rows],
+        settings.samples_per_prompt,
+        settings.max_new_tokens,
+        first_id=first_id,
+        history=work.host.training.history,
+        repeated=settings.repeated_noise,
+        used=work.repeated_ids,
+    )
+    work.row_of = {request.id: row for request, row in zip(wanted, rows, strict=True)}
+    return wanted
+
+
+def _reward(work: _RollOut, samples: list[Sample], rows: np.ndarray) -> _Draw:
+    """Compute the rewards of the samples of one roll-out of the prompts of these rows."""
+    settings = work.settings
+    with work.timed("inference"):
+        if work.queue and work.rewards.models:
+            work.scored = _scored_by_all(work.queue, settings)
+        asked = np.repeat(rows, settings.samples_per_prompt)
+        responses = responses_of(samples, work.prompts, asked, work.rewards.tokenizer)
+        scored = [work.scored.get(sample.sample_id) for sample in samples]
+        known = [{} if one is None else one.rewards for one in scored]
+        rewards, metrics = compute_rewards(responses, work.rewards, known)
+    ended = np.array([sample.tokens[-1] in settings.decoding.stop_tokens for sample in samples])
+    clipped = np.asarray(work.rewards.clip(rewards, ended))
+    return _Draw(samples, responses, rewards, clipped, ended, metrics)
+
+
+def _close(
+    work: _RollOut, samples: list[Sample], drafter: Model | None
+) -> tuple[RolloutStats, list[Span], dict[str, float]]:
+    """End the stage: what all processes counted, what the selector learned, what slices did."""
+    settings = work.settings
+    selector = work.selector
+    record = work.record
+    counts = sum(by_group(record.counts, GenerationCounts(), settings), GenerationCounts())
+    chosen = selector.metrics() if selector else {}
+    with work.timed("generation"):
+        selector = end_stage(selector, drafter, samples, settings.decoding, settings)
+    if work.queue:
+        work.scored = work.scored or _scored_by_all(work.queue, settings)
+        record.spans += work.queue.spans()
+    of_groups = by_group(since(record.spans, record.began), [], settings)
+    spans = [span for own in of_groups for span in own]
+    metrics = counts.metrics(work.seconds["generation"]) | chosen
+    metrics["generation/idle_share"] = idle_share(spans, settings.layout.slices)
+    return RolloutStats(counts, selector), spans, metrics
 
 
 def assignment_policy_of(
@@ -196,29 +260,16 @@ def choose_groups(rewards: np.ndarray, group: int, wanted: int) -> tuple[np.ndar
     return indices, int(differ.sum()) >= wanted
 
 
-def _note(record: StageRecord, observe: Observer, report: RoundReport) -> None:
-    """Record a round of generation, and pass it on."""
-    record.add(report)
-    observe("generation", report)
-
-
-def _enqueue(
-    queue: ScoringQueue | None,
-    wanted: Sequence,
-    rows: np.ndarray,
-    prompts: Prompts,
-    rewards: Rewards,
-    sample: Sample,
-) -> None:
+def _enqueue(work: _RollOut, sample: Sample) -> None:
     """Have a finished sample scored where a slice has time; reward models read its response."""
-    if queue is None:
+    if work.queue is None:
         return
-    if not rewards.models:
-        queue.add(sample)
+    if not work.rewards.models:
+        work.queue.add(sample)
         return
-    row = rows[next(i for i, request in enumerate(wanted) if request is sample.request)]
-    (response,) = responses_of([sample], prompts, np.array([row]), rewards.tokenizer)
-    queue.add(sample, response)
+    row = np.array([work.row_of[sample.request.id]])
+    (response,) = responses_of([sample], work.prompts, row, work.rewards.tokenizer)
+    work.queue.add(sample, response)
 
 
 def _scored_by_all(queue: ScoringQueue, settings: GenerationSettings) -> dict[int, Scored]:
@@ -235,12 +286,3 @@ def _joined(attempts: Sequence[Mapping[str, float]]) -> dict[str, float]:
         name: float((np.sum if name.endswith("/failed") else np.mean)(values))
         for name, values in found.items()
     }
-
-
-@contextlib.contextmanager
-def _timed(phase: str, seconds: dict[str, float], observe: Observer) -> Iterator[None]:
-    """Say that a phase begins, and add the seconds that it takes."""
-    observe(phase, None)
-    start = time.perf_counter()
-    yield
-    seconds[phase] += time.perf_counter() - start

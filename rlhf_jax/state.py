@@ -10,7 +10,7 @@ import numpy as np
 
 from rlhf_jax.config.objectives import Objective
 from rlhf_jax.config.schema import Config
-from rlhf_jax.data.batches import Batches
+from rlhf_jax.data.batches import PromptStream
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation.history import History
 from rlhf_jax.generation.requests import GenerationConfig, GenerationCounts, RoundReport, Sample
@@ -225,8 +225,7 @@ class Run:
     config: Config
     objective: Objective
     layout: Layout
-    prompts: Prompts
-    batches: Batches
+    prompts: PromptStream
     generation: GenerationSettings
     rewards: Rewards
     scoring: ScoringSettings

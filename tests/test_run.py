@@ -19,6 +19,7 @@ from rlhf_jax.config import command_line
 from rlhf_jax.model.transformer import init
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.monitoring.metrics import REQUIRED
+from rlhf_jax.objectives.reward import RewardObjective
 from rlhf_jax.training.advantages import ESTIMATORS
 
 PPO = {
@@ -120,7 +121,7 @@ def test_nothing_is_compiled_after_warm_up(
             seen_after.append(len(seen))
             return out
 
-        monkeypatch.setattr(rlhf, "step", counted)
+        monkeypatch.setattr(RewardObjective, "step", staticmethod(counted))
         assert launch["main"](arguments(steps=10, evaluation__every=0, **method)) == 0
     assert seen_after[1] == seen_after[-1], seen_after
 

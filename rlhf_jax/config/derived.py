@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
+from rlhf_jax.config.objectives import objective_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.generation.strategy import candidates
 from rlhf_jax.generation.strategy.candidates import Candidates
@@ -40,7 +41,7 @@ def uses_drafter(config: Config, drafter: str) -> bool:
 
 def has_drafter(config: Config) -> bool:
     """Tell whether a run has a draft model, to draft with or to train."""
-    return config.objective == "distill" or uses_drafter(config, "model")
+    return objective_of(config).distills or uses_drafter(config, "model")
 
 
 def trains_drafter(config: Config) -> bool:
@@ -50,7 +51,7 @@ def trains_drafter(config: Config) -> bool:
 
 def needs_reference(config: Config) -> bool:
     """Tell whether a run has a reference model, from which KL is measured."""
-    return config.objective == "reward" and config.kl.coefficient > 0
+    return objective_of(config).uses_rewards and config.kl.coefficient > 0
 
 
 def term_names(config: Config) -> list[str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
-
 from rlhf_jax.config import derived
 from rlhf_jax.config.checks import require, require_not_negative, require_one_of, require_positive
+from rlhf_jax.config.objectives import objective_of
 from rlhf_jax.config.schema import Config
 
 MOST_SAMPLED = 64  # the largest top-k whose sampled sets are kept for training
@@ -78,22 +77,10 @@ def check_drafter(config: Config) -> None:
         " strategy, or set 0.",
     )
     samples = generation.prompts_per_step * generation.samples_per_prompt
-    learns_beside = derived.trains_drafter(config) and config.objective == "reward"
+    learns_beside = derived.trains_drafter(config) and objective_of(config).uses_rewards
     require(
         drafter.samples <= samples or not learns_beside,
         f"drafter.samples is {drafter.samples}, but a step has {samples}; lower it.",
-    )
-
-
-def check_distillation(config: Config) -> None:
-    """Refuse what the objective 'distill', which only trains a student, would not use."""
-    require_positive(config, "drafter.layers", "drafter.learning_rate")
-    names = ("reward.functions", "reward.models", "evaluation.every", "generation.resample")
-    unused = [name for name in names if operator.attrgetter(name)(config)]
-    require(
-        not unused,
-        "objective is 'distill', which trains a drafter and earns no reward: clear"
-        f" {', '.join(unused)}.",
     )
 
 
@@ -106,9 +93,9 @@ def check_fused_inference(config: Config, slices: int) -> None:
         " leave the key False.",
     )
     require(
-        not fused or config.objective == "reward",
-        "generation.fuse_inference has nothing to score with the objective 'distill'; leave the"
-        " key False.",
+        not fused or objective_of(config).uses_rewards,
+        "generation.fuse_inference has nothing to score with the objective"
+        f" {config.objective!r}; leave the key False.",
     )
     require(
         not fused or not config.deterministic,

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
+from rlhf_jax.config.objectives import objective_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.config.sizes import PlannedRun, layer_values, row_bytes, row_share, tensor_share
 from rlhf_jax.generation import rows as generation_rows
@@ -352,7 +353,7 @@ def _distillation(run: PlannedRun) -> list[Part]:
     gradients = run.student_weights(jnp.float32) + own
 
     samples = config.generation.prompts_per_step * config.generation.samples_per_prompt
-    rows = samples if config.objective == "distill" else config.drafter.samples
+    rows = samples if objective_of(config).distills else config.drafter.samples
     batch_rows = row_share(config.training.microbatch_rows, run.mesh)
     slots = run.batch_tokens * row_share(rows, run.mesh) // batch_rows
     hidden = slots * policy.width * run.itemsize

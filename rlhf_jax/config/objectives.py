@@ -47,8 +47,8 @@ class Objective(Protocol):
 
 # By name: an objective, or where its class is, so that only what runs is imported.
 OBJECTIVES: dict[str, Objective | str] = {
-    "reward": "rlhf_jax.objectives.reward:Reward",
-    "distill": "rlhf_jax.objectives.distillation:Distillation",
+    "reward": "rlhf_jax.objectives.reward:RewardObjective",
+    "distill": "rlhf_jax.objectives.distillation:DistillationObjective",
 }
 
 

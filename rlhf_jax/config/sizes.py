@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Kernels
 from rlhf_jax import mesh as meshes
+from rlhf_jax.config.objectives import objective_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.logprobs import CHUNK
 from rlhf_jax.model import transformer
@@ -36,7 +37,7 @@ class PlannedRun:
     @property
     def trains_policy(self) -> bool:
         """Tell whether the policy learns; else it only teaches a student."""
-        return self.config.objective == "reward"
+        return objective_of(self.config).uses_rewards
 
     @property
     def text_tokens(self) -> int:

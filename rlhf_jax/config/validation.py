@@ -16,12 +16,12 @@ from rlhf_jax.config.checks import (
     require_positive,
 )
 from rlhf_jax.config.generation_checks import (
-    check_distillation,
     check_drafter,
     check_fused_inference,
     check_generation,
     check_strategy,
 )
+from rlhf_jax.config.objectives import OBJECTIVES, objective_of
 from rlhf_jax.config.schema import Config, flat
 from rlhf_jax.rewards.combination import load_reward
 from rlhf_jax.training import kl
@@ -32,7 +32,6 @@ from rlhf_jax.types import ModelConfig, ModelConfigs
 
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
 KL_PLACES = ("loss", "reward")
-OBJECTIVES = ("reward", "distill")
 
 # Fields of a student's shape that the policy and the student's number of layers determine.
 STUDENT_FIELDS = (
@@ -60,7 +59,7 @@ def validate(config: Config, num_devices: int, num_processes: int = 1) -> None:
     for name, value in flat(config).items():
         finite = not isinstance(value, float) or math.isfinite(value)
         require(finite, f"{name} is {value}; it must be finite.")
-    require_one_of(config, "objective", OBJECTIVES)
+    require_one_of(config, "objective", tuple(OBJECTIVES))
     for kernel in config.kernels:
         require_one_of(config, f"kernels.{kernel}", dispatch.WANTED)
 
@@ -71,12 +70,12 @@ def validate(config: Config, num_devices: int, num_processes: int = 1) -> None:
     check_drafter(config)
     _check_evaluation(config)
     _check_training(config)
-    if config.objective == "reward":
+    objective = objective_of(config)
+    if objective.uses_rewards:
         _check_rewards(config)
         _check_advantage(config)
         _check_kl(config)
-    else:
-        check_distillation(config)
+    objective.validate(config)
     _check_devices(config, num_devices, num_processes)
 
 
@@ -318,7 +317,7 @@ def _check_devices(config: Config, num_devices: int, num_processes: int) -> None
     minibatch = samples // minibatches
     require_even_split(minibatch, rows, "rows of a minibatch", by="training.microbatch_rows")
     require_even_split(rows, shards, "rows of training.microbatch_rows", by=over)
-    if derived.trains_drafter(config) and config.objective == "reward":
+    if derived.trains_drafter(config) and objective_of(config).uses_rewards:
         learned = config.drafter.samples
         part = min(learned, rows)
         require_even_split(learned, part, "rows of drafter.samples", by="training.microbatch_rows")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import grain
 import numpy as np
+
+from rlhf_jax.data.prompts import Prompts
 
 
 class Batches:
@@ -56,3 +60,11 @@ class Batches:
                     " or start in a new workdir."
                 )
         self._position = int(state["position"])
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptStream:
+    """Hold prompts, and the order in which a run takes them."""
+
+    prompts: Prompts
+    batches: Batches

@@ -6,6 +6,7 @@ rounds, and moves samples between slices where a policy says so; their text depe
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -173,7 +174,7 @@ def warm_up(
         rows = len(batch.rows)
         while True:
             state, _ = speculative_round(
-                precompile.call,
+                operator.call,
                 state,
                 batch.models,
                 decoding.strategies[0],

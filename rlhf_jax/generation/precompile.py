@@ -25,11 +25,6 @@ VERIFIED = 1024
 RoundKey = tuple[Strategy, int, GenerationConfig, Mesh | None]  # what a round's programs depend on
 
 
-def call(function: Callable[..., Any], *arguments, **options) -> Any:
-    """Run a program: dispatch it, and wait for nothing."""
-    return function(*arguments, **options)
-
-
 def compile_only(function: Any, *arguments, **options) -> Any:
     """Compile a jitted function for arguments given as shapes, and return its results as shapes."""
     lowered = function.lower(*arguments, **options)

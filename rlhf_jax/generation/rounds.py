@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import operator
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -90,7 +91,7 @@ def dispatch_round(batch: SliceBatch, drains: bool, run: GenerationRun) -> None:
     dispatched = time.perf_counter()
     undisturbed = batch.state is batch.state_after_round
     batch.state, results = speculative_round(
-        precompile.call,
+        operator.call,
         batch.state,
         batch.models,
         strategy,

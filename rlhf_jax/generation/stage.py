@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
 
 import numpy as np
 
@@ -126,9 +124,9 @@ def generate_samples(
     mesh = settings.layout.mesh
     slice_group = slice_group_of(mesh)
     own_requests = requests if assignment_policy.plan_reallocation else slice_group.share(requests)
-
-    def generate_own() -> list[Sample]:
-        samples = []
+    samples: list[Sample] = []
+    error: Exception | None = None
+    try:
         with contextlib.suppress(StageAborted), failed(assignment_policy.name):
             for sample in generate(
                 *models,
@@ -143,35 +141,27 @@ def generate_samples(
             ):
                 samples.append(sample)
                 finished(sample)
-        return samples if slice_group.leads else []  # the leader speaks for all
+    except Exception as raised:
+        # Processes that share a slice may wait on their devices for one that failed: there the
+        # error ends them. They stop where all are between two rounds, and so may tell each other.
+        if not distributed.started() or (slice_group.several and not isinstance(raised, Stopped)):
+            raise
+        error = raised
 
     order = [(request, sample_id) for request in requests for sample_id in request.sample_ids]
     if not distributed.started():
-        samples = {sample.sample_id: sample for sample in generate_own()}
-        return [samples[sample_id] for _, sample_id in order]
+        by_id = {sample.sample_id: sample for sample in samples}
+        return [by_id[sample_id] for _, sample_id in order]
 
-    outcome = _outcome_of_group(generate_own) if slice_group.several else generate_own
-    shares = distributed.gather_results(lambda: list(map(_packed, outcome())))
+    def share() -> list[FinishedSample]:
+        if error is not None:
+            raise error
+        return list(map(_packed, samples)) if slice_group.leads else []
+
+    shares = distributed.gather_results(share)
     distributed.run_on_leader(lambda: distributed.delete_published(assignment_policy.name))
     packed = {one.sample_id: one for share in shares for one in share}
     return [_unpacked(request, packed[sample_id]) for request, sample_id in order]
-
-
-def _outcome_of_group(generate_own: Callable[[], list[Sample]]) -> Callable[[], list[Sample]]:
-    """Return what a process that shares its slices has to tell all others when its part is over.
-
-    A run may be stopped where all of a group are between two rounds. With any other error the
-    others may wait on their devices for this process: it is raised here, and ends them.
-    """
-
-    def raise_again(error: Exception) -> NoReturn:
-        raise error
-
-    try:
-        samples = generate_own()
-    except Stopped as stopped:
-        return functools.partial(raise_again, stopped)
-    return lambda: samples
 
 
 def _packed(sample: Sample) -> FinishedSample:

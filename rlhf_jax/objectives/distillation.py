@@ -7,6 +7,7 @@ import operator
 from collections.abc import Mapping
 
 from rlhf_jax import build
+from rlhf_jax.config.checks import require, require_positive
 from rlhf_jax.config.schema import Config
 from rlhf_jax.generation.requests import as_rollout
 from rlhf_jax.rewards.samples import table_of
@@ -16,7 +17,7 @@ from rlhf_jax.state import Observer, Run, RunState, StepReport, decoding_models
 from rlhf_jax.types import TrainState
 
 
-class Distillation:
+class DistillationObjective:
     """Train a student of the policy, and nothing else, on all samples of a step."""
 
     name = "distill"
@@ -30,17 +31,14 @@ class Distillation:
 
     def validate(self, config: Config) -> None:
         """Raise ValueError for what a run without rewards would not use."""
-        for name in ("drafter.layers", "drafter.learning_rate"):
-            value = operator.attrgetter(name)(config)
-            if value <= 0:
-                raise ValueError(f"{name} is {value}; it must be above 0.")
+        require_positive(config, "drafter.layers", "drafter.learning_rate")
         keys = ("reward.functions", "reward.models", "evaluation.every", "generation.resample")
         unused = [key for key in keys if operator.attrgetter(key)(config)]
-        if unused:
-            raise ValueError(
-                "objective is 'distill', which trains a drafter and earns no reward: clear"
-                f" {', '.join(unused)}."
-            )
+        require(
+            not unused,
+            "objective is 'distill', which trains a drafter and earns no reward: clear"
+            f" {', '.join(unused)}.",
+        )
 
     def initial_state(self, opened: build.Opened) -> TrainState:
         """Load the policy, which has no optimizer, and make its student."""
@@ -55,16 +53,7 @@ class Distillation:
         """
         models = decoding_models(state.train, run)
         rolled = roll_out(
-            models,
-            state.host,
-            state.step,
-            run.prompts,
-            run.batches,
-            run.generation,
-            run.rewards,
-            run.advantage,
-            queue=None,
-            observe=observe,
+            models, state, run.prompts, run.generation, run.rewards, queue=None, observe=observe
         )
         observe("training", None)
         rollout = as_rollout(rolled.samples, run.generation.decoding.max_length)

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from rlhf_jax import build, rlhf
 from rlhf_jax.config.schema import Config
 from rlhf_jax.monitoring.report.page import ALGORITHMS
-from rlhf_jax.state import Observer, Run, RunState, StepReport
 from rlhf_jax.types import TrainState
 
 
-class Reward:
+class RewardObjective:
     """Train a policy, and a critic where the estimator has one, on rewards of its samples."""
 
     name = "reward"
@@ -31,9 +30,7 @@ class Reward:
         """Load policy and critic, with optimizers that have seen nothing."""
         return build.initial_state(opened)
 
-    def step(self, state: RunState, run: Run, observe: Observer) -> tuple[RunState, StepReport]:
-        """Take one iteration of RLHF."""
-        return rlhf.step(state, run, observe)
+    step = staticmethod(rlhf.step)
 
     def report_names(self) -> Mapping[str, str]:
         """Name nothing otherwise: the metrics mean what they say."""

@@ -13,6 +13,7 @@ from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.generation.requests import Sample
 from rlhf_jax.rewards.combination import Response, Scores
 from rlhf_jax.rewards.models import RewardModel
+from rlhf_jax.types import Array
 
 # scores that responses have already, by the reward's term and the response's index
 Known = Mapping[str, Mapping[int, float]]
@@ -26,6 +27,8 @@ class Rewards:
 
     function: RewardFunction
     tokenizer: Tokenizer
+    # of (rewards [B], ended [B]): rewards [B] as the advantages will see them
+    clip: Callable[[np.ndarray, np.ndarray], Array]
     # terms of the reward that are models, by name
     models: Mapping[str, RewardModel] = dataclasses.field(default_factory=dict)
     # the reward of a sample whose scoring failed

@@ -79,7 +79,7 @@ class Gradient:
     metrics: dict[str, Array]
 
 
-Objective = Callable[[Model, MicroBatch, TrainingSettings], tuple[Array, dict[str, Array]]]
+LossFunction = Callable[[Model, MicroBatch, TrainingSettings], tuple[Array, dict[str, Array]]]
 
 
 class NonFiniteStep(ValueError):
@@ -287,7 +287,7 @@ def accumulate(
     model: Model,
     batch: MicroBatch,
     *,
-    objective: Objective,
+    objective: LossFunction,
     settings: TrainingSettings,
 ) -> Gradient:
     """Return `total` plus the gradient of one micro-batch, both float32, and the metrics so far.
@@ -360,7 +360,11 @@ def _micro_batches_of(
 
 
 def _sum_gradients(
-    objective: Objective, model: Model, parts: Iterable[MicroBatch], *, settings: TrainingSettings
+    objective: LossFunction,
+    model: Model,
+    parts: Iterable[MicroBatch],
+    *,
+    settings: TrainingSettings,
 ) -> Gradient:
     """Return the gradient of a minibatch, of which there is at least one micro-batch."""
     total = None

@@ -1,0 +1,17 @@
+"""From a config to a run; everything is checked before any weight is loaded."""
+
+from rlhf_jax.build.models import initial_state, load, state_template
+from rlhf_jax.build.opened import Opened, identity, prepare
+from rlhf_jax.build.run import make_run
+from rlhf_jax.build.settings import initial_host_state
+
+__all__ = [
+    "Opened",
+    "identity",
+    "initial_host_state",
+    "initial_state",
+    "load",
+    "make_run",
+    "prepare",
+    "state_template",
+]

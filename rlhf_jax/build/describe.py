@@ -1,0 +1,86 @@
+"""What a run will use, printed before it begins."""
+
+from __future__ import annotations
+
+import jax
+
+from rlhf_jax import mesh as meshes
+from rlhf_jax.build.models import weight_shapes
+from rlhf_jax.build.opened import Opened
+from rlhf_jax.config import memory
+from rlhf_jax.data.prompts import Prompts
+from rlhf_jax.model.weights.source import digest
+from rlhf_jax.monitoring import console, metrics
+from rlhf_jax.runtime import distributed
+
+
+def print_setup(opened: Opened) -> None:
+    """Print what the run will use; raise ValueError where it does not fit the devices."""
+    config = opened.config
+    layout = opened.layout
+    policy = opened.policy
+    shape = dict(opened.mesh.shape)
+    parts = memory.plan(config, opened.models, shape, layout.dtype, layout.kernels)
+    known = memory.device_memory(config, jax.local_devices()[0])
+    if known is not None:
+        memory.check(parts, known)
+    if not distributed.leads():
+        return
+
+    generation = config.generation
+    samples = generation.prompts_per_step * generation.samples_per_prompt
+    tokens = samples * generation.max_new_tokens
+    model = f"{policy.config.num_layers} layers of {policy.config.width}"
+    sizes = ", ".join(f"{name} {size}" for name, size in shape.items())
+    weights = weight_shapes(policy.config, layout.dtype)
+    rows = [
+        ("model", f"{policy.path.name} ({model}), {layout.dtype.name}"),
+        ("devices", f"{jax.device_count()} x {jax.devices()[0].device_kind} ({sizes})"),
+    ]
+    if distributed.started():
+        rows.append(("processes", str(distributed.count())))
+    if opened.models.drafter:
+        rows.append(("drafter", _drafter_line(opened)))
+    rows.append(("prompts", _prompts_line(opened.prompts, config.data.train)))
+    if opened.held_out:
+        rows.append(("held out", _prompts_line(opened.held_out, config.data.eval)))
+    step = f"{samples} samples, up to {tokens:,} tokens, {generation.strategy}"
+    rows += [
+        ("a step", step),
+        ("all steps", f"up to {config.steps * tokens:,} tokens"),
+        ("workdir", config.workdir),
+        *(("not split", line) for line in meshes.unsplit(weights, opened.mesh, "training")),
+        ("kernels", _kernels_lines(opened.kernel_reasons)),
+        ("memory", "\n".join(memory.table(parts))),
+    ]
+    title = opened.objective.title(config)
+    console.describe(f"rlhf_jax: {title}, {config.steps} steps", rows)
+
+
+def _kernels_lines(reasons: dict[str, str]) -> str:
+    """Write one line for each choice and its reason, after the kernels that it holds for."""
+    alike: dict[str, list[str]] = {}
+    for kernel, reason in reasons.items():
+        alike.setdefault(reason, []).append(kernel)
+    if len(alike) == 1:
+        return next(iter(alike))
+    return "\n".join(f"{', '.join(kernels)}: {reason}" for reason, kernels in alike.items())
+
+
+def _drafter_line(opened: Opened) -> str:
+    """Say what drafts and where its weights begin.
+
+    Their digest, too, as another run may find others in the same place.
+    """
+    drafter = opened.drafter
+    begins = f"{drafter.path.name} ({digest(drafter)})" if drafter else "the model's own layers"
+    if opened.student is None:
+        return f"{begins}, as it is"
+    learns = "kept current" if opened.config.drafter.learning_rate else "as it is"
+    return f"student of {opened.student.num_layers} layers, from {begins}, {learns}"
+
+
+def _prompts_line(prompts: Prompts, path: str) -> str:
+    """Count the prompts of a file, and those that were dropped, by the reason."""
+    dropped = [f", {count} {reason} dropped" for reason, count in prompts.dropped.items()]
+    return f"{len(prompts)} from {path}{''.join(dropped)}"

@@ -1,0 +1,130 @@
+"""The models of a run: loaded where they lie, with optimizers, or as shapes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from rlhf_jax import mesh as meshes
+from rlhf_jax.build.opened import Opened
+from rlhf_jax.config import validation
+from rlhf_jax.inference.values import critic_of
+from rlhf_jax.config import derived
+from rlhf_jax.mesh import Layout
+from rlhf_jax.model import transformer
+from rlhf_jax.model.decoding import decoding_weights
+from rlhf_jax.model.weights.source import Source
+from rlhf_jax.state import FrozenModels
+from rlhf_jax.training.distill import student_of, with_student
+from rlhf_jax.training.update import Optimizers, init_train_state, make_optimizer
+from rlhf_jax.types import Model, ModelConfig, TrainState
+
+
+def load(source: Source, layout: Layout, dtype: Any = None) -> Model:
+    """Load weights, split as training wants them, each device reading its own slices."""
+    assert layout.mesh is not None
+    dtype = layout.dtype if dtype is None else dtype
+    shapes = weight_shapes(source.config, dtype)
+    return source.load(dtype, meshes.model_shardings(shapes, layout.mesh, "training"))
+
+
+def weight_shapes(config: ModelConfig, dtype: Any) -> Model:
+    """Return the shapes and dtypes of a model, layers stacked."""
+    return jax.eval_shape(lambda: transformer.init(jax.random.key(0), config, dtype))
+
+
+def make_optimizers(opened: Opened) -> Optimizers:
+    """Make the policy's, and the critic's where there is one.
+
+    A policy that stays as it is has no moments.
+    """
+    if not opened.objective.trains_policy:
+        return Optimizers(policy=optax.identity())
+    training = opened.config.training
+    critic = opened.config.critic
+    make = functools.partial(
+        make_optimizer,
+        max_grad_norm=training.max_grad_norm,
+        weight_decay=training.weight_decay,
+    )
+    return Optimizers(
+        policy=make(training.learning_rate, warmup_steps=training.warmup_steps),
+        critic=make(critic.learning_rate, warmup_steps=critic.warmup_steps)
+        if opened.critic
+        else None,
+    )
+
+
+def student_optimizer(opened: Opened) -> optax.GradientTransformation | None:
+    """Make the student's; None where there is no student, or it stays as it is."""
+    rate = opened.config.drafter.learning_rate
+    if not (opened.student and rate):
+        return None
+    return make_optimizer(rate, max_grad_norm=opened.config.training.max_grad_norm)
+
+
+def initial_state(opened: Opened) -> TrainState:
+    """Load the state before the first step."""
+    layout = opened.layout
+    master = functools.partial(load, layout=layout, dtype=jnp.float32)
+    critic = opened.critic and _critic(master(opened.critic))
+    optimizers = make_optimizers(opened)
+    state = init_train_state(master(opened.policy), optimizers, layout.mesh, critic)
+    if opened.student is None:
+        return state
+    source = master(opened.drafter) if opened.drafter else state.policy
+    layers = opened.student.num_layers
+    return with_student(state, source, layers, student_optimizer(opened), layout.mesh)
+
+
+def state_template(opened: Opened) -> TrainState:
+    """Return shapes and places of the state, for one that is restored."""
+    key = jax.random.key(0)
+    student = opened.student
+
+    def make() -> TrainState:
+        policy = transformer.init(key, opened.policy.config, jnp.float32)
+        critic = opened.critic
+        critic = critic and _critic(transformer.init(key, critic.config, jnp.float32))
+        state = init_train_state(policy, make_optimizers(opened), critic=critic)
+        if student is None:
+            return state
+        optimizer = student_optimizer(opened)
+        return with_student(state, state.policy, student.num_layers, optimizer)
+
+    shapes = jax.eval_shape(make)
+    shardings = meshes.model_shardings(shapes, opened.mesh, "training")
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
+
+
+def _critic(model: Model) -> Model:
+    """Return a reward model as it is, and of a language model the trunk."""
+    return model if model.config.scalar_head else critic_of(model)
+
+
+def frozen_models(opened: Opened) -> FrozenModels:
+    """Load the models that are not trained.
+
+    A student is part of the state; where one is kept current, it is here as it began.
+    """
+    config = opened.config
+    layout = opened.layout
+    reference = load(opened.policy, layout) if derived.needs_reference(config) else None
+    if opened.student is None:
+        if opened.drafter is None:
+            return FrozenModels(reference)
+        drafter = decoding_weights(load(opened.drafter, layout), layout.dtype, layout.mesh)
+        return FrozenModels(reference, drafter)
+
+    if opened.objective.distills or not config.drafter.learning_rate:
+        return FrozenModels(reference)
+    source = load(opened.drafter, layout) if opened.drafter else reference
+    student = student_of(source or load(opened.policy, layout), opened.student.num_layers)
+    shardings = meshes.model_shardings(student, opened.mesh, "training")
+    return FrozenModels(reference, student=jax.device_put(student, shardings))

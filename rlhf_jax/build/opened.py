@@ -1,0 +1,143 @@
+"""What a config describes, opened and checked: sources, prompts, devices; no weight is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.dispatch import choose
+from rlhf_jax import mesh as meshes
+from rlhf_jax.config import derived, validation
+from rlhf_jax.config.identity import binding_settings
+from rlhf_jax.config.objectives import Objective, objective_of
+from rlhf_jax.config.schema import Config
+from rlhf_jax.types import ModelConfigs
+from rlhf_jax.data.prompts import Prompts, read, tokenize
+from rlhf_jax.mesh import Layout
+from rlhf_jax.model import kernels as mesh_kernels
+from rlhf_jax.model.weights.source import Source, digest, open_source
+from rlhf_jax.runtime import distributed
+from rlhf_jax.training.advantages import ESTIMATORS
+from rlhf_jax.training.distill import student_config
+from rlhf_jax.types import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """Hold what a config describes, opened and checked; no weight is loaded."""
+
+    config: Config
+    objective: Objective
+    policy: Source
+    drafter: Source | None
+    # None without one; the policy's own source where its trunk is taken
+    critic: Source | None
+    rewards: tuple[Source, ...]
+    prompts: Prompts
+    held_out: Prompts | None
+    layout: Layout
+    # why each kernel is what it is, by the kernel's name
+    kernel_reasons: dict[str, str]
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """Return all devices of the run."""
+        assert self.layout.mesh is not None
+        return self.layout.mesh
+
+    @property
+    def student(self) -> ModelConfig | None:
+        """Return the shape of a drafter that is a student of the policy."""
+        layers = derived.has_drafter(self.config) and self.config.drafter.layers
+        return student_config(self.policy.config, layers) if layers else None
+
+    @property
+    def models(self) -> ModelConfigs:
+        """Return the shapes of all models."""
+        drafter = self.student or (self.drafter and self.drafter.config)
+        rewards = tuple(source.config for source in self.rewards)
+        return ModelConfigs(
+            self.policy.config, drafter, self.critic and self.critic.config, rewards
+        )
+
+    @property
+    def workdir(self) -> Path:
+        """Return the folder in which all of the run lives."""
+        return Path(self.config.workdir).expanduser()
+
+
+def prepare(config: Config) -> Opened:
+    """Open what the config names.
+
+    Raises ValueError or OSError, in one sentence, for the first thing that is wrong.
+    """
+    validation.validate(config, meshes.count_devices(), distributed.count())
+    objective = objective_of(config)
+    policy = open_source(config.model.path)
+    drafts = derived.has_drafter(config)
+    drafter = open_source(config.drafter.path) if drafts and config.drafter.path else None
+    critic = None
+    if objective.uses_rewards and ESTIMATORS[config.advantage.estimator].needs_critic:
+        critic = open_source(config.critic.path) if config.critic.path else policy
+    rewards = tuple(open_source(path) for path in config.reward.models)
+
+    def prompts_of(path: str) -> Prompts:
+        data = config.data
+        rows = read(path, data.prompt_key)
+        return tokenize(rows, policy.tokenizer, data.system, data.max_prompt_tokens)
+
+    named = config.model.compute_dtype
+    if named == "auto":
+        device = jax.devices()[0]
+        ampere = float(getattr(device, "compute_capability", 0) or 0) >= 8
+        named = "bfloat16" if device.platform == "tpu" or ampere else "float32"
+    opened = Opened(
+        config=config,
+        objective=objective,
+        policy=policy,
+        drafter=drafter,
+        critic=critic,
+        rewards=rewards,
+        prompts=prompts_of(config.data.train),
+        held_out=prompts_of(config.data.eval) if config.evaluation.every else None,
+        layout=Layout(
+            mesh=meshes.make_mesh(
+                config.mesh.data, config.mesh.fsdp, config.mesh.tensor, slices=config.mesh.slices
+            ),
+            dtype=jnp.dtype(named),
+        ),
+        kernel_reasons={},
+    )
+    validation.validate_models(config, opened.models)
+    validation.validate_student(config, policy.config, drafter and drafter.config)
+    models = [mesh_kernels.shape_of(model) for model in opened.models[:2] if model]
+    device = opened.mesh.devices.flat[0]
+    kernels, reasons = choose(config.kernels, device, opened.layout.dtype.itemsize, models)
+    layout = dataclasses.replace(opened.layout, kernels=kernels)
+    return dataclasses.replace(opened, layout=layout, kernel_reasons=reasons)
+
+
+def identity(opened: Opened) -> dict[str, Any]:
+    """Return what a checkpoint must share with the run that goes on from it, by name."""
+    found: dict[str, Any] = {}
+    for name, model in (("policy", opened.policy), ("critic", opened.critic)):
+        shape = dataclasses.asdict(model.config) if model else {}
+        found |= {f"the {name}'s {field}": value for field, value in shape.items()}
+
+    loaded = {"policy": opened.policy, "critic": opened.critic}
+    loaded |= dict(zip(opened.config.reward.models, opened.rewards, strict=True))
+    found |= {f"the weights of the {name}": digest(one) for name, one in loaded.items() if one}
+
+    for name, prompts in (("data.train", opened.prompts), ("data.eval", opened.held_out)):
+        if prompts:
+            tokens = b"".join(np.append(tokens, -1).tobytes() for tokens in prompts.tokens)
+            rows = json.dumps(prompts.rows, sort_keys=True, default=repr).encode()
+            found[f"the prompts of {name}"] = hashlib.sha256(tokens + rows).hexdigest()[:16]
+    return found | binding_settings(opened.config)

@@ -1,0 +1,119 @@
+"""From what is opened to a run: models loaded, rewards started, settings settled."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+from rlhf_jax.data.batches import PromptStream
+from rlhf_jax.training.experience import penalise_and_clip
+from rlhf_jax.build import settings
+from rlhf_jax.build.models import frozen_models, load, make_optimizers
+from rlhf_jax.build.opened import Opened
+from rlhf_jax.config import validation
+from rlhf_jax.config import derived
+from rlhf_jax.config.schema import Config
+from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.stage import GenerationSettings
+from rlhf_jax.rewards.combination import Scorer, Term, weighted
+from rlhf_jax.rewards.models import RewardModel, model_scorer
+from rlhf_jax.rewards.samples import Rewards
+from rlhf_jax.rewards.sharing import shared_out
+from rlhf_jax.rewards.workers import Workers
+from rlhf_jax.state import EvaluationSettings, Run
+
+# Added to the seed by exclusive or: keeps evaluation's noise apart from training's.
+EVALUATION_SEED = 1 << 31
+
+
+def make_run(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], None]) -> Run:
+    """Load the models that are not trained, start the rewards, and settle all that stays the same.
+
+    The stack ends the reward's processes; `alive` hears them work.
+    """
+    config = opened.config
+    generation = settings.generation_settings(opened, stack)
+    rewards = _rewards(opened, stack, alive)
+    return Run(
+        config=config,
+        objective=opened.objective,
+        layout=opened.layout,
+        prompts=PromptStream(opened.prompts, settings.batches(opened)),
+        generation=generation,
+        rewards=rewards,
+        scoring=settings.scoring_settings(opened),
+        advantage=settings.advantage_config(config),
+        training=settings.training_settings(opened),
+        optimizers=make_optimizers(opened),
+        frozen=frozen_models(opened),
+        next_kl_coefficient=settings.kl_controller(config),
+        distillation=settings.distillation(opened),
+        evaluation=_evaluation_settings(opened, generation, rewards, stack, alive),
+    )
+
+
+def _rewards(
+    opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], None]
+) -> Rewards:
+    """Start the terms of the reward: functions in their processes, models on the mesh."""
+    config = opened.config
+    reward = config.reward
+    names = derived.term_names(config)
+    models = {
+        name: RewardModel(
+            source,
+            load(source, opened.layout),
+            rows=config.training.microbatch_rows,
+            length_bucket=config.training.length_bucket,
+        )
+        for name, source in zip(names[len(reward.functions) :], opened.rewards, strict=True)
+    }
+    functions = [function_scorer(config, spec, stack, alive) for spec in reward.functions]
+    scorers = [*functions, *(model_scorer(model, opened.mesh) for model in models.values())]
+    weights = map(float, reward.weights or (1.0,) * len(scorers))
+    terms = [Term(*term) for term in zip(names, weights, scorers, strict=True)]
+    function = functools.partial(weighted, terms)
+    clip = functools.partial(penalise_and_clip, config=settings.advantage_config(config))
+    return Rewards(function, opened.policy.tokenizer, clip, models, config.reward.failed)
+
+
+def function_scorer(
+    config: Config, spec: str, stack: contextlib.ExitStack, alive: Callable[[], None]
+) -> Scorer:
+    """Start a reward function in worker processes, which the stack ends.
+
+    Each process of the run has workers of its own, for its share of the responses.
+    """
+    seconds = math.inf if config.deterministic else config.reward.seconds
+    workers = Workers(spec, config.reward.workers, seconds, alive)
+    return shared_out(stack.enter_context(workers))
+
+
+def _evaluation_settings(
+    opened: Opened,
+    generation: GenerationSettings,
+    rewards: Rewards,
+    stack: contextlib.ExitStack,
+    alive: Callable[[], None],
+) -> EvaluationSettings | None:
+    """Settle how the policy is measured: by the reward, and by measures never trained on."""
+    config = opened.config
+    asked = config.evaluation
+    if opened.held_out is None:
+        return None
+    measures: dict[str, Scorer] = {"reward": lambda responses: rewards.function(responses, {})[0]}
+    for name, spec in config.reward.metrics.items():
+        measures[name] = function_scorer(config, spec, stack, alive)
+    return EvaluationSettings(
+        prompts=opened.held_out,
+        decoding=dataclasses.replace(
+            generation.decoding,
+            sampling=Sampling(asked.temperature, asked.top_k, asked.top_p),
+            seed=config.seed ^ EVALUATION_SEED,
+        ),
+        samples_per_prompt=asked.samples_per_prompt,
+        measures=measures,
+    )

@@ -1,0 +1,228 @@
+"""Settings of each stage, from what is opened."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+
+import jax
+
+from rlhf_jax.build.models import student_optimizer
+from rlhf_jax.build.opened import Opened
+from rlhf_jax.config import derived, validation
+from rlhf_jax.config.schema import Config
+from rlhf_jax.data.batches import Batches
+from rlhf_jax.generation.history import History
+from rlhf_jax.generation.precompile import BackgroundCompiler
+from rlhf_jax.generation.requests import GenerationConfig
+from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.strategy import prior
+from rlhf_jax.generation.stage import GenerationSettings
+from rlhf_jax.generation.strategy.roofline import RATES
+from rlhf_jax.generation.strategy.select import Selector
+from rlhf_jax.inference.scoring import ScoringSettings
+from rlhf_jax.model import kernels as mesh_kernels
+from rlhf_jax.model.attention import causal_on
+from rlhf_jax.reallocation import planner
+from rlhf_jax.runtime import distributed
+from rlhf_jax.state import HostState, SpeculationState
+from rlhf_jax.training import kl
+from rlhf_jax.training.advantages import EstimatorConfig
+from rlhf_jax.training.distill import Distillation
+from rlhf_jax.training.experience import AdvantageConfig
+from rlhf_jax.training.losses import AGGREGATES
+from rlhf_jax.training.update import TrainingSettings
+
+# Tokens that are remembered of each held-out prompt: its last samples are the next one's drafts.
+ALL_TOKENS = 1 << 40
+
+
+def batches(opened: Opened) -> Batches:
+    """Make the order of the prompts."""
+    config = opened.config
+    return Batches(len(opened.prompts), config.generation.prompts_per_step, config.seed)
+
+
+def generation_settings(opened: Opened, stack: contextlib.ExitStack) -> GenerationSettings:
+    """Settle how a run generates; what compiles in the background is ended by the stack.
+
+    What is compiled at which time depends on the clock, as does a plan of several processes: a run
+    that is to repeat itself does without them.
+    """
+    config = opened.config
+    generation = config.generation
+    compiler = None
+    if derived.adaptive(config) and not config.deterministic:
+        compiler = BackgroundCompiler()
+        stack.callback(compiler.close)
+    by_clock = config.deterministic and distributed.started()
+    planned = generation.reallocate and opened.layout.slices > 1 and not by_clock
+    drafter = opened.models.drafter or opened.policy.config
+    return GenerationSettings(
+        decoding=_generation_config(opened),
+        layout=opened.layout,
+        prompts_per_step=generation.prompts_per_step,
+        samples_per_prompt=generation.samples_per_prompt,
+        max_new_tokens=generation.max_new_tokens,
+        resample=generation.resample,
+        repeated_noise=generation.repeated_noise,
+        compiler=compiler,
+        draft_attend=causal_on(opened.mesh, drafter.num_kv_heads),
+        plan_reallocation=planner.plan_reallocation if planned else None,
+        in_turn=config.deterministic,
+        scoring_seconds=_scoring_seconds(opened) if generation.fuse_inference else 0.0,
+    )
+
+
+def _generation_config(opened: Opened) -> GenerationConfig:
+    """Settle what one call of `generate` does."""
+    config = opened.config
+    generation = config.generation
+    return GenerationConfig(
+        sampling=Sampling(generation.temperature, generation.top_k),
+        strategies=derived.strategies(config).strategies,
+        stop_tokens=opened.policy.stop_tokens,
+        max_rows=generation.max_rows,
+        min_rows=generation.min_rows,
+        max_length=config.data.max_prompt_tokens + generation.max_new_tokens,
+        seed=config.seed,
+        acceptance=generation.acceptance,
+        history=generation.history_tokens,
+        kernels=opened.layout.kernels,
+    )
+
+
+def _scoring_seconds(opened: Opened) -> float:
+    """Estimate in which time a slice scores a token under all models, in seconds."""
+    referred = [opened.policy.config] if derived.needs_reference(opened.config) else []
+    critic = [opened.models.critic] if opened.models.critic else []
+    models = [opened.policy.config, *referred, *critic, *opened.models.rewards]
+    itemsize = opened.layout.dtype.itemsize
+    flops = sum(prior.work(model, itemsize).token_flops for model in models)
+    devices = opened.mesh.size / opened.layout.slices
+    return flops / (RATES[jax.default_backend()][1] * devices)
+
+
+def scoring_settings(opened: Opened) -> ScoringSettings:
+    """Settle how samples are scored."""
+    config = opened.config
+    critic = opened.critic or opened.policy
+    return ScoringSettings(
+        layout=opened.layout,
+        temperature=config.generation.temperature,
+        microbatch_rows=config.training.microbatch_rows,
+        attend=causal_on(opened.mesh, opened.policy.config.num_kv_heads),
+        critic_attend=causal_on(opened.mesh, critic.config.num_kv_heads),
+        token_logprobs=mesh_kernels.law(opened.layout.kernels, opened.mesh),
+    )
+
+
+def advantage_config(config: Config) -> AdvantageConfig:
+    """Settle how rewards become advantages."""
+    advantage = config.advantage
+    group = config.generation.samples_per_prompt
+    return AdvantageConfig(
+        estimator=advantage.estimator,
+        estimation=EstimatorConfig(group, advantage.discount, advantage.gae_lambda),
+        kl_estimator=config.kl.estimator,
+        kl_in_reward=config.kl.place == "reward",
+        missing_end=config.reward.missing_end,
+        clip=config.reward.clip,
+        whiten=config.reward.whiten,
+        drop_overlong=config.training.drop_overlong,
+    )
+
+
+def training_settings(opened: Opened) -> TrainingSettings:
+    """Settle how policy and critic are updated."""
+    config = opened.config
+    training = config.training
+    scoring = scoring_settings(opened)
+    return TrainingSettings(
+        epochs=training.epochs,
+        minibatches=training.minibatches,
+        microbatch_rows=training.microbatch_rows,
+        length_bucket=training.length_bucket,
+        temperature=config.generation.temperature,
+        clip_low=training.clip_low,
+        clip_high=training.clip_high,
+        critic_clip=config.critic.clip,
+        aggregate=AGGREGATES[training.aggregate],
+        max_new_tokens=config.generation.max_new_tokens,
+        kl_estimator=kl.KL[config.kl.estimator],
+        entropy_coefficient=training.entropy_coefficient,
+        target_kl=training.target_kl,
+        dtype=opened.layout.dtype,
+        remat=training.remat,
+        seed=config.seed,
+        attend=scoring.attend,
+        token_logprobs=scoring.token_logprobs,
+        critic_attend=scoring.critic_attend,
+    )
+
+
+def distillation(opened: Opened) -> Distillation | None:
+    """Settle how a student learns.
+
+    One made for later learns from all samples, as often as training says; one that is kept current
+    beside the policy learns from some, once.
+    """
+    optimizer = student_optimizer(opened)
+    settings = training_settings(opened)
+    if optimizer is None:
+        return None
+    if opened.objective.distills:
+        generation = opened.config.generation
+        samples = generation.prompts_per_step * generation.samples_per_prompt
+        return Distillation(optimizer, settings, samples)
+    samples = opened.config.drafter.samples
+    rows = min(samples, settings.microbatch_rows)
+    once = dataclasses.replace(settings, epochs=1, minibatches=1, microbatch_rows=rows)
+    return Distillation(optimizer, once, samples)
+
+
+def kl_controller(config: Config) -> Callable[[float, float, int], float]:
+    """Steer the KL coefficient to the target, where there is one."""
+    if not config.kl.target:
+        return lambda coefficient, divergence, samples: coefficient
+    return lambda coefficient, divergence, samples: kl.adapt_kl(
+        coefficient, divergence, config.kl.target, samples, config.kl.horizon
+    )
+
+
+def initial_host_state(opened: Opened) -> HostState:
+    """Return what the host remembers before the first step.
+
+    Of earlier responses it keeps what look-ups read, or what samples that repeat noise replay.
+    """
+    config = opened.config
+    generation = config.generation
+    replayed = generation.repeated_noise * (generation.max_new_tokens + 1)
+    evaluated = ALL_TOKENS if derived.uses_drafter(config, "replay") else 0
+    return HostState(
+        position=batches(opened).state(),
+        training=SpeculationState(
+            History(max(generation.history_tokens, replayed)), _selector(opened)
+        ),
+        evaluation=SpeculationState(History(evaluated), _selector(opened)),
+        kl_start=config.kl.coefficient,
+        kl_coefficient=config.kl.coefficient,
+    )
+
+
+def _selector(opened: Opened) -> Selector | None:
+    """Make what chooses strategies, where that is left open."""
+    config = opened.config
+    if not derived.adaptive(config):
+        return None
+    decoding = _generation_config(opened)
+    costs = prior.costs(
+        opened.models,
+        jax.default_backend(),
+        opened.layout.dtype.itemsize,
+        {},
+        decoding.max_rows,
+        decoding.max_length,
+    )
+    return Selector(derived.strategies(config), costs, frozen_costs=config.deterministic)
