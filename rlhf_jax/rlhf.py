@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
@@ -25,8 +24,8 @@ from rlhf_jax.rollout import RewardedRollout, roll_out
 from rlhf_jax.state import HostState, Observer, Run, RunState, StepReport, decoding_models, ignore
 from rlhf_jax.training.distill import distill
 from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
-from rlhf_jax.training.update import NonFiniteStep, update
-from rlhf_jax.types import Experience, Model, Rollout, TrainState
+from rlhf_jax.training.update import Gradient, NonFiniteStep, apply, update
+from rlhf_jax.types import Array, Experience, Model, Rollout, TrainState
 
 
 def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunState, StepReport]:
@@ -51,7 +50,8 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
         )
         metrics |= {"kl/response": kl, "kl/coefficient": coefficient}
         metrics |= mismatch(rollout.logprobs, scores.logprobs, rollout.mask)
-    spans = rolled.spans + _inference_spans(experience, began - rolled.began, rolled, run)
+    inference = _inference_spans(experience, began - rolled.began, rolled, run)
+    rolled = dataclasses.replace(rolled, spans=rolled.spans + inference)
 
     with _timed("training", metrics, observe):
         train, losses = update(
@@ -73,24 +73,39 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
     host = state.host.after_step(
         rolled.samples, rolled.stats, rolled.position, next_coefficient, distilled_at
     )
-    table = table_of(rolled.responses, rolled.rewards)
-    return RunState(train, host), report_step(rolled, metrics, table, spans, host)
+    return RunState(train, host), report_step(rolled, metrics, host)
 
 
-def report_step(
-    rolled: RewardedRollout,
-    metrics: dict[str, float],
-    table: list[dict[str, Any]],
-    spans: list[Span],
-    host: HostState,
-) -> StepReport:
-    """Put together what there is to tell of a finished step."""
+def apply_gradient(
+    state: RunState, run: Run, rolled: RewardedRollout, weights: Model, metrics: Mapping[str, Array]
+) -> tuple[RunState, StepReport]:
+    """End the step of an objective that has a gradient of its own, of the policy's weights.
+
+    metrics: "loss/policy" and "kl/mean", [] float32, and what else there is to tell. Where one of
+    them or the gradient is not finite, the policy stays as it is.
+    """
+    train = state.train
+    optimizer = run.optimizers.policy
+    gradient = Gradient(weights, dict(metrics))
+    policy, moments, norm = apply(train.policy, train.optimizer, gradient, optimizer=optimizer)
+    train = dataclasses.replace(train, policy=policy, optimizer=moments, step=train.step + 1)
+    host = state.host.after_step(rolled.samples, rolled.stats, rolled.position)
+    told = {name: float(value) for name, value in metrics.items()}
+    told |= rolled.metrics | {"gradient/norm": float(norm)}
+    before = told["generation/seconds"] + told["inference/seconds"]
+    told["training/seconds"] = time.perf_counter() - rolled.began - before
+    return RunState(train, host), report_step(rolled, told, host)
+
+
+def report_step(rolled: RewardedRollout, metrics: dict[str, float], host: HostState) -> StepReport:
+    """Put together what there is to tell of a finished step: of its roll-out, and the metrics."""
     metrics |= {
         "generation/tokens_so_far": host.training.counts.tokens,
         "step/seconds": time.perf_counter() - rolled.began,
     }
+    table = table_of(rolled.responses, rolled.rewards)
     selector = rolled.stats.selector
-    return StepReport(metrics, table, spans, selector.last_stage if selector else [])
+    return StepReport(metrics, table, rolled.spans, selector.last_stage if selector else [])
 
 
 def scoring_queue(models: ModelPair, train: TrainState, run: Run) -> ScoringQueue | None:

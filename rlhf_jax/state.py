@@ -138,10 +138,10 @@ class HostState:
         samples: Sequence[Sample],
         stats: RolloutStats,
         position: dict[str, int],
-        kl_coefficient: float,
-        distilled_at: int,
+        kl_coefficient: float | None = None,
+        distilled_at: int | None = None,
     ) -> HostState:
-        """Return the state after a finished step."""
+        """Return the state after a finished step; what is None stays as it is."""
         return HostState(
             position=position,
             training=self.training.after(samples, stats),
@@ -149,8 +149,8 @@ class HostState:
             if self.evaluated
             else self.evaluation,
             kl_start=self.kl_start,
-            kl_coefficient=kl_coefficient,
-            distilled_at=distilled_at,
+            kl_coefficient=self.kl_coefficient if kl_coefficient is None else kl_coefficient,
+            distilled_at=self.distilled_at if distilled_at is None else distilled_at,
         )
 
     def document(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from rlhf_jax.inference.values import critic_of
 from rlhf_jax.model import weight_table
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.objectives.reward import RewardObjective
 
 PROGRAMS = {
     name: runpy.run_path(str(ROOT / "launch" / f"{name}.py"), run_name="launch")["main"]
@@ -550,7 +551,7 @@ def test_a_device_that_fails_is_one_sentence(place, monkeypatch, capsys, kind):
     def fail(*_):
         raise kind("RESOURCE_EXHAUSTED: Out of memory allocating 1 byte.\nAllocations:\n...")
 
-    monkeypatch.setitem(PROGRAMS["train"].__globals__["STEPS"], "reward", fail)
+    monkeypatch.setattr(RewardObjective, "step", staticmethod(fail))
     assert PROGRAMS["train"](command(place, {})) == 1
     check_sentence(capsys.readouterr().err, "lower training.microbatch_rows")
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
+# The one of an objective is a command that wants a config: test_examples_objective.py runs it.
+EXAMPLES = [ROOT / "docs" / "examples" / f"{name}.py" for name in ("new_drafter", "new_estimator")]
 
 
 def said_by(example: Path) -> str:

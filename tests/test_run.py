@@ -5,6 +5,7 @@ import json
 import runpy
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ from tiny_run import ROOT, lines
 
 from rlhf_jax import rlhf
 from rlhf_jax.config import command_line
+from rlhf_jax.generation.speculative import round as round_
 from rlhf_jax.model.transformer import init
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.monitoring.metrics import REQUIRED
@@ -124,6 +126,22 @@ def test_nothing_is_compiled_after_warm_up(
         monkeypatch.setattr(RewardObjective, "step", staticmethod(counted))
         assert launch["main"](arguments(steps=10, evaluation__every=0, **method)) == 0
     assert seen_after[1] == seen_after[-1], seen_after
+
+
+def test_few_frames_stand_between_the_command_and_a_program(arguments, one_device, monkeypatch):
+    """At most nine functions of ours, from `main` to the one that calls a jitted one."""
+    stacks = []
+    real = round_.run_round
+
+    def counted(*inputs, **options):
+        stacks.append(traceback.extract_stack()[:-1])
+        return real(*inputs, **options)
+
+    monkeypatch.setattr(round_, "run_round", counted)
+    assert launch["main"](arguments(steps=1, evaluation__every=0)) == 0
+    ours = [[one.name for one in stack if "/rlhf_jax/" in one.filename] for stack in stacks]
+    stepping = [stack for stack in ours if "step" in stack]
+    assert stepping and all(stack[0] == "main" and len(stack) <= 9 for stack in stepping), stepping
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from rlhf_jax.build.opened import Opened
 from rlhf_jax.config import memory
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.model.weights.source import digest
-from rlhf_jax.monitoring import console, metrics
+from rlhf_jax.monitoring import console
 from rlhf_jax.runtime import distributed
 
 

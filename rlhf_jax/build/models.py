@@ -11,9 +11,8 @@ import optax
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.build.opened import Opened
-from rlhf_jax.config import validation
-from rlhf_jax.inference.values import critic_of
 from rlhf_jax.config import derived
+from rlhf_jax.inference.values import critic_of
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model import transformer
 from rlhf_jax.model.decoding import decoding_weights
@@ -47,9 +46,7 @@ def make_optimizers(opened: Opened) -> Optimizers:
     training = opened.config.training
     critic = opened.config.critic
     make = functools.partial(
-        make_optimizer,
-        max_grad_norm=training.max_grad_norm,
-        weight_decay=training.weight_decay,
+        make_optimizer, max_grad_norm=training.max_grad_norm, weight_decay=training.weight_decay
     )
     return Optimizers(
         policy=make(training.learning_rate, warmup_steps=training.warmup_steps),

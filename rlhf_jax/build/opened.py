@@ -18,7 +18,6 @@ from rlhf_jax.config import derived, validation
 from rlhf_jax.config.identity import binding_settings
 from rlhf_jax.config.objectives import Objective, objective_of
 from rlhf_jax.config.schema import Config
-from rlhf_jax.types import ModelConfigs
 from rlhf_jax.data.prompts import Prompts, read, tokenize
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model import kernels as mesh_kernels
@@ -26,7 +25,7 @@ from rlhf_jax.model.weights.source import Source, digest, open_source
 from rlhf_jax.runtime import distributed
 from rlhf_jax.training.advantages import ESTIMATORS
 from rlhf_jax.training.distill import student_config
-from rlhf_jax.types import ModelConfig
+from rlhf_jax.types import ModelConfig, ModelConfigs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,14 +8,12 @@ import functools
 import math
 from collections.abc import Callable
 
-from rlhf_jax.data.batches import PromptStream
-from rlhf_jax.training.experience import penalise_and_clip
 from rlhf_jax.build import settings
 from rlhf_jax.build.models import frozen_models, load, make_optimizers
 from rlhf_jax.build.opened import Opened
-from rlhf_jax.config import validation
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
+from rlhf_jax.data.batches import PromptStream
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.stage import GenerationSettings
 from rlhf_jax.rewards.combination import Scorer, Term, weighted
@@ -24,6 +22,7 @@ from rlhf_jax.rewards.samples import Rewards
 from rlhf_jax.rewards.sharing import shared_out
 from rlhf_jax.rewards.workers import Workers
 from rlhf_jax.state import EvaluationSettings, Run
+from rlhf_jax.training.experience import penalise_and_clip
 
 # Added to the seed by exclusive or: keeps evaluation's noise apart from training's.
 EVALUATION_SEED = 1 << 31
@@ -55,9 +54,7 @@ def make_run(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], No
     )
 
 
-def _rewards(
-    opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], None]
-) -> Rewards:
+def _rewards(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], None]) -> Rewards:
     """Start the terms of the reward: functions in their processes, models on the mesh."""
     config = opened.config
     reward = config.reward

@@ -10,15 +10,15 @@ import jax
 
 from rlhf_jax.build.models import student_optimizer
 from rlhf_jax.build.opened import Opened
-from rlhf_jax.config import derived, validation
+from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.generation.history import History
 from rlhf_jax.generation.precompile import BackgroundCompiler
 from rlhf_jax.generation.requests import GenerationConfig
 from rlhf_jax.generation.speculative.sampling import Sampling
-from rlhf_jax.generation.strategy import prior
 from rlhf_jax.generation.stage import GenerationSettings
+from rlhf_jax.generation.strategy import prior
 from rlhf_jax.generation.strategy.roofline import RATES
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.scoring import ScoringSettings

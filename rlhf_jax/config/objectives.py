@@ -15,8 +15,6 @@ class Objective(Protocol):
     What stands around a step (checkpoints, logs, evaluations, signals) is the same for all.
     """
 
-    # as `config.objective` names it
-    name: str
     # samples have rewards: reward functions or models, an advantage and a KL penalty are asked for
     uses_rewards: bool
     # the policy is trained, and written to a folder at the end
@@ -52,9 +50,9 @@ OBJECTIVES: dict[str, Objective | str] = {
 }
 
 
-def register(objective: Objective) -> None:
+def register(name: str, objective: Objective) -> None:
     """Let `config.objective` name an objective."""
-    OBJECTIVES[objective.name] = objective
+    OBJECTIVES[name] = objective
 
 
 def objective_of(config: Config) -> Objective:

@@ -10,7 +10,6 @@ from rlhf_jax import build
 from rlhf_jax.config.checks import require, require_positive
 from rlhf_jax.config.schema import Config
 from rlhf_jax.generation.requests import as_rollout
-from rlhf_jax.rewards.samples import table_of
 from rlhf_jax.rlhf import distill_drafter, report_step
 from rlhf_jax.rollout import roll_out
 from rlhf_jax.state import Observer, Run, RunState, StepReport, decoding_models
@@ -20,7 +19,6 @@ from rlhf_jax.types import TrainState
 class DistillationObjective:
     """Train a student of the policy, and nothing else, on all samples of a step."""
 
-    name = "distill"
     uses_rewards = False
     trains_policy = False
     distills = True
@@ -62,11 +60,7 @@ class DistillationObjective:
             raise ValueError("The student's loss is not finite; lower drafter.learning_rate")
 
         host = state.host.after_step(
-            rolled.samples,
-            rolled.stats,
-            rolled.position,
-            state.host.kl_coefficient,
-            distilled_at=int(train.step),
+            rolled.samples, rolled.stats, rolled.position, distilled_at=int(train.step)
         )
         metrics = {k: v for k, v in rolled.metrics.items() if not k.startswith("reward/")}
         metrics |= distilled
@@ -76,11 +70,10 @@ class DistillationObjective:
             "kl/mean": distilled["drafter/loss"],
             "loss/policy": distilled["drafter/loss"],
         }
-        table = table_of(rolled.responses, rolled.rewards)
-        for row in table:
-            del row["reward"]
         train = dataclasses.replace(train, step=train.step + 1)
-        return RunState(train, host), report_step(rolled, metrics, table, rolled.spans, host)
+        report = report_step(rolled, metrics, host)
+        texts = [{k: v for k, v in row.items() if k != "reward"} for row in report.samples]
+        return RunState(train, host), dataclasses.replace(report, samples=texts)
 
     def report_names(self) -> Mapping[str, str]:
         """Say what stands in for reward, KL and loss."""

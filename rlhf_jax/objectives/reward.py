@@ -13,7 +13,6 @@ from rlhf_jax.types import TrainState
 class RewardObjective:
     """Train a policy, and a critic where the estimator has one, on rewards of its samples."""
 
-    name = "reward"
     uses_rewards = True
     trains_policy = True
     distills = False

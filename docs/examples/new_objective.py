@@ -1,0 +1,39 @@
+"""Add an objective, online DPO: python docs/examples/new_objective.py --config FILE.py ..."""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax import rlhf, trainer
+from rlhf_jax.config.objectives import register
+from rlhf_jax.generation.requests import as_rollout
+from rlhf_jax.inference.logprobs import token_logprobs
+from rlhf_jax.objectives.reward import RewardObjective
+from rlhf_jax.state import decoding_models
+
+
+@jax.jit
+@functools.partial(jax.value_and_grad, has_aux=True)
+def loss(policy, reference, rows, rewards):  # Rafailov et al. 2023, equation 7
+    how = dict(tokens=rows.tokens, mask=rows.mask, temperature=1.0)
+    gain = (token_logprobs(policy, **how) - token_logprobs(reference, **how)).sum(axis=1)
+    chosen = jnp.stack([rewards.argmax(axis=1), rewards.argmin(axis=1)], axis=1)
+    best, worst = jnp.take_along_axis(gain.reshape(rewards.shape), chosen, axis=1).T
+    return -jax.nn.log_sigmoid(0.1 * (best - worst)).mean(), gain.mean()
+
+
+class OnlineDpo(RewardObjective):
+    @staticmethod
+    def step(state, run, observe):
+        how = (run.prompts, run.generation, run.rewards, None, observe)
+        rolled = rlhf.roll_out(decoding_models(state.train, run), state, *how)
+        rows = as_rollout(rolled.samples, run.generation.decoding.max_length)
+        rewards = rolled.rewards.reshape(-1, run.generation.samples_per_prompt)
+        (value, kl), slope = loss(state.train.policy, run.frozen.reference, rows, rewards)
+        return rlhf.apply_gradient(state, run, rolled, slope, {"loss/policy": value, "kl/mean": kl})
+
+
+register("dpo", OnlineDpo())
+sys.exit(trainer.main([sys.argv[0], "--config.objective=dpo", *sys.argv[1:]]))
