@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -34,6 +34,8 @@ from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.state import HostState, Observer, RolloutStats, RunState
 from rlhf_jax.training.batching import groups_with_signal
 from rlhf_jax.types import Model
+
+__all__ = ["RewardedRollout", "assignment_policy_of", "choose_groups", "roll_out"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,36 +148,47 @@ def roll_out(
                 idle_work=queue,
             )
         draws.append(_reward(work, samples, rows))
-        clipped = np.concatenate([draw.clipped for draw in draws])
-        kept, enough = choose_groups(clipped, group, settings.prompts_per_step)
+        whole = _join(draws)
+        kept, enough = choose_groups(whole.clipped, group, settings.prompts_per_step)
         if enough:
             break
 
-    samples = [sample for draw in draws for sample in draw.samples]
-    responses = [response for draw in draws for response in draw.responses]
-    values = np.concatenate([draw.rewards for draw in draws])
-    ended = np.concatenate([draw.ended for draw in draws])
-    stats, spans, metrics = _close(work, samples, models[1])
-    metrics |= _joined([draw.metrics for draw in draws])
-    metrics |= {
-        "inference/seconds": work.seconds["inference"],
+    stats, spans, metrics = _close(work, whole.samples, models[1])
+    differ = groups_with_signal(whole.clipped, group)
+    metrics |= whole.metrics | {
         "generation/attempts": len(draws),
-        "generation/groups_without_signal": float(1 - groups_with_signal(clipped, group).mean()),
-        "reward/mean": float(values.mean()),
-        "reward/std": float(values.std()),
-        "response/length_mean": float(np.mean([len(one.tokens) for one in samples])),
-        "response/unfinished": float(1 - ended.mean()),
+        "generation/groups_without_signal": float(1 - differ.mean()),
+        "reward/mean": float(whole.rewards.mean()),
+        "reward/std": float(whole.rewards.std()),
+        "response/unfinished": float(1 - whole.ended.mean()),
     }
     return RewardedRollout(
-        samples=[samples[index] for index in kept],
-        responses=[responses[index] for index in kept],
-        rewards=values[kept],
-        ended=ended[kept],
+        samples=[whole.samples[index] for index in kept],
+        responses=[whole.responses[index] for index in kept],
+        rewards=whole.rewards[kept],
+        ended=whole.ended[kept],
         scored=work.scored if queue else None,
         stats=stats,
         position=position,
         began=work.record.began,
         spans=spans,
+        metrics=metrics,
+    )
+
+
+def _join(draws: Sequence[_Draw]) -> _Draw:
+    """Join several roll-outs; of metrics, failures add up, and the rest are means."""
+    names = dict.fromkeys(name for draw in draws for name in draw.metrics)
+    metrics = {}
+    for name in names:
+        values = [draw.metrics[name] for draw in draws if name in draw.metrics]
+        metrics[name] = float((np.sum if name.endswith("/failed") else np.mean)(values))
+    return _Draw(
+        samples=[sample for draw in draws for sample in draw.samples],
+        responses=[response for draw in draws for response in draw.responses],
+        rewards=np.concatenate([draw.rewards for draw in draws]),
+        clipped=np.concatenate([draw.clipped for draw in draws]),
+        ended=np.concatenate([draw.ended for draw in draws]),
         metrics=metrics,
     )
 
@@ -229,7 +242,11 @@ def _close(
     of_groups = by_group(since(record.spans, record.began), [], settings)
     spans = [span for own in of_groups for span in own]
     metrics = counts.metrics(work.seconds["generation"]) | chosen
-    metrics["generation/idle_share"] = idle_share(spans, settings.layout.slices)
+    metrics |= {
+        "inference/seconds": work.seconds["inference"],
+        "generation/idle_share": idle_share(spans, settings.layout.slices),
+        "response/length_mean": float(np.mean([len(sample.tokens) for sample in samples])),
+    }
     return RolloutStats(counts, selector), spans, metrics
 
 
@@ -276,13 +293,3 @@ def _scored_by_all(queue: ScoringQueue, settings: GenerationSettings) -> dict[in
     """Return what the slices of all processes have scored, by sample id."""
     parts = by_group(queue.scored(), {}, settings)
     return {sample: scored for part in parts for sample, scored in part.items()}
-
-
-def _joined(attempts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Join the metrics of several roll-outs: failures add up, the rest are means."""
-    names = dict.fromkeys(name for metrics in attempts for name in metrics)
-    found = {name: [metrics[name] for metrics in attempts if name in metrics] for name in names}
-    return {
-        name: float((np.sum if name.endswith("/failed") else np.mean)(values))
-        for name, values in found.items()
-    }

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -53,6 +54,12 @@ class Session:
 
     def __enter__(self) -> Session:
         opened = self.opened
+        folder = opened.config.compilation_cache
+        # A program that several processes on CPUs read back no longer keeps its collectives in one
+        # order, and two processes then wait for each other in different ones (jax 0.10.2).
+        if folder and not (distributed.started() and jax.default_backend() == "cpu"):
+            jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         with contextlib.ExitStack() as stack:
             self._stop = stack.enter_context(listen_for_signals())
             check_alike(opened)
@@ -81,6 +88,11 @@ class Session:
             )
         host = build.initial_host_state(self.opened).restored(found.host)
         return RunState(found.state, host)
+
+    def begin(self) -> RunState:
+        """Load the state before the first step."""
+        train = self.opened.objective.initial_state(self.opened)
+        return RunState(train, build.initial_host_state(self.opened))
 
     def start(self, state: RunState) -> Run:
         """Open the files of the run, show its progress, and load what else it needs."""
@@ -111,10 +123,14 @@ class Session:
         An update that has begun is finished.
         """
         if phase != "training":
-            if report is None:
-                self._stop_together()
-            else:
+            if report is not None:
                 self._listen(may_stop=not self._follows)
+            else:  # all processes come here in step, and stop where any was asked to
+                signals = distributed.gather(self._stop.signal)
+                asked = next((number for number in signals if number is not None), None)
+                if asked is not None:  # one that comes meanwhile waits: it is never unset
+                    self._stop.signal = asked
+                    self._stop.check()
         self._beat(phase)
         if report is None:
             self._counts = GenerationCounts()
@@ -214,13 +230,6 @@ class Session:
         """Note that the phase goes on, waiting for rewards; stop where asked to."""
         self._listen(may_stop=True)
         self._beat(self._phase)
-
-    def _stop_together(self) -> None:
-        """Stop where any process was asked to: all come here in step."""
-        signals = [number for number in distributed.gather(self._stop.signal) if number is not None]
-        if signals:  # one that comes meanwhile waits for the next time: it is never unset
-            self._stop.signal = signals[0]
-            self._stop.check()
 
     def _listen(self, may_stop: bool) -> None:
         """Stop where this process was asked to, or hears that another was.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -34,14 +32,12 @@ def train(config: Config) -> None:
 
     Raises ValueError, OSError or what the runtime raises; Stopped where a signal asked for it.
     """
-    order_sums(config)
     opened = distributed.run_on_all(lambda: build.prepare(config))
     distributed.run_on_all(lambda: print_setup(opened))
     if config.dry_run:
         return
-    keep_programs(config.compilation_cache)
     with Session(opened) as session:
-        state = session.restore() or initial_state(opened)
+        state = session.restore() or session.begin()
         run = session.start(state)
         state = compile_ahead(state, run, session)
         while state.step < config.steps:
@@ -51,11 +47,6 @@ def train(config: Config) -> None:
         session.save(state)
         state = measure_if_due(state, run, session)
     export(state, run, opened)
-
-
-def initial_state(opened: Opened) -> RunState:
-    """Load what the run begins with."""
-    return RunState(opened.objective.initial_state(opened), build.initial_host_state(opened))
 
 
 def compile_ahead(state: RunState, run: Run, session: Session) -> RunState:
@@ -106,25 +97,6 @@ def export(state: RunState, run: Run, opened: Opened) -> None:
         print(f"T{' and '.join(folders)[1:]}, and what happened in {report}.")
 
     distributed.run_on_leader(print_summary)
-
-
-def order_sums(config: Config) -> None:
-    """Give a GPU's sums one order, if asked for, before the first device is there."""
-    if config.deterministic:
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = flags + " --xla_gpu_deterministic_ops=true"
-
-
-def keep_programs(folder: str) -> None:
-    """Keep compiled programs in a folder between runs.
-
-    But not those of several processes on CPUs: a program that was read back no longer keeps its
-    collectives in one order, and two processes then wait for each other in different ones (seen
-    with jax 0.10.2).
-    """
-    if folder and not (distributed.started() and jax.default_backend() == "cpu"):
-        jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def main(argv: list[str]) -> int:

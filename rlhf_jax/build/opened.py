@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,9 @@ def prepare(config: Config) -> Opened:
 
     Raises ValueError or OSError, in one sentence, for the first thing that is wrong.
     """
+    if config.deterministic:  # one order of a GPU's sums: read when the first device is asked for
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = flags + " --xla_gpu_deterministic_ops=true"
     validation.validate(config, meshes.count_devices(), distributed.count())
     objective = objective_of(config)
     policy = open_source(config.model.path)
