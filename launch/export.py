@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +95,8 @@ def policy_template(config: ModelConfig, layers: int = 0) -> TrainState:
     student: Model | None = (
         jax.eval_shape(lambda model: student_of(model, layers), policy) if layers else None
     )
-    shapes = TrainState(policy=policy, optimizer=None, step=None, drafter=student)
+    unread = cast(Any, None)
+    shapes = TrainState(policy=policy, optimizer=unread, step=unread, drafter=student)
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host), shapes
     )

@@ -9,22 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.requests import GenerationConfig, Request, as_rollout
-from rlhf_jax.generation.speculative import tree
-from rlhf_jax.generation.speculative.sampling import Sampling
-from rlhf_jax.inference.logprobs import score_rollout
-from rlhf_jax.model.transformer import unstack
-from rlhf_jax.model.weights.source import open_source
-from rlhf_jax.training.advantages import grpo
-from rlhf_jax.training.update import (
-    Optimizers,
-    TrainingSettings,
-    init_train_state,
-    make_optimizer,
-    update,
-)
-from rlhf_jax.types import Experience
+import rlhf_jax as rl
 
 QUESTIONS = ("What is a lighthouse?", "Name a colour.")
 GROUP = 4
@@ -32,31 +17,31 @@ NEW = 24
 
 
 def main(model: str, steps: int) -> None:
-    source = open_source(model)
+    source = rl.open_source(model)
     encode = source.tokenizer.encode_chat
     prompts = [np.array(encode([{"role": "user", "content": q}]), np.int32) for q in QUESTIONS]
     slots = max(map(len, prompts)) + NEW
-    strategies = (tree.parse("lookup-chain-2"),)
-    decoding = GenerationConfig(
-        Sampling(1.0), strategies, source.stop_tokens, max_rows=8, max_length=slots, seed=0
+    strategies = (rl.parse_strategy("lookup-chain-2"),)
+    decoding = rl.GenerationConfig(
+        rl.Sampling(1.0), strategies, source.stop_tokens, max_rows=8, max_length=slots, seed=0
     )
-    training = TrainingSettings(microbatch_rows=GROUP)
-    optimizers = Optimizers(make_optimizer(1e-5))
+    training = rl.TrainingSettings(microbatch_rows=GROUP)
+    optimizers = rl.Optimizers(rl.make_optimizer(1e-5))
     reference = source.load(jnp.float32)
-    state = init_train_state(source.load(jnp.float32), optimizers)
+    state = rl.init_train_state(source.load(jnp.float32), optimizers)
     for step in range(steps):
         ids = np.arange(len(prompts) * GROUP).reshape(-1, GROUP) + step * len(prompts) * GROUP
-        wanted = [Request(p, tuple(map(int, i)), NEW) for p, i in zip(prompts, ids, strict=True)]
-        samples = generate(jax.jit(unstack)(state.policy), None, wanted, decoding)
-        rollout = as_rollout(sorted(samples, key=lambda sample: sample.sample_id), slots)
+        wanted = [rl.Request(p, tuple(map(int, i)), NEW) for p, i in zip(prompts, ids, strict=True)]
+        samples = rl.generate(jax.jit(rl.unstack)(state.policy), None, wanted, decoding)
+        rollout = rl.as_rollout(sorted(samples, key=lambda sample: sample.sample_id), slots)
         rewards = -rollout.mask.sum(1).astype(np.float32)
-        logprobs = score_rollout(state.policy, rollout, temperature=1.0, rows=GROUP)
-        reference_logprobs = score_rollout(reference, rollout, temperature=1.0, rows=GROUP)
-        advantages = jnp.where(rollout.mask, grpo(jnp.asarray(rewards), GROUP)[:, None], 0.0)
-        experience = Experience(
+        logprobs = rl.score_rollout(state.policy, rollout, temperature=1.0, rows=GROUP)
+        reference_logprobs = rl.score_rollout(reference, rollout, temperature=1.0, rows=GROUP)
+        advantages = jnp.where(rollout.mask, rl.grpo(jnp.asarray(rewards), GROUP)[:, None], 0.0)
+        experience = rl.Experience(
             rollout, rollout.mask, logprobs, reference_logprobs, rewards, advantages
         )
-        state, metrics = update(state, experience, optimizers, training, kl_weight=0.04)
+        state, metrics = rl.update(state, experience, optimizers, training, kl_weight=0.04)
         print(f"step {step}: {-rewards.mean():.1f} tokens an answer, kl {metrics['kl/mean']:.4f}")
 
 

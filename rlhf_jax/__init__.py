@@ -1,0 +1,174 @@
+"""Train language models by reinforcement learning in JAX, with speculative decoding.
+
+These are the public names; each is imported from its module when it is first asked for. So
+`import rlhf_jax` is light, and the processes that compute rewards never import jax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlhf_jax.config.objectives import Objective
+    from rlhf_jax.config.objectives import register as register_objective
+    from rlhf_jax.config.schema import default as default_config
+    from rlhf_jax.generation.engine import generate
+    from rlhf_jax.generation.requests import GenerationConfig, Request, Sample, as_rollout
+    from rlhf_jax.generation.speculative.protocol import Drafter
+    from rlhf_jax.generation.speculative.protocol import register as register_drafter
+    from rlhf_jax.generation.speculative.sampling import Sampling
+    from rlhf_jax.generation.speculative.tree import parse as parse_strategy
+    from rlhf_jax.inference.logprobs import score_rollout
+    from rlhf_jax.model.transformer import unstack
+    from rlhf_jax.model.weights.source import open_source
+    from rlhf_jax.rlhf import step
+    from rlhf_jax.state import Run, RunState, StepReport
+    from rlhf_jax.trainer import train
+    from rlhf_jax.training.advantages import (
+        ESTIMATORS,
+        Estimator,
+        EstimatorConfig,
+        dr_grpo,
+        gae,
+        grpo,
+        of_samples,
+        rloo,
+    )
+    from rlhf_jax.training.advantages import register as register_estimator
+    from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
+    from rlhf_jax.training.update import (
+        Optimizers,
+        TrainingSettings,
+        init_train_state,
+        make_optimizer,
+        update,
+    )
+    from rlhf_jax.types import (
+        DecodeState,
+        Experience,
+        Model,
+        ModelConfig,
+        Rollout,
+        Strategy,
+        TrainState,
+    )
+
+__all__ = [
+    "ESTIMATORS",
+    "AdvantageConfig",
+    "DecodeState",
+    "Drafter",
+    "Estimator",
+    "EstimatorConfig",
+    "Experience",
+    "GenerationConfig",
+    "Model",
+    "ModelConfig",
+    "Objective",
+    "Optimizers",
+    "Request",
+    "Rollout",
+    "Run",
+    "RunState",
+    "Sample",
+    "Sampling",
+    "StepReport",
+    "Strategy",
+    "TrainState",
+    "TrainingSettings",
+    "as_rollout",
+    "compute_advantages",
+    "default_config",
+    "dr_grpo",
+    "gae",
+    "generate",
+    "grpo",
+    "init_train_state",
+    "make_optimizer",
+    "of_samples",
+    "open_source",
+    "parse_strategy",
+    "register_drafter",
+    "register_estimator",
+    "register_objective",
+    "rloo",
+    "score_rollout",
+    "step",
+    "train",
+    "unstack",
+    "update",
+]
+
+# Where each public name is: `module`, or `module:name` where it is called otherwise there.
+_PLACES = {
+    # What crosses from stage to stage.
+    "DecodeState": "types",
+    "Experience": "types",
+    "Model": "types",
+    "ModelConfig": "types",
+    "Rollout": "types",
+    "Strategy": "types",
+    "TrainState": "types",
+    # Weights.
+    "open_source": "model.weights.source",
+    "unstack": "model.transformer",
+    # Generation.
+    "GenerationConfig": "generation.requests",
+    "Request": "generation.requests",
+    "Sample": "generation.requests",
+    "Sampling": "generation.speculative.sampling",
+    "as_rollout": "generation.requests",
+    "generate": "generation.engine",
+    "parse_strategy": "generation.speculative.tree:parse",
+    # Inference.
+    "score_rollout": "inference.logprobs",
+    # Advantages.
+    "AdvantageConfig": "training.experience",
+    "ESTIMATORS": "training.advantages",
+    "EstimatorConfig": "training.advantages",
+    "compute_advantages": "training.experience",
+    "dr_grpo": "training.advantages",
+    "gae": "training.advantages",
+    "grpo": "training.advantages",
+    "rloo": "training.advantages",
+    # Training.
+    "Optimizers": "training.update",
+    "TrainingSettings": "training.update",
+    "init_train_state": "training.update",
+    "make_optimizer": "training.update",
+    "update": "training.update",
+    # Whole runs.
+    "Run": "state",
+    "RunState": "state",
+    "StepReport": "state",
+    "default_config": "config.schema:default",
+    "step": "rlhf",
+    "train": "trainer",
+    # What a user may add.
+    "Drafter": "generation.speculative.protocol",
+    "Estimator": "training.advantages",
+    "Objective": "config.objectives",
+    "of_samples": "training.advantages",
+    "register_drafter": "generation.speculative.protocol:register",
+    "register_estimator": "training.advantages:register",
+    "register_objective": "config.objectives:register",
+}
+
+
+# Type checkers read the imports above instead, so that they report names that are not there.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Import a public name from its module (PEP 562)."""
+        if name not in _PLACES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module, _, own_name = _PLACES[name].partition(":")
+        found = getattr(importlib.import_module(f"{__name__}.{module}"), own_name or name)
+        globals()[name] = found
+        return found
+
+
+def __dir__() -> list[str]:
+    """List the public names, whether they are imported yet or not."""
+    return sorted({*globals(), *__all__})

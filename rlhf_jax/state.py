@@ -19,6 +19,7 @@ from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.scoring import ScoringSettings
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.decoding import decoding_weights, student_for
+from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.reallocation import length_model
 from rlhf_jax.reallocation.length_model import Lengths
 from rlhf_jax.rewards.combination import Scorer
@@ -201,7 +202,7 @@ class StepReport:
     # one row a sample: prompt, response and reward
     samples: list[dict[str, Any]]
     # what each slice did and when, in seconds since the step began
-    spans: list[Any]
+    spans: list[Span]
     # one row for each strategy at each number of live rows
     strategies: list[dict[str, Any]]
 

@@ -10,13 +10,16 @@ A per-token array `x[B, T]` speaks of the token at t: `logprobs[b, t]` is the lo
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
+import numpy as np
+import optax
 from flax import struct
 
-# An array is a jax.Array, or of numpy on the host; in templates of a tree a shape or a sharding
-# stands in its place.
-Array = Any
+# An array lies on the device or, of numpy, on the host. In a template of a tree a shape or a
+# sharding stands in its place.
+Array = jax.Array | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,14 +103,14 @@ class Model:
     """
 
     embed: Array  # [V, M]
-    layers: Any  # A Layer with a leading L, or a tuple of them.
+    layers: Layer | tuple[Layer, ...]  # A Layer with a leading L, or a tuple of them.
     norm: Array  # [M]
     head: Array | None
     config: ModelConfig = struct.field(pytree_node=False)
 
 
 # A cache is a tuple over layers; one layer is (k [B, G, D, T], v [B, G, T, D]), row first.
-LayerCache = tuple[Array, Array]
+LayerCache = tuple[jax.Array, jax.Array]
 Cache = tuple[LayerCache, ...]
 
 
@@ -143,7 +146,7 @@ class DraftState:
     """Hold what a draft model keeps of each row."""
 
     cache: Cache
-    length: Array  # [B] int32, how many cache slots are committed and valid.
+    length: jax.Array  # [B] int32, how many cache slots are committed and valid.
 
 
 @struct.dataclass
@@ -154,15 +157,15 @@ class DecodeState:
     the root of the next round.
     """
 
-    tokens: Array  # [B, T] int32
-    length: Array  # [B] int32
-    limit: Array  # [B] int32, the length at which the sample ends.
-    done: Array  # [B] bool, whether the sample has ended; also true for empty rows.
-    key: Array  # [B, 2] uint32, (seed, sample id): the key of the row's noise.
-    history: Array  # [B, E] int32, earlier roll-outs of the same prompt, -1 between and after.
+    tokens: jax.Array  # [B, T] int32
+    length: jax.Array  # [B] int32
+    limit: jax.Array  # [B] int32, the length at which the sample ends.
+    done: jax.Array  # [B] bool, whether the sample has ended; also true for empty rows.
+    key: jax.Array  # [B, 2] uint32, (seed, sample id): the key of the row's noise.
+    history: jax.Array  # [B, E] int32, earlier roll-outs of the same prompt, -1 between and after.
     # [B, T or 0] int32, the text that the same noise gave before, by position, -1 where there is
     # none.
-    earlier: Array
+    earlier: jax.Array
     cache: Cache
     draft: DraftState | None
 
@@ -215,10 +218,10 @@ class TrainState:
     """Hold all that an update changes."""
 
     policy: Model  # The master weights, in float32, layers stacked.
-    optimizer: Any  # The state of the policy's optax optimizer.
+    optimizer: optax.OptState  # The state of the policy's optax optimizer.
     step: Array  # [] int32, how many updates are done.
     critic: Model | None = None  # Weights as the policy's, with a scalar head.
-    critic_optimizer: Any = None
+    critic_optimizer: optax.OptState | None = None
     drafter: Model | None = None  # A student that is trained beside the policy.
-    drafter_optimizer: Any = None
+    drafter_optimizer: optax.OptState | None = None
     drafter_version: Array | None = None  # [] int32, the student's updates so far.

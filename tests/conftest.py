@@ -129,6 +129,7 @@ def target() -> Model:
 @pytest.fixture(scope="module")
 def drafter(target: Model) -> Model:
     """The target without its last layer: right often, not always."""
+    assert isinstance(target.layers, tuple)
     config = dataclasses.replace(target.config, num_layers=2)
     return dataclasses.replace(target, layers=target.layers[:2], config=config)
 

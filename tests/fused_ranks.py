@@ -170,7 +170,7 @@ class Told(ScoringQueue):
         self.feeds = feeds
         self.fed = 0
 
-    def feed(self, number: int, mesh):
+    def feed(self, number: int, mesh) -> Any:
         self.feeds()
         self.fed += 1
         distributed.publish(f"{self.name}/slice {number} fed {self.fed}", True)

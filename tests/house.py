@@ -72,6 +72,7 @@ FLOORS = {
     "rlhf_jax/objectives": 11,
     "rlhf_jax/session.py": 12,
     "rlhf_jax/trainer.py": 13,
+    "rlhf_jax/__init__.py": 14,
     "configs": 14,
     "launch": 15,
     "benchmarks": 15,

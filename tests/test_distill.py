@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ from rlhf_jax.training.distill import (
     with_student,
 )
 from rlhf_jax.training.update import Optimizers, TrainingSettings, init_train_state
-from rlhf_jax.types import Rollout
+from rlhf_jax.types import Layer, Rollout
 
 CONFIG = TrainingSettings(microbatch_rows=2, length_bucket=8, temperature=0.8, chunk=6, seed=5)
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
@@ -194,7 +195,9 @@ def test_the_split_over_devices_and_micro_batches_changes_nothing(policy):
         functools.partial(np.testing.assert_allclose, atol=2e-5), state.drafter, other.drafter
     )
     assert state.drafter_version == other.drafter_version == 1
-    assert other.drafter and not other.drafter.layers.gate.sharding.is_fully_replicated
+    assert other.drafter and isinstance(other.drafter.layers, Layer)
+    assert not cast(jax.Array, other.drafter.layers.gate).sharding.is_fully_replicated
+    assert isinstance(state.policy.layers, Layer)
     np.testing.assert_array_equal(state.policy.layers.query, policy.layers.query)
 
 
@@ -216,7 +219,7 @@ def test_what_drafts_shares_embedding_and_head_with_the_target(policy, tied):
     devices = mesh.make_mesh(1, 1, 1, jax.devices()[:1])
     target = decoding_weights(model, jnp.bfloat16, devices)
     drafter = student_for(target, student_of(model, 2), devices)
-    assert drafter is not None
+    assert drafter is not None and isinstance(drafter.layers, tuple)
     assert drafter.embed is target.embed and drafter.head is target.head
     assert [layer.query.dtype for layer in drafter.layers] == [jnp.bfloat16] * 2
     assert student_for(target, None) is None and student_for(target, target) is target

@@ -173,6 +173,7 @@ def test_sampled_pairs_follow_the_models_law(rule, strategy, kernels_are_interpr
     config = ModelConfig("llama", 12, 16, 24, 2, 2, 1, 8, 32)
     model = unstack(init(jax.random.key(4), config))
     model = dataclasses.replace(model, embed=model.embed * 2)
+    assert isinstance(model.layers, tuple)
     small = dataclasses.replace(
         model, layers=model.layers[:1], config=dataclasses.replace(config, num_layers=1)
     )

@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -161,8 +162,10 @@ def test_each_device_reads_only_its_own_part(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax, "make_array_from_callback", recording)
     sharded = huggingface.load(GOLDEN / "llama", jnp.float32, shardings)
     assert parts and all(read == own for read, own in parts)
-    assert sharded.layers.query.sharding == shardings.layers.query
-    assert not sharded.layers.query.is_fully_replicated
+    assert isinstance(sharded.layers, Layer) and isinstance(shardings.layers, Layer)
+    query = cast(jax.Array, sharded.layers.query)
+    assert query.sharding == shardings.layers.query
+    assert not query.is_fully_replicated
     monkeypatch.undo()
     assert_same(sharded, huggingface.load(GOLDEN / "llama", jnp.float32))
 

@@ -231,7 +231,7 @@ def test_a_clipped_value_gains_nothing_by_moving_on():
 @pytest.mark.parametrize("name", ["policy", "value"])
 def test_gradients_are_the_finite_differences(name):
     batch = random_batch(4)
-    at = moved(batch, 5)
+    at = jnp.asarray(moved(batch, 5))
     entropy = jnp.zeros((3, 9))
 
     def loss(x):

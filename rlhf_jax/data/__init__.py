@@ -1,0 +1,1 @@
+"""Read prompts and tokenizers, and order prompts into batches."""

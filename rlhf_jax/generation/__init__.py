@@ -1,0 +1,1 @@
+"""Generate samples: requests become rows of slices, decoded by speculative rounds."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from jax.sharding import Mesh
@@ -111,6 +111,12 @@ class IdleWork(Protocol):
     def feed(self, number: int, mesh: Mesh | None) -> Array:
         """Dispatch the next of it to slice `number`: an array that is ready when it is done."""
         ...
+
+
+def is_ready(result: Array) -> bool:
+    """Say whether a device has computed a result."""
+    # The type stubs of jax.Array lack the method.
+    return cast(Any, result).is_ready()
 
 
 def as_rollout(samples: Sequence[Sample], slots: int) -> Rollout:

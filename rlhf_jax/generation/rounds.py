@@ -19,7 +19,7 @@ import numpy as np
 
 from rlhf_jax.generation import precompile, scheduler
 from rlhf_jax.generation.precompile import BackgroundCompiler
-from rlhf_jax.generation.requests import GenerationConfig, IdleWork, RoundReport, Sample
+from rlhf_jax.generation.requests import GenerationConfig, IdleWork, RoundReport, Sample, is_ready
 from rlhf_jax.generation.scheduler import InFlightRound, SliceBatch
 from rlhf_jax.generation.speculative.protocol import drafter_of
 from rlhf_jax.generation.speculative.round import Results, speculative_round
@@ -86,7 +86,7 @@ def dispatch_round(batch: SliceBatch, drains: bool, run: GenerationRun) -> None:
             run.selector, situation, batch, siblings=siblings, run=run
         )
 
-    follows = bool(batch.in_flight) and not batch.in_flight[-1].results.emission.count.is_ready()
+    follows = bool(batch.in_flight) and not is_ready(batch.in_flight[-1].results.emission.count)
     compilations = run.compiler.events if run.compiler else 0
     dispatched = time.perf_counter()
     undisturbed = batch.state is batch.state_after_round
@@ -291,7 +291,7 @@ def receive_round(batch: SliceBatch, run: GenerationRun) -> RoundResult:
     sent = batch.in_flight.popleft()
     compiler = run.compiler
     # Without a wait the results came some time before the host, which cannot know when.
-    waited = batch.seen_unfinished or not sent.results.emission.count.is_ready()
+    waited = batch.seen_unfinished or not is_ready(sent.results.emission.count)
     batch.seen_unfinished = False
     results: Results = jax.device_get(sent.results)
 
@@ -380,7 +380,7 @@ def _observe_drafters(
     """
     used = sent.strategy.drafter
     samples = sent.samples
-    gained = results.emission.count > 0
+    gained = np.asarray(results.emission.count) > 0
     seen_prompt = np.array([one is not None and one.seen_prompt for one in samples])
     long = np.array([one is not None and len(one.tokens) >= DEPTHS for one in samples])
     observed = {
@@ -402,5 +402,5 @@ def _observe_drafters(
 def run_idle_work(batch: SliceBatch, idle_work: IdleWork, slice_group: SliceGroup) -> None:
     """Give the slice other work, if the leader of its processes sees that it has room for it."""
     if slice_group.decide_together(lambda: batch.has_room):
-        running = [work for work in batch.idle_work if not work.is_ready()]
+        running = [work for work in batch.idle_work if not is_ready(work)]
         batch.idle_work = [*running, idle_work.feed(batch.number, batch.mesh)]

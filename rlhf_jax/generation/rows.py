@@ -95,7 +95,7 @@ def resize(state: DecodeState, rows: Array, mesh: Mesh | None = None) -> DecodeS
     Each leaf is given up as soon as it is copied: so the peak of memory is one leaf more.
     """
 
-    def move(leaf: Array) -> Array:
+    def move(leaf: jax.Array) -> jax.Array:
         taken = take(leaf, rows, mesh=mesh)
         leaf.delete()
         return taken
@@ -140,7 +140,7 @@ def admit(
     begun = jax.tree.map(lambda leaf: jnp.take(leaf, admission.source, axis=0), prefix)
     row = admission.row
 
-    def write(old: Array, new: Array) -> Array:
+    def write(old: jax.Array, new: Array) -> jax.Array:
         place = (row, *(slice(0, size) for size in new.shape[1:]))
         return old.at[place].set(new, mode="drop")
 

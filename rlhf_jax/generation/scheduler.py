@@ -17,7 +17,7 @@ from pallas_kernels.dispatch import REFERENCE, Kernels
 from pallas_kernels.shapes import LANES
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import rows as row_verbs
-from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
+from rlhf_jax.generation.requests import GenerationConfig, Request, Sample, is_ready
 from rlhf_jax.generation.rows import Admission, Prefix
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.drafters import model as model_drafter
@@ -112,12 +112,12 @@ class SliceBatch:
     @property
     def has_room(self) -> bool:
         """Say whether it may be given other work: at most one call of it is not finished."""
-        return sum(not work.is_ready() for work in self.idle_work) < 2
+        return sum(not is_ready(work) for work in self.idle_work) < 2
 
     @property
     def results_ready(self) -> bool:
         """Say whether the results of its oldest round have arrived."""
-        return bool(self.in_flight) and self.in_flight[0].results.emission.count.is_ready()
+        return bool(self.in_flight) and is_ready(self.in_flight[0].results.emission.count)
 
 
 def cache_slots(longest: int, strategies: Iterable[Strategy], kernels: Kernels = REFERENCE) -> int:

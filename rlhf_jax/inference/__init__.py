@@ -1,0 +1,1 @@
+"""Score finished samples: log-probabilities of policy and reference, values of the critic."""

@@ -41,7 +41,7 @@ def token_logprobs(
     attend: Callable = causal,
     remat: bool = False,
     kernel: Callable | None = None,
-) -> Array:
+) -> jax.Array:
     """Compute log p(tokens[b, t] | tokens[b, :t]) of softmax(logits / temperature): [B, T] float32.
 
     tokens [B, T] int32; in nats, 0 at t = 0. `mask` [B, T] bool names the tokens that are wanted;
@@ -80,7 +80,7 @@ def logprobs_and_entropy(
     attend: Callable = causal,
     remat: bool = False,
     kernel: Callable | None = None,
-) -> tuple[Array, Array | None]:
+) -> tuple[jax.Array, jax.Array | None]:
     """Compute `token_logprobs` and, where `entropy` asks for it, -sum p log p at each token.
 
     Both are [B, T] float32, in nats, of the same distribution. Without `entropy` there is None in
@@ -115,7 +115,7 @@ def logprobs_and_entropy(
 
 def _by_kernel(
     kernel: Callable, head: Model, hidden: Array, *, tokens: Array, mask: Array, temperature: float
-) -> tuple[Array, Array]:
+) -> tuple[jax.Array, jax.Array]:
     """Compute [B, T] log-probabilities and entropies by a kernel, 0 where masked out."""
     tied = head.head is None
     logprobs, entropies = kernel(
@@ -126,7 +126,7 @@ def _by_kernel(
         tied=tied,
     )
 
-    def by_row(leaf: Array) -> Array:
+    def by_row(leaf: Array) -> jax.Array:
         return jnp.where(mask, jnp.pad(leaf.reshape(len(tokens), -1), ((0, 0), (1, 0))), 0.0)
 
     return by_row(logprobs), by_row(entropies)
@@ -141,7 +141,7 @@ def _by_block(
     *,
     temperature: float,
     entropy: bool,
-) -> tuple[Array, Array | None]:
+) -> tuple[jax.Array, jax.Array | None]:
     """Compute [B, C] log-probabilities and entropies (or None) of a block of columns.
 
     Zeros where masked out; where no token of the block is wanted, nothing is projected.
@@ -161,8 +161,8 @@ def _by_block(
 
 
 def _over_support(
-    statistic: Callable[[Array], Array], scores: Array, support: Array | None
-) -> Array:
+    statistic: Callable[[Array], jax.Array], scores: Array, support: Array | None
+) -> jax.Array:
     """Compute a statistic of scores [B, C, V] over the vocabulary or its support: [B, C].
 
     statistic: reduces the last axis. It is taken over the ids of `support` [B, C, k] where it has
@@ -177,7 +177,7 @@ def _over_support(
     return jnp.where(present.any(axis=-1), restricted, whole)
 
 
-def _entropy(scores: Array) -> Array:
+def _entropy(scores: Array) -> jax.Array:
     """Compute -sum p log p with p = softmax(scores) over the last axis."""
     return jax.nn.logsumexp(scores, axis=-1) - jnp.sum(
         jax.nn.softmax(scores, axis=-1) * scores, axis=-1
@@ -194,7 +194,7 @@ def score_rollout(
     chunk: int = CHUNK,
     attend: Callable = causal,
     kernel: Callable | None = None,
-) -> Array:
+) -> jax.Array:
     """Compute `token_logprobs` of a rollout's response tokens: [B, T] float32.
 
     `rows` rows at a time; B is a multiple of `rows`. The order is the rollout's and the shapes
@@ -203,7 +203,7 @@ def score_rollout(
     device finds its share of every micro-batch at home.
     """
 
-    def score(part: tuple[Array, Array, Array | None]) -> Array:
+    def score(part: tuple[Array, Array, Array | None]) -> jax.Array:
         tokens, mask, support = part
         return token_logprobs(
             model,
@@ -219,7 +219,7 @@ def score_rollout(
     return map_rows(score, (rollout.tokens, rollout.mask, rollout.support), rows)
 
 
-def map_rows(score: Callable, inputs: Any, rows: int) -> Array:
+def map_rows(score: Callable, inputs: Any, rows: int) -> jax.Array:
     """Apply `score` to `rows` rows of the inputs at a time: [B, T, ...] -> [B, T].
 
     `score` gives [rows, T]; micro-batches follow one another in the order of `score_rollout`.
@@ -238,9 +238,7 @@ def map_rows(score: Callable, inputs: Any, rows: int) -> Array:
     return out.reshape(batch, *out.shape[2:])
 
 
-def mismatch(
-    rollout_logprobs: np.ndarray, logprobs: np.ndarray, mask: np.ndarray
-) -> dict[str, float]:
+def mismatch(rollout_logprobs: Array, logprobs: Array, mask: Array) -> dict[str, float]:
     """Measure how far recomputed log-probs are from the sampled ones, over the response tokens.
 
     Host arrays [B, T]. `mismatch/kl` estimates KL(sampled || recomputed) by mean(exp(d) - 1 - d)

@@ -12,13 +12,13 @@ import dataclasses
 import functools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.generation.requests import Sample, as_rollout
+from rlhf_jax.generation.requests import Sample, as_rollout, is_ready
 from rlhf_jax.inference.logprobs import score_rollout
 from rlhf_jax.inference.values import score_values
 from rlhf_jax.model.attention import causal_on
@@ -26,7 +26,9 @@ from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.rewards.combination import Response, failure
 from rlhf_jax.rewards.models import RewardModel, ScoredRows, start_scoring
 from rlhf_jax.runtime import messages
-from rlhf_jax.types import Array, Model
+from rlhf_jax.types import Model
+
+T = TypeVar("T")
 
 # The scores of a sample's tokens: fields of `Scored`, in the order of the results of `score`.
 PER_TOKEN_SCORES = ("logprobs", "reference_logprobs", "values")
@@ -57,22 +59,21 @@ class Scoring:
 class Scored:
     """Hold one sample's scores on the host: [T] float32 each, or None without such a model."""
 
-    logprobs: Array
-    reference_logprobs: Array | None
-    values: Array | None
+    logprobs: np.ndarray
+    reference_logprobs: np.ndarray | None
+    values: np.ndarray | None
     # By name, of the reward models that could read the sample.
     rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def scores_of_row(
-    scores: Sequence[Array | None], row: int, rewards: Mapping[str, float] = {}
+    scores: Sequence[np.ndarray | None], row: int, rewards: Mapping[str, float] = {}
 ) -> Scored:
     """Return one sample's scores, of a batch's: each of `PER_TOKEN_SCORES` [rows, T], or None."""
-    found = {
-        name: leaf if leaf is None else leaf[row]
-        for name, leaf in zip(PER_TOKEN_SCORES, scores, strict=True)
-    }
-    return Scored(**found, rewards=rewards)
+    logprobs, *others = scores
+    assert logprobs is not None
+    reference_logprobs, values = (leaf if leaf is None else leaf[row] for leaf in others)
+    return Scored(logprobs[row], reference_logprobs, values, rewards)
 
 
 @dataclasses.dataclass
@@ -80,14 +81,14 @@ class _Batch:
     """Hold samples that a slice was given to score, and the results that are on their way."""
 
     samples: tuple[Sample, ...]
-    results: tuple[Array, Array | None, Array | None]
+    results: tuple[jax.Array, jax.Array | None, jax.Array | None]
     rewards: dict[str, list[ScoredRows]]
     slice: int
     began: float
     ended: float | None = None  # None until the results were seen to be ready
 
     @property
-    def arrays(self) -> list[Array]:
+    def arrays(self) -> list[jax.Array]:
         """Return all results, those of reward models included."""
         return [
             *jax.tree.leaves(self.results),
@@ -121,7 +122,7 @@ class ScoringQueue:
         """Say whether as many samples wait as a slice scores at one time."""
         return len(self.waiting) >= self.scoring.rows
 
-    def feed(self, number: int, mesh: jax.sharding.Mesh | None) -> Array:
+    def feed(self, number: int, mesh: jax.sharding.Mesh | None) -> jax.Array:
         """Let slice `number` score the next samples; return an array that is ready when it has."""
         assert mesh is not None, "Only a slice of a mesh has models of its own."
         self._note_ended()
@@ -171,7 +172,7 @@ class ScoringQueue:
     def _note_ended(self) -> None:
         """Note the time at which batches that have become ready were first seen to be."""
         for batch in self.batches:
-            if batch.ended is None and all(leaf.is_ready() for leaf in batch.arrays):
+            if batch.ended is None and all(is_ready(leaf) for leaf in batch.arrays):
                 batch.ended = time.perf_counter()
 
     def spans(self) -> list[Span]:
@@ -201,7 +202,7 @@ def _rewards_by_row(parts: list[ScoredRows]) -> dict[int, float]:
     return found
 
 
-def _readable(tree: Any, mesh: jax.sharding.Mesh | None) -> Any:
+def _readable(tree: T, mesh: jax.sharding.Mesh | None) -> T:
     """Repeat results on each host of a slice of several, so that each can read them."""
     return meshes.repeat(tree, mesh=mesh) if mesh is not None and mesh.is_multi_process else tree
 
@@ -211,7 +212,7 @@ def score(
     samples: Sequence[Sample],
     scoring: Scoring,
     mesh: jax.sharding.Mesh | None,
-) -> tuple[Array, Array | None, Array | None]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Start to score samples on a slice: (log-probs, the reference's, values), [rows, T] float32.
 
     models: policy, reference or None, critic or None, as the slice holds them. The results are not

@@ -81,7 +81,7 @@ def _dispatch(
     critic: Model | None,
     rollout: Rollout,
     settings: ScoringSettings,
-) -> tuple[Array, Array | None, Array | None]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Begin to score a rollout [B, T]: log-probs, the reference's, values, on their way."""
     rows = settings.microbatch_rows
     placed = meshes.place_rows(rollout, settings.layout.mesh)

@@ -18,7 +18,7 @@ from rlhf_jax.types import Array, Model, Rollout
 
 def token_values(
     critic: Model, tokens: Array, *, mask: Array, attend: Callable = causal, remat: bool = False
-) -> Array:
+) -> jax.Array:
     """Compute V(tokens[b, :t]), the reward still to come before the token at t is known.
 
     tokens [B, T] int32, mask [B, T] bool -> [B, T] float32, 0 where masked out and at t = 0. The
@@ -35,13 +35,15 @@ def token_values(
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "attend"))
-def score_values(critic: Model, rollout: Rollout, *, rows: int, attend: Callable = causal) -> Array:
+def score_values(
+    critic: Model, rollout: Rollout, *, rows: int, attend: Callable = causal
+) -> jax.Array:
     """Compute `token_values` of a rollout's response tokens: [B, T] float32.
 
     `rows` rows at a time, in the order of `score_rollout`; B is a multiple of `rows`.
     """
 
-    def score(part: tuple[Array, Array]) -> Array:
+    def score(part: tuple[Array, Array]) -> jax.Array:
         tokens, mask = part
         return token_values(critic, tokens, mask=mask, attend=attend)
 

@@ -1,0 +1,1 @@
+"""Tell how a run goes: metrics, traces, and what is printed."""

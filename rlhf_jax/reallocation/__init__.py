@@ -1,0 +1,1 @@
+"""Move running samples between slices: how long they last, what to move, and the move."""

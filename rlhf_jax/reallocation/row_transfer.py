@@ -40,7 +40,7 @@ class RowPacket:
     """Hold rows that travel."""
 
     # [1, n] each: leaves of one dtype, one after the other; int32 for all that are no floats
-    pieces: tuple[Array, ...]
+    pieces: tuple[jax.Array, ...]
     slots: int = struct.field(pytree_node=False)  # token slots of each row
 
 
@@ -65,13 +65,13 @@ def pack_rows(state: DecodeState, rows: Array, slots: int, mesh: Mesh | None = N
     no more.
     """
 
-    def pick(leaf: Array, own: Array) -> Array:
+    def pick(leaf: Array, own: Array) -> jax.Array:
         """Return rows [R, ...] of a leaf, zeros for those past its end."""
         found = jnp.concatenate([jax.lax.dynamic_slice_in_dim(leaf, row, 1) for row in own])
         here = jnp.expand_dims(own < len(leaf), range(1, leaf.ndim))
         return jnp.where(here, found, jnp.zeros((), leaf.dtype))
 
-    def give(held: DecodeState) -> tuple[Array, ...]:
+    def give(held: DecodeState) -> tuple[jax.Array, ...]:
         own = _own(rows, held, state)
         leaves = jax.tree.leaves(_cut(held, slots))
         pieces = []
@@ -96,13 +96,13 @@ def unpack_rows(
 
 
 @functools.partial(jax.jit, static_argnames=("slots", "mesh"))
-def _begins(state: DecodeState, slots: int, mesh: Mesh | None) -> list[list[Array]]:
+def _begins(state: DecodeState, slots: int, mesh: Mesh | None) -> list[list[jax.Array]]:
     """Find where in its piece a row of each leaf begins, [] int32 each.
 
     They are data, so that one kernel does for all leaves alike.
     """
 
-    def find(held: DecodeState) -> list[list[Array]]:
+    def find(held: DecodeState) -> list[list[jax.Array]]:
         leaves = jax.tree.leaves(_cut(held, slots))
         sizes = [[math.prod(leaves[one].shape[1:]) for one in shared] for shared in _shares(leaves)]
         return [list(map(jnp.int32, np.cumsum([0, *each[:-1]]))) for each in sizes]
@@ -171,7 +171,9 @@ def _cut(state: DecodeState, slots: int) -> DecodeState:
 
 def _shares(leaves: Sequence[Array]) -> list[list[int]]:
     """Return which leaves share a piece, by their number: of one dtype, and few bytes a row."""
-    found: dict[Any, list[tuple[list[int], int]]] = {}  # (leaves, bytes) of each piece, by dtype
+    found: dict[
+        np.dtype, list[tuple[list[int], int]]
+    ] = {}  # (leaves, bytes) of each piece, by dtype
     for one, leaf in enumerate(leaves):
         dtype = _sent_dtype(leaf)
         count = math.prod(leaf.shape[1:]) * dtype.itemsize
@@ -184,7 +186,7 @@ def _shares(leaves: Sequence[Array]) -> list[list[int]]:
     return [shared for pieces in found.values() for shared, _ in pieces if shared]
 
 
-def _sent_dtype(leaf: Array) -> Any:
+def _sent_dtype(leaf: Array) -> np.dtype:
     """Return the dtype that a leaf travels as: its own if floating, or else int32."""
     return leaf.dtype if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.dtype(jnp.int32)
 

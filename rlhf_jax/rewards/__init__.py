@@ -1,0 +1,1 @@
+"""Compute rewards: functions in worker processes, reward models, and their sums."""

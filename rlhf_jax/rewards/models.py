@@ -51,7 +51,7 @@ class RewardModel:
 
 
 # Indices of responses, and their scores: the first ones of an array [rows] float32.
-ScoredRows = tuple[list[int], Array]
+ScoredRows = tuple[list[int], jax.Array]
 
 
 def start_scoring(
@@ -135,7 +135,7 @@ def _batches(
 
 
 @functools.partial(jax.jit, static_argnames="attend")
-def _read(model: Model, tokens: Array, last: Array, *, attend: Callable) -> Array:
+def _read(model: Model, tokens: Array, last: Array, *, attend: Callable) -> jax.Array:
     """Compute the scalar head at position last[b] of tokens [B, T]: [B] float32.
 
     Tokens after that position change nothing.

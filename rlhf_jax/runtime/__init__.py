@@ -1,0 +1,1 @@
+"""Hold what any long run over several processes needs: messages, signals, a watchdog."""

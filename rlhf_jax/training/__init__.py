@@ -1,0 +1,1 @@
+"""Train the policy, its critic and its student: advantages, losses, and updates."""

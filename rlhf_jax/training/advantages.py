@@ -47,7 +47,7 @@ class Estimate(Protocol):
 
     def __call__(
         self, token_rewards: Array, values: Array | None, mask: Array, config: EstimatorConfig, /
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[jax.Array, jax.Array | None]:
         """Return advantages [B, T] float32, and the returns [B, T] that a critic is to predict.
 
         token_rewards and values (None without a critic) [B, T] float32; mask [B, T] bool names the
@@ -78,7 +78,7 @@ def register(estimator: Estimator) -> None:
     ESTIMATORS[estimator.name] = estimator
 
 
-def whiten(x: Array, mask: Array, shift_mean: bool = True) -> Array:
+def whiten(x: Array, mask: Array, shift_mean: bool = True) -> jax.Array:
     """Compute (x - mean) / std over what the mask names, and 0 elsewhere.
 
     x float32 and mask bool, of one shape. The deviation is the population's. Without `shift_mean`
@@ -95,7 +95,7 @@ def whiten(x: Array, mask: Array, shift_mean: bool = True) -> Array:
 
 def gae(
     rewards: Array, values: Array, mask: Array, discount: float, gae_lambda: float
-) -> tuple[Array, Array]:
+) -> tuple[jax.Array, jax.Array]:
     """Compute A_t = d_t + discount * gae_lambda * A_{t+1}, and the returns A_t + V_t.
 
     There d_t = r_t + discount * V_{t+1} - V_t, where V_t is the value before the token at t, and
@@ -122,7 +122,7 @@ def gae(
     return advantages.T, jnp.where(mask, advantages.T + values, 0.0)
 
 
-def grpo(rewards: Array, samples_per_prompt: int, eps: float = 1e-6) -> Array:
+def grpo(rewards: Array, samples_per_prompt: int, eps: float = 1e-6) -> jax.Array:
     """Compute A_i = (r_i - mean(r)) / std(r) within each group of one prompt's samples.
 
     rewards [B] float32 -> [B] float32; groups lie in neighbouring rows. The standard deviation is
@@ -176,8 +176,9 @@ def of_samples(function: Callable[[Array, int], Array]) -> Estimate:
     return estimate
 
 
-def _whitened_gae(token_rewards: Array, values: Array, mask: Array, config: EstimatorConfig):
+def _whitened_gae(token_rewards: Array, values: Array | None, mask: Array, config: EstimatorConfig):
     """Compute GAE, and whiten its advantages over the batch as is usual for language models."""
+    assert values is not None, "GAE needs the values of a critic."
     advantages, returns = gae(
         token_rewards, values, mask, discount=config.discount, gae_lambda=config.gae_lambda
     )

@@ -48,7 +48,7 @@ def minibatches(batch: int, count: int, epochs: int, seed: int, step: int) -> It
 
 
 def micro_batches(
-    rows: np.ndarray, length: np.ndarray, microbatch_rows: int, length_bucket: int
+    rows: np.ndarray, length: Array, microbatch_rows: int, length_bucket: int
 ) -> Iterator[tuple[np.ndarray, int]]:
     """Yield the row indices [microbatch_rows] and token slots of each micro-batch.
 

@@ -82,7 +82,9 @@ def student_of(model: Model, layers: int) -> Model:
     chosen = np.linspace(0, depth - 1, layers).round().astype(np.int32)
     own = jax.tree.map(lambda leaf: leaf[chosen], stack(model).layers)
     config = student_config(model.config, layers)
-    return Model(embed=None, layers=own, norm=jnp.copy(model.norm), head=None, config=config)
+    return Model(
+        embed=typed(Array, None), layers=own, norm=jnp.copy(model.norm), head=None, config=config
+    )
 
 
 def with_student(
@@ -98,7 +100,7 @@ def with_student(
     student without an optimizer stays as it is.
     """
 
-    def make(source: Model) -> tuple[Model, optax.OptState | None, Array]:
+    def make(source: Model) -> tuple[Model, optax.OptState | None, jax.Array]:
         student = cast(student_of(source, layers), jnp.float32)
         return student, optimizer and optimizer.init(student), jnp.zeros((), jnp.int32)  # pyright: ignore[reportArgumentType]
 
@@ -179,7 +181,7 @@ def _read_by_policy(
     place: Callable[[DistillBatch], DistillBatch],
 ) -> list[DistillBatch]:
     """Return the micro-batches of a minibatch, placed, with the policy's hidden states."""
-    total = np.float32(rollout.mask[rows].sum())
+    total = np.array(rollout.mask[rows].sum(), np.float32)
     parts = micro_batches(
         rows, rollout.length, settings.microbatch_rows, length_bucket=settings.length_bucket
     )
@@ -202,7 +204,7 @@ def _with_hidden_states(
     return dataclasses.replace(batch, hidden=hidden)
 
 
-def _read(model: Model, tokens: Array, settings: TrainingSettings) -> Array:
+def _read(model: Model, tokens: Array, settings: TrainingSettings) -> jax.Array:
     """Compute the hidden states [R, T, M] of whole rows."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     return forward(model, tokens, positions, attend=settings.attend, remat=settings.remat)[0]
@@ -210,7 +212,7 @@ def _read(model: Model, tokens: Array, settings: TrainingSettings) -> Array:
 
 def _learn(
     state: TrainState, batches: list[DistillBatch], distillation: Distillation
-) -> tuple[TrainState, dict[str, Array]]:
+) -> tuple[TrainState, dict[str, jax.Array]]:
     """Take one optimizer step of the student, on one minibatch."""
     student = typed(Model, state.drafter)
     ends = dataclasses.replace(state.policy, layers=())
@@ -254,7 +256,7 @@ def accumulate(
 @functools.partial(jax.jit, static_argnames="settings")
 def share_drawn_alike(
     student: Model, policy: Model, batch: DistillBatch, *, settings: TrainingSettings
-) -> Array:
+) -> jax.Array:
     """Compute the share of a minibatch's tokens that lie in this batch and are drawn alike.
 
     [] float32. The student draws each with the policy's noise, after the known text. Of the policy,
@@ -264,7 +266,7 @@ def share_drawn_alike(
     ends = cast(policy, settings.dtype)
     hidden = _read(completed(cast(student, settings.dtype), ends), batch.tokens, settings)
 
-    def count(block: tuple[Array, ...]) -> Array:
+    def count(block: tuple[Array, ...]) -> jax.Array:
         states, *following = block
         mask = block[2]
 
@@ -279,16 +281,16 @@ def share_drawn_alike(
 
 def _slopes(
     head: Model, hidden: Array, batch: DistillBatch, settings: TrainingSettings
-) -> tuple[Array, Array, Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Differentiate the loss by the student's hidden states [R, T, M], block by block.
 
     Return the derivative [R, T, M], the loss [] float32, and the share of tokens drawn alike [].
     """
 
-    def measure(block: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+    def measure(block: tuple[Array, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
         student, policy, tokens, mask, positions = block  # the first two [R, C, M]
 
-        def loss(states: Array) -> tuple[Array, Array]:
+        def loss(states: Array) -> tuple[jax.Array, jax.Array]:
             scores = logits(head, states) / settings.temperature
             losses = forward_kl(logits(head, policy) / settings.temperature, scores)
             return jnp.sum(jnp.where(mask, losses, 0.0)), scores
@@ -314,7 +316,7 @@ def _slopes(
 
 def _blocks(
     batch: DistillBatch, settings: TrainingSettings, *hidden: Array | None
-) -> tuple[Array, ...]:
+) -> tuple[Array | None, ...]:
     """Cut hidden states [R, T, M] and what they predict into blocks of columns.
 
     What hidden[t] predicts are the tokens, their mask and their positions at t + 1.
@@ -325,7 +327,9 @@ def _blocks(
     return split_columns((*hidden, *following, positions), settings.chunk)
 
 
-def _count_alike(scores: Array, key: Array, tokens: Array, mask: Array, positions: Array) -> Array:
+def _count_alike(
+    scores: jax.Array, key: Array, tokens: Array, mask: Array, positions: Array
+) -> jax.Array:
     """Count the tokens [R, C] under the mask that the student draws too: [] float32.
 
     It draws from its tempered logits `scores` [R, C, V] with the tokens' own noise.
@@ -334,7 +338,7 @@ def _count_alike(scores: Array, key: Array, tokens: Array, mask: Array, position
     return jnp.sum(alike & mask, dtype=jnp.float32)
 
 
-def forward_kl(teacher: Array, student: Array) -> Array:
+def forward_kl(teacher: Array, student: Array) -> jax.Array:
     """Compute sum p (log p - log q), with p and q the softmax of teacher and student logits.
 
     [..., V] float32 -> [...] float32, in nats. The gradient goes to the student alone (Hinton et

@@ -29,7 +29,7 @@ class AdvantageConfig:
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def penalise_and_clip(rewards: Array, finished: Array, config: AdvantageConfig) -> Array:
+def penalise_and_clip(rewards: Array, finished: Array, config: AdvantageConfig) -> jax.Array:
     """Return the rewards less `missing_end` where a response was cut off, and clipped: [B] float32.
 
     rewards [B] float32; finished [B] bool is false where a response was cut off.
@@ -49,7 +49,7 @@ def compute_advantages(
     values: Array | None,
     kl_coefficient: Array,
     config: AdvantageConfig,
-) -> tuple[Array, Array, Array | None, Array]:
+) -> tuple[Array, Array, Array | None, jax.Array]:
     """Return (mask of what is trained on, advantages, returns or None, KL of a response).
 
     rewards [B] float32, finished [B] bool (the response has an end), mask [B, T] bool (its tokens),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -34,7 +35,7 @@ def policy_loss(
     mask: Array,
     clip_low: float,
     clip_high: float,
-) -> Array:
+) -> jax.Array:
     """Compute -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of each token, with r = p / p_old.
 
     logprobs, old_logprobs and advantages [B, T] float32, mask [B, T] bool -> [B, T] float32, 0
@@ -46,13 +47,15 @@ def policy_loss(
     return jnp.where(mask, -jnp.minimum(ratios * advantages, clipped * advantages), 0.0)
 
 
-def ratio(logprobs: Array, old_logprobs: Array, mask: Array) -> Array:
+def ratio(logprobs: Array, old_logprobs: Array, mask: Array) -> jax.Array:
     """Compute p / p_old of each token: [B, T] -> [B, T] float32, 1 where masked out."""
     chex.assert_equal_shape([logprobs, old_logprobs, mask])
     return jnp.exp(jnp.where(mask, logprobs - old_logprobs, 0.0))
 
 
-def value_loss(values: Array, old_values: Array, returns: Array, mask: Array, clip: float) -> Array:
+def value_loss(
+    values: Array, old_values: Array, returns: Array, mask: Array, clip: float
+) -> jax.Array:
     """Compute max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 of each token.
 
     values, old_values and returns [B, T] float32, mask [B, T] bool -> [B, T] float32, 0 where
@@ -100,7 +103,7 @@ AGGREGATES = {
 }
 
 
-def token_mean(x: Array, mask: Array, total: Array) -> Array:
+def token_mean(x: Array, mask: Array, total: Array) -> jax.Array:
     """Compute the sum of x over the mask, over `total`, the tokens of the whole minibatch.
 
     x [B, T] float32, mask [B, T] bool, total [] float32 -> [] float32. Summed over micro-batches it
@@ -119,7 +122,7 @@ def summed_policy_loss(
     clip_high: float,
     kl_estimator: Callable[[Array, Array], Array],
     entropy_coefficient: float,
-) -> tuple[Array, dict[str, Array]]:
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Compute the sum of weights * (policy loss + KL penalty - entropy bonus), and metrics.
 
     The penalty is kl_weight * kl_estimator(policy, reference), the bonus entropy_coefficient *
@@ -161,7 +164,7 @@ def summed_policy_loss(
 
 def summed_value_loss(
     values: Array, batch: MicroBatch, *, clip: float
-) -> tuple[Array, dict[str, Array]]:
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Compute the sum of weights * value_loss, and metrics as in `summed_policy_loss`.
 
     values [R, T] float32 are the critic's now; the loss is [] float32.
@@ -169,8 +172,11 @@ def summed_value_loss(
     experience = batch.experience
     mask = experience.mask
     chex.assert_equal_shape([values, batch.weights, mask])
-    losses = value_loss(values, experience.values, experience.returns, mask=mask, clip=clip)
-    outside = jnp.abs(values - experience.values) > clip
+    old_values = experience.values
+    returns = experience.returns
+    assert old_values is not None and returns is not None
+    losses = value_loss(values, old_values, returns, mask=mask, clip=clip)
+    outside = jnp.abs(values - old_values) > clip
     metrics = {
         "loss/value": token_mean(losses, mask, batch.total),
         "critic/mean": token_mean(values, mask, batch.total),

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
+from jax.typing import DTypeLike
 
 from rlhf_jax.inference.logprobs import CHUNK, logprobs_and_entropy
 from rlhf_jax.inference.values import token_values
@@ -28,7 +29,7 @@ from rlhf_jax.training.losses import (
     summed_value_loss,
     token_mean_weights,
 )
-from rlhf_jax.types import Array, Experience, Model, TrainState
+from rlhf_jax.types import Experience, Model, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,7 @@ class TrainingSettings:
     entropy_coefficient: float = 0.0
     # The rest of an update is skipped once KL(old || now) of a minibatch exceeds it; 0 for never.
     target_kl: float = 0.0
-    dtype: Any = jnp.float32  # of the computation; the weights are kept in float32
+    dtype: DTypeLike = jnp.float32  # of the computation; the weights are kept in float32
     remat: bool = True  # Only each layer's input is kept for the backward pass.
     chunk: int = CHUNK  # tokens whose logits exist at one time
     seed: int = 0
@@ -76,10 +77,12 @@ class Gradient:
     """Hold the gradient of a minibatch, summed over the micro-batches so far, and its metrics."""
 
     weights: Model  # float32
-    metrics: dict[str, Array]
+    metrics: dict[str, jax.Array]
 
 
-LossFunction = Callable[[Model, MicroBatch, TrainingSettings], tuple[Array, dict[str, Array]]]
+LossFunction = Callable[
+    [Model, MicroBatch, TrainingSettings], tuple[jax.Array, dict[str, jax.Array]]
+]
 
 
 class NonFiniteStep(ValueError):
@@ -240,7 +243,7 @@ def update(
 
 def policy_objective(
     policy: Model, batch: MicroBatch, settings: TrainingSettings
-) -> tuple[Array, dict[str, Array]]:
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Compute a micro-batch's share of the policy's loss, and metrics: see `summed_policy_loss`."""
     rollout = batch.experience.rollout
     logprobs, entropy = logprobs_and_entropy(
@@ -268,7 +271,7 @@ def policy_objective(
 
 def critic_objective(
     critic: Model, batch: MicroBatch, settings: TrainingSettings
-) -> tuple[Array, dict[str, Array]]:
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Compute a micro-batch's share of the critic's loss, and metrics: see `summed_value_loss`."""
     experience = batch.experience
     values = token_values(
@@ -315,7 +318,7 @@ def apply(
     gradient: Gradient,
     *,
     optimizer: optax.GradientTransformation,
-) -> tuple[Model, optax.OptState, Array]:
+) -> tuple[Model, optax.OptState, jax.Array]:
     """Take one optimizer step in place; return also the gradient's global norm before clipping.
 
     The norm is [] float32. Where it or a metric is not finite, model and moments stay as they are.
@@ -347,16 +350,17 @@ def _micro_batches_of(
     """Yield a minibatch's micro-batches, each placed when it is asked for."""
     batch = select(host, rows, host.mask.shape[1])
     weights = settings.aggregate(batch.mask, settings.max_new_tokens)
-    total = np.float32(max(1, batch.mask.sum()))
+    total = np.array(max(1, batch.mask.sum()), np.float32)
     parts = micro_batches(
         np.arange(len(rows)),
         batch.rollout.length,
         settings.microbatch_rows,
         length_bucket=settings.length_bucket,
     )
+    kl_weight_array = np.array(kl_weight, np.float32)
     for part, slots in parts:
         chosen = select(batch, part, slots)
-        yield place(MicroBatch(chosen, weights[part, :slots], total, np.float32(kl_weight)))
+        yield place(MicroBatch(chosen, weights[part, :slots], total, kl_weight_array))
 
 
 def _sum_gradients(

@@ -36,7 +36,7 @@ def allocate_budget(
     expected_gain: Array,
     nodes: int,
     mesh: Mesh | None,
-) -> tuple[Array, BudgetShare]:
+) -> tuple[jax.Array, BudgetShare]:
     """Keep so many of the drafts [B, N] that a row has `nodes` on average; others become -1.
 
     The root of a row is one of its nodes. drafts are chains. expected_gain [CLASSES, N or more]
@@ -57,7 +57,7 @@ def allocate_budget(
     order = jnp.argsort(-gain.reshape(devices, -1), axis=1, stable=True)
     rank = jnp.argsort(order, axis=1).astype(jnp.int32)
     kept = usable & (rank < budget[:, None]).reshape(rows, length)
-    share = BudgetShare(kept.sum(axis=1, dtype=jnp.int32), ((drafts >= 0) & ~kept).any(axis=1))
+    share = BudgetShare(kept.sum(axis=1, dtype=jnp.int32), jnp.any((drafts >= 0) & ~kept, axis=1))
     return pin_rows((jnp.where(kept, drafts, -1), share), mesh)
 
 
@@ -70,11 +70,11 @@ class Packing(NamedTuple):
     place: Array
     rows: int
 
-    def pack(self, grid: Array) -> Array:
+    def pack(self, grid: Array) -> jax.Array:
         """Take the verified nodes of [B, N+1, ...], as [B, K, ...]."""
         return self._take(grid, self.source)
 
-    def unpack(self, packed: Array) -> Array:
+    def unpack(self, packed: Array) -> jax.Array:
         """Spread [B, K, ...] over the grid, [B, N+1, ...].
 
         Nodes that are not verified have the values of an earlier one of their own row. For the root
@@ -91,7 +91,7 @@ class Packing(NamedTuple):
 
         return attend_packed
 
-    def _take(self, values: Array, index: Array) -> Array:
+    def _take(self, values: Array, index: Array) -> jax.Array:
         """Take values [B, X, ...] at index [D, B/D * Y] within each device, as [B, Y, ...]."""
         flat = values.reshape(len(index), -1, *values.shape[2:])
         index = index.reshape(*index.shape, *[1] * (flat.ndim - 2))

@@ -65,7 +65,7 @@ def accept(
     chex.assert_rank([tokens, target_logits, key, position], [2, 3, 2, 1])
     logits = (target_logits, draft_logits)
 
-    def distributions_at(node: Array | int) -> tuple[Array, Array | None]:
+    def distributions_at(node: Array | int) -> tuple[jax.Array, jax.Array | None]:
         return jax.tree.map(lambda x: log_probabilities(x[:, node], sampling), logits)
 
     def visit(walk: _Walk, node: Array) -> tuple[_Walk, None]:
@@ -138,12 +138,12 @@ def _reject(walk: _Walk, token: Array, where: Array) -> _Walk:
 def _choose(where: Array, new: _Walk, old: _Walk) -> _Walk:
     """Return `new` in the rows where[B], else `old`."""
 
-    def by_row(x: Array, y: Array) -> Array:
+    def by_row(x: Array, y: Array) -> jax.Array:
         return jnp.where(where.reshape(-1, *[1] * (x.ndim - 1)), x, y)
 
     return jax.tree.map(by_row, new, old)
 
 
-def _column(x: Array, index: Array) -> Array:
+def _column(x: Array, index: Array) -> jax.Array:
     """Return `x[b, index[b]]` of `x[B, ...]`."""
     return jnp.take_along_axis(x, index[:, None], 1)[:, 0]

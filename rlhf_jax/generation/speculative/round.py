@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -161,6 +161,7 @@ def run_round(
         logprob = outcome.draw.logprob
         last = trees.accept_equal(nodes, token, tree)
     else:
+        assert outcome.logits is not None, "Rejection reads the logits of every node."
         token, logprob, last = rejection.accept(
             nodes,
             tree,
@@ -198,7 +199,9 @@ def verify(
     # A row that is done reads nothing.
     known = jnp.where(state.done, 0, state.length - 1)
     attention = laid.tree_attention(kernels, mesh)
-    attend = functools.partial(cached, length=known, mask=tree.ancestors, attend=attention)
+    attend = functools.partial(
+        cached, length=known, mask=cast(jax.Array, tree.ancestors), attend=attention
+    )
     key = state.key[:, None]
     positions = (state.length - 1)[:, None] + jnp.maximum(tree.depth, 0)
     if packing is not None:
@@ -265,7 +268,7 @@ def emit(
 def commit(
     state: DecodeState,
     window: Cache,
-    path: Array,
+    path: jax.Array,
     emission: Emission,
     *,
     kernels: Kernels,

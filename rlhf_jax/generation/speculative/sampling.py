@@ -91,7 +91,7 @@ def noise_bits(key: Array, position: Array, level: int, index: Array) -> Array:
     return threefry((key[..., 0], key[..., 1]), (position.astype(jnp.uint32), counter))[0]
 
 
-def gumbel(bits: Array) -> Array:
+def gumbel(bits: Array) -> jax.Array:
     """Turn uint32 bits into standard Gumbel noise, float32.
 
     All 32 bits count in the upper tail, which is the one that wins draws.
@@ -100,12 +100,12 @@ def gumbel(bits: Array) -> Array:
     return -jnp.log(-jnp.log1p(-upper))
 
 
-def uniform(bits: Array) -> Array:
+def uniform(bits: Array) -> jax.Array:
     """Turn uint32 bits into uniform float32 noise strictly inside (0, 1)."""
     return (bits >> jnp.uint32(9)).astype(jnp.float32) * 2.0**-23 + 2.0**-24
 
 
-def block_noise(key: Array, position: Array, vocab: int, level: int = 0) -> Array:
+def block_noise(key: Array, position: Array, vocab: int, level: int = 0) -> jax.Array:
     """Return the Gumbel noise of every block, `[..., ceil(vocab / 256)]` float32.
 
     It is what `parts_of` and the `verify_head` kernels take. key `[..., 2]`, position `[...]`.
@@ -115,7 +115,7 @@ def block_noise(key: Array, position: Array, vocab: int, level: int = 0) -> Arra
     return gumbel(noise_bits(key[..., None, :], position[..., None], level, index))
 
 
-def _token_noise(chosen: Array, key: Array, position: Array, level: int) -> Array:
+def _token_noise(chosen: Array, key: Array, position: Array, level: int) -> jax.Array:
     """Return the Gumbel noise `[..., c, 256]` of the tokens of the blocks `chosen[..., c]`."""
     ids = chosen[..., None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     return gumbel(noise_bits(key[..., None, None, :], position[..., None, None], level, ids))
@@ -124,7 +124,7 @@ def _token_noise(chosen: Array, key: Array, position: Array, level: int) -> Arra
 # Distributions
 
 
-def truncate(logits: Array, sampling: Sampling) -> Array:
+def truncate(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """Return tempered logits `[..., V]` float32 with -inf outside top-k and top-p.
 
     They are what a draw perturbs. Top-k keeps exactly k tokens (of equal ones the lower ids); top-p
@@ -135,7 +135,7 @@ def truncate(logits: Array, sampling: Sampling) -> Array:
     return _truncate_with_ids(logits, sampling)[0]
 
 
-def log_probabilities(logits: Array, sampling: Sampling) -> Array:
+def log_probabilities(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """Return the log-probabilities `[..., V]` float32 that tokens are drawn with (-inf: never).
 
     They are those of the truncated, renormalised distribution.
@@ -143,7 +143,7 @@ def log_probabilities(logits: Array, sampling: Sampling) -> Array:
     return jax.nn.log_softmax(truncate(logits, sampling))
 
 
-def _truncate_with_ids(logits: Array, sampling: Sampling) -> tuple[Array, Array | None]:
+def _truncate_with_ids(logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array | None]:
     """Return what `truncate` does, and the ids that top-k keeps, likeliest first."""
     if sampling.temperature == 0:
         # Two levels, because an argmax over the whole vocabulary is ten times slower.
@@ -165,7 +165,7 @@ def _truncate_with_ids(logits: Array, sampling: Sampling) -> tuple[Array, Array 
     return z, ids
 
 
-def _nucleus_edge(z: Array, top_p: float) -> Array:
+def _nucleus_edge(z: Array, top_p: float) -> jax.Array:
     """Find the largest t `[...]` with mass(z >= t) >= top_p, by 30 bisections instead of a sort.
 
     The bits of non-negative floats are ordered like the floats, so halving the bits ends exactly.
@@ -190,7 +190,11 @@ def _nucleus_edge(z: Array, top_p: float) -> Array:
 
 
 def draw(
-    logits: Array, key: Array, position: Array, sampling: Sampling, levels: tuple[int, int] = (0, 1)
+    logits: jax.Array,
+    key: Array,
+    position: Array,
+    sampling: Sampling,
+    levels: tuple[int, int] = (0, 1),
 ) -> Draw:
     """Draw one token a place: logits `[..., V]`, key `[..., 2]` uint32, position `[...]` int32.
 
@@ -231,7 +235,9 @@ def draw_inside(
     return Draw((chosen * BLOCK + place)[..., 0], logprob, None)
 
 
-def rank(logits: Array, key: Array, position: Array, sampling: Sampling, count: int) -> Array:
+def rank(
+    logits: jax.Array, key: Array, position: Array, sampling: Sampling, count: int
+) -> jax.Array:
     """Return the `count` best tokens `[..., count]` int32 of one draw, best first; -1: none left.
 
     Rank 0 is `draw`'s token; together they are draws without replacement, which makes them siblings
@@ -258,7 +264,9 @@ def rank(logits: Array, key: Array, position: Array, sampling: Sampling, count: 
     return _fill(jnp.where(scores > -jnp.inf, ranked, -1), count)
 
 
-def decision_margin(logits: Array, key: Array, position: Array, sampling: Sampling) -> Array:
+def decision_margin(
+    logits: jax.Array, key: Array, position: Array, sampling: Sampling
+) -> jax.Array:
     """Return how far `[...]` float32 the draw is from another outcome, in tempered logits.
 
     Two runs may differ where it is tiny. It is the least of the gaps between the two best blocks
@@ -280,7 +288,7 @@ def decision_margin(logits: Array, key: Array, position: Array, sampling: Sampli
     return margin
 
 
-def _outcome(z: Array, key: Array, position: Array) -> tuple[Array, Array]:
+def _outcome(z: jax.Array, key: Array, position: Array) -> tuple[jax.Array, jax.Array]:
     """Return the token that truncated logits give, and the smaller gap of its two levels."""
     block_scores = jax.nn.logsumexp(blocks(z), -1) + block_noise(key, position, z.shape[-1])
     block = jnp.argmax(block_scores, -1)[..., None].astype(jnp.int32)
@@ -289,7 +297,9 @@ def _outcome(z: Array, key: Array, position: Array) -> tuple[Array, Array]:
     return token, jnp.minimum(_gap(block_scores), _gap(scores))
 
 
-def _edge_moves(full: Array, z: Array, sampling: Sampling) -> list[tuple[Array, Array]]:
+def _edge_moves(
+    full: jax.Array, z: jax.Array, sampling: Sampling
+) -> list[tuple[jax.Array, jax.Array]]:
     """Return the truncations one step over the edge: last token out, next one in, or both.
 
     Each is (its distance `[...]`, its logits `[..., V]`). full are tempered logits, z truncated.
@@ -312,7 +322,7 @@ def _edge_moves(full: Array, z: Array, sampling: Sampling) -> list[tuple[Array, 
     ]
 
 
-def _truncated_gumbel(scores: Array, top: Array) -> Array:
+def _truncated_gumbel(scores: Array, top: Array) -> jax.Array:
     """Map raw scores `[..., c, 256]` so that each block's best is `top[..., c, 1]`.
 
     Source: Kool et al. 2019, appendix B.3 (see `rank`).
@@ -327,19 +337,19 @@ def _truncated_gumbel(scores: Array, top: Array) -> Array:
     return jnp.where(scores > -jnp.inf, mapped, -jnp.inf)
 
 
-def _assert_ranks(logits: Array, key: Array, position: Array) -> None:
+def _assert_ranks(logits: jax.Array, key: Array, position: Array) -> None:
     """Raise AssertionError unless logits and key have one axis more than position."""
     chex.assert_rank([logits, key, position], [position.ndim + 1, position.ndim + 1, position.ndim])
     chex.assert_axis_dimension(key, -1, 2)
 
 
-def _fill(tokens: Array, count: int) -> Array:
+def _fill(tokens: Array, count: int) -> jax.Array:
     """Fill tokens `[..., c]` up with -1 to `[..., count]`."""
     missing = [(0, 0)] * (tokens.ndim - 1) + [(0, count - tokens.shape[-1])]
     return jnp.pad(tokens, missing, constant_values=-1)
 
 
-def _gap(scores: Array) -> Array:
+def _gap(scores: Array) -> jax.Array:
     """Return the difference of the two largest of the last axis; inf where there is no second."""
     best = jnp.arange(scores.shape[-1]) == jnp.argmax(scores, -1, keepdims=True)
     first = jnp.max(scores, -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -152,7 +153,7 @@ def _arrays(strategy: Strategy) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return parents, depth, ancestors
 
 
-def path_to(tree: Tree, last: Array) -> Array:
+def path_to(tree: Tree, last: Array) -> jax.Array:
     """Return the node [B, N+1] int32 at each depth on the way from the root to node last[B].
 
     Beyond its depth, `last` repeats.
@@ -163,7 +164,7 @@ def path_to(tree: Tree, last: Array) -> Array:
     return jnp.where(hit.any(-1), jnp.argmax(hit, axis=-1).astype(jnp.int32), last[:, None])
 
 
-def accept_equal(tokens: Array, draws: Array, tree: Tree) -> Array:
+def accept_equal(tokens: Array, draws: Array, tree: Tree) -> jax.Array:
     """Return the deepest node [B] int32 all of whose path equals the target's own draws.
 
     This is replayable acceptance. tokens [B, N+1] were drafted (node 0 is unused, -1 is never

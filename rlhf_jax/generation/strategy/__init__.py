@@ -1,0 +1,1 @@
+"""Choose the drafting strategy of each round by measured costs and acceptance."""

@@ -57,9 +57,9 @@ def of_hindsight(hindsight: Hindsight, shown: np.ndarray, seen_prompt: np.ndarra
     """
     return Observations(
         seen_prompt[shown],
-        hindsight.past[shown],
-        hindsight.ranks[shown],
-        offered=hindsight.offered[shown],
+        np.asarray(hindsight.past)[shown],
+        np.asarray(hindsight.ranks)[shown],
+        offered=np.asarray(hindsight.offered)[shown],
     )
 
 

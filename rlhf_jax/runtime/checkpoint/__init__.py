@@ -1,0 +1,1 @@
+"""Save the state of a run, and restore it from the newest checkpoint that is whole."""

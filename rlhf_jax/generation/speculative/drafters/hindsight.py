@@ -61,7 +61,7 @@ def look_back(
     return pin_rows(signals, mesh)
 
 
-def compare(found: Found, came: Array, known: Array) -> tuple[Array, Array]:
+def compare(found: Found, came: Array, known: Array) -> tuple[jax.Array, jax.Array]:
     """Compare what was found with what came [B, K]: (ranks, offered), both [B, K] int8.
 
     They are those of `Hindsight`. known [B] bool says which rows are observed.

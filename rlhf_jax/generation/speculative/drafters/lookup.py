@@ -56,7 +56,7 @@ class LookupDrafter(SearchDrafter):
 LOOKUP = LookupDrafter()
 
 
-def _corpus(state: DecodeState, siblings: Array) -> Array:
+def _corpus(state: DecodeState, siblings: Array) -> jax.Array:
     """Return the texts [B, C] int32 that a row looks in: earlier, siblings', its own last.
 
     They are separated by -1, which also stands where nothing is known.

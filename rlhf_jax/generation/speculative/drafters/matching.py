@@ -11,7 +11,7 @@ from rlhf_jax.types import Array, DecodeState
 LONGEST_MATCH = 8  # A match is counted up to this many tokens before the text's end.
 
 
-def match_length(state: DecodeState, corpus: Array) -> Array:
+def match_length(state: DecodeState, corpus: Array) -> jax.Array:
     """Count [B, C] int32 how many tokens up to each place of corpus [B, C] equal the text's end.
 
     The token at the place itself counts. More than LONGEST_MATCH tokens are not compared.
@@ -30,12 +30,12 @@ def match_length(state: DecodeState, corpus: Array) -> Array:
     return length
 
 
-def is_followed(corpus: Array) -> Array:
+def is_followed(corpus: Array) -> jax.Array:
     """Say [B, C] bool where the token after a place of corpus [B, C] is known (not -1)."""
     return jnp.pad(corpus[:, 1:] >= 0, ((0, 0), (0, 1)))
 
 
-def best_places(score: Array) -> tuple[Array, Array]:
+def best_places(score: Array) -> tuple[jax.Array, jax.Array]:
     """Return the RANKS largest of score [B, C] int32 and their places, both [B, R].
 
     Scores other than 0 must be distinct, and below 2**24.
@@ -46,7 +46,9 @@ def best_places(score: Array) -> tuple[Array, Array]:
     return top.astype(jnp.int32), where
 
 
-def continuations(corpus: Array, where: Array, usable: Array, depth: int, period: Array) -> Array:
+def continuations(
+    corpus: Array, where: Array, usable: Array, depth: int, period: Array
+) -> jax.Array:
     """Return the `depth` tokens after places where [B, R] of corpus [B, C], [B, depth, R] int32.
 
     They repeat after period [B, R] tokens. They are -1 once unknown, and where not usable [B, R].

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import cast
 
 import chex
 import jax
@@ -119,7 +120,7 @@ def propose(
     return pin_rows(Proposal(drafts, stacked, window, first), mesh)
 
 
-def confidence_of(scores: Array, token: Array, sampling: Sampling) -> Array:
+def confidence_of(scores: Array, token: Array, sampling: Sampling) -> jax.Array:
     """Return the confidence class [...] int8, 1 to 3, of token [...] under logits [..., V].
 
     It goes by the token's probability at the temperature (1 if that is 0).
@@ -128,7 +129,8 @@ def confidence_of(scores: Array, token: Array, sampling: Sampling) -> Array:
     tempered = scores / (sampling.temperature or 1.0)
     chosen = jnp.take_along_axis(tempered, token[..., None], axis=-1)[..., 0]
     probability = jnp.exp(chosen - jax.nn.logsumexp(tempered, axis=-1))
-    return 1 + sum((probability >= edge).astype(jnp.int8) for edge in CONFIDENT_PROBABILITIES)
+    above = sum((probability >= edge).astype(jnp.int8) for edge in CONFIDENT_PROBABILITIES)
+    return cast(jax.Array, 1 + above)
 
 
 def _fed_nodes(strategy: Strategy) -> list[list[int]]:
@@ -155,11 +157,11 @@ def _feed(
     strategy: Strategy,
     level: list[int],
     *,
-    tokens: dict[int, Array],
+    tokens: Mapping[int, Array],
     window: Cache,
     fed: int,
     attend: Callable[..., Array],
-) -> tuple[Array, Cache]:
+) -> tuple[jax.Array, Cache]:
     """Feed one level's nodes, after the token before the root where the window is still empty.
 
     tokens[node] is [B] int32; window holds the `fed` tokens before them. Returns hidden [B, Q, M]
@@ -180,11 +182,11 @@ def _feed(
     mask = jnp.concatenate([first, mask[:, :, 1:]], axis=2)
 
     known = jnp.where(state.done, 0, state.length - 2)
-    attend = functools.partial(cached, length=known, mask=mask, attend=attend)
+    attend_cached = functools.partial(cached, length=known, mask=mask, attend=attend)
     assert state.draft is not None
     past: tuple[LayerCache | None, ...] = window or (None,) * len(state.draft.cache)
     layers = tuple(zip(state.draft.cache, past, strict=True))
-    return forward(drafter, queries, positions, attend, layers)
+    return forward(drafter, queries, positions, attend_cached, layers)
 
 
 def _window_mask(strategy: Strategy, level: list[int], width: int) -> np.ndarray:
@@ -200,7 +202,7 @@ def _window_mask(strategy: Strategy, level: list[int], width: int) -> np.ndarray
     return mask
 
 
-def _token_at(state: DecodeState, place: Array) -> Array:
+def _token_at(state: DecodeState, place: Array) -> jax.Array:
     """Return the token [B] int32 at place [B] of each row, the first one where that is negative."""
     return jnp.take_along_axis(state.tokens, jnp.maximum(place, 0)[:, None], axis=1)[:, 0]
 
@@ -253,7 +255,7 @@ def catch_up(
     write = laid.commit(kernels, mesh)
     chunk = CATCH_UP_TOKENS
 
-    def is_behind(state: DecodeState) -> Array:
+    def is_behind(state: DecodeState) -> jax.Array:
         assert state.draft is not None
         return jnp.any(~state.done & (state.draft.length < state.length - 2))
 

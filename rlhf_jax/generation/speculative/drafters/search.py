@@ -20,7 +20,7 @@ from rlhf_jax.types import Array, DecodeState, Strategy
 class Found(NamedTuple):
     """Hold what a search offers as the next K tokens: up to R = `RANKS` continuations."""
 
-    tokens: Array  # [B, K, R] int32, the best continuation first, -1 beyond what is known
+    tokens: jax.Array  # [B, K, R] int32, the best continuation first, -1 beyond what is known
     confidence: Array  # [B] int8, the drafter's class 0..3
 
 
@@ -65,7 +65,7 @@ def propose(
     return pin_rows(Proposal(drafts, confidence=confidence), mesh)
 
 
-def fill_nodes(strategy: Strategy, continuations: Array) -> Array:
+def fill_nodes(strategy: Strategy, continuations: jax.Array) -> jax.Array:
     """Lay continuations [B, K, R] out on the strategy's nodes, [B, bucket - 1] int32.
 
     The best continuation is first; nodes beyond where they end get -1. Siblings are distinct: rank
@@ -77,7 +77,9 @@ def fill_nodes(strategy: Strategy, continuations: Array) -> Array:
     parent = np.array(strategy.parents, np.int32) + 1
     node = np.arange(1, len(parent) + 1, dtype=np.int32)
 
-    def draft(agree: Array, step: tuple[Array, ...]) -> tuple[Array, Array]:
+    def draft(
+        agree: jax.Array, step: tuple[Array, Array, Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         node, parent, rank, options = step
         first = first_occurrences(options, agree[parent])
         chosen = first & (jnp.cumsum(first, axis=1, dtype=jnp.int32) == rank + 1)
@@ -91,7 +93,7 @@ def fill_nodes(strategy: Strategy, continuations: Array) -> Array:
     return jnp.pad(drafts.T, ((0, 0), (0, padding)), constant_values=-1)
 
 
-def first_occurrences(options: Array, agree: Array) -> Array:
+def first_occurrences(options: jax.Array, agree: jax.Array) -> jax.Array:
     """Mark [..., R] bool the options that `agree` and are tokens, each only where it comes first.
 
     options [..., R] int32 (-1: no token) and agree [..., R] bool.

@@ -37,7 +37,7 @@ def score(
     *,
     rows: int,
     attend: Callable = causal,
-) -> tuple[Array, Array]:
+) -> tuple[jax.Array, jax.Array]:
     """Return (rank, confidence), both [B, T] int8, of the tokens [B, T] that mask [B, T] names.
 
     rank[b, t] is the place of tokens[b, t] among the RANKS best of the drafter's draw with key[b]
@@ -60,14 +60,14 @@ def score(
 
 def _score_rows(
     drafter: Model, part: list[Array], sampling: Sampling, attend: Callable
-) -> tuple[Array, Array]:
+) -> tuple[jax.Array, jax.Array]:
     """Score a few rows: one forward pass, then the head on one block of columns after another."""
     tokens, mask, key = part
     slots = tokens.shape[1]
     places = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), tokens.shape)
     hidden, _ = forward(drafter, tokens, places, attend)
 
-    def score_block(block: tuple[Array, ...]) -> tuple[Array, Array]:
+    def score_block(block: tuple[Array, ...]) -> tuple[jax.Array, jax.Array]:
         masked = block[2]
         # A block without masked tokens, of prompts or of padding, skips the head.
         unknown = (jnp.full(masked.shape, -1, jnp.int8), jnp.zeros(masked.shape, jnp.int8))
@@ -85,7 +85,7 @@ def _score_rows(
 
 def _score_block(
     drafter: Model, block: tuple[Array, ...], key: Array, sampling: Sampling
-) -> tuple[Array, Array]:
+) -> tuple[jax.Array, jax.Array]:
     """Score tokens [B, C], each predicted by the hidden state [B, C, M] before it."""
     hidden, tokens, mask, position = block
     scores = logits(drafter, hidden)
