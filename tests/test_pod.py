@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from test_memory import CONFIGS, by_name, load
 from tpu_topology import CHIPS, EIGHT, devices, needs_libtpu
 
@@ -110,7 +111,9 @@ def gradient_program(at: Target, model: Model, objective: Callable):
     )
     options = dict(objective=objective, settings=settings)
     metrics = jax.eval_shape(functools.partial(accumulate, None, **options), model, batch).metrics
-    metrics = placed(metrics, jax.tree.map(lambda _: meshes.replicated(at.mesh), metrics))
+    metrics = placed(
+        metrics, jax.tree.map(lambda _: NamedSharding(at.mesh, PartitionSpec()), metrics)
+    )
     return accumulate.lower(Gradient(model, metrics), model, batch, **options).compile()
 
 
@@ -136,7 +139,7 @@ def round_program(at: Target, untied: bool):
     )
     state = row_shapes(lambda: empty(generation.history_tokens, earlier, at.dtype), at.mesh)
     nodes = tree.as_data(strategy, generation.max_rows)
-    replicated = meshes.replicated(at.mesh)
+    replicated = NamedSharding(at.mesh, PartitionSpec())
     nodes = placed(nodes, jax.tree.map(lambda _: replicated, nodes))
     drafts = row_shapes(
         lambda: jnp.zeros((generation.max_rows, tree.bucket(strategy) - 1), jnp.int32), at.mesh
