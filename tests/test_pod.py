@@ -17,8 +17,9 @@ from test_memory import CONFIGS, by_name, load
 from tpu_topology import CHIPS, EIGHT, devices, needs_libtpu
 
 from benchmarks.compiled import KERNELS, LLAMA_8B, lower_round, placed, row_shapes, weights
+from benchmarks.shapes import SLOTS
 from pallas_kernels.dispatch import Kernels
-from pallas_kernels.shapes import BLOCK, SLOTS
+from pallas_kernels.shapes import BLOCK
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived, memory
 from rlhf_jax.config.schema import Config
