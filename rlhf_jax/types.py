@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from flax import struct
 
+from pallas_kernels.arrays import Cache
+
 # An array is a jax.Array, or of numpy on the host; in templates of a tree a shape or a sharding
 # stands in its place.
 Array = Any
@@ -104,11 +106,6 @@ class Model:
     norm: Array  # [M]
     head: Array | None
     config: ModelConfig = struct.field(pytree_node=False)
-
-
-# A cache is a tuple over layers; one layer is (k [B, G, D, T], v [B, G, T, D]), row first.
-LayerCache = tuple[Array, Array]
-Cache = tuple[LayerCache, ...]
 
 
 @dataclasses.dataclass(frozen=True)
