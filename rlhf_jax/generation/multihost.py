@@ -126,18 +126,15 @@ class PlanCoordinator:
         Raises StageAborted where another process gives the stage up.
         """
         if self._together:
-            self._turn()
+            if self._slice_group.decide_together(self._next):
+                wanted = wait_for(self._name, f"{self._name}/plan {self.carried}", Assignments)
+                apply_assignments(self.stage, wanted, self._carry)
+                self.carried = self.carried + 1
+                self.over = wanted.over
         elif self.stage.due:
             apply_assignments(self.stage, reassign(self.stage, unfinished(self.stage)))
         else:
             self._slice_group.decide_together(lambda: None)  # its leader goes on
-
-    def _turn(self) -> None:
-        if self._slice_group.decide_together(self._next):
-            wanted = wait_for(self._name, f"{self._name}/plan {self.carried}", Assignments)
-            apply_assignments(self.stage, wanted, self._carry)
-            self.carried = self.carried + 1
-            self.over = wanted.over
 
     @property
     def _name(self) -> str:
@@ -222,7 +219,14 @@ class PlanCoordinator:
         if isinstance(said, StillQueued):
             instance.queue.append(sample)
         elif isinstance(said, RowHandOver):
-            self._slice_group.decide_together(lambda: _promise(word))
+
+            def promise() -> None:
+                """Say that the sample is awaited: from then on both take part in the exchange."""
+                consent = ExchangeConsent(given=True)
+                if not distributed.publish_if_absent(f"{word}, awaited", consent).given:
+                    raise StageAborted
+
+            self._slice_group.decide_together(promise)
             for name in MOVED:
                 setattr(sample, name, getattr(said, name))
             resize(instance, len(instance.samples) + 1, self.stage.run.decoding)
@@ -248,9 +252,3 @@ class PlanCoordinator:
         here = cast(Any, instance.mesh)
         ends = cast(Any, self.stage.meshes)
         return row_transfer.send_to_process([packet], here, ends[source], ends[target])
-
-
-def _promise(word: str) -> None:
-    """Say that a sample is awaited: from then on both take part in the exchange."""
-    if not distributed.publish_if_absent(f"{word}, awaited", ExchangeConsent(given=True)).given:
-        raise StageAborted
