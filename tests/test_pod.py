@@ -131,10 +131,10 @@ def round_program(at: Target, untied: bool):
     config = at.config
     generation = at.config.generation
     longest = config.data.max_prompt_tokens + generation.max_new_tokens
-    menu = derived.strategies(config)
-    strategy = menu.strategies[menu.nodes.tolist().index(memory.most_nodes(config, at.mesh))]
-    slots = scheduler.cache_slots(longest, menu.strategies)
-    earlier = longest if "replay" in menu.drafters else 0
+    choices = derived.strategies(config)
+    strategy = choices.strategies[choices.nodes.tolist().index(memory.most_nodes(config, at.mesh))]
+    slots = scheduler.cache_slots(longest, choices.strategies)
+    earlier = longest if "replay" in choices.drafters else 0
     empty = functools.partial(
         rows.empty, at.models.policy, at.models.drafter, generation.max_rows, slots
     )

@@ -93,13 +93,13 @@ def table(rows: list[Row]) -> list[Outcome]:
     Rare ones count together.
     """
     sums = _summed(rows, lambda row: (row["drafter"], row["drafts"], row["strategy"]))
-    played = sorted(sums.items(), key=lambda item: -item[1]["rounds"])
+    ranked = sorted(sums.items(), key=lambda item: -item[1]["rounds"])
     every = sum(figures["rounds"] for figures in sums.values())
     found = [
         _outcome(strategy_label(key[-1]), key[-1], figures, every)
-        for key, figures in played[:NAMED]
+        for key, figures in ranked[:NAMED]
     ]
-    rare = [figures for _, figures in played[NAMED:]]
+    rare = [figures for _, figures in ranked[NAMED:]]
     if rare:
         together = sum(rare, collections.Counter())
         found.append(_outcome(f"{len(rare)} others", "", figures=together, every=every))
