@@ -110,7 +110,7 @@ def sizes(data: int, fsdp: int, tensor: int, num_devices: int, slices: int = 1) 
 def make_mesh(
     data: int = 1, fsdp: int = -1, tensor: int = 1, devices: Any = None, slices: int = 1
 ) -> Mesh:
-    """Make a mesh of axes (slices, data, fsdp, tensor) over `devices`, of which -1 takes the rest.
+    """Make a mesh of axes (slices, data, fsdp, tensor) over `devices`; a size of -1: the rest.
 
     devices: all if None. Processes share the slices evenly: each has slices of its own, or a slice
     is several processes' own. Raises ValueError where the product of the sizes is not the number of
