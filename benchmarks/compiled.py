@@ -27,9 +27,10 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from benchmarks import kernels
+from benchmarks.shapes import SHAPES, SLOTS
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import REFERENCE, Kernels
-from pallas_kernels.shapes import BLOCK, SHAPES, SLOTS, Shape
+from pallas_kernels.shapes import BLOCK, Shape
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import rows
 from rlhf_jax.generation.speculative import tree
@@ -58,7 +59,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--chips", default=",".join(CHIPS), help="some of them, with commas")
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="of pallas_kernels/shapes.py")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="of benchmarks/shapes.py")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--nodes", type=int, default=9)
     parser.add_argument("--layers", type=int, default=4, help="of the round's model; 0: no round")

@@ -136,7 +136,7 @@ def compare(case: Case, asked: argparse.Namespace) -> dict:
     """What each contender took over `asked.repeats` turns, and what its rounds are worth by one
     table.
 
-    Adaptive begins each turn with what `asked.earlier` roll-outs taught it.
+    Adaptive begins each turn with what it measured in `asked.earlier` roll-outs.
     """
     # programs of earlier cases: Linux grants a process only so many maps of memory
     jax.clear_caches()

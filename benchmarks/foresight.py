@@ -1,5 +1,5 @@
-r"""How soon a stage can end for whoever knows only so much of its lengths: a bound, by which to
-judge `makespan.py`.
+r"""How soon a stage can end for whoever knows only so much of its lengths: a bound, to compare
+`makespan.py` with.
 
     python benchmarks/foresight.py --latency decode_latency.csv --lengths response_lengths.csv \
         --slices 64 --samples 64 --acceptance 0.7 --prediction noisy:0.5 --deadlines 12,12.5

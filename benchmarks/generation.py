@@ -125,9 +125,9 @@ def timed(asked, source: Source, models, batch: int, seed: int, mesh) -> dict[st
     )
     start = time.perf_counter()
     target, drafter = models
-    tally = GenerationCounts()
-    list(generate(target, drafter, wanted, decoding, mesh, tally.add))
-    return tally.metrics(time.perf_counter() - start)
+    counts = GenerationCounts()
+    list(generate(target, drafter, wanted, decoding, mesh, counts.add))
+    return counts.metrics(time.perf_counter() - start)
 
 
 def chosen(wanted: str, models) -> Kernels:

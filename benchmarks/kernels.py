@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from benchmarks.shapes import SHAPES, SLOTS
 from pallas_kernels import dispatch
-from pallas_kernels.shapes import BLOCK, SHAPES, SLOTS, Shape
+from pallas_kernels.shapes import BLOCK, Shape
 
 # Bytes and operations in bfloat16 a second, from the vendors' data sheets, by the beginning of the
 # device kind.
@@ -63,7 +64,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kernels", default=",".join(PROBLEMS), help="some of them, with commas")
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="of pallas_kernels/shapes.py")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="of benchmarks/shapes.py")
     parser.add_argument("--rows", default="1,8,32,64")
     parser.add_argument("--nodes", default="1,9")
     parser.add_argument(

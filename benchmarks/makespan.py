@@ -368,17 +368,9 @@ def document(asked: argparse.Namespace) -> dict:
     )
     scoring = asked.inference_ms_per_token / 1e3
     predict = prediction(asked.prediction, law, total, luck, float(tokens[-1]))
-    count = len(total)
     decisions = []
-    lists = packed(machine, total, asked.slices, prompt)
-    policies: dict[str, tuple[Machine, Policy, Policy]] = {
-        "plain": (plain, static(asked.slices, count), static(asked.slices, count)),
-        "static": (machine, static(asked.slices, count), static(asked.slices, count)),
-        "even": (machine, even, even),
-        "threshold": (machine, threshold(asked.slices, count), threshold(asked.slices, count)),
-        "packing": (machine, from_lists(lists), from_lists(lists)),
-        "ours": (machine, timed(ours(predict, 0.0), decisions), ours(predict, scoring)),
-    }
+    policies = policies_of(asked, plain, machine, total, prompt)
+    policies["ours"] = (machine, timed(ours(predict, 0.0), decisions), ours(predict, scoring))
     found = {}
     inference = scoring * float((prompt + total).sum()) / asked.slices
     for name, (own, apart, fused) in policies.items():
@@ -391,7 +383,7 @@ def document(asked: argparse.Namespace) -> dict:
     )
     return {
         "responses": {
-            "count": count,
+            "count": len(total),
             "mean": round(float(total.mean()), 1),
             "longest": int(total.max()),
         },
@@ -408,6 +400,21 @@ def document(asked: argparse.Namespace) -> dict:
         ),
         "first_decision_ms": round(1e3 * decisions[0], 1),
         "median_decision_ms": round(1e3 * float(np.median(decisions)), 2),
+    }
+
+
+def policies_of(
+    asked: argparse.Namespace, plain: Machine, machine: Machine, total: np.ndarray, prompt: float
+) -> dict[str, tuple[Machine, Policy, Policy]]:
+    """By name, whose machine decodes and who places its samples, without and with inference."""
+    count = len(total)
+    lists = packed(machine, total, asked.slices, prompt)
+    return {
+        "plain": (plain, static(asked.slices, count), static(asked.slices, count)),
+        "static": (machine, static(asked.slices, count), static(asked.slices, count)),
+        "even": (machine, even, even),
+        "threshold": (machine, threshold(asked.slices, count), threshold(asked.slices, count)),
+        "packing": (machine, from_lists(lists), from_lists(lists)),
     }
 
 

@@ -25,7 +25,7 @@ from rlhf_jax.generation.strategy.select import Choice
 from rlhf_jax.types import Strategy
 
 ROUNDS = 7  # of a call that are to be timed
-TRIES = 3  # rounds played for one whose time is known, at most on average
+TRIES = 3  # rounds run for one whose time is known, at most on average
 UNFED = (trees.PLAIN,) * 4  # rounds after which a draft model has something to catch up on
 
 
@@ -47,7 +47,7 @@ class Forced:
     """Stands in for a selector: plays `turns` one after the other, each at `rows` rows, and keeps
     what it hears.
 
-    A round whose time is not known is played again, `spare` times in all; elsewhere decoding is
+    A round whose time is not known is run again, `spare` times in all; elsewhere decoding is
     plain.
     """
 

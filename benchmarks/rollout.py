@@ -10,12 +10,12 @@ summary at the end.
 
 fixed: each drafter, temperature and batch. replay: the noise of an earlier roll-out again, after
 one Adam step on a real GRPO batch, for each learning rate. epochs: the same prompts again and
-again, with a GRPO step after each roll-out; `--online` teaches the student after each step, beside
+again, with a GRPO step after each roll-out; `--online` distils the student after each step, beside
 the same student left as it was. The reward is shortness.
 
 Everything is compiled before it is timed (`compilations` counts what was not). Contenders take
-turns on the same samples, so all texts must be equal. Adaptive knows what `--earlier` roll-outs
-taught it; `cold` is the first of them. Priced figures sum the medians of one measured table
+turns on the same samples, so all texts must be equal. Adaptive has seen `--earlier`
+roll-outs; `cold` is the first of them. Priced figures sum the medians of one measured table
 (`pricing.py`) over the rounds that a run took; rounds of the table score the free drafters, as
 adaptive's do and the others' do not. `ratio` is adaptive over the better of plain and the best
 fixed chain, `speedup` plain over adaptive. A second run is quicker with JAX_COMPILATION_CACHE_DIR
@@ -137,7 +137,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
         "--drafter", help="a draft model, given as --model is; without one it is a student"
     )
     parser.add_argument(
-        "--student-layers", type=int, default=4, help="of the policy's own, untaught at first"
+        "--student-layers", type=int, default=4, help="of the policy's own, not distilled at first"
     )
     parser.add_argument("--temperatures", default=[0.7], type=_numbers)
     parser.add_argument("--batches", default=[1, 8], type=_counts)
@@ -172,7 +172,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--learning-rate", type=float, default=1e-5, help="of the policy in the epochs"
     )
-    parser.add_argument("--online", action="store_true", help="teach the student after each step")
+    parser.add_argument("--online", action="store_true", help="distil the student after each step")
     parser.add_argument("--student-learning-rate", type=float, default=1e-4)
     return parser.parse_args(line)
 
@@ -310,7 +310,7 @@ def stepped(world: World, target: Model, temperature: float, rate: float) -> Mod
     state = init_train_state(world.source.load(jnp.float32), stages.optimizers, world.mesh)
     wanted = group_requests(world, FIRST_TRAINED, History(0))
     samples = run(Case(target, None, wanted, stages.generation.decoding, world.mesh)).samples
-    state, figures = taught(world, state, samples, stages)
+    state, figures = train_on(world, state, samples, stages)
     tell(f"  {figures}")
     return decoding_weights(state.policy, world.dtype, world.mesh)
 
@@ -368,7 +368,7 @@ def part_epochs(world: World) -> Iterator[dict]:
         history.add(samples)
         curves = teacher_forced(models, samples, stages, selector)
         selector.stage_ended()
-        state, learned = taught(world, state, samples, stages)
+        state, learned = train_on(world, state, samples, stages)
         yield (
             {"part": "epochs", "epoch": epoch}
             | figures
@@ -461,7 +461,7 @@ def draft_model(world: World, policy: Model) -> Model:
 def with_students(
     world: World, state: TrainState, stages: Stages, drafters
 ) -> tuple[TrainState, Model | None]:
-    """The state, with a student where one is taught; and the draft model that stays as it is."""
+    """The state, with a student where one is distilled; and the draft model that stays as it is."""
     asked = world.asked
     if "model" not in drafters:
         return state, None
@@ -479,7 +479,7 @@ def with_students(
     return state, jax.tree.map(jnp.copy, state.drafter)
 
 
-def taught(
+def train_on(
     world: World, state: TrainState, samples: list[Sample], stages: Stages
 ) -> tuple[TrainState, dict[str, float]]:
     """The state after a GRPO step on the trained prompts' samples, and what its student then

@@ -135,19 +135,19 @@ def by_law(asked: argparse.Namespace):
 def measured(target, wanted, decoding: GenerationConfig, mesh, placing: AssignmentPolicy) -> dict:
     """The figures of one roll-out, after one that compiles, and its texts."""
     for _ in range(2):
-        tally = GenerationCounts()
+        counts = GenerationCounts()
         start = time.perf_counter()
         found = list(
-            generate(target, None, wanted, decoding, mesh, tally.add, assignment_policy=placing)
+            generate(target, None, wanted, decoding, mesh, counts.add, assignment_policy=placing)
         )
         seconds = time.perf_counter() - start
     return {
         "seconds": round(seconds, 2),
-        "tokens": tally.tokens,
-        "row_slots": tally.row_slots,
-        "occupancy": round(tally.live / tally.row_slots, 3),
-        "moves": tally.moves,
-        "moved_bytes": tally.moved_bytes,
+        "tokens": counts.tokens,
+        "row_slots": counts.row_slots,
+        "occupancy": round(counts.live / counts.row_slots, 3),
+        "moves": counts.moves,
+        "moved_bytes": counts.moved_bytes,
         "texts": {sample.sample_id: sample.tokens for sample in found},
     }
 

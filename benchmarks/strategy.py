@@ -62,7 +62,7 @@ SPREAD = 0.8
 LONGEST = 4000
 GRAIN = 32  # context tokens between two entries of the true times
 NOISE = 0.02  # of the times that policies see
-TAUGHT = 512  # positions of finished text that a draft model reads between two stages
+TEXT_POSITIONS = 512  # positions of finished text that a draft model reads between two stages
 KEPT = 0.5  # what counts of acceptance weigh after a stage: the policy has moved
 CLASS = 2  # of confidence, for all drafts: one is as good as another here
 
@@ -367,7 +367,7 @@ def smartspec(lengths: np.ndarray, target: np.ndarray, drafter: np.ndarray) -> P
 
     target, drafter [3]: seconds of a call = dot([context, tokens, 1]) (`linear`).
     """
-    chance = 0.7  # until a draft was judged
+    chance = 0.7  # until a draft was verified
     live, context, _ = yield 0
     while True:
         verify = target[0] * context + target[1] * live * (lengths + 1) + target[2]
@@ -419,8 +419,10 @@ def end_stage(selector: Selector, texts: Texts) -> None:
     moved.
     """
     if "model" in selector.acceptance:
-        right = texts.luck.random((TAUGHT, DEPTHS)) < texts.chance
-        selector.observe_text("model", evidence_of(right, np.full(TAUGHT, DEPTHS), siblings=RANKS))
+        right = texts.luck.random((TEXT_POSITIONS, DEPTHS)) < texts.chance
+        selector.observe_text(
+            "model", evidence_of(right, np.full(TEXT_POSITIONS, DEPTHS), siblings=RANKS)
+        )
     selector.stage_ended(KEPT)
 
 

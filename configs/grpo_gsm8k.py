@@ -8,7 +8,7 @@ The data are GSM8K's own files (Cobbe et al. 2021), train.jsonl and test.jsonl w
 "answer". The reward is 1 where the response's last number equals the answer's, else 0, so its mean
 is the share of right answers. Memory, of which the run may use 76 GB, as predicted and printed by
 part before weights are loaded: 12.1 GB in generation and 17.1 GB in training. Prompts that all
-samples solve, or none, teach nothing and are replaced (DAPO), and the clip is wider above.
+samples solve, or none, give no signal and are replaced (DAPO), and the clip is wider above.
 """
 
 from rlhf_jax.config import default

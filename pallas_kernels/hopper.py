@@ -36,7 +36,7 @@ TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 ROWWISE = plgpu.Layout.WGMMA.reduce(1)
 
 
-class Plan(NamedTuple):
+class ProductPlan(NamedTuple):
     """Describe how one product is cut into thread blocks; static."""
 
     warpgroups: int  # of a thread block, WARPGROUP_ROWS rows each
@@ -73,7 +73,7 @@ class Ring(NamedTuple):
     consumed: Any  # [S]: every warpgroup has multiplied them
 
 
-class Work(NamedTuple):
+class WarpgroupWork(NamedTuple):
     """Say what one warpgroup does: which rows, through which blocks of the vocabulary."""
 
     me: Array  # the warpgroup's number in its thread block
@@ -127,7 +127,7 @@ def columns(shape: tuple[int, ...]) -> Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
 
 
-def plan(rows: int, width: int, vocab: int, *, tied: bool, temperature: float) -> Plan:
+def plan(rows: int, width: int, vocab: int, *, tied: bool, temperature: float) -> ProductPlan:
     """Plan the product of hidden [rows, width] and a head of `vocab` tokens.
 
     The vocabulary is cut into as many slices as fill the chip.
@@ -136,7 +136,7 @@ def plan(rows: int, width: int, vocab: int, *, tied: bool, temperature: float) -
     tiles = pl.cdiv(rows, warpgroups * WARPGROUP_ROWS)
     blocks = pl.cdiv(vocab, BLOCK)
     share = pl.cdiv(blocks, max(1, MULTIPROCESSORS // tiles))
-    return Plan(
+    return ProductPlan(
         warpgroups=warpgroups,
         tiles=tiles,
         slices=pl.cdiv(blocks, share),
@@ -148,7 +148,7 @@ def plan(rows: int, width: int, vocab: int, *, tied: bool, temperature: float) -
     )
 
 
-def ring(plan: Plan) -> Ring:
+def ring(plan: ProductPlan) -> Ring:
     """Describe the ring to allocate for a product."""
     return Ring(
         hidden=smem(HEAD_SLOTS, plan.warpgroups * WARPGROUP_ROWS, DEPTH),
@@ -158,17 +158,17 @@ def ring(plan: Plan) -> Ring:
     )
 
 
-def work(plan: Plan) -> Work:
+def work(plan: ProductPlan) -> WarpgroupWork:
     """Return the work of the warpgroup that calls it, inside a kernel."""
     tile, part, me = (lax.axis_index(name) for name in ("tile", "slice", "warpgroup"))
     first = part * plan.share
     blocks = jnp.minimum(plan.share, pl.cdiv(plan.vocab, BLOCK) - first)
     rows = pl.ds((tile * plan.warpgroups + me) * WARPGROUP_ROWS, WARPGROUP_ROWS)
-    return Work(me, rows, part, first=first, blocks=blocks)
+    return WarpgroupWork(me, rows, part, first=first, blocks=blocks)
 
 
 def stream(
-    plan: Plan,
+    plan: ProductPlan,
     ring: Ring,
     hidden: Ref,
     *,
@@ -201,7 +201,7 @@ def stream(
     return lax.fori_loop(0, mine.blocks, step, carry)
 
 
-def _fetch(plan: Plan, nodes: Ref, head: Ref, ring: Ring, first: Array, step: Array) -> None:
+def _fetch(plan: ProductPlan, nodes: Ref, head: Ref, ring: Ring, first: Array, step: Array) -> None:
     """Start the copies of one step's rows and of its part of the head into its slot."""
     slot = lax.rem(step, HEAD_SLOTS)
     block = pl.ds((first + lax.div(step, plan.chunks)) * BLOCK, BLOCK)
@@ -211,7 +211,9 @@ def _fetch(plan: Plan, nodes: Ref, head: Ref, ring: Ring, first: Array, step: Ar
     plgpu.copy_gmem_to_smem(source, ring.head.at[slot], ring.loaded.at[slot])
 
 
-def _logits(plan: Plan, ring: Ring, mine: Work, fetch: Callable, count: Array) -> Array:
+def _logits(
+    plan: ProductPlan, ring: Ring, mine: WarpgroupWork, fetch: Callable, count: Array
+) -> Array:
     """Compute logits [WARPGROUP_ROWS, 256] of the `count`-th block of the slice."""
 
     def multiply(accumulator: Any) -> Array:

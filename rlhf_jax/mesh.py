@@ -1,5 +1,4 @@
-"""Which devices hold what: four mesh axes, one table from logical axis names to them, and
-`reshard`.
+"""Say which devices hold what: four mesh axes, and a table from logical axis names to them.
 
 `data` repeats the weights, `fsdp` splits their width, `tensor` splits heads, feed-forward and
 vocabulary. `slices` generate each on its own, with weights of its own, and split the width as
@@ -20,6 +19,7 @@ from pallas_kernels.dispatch import REFERENCE, Kernels
 
 AXES: tuple[str, ...] = ("slices", "data", "fsdp", "tensor")
 ROW_AXES = ("slices", "data", "fsdp")
+AXIS_TYPES = (AxisType.Auto,) * len(AXES)
 
 # Each weight once: its logical axes. A stacked layer has a leading L, which is never split.
 WEIGHT_AXES = {
@@ -71,7 +71,7 @@ class Layout:
 
 
 def count_devices() -> int:
-    """The number of devices; ValueError where JAX cannot use the platform that it was asked for."""
+    """Count the devices; raises ValueError where JAX cannot use the platform it was asked for."""
     try:
         return jax.device_count()
     except (RuntimeError, AssertionError) as error:
@@ -85,7 +85,7 @@ def count_devices() -> int:
 
 
 def sizes(data: int, fsdp: int, tensor: int, num_devices: int, slices: int = 1) -> dict[str, int]:
-    """Mesh sizes by axis, with -1 resolved to the devices that the other axes leave.
+    """Return mesh sizes by axis, with -1 resolved to the devices that the other axes leave.
 
     Raises ValueError where the product is not the number of devices.
     """
@@ -110,69 +110,62 @@ def sizes(data: int, fsdp: int, tensor: int, num_devices: int, slices: int = 1) 
 def make_mesh(
     data: int = 1, fsdp: int = -1, tensor: int = 1, devices: Any = None, slices: int = 1
 ) -> Mesh:
-    """A mesh of axes (slices, data, fsdp, tensor) over `devices` (default: all); -1 takes the rest.
+    """Make a mesh of axes (slices, data, fsdp, tensor) over `devices`; a size of -1: the rest.
 
-    Processes share the slices evenly: each has slices of its own, or a slice is several processes'
-    own. Raises ValueError where the product is not the number of devices.
+    devices: all if None. Processes share the slices evenly: each has slices of its own, or a slice
+    is several processes' own. Raises ValueError where the product of the sizes is not the number of
+    devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     shape = tuple(sizes(data, fsdp, tensor, len(devices), slices).values())
     ranks = sorted({device.process_index for device in devices})
     slice_groups = min(shape[0], len(ranks))
-    size = len(ranks) // slice_groups
-    parts = [
-        [device for device in devices if ranks.index(device.process_index) // size == slice_group]
-        for slice_group in range(slice_groups)
-    ]
-    own = (shape[0] // slice_groups, *shape[1:])
-    return (
-        _joined([_make(own, part) for part in parts]) if slice_groups > 1 else _make(own, devices)
-    )
+    group_ranks = len(ranks) // slice_groups
+    group_shape = (shape[0] // slice_groups, *shape[1:])
 
-
-def _make(shape: tuple[int, ...], devices: list) -> Mesh:
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
-
-
-def _joined(meshes: list[Mesh]) -> Mesh:
-    """One mesh of the slices of several."""
-    return Mesh(
-        np.concatenate([mesh.devices for mesh in meshes]),
-        AXES,
-        axis_types=(AxisType.Auto,) * len(AXES),
-    )
+    parts = []
+    for group in range(slice_groups):
+        own = [
+            device
+            for device in devices
+            if ranks.index(device.process_index) // group_ranks == group
+        ]
+        parts.append(jax.make_mesh(group_shape, AXES, axis_types=AXIS_TYPES, devices=own).devices)
+    return Mesh(np.concatenate(parts), AXES, axis_types=AXIS_TYPES)
 
 
 def abstract_mesh(shape: dict[str, int]) -> AbstractMesh:
-    """A mesh without devices, for planning: shardings on it know their shard shapes."""
+    """Make a mesh without devices, for planning: shardings on it know their shard shapes."""
     return AbstractMesh(tuple(shape[name] for name in AXES), AXES)
 
 
 def split(mesh: Mesh) -> list[Mesh]:
-    """The slices of a mesh, each a mesh of its own with the same axes."""
-    types = (AxisType.Auto,) * len(AXES)
+    """Return the slices of a mesh, each a mesh of its own with the same axes."""
     return [
-        Mesh(mesh.devices[i : i + 1], AXES, axis_types=types) for i in range(mesh.shape["slices"])
+        Mesh(mesh.devices[index : index + 1], AXES, axis_types=AXIS_TYPES)
+        for index in range(mesh.shape["slices"])
     ]
 
 
 def owners(mesh: Mesh) -> tuple[int, ...]:
-    """The processes that its devices belong to, in order."""
+    """Return the ranks of the processes that its devices belong to, in order."""
     return tuple(sorted({device.process_index for device in mesh.devices.flat}))
 
 
 def is_here(mesh: Mesh) -> bool:
-    """Whether some of its devices belong to this process."""
+    """Say whether some of its devices belong to this process."""
     return jax.process_index() in owners(mesh)
 
 
 def on_slice(tree: Any, mesh: Mesh) -> Any:
-    """What the devices of one slice hold of a tree that is repeated over slices, as arrays on that
-    slice: no copy.
+    """Return, as arrays on one slice, what it holds of a tree that is repeated over slices.
+
+    mesh: the slice's own. Nothing is copied: the arrays share their buffers with the tree's.
     """
     devices = set(mesh.devices.flat)
 
     def part(leaf: jax.Array) -> jax.Array:
+        """Regroup the buffers of one leaf that lie on the slice."""
         place = NamedSharding(mesh, leaf.sharding.spec)  # pyright: ignore[reportAttributeAccessIssue]
         shards = [shard.data for shard in leaf.addressable_shards if shard.device in devices]
         return jax.make_array_from_single_device_arrays(leaf.shape, place, shards)
@@ -181,149 +174,110 @@ def on_slice(tree: Any, mesh: Mesh) -> Any:
 
 
 def row_shards(mesh: AnyMesh | None) -> int:
-    """The parts that the rows of a batch are split into."""
+    """Return the number of parts that the rows of a batch are split into."""
     return 1 if mesh is None else _extent(ROW_AXES, mesh)
 
 
 def model_shardings(tree: Any, mesh: AnyMesh, role: str) -> Any:
-    """A sharding for every leaf of a tree of `Model`s: a model, its gradient, an optax state, a
-    `TrainState`.
+    """Return a `NamedSharding` for every leaf of a tree of `Model`s.
 
-    Leaves are arrays or `ShapeDtypeStruct`s. A weight is known by its field name; leaves of other
-    names (counts, steps) are replicated. role: "training" (split over slices, fsdp and tensor) or
-    "generation" (split over tensor, repeated over the rest). A dimension that its axis does not
-    divide stays whole: see `unsplit`.
+    The tree is a model, its gradient, an optax state or a `TrainState`; leaves are arrays or
+    `ShapeDtypeStruct`s. A weight is known by its field name; leaves of other names (counts, steps)
+    are replicated. role: "training" (split over slices, fsdp and tensor) or "generation" (split
+    over tensor, repeated over the rest). A dimension that its axis does not divide stays whole.
+    Raises ValueError for a weight of fewer dimensions than `WEIGHT_AXES` names.
     """
 
-    def shard(path, leaf) -> NamedSharding:
-        return NamedSharding(mesh, fitting(_weight_spec(path, leaf, role), leaf.shape, mesh))
+    def shard(path: tuple, leaf: Any) -> NamedSharding:
+        """Look the weight's logical axes up; a leading dimension of layers is not split."""
+        field = getattr(path[-1], "name", "") if path else ""
+        axes = WEIGHT_AXES.get(field, ())
+        if len(axes) > leaf.ndim:
+            raise ValueError(
+                f"{jax.tree_util.keystr(path)} has rank {leaf.ndim}; a weight of that name has axes"
+                f" {axes}."
+            )
+        leading = (None,) * (leaf.ndim - len(axes))
+        wanted = (*leading, *(ROLES[role].get(name) for name in axes))
+        return NamedSharding(mesh, fitting(wanted, leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(shard, tree)
 
 
 def row_shardings(tree: Any, mesh: AnyMesh) -> Any:
-    """A sharding for every leaf of a row-first tree: [B, ...] over slices x data x fsdp.
+    """Return a sharding for every leaf of a row-first tree: [B, ...] over slices x data x fsdp.
 
     Leaves of rank 4 are caches, [B, G, ...], whose G lies over tensor as the weights' key-value
-    heads do. Scalars are replicated. What its axes do not divide stays whole.
+    heads do. Scalars are replicated. A dimension that its axes do not divide stays whole.
     """
 
-    def shard(leaf) -> NamedSharding:
+    def shard(leaf: Any) -> NamedSharding:
+        """Return the sharding of one leaf."""
         return NamedSharding(mesh, fitting(row_spec(leaf.ndim), leaf.shape, mesh))
 
     return jax.tree.map(shard, tree)
 
 
 def place_rows(tree: Any, mesh: Mesh | None) -> Any:
-    """A row-first tree on the devices: laid over the mesh, or on the default device where there is
-    none.
+    """Place a row-first tree [B, ...] on the mesh, or on the default device where there is none.
 
     Over the devices of several processes, each places its parts of host arrays that all have alike.
     """
-    if mesh is None or not mesh.is_multi_process:
-        return jax.device_put(tree, None if mesh is None else row_shardings(tree, mesh))
-    return jax.tree.map(_place_parts, tree, row_shardings(tree, mesh))
+    if mesh is None:
+        return jax.device_put(tree)
+    shardings = row_shardings(tree, mesh)
+    if not mesh.is_multi_process:
+        return jax.device_put(tree, shardings)
 
+    def place_parts(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        """Place the parts of one leaf that belong to this process."""
+        return jax.make_array_from_callback(
+            leaf.shape, sharding, lambda index: np.asarray(leaf)[index]
+        )
 
-def _place_parts(leaf: np.ndarray, place: NamedSharding) -> jax.Array:
-    return jax.make_array_from_callback(leaf.shape, place, lambda index: np.asarray(leaf)[index])
+    return jax.tree.map(place_parts, tree, shardings)
 
 
 def pin_rows(tree: Any, mesh: Mesh | None) -> Any:
-    """Inside a jitted function: hold a row-first result to its layout, as the next call will find
-    it.
+    """Hold a row-first result [B, ...] to its layout, inside a jitted function.
+
+    So the next call finds it as `place_rows` would have laid it. Without a mesh it does nothing.
     """
-    return (
-        tree if mesh is None else jax.lax.with_sharding_constraint(tree, row_shardings(tree, mesh))
-    )
+    if mesh is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, row_shardings(tree, mesh))
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))
 def repeat(tree: Any, mesh: Mesh) -> Any:
-    """A tree whole on every device of a mesh."""
-    return jax.lax.with_sharding_constraint(tree, replicated(mesh))
-
-
-def replicated(mesh: AnyMesh) -> NamedSharding:
-    """The sharding of what every device holds whole."""
-    return NamedSharding(mesh, PartitionSpec())
-
-
-def unsplit(tree: Any, mesh: AnyMesh, role: str) -> list[str]:
-    """One line for each dimension that stays whole because its mesh axis does not divide it."""
-    lines = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        wanted = _weight_spec(path, leaf, role)
-        for size, axes, kept in zip(
-            leaf.shape, wanted, fitting(wanted, leaf.shape, mesh), strict=True
-        ):
-            if axes is not None and kept is None:
-                lines.append(
-                    f"{jax.tree_util.keystr(path)}: {size} is not divisible by"
-                    f" {axes}={_extent(axes, mesh)}"
-                )
-    return lines
-
-
-def reshard(tree: Any, shardings: Any, donate: bool = False) -> Any:
-    """`tree` laid out as `shardings` say, in one transfer.
-
-    With `donate` the source must lie on the same devices; it goes leaf by leaf and is deleted
-    behind the copy, so that old and new are never alive together: the peak is one leaf more.
-    """
-    return jax.tree.map(_hand_over, tree, shardings) if donate else jax.device_put(tree, shardings)
-
-
-def _hand_over(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """`device_put(donate=True)` keeps a source whose shards change shape, and may share buffers
-    with it.
-    """
-    if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-        return leaf
-    moved = jax.jit(_identity, out_shardings=sharding)(leaf)
-    leaf.delete()
-    return moved
-
-
-def _identity(leaf: jax.Array) -> jax.Array:
-    return leaf
+    """Return a tree that is whole on every device of a mesh."""
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, PartitionSpec()))
 
 
 def bytes_per_device(tree: Any, shardings: Any) -> int:
-    """Bytes that the fullest device holds of a tree of arrays or `ShapeDtypeStruct`s under
-    `shardings`.
+    """Return the bytes that the fullest device holds of a tree under `shardings`.
+
+    Leaves are arrays or `ShapeDtypeStruct`s.
     """
     held = jax.tree.map(
-        lambda x, s: int(np.prod(s.shard_shape(x.shape))) * x.dtype.itemsize, tree, shardings
+        lambda leaf, sharding: int(np.prod(sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize,
+        tree,
+        shardings,
     )
     return sum(jax.tree.leaves(held))
 
 
-def _weight_spec(path, leaf, role: str) -> tuple:
-    axes = WEIGHT_AXES.get(_field(path), ())
-    if len(axes) > leaf.ndim:
-        raise ValueError(
-            f"{jax.tree_util.keystr(path)} has rank {leaf.ndim}; a weight of that name has axes"
-            f" {axes}."
-        )
-    split = [ROLES[role].get(name) for name in axes]
-    return (None,) * (leaf.ndim - len(axes)) + tuple(split)
-
-
-def _field(path) -> str:
-    return getattr(path[-1], "name", "") if path else ""
-
-
 def row_spec(rank: int) -> tuple:
-    """The mesh axes of each dimension of a row-first leaf; one of rank 4 is a cache, [B, G,
-    ...].
+    """Return the mesh axes of each dimension of a row-first leaf; one of rank 4 is a cache.
+
+    A leaf [B, ...] has its rows split, a cache [B, G, ...] its key-value heads too.
     """
     spec = (ROW_AXES, "tensor" if rank == 4 else None)
     return (spec + (None,) * rank)[:rank]
 
 
 def fitting(spec: tuple, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
-    """`spec` without the axes that do not divide their dimension."""
+    """Return `spec` without the mesh axes that do not divide their dimension of `shape`."""
     kept = [
         axes if axes and size % _extent(axes, mesh) == 0 else None
         for size, axes in zip(shape, spec, strict=True)
@@ -332,5 +286,6 @@ def fitting(spec: tuple, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec
 
 
 def _extent(axes: str | tuple[str, ...], mesh: AnyMesh) -> int:
+    """Return how many parts mesh axes split a dimension into."""
     names = (axes,) if isinstance(axes, str) else axes
     return int(np.prod([mesh.shape[name] for name in names]))

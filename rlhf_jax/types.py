@@ -17,6 +17,8 @@ import numpy as np
 import optax
 from flax import struct
 
+from pallas_kernels.arrays import Cache
+
 # An array lies on the device or, of numpy, on the host. In a template of a tree a shape or a
 # sharding stands in its place.
 Array = jax.Array | np.ndarray
@@ -107,11 +109,6 @@ class Model:
     norm: Array  # [M]
     head: Array | None
     config: ModelConfig = struct.field(pytree_node=False)
-
-
-# A cache is a tuple over layers; one layer is (k [B, G, D, T], v [B, G, T, D]), row first.
-LayerCache = tuple[jax.Array, jax.Array]
-Cache = tuple[LayerCache, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,7 +81,7 @@ def models() -> Scoring:
         init(jax.random.key(2), dataclasses.replace(CONFIG, scalar_head=True, tied=False))
     )
     source = open_source(GOLDEN)
-    judge = RewardModel(source, unstack(source.load(np.float32)), rows=ROWS)
+    reward_model = RewardModel(source, unstack(source.load(np.float32)), rows=ROWS)
     return Scoring(
         policy,
         reference,
@@ -89,21 +89,21 @@ def models() -> Scoring:
         1.0,
         rows=ROWS,
         max_length=HOW.max_length,
-        rewards={"judge": judge},
+        rewards={"judge": reward_model},
     )
 
 
 def laid_over(mesh, alone: Scoring) -> dict:
     """The models repeated over a mesh."""
-    judge = alone.rewards["judge"]
+    reward_model = alone.rewards["judge"]
     tree = {
         "policy": alone.policy,
         "reference": alone.reference,
         "critic": alone.critic,
-        "rewards": judge.model,
+        "rewards": reward_model.model,
     }
     tree = jax.jit(lambda: tree, out_shardings=meshes.model_shardings(tree, mesh, "generation"))()
-    return tree | {"rewards": {"judge": dataclasses.replace(judge, model=tree["rewards"])}}
+    return tree | {"rewards": {"judge": dataclasses.replace(reward_model, model=tree["rewards"])}}
 
 
 @dataclasses.dataclass
@@ -121,7 +121,7 @@ class Stage:
     def roll_out(
         self, name: str, then=lambda: None, feeds=lambda: None
     ) -> tuple[bool, ScoringQueue, list[Sample]]:
-        """Whether the second slice decoded when the first had all that it could score; the backlog;
+        """Whether the second slice decoded when the first had all that it could score; its queue;
         all samples.
 
         The second slice dawdles until the first is fed, waits for the rest, and does `then`. Who

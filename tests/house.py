@@ -45,7 +45,7 @@ FLOORS = {
     "rlhf_jax/types.py": 0,
     "rlhf_jax/runtime/messages.py": 0,
     "rlhf_jax/runtime": 1,
-    "pallas_kernels": 0,
+    "pallas_kernels": -1,  # a package of its own, below all of rlhf_jax
     "rlhf_jax/config/schema.py": 1,
     "rlhf_jax/config/__init__.py": 2,
     "rlhf_jax/mesh.py": 1,

@@ -4,6 +4,7 @@ implementations.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shapes import SHAPES
+from benchmarks.shapes import SHAPES
+from pallas_kernels.shapes import BLOCK, Shape
 
 FAST = ("llama3_8b", "smollm2_135m")
 
@@ -21,6 +23,17 @@ FAST = ("llama3_8b", "smollm2_135m")
 def by_name(names: Iterable[str] = SHAPES) -> list:
     """Parameters that are names of shapes."""
     return [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in names]
+
+
+def reduced(shape: Shape) -> Shape:
+    """Return a small shape with the same remainders, for numerics where there is no accelerator."""
+    ratio = shape.heads // shape.groups
+    groups = min(shape.groups, 2 + shape.groups % 2)
+    vocab = 16 * BLOCK + shape.vocab % BLOCK
+    width = 256 + shape.width % 128
+    return dataclasses.replace(
+        shape, heads=ratio * groups, groups=groups, width=width, vocab=vocab, layers=2
+    )
 
 
 GPU = jax.default_backend() == "gpu"

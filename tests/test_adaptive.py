@@ -339,10 +339,10 @@ def test_a_drafter_that_is_registered_is_chosen_among_the_others(target, monkeyp
     """It is observed by looking back and by its drafts, and the text stays plain text."""
     monkeypatch.setitem(protocol.DRAFTERS, "toy", LastTokenDrafter())
     machine = cost.Machine(cost.Roofline(1e-3, 1e-6, 1e-3, 1e-8, 1e-3, 1e-2), None, 1e-4)
-    menu = candidates.adaptive(["lookup", "toy"], 4)
-    selector = Selector(menu, cost.Costs(machine, machine), frozen_costs=True)
+    choices = candidates.adaptive(["lookup", "toy"], 4)
+    selector = Selector(choices, cost.Costs(machine, machine), frozen_costs=True)
     plain = decoding(strategies=STRATEGIES[:1], sampling=Sampling(0.2), stop_tokens=())
-    how = dataclasses.replace(plain, strategies=menu.strategies)
+    how = dataclasses.replace(plain, strategies=choices.strategies)
     reports = []
     found = run(target, None, how, requests(), selector=selector, observe=reports.append)
     assert_equal(target, found, run(target, None, plain, requests()), how)

@@ -155,7 +155,7 @@ def test_padding_changes_nothing(name):
     assert not got[len(mask) :].any()
 
 
-def test_equal_rewards_teach_nothing():
+def test_equal_rewards_give_no_signal():
     rewards = jnp.full(6, 0.1, jnp.float32)
     mask = jnp.ones((6, 4), bool)
     assert not advantages.grpo(rewards, 3).any()

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
 from jax.experimental.pallas import tpu as pltpu
-from kernel_cases import each, on_gpu
+from kernel_cases import each, on_gpu, reduced
 from tpu_topology import needs_libtpu, one
 
+from benchmarks.shapes import NODES, ROWS, SHAPES, SLOTS
 from pallas_kernels.commit import gpu, reference, tpu
-from pallas_kernels.shapes import NODES, ROWS, SHAPES, SLOTS, reduced
 
 
 def on_tpu(interpret):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from margins import decision_margin
 from scipy import stats
 from tiny_stage import requests
 
@@ -21,7 +22,7 @@ from rlhf_jax.generation.speculative.drafters import model as model_drafter
 from rlhf_jax.generation.speculative.drafters.lookup import LOOKUP
 from rlhf_jax.generation.speculative.drafters.search import propose
 from rlhf_jax.generation.speculative.round import run_round
-from rlhf_jax.generation.speculative.sampling import Sampling, decision_margin
+from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.inference.logprobs import score_rollout
 from rlhf_jax.model.transformer import forward, init, logits, unstack
 from rlhf_jax.model.weights.source import open_source

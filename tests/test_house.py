@@ -16,20 +16,20 @@ LIMITS = {
     "imports_that_rise": 0,
     "import_cycles": 0,
     "services_that_know_stages": 0,
-    "flat_files": 19,  # aim: 8
-    "long_files": 9,  # aim: 0
-    "long_bodies": 3,  # aim: 0
-    "small_helpers": 145,  # aim: 0
-    "packed_assignments": 9,  # aim: 0
-    "undocumented": 3,  # aim: 0
-    "no_verb_first": 984,  # aim: 0
-    "long_first_sentences": 107,  # aim: 0
-    "repeated_types": 12,  # aim: 0
-    "repeated_constants": 37,  # aim: 0
-    "unsafe_calls": 8,  # aim: 0
-    "private_share": 0.58,  # aim: 0.30
+    "flat_files": 8,
+    "long_files": 1,  # aim: 0
+    "long_bodies": 2,  # aim: 0
+    "small_helpers": 7,  # aim: 0
+    "packed_assignments": 0,
+    "undocumented": 0,
+    "no_verb_first": 0,
+    "long_first_sentences": 0,
+    "repeated_types": 3,  # aim: 0
+    "repeated_constants": 1,  # aim: 0
+    "unsafe_calls": 0,
+    "private_share": 0.41,  # aim: 0.30
     "line_mean": 43.0,  # the aim; columns of a line of code, less its indentation
-    "short_of_body_median": 3.0,  # aim: 0; lines that the median body is below `BODY_MEDIAN`
+    "short_of_body_median": 2.0,  # aim: 0; lines that the median body is below `BODY_MEDIAN`
 }
 BODY_MEDIAN = 8.0
 

@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec
 from test_generation import assert_equal, decoding, run
 
 from benchmarks import kernels
+from benchmarks.shapes import SHAPES
 from pallas_kernels import dispatch
 from pallas_kernels.arrays import check_ranks
 from pallas_kernels.dispatch import INTERPRETED, REFERENCE, Kernels, choose
-from pallas_kernels.shapes import SHAPES
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation.speculative.sampling import Sampling, block_noise, draw, draw_inside
 from rlhf_jax.inference.logprobs import logprobs_and_entropy

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernel_cases import each, each_by_type, on_gpu
+from kernel_cases import each, each_by_type, on_gpu, reduced
 from scipy.special import log_softmax, logsumexp
 from tpu_topology import needs_libtpu, one
 
+from benchmarks.shapes import SHAPES
 from pallas_kernels.dispatch import INTERPRETED
 from pallas_kernels.logprobs import gpu, reference, tpu
 from pallas_kernels.logprobs.streaming import Sums, combine
-from pallas_kernels.shapes import SHAPES, reduced
 from rlhf_jax import mesh as meshes
 from rlhf_jax.model import kernels as laid
 

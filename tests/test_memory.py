@@ -135,11 +135,11 @@ ONE = dict(slices=1, data=1, fsdp=1, tensor=1)
 def test_weights_optimizer_and_caches_are_exact(tiny, config, shape):
     devices = mesh.make_mesh(*shape)
     model = transformer.init(jax.random.key(0), tiny)
-    policy = mesh.reshard(model, mesh.model_shardings(model, devices, "training"))
+    policy = jax.device_put(model, mesh.model_shardings(model, devices, "training"))
     critic = critic_of(model)
-    critic = mesh.reshard(critic, mesh.model_shardings(critic, devices, "training"))
+    critic = jax.device_put(critic, mesh.model_shardings(critic, devices, "training"))
     half = transformer.cast(model, jnp.bfloat16)
-    copy = mesh.reshard(half, mesh.model_shardings(half, devices, "generation"))
+    copy = jax.device_put(half, mesh.model_shardings(half, devices, "generation"))
     config.generation.strategy = "lookup-chain-4"
     config.generation.history_tokens = 0
     parts = memory.plan(config, ModelConfigs(tiny, tiny, tiny), dict(devices.shape), jnp.bfloat16)

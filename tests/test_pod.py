@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from test_memory import CONFIGS, by_name, load
 from tpu_topology import CHIPS, EIGHT, devices, needs_libtpu
 
 from benchmarks.compiled import KERNELS, LLAMA_8B, lower_round, placed, row_shapes, weights
+from benchmarks.shapes import SLOTS
 from pallas_kernels.dispatch import Kernels
-from pallas_kernels.shapes import BLOCK, SLOTS
+from pallas_kernels.shapes import BLOCK
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived, memory
 from rlhf_jax.config.schema import Config
@@ -110,7 +112,9 @@ def gradient_program(at: Target, model: Model, objective: Callable):
     )
     options = dict(objective=objective, settings=settings)
     metrics = jax.eval_shape(functools.partial(accumulate, None, **options), model, batch).metrics
-    metrics = placed(metrics, jax.tree.map(lambda _: meshes.replicated(at.mesh), metrics))
+    metrics = placed(
+        metrics, jax.tree.map(lambda _: NamedSharding(at.mesh, PartitionSpec()), metrics)
+    )
     return accumulate.lower(Gradient(model, metrics), model, batch, **options).compile()
 
 
@@ -127,16 +131,16 @@ def round_program(at: Target, untied: bool):
     config = at.config
     generation = at.config.generation
     longest = config.data.max_prompt_tokens + generation.max_new_tokens
-    menu = derived.strategies(config)
-    strategy = menu.strategies[menu.nodes.tolist().index(memory.most_nodes(config, at.mesh))]
-    slots = scheduler.cache_slots(longest, menu.strategies)
-    earlier = longest if "replay" in menu.drafters else 0
+    choices = derived.strategies(config)
+    strategy = choices.strategies[choices.nodes.tolist().index(memory.most_nodes(config, at.mesh))]
+    slots = scheduler.cache_slots(longest, choices.strategies)
+    earlier = longest if "replay" in choices.drafters else 0
     empty = functools.partial(
         rows.empty, at.models.policy, at.models.drafter, generation.max_rows, slots
     )
     state = row_shapes(lambda: empty(generation.history_tokens, earlier, at.dtype), at.mesh)
     nodes = tree.as_data(strategy, generation.max_rows)
-    replicated = meshes.replicated(at.mesh)
+    replicated = NamedSharding(at.mesh, PartitionSpec())
     nodes = placed(nodes, jax.tree.map(lambda _: replicated, nodes))
     drafts = row_shapes(
         lambda: jnp.zeros((generation.max_rows, tree.bucket(strategy) - 1), jnp.int32), at.mesh

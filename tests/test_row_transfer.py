@@ -216,15 +216,15 @@ class Schedule:
         self.meshed = meshed
         self.random = random
         self.states = [empty(mesh) for mesh in meshed]
-        self.boards: list[list[int | None]] = [[None] * ROWS for _ in meshed]
+        self.placed: list[list[int | None]] = [[None] * ROWS for _ in meshed]
         self.length: dict[int, int] = {}
         self.count = 0
 
     def any_row(self, live: bool) -> tuple[int, int] | None:
         rows = [
             (s, r)
-            for s, board in enumerate(self.boards)
-            for r, held in enumerate(board)
+            for s, numbers in enumerate(self.placed)
+            for r, held in enumerate(numbers)
             if (held is None) != live
         ]
         return rows[self.random.integers(len(rows))] if rows else None
@@ -241,7 +241,7 @@ class Schedule:
             self.states[s] = begun(
                 self.states[s], np.int32(r), np.int32(self.count), mesh=self.meshed[s]
             )
-            self.boards[s][r] = self.count
+            self.placed[s][r] = self.count
             self.length[self.count] = 0
             self.count += 1
 
@@ -251,8 +251,8 @@ class Schedule:
             self.states[s] = row_verbs.retire(
                 self.states[s], np.array([r], np.int32), mesh=self.meshed[s]
             )
-            number = self.boards[s][r]
-            self.boards[s][r] = None
+            number = self.placed[s][r]
+            self.placed[s][r] = None
             self.length = {other: size for other, size in self.length.items() if other != number}
 
     def move(self):
@@ -271,16 +271,16 @@ class Schedule:
             self.states[to] = row_transfer.unpack_rows(
                 self.states[to], packet, coming, mesh=self.meshed[to]
             )
-            self.boards[to][place] = self.boards[s][r]
-            self.boards[s][r] = None
+            self.placed[to][place] = self.placed[s][r]
+            self.placed[s][r] = None
 
     def check(self):
         """Every sample is in one row, with the caches of one that never moved."""
-        held = [number for board in self.boards for number in board if number is not None]
+        held = [number for numbers in self.placed for number in numbers if number is not None]
         assert sorted(held) == sorted(self.length)
-        for state, board in zip(jax.device_get(self.states), self.boards, strict=True):
-            assert state.done.tolist() == [number is None for number in board]
-            for row, number in enumerate(board):
+        for state, numbers in zip(jax.device_get(self.states), self.placed, strict=True):
+            assert state.done.tolist() == [number is None for number in numbers]
+            for row, number in enumerate(numbers):
                 if number is not None:
                     check_row(state, row, number, self.length[number])
 

@@ -235,7 +235,7 @@ def test_a_reward_model_and_a_critic_from_it(arguments, tmp_path, one_device):
 
 
 def test_prompts_without_signal_are_replaced(arguments, tmp_path, one_device):
-    """Half of the prompts earn the same whatever is said: with resampling the trained ones are the
+    """Half of the prompts get one reward whatever is said: with resampling the trained ones are the
     others.
     """
     reward = tmp_path / "half.py"

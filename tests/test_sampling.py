@@ -8,6 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import margins
 import numpy as np
 import pytest
 from chi_square import SIGNIFICANCE, expected_law, p_value
@@ -19,7 +20,7 @@ from rlhf_jax.generation.speculative.sampling import Sampling, gumbel, noise_bit
 
 draw = jax.jit(module.draw, static_argnums=(3, 4))
 rank = jax.jit(module.rank, static_argnums=(3, 4))
-decision_margin = jax.jit(module.decision_margin, static_argnums=3)
+decision_margin = jax.jit(margins.decision_margin, static_argnums=3)
 log_probabilities = jax.jit(module.log_probabilities, static_argnums=1)
 truncate = jax.jit(module.truncate, static_argnums=1)
 

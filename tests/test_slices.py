@@ -30,9 +30,9 @@ GOLDEN = Path(__file__).parent / "golden" / "llama_reward"
 
 
 def decoding(*strategies: str, **changes) -> GenerationConfig:
-    menu = tuple(map(trees.parse, strategies or ("plain",)))
+    chosen = tuple(map(trees.parse, strategies or ("plain",)))
     base = GenerationConfig(
-        Sampling(1.0), menu, (STOP,), max_rows=6, max_length=64, seed=3, history=64
+        Sampling(1.0), chosen, (STOP,), max_rows=6, max_length=64, seed=3, history=64
     )
     return dataclasses.replace(base, **changes)
 
@@ -123,8 +123,8 @@ def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
     wanted = [Request(np.arange(4, dtype=np.int32), (i,), 4 if i < 20 else 50) for i in range(21)]
     how = decoding("plain", stop_tokens=())
     source = open_source(GOLDEN)
-    judge = RewardModel(source, source.load(np.float32), rows=4)
-    on_slices = dataclasses.replace(judge, model=over(mesh, judge.model))
+    reward_model = RewardModel(source, source.load(np.float32), rows=4)
+    on_slices = dataclasses.replace(reward_model, model=over(mesh, reward_model.model))
     scoring_queue = ScoringQueue(
         Scoring(policy, policy, None, 1.0, rows=4, max_length=64, rewards={"judge": on_slices})
     )
@@ -142,7 +142,7 @@ def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
     np.testing.assert_allclose(found, alone, atol=1e-4, rtol=0)
     for number, row in zip(rollout.sample_id.tolist(), found, strict=True):
         np.testing.assert_array_equal(row, scored[number].reference_logprobs)
-    (wanted,) = model_scorer(judge)([answer]).values
+    (wanted,) = model_scorer(reward_model)([answer]).values
     assert [one.rewards for one in scored.values()] == [
         {"judge": pytest.approx(wanted, abs=1e-4)}
     ] * len(scored)

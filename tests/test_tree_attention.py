@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernel_cases import by_name, each_by_type, on_gpu
+from kernel_cases import by_name, each_by_type, on_gpu, reduced
 from tpu_topology import CHIPS, needs_libtpu, one
 
-from pallas_kernels.shapes import NODES, ROWS, SHAPES, SLOTS, Shape, reduced
+from benchmarks.shapes import NODES, ROWS, SHAPES, SLOTS
+from pallas_kernels.shapes import Shape
 from pallas_kernels.tree_attention import gpu, reference, tpu
 from rlhf_jax.model.attention import cached
 

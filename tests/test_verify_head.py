@@ -13,19 +13,15 @@ import pytest
 from chi_square import SIGNIFICANCE, expected_law, p_value
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
-from kernel_cases import by_name, each_by_type, on_gpu
+from kernel_cases import by_name, each_by_type, on_gpu, reduced
+from margins import decision_margin
 from scipy.special import logsumexp
 from tpu_topology import needs_libtpu, one
 
-from pallas_kernels.shapes import BLOCK, SHAPES, Shape, reduced
+from benchmarks.shapes import SHAPES
+from pallas_kernels.shapes import BLOCK, Shape
 from pallas_kernels.verify_head import gpu, reference, tpu
-from rlhf_jax.generation.speculative.sampling import (
-    Sampling,
-    block_noise,
-    decision_margin,
-    draw,
-    draw_inside,
-)
+from rlhf_jax.generation.speculative.sampling import Sampling, block_noise, draw, draw_inside
 
 IMPLEMENTATIONS = {
     "reference": jax.jit(reference.verify_head, static_argnames=("temperature", "tied")),

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.arrays import LOWEST
-from pallas_kernels.hopper import STRIP, WARPGROUP_ROWS, Plan, across
+from pallas_kernels.hopper import STRIP, WARPGROUP_ROWS, ProductPlan, across
 from pallas_kernels.logprobs import streaming
 from pallas_kernels.logprobs.streaming import Options, Streams, Sums
 from pallas_kernels.shapes import BLOCK
@@ -31,7 +31,7 @@ SLICE_BYTES = 64 * 2**20
 UNIT = 64
 
 
-class Running(NamedTuple):
+class RunningSums(NamedTuple):
     """Hold what the blocks so far have come to, at each row: [WARPGROUP_ROWS] each.
 
     z are the tempered logits.
@@ -43,7 +43,7 @@ class Running(NamedTuple):
     chosen: Array  # the target's z
 
 
-class Scratch(NamedTuple):
+class GradientScratch(NamedTuple):
     """Hold the shared memory of a thread block: references, or what to allocate.
 
     A is its warpgroups.
@@ -97,7 +97,7 @@ def _sums(options: Options, hidden: Array, head: Array, targets: Array) -> Sums:
     return jax.vmap(combine, out_axes=None, axis_name="slice")(parts)
 
 
-def _whole_tiles(plan: Plan, rows: list[Array], hidden: Array, head: Array) -> list[Array]:
+def _whole_tiles(plan: ProductPlan, rows: list[Array], hidden: Array, head: Array) -> list[Array]:
     """Fill numbers of rows [R] each, hidden and the head up with zeros to whole tiles of bfloat16.
 
     Hidden gets the plan's rows. The width, along which both are multiplied, gets whole tiles too.
@@ -113,14 +113,14 @@ def _whole_tiles(plan: Plan, rows: list[Array], hidden: Array, head: Array) -> l
     ]
 
 
-def _sums_kernel(plan: Plan, target: Ref, hidden: Ref, head: Ref, *refs: Any) -> None:
+def _sums_kernel(plan: ProductPlan, target: Ref, hidden: Ref, head: Ref, *refs: Any) -> None:
     """Sum over one slice of the vocabulary for the rows of one warpgroup."""
     out = refs[:3]
     ring = hopper.Ring(*refs[3:])
     mine = hopper.work(plan)
     wanted = hopper.load(target.at[mine.rows])
 
-    def visit(block: Array, logits: Callable[[], Array], running: Running) -> Running:
+    def visit(block: Array, logits: Callable[[], Array], running: RunningSums) -> RunningSums:
         """Add one block, by the online softmax."""
         z = _tempered(plan, logits(), block)
         ids = block * BLOCK + hopper.columns(z.shape)
@@ -132,9 +132,9 @@ def _sums_kernel(plan: Plan, target: Ref, hidden: Ref, head: Ref, *refs: Any) ->
         weighted = (running.weighted + running.total * fall) * jnp.exp(fall)
         weighted = weighted + jnp.sum(share * below, axis=1)
         found = jnp.where(ids == across(wanted, ids.shape), z, 0.0)
-        return Running(top, total, weighted, chosen=running.chosen + jnp.sum(found, axis=1))
+        return RunningSums(top, total, weighted, chosen=running.chosen + jnp.sum(found, axis=1))
 
-    nothing = Running(hopper.rowwise(LOWEST), *(hopper.rowwise(0.0) for _ in range(3)))
+    nothing = RunningSums(hopper.rowwise(LOWEST), *(hopper.rowwise(0.0) for _ in range(3)))
     running = hopper.stream(plan, ring, hidden, head=head, visit=visit, carry=nothing)
     log_total = jnp.log(running.total)
     results = Sums(
@@ -144,7 +144,7 @@ def _sums_kernel(plan: Plan, target: Ref, hidden: Ref, head: Ref, *refs: Any) ->
         ref[mine.part, mine.rows] = result
 
 
-def _tempered(plan: Plan, logits: Array, block: Array) -> Array:
+def _tempered(plan: ProductPlan, logits: Array, block: Array) -> Array:
     """Return tempered logits [WARPGROUP_ROWS, 256] of a block, LOWEST past the vocabulary."""
     ids = block * BLOCK + hopper.columns(logits.shape)
     return jnp.where(ids < plan.vocab, logits / plan.temperature, LOWEST)
@@ -189,7 +189,7 @@ def _add_slice(
     run = plgpu.kernel(
         functools.partial(_d_scores_kernel, plan),
         out_type=jax.ShapeDtypeStruct((plan.rows, -(-size // UNIT) * UNIT), jnp.bfloat16),
-        scratch_types=Scratch(
+        scratch_types=GradientScratch(
             hopper.ring(plan), hopper.smem(plan.warpgroups, WARPGROUP_ROWS, STRIP)
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -208,7 +208,7 @@ def _add_slice(
 
 
 def _d_scores_kernel(
-    plan: Plan,
+    plan: ProductPlan,
     target: Ref,
     normaliser: Ref,
     entropy: Ref,
@@ -223,7 +223,7 @@ def _d_scores_kernel(
 
     They are d log p = onehot - p and dH = -p (log p + H), over the temperature.
     """
-    scratch = Scratch(*refs)
+    scratch = GradientScratch(*refs)
     mine = hopper.work(plan)
     per_row = [
         hopper.load(ref.at[mine.rows])

@@ -38,7 +38,7 @@ LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """Describe how one call is cut into thread blocks; static."""
 
     warpgroups: int  # of a thread block, WARPGROUP_ROWS query rows each
@@ -48,7 +48,7 @@ class Plan:
     scale: float  # of the scores, for powers of two
 
 
-class Scratch(NamedTuple):
+class AttentionScratch(NamedTuple):
     """Hold the shared memory of a thread block and its barriers: references, or what to allocate.
 
     A is its warpgroups, S the ring's slots.
@@ -66,7 +66,7 @@ class Scratch(NamedTuple):
     cleared: Any  # what lies behind the length is zeros
 
 
-class Work(NamedTuple):
+class BlockWork(NamedTuple):
     """Say what a thread block does: blocks of the window, then the cache from block `first` on."""
 
     windows: Array  # blocks of the window
@@ -123,7 +123,7 @@ def tree_attention(
     return out.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
 
 
-def _plan(query: tuple[int, ...], cache: tuple[int, ...], window: int) -> Plan:
+def _plan(query: tuple[int, ...], cache: tuple[int, ...], window: int) -> AttentionPlan:
     """Plan the call for a query, a cache of keys and a window of these shapes and this width."""
     batch, count, heads, dim = query
     groups = cache[1]
@@ -132,7 +132,7 @@ def _plan(query: tuple[int, ...], cache: tuple[int, ...], window: int) -> Plan:
     blocks = pl.cdiv(tiles, WARPGROUPS)
     # Each part has two blocks at least: below that its fixed costs outweigh them.
     wanted = pl.cdiv(THREAD_BLOCKS, batch * groups * blocks)
-    return Plan(
+    return AttentionPlan(
         warpgroups=pl.cdiv(tiles, blocks),
         tiles=blocks,
         parts=min(wanted, pl.cdiv(slots, 2 * CACHE_BLOCK)),
@@ -147,7 +147,7 @@ def _pad(x: Array, axis: int, unit: int) -> Array:
     return jnp.pad(x, [(0, slack if at == axis else 0) for at in range(x.ndim)])
 
 
-def _kernel(plan: Plan, query: tuple[int, ...], interpret: bool) -> Callable:
+def _kernel(plan: AttentionPlan, query: tuple[int, ...], interpret: bool) -> Callable:
     """Return the kernel for query [B, G, R, D].
 
     It gives the parts' weighted sums [S, B, G, R, D], maxima (powers of two) and sums [S, B, G, R].
@@ -162,7 +162,7 @@ def _kernel(plan: Plan, query: tuple[int, ...], interpret: bool) -> Callable:
         grid_names=("tile", "part", "group", "row"),
         num_threads=plan.warpgroups,
         thread_name="warpgroup",
-        scratch_types=Scratch(
+        scratch_types=AttentionScratch(
             query=smem(plan.warpgroups, WARPGROUP_ROWS, dim),
             key=smem(CACHE_SLOTS, dim, CACHE_BLOCK),
             value=smem(CACHE_SLOTS, CACHE_BLOCK, dim),
@@ -178,7 +178,7 @@ def _kernel(plan: Plan, query: tuple[int, ...], interpret: bool) -> Callable:
 
 
 def _attend(
-    plan: Plan,
+    plan: AttentionPlan,
     length: Ref,
     query: Ref,
     cache_k: Ref,
@@ -192,13 +192,22 @@ def _attend(
     *refs: Any,
 ) -> None:
     """Take one warpgroup's query rows over one part of one row's context."""
-    scratch = Scratch(*refs)
+    scratch = AttentionScratch(*refs)
     row, group, part, me = (lax.axis_index(name) for name in ("row", "group", "part", "warpgroup"))
     first = (lax.axis_index("tile") * plan.warpgroups + me) * WARPGROUP_ROWS
     rows = pl.ds(first, WARPGROUP_ROWS)
     plgpu.copy_gmem_to_smem(query.at[row, group, rows], scratch.query.at[me], scratch.asked.at[me])
     plgpu.copy_gmem_to_smem(mask.at[row, rows], scratch.weight.at[me], scratch.asked.at[me])
-    work = _work(plan, length[row], part)
+
+    # The blocks of this part of the cache; the window goes to the last part, whose share is the
+    # smallest.
+    known = length[row]
+    blocks = pl.cdiv(known, CACHE_BLOCK)
+    share = pl.cdiv(blocks, plan.parts)
+    windows = jnp.where(part == plan.parts - 1, plan.windows, 0)
+    cached = jnp.clip(blocks - part * share, 0, share)
+    work = BlockWork(windows, part * share, windows + cached, length=known)
+
     window = window_k.at[row, group], window_v.at[row, group]
     cache = cache_k.at[row, group], cache_v.at[row, group]
     fetch = functools.partial(_fetch, work, window, cache, scratch)
@@ -231,18 +240,12 @@ def _attend(
         ref[part, row, group, rows] = result
 
 
-def _work(plan: Plan, length: Array, part: Array) -> Work:
-    """Return the work of a thread block that serves one part of a row's context."""
-    blocks = pl.cdiv(length, CACHE_BLOCK)
-    share = pl.cdiv(blocks, plan.parts)
-    cached = jnp.clip(blocks - part * share, 0, share)
-    # The window goes to the last part, whose share is the smallest.
-    windows = jnp.where(part == plan.parts - 1, plan.windows, 0)
-    return Work(windows, part * share, windows + cached, length=length)
-
-
 def _fetch(
-    work: Work, window: tuple[Ref, Ref], cache: tuple[Ref, Ref], scratch: Scratch, step: Array
+    work: BlockWork,
+    window: tuple[Ref, Ref],
+    cache: tuple[Ref, Ref],
+    scratch: AttentionScratch,
+    step: Array,
 ) -> None:
     """Start the copies of one step's keys [D, block] and values [block, D] into its slot."""
     slot = lax.rem(step, CACHE_SLOTS)
@@ -258,7 +261,7 @@ def _fetch(
     pl.when(step >= work.windows)(lambda: copy(cache, work.first + step - work.windows))
 
 
-def _refill(work: Work, scratch: Scratch, fetch: Callable, step: Array) -> None:
+def _refill(work: BlockWork, scratch: AttentionScratch, fetch: Callable, step: Array) -> None:
     """Fill the slot of the step before with what comes after those in flight."""
     coming = step + CACHE_SLOTS - 1
 
@@ -275,7 +278,7 @@ def _window_seen(mask: Ref, step: Array) -> Array:
     return plgpu.layout_cast(block[...], plgpu.Layout.WGMMA) > 0
 
 
-def _cache_seen(work: Work, scratch: Scratch, me: Array, step: Array) -> Array:
+def _cache_seen(work: BlockWork, scratch: AttentionScratch, me: Array, step: Array) -> Array:
     """Return which slots of a cache block lie below the length, [rows, block].
 
     The values of the others become zeros: they may be NaN, which a weight of zero would not undo.
@@ -302,7 +305,13 @@ def _cache_seen(work: Work, scratch: Scratch, me: Array, step: Array) -> Array:
 
 
 def _online(
-    plan: Plan, scratch: Scratch, me: Array, *, slot: Array, seen: Array, carry: tuple[Array, ...]
+    plan: AttentionPlan,
+    scratch: AttentionScratch,
+    me: Array,
+    *,
+    slot: Array,
+    seen: Array,
+    carry: tuple[Array, ...],
 ) -> tuple[Array, Array, Array]:
     """Add a slot's keys and values, where `seen` [rows, block], to (sum, maximum, total)."""
     out, top, total = carry

@@ -125,7 +125,8 @@ def followers(length: Array) -> Array:
     filled = length > 0
     ahead = lax.cummin(jnp.where(filled, rows, length.size), reverse=True)
     ahead = jnp.append(ahead[1:], length.size)
-    return jnp.where(ahead < length.size, ahead, jnp.max(jnp.where(filled, rows, 0)))
+    last = jnp.max(jnp.where(filled, rows, 0))
+    return jnp.where(ahead < length.size, ahead, last)
 
 
 def block_at(

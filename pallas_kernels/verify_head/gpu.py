@@ -20,12 +20,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.arrays import LOWEST
-from pallas_kernels.hopper import ROWWISE, STRIP, WARPGROUP_ROWS, Plan, across, rowwise
+from pallas_kernels.hopper import ROWWISE, STRIP, WARPGROUP_ROWS, ProductPlan, across, rowwise
 from pallas_kernels.shapes import BLOCK
 from pallas_kernels.verify_head.reference import Parts, check, combine
 
 
-class Scratch(NamedTuple):
+class VerifyScratch(NamedTuple):
     """Hold the shared memory of a thread block and its barriers: references, or what to allocate.
 
     A is its warpgroups.
@@ -36,7 +36,7 @@ class Scratch(NamedTuple):
     asked: Any  # [A]: a warpgroup's noise is here
 
 
-class Running(NamedTuple):
+class RunningBest(NamedTuple):
     """Hold what the blocks so far have come to, at each node: [WARPGROUP_ROWS] each."""
 
     top: Array  # the largest logit
@@ -85,7 +85,7 @@ def verify_head(
     return jax.vmap(one, out_axes=None, axis_name="slice")(parts)
 
 
-def _kernel(plan: Plan, interpret: bool) -> Callable:
+def _kernel(plan: ProductPlan, interpret: bool) -> Callable:
     """Return the kernel, which gives `Parts` by slice.
 
     It takes the token count [1], hidden [R, M], the head and, unless greedy, noise [blocks, R].
@@ -95,7 +95,7 @@ def _kernel(plan: Plan, interpret: bool) -> Callable:
     return plgpu.kernel(
         functools.partial(_stream, plan),
         out_type=(a_row, a_row, jax.ShapeDtypeStruct(a_row.shape, jnp.int32), inside),
-        scratch_types=Scratch(
+        scratch_types=VerifyScratch(
             ring=hopper.ring(plan),
             noise=plgpu.SMEM((plan.warpgroups, WARPGROUP_ROWS), jnp.float32),
             asked=plgpu.Barrier(num_barriers=plan.warpgroups),
@@ -106,15 +106,15 @@ def _kernel(plan: Plan, interpret: bool) -> Callable:
     )
 
 
-def _stream(plan: Plan, vocab: Ref, hidden: Ref, head: Ref, *refs: Any) -> None:
+def _stream(plan: ProductPlan, vocab: Ref, hidden: Ref, head: Ref, *refs: Any) -> None:
     """Take one warpgroup's nodes through all blocks of its slice."""
     noise = refs[0] if plan.temperature else None
     *out, inside = refs[-7:-3]
-    scratch = Scratch(*refs[-3:])
+    scratch = VerifyScratch(*refs[-3:])
     mine = hopper.work(plan)
     known = vocab[0]
 
-    def visit(block: Array, logits: Callable[[], Array], running: Running) -> Running:
+    def visit(block: Array, logits: Callable[[], Array], running: RunningBest) -> RunningBest:
         """Take in one block, of which the tokens that count."""
         if noise is not None:
             plgpu.copy_gmem_to_smem(
@@ -127,7 +127,7 @@ def _stream(plan: Plan, vocab: Ref, hidden: Ref, head: Ref, *refs: Any) -> None:
             plan, scratch, mine.me, inside=kept, block=block, logits=found, running=running
         )
 
-    nothing = Running(
+    nothing = RunningBest(
         top=rowwise(LOWEST),
         total=rowwise(0.0),
         score=rowwise(-jnp.inf),
@@ -140,15 +140,15 @@ def _stream(plan: Plan, vocab: Ref, hidden: Ref, head: Ref, *refs: Any) -> None:
 
 
 def _update(
-    plan: Plan,
-    scratch: Scratch,
+    plan: ProductPlan,
+    scratch: VerifyScratch,
     me: Array,
     *,
     inside: Ref,
     block: Array,
     logits: Array,
-    running: Running,
-) -> Running:
+    running: RunningBest,
+) -> RunningBest:
     """Take in one block's logits [WARPGROUP_ROWS, 256].
 
     They replace `inside`, of the same shape, at nodes where they score best.
@@ -170,7 +170,7 @@ def _update(
         old = hopper.load(strip, plgpu.Layout.WGMMA)
         new = z[:, start : start + STRIP]
         strip[...] = jnp.where(across(kept, new.shape), old, new)
-    return Running(
+    return RunningBest(
         top=top,
         total=running.total * jnp.exp(running.top - top) + mass * jnp.exp(local - top),
         score=jnp.where(kept, running.score, score),

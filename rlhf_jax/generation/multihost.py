@@ -101,7 +101,7 @@ class PlanCoordinator:
     """Play the part of this process, or of its slice group, in planning a stage."""
 
     stage: AssignmentState
-    settle: Callable[[SliceBatch], None]  # lands all rounds that a slice has in the air
+    settle: Callable[[SliceBatch], None]  # receives all rounds that a slice has in flight
     may_occupy: Callable[[], bool]  # whether an idle slice here may be given other work now
     carried: int = 0  # plans
     looked: float = 0.0  # for a plan, last
@@ -113,7 +113,7 @@ class PlanCoordinator:
         if self._together:
             return not self.over
         return bool(self.stage.unassigned) or any(
-            instance.busy for instance in self.stage.own_slices.values()
+            batch.busy for batch in self.stage.own_slices.values()
         )
 
     @property
@@ -126,18 +126,15 @@ class PlanCoordinator:
         Raises StageAborted where another process gives the stage up.
         """
         if self._together:
-            self._turn()
+            if self._slice_group.decide_together(self._next):
+                wanted = wait_for(self._name, f"{self._name}/plan {self.carried}", Assignments)
+                apply_assignments(self.stage, wanted, self._carry)
+                self.carried = self.carried + 1
+                self.over = wanted.over
         elif self.stage.due:
             apply_assignments(self.stage, reassign(self.stage, unfinished(self.stage)))
         else:
             self._slice_group.decide_together(lambda: None)  # its leader goes on
-
-    def _turn(self) -> None:
-        if self._slice_group.decide_together(self._next):
-            wanted = wait_for(self._name, f"{self._name}/plan {self.carried}", Assignments)
-            apply_assignments(self.stage, wanted, self._carry)
-            self.carried = self.carried + 1
-            self.over = wanted.over
 
     @property
     def _name(self) -> str:
@@ -149,7 +146,7 @@ class PlanCoordinator:
 
     def _next(self) -> bool:
         """Say whether there is another plan now; a group of several that is idle waits for one."""
-        busy = any(instance.busy for instance in self.stage.own_slices.values())
+        busy = any(batch.busy for batch in self.stage.own_slices.values())
         while (
             not (found := self._look(busy))
             and self._slice_group.several
@@ -200,36 +197,43 @@ class PlanCoordinator:
             self._take(self.stage.samples[sample_id], source, target, word)
 
     def _give(self, sample: Sample, source: int, target: int, word: str) -> None:
-        instance = self.stage.own_slices[source]
-        self.settle(instance)
-        if sample in instance.queue:
-            instance.queue.remove(sample)
+        batch = self.stage.own_slices[source]
+        self.settle(batch)
+        if sample in batch.queue:
+            batch.queue.remove(sample)
             self._slice_group.publish(word, StillQueued())
-        elif sample.done or sample not in instance.rows:
+        elif sample.done or sample not in batch.rows:
             self._slice_group.publish(word, AlreadyEnded())
         else:
             slots = row_transfer.width(
-                len(sample.prompt) + len(sample.tokens), instance.state.tokens.shape[1]
+                len(sample.prompt) + len(sample.tokens), batch.state.tokens.shape[1]
             )
             moved = {name: getattr(sample, name) for name in MOVED}
             self._slice_group.publish(word, RowHandOver(**moved, slots=slots))
             self._slice_group.decide_together(lambda: self._is_awaited(word))
-            self._pass(leave(instance, sample, slots), instance, source, target)
+            self._pass(leave(batch, sample, slots), batch, source, target)
 
     def _take(self, sample: Sample, source: int, target: int, word: str) -> None:
-        instance = self.stage.own_slices[target]
+        batch = self.stage.own_slices[target]
         said = self._slice_group.decide_together(lambda: wait_for(self._name, word, HandOver))
         if isinstance(said, StillQueued):
-            instance.queue.append(sample)
+            batch.queue.append(sample)
         elif isinstance(said, RowHandOver):
-            self._slice_group.decide_together(lambda: _promise(word))
+
+            def promise() -> None:
+                """Say that the sample is awaited: from then on both take part in the exchange."""
+                consent = ExchangeConsent(given=True)
+                if not distributed.publish_if_absent(f"{word}, awaited", consent).given:
+                    raise StageAborted
+
+            self._slice_group.decide_together(promise)
             for name in MOVED:
                 setattr(sample, name, getattr(said, name))
-            resize(instance, len(instance.samples) + 1, self.stage.run.decoding)
+            resize(batch, len(batch.samples) + 1, self.stage.run.decoding)
             blank = row_transfer.pack_rows(
-                instance.state, np.zeros(1, np.int32), said.slots, mesh=instance.mesh
+                batch.state, np.zeros(1, np.int32), said.slots, mesh=batch.mesh
             )
-            join(instance, sample, self._pass(blank, instance, source, target))
+            join(batch, sample, self._pass(blank, batch, source, target))
 
     def _is_awaited(self, word: str) -> None:
         """Wait until the target of a sample awaits it.
@@ -244,13 +248,7 @@ class PlanCoordinator:
             ):
                 raise StageAborted
 
-    def _pass(self, packet: RowPacket, instance: SliceBatch, source: int, target: int) -> RowPacket:
-        here = cast(Any, instance.mesh)
+    def _pass(self, packet: RowPacket, batch: SliceBatch, source: int, target: int) -> RowPacket:
+        here = cast(Any, batch.mesh)
         ends = cast(Any, self.stage.meshes)
         return row_transfer.send_to_process([packet], here, ends[source], ends[target])
-
-
-def _promise(word: str) -> None:
-    """Say that a sample is awaited: from then on both take part in the exchange."""
-    if not distributed.publish_if_absent(f"{word}, awaited", ExchangeConsent(given=True)).given:
-        raise StageAborted

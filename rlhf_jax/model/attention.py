@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
+from pallas_kernels.arrays import LayerCache
 from pallas_kernels.tree_attention import tree_attention
 from rlhf_jax.mesh import ROW_AXES
-from rlhf_jax.types import LayerCache
 
 # Plain attention takes so many queries at a time, and so many make a block of splash attention.
 QUERY_BLOCK = 512
@@ -72,20 +72,21 @@ def partitioned(attend: Callable, mesh: Mesh, rows: Any, heads: Any) -> Callable
     return attend_parts
 
 
-def blockwise(query: Array, key: Array, value: Array, block: int = QUERY_BLOCK) -> Array:
-    """Attend causally, `block` queries at a time over the keys up to them; shapes as in `causal`.
+def blockwise(query: Array, key: Array, value: Array) -> Array:
+    """Attend causally, a block of queries at a time over the keys up to them.
 
-    For Q > block [B, H, Q, Q] never exists: each block's weights are computed again in the backward
-    pass (Rabe and Staats 2021).
+    Shapes as in `causal`. For Q > QUERY_BLOCK [B, H, Q, Q] never exists: each block's weights are
+    computed again in the backward pass (Rabe and Staats 2021).
     """
+    block = QUERY_BLOCK
     if query.shape[1] <= block:
         return _attend_block(query, key, value)
     attend = jax.checkpoint(_attend_block)
     stops = range(block, query.shape[1] + block, block)
-    return jnp.concatenate(
-        [attend(query[:, stop - block : stop], key[:, :stop], value[:, :stop]) for stop in stops],
-        axis=1,
-    )
+    parts = [
+        attend(query[:, stop - block : stop], key[:, :stop], value[:, :stop]) for stop in stops
+    ]
+    return jnp.concatenate(parts, axis=1)
 
 
 def _attend_block(query: Array, key: Array, value: Array) -> Array:

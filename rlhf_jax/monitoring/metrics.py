@@ -36,6 +36,9 @@ REQUIRED = (
     "loss/policy",
 )
 
+# So many samples are shown as they were before and after the run.
+SHOWN_SAMPLES = 6
+
 # What a run has in its workdir, and an earlier run leaves there.
 RUN_FILES = (
     "config.json",
@@ -165,12 +168,12 @@ def _keep_earlier(folder: pathlib.Path) -> None:
         path.rename(earlier / path.name)
 
 
-def before_and_after(workdir: str | pathlib.Path, shown: int = 6) -> tuple[list, list]:
+def before_and_after(workdir: str | pathlib.Path) -> tuple[list, list]:
     """Return what `console.compare` shows of a run, from its first and its last evaluation.
 
     It is (name, before, after) of the measures that both have, and (prompt, before, after) of up to
-    `shown` samples, evenly spread. Samples are paired where their prompts are equal: the first
-    response to a prompt with the first, the second with the second. The rest is left out.
+    SHOWN_SAMPLES samples, evenly spread. Samples are paired where their prompts are equal: the
+    first response to a prompt with the first, the second with the second. The rest is left out.
     """
     path = pathlib.Path(workdir) / "evaluations.jsonl"
     lines = _lines(path)
@@ -188,7 +191,7 @@ def before_and_after(workdir: str | pathlib.Path, shown: int = 6) -> tuple[list,
         responses = later[sample["prompt"]]
         if responses:
             pairs.append((sample["prompt"], sample["response"], responses.pop()))
-    return measures, pairs[:: -(-len(pairs) // shown) or 1]
+    return measures, pairs[:: -(-len(pairs) // SHOWN_SAMPLES) or 1]
 
 
 def is_measure(key: str) -> bool:

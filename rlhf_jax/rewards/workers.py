@@ -153,7 +153,11 @@ class Workers:
         try:
             reply = receive_reply(child.pipe)
         except (EOFError, ConnectionError):
-            return self._give_up(child, f"ended its process with {_exit_status(child.process)}")
+            status = "its end of the pipe closed"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = child.process.wait(1)
+                status = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            return self._give_up(child, f"ended its process with {status}")
         except BlockingIOError:
             return self._give_up(child, "began a reply and did not end it")
         except OSError as error:
@@ -226,13 +230,6 @@ def _late(seconds: float) -> str:
     return f"took longer than {seconds:g} s"
 
 
-def _exit_status(process: subprocess.Popen) -> str:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        code = process.wait(1)
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return "its end of the pipe closed"
-
-
 def serve(spec: str, watched: int) -> None:
     """Import the reward, then answer calls until the parent closes the socket or ends.
 
@@ -266,9 +263,11 @@ def _signal_events(watched: int) -> None:
     come after the call was read.
     """
     signal.signal(signal.SIGIO, signal.SIG_IGN)
+    # Processes that the reward starts do not get it.
     os.set_inheritable(watched, False)
+    flags = fcntl.fcntl(watched, fcntl.F_GETFL)
     fcntl.fcntl(watched, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(watched, fcntl.F_SETFL, fcntl.fcntl(watched, fcntl.F_GETFL) | os.O_ASYNC)
+    fcntl.fcntl(watched, fcntl.F_SETFL, flags | os.O_ASYNC)
 
 
 def call(reward: Reward, asked: RewardCall) -> RewardScore | RewardFailure:

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax._src import distributed, xla_bridge
-from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+from jax._src import distributed, lib, xla_bridge
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -124,13 +123,24 @@ def _bind_address(coordinator: str) -> str | None:
 
 def _keep_collectives_local() -> None:
     """Have gloo listen on the loopback: by itself it takes the address of the machine's name."""
+    # jax has no public way to say so. These are its own (0.10.2 and 0.12 have them); where a
+    # version lacks one, or takes other arguments, gloo listens where jax has it listen.
+    make_collectives = getattr(getattr(lib, "_jax", None), "make_gloo_tcp_collectives", None)
+    make_cpu_client = getattr(xla_bridge, "make_cpu_client", None)
+    register = getattr(xla_bridge, "register_backend_factory", None)
+    if make_collectives is None or make_cpu_client is None or register is None:
+        return
 
     def make_client() -> Any:
-        client = distributed.global_state.client
-        local = _jax.make_gloo_tcp_collectives(client, hostname="127.0.0.1")
-        return xla_bridge.make_cpu_client(collectives=local)
+        """Make the client of the CPU's devices, with collectives on the loopback if possible."""
+        try:
+            local = make_collectives(distributed.global_state.client, hostname="127.0.0.1")
+            return make_cpu_client(collectives=local)
+        except TypeError:
+            return make_cpu_client()
 
-    xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
+    with contextlib.suppress(TypeError):
+        register("cpu", make_client, priority=0, fail_quietly=False)
 
 
 def started() -> bool:

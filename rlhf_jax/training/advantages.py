@@ -122,16 +122,16 @@ def gae(
     return advantages.T, jnp.where(mask, advantages.T + values, 0.0)
 
 
-def grpo(rewards: Array, samples_per_prompt: int, eps: float = 1e-6) -> jax.Array:
+def grpo(rewards: Array, samples_per_prompt: int) -> jax.Array:
     """Compute A_i = (r_i - mean(r)) / std(r) within each group of one prompt's samples.
 
     rewards [B] float32 -> [B] float32; groups lie in neighbouring rows. The standard deviation is
-    the population's; a group whose deviation is at most `eps` gets 0 (DeepSeekMath, Shao et al.
+    the population's; a group whose deviation is at most `FLAT` gets 0 (DeepSeekMath, Shao et al.
     2024, 4.1.2). ValueError where the rows do not fall into whole groups.
     """
     centred = dr_grpo(rewards, samples_per_prompt).reshape(-1, samples_per_prompt)
     std = jnp.sqrt((centred**2).mean(axis=1, keepdims=True))
-    return jnp.where(std > eps, centred / jnp.maximum(std, eps), 0.0).reshape(-1)
+    return jnp.where(std > FLAT, centred / jnp.maximum(std, FLAT), 0.0).reshape(-1)
 
 
 def dr_grpo(rewards: Array, samples_per_prompt: int) -> Array:

@@ -242,7 +242,7 @@ def byte_letters() -> dict[int, str]:
 
 
 class PlainBPE:
-    """Byte-level BPE in the plainest Python, to judge a fast one by."""
+    """Byte-level BPE in the plainest Python, to check a fast one against."""
 
     def __init__(self, reader: gguf.GGUFReader):
         self.tokens = reader.fields["tokenizer.ggml.tokens"].contents()

@@ -264,64 +264,6 @@ def rank(
     return _fill(jnp.where(scores > -jnp.inf, ranked, -1), count)
 
 
-def decision_margin(
-    logits: jax.Array, key: Array, position: Array, sampling: Sampling
-) -> jax.Array:
-    """Return how far `[...]` float32 the draw is from another outcome, in tempered logits.
-
-    Two runs may differ where it is tiny. It is the least of the gaps between the two best blocks
-    and the two best tokens of the best block and, where the draw depends on it, of the distance to
-    the top-k or top-p edge. At temperature 0 it is the gap of the two largest logits. Arguments as
-    for `draw`.
-    """
-    _assert_ranks(logits, key, position)
-    if sampling.temperature == 0:
-        return _gap(logits.astype(jnp.float32))
-    z = truncate(logits, sampling)
-    token, margin = _outcome(z, key, position)
-    if not sampling.top_k and sampling.top_p == 1:
-        return margin
-    full = logits.astype(jnp.float32) / sampling.temperature
-    for distance, moved in _edge_moves(full, z, sampling):
-        other, gap = _outcome(moved, key, position)
-        margin = jnp.minimum(margin, jnp.maximum(distance, jnp.where(other == token, gap, 0.0)))
-    return margin
-
-
-def _outcome(z: jax.Array, key: Array, position: Array) -> tuple[jax.Array, jax.Array]:
-    """Return the token that truncated logits give, and the smaller gap of its two levels."""
-    block_scores = jax.nn.logsumexp(blocks(z), -1) + block_noise(key, position, z.shape[-1])
-    block = jnp.argmax(block_scores, -1)[..., None].astype(jnp.int32)
-    scores = (inside(z, block) + _token_noise(block, key, position, 1))[..., 0, :]
-    token = block[..., 0] * BLOCK + jnp.argmax(scores, -1).astype(jnp.int32)
-    return token, jnp.minimum(_gap(block_scores), _gap(scores))
-
-
-def _edge_moves(
-    full: jax.Array, z: jax.Array, sampling: Sampling
-) -> list[tuple[jax.Array, jax.Array]]:
-    """Return the truncations one step over the edge: last token out, next one in, or both.
-
-    Each is (its distance `[...]`, its logits `[..., V]`). full are tempered logits, z truncated.
-    """
-    kept = z > -jnp.inf
-    last = jnp.min(jnp.where(kept, z, jnp.inf), -1, keepdims=True)
-    following = jnp.max(jnp.where(kept, -jnp.inf, full), -1, keepdims=True)
-    swap = out = into = (last - following)[..., 0]
-    if sampling.top_p < 1:
-        # Mass is counted where top-p counts it: on what top-k leaves.
-        mass = jnp.exp(log_probabilities(full, Sampling(top_k=sampling.top_k)))
-        out = jnp.abs(jnp.sum(jnp.where(z > last, mass, 0.0), -1) - sampling.top_p)
-        into = jnp.abs(jnp.sum(jnp.where(kept, mass, 0.0), -1) - sampling.top_p)
-    fewer = jnp.where(z > last, z, -jnp.inf)
-    entering = ~kept & (full == following)
-    return [
-        (swap, jnp.where(entering, full, fewer)),
-        (out, fewer),
-        (into, jnp.where(entering, full, z)),
-    ]
-
-
 def _truncated_gumbel(scores: Array, top: Array) -> jax.Array:
     """Map raw scores `[..., c, 256]` so that each block's best is `top[..., c, 1]`.
 
@@ -347,11 +289,3 @@ def _fill(tokens: Array, count: int) -> jax.Array:
     """Fill tokens `[..., c]` up with -1 to `[..., count]`."""
     missing = [(0, 0)] * (tokens.ndim - 1) + [(0, count - tokens.shape[-1])]
     return jnp.pad(tokens, missing, constant_values=-1)
-
-
-def _gap(scores: Array) -> jax.Array:
-    """Return the difference of the two largest of the last axis; inf where there is no second."""
-    best = jnp.arange(scores.shape[-1]) == jnp.argmax(scores, -1, keepdims=True)
-    first = jnp.max(scores, -1)
-    second = jnp.max(jnp.where(best, -jnp.inf, scores), -1)
-    return jnp.where(second > -jnp.inf, first - second, jnp.inf)

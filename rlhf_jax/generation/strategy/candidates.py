@@ -144,12 +144,12 @@ def with_trees(candidates: Candidates, rates: Mapping[str, np.ndarray]) -> Candi
     return build(kept, candidates.longest)
 
 
-def best_tree(rates: np.ndarray, size: int, deepest: int = DEPTHS) -> tuple[int, ...]:
+def best_tree(rates: np.ndarray, size: int) -> tuple[int, ...]:
     """Return the parents, in level order, of the tree that expects most tokens.
 
-    size: its drafts; deepest: its levels, at most; rates [DEPTHS, RANKS], none above those before
-    it in its row. The optimum of Sequoia (Chen et al. 2024) without its table: a node's chance is
-    the product of rates on its path, whatever else the tree holds, and never more than that of its
+    size: its drafts, on at most DEPTHS levels; rates [DEPTHS, RANKS], none above those before it in
+    its row. The optimum of Sequoia (Chen et al. 2024) without its table: a node's chance is the
+    product of rates on its path, whatever else the tree holds, and never more than that of its
     parent or of the sibling before it. So the likeliest nodes, taken one by one, make a tree, and
     none is better.
     """
@@ -163,8 +163,8 @@ def best_tree(rates: np.ndarray, size: int, deepest: int = DEPTHS) -> tuple[int,
             ratio = rates[depth - 1, path[-1] + 1] / max(rates[depth - 1, path[-1]], 1e-9)
             sibling = (*path[:-1], path[-1] + 1)
             heapq.heappush(open_nodes, (chance * ratio, depth, sibling))
-        if depth < deepest:
-            rate = rates[min(depth, len(rates) - 1), 0]
+        if depth < DEPTHS:
+            rate = rates[depth, 0]
             heapq.heappush(open_nodes, (chance * rate, depth + 1, (*path, 0)))
     found.sort(key=lambda path: (len(path), path))
     return tuple(found.index(path[:-1]) if len(path) > 1 else -1 for path in found)

@@ -42,6 +42,8 @@ from rlhf_jax.monitoring.report.scales import (
 
 # Pixels of a lane at least and at most, and of all lanes together where that is possible.
 LANE_PIXELS = (5, 28, 576)
+# Pixels of a chart, unless its caller says otherwise.
+HEIGHT = 190
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Lane:
 
 
 def line_chart(
-    title: str, trained: Series, evaluated: Series | None = None, height: int = 190
+    title: str, trained: Series, evaluated: Series | None = None, height: int = HEIGHT
 ) -> str:
     """Draw a number by step: each value light, the moving mean bold, evaluations as dots.
 
@@ -102,12 +104,12 @@ def line_chart(
     return svg(spoken, height, *parts, end_labels(ends, frame))
 
 
-def lines_chart(title: str, lines: Sequence[tuple[str, Series]], height: int = 190) -> str:
+def lines_chart(title: str, lines: Sequence[tuple[str, Series]]) -> str:
     """Draw the moving means of several (class, number by step); return an SVG, '' of nothing."""
     lines = [(kind, line) for kind, line in lines if line]
     if not lines:
         return ""
-    frame = frame_of([line for _, line in lines], height)
+    frame = frame_of([line for _, line in lines], HEIGHT)
     parts = [grid(frame)]
     ends = []
     for kind, line in lines:
@@ -128,7 +130,7 @@ def lines_chart(title: str, lines: Sequence[tuple[str, Series]], height: int = 1
             if seen:
                 tip.append(f"{name} {reading(float(np.mean(seen)))}")
         parts.append(target(frame, left, right, "\n".join(tip)))
-    return svg(f"{title} by step", height, *parts, end_labels(ends, frame))
+    return svg(f"{title} by step", HEIGHT, *parts, end_labels(ends, frame))
 
 
 def share_chart(
@@ -136,7 +138,7 @@ def share_chart(
     names: Sequence[str],
     layers: Sequence[tuple[str, np.ndarray]],
     tips: Sequence[str],
-    height: int = 190,
+    height: int = HEIGHT,
 ) -> str:
     """Draw a bar for each name, stacked of layers (class, per cent [n]); '' of no names.
 
@@ -163,7 +165,6 @@ def share_chart(
 def stacked_chart(
     title: str,
     layers: Sequence[Series],
-    height: int = 190,
     kinds: Sequence[str] = (),
     say: Callable[[float], str] = duration,
     whole: bool = True,
@@ -182,9 +183,9 @@ def stacked_chart(
     values = np.stack([layer.values for layer in layers])  # [layers, n]
     parts = groups(len(steps), MOST_POINTS)
     means = np.stack([values[:, part].mean(1) for part in parts], 1)  # [layers, bars]
-    _, top, mark = domain(means.sum(0), height // GRID_PIXELS, from_zero=True)
+    _, top, mark = domain(means.sum(0), HEIGHT // GRID_PIXELS, from_zero=True)
     half = (steps[-1] - steps[0]) / max(len(steps) - 1, 1) / 2 or 0.5
-    frame = Frame(float(steps[0] - half), float(steps[-1] + half), 0.0, top, mark, height)
+    frame = Frame(float(steps[0] - half), float(steps[-1] + half), 0.0, top, mark, HEIGHT)
     edges = np.array([[steps[part][0] - half, steps[part][-1] + half] for part in parts])
     above = np.cumsum(means, 0)
     bars = "".join(
@@ -200,7 +201,7 @@ def stacked_chart(
         targets.append(target(frame, left, right, "\n".join(tip)))
     sums = Series("together", np.array([steps[part][0] for part in parts]), means.sum(0))
     return svg(
-        f"{title} by step", height, grid(frame), stretched(bars), *targets, spikes(sums, frame)
+        f"{title} by step", HEIGHT, grid(frame), stretched(bars), *targets, spikes(sums, frame)
     )
 
 

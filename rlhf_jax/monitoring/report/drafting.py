@@ -21,7 +21,7 @@ from rlhf_jax.monitoring.report.run import THIRDS, Row, RunRecord, Series, serie
 from rlhf_jax.monitoring.report.scales import reading, share, strategy_label
 
 # What a reader calls the drafters.
-DRAFTERS = {"none": "plain", "lookup": "lookup", "replay": "replay", "model": "model"}
+DRAFTER_NAMES = {"none": "plain", "lookup": "lookup", "replay": "replay", "model": "model"}
 # Drafts up to which a strategy has the first, second and third shade of its drafter's colour.
 SHADE_DRAFTS = (2, 4, 8)
 NAMED = 12  # strategies that the table names; the others count together
@@ -72,7 +72,7 @@ def charts(run: RunRecord) -> list[Chart]:
     drawn.append(_shares(run.metrics))
     lines = [
         (key, series(run.metrics, f"strategy/acceptance_{key}", name))
-        for key, name in DRAFTERS.items()
+        for key, name in DRAFTER_NAMES.items()
     ]
     note = "of a draft's first token, as the choice takes it"
     drawn.append(_lines("Acceptance by drafter", note, lines))
@@ -93,13 +93,13 @@ def table(rows: list[Row]) -> list[Outcome]:
     Rare ones count together.
     """
     sums = _summed(rows, lambda row: (row["drafter"], row["drafts"], row["strategy"]))
-    played = sorted(sums.items(), key=lambda item: -item[1]["rounds"])
+    ranked = sorted(sums.items(), key=lambda item: -item[1]["rounds"])
     every = sum(figures["rounds"] for figures in sums.values())
     found = [
         _outcome(strategy_label(key[-1]), key[-1], figures, every)
-        for key, figures in played[:NAMED]
+        for key, figures in ranked[:NAMED]
     ]
-    rare = [figures for _, figures in played[NAMED:]]
+    rare = [figures for _, figures in ranked[NAMED:]]
     if rare:
         together = sum(rare, collections.Counter())
         found.append(_outcome(f"{len(rare)} others", "", figures=together, every=every))
@@ -120,7 +120,7 @@ def _by_live_rows(title: str, rows: list[Row], every: list[Row]) -> Chart:
     rounds = _summed(rows, lambda row: row["live"])
     layered = _summed(rows, lambda row: (row["live"], kind(row)))
     layers = []
-    for drafter in DRAFTERS:
+    for drafter in DRAFTER_NAMES:
         for shade in range(len(SHADE_DRAFTS) + 1):
             name = f"{drafter} shade-{shade}"
             shares = [
@@ -136,7 +136,7 @@ def _by_live_rows(title: str, rows: list[Row], every: list[Row]) -> Chart:
     drafted = _summed(rows, lambda row: row["drafter"])
     total = sum(figures["rounds"] for figures in drafted.values())
     legend = []
-    for key, name in DRAFTERS.items():
+    for key, name in DRAFTER_NAMES.items():
         if key in drafted:
             legend.append((key, f"{name} {share(drafted[key]['rounds'], total)}"))
     note = ""
@@ -164,18 +164,20 @@ def _tip(size: int, rows: list[Row]) -> str:
 
 def _shares(rows: list[Row]) -> Chart:
     """Draw each drafter's share of a step's rounds, of the drafters that most steps tell of."""
-    found = [(key, [row for row in rows if f"strategy/share_{key}" in row]) for key in DRAFTERS]
+    found = [
+        (key, [row for row in rows if f"strategy/share_{key}" in row]) for key in DRAFTER_NAMES
+    ]
     most = max(len(own) for _, own in found)
     kinds = []
     layers = []
     for key, own in found:
-        line = series(own, f"strategy/share_{key}", DRAFTERS[key])
+        line = series(own, f"strategy/share_{key}", DRAFTER_NAMES[key])
         if len(own) == most and line:
             kinds.append(key)
             layers.append(Series(line.name, line.steps, 100 * line.values))
     title = "Drafters"
     svg = stacked_chart(title, layers, kinds=kinds, say=lambda part: f"{part:.0f}%", whole=False)
-    legend = tuple((key, DRAFTERS[key]) for key in kinds)
+    legend = tuple((key, DRAFTER_NAMES[key]) for key in kinds)
     return Chart(title, "% of a step's rounds", Markup(svg), legend)
 
 

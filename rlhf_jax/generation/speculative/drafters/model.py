@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from pallas_kernels.arrays import LayerCache
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.protocol import DraftContext, Drafter, Execute, Proposal
@@ -21,16 +22,7 @@ from rlhf_jax.mesh import pin_rows
 from rlhf_jax.model import kernels as laid
 from rlhf_jax.model.attention import cached
 from rlhf_jax.model.transformer import forward, logits
-from rlhf_jax.types import (
-    Array,
-    Cache,
-    DecodeState,
-    DraftState,
-    Emission,
-    LayerCache,
-    Model,
-    Strategy,
-)
+from rlhf_jax.types import Array, Cache, DecodeState, DraftState, Emission, Model, Strategy
 
 CATCH_UP_TOKENS = 8  # Tokens of each row that one step of `catch_up` feeds.
 # Probabilities of the drafter's best token that divide the confidence classes 1, 2 and 3.
