@@ -10,11 +10,11 @@ On two hosts, each with its own number: `--coordinator HOST:PORT --processes 2 -
 of `--across`.
 
 A move is `pack_rows`, `send` (or `send_to_process`) and `unpack_rows` as in a run, from a
-dispatched state that is there, after all programs are compiled. The link's own time is that of one flat array
-of as many bytes by the plainest means: `jax.device_put` between two devices of a process, one
-`ppermute` between two processes. Both in turn, medians; a prefill once. On a CPU the link is
-memory, or gloo over loopback, and the move's copies on its two devices count as much as the link;
-on an accelerator's link they should not.
+dispatched state that is there, after all programs are compiled. The link's own time is that of one
+flat array of as many bytes by the plainest means: `jax.device_put` between two devices of a
+process, one `ppermute` between two processes. Both in turn, medians; a prefill once. On a CPU the
+link is memory, or gloo over loopback, and the move's copies on its two devices count as much as the
+link; on an accelerator's link they should not.
 """
 
 from __future__ import annotations
