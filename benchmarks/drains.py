@@ -19,6 +19,8 @@ import numpy as np
 from benchmarks.latency_table import DRAFT, Points, possible_lengths, surface
 from rlhf_jax.reallocation.planner import Reallocation
 
+# The table of percentiles that benchmarks read where none is named.
+LENGTHS_TABLE = str(pathlib.Path(__file__).parent / "tables" / "response_lengths.csv")
 ROWS = 64
 ROUND = 0.01  # seconds between two looks at what has finished: about a round
 FRESH = 0.2  # seconds after which rates follow the context

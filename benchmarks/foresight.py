@@ -1,8 +1,10 @@
 r"""How soon a stage can end for whoever knows only so much of its lengths: a bound, to compare
 `makespan.py` with.
 
-    python benchmarks/foresight.py --latency decode_latency.csv --lengths response_lengths.csv \
-        --slices 64 --samples 64 --acceptance 0.7 --prediction noisy:0.5 --deadlines 12,12.5
+    python benchmarks/foresight.py --slices 64 --samples 64 --acceptance 0.7 \
+        --prediction noisy:0.5 --deadlines 12,12.5
+
+The tables are those of benchmarks/tables, or what `--latency` and `--lengths` name.
 
 Prints for each deadline the least number of samples that any policy must expect to end later, to
 the precision of the grids below. Moves cost nothing, slices are divisible, and a row keeps running

@@ -15,6 +15,8 @@ from rlhf_jax.generation.speculative import tree
 DECODE = "target_decode"
 VERIFY = "target_verify"
 DRAFT = "drafter_decode"
+# The table that benchmarks read where none is named.
+LATENCY_TABLE = str(pathlib.Path(__file__).parent / "tables" / "decode_latency_a100_llama31_8b.csv")
 
 
 @dataclasses.dataclass(frozen=True)

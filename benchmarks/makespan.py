@@ -1,12 +1,12 @@
-r"""How long a stage takes under several ways to place its samples on slices, by simulation: one
+"""How long a stage takes under several ways to place its samples on slices, by simulation: one
 JSON document.
 
-    python benchmarks/makespan.py --latency decode_latency.csv --lengths response_lengths.csv \
-        --slices 64 --samples 64 --acceptance 0.7 --prediction oracle
+    python benchmarks/makespan.py --slices 64 --samples 64 --acceptance 0.7 --prediction oracle
 
-A slice is the machine of a table of measured call times (columns batch, seq, gamma, mode, median_ms
-or mean_ms); at most 64 rows of it run at once, the other samples wait. Lengths are drawn from a
-table of percentiles; prompts have its mean. All policies but `plain` take the draft length of each
+A slice is the machine of a table of measured call times (`--latency`; columns batch, seq, gamma,
+mode, median_ms or mean_ms); at most 64 rows of it run at once, the other samples wait. Lengths are
+drawn from a table of percentiles (`--lengths`); prompts have its mean. Without these options the
+tables are those of benchmarks/tables. All policies but `plain` take the draft length of each
 round that is best for the rows then live. Our policy is the planner that runs for real,
 `rlhf_jax.reallocation`, which knows the lengths (`oracle`), the true lengths times log-normal noise
 of that sigma as an earlier roll-out would tell them (`noisy:0.5`), or just the law of other stages'
@@ -31,6 +31,7 @@ import numpy as np
 
 from benchmarks.drains import (
     FINISHED,
+    LENGTHS_TABLE,
     WAITS,
     Machine,
     Outcome,
@@ -41,7 +42,7 @@ from benchmarks.drains import (
     read_percentiles,
     run,
 )
-from benchmarks.latency_table import read_table
+from benchmarks.latency_table import LATENCY_TABLE, read_table
 from rlhf_jax.reallocation import length_model
 from rlhf_jax.reallocation.planner import ClusterView, Reallocation, plan_reallocation
 
@@ -88,8 +89,10 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--latency", required=True, help="CSV of measured call times")
-    parser.add_argument("--lengths", required=True, help="CSV of percentiles of response tokens")
+    parser.add_argument("--latency", default=LATENCY_TABLE, help="CSV of measured call times")
+    parser.add_argument(
+        "--lengths", default=LENGTHS_TABLE, help="CSV of percentiles of response tokens"
+    )
     parser.add_argument("--slices", type=int, default=64)
     parser.add_argument("--samples", type=int, default=64, help="of a slice")
     parser.add_argument(

@@ -100,7 +100,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=160, help="of the longest response")
     parser.add_argument(
         "--lengths",
-        help="CSV of percentiles of response tokens, as for makespan.py; else log-normal",
+        help="CSV of percentiles of response tokens, as benchmarks/tables has one; else log-normal",
     )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

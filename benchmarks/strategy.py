@@ -1,10 +1,10 @@
-r"""How well the strategy selector prices rounds and chooses, on a table of measured call times: one
+"""How well the strategy selector prices rounds and chooses, on a table of measured call times: one
 JSON document.
 
-    python benchmarks/strategy.py --latency decode_latency.csv \
-        --acceptance 0.5,0.7,0.9 --held-out-fraction 0.5
+    python benchmarks/strategy.py --acceptance 0.5,0.7,0.9 --held-out-fraction 0.5
 
-The table (CSV; columns batch, seq, gamma, mode, median_ms or mean_ms) is split at random. The cost
+The table (`--latency`, else that of benchmarks/tables; CSV with columns batch, seq, gamma, mode,
+median_ms or mean_ms) is split at random. The cost
 model is fitted to one part, and its error on the other is reported. Then the drains of some batches
 are replayed, each from the table's largest batch (at most 64 rows) to one row, with chains whose
 drafts are each right with the given chance: by plain decoding, each fixed length, TLT's rule,
@@ -38,6 +38,7 @@ import numpy as np
 from benchmarks.latency_table import (
     DECODE,
     DRAFT,
+    LATENCY_TABLE,
     VERIFY,
     Points,
     linear,
@@ -81,7 +82,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--latency", required=True, help="CSV of measured call times")
+    parser.add_argument("--latency", default=LATENCY_TABLE, help="CSV of measured call times")
     parser.add_argument("--acceptance", default="0.5,0.7,0.9", help="chances that a draft is right")
     parser.add_argument(
         "--held-out-fraction", type=float, default=0.5, help="share of the table kept from the fit"

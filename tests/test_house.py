@@ -83,6 +83,8 @@ def test_nothing_is_unpickled(project):
 def test_the_table_of_floors_names_every_room():
     table = house.floors_table()
     assert all(f"`{room}" in table for room in house.FLOORS)
+    design = (house.ROOT / "docs" / "design.md").read_text()
+    assert f"\n{table}\n" in design, "docs/design.md has other floors than house.py --floors"
 
 
 LONG = "\n".join(["x = 1"] * (house.MOST_LINES + 1))

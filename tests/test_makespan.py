@@ -12,6 +12,7 @@ import pytest
 from test_strategy_benchmark import write_table
 
 from benchmarks import drains, foresight, makespan
+from benchmarks.latency_table import DECODE, DRAFT, VERIFY, read_table
 from rlhf_jax.reallocation.planner import Reallocation
 
 LENGTHS = (
@@ -132,6 +133,13 @@ def test_bad_input_is_told(tmp_path):
         drains.read_percentiles(str(tmp_path / "bad.csv"))
     with pytest.raises(SystemExit):
         makespan.arguments(["--latency=a", "--lengths=b", "--prediction=noisy"])
+
+
+def test_the_tables_that_come_with_the_benchmarks_are_read():
+    asked = makespan.arguments([])
+    assert {*read_table(asked.latency).mode} == {DECODE, VERIFY, DRAFT}
+    percentiles, tokens, prompt = drains.read_percentiles(asked.lengths)
+    assert len(percentiles) == len(tokens) == 10 and prompt > 0
 
 
 @pytest.mark.parametrize("deadline, late", [(8.0, 6.0), (16.0, 2.0), (24.0, 0.0)])

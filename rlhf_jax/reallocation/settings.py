@@ -3,8 +3,7 @@
 "By hand" means that no benchmark swept the figure. The commands named after "checked by" show what
 the figures give together:
 
-    python benchmarks/makespan.py --latency decode_latency.csv --lengths response_lengths.csv \\
-        --slices 64 --samples 64 --acceptance 0.7 --prediction noisy:0.5
+    python benchmarks/makespan.py --slices 64 --samples 64 --acceptance 0.7 --prediction noisy:0.5
     python benchmarks/moves.py
 """
 

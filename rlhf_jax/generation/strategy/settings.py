@@ -3,7 +3,7 @@
 "By hand" means that no benchmark swept the figure. The commands named after "checked by" show what
 the figures give together:
 
-    python benchmarks/strategy.py --latency decode_latency.csv --acceptance 0.5,0.7,0.9
+    python benchmarks/strategy.py --acceptance 0.5,0.7,0.9
     python benchmarks/rollout.py --part replay --samples 96
 """
 
