@@ -25,7 +25,7 @@ from rlhf_jax.state import HostState, Observer, Run, RunState, StepReport, decod
 from rlhf_jax.training.distill import distill
 from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
 from rlhf_jax.training.update import Gradient, NonFiniteStep, apply, update
-from rlhf_jax.types import Array, Experience, Model, Rollout, TrainState
+from rlhf_jax.types import Experience, Model, Rollout, TrainState
 
 
 def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunState, StepReport]:
@@ -77,7 +77,11 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
 
 
 def apply_gradient(
-    state: RunState, run: Run, rolled: RewardedRollout, weights: Model, metrics: Mapping[str, Array]
+    state: RunState,
+    run: Run,
+    rolled: RewardedRollout,
+    weights: Model,
+    metrics: Mapping[str, jax.Array],
 ) -> tuple[RunState, StepReport]:
     """End the step of an objective that has a gradient of its own, of the policy's weights.
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.build.opened import Opened
@@ -23,7 +23,7 @@ from rlhf_jax.training.update import Optimizers, init_train_state, make_optimize
 from rlhf_jax.types import Model, ModelConfig, TrainState
 
 
-def load(source: Source, layout: Layout, dtype: Any = None) -> Model:
+def load(source: Source, layout: Layout, dtype: DTypeLike | None = None) -> Model:
     """Load weights, split as training wants them, each device reading its own slices."""
     assert layout.mesh is not None
     dtype = layout.dtype if dtype is None else dtype
@@ -31,7 +31,7 @@ def load(source: Source, layout: Layout, dtype: Any = None) -> Model:
     return source.load(dtype, meshes.model_shardings(shapes, layout.mesh, "training"))
 
 
-def weight_shapes(config: ModelConfig, dtype: Any) -> Model:
+def weight_shapes(config: ModelConfig, dtype: DTypeLike) -> Model:
     """Return the shapes and dtypes of a model, layers stacked."""
     return jax.eval_shape(lambda: transformer.init(jax.random.key(0), config, dtype))
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
+from jax.sharding import Mesh
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation.assignment import (
@@ -248,7 +249,7 @@ class PlanCoordinator:
             ):
                 raise StageAborted
 
-    def _pass(self, packet: RowPacket, batch: SliceBatch, source: int, target: int) -> RowPacket:
-        here = cast(Any, batch.mesh)
-        ends = cast(Any, self.stage.meshes)
+    def _pass(self, packet: RowPacket, instance: SliceBatch, source: int, target: int) -> RowPacket:
+        here = cast(Mesh, instance.mesh)
+        ends = cast(Sequence[Mesh], self.stage.meshes)
         return row_transfer.send_to_process([packet], here, ends[source], ends[target])

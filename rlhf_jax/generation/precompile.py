@@ -25,7 +25,7 @@ VERIFIED = 1024
 RoundKey = tuple[Strategy, int, GenerationConfig, Mesh | None]  # what a round's programs depend on
 
 
-def compile_only(function: Any, *arguments, **options) -> Any:
+def compile_only(function: jax.stages.Wrapped, *arguments, **options) -> Any:
     """Compile a jitted function for arguments given as shapes, and return its results as shapes."""
     lowered = function.lower(*arguments, **options)
     places = lowered.compile().output_shardings
@@ -139,7 +139,7 @@ class BackgroundCompiler:
         )
         self._worker.submit(self._compile, key, compile_round)
 
-    def _compile(self, key: RoundKey, compile_round: Callable[[], Any]) -> None:
+    def _compile(self, key: RoundKey, compile_round: Callable[[], object]) -> None:
         try:
             compile_round()
             self._compiled.add(key)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import chex
 import jax
@@ -19,6 +18,9 @@ from rlhf_jax.mesh import ROW_AXES
 
 # Plain attention takes so many queries at a time, and so many make a block of splash attention.
 QUERY_BLOCK = 512
+
+# The mesh axes that an array dimension is split over: one name, several, or None.
+MeshAxes = str | tuple[str, ...] | None
 
 
 def causal(query: Array, key: Array, value: Array, memory: None = None) -> tuple[Array, None]:
@@ -46,7 +48,7 @@ def causal(query: Array, key: Array, value: Array, memory: None = None) -> tuple
     return jax.lax.platform_dependent(query, key, value, default=blockwise, **kernels), None
 
 
-def partitioned(attend: Callable, mesh: Mesh, rows: Any, heads: Any) -> Callable:
+def partitioned(attend: Callable, mesh: Mesh, rows: MeshAxes, heads: MeshAxes) -> Callable:
     """Return `attend` with rows split over the mesh axes `rows` and heads over `heads`.
 
     An axis is a name, a tuple of names or None. Each device runs the kernel on its own part,

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -140,7 +139,7 @@ def _put(
     return pin_rows(place(state, packet.pieces, begins), mesh)
 
 
-def _specs(state: DecodeState, mesh: Mesh) -> Any:
+def _specs(state: DecodeState, mesh: Mesh) -> DecodeState:
     """Return the partition of each leaf of a state."""
     return jax.tree.map(lambda place: place.spec, row_shardings(state, mesh))
 

@@ -294,7 +294,7 @@ def _sent(leaf: jax.Array) -> np.ndarray | None:
     return out
 
 
-def publish(name: str, value: Any) -> None:
+def publish(name: str, value: object) -> None:
     """Lay a value where every process may read it; a later one of the same name takes its place."""
     if started():
         _client().key_value_set_bytes(name, messages.encode(value), allow_overwrite=True)

@@ -80,7 +80,7 @@ def register(cls: type[T]) -> type[T]:
     return cls
 
 
-def encode(value: Any, largest: int = LARGEST_MESSAGE) -> bytes:
+def encode(value: object, largest: int = LARGEST_MESSAGE) -> bytes:
     """Return a value as bytes; raise ValueError for a type that cannot travel or too many bytes."""
     data = bytes(msgpack.packb(_lower(value, 0), unicode_errors="surrogatepass") or b"")
     if len(data) > largest:

@@ -78,7 +78,7 @@ class SliceGroup:
         distributed.publish(word, Decision(decision))
         return decision
 
-    def publish(self, word: str, value: Any) -> None:
+    def publish(self, word: str, value: object) -> None:
         """Tell other processes a value, once for all of the group."""
         if self.leads:
             distributed.publish(word, value)

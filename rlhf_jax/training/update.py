@@ -157,7 +157,7 @@ def init_train_state(
         model: Model, optimizer: optax.GradientTransformation
     ) -> tuple[Model, optax.OptState]:
         model = cast(stack(model), jnp.float32)
-        return model, optimizer.init(typed(Any, model))
+        return model, optimizer.init(typed(optax.Params, model))
 
     def make(policy: Model, critic: Model | None) -> TrainState:
         policy, moments = with_moments(policy, optimizers.policy)
@@ -329,9 +329,9 @@ def apply(
     def step():
         with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
             changes, new = optimizer.update(
-                typed(Any, gradient.weights), moments, typed(Any, model)
+                typed(optax.Updates, gradient.weights), moments, typed(optax.Params, model)
             )
-        return optax.apply_updates(typed(Any, model), changes), new
+        return optax.apply_updates(typed(optax.Params, model), changes), new
 
     # A branch, not a choice leaf by leaf: XLA would store new moments and weights beside the old
     # ones to choose from.

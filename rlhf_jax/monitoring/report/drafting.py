@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
 
 import numpy as np
 from markupsafe import Markup
@@ -19,6 +19,8 @@ from rlhf_jax.monitoring.report.charts import (
 )
 from rlhf_jax.monitoring.report.run import THIRDS, Row, RunRecord, Series, series
 from rlhf_jax.monitoring.report.scales import reading, share, strategy_label
+
+K = TypeVar("K", bound=Hashable)
 
 # What a reader calls the drafters.
 DRAFTER_NAMES = {"none": "plain", "lookup": "lookup", "replay": "replay", "model": "model"}
@@ -224,8 +226,8 @@ def _outcome(label: str, name: str, figures: collections.Counter, every: float) 
 
 
 def _summed(
-    rows: Iterable[Row], key: Callable[[Row], Any]
-) -> collections.defaultdict[Any, collections.Counter]:
+    rows: Iterable[Row], key: Callable[[Row], K]
+) -> collections.defaultdict[K, collections.Counter]:
     """Return the numbers of rows of the same `key`, added up by name."""
     sums = collections.defaultdict(collections.Counter)
     for row in rows:

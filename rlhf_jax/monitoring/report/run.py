@@ -122,7 +122,7 @@ def series(rows: list[Row], key: str, name: str = "") -> Series:
     return Series(name or key, steps, values)
 
 
-def _finite(value: Any) -> bool:
+def _finite(value: object) -> bool:
     """Tell whether a value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 

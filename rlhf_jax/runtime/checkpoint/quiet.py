@@ -10,7 +10,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import absl.logging
 
@@ -53,7 +52,9 @@ def _not_of_orbax(record: logging.LogRecord) -> bool:
     return not any(name in text for name in ("orbax", "tensorstore", "ocdbt"))
 
 
-def _unless_of_orbax(hook: Callable[[Any], object], seen: Any) -> None:
+def _unless_of_orbax(
+    hook: Callable[[sys.UnraisableHookArgs], object], seen: sys.UnraisableHookArgs
+) -> None:
     """Call the hook for errors that nobody can catch, unless the error is one of orbax.
 
     Such are coroutines of orbax that are collected, and calls by tensorstore of a loop that an

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax
@@ -89,7 +90,12 @@ class Checkpoints:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             with self._stack, self._failing(), contextlib.closing(self._manager):
                 self._manager.wait_until_finished()
