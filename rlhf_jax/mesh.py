@@ -184,24 +184,33 @@ def model_shardings(tree: Any, mesh: AnyMesh, role: str) -> Any:
     The tree is a model, its gradient, an optax state or a `TrainState`; leaves are arrays or
     `ShapeDtypeStruct`s. A weight is known by its field name; leaves of other names (counts, steps)
     are replicated. role: "training" (split over slices, fsdp and tensor) or "generation" (split
-    over tensor, repeated over the rest). A dimension that its axis does not divide stays whole.
-    Raises ValueError for a weight of fewer dimensions than `WEIGHT_AXES` names.
+    over tensor, repeated over the rest). A dimension that its axis does not divide stays whole: see
+    `unsplit`. Raises ValueError for a weight of fewer dimensions than `WEIGHT_AXES` names.
     """
 
     def shard(path: tuple, leaf: Any) -> NamedSharding:
-        """Look the weight's logical axes up; a leading dimension of layers is not split."""
-        field = getattr(path[-1], "name", "") if path else ""
-        axes = WEIGHT_AXES.get(field, ())
-        if len(axes) > leaf.ndim:
-            raise ValueError(
-                f"{jax.tree_util.keystr(path)} has rank {leaf.ndim}; a weight of that name has axes"
-                f" {axes}."
-            )
-        leading = (None,) * (leaf.ndim - len(axes))
-        wanted = (*leading, *(ROLES[role].get(name) for name in axes))
-        return NamedSharding(mesh, fitting(wanted, leaf.shape, mesh))
+        """Return the sharding of one leaf."""
+        return NamedSharding(mesh, fitting(_weight_spec(path, leaf, role), leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(shard, tree)
+
+
+def unsplit(tree: Any, mesh: AnyMesh, role: str) -> list[str]:
+    """Return a line for each dimension that stays whole as its mesh axis does not divide it.
+
+    Arguments and errors as of `model_shardings`.
+    """
+    lines = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        wanted = _weight_spec(path, leaf, role)
+        found = fitting(wanted, leaf.shape, mesh)
+        for size, axes, kept in zip(leaf.shape, wanted, found, strict=True):
+            if axes is not None and kept is None:
+                lines.append(
+                    f"{jax.tree_util.keystr(path)}: {size} is not divisible by"
+                    f" {axes}={_extent(axes, mesh)}"
+                )
+    return lines
 
 
 def row_shardings(tree: Any, mesh: AnyMesh) -> Any:
@@ -265,6 +274,19 @@ def bytes_per_device(tree: Any, shardings: Any) -> int:
         shardings,
     )
     return sum(jax.tree.leaves(held))
+
+
+def _weight_spec(path: tuple, leaf: Any, role: str) -> tuple:
+    """Return the mesh axes of each dimension of a leaf; a leading one of layers is not split."""
+    field = getattr(path[-1], "name", "") if path else ""
+    axes = WEIGHT_AXES.get(field, ())
+    if len(axes) > leaf.ndim:
+        raise ValueError(
+            f"{jax.tree_util.keystr(path)} has rank {leaf.ndim}; a weight of that name has axes"
+            f" {axes}."
+        )
+    leading = (None,) * (leaf.ndim - len(axes))
+    return (*leading, *(ROLES[role].get(name) for name in axes))
 
 
 def row_spec(rank: int) -> tuple:

@@ -17,12 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from kernel_cases import by_name, on_gpu, runs_on_gpu
+from kernel_cases import by_name, on_gpu, reduced, runs_on_gpu
 from test_tree_attention import exact
 
-from pallas_kernels import hopper, shapes
+from benchmarks.shapes import SHAPES, SLOTS
+from pallas_kernels import hopper
 from pallas_kernels.commit import gpu as commit
 from pallas_kernels.logprobs import gpu as logprobs
+from pallas_kernels.shapes import BLOCK
 from pallas_kernels.tree_attention import gpu as attention
 from pallas_kernels.verify_head import gpu as head
 
@@ -44,9 +46,9 @@ every_shape = pytest.mark.parametrize("name", by_name())
 @every_size
 def test_tree_attention_lowers_for_hopper(name, rows, nodes):
     """The program for CUDA is one Mosaic GPU kernel and no matrix product of XLA's."""
-    shape = shapes.SHAPES[name]
+    shape = SHAPES[name]
     assert_one_kernel(
-        attention.tree_attention.trace(*attention_structs(shape, rows, nodes, shapes.SLOTS, nodes))
+        attention.tree_attention.trace(*attention_structs(shape, rows, nodes, SLOTS, nodes))
     )
 
 
@@ -54,15 +56,15 @@ def test_tree_attention_lowers_for_hopper(name, rows, nodes):
 @every_size
 def test_verify_head_lowers_for_hopper(name, rows, nodes):
     """The same, and no array of the program is as large as the logits."""
-    shape = shapes.SHAPES[name]
+    shape = SHAPES[name]
     count = rows * nodes
-    blocks = -(-shape.vocab // shapes.BLOCK)
+    blocks = -(-shape.vocab // BLOCK)
     weights = struct((shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab))
     inputs = struct((count, shape.width)), weights, struct((count, blocks), jnp.float32)
     text = assert_one_kernel(head.verify_head.trace(*inputs, temperature=1.0, tied=shape.tied))
     assert f"{count}x{shape.vocab}x" not in text
     cut = hopper.plan(count, shape.width, shape.vocab, tied=shape.tied, temperature=1.0)
-    assert cut.slices * cut.rows * shapes.BLOCK <= max(1 << 23, count * shape.vocab // 8)
+    assert cut.slices * cut.rows * BLOCK <= max(1 << 23, count * shape.vocab // 8)
 
 
 @every_shape
@@ -70,7 +72,7 @@ def test_log_probs_lower_for_hopper(name):
     """A kernel forward and, backward, one and two products of a slice; twice where the last slice
     is a shorter one.
     """
-    shape = shapes.SHAPES[name]
+    shape = SHAPES[name]
     rows = 4000
     weights = struct(
         (shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab), jnp.float32
@@ -101,12 +103,12 @@ def test_commit_lowers_for_hopper(name, rows, nodes):
     """One kernel for all layers, to which every leaf of the cache is lent, and nothing else but the
     starts.
     """
-    shape = shapes.SHAPES[name]
+    shape = SHAPES[name]
     keys = (rows, shape.groups, shape.dim)
     values = (rows, shape.groups)
     cache, window = (
         ((struct((*keys, size)), struct((*values, size, shape.dim))),) * shape.layers
-        for size in (shapes.SLOTS, nodes)
+        for size in (SLOTS, nodes)
     )
     path = struct((rows, nodes), jnp.int32)
     start = struct((rows,), jnp.int32)
@@ -122,9 +124,9 @@ def test_commit_lowers_for_hopper(name, rows, nodes):
 
 def test_sizes_that_fit_no_tile_lower():
     """A cache of odd slots, two window blocks, few nodes, and a vocabulary of no whole blocks."""
-    shape = shapes.SHAPES["llama3_8b"]
+    shape = SHAPES["llama3_8b"]
     assert_one_kernel(
-        attention.tree_attention.trace(*attention_structs(shape, 3, 5, shapes.SLOTS + 9, 70))
+        attention.tree_attention.trace(*attention_structs(shape, 3, 5, SLOTS + 9, 70))
     )
     inputs = struct((7, 576)), struct((576, 49152 - 192)), None
     assert_one_kernel(head.verify_head.trace(*inputs, temperature=0.0, tied=False))
@@ -185,16 +187,14 @@ def test_tree_attention_follows_its_law(name, nodes, slots, window, lengths):
     """Within 1e-2 of each row's largest value, with NaN beyond each length; what sees nothing is
     zero.
     """
-    inputs = attention_inputs(
-        shapes.reduced(shapes.SHAPES[name]), len(lengths), nodes, slots, window, lengths
-    )
+    inputs = attention_inputs(reduced(SHAPES[name]), len(lengths), nodes, slots, window, lengths)
     out = np.asarray(on_gpu(attention.tree_attention)(*inputs), np.float64)
     law = exact(*inputs)
     assert np.all(np.abs(out - law).max(-1) <= 1e-2 * np.abs(law).max(-1))
 
 
 def test_tree_attention_refuses_float32():
-    inputs = attention_inputs(shapes.reduced(shapes.SHAPES["llama3_8b"]), 1, 1, 64, 1, (64,))
+    inputs = attention_inputs(reduced(SHAPES["llama3_8b"]), 1, 1, 64, 1, (64,))
     with pytest.raises(ValueError, match="serves bfloat16, not float32"):
         attention.tree_attention(*[x.astype(np.float32) for x in inputs[:5]], *inputs[5:])
 
@@ -209,7 +209,7 @@ def head_inputs(shape, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     hidden, weights = (
         random.normal(size=size).astype(jnp.bfloat16) for size in ((rows, shape.width), size)
     )
-    noise = random.gumbel(size=(rows, -(-shape.vocab // shapes.BLOCK))).astype(np.float32)
+    noise = random.gumbel(size=(rows, -(-shape.vocab // BLOCK))).astype(np.float32)
     return hidden, weights * jnp.bfloat16(0.25), noise
 
 
@@ -218,9 +218,9 @@ def head_law(hidden, weights, noise, temperature: float, tied: bool):
     hidden = np.asarray(hidden, np.float64)
     weights = np.asarray(weights, np.float64)
     logits = hidden @ (weights.T if tied else weights) / (temperature or 1.0)
-    short = -logits.shape[1] % shapes.BLOCK
+    short = -logits.shape[1] % BLOCK
     blocks = np.pad(logits, [(0, 0), (0, short)], constant_values=-np.inf).reshape(
-        len(hidden), -1, shapes.BLOCK
+        len(hidden), -1, BLOCK
     )
     scores = np.logaddexp.reduce(blocks, -1) + noise if temperature else blocks.max(-1)
     block = scores.argmax(-1)
@@ -244,7 +244,7 @@ def head_law(hidden, weights, noise, temperature: float, tied: bool):
 )
 def test_verify_head_follows_its_law(name, rows, temperature):
     """The law's block at every node, and numbers within 1e-2 of the largest of each node."""
-    shape = shapes.reduced(shapes.SHAPES[name])
+    shape = reduced(SHAPES[name])
     hidden, weights, noise = head_inputs(shape, rows)
     parts = on_gpu(head.verify_head)(
         hidden, weights, noise if temperature else None, temperature=temperature, tied=shape.tied
@@ -264,7 +264,7 @@ def test_the_best_block_may_be_the_short_last_one():
     """Noise that favours the vocabulary's half block: its 128 logits are kept, and -inf beyond
     them.
     """
-    shape = shapes.reduced(shapes.SHAPES["qwen3_8b"])
+    shape = reduced(SHAPES["qwen3_8b"])
     hidden, weights, noise = head_inputs(shape, 2)
     noise[:, -1] += 1000
     parts = on_gpu(head.verify_head)(hidden, weights, noise, temperature=1.0, tied=False)
@@ -276,7 +276,7 @@ def test_the_best_block_may_be_the_short_last_one():
 
 
 def test_verify_head_refuses_what_it_cannot_serve():
-    hidden, weights, noise = head_inputs(shapes.reduced(shapes.SHAPES["qwen3_8b"]), 1)
+    hidden, weights, noise = head_inputs(reduced(SHAPES["qwen3_8b"]), 1)
     with pytest.raises(ValueError, match="serves bfloat16, not float32"):
         head.verify_head(
             hidden.astype(np.float32),
@@ -293,19 +293,19 @@ def test_verify_head_refuses_what_it_cannot_serve():
 
 
 def two_warpgroups_attend():
-    shape = shapes.reduced(shapes.SHAPES["llama3_8b_of_8"])
+    shape = reduced(SHAPES["llama3_8b_of_8"])
     return attention.tree_attention(
         *attention_inputs(shape, 1, 20, 203, 20, (100,)), interpret=True
     )
 
 
 def two_warpgroups_draw():
-    shape = dataclasses.replace(shapes.SHAPES["llama3_8b"], width=128, vocab=640)
+    shape = dataclasses.replace(SHAPES["llama3_8b"], width=128, vocab=640)
     return head.verify_head(*head_inputs(shape, 70), temperature=1.0, tied=False, interpret=True)
 
 
 def two_warpgroups_differentiate():
-    shape = dataclasses.replace(shapes.SHAPES["llama3_8b"], width=128, vocab=640)
+    shape = dataclasses.replace(SHAPES["llama3_8b"], width=128, vocab=640)
     hidden, weights = (jnp.asarray(x) for x in head_inputs(shape, 70)[:2])
     law = functools.partial(logprobs.token_logprobs, temperature=1.0, tied=False, interpret=True)
     return jax.grad(
