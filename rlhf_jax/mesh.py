@@ -189,35 +189,28 @@ def model_shardings(tree: Any, mesh: AnyMesh, role: str) -> Any:
     """
 
     def shard(path: tuple, leaf: Any) -> NamedSharding:
+        """Return the sharding of one leaf."""
         return NamedSharding(mesh, fitting(_weight_spec(path, leaf, role), leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(shard, tree)
 
 
 def unsplit(tree: Any, mesh: AnyMesh, role: str) -> list[str]:
-    """Write one line for each dimension that stays whole, as its mesh axis does not divide it."""
+    """Return a line for each dimension that stays whole as its mesh axis does not divide it.
+
+    Arguments and errors as of `model_shardings`.
+    """
     lines = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         wanted = _weight_spec(path, leaf, role)
-        kept = fitting(wanted, leaf.shape, mesh)
-        lines += [
-            f"{jax.tree_util.keystr(path)}: {size} is not divisible by {axes}={_extent(axes, mesh)}"
-            for size, axes, own in zip(leaf.shape, wanted, kept, strict=True)
-            if axes is not None and own is None
-        ]
+        found = fitting(wanted, leaf.shape, mesh)
+        for size, axes, kept in zip(leaf.shape, wanted, found, strict=True):
+            if axes is not None and kept is None:
+                lines.append(
+                    f"{jax.tree_util.keystr(path)}: {size} is not divisible by"
+                    f" {axes}={_extent(axes, mesh)}"
+                )
     return lines
-
-
-def _weight_spec(path: tuple, leaf: Any, role: str) -> tuple:
-    """Look a weight's mesh axes up; a leading dimension of layers is not split."""
-    axes = WEIGHT_AXES.get(getattr(path[-1], "name", "") if path else "", ())
-    if len(axes) > leaf.ndim:
-        raise ValueError(
-            f"{jax.tree_util.keystr(path)} has rank {leaf.ndim}; a weight of that name has axes"
-            f" {axes}."
-        )
-    leading = (None,) * (leaf.ndim - len(axes))
-    return (*leading, *(ROLES[role].get(name) for name in axes))
 
 
 def row_shardings(tree: Any, mesh: AnyMesh) -> Any:
@@ -281,6 +274,19 @@ def bytes_per_device(tree: Any, shardings: Any) -> int:
         shardings,
     )
     return sum(jax.tree.leaves(held))
+
+
+def _weight_spec(path: tuple, leaf: Any, role: str) -> tuple:
+    """Return the mesh axes of each dimension of a leaf; a leading one of layers is not split."""
+    field = getattr(path[-1], "name", "") if path else ""
+    axes = WEIGHT_AXES.get(field, ())
+    if len(axes) > leaf.ndim:
+        raise ValueError(
+            f"{jax.tree_util.keystr(path)} has rank {leaf.ndim}; a weight of that name has axes"
+            f" {axes}."
+        )
+    leading = (None,) * (leaf.ndim - len(axes))
+    return (*leading, *(ROLES[role].get(name) for name in axes))
 
 
 def row_spec(rank: int) -> tuple:

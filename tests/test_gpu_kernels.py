@@ -21,9 +21,10 @@ from kernel_cases import by_name, on_gpu, reduced, runs_on_gpu
 from test_tree_attention import exact
 
 from benchmarks.shapes import SHAPES, SLOTS
-from pallas_kernels import hopper, shapes
+from pallas_kernels import hopper
 from pallas_kernels.commit import gpu as commit
 from pallas_kernels.logprobs import gpu as logprobs
+from pallas_kernels.shapes import BLOCK
 from pallas_kernels.tree_attention import gpu as attention
 from pallas_kernels.verify_head import gpu as head
 
@@ -57,13 +58,13 @@ def test_verify_head_lowers_for_hopper(name, rows, nodes):
     """The same, and no array of the program is as large as the logits."""
     shape = SHAPES[name]
     count = rows * nodes
-    blocks = -(-shape.vocab // shapes.BLOCK)
+    blocks = -(-shape.vocab // BLOCK)
     weights = struct((shape.vocab, shape.width) if shape.tied else (shape.width, shape.vocab))
     inputs = struct((count, shape.width)), weights, struct((count, blocks), jnp.float32)
     text = assert_one_kernel(head.verify_head.trace(*inputs, temperature=1.0, tied=shape.tied))
     assert f"{count}x{shape.vocab}x" not in text
     cut = hopper.plan(count, shape.width, shape.vocab, tied=shape.tied, temperature=1.0)
-    assert cut.slices * cut.rows * shapes.BLOCK <= max(1 << 23, count * shape.vocab // 8)
+    assert cut.slices * cut.rows * BLOCK <= max(1 << 23, count * shape.vocab // 8)
 
 
 @every_shape
@@ -208,7 +209,7 @@ def head_inputs(shape, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     hidden, weights = (
         random.normal(size=size).astype(jnp.bfloat16) for size in ((rows, shape.width), size)
     )
-    noise = random.gumbel(size=(rows, -(-shape.vocab // shapes.BLOCK))).astype(np.float32)
+    noise = random.gumbel(size=(rows, -(-shape.vocab // BLOCK))).astype(np.float32)
     return hidden, weights * jnp.bfloat16(0.25), noise
 
 
@@ -217,9 +218,9 @@ def head_law(hidden, weights, noise, temperature: float, tied: bool):
     hidden = np.asarray(hidden, np.float64)
     weights = np.asarray(weights, np.float64)
     logits = hidden @ (weights.T if tied else weights) / (temperature or 1.0)
-    short = -logits.shape[1] % shapes.BLOCK
+    short = -logits.shape[1] % BLOCK
     blocks = np.pad(logits, [(0, 0), (0, short)], constant_values=-np.inf).reshape(
-        len(hidden), -1, shapes.BLOCK
+        len(hidden), -1, BLOCK
     )
     scores = np.logaddexp.reduce(blocks, -1) + noise if temperature else blocks.max(-1)
     block = scores.argmax(-1)

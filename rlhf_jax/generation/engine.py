@@ -22,7 +22,14 @@ from rlhf_jax.generation.assignment import (
 )
 from rlhf_jax.generation.multihost import PlanCoordinator
 from rlhf_jax.generation.precompile import BackgroundCompiler
-from rlhf_jax.generation.requests import GenerationConfig, IdleWork, Request, RoundReport, Sample
+from rlhf_jax.generation.requests import (
+    GenerationConfig,
+    IdleWork,
+    Request,
+    RoundReport,
+    Sample,
+    is_ready,
+)
 from rlhf_jax.generation.rounds import (
     GenerationRun,
     RoundResult,
@@ -30,7 +37,6 @@ from rlhf_jax.generation.rounds import (
     dispatch_round,
     receive_all,
     receive_next,
-    run_idle_work,
     slices_as_ready,
     slices_in_turn,
 )
@@ -111,7 +117,10 @@ def generate(
             while can_dispatch(batch):
                 dispatch_round(batch, drains, run)
             if idle_work is not None and may_do_idle_work(batch):
-                run_idle_work(batch, idle_work, group)
+                # The leader of the processes that share the slice sees whether it has room.
+                if group.decide_together(lambda batch=batch: batch.has_room):
+                    running = [work for work in batch.idle_work if not is_ready(work)]
+                    batch.idle_work = [*running, idle_work.feed(batch.number, batch.mesh)]
 
         yield from _finish(receive_next(next(served), run), slices, state, observe=observe)
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from rlhf_jax.generation import precompile, scheduler
 from rlhf_jax.generation.precompile import BackgroundCompiler
-from rlhf_jax.generation.requests import GenerationConfig, IdleWork, RoundReport, Sample, is_ready
+from rlhf_jax.generation.requests import GenerationConfig, RoundReport, Sample, is_ready
 from rlhf_jax.generation.scheduler import InFlightRound, SliceBatch
 from rlhf_jax.generation.speculative.protocol import drafter_of
 from rlhf_jax.generation.speculative.round import Results, speculative_round
@@ -397,10 +397,3 @@ def _observe_drafters(
             sent.strategy, results.emission, before, seen_prompt=seen_prompt, allowed=allowed
         )
     return observed
-
-
-def run_idle_work(batch: SliceBatch, idle_work: IdleWork, slice_group: SliceGroup) -> None:
-    """Give the slice other work, if the leader of its processes sees that it has room for it."""
-    if slice_group.decide_together(lambda: batch.has_room):
-        running = [work for work in batch.idle_work if not is_ready(work)]
-        batch.idle_work = [*running, idle_work.feed(batch.number, batch.mesh)]

@@ -34,10 +34,7 @@ from rlhf_jax.types import Experience, Model, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class TrainingSettings:
-    """Say what an update does; static, so a change of it compiles anew.
-
-    Fields that a config has too are named by its keys.
-    """
+    """Say what an update does; static, so a change of it compiles anew."""
 
     epochs: int = 1
     minibatches: int = 1  # optimizer steps of an epoch
@@ -107,8 +104,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Return AdamW after clipping by the global norm (Loshchilov and Hutter 2019).
 
-    The learning rate rises linearly over `warmup_steps` steps and then stays. Weight decay spares
-    norms and biases.
+    The rate rises linearly over `warmup_steps` and then stays; decay spares norms and biases.
     """
 
     def decays(model: Model) -> Model:
