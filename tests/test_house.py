@@ -17,15 +17,15 @@ LIMITS = {
     "import_cycles": 0,
     "services_that_know_stages": 0,
     "flat_files": 8,
-    "long_files": 1,  # aim: 0
-    "long_bodies": 2,  # aim: 0
-    "small_helpers": 7,  # aim: 0
+    "long_files": 0,
+    "long_bodies": 0,
+    "small_helpers": 2,  # aim: 0
     "packed_assignments": 0,
     "undocumented": 0,
     "no_verb_first": 0,
     "long_first_sentences": 0,
-    "repeated_types": 3,  # aim: 0
-    "repeated_constants": 1,  # aim: 0
+    "repeated_types": 0,
+    "repeated_constants": 0,
     "unsafe_calls": 0,
     "private_share": 0.41,  # aim: 0.30
     "line_mean": 43.0,  # the aim; columns of a line of code, less its indentation

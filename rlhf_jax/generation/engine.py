@@ -116,11 +116,14 @@ def generate(
             refill(batch, decoding, reallocates=reallocates, drains=drains)
             while can_dispatch(batch):
                 dispatch_round(batch, drains, run)
-            if idle_work is not None and may_do_idle_work(batch):
-                # The leader of the processes that share the slice sees whether it has room.
-                if group.decide_together(lambda batch=batch: batch.has_room):
-                    running = [work for work in batch.idle_work if not is_ready(work)]
-                    batch.idle_work = [*running, idle_work.feed(batch.number, batch.mesh)]
+            # The leader of the processes that share the slice sees whether it has room.
+            if (
+                idle_work is not None
+                and may_do_idle_work(batch)
+                and group.decide_together(lambda batch=batch: batch.has_room)
+            ):
+                running = [work for work in batch.idle_work if not is_ready(work)]
+                batch.idle_work = [*running, idle_work.feed(batch.number, batch.mesh)]
 
         yield from _finish(receive_next(next(served), run), slices, state, observe=observe)
 
