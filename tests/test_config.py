@@ -89,6 +89,7 @@ def test_overrides_keep_their_types(config_file):
     ("override", "words"),
     [
         ("--config.training.learning_rat=1", "did you mean 'training.learning_rate'"),
+        ("--config.generation.rows=4", "did you mean 'generation.max_rows'"),
         ("--config.nothing.like.it=1", "no config key 'nothing.like.it'"),
         ("--config.mesh=1", "no config key 'mesh'"),
         ("--config.steps=many", "'steps' is of type int; 'many' is not"),

@@ -14,6 +14,11 @@ from ml_collections import config_flags
 from rlhf_jax.config.schema import Config, default, keys
 from rlhf_jax.runtime.distributed import Place
 
+# What a key that was renamed is called now.
+RENAMED = {
+    "generation.rows": "generation.max_rows",
+    "generation.fewest_rows": "generation.min_rows",
+}
 USAGE = "python launch/train.py --config FILE[:ARGUMENT] --config.any.key=value"
 PLACE_FLAGS = ("--coordinator", "--processes", "--process")
 
@@ -113,7 +118,8 @@ def _override(config: Config, argument: str) -> None:
     name, text = match.groups()
     known = keys(config)
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        near = [RENAMED[name]] if name in RENAMED else []
+        near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else "rlhf_jax/config/schema.py lists them all."
         raise ValueError(f"There is no config key {name!r}; {hint}")
     values = flags.FlagValues()
