@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -32,13 +32,6 @@ T = TypeVar("T")
 
 # The scores of a sample's tokens: fields of `Scored`, in the order of the results of `score`.
 PER_TOKEN_SCORES = ("logprobs", "reference_logprobs", "values")
-
-
-class ScoringModels(NamedTuple):
-    """Hold the models that score beside the policy."""
-
-    reference: Model | None = None  # None: the policy is its own.
-    critic: Model | None = None
 
 
 @dataclasses.dataclass(frozen=True)
