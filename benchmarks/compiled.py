@@ -36,6 +36,7 @@ from rlhf_jax.generation import rows
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.mesh import Layout
 from rlhf_jax.model import transformer
 from rlhf_jax.types import Model, ModelConfig
 
@@ -167,36 +168,35 @@ def lower_round(topology: str, layers: int, chosen: Kernels, row_count: int, nod
     """
     chips = devices(topology)
     mesh = meshes.make_mesh(1, 1, len(chips), chips)
+    layout = Layout(mesh, "generation", chosen, jnp.dtype(jnp.bfloat16))
     model = dataclasses.replace(LLAMA_8B, num_layers=layers)
-    state = row_shapes(lambda: rows.empty(model, None, row_count, SLOTS, 0, 0, jnp.bfloat16), mesh)
-    drafts = row_shapes(lambda: jnp.zeros((row_count, nodes - 1), jnp.int32), mesh)
+    state = row_shapes(lambda: rows.empty(model, None, row_count, SLOTS, 0, 0, layout), layout)
+    drafts = row_shapes(lambda: jnp.zeros((row_count, nodes - 1), jnp.int32), layout)
     chain = row_shapes(
-        lambda: tree.as_data(tree.parse(f"lookup-chain-{nodes - 1}"), row_count), mesh
+        lambda: tree.as_data(tree.parse(f"lookup-chain-{nodes - 1}"), row_count), layout
     )
-    options = dict(sampling=Sampling(), stop_tokens=(0,), kernels=chosen, mesh=mesh)
-    return run_round.lower(
-        weights(model, jnp.bfloat16, "generation", mesh), state, drafts, None, chain, **options
-    )
+    options = dict(sampling=Sampling(), stop_tokens=(0,), layout=layout)
+    return run_round.lower(weights(model, layout), state, drafts, None, chain, **options)
 
 
-def weights(model: ModelConfig, dtype: Any, role: str, mesh: Any) -> Model:
-    """Shapes of a model on the mesh; generation's layers are unrolled."""
+def weights(model: ModelConfig, layout: Layout) -> Model:
+    """Shapes of a model as its layout has it; generation's layers are unrolled."""
 
     def make() -> Model:
-        made = transformer.init(jax.random.key(0), model, dtype)
-        if role == "training":
+        made = transformer.init(jax.random.key(0), model, layout.dtype)
+        if layout.role == "training":
             return made
-        split = mesh.shape["tensor"]
+        split = layout.extent("tensor")
         return transformer.pad_vocab(transformer.unstack(made), BLOCK * split if split > 1 else 1)
 
     shapes = jax.eval_shape(make)
-    return placed(shapes, meshes.model_shardings(shapes, mesh, role))
+    return placed(shapes, meshes.model_shardings(shapes, layout))
 
 
-def row_shapes(make: Callable, mesh: Any) -> Any:
-    """Shapes of a row-first tree on the mesh."""
+def row_shapes(make: Callable, layout: Layout) -> Any:
+    """Shapes of a row-first tree on its devices."""
     shapes = jax.eval_shape(make)
-    return placed(shapes, meshes.row_shardings(shapes, mesh))
+    return placed(shapes, meshes.row_shardings(shapes, layout))
 
 
 def placed(shapes: Any, shardings: Any) -> Any:

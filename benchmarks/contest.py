@@ -27,6 +27,7 @@ from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.strategy import candidates, cost
 from rlhf_jax.generation.strategy.prior import work
 from rlhf_jax.generation.strategy.select import Selector
+from rlhf_jax.mesh import Layout
 from rlhf_jax.types import Model, Strategy
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -41,7 +42,7 @@ class Case:
     wanted: list[Request]
     # its strategies may be chosen; the first is taken where nothing chooses
     decoding: GenerationConfig
-    mesh: jax.sharding.Mesh
+    layout: Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ def run(case: Case, selector=None) -> Run:
     start = time.perf_counter()
     chooser = cast(Selector | None, selector)
     found = generate(
-        case.target, case.drafter, case.wanted, case.decoding, case.mesh, reports.append, chooser
+        case.target, case.drafter, case.wanted, case.decoding, case.layout, reports.append, chooser
     )
     samples = {sample.sample_id: sample for sample in found}
     took = time.perf_counter() - start
@@ -104,13 +105,13 @@ def prepare(case: Case, strategies: Sequence[Strategy], table: pricing.Table | N
     """
     rows = samples = case.decoding.max_rows
     run(first(case, rows + 1))  # a row that is taken again
-    warm_up(case.target, case.drafter, samples, case.decoding, case.mesh, look=table is not None)
+    warm_up(case.target, case.drafter, samples, case.decoding, case.layout, look=table is not None)
     while True:
         speculative_round = functools.partial(run, first(case, rows))
         pricing.compile_rounds(speculative_round, strategies, rows)
         if table is not None:
             pricing.measure(table, speculative_round, strategies, rows)
-        rows, before = scheduler.row_bucket(rows // 2, samples, case.decoding, case.mesh), rows
+        rows, before = scheduler.row_bucket(rows // 2, samples, case.decoding, case.layout), rows
         if rows == before:
             return
 

@@ -28,7 +28,7 @@ from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.requests import GenerationConfig, GenerationCounts, Request
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.sampling import Sampling
-from rlhf_jax.mesh import make_mesh
+from rlhf_jax.mesh import Layout, make_mesh
 from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.kernels import shape_of
 from rlhf_jax.model.weights.source import Source, open_source
@@ -47,13 +47,15 @@ def main() -> None:
     asked = arguments()
     mesh = make_mesh(1, -1, 1, jax.devices()[:1])
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    layout = Layout(mesh, "generation", dtype=dtype)
     source = open_source(asked.model)
     models = [
-        weights(source, dtype, mesh),
-        asked.drafter and weights(open_source(asked.drafter), dtype, mesh),
+        weights(source, layout),
+        asked.drafter and weights(open_source(asked.drafter), layout),
     ]
+    layout = dataclasses.replace(layout, kernels=chosen(asked.kernels, models))
     for batch in (int(size) for size in asked.batch.split(",")):
-        print(json.dumps(measure(asked, source, models, batch, mesh)), flush=True)
+        print(json.dumps(measure(asked, source, models, batch, layout)), flush=True)
 
 
 def arguments() -> argparse.Namespace:
@@ -78,14 +80,14 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def weights(source: Source, dtype, mesh):
+def weights(source: Source, layout: Layout):
     """A model as generation wants it."""
-    return decoding_weights(source.load(dtype), dtype, mesh)
+    return decoding_weights(source.load(layout.dtype), layout)
 
 
-def measure(asked, source: Source, models, batch: int, mesh) -> dict:
+def measure(asked, source: Source, models, batch: int, layout: Layout) -> dict:
     """One case: a first run that compiles, then the repeats, each with noise of its own."""
-    runs = [timed(asked, source, models, batch, seed, mesh) for seed in range(asked.repeats + 1)]
+    runs = [timed(asked, source, models, batch, seed, layout) for seed in range(asked.repeats + 1)]
     first = runs[0]
     rest = runs[1:]
     seconds = statistics.median(run["generation/seconds"] for run in rest)
@@ -94,7 +96,7 @@ def measure(asked, source: Source, models, batch: int, mesh) -> dict:
         "batch": batch,
         "strategy": asked.strategy,
         "temperature": asked.temperature,
-        "kernels": dataclasses.asdict(chosen(asked.kernels, models)),
+        "kernels": dataclasses.asdict(layout.kernels),
         "tokens_per_second": tokens / seconds,
         "rounds": statistics.median(run["generation/rounds"] for run in rest),
         "tokens_per_round": statistics.mean(run["generation/tokens_per_round"] for run in rest),
@@ -108,7 +110,7 @@ def measure(asked, source: Source, models, batch: int, mesh) -> dict:
     }
 
 
-def timed(asked, source: Source, models, batch: int, seed: int, mesh) -> dict[str, float]:
+def timed(asked, source: Source, models, batch: int, seed: int, layout: Layout) -> dict[str, float]:
     """The metrics of one roll-out of `batch` samples."""
     words = np.array(source.tokenizer.encode(TEXT), np.int32)
     starts = np.arange(batch) * 7 % len(words)
@@ -119,14 +121,11 @@ def timed(asked, source: Source, models, batch: int, seed: int, mesh) -> dict[st
     strategies = (tree.parse(asked.strategy),)
     slots = asked.prompt_tokens + asked.new_tokens
     sampling = Sampling(asked.temperature)
-    kernels = chosen(asked.kernels, models)
-    decoding = GenerationConfig(
-        sampling, strategies, (), batch, slots, seed, asked.acceptance, kernels=kernels
-    )
+    decoding = GenerationConfig(sampling, strategies, (), batch, slots, seed, asked.acceptance)
     start = time.perf_counter()
     target, drafter = models
     counts = GenerationCounts()
-    list(generate(target, drafter, wanted, decoding, mesh, counts.add))
+    list(generate(target, drafter, wanted, decoding, layout, counts.add))
     return counts.metrics(time.perf_counter() - start)
 
 

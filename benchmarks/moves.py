@@ -39,6 +39,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import command_line
 from rlhf_jax.generation import rows as row_verbs
+from rlhf_jax.mesh import Layout
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.reallocation import row_transfer
 from rlhf_jax.runtime import distributed
@@ -117,18 +118,17 @@ def measured(asked: argparse.Namespace, slots: int) -> dict[str, Any]:
     config = SHAPES[asked.shape]
     config = dataclasses.replace(config, num_layers=asked.layers or config.num_layers)
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    source, target = meshes.split(
-        meshes.make_mesh(1, 1, 1, [jax.devices()[0], jax.devices()[-1]], slices=2)
-    )
+    mesh = meshes.make_mesh(1, 1, 1, [jax.devices()[0], jax.devices()[-1]], slices=2)
+    source, target = Layout(mesh, "generation", dtype=dtype).split()
     ways = send_to_process if distributed.count() > 1 else inside
-    state = functools.partial(row_verbs.empty, config, None, ROWS, slots, 0, 0, dtype)
+    state = functools.partial(row_verbs.empty, config, None, ROWS, slots, 0, 0)
     move, plain, count = ways(state, slots, source, target)
     seconds: dict[str, list[float]] = {"move": [], "plain": []}
     for _ in range(asked.times + 2):
         for name, act in (("move", move), ("plain", plain)):
             seconds[name].append(timed(act))
     took = {name: statistics.median(found[2:]) for name, found in seconds.items()}
-    took["prefill"] = prefill(config, dtype, slots, target)
+    took["prefill"] = prefill(config, slots, target)
     return {
         "slots": slots,
         "layers": config.num_layers,
@@ -148,27 +148,27 @@ def timed(act: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def inside(state: Callable[..., DecodeState], slots: int, source: Mesh, target: Mesh):
+def inside(state: Callable[..., DecodeState], slots: int, source: Layout, target: Layout):
     """(a move, the plain copy, bytes) between two devices of this process."""
     here = state(source)
     there = [state(target)]
-    count = row_transfer.bytes_of(row_transfer.pack_rows(here, ROW, slots, mesh=source))
+    count = row_transfer.bytes_of(row_transfer.pack_rows(here, ROW, slots, layout=source))
     flat = jax.device_put(np.zeros(count, np.uint8), source.devices.flat[0])
 
     def move() -> DecodeState:
-        packet = row_transfer.send(row_transfer.pack_rows(here, ROW, slots, mesh=source), target)
-        there[0] = row_transfer.unpack_rows(there[0], packet, ROW, mesh=target)
+        packet = row_transfer.send(row_transfer.pack_rows(here, ROW, slots, layout=source), target)
+        there[0] = row_transfer.unpack_rows(there[0], packet, ROW, layout=target)
         return there[0]
 
     return move, lambda: jax.device_put(flat, target.devices.flat[0]), count
 
 
-def send_to_process(state: Callable[..., DecodeState], slots: int, source: Mesh, target: Mesh):
+def send_to_process(state: Callable[..., DecodeState], slots: int, source: Layout, target: Layout):
     """(a move, the plain copy, bytes) from this process to the other, or from there to here."""
-    own = source if meshes.is_here(source) else target
+    own = source if source.is_here else target
     mine = [state(own)]
     pair = Mesh(np.concatenate([source.devices, target.devices]), meshes.AXES)
-    count = row_transfer.bytes_of(row_transfer.pack_rows(mine[0], ROW, slots, mesh=own))
+    count = row_transfer.bytes_of(row_transfer.pack_rows(mine[0], ROW, slots, layout=own))
     spread = NamedSharding(pair, PartitionSpec("slices"))
     part = jax.device_put(np.zeros((1, count), np.uint8), own.devices.flat[0])
     flat = jax.make_array_from_single_device_arrays((2, count), spread, [part])
@@ -176,21 +176,21 @@ def send_to_process(state: Callable[..., DecodeState], slots: int, source: Mesh,
     plain = jax.jit(jax.shard_map(step, mesh=pair, in_specs=spread.spec, out_specs=spread.spec))
 
     def move() -> DecodeState | row_transfer.RowPacket:
-        packet = row_transfer.pack_rows(mine[0], ROW, slots, mesh=own)
+        packet = row_transfer.pack_rows(mine[0], ROW, slots, layout=own)
         passed = row_transfer.send_to_process([packet], own, source, target)
         if own is target:
-            mine[0] = row_transfer.unpack_rows(mine[0], passed, ROW, mesh=own)
+            mine[0] = row_transfer.unpack_rows(mine[0], passed, ROW, layout=own)
         return mine[0] if own is target else passed
 
     return move, lambda: plain(flat), count
 
 
-def prefill(config: ModelConfig, dtype, slots: int, mesh: Mesh) -> float:
+def prefill(config: ModelConfig, slots: int, layout: Layout) -> float:
     """Seconds of the prefill of so many tokens, on the slice that a row would come to."""
-    if not meshes.is_here(mesh):
+    if not layout.is_here:
         return float("nan")
-    with jax.default_device(mesh.devices.flat[0]):
-        model = unstack(init(jax.random.key(0), config, dtype))
+    with jax.default_device(layout.devices.flat[0]):
+        model = unstack(init(jax.random.key(0), config, layout.dtype))
         prompt = jnp.ones((1, slots), jnp.int32), jnp.full((1,), slots, jnp.int32)
         for _ in range(2):  # the first compiles
             began = time.perf_counter()

@@ -31,7 +31,6 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +47,7 @@ from rlhf_jax.generation.stage import TEXTS_READ, GenerationSettings, read_texts
 from rlhf_jax.generation.strategy import candidates
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.scoring import ScoringSettings, score
-from rlhf_jax.mesh import Layout, make_mesh, place_rows
+from rlhf_jax.mesh import Layout, make_mesh
 from rlhf_jax.model.decoding import decoding_weights, student_for
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.model.weights.source import Source, open_source
@@ -104,8 +103,7 @@ class World:
     asked: argparse.Namespace
     source: Source
     prompts: Prompts
-    mesh: jax.sharding.Mesh
-    dtype: Any
+    layout: Layout  # generation's
 
     @property
     def slots(self) -> int:
@@ -203,7 +201,8 @@ def open_world(asked: argparse.Namespace) -> World:
     rows = [{"prompt": f"Tell a long story about the {noun}."} for noun in NOUNS]
     prompts = tokenize(rows, source.tokenizer, "", source.config.max_context)
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    return World(asked, source, prompts, make_mesh(1, -1, 1, jax.devices()[:1]), dtype)
+    mesh = make_mesh(1, -1, 1, jax.devices()[:1])
+    return World(asked, source, prompts, Layout(mesh, "generation", dtype=dtype))
 
 
 def measure(world: World) -> Iterator[dict]:
@@ -242,7 +241,7 @@ def summary(cases: Sequence[dict]) -> dict:
 
 def part_fixed(world: World) -> Iterator[dict]:
     """Each drafter at each temperature and batch."""
-    target = decoding_weights(world.source.load(world.dtype), world.dtype, world.mesh)
+    target = decoding_weights(world.source.load(world.layout.dtype), world.layout)
     for temperature, drafter in itertools.product(world.asked.temperatures, world.asked.drafters):
         if drafter == "replay":
             yield from replays(
@@ -250,7 +249,7 @@ def part_fixed(world: World) -> Iterator[dict]:
             )
             continue
         model = (
-            student_for(target, draft_model(world, target), world.mesh)
+            student_for(target, draft_model(world, target), world.layout)
             if drafter == "model"
             else None
         )
@@ -273,7 +272,7 @@ def part_fixed(world: World) -> Iterator[dict]:
 
 def part_replay(world: World) -> Iterator[dict]:
     """Each learning rate, temperature and batch, the noise repeated."""
-    target = decoding_weights(world.source.load(world.dtype), world.dtype, world.mesh)
+    target = decoding_weights(world.source.load(world.layout.dtype), world.layout)
     for temperature, rate in itertools.product(
         world.asked.temperatures, world.asked.replay_learning_rates
     ):
@@ -307,12 +306,14 @@ def replays(world: World, old: Model, temperature: float, rate: float, part: str
 def stepped(world: World, target: Model, temperature: float, rate: float) -> Model:
     """The policy after one Adam step at this learning rate on a GRPO batch of its own."""
     stages = stages_of(world, temperature, rate)
-    state = init_train_state(world.source.load(jnp.float32), stages.optimizers, world.mesh)
+    state = init_train_state(
+        world.source.load(jnp.float32), stages.optimizers, stages.training.layout
+    )
     wanted = group_requests(world, FIRST_TRAINED, History(0))
-    samples = run(Case(target, None, wanted, stages.generation.decoding, world.mesh)).samples
+    samples = run(Case(target, None, wanted, stages.generation.decoding, world.layout)).samples
     state, figures = train_on(world, state, samples, stages)
     tell(f"  {figures}")
-    return decoding_weights(state.policy, world.dtype, world.mesh)
+    return decoding_weights(state.policy, world.layout)
 
 
 def changed_tokens(before: Run, after: Run) -> float:
@@ -346,17 +347,19 @@ def part_epochs(world: World) -> Iterator[dict]:
     asked = world.asked
     drafters = [name for name in world.asked.drafters if name != "replay"]
     stages = stages_of(world, asked.temperatures[0], asked.learning_rate)
-    state = init_train_state(world.source.load(jnp.float32), stages.optimizers, world.mesh)
+    state = init_train_state(
+        world.source.load(jnp.float32), stages.optimizers, stages.training.layout
+    )
     state, frozen = with_students(world, state, stages, drafters)
     history = History(EVERYTHING)
     selector = None
     table = Table()
     for epoch in range(asked.epochs):
         tell(f"epochs: {epoch + 1} of {asked.epochs}")
-        target = decoding_weights(state.policy, world.dtype, world.mesh)
+        target = decoding_weights(state.policy, world.layout)
         students = {"online": state.drafter, "frozen": frozen}
         drafting = {
-            name: student_for(target, student, world.mesh) for name, student in students.items()
+            name: student_for(target, student, world.layout) for name, student in students.items()
         }
         models = {name: model for name, model in drafting.items() if model is not None}
         case = epoch_case(
@@ -404,7 +407,9 @@ def new_case(world, target, drafter, name, temperature, batch, first_id=0, histo
     samples = max(batch, world.asked.samples)
     prompts = [world.prompts.tokens[i % len(world.prompts)] for i in range(-(-samples // GROUP))]
     wanted = requests(prompts, GROUP, world.asked.new_tokens, first_id, history or History(0))
-    case = Case(target, drafter, wanted, decoding_of(world, [name], temperature, batch), world.mesh)
+    case = Case(
+        target, drafter, wanted, decoding_of(world, [name], temperature, batch), world.layout
+    )
     return contest.first(case, samples)
 
 
@@ -417,7 +422,7 @@ def epoch_case(
     decoding = decoding_of(
         world, drafters, world.asked.temperatures[0], GROUP * world.asked.prompts
     )
-    return Case(target, drafter, wanted, decoding, world.mesh)
+    return Case(target, drafter, wanted, decoding, world.layout)
 
 
 def trained(world: World) -> list[int]:
@@ -453,7 +458,7 @@ def draft_model(world: World, policy: Model) -> Model:
     """
     if world.asked.drafter:
         return decoding_weights(
-            open_source(world.asked.drafter).load(world.dtype), world.dtype, world.mesh
+            open_source(world.asked.drafter).load(world.layout.dtype), world.layout
         )
     return student_of(policy, world.asked.student_layers)
 
@@ -475,7 +480,9 @@ def with_students(
         )
     source = given.load(jnp.float32) if given else state.policy
     layers = given.config.num_layers if given else asked.student_layers
-    state = with_student(state, source, layers, stages.distillation.optimizer, world.mesh)
+    state = with_student(
+        state, source, layers, stages.distillation.optimizer, stages.training.layout
+    )
     return state, jax.tree.map(jnp.copy, state.drafter)
 
 
@@ -486,14 +493,13 @@ def train_on(
     learned; with metrics.
     """
     start = time.perf_counter()
-    place = functools.partial(place_rows, mesh=world.mesh)
     rewards = shortness(samples, world)
     rollout = as_rollout(samples, stages.generation.decoding.max_length)
     scores = score(state.policy, None, None, rollout, stages.scoring)
     stops = stages.generation.decoding.stop_tokens
     ended = np.array([sample.tokens[-1] in stops for sample in samples])
     experience, _ = make_experience(rollout, rewards, ended, scores, 0.0, stages.advantage)
-    state, metrics = update(state, experience, stages.optimizers, stages.training, 0.0, place)
+    state, metrics = update(state, experience, stages.optimizers, stages.training)
     figures = {name: metrics[name] for name in ("loss/policy", "gradient/norm")}
     figures |= {
         "reward/mean": float(rewards.mean()),
@@ -502,7 +508,7 @@ def train_on(
     if state.drafter is None or stages.distillation is None:
         return state, figures
     start = time.perf_counter()
-    state, metrics = distill(state, experience.rollout, stages.distillation, place)
+    state, metrics = distill(state, experience.rollout, stages.distillation)
     return state, figures | metrics | {"drafter/seconds": time.perf_counter() - start}
 
 
@@ -522,15 +528,15 @@ def stages_of(world: World, temperature: float, rate: float) -> Stages:
     """Make one GRPO step on `--prompts` prompts, one optimizer step."""
     asked = world.asked
     rows = GROUP * world.asked.prompts
-    layout = Layout(world.mesh, dtype=world.dtype)
+    layout = dataclasses.replace(world.layout, role="training")
     training = TrainingSettings(
-        microbatch_rows=GROUP, length_bucket=world.slots, temperature=temperature, dtype=world.dtype
+        microbatch_rows=GROUP, length_bucket=world.slots, temperature=temperature, layout=layout
     )
     student = make_optimizer(asked.student_learning_rate)
     return Stages(
         generation=GenerationSettings(
             decoding=decoding_of(world, (), temperature, rows),
-            layout=layout,
+            layout=world.layout,
             prompts_per_step=asked.prompts,
             samples_per_prompt=GROUP,
             max_new_tokens=asked.new_tokens,

@@ -49,7 +49,8 @@ def main() -> None:
     mesh = make_mesh(1, 1, 1, jax.devices()[: asked.slices], slices=asked.slices)
     source = open_source(asked.model)
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    target = decoding_weights(load(source, Layout(mesh, dtype=dtype)), dtype, mesh)
+    layout = Layout(mesh, "generation", dtype=dtype)
+    target = decoding_weights(load(source, layout), layout)
     words = np.array(source.tokenizer.encode(TEXT), np.int32)
     ends = drawn(asked, asked.samples, asked.seed)
     wanted = [
@@ -66,7 +67,7 @@ def main() -> None:
         "law": AssignmentPolicy(by_law(asked)),
     }
     runs = {
-        name: measured(target, wanted, decoding, mesh, placing) for name, placing in ways.items()
+        name: measured(target, wanted, decoding, layout, placing) for name, placing in ways.items()
     }
     texts = [run.pop("texts") for run in runs.values()]
     slots = {name: run["row_slots"] for name, run in runs.items()} | {"bound": int(ends.sum())}
@@ -132,13 +133,15 @@ def by_law(asked: argparse.Namespace):
     return plan_reallocation
 
 
-def measured(target, wanted, decoding: GenerationConfig, mesh, placing: AssignmentPolicy) -> dict:
+def measured(
+    target, wanted, decoding: GenerationConfig, layout: Layout, placing: AssignmentPolicy
+) -> dict:
     """The figures of one roll-out, after one that compiles, and its texts."""
     for _ in range(2):
         counts = GenerationCounts()
         start = time.perf_counter()
         found = list(
-            generate(target, None, wanted, decoding, mesh, counts.add, assignment_policy=placing)
+            generate(target, None, wanted, decoding, layout, counts.add, assignment_policy=placing)
         )
         seconds = time.perf_counter() - start
     return {

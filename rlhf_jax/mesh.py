@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -53,13 +54,15 @@ FLOAT32 = np.dtype(np.float32)
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Say where and how a call runs: on which devices, by which kernels, in which dtype.
+    """Say where and how a call runs: on which devices, in which role, by which kernels and dtype.
 
     It is static: hashable, so that a jitted function may take it as a static argument.
     """
 
-    # None: one device, whichever the arguments are on
-    mesh: Mesh | None = None
+    # None: one device, whichever the arguments are on; an abstract one is for planning
+    mesh: AnyMesh | None = None
+    # the row of `ROLES` that says how weights are split
+    role: str = "training"
     kernels: Kernels = REFERENCE
     # of the products; sums and log-probs are float32 all the same
     dtype: np.dtype = FLOAT32
@@ -67,7 +70,63 @@ class Layout:
     @property
     def slices(self) -> int:
         """Count the parts of the mesh that generate each on its own."""
-        return 1 if self.mesh is None else self.mesh.shape["slices"]
+        return self.extent("slices")
+
+    @property
+    def row_shards(self) -> int:
+        """Count the parts that the rows of a batch are split into."""
+        return self.extent(ROW_AXES)
+
+    @property
+    def devices(self) -> np.ndarray:
+        """Return the devices [slices, data, fsdp, tensor] of a mesh that is not abstract."""
+        assert isinstance(self.mesh, Mesh), "Only a mesh of real devices has them."
+        return self.mesh.devices
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Return the ranks of the processes that its devices belong to, in order."""
+        if not isinstance(self.mesh, Mesh):
+            return (jax.process_index(),)
+        return tuple(sorted({device.process_index for device in self.devices.flat}))
+
+    @property
+    def is_here(self) -> bool:
+        """Say whether some of its devices belong to this process."""
+        return jax.process_index() in self.owners
+
+    @property
+    def is_shared(self) -> bool:
+        """Say whether its devices belong to several processes."""
+        return isinstance(self.mesh, Mesh) and self.mesh.is_multi_process
+
+    def extent(self, axes: str | tuple[str, ...]) -> int:
+        """Return how many parts mesh axes split a dimension into."""
+        if self.mesh is None:
+            return 1
+        names = (axes,) if isinstance(axes, str) else axes
+        return math.prod(self.mesh.shape[name] for name in names)
+
+    def split(self) -> list[Layout]:
+        """Return the layout of each slice, on a mesh of its own with the same axes."""
+        if self.slices == 1:
+            return [self]
+        return [
+            dataclasses.replace(self, mesh=Mesh(part[None], AXES, axis_types=AXIS_TYPES))
+            for part in self.devices
+        ]
+
+    def fit(self, spec: tuple, shape: tuple[int, ...]) -> PartitionSpec:
+        """Return `spec` without the mesh axes that do not divide their dimension of `shape`."""
+        kept = [
+            axes if axes and size % self.extent(axes) == 0 else None
+            for size, axes in zip(shape, spec, strict=True)
+        ]
+        return PartitionSpec(*kept)
+
+
+# Where nothing else is said: the default device, plain jax and float32.
+ONE_DEVICE = Layout()
 
 
 def count_devices() -> int:
@@ -139,81 +198,77 @@ def abstract_mesh(shape: dict[str, int]) -> AbstractMesh:
     return AbstractMesh(tuple(shape[name] for name in AXES), AXES)
 
 
-def split(mesh: Mesh) -> list[Mesh]:
-    """Return the slices of a mesh, each a mesh of its own with the same axes."""
-    return [
-        Mesh(mesh.devices[index : index + 1], AXES, axis_types=AXIS_TYPES)
-        for index in range(mesh.shape["slices"])
-    ]
-
-
-def owners(mesh: Mesh) -> tuple[int, ...]:
-    """Return the ranks of the processes that its devices belong to, in order."""
-    return tuple(sorted({device.process_index for device in mesh.devices.flat}))
-
-
-def is_here(mesh: Mesh) -> bool:
-    """Say whether some of its devices belong to this process."""
-    return jax.process_index() in owners(mesh)
-
-
-def on_slice(tree: Any, mesh: Mesh) -> Any:
+def on_slice(tree: Any, layout: Layout) -> Any:
     """Return, as arrays on one slice, what it holds of a tree that is repeated over slices.
 
-    mesh: the slice's own. Nothing is copied: the arrays share their buffers with the tree's.
+    layout: the slice's own. Nothing is copied: the arrays share their buffers with the tree's.
     """
-    devices = set(mesh.devices.flat)
+    devices = set(layout.devices.flat)
 
     def part(leaf: jax.Array) -> jax.Array:
         """Regroup the buffers of one leaf that lie on the slice."""
-        place = NamedSharding(mesh, leaf.sharding.spec)  # pyright: ignore[reportAttributeAccessIssue]
+        place = _named(layout, leaf.sharding.spec)  # pyright: ignore[reportAttributeAccessIssue]
         shards = [shard.data for shard in leaf.addressable_shards if shard.device in devices]
         return jax.make_array_from_single_device_arrays(leaf.shape, place, shards)
 
     return jax.tree.map(part, tree)
 
 
-def row_shards(mesh: AnyMesh | None) -> int:
-    """Return the number of parts that the rows of a batch are split into."""
-    return 1 if mesh is None else _extent(ROW_AXES, mesh)
-
-
-def model_shardings(tree: Any, mesh: AnyMesh, role: str) -> Any:
-    """Return a `NamedSharding` for every leaf of a tree of `Model`s.
+def model_shardings(tree: Any, layout: Layout) -> Any:
+    """Return a `NamedSharding` for every leaf of a tree of `Model`s, by the layout's role.
 
     The tree is a model, its gradient, an optax state or a `TrainState`; leaves are arrays or
     `ShapeDtypeStruct`s. A weight is known by its field name; leaves of other names (counts, steps)
-    are replicated. role: "training" (split over slices, fsdp and tensor) or "generation" (split
-    over tensor, repeated over the rest). A dimension that its axis does not divide stays whole: see
-    `unsplit`. Raises ValueError for a weight of fewer dimensions than `WEIGHT_AXES` names.
+    are replicated. In role "training" weights are split over slices, fsdp and tensor, in role
+    "generation" over tensor, repeated over the rest. A dimension that its axis does not divide
+    stays whole: see `unsplit`. Raises ValueError for a weight of fewer dimensions than
+    `WEIGHT_AXES` names.
     """
 
     def shard(path: tuple, leaf: Any) -> NamedSharding:
         """Return the sharding of one leaf."""
-        return NamedSharding(mesh, fitting(_weight_spec(path, leaf, role), leaf.shape, mesh))
+        return _named(layout, layout.fit(_weight_spec(path, leaf, layout.role), leaf.shape))
 
     return jax.tree_util.tree_map_with_path(shard, tree)
 
 
-def unsplit(tree: Any, mesh: AnyMesh, role: str) -> list[str]:
+def unsplit(tree: Any, layout: Layout) -> list[str]:
     """Return a line for each dimension that stays whole as its mesh axis does not divide it.
 
     Arguments and errors as of `model_shardings`.
     """
     lines = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        wanted = _weight_spec(path, leaf, role)
-        found = fitting(wanted, leaf.shape, mesh)
+        wanted = _weight_spec(path, leaf, layout.role)
+        found = layout.fit(wanted, leaf.shape)
         for size, axes, kept in zip(leaf.shape, wanted, found, strict=True):
             if axes is not None and kept is None:
                 lines.append(
                     f"{jax.tree_util.keystr(path)}: {size} is not divisible by"
-                    f" {axes}={_extent(axes, mesh)}"
+                    f" {axes}={layout.extent(axes)}"
                 )
     return lines
 
 
-def row_shardings(tree: Any, mesh: AnyMesh) -> Any:
+def bring_weights(tree: Any, layout: Layout) -> Any:
+    """Return a tree of `Model`s on the layout's devices; one that is there already stays as it is.
+
+    So a stage may run on other devices than the one whose weights it reads.
+    """
+    leaves = jax.tree.leaves(tree)
+    if layout.mesh is None or leaves[0].sharding.device_set == set(layout.devices.flat):
+        return tree
+    return jax.device_put(tree, model_shardings(tree, layout))
+
+
+def pin_weights(tree: Any, layout: Layout) -> Any:
+    """Hold a tree of `Model`s to its layout, inside a jitted function; without a mesh, nothing."""
+    if layout.mesh is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, model_shardings(tree, layout))
+
+
+def row_shardings(tree: Any, layout: Layout) -> Any:
     """Return a sharding for every leaf of a row-first tree: [B, ...] over slices x data x fsdp.
 
     Leaves of rank 4 are caches, [B, G, ...], whose G lies over tensor as the weights' key-value
@@ -222,20 +277,20 @@ def row_shardings(tree: Any, mesh: AnyMesh) -> Any:
 
     def shard(leaf: Any) -> NamedSharding:
         """Return the sharding of one leaf."""
-        return NamedSharding(mesh, fitting(row_spec(leaf.ndim), leaf.shape, mesh))
+        return _named(layout, layout.fit(row_spec(leaf.ndim), leaf.shape))
 
     return jax.tree.map(shard, tree)
 
 
-def place_rows(tree: Any, mesh: Mesh | None) -> Any:
+def place_rows(tree: Any, layout: Layout) -> Any:
     """Place a row-first tree [B, ...] on the mesh, or on the default device where there is none.
 
     Over the devices of several processes, each places its parts of host arrays that all have alike.
     """
-    if mesh is None:
+    if layout.mesh is None:
         return jax.device_put(tree)
-    shardings = row_shardings(tree, mesh)
-    if not mesh.is_multi_process:
+    shardings = row_shardings(tree, layout)
+    if not layout.is_shared:
         return jax.device_put(tree, shardings)
 
     def place_parts(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
@@ -247,20 +302,20 @@ def place_rows(tree: Any, mesh: Mesh | None) -> Any:
     return jax.tree.map(place_parts, tree, shardings)
 
 
-def pin_rows(tree: Any, mesh: Mesh | None) -> Any:
+def pin_rows(tree: Any, layout: Layout) -> Any:
     """Hold a row-first result [B, ...] to its layout, inside a jitted function.
 
     So the next call finds it as `place_rows` would have laid it. Without a mesh it does nothing.
     """
-    if mesh is None:
+    if layout.mesh is None:
         return tree
-    return jax.lax.with_sharding_constraint(tree, row_shardings(tree, mesh))
+    return jax.lax.with_sharding_constraint(tree, row_shardings(tree, layout))
 
 
-@functools.partial(jax.jit, static_argnames=("mesh",))
-def repeat(tree: Any, mesh: Mesh) -> Any:
+@functools.partial(jax.jit, static_argnames=("layout",))
+def repeat(tree: Any, layout: Layout) -> Any:
     """Return a tree that is whole on every device of a mesh."""
-    return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, PartitionSpec()))
+    return jax.lax.with_sharding_constraint(tree, _named(layout, PartitionSpec()))
 
 
 def bytes_per_device(tree: Any, shardings: Any) -> int:
@@ -298,16 +353,7 @@ def row_spec(rank: int) -> tuple:
     return (spec + (None,) * rank)[:rank]
 
 
-def fitting(spec: tuple, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
-    """Return `spec` without the mesh axes that do not divide their dimension of `shape`."""
-    kept = [
-        axes if axes and size % _extent(axes, mesh) == 0 else None
-        for size, axes in zip(shape, spec, strict=True)
-    ]
-    return PartitionSpec(*kept)
-
-
-def _extent(axes: str | tuple[str, ...], mesh: AnyMesh) -> int:
-    """Return how many parts mesh axes split a dimension into."""
-    names = (axes,) if isinstance(axes, str) else axes
-    return int(np.prod([mesh.shape[name] for name in names]))
+def _named(layout: Layout, spec: PartitionSpec) -> NamedSharding:
+    """Return the sharding of a leaf whose dimensions are split as `spec` says."""
+    assert layout.mesh is not None, "Only a mesh splits anything."
+    return NamedSharding(layout.mesh, spec)

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 import jax
 import numpy as np
 
-from rlhf_jax import mesh as meshes
 from rlhf_jax.generation.requests import as_rollout
 from rlhf_jax.generation.speculative.round import ModelPair
 from rlhf_jax.inference.logprobs import mismatch
@@ -60,7 +59,6 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
             run.optimizers,
             run.training,
             kl_weight=0.0 if run.advantage.kl_in_reward else coefficient,
-            place=functools.partial(meshes.place_rows, mesh=run.layout.mesh),
             observe=functools.partial(observe, "training", None),
         )
     train, distilled = distill_drafter(train, rollout, run, observe)
@@ -116,12 +114,10 @@ def scoring_queue(models: ModelPair, train: TrainState, run: Run) -> ScoringQueu
     """Make the queue of what slices score beside generation; None where none does."""
     if not run.generation.scoring_seconds:
         return None
+    layout = run.generation.layout
     length = run.generation.decoding.max_length
-    rows = max(1, run.scoring.microbatch_rows // run.layout.slices)
-
-    def place(model: Model) -> Model:
-        return decoding_weights(model, run.layout.dtype, run.layout.mesh)
-
+    rows = max(1, run.scoring.microbatch_rows // layout.slices)
+    place = functools.partial(decoding_weights, layout=layout)
     rewards = {
         name: dataclasses.replace(one, model=place(one.model), rows=rows, length_bucket=length)
         for name, one in run.rewards.models.items()
@@ -189,9 +185,8 @@ def distill_drafter(
     if run.distillation is None:
         return train, {}
     start = time.perf_counter()
-    place = functools.partial(meshes.place_rows, mesh=run.layout.mesh)
     alive = functools.partial(observe, "training", None)
-    train, metrics = distill(train, rollout, run.distillation, place, alive, run.frozen.student)
+    train, metrics = distill(train, rollout, run.distillation, alive, run.frozen.student)
     return train, metrics | {"drafter/seconds": time.perf_counter() - start}
 
 
@@ -213,7 +208,7 @@ def _inference_spans(
 ) -> list[Span]:
     """Show inference, which `began` so many seconds after the step, as work of all slices."""
     ended = time.perf_counter() - rolled.began
-    count = run.layout.slices
+    count = run.generation.layout.slices
     rows = len(experience.mask) // count
     tokens = int(experience.rollout.mask.sum()) // count
     return [

@@ -259,7 +259,7 @@ def assignment_policy_of(
     )
     if queue is None:
         return assignment_policy
-    groups = slice_group_of(settings.layout.mesh).slice_groups  # each has finished about as much
+    groups = slice_group_of(settings.layout).slice_groups  # each has finished about as much
     return dataclasses.replace(
         assignment_policy, scoring=settings.scoring_seconds, unscored=lambda: groups * queue.tokens
     )

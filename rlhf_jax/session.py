@@ -50,7 +50,7 @@ class Session:
         self._phase_start = 0.0
         self._looked = 0.0
         # another process decides what is next on the slice that both share
-        self._follows = not slice_group_of(opened.layout.mesh).leads
+        self._follows = not slice_group_of(opened.layouts.generation).leads
 
     def __enter__(self) -> Session:
         opened = self.opened
@@ -216,7 +216,7 @@ class Session:
         """Write a finished step to the files of the run, which the leader has."""
         if self._writer is None:
             return
-        trace.write(self.opened.workdir, step, report.spans, self.opened.layout.slices)
+        trace.write(self.opened.workdir, step, report.spans, self.opened.layouts.generation.slices)
         self._writer.write(report.metrics)
         self._writer.write_samples(step, report.samples)
         self._writer.write_strategies(step, report.strategies)

@@ -17,7 +17,6 @@ from rlhf_jax.generation.requests import GenerationConfig, GenerationCounts, Rou
 from rlhf_jax.generation.stage import GenerationSettings
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.scoring import ScoringSettings
-from rlhf_jax.mesh import Layout
 from rlhf_jax.model.decoding import decoding_weights, student_for
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.reallocation import length_model
@@ -225,7 +224,6 @@ class Run:
 
     config: Config
     objective: Objective
-    layout: Layout
     prompts: PromptStream
     generation: GenerationSettings
     rewards: Rewards
@@ -248,6 +246,6 @@ def decoding_models(train: TrainState, run: Run) -> tuple[Model, Model | None]:
     The drafter is the student that is trained, with the policy's embedding and head, else the
     frozen drafter.
     """
-    target = decoding_weights(train.policy, run.layout.dtype, run.layout.mesh)
+    target = decoding_weights(train.policy, run.generation.layout)
     drafter = run.frozen.drafter if train.drafter is None else train.drafter
-    return target, student_for(target, drafter, run.layout.mesh)
+    return target, student_for(target, drafter, run.generation.layout)

@@ -56,14 +56,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _interpret_kernels() -> None:
     """Other defaults than the reference, for configs and for whoever generates without one."""
-    from pallas_kernels.dispatch import INTERPRETED
+    from pallas_kernels.dispatch import INTERPRETED, REFERENCE
     from rlhf_jax.config import schema
-    from rlhf_jax.generation.requests import GenerationConfig
+    from rlhf_jax.mesh import ONE_DEVICE, Layout
 
     kernels = schema.DEFAULTS["kernels"]
     schema.DEFAULTS["kernels"] = dict.fromkeys(kernels, "interpret")
-    init: Any = GenerationConfig.__init__
-    init.__defaults__ = (*init.__defaults__[:-1], INTERPRETED)
+    init: Any = Layout.__init__
+    defaults = {REFERENCE: INTERPRETED}
+    init.__defaults__ = tuple(defaults.get(one, one) for one in init.__defaults__)
+    object.__setattr__(ONE_DEVICE, "kernels", INTERPRETED)
 
 
 @pytest.fixture(scope="session")

@@ -55,8 +55,8 @@ def main(port: str, rank: int, ranks: int, kernels: str) -> int:
     distributed.start(place)
     mesh = meshes.make_mesh(1, -1, 1, slices=2)
     alone = models()
-    how = dataclasses.replace(HOW, kernels=Kernels(*[kernels] * 4))
-    stage = Stage(mesh, how, dataclasses.replace(alone, **laid_over(mesh, alone)))
+    layout = Layout(mesh, "generation", Kernels(*[kernels] * 4))
+    stage = Stage(layout, HOW, dataclasses.replace(alone, **laid_over(layout, alone)))
     heard, scoring_queue, samples = stage.roll_out("scores")
     assert heard
     check(stage, scoring_queue, samples, alone)
@@ -93,7 +93,7 @@ def models() -> Scoring:
     )
 
 
-def laid_over(mesh, alone: Scoring) -> dict:
+def laid_over(layout: Layout, alone: Scoring) -> dict:
     """The models repeated over a mesh."""
     reward_model = alone.rewards["judge"]
     tree = {
@@ -102,7 +102,7 @@ def laid_over(mesh, alone: Scoring) -> dict:
         "critic": alone.critic,
         "rewards": reward_model.model,
     }
-    tree = jax.jit(lambda: tree, out_shardings=meshes.model_shardings(tree, mesh, "generation"))()
+    tree = jax.jit(lambda: tree, out_shardings=meshes.model_shardings(tree, layout))()
     return tree | {"rewards": {"judge": dataclasses.replace(reward_model, model=tree["rewards"])}}
 
 
@@ -110,13 +110,13 @@ def laid_over(mesh, alone: Scoring) -> dict:
 class Stage:
     """Samples that are rolled out over a mesh, beside which slices score."""
 
-    mesh: jax.sharding.Mesh
+    layout: Layout
     how: GenerationConfig
     scoring: Scoring
 
     @functools.cached_property
     def slice_group(self):
-        return slice_group_of(self.mesh)
+        return slice_group_of(self.layout)
 
     def roll_out(
         self, name: str, then=lambda: None, feeds=lambda: None
@@ -144,7 +144,7 @@ class Stage:
         def finished(sample: Sample) -> None:
             scoring_queue.add(sample, answer(sample))
 
-        settings = GenerationSettings(self.how, Layout(self.mesh), 0, 0, 0)
+        settings = GenerationSettings(self.how, self.layout, 0, 0, 0)
         samples = generate_samples(
             (self.scoring.policy, None),
             requests(),
@@ -170,11 +170,11 @@ class Told(ScoringQueue):
         self.feeds = feeds
         self.fed = 0
 
-    def feed(self, number: int, mesh) -> Any:
+    def feed(self, number: int, layout: Layout) -> Any:
         self.feeds()
         self.fed += 1
         distributed.publish(f"{self.name}/slice {number} fed {self.fed}", True)
-        done = super().feed(number, mesh)
+        done = super().feed(number, layout)
         return done if self.leads else types.SimpleNamespace(is_ready=lambda: False)
 
 
@@ -221,7 +221,7 @@ def check(stage: Stage, scoring_queue: ScoringQueue, samples: list[Sample], alon
     chosen = [sample for sample in samples if sample.sample_id in found]
     assert len(chosen) == len(found) == sum(len(batch.samples) for batch in scoring_queue.batches)
     numbers: Any = (
-        overlap.score((alone.policy, alone.reference, alone.critic), chosen, alone, None)
+        overlap.score((alone.policy, alone.reference, alone.critic), chosen, alone, Layout())
         if chosen
         else ()
     )

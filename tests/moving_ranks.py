@@ -36,6 +36,7 @@ from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS
 from rlhf_jax.generation.strategy.expected_gain import expected_gains
 from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.generation.strategy.select import Choice
+from rlhf_jax.mesh import Layout
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.signals import Stopped
@@ -51,33 +52,26 @@ def main(port: str, rank: int, ranks: int, slices: int, kernels: str) -> int:
     target = unstack(init(jax.random.key(0), CONFIG))
     wanted = requests()
     counts = GenerationCounts()
-    how = GenerationConfig(
-        Sampling(1.0),
-        (PLAIN,),
-        (),
-        max_rows=6,
-        max_length=128,
-        seed=3,
-        kernels=Kernels(*[kernels] * 4),
-    )
+    how = GenerationConfig(Sampling(1.0), (PLAIN,), (), max_rows=6, max_length=128, seed=3)
     mesh = meshes.make_mesh(1, -1, 1, slices=slices)
-    whole = jax.jit(
-        lambda: target, out_shardings=meshes.model_shardings(target, mesh, "generation")
-    )()
-    slice_group = slice_group_of(mesh)
-    alone = {s.sample_id: s for s in generate(target, None, wanted, how)}
+    layout = Layout(mesh, "generation", Kernels(*[kernels] * 4))
+    whole = jax.jit(lambda: target, out_shardings=meshes.model_shardings(target, layout))()
+    slice_group = slice_group_of(layout)
+    alone = {
+        s.sample_id: s for s in generate(target, None, wanted, how, Layout(kernels=layout.kernels))
+    }
     assert len(slice_group.ranks) == max(1, ranks // slices)
     begin = functools.partial(generate, whole, None)
-    here = list(begin(wanted, how, mesh, counts.add, assignment_policy=shuffled("once")))
+    here = list(begin(wanted, how, layout, counts.add, assignment_policy=shuffled("once")))
     check(here, counts, alone, slice_group)
     assert all(
         sample.rounds == alone[sample.sample_id].rounds and not sample.accepted for sample in here
     )
     if slice_group.several:
-        pack(begin, mesh, alone, slice_group, how)
+        pack(begin, layout, alone, slice_group, how)
         with pytest.raises(ValueError, match="give it one"):
-            list(begin(wanted, how, mesh))
-    give_up(functools.partial(begin, wanted, how, mesh), slice_group)
+            list(begin(wanted, how, layout))
+    give_up(functools.partial(begin, wanted, how, layout), slice_group)
     return distributed.leave(0, "", place)
 
 
@@ -121,7 +115,7 @@ class Packs:
 
 
 def pack(
-    begin, mesh, alone: dict[int, Sample], slice_group: SliceGroup, how: GenerationConfig
+    begin, layout: Layout, alone: dict[int, Sample], slice_group: SliceGroup, how: GenerationConfig
 ) -> None:
     """Rounds that spend a budget on the worthiest drafts, as the leader ranks them, leave the same
     texts.
@@ -131,7 +125,9 @@ def pack(
     counts = GenerationCounts()
     how = dataclasses.replace(how, strategies=(PLAIN, PACKED), min_rows=6)
     check(
-        list(begin(wanted, how, mesh, counts.add, selector, assignment_policy=shuffled("packed"))),
+        list(
+            begin(wanted, how, layout, counts.add, selector, assignment_policy=shuffled("packed"))
+        ),
         counts,
         alone,
         slice_group,

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_jax import mesh as meshes
+from rlhf_jax.mesh import Layout
 from rlhf_jax.rewards.combination import Broken, Response, Scores, as_scores, refuse_broken
 from rlhf_jax.rewards.sharing import shared_out
 from rlhf_jax.runtime import distributed
@@ -95,11 +96,11 @@ def stop() -> None:
 
 def read() -> None:
     """Arrays that lie over both, on the host: placed, fetched, and piece by piece on the leader."""
-    mesh = meshes.make_mesh(slices=2)
-    (own,) = [part for part in meshes.split(mesh) if meshes.is_here(part)]
-    assert own.devices.size == jax.local_device_count() and meshes.owners(mesh) == (0, 1)
+    layout = Layout(meshes.make_mesh(slices=2))
+    (own,) = [part for part in layout.split() if part.is_here]
+    assert own.devices.size == jax.local_device_count() and layout.owners == (0, 1)
     rows = np.arange(8 * 3, dtype=np.float32).reshape(8, 3)
-    placed = meshes.place_rows({"rows": rows, "one": np.float32(2)}, mesh)
+    placed = meshes.place_rows({"rows": rows, "one": np.float32(2)}, layout)
     found = distributed.fetch(
         jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree))(placed)
     )
@@ -109,7 +110,7 @@ def read() -> None:
     sent = distributed.to_leader(placed)
     assert (sent["rows"] is not None) == distributed.leads()
     np.testing.assert_array_equal(sent["rows"] if distributed.leads() else rows, rows)
-    spread = jax.device_put(jnp.float32(1), NamedSharding(own, PartitionSpec()))
+    spread = jax.device_put(jnp.float32(1), NamedSharding(own.mesh, PartitionSpec()))
     assert distributed.fetch(spread) == 1
 
 

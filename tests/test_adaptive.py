@@ -26,7 +26,7 @@ from rlhf_jax.generation.strategy import candidates, cost, roofline
 from rlhf_jax.generation.strategy.acceptance import RANKS
 from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.generation.strategy.select import Choice, Selector
-from rlhf_jax.mesh import make_mesh, model_shardings
+from rlhf_jax.mesh import ONE_DEVICE, Layout, make_mesh, model_shardings
 
 NAMES = (
     "plain",
@@ -201,11 +201,10 @@ def test_a_switch_compiles_nothing(target, drafter, earlier, meshed, compilation
     """What is not compiled is not used; when it is, a whole run with all switches compiles nothing
     more.
     """
-    mesh = make_mesh(1, -1, 1, jax.devices()[:2]) if meshed else None
-    if mesh is not None:
-        target, drafter = (
-            jax.device_put(m, model_shardings(m, mesh, "generation")) for m in (target, drafter)
-        )
+    layout = Layout(role="generation")
+    if meshed:
+        layout = Layout(make_mesh(1, -1, 1, jax.devices()[:2]), "generation")
+        target, drafter = (jax.device_put(m, model_shardings(m, layout)) for m in (target, drafter))
     how = decoding(max_length=72, min_rows=8, history=0)
     compiler = BackgroundCompiler()
     names = "plain", "lookup-chain-6", "replay-chain-8", "model-chain-3", "replay-chain-8-packed-3"
@@ -218,12 +217,28 @@ def test_a_switch_compiles_nothing(target, drafter, earlier, meshed, compilation
     first = chooser()
     again = chooser()
     deadline = time.monotonic() + 120
-    while not all(compiler.ready(STRATEGIES[turn], 8, how, mesh) for turn in turns):
+    while not all(compiler.ready(STRATEGIES[turn], 8, how, layout) for turn in turns):
         assert time.monotonic() < deadline, "never compiled"
-        run(target, drafter, how, requests(earlier), mesh=mesh, selector=first, compiler=compiler)
+        run(
+            target,
+            drafter,
+            how,
+            requests(earlier),
+            layout=layout,
+            selector=first,
+            compiler=compiler,
+        )
     assert not all(ready for _, ready, _ in first.asked)
     with compilations() as seen:
-        run(target, drafter, how, requests(earlier), mesh=mesh, selector=again, compiler=compiler)
+        run(
+            target,
+            drafter,
+            how,
+            requests(earlier),
+            layout=layout,
+            selector=again,
+            compiler=compiler,
+        )
     compiler.close()
     assert not seen
     assert all(ready for _, ready, _ in again.asked) and len(again.asked) > 2 * len(turns)
@@ -244,7 +259,7 @@ def test_a_strategy_that_cannot_be_compiled_is_left_out(target, monkeypatch):
         run(target, None, how, requests(), selector=chooser, compiler=compiler)
     monkeypatch.setattr(precompile, "compile_only", real)
     assert not any(ready for _, ready, _ in chooser.asked)
-    assert compiler.failed(8, how, None) == {STRATEGIES[1]}
+    assert compiler.failed(8, how, ONE_DEVICE) == {STRATEGIES[1]}
     assert any(STRATEGIES[1] in situation.failed for _, _, situation in chooser.asked)
 
 

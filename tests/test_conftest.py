@@ -6,8 +6,7 @@ import tiny_run
 
 from pallas_kernels.dispatch import FUNCTIONS, INTERPRETED, REFERENCE
 from rlhf_jax.config import default
-from rlhf_jax.generation.requests import GenerationConfig
-from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.mesh import ONE_DEVICE, Layout
 
 
 def test_there_are_eight_devices_and_promotion_is_strict():
@@ -19,9 +18,9 @@ def test_kernels_are_those_asked_for(kernels_are_interpreted, tmp_path):
     """In configs and where no config is, in each process that runs tests (`-n 2`), and in commands
     that these begin.
     """
-    how = GenerationConfig(Sampling(), (), (), max_rows=1, max_length=1, seed=0).kernels
     wanted = ("interpret", INTERPRETED) if kernels_are_interpreted else ("auto", REFERENCE)
-    assert (set(default().kernels.values()), how) == ({wanted[0]}, wanted[1])
+    assert set(default().kernels.values()) == {wanted[0]}
+    assert Layout().kernels == ONE_DEVICE.kernels == wanted[1]
     assert {f"--config.kernels.{name}={wanted[0]}" for name in FUNCTIONS} <= set(
         tiny_run.arguments(tmp_path, tmp_path)
     )

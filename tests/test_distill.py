@@ -24,6 +24,7 @@ from launch import export
 from rlhf_jax import mesh
 from rlhf_jax.config import default, validation
 from rlhf_jax.generation.speculative.sampling import Sampling, draw
+from rlhf_jax.mesh import Layout
 from rlhf_jax.model.decoding import completed, decoding_weights, student_for
 from rlhf_jax.model.transformer import forward, init, logits
 from rlhf_jax.model.weights.source import open_source
@@ -174,22 +175,24 @@ def test_acceptance_is_the_share_of_tokens_that_the_student_draws(policy):
         assert float(found.metrics["drafter/acceptance"]) == pytest.approx(share, abs=1e-6)
 
 
-def trained(policy, devices: mesh.Mesh | None, config: TrainingSettings):
+def trained(policy, layout: Layout, config: TrainingSettings):
     """The state after one call on eight rows, on the mesh."""
     optimizers = Optimizers(optax.identity())
-    state = init_train_state(jax.tree.map(jnp.copy, policy), optimizers, devices)
+    state = init_train_state(jax.tree.map(jnp.copy, policy), optimizers, layout)
     optimizer = optax.adam(1e-3)
-    state = with_student(state, state.policy, 2, optimizer, devices)
-    place = jax.device_put if devices is None else functools.partial(mesh.place_rows, mesh=devices)
+    state = with_student(state, state.policy, 2, optimizer, layout)
+    config = dataclasses.replace(config, layout=layout)
     rollout = rollout_of(8, 16, policy.config.vocab_size)
-    return distill(state, rollout, Distillation(optimizer, config, 8), place)
+    return distill(state, rollout, Distillation(optimizer, config, 8))
 
 
 @pytest.mark.slow
 def test_the_split_over_devices_and_micro_batches_changes_nothing(policy):
     config = dataclasses.replace(CONFIG, minibatches=2, epochs=2, microbatch_rows=4)
-    state, metrics = trained(policy, None, config)
-    other, split = trained(policy, mesh.make_mesh(2, 2, 2), dataclasses.replace(config, chunk=512))
+    state, metrics = trained(policy, Layout(), config)
+    other, split = trained(
+        policy, Layout(mesh.make_mesh(2, 2, 2)), dataclasses.replace(config, chunk=512)
+    )
     assert split == pytest.approx(metrics, rel=1e-3)
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, atol=2e-5), state.drafter, other.drafter
@@ -217,8 +220,9 @@ def test_what_drafts_shares_embedding_and_head_with_the_target(policy, tied):
         policy if tied else make(jax.random.key(1), dataclasses.replace(policy.config, tied=False))
     )
     devices = mesh.make_mesh(1, 1, 1, jax.devices()[:1])
-    target = decoding_weights(model, jnp.bfloat16, devices)
-    drafter = student_for(target, student_of(model, 2), devices)
+    layout = Layout(devices, "generation", dtype=jnp.dtype(jnp.bfloat16))
+    target = decoding_weights(model, layout)
+    drafter = student_for(target, student_of(model, 2), layout)
     assert drafter is not None and isinstance(drafter.layers, tuple)
     assert drafter.embed is target.embed and drafter.head is target.head
     assert [layer.query.dtype for layer in drafter.layers] == [jnp.bfloat16] * 2

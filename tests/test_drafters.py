@@ -22,7 +22,7 @@ from rlhf_jax.generation.speculative.drafters.search import SearchDrafter, propo
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, RANKS
-from rlhf_jax.mesh import make_mesh, place_rows, row_shardings
+from rlhf_jax.mesh import Layout, make_mesh, place_rows, row_shardings
 from rlhf_jax.model import cache as kv
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.types import DecodeState, DraftState, Strategy
@@ -288,23 +288,23 @@ def test_without_an_earlier_text_there_is_nothing_to_replay():
 
 
 def test_drafts_and_signals_lie_as_rows_do_on_a_mesh(crowd):
-    mesh = make_mesh(data=2, fsdp=4)
+    layout = Layout(make_mesh(data=2, fsdp=4))
     state = texts_state(*crowd[:3])
     siblings = crowd[3]
-    laid, others = place_rows((state, siblings), mesh)
+    laid, others = place_rows((state, siblings), layout)
     for drafts, alone in (
         (
-            propose(LOOKUP, laid, others, chain("lookup", 4), mesh=mesh),
+            propose(LOOKUP, laid, others, chain("lookup", 4), layout=layout),
             propose(LOOKUP, state, siblings, chain("lookup", 4)),
         ),
         (
-            propose(REPLAY, laid, others, chain("replay", 4), mesh=mesh),
+            propose(REPLAY, laid, others, chain("replay", 4), layout=layout),
             propose(REPLAY, state, siblings, chain("replay", 4)),
         ),
-        (look_back(laid, others, SEARCHERS, mesh=mesh), look_back(state, siblings, SEARCHERS)),
+        (look_back(laid, others, SEARCHERS, layout=layout), look_back(state, siblings, SEARCHERS)),
     ):
         jax.tree.map(np.testing.assert_array_equal, drafts, alone)
-        wanted = row_shardings(drafts, mesh)
+        wanted = row_shardings(drafts, layout)
         assert jax.tree.all(
             jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), drafts, wanted)
         )

@@ -342,7 +342,7 @@ def test_no_compilation_after_warm_up(target, drafter, compilations):
 def _state(target, drafter, rows: int):
     """Rows that have just been admitted, each with a prompt of its own."""
     config = None if drafter is None else drafter.config
-    state = row_verbs.empty(target.config, config, rows, 96, 8, 0, jnp.float32)
+    state = row_verbs.empty(target.config, config, rows, 96, 8, 0)
     tokens = jnp.arange(rows * 32, dtype=jnp.int32).reshape(rows, 32) % 300
     prefix = row_verbs.prefill(target, drafter, tokens, jnp.arange(rows, dtype=jnp.int32) + 4)
     places = jnp.arange(rows, dtype=jnp.int32)

@@ -25,6 +25,7 @@ from pallas_kernels.dispatch import INTERPRETED, REFERENCE, Kernels, choose
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation.speculative.sampling import Sampling, block_noise, draw, draw_inside
 from rlhf_jax.inference.logprobs import logprobs_and_entropy
+from rlhf_jax.mesh import Layout
 from rlhf_jax.model import kernels as laid
 from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.transformer import init, logits, stack, unstack
@@ -126,7 +127,7 @@ def test_a_model_that_fits_no_tile_of_a_gpu_is_told(kernel, change):
 
 @pytest.fixture(scope="module")
 def plain(target):
-    return run(target, None, decoding("plain", max_rows=24, kernels=REFERENCE))
+    return run(target, None, decoding("plain", max_rows=24), layout=Layout(kernels=REFERENCE))
 
 
 @pytest.mark.slow
@@ -135,8 +136,9 @@ def plain(target):
     [pytest.param("plain", marks=pytest.mark.long), "lookup-chain-4", "model-tree-2x2x1"],
 )
 def test_text_is_the_same_with_the_kernels(target, drafter, plain, strategy):
-    how = decoding(strategy, kernels=INTERPRETED)
-    assert_equal(target, run(target, drafter, how), plain, how)
+    how = decoding(strategy)
+    found = run(target, drafter, how, layout=Layout(kernels=INTERPRETED))
+    assert_equal(target, found, plain, how)
 
 
 @pytest.mark.slow
@@ -148,13 +150,13 @@ def test_text_is_the_same_with_the_kernels_on_a_mesh(target, drafter, sampling):
     of whole blocks.
     """
     mesh = meshes.make_mesh(2, 2, 2, jax.devices()[:8])
-    how = decoding("model-chain-3", max_rows=8, sampling=sampling, kernels=INTERPRETED)
-    plain = run(target, None, decoding("plain", max_rows=24, sampling=sampling, kernels=REFERENCE))
-    policy, student = (
-        decoding_weights(stack(model), jnp.float32, mesh) for model in (target, drafter)
-    )
+    layout = Layout(mesh, "generation", INTERPRETED)
+    how = decoding("model-chain-3", max_rows=8, sampling=sampling)
+    alone = Layout(kernels=REFERENCE)
+    plain = run(target, None, decoding("plain", max_rows=24, sampling=sampling), layout=alone)
+    policy, student = (decoding_weights(stack(model), layout) for model in (target, drafter))
     assert policy.embed.shape[0] == 512
-    assert_equal(target, run(policy, student, how, mesh=mesh), plain, how)
+    assert_equal(target, run(policy, student, how, layout=layout), plain, how)
 
 
 @pytest.mark.slow
@@ -184,10 +186,11 @@ def test_a_vocabulary_that_is_filled_up_by_a_block_gives_the_same_draws():
     hidden = jax.random.normal(jax.random.key(1), (4, 3, 32))
     key = jnp.arange(24, dtype=jnp.uint32).reshape(4, 3, 2)
     position = jnp.arange(12, dtype=jnp.int32).reshape(4, 3)
-    padded = decoding_weights(stack(model), jnp.float32, mesh)
+    layout = Layout(mesh, "generation", REFERENCE)
+    padded = decoding_weights(stack(model), layout)
     noise = block_noise(key, position, len(padded.embed))
     assert noise.shape[-1] == 4
-    found = jax.jit(laid.verify_head(REFERENCE, mesh), static_argnums=3)(padded, hidden, noise, 0.8)
+    found = jax.jit(laid.verify_head(layout), static_argnums=3)(padded, hidden, noise, 0.8)
     ours = draw_inside(found, key, position, sampling)
     theirs = draw(logits(model, hidden), key, position, sampling)
     np.testing.assert_array_equal(ours.token, theirs.token)
@@ -195,7 +198,7 @@ def test_a_vocabulary_that_is_filled_up_by_a_block_gives_the_same_draws():
 
 
 def test_each_device_commits_its_own_rows_and_heads():
-    mesh = meshes.make_mesh(2, 1, 2, jax.devices()[:4])
+    layout = Layout(meshes.make_mesh(2, 1, 2, jax.devices()[:4]), kernels=INTERPRETED)
     random = np.random.default_rng(0)
 
     def leaves(slots: int):
@@ -208,13 +211,13 @@ def test_each_device_commits_its_own_rows_and_heads():
     window = leaves(3)
     path = random.integers(0, 3, (4, 3)).astype(np.int32)
     start = np.array([0, 7, 100, 125], np.int32)
-    cache, window, path, start = meshes.place_rows((cache, window, path, start), mesh)
-    written = jax.jit(laid.commit(INTERPRETED, mesh))(cache, window, path, start)
+    cache, window, path, start = meshes.place_rows((cache, window, path, start), layout)
+    written = jax.jit(laid.commit(layout))(cache, window, path, start)
     assert written[0][0].sharding.spec == PartitionSpec(meshes.ROW_AXES, "tensor", None, None)
     jax.tree.map(
         np.testing.assert_array_equal,
         written,
-        laid.commit(REFERENCE, None)(cache, window, path, start),
+        laid.commit(Layout(kernels=REFERENCE))(cache, window, path, start),
     )
 
 
@@ -234,8 +237,9 @@ def test_log_probs_and_their_gradients_are_the_same_with_the_kernel(sizes, vocab
     mesh.
     """
     mesh = meshes.make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)]) if sizes else None
-    law = laid.law(INTERPRETED, mesh)
-    assert law is laid.law(INTERPRETED, mesh) and laid.law(REFERENCE, mesh) is None
+    layout = Layout(mesh, kernels=INTERPRETED)
+    alone = Layout(kernels=REFERENCE)
+    assert laid.token_logprobs(layout) and laid.token_logprobs(alone) is None
     model = init(
         jax.random.key(0), ModelConfig("llama", vocabulary, 64, 96, 1, 4, 2, 16, 128, tied=tied)
     )
@@ -244,18 +248,16 @@ def test_log_probs_and_their_gradients_are_the_same_with_the_kernel(sizes, vocab
     mask = random.random((4, 33)) < 0.6
     weights = random.normal(size=(2, 4, 33)).astype(np.float32)
 
-    def weighed(model, law):
+    def weighed(model, layout):
         said = logprobs_and_entropy(
-            model, tokens, temperature=0.7, entropy=True, mask=mask, kernel=law
+            model, tokens, temperature=0.7, entropy=True, mask=mask, layout=layout
         )
         return sum((part * weight).sum() for part, weight in zip(said, weights, strict=True)), said
 
     given = jax.jit(jax.value_and_grad(weighed, has_aux=True), static_argnums=1)
-    placed = (
-        jax.device_put(model, meshes.model_shardings(model, mesh, "training")) if mesh else model
-    )
-    (_, said), gradient = given(placed, law)
-    (_, wanted), theirs = given(model, None)
+    placed = jax.device_put(model, meshes.model_shardings(model, layout)) if mesh else model
+    (_, said), gradient = given(placed, layout)
+    (_, wanted), theirs = given(model, alone)
     for ours, other in zip(
         jax.tree.leaves((said, gradient)), jax.tree.leaves((wanted, theirs)), strict=True
     ):

@@ -8,7 +8,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_jax.inference.logprobs import (
     logprobs_and_entropy,
@@ -16,6 +16,7 @@ from rlhf_jax.inference.logprobs import (
     score_rollout,
     token_logprobs,
 )
+from rlhf_jax.mesh import Layout, make_mesh
 from rlhf_jax.model import attention
 from rlhf_jax.model.transformer import forward, init, logits
 from rlhf_jax.types import Rollout
@@ -60,11 +61,11 @@ def test_long_attention_never_holds_all_weights():
 
 
 def test_attention_partitions_over_a_mesh_without_communication():
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
+    mesh = make_mesh(2, 1, 2, jax.devices()[:4])
     sharding = NamedSharding(mesh, PartitionSpec("data", None, "tensor", None))
     inputs = random_attention_inputs(600)
     split = [jax.device_put(part, sharding) for part in inputs]
-    attend = jax.jit(attention.partitioned(attention.causal, mesh, "data", "tensor"))
+    attend = jax.jit(attention.causal_on(Layout(mesh)))
     text = str(attend.lower(*split).compile().as_text())
     assert not any(
         word in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute")

@@ -18,6 +18,7 @@ from pallas_kernels.dispatch import INTERPRETED
 from pallas_kernels.logprobs import gpu, reference, tpu
 from pallas_kernels.logprobs.streaming import Sums, combine
 from rlhf_jax import mesh as meshes
+from rlhf_jax.mesh import Layout
 from rlhf_jax.model import kernels as laid
 
 TEMPERATURE = 0.7
@@ -136,9 +137,9 @@ def test_a_vocabulary_over_devices_changes_nothing(vocab, tied):
     """Of four devices in a row each has 258 tokens, more than two tiles' lanes, or all 99; rows lie
     over two.
     """
-    mesh = meshes.make_mesh(2, 1, 4, jax.devices()[:8])
+    layout = Layout(meshes.make_mesh(2, 1, 4, jax.devices()[:8]), kernels=INTERPRETED)
     inputs = problem(12, 128, vocab, tied, jnp.float32)
-    got = value_and_gradients(laid.law(INTERPRETED, mesh), *inputs, tied)
+    got = value_and_gradients(laid.token_logprobs(layout), *inputs, tied)
     alone = value_and_gradients(IMPLEMENTATIONS["tpu"], *inputs, tied)
     for part, whole, want in zip(got, alone, plain(*inputs, tied), strict=True):
         bound = LIMITS[jnp.dtype(jnp.float32)] * np.abs(want).max()

@@ -20,6 +20,7 @@ from rlhf_jax.config import schema as configs
 from rlhf_jax.generation import rows, scheduler
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.inference.values import critic_of
+from rlhf_jax.mesh import Layout
 from rlhf_jax.model import transformer
 from rlhf_jax.types import ModelConfig, ModelConfigs, RopeScaling
 
@@ -134,17 +135,20 @@ ONE = dict(slices=1, data=1, fsdp=1, tensor=1)
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 8, 1), (1, 1, 8)])
 def test_weights_optimizer_and_caches_are_exact(tiny, config, shape):
     devices = mesh.make_mesh(*shape)
+    layout = Layout(devices)
     model = transformer.init(jax.random.key(0), tiny)
-    policy = jax.device_put(model, mesh.model_shardings(model, devices, "training"))
+    policy = jax.device_put(model, mesh.model_shardings(model, layout))
     critic = critic_of(model)
-    critic = jax.device_put(critic, mesh.model_shardings(critic, devices, "training"))
+    critic = jax.device_put(critic, mesh.model_shardings(critic, layout))
     half = transformer.cast(model, jnp.bfloat16)
-    copy = jax.device_put(half, mesh.model_shardings(half, devices, "generation"))
+    copy = jax.device_put(half, mesh.model_shardings(half, Layout(devices, "generation")))
     config.generation.strategy = "lookup-chain-4"
     config.generation.history_tokens = 0
     parts = memory.plan(config, ModelConfigs(tiny, tiny, tiny), dict(devices.shape), jnp.bfloat16)
-    slots = scheduler.cache_slots(64, [tree.parse(config.generation.strategy)])
-    state = rows.empty(tiny, tiny, 32, slots, 0, 0, jnp.bfloat16, devices)
+    slots = scheduler.cache_slots(64, [tree.parse(config.generation.strategy)], layout)
+    state = rows.empty(
+        tiny, tiny, 32, slots, 0, 0, dataclasses.replace(layout, dtype=jnp.dtype(jnp.bfloat16))
+    )
     found = by_name(parts)
     assert found["policy, float32"] == held(policy)
     assert found["critic, float32"] == held(critic)

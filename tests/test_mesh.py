@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_jax import mesh as meshes
+from rlhf_jax.mesh import Layout
 from rlhf_jax.model import cache, transformer
 from rlhf_jax.types import ModelConfig
 
@@ -59,20 +60,16 @@ def test_sizes_that_do_not_fit_are_refused_in_one_sentence(wanted):
 
 
 def test_slices_split_the_width_in_training_and_repeat_the_weights_in_generation(model):
-    mesh = meshes.make_mesh(1, 2, 2, slices=2)
-    assert shard_shapes(model, meshes.model_shardings(model, mesh, "training")).layers.down == (
-        2,
-        32,
-        8,
-    )
-    repeated = jax.device_put(model, meshes.model_shardings(model, mesh, "generation"))
-    first, second = meshes.split(mesh)
+    training = Layout(meshes.make_mesh(1, 2, 2, slices=2))
+    shapes = shard_shapes(model, meshes.model_shardings(model, training))
+    assert shapes.layers.down == (2, 32, 8)
+    generation = dataclasses.replace(training, role="generation")
+    repeated = jax.device_put(model, meshes.model_shardings(model, generation))
+    first, second = generation.split()
     assert not set(first.devices.flat) & set(second.devices.flat)
     for part in (first, second):
         own = meshes.on_slice(repeated, part)
-        assert (
-            own.layers.down.sharding == meshes.model_shardings(own, part, "generation").layers.down
-        )
+        assert own.layers.down.sharding == meshes.model_shardings(own, part).layers.down
         held = {shard.data.unsafe_buffer_pointer() for shard in own.layers.down.addressable_shards}
         assert held <= {
             shard.data.unsafe_buffer_pointer() for shard in repeated.layers.down.addressable_shards
@@ -81,9 +78,7 @@ def test_slices_split_the_width_in_training_and_repeat_the_weights_in_generation
 
 
 def test_training_splits_width_over_fsdp_and_heads_over_tensor(model):
-    shapes = shard_shapes(
-        model, meshes.model_shardings(model, meshes.make_mesh(2, 2, 2), "training")
-    )
+    shapes = shard_shapes(model, meshes.model_shardings(model, Layout(meshes.make_mesh(2, 2, 2))))
     assert shapes.embed == (160, 16)
     assert shapes.head == (16, 160)
     assert shapes.layers.query == (2, 16, 2, 8)
@@ -99,7 +94,7 @@ def test_training_splits_width_over_fsdp_and_heads_over_tensor(model):
 def test_generation_splits_over_tensor_only(model, stacked):
     model = model if stacked else transformer.unstack(model)
     shapes = shard_shapes(
-        model, meshes.model_shardings(model, meshes.make_mesh(2, 2, 2), "generation")
+        model, meshes.model_shardings(model, Layout(meshes.make_mesh(2, 2, 2), "generation"))
     )
     layer = shapes.layers if stacked else shapes.layers[1]
     assert shapes.embed == (160, 32)
@@ -114,9 +109,10 @@ def test_every_weight_is_in_the_table(model):
 
 def test_optimizer_state_lies_as_its_parameters(model):
     mesh = meshes.make_mesh(1, 4, 2)
+    layout = Layout(mesh)
     state = jax.eval_shape(optax.adamw(1e-3).init, model)
-    split = meshes.model_shardings(state, mesh, "training")
-    assert split[0].mu == meshes.model_shardings(model, mesh, "training")
+    split = meshes.model_shardings(state, layout)
+    assert split[0].mu == meshes.model_shardings(model, layout)
     assert split[0].nu == split[0].mu
     assert split[0].count == NamedSharding(mesh, PartitionSpec())
 
@@ -124,11 +120,11 @@ def test_optimizer_state_lies_as_its_parameters(model):
 def test_what_does_not_divide_stays_whole_and_is_listed(config):
     config = dataclasses.replace(config, num_heads=6, num_kv_heads=3, vocab_size=321)
     model = transformer.init(jax.random.key(0), config)
-    mesh = meshes.make_mesh(2, 2, 2)
-    shapes = shard_shapes(model, meshes.model_shardings(model, mesh, "training"))
+    layout = Layout(meshes.make_mesh(2, 2, 2))
+    shapes = shard_shapes(model, meshes.model_shardings(model, layout))
     assert shapes.layers.key == (2, 16, 3, 8)
     assert shapes.embed == (321, 16)
-    lines = meshes.unsplit(model, mesh, "training")
+    lines = meshes.unsplit(model, layout)
     assert ".layers.key: 3 is not divisible by tensor=2" in lines
     assert sorted(line.split(":")[0] for line in lines) == sorted(
         [
@@ -144,7 +140,7 @@ def test_what_does_not_divide_stays_whole_and_is_listed(config):
 
 def test_a_scalar_head_is_split_by_width_only(model):
     critic = dataclasses.replace(model, head=jnp.zeros((32, 1)))
-    split = meshes.model_shardings(critic, meshes.make_mesh(1, 4, 2), "training")
+    split = meshes.model_shardings(critic, Layout(meshes.make_mesh(1, 4, 2)))
     assert split.head.shard_shape((32, 1)) == (8, 1)
 
 
@@ -155,7 +151,7 @@ def test_rows_lie_over_data_and_fsdp_and_caches_over_tensor_too(config):
         "cache": cache.empty(config, 8, 16, jnp.float32),
     }
     rows |= {"scalar": jnp.zeros(()), "odd": jnp.zeros((6, 3)), "bits": jnp.zeros((8, 3, 3))}
-    shapes = shard_shapes(rows, meshes.row_shardings(rows, meshes.make_mesh(2, 2, 2)))
+    shapes = shard_shapes(rows, meshes.row_shardings(rows, Layout(meshes.make_mesh(2, 2, 2))))
     assert shapes["tokens"] == (2, 16)
     assert shapes["done"] == (2,)
     assert shapes["bits"] == (2, 3, 3)
@@ -166,18 +162,20 @@ def test_rows_lie_over_data_and_fsdp_and_caches_over_tensor_too(config):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bytes_per_device_are_the_bytes_on_the_device(model, shape):
-    mesh = meshes.make_mesh(*shape)
-    shardings = meshes.model_shardings(model, mesh, "training")
+    layout = Layout(meshes.make_mesh(*shape))
+    shardings = meshes.model_shardings(model, layout)
     placed = jax.device_put(model, shardings)
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(placed))
-    planned = meshes.model_shardings(model, meshes.abstract_mesh(dict(mesh.shape)), "training")
+    assert layout.mesh is not None
+    abstract = meshes.abstract_mesh(dict(layout.mesh.shape))
+    planned = meshes.model_shardings(model, Layout(abstract))
     assert meshes.bytes_per_device(model, planned) == held
 
 
 @pytest.mark.parametrize("role", ["training", "generation"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward_on_eight_devices_equals_one(model, role, shape):
-    mesh = meshes.make_mesh(*shape)
+    layout = Layout(meshes.make_mesh(*shape), role)
     tokens = jax.random.randint(jax.random.key(1), (8, 12), 0, model.config.vocab_size)
     positions = jnp.broadcast_to(jnp.arange(12), tokens.shape)
 
@@ -186,6 +184,6 @@ def test_forward_on_eight_devices_equals_one(model, role, shape):
         return transformer.logits(model, transformer.forward(model, tokens, positions)[0])
 
     alone = run(model, tokens, positions)
-    placed = jax.device_put(model, meshes.model_shardings(model, mesh, role))
-    rows = jax.device_put((tokens, positions), meshes.row_shardings((tokens, positions), mesh))
+    placed = jax.device_put(model, meshes.model_shardings(model, layout))
+    rows = jax.device_put((tokens, positions), meshes.row_shardings((tokens, positions), layout))
     np.testing.assert_allclose(run(placed, *rows), alone, atol=1e-5, rtol=0)

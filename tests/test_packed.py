@@ -25,7 +25,7 @@ from rlhf_jax.generation.strategy import (
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS
 from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.generation.strategy.select import Selector
-from rlhf_jax.mesh import make_mesh, place_rows
+from rlhf_jax.mesh import ONE_DEVICE, Layout, make_mesh, place_rows
 from rlhf_jax.types import DecodeState, Emission
 
 GAINS = expected_gain.expected_gains(
@@ -98,7 +98,7 @@ def test_the_worthiest_drafts_are_kept(seed, nodes):
         place(classes, jnp.int8),
         GAINS,
         nodes=nodes,
-        mesh=None,
+        layout=ONE_DEVICE,
     )
     kept = (np.array(found) >= 0).sum(axis=1)
     wanted = worthiest(length, limit, done, drafts, classes, nodes)
@@ -113,7 +113,7 @@ def test_the_worthiest_drafts_are_kept(seed, nodes):
 
 @pytest.mark.parametrize("devices", [1, 4])
 def test_what_is_packed_is_found_again_and_nothing_crosses_devices(devices):
-    mesh = make_mesh(1, devices, 1, jax.devices()[:devices])
+    layout = Layout(make_mesh(1, devices, 1, jax.devices()[:devices]))
     luck = np.random.default_rng(1)
     verified = np.zeros((ROWS, 5), bool)
     for part in np.split(np.arange(ROWS), devices):
@@ -125,10 +125,10 @@ def test_what_is_packed_is_found_again_and_nothing_crosses_devices(devices):
 
     @jax.jit
     def there_and_back(verified, grid):
-        packing = pack(verified, 3, mesh)
+        packing = pack(verified, 3, layout)
         return packing.unpack(packing.pack(grid))
 
-    laid = place_rows((jnp.array(verified), jnp.array(grid)), mesh)
+    laid = place_rows((jnp.array(verified), jnp.array(grid)), layout)
     np.testing.assert_array_equal(np.array(there_and_back(*laid))[verified], grid[verified])
     assert not re.search("all-|collective", str(there_and_back.lower(*laid).compile().as_text()))
 
@@ -174,7 +174,9 @@ def test_a_sample_that_ends_at_its_limit_is_no_miss():
     limit = np.array([9, 20])
     state = state_of(length, limit, np.zeros(2, bool))
     drafts = jnp.ones((2, LENGTH), jnp.int32)
-    _, spent = allocate_budget(state, drafts, jnp.full(2, 3, jnp.int8), GAINS, nodes=8, mesh=None)
+    _, spent = allocate_budget(
+        state, drafts, jnp.full(2, 3, jnp.int8), GAINS, nodes=8, layout=ONE_DEVICE
+    )
     assert spent.drafts.tolist() == [2, LENGTH] and spent.short.tolist() == [True, False]
 
 

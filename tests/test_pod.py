@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.inference.values import critic_of
-from rlhf_jax.model.attention import causal_on
+from rlhf_jax.mesh import Layout
 from rlhf_jax.training.batching import MicroBatch
 from rlhf_jax.training.update import (
     Gradient,
@@ -54,8 +54,12 @@ class Target(NamedTuple):
 
     config: Config
     models: ModelConfigs
-    mesh: jax.sharding.Mesh
-    dtype: Any
+    layout: Layout
+
+    @property
+    def generation(self) -> Layout:
+        """The same devices in the other role."""
+        return dataclasses.replace(self.layout, role="generation")
 
 
 def target(name: str) -> Target:
@@ -64,18 +68,34 @@ def target(name: str) -> Target:
     models = CONFIGS[name].models
     count = CONFIGS[name].devices
     if name in ON_CPU:
-        return Target(config, models, meshes.make_mesh(devices=jax.devices()[:count]), jnp.float32)
+        return Target(config, models, Layout(meshes.make_mesh(devices=jax.devices()[:count])))
     shape = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    return Target(
-        config, models, meshes.make_mesh(*shape, devices(CHIPS["v5p"])[:count]), jnp.bfloat16
-    )
+    mesh = meshes.make_mesh(*shape, devices(CHIPS["v5p"])[:count])
+    return Target(config, models, Layout(mesh, dtype=jnp.dtype(jnp.bfloat16)))
 
 
-def critic_weights(model: ModelConfig, mesh) -> Model:
+def planned(at: Target) -> list[memory.Part]:
+    """The estimate of a target."""
+    assert at.layout.mesh is not None
+    return memory.plan(at.config, at.models, dict(at.layout.mesh.shape), at.layout.dtype)
+
+
+def master(layout: Layout) -> Layout:
+    """The layout of the weights that are trained."""
+    return dataclasses.replace(layout, dtype=jnp.dtype(jnp.float32))
+
+
+def replicated(layout: Layout) -> NamedSharding:
+    """Whole on every device."""
+    assert layout.mesh is not None
+    return NamedSharding(layout.mesh, PartitionSpec())
+
+
+def critic_weights(model: ModelConfig, layout: Layout) -> Model:
     """Shapes of the critic, which is a reward model or has a policy's trunk."""
-    made = weights(model, jnp.float32, "training", mesh)
+    made = weights(model, master(layout))
     shapes = made if model.scalar_head else jax.eval_shape(critic_of, made)
-    return placed(shapes, meshes.model_shardings(shapes, mesh, "training"))
+    return placed(shapes, meshes.model_shardings(shapes, layout))
 
 
 def micro_batch(count: int, slots: int, with_values: bool) -> MicroBatch:
@@ -101,20 +121,15 @@ def gradient_program(at: Target, model: Model, objective: Callable):
     training = at.config.training
     slots = config.data.max_prompt_tokens + config.generation.max_new_tokens
     batch = row_shapes(
-        lambda: micro_batch(training.microbatch_rows, slots, at.models.critic is not None), at.mesh
+        lambda: micro_batch(training.microbatch_rows, slots, at.models.critic is not None),
+        at.layout,
     )
     settings = TrainingSettings(
-        microbatch_rows=training.microbatch_rows,
-        dtype=at.dtype,
-        remat=training.remat,
-        attend=causal_on(at.mesh, at.models.policy.num_kv_heads),
-        critic_attend=causal_on(at.mesh, (at.models.critic or at.models.policy).num_kv_heads),
+        microbatch_rows=training.microbatch_rows, layout=at.layout, remat=training.remat
     )
     options = dict(objective=objective, settings=settings)
     metrics = jax.eval_shape(functools.partial(accumulate, None, **options), model, batch).metrics
-    metrics = placed(
-        metrics, jax.tree.map(lambda _: NamedSharding(at.mesh, PartitionSpec()), metrics)
-    )
+    metrics = placed(metrics, jax.tree.map(lambda _: replicated(at.layout), metrics))
     return accumulate.lower(Gradient(model, metrics), model, batch, **options).compile()
 
 
@@ -122,7 +137,7 @@ def step_program(at: Target, model: Model):
     """The optimizer's step."""
     optimizer = make_optimizer(at.config.training.learning_rate)
     moments = jax.eval_shape(optimizer.init, model)
-    moments = placed(moments, meshes.model_shardings(moments, at.mesh, "training"))
+    moments = placed(moments, meshes.model_shardings(moments, at.layout))
     return apply.lower(model, moments, Gradient(model, {}), optimizer=optimizer).compile()
 
 
@@ -132,25 +147,31 @@ def round_program(at: Target, untied: bool):
     generation = at.config.generation
     longest = config.data.max_prompt_tokens + generation.max_new_tokens
     choices = derived.strategies(config)
-    strategy = choices.strategies[choices.nodes.tolist().index(memory.most_nodes(config, at.mesh))]
-    slots = scheduler.cache_slots(longest, choices.strategies)
+    strategy = choices.strategies[
+        choices.nodes.tolist().index(memory.most_nodes(config, at.layout.mesh))
+    ]
+    slots = scheduler.cache_slots(longest, choices.strategies, at.generation)
     earlier = longest if "replay" in choices.drafters else 0
     empty = functools.partial(
         rows.empty, at.models.policy, at.models.drafter, generation.max_rows, slots
     )
-    state = row_shapes(lambda: empty(generation.history_tokens, earlier, at.dtype), at.mesh)
-    nodes = tree.as_data(strategy, generation.max_rows)
-    replicated = NamedSharding(at.mesh, PartitionSpec())
-    nodes = placed(nodes, jax.tree.map(lambda _: replicated, nodes))
-    drafts = row_shapes(
-        lambda: jnp.zeros((generation.max_rows, tree.bucket(strategy) - 1), jnp.int32), at.mesh
+    state = row_shapes(
+        lambda: empty(generation.history_tokens, earlier, at.generation), at.generation
     )
-    policy = weights(at.models.policy, at.dtype, "generation", at.mesh)
+    nodes = tree.as_data(strategy, generation.max_rows)
+    nodes = placed(nodes, jax.tree.map(lambda _: replicated(at.layout), nodes))
+    drafts = row_shapes(
+        lambda: jnp.zeros((generation.max_rows, tree.bucket(strategy) - 1), jnp.int32),
+        at.generation,
+    )
+    policy = weights(at.models.policy, at.generation)
     if untied:
         policy = dataclasses.replace(
-            policy, head=jax.ShapeDtypeStruct(policy.embed.shape[::-1], at.dtype)
+            policy, head=jax.ShapeDtypeStruct(policy.embed.shape[::-1], at.layout.dtype)
         )
-    options = dict(sampling=Sampling(generation.temperature), stop_tokens=(0,), mesh=at.mesh)
+    options = dict(
+        sampling=Sampling(generation.temperature), stop_tokens=(0,), layout=at.generation
+    )
     return run_round.lower(policy, state, drafts, None, nodes, **options).compile()
 
 
@@ -185,17 +206,17 @@ def test_predicted_memory_is_the_compilers(name):
     error smaller.
     """
     at = target(name)
-    parts = memory.plan(at.config, at.models, dict(at.mesh.shape), at.dtype)
+    parts = planned(at)
     sizes = by_name(parts)
     own = {
         stage: sum(part.bytes for part in parts if part.stage == stage)
         for stage in memory.STAGE_NAMES
     }
 
-    policy = weights(at.models.policy, jnp.float32, "training", at.mesh)
+    policy = weights(at.models.policy, master(at.layout))
     training = needed(gradient_program(at, policy, policy_objective))
     if name in ON_CPU and at.models.critic:  # the large one is as its policy, without the head
-        critic = critic_weights(at.models.critic, at.mesh)
+        critic = critic_weights(at.models.critic, at.layout)
         training = max(training, needed(gradient_program(at, critic, critic_objective)))
     assert_near(sizes["policy, float32"] + own["training"], training, f"{name} in training")
 
@@ -206,8 +227,8 @@ def test_predicted_memory_is_the_compilers(name):
 @needs_libtpu
 def test_the_optimizers_step_is_taken_in_place():
     at = target("grpo_llama31_8b:tpu")
-    policy = weights(at.models.policy, jnp.float32, "training", at.mesh)
-    sizes = by_name(memory.plan(at.config, at.models, dict(at.mesh.shape), at.dtype))
+    policy = weights(at.models.policy, master(at.layout))
+    sizes = by_name(planned(at))
     assert_near(
         4 * sizes["policy, float32"], needed(step_program(at, policy)), "state and gradients"
     )

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax import mesh as meshes
+from rlhf_jax.mesh import Layout
 from rlhf_jax.model import transformer
 from rlhf_jax.model.families import FAMILIES
 from rlhf_jax.model.weights import huggingface
@@ -111,11 +112,13 @@ def test_batches_and_padding_change_nothing(rows: int, bucket: int):
 
 def test_scores_on_a_mesh():
     source = open_source(GOLDEN / "llama_reward")
-    mesh = meshes.make_mesh(1, 2, 2, jax.devices()[:4])
+    layout = Layout(meshes.make_mesh(1, 2, 2, jax.devices()[:4]))
     shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), source.config))
-    model = source.load(jnp.float32, meshes.model_shardings(shapes, mesh, "training"))
+    model = source.load(jnp.float32, meshes.model_shardings(shapes, layout))
     chats, expected = golden("llama_reward")
-    scores = model_scorer(RewardModel(source, model, 4, 16), mesh)([answer(chat) for chat in chats])
+    scores = model_scorer(RewardModel(source, model, 4, 16), layout)(
+        [answer(chat) for chat in chats]
+    )
     np.testing.assert_allclose(scores.values, expected, atol=TOLERANCE, rtol=0)
 
 

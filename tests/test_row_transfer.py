@@ -11,6 +11,7 @@ import pytest
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import rows as row_verbs
+from rlhf_jax.mesh import ONE_DEVICE, Layout
 from rlhf_jax.reallocation import row_transfer
 from rlhf_jax.reallocation.settings import TransferSettings
 from rlhf_jax.types import DecodeState, ModelConfig
@@ -23,8 +24,8 @@ ROWS = 4
 SLOTS = 128
 
 
-def empty(mesh, rows=ROWS) -> DecodeState:
-    return row_verbs.empty(TARGET, DRAFT, rows, SLOTS, 8, SLOTS, jnp.float32, mesh)
+def empty(layout: Layout, rows=ROWS) -> DecodeState:
+    return row_verbs.empty(TARGET, DRAFT, rows, SLOTS, 8, SLOTS, layout)
 
 
 def content(number: int, shape: tuple[int, ...], salt: int) -> np.ndarray:
@@ -32,19 +33,18 @@ def content(number: int, shape: tuple[int, ...], salt: int) -> np.ndarray:
     return np.random.default_rng([number, salt]).integers(-(1 << 20), 1 << 20, shape)
 
 
-def filled(mesh, rows=ROWS) -> DecodeState:
-    leaves, kind = jax.tree.flatten(empty(mesh, rows))
+def filled(layout: Layout, rows=ROWS) -> DecodeState:
+    leaves, kind = jax.tree.flatten(empty(layout, rows))
     made = [
         np.stack([content(row, leaf.shape[1:], salt) for row in range(rows)]).astype(leaf.dtype)
         for salt, leaf in enumerate(leaves)
     ]
-    return meshes.place_rows(jax.tree.unflatten(kind, made), mesh)
+    return meshes.place_rows(jax.tree.unflatten(kind, made), layout)
 
 
 def slices(count: int, fsdp: int = 1, tensor: int = 1):
-    return meshes.split(
-        meshes.make_mesh(1, fsdp, tensor, jax.devices()[: count * fsdp * tensor], slices=count)
-    )
+    devices = jax.devices()[: count * fsdp * tensor]
+    return Layout(meshes.make_mesh(1, fsdp, tensor, devices, slices=count)).split()
 
 
 def narrowed(row: DecodeState, slots: int) -> DecodeState:
@@ -64,9 +64,9 @@ def test_a_row_arrives_as_it_left_and_the_others_stay(fsdp, tensor):
     source = filled(here)
     target = empty(there)
     packet = row_transfer.send(
-        row_transfer.pack_rows(source, np.array([3], np.int32), 64, mesh=here), there
+        row_transfer.pack_rows(source, np.array([3], np.int32), 64, layout=here), there
     )
-    arrived = row_transfer.unpack_rows(target, packet, np.array([1], np.int32), mesh=there)
+    arrived = row_transfer.unpack_rows(target, packet, np.array([1], np.int32), layout=there)
     row = functools.partial(jax.tree.map, lambda leaf: np.asarray(leaf)[1:2])
     old = jax.tree.map(lambda leaf: np.asarray(leaf)[3:4], source)
     jax.tree.map(np.testing.assert_array_equal, narrowed(row(arrived), 64), narrowed(old, 64))
@@ -85,13 +85,13 @@ def test_a_row_travels_in_several_pieces_as_in_one(piece, monkeypatch):
     """
     programs: list[Any] = [row_transfer.pack_rows, row_transfer._begins, row_transfer._put]
     rows = np.array([3, 0], np.int32)
-    whole = row_transfer.pack_rows(filled(None), rows, 64)
-    wanted = jax.device_get(row_transfer.unpack_rows(empty(None), whole, rows[::-1]))
+    whole = row_transfer.pack_rows(filled(ONE_DEVICE), rows, 64)
+    wanted = jax.device_get(row_transfer.unpack_rows(empty(ONE_DEVICE), whole, rows[::-1]))
     monkeypatch.setattr(row_transfer, "TRANSFER_SETTINGS", TransferSettings(piece_bytes=piece))
     for program in programs:
         program.clear_cache()
-    packet = row_transfer.pack_rows(filled(None), rows, 64)
-    arrived = row_transfer.unpack_rows(empty(None), packet, rows[::-1])
+    packet = row_transfer.pack_rows(filled(ONE_DEVICE), rows, 64)
+    arrived = row_transfer.unpack_rows(empty(ONE_DEVICE), packet, rows[::-1])
     for program in programs:
         program.clear_cache()
     assert len(packet.pieces) > len(whole.pieces) == 2 and row_transfer.bytes_of(
@@ -105,9 +105,9 @@ def test_no_program_of_a_move_gathers_the_batch(fsdp):
     here, _ = slices(2, fsdp, 2)
     state = empty(here)
     row = np.array([3], np.int32)
-    compiled: Any = row_transfer.pack_rows.lower(state, row, 64, mesh=here).compile()
+    compiled: Any = row_transfer.pack_rows.lower(state, row, 64, layout=here).compile()
     leaving = compiled.as_text()
-    packet = row_transfer.send(row_transfer.pack_rows(state, row, 64, mesh=here), here)
+    packet = row_transfer.send(row_transfer.pack_rows(state, row, 64, layout=here), here)
     compiled = row_transfer._put.lower(
         state, packet, row, row_transfer._begins(state, 64, here), here
     ).compile()
@@ -126,8 +126,8 @@ def test_no_program_of_a_move_gathers_the_batch(fsdp):
 def test_a_pair_of_slices_passes_a_row_on_without_the_others(fsdp, tensor):
     here, *_, there = slices(8 // (fsdp * tensor), fsdp, tensor)
     row = np.array([2], np.int32)
-    packet = row_transfer.pack_rows(filled(here), row, 64, mesh=here)
-    blank = row_transfer.pack_rows(empty(there), row, 64, mesh=there)
+    packet = row_transfer.pack_rows(filled(here), row, 64, layout=here)
+    blank = row_transfer.pack_rows(empty(there), row, 64, layout=there)
     wanted = jax.device_get(packet)
     passed = row_transfer.send_to_process([packet, blank], there, here, there)
     assert {shard.device for shard in passed.pieces[0].addressable_shards} == set(
@@ -138,9 +138,10 @@ def test_a_pair_of_slices_passes_a_row_on_without_the_others(fsdp, tensor):
 
 def test_the_program_of_a_pair_only_permutes():
     here, there = slices(2, 2, 2)
-    pair = jax.sharding.Mesh(np.concatenate([here.devices, there.devices]), meshes.AXES)
+    devices = np.concatenate([here.devices, there.devices])
+    pair = Layout(jax.sharding.Mesh(devices, meshes.AXES))
     row = np.array([2], np.int32)
-    packets = [row_transfer.pack_rows(empty(mesh), row, 64, mesh=mesh) for mesh in (here, there)]
+    packets = [row_transfer.pack_rows(empty(layout), row, 64, layout) for layout in (here, there)]
     both = jax.tree.map(functools.partial(row_transfer._on, pair), *packets)
     compiled: Any = row_transfer._passed.lower(both, pair=pair).compile()
     program = compiled.as_text()
@@ -160,9 +161,9 @@ def test_what_was_moved_reads_nothing_beyond_its_length():
         empty(there),
     )
     packet = row_transfer.send(
-        row_transfer.pack_rows(filled(here), np.array([0], np.int32), 64, mesh=here), there
+        row_transfer.pack_rows(filled(here), np.array([0], np.int32), 64, layout=here), there
     )
-    arrived = row_transfer.unpack_rows(poisoned, packet, np.array([0], np.int32), mesh=there)
+    arrived = row_transfer.unpack_rows(poisoned, packet, np.array([0], np.int32), layout=there)
     assert all(np.isfinite(leaf[0]).all() for leaf in jax.tree.leaves(narrowed(arrived, 64).cache))
 
 
@@ -173,8 +174,8 @@ def test_widths_are_few(tokens, wanted):
     assert row_transfer.width(tokens, 150) == wanted
 
 
-@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
-def grown(state: DecodeState, mesh) -> DecodeState:
+@functools.partial(jax.jit, static_argnames=("layout",), donate_argnames=("state",))
+def grown(state: DecodeState, layout) -> DecodeState:
     """Every row that is not done gets its next slot, of what only (sample, position) decide."""
     at = state.length
     rows = jnp.arange(len(state.length))
@@ -196,27 +197,27 @@ def grown(state: DecodeState, mesh) -> DecodeState:
     draft = dataclasses.replace(state.draft, cache=write_all(state.draft.cache))
     length = jnp.where(state.done, at, at + 1)
     return meshes.pin_rows(
-        dataclasses.replace(state, cache=write_all(state.cache), draft=draft, length=length), mesh
+        dataclasses.replace(state, cache=write_all(state.cache), draft=draft, length=length), layout
     )
 
 
-@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
-def begun(state: DecodeState, row, number, mesh) -> DecodeState:
+@functools.partial(jax.jit, static_argnames=("layout",), donate_argnames=("state",))
+def begun(state: DecodeState, row, number, layout) -> DecodeState:
     """A sample arrives in a row."""
     key = state.key.at[row].set(jnp.stack([jnp.zeros_like(number), number]).astype(jnp.uint32))
     length = state.length.at[row].set(0)
     done = state.done.at[row].set(False)
-    return meshes.pin_rows(dataclasses.replace(state, key=key, length=length, done=done), mesh)
+    return meshes.pin_rows(dataclasses.replace(state, key=key, length=length, done=done), layout)
 
 
 class Schedule:
     """Slices on which samples arrive, grow, move and finish, and what each must have by now."""
 
-    def __init__(self, meshed, random: np.random.Generator):
-        self.meshed = meshed
+    def __init__(self, layouts, random: np.random.Generator):
+        self.layouts = layouts
         self.random = random
-        self.states = [empty(mesh) for mesh in meshed]
-        self.placed: list[list[int | None]] = [[None] * ROWS for _ in meshed]
+        self.states = [empty(layout) for layout in layouts]
+        self.placed: list[list[int | None]] = [[None] * ROWS for _ in layouts]
         self.length: dict[int, int] = {}
         self.count = 0
 
@@ -231,7 +232,8 @@ class Schedule:
 
     def grow(self):
         self.states = [
-            grown(state, mesh=mesh) for state, mesh in zip(self.states, self.meshed, strict=True)
+            grown(state, layout=layout)
+            for state, layout in zip(self.states, self.layouts, strict=True)
         ]
         self.length = {number: size + 1 for number, size in self.length.items()}
 
@@ -239,7 +241,7 @@ class Schedule:
         if place := self.any_row(live=False):
             s, r = place
             self.states[s] = begun(
-                self.states[s], np.int32(r), np.int32(self.count), mesh=self.meshed[s]
+                self.states[s], np.int32(r), np.int32(self.count), layout=self.layouts[s]
             )
             self.placed[s][r] = self.count
             self.length[self.count] = 0
@@ -249,7 +251,7 @@ class Schedule:
         if place := self.any_row(live=True):
             s, r = place
             self.states[s] = row_verbs.retire(
-                self.states[s], np.array([r], np.int32), mesh=self.meshed[s]
+                self.states[s], np.array([r], np.int32), layout=self.layouts[s]
             )
             number = self.placed[s][r]
             self.placed[s][r] = None
@@ -264,12 +266,12 @@ class Schedule:
             leaving = np.array([r], np.int32)
             coming = np.array([place], np.int32)
             packet = row_transfer.send(
-                row_transfer.pack_rows(self.states[s], leaving, 64, mesh=self.meshed[s]),
-                self.meshed[to],
+                row_transfer.pack_rows(self.states[s], leaving, 64, layout=self.layouts[s]),
+                self.layouts[to],
             )
-            self.states[s] = row_verbs.retire(self.states[s], leaving, mesh=self.meshed[s])
+            self.states[s] = row_verbs.retire(self.states[s], leaving, layout=self.layouts[s])
             self.states[to] = row_transfer.unpack_rows(
-                self.states[to], packet, coming, mesh=self.meshed[to]
+                self.states[to], packet, coming, layout=self.layouts[to]
             )
             self.placed[to][place] = self.placed[s][r]
             self.placed[s][r] = None

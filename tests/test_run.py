@@ -1,5 +1,6 @@
 """The whole program: a run on a tiny model, its files, its devices, its mistakes."""
 
+import dataclasses
 import functools
 import json
 import runpy
@@ -16,8 +17,10 @@ import tiny_run
 from tiny_run import ROOT, lines
 
 from rlhf_jax import rlhf
+from rlhf_jax.build import opened
 from rlhf_jax.config import command_line
 from rlhf_jax.generation.speculative import round as round_
+from rlhf_jax.mesh import make_mesh
 from rlhf_jax.model.transformer import init
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.monitoring.metrics import REQUIRED
@@ -149,10 +152,20 @@ def test_few_frames_stand_between_the_command_and_a_program(arguments, one_devic
 def test_eight_devices_give_the_text_and_losses_of_one(
     strategy, method, arguments, folder, tmp_path, monkeypatch
 ):
-    """Data x FSDP x tensor: the same samples while rows finish and shrink, losses within 1e-4, over
-    two steps.
+    """Data x FSDP x tensor, and then each stage on devices of its own: the same samples while rows
+    finish and shrink, losses within 1e-4, over two steps.
     """
-    shapes = {"one": (1, 1, 1), "eight": (2, 2, 2)}
+    shapes = {"one": (1, 1, 1), "eight": (2, 2, 2), "apart": (2, 2, 2)}
+    lay_out = opened._lay_out
+
+    def lay_apart(*asked):
+        together, reasons = lay_out(*asked)
+        mesh_of = functools.partial(make_mesh, 1, -1)
+        own = (mesh_of(2, devices[:4]), mesh_of(1, devices[4:6]), mesh_of(1, devices[6:]))
+        pairs = zip(together, own, strict=True)
+        apart = [dataclasses.replace(layout, mesh=mesh) for layout, mesh in pairs]
+        return opened.StageLayouts(*apart), reasons
+
     devices = jax.devices()
     found = {}
     for name, (data, fsdp, tensor) in shapes.items():
@@ -166,24 +179,22 @@ def test_eight_devices_give_the_text_and_losses_of_one(
             "generation__strategy": strategy,
         }
         changes = {"workdir": tmp_path / name, "steps": 2, "drafter__path": folder}
+        if name == "apart":
+            monkeypatch.setattr(opened, "_lay_out", lay_apart)
         assert launch["main"](arguments(**mesh, **rows, **changes, **method)) == 0
         run = tmp_path / name
         found[name] = [
             lines(run / f"{file}.jsonl") for file in ("samples", "evaluations", "metrics")
         ]
-    one = found["one"]
-    eight = found["eight"]
-    assert one[0] == eight[0] and [e["samples"] for e in one[1]] == [e["samples"] for e in eight[1]]
-    for a, b in zip(one[2], eight[2], strict=True):
-        assert b["generation/occupancy"] == a["generation/occupancy"] > 0.3
-        for key in {
-            "loss/policy",
-            "kl/mean",
-            "gradient/norm",
-            "reward/mean",
-            "loss/value",
-        } & a.keys():
-            assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-5), key
+    one = found.pop("one")
+    for other in found.values():
+        assert one[0] == other[0]
+        assert [e["samples"] for e in one[1]] == [e["samples"] for e in other[1]]
+        for a, b in zip(one[2], other[2], strict=True):
+            assert b["generation/occupancy"] == a["generation/occupancy"] > 0.3
+            names = {"loss/policy", "kl/mean", "gradient/norm", "reward/mean", "loss/value"}
+            for key in names & a.keys():
+                assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-5), key
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.inference.logprobs import score_rollout
 from rlhf_jax.inference.overlap import Scoring, ScoringQueue
+from rlhf_jax.mesh import ONE_DEVICE, Layout
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.reallocation import planner
 from rlhf_jax.rewards.combination import Response
@@ -37,15 +38,19 @@ def decoding(*strategies: str, **changes) -> GenerationConfig:
     return dataclasses.replace(base, **changes)
 
 
-def over(mesh, model):
-    """A model as `generate` wants it on a mesh."""
-    return model and jax.device_put(model, meshes.model_shardings(model, mesh, "generation"))
+def over(layout: Layout, model):
+    """A model as `generate` wants it on the devices of a layout."""
+    return model and jax.device_put(model, meshes.model_shardings(model, layout))
 
 
-def roll_out(target, drafter, how, mesh=None, wanted=None, **options):
+def roll_out(target, drafter, how, layout=ONE_DEVICE, wanted=None, **options):
     drafter = drafter if how.uses_drafter("model") else None
-    models = (target, drafter) if mesh is None else (over(mesh, target), over(mesh, drafter))
-    found = list(generate(*models, requests() if wanted is None else wanted, how, mesh, **options))
+    models = (
+        (target, drafter) if layout.mesh is None else (over(layout, target), over(layout, drafter))
+    )
+    found = list(
+        generate(*models, requests() if wanted is None else wanted, how, layout, **options)
+    )
     samples = {sample.sample_id: sample for sample in found}
     assert len(samples) == len(found)
     return samples
@@ -56,7 +61,8 @@ def texts(samples) -> dict[int, list[int]]:
 
 
 def slices(count: int, fsdp: int = 1, tensor: int = 1):
-    return meshes.make_mesh(1, fsdp, tensor, jax.devices()[: count * fsdp * tensor], slices=count)
+    devices = jax.devices()[: count * fsdp * tensor]
+    return Layout(meshes.make_mesh(1, fsdp, tensor, devices, slices=count), "generation")
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +114,7 @@ def test_samples_may_move_on_while_their_rounds_are_in_flight(target, monkeypatc
         )
         for i in range(4)
     ]
-    alone = texts(roll_out(target, None, how, None, wanted))
+    alone = texts(roll_out(target, None, how, wanted=wanted))
     shuffled = Shuffled(seed=1)
     how_placed = AssignmentPolicy(shuffled, in_turn=in_turn)
     assert (
@@ -118,20 +124,20 @@ def test_samples_may_move_on_while_their_rounds_are_in_flight(target, monkeypatc
 
 
 def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
-    mesh = slices(2)
-    policy = over(mesh, target)
+    layout = slices(2)
+    policy = over(layout, target)
     wanted = [Request(np.arange(4, dtype=np.int32), (i,), 4 if i < 20 else 50) for i in range(21)]
     how = decoding("plain", stop_tokens=())
     source = open_source(GOLDEN)
     reward_model = RewardModel(source, source.load(np.float32), rows=4)
-    on_slices = dataclasses.replace(reward_model, model=over(mesh, reward_model.model))
+    on_slices = dataclasses.replace(reward_model, model=over(layout, reward_model.model))
     scoring_queue = ScoringQueue(
         Scoring(policy, policy, None, 1.0, rows=4, max_length=64, rewards={"judge": on_slices})
     )
     chat = json.loads((GOLDEN / "scores.json").read_text())[0]["messages"]
     answer = Response("", chat[:-1], {}, chat[-1]["content"])
     samples = []
-    for sample in generate(policy, None, wanted, how, mesh, idle_work=scoring_queue):
+    for sample in generate(policy, None, wanted, how, layout, idle_work=scoring_queue):
         samples.append(sample)
         scoring_queue.add(sample, answer)
     scored = scoring_queue.scored()
@@ -152,7 +158,7 @@ def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
 def test_the_plan_ends_a_long_tailed_stage_sooner(target):
     """Known lengths: long samples begin at once, and no slice is left with more than its share."""
     random = np.random.default_rng(1)
-    mesh = slices(2)
+    layout = slices(2)
     ends = np.clip(random.lognormal(2.0, 0.8, 24).astype(int), 2, 50)
     wanted = [Request(np.arange(4, dtype=np.int32), (i,), int(end)) for i, end in enumerate(ends)]
     how = decoding("plain", stop_tokens=(), max_rows=4, min_rows=4)
@@ -165,7 +171,7 @@ def test_the_plan_ends_a_long_tailed_stage_sooner(target):
         reports = []
         texts_of[name] = texts(
             roll_out(
-                target, None, how, mesh, wanted, observe=reports.append, assignment_policy=placed
+                target, None, how, layout, wanted, observe=reports.append, assignment_policy=placed
             )
         )
         rounds = [

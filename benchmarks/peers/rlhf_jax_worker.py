@@ -14,14 +14,13 @@ from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.requests import GenerationConfig, Request
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.sampling import Sampling
-from rlhf_jax.mesh import make_mesh
+from rlhf_jax.mesh import Layout, make_mesh
 from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.weights import huggingface
 
 jax.config.update("jax_platforms", "cpu")
-target = decoding_weights(
-    huggingface.load(Path(sys.argv[1]), jnp.float32), jnp.dtype("float32"), make_mesh()
-)
+layout = Layout(make_mesh(), "generation")
+target = decoding_weights(huggingface.load(Path(sys.argv[1]), jnp.float32), layout)
 
 
 def sample(prompts: list[list[int]], new_tokens: int, seed: int) -> list[list[int]]:
@@ -37,7 +36,7 @@ def sample(prompts: list[list[int]], new_tokens: int, seed: int) -> list[list[in
         max_length=slots,
         seed=seed,
     )
-    return [found.tokens for found in generate(target, None, requests, decoding)]
+    return [found.tokens for found in generate(target, None, requests, decoding, layout)]
 
 
 serve(("jax", "jaxlib"), cores(), sample)

@@ -17,9 +17,10 @@ from rlhf_jax.runtime import distributed
 def print_setup(opened: Opened) -> None:
     """Print what the run will use; raise ValueError where it does not fit the devices."""
     config = opened.config
-    layout = opened.layout
+    layout = opened.layouts.training
     policy = opened.policy
-    shape = dict(opened.mesh.shape)
+    assert layout.mesh is not None
+    shape = dict(layout.mesh.shape)
     parts = memory.plan(config, opened.models, shape, layout.dtype, layout.kernels)
     known = memory.device_memory(config, jax.local_devices()[0])
     if known is not None:
@@ -49,7 +50,7 @@ def print_setup(opened: Opened) -> None:
         ("a step", step),
         ("all steps", f"up to {config.steps * tokens:,} tokens"),
         ("workdir", config.workdir),
-        *(("not split", line) for line in meshes.unsplit(weights, opened.mesh, "training")),
+        *(("not split", line) for line in meshes.unsplit(weights, layout)),
         ("kernels", _kernels_lines(opened.kernel_reasons)),
         ("memory", "\n".join(memory.table(parts))),
     ]

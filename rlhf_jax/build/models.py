@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -13,7 +14,7 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.build.opened import Opened
 from rlhf_jax.config import derived
 from rlhf_jax.inference.values import critic_of
-from rlhf_jax.mesh import Layout
+from rlhf_jax.mesh import FLOAT32, Layout
 from rlhf_jax.model import transformer
 from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.weights.source import Source
@@ -23,12 +24,10 @@ from rlhf_jax.training.update import Optimizers, init_train_state, make_optimize
 from rlhf_jax.types import Model, ModelConfig, TrainState
 
 
-def load(source: Source, layout: Layout, dtype: DTypeLike | None = None) -> Model:
-    """Load weights, split as training wants them, each device reading its own slices."""
-    assert layout.mesh is not None
-    dtype = layout.dtype if dtype is None else dtype
-    shapes = weight_shapes(source.config, dtype)
-    return source.load(dtype, meshes.model_shardings(shapes, layout.mesh, "training"))
+def load(source: Source, layout: Layout) -> Model:
+    """Load weights as the layout splits them, in its dtype, each device reading its own part."""
+    shapes = weight_shapes(source.config, layout.dtype)
+    return source.load(layout.dtype, meshes.model_shardings(shapes, layout))
 
 
 def weight_shapes(config: ModelConfig, dtype: DTypeLike) -> Model:
@@ -66,16 +65,16 @@ def student_optimizer(opened: Opened) -> optax.GradientTransformation | None:
 
 def initial_state(opened: Opened) -> TrainState:
     """Load the state before the first step."""
-    layout = opened.layout
-    master = functools.partial(load, layout=layout, dtype=jnp.float32)
+    layout = opened.layouts.training
+    master = functools.partial(load, layout=dataclasses.replace(layout, dtype=FLOAT32))
     critic = opened.critic and _critic(master(opened.critic))
     optimizers = make_optimizers(opened)
-    state = init_train_state(master(opened.policy), optimizers, layout.mesh, critic)
+    state = init_train_state(master(opened.policy), optimizers, layout, critic)
     if opened.student is None:
         return state
     source = master(opened.drafter) if opened.drafter else state.policy
     layers = opened.student.num_layers
-    return with_student(state, source, layers, student_optimizer(opened), layout.mesh)
+    return with_student(state, source, layers, student_optimizer(opened), layout)
 
 
 def state_template(opened: Opened) -> TrainState:
@@ -94,7 +93,7 @@ def state_template(opened: Opened) -> TrainState:
         return with_student(state, state.policy, student.num_layers, optimizer)
 
     shapes = jax.eval_shape(make)
-    shardings = meshes.model_shardings(shapes, opened.mesh, "training")
+    shardings = meshes.model_shardings(shapes, opened.layouts.training)
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )
@@ -111,17 +110,17 @@ def frozen_models(opened: Opened) -> FrozenModels:
     A student is part of the state; where one is kept current, it is here as it began.
     """
     config = opened.config
-    layout = opened.layout
-    reference = load(opened.policy, layout) if derived.needs_reference(config) else None
+    layouts = opened.layouts
+    reference = load(opened.policy, layouts.inference) if derived.needs_reference(config) else None
     if opened.student is None:
         if opened.drafter is None:
             return FrozenModels(reference)
-        drafter = decoding_weights(load(opened.drafter, layout), layout.dtype, layout.mesh)
+        drafter = decoding_weights(load(opened.drafter, layouts.generation), layouts.generation)
         return FrozenModels(reference, drafter)
 
     if opened.objective.distills or not config.drafter.learning_rate:
         return FrozenModels(reference)
-    source = load(opened.drafter, layout) if opened.drafter else reference
-    student = student_of(source or load(opened.policy, layout), opened.student.num_layers)
-    shardings = meshes.model_shardings(student, opened.mesh, "training")
+    source = load(opened.drafter or opened.policy, layouts.training)
+    student = student_of(source, opened.student.num_layers)
+    shardings = meshes.model_shardings(student, layouts.training)
     return FrozenModels(reference, student=jax.device_put(student, shardings))

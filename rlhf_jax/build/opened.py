@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,14 @@ from rlhf_jax.training.distill import student_config
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
 
+class StageLayouts(NamedTuple):
+    """Hold the layout of each stage. No stage asks for another's: they may have other devices."""
+
+    generation: Layout
+    inference: Layout
+    training: Layout
+
+
 @dataclasses.dataclass(frozen=True)
 class Opened:
     """Hold what a config describes, opened and checked; no weight is loaded."""
@@ -42,15 +50,9 @@ class Opened:
     rewards: tuple[Source, ...]
     prompts: Prompts
     held_out: Prompts | None
-    layout: Layout
+    layouts: StageLayouts
     # why each kernel is what it is, by the kernel's name
     kernel_reasons: dict[str, str]
-
-    @property
-    def mesh(self) -> jax.sharding.Mesh:
-        """Return all devices of the run."""
-        assert self.layout.mesh is not None
-        return self.layout.mesh
 
     @property
     def student(self) -> ModelConfig | None:
@@ -96,11 +98,6 @@ def prepare(config: Config) -> Opened:
         rows = read(path, data.prompt_key)
         return tokenize(rows, policy.tokenizer, data.system, data.max_prompt_tokens)
 
-    named = config.model.compute_dtype
-    if named == "auto":
-        device = jax.devices()[0]
-        ampere = float(getattr(device, "compute_capability", 0) or 0) >= 8
-        named = "bfloat16" if device.platform == "tpu" or ampere else "float32"
     opened = Opened(
         config=config,
         objective=objective,
@@ -110,21 +107,30 @@ def prepare(config: Config) -> Opened:
         rewards=rewards,
         prompts=prompts_of(config.data.train),
         held_out=prompts_of(config.data.eval) if config.evaluation.every else None,
-        layout=Layout(
-            mesh=meshes.make_mesh(
-                config.mesh.data, config.mesh.fsdp, config.mesh.tensor, slices=config.mesh.slices
-            ),
-            dtype=jnp.dtype(named),
-        ),
+        layouts=StageLayouts(Layout(), Layout(), Layout()),
         kernel_reasons={},
     )
     validation.validate_models(config, opened.models)
     validation.validate_student(config, policy.config, drafter and drafter.config)
-    models = [mesh_kernels.shape_of(model) for model in opened.models[:2] if model]
-    device = opened.mesh.devices.flat[0]
-    kernels, reasons = choose(config.kernels, device, opened.layout.dtype.itemsize, models)
-    layout = dataclasses.replace(opened.layout, kernels=kernels)
-    return dataclasses.replace(opened, layout=layout, kernel_reasons=reasons)
+    layouts, reasons = _lay_out(config, opened.models)
+    return dataclasses.replace(opened, layouts=layouts, kernel_reasons=reasons)
+
+
+def _lay_out(config: Config, models: ModelConfigs) -> tuple[StageLayouts, dict[str, str]]:
+    """Give each stage its layout; say why each kernel is what it is."""
+    named = config.model.compute_dtype
+    if named == "auto":
+        device = jax.devices()[0]
+        ampere = float(getattr(device, "compute_capability", 0) or 0) >= 8
+        named = "bfloat16" if device.platform == "tpu" or ampere else "float32"
+    dtype = jnp.dtype(named)
+    sizes = config.mesh
+    mesh = meshes.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, slices=sizes.slices)
+    shapes = [mesh_kernels.shape_of(model) for model in models[:2] if model]
+    kernels, reasons = choose(config.kernels, mesh.devices.flat[0], dtype.itemsize, shapes)
+    training = Layout(mesh, "training", kernels=kernels, dtype=dtype)
+    generation = dataclasses.replace(training, role="generation")
+    return StageLayouts(generation, inference=training, training=training), reasons
 
 
 def identity(opened: Opened) -> dict[str, Any]:

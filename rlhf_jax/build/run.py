@@ -39,7 +39,6 @@ def make_run(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], No
     return Run(
         config=config,
         objective=opened.objective,
-        layout=opened.layout,
         prompts=PromptStream(opened.prompts, settings.batches(opened)),
         generation=generation,
         rewards=rewards,
@@ -55,21 +54,22 @@ def make_run(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], No
 
 
 def _rewards(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], None]) -> Rewards:
-    """Start the terms of the reward: functions in their processes, models on the mesh."""
+    """Start the terms of the reward: functions in their processes, models on their devices."""
     config = opened.config
+    layout = opened.layouts.inference
     reward = config.reward
     names = derived.term_names(config)
     models = {
         name: RewardModel(
             source,
-            load(source, opened.layout),
+            load(source, layout),
             rows=config.training.microbatch_rows,
             length_bucket=config.training.length_bucket,
         )
         for name, source in zip(names[len(reward.functions) :], opened.rewards, strict=True)
     }
     functions = [function_scorer(config, spec, stack, alive) for spec in reward.functions]
-    scorers = [*functions, *(model_scorer(model, opened.mesh) for model in models.values())]
+    scorers = [*functions, *(model_scorer(model, layout) for model in models.values())]
     weights = map(float, reward.weights or (1.0,) * len(scorers))
     terms = [Term(*term) for term in zip(names, weights, scorers, strict=True)]
     function = functools.partial(weighted, terms)

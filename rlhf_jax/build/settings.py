@@ -22,8 +22,7 @@ from rlhf_jax.generation.strategy import prior
 from rlhf_jax.generation.strategy.roofline import RATES
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.scoring import ScoringSettings
-from rlhf_jax.model import kernels as mesh_kernels
-from rlhf_jax.model.attention import causal_on
+from rlhf_jax.mesh import AXES
 from rlhf_jax.reallocation import planner
 from rlhf_jax.runtime import distributed
 from rlhf_jax.state import HostState, SpeculationState
@@ -52,23 +51,22 @@ def generation_settings(opened: Opened, stack: contextlib.ExitStack) -> Generati
     """
     config = opened.config
     generation = config.generation
+    layout = opened.layouts.generation
     compiler = None
     if derived.adaptive(config) and not config.deterministic:
         compiler = BackgroundCompiler()
         stack.callback(compiler.close)
     by_clock = config.deterministic and distributed.started()
-    planned = generation.reallocate and opened.layout.slices > 1 and not by_clock
-    drafter = opened.models.drafter or opened.policy.config
+    planned = generation.reallocate and layout.slices > 1 and not by_clock
     return GenerationSettings(
         decoding=_generation_config(opened),
-        layout=opened.layout,
+        layout=layout,
         prompts_per_step=generation.prompts_per_step,
         samples_per_prompt=generation.samples_per_prompt,
         max_new_tokens=generation.max_new_tokens,
         resample=generation.resample,
         repeated_noise=generation.repeated_noise,
         compiler=compiler,
-        draft_attend=causal_on(opened.mesh, drafter.num_kv_heads),
         plan_reallocation=planner.plan_reallocation if planned else None,
         in_turn=config.deterministic,
         scoring_seconds=_scoring_seconds(opened) if generation.fuse_inference else 0.0,
@@ -89,7 +87,6 @@ def _generation_config(opened: Opened) -> GenerationConfig:
         seed=config.seed,
         acceptance=generation.acceptance,
         history=generation.history_tokens,
-        kernels=opened.layout.kernels,
     )
 
 
@@ -98,23 +95,19 @@ def _scoring_seconds(opened: Opened) -> float:
     referred = [opened.policy.config] if derived.needs_reference(opened.config) else []
     critic = [opened.models.critic] if opened.models.critic else []
     models = [opened.policy.config, *referred, *critic, *opened.models.rewards]
-    itemsize = opened.layout.dtype.itemsize
-    flops = sum(prior.work(model, itemsize).token_flops for model in models)
-    devices = opened.mesh.size / opened.layout.slices
+    layout = opened.layouts.generation
+    flops = sum(prior.work(model, layout.dtype.itemsize).token_flops for model in models)
+    devices = layout.extent(AXES) / layout.slices
     return flops / (RATES[jax.default_backend()][1] * devices)
 
 
 def scoring_settings(opened: Opened) -> ScoringSettings:
     """Settle how samples are scored."""
     config = opened.config
-    critic = opened.critic or opened.policy
     return ScoringSettings(
-        layout=opened.layout,
+        layout=opened.layouts.inference,
         temperature=config.generation.temperature,
         microbatch_rows=config.training.microbatch_rows,
-        attend=causal_on(opened.mesh, opened.policy.config.num_kv_heads),
-        critic_attend=causal_on(opened.mesh, critic.config.num_kv_heads),
-        token_logprobs=mesh_kernels.law(opened.layout.kernels, opened.mesh),
     )
 
 
@@ -138,7 +131,6 @@ def training_settings(opened: Opened) -> TrainingSettings:
     """Settle how policy and critic are updated."""
     config = opened.config
     training = config.training
-    scoring = scoring_settings(opened)
     return TrainingSettings(
         epochs=training.epochs,
         minibatches=training.minibatches,
@@ -153,12 +145,9 @@ def training_settings(opened: Opened) -> TrainingSettings:
         kl_estimator=kl.KL[config.kl.estimator],
         entropy_coefficient=training.entropy_coefficient,
         target_kl=training.target_kl,
-        dtype=opened.layout.dtype,
+        layout=opened.layouts.training,
         remat=training.remat,
         seed=config.seed,
-        attend=scoring.attend,
-        token_logprobs=scoring.token_logprobs,
-        critic_attend=scoring.critic_attend,
     )
 
 
@@ -220,7 +209,7 @@ def _selector(opened: Opened) -> Selector | None:
     costs = prior.costs(
         opened.models,
         jax.default_backend(),
-        opened.layout.dtype.itemsize,
+        opened.layouts.generation.dtype.itemsize,
         {},
         decoding.max_rows,
         decoding.max_length,

@@ -22,6 +22,7 @@ from rlhf_jax.generation.scheduler import PREFILLED, cache_slots, prompt_width
 from rlhf_jax.generation.speculative.round import streams_head
 from rlhf_jax.generation.speculative.sampling import BLOCK, Sampling
 from rlhf_jax.inference.logprobs import CHUNK
+from rlhf_jax.mesh import Layout
 from rlhf_jax.model import cache
 from rlhf_jax.types import DecodeState, ModelConfig, ModelConfigs
 
@@ -208,11 +209,11 @@ def _decode_state(run: PlannedRun) -> tuple[DecodeState, list[cache.Cache]]:
     config = run.config
     models = run.models
     strategies = derived.strategies(config).strategies
-    slots = cache_slots(run.text_tokens, strategies, run.kernels)
+    slots = cache_slots(run.text_tokens, strategies, run.layout)
     earlier = run.text_tokens if derived.uses_drafter(config, "replay") else 0
     sizes = (config.generation.max_rows, slots, config.generation.history_tokens, earlier)
     empty = functools.partial(generation_rows.empty, models.policy, models.drafter, *sizes)
-    state = jax.eval_shape(lambda: empty(run.dtype))
+    state = jax.eval_shape(lambda: empty(Layout(dtype=jnp.dtype(run.dtype))))
 
     width = prompt_width(config.data.max_prompt_tokens, slots)
     caches = [model for model in (models.policy, models.drafter) if model]
@@ -269,7 +270,7 @@ def _round(run: PlannedRun, state: DecodeState) -> int:
     attention = row_bytes(state.cache[0], run.mesh) + 2 * scores
 
     sampling = Sampling(top_k=generation.top_k)
-    streamed = streams_head(run.kernels, sampling, generation.acceptance)
+    streamed = streams_head(run.layout, sampling, generation.acceptance)
     logits = 0 if streamed else 4 * rows * nodes * policy.vocab_size
     head = 0
     if policy.tied:

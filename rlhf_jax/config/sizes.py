@@ -55,12 +55,19 @@ class PlannedRun:
         rows = self.config.training.microbatch_rows
         return row_share(rows, self.mesh) * max(1, CHUNK // rows)
 
+    @property
+    def layout(self) -> meshes.Layout:
+        """Return the training layout."""
+        return meshes.Layout(self.mesh, "training", self.kernels, jnp.dtype(self.dtype))
+
     def weights(self, model: ModelConfig | None, dtype: DTypeLike, role: str = "training") -> int:
         """Return the bytes of a model's weights, split as in "training" or "generation"."""
         if model is None:
             return 0
         shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), model, dtype))
-        return meshes.bytes_per_device(shapes, meshes.model_shardings(shapes, self.mesh, role))
+        return meshes.bytes_per_device(
+            shapes, meshes.model_shardings(shapes, meshes.Layout(self.mesh, role))
+        )
 
     def student_weights(self, dtype: DTypeLike, role: str = "training") -> int:
         """Return the bytes of a student's own weights: its embedding and head are the policy's."""
@@ -69,7 +76,9 @@ class PlannedRun:
             return 0
         whole: Model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), student, dtype))
         own = dataclasses.replace(whole, embed=None, head=None)
-        return meshes.bytes_per_device(own, meshes.model_shardings(own, self.mesh, role))
+        return meshes.bytes_per_device(
+            own, meshes.model_shardings(own, meshes.Layout(self.mesh, role))
+        )
 
     def cast_weights(self, model: ModelConfig) -> int:
         """Return the bytes of a copy of float32 weights in the compute dtype.
@@ -91,12 +100,12 @@ class PlannedRun:
 
 def row_bytes(rows: Any, mesh: AbstractMesh) -> int:
     """Return the bytes of a pytree whose leaves all have rows as their first axis."""
-    return meshes.bytes_per_device(rows, meshes.row_shardings(rows, mesh))
+    return meshes.bytes_per_device(rows, meshes.row_shardings(rows, meshes.Layout(mesh)))
 
 
 def row_share(rows: int, mesh: meshes.AnyMesh) -> int:
     """Return how many of the rows lie on one device."""
-    return -(-rows // meshes.row_shards(mesh))
+    return -(-rows // meshes.Layout(mesh).row_shards)
 
 
 def tensor_share(size: int, mesh: AbstractMesh) -> int:

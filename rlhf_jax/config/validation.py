@@ -23,6 +23,7 @@ from rlhf_jax.config.generation_checks import (
 )
 from rlhf_jax.config.objectives import OBJECTIVES, objective_of
 from rlhf_jax.config.schema import Config, flat
+from rlhf_jax.mesh import Layout
 from rlhf_jax.rewards.combination import load_reward
 from rlhf_jax.training import kl
 from rlhf_jax.training.advantages import ESTIMATORS
@@ -293,8 +294,9 @@ def _check_devices(config: Config, num_devices: int, num_processes: int) -> None
     Rows are split into minibatches, micro-batches and the parts of devices.
     """
     sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    devices = mesh.abstract_mesh(mesh.sizes(*sizes, num_devices, config.mesh.slices))
-    slices = devices.shape["slices"]
+    shape = mesh.sizes(*sizes, num_devices, config.mesh.slices)
+    layout = Layout(mesh.abstract_mesh(shape))
+    slices = layout.slices
     require(
         slices % num_processes == 0 or num_processes % slices == 0,
         f"mesh.slices is {slices}, and the run's {num_processes} processes cannot share them"
@@ -306,7 +308,7 @@ def _check_devices(config: Config, num_devices: int, num_processes: int) -> None
     samples = config.generation.prompts_per_step * config.generation.samples_per_prompt
     minibatches = config.training.minibatches
     rows = config.training.microbatch_rows
-    shards = mesh.row_shards(devices)
+    shards = layout.row_shards
     over = "mesh.slices x mesh.data x mesh.fsdp"
     require_even_split(
         samples,

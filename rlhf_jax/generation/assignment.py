@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from rlhf_jax.generation import precompile
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
 from rlhf_jax.generation.rounds import GenerationRun
 from rlhf_jax.generation.scheduler import InFlightRound, SliceBatch, resize, row_bucket, shared
+from rlhf_jax.mesh import Layout
 from rlhf_jax.reallocation import length_model, row_transfer
 from rlhf_jax.reallocation.length_model import Lengths
 from rlhf_jax.reallocation.planner import WAITS, ClusterView, Reallocation
@@ -56,7 +56,7 @@ class AssignmentState:
     """Hold which slice decodes which sample in one call of `generate`."""
 
     own_slices: dict[int, SliceBatch]  # this process's slices, by their number
-    meshes: list[Mesh | None]  # of all slices
+    layouts: list[Layout]  # of all slices
     samples: dict[int, Sample]  # all of them, by id
     unassigned: list[int]  # ids of samples that have no slice yet
     policy: AssignmentPolicy
@@ -74,7 +74,7 @@ class AssignmentState:
         if self.policy.plan_reallocation is None:
             return False
         in_flight = any(batch.in_flight for batch in self.own_slices.values())
-        rounds = len(self.meshes)
+        rounds = len(self.layouts)
         if not self.samples_ended:
             rounds = max(REASSIGNED_EVERY, rounds)
         return self.rounds_received >= rounds or not in_flight
@@ -93,14 +93,14 @@ class Assignments:
 
 def begin_assignment(
     slices: Sequence[SliceBatch],
-    meshes: list[Mesh | None],
+    layouts: list[Layout],
     requests: Sequence[Request],
     policy: AssignmentPolicy,
     run: GenerationRun,
 ) -> AssignmentState:
     """Assign a prompt's samples together, in turn to each slice; or none where a policy will.
 
-    meshes: of all slices, those of other processes included.
+    layouts: of all slices, those of other processes included.
     """
     reallocates = policy.plan_reallocation is not None
     samples = {}
@@ -113,7 +113,7 @@ def begin_assignment(
     survival, survival_of = _expect_lengths(policy.lengths, requests if reallocates else [])
     return AssignmentState(
         own_slices={batch.number: batch for batch in slices},
-        meshes=meshes,
+        layouts=layouts,
         samples=samples,
         unassigned=list(samples) if reallocates else [],
         policy=policy,
@@ -190,11 +190,11 @@ def _view(
         left=length_model.remaining(state.survival, curve, generated, limit),
         context=generated + np.array([len(request.prompt) for request in requests]),
         rows=state.run.decoding.max_rows,
-        slices=len(state.meshes),
+        slices=len(state.layouts),
         speed=_row_speed(batch, state.run),
         move_seconds=MOVE_SECONDS,
         token_seconds=token_bytes / LINK_SPEED[jax.default_backend()],
-        freed=np.isin(np.arange(len(state.meshes)), state.freed),
+        freed=np.isin(np.arange(len(state.layouts)), state.freed),
         unscored=state.policy.unscored(),
         scoring=state.policy.scoring,
     )
@@ -207,11 +207,13 @@ def _row_speed(batch: SliceBatch, run: GenerationRun) -> np.ndarray:
     them.
     """
     most = run.decoding.max_rows
-    sizes = [row_bucket(live, most, run.decoding, mesh=batch.mesh) for live in range(1, most + 1)]
+    sizes = [
+        row_bucket(live, most, run.decoding, layout=batch.layout) for live in range(1, most + 1)
+    ]
     if run.selector is None:
         speed = {size: 1 / (most + size) for size in set(sizes)}
     else:
-        nodes = precompile.VERIFIED * shared(1, batch.mesh)
+        nodes = precompile.VERIFIED * shared(1, batch.layout)
         speed = {size: run.selector.pace(size, size, nodes // size) for size in set(sizes)}
     return np.array([0.0, *(speed[size] for size in sizes)])
 
@@ -257,7 +259,7 @@ def _move(
     slots = row_transfer.width(most, source.state.tokens.shape[1])
 
     resize(target, len(target.samples) + 1, decoding)
-    packet = row_transfer.send(leave(source, sample, slots), target.mesh)
+    packet = row_transfer.send(leave(source, sample, slots), target.layout)
     elsewhere = [*source.receive_first, *((source, sent) for sent in source.in_flight)]
     join(target, sample, packet, receive_first=elsewhere)
 
@@ -267,8 +269,8 @@ def leave(batch: SliceBatch, sample: Sample, slots: int) -> RowPacket:
     row = batch.rows.index(sample)
     place = np.array([row], np.int32)
     batch.rows[row] = None
-    packet = row_transfer.pack_rows(batch.state, place, slots, mesh=batch.mesh)
-    batch.state = row_verbs.retire(batch.state, place, mesh=batch.mesh)
+    packet = row_transfer.pack_rows(batch.state, place, slots, layout=batch.layout)
+    batch.state = row_verbs.retire(batch.state, place, layout=batch.layout)
     return packet
 
 
@@ -286,6 +288,6 @@ def join(
     row = batch.rows.index(None)
     place = np.array([row], np.int32)
     batch.rows[row] = sample
-    batch.state = row_transfer.unpack_rows(batch.state, packet, place, mesh=batch.mesh)
+    batch.state = row_transfer.unpack_rows(batch.state, packet, place, layout=batch.layout)
     batch.receive_first += receive_first
     batch.moved_bytes.append(row_transfer.bytes_of(packet))

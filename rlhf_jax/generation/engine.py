@@ -10,7 +10,6 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
-from jax.sharding import Mesh
 
 from rlhf_jax.generation import precompile
 from rlhf_jax.generation import rows as row_verbs
@@ -48,10 +47,10 @@ from rlhf_jax.generation.scheduler import (
     release_finished,
     row_bucket,
     sibling_rows,
-    slice_meshes,
 )
-from rlhf_jax.generation.speculative.round import speculative_round
+from rlhf_jax.generation.speculative.round import ModelPair, speculative_round
 from rlhf_jax.generation.strategy.select import Selector
+from rlhf_jax.mesh import ONE_DEVICE, Layout
 from rlhf_jax.runtime.slice_groups import SliceGroup, slice_group_of
 from rlhf_jax.types import Model
 
@@ -63,7 +62,7 @@ def generate(
     drafter: Model | None,
     requests: Iterable[Request],
     decoding: GenerationConfig,
-    mesh: Mesh | None = None,
+    layout: Layout = ONE_DEVICE,
     observe: Callable[[RoundReport], None] = lambda report: None,
     selector: Selector | None = None,
     compiler: BackgroundCompiler | None = None,
@@ -73,7 +72,7 @@ def generate(
     """Yield every sample of `requests` as it finishes, in order of finishing.
 
     target and drafter have unrolled layers, in the dtype they decode in, repeated over the slices
-    of the mesh; the drafter is wanted by strategies of drafter 'model' only. Under replayable
+    of the layout; the drafter is wanted by strategies of drafter 'model' only. Under replayable
     acceptance a sample's tokens are a function of (weights, prompt, seed, sample id, sampling): not
     of the strategies, the rows, the slices or the order. The `selector` chooses each round's
     strategy among those that `compiler` has compiled; without it the first is always taken, without
@@ -84,12 +83,12 @@ def generate(
     StageAborted where another process gives the stage up.
     """
     requests = list(requests)
-    group = slice_group_of(mesh, assignment_policy.name)
-    _check(requests, drafter, decoding, group=group)
+    group = slice_group_of(layout, assignment_policy.name)
+    _check(requests, (target, drafter), decoding, layout=layout, group=group)
     run = GenerationRun(decoding, selector, compiler, slice_group=group)
     samples = sum(len(request.sample_ids) for request in requests)
-    slices = begin_slices((target, drafter), samples, decoding, mesh=mesh)
-    state = begin_assignment(slices, slice_meshes(mesh), requests, assignment_policy, run=run)
+    slices = begin_slices((target, drafter), samples, decoding, layout=layout)
+    state = begin_assignment(slices, layout.split(), requests, assignment_policy, run=run)
     served = slices_in_turn(slices) if assignment_policy.in_turn else slices_as_ready(slices)
     reallocates = assignment_policy.plan_reallocation is not None
 
@@ -123,21 +122,28 @@ def generate(
                 and group.decide_together(lambda batch=batch: batch.has_room)
             ):
                 running = [work for work in batch.idle_work if not is_ready(work)]
-                batch.idle_work = [*running, idle_work.feed(batch.number, batch.mesh)]
+                batch.idle_work = [*running, idle_work.feed(batch.number, batch.layout)]
 
         yield from _finish(receive_next(next(served), run), slices, state, observe=observe)
 
 
 def _check(
     requests: Sequence[Request],
-    drafter: Model | None,
+    models: ModelPair,
     decoding: GenerationConfig,
+    layout: Layout,
     group: SliceGroup,
 ) -> None:
     """Raise ValueError for what cannot be generated."""
+    target, drafter = models
     if any(one.needs_model for one in decoding.drafters) and drafter is None:
         raise ValueError(
             "A strategy drafts with a model, and none is given; pass a drafter or choose another."
+        )
+    if target.norm.dtype != layout.dtype:
+        raise ValueError(
+            f"The weights are {target.norm.dtype.name}, and the layout computes in"
+            f" {layout.dtype.name}; make them by `decoding_weights(model, layout)`."
         )
     for request in requests:
         check_request(request, decoding)
@@ -168,7 +174,7 @@ def warm_up(
     drafter: Model | None,
     samples: int,
     decoding: GenerationConfig,
-    mesh: Mesh | None = None,
+    layout: Layout = ONE_DEVICE,
     look: bool = False,
 ) -> Mapping[str, float]:
     """Compile the first strategy's rounds of `samples` samples, for all rows they may shrink to.
@@ -176,11 +182,11 @@ def warm_up(
     `look` is for a selector, which wants to know how its drafters would do, and what XLA says that
     a plain round of the most rows does: that is returned, "flops" and "bytes accessed".
     """
-    slices = begin_slices((target, drafter), samples, decoding, mesh=mesh)
+    slices = begin_slices((target, drafter), samples, decoding, layout=layout)
     first = slices[0]
     costs = {}
     if look:
-        costs = precompile.analysis(first.state, first.models[0], decoding, mesh=first.mesh)
+        costs = precompile.analysis(first.state, first.models[0], decoding, layout=first.layout)
     for batch in slices:
         state = batch.state
         rows = len(batch.rows)
@@ -192,12 +198,12 @@ def warm_up(
                 decoding.strategies[0],
                 sibling_rows([None] * rows, decoding),
                 decoding,
-                mesh=batch.mesh,
+                layout=batch.layout,
                 looks_back=look,
             )
-            fewer = row_bucket(rows // 2, rows, decoding, mesh=batch.mesh)
+            fewer = row_bucket(rows // 2, rows, decoding, layout=batch.layout)
             if fewer == rows:
                 break
             rows = fewer
-            state = row_verbs.resize(state, np.arange(rows, dtype=np.int32), batch.mesh)
+            state = row_verbs.resize(state, np.arange(rows, dtype=np.int32), batch.layout)
     return costs

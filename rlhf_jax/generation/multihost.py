@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable
 
 import numpy as np
-from jax.sharding import Mesh
 
-from rlhf_jax import mesh as meshes
 from rlhf_jax.generation.assignment import (
     Assignments,
     AssignmentState,
@@ -175,7 +172,7 @@ class PlanCoordinator:
 
     def _plan(self) -> None:
         """Publish the next plan, once all have carried out the last one and reported since."""
-        leaders = sorted({meshes.owners(part)[0] for part in self.stage.meshes if part is not None})
+        leaders = sorted({layout.owners[0] for layout in self.stage.layouts})
         words = [f"{self._name}/rank {rank}" for rank in leaders]
         reports = [distributed.read_published(word, SliceReport) for word in words]
         known = [report for report in reports if report and report.carried == self.carried]
@@ -232,7 +229,7 @@ class PlanCoordinator:
                 setattr(sample, name, getattr(said, name))
             resize(batch, len(batch.samples) + 1, self.stage.run.decoding)
             blank = row_transfer.pack_rows(
-                batch.state, np.zeros(1, np.int32), said.slots, mesh=batch.mesh
+                batch.state, np.zeros(1, np.int32), said.slots, layout=batch.layout
             )
             join(batch, sample, self._pass(blank, batch, source, target))
 
@@ -249,7 +246,6 @@ class PlanCoordinator:
             ):
                 raise StageAborted
 
-    def _pass(self, packet: RowPacket, instance: SliceBatch, source: int, target: int) -> RowPacket:
-        here = cast(Mesh, instance.mesh)
-        ends = cast(Sequence[Mesh], self.stage.meshes)
-        return row_transfer.send_to_process([packet], here, ends[source], ends[target])
+    def _pass(self, packet: RowPacket, batch: SliceBatch, source: int, target: int) -> RowPacket:
+        ends = self.stage.layouts
+        return row_transfer.send_to_process([packet], batch.layout, ends[source], ends[target])

@@ -11,18 +11,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from rlhf_jax.generation.requests import GenerationConfig
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.round import ModelPair, run_round, speculative_round
+from rlhf_jax.mesh import ONE_DEVICE, Layout
 from rlhf_jax.types import DecodeState, Model, Strategy
 
 # Nodes that a device verifies in one call at most, where a strategy is chosen: their logits exist,
 # but for a kernel.
 VERIFIED = 1024
 
-RoundKey = tuple[Strategy, int, GenerationConfig, Mesh | None]  # what a round's programs depend on
+RoundKey = tuple[Strategy, int, GenerationConfig, Layout]  # what a round's programs depend on
 
 
 def compile_only(function: jax.stages.Wrapped, *arguments, **options) -> Any:
@@ -54,7 +54,7 @@ def shapes(tree: Any, rows: int | None = None) -> Any:
 
 
 def analysis(
-    state: DecodeState, target: Model, decoding: GenerationConfig, mesh: Mesh | None = None
+    state: DecodeState, target: Model, decoding: GenerationConfig, layout: Layout = ONE_DEVICE
 ) -> Mapping[str, float]:
     """Return what XLA says that a plain round of `state` does: "flops", "bytes accessed" and more.
 
@@ -69,8 +69,7 @@ def analysis(
         sampling=decoding.sampling,
         stop_tokens=decoding.stop_tokens,
         rule=decoding.acceptance,
-        kernels=decoding.kernels,
-        mesh=mesh,
+        layout=layout,
     )
     return lowered.compile().cost_analysis() or {}
 
@@ -87,28 +86,28 @@ class BackgroundCompiler:
         self.busy = False
 
     def ready(
-        self, strategy: Strategy, rows: int, decoding: GenerationConfig, mesh: Mesh | None
+        self, strategy: Strategy, rows: int, decoding: GenerationConfig, layout: Layout
     ) -> bool:
         """Say whether a round can be dispatched without compiling.
 
         The plain one always can, for it begins every stage.
         """
-        key = _round_key(strategy, rows, decoding, mesh=mesh)
+        key = _round_key(strategy, rows, decoding, layout=layout)
         return not strategy.parents or key in self._compiled
 
-    def failed(self, rows: int, decoding: GenerationConfig, mesh: Mesh | None) -> set[Strategy]:
+    def failed(self, rows: int, decoding: GenerationConfig, layout: Layout) -> set[Strategy]:
         """Return the strategies whose rounds of so many rows could not be compiled."""
         return {
             key[0]
             for key in tuple(self._failed)
-            if key == _round_key(key[0], rows, decoding, mesh=mesh)
+            if key == _round_key(key[0], rows, decoding, layout=layout)
         }
 
     def can_submit(
-        self, strategy: Strategy, rows: int, decoding: GenerationConfig, mesh: Mesh | None
+        self, strategy: Strategy, rows: int, decoding: GenerationConfig, layout: Layout
     ) -> bool:
         """Say whether a round is to be compiled, and may be now: nothing else is being compiled."""
-        key = _round_key(strategy, rows, decoding, mesh=mesh)
+        key = _round_key(strategy, rows, decoding, layout=layout)
         known = not strategy.parents or key in self._compiled or key in self._failed
         return not self.busy and not known
 
@@ -120,10 +119,10 @@ class BackgroundCompiler:
         models: ModelPair,
         siblings: np.ndarray,
         decoding: GenerationConfig,
-        mesh: Mesh | None,
+        layout: Layout,
     ) -> None:
         """Have a round of so many rows compiled, for a state like `state` but for its rows."""
-        key = _round_key(strategy, rows, decoding, mesh=mesh)
+        key = _round_key(strategy, rows, decoding, layout=layout)
         self.events = self.events + 1
         self.busy = True
         compile_round = functools.partial(
@@ -134,7 +133,7 @@ class BackgroundCompiler:
             strategy,
             np.full((rows, siblings.shape[1]), -1, np.int32),
             decoding,
-            mesh=mesh,
+            layout=layout,
             looks_back=True,
         )
         self._worker.submit(self._compile, key, compile_round)
@@ -161,7 +160,7 @@ class BackgroundCompiler:
 
 
 def _round_key(
-    strategy: Strategy, rows: int, decoding: GenerationConfig, mesh: Mesh | None
+    strategy: Strategy, rows: int, decoding: GenerationConfig, layout: Layout
 ) -> RoundKey:
     """Identify a round's programs: they do not depend on the seed, which is data."""
-    return strategy, rows, dataclasses.replace(decoding, seed=0), mesh
+    return strategy, rows, dataclasses.replace(decoding, seed=0), layout

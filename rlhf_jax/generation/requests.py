@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
-from jax.sharding import Mesh
 
-from pallas_kernels.dispatch import REFERENCE, Kernels
 from rlhf_jax.generation.speculative.protocol import Drafter, drafters_of
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy.acceptance import Observations
+from rlhf_jax.mesh import Layout
 from rlhf_jax.runtime import messages
 from rlhf_jax.types import Array, Rollout, Strategy
 
@@ -50,7 +49,6 @@ class GenerationConfig:
     acceptance: str = "replayable"  # or "rejection"
     history: int = 0  # history tokens kept for lookup
     min_rows: int = 1  # the batch shrinks no further: each halving is a program of its own
-    kernels: Kernels = REFERENCE
 
     def uses_drafter(self, drafter: str) -> bool:
         """Say whether a strategy that may be chosen drafts by the drafter of that name."""
@@ -108,7 +106,7 @@ class IdleWork(Protocol):
         """Say whether there is any now."""
         ...
 
-    def feed(self, number: int, mesh: Mesh | None) -> Array:
+    def feed(self, number: int, layout: Layout) -> Array:
         """Dispatch the next of it to slice `number`: an array that is ready when it is done."""
         ...
 

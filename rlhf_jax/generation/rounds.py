@@ -27,7 +27,6 @@ from rlhf_jax.generation.strategy import observations
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, Observations
 from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.generation.strategy.select import Selector
-from rlhf_jax.mesh import row_shards
 from rlhf_jax.runtime.slice_groups import SliceGroup
 from rlhf_jax.types import Strategy
 
@@ -97,7 +96,7 @@ def dispatch_round(batch: SliceBatch, drains: bool, run: GenerationRun) -> None:
         strategy,
         siblings,
         run.decoding,
-        mesh=batch.mesh,
+        layout=batch.layout,
         looks_back=run.selector is not None,
         expected_gain=expected_gain,
     )
@@ -148,7 +147,7 @@ def _situation(
     """
     decoding = run.decoding
     compiler = run.compiler
-    mesh = batch.mesh
+    layout = batch.layout
     live = batch.live
     rows = len(batch.rows)
     ones = [1] * len(live)
@@ -157,7 +156,7 @@ def _situation(
     by_device = {}
     for name in (one.name for one in decoding.drafters if one.packs):
         kinds = [one.confidence.get(name, 0) if one else CLASSES for one in batch.rows]
-        on_device = np.array(kinds).reshape(row_shards(mesh), -1, 1)
+        on_device = np.array(kinds).reshape(layout.row_shards, -1, 1)
         by_device[name] = (on_device == np.arange(CLASSES)).sum(axis=1)
 
     # Only of drafters by an earlier text, as their classes last: a text that has left its earlier
@@ -180,9 +179,9 @@ def _situation(
             one.name: _sum_by_class(live, one.name, ones).astype(np.int64)
             for one in decoding.drafters
         },
-        ready=lambda one: compiler is None or compiler.ready(one, rows, decoding, mesh=mesh),
-        most_nodes=precompile.VERIFIED * scheduler.shared(1, mesh) // rows,
-        failed=compiler.failed(rows, decoding, mesh) if compiler else (),
+        ready=lambda one: compiler is None or compiler.ready(one, rows, decoding, layout=layout),
+        most_nodes=precompile.VERIFIED * layout.row_shards // rows,
+        failed=compiler.failed(rows, decoding, layout) if compiler else (),
         left=left,
         slice=batch.number,
         by_device=by_device,
@@ -208,15 +207,19 @@ def _choose(
     """
     compiler = run.compiler
     decoding = run.decoding
-    mesh = batch.mesh
+    layout = batch.layout
     rows = len(batch.rows)
 
     def decide() -> tuple[Strategy, np.ndarray | None, tuple[Strategy, int] | None]:
         choice = selector.choose(situation)
         stays = None if choice.reason == "probe" else choice.strategy
-        fewer = scheduler.row_bucket(rows // 2, rows, decoding, mesh=mesh)
+        fewer = scheduler.row_bucket(rows // 2, rows, decoding, layout=layout)
         for strategy, size in ((choice.not_yet_compiled, rows), (stays, fewer)):
-            if compiler and strategy and compiler.can_submit(strategy, size, decoding, mesh=mesh):
+            if (
+                compiler
+                and strategy
+                and compiler.can_submit(strategy, size, decoding, layout=layout)
+            ):
                 return choice.strategy, choice.expected_gain, (strategy, size)
         return choice.strategy, choice.expected_gain, None
 
@@ -228,7 +231,7 @@ def _choose(
             models=batch.models,
             siblings=siblings,
             decoding=decoding,
-            mesh=mesh,
+            layout=layout,
         )
     return strategy, expected_gain
 

@@ -13,10 +13,8 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh
-from jax.typing import DTypeLike
 
-from rlhf_jax.mesh import pin_rows
+from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
 from rlhf_jax.model import cache as kv
 from rlhf_jax.model.attention import causal_on, prompt
 from rlhf_jax.model.transformer import forward
@@ -50,7 +48,7 @@ class Admission:
     earlier: Array  # [R, T or 0] int32
 
 
-@functools.partial(jax.jit, static_argnums=range(8))
+@functools.partial(jax.jit, static_argnums=range(7))
 def empty(
     target: ModelConfig,
     draft: ModelConfig | None,
@@ -58,15 +56,14 @@ def empty(
     slots: int,
     history: int,
     earlier: int,
-    dtype: DTypeLike,
-    mesh: Mesh | None = None,
+    layout: Layout = ONE_DEVICE,
 ) -> DecodeState:
     """Make a state of rows that are all done, with `slots` token and cache slots each.
 
     Each device makes its own part. `history` and `earlier` are the tokens kept of earlier
     roll-outs, for lookup and for replay.
     """
-    draft_cache = None if draft is None else kv.empty(draft, rows, slots, dtype)
+    draft_cache = None if draft is None else kv.empty(draft, rows, slots, layout.dtype)
     state = DecodeState(
         tokens=jnp.zeros((rows, slots), jnp.int32),
         length=jnp.ones((rows,), jnp.int32),
@@ -75,45 +72,45 @@ def empty(
         key=jnp.zeros((rows, 2), jnp.uint32),
         history=jnp.full((rows, history), -1, jnp.int32),
         earlier=jnp.full((rows, earlier), -1, jnp.int32),
-        cache=kv.empty(target, rows, slots, dtype),
+        cache=kv.empty(target, rows, slots, layout.dtype),
         draft=None
         if draft_cache is None
         else DraftState(draft_cache, jnp.zeros((rows,), jnp.int32)),
     )
-    return pin_rows(state, mesh)
+    return pin_rows(state, layout)
 
 
-@functools.partial(jax.jit, static_argnames=("mesh",))
-def take(state: T, rows: Array, mesh: Mesh | None = None) -> T:
+@functools.partial(jax.jit, static_argnames=("layout",))
+def take(state: T, rows: Array, layout: Layout = ONE_DEVICE) -> T:
     """Take the given rows [R] int32 of a row-first tree, in that order."""
-    return pin_rows(jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0), state), mesh)
+    return pin_rows(jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0), state), layout)
 
 
-def resize(state: DecodeState, rows: Array, mesh: Mesh | None = None) -> DecodeState:
+def resize(state: DecodeState, rows: Array, layout: Layout = ONE_DEVICE) -> DecodeState:
     """Take the given rows [R] int32 leaf by leaf, and use `state` up.
 
     Each leaf is given up as soon as it is copied: so the peak of memory is one leaf more.
     """
 
     def move(leaf: jax.Array) -> jax.Array:
-        taken = take(leaf, rows, mesh=mesh)
+        taken = take(leaf, rows, layout=layout)
         leaf.delete()
         return taken
 
     return jax.tree.map(move, state)
 
 
-@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
-def retire(state: DecodeState, rows: Array, mesh: Mesh | None = None) -> DecodeState:
+@functools.partial(jax.jit, static_argnames=("layout",), donate_argnames=("state",))
+def retire(state: DecodeState, rows: Array, layout: Layout = ONE_DEVICE) -> DecodeState:
     """Make rows [R] int32 idle; a row past the end is dropped. `state` is donated."""
     return pin_rows(
-        dataclasses.replace(state, done=state.done.at[rows].set(True, mode="drop")), mesh
+        dataclasses.replace(state, done=state.done.at[rows].set(True, mode="drop")), layout
     )
 
 
-@functools.partial(jax.jit, static_argnames=("mesh",))
+@functools.partial(jax.jit, static_argnames=("layout",))
 def prefill(
-    target: Model, drafter: Model | None, tokens: Array, length: Array, mesh: Mesh | None = None
+    target: Model, drafter: Model | None, tokens: Array, length: Array, layout: Layout = ONE_DEVICE
 ) -> Prefix:
     """Compute the caches of prompts in the target and in the draft model.
 
@@ -124,17 +121,17 @@ def prefill(
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
     def cache(model: Model) -> Cache:
-        attend = functools.partial(prompt, attend=causal_on(mesh, model.config.num_kv_heads))
+        attend = functools.partial(prompt, attend=causal_on(layout))
         return forward(model, tokens, positions, attend)[1]
 
     return pin_rows(
-        Prefix(tokens, length, cache(target), None if drafter is None else cache(drafter)), mesh
+        Prefix(tokens, length, cache(target), None if drafter is None else cache(drafter)), layout
     )
 
 
-@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("layout",), donate_argnames=("state",))
 def admit(
-    state: DecodeState, prefix: Prefix, admission: Admission, mesh: Mesh | None = None
+    state: DecodeState, prefix: Prefix, admission: Admission, layout: Layout = ONE_DEVICE
 ) -> DecodeState:
     """Begin new samples in the admission's rows. `state` is donated."""
     begun = jax.tree.map(lambda leaf: jnp.take(leaf, admission.source, axis=0), prefix)
@@ -160,16 +157,16 @@ def admit(
         cache=jax.tree.map(write, state.cache, begun.cache),
         draft=None if state.draft is None else draft(state.draft),
     )
-    return pin_rows(new, mesh)
+    return pin_rows(new, layout)
 
 
-@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("layout",), donate_argnames=("state",))
 def remember(
-    state: DecodeState, rows: Array, history: Array, mesh: Mesh | None = None
+    state: DecodeState, rows: Array, history: Array, layout: Layout = ONE_DEVICE
 ) -> DecodeState:
     """Replace the history [R, E] int32 of rows [R] int32; a row past the end is dropped.
 
     `state` is donated.
     """
     new = state.history.at[rows].set(history, mode="drop")
-    return pin_rows(dataclasses.replace(state, history=new), mesh)
+    return pin_rows(dataclasses.replace(state, history=new), layout)

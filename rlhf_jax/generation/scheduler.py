@@ -11,9 +11,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-from jax.sharding import Mesh
 
-from pallas_kernels.dispatch import REFERENCE, Kernels
+from pallas_kernels.dispatch import REFERENCE
 from pallas_kernels.shapes import LANES
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import rows as row_verbs
@@ -22,7 +21,7 @@ from rlhf_jax.generation.rows import Admission, Prefix
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.drafters import model as model_drafter
 from rlhf_jax.generation.speculative.round import ModelPair, Results
-from rlhf_jax.mesh import place_rows, row_shards
+from rlhf_jax.mesh import Layout, place_rows
 from rlhf_jax.types import Array, DecodeState, Strategy
 
 # Prompts that one call prefills, ahead of need; the last call may have 4, 2 or 1.
@@ -72,7 +71,7 @@ class SliceBatch:
 
     number: int
     models: ModelPair
-    mesh: Mesh | None
+    layout: Layout
     state: DecodeState
     rows: list[Sample | None]  # the sample of each row, None where it is idle
     # samples to begin
@@ -120,7 +119,7 @@ class SliceBatch:
         return bool(self.in_flight) and is_ready(self.in_flight[0].results.emission.count)
 
 
-def cache_slots(longest: int, strategies: Iterable[Strategy], kernels: Kernels = REFERENCE) -> int:
+def cache_slots(longest: int, strategies: Iterable[Strategy], layout: Layout) -> int:
     """Return the slots of a cache for samples of up to `longest` tokens.
 
     A round writes whole paths, a catch-up of the draft model whole chunks, and a kernel reads whole
@@ -129,7 +128,7 @@ def cache_slots(longest: int, strategies: Iterable[Strategy], kernels: Kernels =
     slots = longest + max(
         model_drafter.CATCH_UP_TOKENS, *(trees.bucket(strategy) + 1 for strategy in strategies)
     )
-    return slots if kernels == REFERENCE else -(-slots // LANES) * LANES
+    return slots if layout.kernels == REFERENCE else -(-slots // LANES) * LANES
 
 
 def prompt_width(longest: int, slots: int) -> int:
@@ -137,19 +136,19 @@ def prompt_width(longest: int, slots: int) -> int:
     return min(max(NARROWEST_PROMPT, 1 << (longest - 1).bit_length()), slots)
 
 
-def shared(rows: int, mesh: Mesh | None) -> int:
+def shared(rows: int, layout: Layout) -> int:
     """Round a number of rows up to equal shares for the devices that rows lie on."""
-    shards = row_shards(mesh)
+    shards = layout.row_shards
     return -(-rows // shards) * shards
 
 
-def row_bucket(live: int, most: int, decoding: GenerationConfig, mesh: Mesh | None) -> int:
+def row_bucket(live: int, most: int, decoding: GenerationConfig, layout: Layout) -> int:
     """Return the smallest of most, most/2, most/4 ... rows that holds `live` samples.
 
     It is at least `decoding.min_rows`, and gives all devices equal shares.
     """
-    size = shared(most, mesh)
-    shards = shared(1, mesh)
+    size = shared(most, layout)
+    shards = layout.row_shards
     while size // 2 >= max(live, decoding.min_rows) and size % (2 * shards) == 0:
         size //= 2
     return size
@@ -166,13 +165,8 @@ def check_request(request: Request, decoding: GenerationConfig) -> None:
         )
 
 
-def slice_meshes(mesh: Mesh | None) -> list[Mesh | None]:
-    """Return the mesh of every slice, those of other processes included."""
-    return [mesh] if mesh is None or mesh.shape["slices"] == 1 else [*meshes.split(mesh)]
-
-
 def begin_slices(
-    models: ModelPair, samples: int, decoding: GenerationConfig, mesh: Mesh | None
+    models: ModelPair, samples: int, decoding: GenerationConfig, layout: Layout
 ) -> list[SliceBatch]:
     """Return the batches of this process's slices, with the idle rows that `samples` begin with.
 
@@ -180,29 +174,22 @@ def begin_slices(
     """
     target, drafter = models
     draft_config = None if drafter is None else drafter.config
-    slots = cache_slots(decoding.max_length, decoding.strategies, decoding.kernels)
+    slots = cache_slots(decoding.max_length, decoding.strategies, layout)
     earlier_slots = (
         decoding.max_length if any(one.needs_earlier for one in decoding.drafters) else 0
     )
-    parts = slice_meshes(mesh)
+    parts = layout.split()
     slices = []
     for number, part in enumerate(parts):
         on_slice = models
-        if part is not None and len(parts) > 1:
-            if not meshes.is_here(part):
+        if len(parts) > 1:
+            if not part.is_here:
                 continue
             on_slice = meshes.on_slice(models, part)
         rows = min(max(samples, 1), decoding.max_rows)
-        rows = row_bucket(rows, decoding.max_rows, decoding, mesh=part)
+        rows = row_bucket(rows, decoding.max_rows, decoding, layout=part)
         state = row_verbs.empty(
-            target.config,
-            draft_config,
-            rows,
-            slots,
-            decoding.history,
-            earlier_slots,
-            target.embed.dtype,
-            part,
+            target.config, draft_config, rows, slots, decoding.history, earlier_slots, part
         )
         slices.append(SliceBatch(number, on_slice, part, state=state, rows=[None] * rows))
     return slices
@@ -248,7 +235,7 @@ def _prefill(batch: SliceBatch, decoding: GenerationConfig) -> None:
         groups[-1].append(batch.queue.popleft())
 
     prompts = [group[0].prompt for group in groups]
-    rows = shared(1 << (len(prompts) - 1).bit_length(), batch.mesh)
+    rows = shared(1 << (len(prompts) - 1).bit_length(), batch.layout)
     width = prompt_width(max(map(len, prompts)), decoding.max_length)
     tokens = np.zeros((rows, width), np.int32)
     length = np.ones(rows, np.int32)
@@ -256,8 +243,8 @@ def _prefill(batch: SliceBatch, decoding: GenerationConfig) -> None:
         tokens[row, : len(prompt)] = prompt
         length[row] = len(prompt)
 
-    placed = place_rows((tokens, length), batch.mesh)
-    prefix = row_verbs.prefill(*batch.models, *placed, mesh=batch.mesh)
+    placed = place_rows((tokens, length), batch.layout)
+    prefix = row_verbs.prefill(*batch.models, *placed, layout=batch.layout)
     for row, group in enumerate(groups):
         batch.prefilled.extend(PrefilledSample(sample, prefix, row) for sample in group)
 
@@ -292,7 +279,7 @@ def _admit(
                 one.name: one.first_confidence for one in decoding.drafters if one.needs_earlier
             }
     admission = Admission(source, row, limit, key=key, history=history, earlier=earlier)
-    batch.state = row_verbs.admit(batch.state, prefix, admission, mesh=batch.mesh)
+    batch.state = row_verbs.admit(batch.state, prefix, admission, layout=batch.layout)
 
 
 def _join_texts(texts: Sequence[np.ndarray], size: int) -> np.ndarray:
@@ -307,7 +294,7 @@ def _join_texts(texts: Sequence[np.ndarray], size: int) -> np.ndarray:
 
 def resize(batch: SliceBatch, wanted: int, decoding: GenerationConfig) -> None:
     """Give the slice the fewest rows that hold `wanted` samples, its live ones included."""
-    size = row_bucket(max(wanted, 1), decoding.max_rows, decoding, mesh=batch.mesh)
+    size = row_bucket(max(wanted, 1), decoding.max_rows, decoding, layout=batch.layout)
     if size == len(batch.rows):
         return
     live = [row for row, sample in enumerate(batch.rows) if sample is not None]
@@ -316,11 +303,11 @@ def resize(batch: SliceBatch, wanted: int, decoding: GenerationConfig) -> None:
     added = size - len(kept)
 
     taken = np.array(kept + [0] * added, np.int32)
-    state = row_verbs.resize(batch.state, taken, batch.mesh)
+    state = row_verbs.resize(batch.state, taken, batch.layout)
     if added:
         # Rows past the end are dropped: so one program of a size does for any number of new rows.
         new_rows = np.arange(size, dtype=np.int32) + len(kept)
-        state = row_verbs.retire(state, new_rows, mesh=batch.mesh)
+        state = row_verbs.retire(state, new_rows, layout=batch.layout)
     batch.state = state
     batch.rows = [batch.rows[row] for row in kept] + [None] * added
 
@@ -364,7 +351,7 @@ def _write_history(batch: SliceBatch, requests: set[int], decoding: GenerationCo
             assert sample is not None
             row[i] = place
             history[i] = _join_texts(sample.texts, decoding.history)
-        batch.state = row_verbs.remember(batch.state, row, history, mesh=batch.mesh)
+        batch.state = row_verbs.remember(batch.state, row, history, layout=batch.layout)
 
 
 def sibling_rows(rows: Sequence[Sample | None], decoding: GenerationConfig) -> np.ndarray:

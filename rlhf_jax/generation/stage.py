@@ -30,7 +30,6 @@ from rlhf_jax.generation.strategy.acceptance import Observations
 from rlhf_jax.generation.strategy.cost import Costs
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model.attention import causal
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.reallocation.planner import ClusterView, Reallocation
 from rlhf_jax.runtime import distributed, messages
@@ -62,7 +61,6 @@ class GenerationSettings:
     # compiles strategies before they are used; None: where they are first used
     compiler: BackgroundCompiler | None = None
     # attention of a draft model that reads whole texts
-    draft_attend: Callable = causal
     # where samples run; None: they stay on the slice that they were dealt to
     plan_reallocation: Callable[[ClusterView], Reallocation] | None = None
     # slices are served one after the other, so that a run repeats itself
@@ -121,8 +119,7 @@ def generate_samples(
     The processes that share a slice decode their share of the requests or, where there is a plan,
     what that says. `finished` hears of each sample that ends here. Raises what a process raised.
     """
-    mesh = settings.layout.mesh
-    slice_group = slice_group_of(mesh)
+    slice_group = slice_group_of(settings.layout)
     own_requests = requests if assignment_policy.plan_reallocation else slice_group.share(requests)
     samples: list[Sample] = []
     error: Exception | None = None
@@ -132,7 +129,7 @@ def generate_samples(
                 *models,
                 own_requests,
                 decoding,
-                mesh=mesh,
+                layout=settings.layout,
                 observe=observe,
                 selector=selector,
                 compiler=settings.compiler,
@@ -193,7 +190,7 @@ def _unpacked(request: Request, packed: FinishedSample) -> Sample:
 
 def by_group(own: object, nothing: object, settings: GenerationSettings) -> list:
     """Return what each group of processes has to say of its slices: its first process speaks."""
-    leads = slice_group_of(settings.layout.mesh).leads
+    leads = slice_group_of(settings.layout).leads
     return distributed.gather(own if leads else nothing)
 
 
@@ -236,19 +233,16 @@ def read_texts(
 
     It reads TEXTS_READ rows, or as many more as the devices share evenly.
     """
-    mesh = settings.layout.mesh
     rollout = as_rollout(samples, decoding.max_length)
-    rows = shared(TEXTS_READ, mesh)
+    rows = shared(TEXTS_READ, settings.layout)
     padding = ((0, rows - len(samples)), (0, 0))
     tokens = np.pad(rollout.tokens, padding)
     mask = np.pad(rollout.mask, padding)
     key = np.full((rows, 2), decoding.seed, np.uint32)
     key[: len(samples), 1] = rollout.sample_id
 
-    placed = meshes.place_rows((tokens, mask, key), mesh)
-    scored = teacher.score(
-        drafter, *placed, decoding.sampling, rows=rows, attend=settings.draft_attend
-    )
+    placed = meshes.place_rows((tokens, mask, key), settings.layout)
+    scored = teacher.score(drafter, *placed, decoding.sampling, rows=rows, layout=settings.layout)
     rank, confidence = distributed.fetch(scored)
     seen = [sample.seen_prompt for sample in samples] + [False] * (rows - len(samples))
     return teacher.as_evidence(rank, confidence, mask, np.array(seen))
@@ -267,9 +261,9 @@ def compile_first_rounds(
     """
     prompts = range(settings.prompts_per_step)
     dealt = settings.plan_reallocation is None
-    own = slice_group_of(settings.layout.mesh).share(prompts) if dealt else prompts
+    own = slice_group_of(settings.layout).share(prompts) if dealt else prompts
     samples = len(own) * settings.samples_per_prompt
-    work = warm_up(*models, samples, settings.decoding, settings.layout.mesh, look=bool(selectors))
+    work = warm_up(*models, samples, settings.decoding, settings.layout, look=bool(selectors))
     begun = copy.deepcopy(list(selectors))
     for selector in begun:
         selector.begin(costs(work))

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax.model.attention import causal
+from rlhf_jax.mesh import ONE_DEVICE, Layout
+from rlhf_jax.model.attention import causal_on
 from rlhf_jax.model.columns import join_columns, split_columns
+from rlhf_jax.model.kernels import token_logprobs as token_logprobs_kernel
 from rlhf_jax.model.transformer import cast, forward, logits
 from rlhf_jax.types import Array, Model, Rollout
 
@@ -38,9 +40,8 @@ def token_logprobs(
     mask: Array | None = None,
     support: Array | None = None,
     chunk: int = CHUNK,
-    attend: Callable = causal,
+    layout: Layout = ONE_DEVICE,
     remat: bool = False,
-    kernel: Callable | None = None,
 ) -> jax.Array:
     """Compute log p(tokens[b, t] | tokens[b, :t]) of softmax(logits / temperature): [B, T] float32.
 
@@ -50,9 +51,9 @@ def token_logprobs(
     that is not above 0.
 
     The vocabulary is projected for about `chunk` tokens at a time, forward and backward, so that
-    [B, T, V] never exists, and not at all for columns of tokens that nobody wants. `attend` and
-    `remat` are `forward`'s. `kernel`, as `pallas_kernels.logprobs`, does the same without chunks,
-    for all tokens; where there is support it is left out.
+    [B, T, V] never exists, and not at all for columns of tokens that nobody wants. `remat` is
+    `forward`'s. Where the layout has a kernel of log-probabilities, that does the same without
+    chunks, for all tokens; where there is support it is left out.
     """
     return logprobs_and_entropy(
         model,
@@ -62,9 +63,8 @@ def token_logprobs(
         mask=mask,
         support=support,
         chunk=chunk,
-        attend=attend,
+        layout=layout,
         remat=remat,
-        kernel=kernel,
     )[0]
 
 
@@ -77,9 +77,8 @@ def logprobs_and_entropy(
     mask: Array | None = None,
     support: Array | None = None,
     chunk: int = CHUNK,
-    attend: Callable = causal,
+    layout: Layout = ONE_DEVICE,
     remat: bool = False,
-    kernel: Callable | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute `token_logprobs` and, where `entropy` asks for it, -sum p log p at each token.
 
@@ -91,10 +90,11 @@ def logprobs_and_entropy(
         raise ValueError(f"Log-probabilities need a temperature above 0, not {temperature}.")
     slots = tokens.shape[1]
     positions = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), tokens.shape)
-    hidden, _ = forward(model, tokens, positions, attend=attend, remat=remat)
+    hidden, _ = forward(model, tokens, positions, attend=causal_on(layout), remat=remat)
     wanted = jnp.ones(tokens.shape, bool) if mask is None else mask
     # The head's gradient is summed in float32, whatever the compute dtype.
     head = cast(dataclasses.replace(model, layers=()), jnp.float32)
+    kernel = token_logprobs_kernel(layout)
     if kernel is not None and support is None:
         logprobs, entropies = _by_kernel(
             kernel, head, hidden, tokens=tokens, mask=wanted, temperature=temperature
@@ -184,7 +184,7 @@ def _entropy(scores: Array) -> jax.Array:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("temperature", "rows", "chunk", "attend", "kernel"))
+@functools.partial(jax.jit, static_argnames=("temperature", "rows", "chunk", "layout"))
 def score_rollout(
     model: Model,
     rollout: Rollout,
@@ -192,8 +192,7 @@ def score_rollout(
     temperature: float,
     rows: int,
     chunk: int = CHUNK,
-    attend: Callable = causal,
-    kernel: Callable | None = None,
+    layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
     """Compute `token_logprobs` of a rollout's response tokens: [B, T] float32.
 
@@ -212,8 +211,7 @@ def score_rollout(
             mask=mask,
             support=support,
             chunk=chunk,
-            attend=attend,
-            kernel=kernel,
+            layout=layout,
         )
 
     return map_rows(score, (rollout.tokens, rollout.mask, rollout.support), rows)

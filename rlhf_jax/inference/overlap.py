@@ -21,7 +21,7 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.generation.requests import Sample, as_rollout, is_ready
 from rlhf_jax.inference.logprobs import score_rollout
 from rlhf_jax.inference.values import score_values
-from rlhf_jax.model.attention import causal_on
+from rlhf_jax.mesh import Layout
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.rewards.combination import Response, failure
 from rlhf_jax.rewards.models import RewardModel, ScoredRows, start_scoring
@@ -99,7 +99,7 @@ class ScoringQueue:
         self.scoring = scoring
         self.waiting: collections.deque[tuple[Sample, Response | None]] = collections.deque()
         self.batches: list[_Batch] = []
-        self._models: dict[jax.sharding.Mesh, tuple] = {}  # as `_models_on` gives them, by mesh
+        self._models: dict[Layout, tuple] = {}  # as `_models_on` gives them, by slice
 
     def add(self, sample: Sample, response: Response | None = None) -> None:
         """Add a finished sample; reward models, where there are some, read its `response`."""
@@ -115,18 +115,17 @@ class ScoringQueue:
         """Say whether as many samples wait as a slice scores at one time."""
         return len(self.waiting) >= self.scoring.rows
 
-    def feed(self, number: int, mesh: jax.sharding.Mesh | None) -> jax.Array:
+    def feed(self, number: int, layout: Layout) -> jax.Array:
         """Let slice `number` score the next samples; return an array that is ready when it has."""
-        assert mesh is not None, "Only a slice of a mesh has models of its own."
         self._note_ended()
         rows = [self.waiting.popleft() for _ in range(self.scoring.rows)]
         samples, responses = zip(*rows, strict=True)
-        *models, reward_models = self._models_on(mesh)
-        results = _readable(score(models, samples, self.scoring, mesh), mesh)
+        *models, reward_models = self._models_on(layout)
+        results = _readable(score(models, samples, self.scoring, layout), layout)
         rewards = {}
         for name, model in reward_models.items():
-            parts, _ = start_scoring(model, responses, mesh)
-            rewards[name] = [(indices, _readable(scores, mesh)) for indices, scores in parts]
+            parts, _ = start_scoring(model, responses, layout)
+            rewards[name] = [(indices, _readable(scores, layout)) for indices, scores in parts]
         batch = _Batch(samples, results, rewards, slice=number, began=time.perf_counter())
         for leaf in batch.arrays:
             leaf.copy_to_host_async()
@@ -134,21 +133,21 @@ class ScoringQueue:
         return batch.arrays[-1]
 
     def _models_on(
-        self, mesh: jax.sharding.Mesh
+        self, layout: Layout
     ) -> tuple[Model, Model | None, Model | None, dict[str, RewardModel]]:
         """Return policy, reference, critic and reward models as a slice holds them."""
-        if mesh not in self._models:
+        if layout not in self._models:
             scoring = self.scoring
             weights = {name: model.model for name, model in scoring.rewards.items()}
             *models, weights = meshes.on_slice(
-                (scoring.policy, scoring.reference, scoring.critic, weights), mesh
+                (scoring.policy, scoring.reference, scoring.critic, weights), layout
             )
             reward_models = {
                 name: dataclasses.replace(scoring.rewards[name], model=weights[name])
                 for name in weights
             }
-            self._models[mesh] = (*models, reward_models)
-        return self._models[mesh]
+            self._models[layout] = (*models, reward_models)
+        return self._models[layout]
 
     def scored(self) -> dict[int, Scored]:
         """Return what slices have scored, by sample id; wait for what is still on its way."""
@@ -195,16 +194,13 @@ def _rewards_by_row(parts: list[ScoredRows]) -> dict[int, float]:
     return found
 
 
-def _readable(tree: T, mesh: jax.sharding.Mesh | None) -> T:
+def _readable(tree: T, layout: Layout) -> T:
     """Repeat results on each host of a slice of several, so that each can read them."""
-    return meshes.repeat(tree, mesh=mesh) if mesh is not None and mesh.is_multi_process else tree
+    return meshes.repeat(tree, layout=layout) if layout.is_shared else tree
 
 
 def score(
-    models: Sequence[Model | None],
-    samples: Sequence[Sample],
-    scoring: Scoring,
-    mesh: jax.sharding.Mesh | None,
+    models: Sequence[Model | None], samples: Sequence[Sample], scoring: Scoring, layout: Layout
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Start to score samples on a slice: (log-probs, the reference's, values), [rows, T] float32.
 
@@ -213,18 +209,17 @@ def score(
     """
     policy, reference, critic = models
     assert policy is not None
-    rollout = meshes.place_rows(as_rollout(samples, scoring.max_length), mesh)
+    rollout = meshes.place_rows(as_rollout(samples, scoring.max_length), layout)
     score_with = functools.partial(
         score_rollout,
         rollout=rollout,
         temperature=scoring.temperature,
         rows=scoring.rows,
-        attend=causal_on(mesh, policy.config.num_kv_heads),
+        layout=layout,
     )
     logprobs = score_with(policy)
     reference_logprobs = None if reference is None else score_with(reference)
     if critic is None:
         return logprobs, reference_logprobs, None
-    attend = causal_on(mesh, critic.config.num_kv_heads)
-    values = score_values(critic, rollout, rows=scoring.rows, attend=attend)
+    values = score_values(critic, rollout, rows=scoring.rows, layout=layout)
     return logprobs, reference_logprobs, values

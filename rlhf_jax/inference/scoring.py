@@ -15,7 +15,6 @@ from rlhf_jax.inference.logprobs import score_rollout
 from rlhf_jax.inference.overlap import PER_TOKEN_SCORES, Scored, scores_of_row
 from rlhf_jax.inference.values import score_values
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model.attention import causal
 from rlhf_jax.model.transformer import cast
 from rlhf_jax.runtime import distributed
 from rlhf_jax.types import Array, Model, Rollout
@@ -30,10 +29,6 @@ class ScoringSettings:
     temperature: float
     # rows of one forward pass
     microbatch_rows: int
-    attend: Callable = causal
-    critic_attend: Callable = causal
-    # log-probs without logits, where there is a kernel of them
-    token_logprobs: Callable | None = None
 
 
 class TokenScores(NamedTuple):
@@ -84,16 +79,15 @@ def _dispatch(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Begin to score a rollout [B, T]: log-probs, the reference's, values, on their way."""
     rows = settings.microbatch_rows
-    placed = meshes.place_rows(rollout, settings.layout.mesh)
+    placed = meshes.place_rows(rollout, settings.layout)
     logprobs = functools.partial(
         score_rollout,
         rollout=placed,
         temperature=settings.temperature,
         rows=rows,
-        attend=settings.attend,
-        kernel=settings.token_logprobs,
+        layout=settings.layout,
     )
-    values = critic and score_values(critic, placed, rows=rows, attend=settings.critic_attend)
+    values = critic and score_values(critic, placed, rows=rows, layout=settings.layout)
     return logprobs(policy), reference and logprobs(reference), values
 
 

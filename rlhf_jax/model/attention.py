@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import chex
@@ -10,17 +9,14 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from pallas_kernels.arrays import LayerCache
 from pallas_kernels.tree_attention import tree_attention
-from rlhf_jax.mesh import ROW_AXES
+from rlhf_jax.mesh import ROW_AXES, Layout
 
 # Plain attention takes so many queries at a time, and so many make a block of splash attention.
 QUERY_BLOCK = 512
-
-# The mesh axes that an array dimension is split over: one name, several, or None.
-MeshAxes = str | tuple[str, ...] | None
 
 
 def causal(query: Array, key: Array, value: Array, memory: None = None) -> tuple[Array, None]:
@@ -31,7 +27,7 @@ def causal(query: Array, key: Array, value: Array, memory: None = None) -> tuple
     precision it is cuDNN's kernel on an NVIDIA GPU and splash attention on a TPU; otherwise
     `blockwise`. The choice is made when the program is lowered, so a program compiled here for a
     TPU gets the TPU's kernel. Kernels do not partition themselves over a mesh: pass
-    `partitioned(causal, ...)` there.
+    `causal_on(layout)` there.
     """
     del memory
     chex.assert_rank([query, key, value], 4)
@@ -48,23 +44,25 @@ def causal(query: Array, key: Array, value: Array, memory: None = None) -> tuple
     return jax.lax.platform_dependent(query, key, value, default=blockwise, **kernels), None
 
 
-def partitioned(attend: Callable, mesh: Mesh, rows: MeshAxes, heads: MeshAxes) -> Callable:
-    """Return `attend` with rows split over the mesh axes `rows` and heads over `heads`.
+def causal_on(layout: Layout) -> Callable:
+    """Return `causal` with rows over the mesh, and heads over tensor where that divides them.
 
-    An axis is a name, a tuple of names or None. Each device runs the kernel on its own part,
-    without communication. B must be a multiple of the size of `rows` and G, the key-value heads, of
-    the size of `heads`.
+    Each device runs the kernel on its own part, without communication. B must be a multiple of the
+    layout's row shards.
     """
-    spec = PartitionSpec(rows, None, heads, None)
+    if layout.mesh is None or layout.mesh.size == 1:
+        return causal
 
     def attend_parts(
         query: Array, key: Array, value: Array, memory: None = None
     ) -> tuple[Array, None]:
         """Attend in each device's own rows and heads."""
         del memory
+        heads = "tensor" if key.shape[2] % layout.extent("tensor") == 0 else None
+        spec = PartitionSpec(ROW_AXES, None, heads, None)
         local = jax.shard_map(
-            lambda *parts: attend(*parts)[0],
-            mesh=mesh,
+            lambda *parts: causal(*parts)[0],
+            mesh=layout.mesh,
             in_specs=(spec, spec, spec),
             out_specs=spec,
             check_vma=False,
@@ -129,16 +127,6 @@ def _splash(query: Array, key: Array, value: Array) -> Array:
     parts = [jnp.pad(part, lanes).swapaxes(1, 2) for part in (query * dim**-0.5, key, value)]
     out: Array = jax.vmap(kernel)(*parts)  # pyright: ignore[reportAssignmentType]
     return out.swapaxes(1, 2)[:, :count]
-
-
-# One object for equal arguments: jit takes it as static, and would compile anew for another.
-@functools.cache
-def causal_on(mesh: Mesh | None, num_kv_heads: int) -> Callable:
-    """Return `causal` with rows over the mesh, and heads over tensor where that divides them."""
-    if mesh is None or mesh.size == 1:
-        return causal
-    heads = "tensor" if num_kv_heads % mesh.shape["tensor"] == 0 else None
-    return partitioned(causal, mesh, ROW_AXES, heads)
 
 
 def prompt(

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from pallas_kernels import BLOCK, Kernels, Shape, implementation
+from pallas_kernels import BLOCK, Shape, implementation
 from pallas_kernels.verify_head import Parts, combine
-from rlhf_jax.mesh import ROW_AXES, fitting, row_spec
+from rlhf_jax.mesh import ROW_AXES, Layout, row_spec
 from rlhf_jax.types import Cache, Model, ModelConfig
 
 
@@ -32,10 +32,10 @@ def shape_of(config: ModelConfig) -> Shape:
     )
 
 
-def tree_attention(kernels: Kernels, mesh: Mesh | None) -> Callable[..., Array]:
+def tree_attention(layout: Layout) -> Callable[..., Array]:
     """Return `pallas_kernels.tree_attention.tree_attention` by the chosen implementation."""
-    attend = implementation("tree_attention", kernels)
-    if kernels.tree_attention == "reference" or mesh is None:
+    attend = implementation("tree_attention", layout.kernels)
+    if layout.kernels.tree_attention == "reference" or layout.mesh is None:
         return attend
 
     def attend_parts(
@@ -48,26 +48,26 @@ def tree_attention(kernels: Kernels, mesh: Mesh | None) -> Callable[..., Array]:
         mask: Array,
     ) -> Array:
         """Attend in each device's own rows and heads."""
-        cache = fitting(row_spec(cache_k.ndim), cache_k.shape, mesh)
+        cache = layout.fit(row_spec(cache_k.ndim), cache_k.shape)
         rows = cache[0]
         heads = cache[1]
         new = PartitionSpec(rows, None, heads)
         of_rows = PartitionSpec(rows)
         specs = (new, cache, cache, cache, cache, of_rows, of_rows)
-        parts = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=new, check_vma=False)
+        parts = _on_each(attend, layout, in_specs=specs, out_specs=new)
         return parts(query, cache_k, cache_v, window_k, window_v, length, mask)
 
     return attend_parts
 
 
-def verify_head(kernels: Kernels, mesh: Mesh | None) -> Callable[..., Parts]:
+def verify_head(layout: Layout) -> Callable[..., Parts]:
     """Return what gives the `Parts` of a model's logits at hidden [B, Q, M].
 
     The block noise is [B, Q, blocks] or, at temperature 0, None; every leaf of the result begins
     with [B, Q]. Each device takes its rows and its part of the vocabulary, which must be whole
-    blocks: `collect.decoding_weights`.
+    blocks: `decoding.decoding_weights`.
     """
-    run = implementation("verify_head", kernels)
+    run = implementation("verify_head", layout.kernels)
 
     def parts(model: Model, hidden: Array, noise: Array | None, temperature: float) -> Parts:
         """Compute the parts of all nodes of all rows."""
@@ -77,17 +77,17 @@ def verify_head(kernels: Kernels, mesh: Mesh | None) -> Callable[..., Parts]:
         of = functools.partial(run, temperature=temperature, tied=tied)
         rows = hidden.shape[:2]
         flat = [None if x is None else x.reshape(-1, x.shape[-1]) for x in (hidden, noise)]
-        if mesh is None:
+        if layout.mesh is None:
             found = of(flat[0], head, flat[1], vocab)
         else:
-            found = _split_head(of, mesh, tied, vocab)(flat[0], head, flat[1])
+            found = _split_head(of, layout, tied=tied, vocab=vocab)(flat[0], head, flat[1])
         return jax.tree.map(lambda leaf: leaf.reshape(*rows, *leaf.shape[1:]), found)
 
     return parts
 
 
 def _split_head(
-    of: Callable[..., Parts], mesh: Mesh, tied: bool, vocab: int
+    of: Callable[..., Parts], layout: Layout, tied: bool, vocab: int
 ) -> Callable[..., Parts]:
     """Return `of` on each device's rows and share of a head, of which `vocab` tokens count.
 
@@ -107,20 +107,18 @@ def _split_head(
         PartitionSpec("tensor") if tied else PartitionSpec(None, "tensor"),
         PartitionSpec(ROW_AXES, "tensor"),
     )
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)
+    return _on_each(local, layout, in_specs=specs, out_specs=rows)
 
 
-@functools.cache
-def law(kernels: Kernels, mesh: Mesh | None) -> Callable[..., tuple[Array, Array]] | None:
+def token_logprobs(layout: Layout) -> Callable[..., tuple[Array, Array]] | None:
     """Return `pallas_kernels.logprobs.token_logprobs` by a kernel; None without one.
 
     Each device takes its rows and, where the tensor axis divides the vocabulary, its part of that.
-    One object for equal arguments: it is static under jit.
     """
-    if kernels.logprobs == "reference":
+    if layout.kernels.logprobs == "reference":
         return None
-    run = implementation("logprobs", kernels)
-    if mesh is None:
+    run = implementation("logprobs", layout.kernels)
+    if layout.mesh is None:
         return run
 
     def of_rows(
@@ -128,7 +126,7 @@ def law(kernels: Kernels, mesh: Mesh | None) -> Callable[..., tuple[Array, Array
     ) -> tuple[Array, Array]:
         """Compute both numbers of each row, on the device that holds it."""
         rows = PartitionSpec(ROW_AXES)
-        words = fitting(("tensor", None) if tied else (None, "tensor"), head.shape, mesh)
+        words = layout.fit(("tensor", None) if tied else (None, "tensor"), head.shape)
         axis = "tensor" if "tensor" in words else None
 
         def local(hidden: Array, head: Array, targets: Array) -> tuple[Array, Array]:
@@ -137,25 +135,32 @@ def law(kernels: Kernels, mesh: Mesh | None) -> Callable[..., tuple[Array, Array
             return run(hidden, head, targets - first, temperature=temperature, tied=tied, axis=axis)
 
         specs = (rows, words, rows)
-        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(
-            hidden, head, targets
-        )
+        on_each = _on_each(local, layout, in_specs=specs, out_specs=rows)
+        return on_each(hidden, head, targets)
 
     return of_rows
 
 
-def commit(kernels: Kernels, mesh: Mesh | None) -> Callable[[Cache, Cache, Array, Array], Cache]:
+def commit(layout: Layout) -> Callable[[Cache, Cache, Array, Array], Cache]:
     """Return `pallas_kernels.commit.commit` by the chosen implementation."""
-    write = implementation("commit", kernels)
-    if kernels.commit == "reference" or mesh is None:
+    write = implementation("commit", layout.kernels)
+    if layout.kernels.commit == "reference" or layout.mesh is None:
         return write
 
     def write_parts(cache: Cache, window: Cache, path: Array, start: Array) -> Cache:
         """Commit on each device its own rows and heads."""
         leaf = cache[0][0]
-        spec = fitting(row_spec(leaf.ndim), leaf.shape, mesh)
+        spec = layout.fit(row_spec(leaf.ndim), leaf.shape)
         specs = (spec, spec, PartitionSpec(spec[0]), PartitionSpec(spec[0]))
-        parts = jax.shard_map(write, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
+        parts = _on_each(write, layout, in_specs=specs, out_specs=spec)
         return parts(cache, window, path, start)
 
     return write_parts
+
+
+def _on_each(run: Callable, layout: Layout, in_specs: tuple, out_specs: PartitionSpec) -> Callable:
+    """Return `run` on each device's own part of its arguments."""
+    # Unchecked: a kernel says nothing of the axes that its results vary over.
+    return jax.shard_map(
+        run, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )

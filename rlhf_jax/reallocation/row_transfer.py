@@ -20,7 +20,7 @@ import numpy as np
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax.mesh import AXES, ROW_AXES, pin_rows, row_shardings
+from rlhf_jax.mesh import AXES, AXIS_TYPES, ONE_DEVICE, ROW_AXES, Layout, pin_rows, row_shardings
 from rlhf_jax.reallocation.settings import TRANSFER_SETTINGS
 from rlhf_jax.types import Array, Cache, DecodeState
 
@@ -56,8 +56,10 @@ def bytes_of(packet: RowPacket) -> int:
     return sum(piece.nbytes for piece in packet.pieces)
 
 
-@functools.partial(jax.jit, static_argnames=("slots", "mesh"))
-def pack_rows(state: DecodeState, rows: Array, slots: int, mesh: Mesh | None = None) -> RowPacket:
+@functools.partial(jax.jit, static_argnames=("slots", "layout"))
+def pack_rows(
+    state: DecodeState, rows: Array, slots: int, layout: Layout = ONE_DEVICE
+) -> RowPacket:
     """Pack rows [R] int32 of a state, cut to `slots` token slots.
 
     The rows may lie on any of the slice's devices: each gives its own, and a sum gathers R rows and
@@ -80,22 +82,24 @@ def pack_rows(state: DecodeState, rows: Array, slots: int, mesh: Mesh | None = N
             pieces.append(jnp.concatenate(flat)[None])
         return tuple(pieces) if own is rows else jax.lax.psum(tuple(pieces), ROW_AXES)
 
-    if mesh is None:
+    if layout.mesh is None:
         return RowPacket(give(state), slots)
-    give_all = _on_each(give, mesh=mesh, in_specs=(_specs(state, mesh),), out_specs=_PIECE_SPEC)
+    give_all = _on_each(
+        give, mesh=layout.mesh, in_specs=(_specs(state, layout),), out_specs=_PIECE_SPEC
+    )
     return RowPacket(give_all(state), slots)
 
 
 def unpack_rows(
-    state: DecodeState, packet: RowPacket, rows: Array, mesh: Mesh | None = None
+    state: DecodeState, packet: RowPacket, rows: Array, layout: Layout = ONE_DEVICE
 ) -> DecodeState:
     """Return `state`, which is donated, with the packet in its rows [R] int32."""
-    begins = _begins(state, packet.slots, mesh)
-    return _put(state, packet, rows, begins=begins, mesh=mesh)
+    begins = _begins(state, packet.slots, layout)
+    return _put(state, packet, rows, begins=begins, layout=layout)
 
 
-@functools.partial(jax.jit, static_argnames=("slots", "mesh"))
-def _begins(state: DecodeState, slots: int, mesh: Mesh | None) -> list[list[jax.Array]]:
+@functools.partial(jax.jit, static_argnames=("slots", "layout"))
+def _begins(state: DecodeState, slots: int, layout: Layout) -> list[list[jax.Array]]:
     """Find where in its piece a row of each leaf begins, [] int32 each.
 
     They are data, so that one kernel does for all leaves alike.
@@ -106,15 +110,15 @@ def _begins(state: DecodeState, slots: int, mesh: Mesh | None) -> list[list[jax.
         sizes = [[math.prod(leaves[one].shape[1:]) for one in shared] for shared in _shares(leaves)]
         return [list(map(jnp.int32, np.cumsum([0, *each[:-1]]))) for each in sizes]
 
-    if mesh is None:
+    if layout.mesh is None:
         return find(state)
-    specs = _specs(state, mesh)
-    return _on_each(find, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec())(state)
+    specs = _specs(state, layout)
+    return _on_each(find, mesh=layout.mesh, in_specs=(specs,), out_specs=PartitionSpec())(state)
 
 
-@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("layout",), donate_argnames=("state",))
 def _put(
-    state: DecodeState, packet: RowPacket, rows: Array, begins: list[list[Array]], mesh: Mesh | None
+    state: DecodeState, packet: RowPacket, rows: Array, begins: list[list[Array]], layout: Layout
 ) -> DecodeState:
     """Write the packet into rows of a state; begins: as `_begins` finds them."""
 
@@ -131,17 +135,17 @@ def _put(
                 leaves[one] = leaves[one].at[place].set(new, mode="drop")
         return jax.tree.unflatten(kind, leaves)
 
-    if mesh is None:
+    if layout.mesh is None:
         return put(state, packet.pieces, begins)
-    specs = _specs(state, mesh)
+    specs = _specs(state, layout)
     in_specs = (specs, _PIECE_SPEC, PartitionSpec())
-    place = _on_each(put, mesh=mesh, in_specs=in_specs, out_specs=specs)
-    return pin_rows(place(state, packet.pieces, begins), mesh)
+    place = _on_each(put, mesh=layout.mesh, in_specs=in_specs, out_specs=specs)
+    return pin_rows(place(state, packet.pieces, begins), layout)
 
 
-def _specs(state: DecodeState, mesh: Mesh) -> DecodeState:
+def _specs(state: DecodeState, layout: Layout) -> DecodeState:
     """Return the partition of each leaf of a state."""
-    return jax.tree.map(lambda place: place.spec, row_shardings(state, mesh))
+    return jax.tree.map(lambda place: place.spec, row_shardings(state, layout))
 
 
 def _own(rows: Array, held: DecodeState, state: DecodeState) -> Array:
@@ -190,13 +194,13 @@ def _sent_dtype(leaf: Array) -> np.dtype:
     return leaf.dtype if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.dtype(jnp.int32)
 
 
-def send(packet: RowPacket, mesh: Mesh | None) -> RowPacket:
+def send(packet: RowPacket, layout: Layout) -> RowPacket:
     """Return the packet on another slice of this process."""
-    return packet if mesh is None else jax.device_put(packet, NamedSharding(mesh, _PIECE_SPEC))
+    return packet if layout.mesh is None else jax.device_put(packet, _place(layout))
 
 
 def send_to_process(
-    packets: Sequence[RowPacket], here: Mesh, source: Mesh, target: Mesh
+    packets: Sequence[RowPacket], here: Layout, source: Layout, target: Layout
 ) -> RowPacket:
     """Send a packet from one slice to another, of another process; both processes call this.
 
@@ -204,28 +208,35 @@ def send_to_process(
     packed, or on the target's side anything of its shape. Returns what lies on `here` afterwards,
     which has a meaning on the target. No other device takes part.
     """
-    pair = Mesh(
-        np.concatenate([source.devices, target.devices]), AXES, axis_types=source.axis_types
-    )
+    devices = np.concatenate([source.devices, target.devices])
+    pair = dataclasses.replace(source, mesh=Mesh(devices, AXES, axis_types=AXIS_TYPES))
     both = jax.tree.map(functools.partial(_on, pair), *packets)
     return jax.tree.map(functools.partial(_on, here), _passed(both, pair))
 
 
-def _on(mesh: Mesh, *pieces: jax.Array) -> jax.Array:
-    """Return [S, n] what a mesh of S slices holds of some pieces, without a copy."""
-    devices = set(mesh.devices.flat)
-    shape = (len(mesh.devices), *pieces[0].shape[1:])
+def _on(layout: Layout, *pieces: jax.Array) -> jax.Array:
+    """Return [S, n] what a layout of S slices holds of some pieces, without a copy."""
+    devices = set(layout.devices.flat)
+    shape = (len(layout.devices), *pieces[0].shape[1:])
     parts = [
         shard.data
         for piece in pieces
         for shard in piece.addressable_shards
         if shard.device in devices
     ]
-    return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, _PIECE_SPEC), parts)
+    return jax.make_array_from_single_device_arrays(shape, _place(layout), parts)
 
 
 @functools.partial(jax.jit, static_argnames=("pair",))
-def _passed(packets: RowPacket, pair: Mesh) -> RowPacket:
+def _passed(packets: RowPacket, pair: Layout) -> RowPacket:
     """Return the first slice's pieces [2, n] on the second."""
     pass_on = functools.partial(jax.lax.ppermute, axis_name="slices", perm=[(0, 1)])
-    return jax.shard_map(pass_on, mesh=pair, in_specs=_PIECE_SPEC, out_specs=_PIECE_SPEC)(packets)
+    return jax.shard_map(pass_on, mesh=pair.mesh, in_specs=_PIECE_SPEC, out_specs=_PIECE_SPEC)(
+        packets
+    )
+
+
+def _place(layout: Layout) -> NamedSharding:
+    """Return how the pieces of a packet lie on a slice."""
+    assert layout.mesh is not None
+    return NamedSharding(layout.mesh, _PIECE_SPEC)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax import mesh as meshes
+from rlhf_jax.mesh import ONE_DEVICE, Layout, place_rows
 from rlhf_jax.model.attention import causal_on
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.model.weights import huggingface
@@ -55,7 +55,7 @@ ScoredRows = tuple[list[int], jax.Array]
 
 
 def start_scoring(
-    reward_model: RewardModel, responses: Sequence[Response], mesh: jax.sharding.Mesh | None
+    reward_model: RewardModel, responses: Sequence[Response], layout: Layout
 ) -> tuple[list[ScoredRows], dict[int, str]]:
     """Start to score responses on the model's devices: (parts on their way, failures by index).
 
@@ -65,15 +65,14 @@ def start_scoring(
     texts = [_tokens_to_read(reward_model, response) for response in responses]
     fitting = {index: text for index, text in enumerate(texts) if not isinstance(text, str)}
     failures = {index: text for index, text in enumerate(texts) if isinstance(text, str)}
-    attend = causal_on(mesh, reward_model.source.config.num_kv_heads)
     parts = []
     for chosen, *arrays in _batches(fitting, reward_model.rows, reward_model.length_bucket):
-        tokens, last = meshes.place_rows(tuple(arrays), mesh)
-        parts.append((chosen, _read(reward_model.model, tokens, last, attend=attend)))
+        tokens, last = place_rows(tuple(arrays), layout)
+        parts.append((chosen, _read(reward_model.model, tokens, last, layout)))
     return parts, failures
 
 
-def model_scorer(reward_model: RewardModel, mesh: jax.sharding.Mesh | None = None) -> Scorer:
+def model_scorer(reward_model: RewardModel, layout: Layout = ONE_DEVICE) -> Scorer:
     """Return the scorer of a reward model.
 
     It raises Broken where every response of a call fails and none was scored before.
@@ -82,7 +81,7 @@ def model_scorer(reward_model: RewardModel, mesh: jax.sharding.Mesh | None = Non
 
     def score(responses: Sequence[Response]) -> Scores:
         nonlocal works
-        parts, failures = start_scoring(reward_model, responses, mesh)
+        parts, failures = start_scoring(reward_model, responses, layout)
         results: dict[int, float | str] = {**failures}
         for chosen, scored in parts:
             # The last rows of `scored` may be padding.
@@ -134,14 +133,14 @@ def _batches(
         yield chosen, tokens, last
 
 
-@functools.partial(jax.jit, static_argnames="attend")
-def _read(model: Model, tokens: Array, last: Array, *, attend: Callable) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="layout")
+def _read(model: Model, tokens: Array, last: Array, layout: Layout) -> jax.Array:
     """Compute the scalar head at position last[b] of tokens [B, T]: [B] float32.
 
     Tokens after that position change nothing.
     """
     chex.assert_rank([tokens, last], [2, 1])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    hidden, _ = forward(model, tokens, positions, attend=attend)
+    hidden, _ = forward(model, tokens, positions, attend=causal_on(layout))
     at_last = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
     return logits(model, at_last)[:, 0]

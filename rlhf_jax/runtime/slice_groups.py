@@ -12,9 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import jax
-
-from rlhf_jax import mesh as meshes
+from rlhf_jax.mesh import Layout
 from rlhf_jax.runtime import distributed, messages
 
 LOOK = 1.0  # seconds between two looks for a process that has given up
@@ -84,12 +82,12 @@ class SliceGroup:
             distributed.publish(word, value)
 
 
-def slice_group_of(mesh: jax.sharding.Mesh | None, name: str = "") -> SliceGroup:
-    """Return this process's slice group in a stage over all slices of a mesh."""
-    if mesh is None or not mesh.is_multi_process:
+def slice_group_of(layout: Layout, name: str = "") -> SliceGroup:
+    """Return this process's slice group in a stage over all slices of a layout."""
+    if not layout.is_shared:
         return SliceGroup((distributed.rank(),), name)
-    own = next(part for part in meshes.split(mesh) if meshes.is_here(part))
-    return SliceGroup(meshes.owners(own), name)
+    own = next(part for part in layout.split() if part.is_here)
+    return SliceGroup(own.owners, name)
 
 
 @contextlib.contextmanager

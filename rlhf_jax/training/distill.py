@@ -22,7 +22,8 @@ import optax
 from flax import struct
 
 from rlhf_jax.generation.speculative.sampling import Sampling, draw
-from rlhf_jax.mesh import model_shardings
+from rlhf_jax.mesh import ONE_DEVICE, Layout, model_shardings, place_rows
+from rlhf_jax.model.attention import causal_on
 from rlhf_jax.model.columns import join_columns, split_columns
 from rlhf_jax.model.decoding import completed
 from rlhf_jax.model.transformer import cast, forward, logits, stack
@@ -92,11 +93,11 @@ def with_student(
     source: Model,
     layers: int,
     optimizer: optax.GradientTransformation | None,
-    mesh: jax.sharding.Mesh | None = None,
+    layout: Layout = ONE_DEVICE,
 ) -> TrainState:
     """Return the state with a student of `source`, in float32, stacked.
 
-    It is split over the mesh as training wants it. source: the policy, or a student made before. A
+    It lies as the layout says. source: the policy, or a student made before. A
     student without an optimizer stays as it is.
     """
 
@@ -105,8 +106,8 @@ def with_student(
         return student, optimizer and optimizer.init(student), jnp.zeros((), jnp.int32)  # pyright: ignore[reportArgumentType]
 
     shardings = None
-    if mesh is not None:
-        shardings = model_shardings(jax.eval_shape(make, source), mesh, "training")
+    if layout.mesh is not None:
+        shardings = model_shardings(jax.eval_shape(make, source), layout)
     student, moments, version = jax.jit(make, out_shardings=shardings)(source)
     return dataclasses.replace(
         state, drafter=student, drafter_optimizer=moments, drafter_version=version
@@ -117,15 +118,14 @@ def distill(
     state: TrainState,
     rollout: Rollout,
     distillation: Distillation,
-    place: Callable[[DistillBatch], DistillBatch] = jax.device_put,
     observe: Callable[[], None] = lambda: None,
     frozen: Model | None = None,
 ) -> tuple[TrainState, dict[str, float]]:
     """Train the student by the policy as it is now, on `samples` rows of a rollout of host arrays.
 
     The policy reads each row once; the student then learns `epochs` times from `minibatches` of
-    them. The student's leaves of the given state are used up; the version counts calls. `place`
-    puts a batch of host arrays on the devices; `observe` is called before each optimizer step.
+    them. The student's leaves of the given state are used up; the version counts calls. `observe`
+    is called before each optimizer step.
 
     `drafter/loss`, in nats a token, and `drafter/acceptance` are of the first epoch, before each
     minibatch is learned from. The latter is the share of the tokens that the student draws too with
@@ -138,7 +138,7 @@ def distill(
     shuffled = next(minibatches(len(rollout.length), 1, 1, seed=settings.seed, step=step))
     parts = shuffled[: distillation.samples].reshape(settings.minibatches, -1)
     batches = [
-        _read_by_policy(state.policy, rollout, rows, settings=settings, place=place)
+        _read_by_policy(state.policy, rollout, rows, settings=settings)
         for rows in parts
         if rollout.mask[rows].any()
     ]
@@ -173,12 +173,7 @@ def distill(
 
 
 def _read_by_policy(
-    policy: Model,
-    rollout: Rollout,
-    rows: np.ndarray,
-    *,
-    settings: TrainingSettings,
-    place: Callable[[DistillBatch], DistillBatch],
+    policy: Model, rollout: Rollout, rows: np.ndarray, *, settings: TrainingSettings
 ) -> list[DistillBatch]:
     """Return the micro-batches of a minibatch, placed, with the policy's hidden states."""
     total = np.array(rollout.mask[rows].sum(), np.float32)
@@ -190,7 +185,8 @@ def _read_by_policy(
         ids = rollout.sample_id[part].astype(np.uint32)
         key = np.stack([np.full_like(ids, settings.seed), ids], axis=1)
         tokens = rollout.tokens[part, :slots]
-        batch = place(DistillBatch(tokens, rollout.mask[part, :slots], key, total))
+        host = DistillBatch(tokens, rollout.mask[part, :slots], key, total)
+        batch = place_rows(host, settings.layout)
         found.append(_with_hidden_states(policy, batch, settings))
     return found
 
@@ -200,14 +196,16 @@ def _with_hidden_states(
     policy: Model, batch: DistillBatch, settings: TrainingSettings
 ) -> DistillBatch:
     """Return the batch with the policy's hidden states of its rows."""
-    hidden = _read(cast(policy, settings.dtype), batch.tokens, settings)
+    hidden = _read(cast(policy, settings.layout.dtype), batch.tokens, settings)
     return dataclasses.replace(batch, hidden=hidden)
 
 
 def _read(model: Model, tokens: Array, settings: TrainingSettings) -> jax.Array:
     """Compute the hidden states [R, T, M] of whole rows."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return forward(model, tokens, positions, attend=settings.attend, remat=settings.remat)[0]
+    return forward(
+        model, tokens, positions, attend=causal_on(settings.layout), remat=settings.remat
+    )[0]
 
 
 def _learn(
@@ -243,8 +241,8 @@ def accumulate(
     there: they are made once and [R, T, V] never exists.
     """
     chex.assert_rank([batch.tokens, batch.mask, batch.key, batch.hidden], [2, 2, 2, 3])
-    ends = cast(policy, settings.dtype)
-    own = cast(student, settings.dtype)
+    ends = cast(policy, settings.layout.dtype)
+    own = cast(student, settings.layout.dtype)
     hidden, pull = jax.vjp(lambda model: _read(completed(model, ends), batch.tokens, settings), own)
     slopes, losses, alike = _slopes(ends, hidden, batch, settings)
     (weights,) = pull(slopes)
@@ -263,8 +261,8 @@ def share_drawn_alike(
     embedding and head are read.
     """
     chex.assert_rank([batch.tokens, batch.mask, batch.key], [2, 2, 2])
-    ends = cast(policy, settings.dtype)
-    hidden = _read(completed(cast(student, settings.dtype), ends), batch.tokens, settings)
+    ends = cast(policy, settings.layout.dtype)
+    hidden = _read(completed(cast(student, settings.layout.dtype), ends), batch.tokens, settings)
 
     def count(block: tuple[Array, ...]) -> jax.Array:
         states, *following = block

@@ -14,12 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from jax.typing import DTypeLike
 
 from rlhf_jax.inference.logprobs import CHUNK, logprobs_and_entropy
 from rlhf_jax.inference.values import token_values
-from rlhf_jax.mesh import model_shardings
-from rlhf_jax.model.attention import causal
+from rlhf_jax.mesh import ONE_DEVICE, Layout, model_shardings, place_rows
 from rlhf_jax.model.transformer import cast, stack
 from rlhf_jax.training.batching import MicroBatch, micro_batches, minibatches, select
 from rlhf_jax.training.kl import kl_k3
@@ -51,14 +49,10 @@ class TrainingSettings:
     entropy_coefficient: float = 0.0
     # The rest of an update is skipped once KL(old || now) of a minibatch exceeds it; 0 for never.
     target_kl: float = 0.0
-    dtype: DTypeLike = jnp.float32  # of the computation; the weights are kept in float32
+    layout: Layout = ONE_DEVICE  # its dtype is the products'; weights are kept in float32
     remat: bool = True  # Only each layer's input is kept for the backward pass.
     chunk: int = CHUNK  # tokens whose logits exist at one time
     seed: int = 0
-    attend: Callable = causal  # of the policy
-    critic_attend: Callable = causal
-    # A kernel as `pallas_kernels.logprobs` that makes log-probs without logits, where there is one.
-    token_logprobs: Callable | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,14 +129,11 @@ def clip_by_norm(limit: float) -> optax.GradientTransformation:
 
 
 def init_train_state(
-    policy: Model,
-    optimizers: Optimizers,
-    mesh: jax.sharding.Mesh | None = None,
-    critic: Model | None = None,
+    policy: Model, optimizers: Optimizers, layout: Layout = ONE_DEVICE, critic: Model | None = None
 ) -> TrainState:
     """Return a state of `policy` and `critic`, in float32 with stacked layers.
 
-    It is split over the mesh as training wants it. The models are used up: a caller that goes on
+    It lies as the layout says. The models are used up: a caller that goes on
     with the same weights, as a reference say, passes a copy. ValueError where there is a critic or
     its optimizer, but not both.
     """
@@ -164,8 +155,8 @@ def init_train_state(
         return dataclasses.replace(state, critic=critic, critic_optimizer=moments)
 
     shardings = None
-    if mesh is not None:
-        shardings = model_shardings(jax.eval_shape(make, policy, critic), mesh, "training")
+    if layout.mesh is not None:
+        shardings = model_shardings(jax.eval_shape(make, policy, critic), layout)
     return jax.jit(make, donate_argnums=(0, 1), out_shardings=shardings)(policy, critic)
 
 
@@ -175,7 +166,6 @@ def update(
     optimizers: Optimizers,
     settings: TrainingSettings,
     kl_weight: float = 0.0,
-    place: Callable[[MicroBatch], MicroBatch] = jax.device_put,
     observe: Callable[[], None] = lambda: None,
 ) -> tuple[TrainState, dict[str, float]]:
     """Train on one experience: `epochs` times `minibatches` optimizer steps.
@@ -183,9 +173,8 @@ def update(
     The given state is used up. A minibatch's loss is a weighted sum over its tokens, so the result
     does not depend on `microbatch_rows` or `length_bucket`. Policy and critic take their steps one
     after the other, so their activations never coexist. `kl_weight` is that of the divergence in
-    the loss. `place` puts a micro-batch of host arrays on the device or, with shardings, on a mesh;
-    `observe` is called before each minibatch. `step` counts updates and, with the seed, orders the
-    rows.
+    the loss. `observe` is called before each minibatch. `step` counts updates and, with the seed,
+    orders the rows.
 
     The metrics, means over the minibatches (maxima for `.../max`), are read from the device once,
     at the end; with `target_kl`, one of them after each minibatch. NonFiniteStep if one is not
@@ -204,7 +193,7 @@ def update(
     for rows in [rows for rows in order if host.mask[rows].any()]:
         observe()
         parts = functools.partial(
-            _micro_batches_of, host, rows, kl_weight=kl_weight, settings=settings, place=place
+            _micro_batches_of, host, rows, kl_weight=kl_weight, settings=settings
         )
         gradient = _sum_gradients(policy_objective, state.policy, parts(), settings=settings)
         if settings.target_kl and float(gradient.metrics["kl/old"]) > settings.target_kl:
@@ -250,9 +239,8 @@ def policy_objective(
         mask=batch.experience.mask,
         support=rollout.support,
         chunk=settings.chunk,
-        attend=settings.attend,
+        layout=settings.layout,
         remat=settings.remat,
-        kernel=settings.token_logprobs,
     )
     return summed_policy_loss(
         logprobs,
@@ -274,7 +262,7 @@ def critic_objective(
         critic,
         experience.rollout.tokens,
         mask=experience.mask,
-        attend=settings.critic_attend,
+        layout=settings.layout,
         remat=settings.remat,
     )
     return summed_value_loss(values, batch, clip=settings.critic_clip)
@@ -295,7 +283,7 @@ def accumulate(
     compute dtype, so that what exists beside the sum is no larger than that.
     """
     weights, metrics = jax.grad(objective, has_aux=True)(
-        cast(model, settings.dtype), batch, settings
+        cast(model, settings.layout.dtype), batch, settings
     )
     weights = cast(weights, jnp.float32)
     if total is None:
@@ -336,12 +324,7 @@ def apply(
 
 
 def _micro_batches_of(
-    host: Experience,
-    rows: np.ndarray,
-    *,
-    kl_weight: float,
-    settings: TrainingSettings,
-    place: Callable[[MicroBatch], MicroBatch],
+    host: Experience, rows: np.ndarray, *, kl_weight: float, settings: TrainingSettings
 ) -> Iterator[MicroBatch]:
     """Yield a minibatch's micro-batches, each placed when it is asked for."""
     batch = select(host, rows, host.mask.shape[1])
@@ -356,7 +339,8 @@ def _micro_batches_of(
     kl_weight_array = np.array(kl_weight, np.float32)
     for part, slots in parts:
         chosen = select(batch, part, slots)
-        yield place(MicroBatch(chosen, weights[part, :slots], total, kl_weight_array))
+        micro_batch = MicroBatch(chosen, weights[part, :slots], total, kl_weight_array)
+        yield place_rows(micro_batch, settings.layout)
 
 
 def _sum_gradients(

@@ -15,9 +15,8 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from rlhf_jax.mesh import pin_rows, row_shards
+from rlhf_jax.mesh import Layout, pin_rows
 from rlhf_jax.types import Array, DecodeState
 
 
@@ -28,14 +27,14 @@ class BudgetShare(NamedTuple):
     short: Array  # [B] bool: it had more drafts than the budget kept
 
 
-@functools.partial(jax.jit, static_argnames=("nodes", "mesh"))
+@functools.partial(jax.jit, static_argnames=("nodes", "layout"))
 def allocate_budget(
     state: DecodeState,
     drafts: Array,
     confidence: Array,
     expected_gain: Array,
     nodes: int,
-    mesh: Mesh | None,
+    layout: Layout,
 ) -> tuple[jax.Array, BudgetShare]:
     """Keep so many of the drafts [B, N] that a row has `nodes` on average; others become -1.
 
@@ -51,14 +50,14 @@ def allocate_budget(
     gain = jnp.where(usable, expected_gain[confidence, :length], 0.0)
 
     # Rows on one device share a budget.
-    devices = row_shards(mesh)
+    devices = layout.row_shards
     live = (~state.done).reshape(devices, -1).sum(axis=1, dtype=jnp.int32)
     budget = nodes * (rows // devices) - live
     order = jnp.argsort(-gain.reshape(devices, -1), axis=1, stable=True)
     rank = jnp.argsort(order, axis=1).astype(jnp.int32)
     kept = usable & (rank < budget[:, None]).reshape(rows, length)
     share = BudgetShare(kept.sum(axis=1, dtype=jnp.int32), jnp.any((drafts >= 0) & ~kept, axis=1))
-    return pin_rows((jnp.where(kept, drafts, -1), share), mesh)
+    return pin_rows((jnp.where(kept, drafts, -1), share), layout)
 
 
 class Packing(NamedTuple):
@@ -99,12 +98,12 @@ class Packing(NamedTuple):
         return taken.reshape(self.rows, -1, *values.shape[2:])
 
 
-def pack(verified: Array, nodes: int, mesh: Mesh | None) -> Packing:
+def pack(verified: Array, nodes: int, layout: Layout) -> Packing:
     """Return the packing of the nodes `verified` [B, N+1] bool.
 
     There must be at most `nodes` a row on average, on each device.
     """
-    devices = row_shards(mesh)
+    devices = layout.row_shards
     flat = verified.reshape(devices, -1)
     size = nodes * (len(verified) // devices)
     source = jax.vmap(lambda own: jnp.nonzero(own, size=size, fill_value=0)[0])(flat)

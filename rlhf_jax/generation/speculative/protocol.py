@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
-from jax.sharding import Mesh
 
-from pallas_kernels.dispatch import REFERENCE, Kernels
 from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.mesh import ONE_DEVICE, Layout
 from rlhf_jax.types import Array, Cache, DecodeState, Emission, Model, Strategy
 
 # Calls a jitted function with the arguments that follow, or only compiles it for their shapes.
@@ -36,8 +35,7 @@ class DraftContext:
     model: Model | None  # the draft model, with unrolled layers; None where no drafter needs one
     sampling: Sampling
     with_logits: bool = False  # whether acceptance reads the logits that drafts were drawn from
-    kernels: Kernels = REFERENCE
-    mesh: Mesh | None = None
+    layout: Layout = ONE_DEVICE
 
 
 class Proposal(NamedTuple):

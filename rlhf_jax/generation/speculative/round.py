@@ -12,9 +12,7 @@ from typing import NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from pallas_kernels.dispatch import REFERENCE, Kernels
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation.requests import GenerationConfig
 from rlhf_jax.generation.speculative import rejection
@@ -25,7 +23,7 @@ from rlhf_jax.generation.speculative.drafters.search import SearchDrafter
 from rlhf_jax.generation.speculative.protocol import DraftContext, Execute, drafter_of, drafters_of
 from rlhf_jax.generation.speculative.sampling import Draw, Sampling, block_noise, draw, draw_inside
 from rlhf_jax.generation.strategy.expected_gain import UNMEASURED
-from rlhf_jax.mesh import pin_rows
+from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
 from rlhf_jax.model import kernels as laid
 from rlhf_jax.model.attention import cached
 from rlhf_jax.model.transformer import forward, logits
@@ -58,7 +56,7 @@ def speculative_round(
     strategy: Strategy,
     siblings: np.ndarray,
     decoding: GenerationConfig,
-    mesh: Mesh | None = None,
+    layout: Layout = ONE_DEVICE,
     looks_back: bool = False,
     expected_gain: np.ndarray | None = None,
 ) -> tuple[DecodeState, Results]:
@@ -76,8 +74,7 @@ def speculative_round(
         draft_model,
         decoding.sampling,
         with_logits=decoding.acceptance == "rejection",
-        kernels=decoding.kernels,
-        mesh=mesh,
+        layout=layout,
     )
     if len(decoding.strategies) > 1:
         state = drafter.catch_up(execute, state, context)
@@ -87,7 +84,7 @@ def speculative_round(
     if strategy.packed:
         gain = UNMEASURED if expected_gain is None else expected_gain
         budget = (proposal.confidence, gain, strategy.packed)
-        drafts, share = execute(allocate_budget, state, drafts, *budget, mesh=mesh)
+        drafts, share = execute(allocate_budget, state, drafts, *budget, layout=layout)
 
     state, emission = execute(
         run_round,
@@ -100,25 +97,24 @@ def speculative_round(
         stop_tokens=decoding.stop_tokens,
         rule=decoding.acceptance,
         verified=strategy.packed,
-        kernels=decoding.kernels,
-        mesh=mesh,
+        layout=layout,
     )
     state = drafter.after_commit(execute, state, proposal, emission, context)
 
     used = drafters_of(decoding.strategies) if looks_back else ()
     searchers = tuple(one for one in used if isinstance(one, SearchDrafter))
-    signals = execute(look_back, state, siblings, searchers, mesh=mesh) if searchers else {}
+    signals = execute(look_back, state, siblings, searchers, layout=layout) if searchers else {}
     confidence = None if isinstance(drafter, SearchDrafter) else proposal.confidence
     results = Results(emission, confidence, share, signals)
-    if mesh is not None and mesh.is_multi_process:
-        # Each host that shares the mesh reads all rows.
-        results = execute(meshes.repeat, results, mesh=mesh)
+    if layout.is_shared:
+        # Each host that shares the devices reads all rows.
+        results = execute(meshes.repeat, results, layout=layout)
     return state, results
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("sampling", "stop_tokens", "rule", "verified", "kernels", "mesh"),
+    static_argnames=("sampling", "stop_tokens", "rule", "verified", "layout"),
     donate_argnames=("state",),
 )
 def run_round(
@@ -132,8 +128,7 @@ def run_round(
     stop_tokens: tuple[int, ...],
     rule: str = "replayable",
     verified: int = 0,
-    kernels: Kernels = REFERENCE,
-    mesh: Mesh | None = None,
+    layout: Layout = ONE_DEVICE,
 ) -> tuple[DecodeState, Emission]:
     """Verify, accept and commit drafts [B, N] (-1: none): return the state and what it emitted.
 
@@ -144,17 +139,9 @@ def run_round(
     """
     root = jnp.take_along_axis(state.tokens, (state.length - 1)[:, None], axis=1)
     nodes = jnp.concatenate([root, drafts], axis=1)
-    packing = pack((nodes >= 0) & ~state.done[:, None], verified, mesh) if verified else None
+    packing = pack((nodes >= 0) & ~state.done[:, None], verified, layout) if verified else None
     outcome = verify(
-        target,
-        state,
-        nodes,
-        tree,
-        sampling=sampling,
-        rule=rule,
-        kernels=kernels,
-        mesh=mesh,
-        packing=packing,
+        target, state, nodes, tree, sampling=sampling, rule=rule, layout=layout, packing=packing
     )
     if rule == "replayable":
         token = outcome.draw.token
@@ -175,8 +162,8 @@ def run_round(
     path = trees.path_to(tree, last)
     depth = jnp.take_along_axis(tree.depth, last[:, None], axis=1)[:, 0]
     emission = emit(state, path, Draw(token, logprob, outcome.draw.support), depth, stop_tokens)
-    state = commit(state, outcome.window, path, emission, kernels=kernels, mesh=mesh)
-    return pin_rows(state, mesh), pin_rows(emission, mesh)
+    state = commit(state, outcome.window, path, emission, layout=layout)
+    return pin_rows(state, layout), pin_rows(emission, layout)
 
 
 def verify(
@@ -187,8 +174,7 @@ def verify(
     *,
     sampling: Sampling,
     rule: str,
-    kernels: Kernels,
-    mesh: Mesh | None,
+    layout: Layout,
     packing: Packing | None = None,
 ) -> Verified:
     """Call the target once, over nodes [B, N+1] of every row or those that are packed.
@@ -198,7 +184,7 @@ def verify(
     """
     # A row that is done reads nothing.
     known = jnp.where(state.done, 0, state.length - 1)
-    attention = laid.tree_attention(kernels, mesh)
+    attention = laid.tree_attention(layout)
     attend = functools.partial(
         cached, length=known, mask=cast(jax.Array, tree.ancestors), attend=attention
     )
@@ -211,10 +197,10 @@ def verify(
     layers = tuple((layer, None) for layer in state.cache)
     hidden, window = forward(target, nodes, positions, attend, layers)
 
-    if streams_head(kernels, sampling, rule):
+    if streams_head(layout, sampling, rule):
         # Noise of the whole vocabulary, padding included.
         noise = block_noise(key, positions + 1, len(target.embed)) if sampling.temperature else None
-        parts = laid.verify_head(kernels, mesh)(target, hidden, noise, sampling.temperature)
+        parts = laid.verify_head(layout)(target, hidden, noise, sampling.temperature)
         drawn = draw_inside(parts, key, positions + 1, sampling)
         scores = None
     else:
@@ -226,13 +212,13 @@ def verify(
     return Verified(drawn, scores, window)
 
 
-def streams_head(kernels: Kernels, sampling: Sampling, rule: str) -> bool:
+def streams_head(layout: Layout, sampling: Sampling, rule: str) -> bool:
     """Say whether a round does without logits: a kernel draws from the hidden states.
 
     Truncation and rejection need all logits of a node at once.
     """
     return (
-        kernels.verify_head != "reference"
+        layout.kernels.verify_head != "reference"
         and rule == "replayable"
         and not sampling.top_k
         and sampling.top_p == 1
@@ -266,13 +252,7 @@ def emit(
 
 
 def commit(
-    state: DecodeState,
-    window: Cache,
-    path: jax.Array,
-    emission: Emission,
-    *,
-    kernels: Kernels,
-    mesh: Mesh | None,
+    state: DecodeState, window: Cache, path: jax.Array, emission: Emission, *, layout: Layout
 ) -> DecodeState:
     """Return the state after the round: tokens appended, the path's cache entries in place."""
     slots = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None] - state.length[:, None]
@@ -286,5 +266,5 @@ def commit(
         tokens=jnp.where(fresh, taken, state.tokens),
         length=state.length + emission.count,
         done=emission.done,
-        cache=laid.commit(kernels, mesh)(state.cache, window, path, start),
+        cache=laid.commit(layout)(state.cache, window, path, start),
     )

@@ -12,11 +12,10 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh
 
 from rlhf_jax.generation.speculative.drafters.search import Found, SearchDrafter, first_occurrences
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, RANKS
-from rlhf_jax.mesh import pin_rows
+from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
 from rlhf_jax.types import Array, DecodeState
 
 
@@ -36,12 +35,12 @@ class Hindsight:
     offered: Array
 
 
-@functools.partial(jax.jit, static_argnames=("drafters", "mesh"))
+@functools.partial(jax.jit, static_argnames=("drafters", "layout"))
 def look_back(
     state: DecodeState,
     siblings: Array,
     drafters: tuple[SearchDrafter, ...],
-    mesh: Mesh | None = None,
+    layout: Layout = ONE_DEVICE,
 ) -> dict[str, Hindsight]:
     """Return the `Hindsight` of each of `drafters`, by name, from the state after a round.
 
@@ -58,7 +57,7 @@ def look_back(
         past = drafter.search(before, siblings, DEPTHS)
         ranks, offered = compare(past, came, before.length > 0)
         signals[drafter.name] = Hindsight(now.confidence, past.confidence, ranks, offered)
-    return pin_rows(signals, mesh)
+    return pin_rows(signals, layout)
 
 
 def compare(found: Found, came: Array, known: Array) -> tuple[jax.Array, jax.Array]:

@@ -11,14 +11,12 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from pallas_kernels.arrays import LayerCache
-from pallas_kernels.dispatch import REFERENCE, Kernels
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.protocol import DraftContext, Drafter, Execute, Proposal
 from rlhf_jax.generation.speculative.sampling import Sampling, rank
-from rlhf_jax.mesh import pin_rows
+from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
 from rlhf_jax.model import kernels as laid
 from rlhf_jax.model.attention import cached
 from rlhf_jax.model.transformer import forward, logits
@@ -38,12 +36,12 @@ class ModelDrafter(Drafter):
 
     def catch_up(self, execute: Execute, state: DecodeState, context: DraftContext) -> DecodeState:
         """Return the state whose draft cache lacks one token of each row at most."""
-        on = dict(kernels=context.kernels, mesh=context.mesh)
+        on = dict(layout=context.layout)
         return execute(catch_up, context.model, state, **on)
 
     def propose(self, execute: Execute, state: DecodeState, context: DraftContext) -> Proposal:
         """Return the model's own draws, level by level of the strategy's tree."""
-        options = dict(with_logits=context.with_logits, kernels=context.kernels, mesh=context.mesh)
+        options = dict(with_logits=context.with_logits, layout=context.layout)
         return execute(propose, context.model, state, context.strategy, context.sampling, **options)
 
     def after_commit(
@@ -55,7 +53,7 @@ class ModelDrafter(Drafter):
         context: DraftContext,
     ) -> DecodeState:
         """Return the state with the accepted nodes in the draft cache."""
-        on = dict(kernels=context.kernels, mesh=context.mesh)
+        on = dict(layout=context.layout)
         path = (emission.path, emission.count)
         return execute(commit, state, proposal.window, *path, context.strategy, **on)
 
@@ -63,17 +61,14 @@ class ModelDrafter(Drafter):
 MODEL = ModelDrafter()
 
 
-@functools.partial(
-    jax.jit, static_argnames=("strategy", "sampling", "with_logits", "kernels", "mesh")
-)
+@functools.partial(jax.jit, static_argnames=("strategy", "sampling", "with_logits", "layout"))
 def propose(
     drafter: Model,
     state: DecodeState,
     strategy: Strategy,
     sampling: Sampling,
     with_logits: bool = False,
-    kernels: Kernels = REFERENCE,
-    mesh: Mesh | None = None,
+    layout: Layout = ONE_DEVICE,
 ) -> Proposal:
     """Draft for the strategy's nodes, with the noise that the target will use.
 
@@ -86,7 +81,7 @@ def propose(
     node_logits = {}
     window = ()
     fed = 0
-    attention = laid.tree_attention(kernels, mesh)
+    attention = laid.tree_attention(layout)
     for level in _fed_nodes(strategy):
         hidden, window = _feed(
             drafter, state, strategy, level, tokens=tokens, window=window, fed=fed, attend=attention
@@ -109,7 +104,7 @@ def propose(
         unfed = jnp.zeros_like(node_logits[0])
         stacked = jnp.stack([node_logits.get(node, unfed) for node in range(size)], axis=1)
     first = confidence_of(node_logits[0], tokens[1], sampling)
-    return pin_rows(Proposal(drafts, stacked, window, first), mesh)
+    return pin_rows(Proposal(drafts, stacked, window, first), layout)
 
 
 def confidence_of(scores: Array, token: Array, sampling: Sampling) -> jax.Array:
@@ -199,17 +194,14 @@ def _token_at(state: DecodeState, place: Array) -> jax.Array:
     return jnp.take_along_axis(state.tokens, jnp.maximum(place, 0)[:, None], axis=1)[:, 0]
 
 
-@functools.partial(
-    jax.jit, static_argnames=("strategy", "kernels", "mesh"), donate_argnames=("state",)
-)
+@functools.partial(jax.jit, static_argnames=("strategy", "layout"), donate_argnames=("state",))
 def commit(
     state: DecodeState,
     window: Cache,
     path: Array,
     count: Array,
     strategy: Strategy,
-    kernels: Kernels = REFERENCE,
-    mesh: Mesh | None = None,
+    layout: Layout = ONE_DEVICE,
 ) -> DecodeState:
     """Write a round's accepted nodes into the draft cache. `state` is donated.
 
@@ -230,21 +222,19 @@ def commit(
     fed = (inner[path] & (steps < count[:, None])).sum(axis=1, dtype=jnp.int32)
     length = jnp.where(count > 0, before - 1 + fed, state.draft.length)
 
-    cache = laid.commit(kernels, mesh)(state.draft.cache, window, entries, start)
-    return pin_rows(dataclasses.replace(state, draft=DraftState(cache, length)), mesh)
+    cache = laid.commit(layout)(state.draft.cache, window, entries, start)
+    return pin_rows(dataclasses.replace(state, draft=DraftState(cache, length)), layout)
 
 
-@functools.partial(jax.jit, static_argnames=("kernels", "mesh"), donate_argnames=("state",))
-def catch_up(
-    drafter: Model, state: DecodeState, kernels: Kernels = REFERENCE, mesh: Mesh | None = None
-) -> DecodeState:
+@functools.partial(jax.jit, static_argnames=("layout"), donate_argnames=("state",))
+def catch_up(drafter: Model, state: DecodeState, layout: Layout = ONE_DEVICE) -> DecodeState:
     """Feed what the draft cache lacks, until that is one token at most.
 
     It is needed after rounds that drafted otherwise; it feeds CATCH_UP_TOKENS tokens of every row a
     step. `state` is donated.
     """
-    attention = laid.tree_attention(kernels, mesh)
-    write = laid.commit(kernels, mesh)
+    attention = laid.tree_attention(layout)
+    write = laid.commit(layout)
     chunk = CATCH_UP_TOKENS
 
     def is_behind(state: DecodeState) -> jax.Array:
@@ -270,4 +260,4 @@ def catch_up(
         length = jnp.maximum(fed, draft.length)
         return dataclasses.replace(state, draft=DraftState(cache, length))
 
-    return pin_rows(jax.lax.while_loop(is_behind, feed_chunk, state), mesh)
+    return pin_rows(jax.lax.while_loop(is_behind, feed_chunk, state), layout)

@@ -9,11 +9,10 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.protocol import DraftContext, Drafter, Execute, Proposal
-from rlhf_jax.mesh import pin_rows
+from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
 from rlhf_jax.types import Array, DecodeState, Strategy
 
 
@@ -42,16 +41,16 @@ class SearchDrafter(Drafter):
     def propose(self, execute: Execute, state: DecodeState, context: DraftContext) -> Proposal:
         """Return the best of what `search` finds, in one jitted call."""
         siblings = context.siblings
-        return execute(propose, self, state, siblings, context.strategy, mesh=context.mesh)
+        return execute(propose, self, state, siblings, context.strategy, layout=context.layout)
 
 
-@functools.partial(jax.jit, static_argnames=("drafter", "strategy", "mesh"))
+@functools.partial(jax.jit, static_argnames=("drafter", "strategy", "layout"))
 def propose(
     drafter: SearchDrafter,
     state: DecodeState,
     siblings: Array,
     strategy: Strategy,
-    mesh: Mesh | None = None,
+    layout: Layout = ONE_DEVICE,
 ) -> Proposal:
     """Search, and lay what is found out on the strategy's nodes.
 
@@ -62,7 +61,7 @@ def propose(
     found = drafter.search(state, siblings, depth)
     confidence = found.confidence if drafter.packs else None
     drafts = fill_nodes(strategy, found.tokens)
-    return pin_rows(Proposal(drafts, confidence=confidence), mesh)
+    return pin_rows(Proposal(drafts, confidence=confidence), layout)
 
 
 def fill_nodes(strategy: Strategy, continuations: jax.Array) -> jax.Array:

@@ -8,7 +8,6 @@ round needs to draft in order to know.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import chex
 import jax
@@ -19,7 +18,8 @@ from rlhf_jax.generation.speculative import sampling as draws
 from rlhf_jax.generation.speculative.drafters.model import confidence_of
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, NOTHING, RANKS, Observations
-from rlhf_jax.model.attention import causal
+from rlhf_jax.mesh import ONE_DEVICE, Layout
+from rlhf_jax.model.attention import causal_on
 from rlhf_jax.model.columns import join_columns, split_columns
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.types import Array, Model
@@ -27,7 +27,7 @@ from rlhf_jax.types import Array, Model
 HEAD_TOKENS = 512  # Tokens whose logits exist at one time.
 
 
-@functools.partial(jax.jit, static_argnames=("sampling", "rows", "attend"))
+@functools.partial(jax.jit, static_argnames=("sampling", "rows", "layout"))
 def score(
     drafter: Model,
     tokens: Array,
@@ -36,7 +36,7 @@ def score(
     sampling: Sampling,
     *,
     rows: int,
-    attend: Callable = causal,
+    layout: Layout = ONE_DEVICE,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (rank, confidence), both [B, T] int8, of the tokens [B, T] that mask [B, T] names.
 
@@ -54,18 +54,18 @@ def score(
             " second."
         )
     parts = [leaf.reshape(rows, batch // rows, -1).swapaxes(0, 1) for leaf in (tokens, mask, key)]
-    scored = jax.lax.map(lambda part: _score_rows(drafter, part, sampling, attend), parts)
+    scored = jax.lax.map(lambda part: _score_rows(drafter, part, sampling, layout), parts)
     return jax.tree.map(lambda leaf: leaf.swapaxes(0, 1).reshape(batch, -1), scored)
 
 
 def _score_rows(
-    drafter: Model, part: list[Array], sampling: Sampling, attend: Callable
+    drafter: Model, part: list[Array], sampling: Sampling, layout: Layout
 ) -> tuple[jax.Array, jax.Array]:
     """Score a few rows: one forward pass, then the head on one block of columns after another."""
     tokens, mask, key = part
     slots = tokens.shape[1]
     places = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), tokens.shape)
-    hidden, _ = forward(drafter, tokens, places, attend)
+    hidden, _ = forward(drafter, tokens, places, causal_on(layout))
 
     def score_block(block: tuple[Array, ...]) -> tuple[jax.Array, jax.Array]:
         masked = block[2]
