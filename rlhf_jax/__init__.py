@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rlhf_jax.generation.speculative.sampling import Sampling
     from rlhf_jax.generation.speculative.tree import parse as parse_strategy
     from rlhf_jax.inference.logprobs import score_rollout
+    from rlhf_jax.mesh import Layout, make_mesh
+    from rlhf_jax.model.decoding import decoding_weights
     from rlhf_jax.model.transformer import unstack
     from rlhf_jax.model.weights.source import open_source
     from rlhf_jax.rlhf import step
@@ -37,13 +39,8 @@ if TYPE_CHECKING:
     )
     from rlhf_jax.training.advantages import register as register_estimator
     from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
-    from rlhf_jax.training.update import (
-        Optimizers,
-        TrainingSettings,
-        init_train_state,
-        make_optimizer,
-        update,
-    )
+    from rlhf_jax.training.settings import TrainingSettings
+    from rlhf_jax.training.update import Optimizers, init_train_state, make_optimizer, update
     from rlhf_jax.types import (
         DecodeState,
         Experience,
@@ -63,6 +60,7 @@ __all__ = [
     "EstimatorConfig",
     "Experience",
     "GenerationConfig",
+    "Layout",
     "Model",
     "ModelConfig",
     "Objective",
@@ -79,12 +77,14 @@ __all__ = [
     "TrainingSettings",
     "as_rollout",
     "compute_advantages",
+    "decoding_weights",
     "default_config",
     "dr_grpo",
     "gae",
     "generate",
     "grpo",
     "init_train_state",
+    "make_mesh",
     "make_optimizer",
     "of_samples",
     "open_source",
@@ -110,7 +110,11 @@ _PLACES = {
     "Rollout": "types",
     "Strategy": "types",
     "TrainState": "types",
+    # Where and how a call runs.
+    "Layout": "mesh",
+    "make_mesh": "mesh",
     # Weights.
+    "decoding_weights": "model.decoding",
     "open_source": "model.weights.source",
     "unstack": "model.transformer",
     # Generation.
@@ -134,7 +138,7 @@ _PLACES = {
     "rloo": "training.advantages",
     # Training.
     "Optimizers": "training.update",
-    "TrainingSettings": "training.update",
+    "TrainingSettings": "training.settings",
     "init_train_state": "training.update",
     "make_optimizer": "training.update",
     "update": "training.update",

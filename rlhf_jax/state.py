@@ -25,7 +25,8 @@ from rlhf_jax.rewards.combination import Scorer
 from rlhf_jax.rewards.samples import Rewards
 from rlhf_jax.training.distill import Distillation
 from rlhf_jax.training.experience import AdvantageConfig
-from rlhf_jax.training.update import Optimizers, TrainingSettings
+from rlhf_jax.training.settings import TrainingSettings
+from rlhf_jax.training.update import Optimizers
 from rlhf_jax.types import Model, TrainState
 
 # What the lengths of earlier responses weigh once the policy has moved, as a factor.

@@ -356,6 +356,20 @@ def flat_files(sources: Sources) -> list[str]:
     return [path for path in names if not path.endswith("__init__.py")]
 
 
+def layouts_in_parts(sources: Sources) -> list[str]:
+    """List rlhf_jax's functions and fields that hold a mesh or kernels apart from a `Layout`."""
+    found = []
+    for path, source in sources.items():
+        if not path.startswith("rlhf_jax/") or path == "rlhf_jax/mesh.py":
+            continue
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.arg | ast.AnnAssign):
+                name = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
+                if name in ("mesh", "kernels"):
+                    found.append(f"{path}:{node.lineno} {name}")
+    return found
+
+
 RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
@@ -373,6 +387,7 @@ RULES: dict[str, Rule] = {
         repeated_types,
         repeated_constants,
         unsafe_calls,
+        layouts_in_parts,
     )
 }
 

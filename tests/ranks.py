@@ -14,7 +14,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.mesh import Layout
@@ -110,7 +109,7 @@ def read() -> None:
     sent = distributed.to_leader(placed)
     assert (sent["rows"] is not None) == distributed.leads()
     np.testing.assert_array_equal(sent["rows"] if distributed.leads() else rows, rows)
-    spread = jax.device_put(jnp.float32(1), NamedSharding(own.mesh, PartitionSpec()))
+    spread = jax.device_put(jnp.float32(1), meshes.row_shardings(jnp.float32(1), own))
     assert distributed.fetch(spread) == 1
 
 

@@ -19,13 +19,8 @@ from rlhf_jax.inference.values import critic_of, score_values
 from rlhf_jax.model.transformer import forward, init, logits
 from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig
 from rlhf_jax.training.kl import token_rewards
-from rlhf_jax.training.update import (
-    Optimizers,
-    TrainingSettings,
-    init_train_state,
-    make_optimizer,
-    update,
-)
+from rlhf_jax.training.settings import TrainingSettings
+from rlhf_jax.training.update import Optimizers, init_train_state, make_optimizer, update
 from rlhf_jax.types import Experience, ModelConfig, Rollout
 
 VOCAB = 16

@@ -30,9 +30,9 @@ from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.mesh import Layout
 from rlhf_jax.training.batching import MicroBatch
+from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.training.update import (
     Gradient,
-    TrainingSettings,
     accumulate,
     apply,
     critic_objective,

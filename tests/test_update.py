@@ -16,10 +16,10 @@ from rlhf_jax.inference.values import critic_of, score_values
 from rlhf_jax.model.transformer import init
 from rlhf_jax.training.batching import MicroBatch, micro_batches, minibatches
 from rlhf_jax.training.losses import AGGREGATES
+from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.training.update import (
     NonFiniteStep,
     Optimizers,
-    TrainingSettings,
     accumulate,
     apply,
     clip_by_norm,

@@ -16,13 +16,15 @@ from rlhf_jax.config.schema import Config
 from rlhf_jax.data.batches import PromptStream
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.stage import GenerationSettings
+from rlhf_jax.inference.scoring import ScoringSettings
 from rlhf_jax.rewards.combination import Scorer, Term, weighted
 from rlhf_jax.rewards.models import RewardModel, model_scorer
 from rlhf_jax.rewards.samples import Rewards
 from rlhf_jax.rewards.sharing import shared_out
 from rlhf_jax.rewards.workers import Workers
 from rlhf_jax.state import EvaluationSettings, Run
-from rlhf_jax.training.experience import penalise_and_clip
+from rlhf_jax.training.experience import AdvantageConfig, penalise_and_clip
+from rlhf_jax.training.settings import TrainingSettings
 
 # Added to the seed by exclusive or: keeps evaluation's noise apart from training's.
 EVALUATION_SEED = 1 << 31
@@ -42,9 +44,9 @@ def make_run(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], No
         prompts=PromptStream(opened.prompts, settings.batches(opened)),
         generation=generation,
         rewards=rewards,
-        scoring=settings.scoring_settings(opened),
-        advantage=settings.advantage_config(config),
-        training=settings.training_settings(opened),
+        scoring=ScoringSettings.from_config(config, opened.layouts.inference),
+        advantage=AdvantageConfig.from_config(config),
+        training=TrainingSettings.from_config(config, opened.layouts.training),
         optimizers=make_optimizers(opened),
         frozen=frozen_models(opened),
         next_kl_coefficient=settings.kl_controller(config),
@@ -73,7 +75,7 @@ def _rewards(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], No
     weights = map(float, reward.weights or (1.0,) * len(scorers))
     terms = [Term(*term) for term in zip(names, weights, scorers, strict=True)]
     function = functools.partial(weighted, terms)
-    clip = functools.partial(penalise_and_clip, config=settings.advantage_config(config))
+    clip = functools.partial(penalise_and_clip, config=AdvantageConfig.from_config(config))
     return Rewards(function, opened.policy.tokenizer, clip, models, config.reward.failed)
 
 

@@ -16,22 +16,17 @@ from rlhf_jax.data.batches import Batches
 from rlhf_jax.generation.history import History
 from rlhf_jax.generation.precompile import BackgroundCompiler
 from rlhf_jax.generation.requests import GenerationConfig
-from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.stage import GenerationSettings
 from rlhf_jax.generation.strategy import prior
 from rlhf_jax.generation.strategy.roofline import RATES
 from rlhf_jax.generation.strategy.select import Selector
-from rlhf_jax.inference.scoring import ScoringSettings
 from rlhf_jax.mesh import AXES
 from rlhf_jax.reallocation import planner
 from rlhf_jax.runtime import distributed
 from rlhf_jax.state import HostState, SpeculationState
 from rlhf_jax.training import kl
-from rlhf_jax.training.advantages import EstimatorConfig
 from rlhf_jax.training.distill import Distillation
-from rlhf_jax.training.experience import AdvantageConfig
-from rlhf_jax.training.losses import AGGREGATES
-from rlhf_jax.training.update import TrainingSettings
+from rlhf_jax.training.settings import TrainingSettings
 
 # Tokens that are remembered of each held-out prompt: its last samples are the next one's drafts.
 ALL_TOKENS = 1 << 40
@@ -59,7 +54,7 @@ def generation_settings(opened: Opened, stack: contextlib.ExitStack) -> Generati
     by_clock = config.deterministic and distributed.started()
     planned = generation.reallocate and layout.slices > 1 and not by_clock
     return GenerationSettings(
-        decoding=_generation_config(opened),
+        decoding=_decoding(opened),
         layout=layout,
         prompts_per_step=generation.prompts_per_step,
         samples_per_prompt=generation.samples_per_prompt,
@@ -73,21 +68,10 @@ def generation_settings(opened: Opened, stack: contextlib.ExitStack) -> Generati
     )
 
 
-def _generation_config(opened: Opened) -> GenerationConfig:
+def _decoding(opened: Opened) -> GenerationConfig:
     """Settle what one call of `generate` does."""
-    config = opened.config
-    generation = config.generation
-    return GenerationConfig(
-        sampling=Sampling(generation.temperature, generation.top_k),
-        strategies=derived.strategies(config).strategies,
-        stop_tokens=opened.policy.stop_tokens,
-        max_rows=generation.max_rows,
-        min_rows=generation.min_rows,
-        max_length=config.data.max_prompt_tokens + generation.max_new_tokens,
-        seed=config.seed,
-        acceptance=generation.acceptance,
-        history=generation.history_tokens,
-    )
+    strategies = derived.strategies(opened.config).strategies
+    return GenerationConfig.from_config(opened.config, strategies, opened.policy.stop_tokens)
 
 
 def _scoring_seconds(opened: Opened) -> float:
@@ -101,56 +85,6 @@ def _scoring_seconds(opened: Opened) -> float:
     return flops / (RATES[jax.default_backend()][1] * devices)
 
 
-def scoring_settings(opened: Opened) -> ScoringSettings:
-    """Settle how samples are scored."""
-    config = opened.config
-    return ScoringSettings(
-        layout=opened.layouts.inference,
-        temperature=config.generation.temperature,
-        microbatch_rows=config.training.microbatch_rows,
-    )
-
-
-def advantage_config(config: Config) -> AdvantageConfig:
-    """Settle how rewards become advantages."""
-    advantage = config.advantage
-    group = config.generation.samples_per_prompt
-    return AdvantageConfig(
-        estimator=advantage.estimator,
-        estimation=EstimatorConfig(group, advantage.discount, advantage.gae_lambda),
-        kl_estimator=config.kl.estimator,
-        kl_in_reward=config.kl.place == "reward",
-        missing_end=config.reward.missing_end,
-        clip=config.reward.clip,
-        whiten=config.reward.whiten,
-        drop_overlong=config.training.drop_overlong,
-    )
-
-
-def training_settings(opened: Opened) -> TrainingSettings:
-    """Settle how policy and critic are updated."""
-    config = opened.config
-    training = config.training
-    return TrainingSettings(
-        epochs=training.epochs,
-        minibatches=training.minibatches,
-        microbatch_rows=training.microbatch_rows,
-        length_bucket=training.length_bucket,
-        temperature=config.generation.temperature,
-        clip_low=training.clip_low,
-        clip_high=training.clip_high,
-        critic_clip=config.critic.clip,
-        aggregate=AGGREGATES[training.aggregate],
-        max_new_tokens=config.generation.max_new_tokens,
-        kl_estimator=kl.KL[config.kl.estimator],
-        entropy_coefficient=training.entropy_coefficient,
-        target_kl=training.target_kl,
-        layout=opened.layouts.training,
-        remat=training.remat,
-        seed=config.seed,
-    )
-
-
 def distillation(opened: Opened) -> Distillation | None:
     """Settle how a student learns.
 
@@ -158,7 +92,7 @@ def distillation(opened: Opened) -> Distillation | None:
     beside the policy learns from some, once.
     """
     optimizer = student_optimizer(opened)
-    settings = training_settings(opened)
+    settings = TrainingSettings.from_config(opened.config, opened.layouts.training)
     if optimizer is None:
         return None
     if opened.objective.distills:
@@ -205,7 +139,7 @@ def _selector(opened: Opened) -> Selector | None:
     config = opened.config
     if not derived.adaptive(config):
         return None
-    decoding = _generation_config(opened)
+    decoding = _decoding(opened)
     costs = prior.costs(
         opened.models,
         jax.default_backend(),

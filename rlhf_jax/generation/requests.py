@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
+from rlhf_jax.config.schema import Config
 from rlhf_jax.generation.speculative.protocol import Drafter, drafters_of
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy.acceptance import Observations
@@ -49,6 +50,24 @@ class GenerationConfig:
     acceptance: str = "replayable"  # or "rejection"
     history: int = 0  # history tokens kept for lookup
     min_rows: int = 1  # the batch shrinks no further: each halving is a program of its own
+
+    @classmethod
+    def from_config(
+        cls, config: Config, strategies: tuple[Strategy, ...], stop_tokens: tuple[int, ...]
+    ) -> GenerationConfig:
+        """Settle what one call of `generate` does in a run."""
+        generation = config.generation
+        return cls(
+            sampling=Sampling(generation.temperature, generation.top_k),
+            strategies=strategies,
+            stop_tokens=stop_tokens,
+            max_rows=generation.max_rows,
+            min_rows=generation.min_rows,
+            max_length=config.data.max_prompt_tokens + generation.max_new_tokens,
+            seed=config.seed,
+            acceptance=generation.acceptance,
+            history=generation.history_tokens,
+        )
 
     def uses_drafter(self, drafter: str) -> bool:
         """Say whether a strategy that may be chosen drafts by the drafter of that name."""

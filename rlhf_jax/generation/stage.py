@@ -60,7 +60,6 @@ class GenerationSettings:
     repeated_noise: int = 0
     # compiles strategies before they are used; None: where they are first used
     compiler: BackgroundCompiler | None = None
-    # attention of a draft model that reads whole texts
     # where samples run; None: they stay on the slice that they were dealt to
     plan_reallocation: Callable[[ClusterView], Reallocation] | None = None
     # slices are served one after the other, so that a run repeats itself

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from rlhf_jax import mesh as meshes
+from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.logprobs import score_rollout
 from rlhf_jax.inference.overlap import PER_TOKEN_SCORES, Scored, scores_of_row
 from rlhf_jax.inference.values import score_values
@@ -29,6 +30,11 @@ class ScoringSettings:
     temperature: float
     # rows of one forward pass
     microbatch_rows: int
+
+    @classmethod
+    def from_config(cls, config: Config, layout: Layout) -> ScoringSettings:
+        """Settle how samples are scored."""
+        return cls(layout, config.generation.temperature, config.training.microbatch_rows)
 
 
 class TokenScores(NamedTuple):

@@ -28,7 +28,8 @@ from rlhf_jax.model.columns import join_columns, split_columns
 from rlhf_jax.model.decoding import completed
 from rlhf_jax.model.transformer import cast, forward, logits, stack
 from rlhf_jax.training.batching import micro_batches, minibatches
-from rlhf_jax.training.update import Gradient, TrainingSettings, apply
+from rlhf_jax.training.settings import TrainingSettings
+from rlhf_jax.training.update import Gradient, apply
 from rlhf_jax.types import Array, Model, ModelConfig, Rollout, TrainState
 
 __all__ = [

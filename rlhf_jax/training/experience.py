@@ -9,6 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.config.schema import Config
 from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig, whiten
 from rlhf_jax.training.kl import KL, kl_k1, token_rewards
 from rlhf_jax.types import Array
@@ -26,6 +27,22 @@ class AdvantageConfig:
     clip: float = 0.0  # Rewards lie within this distance of 0; 0 for no limit.
     whiten: bool = False  # Rewards are divided by their standard deviation over the batch.
     drop_overlong: bool = False  # Responses that were cut off are not trained on (DAPO, 3.4).
+
+    @classmethod
+    def from_config(cls, config: Config) -> AdvantageConfig:
+        """Settle how rewards become advantages."""
+        advantage = config.advantage
+        group = config.generation.samples_per_prompt
+        return cls(
+            estimator=advantage.estimator,
+            estimation=EstimatorConfig(group, advantage.discount, advantage.gae_lambda),
+            kl_estimator=config.kl.estimator,
+            kl_in_reward=config.kl.place == "reward",
+            missing_end=config.reward.missing_end,
+            clip=config.reward.clip,
+            whiten=config.reward.whiten,
+            drop_overlong=config.training.drop_overlong,
+        )
 
 
 @functools.partial(jax.jit, static_argnames="config")

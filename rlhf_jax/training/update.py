@@ -15,44 +15,14 @@ import numpy as np
 import optax
 from flax import struct
 
-from rlhf_jax.inference.logprobs import CHUNK, logprobs_and_entropy
+from rlhf_jax.inference.logprobs import logprobs_and_entropy
 from rlhf_jax.inference.values import token_values
 from rlhf_jax.mesh import ONE_DEVICE, Layout, model_shardings, place_rows
 from rlhf_jax.model.transformer import cast, stack
 from rlhf_jax.training.batching import MicroBatch, micro_batches, minibatches, select
-from rlhf_jax.training.kl import kl_k3
-from rlhf_jax.training.losses import (
-    explained_variance,
-    summed_policy_loss,
-    summed_value_loss,
-    token_mean_weights,
-)
+from rlhf_jax.training.losses import explained_variance, summed_policy_loss, summed_value_loss
+from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Experience, Model, TrainState
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainingSettings:
-    """Say what an update does; static, so a change of it compiles anew."""
-
-    epochs: int = 1
-    minibatches: int = 1  # optimizer steps of an epoch
-    microbatch_rows: int = 8  # rows whose activations exist at one time
-    length_bucket: int = 64  # Token slots of a micro-batch are a multiple of this.
-    temperature: float = 1.0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    critic_clip: float = 0.2  # A value moves at most so far from what it was before the update.
-    aggregate: Callable = token_mean_weights  # one of `AGGREGATES`: how tokens are weighed
-    max_new_tokens: int = 1  # of the longest response that may be; `constant_weights` divides by it
-    # The divergence in the loss: of `KL`, but not k1, whose gradient has mean zero.
-    kl_estimator: Callable = kl_k3
-    entropy_coefficient: float = 0.0
-    # The rest of an update is skipped once KL(old || now) of a minibatch exceeds it; 0 for never.
-    target_kl: float = 0.0
-    layout: Layout = ONE_DEVICE  # its dtype is the products'; weights are kept in float32
-    remat: bool = True  # Only each layer's input is kept for the backward pass.
-    chunk: int = CHUNK  # tokens whose logits exist at one time
-    seed: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,60 @@
+"""The settings of training."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from rlhf_jax.config.schema import Config
+from rlhf_jax.inference.logprobs import CHUNK
+from rlhf_jax.mesh import ONE_DEVICE, Layout
+from rlhf_jax.training.kl import KL, kl_k3
+from rlhf_jax.training.losses import AGGREGATES, token_mean_weights
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingSettings:
+    """Say what an update does; static, so a change of it compiles anew."""
+
+    epochs: int = 1
+    minibatches: int = 1  # optimizer steps of an epoch
+    microbatch_rows: int = 8  # rows whose activations exist at one time
+    length_bucket: int = 64  # Token slots of a micro-batch are a multiple of this.
+    temperature: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    critic_clip: float = 0.2  # A value moves at most so far from what it was before the update.
+    aggregate: Callable = token_mean_weights  # one of `AGGREGATES`: how tokens are weighed
+    max_new_tokens: int = 1  # of the longest response that may be; `constant_weights` divides by it
+    # The divergence in the loss: of `KL`, but not k1, whose gradient has mean zero.
+    kl_estimator: Callable = kl_k3
+    entropy_coefficient: float = 0.0
+    # The rest of an update is skipped once KL(old || now) of a minibatch exceeds it; 0 for never.
+    target_kl: float = 0.0
+    layout: Layout = ONE_DEVICE  # its dtype is the products'; weights are kept in float32
+    remat: bool = True  # Only each layer's input is kept for the backward pass.
+    chunk: int = CHUNK  # tokens whose logits exist at one time
+    seed: int = 0
+
+    @classmethod
+    def from_config(cls, config: Config, layout: Layout) -> TrainingSettings:
+        """Settle how policy and critic are updated."""
+        training = config.training
+        return cls(
+            epochs=training.epochs,
+            minibatches=training.minibatches,
+            microbatch_rows=training.microbatch_rows,
+            length_bucket=training.length_bucket,
+            temperature=config.generation.temperature,
+            clip_low=training.clip_low,
+            clip_high=training.clip_high,
+            critic_clip=config.critic.clip,
+            aggregate=AGGREGATES[training.aggregate],
+            max_new_tokens=config.generation.max_new_tokens,
+            kl_estimator=KL[config.kl.estimator],
+            entropy_coefficient=training.entropy_coefficient,
+            target_kl=training.target_kl,
+            layout=layout,
+            remat=training.remat,
+            seed=config.seed,
+        )
