@@ -453,3 +453,14 @@ def test_a_reward_process_that_sends_anything_else_has_failed(
     assert list(scores.failures) == [1] and scores.failures[1].startswith(reason)
     assert "\n" not in scores.failures[1] and scores.values[[0, 2]].tolist() == [1.0, 2.0]
     assert not sprung.exists()
+
+
+def test_last_words_are_said_where_the_leader_is_gone(coordination, monkeypatch, capsys):
+    def publish(*_) -> None:
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: connection refused")
+
+    monkeypatch.setattr(distributed, "publish", publish)
+    monkeypatch.setattr(distributed, "all_here", lambda *_: True)
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
+    assert distributed.leave(2, "own words", distributed.Place()) == 2
+    assert capsys.readouterr().err == "rank 1: own words\n"

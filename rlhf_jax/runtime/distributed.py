@@ -365,10 +365,11 @@ def leave(code: int, sentence: str, place: Place) -> int:
         if sentence and not place.rank:
             print(sentence, file=sys.stderr)
         return code
-    publish(f"last words of {rank()}", sentence)
     of_leader = None
-    if sentence and not leads():
-        with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):
+    # A leader that is gone takes the exchange of words with it.
+    with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):
+        publish(f"last words of {rank()}", sentence)
+        if sentence and not leads():
             of_leader = wait_published(f"last words of {LEADER}", str, PATIENCE / 2)
     if sentence and sentence != of_leader:
         print(sentence if leads() else f"rank {rank()}: {sentence}", file=sys.stderr)
