@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -47,6 +47,8 @@ _TENSOR = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "ffn": "t
 
 # The table: logical axis -> mesh axes, by role. What is not named is not split.
 ROLES = {"training": _TENSOR | {"width": ("slices", "fsdp")}, "generation": _TENSOR}
+
+T = TypeVar("T")
 
 AnyMesh = Mesh | AbstractMesh
 FLOAT32 = np.dtype(np.float32)
@@ -198,7 +200,7 @@ def abstract_mesh(shape: dict[str, int]) -> AbstractMesh:
     return AbstractMesh(tuple(shape[name] for name in AXES), AXES)
 
 
-def on_slice(tree: Any, layout: Layout) -> Any:
+def on_slice(tree: T, layout: Layout) -> T:
     """Return, as arrays on one slice, what it holds of a tree that is repeated over slices.
 
     layout: the slice's own. Nothing is copied: the arrays share their buffers with the tree's.
@@ -250,7 +252,7 @@ def unsplit(tree: Any, layout: Layout) -> list[str]:
     return lines
 
 
-def bring_weights(tree: Any, layout: Layout) -> Any:
+def bring_weights(tree: T, layout: Layout) -> T:
     """Return a tree of `Model`s on the layout's devices; one that is there already stays as it is.
 
     So a stage may run on other devices than the one whose weights it reads.
@@ -261,7 +263,7 @@ def bring_weights(tree: Any, layout: Layout) -> Any:
     return jax.device_put(tree, model_shardings(tree, layout))
 
 
-def pin_weights(tree: Any, layout: Layout) -> Any:
+def pin_weights(tree: T, layout: Layout) -> T:
     """Hold a tree of `Model`s to its layout, inside a jitted function; without a mesh, nothing."""
     if layout.mesh is None:
         return tree
@@ -302,7 +304,7 @@ def place_rows(tree: Any, layout: Layout) -> Any:
     return jax.tree.map(place_parts, tree, shardings)
 
 
-def pin_rows(tree: Any, layout: Layout) -> Any:
+def pin_rows(tree: T, layout: Layout) -> T:
     """Hold a row-first result [B, ...] to its layout, inside a jitted function.
 
     So the next call finds it as `place_rows` would have laid it. Without a mesh it does nothing.
@@ -313,7 +315,7 @@ def pin_rows(tree: Any, layout: Layout) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames=("layout",))
-def repeat(tree: Any, layout: Layout) -> Any:
+def repeat(tree: T, layout: Layout) -> T:
     """Return a tree that is whole on every device of a mesh."""
     return jax.lax.with_sharding_constraint(tree, _named(layout, PartitionSpec()))
 
