@@ -8,8 +8,8 @@ r"""GRPO on Llama-3.1-8B-Instruct with a Llama-3.2-1B-Instruct drafter: 'gpu', o
 
 Hardware and memory of each device, as predicted and printed by part before weights are loaded:
 
-gpu, 8 of 80 GB (A100 or H100), 76 of them used: 41.4 GB in generation and 28.4 GB in training.
-tpu, v5p-8, one host with 4 chips of 95 GB: 54.8 GB in generation and 54.9 GB in training.
+gpu, 8 of 80 GB (A100 or H100), 76 of them used: 41.4 GB in generation and 28.7 GB in training.
+tpu, v5p-8, one host with 4 chips of 95 GB: 54.8 GB in generation and 52.4 GB in training.
 
 Expect: the mean reward of the function you give rises while `kl/mean` stays small. The text is what
 plain decoding would give; `generation/tokens_per_round`, between 1 and 5, says what the drafter

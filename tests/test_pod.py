@@ -74,12 +74,6 @@ def target(name: str) -> Target:
     return Target(config, models, Layout(mesh, dtype=jnp.dtype(jnp.bfloat16)))
 
 
-def planned(at: Target) -> list[memory.Part]:
-    """The estimate of a target."""
-    assert at.layout.mesh is not None
-    return memory.plan(at.config, at.models, dict(at.layout.mesh.shape), at.layout.dtype)
-
-
 def master(layout: Layout) -> Layout:
     """The layout of the weights that are trained."""
     return dataclasses.replace(layout, dtype=jnp.dtype(jnp.float32))
@@ -148,7 +142,7 @@ def round_program(at: Target, untied: bool):
     longest = config.data.max_prompt_tokens + generation.max_new_tokens
     choices = derived.strategies(config)
     strategy = choices.strategies[
-        choices.nodes.tolist().index(memory.most_nodes(config, at.layout.mesh))
+        choices.nodes.tolist().index(memory.most_nodes(config, at.layout))
     ]
     slots = scheduler.cache_slots(longest, choices.strategies, at.generation)
     earlier = longest if "replay" in choices.drafters else 0
@@ -206,7 +200,7 @@ def test_predicted_memory_is_the_compilers(name):
     error smaller.
     """
     at = target(name)
-    parts = planned(at)
+    parts = memory.plan(*at)
     sizes = by_name(parts)
     own = {
         stage: sum(part.bytes for part in parts if part.stage == stage)
@@ -228,7 +222,7 @@ def test_predicted_memory_is_the_compilers(name):
 def test_the_optimizers_step_is_taken_in_place():
     at = target("grpo_llama31_8b:tpu")
     policy = weights(at.models.policy, master(at.layout))
-    sizes = by_name(planned(at))
+    sizes = by_name(memory.plan(*at))
     assert_near(
         4 * sizes["policy, float32"], needed(step_program(at, policy)), "state and gradients"
     )

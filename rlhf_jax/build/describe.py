@@ -21,7 +21,7 @@ def print_setup(opened: Opened) -> None:
     policy = opened.policy
     assert layout.mesh is not None
     shape = dict(layout.mesh.shape)
-    parts = memory.plan(config, opened.models, shape, layout.dtype, layout.kernels)
+    parts = memory.plan(config, opened.models, layout)
     known = memory.device_memory(config, jax.local_devices()[0])
     if known is not None:
         memory.check(parts, known)

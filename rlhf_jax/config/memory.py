@@ -7,23 +7,18 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import REFERENCE, Kernels
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
 from rlhf_jax.config.objectives import objective_of
 from rlhf_jax.config.schema import Config
-from rlhf_jax.config.sizes import PlannedRun, layer_values, row_bytes, row_share, tensor_share
+from rlhf_jax.config.sizes import PlannedRun, row_share
 from rlhf_jax.generation import rows as generation_rows
 from rlhf_jax.generation.precompile import VERIFIED
 from rlhf_jax.generation.scheduler import PREFILLED, cache_slots, prompt_width
 from rlhf_jax.generation.speculative.round import streams_head
 from rlhf_jax.generation.speculative.sampling import BLOCK, Sampling
-from rlhf_jax.inference.logprobs import CHUNK
-from rlhf_jax.mesh import Layout
-from rlhf_jax.model import cache
+from rlhf_jax.mesh import AXES, FLOAT32, Layout
 from rlhf_jax.types import DecodeState, ModelConfig, ModelConfigs
 
 GIGA = 1e9
@@ -48,26 +43,14 @@ class Part:
     remedy: str  # what to change where it is too much
 
 
-def plan(
-    config: Config,
-    models: ModelConfigs,
-    shape: dict[str, int],
-    dtype: DTypeLike,
-    kernels: Kernels = REFERENCE,
-) -> list[Part]:
-    """Return every part of a run that takes memory, for mesh sizes `shape` and the compute dtype.
+def plan(config: Config, models: ModelConfigs, layout: Layout) -> list[Part]:
+    """Return every part of a run that takes memory, for a layout whose mesh may be abstract.
 
     Weights, optimizers and caches are exact; what a program needs beside them is estimated. The
     stages follow each other, so the peak is what is always there plus the largest of them (`peak`).
     """
     critic = models.critic and dataclasses.replace(models.critic, scalar_head=True, tied=False)
-    run = PlannedRun(
-        config=config,
-        models=models._replace(critic=critic),
-        mesh=meshes.abstract_mesh(shape),
-        dtype=dtype,
-        kernels=kernels,
-    )
+    run = PlannedRun(config, models._replace(critic=critic), layout)
     # The policy, the critic and the student are trained one after the other: the largest counts.
     trained = [model for model in (models.policy, critic) if model and run.trains_policy]
     updates = [_update(run, model) for model in trained]
@@ -136,27 +119,21 @@ def _always(run: PlannedRun) -> list[Part]:
     """List what lives from the first step to the last."""
     config = run.config
     models = run.models
-    policy = run.weights(models.policy, jnp.float32)
-    critic = run.weights(models.critic, jnp.float32)
-    reference = 0
-    if config.kl.coefficient and run.trains_policy:
-        reference = run.weights(models.policy, run.dtype)
-    rewards = sum(run.weights(model, run.dtype) for model in models.rewards)
+    policy = run.weights(models.policy, FLOAT32)
+    critic = run.weights(models.critic, FLOAT32)
+    moments = 2 * policy if run.trains_policy else 0
+    reference = run.weights(models.policy) if derived.needs_reference(config) else 0
+    rewards = sum(map(run.weights, models.rewards))
 
-    # A student learns beside the policy; a draft model that is no student stays as it is.
-    drafter = 0
+    # A student learns, beside itself as it began where the policy learns too; another draft model
+    # stays as it is.
+    drafter = 0 if config.drafter.layers else run.weights(models.drafter, role="generation")
     student = 0
     if config.drafter.layers:
-        student = run.student_weights(jnp.float32)
-    else:
-        drafter = run.weights(models.drafter, run.dtype, "generation")
-    learns = derived.trains_drafter(config)
-    begun = 0
-    if learns and run.trains_policy:
-        begun = run.student_weights(run.dtype)
-
-    moments = 2 * policy if run.trains_policy else 0
-    student_moments = 2 * student if learns else 0
+        learns = derived.trains_drafter(config)
+        student = (3 if learns else 1) * run.weights(models.drafter, FLOAT32, ends=False)
+        if learns and run.trains_policy:
+            student += run.weights(models.drafter, ends=False)
     return [
         Part("policy, float32", "always", policy, SPLIT),
         Part("policy's optimizer, two moments", "always", moments, SPLIT),
@@ -165,9 +142,7 @@ def _always(run: PlannedRun) -> list[Part]:
         Part("reference", "always", reference, SPLIT),
         Part("reward models", "always", rewards, SPLIT),
         Part("drafter", "always", drafter, SPLIT_TENSORS),
-        Part("student, float32", "always", student, SPLIT),
-        Part("student as it began", "always", begun, SPLIT),
-        Part("student's optimizer, two moments", "always", student_moments, SPLIT),
+        Part("student and its optimizer", "always", student, SPLIT),
     ]
 
 
@@ -176,123 +151,105 @@ def _generation(run: PlannedRun) -> list[Part]:
 
     It holds the policy's copy, running samples, waiting prompts, and what is at work.
     """
-    one_slice = meshes.abstract_mesh(dict(run.mesh.shape) | {"slices": 1})
-    run = dataclasses.replace(run, mesh=one_slice)
+    config = run.config
     models = run.models
-    state, prompts = _decode_state(run)
-    student = 0
-    if run.config.drafter.layers:
-        student = run.student_weights(run.dtype, "generation")
+    one_slice = meshes.abstract_mesh(
+        {axis: run.layout.extent(axis) for axis in AXES} | {"slices": 1}
+    )
+    run = dataclasses.replace(run, layout=dataclasses.replace(run.layout, mesh=one_slice))
+    weights = functools.partial(run.weights, role="generation")
+    student = weights(models.drafter, ends=False) if config.drafter.layers else 0
     scorers = 0
-    if run.config.generation.fuse_inference:
-        reference = [models.policy] if run.config.kl.coefficient else []
-        beside = (*reference, models.critic, *models.rewards)
-        scorers = sum(run.weights(model, run.dtype, "generation") for model in beside)
-    policy = run.weights(models.policy, run.dtype, "generation")
-    rows = row_bytes(dataclasses.replace(state, draft=None), run.mesh)
-    draft_rows = row_bytes(state.draft, run.mesh)
-    waiting = row_bytes(prompts, run.mesh)
+    if config.generation.fuse_inference:
+        reference = (models.policy,) if config.kl.coefficient else ()
+        scorers = sum(map(weights, (*reference, models.critic, *models.rewards)))
+
+    slots = cache_slots(run.text_tokens, derived.strategies(config).strategies, run.layout)
+    earlier = run.text_tokens if derived.uses_drafter(config, "replay") else 0
+    width = prompt_width(config.data.max_prompt_tokens, slots)
+    empty = functools.partial(generation_rows.empty, models.policy, models.drafter)
+    size = (config.generation.max_rows, slots, config.generation.history_tokens, earlier)
+    anywhere = Layout(dtype=run.layout.dtype)
+    state = jax.eval_shape(lambda: empty(*size, anywhere))
+    prompts = jax.eval_shape(lambda: empty(PREFILLED, width, 0, 0, anywhere))
+    policy_rows = run.rows(dataclasses.replace(state, draft=None))
     without = "set generation.fuse_inference to False"
     return [
-        Part("policy, for generation", "generation", policy, SPLIT_TENSORS),
+        Part("policy, for generation", "generation", weights(models.policy), SPLIT_TENSORS),
         Part("models that score beside it", "generation", scorers, without),
         Part("student, for generation", "generation", student, SPLIT_TENSORS),
-        Part("key-value cache of the policy", "generation", rows, FEWER_LIVE),
-        Part("key-value cache of the drafter", "generation", draft_rows, FEWER_LIVE),
-        Part("prefilled prompts", "generation", waiting, SHORTER_PROMPTS),
-        _generation_work(run, state, prompts),
+        Part("key-value cache of the policy", "generation", policy_rows, FEWER_LIVE),
+        Part("key-value cache of the drafter", "generation", run.rows(state.draft), FEWER_LIVE),
+        Part("prefilled prompts", "generation", run.rows(prompts), SHORTER_PROMPTS),
+        _generation_work(run, state, width),
     ]
 
 
-def _decode_state(run: PlannedRun) -> tuple[DecodeState, list[cache.Cache]]:
-    """Return the shapes of a slice's running samples, and of the caches of prefilled prompts."""
-    config = run.config
-    models = run.models
-    strategies = derived.strategies(config).strategies
-    slots = cache_slots(run.text_tokens, strategies, run.layout)
-    earlier = run.text_tokens if derived.uses_drafter(config, "replay") else 0
-    sizes = (config.generation.max_rows, slots, config.generation.history_tokens, earlier)
-    empty = functools.partial(generation_rows.empty, models.policy, models.drafter, *sizes)
-    state = jax.eval_shape(lambda: empty(Layout(dtype=jnp.dtype(run.dtype))))
-
-    width = prompt_width(config.data.max_prompt_tokens, slots)
-    caches = [model for model in (models.policy, models.drafter) if model]
-    prompts = jax.eval_shape(
-        lambda: [cache.empty(model, PREFILLED, width, run.dtype) for model in caches]
-    )
-    return state, prompts
-
-
-def _generation_work(run: PlannedRun, state: DecodeState, prompts: list[cache.Cache]) -> Part:
+def _generation_work(run: PlannedRun, state: DecodeState, width: int) -> Part:
     """Return the largest of what programs of generation need, one after the other."""
-    config = run.config
+    training = run.config.training
     models = run.models
-    width = prompts[0][0][0].shape[-1]
-    prefill = run.layer(models.policy, row_share(PREFILLED, run.mesh) * width)
+    prefill = run.forward(models.policy, row_share(PREFILLED, run.layout), width)
+    # On a mesh, every device gathers it whole.
     leaf = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    round_name = "a round: logits and attention"
     works = [
-        Part(round_name, "generation", _round(run, state), "lower generation.max_rows"),
+        Part("a round at work", "generation", _round(run, state), "lower generation.max_rows"),
         Part("a prefill at work", "generation", prefill, SHORTER_PROMPTS),
         Part("a cache leaf of a shrinking batch", "generation", leaf, FEWER_LIVE),
     ]
-    if config.generation.fuse_inference:
-        # A slice scores its part of a micro-batch: a layer at work, or the logits of a chunk, which
-        # are there twice, in float32.
-        rows = max(1, config.training.microbatch_rows // config.mesh.slices)
-        tokens = row_share(rows, run.mesh) * run.text_tokens
-        scored = 0
-        for model in filter(None, (models.policy, models.critic, *models.rewards)):
-            vocabulary = 0 if model.scalar_head else tensor_share(model.vocab_size, run.mesh)
-            scored = max(scored, run.layer(model, tokens), 2 * 4 * CHUNK * vocabulary)
+    if run.config.generation.fuse_inference:
+        # A slice scores its part of a micro-batch.
+        whole = max(1, training.microbatch_rows // run.config.mesh.slices)
+        rows = row_share(whole, run.layout)
+        scorers = filter(None, (models.policy, models.critic, *models.rewards))
+        scored = max(_scoring(run, model, rows) for model in scorers)
         works.append(Part("a micro-batch that is scored", "generation", scored, FEWER_ROWS))
     return max(works, key=lambda work: work.bytes)
 
 
 def _round(run: PlannedRun, state: DecodeState) -> int:
-    """Return the bytes of a round: the window of all layers, and what is largest beside it.
+    """Return the bytes of a round: the window of all layers, and scores or logits, in float32.
 
-    A layer's attention and the logits follow each other. Attention holds its cache in another
-    layout and its scores twice, in float32. The logits are there twice, or once beside a tied head
-    as [M, V], and once more where they must be padded to whole blocks; or never.
+    Scores are there twice. So are the logits, or once beside a tied head as [M, V], and once more
+    where rejection draws, or where they must be padded to whole blocks; or never.
     """
     policy = run.models.policy
     generation = run.config.generation
     candidates = derived.strategies(run.config)
-    rows = row_share(generation.max_rows, run.mesh)
-    nodes = most_nodes(run.config, run.mesh)
+    rows = row_share(generation.max_rows, run.layout)
+    nodes = most_nodes(run.config, run.layout)
     grid = rows * int(candidates.calls.grid[candidates.nodes <= nodes].max())
+    itemsize = run.layout.dtype.itemsize
 
-    heads = tensor_share(policy.num_heads, run.mesh)
-    kv_heads = tensor_share(policy.num_kv_heads, run.mesh)
-    window = 2 * policy.num_layers * grid * kv_heads * policy.head_dim * run.itemsize
-    scores = 4 * grid * heads * state.cache[0][0].shape[-1]
-    attention = row_bytes(state.cache[0], run.mesh) + 2 * scores
-
+    kv_heads = run.tensor_share(policy.num_kv_heads)
+    window = 2 * policy.num_layers * grid * kv_heads * policy.head_dim * itemsize
+    scores = 4 * grid * run.tensor_share(policy.num_heads) * state.cache[0][0].shape[-1]
     sampling = Sampling(top_k=generation.top_k)
     streamed = streams_head(run.layout, sampling, generation.acceptance)
-    logits = 0 if streamed else 4 * rows * nodes * policy.vocab_size
-    head = 0
-    if policy.tied:
-        head = tensor_share(policy.vocab_size, run.mesh) * policy.width * run.itemsize
-    copies = 1
+    logits = 0 if streamed else 4 * rows * nodes * run.outputs(policy)
+    head = policy.tied * policy.width * run.outputs(policy) * itemsize
+    copies = 1 + (policy.vocab_size % BLOCK != 0)
     copies += generation.acceptance == "rejection" and "model" in candidates.drafters
-    copies += policy.vocab_size % BLOCK != 0
-    return window + max(attention, copies * logits + max(logits, head))
+    return window + max(2 * scores, copies * logits + max(logits, head))
 
 
-def most_nodes(config: Config, mesh: meshes.AnyMesh) -> int:
+def most_nodes(config: Config, layout: Layout) -> int:
     """Return the nodes of a row that a round of all rows verifies at most.
 
     With fewer rows and caches it may be more.
     """
     candidates = derived.strategies(config)
     nodes = candidates.nodes
-    rows = row_share(config.generation.max_rows, mesh)
+    rows = row_share(config.generation.max_rows, layout)
     fits = nodes * rows <= VERIFIED
     # The shortest strategy is always there.
     fewest = nodes == nodes.min()
     return int(nodes[fits | fewest].max())
+
+
+def _scoring(run: PlannedRun, model: ModelConfig, rows: int) -> int:
+    """Return what scoring the longest texts needs: in a layer, or at the logits."""
+    return max(run.forward(model, rows, run.text_tokens), run.logits(model))
 
 
 def _inference(run: PlannedRun) -> list[Part]:
@@ -304,12 +261,14 @@ def _inference(run: PlannedRun) -> list[Part]:
     scorers = [model for model in (models.policy, models.critic) if model]
     copies = sum(map(run.cast_weights, scorers))
     if models.rewards:
-        copies = max(copies, run.weights(models.policy, run.dtype, "generation"))
-    layers = [run.layer(model, run.batch_tokens) for model in (*scorers, *models.rewards)]
-    logits = 2 * 4 * run.chunk_tokens * tensor_share(models.policy.vocab_size, run.mesh)
+        copies = max(copies, run.weights(models.policy, role="generation"))
+    work = max(
+        run.gathered(model) + _scoring(run, model, run.batch_rows)
+        for model in (*scorers, *models.rewards)
+    )
     return [
         Part("models that score", "inference", copies, SPLIT),
-        Part("one layer at work, or logits", "inference", max(*layers, logits), FEWER_ROWS),
+        Part("one layer at work, or logits", "inference", work, FEWER_ROWS),
     ]
 
 
@@ -319,23 +278,20 @@ def _update(run: PlannedRun, model: ModelConfig) -> list[Part]:
     The gradient is summed in float32; a micro-batch's stands beside the weights, both in the
     compute dtype. The backward pass passes the head first and the layers then: the larger counts.
     """
-    tokens = run.batch_tokens
-    kept = model.width if run.config.training.remat else layer_values(model, run.mesh)
-    activations = model.num_layers * tokens * kept * run.itemsize
-    gradients = run.weights(model, jnp.float32)
-    micro_batch = run.cast_weights(model) + run.weights(model, run.dtype)
-
-    # The head gathered or transposed, and in float32 its gradient so far and a chunk's; then the
-    # chunk's logits and their gradient.
-    outputs = 1 if model.scalar_head else tensor_share(model.vocab_size, run.mesh)
-    head = model.width * outputs * (run.itemsize + 2 * 4) + 2 * 4 * run.chunk_tokens * outputs
-    layer = 3 * run.layer(model, tokens)
+    itemsize = run.layout.dtype.itemsize
+    kept = model.width * itemsize if run.config.training.remat else run.token_values(model)
+    activations = model.num_layers * run.batch_rows * run.text_tokens * kept
+    layer = 3 * run.forward(model, run.batch_rows, run.text_tokens) + run.gathered(model)
+    micro_batch = run.cast_weights(model) + run.weights(model)
+    # In float32 the head, its gradient so far and a chunk's; and the chunk's logits, twice.
+    copies = 3 * 4 + (itemsize if itemsize < 4 else 0)
+    head = copies * model.width * run.outputs(model) + 2 * run.logits(model)
     works = [
         Part("one layer at work", "training", layer, FEWER_ROWS),
         Part("head and a chunk of logits", "training", head, SPLIT_TENSORS),
     ]
     return [
-        Part("gradients, float32", "training", gradients, SPLIT),
+        Part("gradients, float32", "training", run.weights(model, FLOAT32), SPLIT),
         Part("weights and gradients of a micro-batch", "training", micro_batch, SPLIT),
         Part("activations kept by layer", "training", activations, FEWER_ROWS),
         max(works, key=lambda work: work.bytes),
@@ -346,22 +302,25 @@ def _distillation(run: PlannedRun) -> list[Part]:
     """List what a student's update needs beside its weights and optimizer.
 
     It needs gradients as in `_update`, the policy's hidden states of all its rows, and the policy
-    at work.
+    at work or the student, or their logits and gradients.
     """
     config = run.config
     policy = run.models.policy
-    own = run.student_weights(run.dtype)
-    gradients = run.student_weights(jnp.float32) + own
+    own = run.weights(run.models.drafter, ends=False)
+    gradients = run.weights(run.models.drafter, FLOAT32, ends=False) + own
 
     samples = config.generation.prompts_per_step * config.generation.samples_per_prompt
     rows = samples if objective_of(config).distills else config.drafter.samples
-    batch_rows = row_share(config.training.microbatch_rows, run.mesh)
-    slots = run.batch_tokens * row_share(rows, run.mesh) // batch_rows
-    hidden = slots * policy.width * run.itemsize
+    slots = row_share(rows, run.layout) * run.text_tokens
+    hidden = slots * policy.width * run.layout.dtype.itemsize
 
-    layer = run.layer(policy, run.batch_tokens)
-    logits = 4 * 4 * run.chunk_tokens * tensor_share(policy.vocab_size, run.mesh)
-    work = max(run.cast_weights(policy) + layer, own + 3 * layer, logits)
+    layer = run.forward(policy, run.batch_rows, run.text_tokens)
+    gathered = run.gathered(policy)
+    work = max(
+        run.cast_weights(policy) + gathered + layer,
+        own + gathered + 3 * layer,
+        6 * run.logits(policy),
+    )
     return [
         Part("student's gradients", "training", gradients, SPLIT),
         Part("the policy's hidden states", "training", hidden, "lower drafter.samples"),

@@ -6,33 +6,24 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import Kernels
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config.objectives import objective_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.logprobs import CHUNK
 from rlhf_jax.model import transformer
+from rlhf_jax.model.attention import QUERY_BLOCK
 from rlhf_jax.types import Model, ModelConfig, ModelConfigs
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """Hold what decides the memory of a run; `dtype` is that of computation."""
+    """Hold what decides the memory of a run; the layout's mesh may be abstract."""
 
     config: Config
     models: ModelConfigs
-    mesh: AbstractMesh
-    dtype: DTypeLike
-    kernels: Kernels
-
-    @property
-    def itemsize(self) -> int:
-        """Return the bytes of a number in the compute dtype."""
-        return jnp.dtype(self.dtype).itemsize
+    layout: meshes.Layout
 
     @property
     def trains_policy(self) -> bool:
@@ -45,82 +36,78 @@ class PlannedRun:
         return self.config.data.max_prompt_tokens + self.config.generation.max_new_tokens
 
     @property
-    def batch_tokens(self) -> int:
-        """Return the token slots of a device's part of the longest micro-batch."""
-        return row_share(self.config.training.microbatch_rows, self.mesh) * self.text_tokens
+    def batch_rows(self) -> int:
+        """Return the rows of a device's part of a micro-batch."""
+        return row_share(self.config.training.microbatch_rows, self.layout)
 
-    @property
-    def chunk_tokens(self) -> int:
-        """Return the tokens of a device whose logits exist at one time outside generation."""
-        rows = self.config.training.microbatch_rows
-        return row_share(rows, self.mesh) * max(1, CHUNK // rows)
+    def weights(
+        self,
+        model: ModelConfig | None,
+        dtype: DTypeLike | None = None,
+        role: str = "training",
+        ends: bool = True,
+    ) -> int:
+        """Return the bytes of a model's weights, split as in "training" or "generation".
 
-    @property
-    def layout(self) -> meshes.Layout:
-        """Return the training layout."""
-        return meshes.Layout(self.mesh, "training", self.kernels, jnp.dtype(self.dtype))
-
-    def weights(self, model: ModelConfig | None, dtype: DTypeLike, role: str = "training") -> int:
-        """Return the bytes of a model's weights, split as in "training" or "generation"."""
+        dtype: that of computation if None. ends: with embedding and head, which a student lacks.
+        """
         if model is None:
             return 0
-        shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), model, dtype))
-        return meshes.bytes_per_device(
-            shapes, meshes.model_shardings(shapes, meshes.Layout(self.mesh, role))
-        )
-
-    def student_weights(self, dtype: DTypeLike, role: str = "training") -> int:
-        """Return the bytes of a student's own weights: its embedding and head are the policy's."""
-        student = self.models.drafter
-        if student is None:
-            return 0
-        whole: Model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), student, dtype))
-        own = dataclasses.replace(whole, embed=None, head=None)
-        return meshes.bytes_per_device(
-            own, meshes.model_shardings(own, meshes.Layout(self.mesh, role))
-        )
+        dtype = dtype or self.layout.dtype
+        made: Model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), model, dtype))
+        if not ends:
+            made = dataclasses.replace(made, embed=None, head=None)
+        layout = dataclasses.replace(self.layout, role=role)
+        return meshes.bytes_per_device(made, meshes.model_shardings(made, layout))
 
     def cast_weights(self, model: ModelConfig) -> int:
-        """Return the bytes of a copy of float32 weights in the compute dtype.
+        """Return the bytes of a copy of float32 weights in the compute dtype, if it is another."""
+        return 0 if self.layout.dtype == meshes.FLOAT32 else self.weights(model)
 
-        There is none where that is float32.
+    def rows(self, tree: Any) -> int:
+        """Return the bytes of a pytree whose leaves all have rows as their first axis."""
+        return meshes.bytes_per_device(tree, meshes.row_shardings(tree, self.layout))
+
+    def tensor_share(self, size: int) -> int:
+        """Return how much of a dimension that `tensor` splits lies on one device.
+
+        It is all of it where the mesh's `tensor` does not divide it.
         """
-        return 0 if jnp.dtype(self.dtype) == jnp.float32 else self.weights(model, self.dtype)
+        tensor = self.layout.extent("tensor")
+        return size if size % tensor else size // tensor
 
-    def layer(self, model: ModelConfig, tokens: int) -> int:
-        """Return the bytes of one layer's forward pass over `tokens` of a device.
+    def outputs(self, model: ModelConfig) -> int:
+        """Return how many of the head's outputs lie on one device."""
+        return 1 if model.scalar_head else self.tensor_share(model.vocab_size)
 
-        Its weights are gathered over `fsdp`.
+    def logits(self, model: ModelConfig) -> int:
+        """Return the float32 bytes of the logits that exist at one time outside generation."""
+        rows = max(CHUNK, self.config.training.microbatch_rows)
+        return 4 * row_share(rows, self.layout) * self.outputs(model)
+
+    def token_values(self, model: ModelConfig) -> int:
+        """Return the bytes of all that one layer computes of a token.
+
+        They are norms and residuals [M], attention [H, D] and [G, D], and products [F].
         """
-        attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-        weights = model.width * (attention + 3 * model.ffn_width)
-        gathered = weights // self.mesh.shape["tensor"]
-        return (tokens * layer_values(model, self.mesh) + gathered) * self.itemsize
+        heads = (3 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        split = self.tensor_share(heads + 4 * model.ffn_width)
+        return (10 * model.width + split) * self.layout.dtype.itemsize
+
+    def forward(self, model: ModelConfig, rows: int, tokens: int) -> int:
+        """Return the bytes at work in one layer's forward pass over `rows` of a device.
+
+        They are a third of its values and, in float32, in which no kernel attends, scores twice.
+        """
+        scores = 2 * 4 * self.tensor_share(model.num_heads) * min(tokens, QUERY_BLOCK)
+        plain = self.layout.dtype == meshes.FLOAT32
+        return rows * tokens * (self.token_values(model) // 3 + scores * plain)
+
+    def gathered(self, model: ModelConfig) -> int:
+        """Return the bytes of one layer's weights, gathered over `fsdp`."""
+        return self.weights(dataclasses.replace(model, num_layers=1), role="generation", ends=False)
 
 
-def row_bytes(rows: Any, mesh: AbstractMesh) -> int:
-    """Return the bytes of a pytree whose leaves all have rows as their first axis."""
-    return meshes.bytes_per_device(rows, meshes.row_shardings(rows, meshes.Layout(mesh)))
-
-
-def row_share(rows: int, mesh: meshes.AnyMesh) -> int:
+def row_share(rows: int, layout: meshes.Layout) -> int:
     """Return how many of the rows lie on one device."""
-    return -(-rows // meshes.Layout(mesh).row_shards)
-
-
-def tensor_share(size: int, mesh: AbstractMesh) -> int:
-    """Return how much of a dimension that is split over `tensor` lies on one device.
-
-    It is all of it where the mesh's `tensor` does not divide it.
-    """
-    tensor = mesh.shape["tensor"]
-    return size if size % tensor else size // tensor
-
-
-def layer_values(model: ModelConfig, mesh: AbstractMesh) -> int:
-    """Return the values of one token in one layer.
-
-    They are norms and residuals [M], attention [H, D] and [G, D], and products [F].
-    """
-    attention = (3 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    return 10 * model.width + (attention + 4 * model.ffn_width) // mesh.shape["tensor"]
+    return -(-rows // layout.row_shards)
