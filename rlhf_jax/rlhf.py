@@ -101,10 +101,7 @@ def apply_gradient(
 
 def report_step(rolled: RewardedRollout, metrics: dict[str, float], host: HostState) -> StepReport:
     """Put together what there is to tell of a finished step: of its roll-out, and the metrics."""
-    metrics |= {
-        "generation/tokens_so_far": host.training.counts.tokens,
-        "step/seconds": time.perf_counter() - rolled.began,
-    }
+    metrics["generation/tokens_so_far"] = host.training.counts.tokens
     table = table_of(rolled.responses, rolled.rewards)
     selector = rolled.stats.selector
     return StepReport(metrics, table, rolled.spans, selector.last_stage if selector else [])

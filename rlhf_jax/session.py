@@ -146,11 +146,12 @@ class Session:
             tokens_per_round=seen["generation/tokens_per_round"],
         )
 
-    def log(self, report: StepReport, state: RunState) -> None:
-        """Write a finished step down, show it, and save the state every so often."""
+    def log(self, report: StepReport, state: RunState, seconds: float) -> None:
+        """Write a step of so many seconds down, show it, and save the state every so often."""
         self._state = state
         step = state.step - 1
         report.metrics["step"] = step
+        report.metrics["step/seconds"] = seconds
         distributed.run_on_all(lambda: self._write(report, step))
         self._progress.finish(report.metrics)
         every = self.opened.config.checkpoint.every

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +43,9 @@ def train(config: Config) -> None:
         state = compile_ahead(state, run, session)
         while state.step < config.steps:
             state = measure_if_due(state, run, session)
+            began = time.perf_counter()
             state, report = run.objective.step(state, run, session.observe)
-            session.log(report, state)
+            session.log(report, state, time.perf_counter() - began)
         session.save(state)
         state = measure_if_due(state, run, session)
     export(state, run, opened)

@@ -6,6 +6,7 @@ import json
 import runpy
 import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -58,13 +59,18 @@ def one_device(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
 
 
-def test_a_run_leaves_its_files(arguments, tmp_path, one_device, capsys):
+def test_a_run_leaves_its_files(arguments, tmp_path, one_device, capsys, monkeypatch):
+    """And a step's seconds are all of it, the weights' layout for generation included."""
+    real = rlhf.decoding_models
+    monkeypatch.setattr(rlhf, "decoding_models", lambda *asked: time.sleep(0.5) or real(*asked))
     assert launch["main"](arguments()) == 0, capsys.readouterr().err
     run = tmp_path / "run"
     steps = lines(run / "metrics.jsonl")
     assert [line["step"] for line in steps] == [0, 1, 2] and all(
         set(REQUIRED) <= set(line) for line in steps
     )
+    stages = ("generation/seconds", "inference/seconds", "training/seconds")
+    assert all(line["step/seconds"] >= 0.5 + sum(line[stage] for stage in stages) for line in steps)
     assert len(lines(run / "samples.jsonl")) == 3 * 16
     assert [line["step"] for line in lines(run / "evaluations.jsonl")] == [0, 2, 3]
     assert all(

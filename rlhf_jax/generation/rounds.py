@@ -215,11 +215,8 @@ def _choose(
         stays = None if choice.reason == "probe" else choice.strategy
         fewer = scheduler.row_bucket(rows // 2, rows, decoding, layout=layout)
         for strategy, size in ((choice.not_yet_compiled, rows), (stays, fewer)):
-            if (
-                compiler
-                and strategy
-                and compiler.can_submit(strategy, size, decoding, layout=layout)
-            ):
+            place = (decoding, layout)
+            if compiler and strategy and compiler.can_submit(strategy, size, *place):
                 return choice.strategy, choice.expected_gain, (strategy, size)
         return choice.strategy, choice.expected_gain, None
 
