@@ -76,32 +76,28 @@ def choose(
     reasons = {}
     for kernel, how in wanted.items():
         lacking = _lacking(kernel, device, itemsize, models)
-        name, why = _choose(kernel, how, device, lacking)
+        ratio = MEASURED.get((kernel, device.device_kind))
+        name = "reference"
+        if how in ("reference", "interpret"):
+            name = how
+            why = "asked for"
+        elif how == "pallas":
+            if lacking:
+                raise ValueError(
+                    f"kernels.{kernel} is 'pallas', but {lacking}; choose 'auto' or 'reference'."
+                )
+            name = device.platform
+            why = "asked for"
+        elif lacking:
+            why = lacking
+        elif ratio is None:
+            why = f"the kernel has not been timed on {device.device_kind}; 'pallas' asks for it"
+        else:
+            name = device.platform if ratio > 1 else "reference"
+            why = f"the kernel is {ratio:.2f} times as fast on {device.device_kind}"
         names[kernel] = name
         reasons[kernel] = f"{name}: {why}"
     return Kernels(**names), reasons
-
-
-def _choose(kernel: str, wanted: str, device: Device, lacking: str | None) -> tuple[str, str]:
-    """Choose the implementation of one kernel, and give the reason."""
-    if wanted in ("reference", "interpret"):
-        return wanted, "asked for"
-    if wanted == "pallas":
-        if lacking:
-            raise ValueError(
-                f"kernels.{kernel} is 'pallas', but {lacking}; choose 'auto' or 'reference'."
-            )
-        return device.platform, "asked for"
-    if lacking:
-        return "reference", lacking
-    ratio = MEASURED.get((kernel, device.device_kind))
-    if ratio is None:
-        return (
-            "reference",
-            f"the kernel has not been timed on {device.device_kind}; 'pallas' asks for it",
-        )
-    why = f"the kernel is {ratio:.2f} times as fast on {device.device_kind}"
-    return (device.platform if ratio > 1 else "reference"), why
 
 
 def _lacking(kernel: str, device: Device, itemsize: int, models: Sequence[Shape]) -> str | None:

@@ -15,7 +15,7 @@ from rlhf_jax.data.batches import PromptStream
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation.assignment import AssignmentPolicy
 from rlhf_jax.generation.history import requests
-from rlhf_jax.generation.requests import GenerationCounts, Request, RoundReport, Sample
+from rlhf_jax.generation.requests import GenerationCounts, RoundReport, Sample
 from rlhf_jax.generation.speculative.round import ModelPair
 from rlhf_jax.generation.stage import (
     GenerationSettings,
@@ -132,22 +132,7 @@ def roll_out(
     group = settings.samples_per_prompt
     for attempt in range(settings.resample + 1):
         rows, position = stream.batches.take(position)
-        with work.timed("generation"):
-            first_id = (state.step * (settings.resample + 1) + attempt) * len(rows) * group
-            wanted = _requests(work, rows, first_id)
-            name = f"step {state.step} attempt {attempt}"
-            samples = generate_samples(
-                models,
-                wanted,
-                settings.decoding,
-                settings,
-                assignment_policy_of(settings, host.training.lengths, name, queue),
-                selector=selector,
-                observe=work.note,
-                finished=functools.partial(_enqueue, work),
-                idle_work=queue,
-            )
-        draws.append(_reward(work, samples, rows))
+        draws.append(_roll_out_once(work, models, rows, step=state.step, attempt=attempt))
         whole = _join(draws)
         kept, enough = choose_groups(whole.clipped, group, settings.prompts_per_step)
         if enough:
@@ -193,29 +178,43 @@ def _join(draws: Sequence[_Draw]) -> _Draw:
     )
 
 
-def _requests(work: _RollOut, rows: np.ndarray, first_id: int) -> list[Request]:
-    """Ask for samples of the prompts of these rows, with ids that no other samples have."""
-    settings = work.settings
-    wanted = requests(
-        [work.prompts.tokens[row] for row in rows],
-        settings.samples_per_prompt,
-        settings.max_new_tokens,
-        first_id=first_id,
-        history=work.host.training.history,
-        repeated=settings.repeated_noise,
-        used=work.repeated_ids,
-    )
-    work.row_of = {request.id: row for request, row in zip(wanted, rows, strict=True)}
-    return wanted
+def _roll_out_once(
+    work: _RollOut, models: ModelPair, rows: np.ndarray, *, step: int, attempt: int
+) -> _Draw:
+    """Roll out the prompts of these rows once, and compute the rewards of their samples.
 
-
-def _reward(work: _RollOut, samples: list[Sample], rows: np.ndarray) -> _Draw:
-    """Compute the rewards of the samples of one roll-out of the prompts of these rows."""
+    The sample ids are those of no other step and attempt.
+    """
     settings = work.settings
+    training = work.host.training
+    group = settings.samples_per_prompt
+    with work.timed("generation"):
+        wanted = requests(
+            [work.prompts.tokens[row] for row in rows],
+            group,
+            settings.max_new_tokens,
+            first_id=(step * (settings.resample + 1) + attempt) * len(rows) * group,
+            history=training.history,
+            repeated=settings.repeated_noise,
+            used=work.repeated_ids,
+        )
+        work.row_of = {request.id: row for request, row in zip(wanted, rows, strict=True)}
+        name = f"step {step} attempt {attempt}"
+        samples = generate_samples(
+            models,
+            wanted,
+            settings.decoding,
+            settings,
+            assignment_policy_of(settings, training.lengths, name, work.queue),
+            selector=work.selector,
+            observe=work.note,
+            finished=functools.partial(_enqueue, work),
+            idle_work=work.queue,
+        )
     with work.timed("inference"):
         if work.queue and work.rewards.models:
             work.scored = _scored_by_all(work.queue, settings)
-        asked = np.repeat(rows, settings.samples_per_prompt)
+        asked = np.repeat(rows, group)
         responses = responses_of(samples, work.prompts, asked, work.rewards.tokenizer)
         scored = [work.scored.get(sample.sample_id) for sample in samples]
         known = [{} if one is None else one.rewards for one in scored]

@@ -152,7 +152,17 @@ class Session:
         step = state.step - 1
         report.metrics["step"] = step
         report.metrics["step/seconds"] = seconds
-        distributed.run_on_all(lambda: self._write(report, step))
+
+        def write() -> None:
+            if self._writer is None:  # the leader has the files
+                return
+            slices = self.opened.layouts.generation.slices
+            trace.write(self.opened.workdir, step, report.spans, slices)
+            self._writer.write(report.metrics)
+            self._writer.write_samples(step, report.samples)
+            self._writer.write_strategies(step, report.strategies)
+
+        distributed.run_on_all(write)
         self._progress.finish(report.metrics)
         every = self.opened.config.checkpoint.every
         if every and state.step % every == 0:
@@ -188,7 +198,19 @@ class Session:
             error.add_note("the same command goes on from there" if saved else note)
             return
 
-        told = self._with_batch(error) if isinstance(error, NonFiniteStep) else error
+        told = error
+        if isinstance(error, NonFiniteStep):
+            # The batch that spoiled the step is kept, an array under each name.
+            path = self.opened.workdir / "post-mortem" / f"step-{state.step:06d}.npz"
+            kept = f"the batch is in {path}"
+            if distributed.leads():
+                try:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    np.savez_compressed(path, **named_leaves(error.experience))
+                except OSError as failure:
+                    kept = f"the batch could not be kept ({failure.strerror or failure})"
+            reason = str(error).rstrip(".")
+            told = ValueError(f"Step {state.step}: {reason}; {kept}, checkpoints are as they were.")
         whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.train))
         if whole and distributed.all_here("a failed step"):  # no update began, and used it up
             try:
@@ -197,30 +219,6 @@ class Session:
                 told.add_note(str(failure))
         if told is not error:
             raise told from error
-
-    def _with_batch(self, error: NonFiniteStep) -> ValueError:
-        """Keep the batch that spoiled a step, an array under each name, and say where it is."""
-        assert self._state is not None
-        step = self._state.step
-        path = self.opened.workdir / "post-mortem" / f"step-{step:06d}.npz"
-        kept = f"the batch is in {path}"
-        if distributed.leads():
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                np.savez_compressed(path, **named_leaves(error.experience))
-            except OSError as failure:
-                kept = f"the batch could not be kept ({failure.strerror or failure})"
-        reason = str(error).rstrip(".")
-        return ValueError(f"Step {step}: {reason}; {kept}, checkpoints are as they were.")
-
-    def _write(self, report: StepReport, step: int) -> None:
-        """Write a finished step to the files of the run, which the leader has."""
-        if self._writer is None:
-            return
-        trace.write(self.opened.workdir, step, report.spans, self.opened.layouts.generation.slices)
-        self._writer.write(report.metrics)
-        self._writer.write_samples(step, report.samples)
-        self._writer.write_strategies(step, report.strategies)
 
     def _beat(self, phase: str) -> None:
         """Note that a phase is alive."""

@@ -117,7 +117,16 @@ def main(argv: list[str]) -> int:
         return distributed.leave(stopped.exit_code, said, place)
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
         of_device = distributed.is_of_device(error)
-        said = device_sentence(error) if of_device else str(error)
+        said = str(error)
+        if of_device:
+            reason = said.splitlines()[0].rstrip(".")
+            change = "lower training.microbatch_rows or generation.max_rows"
+            said = f"the device failed ({reason}); if its memory is full, {change}."
+            if distributed.started() and "RESOURCE_EXHAUSTED" not in reason:
+                said = (
+                    f"the processes cannot go on together ({reason}); where one has ended its own"
+                    " words say why, and the same command goes on from the last checkpoint."
+                )
         # what else failed on the way out stands behind it
         *firsts, last = dict.fromkeys([said, *getattr(error, "__notes__", ())])
         said = "; also: ".join([*(each.removesuffix(".") for each in firsts), last])
@@ -126,15 +135,3 @@ def main(argv: list[str]) -> int:
         said = "error: stopped by the keyboard; what was written stays in the workdir."
         return distributed.leave(130, said, place)
     return distributed.leave(0, "", place)
-
-
-def device_sentence(error: Exception) -> str:
-    """Say what an error of the runtime says, and what to do."""
-    reason = str(error).splitlines()[0].rstrip(".")
-    if distributed.started() and "RESOURCE_EXHAUSTED" not in reason:
-        return (
-            f"the processes cannot go on together ({reason}); where one has ended its own words"
-            " say why, and the same command goes on from the last checkpoint."
-        )
-    change = "lower training.microbatch_rows or generation.max_rows"
-    return f"the device failed ({reason}); if its memory is full, {change}."

@@ -113,7 +113,16 @@ def attend(
     # A few tokens fill the rows of a tile better than its lanes: the window's keys are to lie as
     # its values do.
     window = (window_k.swapaxes(2, 3), window_v)
-    out, *mass = _call(cut, interpret, length, folded, *cache, *window, _seen(mask, ratio))
+    # The mask [B, Q, W] for each row of scores, [B, A * E, W] int8. It is the same for all layers,
+    # so made once.
+    width = mask.shape[2]
+    of_heads = jnp.broadcast_to(
+        mask.astype(jnp.int8)[:, :, None, None], (batch, count, 1, ratio, width)
+    )
+    seen = of_heads.transpose(order)[:, 0]  # [B, A, E, W]
+    seen = jnp.pad(seen, ((0, 0), (0, 0), (0, -seen.shape[2] % SUBLANES), (0, 0)))
+    seen = seen.reshape(batch, -1, width)
+    out, *mass = _call(cut, interpret, length, folded, *cache, *window, seen)
     if mass:
         out = (jax.nn.softmax(mass[0], axis=1) * out).sum(axis=1).astype(query.dtype)
     return out.reshape(folded.shape).transpose(np.argsort(order)).reshape(query.shape)
@@ -167,20 +176,6 @@ def _slot_axis(dim: int) -> int:
     XLA lays out last what fills the lanes.
     """
     return 2 if dim % LANES == 0 else 3
-
-
-def _seen(mask: Array, ratio: int) -> Array:
-    """Return the mask [B, Q, W] for each row of scores, [B, A * E, W] int8.
-
-    It is the same for all layers, so made once.
-    """
-    batch, count, width = mask.shape
-    of_heads = jnp.broadcast_to(
-        mask.astype(jnp.int8)[:, :, None, None], (batch, count, 1, ratio, width)
-    )
-    folded = of_heads.transpose(_order(count, ratio))[:, 0]  # [B, A, E, W]
-    padded = jnp.pad(folded, ((0, 0), (0, 0), (0, -folded.shape[2] % SUBLANES), (0, 0)))
-    return padded.reshape(batch, -1, width)
 
 
 def _call(cut: Cut, interpret: bool, length: Array, query: Array, *parts: Array) -> list[Array]:

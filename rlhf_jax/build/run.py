@@ -15,7 +15,6 @@ from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.data.batches import PromptStream
 from rlhf_jax.generation.speculative.sampling import Sampling
-from rlhf_jax.generation.stage import GenerationSettings
 from rlhf_jax.inference.scoring import ScoringSettings
 from rlhf_jax.rewards.combination import Scorer, Term, weighted
 from rlhf_jax.rewards.models import RewardModel, model_scorer
@@ -38,6 +37,26 @@ def make_run(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], No
     config = opened.config
     generation = settings.generation_settings(opened, stack)
     rewards = _rewards(opened, stack, alive)
+    frozen = frozen_models(opened)
+    evaluation = None
+    if opened.held_out is not None:
+        # By the reward, and by measures that are never trained on.
+        measures: dict[str, Scorer] = {
+            "reward": lambda responses: rewards.function(responses, {})[0]
+        }
+        for name, spec in config.reward.metrics.items():
+            measures[name] = function_scorer(config, spec, stack, alive)
+        asked = config.evaluation
+        evaluation = EvaluationSettings(
+            prompts=opened.held_out,
+            decoding=dataclasses.replace(
+                generation.decoding,
+                sampling=Sampling(asked.temperature, asked.top_k, asked.top_p),
+                seed=config.seed ^ EVALUATION_SEED,
+            ),
+            samples_per_prompt=asked.samples_per_prompt,
+            measures=measures,
+        )
     return Run(
         config=config,
         objective=opened.objective,
@@ -48,10 +67,10 @@ def make_run(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], No
         advantage=AdvantageConfig.from_config(config),
         training=TrainingSettings.from_config(config, opened.layouts.training),
         optimizers=make_optimizers(opened),
-        frozen=frozen_models(opened),
+        frozen=frozen,
         next_kl_coefficient=settings.kl_controller(config),
         distillation=settings.distillation(opened),
-        evaluation=_evaluation_settings(opened, generation, rewards, stack, alive),
+        evaluation=evaluation,
     )
 
 
@@ -89,30 +108,3 @@ def function_scorer(
     seconds = math.inf if config.deterministic else config.reward.seconds
     workers = Workers(spec, config.reward.workers, seconds, alive)
     return shared_out(stack.enter_context(workers))
-
-
-def _evaluation_settings(
-    opened: Opened,
-    generation: GenerationSettings,
-    rewards: Rewards,
-    stack: contextlib.ExitStack,
-    alive: Callable[[], None],
-) -> EvaluationSettings | None:
-    """Settle how the policy is measured: by the reward, and by measures never trained on."""
-    config = opened.config
-    asked = config.evaluation
-    if opened.held_out is None:
-        return None
-    measures: dict[str, Scorer] = {"reward": lambda responses: rewards.function(responses, {})[0]}
-    for name, spec in config.reward.metrics.items():
-        measures[name] = function_scorer(config, spec, stack, alive)
-    return EvaluationSettings(
-        prompts=opened.held_out,
-        decoding=dataclasses.replace(
-            generation.decoding,
-            sampling=Sampling(asked.temperature, asked.top_k, asked.top_p),
-            seed=config.seed ^ EVALUATION_SEED,
-        ),
-        samples_per_prompt=asked.samples_per_prompt,
-        measures=measures,
-    )

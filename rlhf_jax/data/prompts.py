@@ -167,7 +167,21 @@ def _check_row(row: Any, prompt_key: str, where: str) -> dict[str, Any]:
         )
     prompt = row[prompt_key]
     if isinstance(prompt, list):
-        prompt = [_check_message(message, where) for message in prompt]
+        chat = []
+        for message in prompt:
+            if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+                raise ValueError(
+                    f'{where}: each chat message must be {{"role": ..., "content": text}}, '
+                    f"not {message!r:.60}."
+                )
+            if message.get("role") not in CHAT_ROLES:
+                raise ValueError(
+                    f"{where}: the role {message.get('role')!r:.40} is none of"
+                    f" {', '.join(CHAT_ROLES)}."
+                )
+            # Without the empty fields that Parquet gives to every struct.
+            chat.append({key: value for key, value in message.items() if value is not None})
+        prompt = chat
         if not prompt or prompt[-1]["role"] in ("system", "assistant"):
             raise ValueError(
                 f"{where}: the last message must come from the user, for the model to answer it."
@@ -178,17 +192,3 @@ def _check_row(row: Any, prompt_key: str, where: str) -> dict[str, Any]:
             f" {type(prompt).__name__}."
         )
     return {**row, "prompt": prompt}
-
-
-def _check_message(message: Any, where: str) -> dict[str, Any]:
-    """Return the message without the empty fields that Parquet gives to every struct."""
-    if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-        raise ValueError(
-            f'{where}: each chat message must be {{"role": ..., "content": text}}, '
-            f"not {message!r:.60}."
-        )
-    if message.get("role") not in CHAT_ROLES:
-        raise ValueError(
-            f"{where}: the role {message.get('role')!r:.40} is none of {', '.join(CHAT_ROLES)}."
-        )
-    return {key: value for key, value in message.items() if value is not None}

@@ -118,30 +118,26 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         token = named.get(key)
         if token:
             special[key] = token if isinstance(token, str) else token["content"]
-    template = _read_template(file.parent, settings)
+
+    # A file of its own comes before the template among the settings.
+    template = settings.get("chat_template")
+    own = file.with_name("chat_template.jinja")
+    if own.exists():
+        template = own.read_text(encoding="utf-8")
+    elif isinstance(template, list):
+        templates = {entry["name"]: entry["template"] for entry in template}
+        if "default" not in templates:
+            raise ValueError(
+                f"{file.parent}: of the chat templates {sorted(templates)} in"
+                " tokenizer_config.json none is 'default'."
+            )
+        template = templates["default"]
 
     # An `auto_map` points at code that is not saved with the tokenizer.
     if "auto_map" in settings or "tokenizer_class" not in settings:
         settings = settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
     portable = special | {key: value for key, value in settings.items() if key != "auto_map"}
     return Tokenizer(backend, template, special, settings=portable, origin=file.parent)
-
-
-def _read_template(folder: Path, settings: dict) -> str | None:
-    """Return the chat template: a file of its own, else the one among the settings, else None."""
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if not isinstance(template, list):
-        return template
-    named = {entry["name"]: entry["template"] for entry in template}
-    if "default" not in named:
-        raise ValueError(
-            f"{folder}: of the chat templates {sorted(named)} in tokenizer_config.json none is"
-            " 'default'."
-        )
-    return named["default"]
 
 
 def read_json(file: Path) -> dict:

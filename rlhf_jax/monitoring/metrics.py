@@ -72,7 +72,17 @@ class Writer:
             with _writing(path):
                 write_atomically(path, b"".join(line + b"\n" for line in kept), durable=True)
         self._events_folder = folder / "tensorboard"
-        self._events = _replay(self._events_folder, paths[:2])
+        with _writing(self._events_folder):
+            # Written anew from the lines of metrics and evaluations, which alone decide which steps
+            # stand there.
+            self._events_folder.mkdir(exist_ok=True)
+            for old in self._events_folder.glob("events.*"):
+                old.unlink()
+            self._events = EventsWriter(str(self._events_folder / "events"))
+            for path in paths[:2]:
+                for line in _lines(path):
+                    self._events.write_event(_event(_parsed(path, line)))
+            self._events.flush()
         self._files: list[io.FileIO] = []
         for path in paths:
             # Without a buffer, what fails to be written does not wait to fail again.
@@ -147,25 +157,18 @@ def open_run(workdir: str | pathlib.Path, config: str, first_step: int = 0) -> W
     folder = pathlib.Path(workdir)
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        if first_step == 0:
-            _keep_earlier(folder)
+        old = [folder / name for name in RUN_FILES if (folder / name).exists()]
+        if old and first_step == 0:
+            names = [path.name.removeprefix("earlier-") for path in folder.glob("earlier-*")]
+            number = 1 + max((int(name) for name in names if name.isdigit()), default=0)
+            earlier = folder / f"earlier-{number}"
+            earlier.mkdir()
+            for path in old:
+                path.rename(earlier / path.name)
     path = folder / "config.json"
     with _writing(path):
         write_atomically(path, (config + "\n").encode(), durable=True)
     return Writer(folder, first_step)
-
-
-def _keep_earlier(folder: pathlib.Path) -> None:
-    """Move an earlier run's files out of the way."""
-    old = [folder / name for name in RUN_FILES if (folder / name).exists()]
-    if not old:
-        return
-    names = [path.name.removeprefix("earlier-") for path in folder.glob("earlier-*")]
-    number = 1 + max((int(name) for name in names if name.isdigit()), default=0)
-    earlier = folder / f"earlier-{number}"
-    earlier.mkdir()
-    for path in old:
-        path.rename(earlier / path.name)
 
 
 def before_and_after(workdir: str | pathlib.Path) -> tuple[list, list]:
@@ -224,23 +227,6 @@ def _append(file: io.FileIO, row: Mapping[str, Any]) -> None:
     with _writing(str(file.name)):
         while rest:
             rest = rest[file.write(rest) :]
-
-
-def _replay(folder: pathlib.Path, files: Sequence[pathlib.Path]) -> EventsWriter:
-    """Write TensorBoard's event file anew from the files of JSON lines.
-
-    They alone decide which steps stand there.
-    """
-    with _writing(folder):
-        folder.mkdir(exist_ok=True)
-        for old in folder.glob("events.*"):
-            old.unlink()
-        events = EventsWriter(str(folder / "events"))
-        for path in files:
-            for line in _lines(path):
-                events.write_event(_event(_parsed(path, line)))
-        events.flush()
-    return events
 
 
 def _event(row: Mapping[str, Any]) -> Event:

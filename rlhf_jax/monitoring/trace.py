@@ -7,7 +7,7 @@ import dataclasses
 import json
 import pathlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from rlhf_jax.runtime import messages
@@ -96,9 +96,11 @@ def chrome_trace(spans: Iterable[Span], slices: int) -> dict[str, Any]:
     own = apart(spans)
     own = since(own, own[0].began) if own else []
     events = []
+    changes: dict[int, int] = collections.defaultdict(int)  # of the live rows, by time
     for span in own:
         counted = ("samples", "bytes") if span.kind == "exchange" else ("rows", "tokens")
         began = _microseconds(span.began)
+        ended = _microseconds(span.ended)
         event = {
             "ph": "X",
             "cat": span.kind,
@@ -106,11 +108,19 @@ def chrome_trace(spans: Iterable[Span], slices: int) -> dict[str, Any]:
             "pid": PROCESS,
             "tid": FIRST_THREAD + span.slice,
             "ts": began,
-            "dur": _microseconds(span.ended) - began,
+            "dur": ended - began,
             "args": dict(zip(counted, (span.rows, span.amount), strict=True)),
         }
         events.append(event)
-    events += _live_rows(own)
+        if span.kind == "generate":
+            changes[began] += span.rows
+            changes[ended] -= span.rows
+    live = 0
+    for at, change in sorted(changes.items()):
+        live += change
+        if change:
+            event = {"ph": "C", "name": "live rows", "pid": PROCESS, "ts": at}
+            events.append(event | {"args": {"of all slices": live}})
     events.sort(key=lambda event: event["ts"])
     return {"traceEvents": [*_names(slices), *events], "displayTimeUnit": "ms"}
 
@@ -138,23 +148,6 @@ def write(
             f"{path} cannot be written ({reason}): make room or name another workdir."
         ) from error
     return path
-
-
-def _live_rows(own: Sequence[Span]) -> list[dict[str, Any]]:
-    """Return a counter event wherever the number of live rows over all slices changes."""
-    changes: dict[int, int] = collections.defaultdict(int)
-    for span in own:
-        if span.kind == "generate":
-            changes[_microseconds(span.began)] += span.rows
-            changes[_microseconds(span.ended)] -= span.rows
-    events = []
-    live = 0
-    for at, change in sorted(changes.items()):
-        live += change
-        if change:
-            event = {"ph": "C", "name": "live rows", "pid": PROCESS, "ts": at}
-            events.append(event | {"args": {"of all slices": live}})
-    return events
 
 
 def _names(slices: int) -> list[dict[str, Any]]:

@@ -129,24 +129,8 @@ def _find_ways(
     for part in parts:
         runs.append(np.concatenate([_begin(decode_rate, runs[-1], part[None]), none]))
 
-    return _Ways(
-        cuts,
-        runs=decode_rate.drain(np.concatenate(runs)),
-        starts=starts,
-        sharers=sharers,
-        dealt=decode_rate.drain(_deal(decode_rate, parts, starts, sharers=sharers)),
-        share=share,
-        inference=inference,
-    )
-
-
-def _deal(
-    decode_rate: DecodeRate, parts: np.ndarray, starts: np.ndarray, sharers: np.ndarray
-) -> np.ndarray:
-    """Return [K, S, _WIDE] rows of one of K numbers of slices, by the start of what they share.
-
-    They take the parts [C - 1, B] from that start on, in turn.
-    """
+    # Dealt: of one of K numbers of slices, by the start of what they share, the rows [K, S, _WIDE].
+    # They take the parts [C - 1, B] from that start on, in turn.
     live = np.zeros((len(sharers), len(starts), _WIDE), np.float32)
     for at, part in enumerate(parts):
         begun = np.count_nonzero(starts <= at)
@@ -154,7 +138,16 @@ def _deal(
         before = live[1:, :begun].reshape(-1, _WIDE)
         after = _begin(decode_rate, before, curves[begun:])
         live[1:, :begun] = after.reshape(-1, begun, _WIDE)
-    return live
+
+    return _Ways(
+        cuts,
+        runs=decode_rate.drain(np.concatenate(runs)),
+        starts=starts,
+        sharers=sharers,
+        dealt=decode_rate.drain(live),
+        share=share,
+        inference=inference,
+    )
 
 
 def _begin(decode_rate: DecodeRate, live: np.ndarray, curves: np.ndarray) -> np.ndarray:

@@ -254,13 +254,16 @@ def fetch(tree: Any) -> Any:
 
     All ranks call it where parts lie with other processes.
     """
-    return jax.device_get(jax.tree.map(_whole, tree) if started() else tree)
-
-
-def _whole(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
-        return leaf
-    return _repeated(NamedSharding(leaf.sharding.mesh, PartitionSpec()))(leaf)  # pyright: ignore[reportAttributeAccessIssue]
+    if not started():
+        return jax.device_get(tree)
+    leaves, kind = jax.tree.flatten(tree)
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, jax.Array) and not (
+            leaf.is_fully_addressable or leaf.is_fully_replicated
+        ):
+            everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())  # pyright: ignore[reportAttributeAccessIssue]
+            leaves[place] = _repeated(everywhere)(leaf)
+    return jax.device_get(jax.tree.unflatten(kind, leaves))
 
 
 @functools.cache
@@ -277,21 +280,21 @@ def to_leader(tree: Any) -> Any:
 
     A large leaf comes a piece after the other: no device holds all of it. All ranks call it.
     """
-    return jax.tree.map(_sent, tree)
-
-
-def _sent(leaf: jax.Array) -> np.ndarray | None:
-    pieces = max(1, -(-leaf.nbytes // LEADER_PIECE)) if leaf.ndim else 1
-    if pieces == 1:
-        found = fetch(leaf)
-        return found if leads() else None
-    out = np.empty(leaf.shape, leaf.dtype) if leads() else None
-    step = -(-leaf.shape[0] // pieces)
-    for start in range(0, leaf.shape[0], step):
-        found = fetch(leaf[start : start + step])
-        if out is not None:
-            out[start : start + step] = found
-    return out
+    leaves, kind = jax.tree.flatten(tree)
+    for place, leaf in enumerate(leaves):
+        pieces = max(1, -(-leaf.nbytes // LEADER_PIECE)) if leaf.ndim else 1
+        if pieces == 1:
+            found = fetch(leaf)
+            leaves[place] = found if leads() else None
+            continue
+        out = np.empty(leaf.shape, leaf.dtype) if leads() else None
+        step = -(-leaf.shape[0] // pieces)
+        for start in range(0, leaf.shape[0], step):
+            found = fetch(leaf[start : start + step])
+            if out is not None:
+                out[start : start + step] = found
+        leaves[place] = out
+    return jax.tree.unflatten(kind, leaves)
 
 
 def publish(name: str, value: object) -> None:

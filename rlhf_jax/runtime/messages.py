@@ -67,8 +67,11 @@ def register(cls: type[T]) -> type[T]:
         raise ValueError(f"Two kinds of messages are called {tag}.")
     names = [field.name for field in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
 
+    hints: dict[str, Any] = {}
+
     def build(*parts: Any) -> T:
-        hints = _field_types(cls)
+        if not hints:  # not before: a field may be of a class that is defined later
+            hints.update(typing.get_type_hints(cls))
         if len(parts) != len(names):
             raise ValueError(f"{tag} has {len(names)} fields, not {len(parts)}")
         for name, value in zip(names, parts, strict=True):
@@ -169,11 +172,6 @@ def _build(lowered: Any, depth: int) -> Any:
     if not isinstance(tag, str) or tag not in _FORMS:
         raise ValueError(f"it has a part of the unknown kind {str(tag)[:40]!r}")
     return _FORMS[tag].build(*(_build(part, depth + 1) for part in lowered[1:]))
-
-
-@functools.cache
-def _field_types(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -220,7 +220,17 @@ def lanes_chart(title: str, lanes: Sequence[Lane], right: float, heading: str) -
             bars.setdefault(kind, []).append((index, start, end))
         middle = UNITS * ((index + 0.5) / len(lanes))
         dots += "".join(f"M{UNITS * frame.x(at):.1f} {middle:.1f}h0" for at in lane.marks)
-    paths = [_lane_bars(kind, places, frame) for kind, places in bars.items()]
+    pixel = UNITS / frame.height
+    gap = round(pitch / 4.5)  # a fifth of a lane, in whole pixels, is left between two lanes
+    tall = pixel * (pitch - gap)
+    paths = []
+    for kind, places in bars.items():
+        path = ""
+        for index, start, end in places:
+            left = UNITS * frame.x(start)
+            top = pixel * (pitch * index + gap // 2)
+            path += f"M{left:.1f} {top:.1f}H{UNITS * frame.x(end):.1f}v{tall:.1f}H{left:.1f}z"
+        paths.append(f'<path class="{kind}" d="{path}"/>')
     if dots:
         width = max(2, min(pitch - 4, 7))
         paths.append(f'<path class="mark" stroke-width="{width}" d="{dots}"/>')
@@ -233,24 +243,6 @@ def lanes_chart(title: str, lanes: Sequence[Lane], right: float, heading: str) -
     seconds = step_labels(frame, tick_step(0.0, right, MOST_STEP_LABELS))
     labels = [_lane_labels(lanes, pitch), words, seconds]
     return svg(title, frame.height, stretched("".join(paths)), *labels, *tips)
-
-
-def _lane_bars(kind: str, bars: Sequence[tuple[int, float, float]], frame: Frame) -> str:
-    """Draw all bars (lane, left, right) of a class as one path.
-
-    A fifth of a lane, in whole pixels, is left between two lanes.
-    """
-    pixel = UNITS / frame.height
-    pitch = frame.height // frame.top
-    gap = round(pitch / 4.5)
-    tall = pixel * (pitch - gap)
-    path = ""
-    for index, left, right in bars:
-        start = UNITS * frame.x(left)
-        end = UNITS * frame.x(right)
-        top = pixel * (pitch * index + gap // 2)
-        path += f"M{start:.1f} {top:.1f}H{end:.1f}v{tall:.1f}H{start:.1f}z"
-    return f'<path class="{kind}" d="{path}"/>'
 
 
 def _lane_labels(lanes: Sequence[Lane], pitch: int) -> str:

@@ -80,7 +80,19 @@ def charts(run: RunRecord) -> list[Chart]:
     drawn.append(_lines("Acceptance by drafter", note, lines))
     for key, title, note in GAINS:
         drawn.append(Chart(title, note, Markup(line_chart(title, series(run.metrics, key)))))
-    drawn.append(_student(run.metrics))
+    # The share of the policy's tokens that the student draws too, now and as it began.
+    lines = [
+        ("current", series(run.metrics, "drafter/acceptance", "kept current")),
+        ("frozen", series(run.metrics, "drafter/acceptance_frozen", "as it began")),
+    ]
+    words = ["share of tokens drawn alike"]
+    version = series(run.metrics, "drafter/version")
+    if version:
+        words.append(f"version {version.values[-1]:.0f}")
+    behind = series(run.metrics, "drafter/behind")
+    if behind:
+        words.append(f"{behind.values[-1]:.0f} updates of the policy behind")
+    drawn.append(_lines("Acceptance of the student", ", ".join(words), lines))
     return [chart for chart in drawn if chart.svg]
 
 
@@ -181,25 +193,6 @@ def _shares(rows: list[Row]) -> Chart:
     svg = stacked_chart(title, layers, kinds=kinds, say=lambda part: f"{part:.0f}%", whole=False)
     legend = tuple((key, DRAFTER_NAMES[key]) for key in kinds)
     return Chart(title, "% of a step's rounds", Markup(svg), legend)
-
-
-def _student(rows: list[Row]) -> Chart:
-    """Draw the share of the policy's tokens that the student draws too.
-
-    Beside it stands that of the student as it began.
-    """
-    lines = [
-        ("current", series(rows, "drafter/acceptance", "kept current")),
-        ("frozen", series(rows, "drafter/acceptance_frozen", "as it began")),
-    ]
-    words = ["share of tokens drawn alike"]
-    version = series(rows, "drafter/version")
-    if version:
-        words.append(f"version {version.values[-1]:.0f}")
-    behind = series(rows, "drafter/behind")
-    if behind:
-        words.append(f"{behind.values[-1]:.0f} updates of the policy behind")
-    return _lines("Acceptance of the student", ", ".join(words), lines)
 
 
 def _lines(title: str, note: str, lines: list[tuple[str, Series]]) -> Chart:

@@ -84,12 +84,17 @@ def render(run: RunRecord, device: str = "") -> str:
     for name, value in run.config.items():
         section, _, key = name.rpartition(".")
         sections.setdefault(section, []).append((key, "—" if value in ("", [], {}) else str(value)))
-    measures = _measures(run.evaluations)
-    reward = _before_after("Training reward", series(run.metrics, "reward/mean"))
+    # What was measured on held-out prompts, else the reward in training, before and after.
+    big = []
+    for key in run.evaluations[0] if run.evaluations else ():
+        if is_measure(key):
+            line = series(run.evaluations, key)
+            big += _before_after(f"Held-out {key.removeprefix('eval/')}", line, ends=True)
+    big = big or _before_after("Training reward", series(run.metrics, "reward/mean"))
     return environment.get_template("page.html").render(
         run=run,
         facts=facts(run, device),
-        figures={"big": measures or reward, "small": headline(run)},
+        figures={"big": big, "small": headline(run)},
         charts=charts(run),
         picture=timeline.picture(run),
         words=timeline.words,
@@ -209,16 +214,6 @@ def pairs(run: RunRecord) -> list[tuple[str, list[tuple[str, Row]]]]:
         rows = [row for row in rows if len({sample["prompt"] for _, sample in row}) == 1]
     chosen = rows[:: -(-len(rows) // PAIRS) or 1]
     return [(row[0][1]["prompt"] if run.evaluations else "", list(row)) for row in chosen]
-
-
-def _measures(evaluations: list[Row]) -> list[Figure]:
-    """Return what was measured on held-out prompts, before and after."""
-    figures = []
-    for key in evaluations[0] if evaluations else ():
-        if is_measure(key):
-            line = series(evaluations, key)
-            figures += _before_after(f"Held-out {key.removeprefix('eval/')}", line, ends=True)
-    return figures
 
 
 def _before_after(

@@ -98,7 +98,15 @@ def read_run(workdir: str | pathlib.Path) -> RunRecord:
         raise FileNotFoundError(
             f"{folder} holds neither config.json nor metrics.jsonl; name the workdir of a run."
         )
-    config = _config(folder / "config.json")
+    config = {}
+    file = folder / "config.json"
+    try:
+        if file.is_file():
+            config = _flat(json.loads(file.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(
+            f"{file} is not JSON ({error}); take it away, and the report does without."
+        ) from None
     evaluations, held_out = _evaluations(folder / "evaluations.jsonl")
     metrics = list(_rows(folder / "metrics.jsonl"))
     return RunRecord(
@@ -125,16 +133,6 @@ def series(rows: list[Row], key: str, name: str = "") -> Series:
 def _finite(value: object) -> bool:
     """Tell whether a value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _config(path: pathlib.Path) -> dict[str, Any]:
-    """Return the config by dotted names, or nothing where there is none."""
-    try:
-        return _flat(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is not JSON ({error}); take it away, and the report does without."
-        ) from None
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -219,27 +217,23 @@ def _latest_trace(folder: pathlib.Path) -> Trace | None:
         return None
     try:
         events = json.loads(found[-1].read_text(encoding="utf-8"))["traceEvents"]
-        return _trace(int(found[-1].stem.removeprefix("step-")), events)
+        # The complete events are spans, and the threads are the slices.
+        threads = sorted(event["tid"] for event in events if event["name"] == "thread_name")
+        spans = [event for event in events if event["ph"] == "X"]
+        began = np.array([event["ts"] for event in spans], np.float64) / 1e6
+        figures = np.array([[*event["args"].values()] for event in spans], np.int64).reshape(-1, 2)
+        return Trace(
+            step=int(found[-1].stem.removeprefix("step-")),
+            slices=len(threads),
+            slice=np.searchsorted(threads, [event["tid"] for event in spans]),
+            kind=np.array([event["cat"] for event in spans], str),
+            name=np.array([event["name"] for event in spans], str),
+            began=began,
+            ended=began + np.array([event["dur"] for event in spans], np.float64) / 1e6,
+            rows=figures[:, 0],
+            amount=figures[:, 1],
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{found[-1]} is no trace ({error!r}); take it away, and the report does without."
         ) from None
-
-
-def _trace(step: int, events: list[Row]) -> Trace:
-    """Return the complete events of a trace, whose threads are the slices."""
-    threads = sorted(event["tid"] for event in events if event["name"] == "thread_name")
-    spans = [event for event in events if event["ph"] == "X"]
-    began = np.array([event["ts"] for event in spans], np.float64) / 1e6
-    figures = np.array([[*event["args"].values()] for event in spans], np.int64).reshape(-1, 2)
-    return Trace(
-        step=step,
-        slices=len(threads),
-        slice=np.searchsorted(threads, [event["tid"] for event in spans]),
-        kind=np.array([event["cat"] for event in spans], str),
-        name=np.array([event["name"] for event in spans], str),
-        began=began,
-        ended=began + np.array([event["dur"] for event in spans], np.float64) / 1e6,
-        rows=figures[:, 0],
-        amount=figures[:, 1],
-    )

@@ -67,8 +67,16 @@ def picture(run: RunRecord) -> Chart | None:
         right,
         heading="idle",
     )
+    least = [1, *(bound + 1 for bound in bounds)]
+    sizes = [
+        f"{a}–{b} rows" if a < b else f"{b} row{'s' * (b > 1)}"
+        for a, b in zip(least, bounds, strict=False)
+    ]
+    others = (("inference", "inference", "inference"), ("exchange", "mark", "samples came"))
+    found = [(kind, text) for event, kind, text in others if event in trace.kind]
+    legend = (*zip(_classes(bounds), sizes, strict=True), *found, ("idle", "idle"))
     note = f"seconds; a lane a slice{some}"
-    return Chart(f"Step {trace.step:,}", note, Markup(svg), _legend(trace, bounds))
+    return Chart(f"Step {trace.step:,}", note, Markup(svg), legend)
 
 
 def charts(rows: list[Row]) -> list[Chart]:
@@ -198,15 +206,3 @@ def _moved(part: Trace, word: str = "moved") -> str:
         return ""
     amount = volume(float(part.amount[exchanges].sum()))
     return f"{count:,} sample{'s' * (count != 1)} {word} with caches of {amount}"
-
-
-def _legend(trace: Trace, bounds: list[int]) -> tuple[tuple[str, str], ...]:
-    """Return (class, text) of what the picture shows."""
-    least = [1, *(bound + 1 for bound in bounds)]
-    sizes = [
-        f"{a}–{b} rows" if a < b else f"{b} row{'s' * (b > 1)}"
-        for a, b in zip(least, bounds, strict=False)
-    ]
-    others = (("inference", "inference", "inference"), ("exchange", "mark", "samples came"))
-    found = [(kind, text) for event, kind, text in others if event in trace.kind]
-    return (*zip(_classes(bounds), sizes, strict=True), *found, ("idle", "idle"))

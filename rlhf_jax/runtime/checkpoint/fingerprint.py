@@ -26,20 +26,16 @@ def fingerprint(leaf: jax.Array) -> jax.Array:
         unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[leaf.dtype.itemsize]
         words = jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
 
-    mixed = words ^ (_indices(words.shape) * GOLDEN)
+    # The row-major index of each element, modulo 2^32: a sum of iotas by axis, which split as the
+    # array does.
+    index = jnp.zeros(words.shape, jnp.uint32)
+    stride = 1
+    for axis in reversed(range(words.ndim)):
+        places = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        index += places * np.uint32(stride % 2**32)
+        stride *= words.shape[axis]
+
+    mixed = words ^ (index * GOLDEN)
     for shift, factor in MURMUR:
         mixed = (mixed ^ (mixed >> np.uint32(shift))) * np.uint32(factor)
     return jnp.sum(mixed ^ (mixed >> np.uint32(16)), dtype=jnp.uint32)
-
-
-def _indices(shape: tuple[int, ...]) -> jax.Array:
-    """Return the row-major index of each element, modulo 2^32.
-
-    It is a sum of iotas by axis, which split as the array does.
-    """
-    index = jnp.zeros(shape, jnp.uint32)
-    stride = 1
-    for axis in reversed(range(len(shape))):
-        index += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride % 2**32)
-        stride *= shape[axis]
-    return index

@@ -86,7 +86,21 @@ class Checkpoints:
                 _check_shared(self._folder)
             stack.enter_context(quiet())
             with _naming(self._folder):
-                self._manager = _manager(self._folder, self._keep)
+                handlers = ocp.DefaultCheckpointHandlerRegistry()
+                # Weights hardly shrink when they are compressed, and it takes the CPU's time.
+                arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
+                handlers.add(STATE, ocp.args.PyTreeSave, arrays)
+                handlers.add(HOST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(DOCUMENT))
+                # Threads that wait for a folder which could not be made would hold the process
+                # for minutes.
+                at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+                # Lightweight: a damaged checkpoint must not keep the others from being found.
+                options = ocp.CheckpointManagerOptions(
+                    max_to_keep=self._keep, lightweight_initialize=True, async_options=at_once
+                )
+                self._manager = ocp.CheckpointManager(
+                    self._folder, options=options, handler_registry=handlers
+                )
             self._stack = stack.pop_all()
         return self
 
@@ -273,22 +287,6 @@ def _fingerprints(leaves: dict[str, jax.Array]) -> dict[str, int]:
 
 
 _copied = jax.jit(jnp.copy)
-
-
-def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
-    """Make orbax's manager of a folder, of which the latest `keep` checkpoints stay."""
-    handlers = ocp.DefaultCheckpointHandlerRegistry()
-    # Weights hardly shrink when they are compressed, and it takes the CPU's time.
-    arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
-    handlers.add(STATE, ocp.args.PyTreeSave, arrays)
-    handlers.add(HOST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(DOCUMENT))
-    # Threads that wait for a folder which could not be made would hold the process for minutes.
-    at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-    # Lightweight: a damaged checkpoint must not keep the others from being found.
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep, lightweight_initialize=True, async_options=at_once
-    )
-    return ocp.CheckpointManager(folder, options=options, handler_registry=handlers)
 
 
 def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
