@@ -66,7 +66,13 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
 
     distilled_at = int(train.step) if run.distillation else state.host.distilled_at
     if decoders[1] is not None:
-        metrics |= drafter_age(train, distilled_at)
+        # How old the drafter is: a student's updates, and the policy's when it last learned from it
+        # and since.
+        metrics |= {
+            "drafter/version": 0 if train.drafter_version is None else int(train.drafter_version),
+            "drafter/policy_step": distilled_at,
+            "drafter/behind": int(train.step) - distilled_at,
+        }
     next_coefficient = run.next_kl_coefficient(coefficient, kl, len(rolled.samples))
     host = state.host.after_step(
         rolled.samples, rolled.stats, rolled.position, next_coefficient, distilled_at
@@ -188,19 +194,6 @@ def distill_drafter(
     alive = functools.partial(observe, "training", None)
     train, metrics = distill(train, rollout, run.distillation, alive, run.frozen.student)
     return train, metrics | {"drafter/seconds": time.perf_counter() - start}
-
-
-def drafter_age(train: TrainState, distilled_at: int) -> dict[str, float]:
-    """Say how old the drafter is.
-
-    `drafter/version` counts a student's updates, `drafter/policy_step` the policy's when the
-    drafter last learned from it, and `drafter/behind` those since.
-    """
-    return {
-        "drafter/version": 0 if train.drafter_version is None else int(train.drafter_version),
-        "drafter/policy_step": distilled_at,
-        "drafter/behind": int(train.step) - distilled_at,
-    }
 
 
 def _inference_spans(

@@ -173,7 +173,7 @@ class RoundReport:
     context: int = 0  # known tokens of the live samples, before it
     lag: int = 0  # tokens that the draft model had to catch up on, of the sample that lacked most
     seconds: float | None = None  # None where they are not known to be the round's own
-    evidence: Mapping[str, Observations] = dataclasses.field(default_factory=dict)  # by drafter
+    observations: Mapping[str, Observations] = dataclasses.field(default_factory=dict)  # by drafter
     slice: int = 0
     began: float = 0.0  # when it was dispatched, by the clock of `time.perf_counter`,
     ended: float = 0.0  # and when its counters were read

@@ -244,7 +244,7 @@ def read_texts(
     scored = teacher.score(drafter, *placed, decoding.sampling, rows=rows, layout=settings.layout)
     rank, confidence = distributed.fetch(scored)
     seen = [sample.seen_prompt for sample in samples] + [False] * (rows - len(samples))
-    return teacher.as_evidence(rank, confidence, mask, np.array(seen))
+    return teacher.as_observations(rank, confidence, mask, np.array(seen))
 
 
 def compile_first_rounds(

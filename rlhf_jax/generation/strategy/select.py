@@ -213,7 +213,7 @@ class Selector:
                     rows=report.live,
                 )
         for drafter in self.acceptance:
-            self._observe(drafter, report.evidence.get(drafter), drafter == used)
+            self._observe(drafter, report.observations.get(drafter), drafter == used)
         if report.seconds is not None and not self.frozen_costs:
             self._observe_seconds(report, report.seconds)
         self.expectations = predict.expect(self.candidates, self.acceptance)
