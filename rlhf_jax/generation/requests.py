@@ -69,10 +69,6 @@ class GenerationConfig:
             history=generation.history_tokens,
         )
 
-    def uses_drafter(self, drafter: str) -> bool:
-        """Say whether a strategy that may be chosen drafts by the drafter of that name."""
-        return any(strategy.drafter == drafter for strategy in self.strategies)
-
     @property
     def drafters(self) -> tuple[Drafter, ...]:
         """Return the drafters of the strategies that may be chosen."""

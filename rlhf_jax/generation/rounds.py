@@ -380,16 +380,16 @@ def _observe_drafters(
     misses.
     """
     used = sent.strategy.drafter
-    samples = sent.samples
     gained = np.asarray(results.emission.count) > 0
-    seen_prompt = np.array([one is not None and one.seen_prompt for one in samples])
-    long = np.array([one is not None and len(one.tokens) >= DEPTHS for one in samples])
+    seen_prompt = np.array([one is not None and one.seen_prompt for one in sent.samples])
+    long = np.array([one is not None and len(one.tokens) >= DEPTHS for one in sent.samples])
     observed = {
         name: observations.of_hindsight(own, gained & long, seen_prompt)
         for name, own in results.hindsight.items()
         if name != used
     }
-    if used in results.hindsight or results.confidence is not None:
+    drafter = drafter_of(sent.strategy)
+    if sent.strategy.parents and (used in results.hindsight or not drafter.has_hindsight):
         before = np.array([classes.get(used, 0) for classes in confidence])
         allowed = np.full(len(before), len(sent.strategy.parents))
         if results.budget_share is not None:
