@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from rlhf_jax.model.decoding import decoding_weights
     from rlhf_jax.model.transformer import unstack
     from rlhf_jax.model.weights.source import open_source
+    from rlhf_jax.rewards.sources import RewardSource
+    from rlhf_jax.rewards.sources import register as register_reward_source
     from rlhf_jax.rlhf import step
     from rlhf_jax.state import Run, RunState, StepReport
     from rlhf_jax.trainer import train
@@ -66,6 +68,7 @@ __all__ = [
     "Objective",
     "Optimizers",
     "Request",
+    "RewardSource",
     "Rollout",
     "Run",
     "RunState",
@@ -92,6 +95,7 @@ __all__ = [
     "register_drafter",
     "register_estimator",
     "register_objective",
+    "register_reward_source",
     "rloo",
     "score_rollout",
     "step",
@@ -153,10 +157,12 @@ _PLACES = {
     "Drafter": "generation.speculative.protocol",
     "Estimator": "training.advantages",
     "Objective": "config.objectives",
+    "RewardSource": "rewards.sources",
     "of_samples": "training.advantages",
     "register_drafter": "generation.speculative.protocol:register",
     "register_estimator": "training.advantages:register",
     "register_objective": "config.objectives:register",
+    "register_reward_source": "rewards.sources:register",
 }
 
 

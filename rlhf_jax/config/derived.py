@@ -9,6 +9,7 @@ from rlhf_jax.config.schema import Config
 from rlhf_jax.generation.speculative.protocol import DRAFTERS, Drafter, drafters_of
 from rlhf_jax.generation.strategy import candidates
 from rlhf_jax.generation.strategy.candidates import Candidates
+from rlhf_jax.rewards.sources import source_of
 
 ADAPTIVE = "adaptive"
 
@@ -80,7 +81,8 @@ def needs_reference(config: Config) -> bool:
 def term_names(config: Config) -> list[str]:
     """Return what metrics call the reward's functions, then its models, in the config's order.
 
-    A function has its own name, a model the last part of its path.
+    A function has its own name, what another source scores the name that it gives, a model the
+    last part of its path.
     """
-    functions = [spec.rpartition(":")[2] for spec in config.reward.functions]
+    functions = [source_of(spec).term_name(spec) for spec in config.reward.functions]
     return functions + [pathlib.PurePath(path).name for path in config.reward.models]
