@@ -138,6 +138,9 @@ def test_text_by_the_drafter_is_plain_text(registered, tmp_path, name):
     assert all(("toy" in one.observations) == (one in own) for one in reports)
     if selector is not None:
         assert selector.acceptance["toy"].drafts > 0
+        # Of class 0 nothing is known, which is not that there is nothing to draft.
+        columns = selector.candidates.paths["toy"].columns
+        assert (selector.expectations.tokens[0, columns] > 1).all()
         assert selector.metrics()["strategy/share_toy"] > 0
 
 
