@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import runpy
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import tiny_run
 import toys
 from test_generation import assert_equal
+from test_report import ADAPTIVE, CONFIG, page, played, row
 
 from rlhf_jax.build.run import open_scorer
 from rlhf_jax.config import default, derived, objectives
@@ -29,12 +31,13 @@ from rlhf_jax.model import families
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.model.weights import huggingface_config
 from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.monitoring import metrics
 from rlhf_jax.rewards import sources
 from rlhf_jax.rewards.combination import Response
 from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig
 from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
 
-REGISTRIES = (
+REGISTRIES: tuple[dict[str, Any], ...] = (
     protocol.DRAFTERS,
     ESTIMATORS,
     sources.SOURCES,
@@ -213,3 +216,33 @@ def test_a_name_is_given_once(registered):
             again()
     with pytest.raises(ValueError, match="scheme cannot be"):
         sources.register("Toy:", toys.LengthSource())
+
+
+def test_curves_are_called_what_the_objective_calls_them(tmp_path):
+    names = {"kl/mean": "distance <b>", "reward/mean": "luck", "gradient/norm": "push"}
+    objective = json.dumps({"title": "guessing", "names": names})
+    metrics.open_run(tmp_path, json.dumps(CONFIG), objective=objective).close()
+    seen = page(tmp_path, [row(step, **{"gradient/norm": 1.0}) for step in range(3)])
+    assert seen.charts()[:3] == ["Luck", "Distance <b>", "Response length"]
+    assert "push" in seen.charts() and "gradient/norm" not in seen.charts()
+    assert "algorithm guessing" in seen.text and "PPO" not in seen.text
+    for words in ("KL to the reference", "Training reward", "nats a token"):
+        assert words not in seen.text
+
+
+def test_a_drafter_of_ones_own_is_drawn_too(tmp_path):
+    chosen = [
+        played(0, 4, "plain"),
+        played(0, 4, "toy-parents:-1,0"),
+        played(0, 4, "mine-parents:-1"),
+    ]
+    shares = {"none": 0.2, "toy": 0.5, "mine": 0.3}
+    told = {f"strategy/share_{name}": share for name, share in shares.items()}
+    told |= {"strategy/acceptance_toy": 0.5, "strategy/acceptance_mine": 0.25}
+    seen = page(
+        tmp_path, [row(step, **told) for step in range(3)], strategies=chosen, config=ADAPTIVE
+    )
+    legend = " ".join(attrs.get("class", "") for attrs in seen.all("i"))
+    assert {"none", "other-0", "other-1"} <= set(legend.split()) and "lookup" not in legend.split()
+    assert "plain 33% mine 33% toy 33%" in seen.text
+    assert "strategy/share_toy" not in seen.charts()

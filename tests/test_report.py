@@ -292,37 +292,7 @@ def test_a_written_run_is_read(tmp_path):
     assert "Held-out reward 0.250" in seen.text and "device 4 × TPU v5p" in seen.text
 
 
-def test_curves_are_called_what_the_objective_calls_them(tmp_path):
-    names = {"kl/mean": "distance <b>", "reward/mean": "luck", "gradient/norm": "push"}
-    objective = json.dumps({"title": "guessing", "names": names})
-    metrics.open_run(tmp_path, json.dumps(CONFIG), objective=objective).close()
-    seen = page(tmp_path, [row(step, **{"gradient/norm": 1.0}) for step in range(3)])
-    assert seen.charts()[:3] == ["Luck", "Distance <b>", "Response length"]
-    assert "push" in seen.charts() and "gradient/norm" not in seen.charts()
-    assert "algorithm guessing" in seen.text and "PPO" not in seen.text
-    for words in ("KL to the reference", "Training reward", "nats a token"):
-        assert words not in seen.text
-
-
 ADAPTIVE = CONFIG | {"generation": {"strategy": "adaptive", "rows": 8}}
-
-
-def test_a_drafter_of_ones_own_is_drawn_too(tmp_path):
-    chosen = [
-        played(0, 4, "plain"),
-        played(0, 4, "toy-parents:-1,0"),
-        played(0, 4, "mine-parents:-1"),
-    ]
-    shares = {"none": 0.2, "toy": 0.5, "mine": 0.3}
-    told = {f"strategy/share_{name}": share for name, share in shares.items()}
-    told |= {"strategy/acceptance_toy": 0.5, "strategy/acceptance_mine": 0.25}
-    seen = page(
-        tmp_path, [row(step, **told) for step in range(3)], strategies=chosen, config=ADAPTIVE
-    )
-    legend = " ".join(attrs.get("class", "") for attrs in seen.all("i"))
-    assert {"none", "other-0", "other-1"} <= set(legend.split()) and "lookup" not in legend.split()
-    assert "plain 33% mine 33% toy 33%" in seen.text
-    assert "strategy/share_toy" not in seen.charts()
 
 
 def test_drafting_says_what_was_chosen_at_how_many_live_rows(tmp_path):
