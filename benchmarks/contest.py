@@ -286,10 +286,12 @@ def acceptance(reports: Sequence[RoundReport], case: Case) -> dict[str, list[flo
     """By drafter, as `pricing.accepted`, of all that these rounds say of it."""
     drafters = dict.fromkeys(one.drafter for one in case.decoding.strategies if one.parents)
     said = {
-        name: [report.evidence[name] for report in reports if name in report.evidence]
+        name: [report.observations[name] for report in reports if name in report.observations]
         for name in drafters
     }
-    return {name: pricing.accepted(evidence) for name, evidence in said.items() if evidence}
+    return {
+        name: pricing.accepted(observations) for name, observations in said.items() if observations
+    }
 
 
 def taken(runs: Sequence[Run]) -> dict[str, int]:

@@ -173,12 +173,12 @@ def ceilings(
     return {"all_right": max(certain), "as_accepted": max(measured)}
 
 
-def accepted(evidence: Sequence[Observations]) -> list[float | None]:
+def accepted(observations: Sequence[Observations]) -> list[float | None]:
     """By depth, the share of likeliest drafts that were right where all before them were; None
     where none was seen.
     """
-    tried = sum((one.offered > 0).sum(axis=0) for one in evidence)
-    right = sum(((one.offered > 0) & (one.ranks == 0)).sum(axis=0) for one in evidence)
+    tried = sum((one.offered > 0).sum(axis=0) for one in observations)
+    right = sum(((one.offered > 0) & (one.ranks == 0)).sum(axis=0) for one in observations)
     pairs = zip(np.atleast_1d(right).tolist(), np.atleast_1d(tried).tolist(), strict=True)
     return [hits / seen if seen else None for hits, seen in pairs]
 

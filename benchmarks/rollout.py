@@ -386,8 +386,8 @@ def teacher_forced(
         said = [
             read_texts(model, part, stages.generation.decoding, stages.generation) for part in parts
         ]
-        for evidence in said if not curves else ():
-            selector.observe_text("model", evidence)
+        for observations in said if not curves else ():
+            selector.observe_text("model", observations)
         curves[name] = accepted(said)
     return curves
 

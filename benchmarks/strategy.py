@@ -221,7 +221,7 @@ class Round:
     tried: np.ndarray
     tokens: int
     seconds: float
-    evidence: Observations
+    observations: Observations
 
 
 # A choice for (live rows, context, the last Round or, as a stage begins, None).
@@ -284,9 +284,9 @@ def seen(
     right = luck.random((len(left), length)) < machine.chance
     accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), left)
     tried = np.minimum(np.minimum(accepted + 1, length), left)
-    evidence = evidence_of(right[:, :DEPTHS], left)
+    observations = observations_of(right[:, :DEPTHS], left)
     if retrospect and not length:
-        evidence = evidence_of(
+        observations = observations_of(
             luck.random((len(left), DEPTHS)) < machine.chance, np.full(len(left), DEPTHS)
         )
     tokens = int(np.minimum(accepted + 1, left).sum())
@@ -298,12 +298,12 @@ def seen(
         tried,
         tokens,
         seconds * luck.lognormal(0, NOISE),
-        evidence,
+        observations,
     )
 
 
-def evidence_of(right: np.ndarray, left: np.ndarray, siblings: int = 1) -> Observations:
-    """Evidence of chains: right [n, K] bool, of texts that have left [n] tokens to come.
+def observations_of(right: np.ndarray, left: np.ndarray, siblings: int = 1) -> Observations:
+    """Observations of chains: right [n, K] bool, of texts that have left [n] tokens to come.
 
     `siblings`: ranks that were tried at each place; none but the first is ever right.
     """
@@ -422,7 +422,7 @@ def end_stage(selector: Selector, texts: Texts) -> None:
     if "model" in selector.acceptance:
         right = texts.luck.random((TEXT_POSITIONS, DEPTHS)) < texts.chance
         selector.observe_text(
-            "model", evidence_of(right, np.full(TEXT_POSITIONS, DEPTHS), siblings=RANKS)
+            "model", observations_of(right, np.full(TEXT_POSITIONS, DEPTHS), siblings=RANKS)
         )
     selector.stage_ended(KEPT)
 
@@ -446,7 +446,7 @@ def report(last: Round, strategy: Strategy, drafter: str) -> RoundReport:
         context=round(last.context),
         lag=0,
         seconds=last.seconds,
-        evidence={drafter: last.evidence},
+        observations={drafter: last.observations},
     )
 
 

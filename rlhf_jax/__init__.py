@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     from rlhf_jax.inference.logprobs import score_rollout
     from rlhf_jax.mesh import Layout, make_mesh
     from rlhf_jax.model.decoding import decoding_weights
+    from rlhf_jax.model.families import Family
+    from rlhf_jax.model.families import register as register_family
     from rlhf_jax.model.transformer import unstack
     from rlhf_jax.model.weights.source import open_source
+    from rlhf_jax.rewards.sources import RewardSource
+    from rlhf_jax.rewards.sources import register as register_reward_source
     from rlhf_jax.rlhf import step
     from rlhf_jax.state import Run, RunState, StepReport
     from rlhf_jax.trainer import train
@@ -59,6 +63,7 @@ __all__ = [
     "Estimator",
     "EstimatorConfig",
     "Experience",
+    "Family",
     "GenerationConfig",
     "Layout",
     "Model",
@@ -66,6 +71,7 @@ __all__ = [
     "Objective",
     "Optimizers",
     "Request",
+    "RewardSource",
     "Rollout",
     "Run",
     "RunState",
@@ -91,7 +97,9 @@ __all__ = [
     "parse_strategy",
     "register_drafter",
     "register_estimator",
+    "register_family",
     "register_objective",
+    "register_reward_source",
     "rloo",
     "score_rollout",
     "step",
@@ -152,11 +160,15 @@ _PLACES = {
     # What a user may add.
     "Drafter": "generation.speculative.protocol",
     "Estimator": "training.advantages",
+    "Family": "model.families",
     "Objective": "config.objectives",
+    "RewardSource": "rewards.sources",
     "of_samples": "training.advantages",
     "register_drafter": "generation.speculative.protocol:register",
     "register_estimator": "training.advantages:register",
+    "register_family": "model.families:register",
     "register_objective": "config.objectives:register",
+    "register_reward_source": "rewards.sources:register",
 }
 
 

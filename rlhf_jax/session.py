@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import sys
 import time
 from pathlib import Path
@@ -98,8 +99,14 @@ class Session:
         """Open the files of the run, show its progress, and load what else it needs."""
         config = self.opened.config
         leads = distributed.leads()
+        objective = self.opened.objective
+        words = {"title": objective.title(config), "names": dict(objective.report_names())}
         opened = functools.partial(
-            metrics.open_run, self.opened.workdir, config.to_json_best_effort(), state.step
+            metrics.open_run,
+            self.opened.workdir,
+            config.to_json_best_effort(),
+            state.step,
+            json.dumps(words),
         )
         self._writer = distributed.run_on_all(lambda: opened() if leads else None)
         self._stack.callback(self._writer.close if self._writer else lambda: None)

@@ -122,7 +122,7 @@ class Strategy:
     """
 
     parents: tuple[int, ...] = ()
-    drafter: str = "none"  # "none", "lookup", "replay" or "model"
+    drafter: str = "none"  # by its name in the registry; "none" of plain decoding
     packed: int = 0  # Nodes that a row verifies on average; 0: every node of every row.
 
 

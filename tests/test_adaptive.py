@@ -318,13 +318,13 @@ def test_situations_and_reports_say_what_is(target, drafter, earlier):
     # what the draft model has not seen is fed before it drafts
     assert max(lags) > 5 and lags[-1] <= 2 * 4
     for report in chooser.heard:
-        assert report.tokens >= report.live and set(report.evidence) >= {"lookup", "replay"}
-        assert ("model" in report.evidence) == (report.strategy.drafter == "model")
+        assert report.tokens >= report.live and set(report.observations) >= {"lookup", "replay"}
+        assert ("model" in report.observations) == (report.strategy.drafter == "model")
     ends = [
         report for report in chooser.heard if report.strategy.drafter == "model" and report.live
     ]
     hits = sum(
-        (evidence := report.evidence["model"]).ranks.size and (evidence.ranks == 0).sum()
+        (found := report.observations["model"]).ranks.size and (found.ranks == 0).sum()
         for report in ends
     )
     assert hits == sum(report.accepted for report in ends) > 0
@@ -362,4 +362,4 @@ def test_a_drafter_that_is_registered_is_chosen_among_the_others(target, monkeyp
     found = run(target, None, how, requests(), selector=selector, observe=reports.append)
     assert_equal(target, found, run(target, None, plain, requests()), how)
     assert any(report.strategy.drafter == "toy" for report in reports)
-    assert all(set(report.evidence) == {"lookup", "toy"} for report in reports)
+    assert all(set(report.observations) == {"lookup", "toy"} for report in reports)

@@ -271,6 +271,14 @@ def test_a_distilled_student_predicts_more(distilled):
 
 
 @pytest.mark.slow
+def test_its_report_names_the_curves_for_what_they_are(place, distilled):
+    report = (place / "distilled" / "report.html").read_text()
+    assert "Share of tokens that the student draws too" in report
+    assert "distillation of a drafter" in report
+    assert ">Reward<" not in report and "KL to the reference" not in report
+
+
+@pytest.mark.slow
 def test_it_is_a_model_that_drafts(place, distilled):
     """Frozen, in a run with the same noise as plain decoding: the text stays, and drafts are
     accepted.

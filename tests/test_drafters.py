@@ -397,22 +397,18 @@ def test_the_pass_is_the_same_in_any_slices(drafter, monkeypatch):
         teacher.score(drafter, tokens, mask, key, Sampling(1.0), rows=3)
 
 
-def test_evidence_ends_at_a_miss_a_lower_rank_and_the_texts_end():
+def test_observations_end_at_a_miss_a_lower_rank_and_the_texts_end():
     rank = np.array([[-1, -1, 0, 0, 2, 0, -1, 0]], np.int8)
     mask = np.array([[False, False, True, True, True, True, True, True]])
-    evidence = teacher.as_evidence(
+    found = teacher.as_observations(
         rank, np.array([[0, 0, 1, 2, 3, 1, 2, 3]], np.int8), mask, np.array([True])
     )
-    assert (
-        evidence.confidence.tolist() == [0, 1, 2, 3, 1, 2] + [0] * 5 and evidence.seen_prompt.all()
-    )
-    told = [
-        row[seen > 0].tolist() for row, seen in zip(evidence.ranks, evidence.offered, strict=True)
-    ]
+    assert found.confidence.tolist() == [0, 1, 2, 3, 1, 2] + [0] * 5 and found.seen_prompt.all()
+    told = [row[seen > 0].tolist() for row, seen in zip(found.ranks, found.offered, strict=True)]
     # what has a class counts again where nothing is known
     known = [[0, 2], [2], [0, -1], [-1], [0]]
     assert told == [[0, 0, 2], *known, *known]
-    assert evidence.ranks.shape == (11, DEPTHS) and set(evidence.offered.ravel()) == {0, RANKS}
+    assert found.ranks.shape == (11, DEPTHS) and set(found.offered.ravel()) == {0, RANKS}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ EXAMPLE = tiny_run.ROOT / "docs" / "examples" / "new_objective.py"
 
 def test_a_run_of_the_example_trains(tmp_path):
     """The loss begins at log 2, as policy and reference are one; then the policy leaves it."""
-    assert len(EXAMPLE.read_text().splitlines()) < 40
+    assert len(EXAMPLE.read_text().splitlines()) < 45
     tiny_run.make_files(tmp_path)
     model = tiny_run.make_model(tmp_path / "tiny")
     changes = {"steps": 2, "evaluation__every": 0}
@@ -21,6 +21,7 @@ def test_a_run_of_the_example_trains(tmp_path):
     command = [sys.executable, str(EXAMPLE), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
+    assert "online DPO" in (tmp_path / "run" / "report.html").read_text()
     first, second = tiny_run.lines(tmp_path / "run" / "metrics.jsonl")
     assert abs(first["loss/policy"] - np.log(2)) < 1e-4 and abs(first["kl/mean"]) < 1e-4
     assert first["gradient/norm"] > 0 and abs(second["kl/mean"]) > 1e-3

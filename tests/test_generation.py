@@ -68,7 +68,7 @@ def decoding(strategy: str = "plain", **changes) -> GenerationConfig:
 
 def run(target, drafter, how: GenerationConfig, wanted=None, **options):
     wanted = requests() if wanted is None else wanted
-    drafter = drafter if how.uses_drafter("model") else None
+    drafter = drafter if any(one.needs_model for one in how.drafters) else None
     samples = list(generate(target, drafter, wanted, how, **options))
     assert sorted(s.sample_id for s in samples) == sorted(i for r in wanted for i in r.sample_ids)
     return {sample.sample_id: sample for sample in samples}

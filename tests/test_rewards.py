@@ -441,27 +441,20 @@ def test_textblob_is_another_opinion_without_downloads():
     assert measure("", "", {}) == 0.0
 
 
-def test_only_the_parents_end_is_signalled():
+def test_only_the_parents_end_is_signalled(tmp_path):
     """Not a call's arrival, whose signal may come after the call was read and would end the
-    child.
+    child. What the reward starts does not inherit the end.
     """
-    held, watched = reward_worker.Pipe()
-    calls, answers = reward_worker.Pipe()
-    seen = []
-    before = signal.getsignal(signal.SIGIO)
-    try:
-        reward_worker._signal_events(watched.fileno())
-        signal.signal(signal.SIGIO, lambda *_: seen.append(1))
-        for number in range(100):
-            calls.send_bytes(bytes([number]))
-            assert answers.recv_bytes(1) == bytes([number])
-        assert not seen
-        held.close()
-        deadline = time.monotonic() + 5
-        while not seen and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert seen
-    finally:
-        signal.signal(signal.SIGIO, before)
-        for end in (watched, calls, answers):
-            end.close()
+    (tmp_path / "mine.py").write_text(
+        "import contextlib, fcntl, os, sys\n"
+        "def signalled(prompt, response, row):\n"
+        "    found = []\n"
+        "    for file in range(256):\n"
+        "        with contextlib.suppress(OSError):\n"
+        "            if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ASYNC:\n"
+        "                own = fcntl.fcntl(file, fcntl.F_GETOWN) == os.getpid()\n"
+        "                found.append((file, own, os.get_inheritable(file)))\n"
+        "    return float(found == [(int(sys.argv[2]), True, False)])\n"
+    )
+    with Workers(f"{tmp_path}/mine.py:signalled", 1, 20.0) as pool:
+        assert pool([Response("", [], {}, "")]).values.tolist() == [1.0]

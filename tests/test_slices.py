@@ -44,7 +44,7 @@ def over(layout: Layout, model):
 
 
 def roll_out(target, drafter, how, layout=ONE_DEVICE, wanted=None, **options):
-    drafter = drafter if how.uses_drafter("model") else None
+    drafter = drafter if any(one.needs_model for one in how.drafters) else None
     models = (
         (target, drafter) if layout.mesh is None else (over(layout, target), over(layout, drafter))
     )

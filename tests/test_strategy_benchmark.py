@@ -207,18 +207,18 @@ def test_what_policies_see_is_drawn_around_what_rows_gain(tmp_path):
     drafted = benchmark.seen(machine, 3, left, 0.0, 1.0, False, luck)
     assert drafted.tokens / 4000 == pytest.approx(machine.tokens[3], rel=0.03)
     assert drafted.accepted.sum() / drafted.tried.sum() == pytest.approx(0.7, abs=0.02)
-    assert drafted.evidence.offered.sum() == drafted.tried.sum()
+    assert drafted.observations.offered.sum() == drafted.tried.sum()
     assert benchmark.seen(machine, 3, np.full(9, 0.2), 0.0, 1.0, False, luck).tokens == 9
     for retrospect in (False, True):
         plain = benchmark.seen(machine, 0, left, 0.0, 1.0, retrospect, luck)
-        assert plain.tokens == 4000 and plain.evidence.offered.any() == retrospect
+        assert plain.tokens == 4000 and plain.observations.offered.any() == retrospect
 
 
-def test_evidence_ends_with_the_first_miss_and_with_the_text():
+def test_observations_end_with_the_first_miss_and_with_the_text():
     right = np.array(
         [[True, True, False, True], [True, True, True, True], [False, True, True, True]]
     )
-    found = benchmark.evidence_of(right, np.array([9, 2, 9]))
+    found = benchmark.observations_of(right, np.array([9, 2, 9]))
     assert found.offered[:, :4].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0]]
     assert found.ranks[:, :4].tolist() == [[0, 0, -1, -1], [0, 0, -1, -1], [-1, -1, -1, -1]]
     assert not found.offered[:, 4:].any()

@@ -25,6 +25,9 @@ def loss(policy, reference, rows, rewards):  # Rafailov et al. 2023, equation 7
 
 
 class OnlineDpo(RewardObjective):
+    def title(self, config):
+        return "online DPO"
+
     @staticmethod
     def step(state, run, observe):
         how = (run.prompts, run.generation, run.rewards, None, observe)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 
 from rlhf_jax.build import settings
@@ -20,7 +19,7 @@ from rlhf_jax.rewards.combination import Scorer, Term, weighted
 from rlhf_jax.rewards.models import RewardModel, model_scorer
 from rlhf_jax.rewards.samples import Rewards
 from rlhf_jax.rewards.sharing import shared_out
-from rlhf_jax.rewards.workers import Workers
+from rlhf_jax.rewards.sources import source_of
 from rlhf_jax.state import EvaluationSettings, Run
 from rlhf_jax.training.experience import AdvantageConfig, penalise_and_clip
 from rlhf_jax.training.settings import TrainingSettings
@@ -45,7 +44,7 @@ def make_run(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], No
             "reward": lambda responses: rewards.function(responses, {})[0]
         }
         for name, spec in config.reward.metrics.items():
-            measures[name] = function_scorer(config, spec, stack, alive)
+            measures[name] = open_scorer(config, spec, stack, alive)
         asked = config.evaluation
         evaluation = EvaluationSettings(
             prompts=opened.held_out,
@@ -75,7 +74,7 @@ def make_run(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], No
 
 
 def _rewards(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], None]) -> Rewards:
-    """Start the terms of the reward: functions in their processes, models on their devices."""
+    """Start the terms of the reward: sources such as functions, models on their devices."""
     config = opened.config
     layout = opened.layouts.inference
     reward = config.reward
@@ -89,7 +88,7 @@ def _rewards(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], No
         )
         for name, source in zip(names[len(reward.functions) :], opened.rewards, strict=True)
     }
-    functions = [function_scorer(config, spec, stack, alive) for spec in reward.functions]
+    functions = [open_scorer(config, spec, stack, alive) for spec in reward.functions]
     scorers = [*functions, *(model_scorer(model, layout) for model in models.values())]
     weights = map(float, reward.weights or (1.0,) * len(scorers))
     terms = [Term(*term) for term in zip(names, weights, scorers, strict=True)]
@@ -98,13 +97,11 @@ def _rewards(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], No
     return Rewards(function, opened.policy.tokenizer, clip, models, config.reward.failed)
 
 
-def function_scorer(
+def open_scorer(
     config: Config, spec: str, stack: contextlib.ExitStack, alive: Callable[[], None]
 ) -> Scorer:
-    """Start a reward function in worker processes, which the stack ends.
+    """Open what a spec names, such as a reward function in worker processes; the stack closes it.
 
-    Each process of the run has workers of its own, for its share of the responses.
+    Each process of the run has it score a share of the responses.
     """
-    seconds = math.inf if config.deterministic else config.reward.seconds
-    workers = Workers(spec, config.reward.workers, seconds, alive)
-    return shared_out(stack.enter_context(workers))
+    return shared_out(stack.enter_context(source_of(spec).open(spec, config, alive)))

@@ -120,7 +120,7 @@ def initial_host_state(opened: Opened) -> HostState:
     config = opened.config
     generation = config.generation
     replayed = generation.repeated_noise * (generation.max_new_tokens + 1)
-    evaluated = ALL_TOKENS if derived.uses_drafter(config, "replay") else 0
+    evaluated = ALL_TOKENS if derived.replays(config) else 0
     return HostState(
         position=batches(opened).state(),
         training=SpeculationState(

@@ -6,8 +6,10 @@ import pathlib
 
 from rlhf_jax.config.objectives import objective_of
 from rlhf_jax.config.schema import Config
+from rlhf_jax.generation.speculative.protocol import DRAFTERS, Drafter, drafters_of
 from rlhf_jax.generation.strategy import candidates
 from rlhf_jax.generation.strategy.candidates import Candidates
+from rlhf_jax.rewards.sources import source_of
 
 ADAPTIVE = "adaptive"
 
@@ -20,28 +22,50 @@ def adaptive(config: Config) -> bool:
 def strategies(config: Config) -> Candidates:
     """Return the strategies that may be chosen: the one that is named, or all that are possible.
 
-    Those of 'adaptive' draft with whatever the run has. Drafts are replayed only by evaluation and
-    under repeated noise, and not with acceptance 'rejection', where texts depend on the drafts.
+    Those of 'adaptive' draft by every drafter that is registered and for which the run has what it
+    needs. Drafts are replayed only by evaluation and under repeated noise, and not with acceptance
+    'rejection', where texts depend on the drafts.
     """
     generation = config.generation
     repeats = bool(config.evaluation.every or generation.repeated_noise)
-    drafters = ["lookup"]
-    if repeats and generation.acceptance == "replayable":
-        drafters.append("replay")
-    if config.drafter.path or config.drafter.layers:
-        drafters.append("model")
+    replayed = repeats and generation.acceptance == "replayable"
+    usable = [
+        one.name
+        for one in DRAFTERS.values()
+        if (replayed or not one.needs_earlier) and (names_model(config) or not one.needs_model)
+    ]
     longest = max(1, min(candidates.LONGEST_CHAIN, generation.max_new_tokens // 2))
-    return candidates.parse(generation.strategy, drafters, longest)
+    return candidates.parse(generation.strategy, usable, longest)
+
+
+def names_model(config: Config) -> bool:
+    """Tell whether a config names a draft model, or layers to make one of."""
+    return bool(config.drafter.path or config.drafter.layers)
+
+
+def drafters(config: Config) -> tuple[Drafter, ...]:
+    """Return the drafters of the strategies that may be chosen."""
+    return drafters_of(strategies(config).strategies)
+
+
+def replays(config: Config) -> bool:
+    """Tell whether a drafter reads the text that the same noise gave before."""
+    return any(one.needs_earlier for one in drafters(config))
+
+
+def drafts_by_model(config: Config) -> bool:
+    """Tell whether a drafter needs a draft model."""
+    return any(one.needs_model for one in drafters(config))
 
 
 def uses_drafter(config: Config, drafter: str) -> bool:
-    """Tell whether a strategy that may be chosen drafts by 'lookup', 'replay' or 'model'."""
+    """Tell whether a strategy that may be chosen drafts by the drafter of that name."""
     return drafter in strategies(config).drafters
 
 
 def has_drafter(config: Config) -> bool:
     """Tell whether a run has a draft model, to draft with or to train."""
-    return objective_of(config).distills or uses_drafter(config, "model")
+    return objective_of(config).distills or drafts_by_model(config)
 
 
 def trains_drafter(config: Config) -> bool:
@@ -57,7 +81,8 @@ def needs_reference(config: Config) -> bool:
 def term_names(config: Config) -> list[str]:
     """Return what metrics call the reward's functions, then its models, in the config's order.
 
-    A function has its own name, a model the last part of its path.
+    A function has its own name, what another source scores the name that it gives, a model the
+    last part of its path.
     """
-    functions = [spec.rpartition(":")[2] for spec in config.reward.functions]
+    functions = [source_of(spec).term_name(spec) for spec in config.reward.functions]
     return functions + [pathlib.PurePath(path).name for path in config.reward.models]

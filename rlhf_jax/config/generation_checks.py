@@ -33,7 +33,7 @@ def check_strategy(config: Config) -> None:
     """Check that the drafting strategy has the drafts, and the noise, that it needs."""
     generation = config.generation
     repeated = generation.repeated_noise
-    replays = derived.uses_drafter(config, "replay")
+    replays = derived.replays(config)
     require(
         generation.acceptance == "replayable" or not (repeated or replays),
         "Under generation.acceptance 'rejection' a text depends on its drafts and cannot be"
@@ -52,8 +52,7 @@ def check_strategy(config: Config) -> None:
         " prompt; lower it.",
     )
     require(
-        bool(config.drafter.path or config.drafter.layers)
-        or not derived.uses_drafter(config, "model"),
+        derived.names_model(config) or not derived.drafts_by_model(config),
         f"generation.strategy {generation.strategy!r} drafts with a model; give drafter.path or"
         " drafter.layers.",
     )

@@ -23,7 +23,7 @@ class Objective(Protocol):
     distills: bool
 
     def title(self, config: Config) -> str:
-        """Name what is done, for people to read: "GRPO"."""
+        """Name what is done, for people to read and for the report: "GRPO"."""
         ...
 
     def validate(self, config: Config) -> None:
@@ -39,7 +39,10 @@ class Objective(Protocol):
         ...
 
     def report_names(self) -> Mapping[str, str]:
-        """Name the curves that mean something else here, by the key of metrics.jsonl."""
+        """Name the numbers that mean something else here, by their key in metrics.jsonl.
+
+        The report heads their curves so; a name says the unit, too.
+        """
         ...
 
 

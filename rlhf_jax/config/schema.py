@@ -77,7 +77,8 @@ DEFAULTS: dict[str, Any] = {
     },
     # A sample's reward is the weighted sum of functions and models.
     "reward": {
-        # each FILE.py:function or package.module:function of (prompt, response, row) -> float
+        # each FILE.py:function or package.module:function of (prompt, response, row) -> float, or
+        # SCHEME://... of a registered source of rewards
         "functions": (),
         # each a Hugging Face sequence-classification folder, read at a conversation's last token
         "models": (),

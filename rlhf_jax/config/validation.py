@@ -24,7 +24,7 @@ from rlhf_jax.config.generation_checks import (
 from rlhf_jax.config.objectives import OBJECTIVES, objective_of
 from rlhf_jax.config.schema import Config, flat
 from rlhf_jax.mesh import Layout
-from rlhf_jax.rewards.combination import load_reward
+from rlhf_jax.rewards.sources import source_of
 from rlhf_jax.training import kl
 from rlhf_jax.training.advantages import ESTIMATORS
 from rlhf_jax.training.distill import student_config
@@ -206,7 +206,7 @@ def _check_training(config: Config) -> None:
 
 
 def _check_rewards(config: Config) -> None:
-    """Check that rewards can be computed, weighed and told apart; their functions are imported."""
+    """Check that rewards can be computed, weighed and told apart; functions are imported."""
     reward = config.reward
     terms = len(reward.functions) + len(reward.models)
     require(
@@ -231,7 +231,7 @@ def _check_rewards(config: Config) -> None:
     require_positive(config, "reward.workers", "reward.seconds")
     require_not_negative(config, "reward.missing_end", "reward.clip")
     for spec in (*reward.functions, *reward.metrics.values()):
-        load_reward(spec)
+        source_of(spec).check(spec)
     require(
         "reward" not in reward.metrics,
         "reward.metrics names a measure 'reward', which is training's; rename it.",

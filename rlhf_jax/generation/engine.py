@@ -72,7 +72,7 @@ def generate(
     """Yield every sample of `requests` as it finishes, in order of finishing.
 
     target and drafter have unrolled layers, in the dtype they decode in, repeated over the slices
-    of the layout; the drafter is wanted by strategies of drafter 'model' only. Under replayable
+    of the layout; the drafter is wanted where a strategy's drafter `needs_model`. Under replayable
     acceptance a sample's tokens are a function of (weights, prompt, seed, sample id, sampling): not
     of the strategies, the rows, the slices or the order. The `selector` chooses each round's
     strategy among those that `compiler` has compiled; without it the first is always taken, without

@@ -69,10 +69,6 @@ class GenerationConfig:
             history=generation.history_tokens,
         )
 
-    def uses_drafter(self, drafter: str) -> bool:
-        """Say whether a strategy that may be chosen drafts by the drafter of that name."""
-        return any(strategy.drafter == drafter for strategy in self.strategies)
-
     @property
     def drafters(self) -> tuple[Drafter, ...]:
         """Return the drafters of the strategies that may be chosen."""
@@ -173,7 +169,7 @@ class RoundReport:
     context: int = 0  # known tokens of the live samples, before it
     lag: int = 0  # tokens that the draft model had to catch up on, of the sample that lacked most
     seconds: float | None = None  # None where they are not known to be the round's own
-    evidence: Mapping[str, Observations] = dataclasses.field(default_factory=dict)  # by drafter
+    observations: Mapping[str, Observations] = dataclasses.field(default_factory=dict)  # by drafter
     slice: int = 0
     began: float = 0.0  # when it was dispatched, by the clock of `time.perf_counter`,
     ended: float = 0.0  # and when its counters were read

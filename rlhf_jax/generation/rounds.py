@@ -150,7 +150,6 @@ def _situation(
     layout = batch.layout
     live = batch.live
     rows = len(batch.rows)
-    ones = [1] * len(live)
 
     # [D, CLASSES] samples by confidence, on each device that has rows, where a budget is shared.
     by_device = {}
@@ -176,7 +175,7 @@ def _situation(
         context=context,
         lag=lag,
         classes={
-            one.name: _sum_by_class(live, one.name, ones).astype(np.int64)
+            one.name: _sum_by_class(live, one.name, [1] * len(live)).astype(np.int64)
             for one in decoding.drafters
         },
         ready=lambda one: compiler is None or compiler.ready(one, rows, decoding, layout=layout),
@@ -289,7 +288,6 @@ def receive_round(batch: SliceBatch, run: GenerationRun) -> RoundResult:
     Return its report, and the samples that ended with it.
     """
     sent = batch.in_flight.popleft()
-    compiler = run.compiler
     # Without a wait the results came some time before the host, which cannot know when.
     waited = batch.seen_unfinished or not is_ready(sent.results.emission.count)
     batch.seen_unfinished = False
@@ -297,6 +295,7 @@ def receive_round(batch: SliceBatch, run: GenerationRun) -> RoundResult:
 
     began = batch.received if sent.follows else sent.dispatched
     batch.received = time.perf_counter() if waited else None
+    compiler = run.compiler
     quiet = compiler is None or not (compiler.busy or compiler.events != sent.compilations)
     seconds = None
     if sent.undisturbed and quiet and began is not None and batch.received is not None:
@@ -329,8 +328,8 @@ def _grow(sent: InFlightRound, results: Results) -> list[Sample]:
         sample.accepted += int(emission.accepted[row])
         sample.done = bool(emission.done[row])
         sample.unfed = 0 if drafter_of(sent.strategy).needs_model else sample.unfed + count
-        signals = results.signals.items()
-        sample.confidence = {name: int(signal.confidence[row]) for name, signal in signals}
+        hindsight = results.hindsight.items()
+        sample.confidence = {name: int(own.confidence[row]) for name, own in hindsight}
         if results.confidence is not None:
             sample.confidence[sent.strategy.drafter] = int(results.confidence[row])
         if sample.done:
@@ -348,9 +347,8 @@ def _report(
     """Report a round of slice `number`; confidence: of each row's drafters before the round."""
     emission = results.emission
     gained = emission.count > 0
-    drafts = np.full(len(sent.samples), len(sent.strategy.parents))
-    if results.spent is not None:
-        drafts = results.spent.drafts
+    share = results.budget_share
+    drafts = np.full(len(gained), len(sent.strategy.parents)) if share is None else share.drafts
     return RoundReport(
         strategy=sent.strategy,
         rows=len(emission.count),
@@ -361,7 +359,7 @@ def _report(
         context=sent.context,
         lag=sent.lag,
         seconds=seconds,
-        evidence=_observe_drafters(sent, results, confidence),
+        observations=_observe_drafters(sent, results, confidence),
         slice=number,
         began=sent.dispatched,
         ended=time.perf_counter(),
@@ -379,20 +377,20 @@ def _observe_drafters(
     misses.
     """
     used = sent.strategy.drafter
-    samples = sent.samples
     gained = np.asarray(results.emission.count) > 0
-    seen_prompt = np.array([one is not None and one.seen_prompt for one in samples])
-    long = np.array([one is not None and len(one.tokens) >= DEPTHS for one in samples])
+    seen_prompt = np.array([one is not None and one.seen_prompt for one in sent.samples])
+    long = np.array([one is not None and len(one.tokens) >= DEPTHS for one in sent.samples])
     observed = {
-        name: observations.of_hindsight(signal, gained & long, seen_prompt)
-        for name, signal in results.signals.items()
+        name: observations.of_hindsight(own, gained & long, seen_prompt)
+        for name, own in results.hindsight.items()
         if name != used
     }
-    if used in results.signals or results.confidence is not None:
+    drafter = drafter_of(sent.strategy)
+    if sent.strategy.parents and (used in results.hindsight or not drafter.has_hindsight):
         before = np.array([classes.get(used, 0) for classes in confidence])
         allowed = np.full(len(before), len(sent.strategy.parents))
-        if results.spent is not None:
-            allowed = np.where(results.spent.short, results.spent.drafts, allowed)
+        if results.budget_share is not None:
+            allowed = np.where(results.budget_share.short, results.budget_share.drafts, allowed)
         observed[used] = observations.of_drafts(
             sent.strategy, results.emission, before, seen_prompt=seen_prompt, allowed=allowed
         )

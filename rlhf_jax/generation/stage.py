@@ -202,20 +202,19 @@ def end_stage(
 ) -> Selector | None:
     """Let the selector learn from a finished stage; return it as the next stage begins with it.
 
-    The draft model reads a few texts once, teacher-forced, so that it is known even where it never
-    drafted. Under rejection it does not: there text has noise of its own, and no rank in the
-    drafter's draw says what would have been accepted.
+    A draft model reads a few texts once, teacher-forced, so that drafters by its own draws are
+    known even where they never drafted. Under rejection it does not: there text has noise of its
+    own, and no rank in the model's draw says what would have been accepted.
     """
     if selector is None:
         return None
-    if (
-        drafter is not None
-        and decoding.uses_drafter("model")
-        and decoding.acceptance == "replayable"
-    ):
+    learning = [one.name for one in decoding.drafters if one.learns_from_texts]
+    if drafter is not None and learning and decoding.acceptance == "replayable":
         chosen = samples[:: max(1, len(samples) // TEXTS_READ)]
         chosen = chosen[: min(TEXTS_READ, max(1, len(samples) // TEXTS_FOR_ONE_READ))]
-        selector.observe_text("model", read_texts(drafter, chosen, decoding, settings))
+        observed = read_texts(drafter, chosen, decoding, settings)
+        for name in learning:
+            selector.observe_text(name, observed)
     selector.stage_ended(KEPT_ACCEPTANCE)
     if distributed.started():  # all begin the next stage alike
         selector.restore(distributed.broadcast(selector.state()))
@@ -244,7 +243,7 @@ def read_texts(
     scored = teacher.score(drafter, *placed, decoding.sampling, rows=rows, layout=settings.layout)
     rank, confidence = distributed.fetch(scored)
     seen = [sample.seen_prompt for sample in samples] + [False] * (rows - len(samples))
-    return teacher.as_evidence(rank, confidence, mask, np.array(seen))
+    return teacher.as_observations(rank, confidence, mask, np.array(seen))
 
 
 def compile_first_rounds(

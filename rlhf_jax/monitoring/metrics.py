@@ -42,6 +42,7 @@ SHOWN_SAMPLES = 6
 # What a run has in its workdir, and an earlier run leaves there.
 RUN_FILES = (
     "config.json",
+    "objective.json",
     "metrics.jsonl",
     "samples.jsonl",
     "evaluations.jsonl",
@@ -148,8 +149,13 @@ class Writer:
             self._events.flush()
 
 
-def open_run(workdir: str | pathlib.Path, config: str, first_step: int = 0) -> Writer:
+def open_run(
+    workdir: str | pathlib.Path, config: str, first_step: int = 0, objective: str = "{}"
+) -> Writer:
     """Return a writer for a run in `workdir`, and write its config (JSON) beside its files.
+
+    objective: JSON too: the "title" of what the run does, and the "names" of curves that mean
+    something else in it than they say; the report reads it.
 
     A run that resumes, at a `first_step` above 0, goes on in the files that are there. One that
     starts keeps those of an earlier run: they move to a folder `earlier-N` in the same place.
@@ -165,9 +171,9 @@ def open_run(workdir: str | pathlib.Path, config: str, first_step: int = 0) -> W
             earlier.mkdir()
             for path in old:
                 path.rename(earlier / path.name)
-    path = folder / "config.json"
-    with _writing(path):
-        write_atomically(path, (config + "\n").encode(), durable=True)
+    for path, text in (folder / "config.json", config), (folder / "objective.json", objective):
+        with _writing(path):
+            write_atomically(path, (text + "\n").encode(), durable=True)
     return Writer(folder, first_step)
 
 

@@ -78,7 +78,7 @@ class DistillationObjective:
     def report_names(self) -> Mapping[str, str]:
         """Say what stands in for reward, KL and loss."""
         return {
-            "reward/mean": "tokens that the student draws too",
-            "kl/mean": "divergence of the student",
-            "loss/policy": "divergence of the student",
+            "reward/mean": "share of tokens that the student draws too",
+            "kl/mean": "divergence of the policy from the student, nats a token",
+            "loss/policy": "loss of the student, nats a token",
         }

@@ -238,7 +238,15 @@ def serve(spec: str, watched: int) -> None:
     pipe = connection.Connection(os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)  # a reward that reads its input must not take calls
-    _signal_events(watched)
+    # The kernel sends SIGIO at the parent's end: ignored here, and in a call it ends the child even
+    # in a regular expression that never returns and lets no other thread run. The pipe of calls
+    # would not do: the signal of a call's arrival may come after the call was read.
+    signal.signal(signal.SIGIO, signal.SIG_IGN)
+    # Processes that the reward starts do not get it.
+    os.set_inheritable(watched, False)
+    flags = fcntl.fcntl(watched, fcntl.F_GETFL)
+    fcntl.fcntl(watched, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(watched, fcntl.F_SETFL, flags | os.O_ASYNC)
     try:
         reward = load_reward(spec)
     except (ValueError, OSError) as error:
@@ -253,21 +261,6 @@ def serve(spec: str, watched: int) -> None:
             signal.signal(signal.SIGIO, signal.SIG_IGN)
             send(pipe, reply)
     os.killpg(os.getpgrp(), signal.SIGKILL)  # what the reward has started ends as well
-
-
-def _signal_events(watched: int) -> None:
-    """Have the kernel send SIGIO at the parent's end; ignored here.
-
-    In a call it is not ignored, and ends the child even in a regular expression that never returns
-    and lets no other thread run. The pipe of calls would not do: the signal of a call's arrival may
-    come after the call was read.
-    """
-    signal.signal(signal.SIGIO, signal.SIG_IGN)
-    # Processes that the reward starts do not get it.
-    os.set_inheritable(watched, False)
-    flags = fcntl.fcntl(watched, fcntl.F_GETFL)
-    fcntl.fcntl(watched, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(watched, fcntl.F_SETFL, flags | os.O_ASYNC)
 
 
 def call(reward: Reward, asked: RewardCall) -> RewardScore | RewardFailure:

@@ -4,8 +4,8 @@ A drafter proposes tokens that the target verifies. A new one is a subclass of `
 `drafters.search.SearchDrafter` where it needs no model) and one call of `register`; nothing else
 in the package names it. `docs/examples/new_drafter.py` shows a whole one.
 
-A drafter's confidence is one of four classes, 0 (it knows nothing to draft) to 3 (its drafts are
-nearly always accepted), by its own rule. Acceptance is measured class by class, and the budget of a
+A drafter's confidence is one of four classes, 0 (nothing is known) to 3 (its drafts are nearly
+always accepted), by its own rule. Acceptance is measured class by class, and the budget of a
 round goes to the rows of surer classes.
 """
 
@@ -63,6 +63,12 @@ class Drafter(Protocol):
     branches: ClassVar[bool] = False  # its second and third choices are worth trees
     # Its rows differ so much that rounds with a budget of drafts are worth their programs.
     packs: ClassVar[bool] = False
+    # Every round tells by looking back what it would have drafted. So each row's class is known,
+    # and rows of class 0 get no drafts; else class 0 is a row of which nothing is known.
+    has_hindsight: ClassVar[bool] = False
+    # Its drafts are the draft model's own draws: finished texts that the model reads tell its
+    # acceptance (see `drafters.teacher`).
+    learns_from_texts: ClassVar[bool] = False
 
     def catch_up(self, execute: Execute, state: DecodeState, context: DraftContext) -> DecodeState:
         """Return the state after the drafter has read what other drafters' rounds have added.

@@ -45,8 +45,8 @@ class Results(NamedTuple):
 
     emission: Emission
     confidence: Array | None  # [B] int8, of its own drafts, where the drafter does not search
-    spent: BudgetShare | None  # of a round with a budget of drafts
-    signals: dict[str, Hindsight]  # by name, of the drafters that search, where somebody asks
+    budget_share: BudgetShare | None  # of a round with a budget of drafts
+    hindsight: dict[str, Hindsight]  # by name, of the drafters that search, where somebody asks
 
 
 def speculative_round(
@@ -103,9 +103,9 @@ def speculative_round(
 
     used = drafters_of(decoding.strategies) if looks_back else ()
     searchers = tuple(one for one in used if isinstance(one, SearchDrafter))
-    signals = execute(look_back, state, siblings, searchers, layout=layout) if searchers else {}
+    hindsight = execute(look_back, state, siblings, searchers, layout=layout) if searchers else {}
     confidence = None if isinstance(drafter, SearchDrafter) else proposal.confidence
-    results = Results(emission, confidence, share, signals)
+    results = Results(emission, confidence, share, hindsight)
     if layout.is_shared:
         # Each host that shares the devices reads all rows.
         results = execute(meshes.repeat, results, layout=layout)

@@ -10,15 +10,13 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.speculative.protocol import DRAFTERS, drafter_of
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, RANKS
 from rlhf_jax.generation.strategy.roofline import Calls
 from rlhf_jax.generation.strategy.settings import CANDIDATE_SETTINGS
 from rlhf_jax.types import Strategy
 
 LONGEST_CHAIN = CANDIDATE_SETTINGS.long_chains[-1]  # Draft tokens of a strategy, at most.
-BRANCHING = ("lookup", "model")  # The drafters whose siblings are worth trees.
-# The drafters whose rows differ so much that packed rounds are worth their programs.
-PACKING = ("replay",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +66,7 @@ def build(strategies: Iterable[Strategy], longest: int = LONGEST_CHAIN) -> Candi
     chosen = tuple(dict.fromkeys(strategies))
     drafters = tuple(dict.fromkeys(one.drafter for one in chosen if one.parents))
     depth = np.array([trees.depths(one).max() for one in chosen])
-    by_model = np.array([one.drafter == "model" for one in chosen])
+    by_model = np.array([drafter_of(one).needs_model for one in chosen])
     # Nodes with children: the draft model gives the distributions after these.
     inner = np.array([len(set(one.parents)) for one in chosen])
 
@@ -100,14 +98,15 @@ def adaptive(drafters: Iterable[str], longest: int = LONGEST_CHAIN) -> Candidate
     Trees join once acceptance is measured (`with_trees`).
     """
     strategies = [trees.PLAIN]
-    for drafter in drafters:
-        long_chains = () if drafter == "model" else CANDIDATE_SETTINGS.long_chains
+    for name in drafters:
+        drafter = DRAFTERS[name]
+        long_chains = () if drafter.needs_model else CANDIDATE_SETTINGS.long_chains
         lengths = [length for length in (*range(1, DEPTHS + 1), *long_chains) if length <= longest]
-        strategies += [Strategy(trees.chain(length), drafter) for length in lengths]
-        if drafter in PACKING and longest >= CANDIDATE_SETTINGS.packed_chain:
+        strategies += [Strategy(trees.chain(length), name) for length in lengths]
+        if drafter.packs and longest >= CANDIDATE_SETTINGS.packed_chain:
             chain = trees.chain(CANDIDATE_SETTINGS.packed_chain)
             strategies += [
-                Strategy(chain, drafter, nodes) for nodes in CANDIDATE_SETTINGS.packed_nodes
+                Strategy(chain, name, nodes) for nodes in CANDIDATE_SETTINGS.packed_nodes
             ]
     return build(strategies, longest)
 
@@ -128,7 +127,7 @@ def with_trees(candidates: Candidates, rates: Mapping[str, np.ndarray]) -> Candi
     """
     known = candidates.strategies
     chosen = [one for one in known if trees.is_chain(one)]
-    for drafter in (drafter for drafter in BRANCHING if drafter in rates):
+    for drafter in (one for one in candidates.drafters if DRAFTERS[one].branches and one in rates):
         grown = [one for one in known if one.drafter == drafter and not trees.is_chain(one)]
         old = {len(one.parents): one for one in grown}
         for size in (size for size in CANDIDATE_SETTINGS.tree_sizes if size <= candidates.longest):

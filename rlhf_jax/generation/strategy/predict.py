@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 import numpy as np
 
 from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.speculative.protocol import DRAFTERS
 from rlhf_jax.generation.strategy import acceptance, candidates, cost, drain, expected_gain
 from rlhf_jax.generation.strategy.acceptance import CLASSES, NOTHING, Acceptance
 from rlhf_jax.generation.strategy.candidates import Candidates
@@ -75,8 +76,8 @@ def expect(choices: Candidates, known: Mapping[str, Acceptance]) -> Expectations
     tokens = np.ones((2 * CLASSES, len(choices.strategies)))
     for drafter, paths in choices.paths.items():
         drafts = candidates.expected_drafts(paths, known[drafter].rates) * calibrations[drafter]
-        if drafter != "model":
-            # What has nothing to draft drafts nothing; a model always does.
+        if DRAFTERS[drafter].has_hindsight:
+            # Here the class says that there is nothing to draft.
             drafts[:, NOTHING] = 0.0
         tokens[:, paths.columns] += drafts.reshape(2 * CLASSES, -1)
 

@@ -213,7 +213,7 @@ class Selector:
                     rows=report.live,
                 )
         for drafter in self.acceptance:
-            self._observe(drafter, report.evidence.get(drafter), drafter == used)
+            self._observe(drafter, report.observations.get(drafter), drafter == used)
         if report.seconds is not None and not self.frozen_costs:
             self._observe_seconds(report, report.seconds)
         self.expectations = predict.expect(self.candidates, self.acceptance)
@@ -377,17 +377,22 @@ class Selector:
         for drafter in self.acceptance.keys() & saved["acceptance"].keys():
             self.acceptance[drafter] = acceptance.restore(saved["acceptance"][drafter])
             self.rounds_unobserved[drafter] = saved["silent"][drafter]
+
+        def known(name: str) -> bool:
+            return name == "plain" or name.partition("-")[0] in self.acceptance
+
         if len(self.candidates.strategies) > 1:
             chains = filter(trees.is_chain, self.candidates.strategies)
-            grown = map(trees.parse, saved["trees"])
-            known = (one for one in grown if one.drafter in self.acceptance)
-            self.candidates = candidates.build([*chains, *known], self.candidates.longest)
+            grown = map(trees.parse, filter(known, saved["trees"]))
+            self.candidates = candidates.build([*chains, *grown], self.candidates.longest)
         self.timed = saved["timed"]
         self.earlier = statistics.restore(saved["tallies"])
         self.classes = {drafter: np.array(counts) for drafter, counts in saved["classes"].items()}
         current = saved["current"] or {}
         # Before there were slices, one strategy was saved.
         current = current if isinstance(current, dict) else {"0": current}
-        self.current = {int(number): trees.parse(name) for number, name in current.items()}
+        self.current = {
+            int(number): trees.parse(name) for number, name in current.items() if known(name)
+        }
         self.costs = cost.restore(saved["costs"])
         self.expectations = predict.expect(self.candidates, self.acceptance)

@@ -22,8 +22,9 @@ from rlhf_jax.monitoring.report.scales import reading, share, strategy_label
 
 K = TypeVar("K", bound=Hashable)
 
-# What a reader calls the drafters.
-DRAFTER_NAMES = {"none": "plain", "lookup": "lookup", "replay": "replay", "model": "model"}
+# Drafters with a colour of their own, in the order in which they are drawn; "none" is plain.
+COLOURED = ("none", "lookup", "replay", "model")
+OTHER_COLOURS = 4  # that all other drafters of a run share
 # Drafts up to which a strategy has the first, second and third shade of its drafter's colour.
 SHADE_DRAFTS = (2, 4, 8)
 NAMED = 12  # strategies that the table names; the others count together
@@ -65,16 +66,17 @@ def charts(run: RunRecord) -> list[Chart]:
 
     Strategies are drawn over all steps, and of the first and last third.
     """
-    drawn = [_by_live_rows("Strategies by live rows", run.strategies, run.strategies)]
+    kinds = drafter_kinds(run)
+    drawn = [_by_live_rows("Strategies by live rows", run.strategies, run.strategies, kinds)]
     parts = [[row for row in run.strategies if row["third"] == third] for third in (0, THIRDS - 1)]
     if all(parts):
         titles = ("First third of the steps", "Last third of the steps")
         for title, part in zip(titles, parts, strict=True):
-            drawn.append(_by_live_rows(title, part, run.strategies))
-    drawn.append(_shares(run.metrics))
+            drawn.append(_by_live_rows(title, part, run.strategies, kinds))
+    drawn.append(_shares(run.metrics, kinds))
     lines = [
-        (key, series(run.metrics, f"strategy/acceptance_{key}", name))
-        for key, name in DRAFTER_NAMES.items()
+        (kind, series(run.metrics, f"strategy/acceptance_{name}", name))
+        for name, kind in kinds.items()
     ]
     note = "of a draft's first token, as the choice takes it"
     drawn.append(_lines("Acceptance by drafter", note, lines))
@@ -101,6 +103,18 @@ def drafts(run: RunRecord) -> bool:
     return bool(run.strategies or series(run.metrics, "drafter/acceptance"))
 
 
+def drafter_kinds(run: RunRecord) -> dict[str, str]:
+    """Return the class that colours each drafter, by the names that the run's files tell."""
+    told = {row["drafter"] for row in run.strategies}
+    for prefix in ("strategy/share_", "strategy/acceptance_"):
+        told |= {
+            key.removeprefix(prefix) for row in run.metrics for key in row if key.startswith(prefix)
+        }
+    others = sorted(told.difference(COLOURED))
+    kinds = {name: name for name in COLOURED if name in told}
+    return kinds | {name: f"other-{i % OTHER_COLOURS}" for i, name in enumerate(others)}
+
+
 def table(rows: list[Row]) -> list[Outcome]:
     """Return what each strategy was predicted to give and gave, the most chosen first.
 
@@ -120,29 +134,28 @@ def table(rows: list[Row]) -> list[Outcome]:
     return found
 
 
-def _by_live_rows(title: str, rows: list[Row], every: list[Row]) -> Chart:
+def _by_live_rows(title: str, rows: list[Row], every: list[Row], kinds: dict[str, str]) -> Chart:
     """Draw a bar for each number of live rows that the run had.
 
     It has a layer for each drafter and size of draft. every: the rows of the whole run, of which
     `rows` may be a part.
     """
 
-    def kind(row: Row) -> str:
-        return f"{row['drafter']} shade-{sum(row['drafts'] > most for most in SHADE_DRAFTS)}"
+    def shaded(row: Row) -> tuple[str, int]:
+        return row["drafter"], sum(row["drafts"] > most for most in SHADE_DRAFTS)
 
     sizes = sorted({row["live"] for row in every})
     rounds = _summed(rows, lambda row: row["live"])
-    layered = _summed(rows, lambda row: (row["live"], kind(row)))
+    layered = _summed(rows, lambda row: (row["live"], shaded(row)))
     layers = []
-    for drafter in DRAFTER_NAMES:
+    for drafter, kind in kinds.items():
         for shade in range(len(SHADE_DRAFTS) + 1):
-            name = f"{drafter} shade-{shade}"
             shares = [
-                100 * _ratio(layered[size, name]["rounds"], rounds[size]["rounds"])
+                100 * _ratio(layered[size, (drafter, shade)]["rounds"], rounds[size]["rounds"])
                 for size in sizes
             ]
             if any(shares):
-                layers.append((name, np.array(shares)))
+                layers.append((f"{kind} shade-{shade}", np.array(shares)))
     tips = [_tip(size, [row for row in rows if row["live"] == size]) for size in sizes]
     height = 260 if rows is every else 190
     svg = share_chart(title, [f"{size}" for size in sizes], layers, tips=tips, height=height)
@@ -150,9 +163,10 @@ def _by_live_rows(title: str, rows: list[Row], every: list[Row]) -> Chart:
     drafted = _summed(rows, lambda row: row["drafter"])
     total = sum(figures["rounds"] for figures in drafted.values())
     legend = []
-    for key, name in DRAFTER_NAMES.items():
-        if key in drafted:
-            legend.append((key, f"{name} {share(drafted[key]['rounds'], total)}"))
+    for drafter, kind in kinds.items():
+        if drafter in drafted:
+            part = share(drafted[drafter]["rounds"], total)
+            legend.append((kind, f"{_spoken(drafter)} {part}"))
     note = ""
     if rows is every:
         note = "% of rounds, by live rows rounded up; fuller colour for longer drafts"
@@ -176,22 +190,24 @@ def _tip(size: int, rows: list[Row]) -> str:
     return "\n".join([f"{heading}, {every:,.0f} rounds", *lines])
 
 
-def _shares(rows: list[Row]) -> Chart:
+def _spoken(drafter: str) -> str:
+    return "plain" if drafter == "none" else drafter
+
+
+def _shares(rows: list[Row], kinds: dict[str, str]) -> Chart:
     """Draw each drafter's share of a step's rounds, of the drafters that most steps tell of."""
-    found = [
-        (key, [row for row in rows if f"strategy/share_{key}" in row]) for key in DRAFTER_NAMES
-    ]
-    most = max(len(own) for _, own in found)
-    kinds = []
+    found = [(name, [row for row in rows if f"strategy/share_{name}" in row]) for name in kinds]
+    most = max((len(own) for _, own in found), default=0)
+    drawn = []
     layers = []
-    for key, own in found:
-        line = series(own, f"strategy/share_{key}", DRAFTER_NAMES[key])
+    for name, own in found:
+        line = series(own, f"strategy/share_{name}", _spoken(name))
         if len(own) == most and line:
-            kinds.append(key)
+            drawn.append(kinds[name])
             layers.append(Series(line.name, line.steps, 100 * line.values))
     title = "Drafters"
-    svg = stacked_chart(title, layers, kinds=kinds, say=lambda part: f"{part:.0f}%", whole=False)
-    legend = tuple((key, DRAFTER_NAMES[key]) for key in kinds)
+    svg = stacked_chart(title, layers, kinds=drawn, say=lambda part: f"{part:.0f}%", whole=False)
+    legend = tuple((kind, line.name) for kind, line in zip(drawn, layers, strict=True))
     return Chart(title, "% of a step's rounds", Markup(svg), legend)
 
 

@@ -90,7 +90,8 @@ def render(run: RunRecord, device: str = "") -> str:
         if is_measure(key):
             line = series(run.evaluations, key)
             big += _before_after(f"Held-out {key.removeprefix('eval/')}", line, ends=True)
-    big = big or _before_after("Training reward", series(run.metrics, "reward/mean"))
+    label = run.called("reward/mean", "Training reward")
+    big = big or _before_after(label, series(run.metrics, "reward/mean"))
     return environment.get_template("page.html").render(
         run=run,
         facts=facts(run, device),
@@ -116,7 +117,7 @@ def facts(run: RunRecord, device: str) -> list[tuple[str, str]]:
     strategy = str(config.get("generation.strategy", ""))
     rows = [
         ("model", pathlib.PurePath(str(config.get("model.path", ""))).name),
-        ("algorithm", ALGORITHMS.get(config.get("advantage.estimator", ""), "")),
+        ("algorithm", run.title or ALGORITHMS.get(config.get("advantage.estimator", ""), "")),
         ("steps", f"{done:,} of {asked:,}" if unfinished else f"{done:,}"),
         ("drafting", "none" if strategy == "plain" else strategy),
         ("device", device),
@@ -131,7 +132,8 @@ def headline(run: RunRecord) -> list[Figure]:
     figures = []
     if kl := series(rows, "kl/mean"):
         last = reading(smooth(kl.values)[-1])
-        figures.append(Figure("KL to the reference", last, note="nats a token"))
+        note = "" if "kl/mean" in run.names else "nats a token"
+        figures.append(Figure(run.called("kl/mean", "KL to the reference"), last, note=note))
     length = series(rows, "response/length_mean")
     figures += _before_after("Response length", length, "tokens", judged=False)
 
@@ -169,13 +171,16 @@ def charts(run: RunRecord) -> list[Chart]:
         legend += [("mean", "training, smoothed"), ("raw", "each step")]
     if held_out:
         legend.append(("dot", "held-out prompts"))
-    reward = line_chart("Reward", trained, held_out, height=260)
-    drawn = [Chart("Reward", "", Markup(reward), tuple(legend))]
+    heading = run.called("reward/mean", "Reward")
+    reward = line_chart(heading, trained, held_out, height=260)
+    drawn = [Chart(heading, "", Markup(reward), tuple(legend))]
 
     fixed = run.config.get("generation.strategy") != "plain" and not drafting.drafts(run)
     for key, title, note in STEP_CHARTS + (drafting.GAINS if fixed else ()):
-        line = series(run.metrics, key, title)
-        drawn.append(Chart(title, note, Markup(line_chart(title, line))))
+        heading = run.called(key, title)
+        line = series(run.metrics, key, heading)
+        said = "" if key in run.names else note
+        drawn.append(Chart(heading, said, Markup(line_chart(heading, line))))
     drawn += timeline.charts(run.metrics)
     drawn.append(_stage_chart(run.metrics))
     return [chart for chart in drawn if chart.svg]
@@ -190,9 +195,10 @@ def other_charts(run: RunRecord) -> list[Chart]:
     keys = sorted({key for row in run.metrics for key in row if not key.startswith(own)} - shown)
     drawn = []
     for key in keys:
-        small = line_chart(key, series(run.metrics, key), height=84)
+        heading = run.names.get(key, key)
+        small = line_chart(heading, series(run.metrics, key, heading), height=84)
         if small:
-            drawn.append(Chart(key, "", Markup(small)))
+            drawn.append(Chart(heading, "", Markup(small)))
     return drawn
 
 

@@ -76,6 +76,8 @@ class RunRecord:
     name: str
     date: datetime.date
     config: dict[str, Any]  # dotted names
+    title: str  # of what it does; '' where an older run did not say
+    names: dict[str, str]  # of numbers that mean something else in it, by their key
     metrics: list[Row]  # a step each
     evaluations: list[Row]  # step and means, an evaluation each
     # none, one or two (step, samples); held out where `evaluations` is not empty
@@ -84,11 +86,16 @@ class RunRecord:
     strategies: list[Row]
     trace: Trace | None = None  # the latest
 
+    def called(self, key: str, otherwise: str) -> str:
+        """Return the heading of a number: what this run calls it, or what others do."""
+        name = self.names.get(key, otherwise)
+        return name[:1].upper() + name[1:]
+
 
 def read_run(workdir: str | pathlib.Path) -> RunRecord:
     """Return the run in `workdir`, whatever it has of its files.
 
-    Those are config, metrics, evaluations, samples, strategies and traces. Raises
+    Those are config, objective, metrics, evaluations, samples, strategies and traces. Raises
     FileNotFoundError where there is neither config.json nor metrics.jsonl, ValueError at a damaged
     line; a torn last line is left out, since the run may be writing it.
     """
@@ -98,21 +105,15 @@ def read_run(workdir: str | pathlib.Path) -> RunRecord:
         raise FileNotFoundError(
             f"{folder} holds neither config.json nor metrics.jsonl; name the workdir of a run."
         )
-    config = {}
-    file = folder / "config.json"
-    try:
-        if file.is_file():
-            config = _flat(json.loads(file.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ValueError(
-            f"{file} is not JSON ({error}); take it away, and the report does without."
-        ) from None
+    objective = _document(folder / "objective.json")
     evaluations, held_out = _evaluations(folder / "evaluations.jsonl")
     metrics = list(_rows(folder / "metrics.jsonl"))
     return RunRecord(
         name=folder.name,
         date=datetime.date.fromtimestamp(files[0].stat().st_mtime),
-        config=config,
+        config=_flat(_document(folder / "config.json")),
+        title=str(objective.get("title", "")),
+        names={key: str(name) for key, name in objective.get("names", {}).items()},
         metrics=metrics,
         evaluations=evaluations,
         samples=held_out or _first_and_last(folder / "samples.jsonl"),
@@ -133,6 +134,16 @@ def series(rows: list[Row], key: str, name: str = "") -> Series:
 def _finite(value: object) -> bool:
     """Tell whether a value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _document(path: pathlib.Path) -> dict[str, Any]:
+    """Return the content of a JSON file, or nothing where there is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is not JSON ({error}); take it away, and the report does without."
+        ) from None
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -51,13 +51,13 @@ def look_back(
     before = dataclasses.replace(state, length=state.length - DEPTHS)
     back = jnp.maximum(before.length, 0)[:, None] + jnp.arange(DEPTHS, dtype=jnp.int32)
     came = jnp.take_along_axis(state.tokens, back, axis=1)
-    signals = {}
+    hindsight = {}
     for drafter in drafters:
         now = drafter.search(state, siblings, 1)
         past = drafter.search(before, siblings, DEPTHS)
         ranks, offered = compare(past, came, before.length > 0)
-        signals[drafter.name] = Hindsight(now.confidence, past.confidence, ranks, offered)
-    return pin_rows(signals, layout)
+        hindsight[drafter.name] = Hindsight(now.confidence, past.confidence, ranks, offered)
+    return pin_rows(hindsight, layout)
 
 
 def compare(found: Found, came: Array, known: Array) -> tuple[jax.Array, jax.Array]:

@@ -33,6 +33,7 @@ class ModelDrafter(Drafter):
     name = "model"
     needs_model = True
     branches = True
+    learns_from_texts = True
 
     def catch_up(self, execute: Execute, state: DecodeState, context: DraftContext) -> DecodeState:
         """Return the state whose draft cache lacks one token of each row at most."""

@@ -30,6 +30,8 @@ class SearchDrafter(Drafter):
     acceptance is known before it is ever used (see `hindsight`).
     """
 
+    has_hindsight = True
+
     def search(self, state: DecodeState, siblings: Array, depth: int) -> Found:
         """Return the next `depth` tokens as the drafter expects them.
 

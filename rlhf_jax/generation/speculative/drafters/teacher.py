@@ -96,7 +96,7 @@ def _score_block(
     return rank.astype(jnp.int8), confidence.astype(jnp.int8)
 
 
-def as_evidence(
+def as_observations(
     rank: np.ndarray, confidence: np.ndarray, mask: np.ndarray, seen_prompt: np.ndarray
 ) -> Observations:
     """Return what drafting from every response token of mask [B, T] would have shown.

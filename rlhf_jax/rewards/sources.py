@@ -1,0 +1,88 @@
+"""Where a config's rewards come from: a source is found in a registry by the scheme of a spec.
+
+`SCHEME://...` is of the source that is registered for that scheme. Any other spec names a Python
+function, which runs in processes of its own. A new kind, such as a judge that is asked over HTTP,
+is a class with these three methods and one call of `register`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from rlhf_jax.config.schema import Config
+from rlhf_jax.rewards.combination import Scorer, load_reward
+from rlhf_jax.rewards.workers import Workers
+
+
+class RewardSource(Protocol):
+    """Turn specs of one kind, as `reward.functions` and `reward.metrics` have them, into scorers.
+
+    In a run of several processes each opens the source, and has it score a share of the responses.
+    """
+
+    def term_name(self, spec: str) -> str:
+        """Return what metrics call the term."""
+        ...
+
+    def check(self, spec: str) -> None:
+        """Raise ValueError or FileNotFoundError, in one sentence, where the spec cannot work."""
+        ...
+
+    def open(
+        self, spec: str, config: Config, alive: Callable[[], None]
+    ) -> AbstractContextManager[Scorer]:
+        """Return a context in which the spec's scorer works.
+
+        A response that cannot be scored is a failure of its own (`combination.as_scores`). `alive`
+        wants to be called every second while scores are waited for; it may raise.
+        """
+        ...
+
+
+class FunctionSource(RewardSource):
+    """Run Python functions, named by file or module, in worker processes."""
+
+    def term_name(self, spec: str) -> str:
+        """Return the function's own name."""
+        return spec.rpartition(":")[2]
+
+    def check(self, spec: str) -> None:
+        """Import the function."""
+        load_reward(spec)
+
+    def open(
+        self, spec: str, config: Config, alive: Callable[[], None]
+    ) -> AbstractContextManager[Scorer]:
+        """Start worker processes; a deterministic run has no time limit."""
+        seconds = math.inf if config.deterministic else config.reward.seconds
+        return Workers(spec, config.reward.workers, seconds, alive)
+
+
+PYTHON_FUNCTIONS = FunctionSource()
+SOURCES: dict[str, RewardSource] = {}  # by scheme
+
+
+def register(scheme: str, source: RewardSource) -> None:
+    """Let rewards of a config be `SCHEME://...`, as the source reads it.
+
+    Raises ValueError where the scheme is taken, or is none.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
+        raise ValueError(f"A reward's scheme cannot be {scheme!r}: use small letters and digits.")
+    if SOURCES.get(scheme, source) is not source:
+        raise ValueError(f"There is a reward source {scheme!r} already; choose another scheme.")
+    SOURCES[scheme] = source
+
+
+def source_of(spec: str) -> RewardSource:
+    """Return the source of a spec; raises ValueError where its scheme is not registered."""
+    scheme, separator, _ = spec.partition("://")
+    if not separator:
+        return PYTHON_FUNCTIONS
+    if scheme not in SOURCES:
+        raise ValueError(f"Reward {spec!r}: no source is registered for {scheme}://.")
+    return SOURCES[scheme]
