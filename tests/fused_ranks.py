@@ -24,7 +24,7 @@ from tiny_run import CONFIG
 from pallas_kernels.dispatch import Kernels
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation.assignment import AssignmentPolicy
-from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
+from rlhf_jax.generation.requests import GenerationConfig, Request, Sample, as_rollout
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
 from rlhf_jax.generation.stage import GenerationSettings, generate_samples
@@ -220,11 +220,12 @@ def check(stage: Stage, scoring_queue: ScoringQueue, samples: list[Sample], alon
     assert stage.slice_group.ranks[0] != 0 or found.keys() == set(range(SHORT))
     chosen = [sample for sample in samples if sample.sample_id in found]
     assert len(chosen) == len(found) == sum(len(batch.samples) for batch in scoring_queue.batches)
-    numbers: Any = (
-        overlap.score((alone.policy, alone.reference, alone.critic), chosen, alone, Layout())
-        if chosen
-        else ()
-    )
+    models = (alone.policy, alone.reference, alone.critic)
+    numbers: Any = ()
+    if chosen:
+        rollout = as_rollout(chosen, alone.max_length)
+        how = (alone.temperature, alone.rows, Layout())
+        numbers = overlap.dispatch_scores(models, rollout, *how)
     for name, wanted in zip(overlap.PER_TOKEN_SCORES, numbers, strict=False):
         given = np.stack([getattr(found[sample.sample_id], name) for sample in chosen])
         np.testing.assert_allclose(given, wanted, atol=1e-4, rtol=0)

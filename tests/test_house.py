@@ -28,7 +28,7 @@ LIMITS = {
     "repeated_constants": 0,
     "unsafe_calls": 0,
     "layouts_in_parts": 0,
-    "private_share": 0.41,  # aim: 0.30
+    "private_share": 0.365,  # aim: 0.30
     "line_mean": 43.0,  # the aim; columns of a line of code, less its indentation
     "short_of_body_median": 2.0,  # aim: 0; lines that the median body is below `BODY_MEDIAN`
 }

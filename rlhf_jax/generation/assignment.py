@@ -10,7 +10,7 @@ import numpy as np
 
 from rlhf_jax.generation import precompile
 from rlhf_jax.generation import rows as row_verbs
-from rlhf_jax.generation.requests import GenerationConfig, Request, Sample
+from rlhf_jax.generation.requests import Request, Sample
 from rlhf_jax.generation.rounds import GenerationRun
 from rlhf_jax.generation.scheduler import InFlightRound, SliceBatch, resize, row_bucket, shared
 from rlhf_jax.mesh import Layout
@@ -110,7 +110,18 @@ def begin_assignment(
         if not reallocates:
             slices[turn % len(slices)].queue.extend(begun)
 
-    survival, survival_of = _expect_lengths(policy.lengths, requests if reallocates else [])
+    # Survival curves of response lengths, and which of them is a request's, by id. Neither what is
+    # known of lengths nor the history of a prompt change in a stage, so these do not.
+    asked = [request for request in requests if reallocates and request.sample_ids]
+    seen = [request for request in asked if request.history]
+    survival = length_model.survival(policy.lengths)[None]
+    survival_of = {request.id: 0 for request in asked}
+    if seen:
+        earlier = [[len(text) for text in request.history] for request in seen]
+        sharpened = length_model.sharpened_survival(policy.lengths, earlier)
+        survival = np.concatenate([survival, sharpened])
+        survival_of |= {request.id: 1 + one for one, request in enumerate(seen)}
+
     return AssignmentState(
         own_slices={batch.number: batch for batch in slices},
         layouts=layouts,
@@ -121,24 +132,6 @@ def begin_assignment(
         survival=survival,
         survival_of=survival_of,
     )
-
-
-def _expect_lengths(
-    lengths: Lengths, requests: Sequence[Request]
-) -> tuple[np.ndarray, dict[int, int]]:
-    """Return survival curves of response lengths, and which of them is a request's, by id.
-
-    Neither `lengths` nor the history of a prompt change in a stage, so these do not.
-    """
-    asked = [request for request in requests if request.sample_ids]
-    seen = [request for request in asked if request.history]
-    curves = length_model.survival(lengths)[None]
-    curve_of = {request.id: 0 for request in asked}
-    if seen:
-        earlier = [[len(text) for text in request.history] for request in seen]
-        curves = np.concatenate([curves, length_model.sharpened_survival(lengths, earlier)])
-        curve_of |= {request.id: 1 + one for one, request in enumerate(seen)}
-    return curves, curve_of
 
 
 def unfinished(state: AssignmentState) -> Unfinished:
@@ -185,37 +178,33 @@ def _view(
     slots = len(batch.state.done) * batch.state.tokens.shape[1]
     caches = jax.tree.leaves((batch.state.cache, batch.state.draft and batch.state.draft.cache))
     token_bytes = sum(leaf.nbytes for leaf in caches) / slots
+
+    # Tokens a second of one row, by how many are live. Without a selector only their ratios are
+    # right: rounds seem long, and moves cost nothing beside them.
+    run = state.run
+    rows = run.decoding.max_rows
+    sizes = [
+        row_bucket(live, rows, run.decoding, layout=batch.layout) for live in range(1, rows + 1)
+    ]
+    if run.selector is None:
+        speed = {size: 1 / (rows + size) for size in set(sizes)}
+    else:
+        nodes = precompile.VERIFIED * shared(1, batch.layout)
+        speed = {size: run.selector.pace(size, size, nodes // size) for size in set(sizes)}
+
     return ClusterView(
         place=np.array(places),
         left=length_model.remaining(state.survival, curve, generated, limit),
         context=generated + np.array([len(request.prompt) for request in requests]),
-        rows=state.run.decoding.max_rows,
+        rows=rows,
         slices=len(state.layouts),
-        speed=_row_speed(batch, state.run),
+        speed=np.array([0.0, *(speed[size] for size in sizes)]),
         move_seconds=MOVE_SECONDS,
         token_seconds=token_bytes / LINK_SPEED[jax.default_backend()],
         freed=np.isin(np.arange(len(state.layouts)), state.freed),
         unscored=state.policy.unscored(),
         scoring=state.policy.scoring,
     )
-
-
-def _row_speed(batch: SliceBatch, run: GenerationRun) -> np.ndarray:
-    """Return [rows + 1]: tokens a second of one row when so many are live; entry 0 is 0.
-
-    Without a selector only their ratios are right: rounds seem long, and moves cost nothing beside
-    them.
-    """
-    most = run.decoding.max_rows
-    sizes = [
-        row_bucket(live, most, run.decoding, layout=batch.layout) for live in range(1, most + 1)
-    ]
-    if run.selector is None:
-        speed = {size: 1 / (most + size) for size in set(sizes)}
-    else:
-        nodes = precompile.VERIFIED * shared(1, batch.layout)
-        speed = {size: run.selector.pace(size, size, nodes // size) for size in set(sizes)}
-    return np.array([0.0, *(speed[size] for size in sizes)])
 
 
 def apply_assignments(
@@ -229,15 +218,25 @@ def apply_assignments(
     whose prompt alone is prefilled stays where it is.
     """
     slices = state.own_slices
+    decoding = state.run.decoding
     for sample_id, number, to in wanted.moves:
         if number in slices and to in slices:
             sample = state.samples[sample_id]
             source = slices[number]
+            target = slices[to]
             if sample in source.rows:
-                _move(source, slices[to], sample, decoding=state.run.decoding)
+                # Rounds in flight, on whichever slices they are, may add so many tokens.
+                longest_path = 1 + max(len(one.parents) for one in decoding.strategies)
+                most = len(sample.prompt) + len(sample.tokens)
+                most += sample.rounds_in_flight * longest_path
+                slots = row_transfer.width(most, source.state.tokens.shape[1])
+                resize(target, len(target.samples) + 1, decoding)
+                packet = row_transfer.send(leave(source, sample, slots), target.layout)
+                elsewhere = [*source.receive_first, *((source, sent) for sent in source.in_flight)]
+                join(target, sample, packet, receive_first=elsewhere)
             elif sample in source.queue:
                 source.queue.remove(sample)
-                slices[to].queue.append(sample)
+                target.queue.append(sample)
         elif carry is not None:
             carry(sample_id, number, to)
 
@@ -247,21 +246,6 @@ def apply_assignments(
     admitted = {sample_id for sample_id, _ in wanted.admissions}
     state.unassigned = [one for one in state.unassigned if one not in admitted]
     state.freed = tuple(wanted.freed)
-
-
-def _move(
-    source: SliceBatch, target: SliceBatch, sample: Sample, decoding: GenerationConfig
-) -> None:
-    """Move a running sample with its caches to another slice of this process."""
-    # Rounds in flight, on whichever slices they are, may add so many tokens.
-    longest_path = 1 + max(len(strategy.parents) for strategy in decoding.strategies)
-    most = len(sample.prompt) + len(sample.tokens) + sample.rounds_in_flight * longest_path
-    slots = row_transfer.width(most, source.state.tokens.shape[1])
-
-    resize(target, len(target.samples) + 1, decoding)
-    packet = row_transfer.send(leave(source, sample, slots), target.layout)
-    elsewhere = [*source.receive_first, *((source, sent) for sent in source.in_flight)]
-    join(target, sample, packet, receive_first=elsewhere)
 
 
 def leave(batch: SliceBatch, sample: Sample, slots: int) -> RowPacket:

@@ -42,7 +42,6 @@ from rlhf_jax.generation.rounds import (
 from rlhf_jax.generation.scheduler import (
     SliceBatch,
     begin_slices,
-    check_request,
     refill,
     release_finished,
     row_bucket,
@@ -146,7 +145,14 @@ def _check(
             f" {layout.dtype.name}; make them by `decoding_weights(model, layout)`."
         )
     for request in requests:
-        check_request(request, decoding)
+        length = len(request.prompt)
+        wanted = length + request.max_new_tokens
+        if not length or request.max_new_tokens < 1 or wanted > decoding.max_length:
+            raise ValueError(
+                f"A prompt of {length} tokens with up to {request.max_new_tokens} new"
+                f" ones does not fit the cache of {decoding.max_length} slots; shorten the prompt,"
+                " ask for fewer tokens or raise the slots."
+            )
     if group.several and not group.name:
         raise ValueError(
             "Processes that share a slice agree under the stage's name: give it one, as"

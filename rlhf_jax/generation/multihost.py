@@ -143,32 +143,26 @@ class PlanCoordinator:
         return self.stage.run.slice_group
 
     def _next(self) -> bool:
-        """Say whether there is another plan now; a group of several that is idle waits for one."""
-        busy = any(batch.busy for batch in self.stage.own_slices.values())
-        while (
-            not (found := self._look(busy))
-            and self._slice_group.several
-            and not busy
-            and not self.may_occupy()
-        ):
-            continue
-        return found
+        """Say whether there is another plan now; a group of several that is idle waits for one.
 
-    def _look(self, busy: bool) -> bool:
-        """Report now and then what there is, plan if this is rank 0, and look for the next plan."""
-        if time.perf_counter() - self.looked < POLL:
-            time.sleep(0 if busy else PLAN_NAP)
-            return False
-        self.looked = time.perf_counter()
-        self._slice_group.publish(
-            f"{self._name}/rank {distributed.rank()}",
-            SliceReport(self.carried, unfinished(self.stage)),
-        )
-        check(self._name)
-        if distributed.leads():
-            self._plan()
-        plan = distributed.read_published(f"{self._name}/plan {self.carried}", Assignments)
-        return plan is not None
+        Now and then it reports what there is and, if this is rank 0, plans.
+        """
+        busy = any(batch.busy for batch in self.stage.own_slices.values())
+        while True:
+            found = False
+            if time.perf_counter() - self.looked < POLL:
+                time.sleep(0 if busy else PLAN_NAP)
+            else:
+                self.looked = time.perf_counter()
+                report = SliceReport(self.carried, unfinished(self.stage))
+                self._slice_group.publish(f"{self._name}/rank {distributed.rank()}", report)
+                check(self._name)
+                if distributed.leads():
+                    self._plan()
+                plan = f"{self._name}/plan {self.carried}"
+                found = distributed.read_published(plan, Assignments) is not None
+            if found or busy or not self._slice_group.several or self.may_occupy():
+                return found
 
     def _plan(self) -> None:
         """Publish the next plan, once all have carried out the last one and reported since."""
@@ -196,6 +190,18 @@ class PlanCoordinator:
 
     def _give(self, sample: Sample, source: int, target: int, word: str) -> None:
         batch = self.stage.own_slices[source]
+
+        def wait_until_awaited() -> None:
+            """Wait until the target of the sample awaits it."""
+            consent = f"{word}, awaited"
+            while distributed.wait_published(consent, ExchangeConsent, LOOK) is None:
+                refusal = ExchangeConsent(given=False)
+                # Who has given up by then takes no part in the exchange, and nor does the other.
+                if has_failed(self._name) and not (
+                    distributed.publish_if_absent(consent, refusal).given
+                ):
+                    raise StageAborted
+
         self.settle(batch)
         if sample in batch.queue:
             batch.queue.remove(sample)
@@ -208,7 +214,7 @@ class PlanCoordinator:
             )
             moved = {name: getattr(sample, name) for name in MOVED}
             self._slice_group.publish(word, RowHandOver(**moved, slots=slots))
-            self._slice_group.decide_together(lambda: self._is_awaited(word))
+            self._slice_group.decide_together(wait_until_awaited)
             self._pass(leave(batch, sample, slots), batch, source, target)
 
     def _take(self, sample: Sample, source: int, target: int, word: str) -> None:
@@ -232,19 +238,6 @@ class PlanCoordinator:
                 batch.state, np.zeros(1, np.int32), said.slots, layout=batch.layout
             )
             join(batch, sample, self._pass(blank, batch, source, target))
-
-    def _is_awaited(self, word: str) -> None:
-        """Wait until the target of a sample awaits it.
-
-        Who has given up by then takes no part in the exchange, and nor does the other.
-        """
-        consent = f"{word}, awaited"
-        while distributed.wait_published(consent, ExchangeConsent, LOOK) is None:
-            refusal = ExchangeConsent(given=False)
-            if has_failed(self._name) and not (
-                distributed.publish_if_absent(consent, refusal).given
-            ):
-                raise StageAborted
 
     def _pass(self, packet: RowPacket, batch: SliceBatch, source: int, target: int) -> RowPacket:
         ends = self.stage.layouts

@@ -6,7 +6,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -136,20 +136,22 @@ class BackgroundCompiler:
             layout=layout,
             looks_back=True,
         )
-        self._worker.submit(self._compile, key, compile_round)
 
-    def _compile(self, key: RoundKey, compile_round: Callable[[], object]) -> None:
-        try:
-            compile_round()
-            self._compiled.add(key)
-        except Exception as error:
-            # A strategy that cannot be compiled is not used; the run goes on.
-            self._failed.add(key)
-            warnings.warn(
-                f"A drafting strategy could not be compiled and is left out: {error}", stacklevel=1
-            )
-        self.events += 1
-        self.busy = False
+        def compile_on_thread() -> None:
+            try:
+                compile_round()
+                self._compiled.add(key)
+            except Exception as error:
+                # A strategy that cannot be compiled is not used; the run goes on.
+                self._failed.add(key)
+                warnings.warn(
+                    f"A drafting strategy could not be compiled and is left out: {error}",
+                    stacklevel=1,
+                )
+            self.events += 1
+            self.busy = False
+
+        self._worker.submit(compile_on_thread)
 
     def close(self) -> None:
         """Compile nothing more.

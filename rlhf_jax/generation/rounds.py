@@ -260,33 +260,13 @@ def slices_as_ready(slices: Sequence[SliceBatch]) -> Iterator[SliceBatch]:
 
 
 def receive_next(batch: SliceBatch, run: GenerationRun) -> Iterator[RoundResult]:
-    """Receive the slice's oldest round, after those of other slices that its samples were in."""
-    if batch.in_flight:
-        yield from _receive_first(batch.in_flight[0].receive_first, run)
-        yield receive_round(batch, run)
+    """Receive the slice's oldest round, after those of other slices that its samples were in.
 
-
-def receive_all(batch: SliceBatch, run: GenerationRun) -> Iterator[RoundResult]:
-    """Receive all rounds in flight of the samples of a slice, on whichever slices they are."""
-    yield from _receive_first(batch.receive_first, run)
-    while batch.in_flight:
-        yield from receive_next(batch, run)
-
-
-def _receive_first(
-    rounds: Iterable[tuple[SliceBatch, InFlightRound]], run: GenerationRun
-) -> Iterator[RoundResult]:
-    """Receive these rounds, and whatever must come before them."""
-    for batch, sent in rounds:
-        while sent in batch.in_flight:
-            yield from receive_next(batch, run)
-
-
-def receive_round(batch: SliceBatch, run: GenerationRun) -> RoundResult:
-    """Read the oldest round's results: samples grow, and the selector hears of the round.
-
-    Return its report, and the samples that ended with it.
+    Its results are read: samples grow, and the selector hears of the round.
     """
+    if not batch.in_flight:
+        return
+    yield from _receive_first(batch.in_flight[0].receive_first, run)
     sent = batch.in_flight.popleft()
     # Without a wait the results came some time before the host, which cannot know when.
     waited = batch.seen_unfinished or not is_ready(sent.results.emission.count)
@@ -306,7 +286,23 @@ def receive_round(batch: SliceBatch, run: GenerationRun) -> RoundResult:
     report = _report(batch.number, sent, results, confidence=confidence, seconds=seconds)
     if run.selector is not None:
         run.selector.observe_round(report)
-    return report, ended
+    yield report, ended
+
+
+def receive_all(batch: SliceBatch, run: GenerationRun) -> Iterator[RoundResult]:
+    """Receive all rounds in flight of the samples of a slice, on whichever slices they are."""
+    yield from _receive_first(batch.receive_first, run)
+    while batch.in_flight:
+        yield from receive_next(batch, run)
+
+
+def _receive_first(
+    rounds: Iterable[tuple[SliceBatch, InFlightRound]], run: GenerationRun
+) -> Iterator[RoundResult]:
+    """Receive these rounds, and whatever must come before them."""
+    for batch, sent in rounds:
+        while sent in batch.in_flight:
+            yield from receive_next(batch, run)
 
 
 def _grow(sent: InFlightRound, results: Results) -> list[Sample]:

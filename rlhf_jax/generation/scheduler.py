@@ -16,7 +16,7 @@ from pallas_kernels.dispatch import REFERENCE
 from pallas_kernels.shapes import LANES
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import rows as row_verbs
-from rlhf_jax.generation.requests import GenerationConfig, Request, Sample, is_ready
+from rlhf_jax.generation.requests import GenerationConfig, Sample, is_ready
 from rlhf_jax.generation.rows import Admission, Prefix
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.drafters import model as model_drafter
@@ -152,17 +152,6 @@ def row_bucket(live: int, most: int, decoding: GenerationConfig, layout: Layout)
     while size // 2 >= max(live, decoding.min_rows) and size % (2 * shards) == 0:
         size //= 2
     return size
-
-
-def check_request(request: Request, decoding: GenerationConfig) -> None:
-    """Raise ValueError for a prompt that is empty, or too long for the tokens asked for."""
-    wanted = len(request.prompt) + request.max_new_tokens
-    if not len(request.prompt) or request.max_new_tokens < 1 or wanted > decoding.max_length:
-        raise ValueError(
-            f"A prompt of {len(request.prompt)} tokens with up to {request.max_new_tokens} new"
-            f" ones does not fit the cache of {decoding.max_length} slots; shorten the prompt, ask"
-            " for fewer tokens or raise the slots."
-        )
 
 
 def begin_slices(
@@ -327,31 +316,28 @@ def release_finished(
     for batch in slices:
         batch.rows = [None if sample is None or sample.done else sample for sample in batch.rows]
 
-    if decoding.history and any(one.needs_history for one in decoding.drafters):
-        for sample in ended:
-            text = np.array(sample.tokens, np.int32)
-            for sibling in map(samples.__getitem__, sample.request.sample_ids):
-                if not sibling.done:
-                    sibling.texts.append(text)
-        requests = {sample.request.id for sample in ended}
-        for batch in slices:
-            _write_history(batch, requests, decoding)
+    if not decoding.history or not any(one.needs_history for one in decoding.drafters):
+        return
+    for sample in ended:
+        text = np.array(sample.tokens, np.int32)
+        for sibling in map(samples.__getitem__, sample.request.sample_ids):
+            if not sibling.done:
+                sibling.texts.append(text)
 
-
-def _write_history(batch: SliceBatch, requests: set[int], decoding: GenerationConfig) -> None:
-    """Write the texts that the rows of some requests have to look up, ADMITTED rows a call."""
-    rows = [
-        row for row, sample in enumerate(batch.rows) if sample and sample.request.id in requests
-    ]
-    for start in range(0, len(rows), ADMITTED):
-        row = np.full(ADMITTED, len(batch.rows), np.int32)
-        history = np.full((ADMITTED, decoding.history), -1, np.int32)
-        for i, place in enumerate(rows[start : start + ADMITTED]):
-            sample = batch.rows[place]
-            assert sample is not None
-            row[i] = place
-            history[i] = _join_texts(sample.texts, decoding.history)
-        batch.state = row_verbs.remember(batch.state, row, history, layout=batch.layout)
+    requests = {sample.request.id for sample in ended}
+    for batch in slices:
+        siblings = [
+            (row, sample)
+            for row, sample in enumerate(batch.rows)
+            if sample and sample.request.id in requests
+        ]
+        for start in range(0, len(siblings), ADMITTED):
+            row = np.full(ADMITTED, len(batch.rows), np.int32)
+            history = np.full((ADMITTED, decoding.history), -1, np.int32)
+            for i, (place, sibling) in enumerate(siblings[start : start + ADMITTED]):
+                row[i] = place
+                history[i] = _join_texts(sibling.texts, decoding.history)
+            batch.state = row_verbs.remember(batch.state, row, history, layout=batch.layout)
 
 
 def sibling_rows(rows: Sequence[Sample | None], decoding: GenerationConfig) -> np.ndarray:

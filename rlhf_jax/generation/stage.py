@@ -144,47 +144,53 @@ def generate_samples(
             raise
         error = raised
 
-    order = [(request, sample_id) for request in requests for sample_id in request.sample_ids]
-    if not distributed.started():
-        by_id = {sample.sample_id: sample for sample in samples}
-        return [by_id[sample_id] for _, sample_id in order]
+    if distributed.started():
+        samples = _share_samples(samples, requests, error, leads=slice_group.leads)
+        distributed.run_on_leader(lambda: distributed.delete_published(assignment_policy.name))
+    by_id = {sample.sample_id: sample for sample in samples}
+    return [by_id[sample_id] for request in requests for sample_id in request.sample_ids]
+
+
+def _share_samples(
+    samples: Sequence[Sample], requests: Sequence[Request], error: Exception | None, leads: bool
+) -> list[Sample]:
+    """Return the finished samples of all processes; raise what one of them raised.
+
+    leads: whether this process speaks for those that share its slices, and have the same samples.
+    """
 
     def share() -> list[FinishedSample]:
         if error is not None:
             raise error
-        return list(map(_packed, samples)) if slice_group.leads else []
+        return [
+            FinishedSample(
+                one.sample_id,
+                np.array(one.tokens, np.int32),
+                np.array(one.logprobs, np.float32),
+                support=np.array(one.support, np.int32) if one.support else None,
+                rounds=one.rounds,
+                accepted=one.accepted,
+            )
+            for one in (samples if leads else ())
+        ]
 
     shares = distributed.gather_results(share)
-    distributed.run_on_leader(lambda: distributed.delete_published(assignment_policy.name))
-    packed = {one.sample_id: one for share in shares for one in share}
-    return [_unpacked(request, packed[sample_id]) for request, sample_id in order]
-
-
-def _packed(sample: Sample) -> FinishedSample:
-    """Return what another process is told of a finished sample."""
-    return FinishedSample(
-        sample.sample_id,
-        np.array(sample.tokens, np.int32),
-        np.array(sample.logprobs, np.float32),
-        support=np.array(sample.support, np.int32) if sample.support else None,
-        rounds=sample.rounds,
-        accepted=sample.accepted,
-    )
-
-
-def _unpacked(request: Request, packed: FinishedSample) -> Sample:
-    """Rebuild a finished sample from what another process told of it."""
-    return Sample(
-        packed.sample_id,
-        request,
-        [],
-        tokens=packed.tokens.tolist(),
-        logprobs=packed.logprobs.tolist(),
-        support=[] if packed.support is None else list(packed.support),
-        rounds=packed.rounds,
-        accepted=packed.accepted,
-        done=True,
-    )
+    request_of = {sample_id: request for request in requests for sample_id in request.sample_ids}
+    return [
+        Sample(
+            one.sample_id,
+            request_of[one.sample_id],
+            [],
+            tokens=one.tokens.tolist(),
+            logprobs=one.logprobs.tolist(),
+            support=[] if one.support is None else list(one.support),
+            rounds=one.rounds,
+            accepted=one.accepted,
+            done=True,
+        )
+        for shared_samples in shares
+        for one in shared_samples
+    ]
 
 
 def by_group(own: object, nothing: object, settings: GenerationSettings) -> list:

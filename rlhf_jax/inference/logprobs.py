@@ -96,9 +96,16 @@ def logprobs_and_entropy(
     head = cast(dataclasses.replace(model, layers=()), jnp.float32)
     kernel = token_logprobs_kernel(layout)
     if kernel is not None and support is None:
-        logprobs, entropies = _by_kernel(
-            kernel, head, hidden, tokens=tokens, mask=wanted, temperature=temperature
+        tied = head.head is None
+        found = kernel(
+            hidden[:, :-1].reshape(-1, hidden.shape[-1]),
+            head.embed if tied else head.head,
+            tokens[:, 1:].reshape(-1),
+            temperature=temperature,
+            tied=tied,
         )
+        by_row = [jnp.pad(leaf.reshape(len(tokens), -1), ((0, 0), (1, 0))) for leaf in found]
+        logprobs, entropies = (jnp.where(wanted, leaf, 0.0) for leaf in by_row)
         return logprobs, entropies if entropy else None
 
     # Hidden state t - 1 predicts token t.
@@ -111,25 +118,6 @@ def logprobs_and_entropy(
 
     # Nothing predicts the first token, which is 0.
     return jax.tree.map(lambda leaf: jnp.pad(join_columns(leaf, slots - 1), ((0, 0), (1, 0))), out)
-
-
-def _by_kernel(
-    kernel: Callable, head: Model, hidden: Array, *, tokens: Array, mask: Array, temperature: float
-) -> tuple[jax.Array, jax.Array]:
-    """Compute [B, T] log-probabilities and entropies by a kernel, 0 where masked out."""
-    tied = head.head is None
-    logprobs, entropies = kernel(
-        hidden[:, :-1].reshape(-1, hidden.shape[-1]),
-        head.embed if tied else head.head,
-        tokens[:, 1:].reshape(-1),
-        temperature=temperature,
-        tied=tied,
-    )
-
-    def by_row(leaf: Array) -> jax.Array:
-        return jnp.where(mask, jnp.pad(leaf.reshape(len(tokens), -1), ((0, 0), (1, 0))), 0.0)
-
-    return by_row(logprobs), by_row(entropies)
 
 
 def _by_block(

@@ -26,11 +26,12 @@ from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.rewards.combination import Response, failure
 from rlhf_jax.rewards.models import RewardModel, ScoredRows, start_scoring
 from rlhf_jax.runtime import messages
-from rlhf_jax.types import Model
+from rlhf_jax.types import Model, Rollout
 
 T = TypeVar("T")
 
-# The scores of a sample's tokens: fields of `Scored`, in the order of the results of `score`.
+# The scores of a sample's tokens: fields of `Scored`, in the order in which `dispatch_scores` gives
+# them.
 PER_TOKEN_SCORES = ("logprobs", "reference_logprobs", "values")
 
 
@@ -99,7 +100,10 @@ class ScoringQueue:
         self.scoring = scoring
         self.waiting: collections.deque[tuple[Sample, Response | None]] = collections.deque()
         self.batches: list[_Batch] = []
-        self._models: dict[Layout, tuple] = {}  # as `_models_on` gives them, by slice
+        # policy, reference and critic, and reward models
+        self._models: dict[
+            Layout, tuple[list, dict[str, RewardModel]]
+        ] = {}  # as a slice holds them, by slice
 
     def add(self, sample: Sample, response: Response | None = None) -> None:
         """Add a finished sample; reward models, where there are some, read its `response`."""
@@ -120,8 +124,23 @@ class ScoringQueue:
         self._note_ended()
         rows = [self.waiting.popleft() for _ in range(self.scoring.rows)]
         samples, responses = zip(*rows, strict=True)
-        *models, reward_models = self._models_on(layout)
-        results = _readable(score(models, samples, self.scoring, layout), layout)
+
+        scoring = self.scoring
+        if layout not in self._models:
+            weights = {name: model.model for name, model in scoring.rewards.items()}
+            *models, weights = meshes.on_slice(
+                (scoring.policy, scoring.reference, scoring.critic, weights), layout
+            )
+            reward_models = {
+                name: dataclasses.replace(scoring.rewards[name], model=weights[name])
+                for name in weights
+            }
+            self._models[layout] = (models, reward_models)
+        models, reward_models = self._models[layout]
+
+        rollout = as_rollout(samples, scoring.max_length)
+        scores = dispatch_scores(models, rollout, scoring.temperature, scoring.rows, layout)
+        results = _readable(scores, layout)
         rewards = {}
         for name, model in reward_models.items():
             parts, _ = start_scoring(model, responses, layout)
@@ -132,33 +151,21 @@ class ScoringQueue:
         self.batches.append(batch)
         return batch.arrays[-1]
 
-    def _models_on(
-        self, layout: Layout
-    ) -> tuple[Model, Model | None, Model | None, dict[str, RewardModel]]:
-        """Return policy, reference, critic and reward models as a slice holds them."""
-        if layout not in self._models:
-            scoring = self.scoring
-            weights = {name: model.model for name, model in scoring.rewards.items()}
-            *models, weights = meshes.on_slice(
-                (scoring.policy, scoring.reference, scoring.critic, weights), layout
-            )
-            reward_models = {
-                name: dataclasses.replace(scoring.rewards[name], model=weights[name])
-                for name in weights
-            }
-            self._models[layout] = (*models, reward_models)
-        return self._models[layout]
-
     def scored(self) -> dict[int, Scored]:
         """Return what slices have scored, by sample id; wait for what is still on its way."""
         found = {}
         for batch in self.batches:
             numbers = jax.device_get(batch.results)
-            rewards = {name: _rewards_by_row(parts) for name, parts in batch.rewards.items()}
+            rewards: list[dict[str, float]] = [{} for _ in batch.samples]
+            for name, parts in batch.rewards.items():
+                for rows, scores in parts:
+                    # The last scores may be of padding.
+                    for row, reward in zip(rows, np.asarray(scores).tolist(), strict=False):
+                        if not failure(reward):
+                            rewards[row][name] = reward
             self._note_ended()
             for row, sample in enumerate(batch.samples):
-                own = {name: by_row[row] for name, by_row in rewards.items() if row in by_row}
-                found[sample.sample_id] = scores_of_row(numbers, row, own)
+                found[sample.sample_id] = scores_of_row(numbers, row, rewards[row])
         return found
 
     def _note_ended(self) -> None:
@@ -183,43 +190,26 @@ class ScoringQueue:
         ]
 
 
-def _rewards_by_row(parts: list[ScoredRows]) -> dict[int, float]:
-    """Return a batch's rewards by row; one that is no finite number is left out."""
-    found = {}
-    for rows, scores in parts:
-        # The last scores may be of padding.
-        for row, reward in zip(rows, np.asarray(scores).tolist(), strict=False):
-            if not failure(reward):
-                found[row] = reward
-    return found
-
-
 def _readable(tree: T, layout: Layout) -> T:
     """Repeat results on each host of a slice of several, so that each can read them."""
     return meshes.repeat(tree, layout=layout) if layout.is_shared else tree
 
 
-def score(
-    models: Sequence[Model | None], samples: Sequence[Sample], scoring: Scoring, layout: Layout
+def dispatch_scores(
+    models: Sequence[Model | None], rollout: Rollout, temperature: float, rows: int, layout: Layout
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Start to score samples on a slice: (log-probs, the reference's, values), [rows, T] float32.
+    """Start to score a rollout of host arrays: (log-probs, the reference's, values) [B, T] float32.
 
-    models: policy, reference or None, critic or None, as the slice holds them. The results are not
-    waited for; there is None for a model that is None.
+    models: policy, reference or None, critic or None, as the layout has them. `rows` rows at a
+    time. The results are not waited for; there is None for a model that is None.
     """
     policy, reference, critic = models
     assert policy is not None
-    rollout = meshes.place_rows(as_rollout(samples, scoring.max_length), layout)
+    placed = meshes.place_rows(rollout, layout)
     score_with = functools.partial(
-        score_rollout,
-        rollout=rollout,
-        temperature=scoring.temperature,
-        rows=scoring.rows,
-        layout=layout,
+        score_rollout, rollout=placed, temperature=temperature, rows=rows, layout=layout
     )
-    logprobs = score_with(policy)
-    reference_logprobs = None if reference is None else score_with(reference)
-    if critic is None:
-        return logprobs, reference_logprobs, None
-    values = score_values(critic, rollout, rows=scoring.rows, layout=layout)
-    return logprobs, reference_logprobs, values
+    values = None
+    if critic is not None:
+        values = score_values(critic, placed, rows=rows, layout=layout)
+    return score_with(policy), None if reference is None else score_with(reference), values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import chex
@@ -38,7 +39,9 @@ def causal(query: Array, key: Array, value: Array, memory: None = None) -> tuple
         # backend.
         has_cudnn = "cuda" in jax.extend.backend.get_backend().platform_version
         if has_cudnn and query.shape[-1] <= 128 and query.shape[-1] % 8 == 0:
-            kernels["cuda"] = _cudnn
+            kernels["cuda"] = functools.partial(
+                jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
+            )
     if not kernels:
         return blockwise(query, key, value), None
     return jax.lax.platform_dependent(query, key, value, default=blockwise, **kernels), None
@@ -101,11 +104,6 @@ def _attend_block(query: Array, key: Array, value: Array) -> Array:
     )
     out = jnp.einsum("bgrqk,bkgd->bqgrd", weights, value, preferred_element_type=jnp.float32)
     return out.astype(query.dtype).reshape(batch, count, heads, dim)
-
-
-def _cudnn(query: Array, key: Array, value: Array) -> Array:
-    """Attend causally by cuDNN's kernel for NVIDIA GPUs."""
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
 
 
 def _splash(query: Array, key: Array, value: Array) -> Array:

@@ -75,39 +75,26 @@ def verify_head(layout: Layout) -> Callable[..., Parts]:
         vocab = model.config.vocab_size
         head = model.embed if tied else model.head
         of = functools.partial(run, temperature=temperature, tied=tied)
-        rows = hidden.shape[:2]
+
+        def local(hidden: Array, head: Array, noise: Array | None) -> Parts:
+            """Compute the parts of one device's share of the head, and combine those of all."""
+            place = jax.lax.axis_index("tensor")
+            held = head.shape[0 if tied else 1]
+            found = of(hidden, head, noise, jnp.clip(vocab - place * held, 0, held))
+            return combine(found, "tensor", place * (held // BLOCK))
+
         flat = [None if x is None else x.reshape(-1, x.shape[-1]) for x in (hidden, noise)]
         if layout.mesh is None:
             found = of(flat[0], head, flat[1], vocab)
         else:
-            found = _split_head(of, layout, tied=tied, vocab=vocab)(flat[0], head, flat[1])
-        return jax.tree.map(lambda leaf: leaf.reshape(*rows, *leaf.shape[1:]), found)
+            rows = PartitionSpec(ROW_AXES)
+            words = PartitionSpec("tensor") if tied else PartitionSpec(None, "tensor")
+            specs = (rows, words, PartitionSpec(ROW_AXES, "tensor"))
+            on_each = _on_each(local, layout, in_specs=specs, out_specs=rows)
+            found = on_each(flat[0], head, flat[1])
+        return jax.tree.map(lambda leaf: leaf.reshape(*hidden.shape[:2], *leaf.shape[1:]), found)
 
     return parts
-
-
-def _split_head(
-    of: Callable[..., Parts], layout: Layout, tied: bool, vocab: int
-) -> Callable[..., Parts]:
-    """Return `of` on each device's rows and share of a head, of which `vocab` tokens count.
-
-    It gives the `Parts` of the whole vocabulary.
-    """
-
-    def local(hidden: Array, head: Array, noise: Array | None) -> Parts:
-        """Compute the parts of one device's share, and combine those of all."""
-        place = jax.lax.axis_index("tensor")
-        held = head.shape[0 if tied else 1]
-        found = of(hidden, head, noise, jnp.clip(vocab - place * held, 0, held))
-        return combine(found, "tensor", place * (held // BLOCK))
-
-    rows = PartitionSpec(ROW_AXES)
-    specs = (
-        rows,
-        PartitionSpec("tensor") if tied else PartitionSpec(None, "tensor"),
-        PartitionSpec(ROW_AXES, "tensor"),
-    )
-    return _on_each(local, layout, in_specs=specs, out_specs=rows)
 
 
 def token_logprobs(layout: Layout) -> Callable[..., tuple[Array, Array]] | None:

@@ -116,10 +116,15 @@ def assemble(read: ReadWeight, config: ModelConfig, dtype, shardings: Model | No
         stacked = len(path) > 1
 
         def read_part(index) -> np.ndarray:
-            if stacked:
-                return _read_layers(read, field, shape, index, dtype=np.dtype(dtype))
-            whole = from_stored(field, read(WeightKey(field, None)), shape)
-            return whole[index].astype(np.dtype(dtype))
+            if not stacked:
+                whole = from_stored(field, read(WeightKey(field, None)), shape)
+                return whole[index].astype(np.dtype(dtype))
+            sizes = [len(range(size)[part]) for size, part in zip(shape, index, strict=True)]
+            out = np.empty(sizes, np.dtype(dtype))
+            for position, layer in enumerate(range(shape[0])[index[0]]):
+                weight = from_stored(field, read(WeightKey(field, layer)), shape[1:])
+                out[position] = weight[index[1:]]
+            return out
 
         return jax.make_array_from_callback(shape, sharding, read_part)
 
@@ -127,23 +132,6 @@ def assemble(read: ReadWeight, config: ModelConfig, dtype, shardings: Model | No
     return jax.tree.map_with_path(
         make_leaf, weight_shapes(config), *rest, is_leaf=lambda x: isinstance(x, tuple)
     )
-
-
-def _read_layers(
-    read: ReadWeight,
-    field: str,
-    shape: tuple[int, ...],
-    index: tuple[slice, ...],
-    *,
-    dtype: np.dtype,
-) -> np.ndarray:
-    """Read the part `index` of a weight whose layers are stacked to [L, ...]."""
-    layers = range(shape[0])[index[0]]
-    sizes = [len(range(size)[part]) for size, part in zip(shape, index, strict=True)]
-    out = np.empty(sizes, dtype)
-    for position, layer in enumerate(layers):
-        out[position] = from_stored(field, read(WeightKey(field, layer)), shape[1:])[index[1:]]
-    return out
 
 
 def stored_weight(model: Model, key: WeightKey) -> np.ndarray:

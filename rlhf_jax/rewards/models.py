@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import chex
 import jax
@@ -65,10 +65,20 @@ def start_scoring(
     texts = [_tokens_to_read(reward_model, response) for response in responses]
     fitting = {index: text for index, text in enumerate(texts) if not isinstance(text, str)}
     failures = {index: text for index, text in enumerate(texts) if isinstance(text, str)}
+    rows = reward_model.rows
+    bucket = reward_model.length_bucket
+    order = sorted(fitting, key=lambda index: len(fitting[index]))
     parts = []
-    for chosen, *arrays in _batches(fitting, reward_model.rows, reward_model.length_bucket):
-        tokens, last = place_rows(tuple(arrays), layout)
-        parts.append((chosen, _read(reward_model.model, tokens, last, layout)))
+    for start in range(0, len(order), rows):
+        chosen = order[start : start + rows]
+        slots = -(-len(fitting[chosen[-1]]) // bucket) * bucket
+        tokens = np.zeros((rows, slots), np.int32)
+        last = np.zeros(rows, np.int32)
+        for row, index in enumerate(chosen):
+            tokens[row, : len(fitting[index])] = fitting[index]
+            last[row] = len(fitting[index]) - 1
+        placed = place_rows((tokens, last), layout)
+        parts.append((chosen, _read(reward_model.model, *placed, layout)))
     return parts, failures
 
 
@@ -112,25 +122,6 @@ def _tokens_to_read(reward_model: RewardModel, response: Response) -> list[int] 
     if 0 < len(tokens) <= source.config.max_context:
         return tokens
     return f"has {len(tokens)} tokens, the context is 1 to {source.config.max_context}"
-
-
-def _batches(
-    texts: dict[int, list[int]], rows: int, length_bucket: int
-) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
-    """Yield the keys of at most `rows` texts of like length, their tokens and last positions.
-
-    Tokens are [rows, T] int32, with T a multiple of `length_bucket`, positions [rows] int32.
-    """
-    order = sorted(texts, key=lambda index: len(texts[index]))
-    for start in range(0, len(order), rows):
-        chosen = order[start : start + rows]
-        slots = -(-len(texts[chosen[-1]]) // length_bucket) * length_bucket
-        tokens = np.zeros((rows, slots), np.int32)
-        last = np.zeros(rows, np.int32)
-        for row, index in enumerate(chosen):
-            tokens[row, : len(texts[index])] = texts[index]
-            last[row] = len(texts[index]) - 1
-        yield chosen, tokens, last
 
 
 @functools.partial(jax.jit, static_argnames="layout")

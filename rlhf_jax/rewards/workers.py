@@ -35,7 +35,6 @@ from rlhf_jax.rewards.calls import (
 )
 from rlhf_jax.rewards.combination import (
     Response,
-    Reward,
     Scores,
     as_scores,
     failure,
@@ -104,10 +103,25 @@ class Workers:
         try:
             while len(results) < len(answers):
                 self._hand_out(waiting, answers)
-                found = self._collect()
+                # Until the first results, the first deadline, or a sign of life is due.
+                found: dict[int, float | str] = {}
+                busy = {child.pipe: child for child in self._children if child.busy}
+                patience = min(child.deadline for child in busy.values()) - time.monotonic()
+                for pipe in connection.wait(list(busy), min(max(0.0, patience), SILENCE)):
+                    found |= self._receive(busy[pipe])  # pyright: ignore[reportArgumentType]
+                for child in self._children.copy():
+                    if child.busy and child.deadline <= time.monotonic():
+                        late = _late(self._seconds if child.ready else START_SECONDS)
+                        found |= self._give_up(child, late)
+
                 results |= found
                 self._works |= not all(map(failure, found.values()))
-                self._refuse_hanging(results)
+                hung = list(results.values()).count(_late(self._seconds))
+                if hung >= HANGS and not self._works:
+                    raise ValueError(
+                        f"Reward {self._spec} hangs: {hung} calls {_late(self._seconds)} and none"
+                        " succeeded; make it faster or raise its seconds."
+                    )
                 self._observe()
         except BaseException:
             self.close()  # what they still work on must not be taken for a later call's
@@ -124,7 +138,22 @@ class Workers:
             self._end(child)
         free = sum(child.index is None for child in self._children)
         for _ in range(min(self._count - len(self._children), len(waiting) - free)):
-            self._children.append(_start(self._spec))
+            ours, theirs = Pipe()
+            held, watched = Pipe()  # nothing is sent: what happens on it is the end of this process
+            # It imports the reward as this process would, and is not ready yet.
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, self._spec, str(watched.fileno())],
+                stdin=theirs.fileno(),
+                pass_fds=(watched.fileno(),),
+                stdout=2,  # what a reward prints
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                start_new_session=True,  # Ctrl-C in the terminal is not for it
+            )
+            theirs.close()
+            watched.close()
+            limit_wait(ours)
+            deadline = time.monotonic() + START_SECONDS
+            self._children.append(_Child(process, ours, held, deadline))
         for child in self._children:
             if waiting and not child.busy:
                 child.index = waiting.popleft()
@@ -133,20 +162,6 @@ class Workers:
                 # a dead child is noticed when its result is read
                 with contextlib.suppress(OSError):
                     send(child.pipe, RewardCall(answer.prompt, answer.response, answer.row))
-
-    def _collect(self) -> dict[int, float | str]:
-        """Wait for the first results, or the first deadline, or until a sign of life is due."""
-        results: dict[int, float | str] = {}
-        busy = {child.pipe: child for child in self._children if child.busy}
-        patience = min(child.deadline for child in busy.values()) - time.monotonic()
-        for pipe in connection.wait(list(busy), min(max(0.0, patience), SILENCE)):
-            results |= self._receive(busy[pipe])  # pyright: ignore[reportArgumentType]
-        for child in self._children.copy():
-            if child.busy and child.deadline <= time.monotonic():
-                results |= self._give_up(
-                    child, _late(self._seconds if child.ready else START_SECONDS)
-                )
-        return results
 
     def _receive(self, child: _Child) -> dict[int, float | str]:
         """Take a child's reply; one that sends anything else is ended: its answer has failed."""
@@ -189,15 +204,6 @@ class Workers:
             )
         return {child.index: reason}
 
-    def _refuse_hanging(self, results: dict[int, float | str]) -> None:
-        late = list(results.values()).count(_late(self._seconds))
-        if late >= HANGS and not self._works:
-            raise ValueError(
-                f"Reward {self._spec} hangs: {late} calls {_late(self._seconds)} and none"
-                " succeeded;"
-                " make it faster or raise its seconds."
-            )
-
     def _end(self, child: _Child) -> None:
         self._children.remove(child)
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -206,24 +212,6 @@ class Workers:
         child.process.wait()
         child.pipe.close()
         child.lifeline.close()
-
-
-def _start(spec: str) -> _Child:
-    """Start a child that imports the reward as this process would, and is not ready yet."""
-    ours, theirs = Pipe()
-    held, watched = Pipe()  # nothing is ever sent: what happens on it is the end of this process
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__, spec, str(watched.fileno())],
-        stdin=theirs.fileno(),
-        pass_fds=(watched.fileno(),),
-        stdout=2,  # what a reward prints
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        start_new_session=True,  # Ctrl-C in the terminal is not for it
-    )
-    theirs.close()
-    watched.close()
-    limit_wait(ours)
-    return _Child(process, ours, held, time.monotonic() + START_SECONDS)
 
 
 def _late(seconds: float) -> str:
@@ -257,21 +245,16 @@ def serve(spec: str, watched: int) -> None:
         while True:
             asked = receive_call(pipe)
             signal.signal(signal.SIGIO, signal.SIG_DFL)
-            reply = call(reward, asked)
+            try:
+                value = reward(asked.prompt, asked.response, asked.row)
+                what = f"gave a value of type {type(value).__name__} instead of one float"
+                is_number = isinstance(value, numbers.Real | np.bool_)
+                reply = RewardScore(float(value)) if is_number else RewardFailure(what)
+            except Exception as error:
+                reply = RewardFailure(f"raised {type(error).__name__}: {_one_line(error)}")
             signal.signal(signal.SIGIO, signal.SIG_IGN)
             send(pipe, reply)
     os.killpg(os.getpgrp(), signal.SIGKILL)  # what the reward has started ends as well
-
-
-def call(reward: Reward, asked: RewardCall) -> RewardScore | RewardFailure:
-    """Return the reward, or why there is none: it raised, or gave no number."""
-    try:
-        value = reward(asked.prompt, asked.response, asked.row)
-        if isinstance(value, numbers.Real | np.bool_):
-            return RewardScore(float(value))
-    except Exception as error:
-        return RewardFailure(f"raised {type(error).__name__}: {_one_line(error)}")
-    return RewardFailure(f"gave a value of type {type(value).__name__} instead of one float")
 
 
 def _one_line(error: Exception) -> str:

@@ -245,9 +245,32 @@ def accumulate(
     ends = cast(policy, settings.layout.dtype)
     own = cast(student, settings.layout.dtype)
     hidden, pull = jax.vjp(lambda model: _read(completed(model, ends), batch.tokens, settings), own)
-    slopes, losses, alike = _slopes(ends, hidden, batch, settings)
-    (weights,) = pull(slopes)
-    metrics = {"drafter/loss": losses, "drafter/acceptance": alike}
+
+    def measure(block: tuple[Array, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        student, policy, tokens, mask, positions = block  # the first two [R, C, M]
+
+        def loss(states: Array) -> tuple[jax.Array, jax.Array]:
+            scores = logits(ends, states) / settings.temperature
+            losses = forward_kl(logits(ends, policy) / settings.temperature, scores)
+            return jnp.sum(jnp.where(mask, losses, 0.0)), scores
+
+        def differentiate():
+            (total, scores), slope = jax.value_and_grad(loss, has_aux=True)(student)
+            alike = _count_alike(scores, batch.key, tokens, mask=mask, positions=positions)
+            return slope, total, alike
+
+        zero = jnp.zeros((), jnp.float32)
+        return jax.lax.cond(
+            mask.any(), differentiate, lambda: (jnp.zeros_like(student), zero, zero)
+        )
+
+    slopes, losses, alike = jax.lax.map(measure, _blocks(batch, settings, hidden, batch.hidden))
+    slopes = join_columns(slopes, batch.tokens.shape[1])
+    (weights,) = pull(slopes / batch.total.astype(slopes.dtype))
+    metrics = {
+        "drafter/loss": losses.sum() / batch.total,
+        "drafter/acceptance": alike.sum() / batch.total,
+    }
     new = Gradient(cast(weights, jnp.float32), metrics)
     return new if total is None else jax.tree.map(jnp.add, total, new)
 
@@ -276,41 +299,6 @@ def share_drawn_alike(
         return jax.lax.cond(mask.any(), measure, lambda: jnp.zeros((), jnp.float32))
 
     return jax.lax.map(count, _blocks(batch, settings, hidden)).sum() / batch.total
-
-
-def _slopes(
-    head: Model, hidden: Array, batch: DistillBatch, settings: TrainingSettings
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Differentiate the loss by the student's hidden states [R, T, M], block by block.
-
-    Return the derivative [R, T, M], the loss [] float32, and the share of tokens drawn alike [].
-    """
-
-    def measure(block: tuple[Array, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        student, policy, tokens, mask, positions = block  # the first two [R, C, M]
-
-        def loss(states: Array) -> tuple[jax.Array, jax.Array]:
-            scores = logits(head, states) / settings.temperature
-            losses = forward_kl(logits(head, policy) / settings.temperature, scores)
-            return jnp.sum(jnp.where(mask, losses, 0.0)), scores
-
-        def differentiate():
-            (total, scores), slope = jax.value_and_grad(loss, has_aux=True)(student)
-            alike = _count_alike(scores, batch.key, tokens, mask=mask, positions=positions)
-            return slope, total, alike
-
-        zero = jnp.zeros((), jnp.float32)
-        return jax.lax.cond(
-            mask.any(), differentiate, lambda: (jnp.zeros_like(student), zero, zero)
-        )
-
-    slopes, losses, alike = jax.lax.map(measure, _blocks(batch, settings, hidden, batch.hidden))
-    slopes = join_columns(slopes, batch.tokens.shape[1])
-    return (
-        slopes / batch.total.astype(slopes.dtype),
-        losses.sum() / batch.total,
-        alike.sum() / batch.total,
-    )
 
 
 def _blocks(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 from typing import cast as typed
 
@@ -162,10 +162,9 @@ def update(
     done = 0
     for rows in [rows for rows in order if host.mask[rows].any()]:
         observe()
-        parts = functools.partial(
-            _micro_batches_of, host, rows, kl_weight=kl_weight, settings=settings
+        gradient = _sum_gradients(
+            policy_objective, state.policy, host, rows, kl_weight=kl_weight, settings=settings
         )
-        gradient = _sum_gradients(policy_objective, state.policy, parts(), settings=settings)
         if settings.target_kl and float(gradient.metrics["kl/old"]) > settings.target_kl:
             history.append(gradient.metrics)
             break
@@ -178,7 +177,9 @@ def update(
 
         if optimizers.critic is not None:
             critic = typed(Model, state.critic)
-            gradient = _sum_gradients(critic_objective, critic, parts(), settings=settings)
+            gradient = _sum_gradients(
+                critic_objective, critic, host, rows, kl_weight=kl_weight, settings=settings
+            )
             critic, moments, norm = apply(
                 critic, state.critic_optimizer, gradient, optimizer=optimizers.critic
             )
@@ -293,13 +294,22 @@ def apply(
     return model, moments, norm
 
 
-def _micro_batches_of(
-    host: Experience, rows: np.ndarray, *, kl_weight: float, settings: TrainingSettings
-) -> Iterator[MicroBatch]:
-    """Yield a minibatch's micro-batches, each placed when it is asked for."""
+def _sum_gradients(
+    objective: LossFunction,
+    model: Model,
+    host: Experience,
+    rows: np.ndarray,
+    *,
+    kl_weight: float,
+    settings: TrainingSettings,
+) -> Gradient:
+    """Return the gradient of a minibatch, of which there is at least one micro-batch.
+
+    Each micro-batch is placed when the one before it is summed.
+    """
     batch = select(host, rows, host.mask.shape[1])
     weights = settings.aggregate(batch.mask, settings.max_new_tokens)
-    total = np.array(max(1, batch.mask.sum()), np.float32)
+    tokens = np.array(max(1, batch.mask.sum()), np.float32)
     parts = micro_batches(
         np.arange(len(rows)),
         batch.rollout.length,
@@ -307,23 +317,12 @@ def _micro_batches_of(
         length_bucket=settings.length_bucket,
     )
     kl_weight_array = np.array(kl_weight, np.float32)
+    total = None
     for part, slots in parts:
         chosen = select(batch, part, slots)
-        micro_batch = MicroBatch(chosen, weights[part, :slots], total, kl_weight_array)
-        yield place_rows(micro_batch, settings.layout)
-
-
-def _sum_gradients(
-    objective: LossFunction,
-    model: Model,
-    parts: Iterable[MicroBatch],
-    *,
-    settings: TrainingSettings,
-) -> Gradient:
-    """Return the gradient of a minibatch, of which there is at least one micro-batch."""
-    total = None
-    for batch in parts:
-        total = accumulate(total, model, batch, objective=objective, settings=settings)
+        micro_batch = MicroBatch(chosen, weights[part, :slots], tokens, kl_weight_array)
+        placed = place_rows(micro_batch, settings.layout)
+        total = accumulate(total, model, placed, objective=objective, settings=settings)
     assert total is not None
     return total
 

@@ -256,27 +256,19 @@ def rank(
     best, chosen = lax.top_k(block_scores, min(count, block_scores.shape[-1]))
 
     raw = inside(z, chosen) + _token_noise(chosen, key, position, 1)
-    scores = _truncated_gumbel(raw, best[..., None])
+    first = jnp.max(raw, -1, keepdims=True)
+    winner = jnp.arange(BLOCK) == jnp.argmax(raw, -1, keepdims=True)
+    top = best[..., None]
+    shift = top - raw + jnp.log(-jnp.expm1(-jnp.maximum(first - raw, 1e-7)))
+    truncated = top - jnp.maximum(shift, 0.0) - jnp.log1p(jnp.exp(-jnp.abs(shift)))
+    # Rounding must not let a runner-up tie with its block's winner: rank 0 is the draw.
+    truncated = jnp.where(winner, top, jnp.minimum(truncated, jnp.nextafter(top, -jnp.inf)))
+    scores = jnp.where(raw > -jnp.inf, truncated, -jnp.inf)
     tokens = chosen[..., None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     scores, tokens = (x.reshape(*x.shape[:-2], -1) for x in (scores, tokens))
     scores, places = lax.top_k(scores, min(count, scores.shape[-1]))
     ranked = jnp.take_along_axis(tokens, places, -1)
     return _fill(jnp.where(scores > -jnp.inf, ranked, -1), count)
-
-
-def _truncated_gumbel(scores: Array, top: Array) -> jax.Array:
-    """Map raw scores `[..., c, 256]` so that each block's best is `top[..., c, 1]`.
-
-    Source: Kool et al. 2019, appendix B.3 (see `rank`).
-    """
-    best = jnp.max(scores, -1, keepdims=True)
-    winner = jnp.arange(BLOCK) == jnp.argmax(scores, -1, keepdims=True)
-    behind = jnp.maximum(best - scores, 1e-7)
-    shift = top - scores + jnp.log(-jnp.expm1(-behind))
-    mapped = top - jnp.maximum(shift, 0.0) - jnp.log1p(jnp.exp(-jnp.abs(shift)))
-    # Rounding must not let a runner-up tie with its block's winner: rank 0 is the draw.
-    mapped = jnp.where(winner, top, jnp.minimum(mapped, jnp.nextafter(top, -jnp.inf)))
-    return jnp.where(scores > -jnp.inf, mapped, -jnp.inf)
 
 
 def _assert_ranks(logits: jax.Array, key: Array, position: Array) -> None:

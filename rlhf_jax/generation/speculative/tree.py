@@ -37,7 +37,21 @@ def parse(name: str) -> Strategy:
     else:
         parents = tuple(int(parent) for parent in figures.split(","))
     strategy = Strategy(parents, match[1], int(match[3] or 0))
-    _check(name, strategy, packed=match[3] is not None)
+
+    levels = depths(strategy) if all(-1 <= p < i for i, p in enumerate(parents)) else None
+    if levels is None or list(levels) != sorted(levels) or not parents:
+        raise ValueError(f"Strategy {name!r} is no tree in level order: {_grammar()}.")
+    if len(parents) >= NODE_BUCKETS[-1]:
+        raise ValueError(
+            f"Strategy {name!r} drafts {len(parents)} tokens; the most is {NODE_BUCKETS[-1] - 1}."
+        )
+    chains = DRAFTERS[strategy.drafter].packs and is_chain(strategy)
+    if match[3] is not None and not (chains and 1 < strategy.packed <= len(parents)):
+        packing = " or ".join(drafter.name for drafter in DRAFTERS.values() if drafter.packs)
+        raise ValueError(
+            f"Strategy {name!r} packs nothing: only chains by {packing} are packed, into 2 nodes a"
+            f" row or more, but no more than their {len(parents)} drafts."
+        )
     return strategy
 
 
@@ -50,26 +64,6 @@ def name_of(strategy: Strategy) -> str:
         shape = f"chain-{len(strategy.parents)}"
     packed = f"-packed-{strategy.packed}" if strategy.packed else ""
     return f"{strategy.drafter}-{shape}{packed}"
-
-
-def _check(name: str, strategy: Strategy, packed: bool) -> None:
-    """Raise ValueError unless a strategy is a tree that a round can verify."""
-    parents = strategy.parents
-    levels = depths(strategy) if all(-1 <= p < i for i, p in enumerate(parents)) else None
-    if levels is None or list(levels) != sorted(levels) or not parents:
-        raise ValueError(f"Strategy {name!r} is no tree in level order: {_grammar()}.")
-    if len(parents) >= NODE_BUCKETS[-1]:
-        raise ValueError(
-            f"Strategy {name!r} drafts {len(parents)} tokens; the most is {NODE_BUCKETS[-1] - 1}."
-        )
-    chains = DRAFTERS[strategy.drafter].packs and is_chain(strategy)
-    if packed and not (chains and 1 < strategy.packed <= len(parents)):
-        packing = " or ".join(drafter.name for drafter in DRAFTERS.values() if drafter.packs)
-        raise ValueError(
-            f"Strategy {name!r} packs nothing: only chains by {packing} are packed, into 2 nodes a"
-            " row or more, but"
-            f" no more than their {len(parents)} drafts."
-        )
 
 
 def _grammar() -> str:

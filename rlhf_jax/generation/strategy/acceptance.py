@@ -107,17 +107,26 @@ def observe(known: Acceptance, observations: Observations, used: bool = False) -
     drafts = len(observations.seen_prompt)
     if not drafts:
         return known
-    seen, hits = _count(observations)
+    rank = np.arange(RANKS)
+    tried = rank < observations.offered[..., None]
+    right = tried & (observations.ranks[..., None] == rank)
+    cell = observations.seen_prompt * CLASSES + observations.confidence
+    member = (np.arange(2 * CLASSES)[:, None] == cell).astype(float)  # [2 * CLASSES, n]
+    shape = (2, CLASSES, DEPTHS, RANKS)
+    seen, hits = (
+        (member @ counted.reshape(drafts, -1)).reshape(shape) for counted in (tried, right)
+    )
+
     if not used:
         known = _test_for_change(known, known.rates[..., 0], hits[..., 0], seen[..., 0])
         kept = math.exp(-drafts / ACCEPTANCE_SETTINGS.calibration_fade)
         faded = _UNCALIBRATED + kept * (known.realised - _UNCALIBRATED)
         known = dataclasses.replace(known, realised=faded)
 
-    totals = known.seen + seen
-    right = known.hits + hits
-    kept = np.minimum(1.0, ACCEPTANCE_SETTINGS.window / np.maximum(totals, 1e-9))
-    return _forget_before_change(dataclasses.replace(known, seen=totals * kept, hits=right * kept))
+    seen = known.seen + seen
+    kept = np.minimum(1.0, ACCEPTANCE_SETTINGS.window / np.maximum(seen, 1e-9))
+    hits = (known.hits + hits) * kept
+    return _forget_before_change(dataclasses.replace(known, seen=seen * kept, hits=hits))
 
 
 def calibrate(known: Acceptance, accepted: float, predicted: float, rows: int) -> Acceptance:
@@ -180,20 +189,6 @@ def restore(saved: dict[str, Any]) -> Acceptance:
     """Return the acceptance that `state` saved, or an unknown one if it had other windows."""
     found = Acceptance(**{name: np.array(value, float) for name, value in saved.items()})
     return found if len(found.seen) == len(_UNCALIBRATED) else unknown()
-
-
-def _count(observations: Observations) -> tuple[np.ndarray, np.ndarray]:
-    """Count drafts tried and drafts that were right, each [2, CLASSES, DEPTHS, RANKS]."""
-    rank = np.arange(RANKS)
-    tried = rank < observations.offered[..., None]
-    right = tried & (observations.ranks[..., None] == rank)
-
-    cell = observations.seen_prompt * CLASSES + observations.confidence
-    member = (np.arange(2 * CLASSES)[:, None] == cell).astype(float)  # [2 * CLASSES, n]
-
-    shape = (2, CLASSES, DEPTHS, RANKS)
-    seen, hits = (member @ counted.reshape(len(cell), -1) for counted in (tried, right))
-    return seen.reshape(shape), hits.reshape(shape)
 
 
 def _test_for_change(

@@ -53,12 +53,6 @@ def rank(expected_gain: np.ndarray) -> Ranking:
     return Ranking(kind, gains.astype(float))
 
 
-def on_one_device(counts: np.ndarray, live: int) -> np.ndarray:
-    """Return [1, CLASSES] `live` rows in the shares of counts [2, CLASSES], by prompt and class."""
-    rows = counts.sum(axis=0)[None]
-    return rows * (live / max(1, rows.sum()))
-
-
 def tokens(
     ranking: Ranking, counts: np.ndarray, slots: int, nodes: np.ndarray, factor: float
 ) -> np.ndarray:

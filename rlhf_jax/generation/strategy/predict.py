@@ -155,9 +155,13 @@ def tokens_of_rows(
     for drafter, columns in choices.packed.items():
         if (counts := situation.classes.get(drafter)) is not None:
             rows = situation.by_device.get(drafter)
+            if rows is None:
+                # All on one device: live rows in the shares that classes have of the counts.
+                shares = counts.sum(axis=0)[None]
+                rows = shares * (situation.live / max(1, shares.sum()))
             found[:CLASSES, columns] = expected_gain.tokens(
                 expectations.rankings[drafter],
-                expected_gain.on_one_device(counts, situation.live) if rows is None else rows,
+                rows,
                 situation.rows,
                 nodes=choices.nodes[columns],
                 factor=expectations.calibrations[drafter],

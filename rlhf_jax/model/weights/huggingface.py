@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -63,26 +62,11 @@ def open_tensors(folder: Path, config: ModelConfig) -> dict[str, np.ndarray]:
     Raises ValueError or FileNotFoundError unless they are the weights of `config`.
     """
     folder = Path(folder)
-    opened = {file: safetensors_file.views(file) for file in _weight_files(folder)}
-    found = {}
-    for file, tensors in opened.items():
-        for name, view in tensors.items():
-            # Old files repeat what the configuration already says.
-            tied_head = config.tied and name == FAMILIES[config.family].huggingface_names["head"]
-            if not tied_head and not name.endswith("rotary_emb.inv_freq"):
-                found[name] = (file, view.shape)
-    weight_table.check_weights(found, _names(config), folder, config)
-    return {name: opened[file][name] for name, (file, _) in found.items()}
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files of a folder; ValueError or FileNotFoundError if one is missing."""
+    files = [folder / "model.safetensors"]
     index = folder / "model.safetensors.index.json"
     if index.exists():
         names = set(read_json(index).get("weight_map", {}).values())
         files = [folder / name for name in sorted(names)]
-    else:
-        files = [folder / "model.safetensors"]
     missing = [file for file in files if not file.exists()]
     if missing and list(folder.glob("pytorch_model*.bin")):
         raise ValueError(
@@ -92,7 +76,17 @@ def _weight_files(folder: Path) -> list[Path]:
         raise FileNotFoundError(
             f"{missing[0]} is missing; download the model's safetensors files again."
         )
-    return files
+
+    opened = {file: safetensors_file.views(file) for file in files}
+    found = {}
+    for file, tensors in opened.items():
+        for name, view in tensors.items():
+            # Old files repeat what the configuration already says.
+            tied_head = config.tied and name == FAMILIES[config.family].huggingface_names["head"]
+            if not tied_head and not name.endswith("rotary_emb.inv_freq"):
+                found[name] = (file, view.shape)
+    weight_table.check_weights(found, _names(config), folder, config)
+    return {name: opened[file][name] for name, (file, _) in found.items()}
 
 
 def _names(config: ModelConfig) -> dict[weight_table.WeightKey, str]:
@@ -152,7 +146,19 @@ def save(
 def _write_weights(folder: Path, model: Model, dtype: np.dtype) -> None:
     """Write the weights to safetensors files, with an index where there are several."""
     names = _names(model.config)
-    shards = list(_split_shards(model.config, dtype))
+    # Groups of at most `SHARD_BYTES`; one weight that alone is larger is a group of its own.
+    shards: list[list[weight_table.WeightKey]] = [[]]
+    total = 0
+    size = 0
+    for key, shape in weight_table.weight_keys(model.config):
+        weight = int(np.prod(shape)) * dtype.itemsize
+        if shards[-1] and size + weight > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(key)
+        size += weight
+        total += weight
+
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
         part = "" if len(shards) == 1 else f"-{number:05d}-of-{len(shards):05d}"
@@ -166,28 +172,8 @@ def _write_weights(folder: Path, model: Model, dtype: np.dtype) -> None:
         weight_map |= dict.fromkeys(tensors, file.name)
 
     if len(shards) > 1:
-        numbers = sum(int(np.prod(shape)) for _, shape in weight_table.weight_keys(model.config))
-        metadata = {"total_size": numbers * dtype.itemsize}
-        index = {"metadata": metadata, "weight_map": weight_map}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
-
-
-def _split_shards(config: ModelConfig, dtype: np.dtype) -> Iterator[list[weight_table.WeightKey]]:
-    """Yield a model's weights in groups of at most `SHARD_BYTES`.
-
-    One weight that alone is larger is a group of its own.
-    """
-    group = []
-    size = 0
-    for key, shape in weight_table.weight_keys(config):
-        weight = int(np.prod(shape)) * dtype.itemsize
-        if group and size + weight > SHARD_BYTES:
-            yield group
-            group = []
-            size = 0
-        group.append(key)
-        size += weight
-    yield group
 
 
 def _write_json(file: Path, content: dict) -> None:

@@ -40,7 +40,26 @@ def read_config(folder: Path) -> ModelConfig:
             f"{file}: architecture {name!r} is not supported; supported are"
             f" {', '.join(others)} and {last}."
         )
-    _refuse_unsupported(raw, file)
+
+    rope = raw.get("rope_parameters") or {}
+    for key, allowed in SUPPORTED.items():
+        value = raw.get(key, rope.get(key))
+        if value not in allowed:
+            raise ValueError(
+                f"{file}: {key}={value!r} is not supported; it must be {allowed[0]!r}."
+            )
+    kinds = set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise ValueError(
+            f"{file}: layers of type {sorted(kinds)} are not supported; only attention is."
+        )
+    # Two is what transformers takes where nothing is said.
+    labels = raw.get("num_labels") or len(raw.get("id2label") or range(2))
+    if _is_classifier(raw) and labels != 1:
+        raise ValueError(
+            f"{file}: a classifier of {labels} labels is not supported; a reward model has one."
+        )
+
     theta, scaling = _read_rope(raw, file)
     try:
         return _convert(raw, FAMILIES[name], theta, scaling)
@@ -90,28 +109,6 @@ def _is_classifier(raw: dict) -> bool:
     return any(name.endswith(CLASSIFIER) for name in raw.get("architectures") or ())
 
 
-def _refuse_unsupported(raw: dict, file: Path) -> None:
-    """Raise ValueError where config.json asks for a function that the transformer is not."""
-    rope = raw.get("rope_parameters") or {}
-    for key, allowed in SUPPORTED.items():
-        value = raw.get(key, rope.get(key))
-        if value not in allowed:
-            raise ValueError(
-                f"{file}: {key}={value!r} is not supported; it must be {allowed[0]!r}."
-            )
-    kinds = set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        raise ValueError(
-            f"{file}: layers of type {sorted(kinds)} are not supported; only attention is."
-        )
-    # Two is what transformers takes where nothing is said.
-    labels = raw.get("num_labels") or len(raw.get("id2label") or range(2))
-    if _is_classifier(raw) and labels != 1:
-        raise ValueError(
-            f"{file}: a classifier of {labels} labels is not supported; a reward model has one."
-        )
-
-
 def _read_rope(raw: dict, file: Path) -> tuple[float, RopeScaling | None]:
     """Return the base and the scaling of the rotary embedding.
 
@@ -124,24 +121,20 @@ def _read_rope(raw: dict, file: Path) -> tuple[float, RopeScaling | None]:
     if nested or kind not in ("default", "linear", "llama3"):
         what = "rope parameters that differ by layer are" if nested else f"rope type {kind!r} is"
         raise ValueError(f"{file}: {what} not supported; supported are default, linear and llama3.")
+    if kind == "default":
+        return float(theta), None
     try:
-        return float(theta), _read_scaling(kind, rope)
+        if kind == "linear":
+            return float(theta), RopeScaling("linear", float(rope["factor"]))
+        return float(theta), RopeScaling(
+            kind="llama3",
+            factor=float(rope["factor"]),
+            low_frequency_factor=float(rope["low_freq_factor"]),
+            high_frequency_factor=float(rope["high_freq_factor"]),
+            original_context=rope["original_max_position_embeddings"],
+        )
     except KeyError as error:
         raise ValueError(f"{file}: rope scaling of type {kind!r} lacks the key {error}.") from error
-
-
-def _read_scaling(kind: str, rope: dict) -> RopeScaling | None:
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return RopeScaling("linear", float(rope["factor"]))
-    return RopeScaling(
-        kind="llama3",
-        factor=float(rope["factor"]),
-        low_frequency_factor=float(rope["low_freq_factor"]),
-        high_frequency_factor=float(rope["high_freq_factor"]),
-        original_context=rope["original_max_position_embeddings"],
-    )
 
 
 def config_json(config: ModelConfig, stop_tokens: tuple[int, ...], dtype: np.dtype) -> dict:
@@ -149,6 +142,18 @@ def config_json(config: ModelConfig, stop_tokens: tuple[int, ...], dtype: np.dty
     labels = {}
     if config.scalar_head:
         labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    scaling = config.rope_scaling
+    rope = None
+    if scaling is not None and scaling.kind == "linear":
+        rope = {"rope_type": "linear", "type": "linear", "factor": scaling.factor}
+    elif scaling is not None:
+        rope = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_context,
+        }
     head = CLASSIFIER if config.scalar_head else LANGUAGE_MODEL
     return labels | {
         "architectures": [FAMILIES[config.family].class_prefix + head],
@@ -163,25 +168,11 @@ def config_json(config: ModelConfig, stop_tokens: tuple[int, ...], dtype: np.dty
         "head_dim": config.head_dim,
         "max_position_embeddings": config.max_context,
         "rope_theta": config.rope_theta,
-        "rope_scaling": _scaling_json(config.rope_scaling),
+        "rope_scaling": rope,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
         "hidden_act": "silu",
         "sliding_window": None,
         "use_sliding_window": False,
         "eos_token_id": list(stop_tokens) or None,
-    }
-
-
-def _scaling_json(scaling: RopeScaling | None) -> dict | None:
-    if scaling is None:
-        return None
-    if scaling.kind == "linear":
-        return {"rope_type": "linear", "type": "linear", "factor": scaling.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_frequency_factor,
-        "high_freq_factor": scaling.high_frequency_factor,
-        "original_max_position_embeddings": scaling.original_context,
     }

@@ -45,34 +45,29 @@ def open_source(path: str | Path) -> Source:
     ValueError or FileNotFoundError, in one sentence.
     """
     local = smollm2() if str(path) == SMOLLM2_NAME else Path(path).expanduser()
+    named = local.suffix != ".gguf" and HUB_NAME.fullmatch(str(path))
+    if named and not local.exists():
+        local = _fetch(str(path))
     if local.is_dir():
-        return _open_folder(local)
-    if local.suffix == ".gguf":
-        return _open_gguf(local)
-    if not local.exists() and HUB_NAME.fullmatch(str(path)):
-        return _open_folder(_fetch(str(path)))
-    raise FileNotFoundError(
-        f"No model at {path}: give a Hugging Face folder, a .gguf file or a hub name org/name."
-    )
-
-
-def _open_folder(folder: Path) -> Source:
-    config = huggingface_config.read_config(folder)
-    huggingface.open_tensors(folder, config)
-    tokenizer = read_tokenizer(folder)
+        config = huggingface_config.read_config(local)
+        huggingface.open_tensors(local, config)
+        tokenizer = read_tokenizer(local)
+        stop_tokens = huggingface.stop_tokens(local)
+        load = functools.partial(huggingface.load, local)
+    elif local.suffix == ".gguf":
+        file = gguf_file.open_file(local)
+        config = gguf.read_config(file)
+        gguf.check_tensors(file, config)
+        tokenizer = gguf.read_tokenizer(file)
+        stop_tokens = gguf.stop_tokens(file)
+        load = functools.partial(gguf.load, file)
+    else:
+        raise FileNotFoundError(
+            f"No model at {path}: give a Hugging Face folder, a .gguf file or a hub name org/name."
+        )
     check_vocabulary(tokenizer, config)
-    load = functools.partial(load_finite, folder, functools.partial(huggingface.load, folder))
-    return Source(folder, config, huggingface.stop_tokens(folder), tokenizer, load)
-
-
-def _open_gguf(path: Path) -> Source:
-    file = gguf_file.open_file(path)
-    config = gguf.read_config(file)
-    gguf.check_tensors(file, config)
-    tokenizer = gguf.read_tokenizer(file)
-    check_vocabulary(tokenizer, config)
-    load = functools.partial(load_finite, path, functools.partial(gguf.load, file))
-    return Source(path, config, gguf.stop_tokens(file), tokenizer, load)
+    load = functools.partial(load_finite, local, load)
+    return Source(local, config, stop_tokens, tokenizer, load)
 
 
 def load_finite(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rlhf_jax.generation.speculative.drafters.search import Found, SearchDrafter, first_occurrences
+from rlhf_jax.generation.speculative.drafters.search import SearchDrafter, first_occurrences
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, RANKS
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
 from rlhf_jax.types import Array, DecodeState
@@ -55,25 +55,17 @@ def look_back(
     for drafter in drafters:
         now = drafter.search(state, siblings, 1)
         past = drafter.search(before, siblings, DEPTHS)
-        ranks, offered = compare(past, came, before.length > 0)
+        chex.assert_rank([past.tokens, came], [3, 2])
+        right = past.tokens == came[..., None]  # [B, DEPTHS, R]
+        from_start = jnp.pad(right[:, :-1], ((0, 0), (1, 0), (0, 0)), constant_values=True)
+        agree = jnp.cumprod(from_start, axis=1).astype(bool)
+        options = first_occurrences(past.tokens, agree)
+        place = jnp.cumsum(options, axis=-1, dtype=jnp.int32) - 1
+        rank = jnp.where(options & right, place, -1).max(-1)
+
+        missed = jnp.cumsum(rank != 0, axis=1, dtype=jnp.int32) - (rank != 0).astype(jnp.int32)
+        observed = (missed == 0) & (before.length > 0)[:, None]
+        ranks = jnp.where(observed, rank, -1).astype(jnp.int8)
+        offered = jnp.where(observed, RANKS, 0).astype(jnp.int8)
         hindsight[drafter.name] = Hindsight(now.confidence, past.confidence, ranks, offered)
     return pin_rows(hindsight, layout)
-
-
-def compare(found: Found, came: Array, known: Array) -> tuple[jax.Array, jax.Array]:
-    """Compare what was found with what came [B, K]: (ranks, offered), both [B, K] int8.
-
-    They are those of `Hindsight`. known [B] bool says which rows are observed.
-    """
-    chex.assert_rank([found.tokens, came, known], [3, 2, 1])
-    right = found.tokens == came[..., None]  # [B, K, R]
-    from_start = jnp.pad(right[:, :-1], ((0, 0), (1, 0), (0, 0)), constant_values=True)
-    agree = jnp.cumprod(from_start, axis=1).astype(bool)
-    options = first_occurrences(found.tokens, agree)
-    place = jnp.cumsum(options, axis=-1, dtype=jnp.int32) - 1
-    rank = jnp.where(options & right, place, -1).max(-1)
-
-    missed = jnp.cumsum(rank != 0, axis=1, dtype=jnp.int32) - (rank != 0).astype(jnp.int32)
-    observed = (missed == 0) & known[:, None]
-    ranks = jnp.where(observed, rank, -1).astype(jnp.int8)
-    return ranks, jnp.where(observed, RANKS, 0).astype(jnp.int8)

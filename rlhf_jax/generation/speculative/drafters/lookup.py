@@ -38,7 +38,17 @@ class LookupDrafter(SearchDrafter):
         draft, as repetition does (Ziv, Lempel 1977).
         """
         chex.assert_rank([siblings, state.tokens, state.history], 2)
-        corpus = _corpus(state, siblings)
+        # The texts to look in: earlier ones, siblings' and last the row's own, separated by -1,
+        # which also stands where nothing is known.
+        slots = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)
+        own = jnp.where(slots < state.length[:, None], state.tokens, -1)
+        others = jnp.where((siblings >= 0)[..., None], own[jnp.maximum(siblings, 0)], -1)
+        others = jnp.pad(others, ((0, 0), (0, 0), (1, 0)), constant_values=-1)
+        texts = [state.history, others.reshape(len(own), -1), jnp.full_like(own[:, :1], -1), own]
+        # Written out once: fused into each of its readers it would be put together anew for every
+        # token compared.
+        corpus = jax.lax.optimization_barrier(jnp.concatenate(texts, axis=1))  # [B, C] int32
+
         size = corpus.shape[1]
         place = jnp.arange(size, dtype=jnp.int32)
         matched = jnp.where(is_followed(corpus), match_length(state, corpus), 0)
@@ -54,18 +64,3 @@ class LookupDrafter(SearchDrafter):
 
 
 LOOKUP = LookupDrafter()
-
-
-def _corpus(state: DecodeState, siblings: Array) -> jax.Array:
-    """Return the texts [B, C] int32 that a row looks in: earlier, siblings', its own last.
-
-    They are separated by -1, which also stands where nothing is known.
-    """
-    slots = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)
-    own = jnp.where(slots < state.length[:, None], state.tokens, -1)
-    others = jnp.where((siblings >= 0)[..., None], own[jnp.maximum(siblings, 0)], -1)
-    others = jnp.pad(others, ((0, 0), (0, 0), (1, 0)), constant_values=-1).reshape(len(own), -1)
-    texts = [state.history, others, jnp.full_like(own[:, :1], -1), own]
-    # Written out once: fused into each of its readers it would be put together anew for every token
-    # compared.
-    return jax.lax.optimization_barrier(jnp.concatenate(texts, axis=1))

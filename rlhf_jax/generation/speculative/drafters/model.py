@@ -162,8 +162,17 @@ def _feed(
         queries = jnp.concatenate([_token_at(state, before)[:, None], queries], axis=1)
         positions = jnp.concatenate([jnp.maximum(before, 0)[:, None], positions], axis=1)
 
-    mask = _window_mask(strategy, level, fed + queries.shape[1])
-    mask = jnp.broadcast_to(mask, (queries.shape[0], *mask.shape))
+    # [Q, W]: the token before the root and a node's ancestors.
+    ancestors = trees.as_data(strategy, 1).ancestors[0]
+    index = _window_index(strategy)
+    width = fed + queries.shape[1]
+    seen = np.zeros((len(level), width), bool)
+    seen[:, 0] = True
+    for row, node in enumerate(level):
+        seen[row, index[ancestors[node]]] = True
+    if level == [0]:
+        seen = np.concatenate([np.eye(1, width, dtype=bool), seen])
+    mask = jnp.broadcast_to(seen, (queries.shape[0], *seen.shape))
     # A text of one token has none before the root; but a query must see at least itself.
     first = mask[:, :, :1] & (state.length >= 2)[:, None, None]
     first = first.at[:, 0].set(True) if not window else first
@@ -175,19 +184,6 @@ def _feed(
     past: tuple[LayerCache | None, ...] = window or (None,) * len(state.draft.cache)
     layers = tuple(zip(state.draft.cache, past, strict=True))
     return forward(drafter, queries, positions, attend_cached, layers)
-
-
-def _window_mask(strategy: Strategy, level: list[int], width: int) -> np.ndarray:
-    """Return the mask [Q, W] bool of a level: the token before the root and a node's ancestors."""
-    ancestors = trees.as_data(strategy, 1).ancestors[0]
-    index = _window_index(strategy)
-    mask = np.zeros((len(level), width), bool)
-    mask[:, 0] = True
-    for row, node in enumerate(level):
-        mask[row, index[ancestors[node]]] = True
-    if level == [0]:
-        mask = np.concatenate([np.eye(1, width, dtype=bool), mask])
-    return mask
 
 
 def _token_at(state: DecodeState, place: Array) -> jax.Array:

@@ -56,25 +56,14 @@ def propose(
 ) -> Proposal:
     """Search, and lay what is found out on the strategy's nodes.
 
-    siblings [B, S] int32 as in `search`. The proposal has a confidence only where the drafter's
-    rounds may have a budget.
+    siblings [B, S] int32 as in `search`. Nodes beyond where continuations end get -1. Siblings are
+    distinct: rank r is the r-th different token among the continuations that agree with the path.
+    The proposal has a confidence only where the drafter's rounds may have a budget.
     """
-    depth = int(trees.depths(strategy).max())
-    found = drafter.search(state, siblings, depth)
-    confidence = found.confidence if drafter.packs else None
-    drafts = fill_nodes(strategy, found.tokens)
-    return pin_rows(Proposal(drafts, confidence=confidence), layout)
-
-
-def fill_nodes(strategy: Strategy, continuations: jax.Array) -> jax.Array:
-    """Lay continuations [B, K, R] out on the strategy's nodes, [B, bucket - 1] int32.
-
-    The best continuation is first; nodes beyond where they end get -1. Siblings are distinct: rank
-    r is the r-th different token among the continuations that agree with the path.
-    """
-    chex.assert_rank(continuations, 3)
+    level = trees.depths(strategy)
+    found = drafter.search(state, siblings, int(level.max()))
+    chex.assert_rank(found.tokens, 3)
     rank = trees.ranks(strategy)[1:]
-    level = trees.depths(strategy)[1:]
     parent = np.array(strategy.parents, np.int32) + 1
     node = np.arange(1, len(parent) + 1, dtype=np.int32)
 
@@ -87,11 +76,13 @@ def fill_nodes(strategy: Strategy, continuations: jax.Array) -> jax.Array:
         token = jnp.where(chosen, options, -1).max(axis=1)
         return agree.at[node].set(agree[parent] & (options == token[:, None])), token
 
-    options = jnp.moveaxis(continuations[:, level - 1], 1, 0)  # [N, B, R]
+    options = jnp.moveaxis(found.tokens[:, level[1:] - 1], 1, 0)  # [N, B, R]
     agree = jnp.ones((len(node) + 1, *options.shape[1:]), bool)
     _, drafts = jax.lax.scan(draft, agree, (node, parent, rank, options))
     padding = trees.bucket(strategy) - 1 - len(node)
-    return jnp.pad(drafts.T, ((0, 0), (0, padding)), constant_values=-1)
+    drafts = jnp.pad(drafts.T, ((0, 0), (0, padding)), constant_values=-1)
+    confidence = found.confidence if drafter.packs else None
+    return pin_rows(Proposal(drafts, confidence=confidence), layout)
 
 
 def first_occurrences(options: jax.Array, agree: jax.Array) -> jax.Array:

@@ -68,12 +68,20 @@ def _score_rows(
     hidden, _ = forward(drafter, tokens, places, causal_on(layout))
 
     def score_block(block: tuple[Array, ...]) -> tuple[jax.Array, jax.Array]:
-        masked = block[2]
+        before, predicted, masked, position = block  # [B, C, M], and three of [B, C]
+
+        def measure() -> tuple[jax.Array, jax.Array]:
+            scores = logits(drafter, before)
+            proposed = draws.rank(scores, key[:, None], position, sampling, count=RANKS)
+            right = proposed == predicted[..., None]
+            place = jnp.argmax(right, axis=-1).astype(jnp.int8)
+            rank = jnp.where(right.any(-1) & masked, place, -1)
+            confidence = jnp.where(masked, confidence_of(scores, proposed[..., 0], sampling), 0)
+            return rank.astype(jnp.int8), confidence.astype(jnp.int8)
+
         # A block without masked tokens, of prompts or of padding, skips the head.
         unknown = (jnp.full(masked.shape, -1, jnp.int8), jnp.zeros(masked.shape, jnp.int8))
-        return jax.lax.cond(
-            masked.any(), lambda: _score_block(drafter, block, key, sampling), lambda: unknown
-        )
+        return jax.lax.cond(masked.any(), measure, lambda: unknown)
 
     # Each token is predicted by the hidden state before it.
     aligned = (hidden[:, :-1], tokens[:, 1:], mask[:, 1:], places[:, 1:])
@@ -81,19 +89,6 @@ def _score_rows(
     rank, confidence = join_columns(blocks, slots - 1)
     first = ((0, 0), (1, 0))
     return jnp.pad(rank, first, constant_values=-1), jnp.pad(confidence, first)
-
-
-def _score_block(
-    drafter: Model, block: tuple[Array, ...], key: Array, sampling: Sampling
-) -> tuple[jax.Array, jax.Array]:
-    """Score tokens [B, C], each predicted by the hidden state [B, C, M] before it."""
-    hidden, tokens, mask, position = block
-    scores = logits(drafter, hidden)
-    proposed = draws.rank(scores, key[:, None], position, sampling, count=RANKS)
-    right = proposed == tokens[..., None]
-    rank = jnp.where(right.any(-1) & mask, jnp.argmax(right, axis=-1).astype(jnp.int8), -1)
-    confidence = jnp.where(mask, confidence_of(scores, proposed[..., 0], sampling), 0)
-    return rank.astype(jnp.int8), confidence.astype(jnp.int8)
 
 
 def as_observations(
