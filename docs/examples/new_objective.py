@@ -6,9 +6,7 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax import rlhf, trainer
-from rlhf_jax.config.objectives import register
-from rlhf_jax.generation.requests import as_rollout
+from rlhf_jax import as_rollout, register_objective, rlhf, trainer
 from rlhf_jax.inference.logprobs import token_logprobs
 from rlhf_jax.objectives.reward import RewardObjective
 from rlhf_jax.state import decoding_models
@@ -25,8 +23,7 @@ def loss(policy, reference, rows, rewards):  # Rafailov et al. 2023, equation 7
 
 
 class OnlineDpo(RewardObjective):
-    def title(self, config):
-        return "online DPO"
+    title = staticmethod(lambda config: "online DPO")
 
     @staticmethod
     def step(state, run, observe):
@@ -38,5 +35,5 @@ class OnlineDpo(RewardObjective):
         return rlhf.apply_gradient(state, run, rolled, slope, {"loss/policy": value, "kl/mean": kl})
 
 
-register("dpo", OnlineDpo())
+register_objective("dpo", OnlineDpo())
 sys.exit(trainer.main([sys.argv[0], "--config.objective=dpo", *sys.argv[1:]]))

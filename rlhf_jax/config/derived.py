@@ -58,11 +58,6 @@ def drafts_by_model(config: Config) -> bool:
     return any(one.needs_model for one in drafters(config))
 
 
-def uses_drafter(config: Config, drafter: str) -> bool:
-    """Tell whether a strategy that may be chosen drafts by the drafter of that name."""
-    return drafter in strategies(config).drafters
-
-
 def has_drafter(config: Config) -> bool:
     """Tell whether a run has a draft model, to draft with or to train."""
     return objective_of(config).distills or drafts_by_model(config)

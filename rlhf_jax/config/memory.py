@@ -165,7 +165,7 @@ def _generation(run: PlannedRun) -> list[Part]:
         scorers = sum(map(weights, (*reference, models.critic, *models.rewards)))
 
     slots = cache_slots(run.text_tokens, derived.strategies(config).strategies, run.layout)
-    earlier = run.text_tokens if derived.uses_drafter(config, "replay") else 0
+    earlier = run.text_tokens if derived.replays(config) else 0
     width = prompt_width(config.data.max_prompt_tokens, slots)
     empty = functools.partial(generation_rows.empty, models.policy, models.drafter)
     size = (config.generation.max_rows, slots, config.generation.history_tokens, earlier)
@@ -229,7 +229,7 @@ def _round(run: PlannedRun, state: DecodeState) -> int:
     logits = 0 if streamed else 4 * rows * nodes * run.outputs(policy)
     head = policy.tied * policy.width * run.outputs(policy) * itemsize
     copies = 1 + (policy.vocab_size % BLOCK != 0)
-    copies += generation.acceptance == "rejection" and "model" in candidates.drafters
+    copies += generation.acceptance == "rejection" and derived.drafts_by_model(run.config)
     return window + max(2 * scores, copies * logits + max(logits, head))
 
 
