@@ -108,7 +108,7 @@ def validate_models(config: Config, models: ModelConfigs) -> None:
         drafter is None
         or config.generation.acceptance == "replayable"
         or drafter.vocab_size == policy.vocab_size,
-        "Rejection compares laws over one vocabulary: the drafter's has"
+        "Rejection compares distributions over one vocabulary: the drafter's has"
         f" {drafter and drafter.vocab_size} tokens, the model's {policy.vocab_size}; use"
         " acceptance 'replayable' or another drafter.",
     )
