@@ -100,10 +100,8 @@ class ScoringQueue:
         self.scoring = scoring
         self.waiting: collections.deque[tuple[Sample, Response | None]] = collections.deque()
         self.batches: list[_Batch] = []
-        # policy, reference and critic, and reward models
-        self._models: dict[
-            Layout, tuple[list, dict[str, RewardModel]]
-        ] = {}  # as a slice holds them, by slice
+        # policy, reference and critic, and reward models, as each slice holds them
+        self._models: dict[Layout, tuple[list, dict[str, RewardModel]]] = {}
 
     def add(self, sample: Sample, response: Response | None = None) -> None:
         """Add a finished sample; reward models, where there are some, read its `response`."""

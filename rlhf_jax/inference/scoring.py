@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.overlap import PER_TOKEN_SCORES, Scored, dispatch_scores, scores_of_row
-from rlhf_jax.mesh import Layout
+from rlhf_jax.mesh import Layout, bring_weights
 from rlhf_jax.model.transformer import cast
 from rlhf_jax.runtime import distributed
 from rlhf_jax.types import Model, Rollout
@@ -54,13 +54,14 @@ def score(
     """Score a rollout of host arrays in canonical order and fixed shapes.
 
     Under top-k the reference, too, is renormalised on the sampled sets. `scored`, by sample id, is
-    what slices had time for beside generation; the rest is scored
-    in parts of a fixed size then.
+    what slices had time for beside generation; the rest is then scored in parts of a fixed size.
     """
     rows = settings.microbatch_rows
-    dtype = settings.layout.dtype
-    models = (_cast(policy, dtype), reference, critic and _cast(critic, dtype))
-    how = (settings.temperature, rows, settings.layout)
+    layout = settings.layout
+    trained = [model and _cast(model, layout.dtype) for model in (policy, critic)]
+    own_policy, own_critic = bring_weights(trained, layout)
+    models = (own_policy, reference, own_critic)
+    how = (settings.temperature, rows, layout)
     if scored is None:
         found = distributed.fetch(dispatch_scores(models, rollout, *how))
     else:
