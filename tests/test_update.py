@@ -13,6 +13,7 @@ import pytest
 
 from rlhf_jax.inference.logprobs import score_rollout
 from rlhf_jax.inference.values import critic_of, score_values
+from rlhf_jax.mesh import Layout, make_mesh, model_shardings, place_rows
 from rlhf_jax.model.transformer import init
 from rlhf_jax.training.batching import MicroBatch, micro_batches, minibatches
 from rlhf_jax.training.losses import AGGREGATES
@@ -342,6 +343,23 @@ def test_a_step_that_is_not_finite_is_not_taken(small):
         same = jax.tree.map(lambda a, b: bool((a == b).all()), kept, good)
         assert all(jax.tree.leaves(same.policy)) == (name == "loss/value")
         assert int(cast(Any, kept.optimizer)[1][0].count) + 2 * (name == "loss/policy") == 4
+
+
+@pytest.mark.parametrize("objective", [policy_objective, critic_objective])
+def test_the_gradient_is_split_as_the_weights_are(small, objective):
+    """From the first micro-batch on: each of eight devices holds an eighth of the sum."""
+    layout = Layout(make_mesh(1, 8, 1))
+    policy = init(jax.random.key(0), small)
+    critic = random_critic(small)
+    batch = place_rows(whole(random_experience(policy, critic)), layout)
+    model = policy if objective is policy_objective else critic
+    settings = dataclasses.replace(CONFIG, layout=layout)
+    placed = jax.device_put(model, model_shardings(model, layout))
+    gradient = accumulate(None, placed, batch, objective=objective, settings=settings)
+    wanted = model_shardings(gradient.weights, layout)
+    for leaf, place in zip(jax.tree.leaves(gradient.weights), jax.tree.leaves(wanted), strict=True):
+        assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
+    assert not cast(Any, gradient.weights.layers).down.sharding.is_fully_replicated
 
 
 def memory_of(program) -> Any:

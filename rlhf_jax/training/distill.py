@@ -22,7 +22,7 @@ import optax
 from flax import struct
 
 from rlhf_jax.generation.speculative.sampling import Sampling, draw
-from rlhf_jax.mesh import ONE_DEVICE, Layout, model_shardings, place_rows
+from rlhf_jax.mesh import ONE_DEVICE, Layout, model_shardings, pin_weights, place_rows
 from rlhf_jax.model.attention import causal_on
 from rlhf_jax.model.columns import join_columns, split_columns
 from rlhf_jax.model.decoding import completed
@@ -271,7 +271,7 @@ def accumulate(
         "drafter/loss": losses.sum() / batch.total,
         "drafter/acceptance": alike.sum() / batch.total,
     }
-    new = Gradient(cast(weights, jnp.float32), metrics)
+    new = Gradient(pin_weights(cast(weights, jnp.float32), settings.layout), metrics)
     return new if total is None else jax.tree.map(jnp.add, total, new)
 
 

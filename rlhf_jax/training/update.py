@@ -17,7 +17,7 @@ from flax import struct
 
 from rlhf_jax.inference.logprobs import logprobs_and_entropy
 from rlhf_jax.inference.values import token_values
-from rlhf_jax.mesh import ONE_DEVICE, Layout, model_shardings, place_rows
+from rlhf_jax.mesh import ONE_DEVICE, Layout, model_shardings, pin_weights, place_rows
 from rlhf_jax.model.transformer import cast, stack
 from rlhf_jax.training.batching import MicroBatch, micro_batches, minibatches, select
 from rlhf_jax.training.losses import explained_variance, summed_policy_loss, summed_value_loss
@@ -256,7 +256,8 @@ def accumulate(
     weights, metrics = jax.grad(objective, has_aux=True)(
         cast(model, settings.layout.dtype), batch, settings
     )
-    weights = cast(weights, jnp.float32)
+    # Pinned, or XLA keeps the whole sum on every device.
+    weights = pin_weights(cast(weights, jnp.float32), settings.layout)
     if total is None:
         return Gradient(weights, metrics)
     merged = {
