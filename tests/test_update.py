@@ -418,12 +418,9 @@ def test_compute_in_half_precision_keeps_float32_weights(small):
     critic = random_critic(small)
     experience = random_experience(model, critic)
     want, _ = gradients(model, experience, CONFIG, critic)
-    got, _ = gradients(
-        model,
-        experience,
-        dataclasses.replace(CONFIG, dtype=jnp.bfloat16, microbatch_rows=4, length_bucket=32),
-        critic,
-    )
+    layout = Layout(dtype=jnp.dtype(jnp.bfloat16))
+    half = dataclasses.replace(CONFIG, layout=layout, microbatch_rows=4, length_bucket=32)
+    got, _ = gradients(model, experience, half, critic)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(got))
     assert_close(got, want, 0.1)
 
