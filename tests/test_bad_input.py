@@ -300,7 +300,7 @@ CASES = {
         "reads the policy's tokens", PPO, at_home(critic__path="larger")
     ),
     "rejection with another vocabulary": Case(
-        "Rejection compares laws",
+        "Rejection compares distributions",
         {"generation__strategy": "model-chain-2", "generation__acceptance": "rejection"},
         at_home(drafter__path="larger"),
     ),
