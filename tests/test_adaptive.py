@@ -5,6 +5,7 @@ learned is true.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 
@@ -214,31 +215,17 @@ def test_a_switch_compiles_nothing(target, drafter, earlier, meshed, compilation
         made = Chooser(lambda situation: turns[len(made.asked) % len(turns)])
         return made
 
+    options = {"layout": layout, "compiler": compiler}
+    play = functools.partial(run, target, drafter, how, requests(earlier), **options)
     first = chooser()
     again = chooser()
     deadline = time.monotonic() + 120
     while not all(compiler.ready(STRATEGIES[turn], 8, how, layout) for turn in turns):
         assert time.monotonic() < deadline, "never compiled"
-        run(
-            target,
-            drafter,
-            how,
-            requests(earlier),
-            layout=layout,
-            selector=first,
-            compiler=compiler,
-        )
+        play(selector=first)
     assert not all(ready for _, ready, _ in first.asked)
     with compilations() as seen:
-        run(
-            target,
-            drafter,
-            how,
-            requests(earlier),
-            layout=layout,
-            selector=again,
-            compiler=compiler,
-        )
+        play(selector=again)
     compiler.close()
     assert not seen
     assert all(ready for _, ready, _ in again.asked) and len(again.asked) > 2 * len(turns)

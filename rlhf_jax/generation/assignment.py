@@ -12,7 +12,7 @@ from rlhf_jax.generation import precompile
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation.requests import Request, Sample
 from rlhf_jax.generation.rounds import GenerationRun
-from rlhf_jax.generation.scheduler import InFlightRound, SliceBatch, resize, row_bucket, shared
+from rlhf_jax.generation.scheduler import InFlightRound, SliceBatch, resize, row_bucket
 from rlhf_jax.mesh import Layout
 from rlhf_jax.reallocation import length_model, row_transfer
 from rlhf_jax.reallocation.length_model import Lengths
@@ -189,7 +189,7 @@ def _view(
     if run.selector is None:
         speed = {size: 1 / (rows + size) for size in set(sizes)}
     else:
-        nodes = precompile.VERIFIED * shared(1, batch.layout)
+        nodes = precompile.VERIFIED * batch.layout.row_shards
         speed = {size: run.selector.pace(size, size, nodes // size) for size in set(sizes)}
 
     return ClusterView(

@@ -15,9 +15,10 @@ from rlhf_jax.types import Model
 
 def decoding_weights(policy: Model, layout: Layout = ONE_DEVICE) -> Model:
     """Return the policy as generation wants it: layers unrolled, in the layout's dtype and places.
-    On a CPU a tied head is copied as
-       [M, V], which is read faster than the embedding the other way round. Where the vocabulary is
-       split, it is padded, so that each device has whole blocks of the two-level draw.
+
+    On a CPU a tied head is copied as [M, V], which is read faster than the embedding the other way
+    round. Where the vocabulary is split, it is padded, so that each device has whole blocks of the
+    two-level draw.
     """
     policy = bring_weights(policy, layout)
     return _decoding_weights(policy, layout, untie=jax.default_backend() == "cpu")
