@@ -257,8 +257,10 @@ def bring_weights(tree: T, layout: Layout) -> T:
 
     So a stage may run on other devices than the one whose weights it reads.
     """
-    leaves = jax.tree.leaves(tree)
-    if layout.mesh is None or leaves[0].sharding.device_set == set(layout.devices.flat):
+    if layout.mesh is None:
+        return tree
+    own = set(layout.devices.flat)
+    if all(leaf.sharding.device_set == own for leaf in jax.tree.leaves(tree)):
         return tree
     return jax.device_put(tree, model_shardings(tree, layout))
 

@@ -47,8 +47,10 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
         experience, kl = make_experience(
             rollout, rolled.rewards, rolled.ended, scores, coefficient, run.advantage
         )
-        metrics |= {"kl/response": kl, "kl/coefficient": coefficient}
-        metrics |= mismatch(rollout.logprobs, scores.logprobs, rollout.mask)
+        metrics |= {"kl/coefficient": coefficient, "inference/padding": scores.padding}
+        if kl is not None and scores.logprobs is not None:
+            metrics["kl/response"] = kl
+            metrics |= mismatch(rollout.logprobs, scores.logprobs, rollout.mask)
     inference = _inference_spans(experience, began - rolled.began, rolled, run)
     rolled = dataclasses.replace(rolled, spans=rolled.spans + inference)
 
@@ -73,6 +75,7 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
             "drafter/policy_step": distilled_at,
             "drafter/behind": int(train.step) - distilled_at,
         }
+    kl = metrics.setdefault("kl/response", 0.0)
     next_coefficient = run.next_kl_coefficient(coefficient, kl, len(rolled.samples))
     host = state.host.after_step(
         rolled.samples, rolled.stats, rolled.position, next_coefficient, distilled_at
@@ -127,11 +130,12 @@ def scoring_queue(models: ModelPair, train: TrainState, run: Run) -> ScoringQueu
     }
     return ScoringQueue(
         Scoring(
-            policy=models[0],
+            policy=models[0] if run.scoring.policy_logprobs else None,
             reference=run.frozen.reference and place(run.frozen.reference),
             critic=train.critic and place(train.critic),
             temperature=run.scoring.temperature,
             rows=rows,
+            length_bucket=run.scoring.length_bucket,
             max_length=length,
             rewards=rewards,
         )
@@ -145,19 +149,21 @@ def make_experience(
     scores: TokenScores,
     kl_coefficient: float,
     advantage: AdvantageConfig,
-) -> tuple[Experience, float]:
+) -> tuple[Experience, float | None]:
     """Turn rewards and scores into what training needs.
 
     rewards [B] float32 and ended [B] bool (the response has an end) are of whole samples. Returns
-    also the KL of a response to the reference, in nats. Raises NonFiniteStep where a number is not
-    finite.
+    also the KL of a response to the reference, in nats; None where the update measures it. Raises
+    NonFiniteStep where a number is not finite.
     """
     mask, advantages, returns, kl = jax.device_get(
         compute_advantages(
             rewards,
             ended,
             rollout.mask,
-            *scores,
+            scores.logprobs,
+            scores.reference_logprobs,
+            scores.values,
             kl_coefficient=np.float32(kl_coefficient),
             config=advantage,
         )
@@ -178,7 +184,7 @@ def make_experience(
         if bad:
             of_all = f"{bad} of {int(rollout.mask.sum())} {name.replace('_', ' ')}"
             raise NonFiniteStep(f"{of_all} are not finite", experience)
-    return experience, float(kl)
+    return experience, None if kl is None else float(kl)
 
 
 def distill_drafter(

@@ -193,6 +193,23 @@ class Rollout:
 
 
 @struct.dataclass
+class PackedBatch:
+    """Hold samples token by token, each prompt once, in one line of tokens a row shard.
+
+    Padding is zero, and False in the mask. S row shards, of C tokens, R samples of at most T
+    tokens, and W tokens that are predicted.
+    """
+
+    tokens: Array  # [S, C] int32
+    positions: Array  # [S, C] int32, of a token in its sample
+    samples: Array  # [S, R, T] int32, where in the line the tokens of a sample are
+    home: Array  # [S, C] int32, where in `samples`, read as [S, R * T], a token is
+    before: Array  # [S, W] int32, where in the line the token before a predicted one is
+    targets: Array  # [S, W] int32, the tokens that are predicted
+    mask: Array  # [S, W] bool
+
+
+@struct.dataclass
 class Experience:
     """Hold what training needs of a rollout.
 
@@ -201,8 +218,10 @@ class Experience:
 
     rollout: Rollout
     mask: Array  # [B, T] bool, the response tokens that losses count.
-    logprobs: Array  # [B, T] float32, recomputed under the policy that generated: the "old" ones.
-    reference_logprobs: Array  # [B, T] float32
+    # [B, T] float32, recomputed under the policy that generated: the "old" ones. None: those that
+    # an update of one minibatch computes itself.
+    logprobs: Array | None
+    reference_logprobs: Array | None  # [B, T] float32; None: the reference is the old policy.
     rewards: Array  # [B] float32, of whole samples.
     advantages: Array  # [B, T] float32
     # [B, T] float32, what the critic expected before each token, as it was before the update.

@@ -15,7 +15,7 @@ import sys
 import time
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -88,6 +88,7 @@ def models() -> Scoring:
         critic,
         1.0,
         rows=ROWS,
+        length_bucket=16,
         max_length=HOW.max_length,
         rewards={"judge": reward_model},
     )
@@ -146,7 +147,7 @@ class Stage:
 
         settings = GenerationSettings(self.how, self.layout, 0, 0, 0)
         samples = generate_samples(
-            (self.scoring.policy, None),
+            (cast(Model, self.scoring.policy), None),
             requests(),
             self.how,
             settings,
@@ -224,8 +225,8 @@ def check(stage: Stage, scoring_queue: ScoringQueue, samples: list[Sample], alon
     numbers: Any = ()
     if chosen:
         rollout = as_rollout(chosen, alone.max_length)
-        how = (alone.temperature, alone.rows, Layout())
-        numbers = overlap.dispatch_scores(models, rollout, *how)
+        how = (alone.temperature, alone.rows, alone.length_bucket, Layout())
+        numbers = overlap.dispatch_scores(models, rollout, *how).fetch()
     for name, wanted in zip(overlap.PER_TOKEN_SCORES, numbers, strict=False):
         given = np.stack([getattr(found[sample.sample_id], name) for sample in chosen])
         np.testing.assert_allclose(given, wanted, atol=1e-4, rtol=0)

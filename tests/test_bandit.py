@@ -7,7 +7,6 @@ prompt.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +91,6 @@ def sample(policy, key) -> Rollout:
     )
 
 
-@functools.partial(jax.jit, static_argnames="name")
 def experience_of(state, rollout, name: str) -> Experience:
     """Rewards of the table, and advantages by the named estimator."""
     prompt = jnp.arange(ROWS) // GROUP

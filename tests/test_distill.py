@@ -34,6 +34,7 @@ from rlhf_jax.training.distill import (
     accumulate,
     distill,
     forward_kl,
+    read_by_policy,
     student_of,
     with_student,
 )
@@ -67,6 +68,9 @@ ONLINE = {
 }
 
 
+SEED = 5
+
+
 @pytest.fixture(scope="module")
 def policy():
     return make(jax.random.key(0), dataclasses.replace(tiny_run.CONFIG, num_layers=4))
@@ -94,17 +98,11 @@ def rollout_of(rows: int, slots: int, vocabulary: int) -> Rollout:
 
 
 def batch_of(policy, rollout: Rollout) -> DistillBatch:
-    key = jnp.stack(
-        [jnp.full(len(rollout.length), 5, jnp.uint32), jnp.asarray(rollout.sample_id)], axis=1
-    )
-    total = jnp.float32(rollout.mask.sum())
-    return DistillBatch(
-        jnp.asarray(rollout.tokens),
-        jnp.asarray(rollout.mask),
-        key,
-        total,
-        read(policy, rollout.tokens),
-    )
+    """The rollout as the only batch."""
+    rows = len(rollout.length)
+    settings = dataclasses.replace(CONFIG, seed=SEED, microbatch_rows=rows)
+    (batch,) = read_by_policy(policy, rollout, np.arange(rows), settings=settings)
+    return batch
 
 
 @jax.jit
@@ -155,24 +153,19 @@ def test_acceptance_is_the_share_of_tokens_that_the_student_draws(policy):
     """
     student = student_of(policy, 2)
     rollout = rollout_of(4, 24, policy.config.vocab_size)
-    batch = batch_of(policy, rollout)
     scores = whole_logits(completed(student, policy), rollout.tokens) * CONFIG.temperature
     positions = jnp.broadcast_to(jnp.arange(1, 24, dtype=jnp.int32), scores.shape[:2])
     drawing = jax.jit(functools.partial(draw, sampling=Sampling(CONFIG.temperature)))
-    drawn = drawing(scores, batch.key[:, None], positions).token
+    key = np.stack([np.full(4, SEED, np.uint32), rollout.sample_id], axis=1)
+    drawn = drawing(scores, key[:, None], positions).token
     expected = np.mean((np.asarray(drawn) == rollout.tokens[:, 1:])[rollout.mask[:, 1:]])
     last = np.flatnonzero(rollout.mask[0])[-1]
     tokens = rollout.tokens.copy()
     tokens[0, last] = drawn[0, last - 1]  # nothing after it is read, so it changes no other draw
     assert tokens[0, last] != rollout.tokens[0, last]
     for text, share in ((rollout.tokens, expected), (tokens, expected + 1 / rollout.mask.sum())):
-        found = accumulate(
-            None,
-            student,
-            policy,
-            dataclasses.replace(batch, tokens=jnp.asarray(text)),
-            settings=CONFIG,
-        )
+        batch = batch_of(policy, dataclasses.replace(rollout, tokens=text))
+        found = accumulate(None, student, policy, batch, settings=CONFIG)
         assert float(found.metrics["drafter/acceptance"]) == pytest.approx(share, abs=1e-6)
 
 

@@ -21,7 +21,7 @@ from rlhf_jax.training.losses import (
     token_mean,
     value_loss,
 )
-from rlhf_jax.types import Experience, Rollout
+from rlhf_jax.types import PackedBatch
 
 
 def default_loss(logprobs, entropy, batch):
@@ -44,33 +44,29 @@ def random_batch(seed=0, rows=3, slots=9, kl_weight=0.1, aggregate="token_mean")
         return jnp.asarray(rng.normal(scale=scale, size=shape), jnp.float32)
 
     mask = rng.random(shape) < 0.6
-    rollout = Rollout(
-        tokens=jnp.zeros(shape, jnp.int32),
-        mask=jnp.ones(shape, bool),
-        logprobs=jnp.zeros(shape, jnp.float32),
-        length=jnp.full(rows, slots, jnp.int32),
-        sample_id=jnp.arange(rows, dtype=jnp.uint32),
-    )
-    old = -2.0 + normal(0.5)
-    reference = -2.0 + normal(0.5)
-    experience = Experience(
-        rollout,
-        jnp.asarray(mask),
-        old,
-        reference,
-        jnp.zeros(rows),
-        normal(1.0),
-        normal(1.0),
-        normal(1.0),
-    )
+    zeros = jnp.zeros(shape, jnp.int32)
+    packed = PackedBatch(zeros, zeros, zeros[None], zeros, zeros, zeros, jnp.asarray(mask))
     weights = jnp.asarray(AGGREGATES[aggregate](mask, 7))
-    return MicroBatch(experience, weights, jnp.float32(mask.sum()), jnp.float32(kl_weight))
+    return MicroBatch(
+        packed,
+        weights,
+        sampled_logprobs=-2.0 + normal(0.5),
+        logprobs=-2.0 + normal(0.5),
+        reference_logprobs=-2.0 + normal(0.5),
+        advantages=normal(1.0),
+        values=normal(1.0),
+        returns=normal(1.0),
+        total=jnp.float32(mask.sum()),
+        samples=jnp.float32(rows),
+        kl_weight=jnp.float32(kl_weight),
+    )
 
 
 def moved(batch: MicroBatch, seed=100):
     """Log-probs that differ from the old ones."""
     rng = np.random.default_rng(seed)
-    return batch.experience.logprobs + jnp.asarray(rng.normal(scale=0.3, size=(3, 9)), jnp.float32)
+    assert batch.logprobs is not None
+    return batch.logprobs + jnp.asarray(rng.normal(scale=0.3, size=(3, 9)), jnp.float32)
 
 
 def looped_weights(mask, kind):
@@ -102,12 +98,11 @@ def test_weights_are_the_loops(kind):
 
 def looped_loss(logprobs, entropy, batch: MicroBatch, low, high, kl, entropy_weight):
     """Token by token: PPO's loss, the estimate, the entropy, and the means."""
-    experience = batch.experience
-    mask = np.asarray(experience.mask)
+    mask = np.asarray(batch.mask)
     weights = np.asarray(batch.weights, float)
-    old = np.asarray(experience.logprobs, float)
-    reference = np.asarray(experience.reference_logprobs, float)
-    advantages = np.asarray(experience.advantages, float)
+    old = np.asarray(batch.logprobs, float)
+    reference = np.asarray(batch.reference_logprobs, float)
+    advantages = np.asarray(batch.advantages, float)
     logprobs = np.asarray(logprobs, float)
     loss = 0.0
     rows = []
@@ -185,26 +180,25 @@ def test_the_clipped_loss_is_rlaxs():
     import rlax
 
     batch = random_batch()
-    experience = batch.experience
     logprobs = moved(batch)
-    mask = experience.mask
-    advantages = experience.advantages
-    ratios = jnp.exp(logprobs - experience.logprobs)
+    mask = batch.mask
+    advantages = batch.advantages
+    old = jnp.asarray(batch.logprobs)
+    ratios = jnp.exp(logprobs - old)
     want = rlax.clipped_surrogate_pg_loss(ratios[mask], advantages[mask], 0.2)
-    losses = policy_loss(logprobs, experience.logprobs, advantages, mask, 0.2, 0.2)
+    losses = policy_loss(logprobs, old, advantages, mask, 0.2, 0.2)
     assert float((batch.weights * losses).sum()) == pytest.approx(float(want), rel=1e-5)
 
 
 def test_the_critics_loss_is_the_loops():
     batch = random_batch(aggregate="sequence_mean")
-    experience = batch.experience
     values = moved(batch)
-    before = np.asarray(experience.values)
-    returns = np.asarray(experience.returns)
+    before = np.asarray(batch.values)
+    returns = np.asarray(batch.returns)
     loss, metrics = summed_value_loss(values, batch, clip=0.2)
     want = 0.0
     rows = []
-    for b, t in zip(*np.nonzero(np.asarray(experience.mask)), strict=True):
+    for b, t in zip(*np.nonzero(np.asarray(batch.mask)), strict=True):
         value = float(values[b, t])
         old = float(before[b, t])
         goal = float(returns[b, t])
@@ -253,21 +247,20 @@ def test_gradients_are_the_finite_differences(name):
 def test_masked_tokens_never_count():
     """Not even infinite ones: an empty row's numbers mean nothing."""
     batch = random_batch()
-    mask = batch.experience.mask
+    mask = batch.mask
 
     def broken(x, value):
         return jnp.where(mask, x, value)
 
-    experience = dataclasses.replace(
-        batch.experience,
-        logprobs=broken(batch.experience.logprobs, -jnp.inf),
-        reference_logprobs=broken(batch.experience.reference_logprobs, jnp.nan),
-        advantages=broken(batch.experience.advantages, jnp.nan),
-        values=broken(batch.experience.values, jnp.nan),
-        returns=broken(batch.experience.returns, jnp.inf),
+    other = dataclasses.replace(
+        batch,
+        logprobs=broken(batch.logprobs, -jnp.inf),
+        reference_logprobs=broken(batch.reference_logprobs, jnp.nan),
+        advantages=broken(batch.advantages, jnp.nan),
+        values=broken(batch.values, jnp.nan),
+        returns=broken(batch.returns, jnp.inf),
     )
-    other = dataclasses.replace(batch, experience=experience)
-    old = batch.experience.logprobs
+    old = batch.logprobs
     values = moved(batch)
     entropy = jnp.abs(moved(batch))
     pairs = [

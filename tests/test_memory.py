@@ -21,7 +21,7 @@ from rlhf_jax.config import command_line, memory, validation
 from rlhf_jax.config import schema as configs
 from rlhf_jax.generation import rows, scheduler
 from rlhf_jax.generation.speculative import tree
-from rlhf_jax.inference.logprobs import score_rollout
+from rlhf_jax.inference.logprobs import score_packed
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model import transformer
@@ -29,7 +29,7 @@ from rlhf_jax.training import distill
 from rlhf_jax.training.distill import DistillBatch, student_config, student_of
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.training.update import critic_objective, policy_objective
-from rlhf_jax.types import ModelConfig, ModelConfigs, Rollout, RopeScaling
+from rlhf_jax.types import ModelConfig, ModelConfigs, RopeScaling
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -310,27 +310,19 @@ def prefill_program(at, pod):
 
 
 def score_program(at, pod):
-    count = at.config.training.microbatch_rows
-    slots = at.config.data.max_prompt_tokens + at.config.generation.max_new_tokens
-    text = jnp.zeros((2 * count, slots))
-    of_row = jnp.zeros(2 * count, jnp.uint32)
-    tokens = text.astype(jnp.int32)
-    rollout = Rollout(tokens, text == 0, text, of_row.astype(jnp.int32), of_row)
     policy = compiled.weights(at.models.policy, at.layout)
-    return score_rollout.lower(policy, rollout, temperature=1.0, rows=count).compile()
+    return score_packed.lower(policy, pod.packed_zeros(at), None, temperature=1.0).compile()
 
 
 def student_program(at, pod):
-    count = at.config.training.microbatch_rows
-    slots = at.config.data.max_prompt_tokens + at.config.generation.max_new_tokens
     policy = compiled.weights(at.models.policy, at.layout)
     student = jax.eval_shape(lambda: student_of(transformer.init(jax.random.key(0), TWO_LAYERS), 1))
-    tokens = jnp.zeros((count, slots), jnp.int32)
-    hidden = jnp.zeros((count, slots, TWO_LAYERS.width))
-    key = jnp.zeros((count, 2), jnp.uint32)
-    batch = DistillBatch(tokens, tokens == 0, key, jnp.ones(()), hidden)
+    packed = pod.packed_zeros(at)
+    hidden = jnp.zeros((*packed.mask.shape, TWO_LAYERS.width))
+    key = jnp.zeros((*packed.mask.shape, 2), jnp.uint32)
+    batch = DistillBatch(packed, key, packed.targets, jnp.ones(()), hidden)
     ends = dataclasses.replace(policy, layers=())
-    settings = TrainingSettings(microbatch_rows=count)
+    settings = TrainingSettings(microbatch_rows=at.config.training.microbatch_rows)
     return distill.accumulate.lower(None, student, ends, batch, settings=settings).compile()
 
 
@@ -346,19 +338,20 @@ LONG = (256, 256, 512)
 PROMPT = (512, 16, 512)
 RESPONSE = (32, 512, 512)
 WIDE = (32, 32, 32_768)
+BLOCKS = (32, 256, 32_768)  # of logits, one after the other
 # A CPU holds the logits of a round once, a TPU twice.
 FORMULAS = {
     "update, layer": Formula(LAYER, TRAINED, update_program, LONG, 0.15),
     "update, no remat": Formula(KEPT, (*GRADIENTS, LAYER), update_program, LONG, 0.15),
-    "update, head": Formula("head and a chunk of logits", TRAINED, update_program, WIDE, 0.2),
+    "update, head": Formula("head and a chunk of logits", TRAINED, update_program, BLOCKS, 0.2),
     "critic": Formula(LAYER, TRAINED, critic_program, LONG, 0.15),
     "round, scores": Formula("a round at work", STATE, round_program, RESPONSE, 0.15),
     "round, logits": Formula("a round at work", STATE, round_program, WIDE, 1.0),
     "prefill": Formula("a prefill at work", PROMPTS, prefill_program, PROMPT, 0.15),
     "score, layer": Formula("one layer at work, or logits", (), score_program, LONG, 0.15),
-    "score, logits": Formula("one layer at work, or logits", (), score_program, WIDE, 0.15),
+    "score, logits": Formula("one layer at work, or logits", (), score_program, BLOCKS, 0.15),
     "student, layer": Formula(BOTH, OWN, student_program, LONG, 0.25),
-    "student, logits": Formula(BOTH, OWN, student_program, WIDE, 0.15),
+    "student, logits": Formula(BOTH, OWN, student_program, BLOCKS, 0.15),
 }
 
 

@@ -39,7 +39,7 @@ from rlhf_jax.training.update import (
     make_optimizer,
     policy_objective,
 )
-from rlhf_jax.types import Experience, Model, ModelConfig, ModelConfigs, Rollout
+from rlhf_jax.types import Model, ModelConfig, ModelConfigs, PackedBatch
 
 TOLERANCE = 0.15
 
@@ -92,32 +92,31 @@ def critic_weights(model: ModelConfig, layout: Layout) -> Model:
     return placed(shapes, meshes.model_shardings(shapes, layout))
 
 
-def micro_batch(count: int, slots: int, with_values: bool) -> MicroBatch:
+def packed_zeros(at: Target) -> PackedBatch:
+    """A packed batch of as many tokens as a micro-batch may have, all prompts different."""
+    shards = at.layout.row_shards
+    rows = at.config.training.microbatch_rows // shards
+    slots = at.config.data.max_prompt_tokens + at.config.generation.max_new_tokens
+    line = jnp.zeros((shards, rows * slots), jnp.int32)
+    samples = jnp.zeros((shards, rows, slots), jnp.int32)
+    told = jnp.zeros((shards, rows * at.config.generation.max_new_tokens), jnp.int32)
+    return PackedBatch(line, line, samples, line, told, told, told == 0)
+
+
+def micro_batch(at: Target) -> MicroBatch:
     """One micro-batch of zeros."""
-    per_row = jnp.zeros(count)
-    per_token = jnp.zeros((count, slots))
-    mask = jnp.zeros((count, slots), bool)
-    values = per_token if with_values else None
-    rollout = Rollout(
-        tokens=jnp.zeros((count, slots), jnp.int32),
-        mask=mask,
-        logprobs=per_token,
-        length=jnp.zeros(count, jnp.int32),
-        sample_id=jnp.zeros(count, jnp.uint32),
-    )
-    experience = Experience(rollout, mask, per_token, per_token, per_row, per_token, values, values)
-    return MicroBatch(experience, per_token, jnp.zeros(()), jnp.zeros(()))
+    packed = packed_zeros(at)
+    per_token = jnp.zeros(packed.mask.shape)
+    one = jnp.zeros(())
+    values = per_token if at.models.critic is not None else None
+    per_tokens = (per_token, per_token, per_token)
+    return MicroBatch(packed, *per_tokens, one, one, one, per_token, per_token, values, values)
 
 
 def gradient_program(at: Target, model: Model, objective: Callable):
     """A later micro-batch of a minibatch: the sum so far is there."""
-    config = at.config
     training = at.config.training
-    slots = config.data.max_prompt_tokens + config.generation.max_new_tokens
-    batch = row_shapes(
-        lambda: micro_batch(training.microbatch_rows, slots, at.models.critic is not None),
-        at.layout,
-    )
+    batch = row_shapes(lambda: micro_batch(at), at.layout)
     settings = TrainingSettings(
         microbatch_rows=training.microbatch_rows, layout=at.layout, remat=training.remat
     )

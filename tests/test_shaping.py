@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.inference.values import critic_of, score_values, token_values
+from rlhf_jax.inference.values import critic_of, score_values
 from rlhf_jax.model.transformer import forward, init
 from rlhf_jax.training import kl as divergence
 from rlhf_jax.training.advantages import EstimatorConfig, whiten
@@ -158,7 +158,7 @@ def test_a_value_reads_the_token_before(critic):
     want = np.zeros(rollout.mask.shape)
     for b, t in zip(*np.nonzero(rollout.mask), strict=True):
         want[b, t] = np.asarray(hidden[b, t - 1], float) @ np.asarray(critic.head[:, 0], float)
-    got = token_values(critic, rollout.tokens, mask=rollout.mask)
+    got = score_values(critic, rollout, rows=4)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, atol=1e-5)
 
@@ -168,7 +168,8 @@ def test_a_value_does_not_know_its_token_or_any_later(critic):
     row, slot = (int(found[0]) for found in np.nonzero(rollout.mask))
     later = jnp.asarray(rollout.tokens).at[row, slot:].add(1)
     before, after = (
-        token_values(critic, tokens, mask=rollout.mask) for tokens in (rollout.tokens, later)
+        score_values(critic, dataclasses.replace(rollout, tokens=tokens), rows=4)
+        for tokens in (rollout.tokens, later)
     )
     assert float(before[row, slot]) == float(after[row, slot])
     assert float(before[row, slot + 1]) != float(after[row, slot + 1])
@@ -176,18 +177,16 @@ def test_a_value_does_not_know_its_token_or_any_later(critic):
 
 def test_values_do_not_depend_on_how_many_rows_go_together(critic):
     rollout = random_rollout()
-    want = token_values(critic, rollout.tokens, mask=rollout.mask)
-    for rows in (1, 2, 4):
+    want = score_values(critic, rollout, rows=4)
+    for rows in (1, 2, 3):
         np.testing.assert_allclose(score_values(critic, rollout, rows=rows), want, atol=1e-5)
-    with pytest.raises(ValueError, match="4 rows cannot be scored 3 at a time"):
-        score_values(critic, rollout, rows=3)
 
 
 def test_a_new_critic_knows_nothing_and_shares_nothing(tiny):
     policy = init(jax.random.key(0), tiny)
     critic = critic_of(policy)
     assert critic.config.scalar_head and not critic.config.tied
-    assert not token_values(critic, jnp.zeros((1, 4), jnp.int32), mask=jnp.ones((1, 4), bool)).any()
+    assert not score_values(critic, random_rollout(), rows=4).any()
     jax.tree.map(np.testing.assert_array_equal, critic.layers, policy.layers)
     jax.jit(lambda model: model, donate_argnums=0)(policy)
     assert cast(jax.Array, policy.embed).is_deleted()

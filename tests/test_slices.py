@@ -5,6 +5,7 @@ however they move.
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -132,7 +133,16 @@ def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
     reward_model = RewardModel(source, source.load(np.float32), rows=4)
     on_slices = dataclasses.replace(reward_model, model=over(layout, reward_model.model))
     scoring_queue = ScoringQueue(
-        Scoring(policy, policy, None, 1.0, rows=4, max_length=64, rewards={"judge": on_slices})
+        Scoring(
+            policy,
+            policy,
+            None,
+            temperature=1.0,
+            rows=4,
+            length_bucket=16,
+            max_length=64,
+            rewards={"judge": on_slices},
+        )
     )
     chat = json.loads((GOLDEN / "scores.json").read_text())[0]["messages"]
     answer = Response("", chat[:-1], {}, chat[-1]["content"])
@@ -144,7 +154,7 @@ def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
     assert len(scored) >= 8
     rollout = as_rollout([sample for sample in samples if sample.sample_id in scored], 64)
     alone = score_rollout(target, rollout, temperature=1.0, rows=len(rollout.length))
-    found = np.stack([scored[int(number)].logprobs for number in rollout.sample_id])
+    found = np.stack([cast(Any, scored[int(number)].logprobs) for number in rollout.sample_id])
     np.testing.assert_allclose(found, alone, atol=1e-4, rtol=0)
     for number, row in zip(rollout.sample_id.tolist(), found, strict=True):
         np.testing.assert_array_equal(row, scored[number].reference_logprobs)

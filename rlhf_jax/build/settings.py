@@ -56,7 +56,8 @@ def generation_settings(opened: Opened, stack: contextlib.ExitStack) -> Generati
         # The time in which a slice scores a token under all models.
         referred = [opened.policy.config] if derived.needs_reference(config) else []
         critic = [opened.models.critic] if opened.models.critic else []
-        models = [opened.policy.config, *referred, *critic, *opened.models.rewards]
+        scored = [opened.policy.config] if derived.needs_old_logprobs(config) else []
+        models = [*scored, *referred, *critic, *opened.models.rewards]
         flops = sum(prior.work(model, layout.dtype.itemsize).token_flops for model in models)
         devices = layout.extent(AXES) / layout.slices
         scoring_seconds = flops / (RATES[jax.default_backend()][1] * devices)

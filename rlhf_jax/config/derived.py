@@ -73,6 +73,15 @@ def needs_reference(config: Config) -> bool:
     return objective_of(config).uses_rewards and config.kl.coefficient > 0
 
 
+def needs_old_logprobs(config: Config) -> bool:
+    """Tell whether inference scores the policy, or an update's own forward pass is enough.
+
+    It is, where the update takes one step and no advantage reads the KL to the reference.
+    """
+    one_step = config.training.epochs * config.training.minibatches == 1
+    return not one_step or (config.kl.place == "reward" and config.kl.coefficient > 0)
+
+
 def term_names(config: Config) -> list[str]:
     """Return what metrics call the reward's functions, then its models, in the config's order.
 

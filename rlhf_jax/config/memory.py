@@ -283,9 +283,9 @@ def _update(run: PlannedRun, model: ModelConfig) -> list[Part]:
     activations = model.num_layers * run.batch_rows * run.text_tokens * kept
     layer = 3 * run.forward(model, run.batch_rows, run.text_tokens) + run.gathered(model)
     micro_batch = run.cast_weights(model) + run.weights(model)
-    # In float32 the head, its gradient so far and a chunk's; and the chunk's logits, twice.
+    # In float32 the head, its gradient so far and a chunk's; and the chunk's logits.
     copies = 3 * 4 + (itemsize if itemsize < 4 else 0)
-    head = copies * model.width * run.outputs(model) + 2 * run.logits(model)
+    head = copies * model.width * run.outputs(model) + run.logits(model)
     works = [
         Part("one layer at work", "training", layer, FEWER_ROWS),
         Part("head and a chunk of logits", "training", head, SPLIT_TENSORS),
@@ -319,7 +319,7 @@ def _distillation(run: PlannedRun) -> list[Part]:
     work = max(
         run.cast_weights(policy) + gathered + layer,
         own + gathered + 3 * layer,
-        6 * run.logits(policy),
+        7 * run.logits(policy),
     )
     return [
         Part("student's gradients", "training", gradients, SPLIT),

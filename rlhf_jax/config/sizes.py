@@ -82,15 +82,16 @@ class PlannedRun:
 
     def logits(self, model: ModelConfig) -> int:
         """Return the float32 bytes of the logits that exist at one time outside generation."""
-        rows = max(CHUNK, self.config.training.microbatch_rows)
-        return 4 * row_share(rows, self.layout) * self.outputs(model)
+        tokens = self.batch_rows * self.config.generation.max_new_tokens
+        return 4 * min(CHUNK, tokens) * self.outputs(model)
 
     def token_values(self, model: ModelConfig) -> int:
         """Return the bytes of all that one layer computes of a token.
 
-        They are norms and residuals [M], attention [H, D] and [G, D], and products [F].
+        They are norms and residuals [M], attention [H, D] and [G, D], also by sample, and
+        products [F].
         """
-        heads = (3 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        heads = (4 * model.num_heads + 4 * model.num_kv_heads) * model.head_dim
         split = self.tensor_share(heads + 4 * model.ffn_width)
         return (10 * model.width + split) * self.layout.dtype.itemsize
 

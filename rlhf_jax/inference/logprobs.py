@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax.mesh import ONE_DEVICE, Layout
+from rlhf_jax.inference.packing import pack, unpack
+from rlhf_jax.mesh import ONE_DEVICE, Layout, place_rows
 from rlhf_jax.model.attention import causal_on
-from rlhf_jax.model.columns import join_columns, split_columns
+from rlhf_jax.model.columns import map_columns
 from rlhf_jax.model.kernels import token_logprobs as token_logprobs_kernel
+from rlhf_jax.model.packed import read_packed
 from rlhf_jax.model.transformer import cast, forward, logits
-from rlhf_jax.types import Array, Model, Rollout
+from rlhf_jax.runtime import distributed
+from rlhf_jax.types import Array, Model, PackedBatch, Rollout
 
 __all__ = [
     "CHUNK",
+    "head_logprobs",
     "logprobs_and_entropy",
-    "map_rows",
     "mismatch",
+    "packed_logprobs",
+    "score_packed",
     "score_rollout",
     "token_logprobs",
 ]
 
-CHUNK = 512  # tokens whose logits exist at one time
+CHUNK = 512  # tokens of a device whose logits exist at one time
 ABSENT = -1e30  # A score that adds nothing to a log-sum-exp, yet has a finite gradient.
 
 
@@ -50,10 +53,9 @@ def token_logprobs(
     at t over its ids; a position without any id is not restricted. ValueError for a temperature
     that is not above 0.
 
-    The vocabulary is projected for about `chunk` tokens at a time, forward and backward, so that
-    [B, T, V] never exists, and not at all for columns of tokens that nobody wants. `remat` is
-    `forward`'s. Where the layout has a kernel of log-probabilities, that does the same without
-    chunks, for all tokens; where there is support it is left out.
+    The vocabulary is projected for about `chunk` tokens of a device at a time, forward and
+    backward, so that [B, T, V] never exists. `remat` is `forward`'s. Where the layout has a kernel
+    of log-probabilities, that does the same without chunks; where there is support it is left out.
     """
     return logprobs_and_entropy(
         model,
@@ -86,41 +88,94 @@ def logprobs_and_entropy(
     its place, and no cost. The other arguments are those of `token_logprobs`.
     """
     chex.assert_rank(tokens, 2)
-    if temperature <= 0:
-        raise ValueError(f"Log-probabilities need a temperature above 0, not {temperature}.")
-    slots = tokens.shape[1]
-    positions = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), tokens.shape)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     hidden, _ = forward(model, tokens, positions, attend=causal_on(layout), remat=remat)
     wanted = jnp.ones(tokens.shape, bool) if mask is None else mask
-    # The head's gradient is summed in float32, whatever the compute dtype.
-    head = cast(dataclasses.replace(model, layers=()), jnp.float32)
+    # Hidden state t - 1 predicts token t; nothing predicts the first, which is 0.
+    found = head_logprobs(
+        model,
+        hidden[:, :-1],
+        tokens[:, 1:],
+        wanted[:, 1:],
+        support=None if support is None else support[:, 1:],
+        temperature=temperature,
+        entropy=entropy,
+        chunk=chunk,
+        layout=layout,
+    )
+    return jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (1, 0))), found)
+
+
+def packed_logprobs(
+    model: Model,
+    batch: PackedBatch,
+    support: Array | None,
+    *,
+    temperature: float,
+    entropy: bool,
+    chunk: int = CHUNK,
+    layout: Layout = ONE_DEVICE,
+    remat: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Compute `logprobs_and_entropy` of the predicted tokens of packed samples: [S, W] float32.
+
+    support [S, W, k] int32 or None; the rest as there.
+    """
+    return head_logprobs(
+        model,
+        read_packed(model, batch, layout, remat),
+        batch.targets,
+        batch.mask,
+        support=support,
+        temperature=temperature,
+        entropy=entropy,
+        chunk=chunk,
+        layout=layout,
+    )
+
+
+def head_logprobs(
+    model: Model,
+    hidden: Array,
+    tokens: Array,
+    mask: Array,
+    *,
+    support: Array | None,
+    temperature: float,
+    entropy: bool,
+    chunk: int,
+    layout: Layout,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Compute the log-probabilities of tokens [B, C], and entropies or None, from hidden states.
+
+    hidden [B, C, M] are the states before each token; support [B, C, k] or None. See
+    `logprobs_and_entropy`.
+    """
+    chex.assert_equal_shape([tokens, mask])
+    if temperature <= 0:
+        raise ValueError(f"Log-probabilities need a temperature above 0, not {temperature}.")
     kernel = token_logprobs_kernel(layout)
     if kernel is not None and support is None:
-        tied = head.head is None
+        head = model.embed if model.head is None else model.head
         found = kernel(
-            hidden[:, :-1].reshape(-1, hidden.shape[-1]),
-            head.embed if tied else head.head,
-            tokens[:, 1:].reshape(-1),
+            hidden.reshape(-1, hidden.shape[-1]),
+            # The head's gradient is summed in float32, whatever the compute dtype.
+            head.astype(jnp.float32),
+            tokens.reshape(-1),
             temperature=temperature,
-            tied=tied,
+            tied=model.head is None,
         )
-        by_row = [jnp.pad(leaf.reshape(len(tokens), -1), ((0, 0), (1, 0))) for leaf in found]
-        logprobs, entropies = (jnp.where(wanted, leaf, 0.0) for leaf in by_row)
+        logprobs, entropies = (jnp.where(mask, leaf.reshape(tokens.shape), 0.0) for leaf in found)
         return logprobs, entropies if entropy else None
 
-    # Hidden state t - 1 predicts token t.
-    predicted = (tokens[:, 1:], wanted[:, 1:], None if support is None else support[:, 1:])
-    blocks = split_columns((hidden[:, :-1], *predicted), chunk)
-    # Checkpointed outside its branch, else each block would keep a copy of the head for the
-    # backward pass.
-    project = jax.checkpoint(functools.partial(_by_block, temperature=temperature, entropy=entropy))
-    out = jax.lax.map(lambda block: project(head, *block), blocks)
-
-    # Nothing predicts the first token, which is 0.
-    return jax.tree.map(lambda leaf: jnp.pad(join_columns(leaf, slots - 1), ((0, 0), (1, 0))), out)
+    # Checkpointed, else each block would keep its logits for the backward pass.
+    measure = jax.checkpoint(
+        functools.partial(_logprobs_of_block, temperature=temperature, entropy=entropy)
+    )
+    return map_columns(measure, model, (hidden, tokens, mask, support), chunk, layout)
 
 
-def _by_block(
+def _logprobs_of_block(
     head: Model,
     hidden: Array,
     tokens: Array,
@@ -130,22 +185,14 @@ def _by_block(
     temperature: float,
     entropy: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Compute [B, C] log-probabilities and entropies (or None) of a block of columns.
-
-    Zeros where masked out; where no token of the block is wanted, nothing is projected.
-    """
-
-    def project():
-        scores = logits(cast(head, hidden.dtype), hidden) / temperature
-        chosen = jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
-        normaliser = _over_support(functools.partial(jax.nn.logsumexp, axis=-1), scores, support)
-        logprobs = jnp.where(mask, chosen - normaliser, 0.0)
-        if not entropy:
-            return logprobs, None
-        return logprobs, jnp.where(mask, _over_support(_entropy, scores, support), 0.0)
-
-    zeros = jnp.zeros(tokens.shape, jnp.float32)
-    return jax.lax.cond(mask.any(), project, lambda: (zeros, zeros if entropy else None))
+    """Compute [B, C] log-probabilities and entropies (or None) of a block; 0 where masked out."""
+    scores = logits(cast(head, hidden.dtype), hidden) / temperature
+    chosen = jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
+    normaliser = _over_support(functools.partial(jax.nn.logsumexp, axis=-1), scores, support)
+    logprobs = jnp.where(mask, chosen - normaliser, 0.0)
+    if not entropy:
+        return logprobs, None
+    return logprobs, jnp.where(mask, _over_support(_entropy, scores, support), 0.0)
 
 
 def _over_support(
@@ -172,56 +219,43 @@ def _entropy(scores: Array) -> jax.Array:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("temperature", "rows", "chunk", "layout"))
+@functools.partial(jax.jit, static_argnames=("temperature", "chunk", "layout"))
+def score_packed(
+    model: Model,
+    batch: PackedBatch,
+    support: Array | None,
+    *,
+    temperature: float,
+    chunk: int = CHUNK,
+    layout: Layout = ONE_DEVICE,
+) -> jax.Array:
+    """Compute `packed_logprobs` without entropies: [S, W] float32."""
+    return packed_logprobs(
+        model, batch, support, temperature=temperature, entropy=False, chunk=chunk, layout=layout
+    )[0]
+
+
 def score_rollout(
     model: Model,
     rollout: Rollout,
     *,
     temperature: float,
     rows: int,
-    chunk: int = CHUNK,
+    length_bucket: int = 64,
     layout: Layout = ONE_DEVICE,
-) -> jax.Array:
-    """Compute `token_logprobs` of a rollout's response tokens: [B, T] float32.
+) -> np.ndarray:
+    """Compute `token_logprobs` of a rollout's response tokens: a host array [B, T] float32.
 
-    `rows` rows at a time; B is a multiple of `rows`. The order is the rollout's and the shapes
-    depend on nothing but [B, T] and `rows`, so the same tokens score the same whatever generated
-    them. Micro-batch j holds rows j, n + j, 2n + j, ...: where rows are split over devices, each
-    device finds its share of every micro-batch at home.
+    At most `rows` of the longest samples at a time: see `pack`. Order and shapes depend on the
+    tokens alone, so the same tokens score the same whatever generated them.
     """
-
-    def score(part: tuple[Array, Array, Array | None]) -> jax.Array:
-        tokens, mask, support = part
-        return token_logprobs(
-            model,
-            tokens,
-            temperature=temperature,
-            mask=mask,
-            support=support,
-            chunk=chunk,
-            layout=layout,
-        )
-
-    return map_rows(score, (rollout.tokens, rollout.mask, rollout.support), rows)
-
-
-def map_rows(score: Callable, inputs: Any, rows: int) -> jax.Array:
-    """Apply `score` to `rows` rows of the inputs at a time: [B, T, ...] -> [B, T].
-
-    `score` gives [rows, T]; micro-batches follow one another in the order of `score_rollout`.
-    ValueError where `rows` does not divide the rows.
-    """
-    batch = jax.tree.leaves(inputs)[0].shape[0]
-    if batch % rows:
-        raise ValueError(
-            f"{batch} rows cannot be scored {rows} at a time; the first must be a multiple of the"
-            " second."
-        )
-    parts = jax.tree.map(
-        lambda leaf: leaf.reshape(rows, -1, *leaf.shape[1:]).swapaxes(0, 1), inputs
-    )
-    out = jax.lax.map(score, parts).swapaxes(0, 1)
-    return out.reshape(batch, *out.shape[2:])
+    host = jax.tree.map(np.asarray, rollout)
+    parts = pack(host, host.mask, rows, length_bucket, layout.row_shards)
+    score = functools.partial(score_packed, model, temperature=temperature, layout=layout)
+    found = [
+        (part, score(*place_rows((part.batch, part.take(host.support)), layout))) for part in parts
+    ]
+    return unpack([(part, distributed.fetch(scores)) for part, scores in found], host.mask.shape)
 
 
 def mismatch(rollout_logprobs: Array, logprobs: Array, mask: Array) -> dict[str, float]:

@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
+from typing import cast as typed
 
 import jax
 import numpy as np
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation.requests import Sample, as_rollout, is_ready
-from rlhf_jax.inference.logprobs import score_rollout
-from rlhf_jax.inference.values import score_values
+from rlhf_jax.inference.logprobs import score_packed
+from rlhf_jax.inference.packing import Packed, pack, padding_share, unpack
+from rlhf_jax.inference.values import value_packed
 from rlhf_jax.mesh import Layout
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.rewards.combination import Response, failure
 from rlhf_jax.rewards.models import RewardModel, ScoredRows, start_scoring
-from rlhf_jax.runtime import messages
+from rlhf_jax.runtime import distributed, messages
 from rlhf_jax.types import Model, Rollout
 
 T = TypeVar("T")
@@ -39,11 +40,13 @@ PER_TOKEN_SCORES = ("logprobs", "reference_logprobs", "values")
 class Scoring:
     """Hold the models that score, laid out as generation's weights are, and say how they score."""
 
-    policy: Model
+    # None: the update's own forward pass gives its log-probs
+    policy: Model | None
     reference: Model | None
     critic: Model | None
     temperature: float
     rows: int  # scored at one time on a slice
+    length_bucket: int
     max_length: int  # tokens of the longest sample, prompt included
     rewards: Mapping[str, RewardModel] = dataclasses.field(default_factory=dict)  # by their names
 
@@ -53,21 +56,38 @@ class Scoring:
 class Scored:
     """Hold one sample's scores on the host: [T] float32 each, or None without such a model."""
 
-    logprobs: np.ndarray
+    logprobs: np.ndarray | None
     reference_logprobs: np.ndarray | None
     values: np.ndarray | None
     # By name, of the reward models that could read the sample.
     rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-def scores_of_row(
-    scores: Sequence[np.ndarray | None], row: int, rewards: Mapping[str, float] = {}
-) -> Scored:
-    """Return one sample's scores, of a batch's: each of `PER_TOKEN_SCORES` [rows, T], or None."""
-    logprobs, *others = scores
-    assert logprobs is not None
-    reference_logprobs, values = (leaf if leaf is None else leaf[row] for leaf in others)
-    return Scored(logprobs[row], reference_logprobs, values, rewards)
+@dataclasses.dataclass(frozen=True)
+class PendingScores:
+    """Hold scores of a rollout that are on their way, and where they belong."""
+
+    # (a packed batch, its scores [S, W] in the order of `PER_TOKEN_SCORES`, None without a model)
+    parts: list[tuple[Packed, tuple[jax.Array | None, ...]]]
+    shape: tuple[int, int]  # of the rollout's tokens
+
+    @property
+    def padding(self) -> float:
+        """Return the share of the tokens that are padding; 0 where no model reads them."""
+        read = [part for part, scores in self.parts if any(leaf is not None for leaf in scores)]
+        return padding_share(read)
+
+    def fetch(self) -> tuple[np.ndarray | None, ...]:
+        """Wait for the scores: of each kind [B, T] float32, 0 off the mask, or None."""
+        found = []
+        for kind in range(len(PER_TOKEN_SCORES)):
+            arrays = [(part, scores[kind]) for part, scores in self.parts]
+            if any(leaf is None for _, leaf in arrays):
+                found.append(None)
+                continue
+            on_host = [(part, distributed.fetch(leaf)) for part, leaf in arrays]
+            found.append(unpack(on_host, self.shape))
+        return tuple(found)
 
 
 @dataclasses.dataclass
@@ -75,7 +95,7 @@ class _Batch:
     """Hold samples that a slice was given to score, and the results that are on their way."""
 
     samples: tuple[Sample, ...]
-    results: tuple[jax.Array, jax.Array | None, jax.Array | None]
+    results: PendingScores
     rewards: dict[str, list[ScoredRows]]
     slice: int
     began: float
@@ -85,7 +105,7 @@ class _Batch:
     def arrays(self) -> list[jax.Array]:
         """Return all results, those of reward models included."""
         return [
-            *jax.tree.leaves(self.results),
+            *jax.tree.leaves([scores for _, scores in self.results.parts]),
             *(scores for parts in self.rewards.values() for _, scores in parts),
         ]
 
@@ -137,8 +157,10 @@ class ScoringQueue:
         models, reward_models = self._models[layout]
 
         rollout = as_rollout(samples, scoring.max_length)
-        scores = dispatch_scores(models, rollout, scoring.temperature, scoring.rows, layout)
-        results = _readable(scores, layout)
+        how = (scoring.temperature, scoring.rows, scoring.length_bucket, layout)
+        pending = dispatch_scores(models, rollout, *how)
+        parts = [(part, _readable(scores, layout)) for part, scores in pending.parts]
+        results = dataclasses.replace(pending, parts=parts)
         rewards = {}
         for name, model in reward_models.items():
             parts, _ = start_scoring(model, responses, layout)
@@ -153,7 +175,7 @@ class ScoringQueue:
         """Return what slices have scored, by sample id; wait for what is still on its way."""
         found = {}
         for batch in self.batches:
-            numbers = jax.device_get(batch.results)
+            numbers = batch.results.fetch()
             rewards: list[dict[str, float]] = [{} for _ in batch.samples]
             for name, parts in batch.rewards.items():
                 for rows, scores in parts:
@@ -163,7 +185,8 @@ class ScoringQueue:
                             rewards[row][name] = reward
             self._note_ended()
             for row, sample in enumerate(batch.samples):
-                found[sample.sample_id] = scores_of_row(numbers, row, rewards[row])
+                own = (leaf if leaf is None else leaf[row] for leaf in numbers)
+                found[sample.sample_id] = Scored(*own, rewards=rewards[row])
         return found
 
     def _note_ended(self) -> None:
@@ -194,20 +217,27 @@ def _readable(tree: T, layout: Layout) -> T:
 
 
 def dispatch_scores(
-    models: Sequence[Model | None], rollout: Rollout, temperature: float, rows: int, layout: Layout
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Start to score a rollout of host arrays: (log-probs, the reference's, values) [B, T] float32.
+    models: Sequence[Model | None],
+    rollout: Rollout,
+    temperature: float,
+    rows: int,
+    length_bucket: int,
+    layout: Layout,
+) -> PendingScores:
+    """Start to score the response tokens of a rollout of host arrays, and do not wait.
 
-    models: policy, reference or None, critic or None, as the layout has them. `rows` rows at a
-    time. The results are not waited for; there is None for a model that is None.
+    models: policy, reference and critic, each as the layout has it, or None. A forward pass has
+    room for `rows` of the longest samples.
     """
     policy, reference, critic = models
-    assert policy is not None
-    placed = meshes.place_rows(rollout, layout)
-    score_with = functools.partial(
-        score_rollout, rollout=placed, temperature=temperature, rows=rows, layout=layout
-    )
-    values = None
-    if critic is not None:
-        values = score_values(critic, placed, rows=rows, layout=layout)
-    return score_with(policy), None if reference is None else score_with(reference), values
+    parts = []
+    if any(model is not None for model in models):
+        parts = pack(rollout, rollout.mask, rows, length_bucket, layout.row_shards)
+    found = []
+    for part in parts:
+        batch, support = meshes.place_rows((part.batch, part.take(rollout.support)), layout)
+        how = dict(temperature=temperature, layout=layout)
+        scores = [model and score_packed(model, batch, support, **how) for model in models[:2]]
+        values = critic and value_packed(critic, batch, layout=layout)
+        found.append((part, (*scores, values)))
+    return PendingScores(found, typed(tuple[int, int], rollout.mask.shape))

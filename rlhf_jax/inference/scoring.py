@@ -9,11 +9,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
-from rlhf_jax.inference.overlap import PER_TOKEN_SCORES, Scored, dispatch_scores, scores_of_row
+from rlhf_jax.inference.overlap import PER_TOKEN_SCORES, Scored, dispatch_scores
 from rlhf_jax.mesh import Layout, bring_weights
 from rlhf_jax.model.transformer import cast
-from rlhf_jax.runtime import distributed
 from rlhf_jax.types import Model, Rollout
 
 
@@ -24,23 +24,37 @@ class ScoringSettings:
     layout: Layout
     # the one that was sampled with
     temperature: float
-    # rows of one forward pass
+    # the longest samples that one forward pass has room for
     microbatch_rows: int
+    # lengths are rounded up to some multiples of it
+    length_bucket: int = 64
+    # False: the update's own forward pass gives them
+    policy_logprobs: bool = True
 
     @classmethod
     def from_config(cls, config: Config, layout: Layout) -> ScoringSettings:
         """Settle how samples are scored."""
-        return cls(layout, config.generation.temperature, config.training.microbatch_rows)
+        training = config.training
+        return cls(
+            layout,
+            config.generation.temperature,
+            training.microbatch_rows,
+            length_bucket=training.length_bucket,
+            policy_logprobs=derived.needs_old_logprobs(config),
+        )
 
 
 class TokenScores(NamedTuple):
     """Hold what models say of the tokens of a rollout, each [B, T] float32, zero off the mask."""
 
-    logprobs: np.ndarray
-    # those of the policy where there is no reference
-    reference_logprobs: np.ndarray
+    # None where the update computes them itself
+    logprobs: np.ndarray | None
+    # None without a reference
+    reference_logprobs: np.ndarray | None
     # of what is known before each token; None without a critic
     values: np.ndarray | None
+    # the share of computed tokens that were padding
+    padding: float = 0.0
 
 
 def score(
@@ -51,38 +65,27 @@ def score(
     settings: ScoringSettings,
     scored: Mapping[int, Scored] | None = None,
 ) -> TokenScores:
-    """Score a rollout of host arrays in canonical order and fixed shapes.
+    """Score a rollout of host arrays, in an order and in shapes that follow from its tokens.
 
     Under top-k the reference, too, is renormalised on the sampled sets. `scored`, by sample id, is
-    what slices had time for beside generation; the rest is then scored in parts of a fixed size.
+    what slices had time for beside generation; only the rest is then scored.
     """
-    rows = settings.microbatch_rows
     layout = settings.layout
-    trained = [model and _cast(model, layout.dtype) for model in (policy, critic)]
-    own_policy, own_critic = bring_weights(trained, layout)
+    own = (policy if settings.policy_logprobs else None, critic)
+    own_policy, own_critic = bring_weights([m and _cast(m, layout.dtype) for m in own], layout)
     models = (own_policy, reference, own_critic)
-    how = (settings.temperature, rows, layout)
-    if scored is None:
-        found = distributed.fetch(dispatch_scores(models, rollout, *how))
-    else:
-        ids = rollout.sample_id.tolist()
-        of_rows = {row: scored[sample] for row, sample in enumerate(ids) if sample in scored}
-        rest = [row for row, sample in enumerate(ids) if sample not in scored]
-        for start in range(0, len(rest), rows):
-            part = np.resize(rest[start : start + rows], rows)  # filled up by some of them again
-            chosen = jax.tree.map(lambda leaf, part=part: leaf[part], rollout)
-            results = distributed.fetch(dispatch_scores(models, chosen, *how))
-            of_rows |= {row: scores_of_row(results, index) for index, row in enumerate(part)}
-        columns = [
-            [getattr(of_rows[row], name) for row in range(len(ids))] for name in PER_TOKEN_SCORES
-        ]
-        found = [None if leaves[0] is None else np.stack(leaves) for leaves in columns]
-
-    logprobs, reference_logprobs, values = found
-    assert logprobs is not None
-    return TokenScores(
-        logprobs, logprobs if reference_logprobs is None else reference_logprobs, values
-    )
+    how = (settings.temperature, settings.microbatch_rows, settings.length_bucket, layout)
+    scored = scored or {}
+    ids = rollout.sample_id.tolist()
+    rest = [row for row, sample in enumerate(ids) if sample not in scored]
+    pending = dispatch_scores(models, jax.tree.map(lambda leaf: leaf[rest], rollout), *how)
+    found = []
+    for name, of_rest in zip(PER_TOKEN_SCORES, pending.fetch(), strict=True):
+        of_rows = {row: getattr(scored[one], name) for row, one in enumerate(ids) if one in scored}
+        of_rows |= {} if of_rest is None else dict(zip(rest, of_rest, strict=True))
+        known = len(of_rows) == len(ids) and all(leaf is not None for leaf in of_rows.values())
+        found.append(np.stack([of_rows[row] for row in range(len(ids))]) if known else None)
+    return TokenScores(*found, padding=pending.padding)
 
 
 _cast = jax.jit(cast, static_argnums=1)

@@ -3,51 +3,57 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from rlhf_jax.inference.logprobs import map_rows
-from rlhf_jax.mesh import ONE_DEVICE, Layout
-from rlhf_jax.model.attention import causal_on
-from rlhf_jax.model.transformer import cast, forward, logits
-from rlhf_jax.types import Array, Model, Rollout
+from rlhf_jax.inference.packing import pack, unpack
+from rlhf_jax.mesh import ONE_DEVICE, Layout, place_rows
+from rlhf_jax.model.packed import read_packed
+from rlhf_jax.model.transformer import cast, logits
+from rlhf_jax.runtime import distributed
+from rlhf_jax.types import Model, PackedBatch, Rollout
 
 
-def token_values(
-    critic: Model, tokens: Array, *, mask: Array, layout: Layout = ONE_DEVICE, remat: bool = False
+def packed_values(
+    critic: Model, batch: PackedBatch, *, layout: Layout = ONE_DEVICE, remat: bool = False
 ) -> jax.Array:
-    """Compute V(tokens[b, :t]), the reward still to come before the token at t is known.
+    """Compute V, the reward still to come before each predicted token is known: [S, W] float32.
 
-    tokens [B, T] int32, mask [B, T] bool -> [B, T] float32, 0 where masked out and at t = 0. The
-    scalar head [M, 1] reads the hidden state at t - 1, in float32. `remat` is
-    `forward`'s.
+    0 where masked out. The scalar head [M, 1] reads the hidden state before the token, in float32.
+    `remat` is `forward`'s.
     """
-    chex.assert_equal_shape([tokens, mask])
     chex.assert_shape(critic.head, (critic.config.width, 1))
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    hidden, _ = forward(critic, tokens, positions, attend=causal_on(layout), remat=remat)
+    hidden = read_packed(critic, batch, layout, remat)
     head = cast(dataclasses.replace(critic, layers=()), jnp.float32)
     values = logits(head, hidden.astype(jnp.float32))[..., 0]
-    return jnp.where(mask, jnp.pad(values[:, :-1], ((0, 0), (1, 0))), 0.0)
+    return jnp.where(batch.mask, values, 0.0)
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "layout"))
+value_packed = jax.jit(packed_values, static_argnames=("layout", "remat"))
+
+
 def score_values(
-    critic: Model, rollout: Rollout, *, rows: int, layout: Layout = ONE_DEVICE
-) -> jax.Array:
-    """Compute `token_values` of a rollout's response tokens: [B, T] float32.
+    critic: Model,
+    rollout: Rollout,
+    *,
+    rows: int,
+    length_bucket: int = 64,
+    layout: Layout = ONE_DEVICE,
+) -> np.ndarray:
+    """Compute the values of a rollout's response tokens: a host array [B, T] float32.
 
-    `rows` rows at a time, in the order of `score_rollout`; B is a multiple of `rows`.
+    0 where masked out; in the batches of `score_rollout`.
     """
-
-    def score(part: tuple[Array, Array]) -> jax.Array:
-        tokens, mask = part
-        return token_values(critic, tokens, mask=mask, layout=layout)
-
-    return map_rows(score, (rollout.tokens, rollout.mask), rows)
+    host = jax.tree.map(np.asarray, rollout)
+    parts = pack(host, host.mask, rows, length_bucket, layout.row_shards)
+    found = [
+        (part, value_packed(critic, place_rows(part.batch, layout), layout=layout))
+        for part in parts
+    ]
+    return unpack([(part, distributed.fetch(values)) for part, values in found], host.mask.shape)
 
 
 def critic_of(policy: Model) -> Model:

@@ -53,26 +53,61 @@ def causal_on(layout: Layout) -> Callable:
     Each device runs the kernel on its own part, without communication. B must be a multiple of the
     layout's row shards.
     """
-    if layout.mesh is None or layout.mesh.size == 1:
-        return causal
 
-    def attend_parts(
-        query: Array, key: Array, value: Array, memory: None = None
-    ) -> tuple[Array, None]:
+    def attend(query: Array, key: Array, value: Array, memory: None = None) -> tuple[Array, None]:
         """Attend in each device's own rows and heads."""
         del memory
-        heads = "tensor" if key.shape[2] % layout.extent("tensor") == 0 else None
-        spec = PartitionSpec(ROW_AXES, None, heads, None)
-        local = jax.shard_map(
-            lambda *parts: causal(*parts)[0],
-            mesh=layout.mesh,
-            in_specs=(spec, spec, spec),
-            out_specs=spec,
-            check_vma=False,
-        )
-        return local(query, key, value), None
+        return _on_parts(_causal, layout, (query, key, value)), None
 
-    return attend_parts
+    return attend
+
+
+def packed_on(layout: Layout, samples: Array, home: Array) -> Callable:
+    """Return causal attention within each sample of packed lines, laid out as `causal_on`'s.
+
+    query [S, C, H, D], key and value [S, C, G, D]; `samples` and `home` are those of a
+    `PackedBatch`. Each sample's tokens are put in a row for the kernel, and its results back.
+    """
+
+    def attend_samples(query: Array, key: Array, value: Array, samples: Array, home: Array):
+        """Attend in the samples of one device's lines."""
+        rows = [
+            take_tokens(line, samples).reshape(-1, samples.shape[2], *line.shape[2:])
+            for line in (query, key, value)
+        ]
+        out = _causal(*rows)
+        return take_tokens(out.reshape(len(samples), -1, *out.shape[2:]), home)
+
+    def attend(query: Array, key: Array, value: Array, memory: None = None) -> tuple[Array, None]:
+        """Attend in each device's own lines and heads."""
+        del memory
+        return _on_parts(attend_samples, layout, (query, key, value), samples, home), None
+
+    return attend
+
+
+def _causal(query: Array, key: Array, value: Array) -> Array:
+    return causal(query, key, value)[0]
+
+
+def take_tokens(line: Array, indices: Array) -> Array:
+    """Return line[s, indices[s, ...]] of each s: [S, C, ...] and [S, ...] -> [S, ...]."""
+    return jax.vmap(lambda own, at: own.at[at].get(mode="promise_in_bounds"))(line, indices)
+
+
+def _on_parts(
+    attend: Callable, layout: Layout, heads: tuple[Array, Array, Array], *lines: Array
+) -> Array:
+    """Run `attend` on each device's own part of [B, Q, heads, D] arrays and of row-first ones."""
+    if layout.mesh is None or layout.mesh.size == 1:
+        return attend(*heads, *lines)
+    split = heads[1].shape[2] % layout.extent("tensor") == 0
+    of_heads = PartitionSpec(ROW_AXES, None, "tensor" if split else None, None)
+    specs = (of_heads,) * len(heads) + (PartitionSpec(ROW_AXES),) * len(lines)
+    local = jax.shard_map(
+        attend, mesh=layout.mesh, in_specs=specs, out_specs=of_heads, check_vma=False
+    )
+    return local(*heads, *lines)
 
 
 def blockwise(query: Array, key: Array, value: Array) -> Array:

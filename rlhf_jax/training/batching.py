@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast as typed
 
 import jax
 import numpy as np
 from flax import struct
 
-from rlhf_jax.types import Array, Experience
+from rlhf_jax.inference.packing import Packed
+from rlhf_jax.types import Array, Experience, PackedBatch
 
 SAME = 1e-6  # Rewards that differ by no more than this are equal.
 
 
 @struct.dataclass
 class MicroBatch:
-    """Hold what one gradient is taken of: R rows of a minibatch, and their part in its loss."""
+    """Hold what one gradient is taken of: packed samples, and their part in a minibatch's loss.
 
-    experience: Experience  # [R, T]
-    weights: Array  # [R, T] float32, of each token's loss
+    What is [S, W] speaks of the predicted tokens, and is 0 behind them.
+    """
+
+    packed: PackedBatch
+    weights: Array  # [S, W] float32, of each token's loss
+    sampled_logprobs: Array  # [S, W] float32, as generation reported them
+    advantages: Array  # [S, W] float32
     total: Array  # [] float32, the minibatch's tokens, which metrics are means over
+    samples: Array  # [] float32, the minibatch's samples
     kl_weight: Array  # [] float32, of the KL divergence in the loss
+    # [S, W] float32, and None as in `Experience`
+    logprobs: Array | None = None
+    reference_logprobs: Array | None = None
+    values: Array | None = None
+    returns: Array | None = None
+    support: Array | None = None  # [S, W, top_k] int32
+
+    @property
+    def mask(self) -> Array:
+        """Return which of the predicted tokens are real: [S, W] bool."""
+        return self.packed.mask
 
 
 def groups_with_signal(rewards: np.ndarray, samples_per_prompt: int) -> np.ndarray:
@@ -47,28 +66,28 @@ def minibatches(batch: int, count: int, epochs: int, seed: int, step: int) -> It
         yield from random.permutation(batch).reshape(count, -1)
 
 
-def micro_batches(
-    rows: np.ndarray, length: Array, microbatch_rows: int, length_bucket: int
-) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield the row indices [microbatch_rows] and token slots of each micro-batch.
-
-    Rows of like length go together; `length` [B] counts each row's tokens. The slots are the
-    smallest multiple of `length_bucket` that holds the longest row, at least one, so that a run
-    compiles few shapes. ValueError where `microbatch_rows` does not divide the rows.
-    """
-    if len(rows) % microbatch_rows:
-        raise ValueError(
-            f"A minibatch of {len(rows)} rows cannot be split into micro-batches of"
-            f" {microbatch_rows}; change one."
-        )
-    by_length = rows[np.argsort(length[rows], kind="stable")]
-    for part in by_length.reshape(-1, microbatch_rows):
-        buckets = max(1, -(-int(length[part].max()) // length_bucket))
-        yield part, buckets * length_bucket
-
-
-def select(experience: Experience, rows: np.ndarray, slots: int) -> Experience:
-    """Return the given rows of a host experience, cut to at most `slots` token slots."""
-    return jax.tree.map(
-        lambda leaf: leaf[rows] if leaf.ndim == 1 else leaf[rows, :slots], experience
+def micro_batch(
+    experience: Experience, weights: np.ndarray, kl_weight: float, packed: Packed
+) -> MicroBatch:
+    """Return a packed part of a minibatch of host arrays, whose tokens weigh `weights` [B, T]."""
+    mask = np.asarray(experience.mask)
+    take = packed.take
+    return MicroBatch(
+        packed=packed.batch,
+        weights=typed(Array, take(weights)),
+        sampled_logprobs=typed(Array, take(experience.rollout.logprobs)),
+        advantages=typed(Array, take(experience.advantages)),
+        total=np.array(max(1, mask.sum()), np.float32),
+        samples=np.array(max(1, mask.any(axis=1).sum()), np.float32),
+        kl_weight=np.array(kl_weight, np.float32),
+        logprobs=take(experience.logprobs),
+        reference_logprobs=take(experience.reference_logprobs),
+        values=take(experience.values),
+        returns=take(experience.returns),
+        support=take(experience.rollout.support),
     )
+
+
+def select(experience: Experience, rows: np.ndarray) -> Experience:
+    """Return the given rows of a host experience."""
+    return jax.tree.map(lambda leaf: leaf[rows], experience)

@@ -22,15 +22,16 @@ import optax
 from flax import struct
 
 from rlhf_jax.generation.speculative.sampling import Sampling, draw
+from rlhf_jax.inference.packing import pack
 from rlhf_jax.mesh import ONE_DEVICE, Layout, model_shardings, pin_weights, place_rows
-from rlhf_jax.model.attention import causal_on
-from rlhf_jax.model.columns import join_columns, split_columns
+from rlhf_jax.model.columns import map_columns
 from rlhf_jax.model.decoding import completed
-from rlhf_jax.model.transformer import cast, forward, logits, stack
-from rlhf_jax.training.batching import micro_batches, minibatches
+from rlhf_jax.model.packed import read_packed
+from rlhf_jax.model.transformer import cast, logits, stack
+from rlhf_jax.training.batching import minibatches
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.training.update import Gradient, apply
-from rlhf_jax.types import Array, Model, ModelConfig, Rollout, TrainState
+from rlhf_jax.types import Array, Model, ModelConfig, PackedBatch, Rollout, TrainState
 
 __all__ = [
     "DistillBatch",
@@ -38,6 +39,7 @@ __all__ = [
     "accumulate",
     "distill",
     "forward_kl",
+    "read_by_policy",
     "share_drawn_alike",
     "student_config",
     "student_of",
@@ -56,13 +58,16 @@ class Distillation:
 
 @struct.dataclass
 class DistillBatch:
-    """Hold what one gradient is taken of: R rows of a minibatch, and the policy's hidden states."""
+    """Hold what one gradient is taken of: packed samples, and the policy's hidden states.
 
-    tokens: Array  # [R, T] int32
-    mask: Array  # [R, T] bool, the tokens that the policy drew
-    key: Array  # [R, 2] uint32: (seed, sample id) of their noise
+    What is [S, W] speaks of the tokens that are predicted, which the policy drew.
+    """
+
+    packed: PackedBatch
+    key: Array  # [S, W, 2] uint32: (seed, sample id) of their noise
+    positions: Array  # [S, W] int32, of the tokens in their samples
     total: Array  # [] float32, the minibatch's tokens, which the loss is a mean over
-    hidden: Array | None = None  # [R, T, M], of the policy's last layer; None until it has read
+    hidden: Array | None = None  # [S, W, M], of the policy's last layer; None until it has read
 
 
 def student_config(policy: ModelConfig, layers: int) -> ModelConfig:
@@ -139,7 +144,7 @@ def distill(
     shuffled = next(minibatches(len(rollout.length), 1, 1, seed=settings.seed, step=step))
     parts = shuffled[: distillation.samples].reshape(settings.minibatches, -1)
     batches = [
-        _read_by_policy(state.policy, rollout, rows, settings=settings)
+        read_by_policy(state.policy, rollout, rows, settings=settings)
         for rows in parts
         if rollout.mask[rows].any()
     ]
@@ -173,20 +178,23 @@ def distill(
     return dataclasses.replace(state, drafter_version=version), metrics
 
 
-def _read_by_policy(
+def read_by_policy(
     policy: Model, rollout: Rollout, rows: np.ndarray, *, settings: TrainingSettings
 ) -> list[DistillBatch]:
     """Return the micro-batches of a minibatch, placed, with the policy's hidden states."""
-    total = np.array(rollout.mask[rows].sum(), np.float32)
-    parts = micro_batches(
-        rows, rollout.length, settings.microbatch_rows, length_bucket=settings.length_bucket
+    chosen = jax.tree.map(lambda leaf: leaf[rows], rollout)
+    mask = chosen.mask
+    packed = pack(
+        chosen, mask, settings.microbatch_rows, settings.length_bucket, settings.layout.row_shards
     )
+    ids = np.broadcast_to(chosen.sample_id[:, None].astype(np.uint32), mask.shape)
+    key = np.stack([np.full_like(ids, settings.seed), ids], axis=-1)
+    positions = np.broadcast_to(np.arange(mask.shape[1], dtype=np.int32), mask.shape)
+    total = np.array(mask.sum(), np.float32)
     found = []
-    for part, slots in parts:
-        ids = rollout.sample_id[part].astype(np.uint32)
-        key = np.stack([np.full_like(ids, settings.seed), ids], axis=1)
-        tokens = rollout.tokens[part, :slots]
-        host = DistillBatch(tokens, rollout.mask[part, :slots], key, total)
+    for part in packed:
+        key_of, position_of = (typed(Array, part.take(array)) for array in (key, positions))
+        host = DistillBatch(part.batch, key_of, position_of, total)
         batch = place_rows(host, settings.layout)
         found.append(_with_hidden_states(policy, batch, settings))
     return found
@@ -197,16 +205,13 @@ def _with_hidden_states(
     policy: Model, batch: DistillBatch, settings: TrainingSettings
 ) -> DistillBatch:
     """Return the batch with the policy's hidden states of its rows."""
-    hidden = _read(cast(policy, settings.layout.dtype), batch.tokens, settings)
+    hidden = _read(cast(policy, settings.layout.dtype), batch, settings)
     return dataclasses.replace(batch, hidden=hidden)
 
 
-def _read(model: Model, tokens: Array, settings: TrainingSettings) -> jax.Array:
-    """Compute the hidden states [R, T, M] of whole rows."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return forward(
-        model, tokens, positions, attend=causal_on(settings.layout), remat=settings.remat
-    )[0]
+def _read(model: Model, batch: DistillBatch, settings: TrainingSettings) -> jax.Array:
+    """Compute the hidden states [S, W, M] before the predicted tokens."""
+    return read_packed(model, batch.packed, settings.layout, settings.remat)
 
 
 def _learn(
@@ -239,33 +244,28 @@ def accumulate(
 
     `total` is overwritten. Of the policy, embedding and head are read and not learned. The loss is
     differentiated by the student's hidden states a block of columns at a time, while its logits are
-    there: they are made once and [R, T, V] never exists.
+    there: they are made once and [S, W, V] never exists.
     """
-    chex.assert_rank([batch.tokens, batch.mask, batch.key, batch.hidden], [2, 2, 2, 3])
+    chex.assert_rank([batch.key, batch.positions, batch.hidden], [3, 2, 3])
     ends = cast(policy, settings.layout.dtype)
     own = cast(student, settings.layout.dtype)
-    hidden, pull = jax.vjp(lambda model: _read(completed(model, ends), batch.tokens, settings), own)
+    hidden, pull = jax.vjp(lambda model: _read(completed(model, ends), batch, settings), own)
 
-    def measure(block: tuple[Array, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        student, policy, tokens, mask, positions = block  # the first two [R, C, M]
+    def measure(head: Model, student: Array, policy: Array, *drawn: Array):
+        """Return slopes [S, C, M], losses [S, C] and whether the student draws alike [S, C]."""
+        head = cast(head, student.dtype)
 
-        def loss(states: Array) -> tuple[jax.Array, jax.Array]:
-            scores = logits(ends, states) / settings.temperature
-            losses = forward_kl(logits(ends, policy) / settings.temperature, scores)
-            return jnp.sum(jnp.where(mask, losses, 0.0)), scores
+        def loss(states: Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            scores = logits(head, states) / settings.temperature
+            losses = forward_kl(logits(head, policy) / settings.temperature, scores)
+            losses = jnp.where(drawn[-1], losses, 0.0)
+            return losses.sum(), (losses, scores)
 
-        def differentiate():
-            (total, scores), slope = jax.value_and_grad(loss, has_aux=True)(student)
-            alike = _count_alike(scores, batch.key, tokens, mask=mask, positions=positions)
-            return slope, total, alike
+        (_, (losses, scores)), slope = jax.value_and_grad(loss, has_aux=True)(student)
+        return slope, losses, _drawn_alike(scores, *drawn)
 
-        zero = jnp.zeros((), jnp.float32)
-        return jax.lax.cond(
-            mask.any(), differentiate, lambda: (jnp.zeros_like(student), zero, zero)
-        )
-
-    slopes, losses, alike = jax.lax.map(measure, _blocks(batch, settings, hidden, batch.hidden))
-    slopes = join_columns(slopes, batch.tokens.shape[1])
+    arrays = (hidden, batch.hidden, *_drawn(batch))
+    slopes, losses, alike = map_columns(measure, ends, arrays, settings.chunk, settings.layout)
     (weights,) = pull(slopes / batch.total.astype(slopes.dtype))
     metrics = {
         "drafter/loss": losses.sum() / batch.total,
@@ -284,45 +284,33 @@ def share_drawn_alike(
     [] float32. The student draws each with the policy's noise, after the known text. Of the policy,
     embedding and head are read.
     """
-    chex.assert_rank([batch.tokens, batch.mask, batch.key], [2, 2, 2])
+    chex.assert_rank([batch.key, batch.positions], [3, 2])
     ends = cast(policy, settings.layout.dtype)
-    hidden = _read(completed(cast(student, settings.layout.dtype), ends), batch.tokens, settings)
+    hidden = _read(completed(cast(student, settings.layout.dtype), ends), batch, settings)
 
-    def count(block: tuple[Array, ...]) -> jax.Array:
-        states, *following = block
-        mask = block[2]
+    def measure(head: Model, states: Array, *drawn: Array) -> jax.Array:
+        scores = logits(cast(head, states.dtype), states) / settings.temperature
+        return _drawn_alike(scores, *drawn)
 
-        def measure():
-            scores = logits(ends, states) / settings.temperature
-            return _count_alike(scores, batch.key, *following)
-
-        return jax.lax.cond(mask.any(), measure, lambda: jnp.zeros((), jnp.float32))
-
-    return jax.lax.map(count, _blocks(batch, settings, hidden)).sum() / batch.total
+    arrays = (hidden, *_drawn(batch))
+    alike = map_columns(measure, ends, arrays, settings.chunk, settings.layout)
+    return alike.sum() / batch.total
 
 
-def _blocks(
-    batch: DistillBatch, settings: TrainingSettings, *hidden: Array | None
-) -> tuple[Array | None, ...]:
-    """Cut hidden states [R, T, M] and what they predict into blocks of columns.
-
-    What hidden[t] predicts are the tokens, their mask and their positions at t + 1.
-    """
-    slots = batch.tokens.shape[1]
-    positions = jnp.broadcast_to(jnp.arange(1, slots + 1, dtype=jnp.int32), batch.tokens.shape)
-    following = [jnp.pad(x[:, 1:], ((0, 0), (0, 1))) for x in (batch.tokens, batch.mask)]
-    return split_columns((*hidden, *following, positions), settings.chunk)
+def _drawn(batch: DistillBatch) -> tuple[Array, Array, Array, Array]:
+    """Return what `_drawn_alike` reads of the predicted tokens, each [S, W] or [S, W, 2]."""
+    return batch.key, batch.positions, batch.packed.targets, batch.packed.mask
 
 
-def _count_alike(
-    scores: jax.Array, key: Array, tokens: Array, mask: Array, positions: Array
+def _drawn_alike(
+    scores: jax.Array, key: Array, positions: Array, tokens: Array, mask: Array
 ) -> jax.Array:
-    """Count the tokens [R, C] under the mask that the student draws too: [] float32.
+    """Return 1 for each token [S, C] under the mask that the student draws too: [S, C] float32.
 
-    It draws from its tempered logits `scores` [R, C, V] with the tokens' own noise.
+    It draws from its tempered logits `scores` [S, C, V] with the tokens' own noise.
     """
-    alike = draw(scores, key[:, None], positions, Sampling()).token == tokens
-    return jnp.sum(alike & mask, dtype=jnp.float32)
+    alike = draw(scores, key, positions, Sampling()).token == tokens
+    return (alike & mask).astype(jnp.float32)
 
 
 def forward_kl(teacher: Array, student: Array) -> jax.Array:

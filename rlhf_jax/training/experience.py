@@ -61,31 +61,37 @@ def compute_advantages(
     rewards: Array,
     finished: Array,
     mask: Array,
-    logprobs: Array,
-    reference_logprobs: Array,
+    logprobs: Array | None,
+    reference_logprobs: Array | None,
     values: Array | None,
     kl_coefficient: Array,
     config: AdvantageConfig,
-) -> tuple[Array, Array, Array | None, jax.Array]:
-    """Return (mask of what is trained on, advantages, returns or None, KL of a response).
+) -> tuple[Array, Array, Array | None, jax.Array | None]:
+    """Return (mask of what is trained on, advantages, returns or None, KL of a response or None).
 
     rewards [B] float32, finished [B] bool (the response has an end), mask [B, T] bool (its tokens),
     the rest [B, T] float32, kl_coefficient [] float32. The first three results are [B, T]. In
     order: the penalty for a missing end, clipping, whitening, the KL penalty token by token, the
-    estimator. The KL to the reference is [] float32, in nats: the mean over samples of the sum over
-    tokens of k1, which an adaptive coefficient steers.
+    estimator. The KL to the reference is [] float32, in nats: the mean over the samples that are
+    trained on of the sum over tokens of k1, which an adaptive coefficient steers; there is none
+    without log-probs, which only a KL in the reward needs. Without the reference's it is 0.
     """
-    chex.assert_rank([rewards, finished, mask, logprobs], [1, 1, 2, 2])
+    chex.assert_rank([rewards, finished, mask], [1, 1, 2])
     rewards = penalise_and_clip(rewards, finished, config)
     if config.whiten:
         rewards = whiten(rewards, jnp.ones(rewards.shape, bool), shift_mean=False)
 
+    trained = mask & finished[:, None] if config.drop_overlong else mask
+    kl = jnp.zeros(mask.shape, jnp.float32)
+    of_response = None
+    if logprobs is not None:
+        reference = logprobs if reference_logprobs is None else reference_logprobs
+        kl = KL[config.kl_estimator](logprobs, reference)
+        k1 = jnp.where(trained, kl_k1(logprobs, reference), 0.0)
+        of_response = k1.sum() / jnp.maximum(trained.any(axis=1).sum(), 1).astype(jnp.float32)
     coefficient = kl_coefficient if config.kl_in_reward else jnp.zeros_like(kl_coefficient)
-    kl = KL[config.kl_estimator](logprobs, reference_logprobs)
     rewards_of_tokens = token_rewards(rewards, kl, mask, coefficient=coefficient)
 
-    trained = mask & finished[:, None] if config.drop_overlong else mask
     estimate = ESTIMATORS[config.estimator].estimate
     advantages, returns = estimate(rewards_of_tokens, values, trained, config.estimation)
-    k1 = jnp.where(mask, kl_k1(logprobs, reference_logprobs), 0.0)
-    return trained, advantages, returns, k1.sum(axis=1).mean()
+    return trained, advantages, returns, of_response

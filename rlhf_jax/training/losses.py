@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.training.batching import MicroBatch
-from rlhf_jax.training.kl import kl_k3
+from rlhf_jax.training.kl import kl_k1, kl_k3
 from rlhf_jax.types import Array
 
 __all__ = [
@@ -126,27 +126,27 @@ def summed_policy_loss(
     """Compute the sum of weights * (policy loss + KL penalty - entropy bonus), and metrics.
 
     The penalty is kl_weight * kl_estimator(policy, reference), the bonus entropy_coefficient *
-    entropy. logprobs and entropy (or None) [R, T] float32 are the policy's now. The loss is []
-    float32. Metrics are shares of the minibatch's token means, to be summed over micro-batches;
-    those whose name ends in `/max` are maxima. `kl/mean` is to the reference, `kl/old` is
-    KL(old || now), both in nats by k3.
+    entropy. logprobs and entropy (or None) [S, W] float32 are the policy's now; they are the old
+    ones, too, where the batch has none. The loss is [] float32. Metrics are shares of the
+    minibatch's token means, to be summed over micro-batches; those whose name ends in `/max` are
+    maxima. `kl/mean` is to the reference, `kl/old` is KL(old || now), both in nats by k3.
     """
-    experience = batch.experience
-    mask = experience.mask
+    mask = batch.mask
     chex.assert_equal_shape([logprobs, batch.weights, mask])
-    old = experience.logprobs
-    reference = jnp.where(mask, experience.reference_logprobs, 0.0)
-    losses = policy_loss(
-        logprobs, old, experience.advantages, mask=mask, clip_low=clip_low, clip_high=clip_high
-    )
     now = jnp.where(mask, logprobs, 0.0)
-    before = jnp.where(mask, old, 0.0)
-    ratios = ratio(logprobs, old, mask)
+    old = jax.lax.stop_gradient(now) if batch.logprobs is None else batch.logprobs
+    old = jnp.where(mask, old, 0.0)
+    reference = old if batch.reference_logprobs is None else batch.reference_logprobs
+    reference = jnp.where(mask, reference, 0.0)
+    losses = policy_loss(
+        now, old, batch.advantages, mask=mask, clip_low=clip_low, clip_high=clip_high
+    )
+    ratios = ratio(now, old, mask)
     outside = (ratios < 1.0 - clip_low) | (ratios > 1.0 + clip_high)
     means = {
         "loss/policy": losses,
         "kl/mean": kl_k3(now, reference),
-        "kl/old": kl_k3(before, now),
+        "kl/old": kl_k3(old, now),
         "ratio/mean": ratios,
         "ratio/clipped": outside.astype(jnp.float32),
         "entropy/estimate": -logprobs,
@@ -155,6 +155,8 @@ def summed_policy_loss(
         means["entropy/mean"] = entropy
     metrics = {name: token_mean(x, mask, batch.total) for name, x in means.items()}
     metrics["ratio/max"] = ratios.max()
+    if batch.logprobs is None:
+        metrics |= _old_metrics(now, reference, batch)
 
     losses += batch.kl_weight * kl_estimator(now, reference)
     if entropy is not None:
@@ -162,18 +164,32 @@ def summed_policy_loss(
     return jnp.sum(batch.weights * losses), metrics
 
 
+def _old_metrics(now: Array, reference: Array, batch: MicroBatch) -> dict[str, jax.Array]:
+    """Measure what inference does not where the old log-probs are those of now.
+
+    `kl/response` is the KL of a sample to the reference by k1, and `mismatch/...` as of
+    `inference.logprobs.mismatch`: both in nats.
+    """
+    apart = jnp.where(batch.mask, now - batch.sampled_logprobs, 0.0)
+    return {
+        "kl/response": jnp.sum(kl_k1(now, reference)) / batch.samples,
+        "mismatch/kl": jnp.sum(jnp.expm1(apart) - apart) / batch.total,
+        "mismatch/mean": jnp.sum(jnp.abs(apart)) / batch.total,
+        "mismatch/max": jnp.max(jnp.abs(apart)),
+    }
+
+
 def summed_value_loss(
     values: Array, batch: MicroBatch, *, clip: float
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Compute the sum of weights * value_loss, and metrics as in `summed_policy_loss`.
 
-    values [R, T] float32 are the critic's now; the loss is [] float32.
+    values [S, W] float32 are the critic's now; the loss is [] float32.
     """
-    experience = batch.experience
-    mask = experience.mask
+    mask = batch.mask
     chex.assert_equal_shape([values, batch.weights, mask])
-    old_values = experience.values
-    returns = experience.returns
+    old_values = batch.values
+    returns = batch.returns
     assert old_values is not None and returns is not None
     losses = value_loss(values, old_values, returns, mask=mask, clip=clip)
     outside = jnp.abs(values - old_values) > clip

@@ -15,11 +15,12 @@ import numpy as np
 import optax
 from flax import struct
 
-from rlhf_jax.inference.logprobs import logprobs_and_entropy
-from rlhf_jax.inference.values import token_values
+from rlhf_jax.inference.logprobs import packed_logprobs
+from rlhf_jax.inference.packing import pack, padding_share
+from rlhf_jax.inference.values import packed_values
 from rlhf_jax.mesh import ONE_DEVICE, Layout, model_shardings, pin_weights, place_rows
 from rlhf_jax.model.transformer import cast, stack
-from rlhf_jax.training.batching import MicroBatch, micro_batches, minibatches, select
+from rlhf_jax.training.batching import MicroBatch, micro_batch, minibatches, select
 from rlhf_jax.training.losses import explained_variance, summed_policy_loss, summed_value_loss
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Experience, Model, TrainState
@@ -158,13 +159,27 @@ def update(
         seed=settings.seed,
         step=int(state.step),
     )
+    if host.logprobs is None and settings.epochs * settings.minibatches > 1:
+        raise ValueError(
+            "Several minibatches need the log-probs from before the update; score the policy first."
+        )
     history = []
+    padding = []
     done = 0
     for rows in [rows for rows in order if host.mask[rows].any()]:
         observe()
-        gradient = _sum_gradients(
-            policy_objective, state.policy, host, rows, kl_weight=kl_weight, settings=settings
+        minibatch = select(host, rows)
+        weights = settings.aggregate(minibatch.mask, settings.max_new_tokens)
+        packed = pack(
+            minibatch.rollout,
+            minibatch.mask,
+            settings.microbatch_rows,
+            settings.length_bucket,
+            settings.layout.row_shards,
         )
+        padding.append(padding_share(packed))
+        parts = [micro_batch(minibatch, weights, kl_weight, part) for part in packed]
+        gradient = _sum_gradients(policy_objective, state.policy, parts, settings)
         if settings.target_kl and float(gradient.metrics["kl/old"]) > settings.target_kl:
             history.append(gradient.metrics)
             break
@@ -177,9 +192,7 @@ def update(
 
         if optimizers.critic is not None:
             critic = typed(Model, state.critic)
-            gradient = _sum_gradients(
-                critic_objective, critic, host, rows, kl_weight=kl_weight, settings=settings
-            )
+            gradient = _sum_gradients(critic_objective, critic, parts, settings)
             critic, moments, norm = apply(
                 critic, state.critic_optimizer, gradient, optimizer=optimizers.critic
             )
@@ -190,6 +203,7 @@ def update(
 
     metrics = _means(jax.device_get(history), experience, state)
     metrics["training/minibatches_done"] = float(done)
+    metrics["training/padding"] = float(np.mean(padding)) if padding else 0.0
     if host.values is not None:
         metrics["critic/explained_variance"] = explained_variance(
             host.values, host.returns, host.mask
@@ -201,14 +215,12 @@ def policy_objective(
     policy: Model, batch: MicroBatch, settings: TrainingSettings
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Compute a micro-batch's share of the policy's loss, and metrics: see `summed_policy_loss`."""
-    rollout = batch.experience.rollout
-    logprobs, entropy = logprobs_and_entropy(
+    logprobs, entropy = packed_logprobs(
         policy,
-        rollout.tokens,
+        batch.packed,
+        batch.support,
         temperature=settings.temperature,
         entropy=settings.entropy_coefficient != 0,
-        mask=batch.experience.mask,
-        support=rollout.support,
         chunk=settings.chunk,
         layout=settings.layout,
         remat=settings.remat,
@@ -228,14 +240,7 @@ def critic_objective(
     critic: Model, batch: MicroBatch, settings: TrainingSettings
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Compute a micro-batch's share of the critic's loss, and metrics: see `summed_value_loss`."""
-    experience = batch.experience
-    values = token_values(
-        critic,
-        experience.rollout.tokens,
-        mask=experience.mask,
-        layout=settings.layout,
-        remat=settings.remat,
-    )
+    values = packed_values(critic, batch.packed, layout=settings.layout, remat=settings.remat)
     return summed_value_loss(values, batch, clip=settings.critic_clip)
 
 
@@ -296,33 +301,15 @@ def apply(
 
 
 def _sum_gradients(
-    objective: LossFunction,
-    model: Model,
-    host: Experience,
-    rows: np.ndarray,
-    *,
-    kl_weight: float,
-    settings: TrainingSettings,
+    objective: LossFunction, model: Model, parts: list[MicroBatch], settings: TrainingSettings
 ) -> Gradient:
-    """Return the gradient of a minibatch, of which there is at least one micro-batch.
+    """Return the gradient of a minibatch of host arrays, of at least one micro-batch.
 
     Each micro-batch is placed when the one before it is summed.
     """
-    batch = select(host, rows, host.mask.shape[1])
-    weights = settings.aggregate(batch.mask, settings.max_new_tokens)
-    tokens = np.array(max(1, batch.mask.sum()), np.float32)
-    parts = micro_batches(
-        np.arange(len(rows)),
-        batch.rollout.length,
-        settings.microbatch_rows,
-        length_bucket=settings.length_bucket,
-    )
-    kl_weight_array = np.array(kl_weight, np.float32)
     total = None
-    for part, slots in parts:
-        chosen = select(batch, part, slots)
-        micro_batch = MicroBatch(chosen, weights[part, :slots], tokens, kl_weight_array)
-        placed = place_rows(micro_batch, settings.layout)
+    for part in parts:
+        placed = place_rows(part, settings.layout)
         total = accumulate(total, model, placed, objective=objective, settings=settings)
     assert total is not None
     return total
