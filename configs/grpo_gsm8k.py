@@ -7,7 +7,7 @@ GPU.
 The data are GSM8K's own files (Cobbe et al. 2021), train.jsonl and test.jsonl with "question" and
 "answer". The reward is 1 where the response's last number equals the answer's, else 0, so its mean
 is the share of right answers. Memory, of which the run may use 76 GB, as predicted and printed by
-part before weights are loaded: 12.1 GB in generation and 14.5 GB in training. Prompts that all
+part before weights are loaded: 12.1 GB in generation and 14.2 GB in training. Prompts that all
 samples solve, or none, give no signal and are replaced (DAPO), and the clip is wider above.
 """
 

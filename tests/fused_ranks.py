@@ -39,6 +39,7 @@ from rlhf_jax.rewards.models import RewardModel, model_scorer
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.signals import Stopped
 from rlhf_jax.runtime.slice_groups import slice_group_of
+from rlhf_jax.types import Model
 
 GOLDEN = Path(__file__).parent / "golden" / "llama_reward"
 HOW = GenerationConfig(Sampling(1.0), (PLAIN,), (), max_rows=6, max_length=64, seed=3, min_rows=6)

@@ -18,6 +18,7 @@ from rlhf_jax.generation.precompile import VERIFIED
 from rlhf_jax.generation.scheduler import PREFILLED, cache_slots, prompt_width
 from rlhf_jax.generation.speculative.round import streams_head
 from rlhf_jax.generation.speculative.sampling import BLOCK, Sampling
+from rlhf_jax.inference.logprobs import CHUNK
 from rlhf_jax.mesh import AXES, FLOAT32, Layout
 from rlhf_jax.types import DecodeState, ModelConfig, ModelConfigs
 
@@ -283,8 +284,10 @@ def _update(run: PlannedRun, model: ModelConfig) -> list[Part]:
     activations = model.num_layers * run.batch_rows * run.text_tokens * kept
     layer = 3 * run.forward(model, run.batch_rows, run.text_tokens) + run.gathered(model)
     micro_batch = run.cast_weights(model) + run.weights(model)
-    # In float32 the head, its gradient so far and a chunk's; and the chunk's logits.
-    copies = 3 * 4 + (itemsize if itemsize < 4 else 0)
+    # In float32 the head, its gradient so far and a chunk's, where there are several; and a
+    # chunk's logits.
+    several = run.batch_rows * run.config.generation.max_new_tokens > CHUNK
+    copies = 4 * (3 if several else 1) + (itemsize if itemsize < 4 else 0)
     head = copies * model.width * run.outputs(model) + run.logits(model)
     works = [
         Part("one layer at work", "training", layer, FEWER_ROWS),
