@@ -13,7 +13,7 @@ import numpy as np
 from rlhf_jax.inference.packing import pack, unpack
 from rlhf_jax.mesh import ONE_DEVICE, Layout, place_rows
 from rlhf_jax.model.attention import causal_on
-from rlhf_jax.model.columns import map_columns
+from rlhf_jax.model.columns import map_tokens
 from rlhf_jax.model.kernels import token_logprobs as token_logprobs_kernel
 from rlhf_jax.model.packed import read_packed
 from rlhf_jax.model.transformer import cast, forward, logits
@@ -172,7 +172,7 @@ def head_logprobs(
     measure = jax.checkpoint(
         functools.partial(_logprobs_of_block, temperature=temperature, entropy=entropy)
     )
-    return map_columns(measure, model, (hidden, tokens, mask, support), chunk, layout)
+    return map_tokens(measure, model, (hidden, tokens, mask, support), chunk, layout)
 
 
 def _logprobs_of_block(
@@ -185,7 +185,7 @@ def _logprobs_of_block(
     temperature: float,
     entropy: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Compute [B, C] log-probabilities and entropies (or None) of a block; 0 where masked out."""
+    """Compute log-probabilities [C] and entropies (or None) of a block; 0 where masked out."""
     scores = logits(cast(head, hidden.dtype), hidden) / temperature
     chosen = jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
     normaliser = _over_support(functools.partial(jax.nn.logsumexp, axis=-1), scores, support)
@@ -198,10 +198,9 @@ def _logprobs_of_block(
 def _over_support(
     statistic: Callable[[Array], jax.Array], scores: Array, support: Array | None
 ) -> jax.Array:
-    """Compute a statistic of scores [B, C, V] over the vocabulary or its support: [B, C].
+    """Compute a statistic of scores [C, V] over the vocabulary or its support: [C].
 
-    statistic: reduces the last axis. It is taken over the ids of `support` [B, C, k] where it has
-    any.
+    statistic: reduces the last axis. It is taken over the ids of `support` [C, k] where it has any.
     """
     whole = statistic(scores)
     if support is None:

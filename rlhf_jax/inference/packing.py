@@ -61,11 +61,10 @@ def pack(
     while samples:
         longest = min(bucket(samples[0].tokens, length_bucket, 3), rollout.tokens.shape[1])
         most = budget // longest
-        of_shard = min(most, bucket(-(-len(samples) // row_shards), 1, 2))
-        count = min(len(samples), of_shard * row_shards)
-        shares = _deal(samples[:count], row_shards)
+        shares = _deal(samples[: most * row_shards], row_shards, most)
+        of_shard = min(most, bucket(max(map(len, shares)), 1, 2))
         packed.append(_lay_out(rollout, shares, (of_shard, longest), length_bucket))
-        samples = samples[count:]
+        samples = samples[most * row_shards :]
     return packed
 
 
@@ -108,17 +107,44 @@ def _samples(rollout: Rollout, mask: np.ndarray) -> list[_Sample]:
     return found
 
 
-def _deal(samples: list[_Sample], row_shards: int) -> list[list[_Sample]]:
-    """Give each row shard its samples, as many to each."""
-    by_prompt = sorted(samples, key=lambda one: (one.prompt, one.row))
-    each = -(-len(samples) // row_shards)
-    alike = [by_prompt[shard * each : (shard + 1) * each] for shard in range(row_shards)]
+def _deal(samples: list[_Sample], row_shards: int, most: int) -> list[list[_Sample]]:
+    """Give each row shard its samples, at most so many."""
     # There and back, so that who gets the longest sample gets the shortest.
     turn = [*range(row_shards), *reversed(range(row_shards))]
-    even: list[list[_Sample]] = [[] for _ in range(row_shards)]
+    by_length: list[list[_Sample]] = [[] for _ in range(row_shards)]
     for index, sample in enumerate(samples):
-        even[turn[index % len(turn)]].append(sample)
-    return min(alike, even, key=lambda shares: max(map(_tokens, shares)))
+        by_length[turn[index % len(turn)]].append(sample)
+
+    by_prompt = sorted(samples, key=lambda one: (one.prompt, one.row))
+    low = -(-_tokens(samples) // row_shards)
+    high = max(map(_tokens, by_length))
+    shares = by_length
+    while low <= high:
+        capacity = (low + high) // 2
+        runs = _runs(by_prompt, capacity, most)
+        if len(runs) <= row_shards:
+            shares = runs + [[] for _ in range(row_shards - len(runs))]
+            high = capacity - 1
+        else:
+            low = capacity + 1
+    return shares
+
+
+def _runs(samples: list[_Sample], capacity: int, most: int) -> list[list[_Sample]]:
+    """Cut samples in order into runs of at most `most`, each of at most `capacity` tokens.
+
+    A sample that has more by itself is a run of its own.
+    """
+    runs: list[list[_Sample]] = []
+    used = 0
+    for sample in samples:
+        known = bool(runs) and runs[-1][-1].prompt == sample.prompt
+        used += sample.tokens - known * sample.prompt_tokens
+        if not runs or used > capacity or len(runs[-1]) == most:
+            runs.append([])
+            used = sample.tokens
+        runs[-1].append(sample)
+    return runs
 
 
 def _tokens(samples: list[_Sample]) -> int:

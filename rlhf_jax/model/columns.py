@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from rlhf_jax.mesh import ROW_AXES, Layout, model_shardings
+from rlhf_jax.mesh import ROW_AXES, Layout, model_shardings, pin_weights
 from rlhf_jax.types import Array, Model
 
 ArrayTree = TypeVar("ArrayTree")  # An array, or a pytree of them.
@@ -44,51 +44,34 @@ def join_columns(blocks: ArrayTree, slots: int) -> ArrayTree:
     return jax.tree.map(join, blocks)
 
 
-def map_columns(
+def map_tokens(
     measure: Callable[..., ArrayTree], model: Model, arrays: Any, chunk: int, layout: Layout
 ) -> ArrayTree:
-    """Compute measure(head, *block) of blocks of columns of arrays [B, T, ...]: [B, T, ...].
+    """Compute measure(head, *block) of blocks of tokens of arrays [B, T, ...]: [B, T, ...].
 
-    `measure` is given what `logits` reads of the model, in float32, and blocks of about `chunk`
-    tokens of each device. The head comes over its mesh axes once, and its gradient is summed on
-    each device and goes back once: neither does so block by block.
+    `measure` is given what `logits` reads of the model, in float32, and at most `chunk` tokens of
+    one row shard at a time, [C, ...]. Each shard has a copy of the head: it comes over its mesh
+    axes once, and its gradient is summed on each device and goes back once, neither block by block.
     """
     tied = model.head is None
     head = dataclasses.replace(model, layers=(), norm=None, embed=model.embed if tied else None)
-
-    def local(head: Model, arrays: Any) -> ArrayTree:
-        """Measure one device's rows."""
-        whole = jax.tree.map(_whole, head, specs)
-        whole = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), whole)
-        blocks = split_columns(arrays, chunk)
-        out = jax.lax.map(lambda block: measure(whole, *block), blocks)
-        return join_columns(out, jax.tree.leaves(arrays)[0].shape[1])
-
-    if layout.mesh is None or layout.mesh.size == 1:
-        specs = jax.tree.map(lambda leaf: PartitionSpec(), head)
-        return local(head, arrays)
-    shardings = model_shardings(head, layout)
-    specs = jax.tree.map(_without_tensor, shardings)
-    rows = PartitionSpec(ROW_AXES)
-    # The vocabulary's axis is left to the compiler, which splits what `measure` computes.
-    return jax.shard_map(
-        local,
-        mesh=layout.mesh,
-        in_specs=(specs, rows),
-        out_specs=rows,
-        axis_names=frozenset(ROW_AXES),
-        check_vma=False,
-    )(head, arrays)
-
-
-def _whole(leaf: Array, spec: PartitionSpec) -> Array:
-    """Gather a device's part of a weight over the mesh axes that split it."""
-    for axis, names in enumerate(spec):
-        if names is not None:
-            leaf = jax.lax.all_gather(leaf, names, axis=axis, tiled=True)
-    return leaf
-
-
-def _without_tensor(sharding: Any) -> PartitionSpec:
-    """Return what splits a weight but the tensor axis."""
-    return PartitionSpec(*(None if names == "tensor" else names for names in sharding.spec))
+    shards = layout.row_shards
+    own = jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf.astype(jnp.float32), (shards, *leaf.shape)),
+        pin_weights(head, layout),
+    )
+    if layout.mesh is not None:
+        gathered = model_shardings(head, dataclasses.replace(layout, role="generation"))
+        own = jax.tree.map(
+            lambda leaf, place: jax.lax.with_sharding_constraint(
+                leaf, NamedSharding(place.mesh, PartitionSpec(ROW_AXES, *place.spec))
+            ),
+            own,
+            gathered,
+        )
+    rows, slots = jax.tree.leaves(arrays)[0].shape[:2]
+    lines = jax.tree.map(lambda leaf: leaf.reshape(shards, -1, *leaf.shape[2:]), arrays)
+    blocks = split_columns(lines, chunk * shards)
+    out = jax.lax.map(lambda block: jax.vmap(measure)(own, *block), blocks)
+    joined = join_columns(out, rows * slots // shards)
+    return jax.tree.map(lambda leaf: leaf.reshape(rows, slots, *leaf.shape[2:]), joined)

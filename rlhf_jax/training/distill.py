@@ -24,7 +24,7 @@ from flax import struct
 from rlhf_jax.generation.speculative.sampling import Sampling, draw
 from rlhf_jax.inference.packing import pack
 from rlhf_jax.mesh import ONE_DEVICE, Layout, model_shardings, pin_weights, place_rows
-from rlhf_jax.model.columns import map_columns
+from rlhf_jax.model.columns import map_tokens
 from rlhf_jax.model.decoding import completed
 from rlhf_jax.model.packed import read_packed
 from rlhf_jax.model.transformer import cast, logits, stack
@@ -252,7 +252,7 @@ def accumulate(
     hidden, pull = jax.vjp(lambda model: _read(completed(model, ends), batch, settings), own)
 
     def measure(head: Model, student: Array, policy: Array, *drawn: Array):
-        """Return slopes [S, C, M], losses [S, C] and whether the student draws alike [S, C]."""
+        """Return slopes [C, M], losses [C] and whether the student draws alike [C]."""
         head = cast(head, student.dtype)
 
         def loss(states: Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -265,7 +265,7 @@ def accumulate(
         return slope, losses, _drawn_alike(scores, *drawn)
 
     arrays = (hidden, batch.hidden, *_drawn(batch))
-    slopes, losses, alike = map_columns(measure, ends, arrays, settings.chunk, settings.layout)
+    slopes, losses, alike = map_tokens(measure, ends, arrays, settings.chunk, settings.layout)
     (weights,) = pull(slopes / batch.total.astype(slopes.dtype))
     metrics = {
         "drafter/loss": losses.sum() / batch.total,
@@ -293,21 +293,21 @@ def share_drawn_alike(
         return _drawn_alike(scores, *drawn)
 
     arrays = (hidden, *_drawn(batch))
-    alike = map_columns(measure, ends, arrays, settings.chunk, settings.layout)
+    alike = map_tokens(measure, ends, arrays, settings.chunk, settings.layout)
     return alike.sum() / batch.total
 
 
 def _drawn(batch: DistillBatch) -> tuple[Array, Array, Array, Array]:
-    """Return what `_drawn_alike` reads of the predicted tokens, each [S, W] or [S, W, 2]."""
+    """Return what `_drawn_alike` reads of the predicted tokens: [S, W, 2] and three of [S, W]."""
     return batch.key, batch.positions, batch.packed.targets, batch.packed.mask
 
 
 def _drawn_alike(
     scores: jax.Array, key: Array, positions: Array, tokens: Array, mask: Array
 ) -> jax.Array:
-    """Return 1 for each token [S, C] under the mask that the student draws too: [S, C] float32.
+    """Return 1 for each token [C] under the mask that the student draws too: [C] float32.
 
-    It draws from its tempered logits `scores` [S, C, V] with the tokens' own noise.
+    It draws from its tempered logits `scores` [C, V] with the tokens' own noise.
     """
     alike = draw(scores, key, positions, Sampling()).token == tokens
     return (alike & mask).astype(jnp.float32)

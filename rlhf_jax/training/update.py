@@ -168,17 +168,8 @@ def update(
     done = 0
     for rows in [rows for rows in order if host.mask[rows].any()]:
         observe()
-        minibatch = select(host, rows)
-        weights = settings.aggregate(minibatch.mask, settings.max_new_tokens)
-        packed = pack(
-            minibatch.rollout,
-            minibatch.mask,
-            settings.microbatch_rows,
-            settings.length_bucket,
-            settings.layout.row_shards,
-        )
-        padding.append(padding_share(packed))
-        parts = [micro_batch(minibatch, weights, kl_weight, part) for part in packed]
+        parts, share = _micro_batches(select(host, rows), kl_weight, settings)
+        padding.append(share)
         gradient = _sum_gradients(policy_objective, state.policy, parts, settings)
         if settings.target_kl and float(gradient.metrics["kl/old"]) > settings.target_kl:
             history.append(gradient.metrics)
@@ -298,6 +289,22 @@ def apply(
     # ones to choose from.
     model, moments = jax.lax.cond(finite, step, lambda: (model, moments))
     return model, moments, norm
+
+
+def _micro_batches(
+    minibatch: Experience, kl_weight: float, settings: TrainingSettings
+) -> tuple[list[MicroBatch], float]:
+    """Return the micro-batches of a minibatch, all of the host, and the share of padding."""
+    weights = settings.aggregate(np.asarray(minibatch.mask), settings.max_new_tokens)
+    packed = pack(
+        minibatch.rollout,
+        minibatch.mask,
+        settings.microbatch_rows,
+        settings.length_bucket,
+        settings.layout.row_shards,
+    )
+    parts = [micro_batch(minibatch, weights, kl_weight, part) for part in packed]
+    return parts, padding_share(packed)
 
 
 def _sum_gradients(

@@ -1,0 +1,108 @@
+"""How much of what training and inference compute is padding, by drawn lengths: one JSON line a case.
+
+    python benchmarks/padding.py --row-shards 8,64,512 --samples 16,4
+
+Lengths are those of a table of percentiles (`--lengths`, benchmarks/tables by default), and
+log-normal ones of median 4,000 and sigma 0.9, cut at 16,384. A prompt has `--prompt` tokens and
+`--group` samples. A row shard holds at most `--tokens` tokens at a time, and at least the longest
+sample. The useful share is that of tokens that are no padding, each prompt counted once for all of
+its samples, of what is computed. "before" are the rules that packing replaced: in training rows of
+like length, each padded to a multiple of 64 above the longest beside it; in inference every row
+padded to the longest that may be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import numpy as np
+
+from benchmarks.drains import LENGTHS_TABLE, draw_lengths, read_percentiles
+from rlhf_jax.inference.packing import pack, padding_share
+from rlhf_jax.types import Rollout
+
+BUCKET = 64
+MEDIAN = 4000.0
+SIGMA = 0.9
+CUT = 16_384
+
+
+def main() -> None:
+    """Print the cases."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--row-shards", default="8,64,512")
+    parser.add_argument("--samples", default="16,4", help="of a row shard and minibatch")
+    parser.add_argument("--tokens", type=int, default=32_768)
+    parser.add_argument("--prompt", type=int, default=300)
+    parser.add_argument("--group", type=int, default=16)
+    parser.add_argument("--lengths", default=LENGTHS_TABLE)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    percentiles, tokens, _ = read_percentiles(asked.lengths)
+    for shards in map(int, asked.row_shards.split(",")):
+        for samples in map(int, asked.samples.split(",")):
+            count = shards * samples
+            luck = np.random.default_rng(asked.seed)
+            drawn = {
+                "table": draw_lengths(percentiles, tokens, count, luck),
+                "log-normal": np.minimum(CUT, MEDIAN * np.exp(SIGMA * luck.normal(size=count))),
+            }
+            longest = {"table": int(tokens[-1]), "log-normal": CUT}
+            for name, lengths in drawn.items():
+                case = {"lengths": name, "row_shards": shards, "samples": samples}
+                shares = useful(lengths.astype(np.int64), longest[name], shards, asked)
+                print(json.dumps(case | shares), flush=True)
+
+
+def useful(
+    responses: np.ndarray, longest: int, shards: int, asked: argparse.Namespace
+) -> dict[str, float | int]:
+    """Return useful shares of one minibatch's responses [n], and the micro-batches they make."""
+    responses = np.maximum(responses, 1)
+    rollout = rollout_of(responses, asked.prompt, longest, asked.group)
+    slots = rollout.tokens.shape[1]
+    rows = shards * max(1, round(asked.tokens / slots))
+    packed = pack(rollout, rollout.mask, rows, BUCKET, shards)
+    groups = len({row // asked.group for row in range(len(responses))})
+    needed = int(responses.sum()) + groups * asked.prompt
+    # The last token of a sample is predicted and not read.
+    read = needed - len(responses)
+    whole = sum(part.batch.tokens.size for part in packed)
+    attended = sum(part.batch.samples.size for part in packed)
+
+    ordered = np.sort(responses + asked.prompt)
+    parts = np.split(ordered, range(rows, len(ordered), rows))
+    in_training = sum(rows * -(-int(part[-1]) // BUCKET) * BUCKET for part in parts)
+    return {
+        "training": round(read / whole, 3),
+        "inference": round(read / whole, 3),
+        "training_before": round(needed / in_training, 3),
+        "inference_before": round(needed / (len(responses) * slots), 3),
+        "padding": round(padding_share(packed), 3),
+        "attention": round(int((responses + asked.prompt).sum()) / attended, 3),
+        "micro_batches": len(packed),
+        "shapes": len({(part.batch.samples.shape, part.batch.tokens.shape) for part in packed}),
+    }
+
+
+def rollout_of(responses: np.ndarray, prompt: int, longest: int, group: int) -> Rollout:
+    """Return a rollout of samples of these lengths, of which neighbours share a prompt."""
+    count = len(responses)
+    place = np.arange(prompt + longest)
+    length = prompt + responses
+    tokens = np.zeros((count, len(place)), np.int32)
+    tokens[:, :prompt] = np.arange(count)[:, None] // group
+    return Rollout(
+        tokens=tokens,
+        mask=(place >= prompt) & (place < length[:, None]),
+        logprobs=np.zeros((count, 0), np.float32),
+        length=length.astype(np.int32),
+        sample_id=np.arange(count, dtype=np.uint32),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Packed samples: each token is there once, and what is computed of it is that of its sample alone,
+whatever else is in the line.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_jax.inference.logprobs import packed_logprobs, score_rollout, token_logprobs
+from rlhf_jax.inference.packing import bucket, pack, padding_share, unpack
+from rlhf_jax.mesh import Layout, make_mesh, model_shardings, place_rows
+from rlhf_jax.model.transformer import init
+from rlhf_jax.training.batching import micro_batch
+from rlhf_jax.training.losses import token_mean_weights
+from rlhf_jax.training.settings import TrainingSettings
+from rlhf_jax.training.update import policy_objective
+from rlhf_jax.types import Experience, Rollout
+
+PROMPTS = (3, 9, 5)  # tokens of each
+GROUP = 4
+SLOTS = 26
+
+
+def grouped_rollout(vocabulary: int, seed: int = 0, top_k: bool = False) -> Rollout:
+    """Samples of prompts of different lengths; one response has a single token."""
+    random = np.random.default_rng(seed)
+    rows = len(PROMPTS) * GROUP
+    prompt = np.repeat(PROMPTS, GROUP)[:, None]
+    length = np.minimum(prompt[:, 0] + random.integers(2, 18, rows), SLOTS)
+    length[1] = prompt[1, 0] + 1
+    place = np.arange(SLOTS)
+    texts = random.integers(0, vocabulary, (len(PROMPTS), SLOTS)).repeat(GROUP, axis=0)
+    tokens = np.where(place < prompt, texts, random.integers(0, vocabulary, (rows, SLOTS)))
+    known = place < length[:, None]
+    mask = known & (place >= prompt)
+    support = None
+    if top_k:
+        support = random.integers(0, vocabulary, (rows, SLOTS, 6))
+        support[..., 0] = tokens
+        support = np.where(mask[..., None], support, -1).astype(np.int32)
+    return Rollout(
+        tokens=np.where(known, tokens, 0).astype(np.int32),
+        mask=mask,
+        logprobs=random.normal(size=mask.shape).astype(np.float32),
+        length=length.astype(np.int32),
+        sample_id=np.arange(rows, dtype=np.uint32),
+        support=support,
+    )
+
+
+@pytest.mark.parametrize("row_shards", [1, 2, 4])
+@pytest.mark.parametrize("rows", [4, 12])
+def test_each_token_is_there_once_and_each_prompt_once_a_shard(row_shards, rows):
+    rollout = grouped_rollout(50)
+    mask = rollout.mask.copy()
+    mask[5] = False  # a sample that is not trained on is not read
+    packed = pack(rollout, mask, rows, length_bucket=4, row_shards=row_shards)
+    told = [(part, np.asarray(part.take(rollout.logprobs))) for part in packed]
+    again = unpack(told, (len(mask), SLOTS))
+    np.testing.assert_array_equal(again, np.where(mask, rollout.logprobs, 0.0))
+    assert sum(part.batch.mask.sum() for part in packed) == mask.sum()
+    for part in packed:
+        batch = jax.tree.map(np.asarray, part.batch)
+        assert batch.samples[0].size <= max(1, rows // row_shards) * SLOTS
+        before = np.take_along_axis(batch.positions, batch.before, axis=1)
+        position = part.take(np.broadcast_to(np.arange(SLOTS), mask.shape))
+        assert position is not None
+        np.testing.assert_array_equal(before[batch.mask] + 1, position[batch.mask])
+        np.testing.assert_array_equal(part.take(rollout.tokens), batch.targets)
+        for shard, line in enumerate(batch.tokens):
+            # Where a token is at home, its sample has it at its own place.
+            home = batch.samples[shard].reshape(-1)[batch.home[shard]]
+            used = np.unique(batch.samples[shard])
+            np.testing.assert_array_equal(home[used], used)
+            assert len(line) >= len(used)
+    if row_shards == 1 and rows == 12:
+        lengths = mask[mask.any(axis=1)].sum()
+        assert packed[0].real_tokens == sum(PROMPTS) + lengths - mask.any(axis=1).sum()
+        assert padding_share(packed) == 1 - packed[0].real_tokens / packed[0].batch.tokens.size
+
+
+def test_line_lengths_are_few_and_little_of_them_is_padding():
+    sizes = {bucket(count, 8, 4) for count in range(1, 10_000)}
+    assert len(sizes) < 80 and all(size % 8 == 0 for size in sizes)
+    assert all(
+        count <= bucket(count, 8, 4) <= max(count * 9 / 8, count + 7) for count in range(1, 10_000)
+    )
+
+
+@pytest.mark.parametrize("top_k", [False, True])
+def test_scores_are_those_of_each_sample_by_itself(tiny, top_k):
+    model = init(jax.random.key(0), tiny)
+    rollout = grouped_rollout(tiny.vocab_size, top_k=top_k)
+    found = score_rollout(model, rollout, temperature=0.7, rows=12, length_bucket=4)
+    alone = token_logprobs(
+        model, rollout.tokens, temperature=0.7, mask=rollout.mask, support=rollout.support
+    )
+    np.testing.assert_allclose(found, alone, atol=1e-4, rtol=0)
+
+
+def experience_of(model, rollout: Rollout) -> Experience:
+    """Old and reference log-probs near the model's, and an advantage for each sample."""
+    random = np.random.default_rng(1)
+    mask = rollout.mask.copy()
+    mask[2] = False  # dropped
+    said = np.asarray(token_logprobs(model, rollout.tokens, temperature=1.0, mask=rollout.mask))
+    old, reference = (
+        np.where(mask, said + random.normal(scale=0.1, size=mask.shape), np.nan) for _ in range(2)
+    )
+    advantages = np.where(mask, random.normal(size=(len(mask), 1)), np.nan)
+    return Experience(
+        rollout,
+        mask,
+        logprobs=old.astype(np.float32),
+        reference_logprobs=reference.astype(np.float32),
+        rewards=np.zeros(len(mask), np.float32),
+        advantages=advantages.astype(np.float32),
+    )
+
+
+def add(one, other):
+    """The sum of two trees."""
+    return jax.tree.map(np.add, one, other)
+
+
+@pytest.mark.parametrize("shape", [None, (1, 4, 1), (2, 2, 2)])
+@pytest.mark.parametrize("top_k", [False, True])
+def test_loss_and_gradient_are_those_of_single_samples(tiny, shape, top_k):
+    """With NaN behind every padding, on one device and with rows, width and vocabulary split."""
+    model = init(jax.random.key(0), tiny)
+    rollout = grouped_rollout(tiny.vocab_size, top_k=top_k)
+    experience = experience_of(model, rollout)
+    weights = token_mean_weights(np.asarray(experience.mask), 1)
+
+    def differentiate(experience, weights, layout):
+        settings = TrainingSettings(layout=layout, remat=False, chunk=16)
+        whole = model
+        if layout.mesh is not None:
+            whole = jax.device_put(model, model_shardings(model, layout))
+        gradient = jax.jit(jax.value_and_grad(policy_objective, has_aux=True), static_argnums=2)
+        told = []
+        for part in pack(experience.rollout, experience.mask, 4, 4, layout.row_shards):
+            batch = place_rows(micro_batch(experience, weights, 0.1, part), layout)
+            (loss, _), slope = gradient(whole, batch, settings)
+            told.append(jax.device_get((loss, slope)))
+        return functools.reduce(add, told)
+
+    layout = Layout(shape and make_mesh(*shape, devices=jax.devices()[: np.prod(shape)]))
+    loss, slope = differentiate(experience, weights, layout)
+    rows = np.flatnonzero(np.asarray(experience.mask).any(axis=1))
+    singles = [jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], experience) for row in rows]
+    by_row = zip(singles, weights[rows], strict=True)
+    alone = functools.reduce(
+        add, [differentiate(one, weight[None], Layout()) for one, weight in by_row]
+    )
+    mean = np.abs(np.asarray(alone[0]))
+    assert abs(loss - alone[0]) <= 1e-5 * max(1.0, mean)
+    pairs = list(zip(jax.tree.leaves(slope), jax.tree.leaves(alone[1]), strict=True))
+    apart = np.sqrt(sum(np.sum((one - other) ** 2) for one, other in pairs))
+    assert apart <= 1e-5 * np.sqrt(sum(np.sum(other**2) for _, other in pairs))
+
+
+def test_entropy_of_packed_samples_is_asked_for(tiny):
+    model = init(jax.random.key(0), tiny)
+    rollout = grouped_rollout(tiny.vocab_size)
+    (part,) = pack(rollout, rollout.mask, 12, 4)
+    said, entropy = packed_logprobs(model, part.batch, None, temperature=1.0, entropy=True)
+    assert entropy is not None and bool(jnp.all(jnp.where(part.batch.mask, entropy > 0, True)))
+    other = dataclasses.replace(part.batch, tokens=np.where(part.batch.tokens, 7, 0))
+    moved, _ = packed_logprobs(model, other, None, temperature=1.0, entropy=False)
+    assert not np.allclose(said, moved)
