@@ -35,11 +35,10 @@ def main(model: str, steps: int) -> None:
         samples = rl.generate(jax.jit(rl.unstack)(state.policy), None, wanted, decoding)
         rollout = rl.as_rollout(sorted(samples, key=lambda sample: sample.sample_id), slots)
         rewards = -rollout.mask.sum(1).astype(np.float32)
-        logprobs = rl.score_rollout(state.policy, rollout, temperature=1.0, rows=GROUP)
         reference_logprobs = rl.score_rollout(reference, rollout, temperature=1.0, rows=GROUP)
         advantages = jnp.where(rollout.mask, rl.grpo(jnp.asarray(rewards), GROUP)[:, None], 0.0)
         experience = rl.Experience(
-            rollout, rollout.mask, logprobs, reference_logprobs, rewards, advantages
+            rollout, rollout.mask, None, reference_logprobs, rewards, advantages
         )
         state, metrics = rl.update(state, experience, optimizers, training, kl_weight=0.04)
         print(f"step {step}: {-rewards.mean():.1f} tokens an answer, kl {metrics['kl/mean']:.4f}")

@@ -17,7 +17,7 @@ from rlhf_jax.model.transformer import init
 from rlhf_jax.training.batching import micro_batch
 from rlhf_jax.training.losses import token_mean_weights
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.training.update import policy_objective
+from rlhf_jax.training.update import critic_objective, policy_objective
 from rlhf_jax.types import Experience, Rollout
 
 PROMPTS = (3, 9, 5)  # tokens of each
@@ -111,14 +111,18 @@ def experience_of(model, rollout: Rollout) -> Experience:
     old, reference = (
         np.where(mask, said + random.normal(scale=0.1, size=mask.shape), np.nan) for _ in range(2)
     )
-    advantages = np.where(mask, random.normal(size=(len(mask), 1)), np.nan)
+    advantages, values, returns = (
+        np.where(mask, random.normal(size=mask.shape), np.nan).astype(np.float32) for _ in range(3)
+    )
     return Experience(
         rollout,
         mask,
         logprobs=old.astype(np.float32),
         reference_logprobs=reference.astype(np.float32),
         rewards=np.zeros(len(mask), np.float32),
-        advantages=advantages.astype(np.float32),
+        advantages=advantages,
+        values=values,
+        returns=returns,
     )
 
 
@@ -128,12 +132,16 @@ def add(one, other):
 
 
 @pytest.mark.parametrize("shape", [None, (1, 4, 1), (2, 2, 2)])
-@pytest.mark.parametrize("top_k", [False, True])
-def test_loss_and_gradient_are_those_of_single_samples(tiny, shape, top_k):
+@pytest.mark.parametrize("kind", ["policy", "top_k", "critic"])
+def test_loss_and_gradient_are_those_of_single_samples(tiny, shape, kind):
     """With NaN behind every padding, on one device and with rows, width and vocabulary split."""
-    model = init(jax.random.key(0), tiny)
+    top_k = kind == "top_k"
+    objective = critic_objective if kind == "critic" else policy_objective
+    policy = init(jax.random.key(0), tiny)
+    model = init(jax.random.key(0), dataclasses.replace(tiny, scalar_head=True, tied=False))
+    model = model if kind == "critic" else policy
     rollout = grouped_rollout(tiny.vocab_size, top_k=top_k)
-    experience = experience_of(model, rollout)
+    experience = experience_of(policy, rollout)
     weights = token_mean_weights(np.asarray(experience.mask), 1)
 
     def differentiate(experience, weights, layout):
@@ -141,7 +149,7 @@ def test_loss_and_gradient_are_those_of_single_samples(tiny, shape, top_k):
         whole = model
         if layout.mesh is not None:
             whole = jax.device_put(model, model_shardings(model, layout))
-        gradient = jax.jit(jax.value_and_grad(policy_objective, has_aux=True), static_argnums=2)
+        gradient = jax.jit(jax.value_and_grad(objective, has_aux=True), static_argnums=2)
         told = []
         for part in pack(experience.rollout, experience.mask, 4, 4, layout.row_shards):
             batch = place_rows(micro_batch(experience, weights, 0.1, part), layout)

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from rlhf_jax.inference.logprobs import score_rollout
+from rlhf_jax.inference.logprobs import mismatch, score_rollout
 from rlhf_jax.inference.packing import pack
 from rlhf_jax.inference.values import critic_of, score_values
 from rlhf_jax.mesh import Layout, make_mesh, model_shardings, place_rows
@@ -245,6 +245,29 @@ def test_first_minibatch_has_ratio_one(small, top_k):
     mask = np.asarray(experience.mask)
     values = np.asarray(experience.values)
     assert metrics["critic/mean"] == pytest.approx(values[mask].mean(), rel=1e-4)
+
+
+def test_an_update_of_one_minibatch_finds_the_old_logprobs_itself(small):
+    """And measures what inference would have: the KL of a sample, and the samplers' mismatch."""
+    model = init(jax.random.key(0), small)
+    given = random_experience(model, top_k=True)
+    sampled = np.asarray(given.logprobs) + 0.01 * np.asarray(given.mask)
+    rollout = dataclasses.replace(given.rollout, logprobs=sampled)
+    given = dataclasses.replace(given, rollout=rollout)
+    own = dataclasses.replace(given, logprobs=None)
+    (wanted, _), metrics = gradients(model, given, CONFIG)
+    (found, _), others = gradients(model, own, CONFIG)
+    assert_close(found, wanted, 1e-5)
+    for name in metrics:
+        assert others[name] == pytest.approx(metrics[name], rel=1e-5, abs=1e-5), name
+    mask = np.asarray(given.mask)
+    apart = np.where(mask, np.asarray(given.logprobs) - np.asarray(given.reference_logprobs), 0.0)
+    assert others["kl/response"] == pytest.approx(apart.sum(axis=1).mean(), rel=1e-4, abs=1e-4)
+    scored = np.asarray(given.logprobs)
+    for name, value in mismatch(sampled, scored, mask).items():
+        assert others[name] == pytest.approx(value, rel=1e-2, abs=1e-6), name
+    with pytest.raises(ValueError, match="score the policy first"):
+        gradients(model, own, MANY)
 
 
 @pytest.mark.slow

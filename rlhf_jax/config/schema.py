@@ -171,7 +171,7 @@ DEFAULTS: dict[str, Any] = {
         "epochs": 1,
         # optimizer steps of an epoch
         "minibatches": 1,
-        # rows over all devices whose activations exist at one time
+        # how many of the longest samples have their activations at one time, over all devices
         "microbatch_rows": 8,
         # of the policy's AdamW
         "learning_rate": 1e-6,
@@ -195,7 +195,8 @@ DEFAULTS: dict[str, Any] = {
         "drop_overlong": False,
         # keep only each layer's input for the backward pass
         "remat": True,
-        # the token slots of a micro-batch are a multiple of this
+        # token counts of a micro-batch are rounded up to some multiples of this: larger, for fewer
+        # programs; smaller, for less padding
         "length_bucket": 64,
     },
     # The same command again goes on from the last checkpoint in the workdir.
