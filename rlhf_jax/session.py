@@ -119,7 +119,7 @@ class Session:
         say = self._progress.say if self._writer else say_by_rank
         watchdog = Watchdog(config.watchdog_seconds, say)
         self._watchdog = self._stack.enter_context(watchdog)
-        run = build.make_run(self.opened, self._stack, self._alive)
+        run = build.make_run(self.opened, self._stack, self._alive, state.host.remat)
         self._state = state
         self._stack.push(self._save_at_end)
         return run

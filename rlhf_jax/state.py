@@ -115,6 +115,10 @@ class HostState:
     kl_coefficient: float
     # updates of the policy when the drafter last learned from it
     distilled_at: int = 0
+    # whether the backward pass computes layers again, and the devices that this was chosen for:
+    # none where the config says it
+    remat: bool = True
+    remat_devices: str = ""
     # of an evaluation since the last step: remembered with the next step, as a run that is
     # resumed before it evaluates again
     evaluated: tuple[Sequence[Sample], RolloutStats] | None = None
@@ -152,6 +156,8 @@ class HostState:
             kl_start=self.kl_start,
             kl_coefficient=self.kl_coefficient if kl_coefficient is None else kl_coefficient,
             distilled_at=self.distilled_at if distilled_at is None else distilled_at,
+            remat=self.remat,
+            remat_devices=self.remat_devices,
         )
 
     def document(self) -> dict[str, Any]:
@@ -163,14 +169,18 @@ class HostState:
             "kl_start": self.kl_start,
             "kl_coefficient": self.kl_coefficient,
             "taught": self.distilled_at,
+            "remat": self.remat,
+            "remat_devices": self.remat_devices,
         }
 
     def restored(self, document: dict[str, Any]) -> HostState:
         """Return the state that `document` was made of.
 
-        A KL coefficient that the config has changed since begins anew.
+        A KL coefficient that the config has changed since begins anew. What was chosen for the same
+        devices stays, so that rounding does.
         """
         as_before = document["kl_start"] == self.kl_start
+        chosen = self.remat_devices and document.get("remat_devices") == self.remat_devices
         return HostState(
             position=document["batches"],
             training=self.training.restored(document["drafting"]),
@@ -178,6 +188,8 @@ class HostState:
             kl_start=self.kl_start,
             kl_coefficient=float(document["kl_coefficient"]) if as_before else self.kl_coefficient,
             distilled_at=int(document["taught"]),
+            remat=document["remat"] if chosen else self.remat,
+            remat_devices=self.remat_devices,
         )
 
 

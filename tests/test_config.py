@@ -75,11 +75,12 @@ def test_every_key_has_a_comment():
 def test_overrides_keep_their_types(config_file):
     overrides = [
         "--config.training.learning_rate=1",
-        "--config.training.remat=false",
+        "--config.training.drop_overlong=true",
         "--config.workdir=a=b",
     ]
     config = command_line.read(["train.py", f"--config={config_file}", *overrides])
-    assert (config.steps, config.training.learning_rate, config.training.remat) == (7, 1.0, False)
+    assert (config.steps, config.training.learning_rate) == (7, 1.0)
+    assert config.training.drop_overlong is True
     assert config.workdir == "a=b"
     assert config.reward.metrics.to_dict() == {"other": "file.py:function"}
     assert config.is_locked
@@ -95,7 +96,7 @@ def test_overrides_keep_their_types(config_file):
         ("--config.steps=many", "'steps' is of type int; 'many' is not"),
         ("--config.steps=2.5", "'steps' is of type int"),
         ("--config.training.learning_rate=fast", "is of type float"),
-        ("--config.training.remat=7", "is of type bool"),
+        ("--config.training.drop_overlong=7", "is of type bool"),
         ("--steps=3", "not of the form --config.any.key=value"),
         ("leftover", "not of the form --config.any.key=value"),
     ],

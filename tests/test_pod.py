@@ -123,7 +123,7 @@ def gradient_program(at: Target, model: Model, objective: Callable):
     training = at.config.training
     batch = row_shapes(lambda: micro_batch(at), at.layout)
     settings = TrainingSettings(
-        microbatch_rows=training.microbatch_rows, layout=at.layout, remat=training.remat
+        microbatch_rows=training.microbatch_rows, layout=at.layout, remat=training.remat != "off"
     )
     options = dict(objective=objective, settings=settings)
     metrics = jax.eval_shape(functools.partial(accumulate, None, **options), model, batch).metrics

@@ -21,7 +21,7 @@ def print_setup(opened: Opened) -> None:
     policy = opened.policy
     assert layout.mesh is not None
     shape = dict(layout.mesh.shape)
-    parts = memory.plan(config, opened.models, layout)
+    parts = memory.plan(config, opened.models, layout, opened.remat)
     known = memory.device_memory(config, jax.local_devices()[0])
     if known is not None:
         memory.check(parts, known)
@@ -52,6 +52,7 @@ def print_setup(opened: Opened) -> None:
         ("workdir", config.workdir),
         *(("not split", line) for line in meshes.unsplit(weights, layout)),
         ("kernels", _kernels_lines(opened.kernel_reasons)),
+        ("remat", f"{'on' if opened.remat else 'off'}: {opened.remat_reason}"),
         ("memory", "\n".join(memory.table(parts))),
     ]
     title = opened.objective.title(config)

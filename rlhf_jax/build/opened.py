@@ -15,7 +15,7 @@ import numpy as np
 
 from pallas_kernels.dispatch import choose
 from rlhf_jax import mesh as meshes
-from rlhf_jax.config import derived, validation
+from rlhf_jax.config import derived, memory, validation
 from rlhf_jax.config.identity import binding_settings
 from rlhf_jax.config.objectives import Objective, objective_of
 from rlhf_jax.config.schema import Config
@@ -53,6 +53,9 @@ class Opened:
     layouts: StageLayouts
     # why each kernel is what it is, by the kernel's name
     kernel_reasons: dict[str, str]
+    # whether the backward pass computes layers again, and why
+    remat: bool
+    remat_reason: str
 
     @property
     def student(self) -> ModelConfig | None:
@@ -109,11 +112,17 @@ def prepare(config: Config) -> Opened:
         held_out=prompts_of(config.data.eval) if config.evaluation.every else None,
         layouts=StageLayouts(Layout(), Layout(), Layout()),
         kernel_reasons={},
+        remat=True,
+        remat_reason="",
     )
     validation.validate_models(config, opened.models)
     validation.validate_student(config, policy.config, drafter and drafter.config)
     layouts, reasons = _lay_out(config, opened.models)
-    return dataclasses.replace(opened, layouts=layouts, kernel_reasons=reasons)
+    limit = memory.memory_for_remat(config, jax.local_devices()[0])
+    remat, reason = memory.settle_remat(config, opened.models, layouts.training, limit)
+    return dataclasses.replace(
+        opened, layouts=layouts, kernel_reasons=reasons, remat=remat, remat_reason=reason
+    )
 
 
 def _lay_out(config: Config, models: ModelConfigs) -> tuple[StageLayouts, dict[str, str]]:

@@ -28,10 +28,12 @@ from rlhf_jax.training.settings import TrainingSettings
 EVALUATION_SEED = 1 << 31
 
 
-def make_run(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], None]) -> Run:
+def make_run(
+    opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], None], remat: bool
+) -> Run:
     """Load the models that are not trained, start the rewards, and settle all that stays the same.
 
-    The stack ends the reward's processes; `alive` hears them work.
+    remat: what the run began with. The stack ends the reward's processes; `alive` hears them work.
     """
     config = opened.config
     generation = settings.generation_settings(opened, stack)
@@ -64,11 +66,11 @@ def make_run(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], No
         rewards=rewards,
         scoring=ScoringSettings.from_config(config, opened.layouts.inference),
         advantage=AdvantageConfig.from_config(config),
-        training=TrainingSettings.from_config(config, opened.layouts.training),
+        training=TrainingSettings.from_config(config, opened.layouts.training, remat),
         optimizers=make_optimizers(opened),
         frozen=frozen,
         next_kl_coefficient=settings.kl_controller(config),
-        distillation=settings.distillation(opened),
+        distillation=settings.distillation(opened, remat),
         evaluation=evaluation,
     )
 

@@ -84,14 +84,14 @@ def _decoding(opened: Opened) -> GenerationConfig:
     return GenerationConfig.from_config(opened.config, strategies, opened.policy.stop_tokens)
 
 
-def distillation(opened: Opened) -> Distillation | None:
+def distillation(opened: Opened, remat: bool) -> Distillation | None:
     """Settle how a student learns.
 
     One made for later learns from all samples, as often as training says; one that is kept current
     beside the policy learns from some, once.
     """
     optimizer = student_optimizer(opened)
-    settings = TrainingSettings.from_config(opened.config, opened.layouts.training)
+    settings = TrainingSettings.from_config(opened.config, opened.layouts.training, remat)
     if optimizer is None:
         return None
     if opened.objective.distills:
@@ -122,6 +122,8 @@ def initial_host_state(opened: Opened) -> HostState:
     generation = config.generation
     replayed = generation.repeated_noise * (generation.max_new_tokens + 1)
     evaluated = ALL_TOKENS if derived.replays(config) else 0
+    devices = opened.layouts.training.devices
+    where = f"{devices.shape} of {devices.flat[0].device_kind}"
     return HostState(
         position=batches(opened).state(),
         training=SpeculationState(
@@ -130,6 +132,8 @@ def initial_host_state(opened: Opened) -> HostState:
         evaluation=SpeculationState(History(evaluated), _selector(opened)),
         kl_start=config.kl.coefficient,
         kl_coefficient=config.kl.coefficient,
+        remat=opened.remat,
+        remat_devices=where if config.training.remat == "auto" else "",
     )
 
 

@@ -23,6 +23,7 @@ FREE_KEYS = (
     "generation.reallocate",
     "generation.fuse_inference",
     "training.microbatch_rows",
+    "training.remat",
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from typing import Any
 
 import jax
@@ -25,6 +26,8 @@ from rlhf_jax.types import DecodeState, ModelConfig, ModelConfigs
 GIGA = 1e9
 STAGE_NAMES = ("generation", "inference", "training")
 SMALL = 0.01  # parts below this share of the peak are not printed
+ROOM = 0.85  # of a device's memory that a plan may fill, as its parts are estimates
+HOST_SHARE = 0.5  # of a host's memory that is for the devices of a CPU
 
 # What a user is told to change where a part is too large.
 SPLIT = "raise mesh.fsdp or mesh.slices"
@@ -44,14 +47,18 @@ class Part:
     remedy: str  # what to change where it is too much
 
 
-def plan(config: Config, models: ModelConfigs, layout: Layout) -> list[Part]:
+def plan(
+    config: Config, models: ModelConfigs, layout: Layout, remat: bool | None = None
+) -> list[Part]:
     """Return every part of a run that takes memory, for a layout whose mesh may be abstract.
 
+    remat: what was settled; None: off only where the config says so.
     Weights, optimizers and caches are exact; what a program needs beside them is estimated. The
     stages follow each other, so the peak is what is always there plus the largest of them (`peak`).
     """
     critic = models.critic and dataclasses.replace(models.critic, scalar_head=True, tied=False)
-    run = PlannedRun(config, models._replace(critic=critic), layout)
+    recomputes = config.training.remat != "off" if remat is None else remat
+    run = PlannedRun(config, models._replace(critic=critic), layout, recomputes)
     # The policy, the critic and the student are trained one after the other: the largest counts.
     trained = [model for model in (models.policy, critic) if model and run.trains_policy]
     updates = [_update(run, model) for model in trained]
@@ -98,6 +105,32 @@ def device_memory(config: Config, device: Any) -> float | None:
     said = (device.memory_stats() or {}).get("bytes_limit")
     known = [size for size in (config.mesh.device_memory_gb * GIGA, said) if size]
     return min(known, default=None)
+
+
+def settle_remat(
+    config: Config, models: ModelConfigs, layout: Layout, limit: float | None
+) -> tuple[bool, str]:
+    """Return whether the backward pass computes layers again, and the reason.
+
+    limit: the bytes that a device may hold, None where nobody knows.
+    """
+    asked = config.training.remat
+    if asked != "auto":
+        return asked == "on", "asked for"
+    if limit is None:
+        return True, "the device does not say how much memory it has"
+    _, needed = peak(plan(config, models, layout, remat=False))
+    figures = f"{needed / GIGA:.1f} of {limit / GIGA:.1f} GB would be needed without"
+    return needed > ROOM * limit, figures
+
+
+def memory_for_remat(config: Config, device: Any) -> float | None:
+    """Return the bytes that a device may hold; those of a CPU are a share of its host's memory."""
+    known = device_memory(config, device)
+    if known is not None or device.platform != "cpu":
+        return known
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return HOST_SHARE * host / jax.device_count()
 
 
 def table(parts: list[Part]) -> list[str]:
@@ -280,7 +313,7 @@ def _update(run: PlannedRun, model: ModelConfig) -> list[Part]:
     compute dtype. The backward pass passes the head first and the layers then: the larger counts.
     """
     itemsize = run.layout.dtype.itemsize
-    kept = model.width * itemsize if run.config.training.remat else run.token_values(model)
+    kept = model.width * itemsize if run.remat else run.token_values(model)
     activations = model.num_layers * run.batch_rows * run.text_tokens * kept
     layer = 3 * run.forward(model, run.batch_rows, run.text_tokens) + run.gathered(model)
     micro_batch = run.cast_weights(model) + run.weights(model)

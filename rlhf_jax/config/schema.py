@@ -193,8 +193,9 @@ DEFAULTS: dict[str, Any] = {
         "target_kl": 0.0,
         # whether responses that were cut off are left out of training
         "drop_overlong": False,
-        # keep only each layer's input for the backward pass
-        "remat": True,
+        # keep only each layer's input for the backward pass and compute the rest again: on, off, or
+        # auto, which is on where memory does not suffice without; a run keeps what it began with
+        "remat": "auto",
         # token counts of a micro-batch are rounded up to some multiples of this: larger, for fewer
         # programs; smaller, for less padding
         "length_bucket": 64,

@@ -24,6 +24,7 @@ class PlannedRun:
     config: Config
     models: ModelConfigs
     layout: meshes.Layout
+    remat: bool  # Only each layer's input is kept for the backward pass.
 
     @property
     def trains_policy(self) -> bool:

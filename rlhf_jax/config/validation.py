@@ -203,6 +203,7 @@ def _check_training(config: Config) -> None:
     clip = config.training.clip_low
     require(clip < 1, f"training.clip_low is {clip}; it must be below 1.")
     require_one_of(config, "training.aggregate", tuple(AGGREGATES))
+    require_one_of(config, "training.remat", ("auto", "on", "off"))
 
 
 def _check_rewards(config: Config) -> None:

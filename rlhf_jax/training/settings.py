@@ -37,8 +37,8 @@ class TrainingSettings:
     seed: int = 0
 
     @classmethod
-    def from_config(cls, config: Config, layout: Layout) -> TrainingSettings:
-        """Settle how policy and critic are updated."""
+    def from_config(cls, config: Config, layout: Layout, remat: bool) -> TrainingSettings:
+        """Settle how policy and critic are updated; `remat` was settled for all that is trained."""
         training = config.training
         return cls(
             epochs=training.epochs,
@@ -55,6 +55,6 @@ class TrainingSettings:
             entropy_coefficient=training.entropy_coefficient,
             target_kl=training.target_kl,
             layout=layout,
-            remat=training.remat,
+            remat=remat,
             seed=config.seed,
         )
