@@ -1,4 +1,4 @@
-"""How much of what training and inference compute is padding, by drawn lengths: one JSON line a case.
+"""How much of what training and inference compute is padding: one JSON line a case.
 
     python benchmarks/padding.py --row-shards 8,64,512 --samples 16,4
 

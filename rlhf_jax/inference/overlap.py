@@ -229,7 +229,7 @@ def dispatch_scores(
     models: policy, reference and critic, each as the layout has it, or None. A forward pass has
     room for `rows` of the longest samples.
     """
-    policy, reference, critic = models
+    *language_models, critic = models
     parts = []
     if any(model is not None for model in models):
         parts = pack(rollout, rollout.mask, rows, length_bucket, layout.row_shards)
@@ -237,7 +237,7 @@ def dispatch_scores(
     for part in parts:
         batch, support = meshes.place_rows((part.batch, part.take(rollout.support)), layout)
         how = dict(temperature=temperature, layout=layout)
-        scores = [model and score_packed(model, batch, support, **how) for model in models[:2]]
+        scores = [model and score_packed(model, batch, support, **how) for model in language_models]
         values = critic and value_packed(critic, batch, layout=layout)
         found.append((part, (*scores, values)))
     return PendingScores(found, typed(tuple[int, int], rollout.mask.shape))
