@@ -33,15 +33,10 @@ from rlhf_jax.training.update import (
 )
 from rlhf_jax.types import Experience, Rollout
 
-CONFIG = TrainingSettings(microbatch_rows=8, length_bucket=8, chunk=32, max_new_tokens=26)
+# One size holds eight rows of 30 tokens, so that tests share their programs.
+CONFIG = TrainingSettings(microbatch_rows=8, length_bucket=240, chunk=32, max_new_tokens=26)
 MANY = dataclasses.replace(
-    CONFIG,
-    epochs=2,
-    minibatches=2,
-    microbatch_rows=2,
-    length_bucket=32,
-    critic_clip=10.0,
-    target_kl=1e6,
+    CONFIG, epochs=2, minibatches=2, microbatch_rows=2, critic_clip=10.0, target_kl=1e6
 )
 KL_WEIGHT = 0.1
 SGD = Optimizers(optax.sgd(1.0), optax.sgd(1.0))
@@ -76,12 +71,18 @@ def random_experience(
     support = random_support(tokens, mask, rng) if top_k else None
     rollout = Rollout(tokens, mask, zeros, length, np.arange(rows, dtype=np.uint32), support)
     rollout = jax.tree.map(jnp.asarray, rollout)
-    logprobs = np.asarray(score_rollout(model, rollout, temperature=1.0, rows=rows))
+    logprobs = np.asarray(
+        score_rollout(model, rollout, temperature=1.0, rows=rows, length_bucket=240)
+    )
     reference = np.where(mask, logprobs + rng.normal(scale=0.2, size=mask.shape), 0.0).astype(
         np.float32
     )
     advantages = np.where(mask, rng.normal(size=(rows, 1)), 0.0).astype(np.float32)
-    values = None if critic is None else np.asarray(score_values(critic, rollout, rows=rows))
+    values = (
+        None
+        if critic is None
+        else np.asarray(score_values(critic, rollout, rows=rows, length_bucket=240))
+    )
     returns = (
         None
         if critic is None
