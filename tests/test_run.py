@@ -133,7 +133,7 @@ def test_nothing_is_compiled_after_warm_up(
             return out
 
         monkeypatch.setattr(RewardObjective, "step", staticmethod(counted))
-        once = {"steps": 10, "evaluation__every": 0, "training__length_bucket": 288}
+        once = {"steps": 10, "evaluation__every": 0}
         assert launch["main"](arguments(**once, **method)) == 0
     assert seen_after[1] == seen_after[-1], seen_after
 
