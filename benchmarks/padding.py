@@ -66,8 +66,7 @@ def useful(
     slots = rollout.tokens.shape[1]
     rows = shards * max(1, round(asked.tokens / slots))
     packed = pack(rollout, rollout.mask, rows, BUCKET, shards)
-    groups = len({row // asked.group for row in range(len(responses))})
-    needed = int(responses.sum()) + groups * asked.prompt
+    needed = int(responses.sum()) + -(-len(responses) // asked.group) * asked.prompt
     # The last token of a sample is predicted and not read.
     read = needed - len(responses)
     whole = sum(part.batch.tokens.size for part in packed)

@@ -12,6 +12,7 @@ import pytest
 
 from rlhf_jax.inference.logprobs import packed_logprobs, score_rollout, token_logprobs
 from rlhf_jax.inference.packing import bucket, pack, padding_share, unpack
+from rlhf_jax.inference.scoring import ScoringSettings, score
 from rlhf_jax.mesh import Layout, make_mesh, model_shardings, place_rows
 from rlhf_jax.model.transformer import init
 from rlhf_jax.training.batching import micro_batch
@@ -194,3 +195,15 @@ def test_entropy_of_packed_samples_is_asked_for(tiny):
     other = dataclasses.replace(part.batch, tokens=np.where(part.batch.tokens, 7, 0))
     moved, _ = packed_logprobs(model, other, None, temperature=1.0, entropy=False)
     assert not np.allclose(said, moved)
+
+
+def test_nothing_is_said_where_no_model_reads(tiny):
+    """As in GRPO without KL, whose update finds the old log-probs itself: zeros would be taken."""
+    policy = init(jax.random.key(0), tiny)
+    rollout = grouped_rollout(tiny.vocab_size)
+    settings = ScoringSettings(Layout(), 1.0, microbatch_rows=12, policy_logprobs=False)
+    assert score(policy, None, None, rollout, settings)[:3] == (None, None, None)
+    nothing = dataclasses.replace(rollout, mask=np.zeros_like(rollout.mask))
+    said = score(policy, policy, None, nothing, settings)
+    assert said.logprobs is None and said.values is None
+    assert said.reference_logprobs is not None and not said.reference_logprobs.any()

@@ -70,22 +70,21 @@ class PendingScores:
     # (a packed batch, its scores [S, W] in the order of `PER_TOKEN_SCORES`, None without a model)
     parts: list[tuple[Packed, tuple[jax.Array | None, ...]]]
     shape: tuple[int, int]  # of the rollout's tokens
+    present: tuple[bool, ...]  # whether there is a model of each kind
 
     @property
     def padding(self) -> float:
         """Return the share of the tokens that are padding; 0 where no model reads them."""
-        read = [part for part, scores in self.parts if any(leaf is not None for leaf in scores)]
-        return padding_share(read)
+        return padding_share([part for part, _ in self.parts])
 
     def fetch(self) -> tuple[np.ndarray | None, ...]:
         """Wait for the scores: of each kind [B, T] float32, 0 off the mask, or None."""
         found = []
-        for kind in range(len(PER_TOKEN_SCORES)):
-            arrays = [(part, scores[kind]) for part, scores in self.parts]
-            if any(leaf is None for _, leaf in arrays):
+        for kind, present in enumerate(self.present):
+            if not present:
                 found.append(None)
                 continue
-            on_host = [(part, distributed.fetch(leaf)) for part, leaf in arrays]
+            on_host = [(part, distributed.fetch(scores[kind])) for part, scores in self.parts]
             found.append(unpack(on_host, self.shape))
         return tuple(found)
 
@@ -230,8 +229,9 @@ def dispatch_scores(
     room for `rows` of the longest samples.
     """
     *language_models, critic = models
+    present = tuple(model is not None for model in models)
     parts = []
-    if any(model is not None for model in models):
+    if any(present):
         parts = pack(rollout, rollout.mask, rows, length_bucket, layout.row_shards)
     found = []
     for part in parts:
@@ -240,4 +240,4 @@ def dispatch_scores(
         scores = [model and score_packed(model, batch, support, **how) for model in language_models]
         values = critic and value_packed(critic, batch, layout=layout)
         found.append((part, (*scores, values)))
-    return PendingScores(found, typed(tuple[int, int], rollout.mask.shape))
+    return PendingScores(found, typed(tuple[int, int], rollout.mask.shape), present)
