@@ -69,12 +69,12 @@ class Layout:
     # of the products; sums and log-probs are float32 all the same
     dtype: np.dtype = FLOAT32
 
-    @property
+    @functools.cached_property
     def slices(self) -> int:
         """Count the parts of the mesh that generate each on its own."""
         return self.extent("slices")
 
-    @property
+    @functools.cached_property
     def row_shards(self) -> int:
         """Count the parts that the rows of a batch are split into."""
         return self.extent(ROW_AXES)

@@ -10,7 +10,7 @@ A per-token array `x[B, T]` speaks of the token at t: `logprobs[b, t]` is the lo
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -22,6 +22,22 @@ from pallas_kernels.arrays import Cache
 # An array lies on the device or, of numpy, on the host. In a template of a tree a shape or a
 # sharding stands in its place.
 Array = jax.Array | np.ndarray
+
+T = TypeVar("T")
+
+
+def hash_once(cls: type[T]) -> type[T]:
+    """Let each object of a frozen dataclass compute its hash once, as it is a key in every round."""
+    compute = cls.__hash__
+
+    def __hash__(self) -> int:
+        found = self.__dict__.get("_hash")
+        if found is None:
+            found = self.__dict__["_hash"] = compute(self)
+        return found
+
+    cls.__hash__ = __hash__
+    return cls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +127,7 @@ class Model:
     config: ModelConfig = struct.field(pytree_node=False)
 
 
+@hash_once
 @dataclasses.dataclass(frozen=True)
 class Strategy:
     """Describe a drafting strategy: the tree of drafts, who drafts, and how many are verified.

@@ -351,11 +351,12 @@ PROMPT = (512, 16, 512)
 RESPONSE = (32, 512, 512)
 WIDE = (32, 32, 32_768)
 BLOCKS = (32, 256, 32_768)  # of logits, one after the other
-# A CPU holds the logits of a round once, a TPU twice; and the head's gradient twice, a TPU thrice.
+HEAD = (32, 256, 131_072)  # the head counts more than a layer
+# A CPU holds the logits of a round once, a TPU twice.
 FORMULAS = {
     "update, layer": Formula(LAYER, TRAINED, update_program, LONG, 0.15),
     "update, no remat": Formula(KEPT, (*GRADIENTS, LAYER), update_program, LONG, 0.15),
-    "update, head": Formula("head and a chunk of logits", TRAINED, update_program, BLOCKS, 0.5),
+    "update, head": Formula("head and a chunk of logits", TRAINED, update_program, HEAD, 0.2),
     "critic": Formula(LAYER, TRAINED, critic_program, LONG, 0.15),
     "round, scores": Formula("a round at work", STATE, round_program, RESPONSE, 0.15),
     "round, logits": Formula("a round at work", STATE, round_program, WIDE, 1.0),

@@ -82,6 +82,16 @@ def test_a_run_leaves_its_files(arguments, tmp_path, one_device, capsys, monkeyp
     assert not np.allclose(trained.embed, init(jax.random.key(0), trained.config).embed)
 
 
+def test_a_run_without_kl_or_critic_scores_nothing(arguments, tmp_path, one_device):
+    """The update's own forward pass gives the old log-probs."""
+    once = {"steps": 2, "evaluation__every": 0, "kl__coefficient": 0.0}
+    assert launch["main"](arguments(**once)) == 0
+    for line in lines(tmp_path / "run" / "metrics.jsonl"):
+        assert line["ratio/max"] == pytest.approx(1, abs=1e-4)
+        assert 0 < line["mismatch/max"] < 1e-4
+        assert line["inference/padding"] == 0
+
+
 def test_the_same_seed_gives_the_same_run(arguments, tmp_path, one_device):
     texts = []
     for name in ("a", "b"):

@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
@@ -317,10 +318,12 @@ def _update(run: PlannedRun, model: ModelConfig) -> list[Part]:
     activations = model.num_layers * run.batch_rows * run.text_tokens * kept
     layer = 3 * run.forward(model, run.batch_rows, run.text_tokens) + run.gathered(model)
     micro_batch = run.cast_weights(model) + run.weights(model)
-    # In float32 the head, its gradient so far and a chunk's, where there are several; and a
-    # chunk's logits.
+    # In float32 a chunk's gradient of the head and its logits; where there are several chunks, and
+    # but on a CPU, the head and its gradient so far.
     several = run.batch_rows * run.config.generation.max_new_tokens > CHUNK
-    copies = 4 * (3 if several else 1) + (itemsize if itemsize < 4 else 0)
+    real = isinstance(run.layout.mesh, Mesh)
+    on_cpu = real and run.layout.devices.flat[0].platform == "cpu"
+    copies = 4 * (3 if several and not on_cpu else 1) + (itemsize if itemsize < 4 else 0)
     head = copies * model.width * run.outputs(model) + run.logits(model)
     works = [
         Part("one layer at work", "training", layer, FEWER_ROWS),

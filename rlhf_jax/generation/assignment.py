@@ -227,8 +227,7 @@ def apply_assignments(
             if sample in source.rows:
                 # Rounds in flight, on whichever slices they are, may add so many tokens.
                 longest_path = 1 + max(len(one.parents) for one in decoding.strategies)
-                most = len(sample.prompt) + len(sample.tokens)
-                most += sample.rounds_in_flight * longest_path
+                most = sample.length + sample.rounds_in_flight * longest_path
                 slots = row_transfer.width(most, source.state.tokens.shape[1])
                 resize(target, len(target.samples) + 1, decoding)
                 packet = row_transfer.send(leave(source, sample, slots), target.layout)

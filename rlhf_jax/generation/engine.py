@@ -197,7 +197,7 @@ def warm_up(
         state = batch.state
         rows = len(batch.rows)
         while True:
-            state, _ = speculative_round(
+            state, *_ = speculative_round(
                 operator.call,
                 state,
                 batch.models,

@@ -209,9 +209,7 @@ class PlanCoordinator:
         elif sample.done or sample not in batch.rows:
             self._slice_group.publish(word, AlreadyEnded())
         else:
-            slots = row_transfer.width(
-                len(sample.prompt) + len(sample.tokens), batch.state.tokens.shape[1]
-            )
+            slots = row_transfer.width(sample.length, batch.state.tokens.shape[1])
             moved = {name: getattr(sample, name) for name in MOVED}
             self._slice_group.publish(word, RowHandOver(**moved, slots=slots))
             self._slice_group.decide_together(wait_until_awaited)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import functools
 import warnings
 from collections.abc import Mapping
@@ -165,4 +164,4 @@ def _round_key(
     strategy: Strategy, rows: int, decoding: GenerationConfig, layout: Layout
 ) -> RoundKey:
     """Identify a round's programs: they do not depend on the seed, which is data."""
-    return strategy, rows, dataclasses.replace(decoding, seed=0), layout
+    return strategy, rows, decoding.without_seed, layout

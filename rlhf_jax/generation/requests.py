@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
@@ -14,7 +15,7 @@ from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy.acceptance import Observations
 from rlhf_jax.mesh import Layout
 from rlhf_jax.runtime import messages
-from rlhf_jax.types import Array, Rollout, Strategy
+from rlhf_jax.types import Array, Rollout, Strategy, hash_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Request:
         return self.sample_ids[0]
 
 
+@hash_once
 @dataclasses.dataclass(frozen=True)
 class GenerationConfig:
     """Say how to generate: everything that is fixed for one call of `generate`."""
@@ -69,10 +71,15 @@ class GenerationConfig:
             history=generation.history_tokens,
         )
 
-    @property
+    @functools.cached_property
     def drafters(self) -> tuple[Drafter, ...]:
         """Return the drafters of the strategies that may be chosen."""
         return drafters_of(self.strategies)
+
+    @functools.cached_property
+    def without_seed(self) -> GenerationConfig:
+        """Return the same with seed 0."""
+        return dataclasses.replace(self, seed=0)
 
 
 @dataclasses.dataclass(eq=False)
@@ -100,11 +107,16 @@ class Sample:
         return self.request.prompt
 
     @property
+    def length(self) -> int:
+        """Return the tokens that are known, prompt included."""
+        return len(self.request.prompt) + len(self.tokens)
+
+    @property
     def limit(self) -> int:
         """Return the length in tokens at which it ends, prompt included."""
         return len(self.request.prompt) + self.request.max_new_tokens
 
-    @property
+    @functools.cached_property
     def seen_prompt(self) -> bool:
         """Say whether its prompt has been rolled out before."""
         return bool(self.request.history or self.request.earlier)

@@ -14,7 +14,6 @@ import operator
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-import jax
 import numpy as np
 
 from rlhf_jax.generation import precompile, scheduler
@@ -22,7 +21,8 @@ from rlhf_jax.generation.precompile import BackgroundCompiler
 from rlhf_jax.generation.requests import GenerationConfig, RoundReport, Sample, is_ready
 from rlhf_jax.generation.scheduler import InFlightRound, SliceBatch
 from rlhf_jax.generation.speculative.protocol import drafter_of
-from rlhf_jax.generation.speculative.round import Results, speculative_round
+from rlhf_jax.generation.speculative.results import Results, from_words
+from rlhf_jax.generation.speculative.round import speculative_round
 from rlhf_jax.generation.strategy import observations
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, Observations
 from rlhf_jax.generation.strategy.predict import Situation
@@ -62,8 +62,7 @@ def can_dispatch(batch: SliceBatch) -> bool:
     if any(drafter_of(one).needs_earlier and len(one.parents) >= LONG_REPLAY for one in strategies):
         return False
     return any(
-        not sample.done
-        and len(sample.prompt) + len(sample.tokens) + sample.rounds_in_flight < sample.limit
+        not sample.done and sample.length + sample.rounds_in_flight < sample.limit
         for sample in batch.live
     )
 
@@ -73,9 +72,10 @@ def dispatch_round(batch: SliceBatch, drains: bool, run: GenerationRun) -> None:
 
     drains: no sample will be assigned to the slice any more.
     """
+    live = batch.live
     lag = _draft_lag(batch)
-    context = sum(len(sample.prompt) + len(sample.tokens) for sample in batch.live)
-    siblings = scheduler.sibling_rows(batch.rows, run.decoding)
+    context = sum(sample.length for sample in live)
+    siblings = scheduler.siblings(batch, run.decoding)
     strategy = run.decoding.strategies[0]
     expected_gain = None
     if run.selector is not None:
@@ -85,11 +85,11 @@ def dispatch_round(batch: SliceBatch, drains: bool, run: GenerationRun) -> None:
             run.selector, situation, batch, siblings=siblings, run=run
         )
 
-    follows = bool(batch.in_flight) and not is_ready(batch.in_flight[-1].results.emission.count)
+    follows = bool(batch.in_flight) and not is_ready(batch.in_flight[-1].words)
     compilations = run.compiler.events if run.compiler else 0
     dispatched = time.perf_counter()
     undisturbed = batch.state is batch.state_after_round
-    batch.state, results = speculative_round(
+    batch.state, results, words = speculative_round(
         operator.call,
         batch.state,
         batch.models,
@@ -100,14 +100,14 @@ def dispatch_round(batch: SliceBatch, drains: bool, run: GenerationRun) -> None:
         looks_back=run.selector is not None,
         expected_gain=expected_gain,
     )
-    for leaf in jax.tree.leaves(results):
-        leaf.copy_to_host_async()
+    words.copy_to_host_async()
 
     batch.in_flight.append(
         InFlightRound(
             strategy=strategy,
             samples=list(batch.rows),
             results=results,
+            words=words,
             context=context,
             lag=lag,
             undisturbed=undisturbed,
@@ -121,7 +121,7 @@ def dispatch_round(batch: SliceBatch, drains: bool, run: GenerationRun) -> None:
     batch.state_after_round = batch.state
     batch.receive_first = []
     batch.moved_bytes = []
-    for sample in batch.live:
+    for sample in live:
         sample.rounds_in_flight += 1
 
 
@@ -151,9 +151,9 @@ def _situation(
     live = batch.live
     rows = len(batch.rows)
 
-    # [D, CLASSES] samples by confidence, on each device that has rows, where a budget is shared.
+    # [D, CLASSES] samples by confidence, on each of several devices that share a budget each.
     by_device = {}
-    for name in (one.name for one in decoding.drafters if one.packs):
+    for name in (one.name for one in decoding.drafters if one.packs and layout.row_shards > 1):
         kinds = [one.confidence.get(name, 0) if one else CLASSES for one in batch.rows]
         on_device = np.array(kinds).reshape(layout.row_shards, -1, 1)
         by_device[name] = (on_device == np.arange(CLASSES)).sum(axis=1)
@@ -269,9 +269,9 @@ def receive_next(batch: SliceBatch, run: GenerationRun) -> Iterator[RoundResult]
     yield from _receive_first(batch.in_flight[0].receive_first, run)
     sent = batch.in_flight.popleft()
     # Without a wait the results came some time before the host, which cannot know when.
-    waited = batch.seen_unfinished or not is_ready(sent.results.emission.count)
+    waited = batch.seen_unfinished or not is_ready(sent.words)
     batch.seen_unfinished = False
-    results: Results = jax.device_get(sent.results)
+    results = from_words(np.asarray(sent.words), sent.results)
 
     began = batch.received if sent.follows else sent.dispatched
     batch.received = time.perf_counter() if waited else None
@@ -308,26 +308,33 @@ def _receive_first(
 def _grow(sent: InFlightRound, results: Results) -> list[Sample]:
     """Give samples what they gained in a round, and return those that it ended."""
     emission = results.emission
+    confidence = {name: own.confidence.tolist() for name, own in results.hindsight.items()}
+    if results.confidence is not None:
+        confidence[sent.strategy.drafter] = results.confidence.tolist()
+    feeds_model = drafter_of(sent.strategy).needs_model
+    # Lists, which are quicker than arrays where single numbers are read.
+    tokens, logprobs, accepted, done = (
+        leaf.tolist()
+        for leaf in (emission.tokens, emission.logprobs, emission.accepted, emission.done)
+    )
+
     ended = []
-    for row, sample in enumerate(sent.samples):
+    for row, count in enumerate(emission.count.tolist()):
+        sample = sent.samples[row]
         if sample is None:
             continue
         sample.rounds_in_flight -= 1
-        count = int(emission.count[row])
         if count == 0:
             continue
-        sample.tokens += emission.tokens[row, :count].tolist()
-        sample.logprobs += emission.logprobs[row, :count].tolist()
+        sample.tokens += tokens[row][:count]
+        sample.logprobs += logprobs[row][:count]
         if emission.support is not None:
             sample.support += list(emission.support[row, :count].copy())
         sample.rounds += 1
-        sample.accepted += int(emission.accepted[row])
-        sample.done = bool(emission.done[row])
-        sample.unfed = 0 if drafter_of(sent.strategy).needs_model else sample.unfed + count
-        hindsight = results.hindsight.items()
-        sample.confidence = {name: int(own.confidence[row]) for name, own in hindsight}
-        if results.confidence is not None:
-            sample.confidence[sent.strategy.drafter] = int(results.confidence[row])
+        sample.accepted += accepted[row]
+        sample.done = done[row]
+        sample.unfed = 0 if feeds_model else sample.unfed + count
+        sample.confidence = {name: classes[row] for name, classes in confidence.items()}
         if sample.done:
             ended.append(sample)
     return ended
@@ -341,17 +348,17 @@ def _report(
     seconds: float | None,
 ) -> RoundReport:
     """Report a round of slice `number`; confidence: of each row's drafters before the round."""
-    emission = results.emission
-    gained = emission.count > 0
+    count = results.emission.count
+    live = int(np.count_nonzero(count))
     share = results.budget_share
-    drafts = np.full(len(gained), len(sent.strategy.parents)) if share is None else share.drafts
+    drafted = live * len(sent.strategy.parents)
     return RoundReport(
         strategy=sent.strategy,
-        rows=len(emission.count),
-        live=int(gained.sum()),
-        tokens=int(emission.count.sum()),
-        accepted=int(emission.accepted.sum()),
-        drafted=int(drafts[gained].sum()),
+        rows=len(count),
+        live=live,
+        tokens=int(count.sum()),
+        accepted=int(results.emission.accepted.sum()),
+        drafted=drafted if share is None else int(share.drafts[count > 0].sum()),
         context=sent.context,
         lag=sent.lag,
         seconds=seconds,
@@ -372,8 +379,10 @@ def _observe_drafters(
     A round ends where its drafter was wrong, so looking back from there would see too many of its
     misses.
     """
+    if not results.hindsight and not sent.strategy.parents:
+        return {}
     used = sent.strategy.drafter
-    gained = np.asarray(results.emission.count) > 0
+    gained = results.emission.count > 0
     seen_prompt = np.array([one is not None and one.seen_prompt for one in sent.samples])
     long = np.array([one is not None and len(one.tokens) >= DEPTHS for one in sent.samples])
     observed = {

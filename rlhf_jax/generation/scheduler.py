@@ -20,7 +20,8 @@ from rlhf_jax.generation.requests import GenerationConfig, Sample, is_ready
 from rlhf_jax.generation.rows import Admission, Prefix
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.drafters import model as model_drafter
-from rlhf_jax.generation.speculative.round import ModelPair, Results
+from rlhf_jax.generation.speculative.results import Results
+from rlhf_jax.generation.speculative.round import ModelPair
 from rlhf_jax.mesh import Layout, place_rows
 from rlhf_jax.types import Array, DecodeState, Strategy
 
@@ -50,6 +51,7 @@ class InFlightRound:
     strategy: Strategy
     samples: list[Sample | None]  # of each row, None for an idle one
     results: Results
+    words: Array  # the results on their way to the host (`as_words`)
     context: int  # known tokens of the live samples
     lag: int  # tokens that the draft model lacked, of the sample that lacked most
     undisturbed: bool  # its slice did nothing else since the round before
@@ -90,6 +92,9 @@ class SliceBatch:
     # These two are of the next round: see `InFlightRound`.
     receive_first: list[tuple[SliceBatch, InFlightRound]] = dataclasses.field(default_factory=list)
     moved_bytes: list[int] = dataclasses.field(default_factory=list)
+    # What `siblings` found, and for which rows.
+    siblings: np.ndarray | None = None
+    siblings_of: list[Sample | None] = dataclasses.field(default_factory=list)
     # Results of other work that the slice was given; they are ready when it is done.
     idle_work: list[Array] = dataclasses.field(default_factory=list)
 
@@ -97,6 +102,10 @@ class SliceBatch:
     def live(self) -> list[Sample]:
         """Return the samples in its rows."""
         return [sample for sample in self.rows if sample is not None]
+
+    def count_live(self) -> int:
+        """Count the samples in its rows."""
+        return len(self.rows) - self.rows.count(None)
 
     @property
     def samples(self) -> list[Sample]:
@@ -116,7 +125,7 @@ class SliceBatch:
     @property
     def results_ready(self) -> bool:
         """Say whether the results of its oldest round have arrived."""
-        return bool(self.in_flight) and is_ready(self.in_flight[0].results.emission.count)
+        return bool(self.in_flight) and is_ready(self.in_flight[0].words)
 
 
 def cache_slots(longest: int, strategies: Iterable[Strategy], layout: Layout) -> int:
@@ -191,9 +200,12 @@ def refill(batch: SliceBatch, decoding: GenerationConfig, reallocates: bool, dra
     drains: no sample will be assigned to it any more, so rows that none waits for are given up.
     """
     if reallocates:
-        resize(batch, len(batch.samples), decoding)
+        waiting = len(batch.queue) + len(batch.prefilled)
+        resize(batch, batch.count_live() + waiting, decoding)
 
-    free = [row for row, sample in enumerate(batch.rows) if sample is None]
+    free = []
+    if batch.prefilled or batch.queue:
+        free = [row for row, sample in enumerate(batch.rows) if sample is None]
     while free and (batch.prefilled or batch.queue):
         if not batch.prefilled:
             _prefill(batch, decoding)
@@ -209,7 +221,7 @@ def refill(batch: SliceBatch, decoding: GenerationConfig, reallocates: bool, dra
         _admit(batch, prefix, admitted, decoding=decoding)
 
     if drains and not batch.queue and not batch.prefilled:
-        resize(batch, len(batch.live), decoding)
+        resize(batch, batch.count_live(), decoding)
 
 
 def _prefill(batch: SliceBatch, decoding: GenerationConfig) -> None:
@@ -338,6 +350,14 @@ def release_finished(
                 row[i] = place
                 history[i] = _join_texts(sibling.texts, decoding.history)
             batch.state = row_verbs.remember(batch.state, row, history, layout=batch.layout)
+
+
+def siblings(batch: SliceBatch, decoding: GenerationConfig) -> np.ndarray:
+    """Return the `sibling_rows` of a slice's rows, found anew only where these have changed."""
+    if batch.siblings is None or batch.siblings_of != batch.rows:
+        batch.siblings = sibling_rows(batch.rows, decoding)
+        batch.siblings_of = list(batch.rows)
+    return batch.siblings
 
 
 def sibling_rows(rows: Sequence[Sample | None], decoding: GenerationConfig) -> np.ndarray:

@@ -129,7 +129,7 @@ class ScoringQueue:
     @property
     def tokens(self) -> int:
         """Count the tokens, prompts included, of samples that wait to be scored."""
-        return sum(len(sample.prompt) + len(sample.tokens) for sample, _ in self.waiting)
+        return sum(sample.length for sample, _ in self.waiting)
 
     @property
     def waits(self) -> bool:

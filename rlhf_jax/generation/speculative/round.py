@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax import mesh as meshes
 from rlhf_jax.generation.requests import GenerationConfig
 from rlhf_jax.generation.speculative import rejection
 from rlhf_jax.generation.speculative import tree as trees
-from rlhf_jax.generation.speculative.budget import BudgetShare, Packing, allocate_budget, pack
-from rlhf_jax.generation.speculative.drafters.hindsight import Hindsight, look_back
+from rlhf_jax.generation.speculative.budget import Packing, allocate_budget, pack
+from rlhf_jax.generation.speculative.drafters.hindsight import look_back
 from rlhf_jax.generation.speculative.drafters.search import SearchDrafter
 from rlhf_jax.generation.speculative.protocol import DraftContext, Execute, drafter_of, drafters_of
+from rlhf_jax.generation.speculative.results import Results, as_words
 from rlhf_jax.generation.speculative.sampling import Draw, Sampling, block_noise, draw, draw_inside
 from rlhf_jax.generation.strategy.expected_gain import UNMEASURED
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
@@ -40,15 +40,6 @@ class Verified(NamedTuple):
     window: Cache
 
 
-class Results(NamedTuple):
-    """Hold what a round leaves for the host."""
-
-    emission: Emission
-    confidence: Array | None  # [B] int8, of its own drafts, where the drafter does not search
-    budget_share: BudgetShare | None  # of a round with a budget of drafts
-    hindsight: dict[str, Hindsight]  # by name, of the drafters that search, where somebody asks
-
-
 def speculative_round(
     execute: Execute,
     state: DecodeState,
@@ -59,8 +50,10 @@ def speculative_round(
     layout: Layout = ONE_DEVICE,
     looks_back: bool = False,
     expected_gain: np.ndarray | None = None,
-) -> tuple[DecodeState, Results]:
+) -> tuple[DecodeState, Results, jax.Array]:
     """Draft by `strategy`, verify, accept, commit and, if asked, look back.
+
+    Returns the state, the results, and these once more for the host (`as_words`).
 
     `execute` calls jitted programs, or only compiles them. siblings [B, S] int32 are rows that hold
     samples of the same prompt, -1 for none. expected_gain [CLASSES, N or more] float32 ranks the
@@ -106,10 +99,7 @@ def speculative_round(
     hindsight = execute(look_back, state, siblings, searchers, layout=layout) if searchers else {}
     confidence = None if isinstance(drafter, SearchDrafter) else proposal.confidence
     results = Results(emission, confidence, share, hindsight)
-    if layout.is_shared:
-        # Each host that shares the devices reads all rows.
-        results = execute(meshes.repeat, results, layout=layout)
-    return state, results
+    return state, results, execute(as_words, results, layout=layout)
 
 
 @functools.partial(

@@ -124,6 +124,7 @@ def bucket(strategy: Strategy) -> int:
     return next(size for size in NODE_BUCKETS if size > len(strategy.parents))
 
 
+@functools.cache
 def as_data(strategy: Strategy, rows: int) -> Tree:
     """Return the strategy as a `Tree` of `rows` equal rows, padded to its node bucket.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,14 @@ def unknown() -> Acceptance:
     return Acceptance(counts, counts, _UNCALIBRATED, drift=np.zeros(2))
 
 
+def joined(observations: Sequence[Observations]) -> Observations:
+    """Return one or more observations of one drafter as one."""
+    if len(observations) == 1:
+        return observations[0]
+    parts = zip(*(vars(one).values() for one in observations), strict=True)
+    return Observations(*map(np.concatenate, parts))
+
+
 def observe(known: Acceptance, observations: Observations, used: bool = False) -> Acceptance:
     """Return the acceptance after more observations.
 
@@ -111,22 +120,20 @@ def observe(known: Acceptance, observations: Observations, used: bool = False) -
     tried = rank < observations.offered[..., None]
     right = tried & (observations.ranks[..., None] == rank)
     cell = observations.seen_prompt * CLASSES + observations.confidence
-    member = (np.arange(2 * CLASSES)[:, None] == cell).astype(float)  # [2 * CLASSES, n]
-    shape = (2, CLASSES, DEPTHS, RANKS)
-    seen, hits = (
-        (member @ counted.reshape(drafts, -1)).reshape(shape) for counted in (tried, right)
-    )
+    member = (np.arange(2 * CLASSES)[:, None] == cell).astype(np.float32)  # [2 * CLASSES, n]
+    counted = np.stack((tried, right)).reshape(2, drafts, -1).astype(np.float32)
+    seen, hits = (member @ counted).astype(float).reshape(2, 2, CLASSES, DEPTHS, RANKS)
 
     if not used:
         known = _test_for_change(known, known.rates[..., 0], hits[..., 0], seen[..., 0])
         kept = math.exp(-drafts / ACCEPTANCE_SETTINGS.calibration_fade)
         faded = _UNCALIBRATED + kept * (known.realised - _UNCALIBRATED)
-        known = dataclasses.replace(known, realised=faded)
+        known = Acceptance(known.seen, known.hits, faded, drift=known.drift)
 
     seen = known.seen + seen
     kept = np.minimum(1.0, ACCEPTANCE_SETTINGS.window / np.maximum(seen, 1e-9))
     hits = (known.hits + hits) * kept
-    return _forget_before_change(dataclasses.replace(known, seen=seen * kept, hits=hits))
+    return _forget_before_change(Acceptance(seen * kept, hits, known.realised, drift=known.drift))
 
 
 def calibrate(known: Acceptance, accepted: float, predicted: float, rows: int) -> Acceptance:
@@ -143,7 +150,9 @@ def calibrate(known: Acceptance, accepted: float, predicted: float, rows: int) -
     )
     realised = known.realised + np.array([accepted, predicted])
     kept = np.minimum(1.0, ACCEPTANCE_SETTINGS.calibration_window / realised[:, 1:])
-    return _forget_before_change(dataclasses.replace(known, realised=realised * kept))
+    return _forget_before_change(
+        Acceptance(known.seen, known.hits, realised * kept, drift=known.drift)
+    )
 
 
 def forget(known: Acceptance, kept: float) -> Acceptance:

@@ -102,6 +102,8 @@ class Selector:
         self.frozen_costs = frozen_costs
         self.acceptance = {drafter: acceptance.unknown() for drafter in choices.drafters}
         self.rounds_unobserved = dict.fromkeys(choices.drafters, 0)
+        # rounds that acceptance has not been learned from, with the drafts expected to be accepted
+        self.unlearned: list[tuple[RoundReport, float]] = []
         self.timed = 0  # rounds whose time is known
         self.earlier: StrategyCounts = {}  # of finished stages, all together
         # rows of the stage that finished last (`statistics.rows`)
@@ -194,8 +196,10 @@ class Selector:
         return old or self.acceptance[drafter].drafts < SELECTOR_SETTINGS.few_drafts
 
     def observe_round(self, report: RoundReport) -> None:
-        """Learn from a round: its acceptance, what its tokens show of every drafter, its time."""
-        used = report.strategy.drafter
+        """Learn from a round: its time now, its acceptance once every slice has reported.
+
+        Learning acceptance takes the host as long as a choice does.
+        """
         expected = self.stage.take_expected(report)
         if expected is not None:
             statistics.add(
@@ -205,27 +209,38 @@ class Selector:
                 seconds=expected.seconds,
                 timed=not self.frozen_costs,
             )
-            if used in self.acceptance:
-                self.acceptance[used] = acceptance.calibrate(
-                    self.acceptance[used],
-                    report.accepted,
-                    expected.drafts * report.live,
-                    rows=report.live,
-                )
-        for drafter in self.acceptance:
-            self._observe(drafter, report.observations.get(drafter), drafter == used)
         if report.seconds is not None and not self.frozen_costs:
             self._observe_seconds(report, report.seconds)
-        self.expectations = predict.expect(self.candidates, self.acceptance)
+        again = any(earlier.slice == report.slice for earlier, _ in self.unlearned)
+        drafts = expected.drafts * report.live if expected else 0.0
+        self.unlearned.append((report, drafts))
+        if again or len(self.unlearned) >= len(self.stage.last):
+            self._learn()
 
-    def _observe(self, drafter: str, observations: Observations | None, used: bool) -> None:
-        """Learn a drafter's acceptance from observations, if there are any."""
-        if observations is None or not len(observations.seen_prompt):
-            self.rounds_unobserved[drafter] += 1
-            return
-        self.rounds_unobserved[drafter] = min(self.rounds_unobserved[drafter], 0)
-        known = self.acceptance[drafter]
-        self.acceptance[drafter] = acceptance.observe(known, observations, used)
+    def _learn(self) -> None:
+        """Learn the drafters' acceptance from the rounds that have come since the last time."""
+        for drafter in self.acceptance:
+            own = [one for one in self.unlearned if one[0].strategy.drafter == drafter and one[1]]
+            known = acceptance.calibrate(
+                self.acceptance[drafter],
+                sum(report.accepted for report, _ in own),
+                sum(drafts for _, drafts in own),
+                rows=sum(report.live for report, _ in own),
+            )
+            shown: dict[bool, list[Observations]] = {True: [], False: []}
+            for report, _ in self.unlearned:
+                observations = report.observations.get(drafter)
+                if observations is None or not len(observations.seen_prompt):
+                    self.rounds_unobserved[drafter] += 1
+                else:
+                    self.rounds_unobserved[drafter] = min(self.rounds_unobserved[drafter], 0)
+                    shown[report.strategy.drafter == drafter].append(observations)
+            for used, found in shown.items():
+                if found:
+                    known = acceptance.observe(known, acceptance.joined(found), used)
+            self.acceptance[drafter] = known
+        self.unlearned = []
+        self.expectations = predict.expect(self.candidates, self.acceptance)
 
     def _observe_seconds(self, report: RoundReport, seconds: float) -> None:
         """Learn what a call costs; the machine is refitted whenever the timed rounds doubled."""
@@ -242,7 +257,7 @@ class Selector:
 
     def observe_text(self, drafter: str, observations: Observations) -> None:
         """Learn from finished text that a drafter has read: what it would have drafted there."""
-        self._observe(drafter, observations, used=False)
+        self.acceptance[drafter] = acceptance.observe(self.acceptance[drafter], observations)
         self.rounds_unobserved[drafter] = -SELECTOR_SETTINGS.text_rounds
         self.expectations = predict.expect(self.candidates, self.acceptance)
 
@@ -260,6 +275,7 @@ class Selector:
 
         kept: what counts of acceptance weigh from now on, as the policy has moved.
         """
+        self._learn()
         if not self.frozen_costs:
             cost.fit(self.costs)
         if len(self.candidates.strategies) > 1:
