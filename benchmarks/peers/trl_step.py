@@ -1,0 +1,56 @@
+"""TRL's GRPOTrainer as a worker of step.py: float32, CPU. Usage: trl_step.py SETTINGS.json"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from turns import Turns
+
+asked = json.loads(Path(sys.argv[1]).read_text())
+turns = Turns(("trl", "transformers", "torch"))
+
+
+class Timed(TrainerCallback):
+    """Each step is asked for."""
+
+    def on_step_begin(self, args, state, control, **_):
+        turns.begin()
+
+
+def vowels(completions, **_):
+    return [float(sum(c in "aeiou" for c in text)) for text in completions]
+
+
+rows = [json.loads(line) for line in Path(asked["prompts"]).read_text().splitlines()]
+samples = asked["prompts_per_step"] * asked["samples"]
+config = GRPOConfig(
+    output_dir=str(Path(sys.argv[1]).parent / "trl"),
+    max_steps=1000,
+    use_cpu=True,
+    bf16=False,
+    save_strategy="no",
+    logging_strategy="no",
+    report_to=[],
+    learning_rate=asked["learning_rate"],
+    lr_scheduler_type="constant",
+    beta=asked["kl"],
+    per_device_train_batch_size=samples,
+    gradient_accumulation_steps=1,
+    num_generations=asked["samples"],
+    max_completion_length=asked["new_tokens"],
+    generation_kwargs={"min_new_tokens": asked["new_tokens"]},
+    **asked["trl"],
+)
+trainer = GRPOTrainer(
+    model=AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32),
+    reward_funcs=vowels,
+    args=config,
+    train_dataset=Dataset.from_list([{"prompt": row["rendered"]} for row in rows]),
+    processing_class=AutoTokenizer.from_pretrained(asked["model"]),
+    callbacks=[Timed()],
+)
+trainer.train()
