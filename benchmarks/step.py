@@ -38,7 +38,9 @@ from rlhf_jax.model.weights.source import open_source
 # Settings of TRL beside its defaults, by engine.
 TRL = {"trl": {}, "trl_kept": {"gradient_checkpointing": False}}
 WORDS = "river winter garden letter bridge morning candle harbour market forest".split()
-REWARD = "def vowels(prompt, response, row):\n    return float(sum(c in 'aeiou' for c in response))\n"
+REWARD = (
+    "def vowels(prompt, response, row):\n    return float(sum(c in 'aeiou' for c in response))\n"
+)
 
 
 def main() -> None:

@@ -337,8 +337,13 @@ def bytes_per_device(tree: Any, shardings: Any) -> int:
 
 def _weight_spec(path: tuple, leaf: Any, role: str) -> tuple:
     """Return the mesh axes of each dimension of a leaf; a leading one of layers is not split."""
-    field = getattr(path[-1], "name", "") if path else ""
+    names = [getattr(key, "name", "") for key in path[-2:]]
+    turned = names[-1:] == ["weight"]  # of an `OutputFirst`
+    field = names[0] if turned else "".join(names[-1:])
     axes = WEIGHT_AXES.get(field, ())
+    if turned:
+        inputs = 2 if field == "output" else 1
+        axes = (*axes[inputs:], *axes[:inputs])
     if len(axes) > leaf.ndim:
         raise ValueError(
             f"{jax.tree_util.keystr(path)} has rank {leaf.ndim}; a weight of that name has axes"

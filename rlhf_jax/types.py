@@ -92,18 +92,28 @@ class ModelConfigs(NamedTuple):
 
 
 @struct.dataclass
+class OutputFirst:
+    """Hold a weight with its inputs last: [F, M] in place of [M, F]."""
+
+    weight: Array
+
+
+@struct.dataclass
 class Layer:
-    """Hold one transformer block; stacked for a scan, every leaf has a leading L."""
+    """Hold one transformer block; stacked for a scan, every leaf has a leading L.
+
+    Of decoding weights, any matrix may be an `OutputFirst`.
+    """
 
     attention_norm: Array  # [M]
-    query: Array  # [M, H, D]
-    key: Array  # [M, G, D]
-    value: Array  # [M, G, D]
-    output: Array  # [H, D, M]
+    query: Array | OutputFirst  # [M, H, D]
+    key: Array | OutputFirst  # [M, G, D]
+    value: Array | OutputFirst  # [M, G, D]
+    output: Array | OutputFirst  # [H, D, M]
     mlp_norm: Array  # [M]
-    gate: Array  # [M, F]
-    up: Array  # [M, F]
-    down: Array  # [F, M]
+    gate: Array | OutputFirst  # [M, F]
+    up: Array | OutputFirst  # [M, F]
+    down: Array | OutputFirst  # [F, M]
     query_bias: Array | None = None  # [H, D]
     key_bias: Array | None = None  # [G, D]
     value_bias: Array | None = None  # [G, D]
@@ -123,7 +133,7 @@ class Model:
     embed: Array  # [V, M]
     layers: Layer | tuple[Layer, ...]  # A Layer with a leading L, or a tuple of them.
     norm: Array  # [M]
-    head: Array | None
+    head: Array | OutputFirst | None
     config: ModelConfig = struct.field(pytree_node=False)
 
 

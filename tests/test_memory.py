@@ -311,7 +311,7 @@ def critic_program(at, pod):
 
 
 def round_program(at, pod):
-    return pod.round_program(at, untied=False)
+    return pod.round_program(at)
 
 
 def prefill_program(at, pod):

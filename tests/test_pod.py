@@ -139,7 +139,7 @@ def step_program(at: Target, model: Model):
     return apply.lower(model, moments, Gradient(model, {}), optimizer=optimizer).compile()
 
 
-def round_program(at: Target, untied: bool):
+def round_program(at: Target):
     """A round of generation with all rows and caches."""
     config = at.config
     generation = at.config.generation
@@ -163,10 +163,6 @@ def round_program(at: Target, untied: bool):
         at.generation,
     )
     policy = weights(at.models.policy, at.generation)
-    if untied:
-        policy = dataclasses.replace(
-            policy, head=jax.ShapeDtypeStruct(policy.embed.shape[::-1], at.layout.dtype)
-        )
     options = dict(
         sampling=Sampling(generation.temperature), stop_tokens=(0,), layout=at.generation
     )
@@ -218,7 +214,7 @@ def test_predicted_memory_is_the_compilers(name):
         training = max(training, needed(gradient_program(at, critic, critic_objective)))
     assert_near(sizes["policy, float32"] + own["training"], training, f"{name} in training")
 
-    generation = needed(round_program(at, untied=name in ON_CPU))
+    generation = needed(round_program(at))
     assert_near(own["generation"] - sizes["prefilled prompts"], generation, f"{name} in generation")
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from turns import Turns
 
 from rlhf_jax import rlhf, trainer
-from rlhf_jax.config import default
-from rlhf_jax.config import objectives
+from rlhf_jax.config import default, objectives
 from rlhf_jax.objectives.reward import RewardObjective
 
 asked = json.loads(Path(sys.argv[1]).read_text())

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from tokenizers import Tokenizer
 from tunix.models.llama3 import params
 from tunix.rl import rl_cluster

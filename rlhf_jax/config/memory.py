@@ -245,8 +245,8 @@ def _generation_work(run: PlannedRun, state: DecodeState, width: int) -> Part:
 def _round(run: PlannedRun, state: DecodeState) -> int:
     """Return the bytes of a round: the window of all layers, and scores or logits, in float32.
 
-    Scores are there twice. So are the logits, or once beside a tied head as [M, V], and once more
-    where rejection draws, or where they must be padded to whole blocks; or never.
+    Scores are there twice. So are the logits, and once more where rejection draws, or where they
+    must be padded to whole blocks; or never.
     """
     policy = run.models.policy
     generation = run.config.generation
@@ -262,10 +262,9 @@ def _round(run: PlannedRun, state: DecodeState) -> int:
     sampling = Sampling(top_k=generation.top_k)
     streamed = streams_head(run.layout, sampling, generation.acceptance)
     logits = 0 if streamed else 4 * rows * nodes * run.outputs(policy)
-    head = policy.tied * policy.width * run.outputs(policy) * itemsize
-    copies = 1 + (policy.vocab_size % BLOCK != 0)
+    copies = 2 + (policy.vocab_size % BLOCK != 0)
     copies += generation.acceptance == "rejection" and derived.drafts_by_model(run.config)
-    return window + max(2 * scores, copies * logits + max(logits, head))
+    return window + max(2 * scores, copies * logits)
 
 
 def most_nodes(config: Config, layout: Layout) -> int:

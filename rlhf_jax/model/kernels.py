@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 from pallas_kernels import BLOCK, Shape, implementation
 from pallas_kernels.verify_head import Parts, combine
 from rlhf_jax.mesh import ROW_AXES, Layout, row_spec
-from rlhf_jax.types import Cache, Model, ModelConfig
+from rlhf_jax.model.transformer import head_of
+from rlhf_jax.types import Cache, Model, ModelConfig, OutputFirst
 
 
 def shape_of(config: ModelConfig) -> Shape:
@@ -71,9 +72,10 @@ def verify_head(layout: Layout) -> Callable[..., Parts]:
 
     def parts(model: Model, hidden: Array, noise: Array | None, temperature: float) -> Parts:
         """Compute the parts of all nodes of all rows."""
-        tied = model.head is None
+        own = head_of(model)
+        tied = isinstance(own, OutputFirst)
         vocab = model.config.vocab_size
-        head = model.embed if tied else model.head
+        head = own.weight if tied else own
         of = functools.partial(run, temperature=temperature, tied=tied)
 
         def local(hidden: Array, head: Array, noise: Array | None) -> Parts:

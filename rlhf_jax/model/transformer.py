@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from rlhf_jax.model.attention import causal
-from rlhf_jax.types import Array, Layer, Model, ModelConfig
+from rlhf_jax.types import Array, Layer, Model, ModelConfig, OutputFirst
 
 
 def init(key: Array, config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Model:
@@ -167,15 +167,39 @@ def _block(
 
     # Heads are merged by hand: an einsum over two axes makes XLA transpose the weight at every step
     # on a CPU.
-    hidden = hidden + out.reshape(*out.shape[:2], -1) @ layer.output.reshape(-1, config.width)
+    hidden = hidden + product(out.reshape(*out.shape[:2], -1), layer.output, inputs=2)
     normed = rms_norm(hidden, layer.mlp_norm, config.norm_eps)
-    gated = jax.nn.silu(normed @ layer.gate) * (normed @ layer.up)
-    return hidden + gated @ layer.down, kept
+    gated = jax.nn.silu(product(normed, layer.gate)) * product(normed, layer.up)
+    return hidden + product(gated, layer.down), kept
 
 
-def _project(x: jax.Array, weight: Array, bias: Array | None) -> jax.Array:
-    out = jnp.einsum("bqm,mhd->bqhd", x, weight)
+def _project(x: jax.Array, weight: Array | OutputFirst, bias: Array | None) -> jax.Array:
+    out = product(x, weight)
     return out if bias is None else out + bias
+
+
+def product(
+    x: jax.Array, weight: Array | OutputFirst, inputs: int = 1, dtype: DTypeLike | None = None
+) -> jax.Array:
+    """Multiply x [..., K] with a weight whose first `inputs` dimensions are K, the last if turned.
+
+    dtype: of the sums; None: that of x.
+    """
+    if not isinstance(weight, OutputFirst):
+        flat = weight.reshape(-1, *weight.shape[inputs:])
+        dims = (((x.ndim - 1,), (0,)), ((), ()))
+        return jax.lax.dot_general(x, flat, dims, preferred_element_type=dtype)
+    # As a matrix: XLA would transpose anything else at every step on a CPU.
+    outputs = weight.weight.shape[:-inputs]
+    flat = weight.weight.reshape(-1, x.shape[-1])
+    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    out = jax.lax.dot_general(x, flat, dims, preferred_element_type=dtype)
+    return out.reshape(*x.shape[:-1], *outputs)
+
+
+def head_of(model: Model) -> Array | OutputFirst:
+    """Return a model's head: its own, or its embedding where that is tied."""
+    return OutputFirst(model.embed) if model.head is None else model.head
 
 
 def logits(model: Model, hidden: Array) -> jax.Array:
@@ -183,10 +207,7 @@ def logits(model: Model, hidden: Array) -> jax.Array:
 
     Padding behind the vocabulary is -inf.
     """
-    head = model.embed if model.head is None else model.head
-    axis = 1 if model.head is None else 0
-    dims = (((hidden.ndim - 1,), (axis,)), ((), ()))
-    scores = jax.lax.dot_general(hidden, head, dims, preferred_element_type=jnp.float32)
+    scores = product(jnp.asarray(hidden), head_of(model), dtype=jnp.float32)
     if model.config.scalar_head or scores.shape[-1] == model.config.vocab_size:
         return scores
     return jnp.where(jnp.arange(scores.shape[-1]) < model.config.vocab_size, scores, -jnp.inf)
