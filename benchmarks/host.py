@@ -13,6 +13,7 @@ roll-outs, after one that compiles.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import time
@@ -102,7 +103,7 @@ def requests(asked: argparse.Namespace, replays: bool) -> list[Request]:
     for first in range(0, asked.slices * asked.rows, SAMPLES):
         ids = tuple(range(first, first + SAMPLES))
         text = random.integers(0, 64, asked.tokens).astype(np.int32)
-        earlier = dict.fromkeys(ids, text) if replays else {}
+        earlier = {one: text for one in ids} if replays else {}
         length = int(random.integers(asked.tokens // 2, asked.tokens + 1))
         prompt = random.integers(0, 64, PROMPT).astype(np.int32)
         wanted.append(Request(prompt, ids, length, (text,) if replays else (), earlier))
@@ -186,7 +187,7 @@ def _idle_round(
         path=path,
         done=done,
     )
-    return state.replace(length=state.length + count, done=done), emission
+    return dataclasses.replace(state, length=state.length + count, done=done), emission
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-r"""One GRPO step beside TRL's GRPOTrainer and tunix's GRPO learner: CPU, float32.
+r"""One GRPO step beside TRL's GRPOTrainer: CPU, float32.
 
-    python benchmarks/step.py --model DIR --repeats 5 --peer trl=PYTHON --peer tunix=PYTHON
+    python benchmarks/step.py --model DIR --repeats 5 --peer trl=PYTHON
 
-DIR is a Hugging Face folder of a Llama model. Each peer runs in a Python environment of its own:
+DIR is a Hugging Face folder of a Llama model. TRL runs in a Python environment of its own:
 
     python3.11 -m venv trl_env && trl_env/bin/pip install torch trl
-    python3.12 -m venv tunix_env && tunix_env/bin/pip install google-tunix
 
 Every engine is a process that trains the same model on the same prompts, with as many samples, as
 long responses (no token ends one), the same learning rate and KL coefficient, all samples of a step
@@ -37,7 +36,7 @@ from rlhf_jax.model.weights.source import open_source
 
 # Settings of TRL beside its defaults, by engine.
 TRL = {"trl": {}, "trl_kept": {"gradient_checkpointing": False}}
-WORDS = "river winter garden letter bridge morning candle harbour market forest".split()
+WORDS = ("river", "winter", "garden", "letter", "bridge", "candle", "harbour", "market", "forest")
 REWARD = (
     "def vowels(prompt, response, row):\n    return float(sum(c in 'aeiou' for c in response))\n"
 )
@@ -82,17 +81,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-6)
     parser.add_argument("--warm-up", type=int, default=2, help="steps of each engine")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--peer", default=[], action="append", type=_peer, help="trl=/its/python, tunix=..."
-    )
+    parser.add_argument("--peer", default=[], action="append", type=_peer, help="trl=/its/python")
     return parser.parse_args()
 
 
 def _peer(text: str) -> tuple[str, str]:
     name, _, python = text.partition("=")
-    if name not in ("trl", "tunix") or shutil.which(python) is None:
+    if name != "trl" or shutil.which(python) is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is neither trl=PYTHON nor tunix=PYTHON; give the Python that has it"
+            f"{text!r} is not trl=PYTHON; give the Python that has TRL"
         )
     return name, python
 

@@ -7,7 +7,7 @@ r"""GRPO on Llama-3.2-1B-Instruct, on one 80 GB GPU.
 
 Hardware: one GPU of 80 GB (A100 or H100), of which the run may use 76 GB. Memory of each device, as
 predicted and printed by part before weights are loaded:
-34.0 GB in generation and 31.9 GB in training.
+33.9 GB in generation and 31.9 GB in training.
 
 Expect: the mean reward of the function you give rises while `kl/mean` stays small. Drafts are
 looked up in the sample itself and in earlier roll-outs of its prompt, so

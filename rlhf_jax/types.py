@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def hash_once(cls: type[T]) -> type[T]:
-    """Let each object of a frozen dataclass compute its hash once, as it is a key in every round."""
+    """Let objects of a frozen dataclass compute their hash once: they are keys in every round."""
     compute = cls.__hash__
 
     def __hash__(self) -> int:
@@ -106,14 +106,14 @@ class Layer:
     """
 
     attention_norm: Array  # [M]
-    query: Array | OutputFirst  # [M, H, D]
-    key: Array | OutputFirst  # [M, G, D]
-    value: Array | OutputFirst  # [M, G, D]
-    output: Array | OutputFirst  # [H, D, M]
+    query: Array  # [M, H, D]
+    key: Array  # [M, G, D]
+    value: Array  # [M, G, D]
+    output: Array  # [H, D, M]
     mlp_norm: Array  # [M]
-    gate: Array | OutputFirst  # [M, F]
-    up: Array | OutputFirst  # [M, F]
-    down: Array | OutputFirst  # [F, M]
+    gate: Array  # [M, F]
+    up: Array  # [M, F]
+    down: Array  # [F, M]
     query_bias: Array | None = None  # [H, D]
     key_bias: Array | None = None  # [G, D]
     value_bias: Array | None = None  # [G, D]
@@ -133,7 +133,7 @@ class Model:
     embed: Array  # [V, M]
     layers: Layer | tuple[Layer, ...]  # A Layer with a leading L, or a tuple of them.
     norm: Array  # [M]
-    head: Array | OutputFirst | None
+    head: Array | None
     config: ModelConfig = struct.field(pytree_node=False)
 
 

@@ -382,7 +382,7 @@ def _observe_drafters(
     if not results.hindsight and not sent.strategy.parents:
         return {}
     used = sent.strategy.drafter
-    gained = results.emission.count > 0
+    gained = np.asarray(results.emission.count) > 0
     seen_prompt = np.array([one is not None and one.seen_prompt for one in sent.samples])
     long = np.array([one is not None and len(one.tokens) >= DEPTHS for one in sent.samples])
     observed = {

@@ -17,9 +17,9 @@ from rlhf_jax.types import Layer, Model, OutputFirst
 def decoding_weights(policy: Model, layout: Layout = ONE_DEVICE) -> Model:
     """Return the policy as generation wants it: layers unrolled, in the layout's dtype and places.
 
-    On a CPU each matrix has its inputs last: products of 8 to 64 rows are up to a third faster, of
-    one or 4 and of hundreds as fast, of 2 rows 8 % slower (`benchmarks/layouts.py`). Where the
-    vocabulary is split, it is padded, so that each device has whole blocks of the two-level draw.
+    On a CPU each matrix has its inputs last: there a round of 8 rows is a tenth faster, of 32 a
+    seventh, of one as fast, of 2 a tenth slower (docs/decisions.md). Where the vocabulary is split,
+    it is padded, so that each device has whole blocks of the two-level draw.
     """
     policy = bring_weights(policy, layout)
     return _decoding_weights(policy, layout, turns=jax.default_backend() == "cpu")
@@ -46,6 +46,7 @@ def _turned(model: Model) -> Model:
         )
 
     head = None if model.head is None else OutputFirst(model.head.T)
+    assert not isinstance(model.layers, Layer), "The layers are unrolled."
     return dataclasses.replace(model, layers=tuple(map(turn, model.layers)), head=head)
 
 
