@@ -1,18 +1,21 @@
-r"""One GRPO step beside TRL's GRPOTrainer: CPU, float32.
+r"""One RL step beside TRL's GRPOTrainer and tunix's GRPOLearner or PPOLearner: CPU, float32.
 
-    python benchmarks/step.py --model DIR --repeats 5 --peer trl=PYTHON
+    python benchmarks/step.py --model DIR --repeats 5 \
+        --peer trl=/path/to/python --peer tunix=/path/to/python
 
-DIR is a Hugging Face folder of a Llama model. TRL runs in a Python environment of its own:
+DIR is a Hugging Face folder of a Llama model. Each peer runs in a Python environment of its own:
 
     python3.11 -m venv trl_env && trl_env/bin/pip install torch trl
+    python3.12 -m venv tunix_env && tunix_env/bin/pip install google-tunix
 
 Every engine is a process that trains the same model on the same prompts, with as many samples, as
 long responses (no token ends one), the same learning rate and KL coefficient, all samples of a step
 in one micro-batch, and a reward that costs nothing. "trl" has TRL's default settings, "trl_kept"
-the same without gradient checkpointing. After `--warm-up` steps each, which compile, the engines
-take turns, A B C A B C, a step each, and only one works at a time. One JSON document is printed:
-CPU seconds (user and system, all threads, children too) and wall seconds of a step, peak memory,
-and the ratio to each peer, taken turn by turn, as median, least and greatest.
+the same without gradient checkpointing; TRL 1.16 has no PPO. With `--algorithm ppo` there is a
+critic, begun as the policy, and a KL is taken from the reward. After `--warm-up` steps each, which
+compile, the engines take turns, A B C A B C, a step each, and only one works at a time. One JSON
+document is printed: CPU seconds (user and system, all threads, children too) and wall seconds of a
+step, peak memory, and the ratio to each peer, taken turn by turn, as median, least and greatest.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from benchmarks.compare import SETTLE_SECONDS, Worker, ask, cpu_name, receive, s
 from rlhf_jax.data.tokenizer import read_json
 from rlhf_jax.model.weights.source import open_source
 
+PEERS = ("trl", "tunix")
 # Settings of TRL beside its defaults, by engine.
 TRL = {"trl": {}, "trl_kept": {"gradient_checkpointing": False}}
 WORDS = ("river", "winter", "garden", "letter", "bridge", "candle", "harbour", "market", "forest")
@@ -74,6 +78,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, type=Path, help="folder of a Llama model")
+    parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo")
     parser.add_argument("--prompts", type=int, default=4, help="of a step")
     parser.add_argument("--samples", type=int, default=4, help="of a prompt")
     parser.add_argument("--new-tokens", type=int, default=32)
@@ -81,15 +86,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-6)
     parser.add_argument("--warm-up", type=int, default=2, help="steps of each engine")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--peer", default=[], action="append", type=_peer, help="trl=/its/python")
-    return parser.parse_args()
+    parser.add_argument("--peer", default=[], action="append", type=_peer, help="name=/its/python")
+    asked = parser.parse_args()
+    if asked.algorithm == "ppo" and "trl" in dict(asked.peer):
+        parser.error("TRL has no trainer for PPO; leave --peer trl out.")
+    return asked
 
 
 def _peer(text: str) -> tuple[str, str]:
     name, _, python = text.partition("=")
-    if name != "trl" or shutil.which(python) is None:
+    if name not in PEERS or shutil.which(python) is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not trl=PYTHON; give the Python that has TRL"
+            f"{text!r} is not NAME=PYTHON of {' or '.join(PEERS)} and a Python that has it"
         )
     return name, python
 
@@ -126,6 +134,7 @@ def write_inputs(asked: argparse.Namespace, folder: Path) -> dict:
     longest = max(row["tokens"] for row in rows)
     samples = asked.prompts * asked.samples
     return {
+        "algorithm": asked.algorithm,
         "model": str(model),
         "prompts": str(prompts),
         "reward": str(folder / "reward.py"),
@@ -168,7 +177,7 @@ def start(name: str, python: str, folder: Path, settings: dict) -> Iterator[Work
 def describe(asked: argparse.Namespace, turns: list[dict], versions: dict) -> dict:
     """The document."""
     names = list(versions)
-    sizes = ("prompts", "samples", "new_tokens", "kl", "learning_rate", "repeats")
+    sizes = ("algorithm", "prompts", "samples", "new_tokens", "kl", "learning_rate", "repeats")
     engines = {
         name: {
             "cpu_seconds": spread([turn[name]["cpu"] for turn in turns]),

@@ -33,9 +33,9 @@ from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS
+from rlhf_jax.generation.strategy.choice import Choice
 from rlhf_jax.generation.strategy.expected_gain import expected_gains
 from rlhf_jax.generation.strategy.predict import Situation
-from rlhf_jax.generation.strategy.select import Choice
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.runtime import distributed

@@ -16,8 +16,9 @@ from rlhf_jax.generation.requests import RoundReport
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.strategy import candidates, cost, roofline
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Observations
+from rlhf_jax.generation.strategy.choice import best_of
 from rlhf_jax.generation.strategy.predict import Situation
-from rlhf_jax.generation.strategy.select import Selector, select
+from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.runtime.checkpoint import document
 from rlhf_jax.types import Strategy
 
@@ -333,7 +334,7 @@ def test_select_holds_on_to_the_current_one_but_returns_to_plain_at_once():
     one, two = choices.strategies[1:]
 
     def chosen(rate: list[float], current: Strategy | None) -> Strategy:
-        index, _, _ = select(choices, np.array(rate), np.ones(3), lambda strategy: True, current)
+        index, _, _ = best_of(choices, np.array(rate), np.ones(3), lambda strategy: True, current)
         return choices.strategies[index]
 
     assert chosen([1.0, 1.2, 1.21], None) == two

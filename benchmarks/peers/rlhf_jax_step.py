@@ -49,4 +49,7 @@ config.training.learning_rate = asked["learning_rate"]
 config.training.microbatch_rows = asked["prompts_per_step"] * asked["samples"]
 config.training.length_bucket = asked["length_bucket"]
 config.kl.coefficient = asked["kl"]
+if asked["algorithm"] == "ppo":
+    config.advantage.estimator = "gae"
+    config.kl.update(place="reward", estimator="k1")
 trainer.train(config)

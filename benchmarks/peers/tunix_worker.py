@@ -5,15 +5,14 @@ loop runs the model once more than there are tokens: the text differs from the o
 work of a step not.
 """
 
-import json
 import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from llama_of_tunix import read_config
 from protocol import cores, serve
 from tunix.generate.sampler import CacheConfig, Sampler
-from tunix.models.llama3 import model as llama
 from tunix.models.llama3 import params
 
 
@@ -34,23 +33,6 @@ class Ids:
 
     def pad_id(self) -> int:
         return -2
-
-
-def read_config(folder: Path) -> llama.ModelConfig:
-    """tunix's configuration of a Llama folder: it reads none itself."""
-    raw = json.loads((folder / "config.json").read_text())
-    return llama.ModelConfig(
-        num_layers=raw["num_hidden_layers"],
-        vocab_size=raw["vocab_size"],
-        embed_dim=raw["hidden_size"],
-        hidden_dim=raw["intermediate_size"],
-        num_heads=raw["num_attention_heads"],
-        head_dim=raw["head_dim"],
-        num_kv_heads=raw["num_key_value_heads"],
-        rope_theta=raw.get("rope_theta") or raw["rope_parameters"]["rope_theta"],
-        norm_eps=raw["rms_norm_eps"],
-        weight_tying=raw["tie_word_embeddings"],
-    )
 
 
 jax.config.update("jax_platforms", "cpu")

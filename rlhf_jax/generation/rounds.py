@@ -16,15 +16,16 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from rlhf_jax.generation import precompile, scheduler
+from rlhf_jax.generation import scheduler
 from rlhf_jax.generation.precompile import BackgroundCompiler
 from rlhf_jax.generation.requests import GenerationConfig, RoundReport, Sample, is_ready
 from rlhf_jax.generation.scheduler import InFlightRound, SliceBatch
+from rlhf_jax.generation.situation import draft_lag, situation_of
 from rlhf_jax.generation.speculative.protocol import drafter_of
 from rlhf_jax.generation.speculative.results import Results, from_words
 from rlhf_jax.generation.speculative.round import speculative_round
 from rlhf_jax.generation.strategy import observations
-from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, Observations
+from rlhf_jax.generation.strategy.acceptance import DEPTHS, Observations
 from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.runtime.slice_groups import SliceGroup
@@ -73,14 +74,13 @@ def dispatch_round(batch: SliceBatch, drains: bool, run: GenerationRun) -> None:
     drains: no sample will be assigned to the slice any more.
     """
     live = batch.live
-    lag = _draft_lag(batch)
+    lag = draft_lag(batch)
     context = sum(sample.length for sample in live)
     siblings = scheduler.siblings(batch, run.decoding)
     strategy = run.decoding.strategies[0]
     expected_gain = None
     if run.selector is not None:
-        last = drains and not batch.queue and not batch.prefilled
-        situation = _situation(batch, context, lag, last=last, run=run)
+        situation = situation_of(batch, context, lag, drains, run.decoding, run.compiler)
         strategy, expected_gain = _choose(
             run.selector, situation, batch, siblings=siblings, run=run
         )
@@ -123,74 +123,6 @@ def dispatch_round(batch: SliceBatch, drains: bool, run: GenerationRun) -> None:
     batch.moved_bytes = []
     for sample in live:
         sample.rounds_in_flight += 1
-
-
-def _draft_lag(batch: SliceBatch) -> int:
-    """Return the tokens that the draft model lacks of the sample of which it lacks most.
-
-    A round of its own that is in flight reads all that the samples in it have by now.
-    """
-    fed = set()
-    if batch.in_flight:
-        before = batch.in_flight[-1]
-        if drafter_of(before.strategy).needs_model:
-            fed = {sample.sample_id for sample in before.samples if sample is not None}
-    return max(0 if sample.sample_id in fed else sample.unfed for sample in batch.live)
-
-
-def _situation(
-    batch: SliceBatch, context: int, lag: int, last: bool, run: GenerationRun
-) -> Situation:
-    """Describe to the selector the round that the slice is to have next.
-
-    last: no sample waits for a row of the slice any more.
-    """
-    decoding = run.decoding
-    compiler = run.compiler
-    layout = batch.layout
-    live = batch.live
-    rows = len(batch.rows)
-
-    # [D, CLASSES] samples by confidence, on each of several devices that share a budget each.
-    by_device = {}
-    for name in (one.name for one in decoding.drafters if one.packs and layout.row_shards > 1):
-        kinds = [one.confidence.get(name, 0) if one else CLASSES for one in batch.rows]
-        on_device = np.array(kinds).reshape(layout.row_shards, -1, 1)
-        by_device[name] = (on_device == np.arange(CLASSES)).sum(axis=1)
-
-    # Only of drafters by an earlier text, as their classes last: a text that has left its earlier
-    # one rarely comes back.
-    left = {}
-    for name in (one.name for one in decoding.drafters if last and one.needs_earlier):
-        tokens = []
-        for sample in live:
-            most = sample.request.max_new_tokens
-            earlier = len(sample.request.earlier.get(sample.sample_id, ()))
-            tokens.append(max(1, min(earlier or most, most) - len(sample.tokens)))
-        left[name] = _sum_by_class(live, name, tokens)
-
-    return Situation(
-        rows=rows,
-        live=len(live),
-        context=context,
-        lag=lag,
-        classes={
-            one.name: _sum_by_class(live, one.name, [1] * len(live)).astype(np.int64)
-            for one in decoding.drafters
-        },
-        ready=lambda one: compiler is None or compiler.ready(one, rows, decoding, layout=layout),
-        most_nodes=precompile.VERIFIED * layout.row_shards // rows,
-        failed=compiler.failed(rows, decoding, layout) if compiler else (),
-        left=left,
-        slice=batch.number,
-        by_device=by_device,
-    )
-
-
-def _sum_by_class(samples: Sequence[Sample], drafter: str, figures: list[int]) -> np.ndarray:
-    """Sum figures of samples by whether the prompt was seen, and by confidence: [2, CLASSES]."""
-    cells = [CLASSES * one.seen_prompt + one.confidence.get(drafter, 0) for one in samples]
-    return np.bincount(cells, figures, 2 * CLASSES).reshape(2, CLASSES)
 
 
 def _choose(

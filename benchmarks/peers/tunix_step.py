@@ -1,0 +1,86 @@
+"""tunix's GRPO or PPO as a worker of step.py: float32. Usage: tunix_step.py SETTINGS.json"""
+
+import dataclasses
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from llama_of_tunix import read_config
+from transformers import AutoTokenizer
+from tunix.models.llama3 import params
+from tunix.models.llama3.model import Llama3
+from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
+from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
+from tunix.rl.rollout.base_rollout import RolloutConfig
+from turns import Turns
+
+asked = json.loads(Path(sys.argv[1]).read_text())
+turns = Turns(("google-tunix", "jax", "jaxlib", "flax"))
+mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), devices=jax.devices()[:1])
+folder = asked["model"]
+ppo = asked["algorithm"] == "ppo"
+
+
+def load() -> Llama3:
+    config = read_config(Path(folder))
+    return params.create_model_from_safe_tensors(folder, config, mesh, dtype=jnp.float32)
+
+
+def critic() -> Llama3:
+    """A model with a head of one output; of a model with a tied head tunix makes none."""
+    model = load()
+    width = model.config.embed_dim
+    model.config = dataclasses.replace(model.config, weight_tying=False)
+    model.lm_head = nnx.Linear(width, 1, use_bias=False, rngs=nnx.Rngs(0))
+    return model
+
+
+def prompts():
+    """Each batch is asked for, once the update before it has ended."""
+    rows = [json.loads(line) for line in Path(asked["prompts"]).read_text().splitlines()]
+    texts = iter([row["rendered"] for row in rows] * 1000)
+    while batch := list(islice(texts, asked["prompts_per_step"])):
+        trained = (cluster.train_actor, cluster.critic)
+        jax.block_until_ready([nnx.state(model) for model in trained if model])
+        turns.begin()
+        # its PPO takes a prompt as often as it is asked for samples
+        yield {"prompts": [text for text in batch for _ in range(asked["samples"] if ppo else 1)]}
+
+
+def vowels(prompts, completions, **_):
+    return [float(sum(c in "aeiou" for c in text)) for text in completions]
+
+
+cluster = RLCluster(
+    actor=load(),
+    critic=critic() if ppo else None,
+    reference=load() if asked["kl"] else None,
+    tokenizer=AutoTokenizer.from_pretrained(folder),
+    cluster_config=ClusterConfig(
+        role_to_mesh=dict.fromkeys(Role, mesh),
+        training_config=RLTrainingConfig(
+            actor_optimizer=optax.adamw(asked["learning_rate"]),
+            eval_every_n_steps=10_000,
+            max_steps=1000,
+        ),
+        rollout_config=RolloutConfig(
+            max_tokens_to_generate=asked["new_tokens"],
+            max_prompt_length=asked["prompt_tokens"],
+            kv_cache_size=asked["prompt_tokens"] + asked["new_tokens"],
+            temperature=1.0,
+            eos_tokens=[asked["stop"]],
+        ),
+    ),
+)
+if ppo:
+    learner = PPOLearner(cluster, PPOConfig(beta=asked["kl"]), reward_fns=vowels)
+else:
+    settings = GRPOConfig(num_generations=asked["samples"], beta=asked["kl"])
+    learner = GRPOLearner(cluster, settings, reward_fns=vowels)
+learner.train(prompts())
