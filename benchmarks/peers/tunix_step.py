@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from llama_of_tunix import read_config
@@ -22,7 +23,7 @@ from turns import Turns
 
 asked = json.loads(Path(sys.argv[1]).read_text())
 turns = Turns(("google-tunix", "jax", "jaxlib", "flax"))
-mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), devices=jax.devices()[:1])
+mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(1, 1), ("fsdp", "tp"))
 folder = asked["model"]
 ppo = asked["algorithm"] == "ppo"
 
@@ -46,11 +47,11 @@ def prompts():
     rows = [json.loads(line) for line in Path(asked["prompts"]).read_text().splitlines()]
     texts = iter([row["rendered"] for row in rows] * 1000)
     while batch := list(islice(texts, asked["prompts_per_step"])):
-        trained = (cluster.train_actor, cluster.critic)
-        jax.block_until_ready([nnx.state(model) for model in trained if model])
+        trainers = [cluster.actor_trainer, *([cluster.critic_trainer] if ppo else [])]
+        jax.block_until_ready([nnx.state(trainer.model) for trainer in trainers])
         turns.begin()
-        # its PPO takes a prompt as often as it is asked for samples
-        yield {"prompts": [text for text in batch for _ in range(asked["samples"] if ppo else 1)]}
+        # of samples of a prompt its PPO knows nothing
+        yield {"prompts": np.repeat(batch, asked["samples"] if ppo else 1)}
 
 
 def vowels(prompts, completions, **_):
