@@ -25,7 +25,7 @@ def packed_values(
     0 where masked out. The scalar head [M, 1] reads the hidden state before the token, in float32.
     `remat` is `forward`'s.
     """
-    chex.assert_shape(critic.head, (critic.config.width, 1))
+    chex.assert_equal(critic.config.scalar_head, True)
     hidden = read_packed(critic, batch, layout, remat)
     head = cast(dataclasses.replace(critic, layers=()), jnp.float32)
     values = logits(head, hidden.astype(jnp.float32))[..., 0]
