@@ -313,9 +313,9 @@ def _update(run: PlannedRun, model: ModelConfig) -> list[Part]:
     compute dtype. The backward pass passes the head first and the layers then: the larger counts.
     """
     itemsize = run.layout.dtype.itemsize
-    kept = model.width * itemsize if run.remat else run.token_values(model)
-    activations = model.num_layers * run.batch_rows * run.text_tokens * kept
-    layer = 3 * run.forward(model, run.batch_rows, run.text_tokens) + run.gathered(model)
+    tokens = run.batch_rows * run.text_tokens
+    activations = model.num_layers * tokens * run.kept_values(model)
+    layer = run.backward(model, run.batch_rows, run.text_tokens) + run.gathered(model)
     micro_batch = run.cast_weights(model) + run.weights(model)
     # In float32 a chunk's gradient of the head and its logits; where there are several chunks, and
     # but on a CPU, the head and its gradient so far.
@@ -352,11 +352,11 @@ def _distillation(run: PlannedRun) -> list[Part]:
     slots = row_share(rows, run.layout) * run.text_tokens
     hidden = slots * policy.width * run.layout.dtype.itemsize
 
-    layer = run.forward(policy, run.batch_rows, run.text_tokens)
+    shape = (policy, run.batch_rows, run.text_tokens)
     gathered = run.gathered(policy)
     work = max(
-        run.cast_weights(policy) + gathered + layer,
-        own + gathered + 3 * layer,
+        run.cast_weights(policy) + gathered + run.forward(*shape),
+        own + gathered + run.backward(*shape),
         7 * run.logits(policy),
     )
     return [

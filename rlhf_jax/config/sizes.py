@@ -96,14 +96,39 @@ class PlannedRun:
         split = self.tensor_share(heads + 4 * model.ffn_width)
         return (10 * model.width + split) * self.layout.dtype.itemsize
 
+    def kept_values(self, model: ModelConfig) -> int:
+        """Return the bytes that the backward pass keeps of a token and a layer.
+
+        They are the layer's input, and without remat its products with weights and what a kernel
+        of attention returns.
+        """
+        if self.remat:
+            return model.width * self.layout.dtype.itemsize
+        attended = 0 if self.layout.dtype == meshes.FLOAT32 else model.num_heads
+        heads = (model.num_heads + 2 * model.num_kv_heads + attended) * model.head_dim
+        split = self.tensor_share(heads + 2 * model.ffn_width)
+        return (2 * model.width + split) * self.layout.dtype.itemsize
+
     def forward(self, model: ModelConfig, rows: int, tokens: int) -> int:
         """Return the bytes at work in one layer's forward pass over `rows` of a device.
 
         They are a third of its values and, in float32, in which no kernel attends, scores twice.
         """
-        scores = 2 * 4 * self.tensor_share(model.num_heads) * min(tokens, QUERY_BLOCK)
+        return rows * tokens * (self.token_values(model) // 3 + 2 * self._scores(model, tokens))
+
+    def backward(self, model: ModelConfig, rows: int, tokens: int) -> int:
+        """Return the bytes at work in one layer's backward pass, its weights left out.
+
+        They are its values and, where no kernel attends, scores four times; without remat a third
+        of that is kept from the forward pass.
+        """
+        whole = rows * tokens * (self.token_values(model) + 4 * self._scores(model, tokens))
+        return whole if self.remat else 2 * whole // 3
+
+    def _scores(self, model: ModelConfig, tokens: int) -> int:
+        """Return the float32 bytes of a token's attention scores, 0 where a kernel attends."""
         plain = self.layout.dtype == meshes.FLOAT32
-        return rows * tokens * (self.token_values(model) // 3 + scores * plain)
+        return plain * 4 * self.tensor_share(model.num_heads) * min(tokens, QUERY_BLOCK)
 
     def gathered(self, model: ModelConfig) -> int:
         """Return the bytes of one layer's weights, gathered over `fsdp`."""

@@ -11,6 +11,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 from rlhf_jax.model.attention import causal
@@ -121,8 +122,9 @@ def forward(
     `attend(query, key, value, memory of the layer) -> (out, kept)` is the attention: query
     [B, Q, H, D], key and value [B, Q, G, D], out [B, Q, H, D]. `memory` and `kept` run over the
     layers: a tuple where layers are unrolled, leaves with a leading L where they are stacked.
-    `remat` keeps only each layer's input for the backward pass. A token below 0 (no draft) is read
-    as token 0.
+    The backward pass keeps each stacked layer's input and its products with weights, or with
+    `remat` the input alone, and computes the rest again. A token below 0 (no draft) is read as
+    token 0.
     """
     chex.assert_rank([tokens, positions], [2, 2])
     chex.assert_equal_shape([tokens, positions])
@@ -131,9 +133,10 @@ def forward(
     angles = positions[..., None].astype(jnp.float32) * frequencies
     rotation = (jnp.cos(angles), jnp.sin(angles))
     step = functools.partial(_block, config=model.config, rotation=rotation, attend=attend)
-    step = jax.checkpoint(step) if remat else step
     hidden = model.embed[jnp.maximum(tokens, 0)]
     if isinstance(model.layers, Layer):
+        policy = None if remat else _is_costly
+        step = jax.checkpoint(step, prevent_cse=False, policy=policy)
         hidden, kept = jax.lax.scan(
             lambda x, layer: step(x, *layer), hidden, (model.layers, memory)
         )
@@ -144,6 +147,13 @@ def forward(
             kept.append(keep)
         kept = tuple(kept)
     return rms_norm(hidden, model.norm, model.config.norm_eps), kept
+
+
+def _is_costly(primitive: Primitive, *operands: Any, **params: Any) -> bool:
+    """Tell whether the backward pass keeps what a primitive computes: products, and kernels'."""
+    if primitive.name in ("pallas_call", "dot_product_attention_fwd"):
+        return True
+    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params)
 
 
 def _block(
@@ -185,15 +195,18 @@ def product(
 
     dtype: of the sums; None: that of x.
     """
-    if not isinstance(weight, OutputFirst):
-        flat = weight.reshape(-1, *weight.shape[inputs:])
-        dims = (((x.ndim - 1,), (0,)), ((), ()))
-        return jax.lax.dot_general(x, flat, dims, preferred_element_type=dtype)
-    # As a matrix: XLA would transpose anything else at every step on a CPU.
-    outputs = weight.weight.shape[:-inputs]
-    flat = weight.weight.reshape(-1, x.shape[-1])
-    dims = (((x.ndim - 1,), (1,)), ((), ()))
-    out = jax.lax.dot_general(x, flat, dims, preferred_element_type=dtype)
+    # As matrices: XLA would transpose anything else on a CPU, at every decoding step and for the
+    # gradient of every weight.
+    width = x.shape[-1]
+    if isinstance(weight, OutputFirst):
+        outputs = weight.weight.shape[:-inputs]
+        matrix, contracted = weight.weight.reshape(-1, width), 1
+    else:
+        outputs = weight.shape[inputs:]
+        matrix, contracted = weight.reshape(width, -1), 0
+    dims = (((1,), (contracted,)), ((), ()))
+    rows = x.reshape(-1, width)
+    out = jax.lax.dot_general(rows, matrix, dims, preferred_element_type=dtype)
     return out.reshape(*x.shape[:-1], *outputs)
 
 
