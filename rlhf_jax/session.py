@@ -21,6 +21,7 @@ from rlhf_jax.config.schema import flat
 from rlhf_jax.evaluation import EvaluationReport
 from rlhf_jax.generation.requests import GenerationCounts, RoundReport
 from rlhf_jax.monitoring import console, metrics, trace
+from rlhf_jax.monitoring.phases import PhaseClock, PhaseSeconds
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.checkpoint.store import Checkpoints, named_leaves
 from rlhf_jax.runtime.signals import Stopped, listen_for_signals
@@ -47,7 +48,7 @@ class Session:
         self._stack = contextlib.ExitStack()
         self._state: RunState | None = None
         self._counts = GenerationCounts()
-        self._phase = "starting"
+        self._clock = PhaseClock("starting")
         self._phase_start = 0.0
         self._looked = 0.0
         # another process decides what is next on the slice that both share
@@ -63,6 +64,7 @@ class Session:
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         with contextlib.ExitStack() as stack:
             self._stop = stack.enter_context(listen_for_signals())
+            stack.enter_context(self._clock)
             check_alike(opened)
             asked = opened.config.checkpoint
             self._checkpoints = stack.enter_context(
@@ -156,6 +158,7 @@ class Session:
     def log(self, report: StepReport, state: RunState, seconds: float) -> None:
         """Write a step of so many seconds down, show it, and save the state every so often."""
         self._state = state
+        self._beat("writing")
         step = state.step - 1
         report.metrics["step"] = step
         report.metrics["step/seconds"] = seconds
@@ -175,6 +178,10 @@ class Session:
         if every and state.step % every == 0:
             self.save(state)
 
+    def seconds(self) -> list[PhaseSeconds]:
+        """Return where the seconds since the beginning went, the longest phase first."""
+        return self._clock.seconds()
+
     def log_evaluation(self, report: EvaluationReport, step: int) -> None:
         """Write an evaluation down."""
         writer = self._writer
@@ -192,6 +199,7 @@ class Session:
         return True
 
     def __exit__(self, *raised: Any) -> None:
+        self._clock.enter("ending")
         self._stack.__exit__(*raised)
 
     def _save_at_end(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -229,13 +237,13 @@ class Session:
 
     def _beat(self, phase: str) -> None:
         """Note that a phase is alive."""
-        self._phase = phase
+        self._clock.enter(phase)
         self._watchdog.beat(phase)
 
     def _alive(self) -> None:
         """Note that the phase goes on, waiting for rewards; stop where asked to."""
         self._listen(may_stop=True)
-        self._beat(self._phase)
+        self._beat(self._clock.phase)
 
     def _listen(self, may_stop: bool) -> None:
         """Stop where this process was asked to, or hears that another was.

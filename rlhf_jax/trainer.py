@@ -49,6 +49,7 @@ def train(config: Config) -> None:
         session.save(state)
         state = measure_if_due(state, run, session)
     export(state, run, opened)
+    distributed.run_on_leader(lambda: console.where_time_went(session.seconds()))
 
 
 def compile_ahead(state: RunState, run: Run, session: Session) -> RunState:

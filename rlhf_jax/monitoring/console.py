@@ -16,6 +16,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from rlhf_jax.monitoring.phases import PhaseSeconds
+
 # (heading, key of the metrics, width in characters, format) of the columns of a step's line.
 STEP_COLUMNS = (
     ("reward", "reward/mean", 7, ".3f"),
@@ -173,6 +175,20 @@ def compare(
         texts.add_row(*(Text(" ".join(cell.split()), overflow="fold") for cell in row))
     console = console or Console()
     console.print(numbers, texts)
+
+
+def where_time_went(phases: Sequence[PhaseSeconds], console: Console | None = None) -> None:
+    """Print the seconds of each phase that took more than a hundredth of them all."""
+    table = Table("phase", box=box.SIMPLE_HEAD)
+    for heading in ("seconds", "share", "compiling"):
+        table.add_column(heading, justify="right")
+    total = sum(phase.seconds for phase in phases)
+    for phase in phases:
+        if phase.seconds > total / 100:
+            share = f"{phase.seconds / total:.0%}"
+            table.add_row(phase.phase, f"{phase.seconds:.1f}", share, f"{phase.compiling:.1f}")
+    table.add_row("in all", f"{total:.1f}", "", f"{sum(phase.compiling for phase in phases):.1f}")
+    (console or Console()).print(table)
 
 
 def _spoken(numbers: Mapping[str, float]) -> str:
