@@ -7,6 +7,7 @@ import re
 import resource
 import struct
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
 from rlhf_jax.monitoring import console as consoles
-from rlhf_jax.monitoring import metrics
+from rlhf_jax.monitoring import metrics, phases
 
 
 def row(step, **more):
@@ -303,6 +304,24 @@ def test_before_and_after_are_of_what_both_evaluations_have(tmp_path):
     console = screen()
     consoles.compare(measures, texts, console)
     assert "+0.500" in console.export_text()
+
+
+def test_the_seconds_of_phases_are_summed_and_compilations_heard(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(phases.time, "perf_counter", lambda: now[0])
+    with phases.PhaseClock("starting") as clock:
+        now[0] = 2.0
+        clock.enter("training")
+        jax.monitoring.record_event_duration_secs(phases.COMPILATION, 1.5)
+        now[0] = 8.0
+        clock.enter("starting")
+        now[0] = 9.0
+    jax.monitoring.record_event_duration_secs(phases.COMPILATION, 1.5)
+    assert clock.seconds() == [("training", 6.0, 1.5), ("starting", 3.0, 0.0)]
+    console = screen()
+    consoles.where_time_went([*clock.seconds(), phases.PhaseSeconds("saving", 0.01, 0.0)], console)
+    shown = console.export_text()
+    assert "67%" in shown and "in all" in shown and "saving" not in shown
 
 
 def test_before_and_after_may_have_nothing_in_common(tmp_path):

@@ -13,16 +13,19 @@ from rlhf_jax.mesh import ONE_DEVICE, Layout, bring_weights, pin_weights
 from rlhf_jax.model.transformer import cast, pad_vocab, unstack
 from rlhf_jax.types import Layer, Model, OutputFirst
 
+# Platforms whose products of few rows are faster so: at every number of rows from 1 to 128, by
+# benchmarks/products.py (benchmarks/results/products.jsonl).
+INPUTS_LAST = ("cpu",)
+
 
 def decoding_weights(policy: Model, layout: Layout = ONE_DEVICE) -> Model:
     """Return the policy as generation wants it: layers unrolled, in the layout's dtype and places.
 
-    On a CPU each matrix has its inputs last: there a round of 8 rows is a tenth faster, of 32 a
-    seventh, of one as fast, of 2 a tenth slower (docs/decisions.md). Where the vocabulary is split,
-    it is padded, so that each device has whole blocks of the two-level draw.
+    On `INPUTS_LAST` platforms each matrix has its inputs last. Where the vocabulary is split, it is
+    padded, so that each device has whole blocks of the two-level draw.
     """
     policy = bring_weights(policy, layout)
-    return _decoding_weights(policy, layout, turns=jax.default_backend() == "cpu")
+    return _decoding_weights(policy, layout, turns=jax.default_backend() in INPUTS_LAST)
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "turns"))
@@ -59,7 +62,7 @@ def student_for(target: Model, drafter: Model | None, layout: Layout = ONE_DEVIC
     if drafter is None or drafter.embed is not None:
         return drafter
     student = bring_weights(drafter, layout)
-    turns = jax.default_backend() == "cpu"
+    turns = jax.default_backend() in INPUTS_LAST
     return completed(_decoding_weights(student, layout, turns=turns), target)
 
 
