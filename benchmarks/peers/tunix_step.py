@@ -28,6 +28,13 @@ folder = asked["model"]
 ppo = asked["algorithm"] == "ppo"
 
 
+# Its PPO tells models the segments of packed rows, of which its Llama knows nothing.
+call = Llama3.__call__
+Llama3.__call__ = lambda self, *arguments, segment_ids=None, **options: call(
+    self, *arguments, **options
+)
+
+
 def load() -> Llama3:
     config = read_config(Path(folder))
     return params.create_model_from_safe_tensors(folder, config, mesh, dtype=jnp.float32)
@@ -67,6 +74,7 @@ cluster = RLCluster(
         role_to_mesh=dict.fromkeys(Role, mesh),
         training_config=RLTrainingConfig(
             actor_optimizer=optax.adamw(asked["learning_rate"]),
+            critic_optimizer=optax.adamw(asked["learning_rate"]) if ppo else None,
             eval_every_n_steps=10_000,
             max_steps=1000,
         ),
