@@ -183,6 +183,8 @@ def prepared(
     tell("  compiles and times rounds")
     prepare(contenders["plain"], (trees.PLAIN,))
     prepare(case, selector.candidates.strategies, table)
+    for contender in contenders.values():  # without a selector a round's results are fewer
+        run(first(contender, case.decoding.max_rows))
     return contenders
 
 
