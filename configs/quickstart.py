@@ -39,5 +39,5 @@ def get_config():
     config.training.learning_rate = 5e-5
     config.kl.coefficient = 0.02
     config.training.microbatch_rows = 24
-    config.training.length_bucket = 48
+    config.training.length_bucket = 96
     return config
