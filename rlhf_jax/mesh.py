@@ -118,7 +118,7 @@ class Layout:
             for part in self.devices
         ]
 
-    def fit(self, spec: tuple, shape: tuple[int, ...]) -> PartitionSpec:
+    def fit(self, spec: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
         """Return `spec` without the mesh axes that do not divide their dimension of `shape`."""
         kept = [
             axes if axes and size % self.extent(axes) == 0 else None
@@ -255,14 +255,17 @@ def unsplit(tree: Any, layout: Layout) -> list[str]:
 def bring_weights(tree: T, layout: Layout) -> T:
     """Return a tree of `Model`s on the layout's devices; one that is there already stays as it is.
 
-    So a stage may run on other devices than the one whose weights it reads.
+    So a stage may run on other devices than the one whose weights it reads. Of shapes it is shapes.
     """
     if layout.mesh is None:
         return tree
     own = set(layout.devices.flat)
     if all(leaf.sharding.device_set == own for leaf in jax.tree.leaves(tree)):
         return tree
-    return jax.device_put(tree, model_shardings(tree, layout))
+    places = model_shardings(tree, layout)
+    if isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct):
+        return jax.tree.map(lambda leaf, place: leaf.update(sharding=place), tree, places)
+    return jax.device_put(tree, places)
 
 
 def pin_weights(tree: T, layout: Layout) -> T:

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping
 import jax
 import numpy as np
 
-from rlhf_jax.generation.requests import as_rollout
+from rlhf_jax.generation.history import History, requests
+from rlhf_jax.generation.requests import Sample, as_rollout
 from rlhf_jax.generation.speculative.round import ModelPair
 from rlhf_jax.inference.logprobs import mismatch
 from rlhf_jax.inference.overlap import Scoring, ScoringQueue
-from rlhf_jax.inference.scoring import TokenScores, score
+from rlhf_jax.inference.scoring import TokenScores, compile_scores, score
 from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.rewards.samples import table_of
@@ -23,7 +24,7 @@ from rlhf_jax.rollout import RewardedRollout, roll_out
 from rlhf_jax.state import HostState, Observer, Run, RunState, StepReport, decoding_models, ignore
 from rlhf_jax.training.distill import distill
 from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
-from rlhf_jax.training.update import Gradient, NonFiniteStep, apply, update
+from rlhf_jax.training.update import Gradient, NonFiniteStep, apply, compile_update, update
 from rlhf_jax.types import Experience, Model, Rollout, TrainState
 
 
@@ -43,7 +44,8 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
     with _timed("inference", metrics, observe):
         rollout = as_rollout(rolled.samples, run.generation.decoding.max_length)
         models = (state.train.policy, run.frozen.reference, state.train.critic)
-        scores = score(*models, rollout, run.scoring, rolled.scored)
+        heard = functools.partial(observe, "inference")
+        scores = score(*models, rollout, run.scoring, rolled.scored, heard)
         experience, kl = make_experience(
             rollout, rolled.rewards, rolled.ended, scores, coefficient, run.advantage
         )
@@ -61,7 +63,7 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
             run.optimizers,
             run.training,
             kl_weight=0.0 if run.advantage.kl_in_reward else coefficient,
-            observe=functools.partial(observe, "training", None),
+            observe=functools.partial(observe, "training"),
         )
     train, distilled = distill_drafter(train, rollout, run, observe)
     metrics |= losses | distilled
@@ -81,6 +83,51 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
         rolled.samples, rolled.stats, rolled.position, next_coefficient, distilled_at
     )
     return RunState(train, host), report_step(rolled, metrics, host)
+
+
+def compile_step(state: RunState, run: Run) -> None:
+    """Compile inference and training of the next step, for samples as long as they may be.
+
+    Nothing is run but the advantages. Shorter samples may need programs of other sizes.
+    """
+    rows, _ = run.prompts.batches.take(state.host.position)
+    group = run.generation.samples_per_prompt
+    asked = requests(
+        [run.prompts.prompts.tokens[row] for row in rows],
+        group,
+        run.generation.max_new_tokens,
+        first_id=0,
+        history=History(0),
+    )
+    top_k = run.generation.decoding.sampling.top_k
+    tokens = run.generation.max_new_tokens
+    samples = [
+        Sample(
+            sample_id,
+            request,
+            [],
+            tokens=[0] * tokens,
+            logprobs=[0.0] * tokens,
+            support=[np.zeros(top_k, np.int32)] * tokens if top_k else [],
+        )
+        for request in asked
+        for sample_id in request.sample_ids
+    ]
+    rollout = as_rollout(samples, run.generation.decoding.max_length)
+    reference = run.frozen.reference
+    critic = state.train.critic
+    compile_scores(state.train.policy, reference, critic, rollout, run.scoring)
+
+    zeros = np.zeros(rollout.mask.shape, np.float32)
+    scores = TokenScores(
+        logprobs=zeros if run.scoring.policy_logprobs else None,
+        reference_logprobs=None if reference is None else zeros,
+        values=None if critic is None else zeros,
+    )
+    rewards = np.zeros(len(samples), np.float32)
+    ended = np.zeros(len(samples), bool)
+    experience, _ = make_experience(rollout, rewards, ended, scores, 0.0, run.advantage)
+    compile_update(state.train, experience, run.optimizers, run.training)
 
 
 def apply_gradient(

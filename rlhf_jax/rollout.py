@@ -28,8 +28,9 @@ from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.overlap import Scored, ScoringQueue
 from rlhf_jax.monitoring.trace import Span, idle_share, since
 from rlhf_jax.reallocation.length_model import Lengths
-from rlhf_jax.rewards.combination import Response
+from rlhf_jax.rewards.combination import Response, RewardResult, Score
 from rlhf_jax.rewards.samples import Rewards, compute_rewards, responses_of
+from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.state import HostState, Observer, RolloutStats, RunState
 from rlhf_jax.training.batching import groups_with_signal
@@ -104,6 +105,8 @@ class _RollOut:
     def note(self, report: RoundReport) -> None:
         """Record a round of generation, and pass it on."""
         self.record.add(report)
+        for scorer in self.rewards.eager.values():
+            scorer.advance()
         self.observe("generation", report)
 
 
@@ -216,10 +219,8 @@ def _roll_out_once(
             work.scored = _scored_by_all(work.queue, settings)
         asked = np.repeat(rows, group)
         responses = responses_of(samples, work.prompts, asked, work.rewards.tokenizer)
-        scored = [work.scored.get(sample.sample_id) for sample in samples]
-        known = [{} if one is None else one.rewards for one in scored]
-        rewards, metrics = compute_rewards(responses, work.rewards, known)
-    ended = np.array([sample.tokens[-1] in settings.decoding.stop_tokens for sample in samples])
+        rewards, metrics = compute_rewards(responses, work.rewards, _known_results(work, samples))
+    ended = np.array([settings.decoding.ended_itself(sample.tokens) for sample in samples])
     clipped = np.asarray(work.rewards.clip(rewards, ended))
     return _Draw(samples, responses, rewards, clipped, ended, metrics)
 
@@ -277,15 +278,35 @@ def choose_groups(rewards: np.ndarray, group: int, wanted: int) -> tuple[np.ndar
 
 
 def _enqueue(work: _RollOut, sample: Sample) -> None:
-    """Have a finished sample scored where a slice has time; reward models read its response."""
-    if work.queue is None:
-        return
-    if not work.rewards.models:
-        work.queue.add(sample)
-        return
-    row = np.array([work.row_of[sample.request.id]])
-    (response,) = responses_of([sample], work.prompts, row, work.rewards.tokenizer)
-    work.queue.add(sample, response)
+    """Have a finished sample scored beside generation: by functions, and where a slice has time."""
+    rewards = work.rewards
+    response = None
+    if rewards.eager or (work.queue and rewards.models):
+        row = np.array([work.row_of[sample.request.id]])
+        (response,) = responses_of([sample], work.prompts, row, rewards.tokenizer)
+    if work.queue is not None:
+        work.queue.add(sample, response if rewards.models else None)
+    if response is not None and slice_group_of(work.settings.layout).leads:
+        for scorer in rewards.eager.values():
+            scorer.begin(sample.sample_id, response)
+
+
+def _known_results(work: _RollOut, samples: Sequence[Sample]) -> list[dict[str, RewardResult]]:
+    """Return the results that each sample has already, by the reward's term.
+
+    They are of models that slices had time for, and of functions that began beside generation.
+    """
+    known: dict[int, dict[str, RewardResult]] = {sample.sample_id: {} for sample in samples}
+    for sample_id, scored in work.scored.items():
+        if sample_id in known:
+            known[sample_id] |= {name: Score(value) for name, value in scored.rewards.items()}
+    eager = work.rewards.eager
+    if eager:
+        for part in distributed.gather_results(lambda: {n: s.collect() for n, s in eager.items()}):
+            for name, results in part.items():
+                for sample_id, result in results.items():
+                    known[sample_id][name] = result
+    return [known[sample.sample_id] for sample in samples]
 
 
 def _scored_by_all(queue: ScoringQueue, settings: GenerationSettings) -> dict[int, Scored]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import json
+import math
 import sys
 import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,11 @@ from rlhf_jax.config.schema import flat
 from rlhf_jax.evaluation import EvaluationReport
 from rlhf_jax.generation.requests import GenerationCounts, RoundReport
 from rlhf_jax.monitoring import console, metrics, trace
+from rlhf_jax.monitoring.callbacks import Callback, tell_evaluation, tell_step
+from rlhf_jax.monitoring.environment import environment
+from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.monitoring.phases import PhaseClock, PhaseSeconds
+from rlhf_jax.monitoring.sending import Sender
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.checkpoint.store import Checkpoints, named_leaves
 from rlhf_jax.runtime.signals import Stopped, listen_for_signals
@@ -43,14 +51,20 @@ class Session:
     `save` are told of each.
     """
 
-    def __init__(self, opened: Opened):
+    def __init__(self, opened: Opened, callbacks: Sequence[Callback] = ()):
         self.opened = opened
+        self.ends = False  # whether a callback wants the run to end
+        self._callbacks = callbacks
         self._stack = contextlib.ExitStack()
         self._state: RunState | None = None
+        self._sender: Sender | None = None
         self._counts = GenerationCounts()
+        self._finished = 0  # samples of the phase
         self._clock = PhaseClock("starting")
         self._phase_start = 0.0
         self._looked = 0.0
+        self._profile = contextlib.ExitStack()
+        self._compilation: concurrent.futures.Future | None = None
         # another process decides what is next on the slice that both share
         self._follows = not slice_group_of(opened.layouts.generation).leads
 
@@ -102,7 +116,11 @@ class Session:
         config = self.opened.config
         leads = distributed.leads()
         objective = self.opened.objective
-        words = {"title": objective.title(config), "names": dict(objective.report_names())}
+        words = {
+            "title": objective.title(config),
+            "names": dict(objective.report_names()),
+            "environment": environment(),
+        }
         opened = functools.partial(
             metrics.open_run,
             self.opened.workdir,
@@ -112,25 +130,50 @@ class Session:
         )
         self._writer = distributed.run_on_all(lambda: opened() if leads else None)
         self._stack.callback(self._writer.close if self._writer else lambda: None)
-        progress = console.Progress(config.steps, state.step, Console(quiet=not leads))
+        shown = Console(quiet=not leads)
+        program = self._clock.program
+        progress = console.Progress(config.steps, state.step, shown, program)
         self._progress = self._stack.enter_context(progress)
 
         def say_by_rank(line: str) -> None:
             print(f"rank {distributed.rank()}: {line}", file=sys.stderr, flush=True)
 
         say = self._progress.say if self._writer else say_by_rank
-        watchdog = Watchdog(config.watchdog_seconds, say)
+        stacks = self.opened.workdir / f"standstill-{distributed.rank()}.txt"
+        watchdog = Watchdog(config.watchdog_seconds, say, program=program, stacks=stacks)
         self._watchdog = self._stack.enter_context(watchdog)
+        if config.sinks and leads:
+            self._sender = Sender(
+                config.sinks,
+                self.opened.workdir,
+                flat(config),
+                metrics.read_rows(self.opened.workdir, "evaluations", "metrics"),
+                self._progress.say,
+            )
+            self._stack.push(self._end_sinks)
         run = build.make_run(self.opened, self._stack, self._alive, state.host.remat)
         self._state = state
         self._stack.push(self._save_at_end)
         return run
 
-    def observe(self, phase: str, report: RoundReport | None) -> None:
-        """Hear that a phase begins or goes on, or of a round that arrived; stop where asked to.
+    def compile_behind(self, compile_step: Callable[[], None]) -> None:
+        """Compile what a step needs after generation, on a thread of its own.
+
+        What goes wrong there goes wrong in the step, too, which tells it better.
+        """
+        worker = concurrent.futures.ThreadPoolExecutor(1, "compiling a step")
+        self._stack.callback(worker.shutdown, wait=False, cancel_futures=True)
+        self._compilation = worker.submit(compile_step)
+
+    def observe(self, phase: str, report: RoundReport | PhaseParts | None) -> None:
+        """Hear that a phase begins or goes on, of its parts, or of a round; stop where asked to.
 
         An update that has begun is finished.
         """
+        if isinstance(report, PhaseParts):
+            self._beat(phase)
+            self._progress.update(phase, report)
+            return
         if phase != "training":
             if report is not None:
                 self._listen(may_stop=not self._follows)
@@ -140,20 +183,43 @@ class Session:
                 if asked is not None:  # one that comes meanwhile waits: it is never unset
                     self._stop.signal = asked
                     self._stop.check()
+        if phase in ("inference", "training") and self._compilation is not None:
+            self._beat("compiling")
+            self._progress.update("compiling")
+            if error := self._compilation.exception():
+                warnings.warn(f"A step could not be compiled ahead: {error}", stacklevel=1)
+            self._compilation = None
         self._beat(phase)
         if report is None:
             self._counts = GenerationCounts()
+            self._finished = 0
             self._phase_start = time.perf_counter()
             self._progress.update(phase)
             return
         self._counts.add(report)
+        self._finished += report.finished
         seen = self._counts.metrics(time.perf_counter() - self._phase_start)
         self._progress.update(
             phase,
+            finished_samples=self._finished,
             live_rows=report.live,
             tokens_per_second=seen["generation/tokens_per_second"],
             tokens_per_round=seen["generation/tokens_per_round"],
         )
+
+    @contextlib.contextmanager
+    def profiled(self, step: int) -> Iterator[None]:
+        """Write a profile of the steps that the config names, for xprof or TensorBoard."""
+        asked = self.opened.config.profile
+        first, last = map(int, asked.split(":")) if asked else (0, -1)
+        if step == first <= last:
+            jax.profiler.start_trace(str(self.opened.workdir / "profile"))
+            self._profile = self._stack.enter_context(contextlib.ExitStack())
+            self._profile.callback(jax.profiler.stop_trace)
+        with jax.profiler.StepTraceAnnotation("step", step_num=step):
+            yield
+        if step == last >= first:
+            self._profile.close()
 
     def log(self, report: StepReport, state: RunState, seconds: float) -> None:
         """Write a step of so many seconds down, show it, and save the state every so often."""
@@ -171,9 +237,15 @@ class Session:
             self._writer.write(report.metrics)
             self._writer.write_samples(step, report.samples)
             self._writer.write_strategies(step, report.strategies)
+            if self._sender:
+                self._sender.add(step, report.metrics)
+                kept = self.opened.config.checkpoint.every
+                self._sender.send(self._checkpoints.on_disk() if kept else state.step)
 
         distributed.run_on_all(write)
         self._progress.finish(report.metrics)
+        if self._callbacks:
+            self.ends |= tell_step(self._callbacks, step, report.metrics)
         every = self.opened.config.checkpoint.every
         if every and state.step % every == 0:
             self.save(state)
@@ -184,10 +256,17 @@ class Session:
 
     def log_evaluation(self, report: EvaluationReport, step: int) -> None:
         """Write an evaluation down."""
-        writer = self._writer
-        distributed.run_on_all(
-            lambda: writer and writer.write_evaluation(step, report.means, report.samples)
-        )
+
+        def write() -> None:
+            if self._writer is None:
+                return
+            self._writer.write_evaluation(step, report.means, report.samples)
+            if self._sender:
+                self._sender.add(step, report.means)
+
+        distributed.run_on_all(write)
+        if self._callbacks:
+            self.ends |= tell_evaluation(self._callbacks, step, report.means)
 
     def save(self, state: RunState) -> bool:
         """Save all that the next step depends on, behind the run; say whether that is wanted."""
@@ -201,6 +280,13 @@ class Session:
     def __exit__(self, *raised: Any) -> None:
         self._clock.enter("ending")
         self._stack.__exit__(*raised)
+
+    def _end_sinks(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Send the rest where the run is over; else a run that goes on will."""
+        assert self._sender is not None
+        if error is None:
+            self._sender.send(math.inf)
+        self._sender.close()
 
     def _save_at_end(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Save the last whole state, whatever ends the loop, and say so on the error."""

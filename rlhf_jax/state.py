@@ -18,6 +18,7 @@ from rlhf_jax.generation.stage import GenerationSettings
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.scoring import ScoringSettings
 from rlhf_jax.model.decoding import decoding_weights, student_for
+from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.reallocation import length_model
 from rlhf_jax.reallocation.length_model import Lengths
@@ -33,10 +34,10 @@ from rlhf_jax.types import Model, TrainState
 KEPT_LENGTHS = 0.5
 
 # of (phase, the round that arrived in it, or None where the phase begins or goes on)
-Observer = Callable[[str, RoundReport | None], None]
+Observer = Callable[[str, RoundReport | PhaseParts | None], None]
 
 
-def ignore(phase: str, report: RoundReport | None) -> None:
+def ignore(phase: str, report: RoundReport | PhaseParts | None) -> None:
     """Observe nothing."""
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import json
+import pathlib
 import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from rlhf_jax import build
 from rlhf_jax.build import Opened
-from rlhf_jax.build.describe import print_setup
-from rlhf_jax.config import command_line
+from rlhf_jax.build.describe import print_plan, print_setup
+from rlhf_jax.build.planned import hardware_of, lacking, plan_run
+from rlhf_jax.config import memory
 from rlhf_jax.config.schema import Config
 from rlhf_jax.evaluation import evaluate
 from rlhf_jax.generation.stage import compile_first_rounds
@@ -19,37 +25,100 @@ from rlhf_jax.generation.strategy import prior
 from rlhf_jax.model.decoding import completed
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.monitoring import console, metrics
+from rlhf_jax.monitoring.callbacks import Callback
 from rlhf_jax.monitoring.report.page import write_report
+from rlhf_jax.monitoring.report.run import read_run
+from rlhf_jax.monitoring.report.warnings import warnings
+from rlhf_jax.rewards import callers
+from rlhf_jax.rewards.combination import Reward
 from rlhf_jax.runtime import distributed
-from rlhf_jax.runtime.distributed import Place
-from rlhf_jax.runtime.signals import Stopped
+from rlhf_jax.runtime.files import write_atomically
 from rlhf_jax.session import Session
 from rlhf_jax.state import Run, RunState, decoding_models
 from rlhf_jax.types import ModelConfigs
 
 
-def train(config: Config) -> None:
+class Result(NamedTuple):
+    """Hold what a run leaves."""
+
+    state: RunState
+    metrics: list[dict[str, float]]  # a step each, as metrics.jsonl has them
+    workdir: pathlib.Path
+
+
+def train(
+    config: Config,
+    *,
+    reward: Reward | None = None,
+    prompts: Sequence[str | dict[str, Any]] | None = None,
+    callbacks: Sequence[Callback] = (),
+    reward_id: str = "",
+) -> Result:
     """Do the run that a config describes; mistakes are found before any weight is loaded.
 
+    `reward` is a function of (prompt, response, row), in place of those that the config names; it
+    runs in a thread of this process, so that a limit of time is told and not enforced. A run that
+    goes on wants the same function, by its source and the plain values of its closure, or by
+    `reward_id`. `prompts` are texts, or rows as of a prompt file; they are kept in the workdir.
     Raises ValueError, OSError or what the runtime raises; Stopped where a signal asked for it.
     """
+    if config.dry_run:
+        raise ValueError("dry_run has no result: set it to False, or call rlhf_jax.trainer.plan.")
+    config = copy.deepcopy(config)
+    if reward is not None:
+        config.reward.functions = (callers.offer(reward, reward_id),)
+    if prompts is not None:
+        config.data.train = str(_keep_prompts(config, prompts))
+    state, opened = do_run(config, callbacks)
+    return Result(state, metrics.read_metrics(opened.workdir), opened.workdir)
+
+
+def do_run(config: Config, callbacks: Sequence[Callback] = ()) -> tuple[RunState, Opened]:
+    """Do the run from its beginning, or from its last checkpoint, to its end."""
     opened = distributed.run_on_all(lambda: build.prepare(config))
     distributed.run_on_all(lambda: print_setup(opened))
-    if config.dry_run:
-        return
-    with Session(opened) as session:
+    with Session(opened, callbacks) as session:
         state = session.restore() or session.begin()
         run = session.start(state)
         state = compile_ahead(state, run, session)
-        while state.step < config.steps:
+        session.compile_behind(functools.partial(run.objective.compile_step, state, run))
+        while state.step < config.steps and not session.ends:
             state = measure_if_due(state, run, session)
             began = time.perf_counter()
-            state, report = run.objective.step(state, run, session.observe)
+            with session.profiled(state.step):
+                state, report = run.objective.step(state, run, session.observe)
             session.log(report, state, time.perf_counter() - began)
         session.save(state)
-        state = measure_if_due(state, run, session)
+        state = measure_if_due(state, run, session, last=True)
     export(state, run, opened)
     distributed.run_on_leader(lambda: console.where_time_went(session.seconds()))
+    return state, opened
+
+
+def plan(config: Config) -> None:
+    """Print what a run would use, and stop.
+
+    Where devices or weights lack, the plan is made from shapes alone, and says so.
+    """
+    if lacks := lacking(config):
+        print(f"A plan from shapes alone, as {lacks}.")
+        planned = plan_run(config, hardware_of(config))
+        print_plan(config, planned)
+        if planned.hardware.gigabytes:
+            memory.check(planned.parts, planned.hardware.gigabytes * memory.GIGA)
+        return
+    opened = distributed.run_on_all(lambda: build.prepare(config))
+    distributed.run_on_all(lambda: print_setup(opened))
+
+
+def _keep_prompts(config: Config, prompts: Sequence[str | dict[str, Any]]) -> pathlib.Path:
+    """Write prompts to a file in the workdir, so that the run can be gone on with without them."""
+    rows = [{config.data.prompt_key: row} if isinstance(row, str) else row for row in prompts]
+    path = pathlib.Path(config.workdir).expanduser() / "prompts.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    distributed.run_on_leader(lambda: write_atomically(path, text.encode()))
+    return path
 
 
 def compile_ahead(state: RunState, run: Run, session: Session) -> RunState:
@@ -70,9 +139,9 @@ def compile_ahead(state: RunState, run: Run, session: Session) -> RunState:
     return RunState(state.train, state.host.with_selectors(selectors))
 
 
-def measure_if_due(state: RunState, run: Run, session: Session) -> RunState:
+def measure_if_due(state: RunState, run: Run, session: Session, last: bool = False) -> RunState:
     """Evaluate every so many steps, and after the last one."""
-    due = state.step % max(1, run.config.evaluation.every) == 0 or state.step >= run.config.steps
+    due = last or state.step % max(1, run.config.evaluation.every) == 0
     if run.evaluation is None or not due:
         return state
     state, report = evaluate(state, run, session.observe)
@@ -92,47 +161,11 @@ def export(state: RunState, run: Run, opened: Opened) -> None:
         distributed.run_on_leader(functools.partial(huggingface.save, folder, whole, *parts))
 
     def print_summary() -> None:
-        devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-        report = write_report(opened.workdir, devices)
+        report = write_report(opened.workdir)
         if opened.held_out:
             console.compare(*metrics.before_and_after(opened.workdir))
+        console.warn(warnings(read_run(opened.workdir)))
         folders = [f"the trained {name} is in {opened.workdir}/{name}" for name in trained]
         print(f"T{' and '.join(folders)[1:]}, and what happened in {report}.")
 
     distributed.run_on_leader(print_summary)
-
-
-def main(argv: list[str]) -> int:
-    """Run the command line; return the exit code. A mistake is one sentence on stderr."""
-    place = Place()
-    try:
-        place, argv = command_line.place(argv)
-        if place.size is None:  # which rank this is, and so whether it speaks, is known only then
-            distributed.start(place)
-        config = command_line.read(argv)
-        if place.size is not None:
-            distributed.start(place)
-        train(config)
-    except Stopped as stopped:
-        said = f"Stopped by {stopped.name}: {' '.join(stopped.__notes__)}."
-        return distributed.leave(stopped.exit_code, said, place)
-    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
-        of_device = distributed.is_of_device(error)
-        said = str(error)
-        if of_device:
-            reason = said.splitlines()[0].rstrip(".")
-            change = "lower training.microbatch_rows or generation.max_rows"
-            said = f"the device failed ({reason}); if its memory is full, {change}."
-            if distributed.started() and "RESOURCE_EXHAUSTED" not in reason:
-                said = (
-                    f"the processes cannot go on together ({reason}); where one has ended its own"
-                    " words say why, and the same command goes on from the last checkpoint."
-                )
-        # what else failed on the way out stands behind it
-        *firsts, last = dict.fromkeys([said, *getattr(error, "__notes__", ())])
-        said = "; also: ".join([*(each.removesuffix(".") for each in firsts), last])
-        return distributed.leave(1 if of_device else 2, f"error: {said}", place)
-    except KeyboardInterrupt:
-        said = "error: stopped by the keyboard; what was written stays in the workdir."
-        return distributed.leave(130, said, place)
-    return distributed.leave(0, "", place)

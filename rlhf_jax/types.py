@@ -74,7 +74,7 @@ class ModelConfig:
     qkv_bias: bool = False  # Whether query, key and value have biases.
     qk_norm: bool = False  # Whether query and key are normalised, head by head.
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value"
@@ -234,6 +234,7 @@ class PackedBatch:
     before: Array  # [S, W] int32, where in the line the token before a predicted one is
     targets: Array  # [S, W] int32, the tokens that are predicted
     mask: Array  # [S, W] bool
+    owner: Array  # [S, W] int32, the row of `samples` that a predicted token belongs to
 
 
 @struct.dataclass

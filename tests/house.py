@@ -74,6 +74,7 @@ FLOORS = {
     "rlhf_jax/trainer.py": 14,
     "configs": 15,
     "rlhf_jax/__init__.py": 15,
+    "rlhf_jax/command": 15,
     "benchmarks": 16,
     "launch": 16,
 }

@@ -194,7 +194,7 @@ GO_ON = {"steps": 3, "checkpoint__allow_changes": True}
 CASES = {
     # The command and its config file.
     "no config file is named": Case(
-        "No config file is named", prepare=lambda place: {"config_file": None}
+        "No config is named", prepare=lambda place: {"config_file": None}
     ),
     "config file missing": Case(
         "There is no config file nowhere.py", {"config_file": "nowhere.py"}

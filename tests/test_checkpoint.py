@@ -20,8 +20,8 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from launch import export
 from rlhf_jax import mesh as meshes
+from rlhf_jax.command import export
 from rlhf_jax.model import transformer
 from rlhf_jax.runtime.checkpoint import document
 from rlhf_jax.runtime.checkpoint.fingerprint import fingerprint
@@ -496,7 +496,7 @@ def test_export_refuses_in_one_sentence(tmp_path, capsys, config):
 
 def test_export_finds_the_model_of_a_run(tmp_path):
     (tmp_path / "config.json").write_text('{"model": {"path": "org/name"}, "steps": 3}')
-    assert export.model_path(tmp_path) == "org/name"
+    assert export.configured(tmp_path, "model", "path") == "org/name"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])

@@ -131,9 +131,16 @@ def test_a_bad_config_file_is_one_sentence(tmp_path, text, words):
     assert "\n" not in str(caught.value) and path.name in str(caught.value)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--config"], ["--config.steps=3"]])
-def test_a_config_must_be_named(arguments):
-    with pytest.raises(ValueError, match="No config file is named"):
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "No config is named"),
+        (["--config"], "--config wants a value"),
+        (["--config.steps=3"], "No config is named"),
+    ],
+)
+def test_a_config_must_be_named(arguments, sentence):
+    with pytest.raises(ValueError, match=sentence):
         command_line.read(["train.py", *arguments])
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from rlhf_jax.data import batches as iterator
 from rlhf_jax.data import prompts
+from rlhf_jax.data.rows import read
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs" / "data"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
@@ -23,7 +24,7 @@ class Words:
     def encode(self, text):
         return [len(word) for word in text.split()]
 
-    def encode_chat(self, messages):
+    def encode_chat(self, messages, add_generation_prompt, **arguments):
         return self.encode(
             " ".join(f"<{message['role']}> {message['content']}" for message in messages)
             + " <assistant>"
@@ -44,7 +45,7 @@ def test_jsonl_rows_strings_and_chats(tmp_path):
     path = write(
         tmp_path, "\ufeff" + lines({"q": "Hi\u2028there", "id": 3}) + "\n" + lines({"q": CHAT})
     )
-    rows = prompts.read(path, "q")
+    rows = read(path, "q")
     assert [row["prompt"] for row in rows] == ["Hi\u2028there", CHAT]
     assert rows[0]["id"] == 3
 
@@ -56,11 +57,7 @@ def test_parquet_equals_jsonl(tmp_path):
         {"prompt": [{"role": "user", "content": word}], "answer": word} for word in ("one", "two")
     ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    assert (
-        prompts.read(tmp_path / "rows.parquet")
-        == rows
-        == prompts.read(write(tmp_path, lines(*rows)))
-    )
+    assert read(tmp_path / "rows.parquet") == rows == read(write(tmp_path, lines(*rows)))
 
 
 @pytest.mark.parametrize(
@@ -89,30 +86,63 @@ def test_parquet_equals_jsonl(tmp_path):
 )
 def test_bad_lines_end_in_one_sentence(tmp_path, text, sentence):
     with pytest.raises(ValueError, match=sentence) as caught:
-        prompts.read(write(tmp_path, text))
+        read(write(tmp_path, text))
     assert "\n" not in str(caught.value)
 
 
 def test_bad_files_end_in_one_sentence(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none.jsonl does not exist"):
-        prompts.read(tmp_path / "none.jsonl")
+        read(tmp_path / "none.jsonl")
     with pytest.raises(ValueError, match=r"must end in .jsonl or .parquet, not '.csv'"):
-        prompts.read(write(tmp_path, "a,b", "rows.csv"))
+        read(write(tmp_path, "a,b", "rows.csv"))
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
     with pytest.raises(ValueError, match=r"Line 1 of .*latin.jsonl is not UTF-8"):
-        prompts.read(tmp_path / "latin.jsonl")
+        read(tmp_path / "latin.jsonl")
 
 
 def test_broken_parquet(tmp_path):
     pytest.importorskip("pyarrow")
     with pytest.raises(ValueError, match=r"rows.parquet is not a readable Parquet file"):
-        prompts.read(write(tmp_path, "not parquet at all", "rows.parquet"))
+        read(write(tmp_path, "not parquet at all", "rows.parquet"))
 
 
 def test_parquet_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ValueError, match="needs pyarrow"):
-        prompts.read(write(tmp_path, "x", "rows.parquet"))
+        read(write(tmp_path, "x", "rows.parquet"))
+
+
+def test_columns_are_renamed_and_urls_are_read(tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    text = lines({"question": "Hi", "answer": "4"})
+    fsspec.filesystem("memory").pipe("/bucket/rows.jsonl", text.encode())
+    columns = {"answer": "solution"}
+    for place in (write(tmp_path, text), "memory://bucket/rows.jsonl"):
+        (row,) = read(place, "question", columns=columns)
+        assert row == {"question": "Hi", "prompt": "Hi", "solution": "4"}
+    with pytest.raises(ValueError, match=r"Prompt file memory://bucket/none.jsonl cannot be read"):
+        read("memory://bucket/none.jsonl")
+
+
+def test_data_sets_of_a_folder_by_split(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write(folder, lines({"prompt": "one"}, {"prompt": "two"}), "train.jsonl")
+    write(folder, lines({"prompt": "three"}), "test.jsonl")
+    assert [row["prompt"] for row in read(folder)] == ["one", "two"]
+    assert [row["prompt"] for row in read(folder, split="test")] == ["three"]
+    chats = datasets.Dataset.from_list([{"prompt": CHAT, "answer": "5"}])
+    datasets.DatasetDict({"train": chats}).save_to_disk(tmp_path / "saved")
+    assert read(tmp_path / "saved") == [{"prompt": CHAT, "answer": "5"}]
+    with pytest.raises(ValueError, match=r"The data set .* cannot be read, split 'none'") as caught:
+        read(folder, split="none")
+    assert "\n" not in str(caught.value)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="as a data set needs datasets: pip install"):
+        read(folder)
 
 
 def test_tokenize_renders_and_counts_what_it_drops():
@@ -134,6 +164,21 @@ def test_tokenize_without_system_message():
     assert kept.tokens[0].tolist() == [6, 3, 11] and kept.dropped == {}
 
 
+def test_raw_prompts_and_what_a_template_reads():
+    rows = [{"prompt": "one two"}, {"prompt": CHAT}]
+    kept = prompts.tokenize(rows, Words(), system="", max_prompt_tokens=8, raw=True)
+    assert kept.tokens[0].tolist() == [3, 3], "as it is"
+    assert kept.tokens[1].tolist() == [8, 2, 6, 6, 5, 11], "a chat has no other form"
+
+    class Thinks(Words):
+        def encode_chat(self, messages, add_generation_prompt, **arguments):
+            return [int(arguments["enable_thinking"]), int(add_generation_prompt)]
+
+    given = {"enable_thinking": False}
+    kept = prompts.tokenize(rows, Thinks(), "", max_prompt_tokens=8, template_arguments=given)
+    assert [tokens.tolist() for tokens in kept.tokens] == [[0, 1], [0, 1]]
+
+
 def test_nothing_left_is_an_error():
     with pytest.raises(
         ValueError, match=r"No prompt is left after the length filter \(2 longer than 3 tokens\)"
@@ -142,11 +187,9 @@ def test_nothing_left_is_an_error():
 
 
 def test_nouns_are_disjoint_and_well_formed():
-    train, held_out = (
-        prompts.read(CONFIGS / f"nouns_{name}.jsonl") for name in ("train", "heldout")
-    )
+    train, held_out = (read(CONFIGS / f"nouns_{name}.jsonl") for name in ("train", "heldout"))
     nouns = [row["noun"] for row in train + held_out]
-    assert len(train) >= 150 and len(held_out) == 32 and len(set(nouns)) == len(nouns)
+    assert len(train) >= 150 and len(held_out) == 128 and len(set(nouns)) == len(nouns)
     assert all(
         row["prompt"] == f"Write one sentence about the {row['noun']}." for row in train + held_out
     )

@@ -20,8 +20,8 @@ import pytest
 import tiny_run
 from tiny_run import ROOT, lines
 
-from launch import export
 from rlhf_jax import mesh
+from rlhf_jax.command import export
 from rlhf_jax.config import default, validation
 from rlhf_jax.generation.speculative.sampling import Sampling, draw
 from rlhf_jax.mesh import Layout

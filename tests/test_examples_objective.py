@@ -1,4 +1,4 @@
-"""The documented objective of one's own: it runs as a command, and learns."""
+"""The documented objective of one's own: a config names it, and it learns."""
 
 import os
 import subprocess
@@ -15,10 +15,10 @@ def test_a_run_of_the_example_trains(tmp_path):
     assert len(EXAMPLE.read_text().splitlines()) < 40
     tiny_run.make_files(tmp_path)
     model = tiny_run.make_model(tmp_path / "tiny")
-    changes = {"steps": 2, "evaluation__every": 0}
+    changes = {"steps": 2, "evaluation__every": 0, "objective": f"{EXAMPLE}:OnlineDpo"}
     arguments = tiny_run.arguments(tmp_path, model, **changes)[1:]
     environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(tiny_run.ROOT)}
-    command = [sys.executable, str(EXAMPLE), *arguments]
+    command = [sys.executable, str(tiny_run.ROOT / "launch" / "train.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "online DPO" in (tmp_path / "run" / "report.html").read_text()

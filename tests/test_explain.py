@@ -19,7 +19,7 @@ from test_distill import CONFIG, make, rollout_of, run
 from test_select import READING, World, distill_drafter, rates, selector
 from tiny_run import lines
 
-from launch import strategy as command
+from rlhf_jax.command import strategy as command
 from rlhf_jax.config import default
 from rlhf_jax.generation.requests import RoundReport
 from rlhf_jax.generation.speculative import tree as trees
@@ -250,7 +250,7 @@ def test_a_run_without_choices_is_one_sentence(tmp_path, config, said, capsys):
 
 
 def test_live_rows_are_spread_up_to_the_most():
-    assert [command.spread(most) for most in (1, 8, 64)] == [[1], [1, 4, 8], [1, 4, 16, 64]]
+    assert [command.live_rows("", most) for most in (1, 8, 64)] == [[1], [1, 4, 8], [1, 4, 16, 64]]
 
 
 # A student beside itself as it began

@@ -23,6 +23,7 @@ from rlhf_jax.generation.speculative.drafters.lookup import LOOKUP
 from rlhf_jax.generation.speculative.drafters.search import propose
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.stop_strings import StopStrings
 from rlhf_jax.inference.logprobs import score_rollout
 from rlhf_jax.model.transformer import forward, init, logits, unstack
 from rlhf_jax.model.weights.source import open_source
@@ -211,6 +212,27 @@ def test_text_ends_at_its_limit_its_stop_token_and_the_last_slot(target, drafter
             stops = [i for i, token in enumerate(sample.tokens) if token == STOP]
             assert stops in ([], [len(sample.tokens) - 1])
             assert len(sample.tokens) == 59 or stops, "neither a stop token nor the last slot"
+
+
+@pytest.mark.parametrize("strategy", ["plain", "lookup-chain-4", "model-tree-2x2x1"])
+def test_a_stop_string_cuts_the_text_that_there_would_be(target, drafter, strategy, plain_text):
+    def decode(tokens):
+        return "".join(chr(ord("a") + token % 26) for token in tokens)
+
+    plain = plain_text(SAMPLED)
+    stops = StopStrings(("ab", "q"), decode)
+    how = decoding(strategy, stop_strings=stops)
+    cut = run(target, drafter, how)
+    wanted = {}
+    for name, sample in plain.items():
+        ends = [n for n in range(1, len(sample.tokens) + 1) if stops.end(sample.tokens[:n], n)]
+        tokens = sample.tokens[: ends[0]] if ends else sample.tokens
+        wanted[name] = dataclasses.replace(sample, tokens=tokens)
+        assert how.ended_itself(tokens) == bool(ends or tokens[-1] == STOP)
+        assert len(cut[name].logprobs) == len(cut[name].tokens)
+    shorter = sum(len(wanted[name].tokens) < len(plain[name].tokens) for name in plain)
+    assert 3 < shorter < len(plain), "some end early, and not all"
+    assert_equal(target, cut, wanted, how)
 
 
 def test_a_prompt_that_does_not_fit_is_refused_in_one_sentence(target):

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from tiny_run import ROOT
 
+from rlhf_jax.config.command_line import place, read
+
 HARD = (
     "--config",
     "my configs/a.py:gpu",
@@ -28,6 +30,10 @@ print(json.dumps([os.getcwd(), *sys.argv[1:]]))
 sys.exit({code})
 """
 GCLOUD = """#!/usr/bin/env bash
+while (($#)) && [[ $1 != --command ]]; do shift; done
+cd "$HOME" && for worker in 1 2; do bash -c "$2" || exit; done
+"""
+XPK = """#!/usr/bin/env bash
 while (($#)) && [[ $1 != --command ]]; do shift; done
 cd "$HOME" && for worker in 1 2; do bash -c "$2" || exit; done
 """
@@ -50,6 +56,9 @@ def launched(
     for name, text in tools.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
+    (folder / "xpk").write_text(XPK)
+    (folder / "xpk").chmod(0o755)
+    (folder / "rlhf-jax").symlink_to(folder / "python")
     (folder / "rlhf_jax").mkdir()
     job = {"SLURM_JOB_NODELIST": "n[7-8]", "SLURM_JOB_ID": "4099", "HOME": str(folder)}
     paths = {"PATH": f"{folder}:{os.environ['PATH']}"}
@@ -91,3 +100,41 @@ def test_a_slurm_job_says_what_a_process_that_died_could_not(code, tmp_path):
     _, done = launched(tmp_path, "launch/slurm.sh", "--config", "x.py", code=code)
     died = "A process died (exit status 137): the same command goes on from the last checkpoint.\n"
     assert (done.returncode, done.stderr) == (code, died if code == 137 else "")
+
+
+def test_every_host_of_a_gke_workload_hears_the_words_as_they_were_written(tmp_path):
+    words = ("cluster", "name", "v5p-16", "an/image:1")
+    heard, done = launched(tmp_path, "launch/xpk.sh", *words, *HARD)
+    own = [str(tmp_path), "train", "--processes", "auto", *HARD]
+    assert heard == [own, own] and done.returncode == 0, done.stderr
+
+
+def test_a_pod_of_a_jobset_is_told_its_place(tmp_path):
+    yaml = pytest.importorskip("yaml")
+    jobset = yaml.safe_load((ROOT / "launch" / "jobset.yaml").read_text())
+    name = jobset["metadata"]["name"]
+    (job,) = jobset["spec"]["replicatedJobs"]
+    pods = job["template"]["spec"]
+    (container,) = pods["template"]["spec"]["containers"]
+    (tmp_path / "rlhf-jax").write_text(PYTHON.format(python=sys.executable, code=0))
+    (tmp_path / "rlhf-jax").chmod(0o755)
+    done = subprocess.run(
+        [*container["command"], *container["args"]],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "3"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    where, rest = place(json.loads(done.stdout)[1:])
+    assert where == (f"{name}-{job['name']}-0-0.{name}:61440", pods["completions"], 3)
+    assert pods["parallelism"] == pods["completions"]
+    config = read(rest)
+    assert config.mesh.slices == 4 and config.workdir.startswith("/shared")
+    mounts = {one["name"] for one in container["volumeMounts"]}
+    assert mounts == {one["name"] for one in pods["template"]["spec"]["volumes"]}
+
+
+def test_the_image_is_made_by_the_script_that_is_tested():
+    steps = (ROOT / "launch" / "Dockerfile").read_text()
+    assert "launch/install.sh /opt/rlhf_jax /src" in steps.replace("/src/launch", "launch")
+    assert "launch/install.sh" in (ROOT / ".ci" / "run").read_text()

@@ -15,12 +15,12 @@ from rlhf_jax.training.kl import KL
 from rlhf_jax.training.losses import (
     AGGREGATES,
     explained_variance,
-    policy_loss,
     summed_policy_loss,
     summed_value_loss,
     token_mean,
     value_loss,
 )
+from rlhf_jax.training.policy_losses import LossTerms, ppo
 from rlhf_jax.types import PackedBatch
 
 
@@ -45,7 +45,9 @@ def random_batch(seed=0, rows=3, slots=9, kl_weight=0.1, aggregate="token_mean")
 
     mask = rng.random(shape) < 0.6
     zeros = jnp.zeros(shape, jnp.int32)
-    packed = PackedBatch(zeros, zeros, zeros[None], zeros, zeros, zeros, jnp.asarray(mask))
+    owner = jnp.asarray(np.sort(rng.integers(0, 3, shape), axis=1), jnp.int32)
+    samples = jnp.zeros((rows, 3, slots), jnp.int32)
+    packed = PackedBatch(zeros, zeros, samples, zeros, zeros, zeros, jnp.asarray(mask), owner)
     weights = jnp.asarray(AGGREGATES[aggregate](mask, 7))
     return MicroBatch(
         packed,
@@ -171,7 +173,7 @@ def test_the_clip_bounds_what_a_ratio_can_gain():
     mask = jnp.ones((1, 4), bool)
     logprobs = jnp.asarray([[0.5, 0.5, -0.5, -0.5]])
     advantages = jnp.asarray([[1.0, -1.0, 1.0, -1.0]])
-    got = policy_loss(logprobs, old, advantages, mask, 0.2, 0.2)
+    got = ppo(LossTerms(logprobs, old, advantages, mask, jnp.zeros((1, 4), int), 1, 0.2, 0.2))
     np.testing.assert_allclose(got, [[-1.2, math.exp(0.5), -math.exp(-0.5), 0.8]], rtol=1e-6)
 
 
@@ -186,7 +188,8 @@ def test_the_clipped_loss_is_rlaxs():
     old = jnp.asarray(batch.logprobs)
     ratios = jnp.exp(logprobs - old)
     want = rlax.clipped_surrogate_pg_loss(ratios[mask], advantages[mask], 0.2)
-    losses = policy_loss(logprobs, old, advantages, mask, 0.2, 0.2)
+    owner = batch.packed.owner
+    losses = ppo(LossTerms(logprobs, old, advantages, mask, owner, 3, 0.2, 0.2))
     assert float((batch.weights * losses).sum()) == pytest.approx(float(want), rel=1e-5)
 
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
-from rlhf_jax.data import prompts
+from rlhf_jax.data.rows import read
 from rlhf_jax.generation.assignment import Assignments
 from rlhf_jax.generation.multihost import RowHandOver, SliceReport, StillQueued
 from rlhf_jax.generation.requests import GenerationCounts
@@ -31,10 +31,10 @@ from rlhf_jax.generation.stage import FinishedSample
 from rlhf_jax.inference.overlap import Scored
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.rewards import calls
-from rlhf_jax.rewards.calls import RewardCall, RewardScore
-from rlhf_jax.rewards.combination import Response, Scores
+from rlhf_jax.rewards.calls import RewardCall, RewardResults
+from rlhf_jax.rewards.combination import Response, Score, Scores
 from rlhf_jax.rewards.workers import Workers
-from rlhf_jax.runtime import distributed, messages, slice_groups
+from rlhf_jax.runtime import distributed, jax_internals, messages, slice_groups
 from rlhf_jax.runtime.checkpoint.damage import Damaged
 from rlhf_jax.runtime.messages import decode, encode
 from rlhf_jax.runtime.signals import Stopped
@@ -116,8 +116,8 @@ FLOATS = np.linspace(0, 1, 3, dtype=np.float32)
         Scored(FLOATS, None, FLOATS, {"judge": 0.5}),
         Span(0, "generate", 0.5, 1.5, 4, "plain", 12),
         GenerationCounts(rounds=3, tokens=12),
-        RewardScore(math.inf),
-        RewardCall("p", "r", {"answer": "5", "tags": ["a", None]}),
+        RewardResults(3, [Score(math.inf, {"length": 2.0}), "hangs"]),
+        RewardCall(1, 0.5, [Response("p", [], {"answer": "5", "tags": ["a", None]}, "r", [7], 2)]),
         np.float32(0.1),
         np.bool_(True),
         2**200,
@@ -184,7 +184,7 @@ def nested(depth: int) -> Any:
         (packed("SliceReport", "1", ["list"]), r"SliceReport\.carried is of type str"),
         (packed("SliceReport", True, ["list"]), r"SliceReport\.carried is of type bool"),
         (packed("SliceReport", 1, ["list", ["tuple", 1, 2]]), r"standing is of type list"),
-        (packed("Scores", 1.0, {}), r"Scores\.values is of type float"),
+        (packed("Scores", 1.0, {}, {}), r"Scores\.values is of type float"),
         (packed("array", "|O", ["tuple", 1], b"\0" * 8), r"dtype '\|O'"),
         (packed("array", "<M8[s]", ["tuple", 1], b"\0" * 8), "dtype"),
         (packed("array", "<f4", ["tuple", 3], b"\0" * 8), "bytes are not those"),
@@ -302,8 +302,9 @@ def test_rows_of_prompt_files_reach_rewards_as_they_were_read(tmp_path):
         "nothing": [None],
     }
     pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
-    (row,) = prompts.read(tmp_path / "rows.parquet")
-    assert same(arrived(RewardCall("hello", "", row), RewardCall).row, row)
+    (row,) = read(tmp_path / "rows.parquet")
+    sent = RewardCall(0, 1.0, [Response("hello", [], row, "")])
+    assert same(arrived(sent, RewardCall).responses[0].row, row)
 
 
 def test_a_column_that_cannot_reach_rewards_is_named_when_the_file_is_read(tmp_path, monkeypatch):
@@ -319,7 +320,7 @@ def test_a_column_that_cannot_reach_rewards_is_named_when_the_file_is_read(tmp_p
     with pytest.raises(
         ValueError, match=r"Row 1 of .*: the column 'odd' cannot be given"
     ) as caught:
-        prompts.read(tmp_path / "rows.parquet")
+        read(tmp_path / "rows.parquet")
     assert "type Stranger" in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -347,7 +348,7 @@ def coordination(monkeypatch):
     service = _jax.get_distributed_runtime_service(address, 1)
     client = _jax.get_distributed_runtime_client(address, 0)
     client.connect()
-    state = distributed.distributed.global_state
+    state = jax_internals.distributed.global_state
     monkeypatch.setattr(state, "client", client)
     monkeypatch.setattr(state, "num_processes", 2)
     monkeypatch.setattr(state, "process_id", 1)
@@ -431,9 +432,9 @@ def hostile(prompt, response, row):
     ("response", "data", "reason"),
     [
         ("message", None, "sent no reply (What came over the pipe of a reward process is no"),
-        ("raw", None, "sent no reply of at most 16,384 bytes"),
+        ("raw", None, "sent no reply of at most 1,048,576 bytes"),
         ("raw", struct.pack("!i", 100) + b"ten bytes.", "began a reply and did not end it"),
-        ("message", b"x" * 20_000, "sent no reply of at most 16,384 bytes"),
+        ("message", b"x" * 1_100_000, "sent no reply of at most 1,048,576 bytes"),
         ("message", encode(StillQueued()), "sent no reply (A reward process sent a value of type"),
         ("message", encode(calls.WorkerReady()), "sent a reply out of turn"),
     ],

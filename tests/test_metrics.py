@@ -16,6 +16,7 @@ from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttribut
 
 from rlhf_jax.monitoring import console as consoles
 from rlhf_jax.monitoring import metrics, phases
+from rlhf_jax.monitoring.parts import PhaseParts
 
 
 def row(step, **more):
@@ -154,6 +155,41 @@ def test_terminal_panel_shows_phase_and_time(monkeypatch):
     panel = console.export_text()
     assert "step 4 of 40" in panel and "0:03:05 left" in panel and "▁█" in panel
     assert "generation 3 s" in panel and "5 live rows  812.4 tokens per second" in panel
+
+
+def test_the_parts_of_a_phase_are_counted_as_they_are_finished():
+    class Pending:
+        done = False
+
+        def is_ready(self):
+            return self.done
+
+    console = screen(terminal=True)
+    progress = consoles.Progress(40, console=console)
+    waiting = Pending()
+    parts = PhaseParts(12, [jnp.zeros(()), jnp.ones(()), waiting])  # pyright: ignore
+    progress.update("training", parts)
+    console.print(progress._panel())
+    waiting.done = True
+    console.print(progress._panel())
+    progress.update("saving")
+    console.print(progress._panel())
+    shown = console.export_text()
+    assert shown.count("2 of 12") == 1 == shown.count("3 of 12"), "without another update"
+
+
+def test_the_program_that_compiles_is_named():
+    console = screen(terminal=True)
+    with phases.PhaseClock("training") as clock:
+        progress = consoles.Progress(40, console=console, program=clock.program)
+        progress.update("training")
+        name = {"fun_name": "jit(accumulate)"}
+        jax.monitoring.record_scalar(phases.COMPILATION, 1.0, **name)
+        console.print(progress._panel())
+        jax.monitoring.record_event_duration_secs(phases.COMPILATION, 1.5, **name)
+        console.print(progress._panel())
+    shown = console.export_text()
+    assert clock.program() == "" and shown.count("compiling accumulate") == 1
 
 
 def test_live_display_runs_and_leaves_the_lines(monkeypatch):

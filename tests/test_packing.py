@@ -17,6 +17,7 @@ from rlhf_jax.mesh import Layout, make_mesh, model_shardings, place_rows
 from rlhf_jax.model.transformer import init
 from rlhf_jax.training.batching import micro_batch
 from rlhf_jax.training.losses import token_mean_weights
+from rlhf_jax.training.policy_losses import LOSSES
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.training.update import critic_objective, policy_objective
 from rlhf_jax.types import Experience, Rollout
@@ -137,6 +138,8 @@ def add(one, other):
     [
         (None, "policy"),
         ((2, 2, 2), "top_k"),
+        (None, "gspo"),
+        pytest.param((2, 2, 2), "gspo", marks=pytest.mark.slow),
         *(
             pytest.param(shape, kind, marks=pytest.mark.slow)
             for shape in (None, (1, 4, 1), (2, 2, 2))
@@ -159,7 +162,8 @@ def test_loss_and_gradient_are_those_of_single_samples(tiny, shape, kind):
     gradient = jax.jit(jax.value_and_grad(objective, has_aux=True), static_argnums=2)
 
     def differentiate(experience, weights, layout, length_bucket):
-        settings = TrainingSettings(layout=layout, remat=False, chunk=16)
+        loss = LOSSES["gspo" if kind == "gspo" else "ppo"]
+        settings = TrainingSettings(layout=layout, remat=False, chunk=16, loss=loss)
         whole = model
         if layout.mesh is not None:
             whole = jax.device_put(model, model_shardings(model, layout))

@@ -105,7 +105,7 @@ def packed_zeros(at: Target) -> PackedBatch:
     line = jnp.zeros((shards, rows * slots), jnp.int32)
     samples = jnp.zeros((shards, rows, slots), jnp.int32)
     told = jnp.zeros((shards, rows * at.config.generation.max_new_tokens), jnp.int32)
-    return PackedBatch(line, line, samples, line, told, told, told == 0)
+    return PackedBatch(line, line, samples, line, told, told, told == 0, told)
 
 
 def micro_batch(at: Target) -> MicroBatch:
@@ -219,6 +219,23 @@ def test_predicted_memory_is_the_compilers(name):
 
 
 @needs_libtpu
+def test_without_remat_a_tpu_keeps_the_activations_that_are_foreseen():
+    """Of two layers, whose activations are then the most of what a gradient needs."""
+    at = target("grpo_llama31_8b:tpu")
+    short = dataclasses.replace(at.models.policy, num_layers=2)
+    at = at._replace(models=at.models._replace(policy=short))
+    foreseen = {}
+    for at.config.training.remat in ("on", "off"):
+        parts = memory.plan(*at)
+        training = sum(part.bytes for part in parts if part.stage == "training")
+        foreseen[at.config.training.remat] = by_name(parts)["policy, float32"] + training
+    assert foreseen["off"] > foreseen["on"] + 1e9
+    policy = weights(short, master(at.layout))
+    compiled = needed(gradient_program(at, policy, policy_objective))
+    assert_near(foreseen["off"], compiled, "two layers of the 8B without remat in training")
+
+
+@needs_libtpu
 def test_the_optimizers_step_is_taken_in_place():
     at = target("grpo_llama31_8b:tpu")
     policy = weights(at.models.policy, master(at.layout))
@@ -231,7 +248,7 @@ def test_the_optimizers_step_is_taken_in_place():
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
-def largest_collectives(text: str) -> tuple[int, int]:
+def largest_collectives(text: str, kinds: tuple[str, ...] = COLLECTIVES) -> tuple[int, int]:
     """Elements of the largest result of a collective: inside loops, and in the whole program."""
     bodies: dict[str, list[str]] = {}
     name = ""
@@ -259,7 +276,7 @@ def largest_collectives(text: str) -> tuple[int, int]:
     everywhere = [0]
     for name, lines in bodies.items():
         for line in lines:
-            operation = re.search(rf"= (.*?) (?:{'|'.join(COLLECTIVES)})(?:-start)?\(", line)
+            operation = re.search(rf"= (.*?) (?:{'|'.join(kinds)})(?:-start)?\(", line)
             for shape in re.findall(r"\w+\[([\d,]+)\]", operation[1]) if operation else ():
                 elements = int(np.prod([int(size) for size in shape.split(",")]))
                 everywhere.append(elements)
@@ -323,6 +340,11 @@ def test_no_collective_of_the_heads_size_stands_in_a_loop(program):
     print(f"{program.__name__}: {in_loops:,} in loops, {anywhere:,} anywhere, {head:,} of the head")
     assert in_loops < head <= anywhere
     if program is first_gradient_program:
+        text = compiled.as_text()
+        reduced = largest_collectives(text, ("all-reduce",))[1]
+        scattered = largest_collectives(text, ("reduce-scatter",))[1]
+        print(f"{reduced:,} reduced everywhere, {scattered:,} scattered")
+        assert reduced < head <= scattered
         held = meshes.bytes_per_device(policy, meshes.model_shardings(policy, at.layout))
         assert compiled.memory_analysis().output_size_in_bytes < 1.1 * held
 

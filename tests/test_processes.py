@@ -419,11 +419,7 @@ def test_one_process_is_alone():
         distributed.leads(),
         distributed.started(),
     ) == (1, 0, True, False)
-    assert (
-        distributed.gather("x") == ["x"]
-        and distributed.broadcast(1) == 1
-        and distributed.share([1, 2]) == [1, 2]
-    )
+    assert distributed.gather("x") == ["x"] and distributed.broadcast(1) == 1
     assert distributed.gather_results(lambda: 3) == [3] and distributed.run_on_leader(
         lambda: 3
     ) == 3 == distributed.run_on_all(lambda: 3)

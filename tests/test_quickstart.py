@@ -9,38 +9,65 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_jax.monitoring.report.run import read_run
+from rlhf_jax.monitoring.report.warnings import warnings
+
 ROOT = Path(__file__).resolve().parents[1]
 
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
-@pytest.mark.slow
-@pytest.mark.alone
-@pytest.mark.parametrize(
-    "name, gain, minutes",
-    [("quickstart", 0.25, 10), pytest.param("quickstart_ppo", 0.2, 10, marks=pytest.mark.long)],
-)
-def test_a_quickstart_raises_the_reward(name, gain, minutes, tmp_path, kernels_are_interpreted):
-    """The real command on the real model: held-out reward up in time, and the measure never trained
-    on up too.
-    """
-    if kernels_are_interpreted:
-        pytest.skip(
-            "a run that is held to minutes takes its own kernels: interpreted ones have no such"
-            " speed"
-        )
-    run = tmp_path / "run"
+
+def run(name: str, folder: Path, *changes: str) -> tuple[dict, dict, list[dict], float]:
+    """The first and last evaluation, the metrics and the minutes of the real command."""
     start = time.monotonic()
-    command = ["launch/train.py", "--config", f"configs/{name}.py", f"--config.workdir={run}"]
+    command = ["launch/train.py", "--config", f"configs/{name}.py", f"--config.workdir={folder}"]
     # not the tests' eight devices
-    alone = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    alone = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=alone, capture_output=True, text=True, check=False
+        [sys.executable, *command, *changes], cwd=ROOT, env=alone, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert time.monotonic() - start < 60 * minutes
-    evaluations = [
-        json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()
-    ]
-    before = evaluations[0]
-    after = evaluations[-1]
-    assert after["eval/reward"] >= before["eval/reward"] + gain
+    minutes = (time.monotonic() - start) / 60
+    texts = [(folder / f"{each}.jsonl").read_text() for each in ("evaluations", "metrics")]
+    evaluations, metrics = ([json.loads(line) for line in text.splitlines()] for text in texts)
+    for key, before in evaluations[0].items():
+        if key.startswith("eval/"):
+            print(f"{key} {before:.3f} {evaluations[-1][key]:.3f}")
+    return evaluations[0], evaluations[-1], metrics, minutes
+
+
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)]
+)
+def test_the_quickstart_makes_the_policy_better(seed, tmp_path, kernels_are_interpreted):
+    """By its reward, by a measure that it is never trained on, and to who reads the answers."""
+    if kernels_are_interpreted:
+        pytest.skip("a run that is held to minutes takes its own kernels: interpreted ones have no"
+                    " such speed")  # fmt: skip
+    before, after, metrics, minutes = run("quickstart", tmp_path, f"--config.seed={seed}")
+    assert after["eval/reward"] >= before["eval/reward"] + 0.2
+    assert after["eval/textblob"] >= before["eval/textblob"] + 0.05
+    assert after["eval/named"] >= 0.95 and after["eval/ended"] >= 0.85
+    assert after["eval/distinct_pairs"] >= 0.7 * before["eval/distinct_pairs"]
+    assert metrics[-1]["kl/response"] <= 8
+    assert warnings(read_run(tmp_path)) == []
+    assert minutes <= 6
+
+
+@pytest.mark.long
+def test_the_hacked_reward_is_told_in_the_report(tmp_path):
+    """KL, answers that are cut off and alike, and the measure that fell, while the reward rises."""
+    before, after, _, _ = run("quickstart_hacked", tmp_path)
+    assert after["eval/reward"] >= before["eval/reward"] + 0.25
+    told = "\n".join(warnings(read_run(tmp_path)))
+    print(told)
+    for fault in ("nats from the reference", "named fell", "are cut off", "begin with"):
+        assert fault in told
+
+
+@pytest.mark.long
+def test_the_quickstart_with_ppo_makes_the_policy_better(tmp_path):
+    before, after, _, minutes = run("quickstart_ppo", tmp_path)
+    assert after["eval/reward"] >= before["eval/reward"] + 0.15
     assert after["eval/textblob"] > before["eval/textblob"]
+    assert minutes <= 10

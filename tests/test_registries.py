@@ -18,7 +18,6 @@ import toys
 from test_generation import assert_equal
 from test_report import ADAPTIVE, CONFIG, page, played, row
 
-from rlhf_jax.build.run import open_scorer
 from rlhf_jax.config import default, derived, objectives
 from rlhf_jax.config.validation import validate
 from rlhf_jax.generation.engine import generate
@@ -164,7 +163,8 @@ def test_the_source_scores_responses_of_a_config(registered, tmp_path):
     validate(config, num_devices=1)
     assert derived.term_names(config) == ["length"]
     with contextlib.ExitStack() as stack:
-        score = open_scorer(config, config.reward.functions[0], stack, lambda: None)
+        spec = config.reward.functions[0]
+        score = stack.enter_context(sources.source_of(spec).open(spec, config, lambda: None))
         scores = score([Response("", [], {}, text) for text in ("abc", "", "a")])
     np.testing.assert_array_equal(scores.values, [0, np.nan, -2])
     assert scores.failures == {1: "is empty"}
@@ -222,7 +222,7 @@ def test_curves_are_called_what_the_objective_calls_them(tmp_path):
     names = {"kl/mean": "distance <b>", "reward/mean": "luck", "gradient/norm": "push"}
     objective = json.dumps({"title": "guessing", "names": names})
     metrics.open_run(tmp_path, json.dumps(CONFIG), objective=objective).close()
-    seen = page(tmp_path, [row(step, **{"gradient/norm": 1.0}) for step in range(3)])
+    seen = page(tmp_path, [row(step, **{"gradient/norm": float(step)}) for step in range(3)])
     assert seen.charts()[:3] == ["Luck", "Distance <b>", "Response length"]
     assert "push" in seen.charts() and "gradient/norm" not in seen.charts()
     assert "algorithm guessing" in seen.text and "PPO" not in seen.text

@@ -286,12 +286,11 @@ def test_several_epochs_of_minibatches_improve_both_losses(small):
 
     before = losses(state)
     heard = []
-    state, metrics = update(
-        state, experience, optimizers, MANY, KL_WEIGHT, observe=lambda: heard.append(len(heard))
-    )
+    state, metrics = update(state, experience, optimizers, MANY, KL_WEIGHT, observe=heard.append)
     assert all(new < old for new, old in zip(losses(state), before, strict=True))
     assert int(state.step) == 1 and metrics["ratio/max"] > 1.0
-    assert heard == [0, 1, 2, 3] and metrics["training/minibatches_done"] == 4
+    assert len(heard) == 4 == metrics["training/minibatches_done"]
+    assert all(parts.done == parts.of > 0 and parts.of % 2 == 0 for parts in heard)
 
 
 def test_the_critics_update_is_its_own(small):
@@ -308,6 +307,20 @@ def test_the_critics_update_is_its_own(small):
     jax.tree.map(
         np.testing.assert_array_equal, jax.tree.map(jnp.subtract, critic, state.critic), moved
     )
+
+
+def test_the_critic_may_learn_alone_at_first(small):
+    model = init(jax.random.key(0), small)
+    critic = random_critic(small)
+    experience = random_experience(model, critic)
+    config = dataclasses.replace(CONFIG, critic_steps_alone=1)
+    state, optimizers = new_state(model, SGD, critic)
+    before = jax.tree.map(np.asarray, state.policy)
+    state, metrics = update(state, experience, optimizers, config)
+    jax.tree.map(np.testing.assert_array_equal, state.policy, before)
+    assert metrics["critic/gradient_norm"] > 0 == metrics["loss/policy"]
+    state, metrics = update(state, experience, optimizers, config)
+    assert metrics["loss/policy"] != 0 and float(jnp.abs(state.policy.embed - before.embed).max())
 
 
 def test_the_entropy_bonus_raises_the_entropy(small):

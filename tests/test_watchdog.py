@@ -31,6 +31,22 @@ def test_a_silence_is_told_at_doubling_intervals_and_its_end():
     ]
 
 
+def test_a_compilation_is_no_standstill(tmp_path):
+    seen, said = look(Seen(Beat("training", 0.0), 300.0), Beat("training", 0.0), 400.0, 300.0, "up")
+    assert said == ["training waits for up to compile, for 6 min 40 s so far."] and seen.due == 600
+    said = queue.Queue()
+    stacks = tmp_path / "standstill.txt"
+    program = ["update"]
+    with Watchdog(0.05, said.put, program=lambda: program[0], stacks=stacks) as watchdog:
+        watchdog.beat("training")
+        assert "waits for update to compile" in said.get(timeout=5) and not stacks.exists()
+        program[0] = ""
+        sentences = iter(lambda: said.get(timeout=5), None)
+        told = next(text for text in sentences if "threads" in text)
+    assert told == f"Where its threads are is in {stacks}."
+    assert "test_a_compilation_is_no_standstill" in stacks.read_text()
+
+
 def test_a_phase_that_beats_in_time_is_not_spoken_of():
     assert story([(at, "compiling") for at in range(0, 2000, 299)], until=2000) == []
 

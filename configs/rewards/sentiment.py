@@ -14,6 +14,8 @@ import re
 from textblob.en import polarity
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
+ENOUGH = 0.8
+
 
 def vader(prompt: str, response: str, row: dict) -> float:
     """VADER's compound score (Hutto and Gilbert 2014) of the first sentence, (compound + 1) / 2;
@@ -22,6 +24,11 @@ def vader(prompt: str, response: str, row: dict) -> float:
     del prompt, row
     sentence = first_sentence(response)
     return (_vader().polarity_scores(sentence)["compound"] + 1) / 2 if sentence else 0.0
+
+
+def kind(prompt: str, response: str, row: dict) -> float:
+    """`vader` up to ENOUGH, as a share of it: who is kind enough earns no more by gushing."""
+    return min(vader(prompt, response, row), ENOUGH) / ENOUGH
 
 
 def textblob_polarity(prompt: str, response: str, row: dict) -> float:

@@ -3,14 +3,14 @@ median of the others of its prompt.
 
     python docs/examples/new_estimator.py
 
-A config file that imports this one may name it: config.advantage.estimator = "leave_one_out_median"
+A config names it: config.advantage.estimator = "docs/examples/new_estimator.py:ESTIMATOR"
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax.training.advantages import Estimator, EstimatorConfig, of_samples, register
+from rlhf_jax.training.advantages import Estimator, EstimatorConfig, of_samples
 from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
 
 
@@ -22,13 +22,13 @@ def leave_one_out_median(rewards: jax.Array, samples_per_prompt: int) -> jax.Arr
     return (groups - medians).reshape(-1)
 
 
-register(Estimator("leave_one_out_median", of_samples(leave_one_out_median), compares_group=True))
+ESTIMATOR = Estimator("leave_one_out_median", of_samples(leave_one_out_median), compares_group=True)
 
 if __name__ == "__main__":
     rewards = np.array([0, 1, 1, 5], np.float32)  # of four samples of one prompt
     mask = np.ones((4, 3), bool)  # three tokens each, all of the response
     logprobs = np.zeros((4, 3), np.float32)  # those of the reference, so there is no KL penalty
-    config = AdvantageConfig("leave_one_out_median", EstimatorConfig(samples_per_prompt=4))
+    config = AdvantageConfig(f"{__file__}:ESTIMATOR", EstimatorConfig(samples_per_prompt=4))
     _, advantages, _, _ = compute_advantages(
         rewards, np.ones(4, bool), mask, logprobs, logprobs, None, np.float32(0), config
     )

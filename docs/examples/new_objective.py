@@ -1,12 +1,11 @@
-"""Add an objective, online DPO: python docs/examples/new_objective.py --config FILE.py ..."""
+"""Add an objective, online DPO: --config.objective=docs/examples/new_objective.py:OnlineDpo"""
 
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax import as_rollout, register_objective, rlhf, trainer
+from rlhf_jax import as_rollout, rlhf
 from rlhf_jax.inference.logprobs import token_logprobs
 from rlhf_jax.objectives.reward import RewardObjective
 from rlhf_jax.state import decoding_models
@@ -33,7 +32,3 @@ class OnlineDpo(RewardObjective):
         rewards = rolled.rewards.reshape(-1, run.generation.samples_per_prompt)
         (value, kl), slope = loss(state.train.policy, run.frozen.reference, rows, rewards)
         return rlhf.apply_gradient(state, run, rolled, slope, {"loss/policy": value, "kl/mean": kl})
-
-
-register_objective("dpo", OnlineDpo())
-sys.exit(trainer.main([sys.argv[0], "--config.objective=dpo", *sys.argv[1:]]))

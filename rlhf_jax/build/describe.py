@@ -7,7 +7,9 @@ import jax
 from rlhf_jax import mesh as meshes
 from rlhf_jax.build.models import weight_shapes
 from rlhf_jax.build.opened import Opened
+from rlhf_jax.build.planned import Planned
 from rlhf_jax.config import memory
+from rlhf_jax.config.schema import Config
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.model.weights.source import digest
 from rlhf_jax.monitoring import console
@@ -28,9 +30,6 @@ def print_setup(opened: Opened) -> None:
     if not distributed.leads():
         return
 
-    generation = config.generation
-    samples = generation.prompts_per_step * generation.samples_per_prompt
-    tokens = samples * generation.max_new_tokens
     model = f"{policy.config.num_layers} layers of {policy.config.width}"
     sizes = ", ".join(f"{name} {size}" for name, size in shape.items())
     weights = weight_shapes(policy.config, layout.dtype)
@@ -45,10 +44,8 @@ def print_setup(opened: Opened) -> None:
     rows.append(("prompts", _prompts_line(opened.prompts, config.data.train)))
     if opened.held_out:
         rows.append(("held out", _prompts_line(opened.held_out, config.data.eval)))
-    step = f"{samples} samples, up to {tokens:,} tokens, {generation.strategy}"
     rows += [
-        ("a step", step),
-        ("all steps", f"up to {config.steps * tokens:,} tokens"),
+        *_work_rows(config),
         ("workdir", config.workdir),
         *(("not split", line) for line in meshes.unsplit(weights, layout)),
         ("kernels", _kernels_lines(opened.kernel_reasons)),
@@ -57,6 +54,35 @@ def print_setup(opened: Opened) -> None:
     ]
     title = opened.objective.title(config)
     console.describe(f"rlhf_jax: {title}, {config.steps} steps", rows)
+
+
+def print_plan(config: Config, planned: Planned) -> None:
+    """Print what a run would use on devices that need not be here."""
+    shape = planned.layout.mesh and dict(planned.layout.mesh.shape)
+    policy = planned.models.policy
+    sizes = ", ".join(f"{name} {size}" for name, size in (shape or {}).items())
+    model = f"{policy.num_layers} layers of {policy.width}, {planned.layout.dtype.name}"
+    weights = weight_shapes(policy, planned.layout.dtype)
+    rows = [
+        ("model", f"{config.model.path} ({model})"),
+        ("devices", f"{planned.hardware} ({sizes})"),
+        *_work_rows(config),
+        *(("not split", line) for line in meshes.unsplit(weights, planned.layout)),
+        ("remat", f"{'on' if planned.remat else 'off'}: {planned.remat_reason}"),
+        ("memory", "\n".join(memory.table(planned.parts))),
+    ]
+    console.describe(f"rlhf_jax: a plan of {config.steps} steps", rows)
+
+
+def _work_rows(config: Config) -> list[tuple[str, str]]:
+    """Say how much a step and all steps generate."""
+    generation = config.generation
+    samples = generation.prompts_per_step * generation.samples_per_prompt
+    tokens = samples * generation.max_new_tokens
+    return [
+        ("a step", f"{samples} samples, up to {tokens:,} tokens, {generation.strategy}"),
+        ("all steps", f"up to {config.steps * tokens:,} tokens"),
+    ]
 
 
 def _kernels_lines(reasons: dict[str, str]) -> str:

@@ -44,15 +44,23 @@ def make_optimizers(opened: Opened) -> Optimizers:
         return Optimizers(policy=optax.identity())
     training = opened.config.training
     critic = opened.config.critic
+    of_update = training.epochs * training.minibatches
     make = functools.partial(
-        make_optimizer, max_grad_norm=training.max_grad_norm, weight_decay=training.weight_decay
+        make_optimizer,
+        schedule=training.schedule,
+        max_grad_norm=training.max_grad_norm,
+        weight_decay=training.weight_decay,
     )
-    return Optimizers(
-        policy=make(training.learning_rate, warmup_steps=training.warmup_steps),
-        critic=make(critic.learning_rate, warmup_steps=critic.warmup_steps)
-        if opened.critic
-        else None,
+    steps = opened.config.steps * of_update
+    policy = make(
+        training.learning_rate,
+        warmup_steps=training.warmup_steps,
+        steps=steps - critic.steps_alone * of_update,
     )
+    if opened.critic is None:
+        return Optimizers(policy)
+    own = make(critic.learning_rate, warmup_steps=critic.warmup_steps, steps=steps)
+    return Optimizers(policy, own)
 
 
 def student_optimizer(opened: Opened) -> optax.GradientTransformation | None:

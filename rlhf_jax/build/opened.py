@@ -19,11 +19,13 @@ from rlhf_jax.config import derived, memory, validation
 from rlhf_jax.config.identity import binding_settings
 from rlhf_jax.config.objectives import Objective, objective_of
 from rlhf_jax.config.schema import Config
-from rlhf_jax.data.prompts import Prompts, read, tokenize
+from rlhf_jax.data.prompts import Prompts, tokenize
+from rlhf_jax.data.rows import is_remote, read
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model import kernels as mesh_kernels
 from rlhf_jax.model.weights.source import Source, digest, open_source
 from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime.files import find
 from rlhf_jax.training.advantages import ESTIMATORS
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.types import ModelConfig, ModelConfigs
@@ -86,6 +88,7 @@ def prepare(config: Config) -> Opened:
     if config.deterministic:  # one order of a GPU's sums: read when the first device is asked for
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = flags + " --xla_gpu_deterministic_ops=true"
+    derived.register_own(config)
     validation.validate(config, meshes.count_devices(), distributed.count())
     objective = objective_of(config)
     policy = open_source(config.model.path)
@@ -96,11 +99,6 @@ def prepare(config: Config) -> Opened:
         critic = open_source(config.critic.path) if config.critic.path else policy
     rewards = tuple(open_source(path) for path in config.reward.models)
 
-    def prompts_of(path: str) -> Prompts:
-        data = config.data
-        rows = read(path, data.prompt_key)
-        return tokenize(rows, policy.tokenizer, data.system, data.max_prompt_tokens)
-
     opened = Opened(
         config=config,
         objective=objective,
@@ -108,8 +106,8 @@ def prepare(config: Config) -> Opened:
         drafter=drafter,
         critic=critic,
         rewards=rewards,
-        prompts=prompts_of(config.data.train),
-        held_out=prompts_of(config.data.eval) if config.evaluation.every else None,
+        prompts=_read_prompts(config, policy, "train"),
+        held_out=_read_prompts(config, policy, "eval") if config.evaluation.every else None,
         layouts=StageLayouts(Layout(), Layout(), Layout()),
         kernel_reasons={},
         remat=True,
@@ -122,6 +120,26 @@ def prepare(config: Config) -> Opened:
     remat, reason = memory.settle_remat(config, opened.models, layouts.training, limit)
     return dataclasses.replace(
         opened, layouts=layouts, kernel_reasons=reasons, remat=remat, remat_reason=reason
+    )
+
+
+def _read_prompts(config: Config, policy: Source, key: str) -> Prompts:
+    """Read the prompts that `data.train` or `data.eval` names, as the policy's tokens."""
+    data = config.data
+    rows = read(
+        data[key] if is_remote(data[key]) else find(data[key]),
+        data.prompt_key,
+        configuration=data.configuration,
+        split=data[f"{key}_split"],
+        columns=data.columns.to_dict(),
+    )
+    return tokenize(
+        rows,
+        policy.tokenizer,
+        data.system,
+        data.max_prompt_tokens,
+        raw=data.raw,
+        template_arguments=data.template_arguments.to_dict(),
     )
 
 

@@ -11,11 +11,10 @@ from rlhf_jax.build import settings
 from rlhf_jax.build.models import frozen_models, load, make_optimizers
 from rlhf_jax.build.opened import Opened
 from rlhf_jax.config import derived
-from rlhf_jax.config.schema import Config
 from rlhf_jax.data.batches import PromptStream
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.inference.scoring import ScoringSettings
-from rlhf_jax.rewards.combination import Scorer, Term, weighted
+from rlhf_jax.rewards.combination import EagerScorer, Scorer, Term, weighted
 from rlhf_jax.rewards.models import RewardModel, model_scorer
 from rlhf_jax.rewards.samples import Rewards
 from rlhf_jax.rewards.sharing import shared_out
@@ -46,7 +45,8 @@ def make_run(
             "reward": lambda responses: rewards.function(responses, {})[0]
         }
         for name, spec in config.reward.metrics.items():
-            measures[name] = open_scorer(config, spec, stack, alive)
+            scorer = source_of(spec).open(spec, config, alive)
+            measures[name] = shared_out(stack.enter_context(scorer))
         asked = config.evaluation
         evaluation = EvaluationSettings(
             prompts=opened.held_out,
@@ -90,20 +90,15 @@ def _rewards(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], No
         )
         for name, source in zip(names[len(reward.functions) :], opened.rewards, strict=True)
     }
-    functions = [open_scorer(config, spec, stack, alive) for spec in reward.functions]
-    scorers = [*functions, *(model_scorer(model, layout) for model in models.values())]
+    functions = [
+        stack.enter_context(source_of(spec).open(spec, config, alive)) for spec in reward.functions
+    ]
+    by_name = dict(zip(names, functions, strict=False))
+    eager = {name: own for name, own in by_name.items() if isinstance(own, EagerScorer)}
+    read = [model_scorer(model, layout) for model in models.values()]
+    scorers = [*map(shared_out, functions), *read]
     weights = map(float, reward.weights or (1.0,) * len(scorers))
     terms = [Term(*term) for term in zip(names, weights, scorers, strict=True)]
     function = functools.partial(weighted, terms)
     clip = functools.partial(penalise_and_clip, config=AdvantageConfig.from_config(config))
-    return Rewards(function, opened.policy.tokenizer, clip, models, config.reward.failed)
-
-
-def open_scorer(
-    config: Config, spec: str, stack: contextlib.ExitStack, alive: Callable[[], None]
-) -> Scorer:
-    """Open what a spec names, such as a reward function in worker processes; the stack closes it.
-
-    Each process of the run has it score a share of the responses.
-    """
-    return shared_out(stack.enter_context(source_of(spec).open(spec, config, alive)))
+    return Rewards(function, opened.policy.tokenizer, clip, models, eager, reward.failed)

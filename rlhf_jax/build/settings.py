@@ -81,7 +81,10 @@ def generation_settings(opened: Opened, stack: contextlib.ExitStack) -> Generati
 def _decoding(opened: Opened) -> GenerationConfig:
     """Settle what one call of `generate` does."""
     strategies = derived.strategies(opened.config).strategies
-    return GenerationConfig.from_config(opened.config, strategies, opened.policy.stop_tokens)
+    policy = opened.policy
+    return GenerationConfig.from_config(
+        opened.config, strategies, policy.stop_tokens, policy.tokenizer.decode
+    )
 
 
 def distillation(opened: Opened, remat: bool) -> Distillation | None:

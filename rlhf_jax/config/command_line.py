@@ -7,31 +7,59 @@ import operator
 import pathlib
 import re
 import runpy
+from typing import Any
+from typing import cast as typed
 
 from absl import flags
 from ml_collections import config_flags
 
-from rlhf_jax.config.schema import Config, default, keys
+from rlhf_jax.config.schema import Config, default, flat, keys
 from rlhf_jax.runtime.distributed import Place
+from rlhf_jax.runtime.extensions import is_of_file
+from rlhf_jax.runtime.files import SHIPPED, find
 
 # What a key that was renamed is called now.
 RENAMED = {
     "generation.rows": "generation.max_rows",
     "generation.fewest_rows": "generation.min_rows",
 }
-USAGE = "python launch/train.py --config FILE[:ARGUMENT] --config.any.key=value"
+USAGE = "rlhf-jax train CONFIG[:ARGUMENT] --config.any.key=value"
+# What a run without a config must be told, and other short flags, by the key that each sets.
+NAMED_FLAGS = {
+    "--model": "model.path",
+    "--prompts": "data.train",
+    "--reward": "reward.functions",
+    "--profile": "profile",
+}
+# Keys whose values are paths or lists of such, beside those of FILE.py:NAME.
+PATH_KEYS = (
+    "model.path",
+    "drafter.path",
+    "critic.path",
+    "data.train",
+    "data.eval",
+    "reward.functions",
+    "reward.models",
+)
 PLACE_FLAGS = ("--coordinator", "--processes", "--process")
 
 
 def read(argv: list[str]) -> Config:
-    """Return the config of `--config FILE[:ARGUMENT] --config.any.key=value ...`.
+    """Return the config of `[--config] CONFIG --config.any.key=value ...`.
 
-    argv[0] is the program's name. Raises ValueError or FileNotFoundError in one sentence: no file,
-    a file that fails, an unknown key or a value of another type. Whether the values make sense is
-    the question of `validation.validate`.
+    argv[0] is the program's name. CONFIG is what `load` takes; with `--model` it may be left out.
+    `--model DIR`, `--prompts FILE` and `--reward FILE.py:function` set what each run must name.
+    Raises ValueError or FileNotFoundError in one sentence: no file, a file that fails, an unknown
+    key or a value of another type. Whether the values make sense is the question of
+    `validation.validate`.
     """
-    path, overrides = _split(argv[1:])
-    config = load(path)
+    spec, named, overrides = _split(argv[1:])
+    if not spec and "--model" not in named:
+        raise ValueError(f"No config is named (usage: {USAGE}).")
+    config = load(spec) if spec else default()
+    for flag, value in named.items():
+        given = f"({value!r},)" if flag == "--reward" else value
+        _override(config, f"--config.{NAMED_FLAGS[flag]}={given}")
     for argument in overrides:
         _override(config, argument)
     return config
@@ -72,18 +100,24 @@ def place(argv: list[str]) -> tuple[Place, list[str]]:
 def load(spec: str) -> Config:
     """Return the locked config that get_config() of the Python file FILE returns.
 
-    Of FILE:ARGUMENT it is get_config(ARGUMENT). Raises ValueError or FileNotFoundError in one
-    sentence where the file is missing, fails or returns other keys.
+    Of FILE:ARGUMENT it is get_config(ARGUMENT). A name without .py is of a config that comes with
+    the package. Files that the config names and that are not in the current folder are those
+    beside it. Raises ValueError or FileNotFoundError in one sentence where the file is missing,
+    fails or returns other keys.
     """
-    path, colon, word = spec.rpartition(":")
-    argument = (word,)
-    if not colon or not path.endswith(".py"):
-        path = spec
-        argument = ()
-    if not pathlib.Path(path).is_file():
-        raise FileNotFoundError(f"There is no config file {path} (usage: {USAGE}).")
+    name, colon, word = spec.rpartition(":")
+    if not colon or spec.endswith(".py"):
+        name = spec
+        word = ""
+    path = find(name if name.endswith(".py") else f"configs/{name}.py")
+    if not path.is_file():
+        shipped = sorted(each.stem for each in (SHIPPED / "configs").glob("*.py"))
+        raise FileNotFoundError(
+            f"There is no config file {name} (usage: {USAGE}); by name there are"
+            f" {', '.join(shipped)}."
+        )
     try:
-        config = runpy.run_path(path)["get_config"](*argument)
+        config = runpy.run_path(str(path))["get_config"](*([word] if word else []))
     except Exception as error:  # a config file is Python and may raise anything
         lines = str(error).strip().splitlines() or ["no message"]
         reason = lines[0].rstrip(".")
@@ -93,19 +127,52 @@ def load(spec: str) -> Config:
             f"Config {spec}: get_config() must return rlhf_jax.config.default() with other values"
             " and no other keys."
         )
+    _look_beside(config, path.resolve().parent)
     config.lock()
     return config
 
 
-def _split(arguments: list[str]) -> tuple[str, list[str]]:
-    """Return the config's path, from `--config FILE` or `--config=FILE`, and other arguments."""
-    for place, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name in ("--config", "-config") and equals:
-            return value, arguments[:place] + arguments[place + 1 :]
-        if name in ("--config", "-config") and place + 1 < len(arguments):
-            return arguments[place + 1], arguments[:place] + arguments[place + 2 :]
-    raise ValueError(f"No config file is named (usage: {USAGE}).")
+def _look_beside(config: Config, folder: pathlib.Path) -> None:
+    """Put the paths of files beside the config in place of names that are not here."""
+
+    def located(name: str) -> str:
+        file, colon, function = name.partition(".py:")
+        path = file + colon.removesuffix(":")
+        if not name or find(path).exists() or not (folder / path).exists():
+            return name
+        return f"{folder / path}{':' * bool(colon)}{function}"
+
+    found = {}
+    for name, value in flat(config).items():
+        several = value if isinstance(value, (tuple, list)) else (value,)
+        if name in PATH_KEYS or any(isinstance(one, str) and is_of_file(one) for one in several):
+            found[name] = located(value) if isinstance(value, str) else tuple(map(located, value))
+    config.update_from_flattened_dict(found)
+    for name, spec in config.reward.metrics.items():
+        config.reward.metrics[name] = located(spec)
+
+
+def _split(arguments: list[str]) -> tuple[str, dict[str, str], list[str]]:
+    """Return the config's name, '' without one, the flags of NAMED_FLAGS, and other arguments."""
+    spec = ""
+    named = {}
+    rest = []
+    words = iter(arguments)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag in ("--config", "-config") or flag in NAMED_FLAGS:
+            value = value if equals else next(words, "")
+            if not value:
+                raise ValueError(f"{flag} wants a value (usage: {USAGE}).")
+            if flag in NAMED_FLAGS:
+                named[flag] = value
+            else:
+                spec = value
+        elif not word.startswith("-") and not spec:
+            spec = word
+        else:
+            rest.append(word)
+    return spec, named, rest
 
 
 def _override(config: Config, argument: str) -> None:
@@ -123,7 +190,8 @@ def _override(config: Config, argument: str) -> None:
         hint = f"did you mean {near[0]!r}?" if near else "rlhf_jax/config/schema.py lists them all."
         raise ValueError(f"There is no config key {name!r}; {hint}")
     values = flags.FlagValues()
-    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=[argument])
+    own = typed(Any, config)  # a ConfigDict
+    config_flags.DEFINE_config_dict("config", own, flag_values=values, sys_argv=[argument])
     try:
         values(["", argument])
     except (flags.Error, TypeError, ValueError) as error:

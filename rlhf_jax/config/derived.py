@@ -7,11 +7,23 @@ import pathlib
 from rlhf_jax.config.objectives import objective_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.generation.speculative.protocol import DRAFTERS, Drafter, drafters_of
+from rlhf_jax.generation.speculative.protocol import register as register_drafter
 from rlhf_jax.generation.strategy import candidates
 from rlhf_jax.generation.strategy.candidates import Candidates
+from rlhf_jax.model.families import register as register_family
 from rlhf_jax.rewards.sources import source_of
+from rlhf_jax.runtime.extensions import load_named
 
 ADAPTIVE = "adaptive"
+
+
+def register_own(config: Config) -> None:
+    """Register the drafters and families that a config names by FILE.py:NAME; again is no harm."""
+    for spec in config.generation.drafters:
+        found = load_named(spec, "generation.drafters")
+        register_drafter(found() if isinstance(found, type) else found)
+    for spec in config.model.families:
+        register_family(load_named(spec, "model.families"))
 
 
 def adaptive(config: Config) -> bool:

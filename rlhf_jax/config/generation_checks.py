@@ -26,6 +26,10 @@ def check_generation(config: Config) -> None:
         f" truncation than a top_k of up to {MOST_SAMPLED} is for evaluation: training"
         " renormalises.",
     )
+    require(
+        all(isinstance(string, str) and string for string in generation.stop_strings),
+        f"generation.stop_strings is {generation.stop_strings}; it must hold texts, none empty.",
+    )
     require_one_of(config, "generation.acceptance", ACCEPTANCE)
 
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_jax.config.schema import Config, flat
+from rlhf_jax.runtime.extensions import code_digest, is_of_file
 
 # What may change between a checkpoint and the run that goes on from it: keys, or how they begin.
 FREE_KEYS = (
     "workdir",
     "steps",
     "dry_run",
+    "profile",
+    "sinks",
     "watchdog_seconds",
     "compilation_cache",
     "checkpoint.",
     "mesh.",
     "kernels.",
     "reward.workers",
+    "reward.concurrency",
     "reward.seconds",
     "generation.max_rows",
     "generation.min_rows",
@@ -28,5 +32,12 @@ FREE_KEYS = (
 
 
 def binding_settings(config: Config) -> dict[str, Any]:
-    """Return the values that make a run what it is, by dotted key."""
-    return {key: value for key, value in flat(config).items() if not key.startswith(FREE_KEYS)}
+    """Return the values that make a run what it is, by dotted key, and its own code by digest."""
+    values = flat(config)
+    binding = {key: value for key, value in values.items() if not key.startswith(FREE_KEYS)}
+    for value in values.values():
+        several = value.values() if isinstance(value, dict) else value
+        specs = several if isinstance(value, (dict, list, tuple)) else [value]
+        own = [spec for spec in specs if isinstance(spec, str) and is_of_file(spec)]
+        binding |= {f"the code of {spec}": code_digest(spec) for spec in own}
+    return binding

@@ -139,11 +139,12 @@ def table(parts: list[Part]) -> list[str]:
 
     They are the parts that matter, each stage with what is always there, and the peak.
     """
+    stage, needed = peak(parts)
+    unit, letter = (GIGA, "G") if needed >= GIGA else (1e6, "M")
 
     def line(size: int, stage: str, name: str) -> str:
-        return f"{size / GIGA:8.2f} GB  {stage:10}  {name}"
+        return f"{size / unit:8.2f} {letter}B  {stage:10}  {name}"
 
-    stage, needed = peak(parts)
     shown = [part for part in parts if part.bytes >= SMALL * needed]
     lines = [line(part.bytes, part.stage, part.name) for part in shown]
     sums = [line(total(parts, name), name, "in all") for name in STAGE_NAMES]

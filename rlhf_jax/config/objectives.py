@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from rlhf_jax.config.schema import Config
+from rlhf_jax.runtime.extensions import Table, load_named
 
 
 class Objective(Protocol):
@@ -34,6 +34,10 @@ class Objective(Protocol):
         """Make the `TrainState` before the first step from what is opened (`build.Opened`)."""
         ...
 
+    def compile_step(self, state: Any, run: Any) -> None:
+        """Compile what a step will need, beside the first evaluation; it may do nothing."""
+        ...
+
     def step(self, state: Any, run: Any, observe: Any) -> tuple[Any, Any]:
         """Take one step: (`RunState`, `Run`, `Observer`) to (`RunState`, `StepReport`)."""
         ...
@@ -46,11 +50,21 @@ class Objective(Protocol):
         ...
 
 
-# By name: an objective, or where its class is, so that only what runs is imported.
-OBJECTIVES: dict[str, Objective | str] = {
-    "reward": "rlhf_jax.objectives.reward:RewardObjective",
-    "distill": "rlhf_jax.objectives.distillation:DistillationObjective",
-}
+def _no_objective(found: object) -> str:
+    """Say why an object of a file is none."""
+    lacking = [name for name in ("title", "validate", "step") if not hasattr(found, name)]
+    return f"is no objective: it has no {lacking[0]}" if lacking else ""
+
+
+# By name: an objective, its class, or where that is, so that only what runs is imported.
+OBJECTIVES: Table[Objective | type[Objective] | str] = Table(
+    "objective",
+    _no_objective,
+    {
+        "reward": "rlhf_jax.objectives.reward:RewardObjective",
+        "distill": "rlhf_jax.objectives.distillation:DistillationObjective",
+    },
+)
 
 
 def register(name: str, objective: Objective) -> None:
@@ -61,7 +75,6 @@ def register(name: str, objective: Objective) -> None:
 def objective_of(config: Config) -> Objective:
     """Return the objective that a config names; KeyError where it is not registered."""
     entry = OBJECTIVES[config.objective]
-    if not isinstance(entry, str):
-        return entry
-    module, _, name = entry.partition(":")
-    return getattr(importlib.import_module(module), name)()
+    if isinstance(entry, str):
+        entry = load_named(entry, "objective")
+    return entry() if isinstance(entry, type) else entry

@@ -4,24 +4,42 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ml_collections import ConfigDict
-
 if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Iterable, Iterator, Mapping
 
-    class Config(ConfigDict):
-        """Say to type checkers that a ConfigDict's keys, which they cannot know, have any value."""
+    class Config:
+        """Say to type checkers what of a ConfigDict is used; its keys have any value."""
 
+        def __init__(self, values: Mapping[str, Any] = ..., /) -> None: ...
         def __getattr__(self, attribute: str) -> Any: ...
+        def __setattr__(self, attribute: str, value: Any) -> None: ...
         def __getitem__(self, key: str) -> Any: ...
+        def __setitem__(self, key: str, value: Any) -> None: ...
+        def __iter__(self) -> Iterator[str]: ...
+        def __len__(self) -> int: ...
+        def __contains__(self, key: str) -> bool: ...
+        def items(self) -> Iterable[tuple[str, Any]]: ...
+        def values(self) -> Iterable[Any]: ...
+        def update(self, *other: Any, **values: Any) -> None: ...
+        def update_from_flattened_dict(self, values: Mapping[str, Any]) -> None: ...
+        def to_dict(self) -> dict[str, Any]: ...
+        def to_json_best_effort(self) -> str: ...
+        def lock(self) -> None: ...
+        def unlocked(self) -> contextlib.AbstractContextManager[None]: ...
+
+        @property
+        def is_locked(self) -> bool: ...
 
 else:
-    Config = ConfigDict
+    from ml_collections import ConfigDict as Config
 
 # A key's comment says what its value is, with the unit where it is a quantity.
 DEFAULTS: dict[str, Any] = {
     # the folder of the whole run: metrics, samples, checkpoints and the trained policy
     "workdir": "runs/default",
-    # 'reward': the policy learns to earn it; or 'distill': a student learns to draft for the policy
+    # 'reward': the policy learns to earn it; 'distill': a student learns to draft for the policy;
+    # or FILE.py:NAME
     "objective": "reward",
     # how many times the policy is rolled out and updated
     "steps": 100,
@@ -31,11 +49,18 @@ DEFAULTS: dict[str, Any] = {
     "deterministic": False,
     # say what the run would need, and stop
     "dry_run": False,
+    # steps of which a profile is written to WORKDIR/profile, as in '5:7'; '' for none
+    "profile": "",
+    # where numbers go besides metrics.jsonl and TensorBoard: wandb, mlflow, trackio, FILE.py:NAME;
+    # they hear of a step when its checkpoint is on disk
+    "sinks": (),
     # seconds after which a phase that stands still is named; 0 for never
     "watchdog_seconds": 300,
     "model": {
         # Hugging Face folder, .gguf file, or hub name org/name
         "path": "",
+        # families of models of one's own, each FILE.py:NAME
+        "families": (),
         # of matrix products; 'auto' is bfloat16 on accelerators and float32 on CPU
         "compute_dtype": "auto",
     },
@@ -60,25 +85,40 @@ DEFAULTS: dict[str, Any] = {
         "learning_rate": 1e-5,
         # optimizer steps in which the rate rises linearly
         "warmup_steps": 0,
+        # updates of the critic alone, before the policy's first
+        "steps_alone": 0,
         # a value moves at most so far from what it was before the update
         "clip": 0.2,
     },
     "data": {
-        # .jsonl or .parquet file of the prompts to train on
+        # the prompts to train on: a .jsonl or .parquet file or its URL (gs://, s3://), or a folder
+        # or hub name org/name of a data set
         "train": "",
-        # file of held-out prompts, '' for none
+        # held-out prompts, given alike; '' for none
         "eval": "",
+        # of a data set, '' for the only one
+        "configuration": "",
+        # of the data set to train on
+        "train_split": "train",
+        # of the data set that is held out
+        "eval_split": "test",
+        # old name -> new name of columns, such as {"answer": "solution"}
+        "columns": {},
         # the field that holds a string or chat messages
         "prompt_key": "prompt",
         # system prompt before every prompt, '' for none
         "system": "",
+        # a prompt that is a string goes to the policy as it is, without the chat template
+        "raw": False,
+        # name -> value that the chat template is given, such as {"enable_thinking": False}
+        "template_arguments": {},
         # tokens; longer prompts are dropped and counted
         "max_prompt_tokens": 256,
     },
     # A sample's reward is the weighted sum of functions and models.
     "reward": {
-        # each FILE.py:function or package.module:function of (prompt, response, row) -> float, or
-        # SCHEME://... of a registered source of rewards
+        # each FILE.py:function or package.module:function, called by its parameters' names as
+        # docs/how-to/reward.md says; or SCHEME://... of a registered source of rewards
         "functions": (),
         # each a Hugging Face sequence-classification folder, read at a conversation's last token
         "models": (),
@@ -86,7 +126,9 @@ DEFAULTS: dict[str, Any] = {
         "weights": (),
         # processes that each function runs in
         "workers": 2,
-        # the longest that a call may take
+        # calls of an async function that are under way at one time
+        "concurrency": 16,
+        # the longest that a call may take, for each response that it has
         "seconds": 10.0,
         # the reward where a call failed or took too long; such samples are counted
         "failed": 0.0,
@@ -108,6 +150,8 @@ DEFAULTS: dict[str, Any] = {
         "resample": 0,
         # tokens of the longest response
         "max_new_tokens": 128,
+        # texts that end a response, beside the model's own stop tokens; they are part of it
+        "stop_strings": (),
         # of the distribution that is sampled from, which is also the one that is trained
         "temperature": 1.0,
         # sample among the k likeliest tokens, at most 64; 0 for all
@@ -116,6 +160,8 @@ DEFAULTS: dict[str, Any] = {
         "top_p": 1.0,
         # 'adaptive' is chosen every round; or plain, lookup-chain-4, replay-chain-8-packed-3 ...
         "strategy": "adaptive",
+        # drafters of one's own, each FILE.py:NAME; strategies name them as they name themselves
+        "drafters": (),
         # 'replayable' accepts drafts that equal the policy's own draw; or 'rejection'
         "acceptance": "replayable",
         # live rows of a slice at most
@@ -145,7 +191,8 @@ DEFAULTS: dict[str, Any] = {
         "top_k": 0,
     },
     "advantage": {
-        # or dr_grpo (with aggregate 'constant'), rloo, reinforce++, reinforce++-baseline, gae (PPO)
+        # or rloo, reinforce++, reinforce++-baseline, gae (PPO), FILE.py:NAME, or dr_grpo (with
+        # aggregate 'constant')
         "estimator": "grpo",
         # of later rewards, for gae and reinforce++
         "discount": 1.0,
@@ -177,6 +224,8 @@ DEFAULTS: dict[str, Any] = {
         "learning_rate": 1e-6,
         # optimizer steps in which the rate rises linearly
         "warmup_steps": 0,
+        # how the rate goes on: 'constant', or to 0 over all steps by 'linear' or 'cosine'
+        "schedule": "constant",
         # of the policy's AdamW; norms and biases are spared
         "weight_decay": 0.0,
         # the gradient is clipped to this global norm
@@ -185,6 +234,8 @@ DEFAULTS: dict[str, Any] = {
         "clip_low": 0.2,
         # the ratio is clipped above at 1 + clip_high
         "clip_high": 0.2,
+        # of the policy, token by token: ppo, dual_clip, gspo, cispo, reinforce, or FILE.py:NAME
+        "loss": "ppo",
         # how a minibatch's losses are summed: or sequence_mean, or constant (Dr. GRPO)
         "aggregate": "token_mean",
         # of the entropy, which is added to the objective
@@ -239,6 +290,10 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+# Keys whose values are dicts, each one value with names of the user's own.
+DICTS = ("reward.metrics", "data.columns", "data.template_arguments")
+
+
 def default() -> Config:
     """Return every key of a run with its default, locked.
 
@@ -250,18 +305,18 @@ def default() -> Config:
 
 
 def keys(config: Config) -> set[str]:
-    """Return the dotted names of all values; `reward.metrics` is one value."""
+    """Return the dotted names of all values; each of DICTS is one value."""
     return set(flat(config))
 
 
 def flat(config: Config, prefix: str = "") -> dict[str, Any]:
-    """Return the values by dotted name; `reward.metrics` is one value, a dict."""
+    """Return the values by dotted name; each of DICTS is one value, a dict."""
     values = {}
     for key, value in config.items():
         name = prefix + key
         if not isinstance(value, Config):
             values[name] = value
-        elif name == "reward.metrics":
+        elif name in DICTS:
             values[name] = value.to_dict()
         else:
             values |= flat(value, f"{name}.")

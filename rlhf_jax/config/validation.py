@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
-import pathlib
+import re
 
 from pallas_kernels import dispatch
 from rlhf_jax import mesh
@@ -23,12 +24,17 @@ from rlhf_jax.config.generation_checks import (
 )
 from rlhf_jax.config.objectives import OBJECTIVES, objective_of
 from rlhf_jax.config.schema import Config, flat
+from rlhf_jax.data.rows import is_dataset, is_file_name, is_remote
 from rlhf_jax.mesh import Layout
+from rlhf_jax.monitoring import sinks
 from rlhf_jax.rewards.sources import source_of
+from rlhf_jax.runtime.files import find
 from rlhf_jax.training import kl
 from rlhf_jax.training.advantages import ESTIMATORS
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.training.losses import AGGREGATES
+from rlhf_jax.training.policy_losses import LOSSES
+from rlhf_jax.training.update import SCHEDULES
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
@@ -60,7 +66,7 @@ def validate(config: Config, num_devices: int, num_processes: int = 1) -> None:
     for name, value in flat(config).items():
         finite = not isinstance(value, float) or math.isfinite(value)
         require(finite, f"{name} is {value}; it must be finite.")
-    require_one_of(config, "objective", tuple(OBJECTIVES))
+    OBJECTIVES.require(config.objective)
     for kernel in config.kernels:
         require_one_of(config, f"kernels.{kernel}", dispatch.WANTED)
 
@@ -152,6 +158,11 @@ def _check_run(config: Config) -> None:
         "workdir is empty; name the folder in which all of the run shall live.",
     )
     require_positive(config, "steps", "checkpoint.keep")
+    require(
+        not config.profile or re.fullmatch(r"\d+:\d+", config.profile) is not None,
+        f"profile is {config.profile!r}; it must be '' or steps such as '5:7', both included.",
+    )
+    sinks.require(config.sinks)
     require(0 <= config.seed < 2**32, f"seed is {config.seed}; it must lie in 0 .. 2^32 - 1.")
     require_not_negative(config, "mesh.device_memory_gb", "watchdog_seconds", "checkpoint.every")
     require_one_of(config, "model.compute_dtype", COMPUTE_DTYPES)
@@ -164,12 +175,28 @@ def _check_files(config: Config) -> None:
     )
     require_positive(config, "data.max_prompt_tokens")
     require(
-        bool(config.data.train), "data.train is empty; give a .jsonl or .parquet file of prompts."
+        not (config.data.raw and (config.data.system or config.data.template_arguments)),
+        "data.raw leaves the chat template out, which data.system and data.template_arguments are"
+        " for; give one or the other.",
+    )
+    require(
+        bool(config.data.train),
+        "data.train is empty; give a .jsonl or .parquet file of prompts, or a data set.",
+    )
+    taken = {"messages", "add_generation_prompt"} & set(config.data.template_arguments)
+    require(
+        not taken,
+        f"data.template_arguments has {', '.join(sorted(taken))}, which is the run's own to give.",
     )
     for key in ("train", "eval"):
         path = config.data[key]
-        if path and not pathlib.Path(path).expanduser().is_file():
+        if is_file_name(path) and not is_remote(path) and not find(path).is_file():
             raise FileNotFoundError(f"data.{key}: there is no file {path}.")
+        require(
+            not path or not is_dataset(path) or importlib.util.find_spec("datasets") is not None,
+            f"data.{key} is {path}, which is no .jsonl or .parquet file but a data set: pip install"
+            " 'rlhf_jax[datasets]' to read it.",
+        )
 
 
 def _check_evaluation(config: Config) -> None:
@@ -203,7 +230,9 @@ def _check_training(config: Config) -> None:
     clip = config.training.clip_low
     require(clip < 1, f"training.clip_low is {clip}; it must be below 1.")
     require_one_of(config, "training.aggregate", tuple(AGGREGATES))
+    LOSSES.require(config.training.loss)
     require_one_of(config, "training.remat", ("auto", "on", "off"))
+    require_one_of(config, "training.schedule", tuple(SCHEDULES))
 
 
 def _check_rewards(config: Config) -> None:
@@ -229,7 +258,7 @@ def _check_rewards(config: Config) -> None:
         isinstance(weight, int | float) and math.isfinite(weight) for weight in reward.weights
     )
     require(numbers, f"reward.weights is {reward.weights}; it must hold finite numbers.")
-    require_positive(config, "reward.workers", "reward.seconds")
+    require_positive(config, "reward.workers", "reward.concurrency", "reward.seconds")
     require_not_negative(config, "reward.missing_end", "reward.clip")
     for spec in (*reward.functions, *reward.metrics.values()):
         source_of(spec).check(spec)
@@ -241,7 +270,7 @@ def _check_rewards(config: Config) -> None:
 
 def _check_advantage(config: Config) -> None:
     """Check that the advantage estimator has the samples, and the critic, that it needs."""
-    require_one_of(config, "advantage.estimator", tuple(ESTIMATORS))
+    ESTIMATORS.require(config.advantage.estimator)
     name = config.advantage.estimator
     group = config.generation.samples_per_prompt
     require(
@@ -262,7 +291,12 @@ def _check_advantage(config: Config) -> None:
         " choose 'gae', or ''.",
     )
     require_positive(config, "critic.learning_rate", "critic.clip")
-    require_not_negative(config, "critic.warmup_steps")
+    require_not_negative(config, "critic.warmup_steps", "critic.steps_alone")
+    require(
+        ESTIMATORS[name].needs_critic or not config.critic.steps_alone,
+        f"critic.steps_alone is {config.critic.steps_alone}, but advantage.estimator {name!r} has"
+        " no critic; choose 'gae', or 0.",
+    )
 
 
 def _check_kl(config: Config) -> None:

@@ -45,10 +45,10 @@ class Tokenizer:
         return self.backend.encode(text).ids
 
     def encode_chat(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, **arguments: Any
     ) -> list[int]:
         """Return the token ids of messages in the chat template; `render` says what it raises."""
-        text = self.render(messages, add_generation_prompt)
+        text = self.render(messages, add_generation_prompt, **arguments)
         # The template has already placed every special token.
         return self.backend.encode(text, add_special_tokens=False).ids
 
@@ -56,9 +56,12 @@ class Tokenizer:
         """Return the text of token ids, special tokens left out."""
         return self.backend.decode(list(ids), skip_special_tokens=True)
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, **arguments: Any
+    ) -> str:
         """Put messages into the chat template, as transformers' `apply_chat_template` does.
 
+        `arguments` are what the template reads besides, such as `enable_thinking`.
         Raises ValueError when there is no template or the template refuses the messages.
         """
         if self.template is None:
@@ -69,7 +72,7 @@ class Tokenizer:
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self.special,
+                **{**self.special, **arguments},
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(

@@ -6,15 +6,14 @@ import concurrent.futures
 import functools
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
-import jax
 import numpy as np
 
 from rlhf_jax.generation.requests import GenerationConfig
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.round import ModelPair, run_round, speculative_round
 from rlhf_jax.mesh import ONE_DEVICE, Layout
+from rlhf_jax.runtime.compilation import compile_only, shapes
 from rlhf_jax.types import DecodeState, Model, Strategy
 
 # Nodes that a device verifies in one call at most, where a strategy is chosen: their logits exist,
@@ -22,34 +21,6 @@ from rlhf_jax.types import DecodeState, Model, Strategy
 VERIFIED = 1024
 
 RoundKey = tuple[Strategy, int, GenerationConfig, Layout]  # what a round's programs depend on
-
-
-def compile_only(function: jax.stages.Wrapped, *arguments, **options) -> Any:
-    """Compile a jitted function for arguments given as shapes, and return its results as shapes."""
-    lowered = function.lower(*arguments, **options)
-    places = lowered.compile().output_shardings
-    # Results are held to a place only where arguments are: else another program would be compiled
-    # for them.
-    held = any(getattr(leaf, "sharding", None) is not None for leaf in jax.tree.leaves(arguments))
-
-    def shape(info, place):
-        return jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=place if held else None)
-
-    return jax.tree.map(shape, lowered.out_info, places)
-
-
-def shapes(tree: Any, rows: int | None = None) -> Any:
-    """Return a tree of arrays as `compile_only` wants it: shapes, and where they lie if held there.
-
-    rows: the length of axis 0 of every leaf, where it is to be another.
-    """
-
-    def shape(leaf):
-        held = leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
-        size = leaf.shape if rows is None else (rows, *leaf.shape[1:])
-        return jax.ShapeDtypeStruct(size, leaf.dtype, sharding=held)
-
-    return jax.tree.map(shape, tree)
 
 
 def analysis(
@@ -81,8 +52,8 @@ class BackgroundCompiler:
         self._compiled: set[RoundKey] = set()
         self._failed: set[RoundKey] = set()
         # compilations begun and ended: equal at two times if there was none between
-        self.events = 0
-        self.busy = False
+        self.events: int = 0
+        self.busy: bool = False
 
     def ready(
         self, strategy: Strategy, rows: int, decoding: GenerationConfig, layout: Layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from rlhf_jax.config.schema import Config
 from rlhf_jax.generation.speculative.protocol import Drafter, drafters_of
 from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.stop_strings import StopStrings
 from rlhf_jax.generation.strategy.acceptance import Observations
 from rlhf_jax.mesh import Layout
 from rlhf_jax.runtime import messages
@@ -52,12 +53,17 @@ class GenerationConfig:
     acceptance: str = "replayable"  # or "rejection"
     history: int = 0  # history tokens kept for lookup
     min_rows: int = 1  # the batch shrinks no further: each halving is a program of its own
+    stop_strings: StopStrings | None = None
 
     @classmethod
     def from_config(
-        cls, config: Config, strategies: tuple[Strategy, ...], stop_tokens: tuple[int, ...]
+        cls,
+        config: Config,
+        strategies: tuple[Strategy, ...],
+        stop_tokens: tuple[int, ...],
+        decode: Callable[[Sequence[int]], str],
     ) -> GenerationConfig:
-        """Settle what one call of `generate` does in a run."""
+        """Settle what one call of `generate` does in a run; `decode` turns tokens into text."""
         generation = config.generation
         return cls(
             sampling=Sampling(generation.temperature, generation.top_k),
@@ -69,7 +75,16 @@ class GenerationConfig:
             seed=config.seed,
             acceptance=generation.acceptance,
             history=generation.history_tokens,
+            stop_strings=StopStrings(tuple(generation.stop_strings), decode)
+            if generation.stop_strings
+            else None,
         )
+
+    def ended_itself(self, tokens: Sequence[int]) -> bool:
+        """Say whether a finished response has an end of its own, and was not cut off."""
+        if tokens[-1] in self.stop_tokens:
+            return True
+        return self.stop_strings is not None and self.stop_strings.end(tokens, 1) is not None
 
     @functools.cached_property
     def drafters(self) -> tuple[Drafter, ...]:
@@ -187,6 +202,7 @@ class RoundReport:
     ended: float = 0.0  # and when its counters were read
     moves: int = 0  # samples that came from other slices since the slice's round before,
     moved_bytes: int = 0  # with their caches
+    finished: int = 0  # samples that ended with it
 
 
 @messages.register

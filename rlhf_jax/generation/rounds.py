@@ -24,6 +24,7 @@ from rlhf_jax.generation.situation import draft_lag, situation_of
 from rlhf_jax.generation.speculative.protocol import drafter_of
 from rlhf_jax.generation.speculative.results import Results, from_words
 from rlhf_jax.generation.speculative.round import speculative_round
+from rlhf_jax.generation.stop_strings import StopStrings
 from rlhf_jax.generation.strategy import observations
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, Observations
 from rlhf_jax.generation.strategy.predict import Situation
@@ -214,8 +215,9 @@ def receive_next(batch: SliceBatch, run: GenerationRun) -> Iterator[RoundResult]
         seconds = batch.received - began
 
     confidence = [sample.confidence if sample else {} for sample in sent.samples]
-    ended = _grow(sent, results)
+    ended = _grow(sent, results, run.decoding.stop_strings)
     report = _report(batch.number, sent, results, confidence=confidence, seconds=seconds)
+    report = dataclasses.replace(report, finished=len(ended))
     if run.selector is not None:
         run.selector.observe_round(report)
     yield report, ended
@@ -237,8 +239,11 @@ def _receive_first(
             yield from receive_next(batch, run)
 
 
-def _grow(sent: InFlightRound, results: Results) -> list[Sample]:
-    """Give samples what they gained in a round, and return those that it ended."""
+def _grow(sent: InFlightRound, results: Results, stop_strings: StopStrings | None) -> list[Sample]:
+    """Give samples what they gained in a round, and return those that it ended.
+
+    The device knows of no stop strings: what it draws after one is left out.
+    """
     emission = results.emission
     confidence = {name: own.confidence.tolist() for name, own in results.hindsight.items()}
     if results.confidence is not None:
@@ -256,7 +261,7 @@ def _grow(sent: InFlightRound, results: Results) -> list[Sample]:
         if sample is None:
             continue
         sample.rounds_in_flight -= 1
-        if count == 0:
+        if count == 0 or sample.done:
             continue
         sample.tokens += tokens[row][:count]
         sample.logprobs += logprobs[row][:count]
@@ -265,6 +270,11 @@ def _grow(sent: InFlightRound, results: Results) -> list[Sample]:
         sample.rounds += 1
         sample.accepted += accepted[row]
         sample.done = done[row]
+        end = stop_strings and stop_strings.end(sample.tokens, count)
+        if end is not None:
+            sample.done = True
+            for found in (sample.tokens, sample.logprobs, sample.support):
+                del found[end:]
         sample.unfed = 0 if feeds_model else sample.unfed + count
         sample.confidence = {name: classes[row] for name, classes in confidence.items()}
         if sample.done:

@@ -23,10 +23,12 @@ from rlhf_jax.inference.logprobs import score_packed
 from rlhf_jax.inference.packing import Packed, pack, padding_share, unpack
 from rlhf_jax.inference.values import value_packed
 from rlhf_jax.mesh import Layout
+from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.rewards.combination import Response, failure
 from rlhf_jax.rewards.models import RewardModel, ScoredRows, start_scoring
 from rlhf_jax.runtime import distributed, messages
+from rlhf_jax.runtime.compilation import Execute, call
 from rlhf_jax.types import Model, Rollout
 
 T = TypeVar("T")
@@ -76,6 +78,12 @@ class PendingScores:
     def padding(self) -> float:
         """Return the share of the tokens that are padding; 0 where no model reads them."""
         return padding_share([part for part, _ in self.parts])
+
+    @property
+    def progress(self) -> PhaseParts:
+        """Return what was handed to the devices, an array each."""
+        handed = jax.tree.leaves([scores for _, scores in self.parts])
+        return PhaseParts(len(handed), handed)
 
     def fetch(self) -> tuple[np.ndarray | None, ...]:
         """Wait for the scores: of each kind [B, T] float32, 0 off the mask, or None."""
@@ -222,11 +230,12 @@ def dispatch_scores(
     rows: int,
     length_bucket: int,
     layout: Layout,
+    execute: Execute = call,
 ) -> PendingScores:
     """Start to score the response tokens of a rollout of host arrays, and do not wait.
 
     models: policy, reference and critic, each as the layout has it, or None. A forward pass has
-    room for `rows` of the longest samples.
+    room for `rows` of the longest samples. `execute` calls jitted programs, or only compiles them.
     """
     *language_models, critic = models
     present = tuple(model is not None for model in models)
@@ -237,7 +246,10 @@ def dispatch_scores(
     for part in parts:
         batch, support = meshes.place_rows((part.batch, part.take(rollout.support)), layout)
         how = dict(temperature=temperature, layout=layout)
-        scores = [model and score_packed(model, batch, support, **how) for model in language_models]
-        values = critic and value_packed(critic, batch, layout=layout)
+        scores = [
+            model and execute(score_packed, model, batch, support, **how)
+            for model in language_models
+        ]
+        values = critic and execute(value_packed, critic, batch, layout=layout)
         found.append((part, (*scores, values)))
     return PendingScores(found, typed(tuple[int, int], rollout.mask.shape), present)

@@ -170,6 +170,7 @@ def _lay_out(
         before=np.zeros((len(shares), count), np.int32),
         targets=np.zeros((len(shares), count), np.int32),
         mask=np.zeros((len(shares), count), bool),
+        owner=np.zeros((len(shares), count), np.int32),
     )
     source = np.zeros((len(shares), count), np.int64)
     for shard, share in enumerate(shares):
@@ -202,6 +203,7 @@ def _fill_line(
         batch.before[shard, told] = where[one.predicted - 1]
         batch.targets[shard, told] = rollout.tokens[one.row, one.predicted]
         batch.mask[shard, told] = True
+        batch.owner[shard, told] = place
         source[shard, told] = one.row * slots + one.predicted
         used = new.stop
         wanted = told.stop

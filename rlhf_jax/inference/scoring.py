@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -11,9 +11,11 @@ import numpy as np
 
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
-from rlhf_jax.inference.overlap import PER_TOKEN_SCORES, Scored, dispatch_scores
+from rlhf_jax.inference.overlap import PER_TOKEN_SCORES, PendingScores, Scored, dispatch_scores
 from rlhf_jax.mesh import Layout, bring_weights
 from rlhf_jax.model.transformer import cast
+from rlhf_jax.monitoring.parts import PhaseParts
+from rlhf_jax.runtime.compilation import Execute, call, compile_only
 from rlhf_jax.types import Model, Rollout
 
 
@@ -64,21 +66,20 @@ def score(
     rollout: Rollout,
     settings: ScoringSettings,
     scored: Mapping[int, Scored] | None = None,
+    observe: Callable[[PhaseParts], None] = lambda parts: None,
 ) -> TokenScores:
     """Score a rollout of host arrays, in an order and in shapes that follow from its tokens.
 
     Under top-k the reference, too, is renormalised on the sampled sets. `scored`, by sample id, is
-    what slices had time for beside generation; only the rest is then scored.
+    what slices had time for beside generation; only the rest is then scored. `observe` hears of
+    what the devices work on.
     """
-    layout = settings.layout
-    own = (policy if settings.policy_logprobs else None, critic)
-    own_policy, own_critic = bring_weights([m and _cast(m, layout.dtype) for m in own], layout)
-    models = (own_policy, reference, own_critic)
-    how = (settings.temperature, settings.microbatch_rows, settings.length_bucket, layout)
     scored = scored or {}
     ids = rollout.sample_id.tolist()
     rest = [row for row, sample in enumerate(ids) if sample not in scored]
-    pending = dispatch_scores(models, jax.tree.map(lambda leaf: leaf[rest], rollout), *how)
+    unscored = jax.tree.map(lambda leaf: leaf[rest], rollout)
+    pending = _dispatch(policy, reference, critic, unscored, settings)
+    observe(pending.progress)
     found = []
     for name, of_rest in zip(PER_TOKEN_SCORES, pending.fetch(), strict=True):
         of_rows = {row: getattr(scored[one], name) for row, one in enumerate(ids) if one in scored}
@@ -86,6 +87,35 @@ def score(
         known = len(of_rows) == len(ids) and all(leaf is not None for leaf in of_rows.values())
         found.append(np.stack([of_rows[row] for row in range(len(ids))]) if known else None)
     return TokenScores(*found, padding=pending.padding)
+
+
+def compile_scores(
+    policy: Model,
+    reference: Model | None,
+    critic: Model | None,
+    rollout: Rollout,
+    settings: ScoringSettings,
+) -> None:
+    """Compile what `score` runs of such a rollout, and run nothing."""
+    _dispatch(policy, reference, critic, rollout, settings, compile_only)
+
+
+def _dispatch(
+    policy: Model,
+    reference: Model | None,
+    critic: Model | None,
+    rollout: Rollout,
+    settings: ScoringSettings,
+    execute: Execute = call,
+) -> PendingScores:
+    """Start to score by weights as inference has them."""
+    layout = settings.layout
+    own = (policy if settings.policy_logprobs else None, critic)
+    cast_ones = [model and execute(_cast, model, layout.dtype) for model in own]
+    own_policy, own_critic = bring_weights(cast_ones, layout)
+    models = (own_policy, reference, own_critic)
+    how = (settings.temperature, settings.microbatch_rows, settings.length_bucket, layout)
+    return dispatch_scores(models, rollout, *how, execute=execute)
 
 
 _cast = jax.jit(cast, static_argnums=1)

@@ -50,28 +50,39 @@ def map_tokens(
     """Compute measure(head, *block) of blocks of tokens of arrays [B, T, ...]: [B, T, ...].
 
     `measure` is given what `logits` reads of the model, in float32, and at most `chunk` tokens of
-    one row shard at a time, [C, ...]. Each shard has a copy of the head: it comes over its mesh
-    axes once, and its gradient is summed on each device and goes back once, neither block by block.
+    one row shard at a time, [C, ...]. Each shard gathers the head once, before its blocks; the
+    head's gradient is summed on each device, and scattered once behind them.
     """
     tied = model.head is None
     head = dataclasses.replace(model, layers=(), norm=None, embed=model.embed if tied else None)
+    head = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), pin_weights(head, layout))
+    own = _copy_to_shards(head, layout)
     shards = layout.row_shards
-    own = jax.tree.map(
-        lambda leaf: jnp.broadcast_to(leaf.astype(jnp.float32), (shards, *leaf.shape)),
-        pin_weights(head, layout),
-    )
-    if layout.mesh is not None:
-        gathered = model_shardings(head, dataclasses.replace(layout, role="generation"))
-        own = jax.tree.map(
-            lambda leaf, place: jax.lax.with_sharding_constraint(
-                leaf, NamedSharding(place.mesh, PartitionSpec(ROW_AXES, *place.spec))
-            ),
-            own,
-            gathered,
-        )
     rows, slots = jax.tree.leaves(arrays)[0].shape[:2]
     lines = jax.tree.map(lambda leaf: leaf.reshape(shards, -1, *leaf.shape[2:]), arrays)
     blocks = split_columns(lines, chunk * shards)
     out = jax.lax.map(lambda block: jax.vmap(measure)(own, *block), blocks)
     joined = join_columns(out, rows * slots // shards)
     return jax.tree.map(lambda leaf: leaf.reshape(rows, slots, *leaf.shape[2:]), joined)
+
+
+def _copy_to_shards(head: Model, layout: Layout) -> Model:
+    """Return weights with a leading axis of row shards, each with a whole copy but for `tensor`."""
+    if layout.row_shards == 1:
+        return jax.tree.map(lambda leaf: leaf[None], head)
+
+    def copy(leaf: Array, place: NamedSharding) -> Array:
+        """Gather a weight's dimensions over the axes of rows."""
+        whole = [None if names != "tensor" else names for names in place.spec]
+
+        def gather(part: Array) -> Array:
+            for axis, names in enumerate(place.spec):
+                if names and names != "tensor":
+                    part = jax.lax.all_gather(part, names, axis=axis, tiled=True)
+            return part[None]
+
+        return jax.shard_map(
+            gather, mesh=layout.mesh, in_specs=place.spec, out_specs=PartitionSpec(ROW_AXES, *whole)
+        )(leaf)
+
+    return jax.tree.map(copy, head, model_shardings(head, layout))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich import box
 from rich.console import Console, Group
@@ -16,6 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.monitoring.phases import PhaseSeconds
 
 # (heading, key of the metrics, width in characters, format) of the columns of a step's line.
@@ -45,12 +46,21 @@ class Progress:
     something is known, `finish` once a step.
     """
 
-    def __init__(self, total: int, done: int = 0, console: Console | None = None):
+    def __init__(
+        self,
+        total: int,
+        done: int = 0,
+        console: Console | None = None,
+        program: Callable[[], str] = lambda: "",
+    ):
+        """Begin after so many steps; `program` names what compiles now, '' for nothing."""
+        self._program = program
         self._total = total
         self._done = done
         self._console = console or Console()
         self._phase = "starting"
         self._live_numbers: Mapping[str, float] = {}
+        self._parts: PhaseParts | None = None
         self._seconds: list[float] = []
         self._rewards: list[float] = []
         self._counter_width = max(len("step"), 2 * len(str(total)) + 1)
@@ -75,11 +85,12 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def update(self, phase: str, **numbers: float) -> None:
-        """Show the phase that runs now, and numbers about it by name: `live_rows=5`."""
+    def update(self, phase: str, parts: PhaseParts | None = None, **numbers: float) -> None:
+        """Show the phase that runs now, its parts, and numbers about it by name: `live_rows=5`."""
         now = time.monotonic()
         changed = phase != self._phase
         self._live_numbers = numbers
+        self._parts = parts
         if changed:
             self._phase = phase
             self._phase_start = now
@@ -88,7 +99,7 @@ class Progress:
         if due and not self._console.is_terminal:
             self._next_line = now + PHASE_SECONDS
             counter = self._counter(min(self._done + 1, self._total))
-            self.say(f"{counter}  {self._phase}  {_spoken(numbers)}")
+            self.say(f"{counter}  {self._phase}  {self._told()}")
 
     def finish(self, metrics: Mapping[str, float]) -> None:
         """End a step: print its line, of the keys in STEP_COLUMNS and the time left."""
@@ -110,6 +121,16 @@ class Progress:
     def _counter(self, step: int) -> str:
         """Write which step of how many it is."""
         return f"{step}/{self._total}".rjust(self._counter_width)
+
+    def _told(self) -> str:
+        """Say how many parts of the phase are done, its numbers, and which program compiles."""
+        numbers = self._live_numbers.items()
+        said = [f"{value:.4g} {name.replace('_', ' ')}" for name, value in numbers]
+        if self._parts is not None and self._parts.of > 1:
+            said.insert(0, f"{self._parts.done} of {self._parts.of}")
+        if program := self._program():
+            said.append(program if self._phase == "compiling" else f"compiling {program}")
+        return "  ".join(filter(None, said))
 
     def _left(self) -> str:
         """Write the time left, by the median of recent steps.
@@ -139,7 +160,7 @@ class Progress:
         seconds = time.monotonic() - self._phase_start
         self._spinner.update(text=Text(f"{self._phase} {seconds:.0f} s"))
         phase = Table.grid(padding=(0, 2))
-        phase.add_row(self._spinner, Text(_spoken(self._live_numbers), "dim"))
+        phase.add_row(self._spinner, Text(self._told(), "dim"))
         return Group("", bar, phase)
 
 
@@ -177,6 +198,13 @@ def compare(
     console.print(numbers, texts)
 
 
+def warn(sentences: Sequence[str], console: Console | None = None) -> None:
+    """Print what should worry the reader of a run, a line each."""
+    console = console or Console()
+    for sentence in sentences:
+        console.print(Text("! ", "bold red").append(sentence, "red"))
+
+
 def where_time_went(phases: Sequence[PhaseSeconds], console: Console | None = None) -> None:
     """Print the seconds of each phase that took more than a hundredth of them all."""
     table = Table("phase", box=box.SIMPLE_HEAD)
@@ -189,8 +217,3 @@ def where_time_went(phases: Sequence[PhaseSeconds], console: Console | None = No
             table.add_row(phase.phase, f"{phase.seconds:.1f}", share, f"{phase.compiling:.1f}")
     table.add_row("in all", f"{total:.1f}", "", f"{sum(phase.compiling for phase in phases):.1f}")
     (console or Console()).print(table)
-
-
-def _spoken(numbers: Mapping[str, float]) -> str:
-    """Write numbers after their names: `live_rows=5` as '5 live rows'."""
-    return "  ".join(f"{value:.4g} {name.replace('_', ' ')}" for name, value in numbers.items())

@@ -48,6 +48,7 @@ RUN_FILES = (
     "evaluations.jsonl",
     "strategies.jsonl",
     "tensorboard",
+    "sinks",
     "timeline",
     "policy",
     "report.html",
@@ -175,6 +176,17 @@ def open_run(
         with _writing(path):
             write_atomically(path, (text + "\n").encode(), durable=True)
     return Writer(folder, first_step)
+
+
+def read_metrics(workdir: str | pathlib.Path) -> list[dict[str, float]]:
+    """Return the metrics of every step of a run."""
+    return read_rows(workdir, "metrics")
+
+
+def read_rows(workdir: str | pathlib.Path, *names: str) -> list[dict[str, Any]]:
+    """Return the records of a run's files of these names, one file after the other."""
+    paths = [pathlib.Path(workdir) / f"{name}.jsonl" for name in names]
+    return [_parsed(path, line) for path in paths for line in _lines(path)]
 
 
 def before_and_after(workdir: str | pathlib.Path) -> tuple[list, list]:

@@ -42,6 +42,9 @@ class DistillationObjective:
         """Load the policy, which has no optimizer, and make its student."""
         return build.initial_state(opened)
 
+    def compile_step(self, state: RunState, run: Run) -> None:
+        """Compile nothing: the student's programs are small."""
+
     def step(self, state: RunState, run: Run, observe: Observer) -> tuple[RunState, StepReport]:
         """Roll out the next prompts, and let the student learn from all samples.
 

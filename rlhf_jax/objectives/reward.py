@@ -29,6 +29,7 @@ class RewardObjective:
         """Load policy and critic, with optimizers that have seen nothing."""
         return build.initial_state(opened)
 
+    compile_step = staticmethod(rlhf.compile_step)
     step = staticmethod(rlhf.step)
 
     def report_names(self) -> Mapping[str, str]:

@@ -9,8 +9,8 @@ import dataclasses
 import socket
 import struct
 from multiprocessing import connection
-from typing import Any
 
+from rlhf_jax.rewards.combination import Response, Score
 from rlhf_jax.runtime import messages
 
 __all__ = [
@@ -18,7 +18,7 @@ __all__ = [
     "RewardCall",
     "RewardFailure",
     "RewardReply",
-    "RewardScore",
+    "RewardResults",
     "WorkerReady",
     "limit_wait",
     "receive_call",
@@ -26,19 +26,19 @@ __all__ = [
     "send",
 ]
 
-LARGEST_CALL = 1 << 28  # bytes of a prompt, its row and the response
-LARGEST_REPLY = 1 << 14  # bytes of a number, or of why there is none
+LARGEST_CALL = 1 << 28  # bytes of responses with their prompts and rows
+LARGEST_REPLY = 1 << 20  # bytes of numbers, or of why there are none
 PAUSE = 10  # seconds in which the rest of a reply must come once it has begun
 
 
 @messages.register
 @dataclasses.dataclass(frozen=True)
 class RewardCall:
-    """Ask for the reward of a response."""
+    """Ask for the rewards of the responses of one call."""
 
-    prompt: str
-    response: str
-    row: dict[str, Any]  # of the prompt file, with the types that its reader gives
+    number: int  # of the call
+    seconds: float  # after which an async function is told to give up
+    responses: list[Response]  # rows have the types that the reader of their file gives
 
 
 @messages.register
@@ -49,21 +49,22 @@ class WorkerReady:
 
 @messages.register
 @dataclasses.dataclass(frozen=True)
-class RewardScore:
-    """Give the reward."""
+class RewardResults:
+    """Give what came of each response of a call."""
 
-    value: float
+    number: int
+    results: list[Score | str]
 
 
 @messages.register
 @dataclasses.dataclass(frozen=True)
 class RewardFailure:
-    """Say why there is no reward, or why there never will be one."""
+    """Say why there never will be rewards."""
 
     reason: str
 
 
-RewardReply = WorkerReady | RewardScore | RewardFailure  # what came of the start, or of a call
+RewardReply = WorkerReady | RewardResults | RewardFailure  # what came of the start, or of a call
 
 
 def send(pipe: connection.Connection, message: RewardCall | RewardReply) -> None:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import importlib
-import importlib.util
-import pathlib
-import sys
-import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 
 from rlhf_jax.runtime import messages
+from rlhf_jax.runtime.extensions import load_named
 
-# A function of (prompt, response, row of the prompt file).
-Reward = Callable[[str, str, dict[str, Any]], float]
+# A function that scores responses; `signatures` says of what it may be.
+Reward = Callable[..., Any]
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+# Rewards of the package that a config names alone.
+READY = {
+    "math_verify": "rlhf_jax.rewards.ready.answers:math_verify",
+    "think_format": "rlhf_jax.rewards.ready.formats:think_format",
+}
+
 LARGEST = float(np.finfo(np.float32).max)
 
 
+@messages.register
 @dataclasses.dataclass(frozen=True)
 class Response:
     """Hold a response with all that a reward may read."""
@@ -32,6 +33,20 @@ class Response:
     messages: list[dict[str, Any]]  # the chat that was answered, system message included
     row: dict[str, Any]  # the prompt's whole row of the file
     response: str
+    tokens: list[int] = dataclasses.field(default_factory=list)  # of the response
+    group: int = 0  # of the samples of one prompt, in one roll-out
+
+
+@messages.register
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """Hold what a response is worth, and numbers beside it that are logged by their names."""
+
+    value: float
+    numbers: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+RewardResult = Score | str  # of a response: its score, or the reason why there is none
 
 
 @messages.register
@@ -41,6 +56,14 @@ class Scores:
 
     values: np.ndarray  # [B] float32, NaN where scoring failed
     failures: dict[int, str]  # index of the response -> reason, in order of the responses
+    # of responses that have some: index -> numbers by name
+    numbers: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
+
+    def result(self, index: int) -> RewardResult:
+        """Return what came of one response."""
+        if index in self.failures:
+            return self.failures[index]
+        return Score(float(self.values[index]), self.numbers.get(index, {}))
 
 
 class Broken(ValueError):
@@ -54,6 +77,27 @@ class Broken(ValueError):
 Scorer = Callable[[Sequence[Response]], Scores]
 
 
+@runtime_checkable
+class EagerScorer(Protocol):
+    """Score responses as they come, beside what else is done, and the rest when called."""
+
+    def __call__(self, responses: Sequence[Response], /) -> Scores:
+        """Score responses; wait for that."""
+        ...
+
+    def begin(self, key: int, response: Response) -> None:
+        """Start to score a response that `collect` may return under a key; do not wait."""
+        ...
+
+    def advance(self) -> None:
+        """Go on as far as that needs no waiting."""
+        ...
+
+    def collect(self) -> dict[int, RewardResult]:
+        """Return the results of what was begun, by key; wait for them."""
+        ...
+
+
 class Term(NamedTuple):
     """Describe one summand of a reward."""
 
@@ -65,14 +109,15 @@ class Term(NamedTuple):
 def weighted(
     terms: Sequence[Term],
     responses: Sequence[Response],
-    known: Mapping[str, Mapping[int, float]] = {},
+    known: Mapping[str, Mapping[int, RewardResult]] = {},
 ) -> tuple[Scores, dict[str, float]]:
     """Compute the weighted sum of several scorers, and metrics of each.
 
-    known: by term, scores that some responses have already, by their index. A response fails where
+    known: by term, results that some responses have already, by their index. A response fails where
     any term fails, for the reason of the first such term. `reward/<name>/mean` is over the
     responses that the term could score, and left out where there are none; `reward/<name>/failed`
-    counts the others. Broken where a term is, and none of its scores was known.
+    counts the others, and `reward/<name>/<number>` is the mean of a number over those that have it.
+    Broken where a term is, and none of its results was known.
     """
     values = np.zeros(len(responses), np.float32)
     failures = {}
@@ -85,13 +130,16 @@ def weighted(
         if len(scores.failures) < len(responses):
             metrics[f"reward/{name}/mean"] = float(np.nanmean(scores.values))
         metrics[f"reward/{name}/failed"] = float(len(scores.failures))
+        for number in sorted({one for own in scores.numbers.values() for one in own}):
+            found = [own[number] for own in scores.numbers.values() if number in own]
+            metrics[f"reward/{name}/{number}"] = float(np.mean(found))
     return Scores(values, dict(sorted(failures.items()))), metrics
 
 
 def _with_known(
-    scorer: Scorer, responses: Sequence[Response], known: Mapping[int, float]
+    scorer: Scorer, responses: Sequence[Response], known: Mapping[int, RewardResult]
 ) -> Scores:
-    """Score the responses that have no known score, and join both."""
+    """Score the responses that have no known result, and join both."""
     rest = [index for index in range(len(responses)) if index not in known]
     try:
         found = scorer([responses[index] for index in rest]) if rest else as_scores([])
@@ -99,29 +147,52 @@ def _with_known(
         if not known:
             raise
         found = broken.scores
-    values = np.array([known.get(index, np.nan) for index in range(len(responses))], np.float32)
-    values[rest] = found.values
-    return Scores(values, {rest[index]: reason for index, reason in found.failures.items()})
+    fresh = {index: found.result(place) for place, index in enumerate(rest)}
+    joined = {**known, **fresh}
+    return as_scores([joined[index] for index in range(len(responses))])
 
 
-def as_scores(results: Sequence[float | str]) -> Scores:
+def as_scores(results: Sequence[float | RewardResult]) -> Scores:
     """Return the scores of one result for each response: a number, or the reason of a failure.
 
     A number beyond float32 is a failure.
     """
-    failures = {
-        index: reason for index, result in enumerate(results) if (reason := failure(result))
+    values = np.full(len(results), np.nan, np.float32)
+    failures = {}
+    numbers = {}
+    for index, result in enumerate(results):
+        if reason := failure(result):
+            failures[index] = reason
+        elif isinstance(result, Score):
+            values[index] = result.value
+            numbers |= {index: result.numbers} if result.numbers else {}
+        else:
+            values[index] = result
+    return Scores(values, failures, numbers)
+
+
+def in_order(
+    parts: Sequence[Sequence[int]], results: Iterable[Iterable[RewardResult]]
+) -> list[RewardResult]:
+    """Return results in the order of the responses; parts: the indices that each part has."""
+    found = {
+        index: result
+        for part, own in zip(parts, results, strict=True)
+        for index, result in zip(part, own, strict=True)
     }
-    values = [np.nan if index in failures else result for index, result in enumerate(results)]
-    return Scores(np.array(values, np.float32), failures)
+    return [found[index] for index in range(len(found))]
 
 
-def failure(result: float | str) -> str:
+def failure(result: float | RewardResult) -> str:
     """Say why a result is no score; empty where it is one."""
     if isinstance(result, str):
         return result
-    # NaN is not <= LARGEST either.
-    return "" if abs(result) <= LARGEST else f"gave {result}, which is no finite float32"
+    own = result.numbers if isinstance(result, Score) else {}
+    value = result.value if isinstance(result, Score) else result
+    for number in (value, *own.values()):
+        if not abs(number) <= LARGEST:  # nor is NaN
+            return f"gave {number}, which is no finite float32"
+    return ""
 
 
 def refuse_broken(name: str, scores: Scores) -> None:
@@ -142,59 +213,11 @@ def refuse_broken(name: str, scores: Scores) -> None:
 def load_reward(spec: str) -> Reward:
     """Return the function named by "package.module:function" or "path/to/file.py:function".
 
-    A relative path is looked up in the current folder, then in the repository. ValueError or
-    FileNotFoundError says in one sentence what is wrong: the form, the file, the import, the name,
-    or that it is no function.
+    One of the package has a name alone.
+
+    Errors are those of `load_named`; ValueError, too, where it is no function.
     """
-    place, _, name = spec.rpartition(":")
-    if not place or not name.isidentifier():
-        raise ValueError(
-            f"Reward {spec!r} must look like path/to/file.py:function or package.module:function."
-        )
-    module = (
-        _load_file(place, spec)
-        if place.endswith(".py")
-        else _load(spec, lambda: importlib.import_module(place))
-    )
-    reward = getattr(module, name, None)
-    if reward is None:
-        raise ValueError(f"Reward {spec!r}: {place} defines no {name!r}.")
+    reward = load_named(READY.get(spec, spec), "Reward")
     if not callable(reward):
         raise ValueError(f"Reward {spec!r} is of type {type(reward).__name__}, not a function.")
     return cast(Reward, reward)
-
-
-def _load_file(place: str, spec: str) -> types.ModuleType:
-    """Load the Python file at `place`, of the current folder or of the repository."""
-    candidates = [
-        folder / pathlib.Path(place).expanduser() for folder in (pathlib.Path.cwd(), REPOSITORY)
-    ]
-    path = next((path.resolve() for path in candidates if path.is_file()), None)
-    if path is None:
-        raise FileNotFoundError(
-            f"Reward {spec!r}: there is no file {place} in {candidates[0].parent} or {REPOSITORY}."
-        )
-    return _load(spec, lambda: _execute(path))
-
-
-def _execute(path: pathlib.Path) -> types.ModuleType:
-    """Run a Python file as a module of its own.
-
-    It is registered because dataclasses look their module up.
-    """
-    name = f"{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _load(spec: str, load: Callable[[], types.ModuleType]) -> types.ModuleType:
-    """Call `load`, and say of which reward it was where it fails."""
-    try:
-        return load()
-    except Exception as error:  # The user's file may raise anything.
-        raise ValueError(
-            f"Reward {spec!r} cannot be imported: {type(error).__name__}: {error}."
-        ) from error

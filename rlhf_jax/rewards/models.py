@@ -37,7 +37,7 @@ class RewardModel:
     rows: int  # conversations read at a time
     length_bucket: int = 64  # Their tokens are padded on the right to a multiple of this.
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.source.config.scalar_head:
             raise ValueError(
                 f"{self.source.path} is a language model; a reward model is a folder of a"

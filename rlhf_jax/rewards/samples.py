@@ -11,13 +11,13 @@ import numpy as np
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.generation.requests import Sample
-from rlhf_jax.rewards.combination import Response, Scores
+from rlhf_jax.rewards.combination import EagerScorer, Response, RewardResult, Scores
 from rlhf_jax.rewards.models import RewardModel
 from rlhf_jax.types import Array
 
-# scores that responses have already, by the reward's term and the response's index
-Known = Mapping[str, Mapping[int, float]]
-# of (responses, known scores): the scores, and metrics by name
+# results that responses have already, by the reward's term and the response's index
+Known = Mapping[str, Mapping[int, RewardResult]]
+# of (responses, known results): the scores, and metrics by name
 RewardFunction = Callable[[Sequence[Response], Known], tuple[Scores, dict[str, float]]]
 
 
@@ -31,6 +31,8 @@ class Rewards:
     clip: Callable[[np.ndarray, np.ndarray], Array]
     # terms of the reward that are models, by name
     models: Mapping[str, RewardModel] = dataclasses.field(default_factory=dict)
+    # terms that score samples as they finish, by name
+    eager: Mapping[str, EagerScorer] = dataclasses.field(default_factory=dict)
     # the reward of a sample whose scoring failed
     failed: float = 0.0
 
@@ -41,23 +43,28 @@ def responses_of(
     """Put each sample's text beside its prompt, row and messages; rows [B] index the prompts."""
     return [
         Response(
-            prompts.texts[row], prompts.messages[row], prompts.rows[row], tokenizer.decode(s.tokens)
+            prompts.texts[row],
+            prompts.messages[row],
+            prompts.rows[row],
+            tokenizer.decode(s.tokens),
+            np.asarray(s.tokens).tolist(),
+            s.request.id,
         )
         for s, row in zip(samples, rows, strict=True)
     ]
 
 
 def compute_rewards(
-    responses: Sequence[Response], rewards: Rewards, scored: Sequence[Mapping[str, float]]
+    responses: Sequence[Response], rewards: Rewards, scored: Sequence[Mapping[str, RewardResult]]
 ) -> tuple[np.ndarray, dict[str, float]]:
     """Compute the rewards [B] float32 of responses, and the metrics of all terms.
 
-    scored: for each response, what reward models have scored of it already, by the term's name;
-    that is not scored again. A response whose scoring failed has `rewards.failed`.
+    scored: for each response, the results that it has already, by the term's name; these are not
+    computed again. A response whose scoring failed has `rewards.failed`.
     """
     known = {
         name: {index: own[name] for index, own in enumerate(scored) if name in own}
-        for name in rewards.models
+        for name in (*rewards.models, *rewards.eager)
     }
     scores, metrics = rewards.function(responses, known)
     failed = np.isnan(scores.values)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from rlhf_jax.rewards.combination import Broken, Response, Scorer, Scores
+from rlhf_jax.rewards.combination import Broken, Response, Scorer, Scores, as_scores, in_order
 from rlhf_jax.runtime import distributed
 
 
@@ -19,28 +17,27 @@ def shared_out(scorer: Scorer) -> Scorer:
         return scorer
 
     def score_share(responses: Sequence[Response]) -> tuple[Scores, str | None]:
+        shares = _shares(responses)
         try:
-            return scorer(distributed.share(responses)), None
+            return scorer([responses[index] for index in shares[distributed.rank()]]), None
         except Broken as broken:  # Other processes may have had numbers.
             return broken.scores, str(broken)
 
     def score(responses: Sequence[Response]) -> Scores:
         found = distributed.gather_results(lambda: score_share(responses))
         broken = [Broken(words, scores) for scores, words in found if words is not None]
-        parts = [scores for scores, _ in found]
         if broken and sum(len(one.scores.values) for one in broken) == len(responses):
             raise broken[0]
-        return _in_order(parts, len(responses))
+        own = [map(scores.result, range(len(scores.values))) for scores, _ in found]
+        return as_scores(in_order(_shares(responses), own))
 
     return score
 
 
-def _in_order(parts: Sequence[Scores], responses: int) -> Scores:
-    """Return the scores of all processes in the order before `distributed.share`."""
-    values = np.zeros(responses, np.float32)
-    failures = {}
-    count = len(parts)
-    for rank, part in enumerate(parts):
-        values[rank::count] = part.values
-        failures |= {rank + count * index: reason for index, reason in part.failures.items()}
-    return Scores(values, dict(sorted(failures.items())))
+def _shares(responses: Sequence[Response]) -> list[list[int]]:
+    """Return the indices of the responses that each process scores; groups stay together."""
+    order = {group: place for place, group in enumerate(dict.fromkeys(r.group for r in responses))}
+    shares: list[list[int]] = [[] for _ in range(distributed.count())]
+    for index, response in enumerate(responses):
+        shares[order[response.group] % len(shares)].append(index)
+    return shares

@@ -59,7 +59,8 @@ class FunctionSource(RewardSource):
     ) -> AbstractContextManager[Scorer]:
         """Start worker processes; a deterministic run has no time limit."""
         seconds = math.inf if config.deterministic else config.reward.seconds
-        return Workers(spec, config.reward.workers, seconds, alive)
+        reward = config.reward
+        return Workers(spec, reward.workers, seconds, alive, reward.concurrency)
 
 
 PYTHON_FUNCTIONS = FunctionSource()

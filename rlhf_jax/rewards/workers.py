@@ -1,8 +1,8 @@
-"""Run Python rewards in processes of their own: the pool that hands out answers, and each process.
+"""Run Python rewards in processes of their own: the pool that hands out calls and takes replies.
 
 Parent and child talk over one socket, the child's standard input, in the messages of `calls.py`.
-The child says that it is ready once, then for each call the reward, or why there is none. It
-imports no jax, and the parent runs nothing that a child sends.
+The child says that it is ready once, then for each call what came of it. The parent runs nothing
+that a child sends. What a child does is in `serving.py`.
 """
 
 from __future__ import annotations
@@ -10,42 +10,40 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import fcntl
-import numbers
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from multiprocessing import Pipe, connection
-
-import numpy as np
 
 from rlhf_jax.rewards.calls import (
     LARGEST_REPLY,
     RewardCall,
     RewardFailure,
-    RewardScore,
-    WorkerReady,
+    RewardResults,
     limit_wait,
-    receive_call,
     receive_reply,
     send,
 )
 from rlhf_jax.rewards.combination import (
     Response,
+    RewardResult,
     Scores,
     as_scores,
     failure,
+    in_order,
     load_reward,
     refuse_broken,
 )
+from rlhf_jax.rewards.signatures import Form, calls_of, signature_of
 
 START_SECONDS = 120.0  # for Python and the reward's imports
 HANGS = 4  # so many calls out of time, and none that ever succeeded: the reward hangs
 SILENCE = 1.0  # seconds between two signs of life at most
-MESSAGE = 200  # characters of an error that are kept
+GRACE = 5.0  # seconds more, in which an async function may end a call that it gives up itself
 
 
 @dataclasses.dataclass
@@ -53,37 +51,55 @@ class _Child:
     process: subprocess.Popen
     pipe: connection.Connection
     lifeline: connection.Connection  # closed by the kernel, whatever ends this process
-    deadline: float  # of what it does now: start, or answer `index`
+    start_deadline: float
     ready: bool = False
-    index: int | None = None
+    deadlines: dict[int, float] = dataclasses.field(default_factory=dict)  # by call
 
     @property
     def busy(self) -> bool:
-        return not self.ready or self.index is not None
+        return not self.ready or bool(self.deadlines)
+
+    @property
+    def deadline(self) -> float:
+        """Return the first time at which it is late."""
+        return min(self.deadlines.values()) if self.ready else self.start_deadline
 
 
 class Workers:
-    """Run a reward function as a scorer, in up to `count` processes.
+    """Run a reward function as a scorer, in up to `count` processes; an async one in one.
 
-    A call takes `seconds` at most. One that raises, gives no finite float32, takes too long (never,
-    with math.inf seconds), sends anything but a reply or ends its process fails alone; the process
-    is replaced. ValueError where the reward is broken: it cannot be imported (here or in a
-    process), or it has never given a number yet and fails on every answer, or hangs. `observe` is
-    called after every wait for results, of a second at most; it may raise to stop the call. Leaving
-    the context kills the processes and all that they have started; they also end when this process
-    does, killed or not.
+    A call takes `seconds` at most, for each response that it has. One that raises, gives no finite
+    float32, takes too long (never, with math.inf seconds), sends anything but a reply or ends its
+    process fails alone; the process is replaced. An async function has up to `concurrency` calls
+    under way, which fail together where their process ends. ValueError where the reward is broken:
+    it cannot be imported (here or in a process), or it has never given a number yet and fails on
+    every answer, or hangs. `observe` is called after every wait for results, of a second at most;
+    it may raise to stop the call. Leaving the context kills the processes and all that they have
+    started; they also end when this process does, killed or not.
     """
 
     def __init__(
-        self, spec: str, count: int, seconds: float, observe: Callable[[], None] = lambda: None
+        self,
+        spec: str,
+        count: int,
+        seconds: float,
+        observe: Callable[[], None] = lambda: None,
+        concurrency: int = 1,
     ):
-        load_reward(spec)
+        self._signature = signature_of(load_reward(spec))
         self._spec = spec
-        self._count = count
+        self._count = 1 if self._signature.is_async else count
+        self._capacity = concurrency if self._signature.is_async else 1  # calls of a process
         self._seconds = seconds
         self._observe = observe
         self._children: list[_Child] = []
         self._works = False  # whether it ever gave a number
+        self._hung = 0  # calls out of time
+        self._numbers = itertools.count()
+        self._calls: dict[int, list[Response]] = {}  # without results yet, by number
+        self._waiting: collections.deque[int] = collections.deque()  # those not handed out
+        self._results: dict[int, list[RewardResult]] = {}  # that nobody took yet
+        self._begun: dict[int, int] = {}  # calls, by the key that `begin` had for them
 
     def __enter__(self) -> Workers:
         return self
@@ -92,57 +108,89 @@ class Workers:
         self.close()
 
     def close(self) -> None:
-        """End all processes; a later call starts new ones."""
+        """End all processes and forget all calls; a later call starts new ones."""
+        for found in (self._calls, self._waiting, self._results, self._begun):
+            found.clear()
         while self._children:
             self._end(self._children[-1])
 
     def __call__(self, answers: Sequence[Response]) -> Scores:
         """Return scores in the order of the answers."""
-        waiting = collections.deque(range(len(answers)))
-        results: dict[int, float | str] = {}
-        try:
-            while len(results) < len(answers):
-                self._hand_out(waiting, answers)
-                # Until the first results, the first deadline, or a sign of life is due.
-                found: dict[int, float | str] = {}
-                busy = {child.pipe: child for child in self._children if child.busy}
-                patience = min(child.deadline for child in busy.values()) - time.monotonic()
-                for pipe in connection.wait(list(busy), min(max(0.0, patience), SILENCE)):
-                    found |= self._receive(busy[pipe])  # pyright: ignore[reportArgumentType]
-                for child in self._children.copy():
-                    if child.busy and child.deadline <= time.monotonic():
-                        late = _late(self._seconds if child.ready else START_SECONDS)
-                        found |= self._give_up(child, late)
-
-                results |= found
-                self._works |= not all(map(failure, found.values()))
-                hung = list(results.values()).count(_late(self._seconds))
-                if hung >= HANGS and not self._works:
-                    raise ValueError(
-                        f"Reward {self._spec} hangs: {hung} calls {_late(self._seconds)} and none"
-                        " succeeded; make it faster or raise its seconds."
-                    )
-                self._observe()
-        except BaseException:
-            self.close()  # what they still work on must not be taken for a later call's
-            raise
-        scores = as_scores([results[index] for index in range(len(answers))])
+        parts = calls_of(self._signature.form, answers)
+        numbers = [self._enqueue([answers[index] for index in part]) for part in parts]
+        self._wait(numbers)
+        scores = as_scores(in_order(parts, map(self._results.pop, numbers)))
         if not self._works:
             refuse_broken(self._spec, scores)
         return scores
 
-    def _hand_out(self, waiting: collections.deque[int], answers: Sequence[Response]) -> None:
+    def begin(self, key: int, answer: Response) -> None:
+        """Start to score an answer that `collect` will return under a key; do not wait.
+
+        A function of several responses waits until it has them all.
+        """
+        if self._signature.form is Form.ONE:
+            self._begun[key] = self._enqueue([answer])
+
+    def advance(self) -> None:
+        """Hand out calls and take replies, as far as that needs no waiting."""
+        if self._calls:
+            self._serve(0.0)
+
+    def collect(self) -> dict[int, RewardResult]:
+        """Return the results of all answers that were begun, by key; wait for them.
+
+        There are none where the reward never gave a number, so that a call finds that out.
+        """
+        self._wait(self._begun.values())
+        found = {key: self._results.pop(number)[0] for key, number in self._begun.items()}
+        self._begun.clear()
+        return found if self._works else {}
+
+    def _enqueue(self, responses: list[Response]) -> int:
+        number = next(self._numbers)
+        self._calls[number] = responses
+        self._waiting.append(number)
+        return number
+
+    def _wait(self, numbers: Collection[int]) -> None:
+        try:
+            while any(number in self._calls for number in numbers):
+                self._serve(SILENCE)
+                self._observe()
+        except BaseException:
+            self.close()  # what they still work on must not be taken for a later call's
+            raise
+
+    def _serve(self, patience: float) -> None:
+        """Hand out calls, and take what comes until the patience ends or a deadline passes."""
+        self._hand_out()
+        busy = {child.pipe: child for child in self._children if child.busy}
+        left = min(child.deadline for child in busy.values()) - time.monotonic()
+        for pipe in connection.wait(list(busy), min(max(0.0, left), patience)):
+            self._receive(busy[pipe])  # pyright: ignore[reportArgumentType]
+        for child in self._children.copy():
+            if child.busy and child.deadline <= time.monotonic():
+                self._give_up(child, _late(self._seconds if child.ready else START_SECONDS))
+        if self._hung >= HANGS and not self._works:
+            raise ValueError(
+                f"Reward {self._spec} hangs: {self._hung} calls {_late(self._seconds)} and none"
+                " succeeded; make it faster or raise its seconds."
+            )
+
+    def _hand_out(self) -> None:
         for child in [
             child for child in self._children if not child.busy and child.process.poll() is not None
         ]:
             self._end(child)
-        free = sum(child.index is None for child in self._children)
-        for _ in range(min(self._count - len(self._children), len(waiting) - free)):
+        free = sum(not child.deadlines for child in self._children)
+        for _ in range(min(self._count - len(self._children), len(self._waiting) - free)):
             ours, theirs = Pipe()
             held, watched = Pipe()  # nothing is sent: what happens on it is the end of this process
             # It imports the reward as this process would, and is not ready yet.
+            module = "rlhf_jax.rewards.serving"
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, self._spec, str(watched.fileno())],
+                [sys.executable, "-P", "-m", module, self._spec, str(watched.fileno())],
                 stdin=theirs.fileno(),
                 pass_fds=(watched.fileno(),),
                 stdout=2,  # what a reward prints
@@ -152,19 +200,22 @@ class Workers:
             theirs.close()
             watched.close()
             limit_wait(ours)
-            deadline = time.monotonic() + START_SECONDS
-            self._children.append(_Child(process, ours, held, deadline))
+            self._children.append(_Child(process, ours, held, time.monotonic() + START_SECONDS))
         for child in self._children:
-            if waiting and not child.busy:
-                child.index = waiting.popleft()
-                child.deadline = time.monotonic() + self._seconds
-                answer = answers[child.index]
-                # a dead child is noticed when its result is read
-                with contextlib.suppress(OSError):
-                    send(child.pipe, RewardCall(answer.prompt, answer.response, answer.row))
+            while self._waiting and child.ready and len(child.deadlines) < self._capacity:
+                self._send(child, self._waiting.popleft())
 
-    def _receive(self, child: _Child) -> dict[int, float | str]:
-        """Take a child's reply; one that sends anything else is ended: its answer has failed."""
+    def _send(self, child: _Child, number: int) -> None:
+        responses = self._calls[number]
+        seconds = self._seconds * len(responses)
+        grace = GRACE if self._signature.is_async else 0.0
+        child.deadlines[number] = time.monotonic() + seconds + grace
+        # a dead child is noticed when its result is read
+        with contextlib.suppress(OSError):
+            send(child.pipe, RewardCall(number, seconds, responses))
+
+    def _receive(self, child: _Child) -> None:
+        """Take a child's reply; one that sends anything else is ended: its calls have failed."""
         try:
             reply = receive_reply(child.pipe)
         except (EOFError, ConnectionError):
@@ -181,28 +232,36 @@ class Workers:
         except ValueError as error:
             return self._give_up(child, f"sent no reply ({str(error).rstrip('.')})")
 
-        if child.ready and child.index is not None and not isinstance(reply, WorkerReady):
-            index = child.index
-            child.index = None
-            return {index: reply.value if isinstance(reply, RewardScore) else reply.reason}
-        if child.ready or isinstance(reply, RewardScore):
+        if isinstance(reply, RewardResults) and reply.number in child.deadlines:
+            if len(reply.results) != len(self._calls[reply.number]):
+                return self._give_up(child, "sent results of another number of responses")
+            del child.deadlines[reply.number]
+            return self._note(reply.number, reply.results)
+        if child.ready or isinstance(reply, RewardResults):
             return self._give_up(child, "sent a reply out of turn")
         if isinstance(reply, RewardFailure):
             return self._give_up(child, reply.reason)
         child.ready = True
-        return {}
 
-    def _give_up(self, child: _Child, reason: str) -> dict[int, float | str]:
-        """End a child: its answer has failed.
+    def _note(self, number: int, results: list[RewardResult]) -> None:
+        """Note what came of a call."""
+        del self._calls[number]
+        self._results[number] = results
+        self._works |= not all(map(failure, results))
+        self._hung += results[0] == _late(self._seconds)
+
+    def _give_up(self, child: _Child, reason: str) -> None:
+        """End a child: its calls have failed.
 
         One that never got ready would not do so the next time either: that is a ValueError.
         """
         self._end(child)
-        if child.index is None:
+        if not child.deadlines:
             raise ValueError(
                 f"Reward {self._spec} does not start in a process of its own: {reason.rstrip('.')}."
             )
-        return {child.index: reason}
+        for number in child.deadlines:
+            self._note(number, [reason] * len(self._calls[number]))
 
     def _end(self, child: _Child) -> None:
         self._children.remove(child)
@@ -216,50 +275,3 @@ class Workers:
 
 def _late(seconds: float) -> str:
     return f"took longer than {seconds:g} s"
-
-
-def serve(spec: str, watched: int) -> None:
-    """Import the reward, then answer calls until the parent closes the socket or ends.
-
-    `watched` is the file descriptor on which something happens only when the parent ends.
-    """
-    pipe = connection.Connection(os.dup(0))
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)  # a reward that reads its input must not take calls
-    # The kernel sends SIGIO at the parent's end: ignored here, and in a call it ends the child even
-    # in a regular expression that never returns and lets no other thread run. The pipe of calls
-    # would not do: the signal of a call's arrival may come after the call was read.
-    signal.signal(signal.SIGIO, signal.SIG_IGN)
-    # Processes that the reward starts do not get it.
-    os.set_inheritable(watched, False)
-    flags = fcntl.fcntl(watched, fcntl.F_GETFL)
-    fcntl.fcntl(watched, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(watched, fcntl.F_SETFL, flags | os.O_ASYNC)
-    try:
-        reward = load_reward(spec)
-    except (ValueError, OSError) as error:
-        send(pipe, RewardFailure(_one_line(error)))
-        return
-    with contextlib.suppress(EOFError, OSError):  # the parent's end
-        send(pipe, WorkerReady())
-        while True:
-            asked = receive_call(pipe)
-            signal.signal(signal.SIGIO, signal.SIG_DFL)
-            try:
-                value = reward(asked.prompt, asked.response, asked.row)
-                what = f"gave a value of type {type(value).__name__} instead of one float"
-                is_number = isinstance(value, numbers.Real | np.bool_)
-                reply = RewardScore(float(value)) if is_number else RewardFailure(what)
-            except Exception as error:
-                reply = RewardFailure(f"raised {type(error).__name__}: {_one_line(error)}")
-            signal.signal(signal.SIGIO, signal.SIG_IGN)
-            send(pipe, reply)
-    os.killpg(os.getpgrp(), signal.SIGKILL)  # what the reward has started ends as well
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:MESSAGE]
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1], int(sys.argv[2]))

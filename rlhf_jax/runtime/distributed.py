@@ -13,16 +13,15 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax._src import distributed, lib, xla_bridge
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rlhf_jax.runtime import messages
+from rlhf_jax.runtime import jax_internals, messages
 
 HEARTBEAT = 30  # seconds of silence after which a process counts as dead, and the others end
 PATIENCE = 10.0  # seconds in which ranks that fail alike come to the same place
@@ -92,7 +91,7 @@ def start(place: Place) -> None:
             f"The {place.size or ''} processes of the run did not meet ({reason})."
         ) from error
     if _host(place.coordinator or "") in LOCAL:
-        _keep_collectives_local()
+        jax_internals.keep_collectives_local()
 
 
 def _host(coordinator: str) -> str:
@@ -121,51 +120,24 @@ def _bind_address(coordinator: str) -> str | None:
     return None if loopback else coordinator
 
 
-def _keep_collectives_local() -> None:
-    """Have gloo listen on the loopback: by itself it takes the address of the machine's name."""
-    # jax has no public way to say so. These are its own (0.10.2 and 0.12 have them); where a
-    # version lacks one, or takes other arguments, gloo listens where jax has it listen.
-    make_collectives = getattr(getattr(lib, "_jax", None), "make_gloo_tcp_collectives", None)
-    make_cpu_client = getattr(xla_bridge, "make_cpu_client", None)
-    register = getattr(xla_bridge, "register_backend_factory", None)
-    if make_collectives is None or make_cpu_client is None or register is None:
-        return
-
-    def make_client() -> Any:
-        """Make the client of the CPU's devices, with collectives on the loopback if possible."""
-        try:
-            local = make_collectives(distributed.global_state.client, hostname="127.0.0.1")
-            return make_cpu_client(collectives=local)
-        except TypeError:
-            return make_cpu_client()
-
-    with contextlib.suppress(TypeError):
-        register("cpu", make_client, priority=0, fail_quietly=False)
-
-
 def started() -> bool:
     """Say whether this is one of several processes."""
-    return distributed.global_state.client is not None
+    return jax_internals.coordination().client is not None
 
 
 def count() -> int:
     """Count the processes."""
-    return distributed.global_state.num_processes if started() else 1
+    return jax_internals.coordination().num_processes if started() else 1
 
 
 def rank() -> int:
     """Return the number of this process among them, from 0."""
-    return distributed.global_state.process_id if started() else 0
+    return jax_internals.coordination().process_id if started() else 0
 
 
 def leads() -> bool:
     """Say whether this is the process that writes and shows."""
     return rank() == LEADER
-
-
-def share(items: Sequence[T]) -> list[T]:
-    """Return this process's items, dealt out in turn."""
-    return list(items[rank() :: count()])
 
 
 def gather(value: T) -> list[T]:
@@ -385,4 +357,4 @@ def leave(code: int, sentence: str, place: Place) -> int:
 
 
 def _client() -> Any:
-    return distributed.global_state.client
+    return jax_internals.coordination().client

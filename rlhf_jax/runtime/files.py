@@ -1,10 +1,25 @@
-"""Files that appear whole or not at all."""
+"""Find the files that a run names, and write files that appear whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from pathlib import Path
+
+# The folder that has `configs` in it: of the wheel the package's own, of a clone its root.
+PACKAGE = Path(__file__).resolve().parents[1]
+SHIPPED = PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent
+
+
+def find(name: str | Path, folder: str | Path = "") -> Path:
+    """Return where the file or folder of this name is.
+
+    It is looked for as it is named, then in `folder`, where given, then among the files that come
+    with the package. Where there is none, it is the path as it is named.
+    """
+    path = Path(name).expanduser()
+    places = [path, *([Path(folder) / path] if folder else []), SHIPPED / path]
+    return next((place for place in places if place.exists()), path)
 
 
 def write_atomically(path: Path, content: bytes, durable: bool = False) -> None:

@@ -1,10 +1,13 @@
-"""Say which phase of a run stands still, and for how long; end nothing."""
+"""Say which phase of a run stands still, for how long, and where its threads are; end nothing."""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -25,11 +28,13 @@ class Seen(NamedTuple):
     due: float
 
 
-def look(seen: Seen, beat: Beat, now: float, seconds: float) -> tuple[Seen, list[str]]:
+def look(
+    seen: Seen, beat: Beat, now: float, seconds: float, program: str = ""
+) -> tuple[Seen, list[str]]:
     """Look at the last beat at the time `now`, and return what is seen and the sentences to say.
 
     A silence is spoken of after `seconds`, twice that, four times that and so on, and once more
-    when it ends.
+    when it ends. `program` is the name of one that compiles meanwhile, which takes its time.
     """
     said = []
     if beat != seen.beat:
@@ -39,7 +44,9 @@ def look(seen: Seen, beat: Beat, now: float, seconds: float) -> tuple[Seen, list
         seen = Seen(beat, seconds)
     silence = now - beat.at
     due = seen.due
-    if silence >= due:
+    if silence >= due and program:
+        said.append(f"{beat.phase} waits for {program} to compile, for {spoken(silence)} so far.")
+    elif silence >= due:
         said.append(f"{beat.phase} stands still: nothing has happened for {spoken(silence)}.")
     while due <= silence:
         due *= 2
@@ -60,8 +67,9 @@ class Watchdog:
     """Watch a run from a thread, and say so when nothing was heard of it for long.
 
     Use as `with Watchdog(300, print) as watchdog: watchdog.beat("generation")`. `say` gets a
-    sentence, from that thread, once nothing was heard for `seconds`; 0 is off. `clock` gives
-    seconds.
+    sentence, from that thread, once nothing was heard for `seconds`; 0 is off. `program` gives the
+    name of one that compiles, '' for none. Where all threads were at the first standstill is
+    written to the file `stacks`. `clock` gives seconds.
     """
 
     def __init__(
@@ -69,6 +77,8 @@ class Watchdog:
         seconds: float,
         say: Callable[[str], object],
         clock: Callable[[], float] = time.monotonic,
+        program: Callable[[], str] = lambda: "",
+        stacks: Path | None = None,
     ):
         if seconds < 0:
             raise ValueError(
@@ -77,6 +87,8 @@ class Watchdog:
         self._seconds = seconds
         self._say = say
         self._clock = clock
+        self._program = program
+        self._stacks = stacks
         self._beat = Beat("starting", clock())
         self._reported = False
         self._stopped = False
@@ -106,9 +118,15 @@ class Watchdog:
         """Look whenever a sentence may be due, until the run ends."""
         seen = Seen(self._beat, self._seconds)
         while not self._stopped:
-            seen, said = look(seen, self._beat, now=self._clock(), seconds=self._seconds)
+            program = self._program()
+            seen, said = look(seen, self._beat, self._clock(), self._seconds, program)
             for sentence in said:
                 self._say(sentence)
+            if said and not program and self._stacks:
+                with contextlib.suppress(OSError), self._stacks.open("w") as file:
+                    faulthandler.dump_traceback(file, all_threads=True)
+                    self._say(f"Where its threads are is in {self._stacks}.")
+                self._stacks = None
             self._reported = seen.due > self._seconds
             # A beat that came meanwhile may not have seen `_reported`, and so woke nobody.
             if self._beat == seen.beat:

@@ -11,14 +11,13 @@ import numpy as np
 
 from rlhf_jax.training.batching import MicroBatch
 from rlhf_jax.training.kl import kl_k1, kl_k3
+from rlhf_jax.training.policy_losses import LossTerms, PolicyLoss, ppo
 from rlhf_jax.types import Array
 
 __all__ = [
     "AGGREGATES",
     "constant_weights",
     "explained_variance",
-    "policy_loss",
-    "ratio",
     "sequence_mean_weights",
     "summed_policy_loss",
     "summed_value_loss",
@@ -26,31 +25,6 @@ __all__ = [
     "token_mean_weights",
     "value_loss",
 ]
-
-
-def policy_loss(
-    logprobs: Array,
-    old_logprobs: Array,
-    advantages: Array,
-    mask: Array,
-    clip_low: float,
-    clip_high: float,
-) -> jax.Array:
-    """Compute -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of each token, with r = p / p_old.
-
-    logprobs, old_logprobs and advantages [B, T] float32, mask [B, T] bool -> [B, T] float32, 0
-    where masked out (PPO, Schulman et al. 2017, eq. 7; two clip widths as in DAPO, Yu et al. 2025).
-    """
-    chex.assert_equal_shape([logprobs, old_logprobs, advantages, mask])
-    ratios = ratio(logprobs, old_logprobs, mask)
-    clipped = jnp.clip(ratios, 1.0 - clip_low, 1.0 + clip_high)
-    return jnp.where(mask, -jnp.minimum(ratios * advantages, clipped * advantages), 0.0)
-
-
-def ratio(logprobs: Array, old_logprobs: Array, mask: Array) -> jax.Array:
-    """Compute p / p_old of each token: [B, T] -> [B, T] float32, 1 where masked out."""
-    chex.assert_equal_shape([logprobs, old_logprobs, mask])
-    return jnp.exp(jnp.where(mask, logprobs - old_logprobs, 0.0))
 
 
 def value_loss(
@@ -118,6 +92,7 @@ def summed_policy_loss(
     entropy: Array | None,
     batch: MicroBatch,
     *,
+    loss: PolicyLoss = ppo,
     clip_low: float,
     clip_high: float,
     kl_estimator: Callable[[Array, Array], Array],
@@ -125,11 +100,12 @@ def summed_policy_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Compute the sum of weights * (policy loss + KL penalty - entropy bonus), and metrics.
 
-    The penalty is kl_weight * kl_estimator(policy, reference), the bonus entropy_coefficient *
-    entropy. logprobs and entropy (or None) [S, W] float32 are the policy's now; they are the old
-    ones, too, where the batch has none. The loss is [] float32. Metrics are shares of the
-    minibatch's token means, to be summed over micro-batches; those whose name ends in `/max` are
-    maxima. `kl/mean` is to the reference, `kl/old` is KL(old || now), both in nats by k3.
+    `loss` gives the policy's, token by token. The penalty is kl_weight * kl_estimator(policy,
+    reference), the bonus entropy_coefficient * entropy. logprobs and entropy (or None) [S, W]
+    float32 are the policy's now; they are the old ones, too, where the batch has none. The loss is
+    [] float32. Metrics are shares of the minibatch's token means, to be summed over micro-batches;
+    those whose name ends in `/max` are maxima. `kl/mean` is to the reference, `kl/old` is KL(old ||
+    now), both in nats by k3.
     """
     mask = batch.mask
     chex.assert_equal_shape([logprobs, batch.weights, mask])
@@ -138,10 +114,18 @@ def summed_policy_loss(
     old = jnp.where(mask, old, 0.0)
     reference = old if batch.reference_logprobs is None else batch.reference_logprobs
     reference = jnp.where(mask, reference, 0.0)
-    losses = policy_loss(
-        now, old, batch.advantages, mask=mask, clip_low=clip_low, clip_high=clip_high
+    terms = LossTerms(
+        now,
+        old,
+        batch.advantages,
+        mask,
+        batch.packed.owner,
+        batch.packed.samples.shape[1],
+        clip_low=clip_low,
+        clip_high=clip_high,
     )
-    ratios = ratio(now, old, mask)
+    losses = jnp.where(mask, loss(terms), 0.0)
+    ratios = terms.ratios
     outside = (ratios < 1.0 - clip_low) | (ratios > 1.0 + clip_high)
     means = {
         "loss/policy": losses,

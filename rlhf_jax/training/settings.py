@@ -10,6 +10,7 @@ from rlhf_jax.inference.logprobs import CHUNK
 from rlhf_jax.mesh import ONE_DEVICE, Layout
 from rlhf_jax.training.kl import KL, kl_k3
 from rlhf_jax.training.losses import AGGREGATES, token_mean_weights
+from rlhf_jax.training.policy_losses import LOSSES, PolicyLoss, ppo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,9 +22,11 @@ class TrainingSettings:
     microbatch_rows: int = 8  # rows whose activations exist at one time
     length_bucket: int = 64  # Token slots of a micro-batch are a multiple of this.
     temperature: float = 1.0
+    loss: PolicyLoss = ppo  # of the policy, token by token: one of `LOSSES`
     clip_low: float = 0.2
     clip_high: float = 0.2
     critic_clip: float = 0.2  # A value moves at most so far from what it was before the update.
+    critic_steps_alone: int = 0  # updates of the critic before the policy's first
     aggregate: Callable = token_mean_weights  # one of `AGGREGATES`: how tokens are weighed
     max_new_tokens: int = 1  # of the longest response that may be; `constant_weights` divides by it
     # The divergence in the loss: of `KL`, but not k1, whose gradient has mean zero.
@@ -46,9 +49,11 @@ class TrainingSettings:
             microbatch_rows=training.microbatch_rows,
             length_bucket=training.length_bucket,
             temperature=config.generation.temperature,
+            loss=LOSSES[training.loss],
             clip_low=training.clip_low,
             clip_high=training.clip_high,
             critic_clip=config.critic.clip,
+            critic_steps_alone=config.critic.steps_alone,
             aggregate=AGGREGATES[training.aggregate],
             max_new_tokens=config.generation.max_new_tokens,
             kl_estimator=KL[config.kl.estimator],

@@ -20,6 +20,8 @@ from rlhf_jax.inference.packing import pack, padding_share
 from rlhf_jax.inference.values import packed_values
 from rlhf_jax.mesh import ONE_DEVICE, Layout, model_shardings, pin_weights, place_rows
 from rlhf_jax.model.transformer import cast, stack
+from rlhf_jax.monitoring.parts import PhaseParts
+from rlhf_jax.runtime.compilation import Execute, call, compile_only
 from rlhf_jax.training.batching import MicroBatch, micro_batch, minibatches, select
 from rlhf_jax.training.losses import explained_variance, summed_policy_loss, summed_value_loss
 from rlhf_jax.training.settings import TrainingSettings
@@ -47,6 +49,14 @@ LossFunction = Callable[
 ]
 
 
+# By the names that training.schedule may have: of (rate, steps), the rate by step.
+SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {
+    "constant": lambda rate, steps: optax.constant_schedule(rate),
+    "linear": lambda rate, steps: optax.linear_schedule(rate, 0.0, steps),
+    "cosine": optax.cosine_decay_schedule,
+}
+
+
 class NonFiniteStep(ValueError):
     """Report a number that is not finite, in a step that was therefore not taken.
 
@@ -64,22 +74,27 @@ def make_optimizer(
     learning_rate: float,
     *,
     warmup_steps: int = 0,
+    schedule: str = "constant",
+    steps: int = 0,
     max_grad_norm: float = 1.0,
     weight_decay: float = 0.0,
 ) -> optax.GradientTransformation:
     """Return AdamW after clipping by the global norm (Loshchilov and Hutter 2019).
 
-    The rate rises linearly over `warmup_steps` and then stays; decay spares norms and biases.
+    The rate rises linearly over `warmup_steps` and then stays, or falls to 0 over what is left of
+    `steps`, by one of `SCHEDULES`. Decay of weights spares norms and biases.
     """
 
     def decays(model: Model) -> Model:
         names = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].name, model)
         return jax.tree.map(lambda name: not name.endswith(("norm", "bias")), names)
 
-    schedule = (
-        optax.linear_schedule(0.0, learning_rate, warmup_steps) if warmup_steps else learning_rate
-    )
-    adamw = optax.adamw(schedule, weight_decay=weight_decay, mask=decays)
+    rate = learning_rate
+    if warmup_steps or schedule != "constant":
+        falls = SCHEDULES[schedule](learning_rate, max(1, steps - warmup_steps))
+        rises = optax.linear_schedule(0.0, learning_rate, max(1, warmup_steps))
+        rate = optax.join_schedules([rises, falls], [warmup_steps])
+    adamw = optax.adamw(rate, weight_decay=weight_decay, mask=decays)
     return optax.chain(clip_by_norm(max_grad_norm), adamw)
 
 
@@ -137,28 +152,25 @@ def update(
     optimizers: Optimizers,
     settings: TrainingSettings,
     kl_weight: float = 0.0,
-    observe: Callable[[], None] = lambda: None,
+    observe: Callable[[PhaseParts], None] = lambda parts: None,
 ) -> tuple[TrainState, dict[str, float]]:
     """Train on one experience: `epochs` times `minibatches` optimizer steps.
 
     The given state is used up. A minibatch's loss is a weighted sum over its tokens, so the result
     does not depend on `microbatch_rows` or `length_bucket`. Policy and critic take their steps one
     after the other, so their activations never coexist. `kl_weight` is that of the divergence in
-    the loss. `observe` is called before each minibatch. `step` counts updates and, with the seed,
-    orders the rows.
+    the loss. `observe` is called before each minibatch, with its micro-batches. `step` counts
+    updates and, with the seed, orders the rows. In the first `critic_steps_alone` updates the
+    policy stays as it is.
 
     The metrics, means over the minibatches (maxima for `.../max`), are read from the device once,
     at the end; with `target_kl`, one of them after each minibatch. NonFiniteStep if one is not
     finite: such a step was not taken.
     """
     host = jax.tree.map(np.asarray, experience)
-    order = minibatches(
-        len(host.rewards),
-        settings.minibatches,
-        settings.epochs,
-        seed=settings.seed,
-        step=int(state.step),
-    )
+    parts_of_epoch = (len(host.rewards), settings.minibatches)
+    step = int(state.step)
+    order = minibatches(*parts_of_epoch, settings.epochs, seed=settings.seed, step=step)
     if host.logprobs is None and settings.epochs * settings.minibatches > 1:
         raise ValueError(
             "Several minibatches need the log-probs from before the update; score the policy first."
@@ -167,23 +179,25 @@ def update(
     padding = []
     done = 0
     for rows in [rows for rows in order if host.mask[rows].any()]:
-        observe()
         parts, share = _micro_batches(select(host, rows), kl_weight, settings)
         padding.append(share)
-        gradient = _sum_gradients(policy_objective, state.policy, parts, settings)
-        if settings.target_kl and float(gradient.metrics["kl/old"]) > settings.target_kl:
-            history.append(gradient.metrics)
-            break
-        policy, moments, norm = apply(
-            state.policy, state.optimizer, gradient, optimizer=optimizers.policy
-        )
-        state = dataclasses.replace(state, policy=policy, optimizer=moments)
-        history.append(gradient.metrics | {"gradient/norm": norm})
-        del gradient  # The critic needs its memory.
+        observe(progress := PhaseParts(len(parts) * (1 if optimizers.critic is None else 2)))
+        history.append({})
+        if step >= settings.critic_steps_alone:
+            gradient = _sum_gradients(policy_objective, state.policy, parts, settings, progress)
+            history[-1] |= gradient.metrics
+            if settings.target_kl and float(gradient.metrics["kl/old"]) > settings.target_kl:
+                break
+            policy, moments, norm = apply(
+                state.policy, state.optimizer, gradient, optimizer=optimizers.policy
+            )
+            state = dataclasses.replace(state, policy=policy, optimizer=moments)
+            history[-1] |= {"gradient/norm": norm}
+            del gradient  # The critic needs its memory.
 
         if optimizers.critic is not None:
             critic = typed(Model, state.critic)
-            gradient = _sum_gradients(critic_objective, critic, parts, settings)
+            gradient = _sum_gradients(critic_objective, critic, parts, settings, progress)
             critic, moments, norm = apply(
                 critic, state.critic_optimizer, gradient, optimizer=optimizers.critic
             )
@@ -200,6 +214,25 @@ def update(
             host.values, host.returns, host.mask
         )
     return dataclasses.replace(state, step=state.step + 1), metrics
+
+
+def compile_update(
+    state: TrainState, experience: Experience, optimizers: Optimizers, settings: TrainingSettings
+) -> None:
+    """Compile what the first minibatch of `update` runs, and run nothing."""
+    of_step = (settings.minibatches, 1)
+    samples = len(experience.rewards)
+    rows = next(minibatches(samples, *of_step, seed=settings.seed, step=int(state.step)))
+    parts, _ = _micro_batches(select(experience, rows), 0.0, settings)
+    learners: list[tuple[LossFunction, Model, Any, optax.GradientTransformation]] = [
+        (policy_objective, state.policy, state.optimizer, optimizers.policy)
+    ]
+    if optimizers.critic is not None:
+        critic = typed(Model, state.critic)
+        learners.append((critic_objective, critic, state.critic_optimizer, optimizers.critic))
+    for objective, model, moments, optimizer in learners:
+        gradient = _sum_gradients(objective, model, parts, settings, execute=compile_only)
+        compile_only(apply, model, moments, gradient, optimizer=optimizer)
 
 
 def policy_objective(
@@ -220,6 +253,7 @@ def policy_objective(
         logprobs,
         entropy,
         batch,
+        loss=settings.loss,
         clip_low=settings.clip_low,
         clip_high=settings.clip_high,
         kl_estimator=settings.kl_estimator,
@@ -308,16 +342,23 @@ def _micro_batches(
 
 
 def _sum_gradients(
-    objective: LossFunction, model: Model, parts: list[MicroBatch], settings: TrainingSettings
+    objective: LossFunction,
+    model: Model,
+    parts: list[MicroBatch],
+    settings: TrainingSettings,
+    progress: PhaseParts | None = None,
+    execute: Execute = call,
 ) -> Gradient:
     """Return the gradient of a minibatch of host arrays, of at least one micro-batch.
 
-    Each micro-batch is placed when the one before it is summed.
+    Each micro-batch is placed when the one before it is summed, and noted in `progress`.
     """
     total = None
     for part in parts:
         placed = place_rows(part, settings.layout)
-        total = accumulate(total, model, placed, objective=objective, settings=settings)
+        total = execute(accumulate, total, model, placed, objective=objective, settings=settings)
+        if progress is not None:  # a copy, for the sum itself is used up by the next
+            progress.handed.append(jnp.copy(next(iter(total.metrics.values()))))
     assert total is not None
     return total
 

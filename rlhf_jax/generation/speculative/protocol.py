@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.mesh import ONE_DEVICE, Layout
+from rlhf_jax.runtime.compilation import Execute
 from rlhf_jax.types import Array, Cache, DecodeState, Emission, Model, Strategy
-
-# Calls a jitted function with the arguments that follow, or only compiles it for their shapes.
-Execute = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +67,13 @@ class Drafter(Protocol):
     # Its drafts are the draft model's own draws: finished texts that the model reads tell its
     # acceptance (see `drafters.teacher`).
     learns_from_texts: ClassVar[bool] = False
+
+    def __eq__(self, other: object) -> bool:
+        """Say whether another drafter is the same: of one class, with the same parameters."""
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
 
     def catch_up(self, execute: Execute, state: DecodeState, context: DraftContext) -> DecodeState:
         """Return the state after the drafter has read what other drafters' rounds have added.

@@ -42,7 +42,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
             raise ValueError(
                 f"temperature is {self.temperature}; give 0 (greedy) or a positive number."

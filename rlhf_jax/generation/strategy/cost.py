@@ -58,7 +58,7 @@ class Costs:
     machine: Machine
     cells: dict[int, dict[Call, TimedRounds]] = dataclasses.field(default_factory=dict)
     corrections: dict[int, dict[Call, float]] = dataclasses.field(default_factory=dict)
-    trends: dict[int, dict[tuple, float]] = dataclasses.field(default_factory=dict)
+    trends: dict[int, dict[tuple[Any, ...], float]] = dataclasses.field(default_factory=dict)
     growth: dict[int, Growth] = dataclasses.field(default_factory=dict)
     # what one correction in ten is above, in size: how far off the roofline may be
     error: float = math.inf

@@ -15,7 +15,7 @@ import numpy as np
 from rlhf_jax.generation.requests import RoundReport
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.strategy import acceptance, candidates, cost, predict, statistics
-from rlhf_jax.generation.strategy.acceptance import Observations
+from rlhf_jax.generation.strategy.acceptance import Acceptance, Observations
 from rlhf_jax.generation.strategy.candidates import Candidates
 from rlhf_jax.generation.strategy.choice import Choice, best_of
 from rlhf_jax.generation.strategy.predict import Predictions, Situation
@@ -36,21 +36,23 @@ class Selector:
 
         frozen_costs: whether no measured time has a say, so that a run's choices repeat.
         """
-        self.candidates = choices
-        self.costs = costs
-        self.frozen_costs = frozen_costs
-        self.acceptance = {drafter: acceptance.unknown() for drafter in choices.drafters}
-        self.rounds_unobserved = dict.fromkeys(choices.drafters, 0)
+        self.candidates: Candidates = choices
+        self.costs: cost.Costs = costs
+        self.frozen_costs: bool = frozen_costs
+        self.acceptance: dict[str, Acceptance] = {
+            drafter: acceptance.unknown() for drafter in choices.drafters
+        }
+        self.rounds_unobserved: dict[str, int] = dict.fromkeys(choices.drafters, 0)
         # rounds that acceptance has not been learned from, with the drafts expected to be accepted
         self.unlearned: list[tuple[RoundReport, float]] = []
-        self.timed = 0  # rounds whose time is known
+        self.timed: int = 0  # rounds whose time is known
         self.earlier: StrategyCounts = {}  # of finished stages, all together
         # rows of the stage that finished last (`statistics.rows`)
         self.last_stage: list[dict[str, Any]] = []
         self.classes: dict[str, np.ndarray] = {}  # of its situations, summed over rounds
         self.current: dict[int, Strategy] = {}  # by slice
-        self.stage = StageRounds()
-        self.expectations = predict.expect(self.candidates, self.acceptance)
+        self.stage: StageRounds = StageRounds()
+        self.expectations: predict.Expectations = predict.expect(self.candidates, self.acceptance)
 
     def choose(self, situation: Situation) -> Choice:
         """Return the strategy of the next round."""
@@ -230,8 +232,8 @@ class Selector:
         self.earlier = statistics.merged(self.earlier, self.stage.counts)
         self.last_stage = statistics.rows(self.stage.counts)
         self.classes = self.stage.classes
-        self.stage = StageRounds()
-        self.expectations = predict.expect(self.candidates, self.acceptance)
+        self.stage: StageRounds = StageRounds()
+        self.expectations: predict.Expectations = predict.expect(self.candidates, self.acceptance)
 
     def typical_situation(self, live: int, rows: int, most_nodes: int) -> Situation:
         """Return a situation as rounds of about so many live rows have had it, or else all rounds.

@@ -40,7 +40,7 @@ class StageRounds:
     switches: int = 0
     last: dict[int, Strategy] = dataclasses.field(default_factory=dict)  # by slice
     # by slice: the `ExpectedRound`s whose reports have not come
-    pending: dict[int, collections.deque] = dataclasses.field(default_factory=dict)
+    pending: dict[int, collections.deque[ExpectedRound]] = dataclasses.field(default_factory=dict)
 
     def note(
         self,

@@ -1,8 +1,9 @@
 """safetensors files as memory-mapped views, read where they are touched, bfloat16 included.
 
-Own code because the numpy reader of the `safetensors` package knows no bfloat16 and its flax reader
-puts whole tensors on a device. The format is a length (8 bytes, little endian), a JSON header, and
-the bytes.
+Own code because a sharded load takes 1.6 times as long by the reader of the package `safetensors`,
+which copies whole tensors where a device wants its part (SmolLM2-135M over 8 CPU devices, version
+0.8; memory is the same). The format is a length (8 bytes, little endian), a JSON header, and the
+bytes.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from rlhf_jax.monitoring.report.axes import (
     target,
     value_grid,
 )
-from rlhf_jax.monitoring.report.run import Series
+from rlhf_jax.monitoring.report.run import Series, is_constant
 from rlhf_jax.monitoring.report.scales import (
     domain,
     duration,
@@ -72,10 +72,10 @@ def line_chart(
 ) -> str:
     """Draw a number by step: each value light, the moving mean bold, evaluations as dots.
 
-    Returns an SVG; '' of nothing. height: in pixels.
+    Returns an SVG; '' of nothing and of what never changed. height: in pixels.
     """
     shown = [line for line in (trained, evaluated) if line]
-    if not shown:
+    if all(map(is_constant, shown)):
         return ""
     frame = frame_of(shown, height)
     parts = [grid(frame)]
@@ -105,9 +105,12 @@ def line_chart(
 
 
 def lines_chart(title: str, lines: Sequence[tuple[str, Series]]) -> str:
-    """Draw the moving means of several (class, number by step); return an SVG, '' of nothing."""
+    """Draw the moving means of several (class, number by step); return an SVG.
+
+    It is '' of nothing and of what never changed.
+    """
     lines = [(kind, line) for kind, line in lines if line]
-    if not lines:
+    if all(is_constant(line) for _, line in lines):
         return ""
     frame = frame_of([line for _, line in lines], HEIGHT)
     parts = [grid(frame)]

@@ -17,7 +17,7 @@ from rlhf_jax.monitoring.report.charts import (
     share_chart,
     stacked_chart,
 )
-from rlhf_jax.monitoring.report.run import THIRDS, Row, RunRecord, Series, series
+from rlhf_jax.monitoring.report.run import Row, RunRecord, Series, series
 from rlhf_jax.monitoring.report.scales import reading, share, strategy_label
 
 K = TypeVar("K", bound=Hashable)
@@ -62,18 +62,9 @@ class Outcome:
 
 
 def charts(run: RunRecord) -> list[Chart]:
-    """Draw strategies by live rows, and drafters and acceptance by step.
-
-    Strategies are drawn over all steps, and of the first and last third.
-    """
+    """Draw strategies by live rows, and drafters and acceptance by step."""
     kinds = drafter_kinds(run)
-    drawn = [_by_live_rows("Strategies by live rows", run.strategies, run.strategies, kinds)]
-    parts = [[row for row in run.strategies if row["third"] == third] for third in (0, THIRDS - 1)]
-    if all(parts):
-        titles = ("First third of the steps", "Last third of the steps")
-        for title, part in zip(titles, parts, strict=True):
-            drawn.append(_by_live_rows(title, part, run.strategies, kinds))
-    drawn.append(_shares(run.metrics, kinds))
+    drawn = [_by_live_rows(run.strategies, kinds), _shares(run.metrics, kinds)]
     lines = [
         (kind, series(run.metrics, f"strategy/acceptance_{name}", name))
         for name, kind in kinds.items()
@@ -99,8 +90,9 @@ def charts(run: RunRecord) -> list[Chart]:
 
 
 def drafts(run: RunRecord) -> bool:
-    """Tell whether this section has anything: a strategy was chosen, or a student learned."""
-    return bool(run.strategies or series(run.metrics, "drafter/acceptance"))
+    """Tell whether this section has anything: a round had drafts, or a student learned."""
+    chosen = any(row["drafter"] != "none" for row in run.strategies)
+    return chosen or bool(series(run.metrics, "drafter/acceptance"))
 
 
 def drafter_kinds(run: RunRecord) -> dict[str, str]:
@@ -134,17 +126,14 @@ def table(rows: list[Row]) -> list[Outcome]:
     return found
 
 
-def _by_live_rows(title: str, rows: list[Row], every: list[Row], kinds: dict[str, str]) -> Chart:
-    """Draw a bar for each number of live rows that the run had.
-
-    It has a layer for each drafter and size of draft. every: the rows of the whole run, of which
-    `rows` may be a part.
-    """
+def _by_live_rows(rows: list[Row], kinds: dict[str, str]) -> Chart:
+    """Draw a bar for each number of live rows, with a layer for each drafter and size of draft."""
 
     def shaded(row: Row) -> tuple[str, int]:
         return row["drafter"], sum(row["drafts"] > most for most in SHADE_DRAFTS)
 
-    sizes = sorted({row["live"] for row in every})
+    title = "Strategies by live rows"
+    sizes = sorted({row["live"] for row in rows})
     rounds = _summed(rows, lambda row: row["live"])
     layered = _summed(rows, lambda row: (row["live"], shaded(row)))
     layers = []
@@ -157,8 +146,7 @@ def _by_live_rows(title: str, rows: list[Row], every: list[Row], kinds: dict[str
             if any(shares):
                 layers.append((f"{kind} shade-{shade}", np.array(shares)))
     tips = [_tip(size, [row for row in rows if row["live"] == size]) for size in sizes]
-    height = 260 if rows is every else 190
-    svg = share_chart(title, [f"{size}" for size in sizes], layers, tips=tips, height=height)
+    svg = share_chart(title, [f"{size}" for size in sizes], layers, tips=tips, height=260)
 
     drafted = _summed(rows, lambda row: row["drafter"])
     total = sum(figures["rounds"] for figures in drafted.values())
@@ -167,9 +155,7 @@ def _by_live_rows(title: str, rows: list[Row], every: list[Row], kinds: dict[str
         if drafter in drafted:
             part = share(drafted[drafter]["rounds"], total)
             legend.append((kind, f"{_spoken(drafter)} {part}"))
-    note = ""
-    if rows is every:
-        note = "% of rounds, by live rows rounded up; fuller colour for longer drafts"
+    note = "% of rounds, by live rows rounded up; fuller colour for longer drafts"
     return Chart(title, note, Markup(svg), tuple(legend))
 
 

@@ -12,8 +12,9 @@ from markupsafe import Markup
 from rlhf_jax.monitoring.metrics import is_measure
 from rlhf_jax.monitoring.report import drafting, timeline
 from rlhf_jax.monitoring.report.charts import Chart, line_chart, stacked_chart
-from rlhf_jax.monitoring.report.run import Row, RunRecord, Series, read_run, series
+from rlhf_jax.monitoring.report.run import Row, RunRecord, Series, is_constant, read_run, series
 from rlhf_jax.monitoring.report.scales import duration, reading, signed, smooth
+from rlhf_jax.monitoring.report.warnings import warnings
 from rlhf_jax.runtime.files import write_atomically
 
 ALGORITHMS = {
@@ -49,36 +50,40 @@ class Figure:
     note: str = ""
 
 
-def write_report(workdir: str | pathlib.Path, device: str = "") -> pathlib.Path:
+def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
     """Write WORKDIR/report.html from the run's files, and return its path.
 
-    device: names the hardware, if known. Errors are those of `read_run`, and OSError where the file
-    cannot be written.
+    Errors are those of `read_run`, and OSError where the file cannot be written.
     """
     run = read_run(workdir)
     path = pathlib.Path(workdir).expanduser() / "report.html"
-    text = render(run, device)
+    text = render(run)
     try:
         # A lone surrogate becomes '?'.
         write_atomically(path, text.encode(errors="replace"))
     except OSError as error:
         reason = error.strerror or error
         raise OSError(
-            f"{path} cannot be written ({reason}); make room and give launch/report.py again."
+            f"{path} cannot be written ({reason}); make room and give rlhf-jax report again."
         ) from error
     return path
 
 
-def render(run: RunRecord, device: str = "") -> str:
-    """Return the page's HTML; `device` names the hardware, if known."""
-    environment = jinja2.Environment(
+def environment() -> jinja2.Environment:
+    """Return what renders the pages of this folder."""
+    made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"reading": reading, "change": _change}
+    made.filters |= {"reading": reading, "change": _change}
+    return made
+
+
+def render(run: RunRecord) -> str:
+    """Return the page's HTML."""
     # The config's rows (key, value) by section; the keys outside any section come first, under ''.
     sections: dict[str, list[tuple[str, str]]] = {"": []}
     for name, value in run.config.items():
@@ -92,23 +97,29 @@ def render(run: RunRecord, device: str = "") -> str:
             big += _before_after(f"Held-out {key.removeprefix('eval/')}", line, ends=True)
     label = run.called("reward/mean", "Training reward")
     big = big or _before_after(label, series(run.metrics, "reward/mean"))
-    return environment.get_template("page.html").render(
-        run=run,
-        facts=facts(run, device),
-        figures={"big": big, "small": headline(run)},
-        charts=charts(run),
-        picture=timeline.picture(run),
-        words=timeline.words,
-        drafting=drafting.charts(run) if drafting.drafts(run) else [],
-        outcomes=drafting.table(run.strategies),
-        others=other_charts(run),
-        pairs=pairs(run),
-        open_pairs=OPEN_PAIRS,
-        config=sections,
+    return (
+        environment()
+        .get_template("page.html")
+        .render(
+            run=run,
+            facts=facts(run),
+            warnings=warnings(run),
+            figures={"big": big, "small": headline(run)},
+            charts=charts(run),
+            picture=timeline.picture(run),
+            words=timeline.words,
+            left_out=left_out(run),
+            drafting=drafting.charts(run) if drafting.drafts(run) else [],
+            outcomes=drafting.table(run.strategies) if drafting.drafts(run) else [],
+            others=other_charts(run),
+            pairs=pairs(run),
+            open_pairs=OPEN_PAIRS,
+            config=sections,
+        )
     )
 
 
-def facts(run: RunRecord, device: str) -> list[tuple[str, str]]:
+def facts(run: RunRecord) -> list[tuple[str, str]]:
     """Return (name, value) of what the run was."""
     config = run.config
     done = len(run.metrics)
@@ -120,8 +131,9 @@ def facts(run: RunRecord, device: str) -> list[tuple[str, str]]:
         ("algorithm", run.title or ALGORITHMS.get(config.get("advantage.estimator", ""), "")),
         ("steps", f"{done:,} of {asked:,}" if unfinished else f"{done:,}"),
         ("drafting", "none" if strategy == "plain" else strategy),
-        ("device", device),
+        ("device", run.environment.get("device", "")),
         ("date", f"{run.date.day} {run.date:%B %Y}"),
+        *((name, run.environment.get(name, "")) for name in ("command", "commit", "versions")),
     ]
     return [(name, value) for name, value in rows if value]
 
@@ -200,6 +212,21 @@ def other_charts(run: RunRecord) -> list[Chart]:
         if small:
             drawn.append(Chart(heading, "", Markup(small)))
     return drawn
+
+
+def left_out(run: RunRecord) -> list[str]:
+    """Say what has no chart, as there is nothing to see: a sentence each."""
+    said = []
+    if run.trace is not None and run.trace.slices == 1:
+        said.append("One slice generated everything.")
+    if run.strategies and not drafting.drafts(run):
+        said.append("Every round was plain: no drafter promised more tokens a second.")
+    keys = dict.fromkeys(key for row in run.metrics for key in row)
+    same = [line for line in (series(run.metrics, key) for key in keys) if is_constant(line)]
+    if same:
+        values = ", ".join(f"{line.name} {reading(line.values[0])}" for line in same)
+        said.append(f"Never changed: {values}.")
+    return said
 
 
 def pairs(run: RunRecord) -> list[tuple[str, list[tuple[str, Row]]]]:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 Row = dict[str, Any]
-THIRDS = 3  # parts of a run that strategies are summed over
 # Keys of a row that strategies are summed by; the rest of it are figures.
 SUMMED_BY = ("live", "strategy", "drafter", "drafts")
 
@@ -82,9 +81,11 @@ class RunRecord:
     evaluations: list[Row]  # step and means, an evaluation each
     # none, one or two (step, samples); held out where `evaluations` is not empty
     samples: list[tuple[int, list[Row]]]
-    # sums over each `third` (0, 1, 2) of the steps, by live rows and strategy
+    # sums over all steps, by live rows and strategy
     strategies: list[Row]
     trace: Trace | None = None  # the latest
+    # by which command, commit, versions and devices it was made
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def called(self, key: str, otherwise: str) -> str:
         """Return the heading of a number: what this run calls it, or what others do."""
@@ -117,10 +118,11 @@ def read_run(workdir: str | pathlib.Path) -> RunRecord:
         metrics=metrics,
         evaluations=evaluations,
         samples=held_out or _first_and_last(folder / "samples.jsonl"),
-        strategies=_strategies(
-            folder / "strategies.jsonl", metrics[-1]["step"] + 1 if metrics else 1
-        ),
+        strategies=_strategies(folder / "strategies.jsonl"),
         trace=_latest_trace(folder / "timeline"),
+        environment={
+            str(key): str(value) for key, value in objective.get("environment", {}).items()
+        },
     )
 
 
@@ -129,6 +131,11 @@ def series(rows: list[Row], key: str, name: str = "") -> Series:
     points = [(row["step"], row[key]) for row in rows if _finite(row.get(key))]
     steps, values = np.array(points, np.float64).reshape(-1, 2).T
     return Series(name or key, steps, values)
+
+
+def is_constant(line: Series) -> bool:
+    """Tell whether a number was the same at every step, of which there are several."""
+    return len(line) > 1 and bool((line.values == line.values[0]).all())
 
 
 def _finite(value: object) -> bool:
@@ -201,19 +208,15 @@ def _first_and_last(path: pathlib.Path) -> list[tuple[int, list[Row]]]:
     return first + last if first != last else first
 
 
-def _strategies(path: pathlib.Path, steps: int) -> list[Row]:
-    """Return the rows of all steps, added up by third of the run, live rows and strategy.
-
-    A long run has very many.
-    """
+def _strategies(path: pathlib.Path) -> list[Row]:
+    """Return the rows of all steps, added up by live rows and strategy: a long run has many."""
     sums: dict[tuple, Row] = {}
     for row in _rows(path):
         if missing := [name for name in SUMMED_BY if name not in row]:
             raise ValueError(
                 f"{path}: a line of step {row['step']} lacks {missing[0]}; take the line away."
             )
-        names: Row = {"third": min(int(THIRDS * row["step"] / steps), THIRDS - 1)}
-        names |= {name: row[name] for name in SUMMED_BY}
+        names = {name: row[name] for name in SUMMED_BY}
         known = sums.setdefault(tuple(names.values()), names)
         known |= {
             name: known.get(name, 0) + row[name] for name in row.keys() - {"step", *SUMMED_BY}

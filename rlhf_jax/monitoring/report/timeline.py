@@ -48,9 +48,9 @@ class Busy:
 
 
 def picture(run: RunRecord) -> Chart | None:
-    """Draw the latest step that left a trace; None of a single slice that only generated."""
+    """Draw the latest step that left a trace; None of a single slice."""
     trace = run.trace
-    if trace is None or not len(trace) or (trace.slices == 1 and "inference" not in trace.kind):
+    if trace is None or not len(trace) or trace.slices == 1:
         return None
     shown = np.unique(
         np.linspace(0, trace.slices - 1, min(trace.slices, MOST_SLICES)).round().astype(int)
@@ -93,10 +93,8 @@ def words(trace: Trace) -> str:
     """Write the idle share, and what moved between slices."""
     whole = trace.slices * float(trace.ended.max()) or 1.0
     idle = 1.0 - float((trace.ended - trace.began).sum()) / whole
-    slices = "1 slice" if trace.slices == 1 else f"{trace.slices:,} slices"
-    moved = _moved(trace)
-    moves = "" if trace.slices == 1 else f"; {moved or 'no sample moved'}"
-    return f"{slices}, idle for {share(idle, 1.0)} of the time{moves}."
+    moved = _moved(trace) or "no sample moved"
+    return f"{trace.slices:,} slices, idle for {share(idle, 1.0)} of the time; {moved}."
 
 
 def busy(part: Trace, edges: np.ndarray) -> Busy:

@@ -146,6 +146,10 @@ class Checkpoints:
         with self._failing():
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
+    def on_disk(self) -> int:
+        """Return the step of the latest checkpoint that is complete; 0 where there is none."""
+        return max(steps(self._folder), default=0)
+
     def restore(self, template: Any) -> Restored | None:
         """Return the latest checkpoint that is whole, placed as `template` says.
 

@@ -1,0 +1,27 @@
+"""The quickstart with its sentiment alone as the reward: what reward hacking looks like.
+
+    pip install -e ".[quickstart]" && python launch/train.py --config configs/quickstart_hacked.py
+
+The reward rises from 0.62 to 0.97, and the policy gets worse: few answers name the thing that they
+were asked about (7 % where 72 % did), most are cut off, and many begin alike. The report says so
+before it shows a curve; what falls is what the reward does not ask for.
+"""
+
+from pathlib import Path
+
+from rlhf_jax.config.command_line import load
+
+
+def get_config():
+    """The quickstart's config, with less to earn and less to pay."""
+    config = load(str(Path(__file__).with_name("quickstart.py")))
+    config.workdir = "runs/quickstart_hacked"
+    config.steps = 18
+    config.reward.functions = ("configs/rewards/sentiment.py:vader",)
+    config.reward.weights = ()
+    config.generation.update(prompts_per_step=6, max_new_tokens=20, max_rows=24, min_rows=12)
+    config.evaluation.every = 18
+    config.checkpoint.every = 18
+    config.kl.coefficient = 0.02
+    config.training.update(learning_rate=5e-5, schedule="constant", microbatch_rows=24)
+    return config

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# A run on the TPUs of a GKE cluster, by XPK: launch/xpk.sh CLUSTER NAME TPU IMAGE --config FILE[:ARGUMENT] --config.any.key=value
+# IMAGE is launch/Dockerfile's, built with EXTRAS=tpu; TPU is XPK's name of a slice, such as v5p-16. config.mesh.slices must
+# be a multiple of the hosts or divide them, and workdir lie on a file system that they share.
+set -euo pipefail
+if (($# < 5)); then
+  echo "usage: launch/xpk.sh CLUSTER NAME TPU IMAGE --config FILE[:ARGUMENT] --config.any.key=value" >&2
+  exit 2
+fi
+cluster=$1 name=$2 tpu=$3 image=$4
+shift 4
+xpk workload create --cluster "$cluster" --workload "$name" --tpu-type "$tpu" --docker-image "$image" \
+  --max-restarts 10 --command "rlhf-jax train --processes auto $(printf '%q ' "$@")"

@@ -1,0 +1,106 @@
+"""Plan a run for devices that need not be here, from its config and the shapes of its models."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import choose
+from rlhf_jax import mesh as meshes
+from rlhf_jax.config import derived, memory
+from rlhf_jax.config.hardware import Hardware
+from rlhf_jax.config.memory import Part
+from rlhf_jax.config.objectives import objective_of
+from rlhf_jax.config.schema import Config
+from rlhf_jax.mesh import Layout
+from rlhf_jax.model import kernels as mesh_kernels
+from rlhf_jax.model.published import is_published, shape_of
+from rlhf_jax.model.weights.source import SMOLLM2_NAME
+from rlhf_jax.training.advantages import ESTIMATORS
+from rlhf_jax.training.distill import student_config
+from rlhf_jax.types import ModelConfig, ModelConfigs
+
+
+class Planned(NamedTuple):
+    """Hold what a run would use on devices of a kind."""
+
+    hardware: Hardware
+    layout: Layout  # on an abstract mesh
+    models: ModelConfigs
+    parts: list[Part]
+    remat: bool
+    remat_reason: str
+
+
+def plan_run(config: Config, hardware: Hardware) -> Planned:
+    """Plan a run; raises ValueError or FileNotFoundError for what cannot be.
+
+    Prompts and rewards are not looked at.
+    """
+    derived.register_own(config)
+    models = _models(config)
+    named = config.model.compute_dtype
+    if named == "auto":
+        fast = hardware.platform == "tpu" or hardware.compute_capability >= 8
+        named = "bfloat16" if fast else "float32"
+    dtype = jnp.dtype(named)
+    sizes = config.mesh
+    asked = (sizes.data, sizes.fsdp, sizes.tensor)
+    mesh = meshes.abstract_mesh(meshes.sizes(*asked, hardware.count, sizes.slices))
+    shapes = [mesh_kernels.shape_of(model) for model in models[:2] if model]
+    kernels, _ = choose(config.kernels, hardware, dtype.itemsize, shapes)
+    layout = Layout(mesh, "training", kernels=kernels, dtype=dtype)
+    limit = min(filter(None, (hardware.gigabytes, sizes.device_memory_gb)), default=0.0)
+    known = limit * memory.GIGA if limit else None
+    remat, reason = memory.settle_remat(config, models, layout, known)
+    parts = memory.plan(config, models, layout, remat)
+    return Planned(hardware._replace(gigabytes=limit), layout, models, parts, remat, reason)
+
+
+def lacking(config: Config) -> str:
+    """Say which devices or weights a run lacks here; '' where it could begin.
+
+    Weights of a hub name count as lacking: a plan is no reason to fetch them.
+    """
+    sizes = config.mesh
+    asked = (sizes.slices, sizes.data, sizes.fsdp, sizes.tensor)
+    here = meshes.count_devices()
+    if -1 not in asked and math.prod(asked) != here:
+        return f"the config asks for {math.prod(asked)} devices, and here are {here}"
+    paths = (config.model.path, config.drafter.path, config.critic.path, *config.reward.models)
+    missing = [
+        path
+        for path in paths
+        if path != SMOLLM2_NAME and is_published(path) and not Path(path).expanduser().exists()
+    ]
+    return f"there are no weights in {', '.join(missing)}" if missing else ""
+
+
+def hardware_of(config: Config) -> Hardware:
+    """Return the devices that a config's mesh asks for, or those that are here."""
+    sizes = config.mesh
+    asked = (sizes.slices, sizes.data, sizes.fsdp, sizes.tensor)
+    if -1 not in asked and sizes.device_memory_gb:
+        return Hardware("gpu", "device", math.prod(asked), sizes.device_memory_gb, 9.0)
+    device = jax.devices()[0]
+    capability = float(getattr(device, "compute_capability", 0) or 0)
+    known = (memory.memory_for_remat(config, device) or 0.0) / memory.GIGA
+    return Hardware(device.platform, device.device_kind, meshes.count_devices(), known, capability)
+
+
+def _models(config: Config) -> ModelConfigs:
+    """Return the shapes of all models of a run."""
+    policy = shape_of(config.model.path)
+    drafter: ModelConfig | None = None
+    if derived.has_drafter(config):
+        layers = config.drafter.layers
+        drafter = student_config(policy, layers) if layers else shape_of(config.drafter.path)
+    critic: ModelConfig | None = None
+    if objective_of(config).uses_rewards and ESTIMATORS[config.advantage.estimator].needs_critic:
+        critic = shape_of(config.critic.path) if config.critic.path else policy
+    rewards = tuple(map(shape_of, config.reward.models))
+    return ModelConfigs(policy, drafter, critic, rewards)

@@ -1,0 +1,41 @@
+"""The console command `rlhf-jax`: a module for each of its commands, imported when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+# By name: what it does, and whether it takes seconds to begin.
+COMMANDS = {
+    "train": ("do the run that a config describes, or go on with it", True),
+    "plan": ("print what a run needs on devices that need not be here", True),
+    "report": ("write the report of a run as one HTML file", False),
+    "compare": ("compare runs: configs, texts, curves", False),
+    "export": ("write the policy of a checkpoint as a Hugging Face folder", True),
+    "strategy": ("print which drafting strategy a run would choose, and why", True),
+    "config": ("print the keys of a config, with defaults and comments", False),
+    "version": ("print the versions that a bug report needs", True),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command that the first word names; return its exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if words else 2
+    name, *rest = words
+    if name not in COMMANDS:
+        print(f"error: there is no command {name!r}.\n\n{usage()}", file=sys.stderr)
+        return 2
+    slow = COMMANDS[name][1] and "--help" not in rest
+    if slow and sys.stderr.isatty():
+        print(f"rlhf-jax {name}: loading JAX ...", file=sys.stderr, flush=True)
+    module = importlib.import_module(f"rlhf_jax.command.{name}")
+    return module.main([f"rlhf-jax {name}", *rest])
+
+
+def usage() -> str:
+    """Return the help of the command."""
+    lines = [f"  {name:10}{words}" for name, (words, _) in COMMANDS.items()]
+    return "\n".join(["usage: rlhf-jax COMMAND ...", "", *lines, "", "COMMAND --help says more."])

@@ -1,0 +1,30 @@
+"""Compare two runs or more: what their configs differ in, where their texts part, their curves."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rlhf_jax.monitoring.report.comparison import write_comparison
+
+
+def main(argv: list[str]) -> int:
+    """Return the exit code; a mistake of the user's is one sentence on stderr."""
+    parser = argparse.ArgumentParser(prog=argv[0], description=__doc__)
+    parser.add_argument("workdirs", nargs="+", metavar="WORKDIR", help="of each run")
+    parser.add_argument("--out", type=Path, default=Path("comparison.html"), help="the page")
+    asked = parser.parse_args(argv[1:])
+    if len(asked.workdirs) < 2:
+        parser.error("name two runs or more")
+    try:
+        found = write_comparison(asked.workdirs, asked.out)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for key, values in found.differences:
+        print(f"{key}: {' | '.join(map(str, values))}")
+    same = "Their texts are the same as far as both go."
+    print(same if found.parting is None else f"Their texts part in step {found.parting}.")
+    print(f"Their curves are in {asked.out}.")
+    return 0

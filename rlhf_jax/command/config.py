@@ -1,0 +1,70 @@
+"""Print the keys of a config: defaults, types and comments, as the schema has them."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import inspect
+import io
+import operator
+import re
+import tokenize
+from typing import NamedTuple
+
+from rlhf_jax.config import schema
+
+
+class Key(NamedTuple):
+    """Describe one key."""
+
+    name: str  # dotted
+    default: object
+    comment: str
+
+
+def keys() -> list[Key]:
+    """Return every key in the order of the schema, which is read for its comments."""
+    comments = _comments(inspect.getsource(schema))
+    defaults = schema.default()
+    return [
+        Key(name, operator.attrgetter(name)(defaults), comments.get(name, ""))
+        for name in schema.flat(defaults)
+    ]
+
+
+def main(argv: list[str]) -> int:
+    """Return the exit code."""
+    parser = argparse.ArgumentParser(prog=argv[0], description=__doc__)
+    parser.add_argument(
+        "pattern", nargs="?", default="*", help="keys to print, as in 'generation.*'; all if none"
+    )
+    pattern = parser.parse_args(argv[1:]).pattern
+    found = [key for key in keys() if fnmatch.fnmatch(key.name, pattern)]
+    for key in found:
+        default = key.default.to_dict() if isinstance(key.default, schema.Config) else key.default
+        print(f"{key.name} = {default!r}  ({type(default).__name__})")
+        print(f"    {key.comment}")
+    if not found:
+        parser.error(f"no key is like {pattern!r}")
+    return 0
+
+
+def _comments(source: str) -> dict[str, str]:
+    """Return the comment above each key of the table of defaults, by dotted name."""
+    found = {}
+    above: list[str] = []
+    section = ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            above.append(token.string.lstrip("# "))
+        elif match := re.match(r'\s*"(\w+)": (\{$)?', token.line):
+            if token.type != tokenize.STRING or token.string.strip('"') != match[1]:
+                continue
+            if match[2]:
+                section = f"{match[1]}."
+            else:
+                found[section + match[1]] = " ".join(above)
+            above = []
+        elif token.line.strip() == "},":
+            section = ""
+    return found

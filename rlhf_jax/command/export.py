@@ -1,0 +1,102 @@
+"""Write the policy of a checkpoint, or its student, as a Hugging Face folder.
+
+rlhf-jax export WORKDIR [--step N] [--out FOLDER] [--drafter]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.data.tokenizer import read_json
+from rlhf_jax.model import transformer
+from rlhf_jax.model.weights import huggingface
+from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.runtime.checkpoint.store import read_part
+from rlhf_jax.training.distill import completed, student_of
+from rlhf_jax.types import Model, ModelConfig, TrainState
+
+
+def main(argv: list[str]) -> int:
+    """Return the exit code; a mistake of the user's is one sentence on stderr."""
+    parser = argparse.ArgumentParser(
+        prog=argv[0], description="Write the policy of a checkpoint as a Hugging Face folder."
+    )
+    parser.add_argument("workdir", type=Path, help="of the run; the run may be going on")
+    parser.add_argument("--step", type=int, help="of the checkpoint; the latest if not given")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="the folder to write; WORKDIR/policy-STEP or drafter-STEP if not given",
+    )
+    parser.add_argument(
+        "--drafter", action="store_true", help="the student that drafts for the policy, instead"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights"
+    )
+    asked = parser.parse_args(argv[1:])
+    name = "drafter" if asked.drafter else "policy"
+    try:
+        out = export(asked.workdir.expanduser(), asked.step, asked.out, name, asked.dtype)
+        print(f"The {name} is in {out}.")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def export(
+    workdir: Path, step: int | None, out: Path | None, name: str = "policy", dtype: str = "float32"
+) -> Path:
+    """Write the 'policy' or its 'drafter' as a Hugging Face folder, and return the folder.
+
+    It has weights in `dtype`, and the tokenizer and stop tokens of the model that the run began
+    with. Raises ValueError or OSError in one sentence where there is no such run, model or
+    checkpoint.
+    """
+    source = open_source(configured(workdir, "model", "path"))
+    layers = configured(workdir, "drafter", "layers") if name == "drafter" else 0
+    if name == "drafter" and not layers:
+        raise ValueError(f"The run in {workdir} has no student: its drafter.layers is 0.")
+    template = policy_template(source.config, layers)
+    step, state, _ = read_part(workdir / "checkpoints", template, step)
+    out = out or workdir / f"{name}-{step}"
+    model = completed(state.drafter, state.policy) if name == "drafter" else state.policy
+    huggingface.save(
+        out, model, source.tokenizer, stop_tokens=source.stop_tokens, dtype=jnp.dtype(dtype)
+    )
+    return out
+
+
+def configured(workdir: Path, section: str, key: str) -> Any:
+    """Return a value of the config of the run in `workdir`."""
+    file = workdir / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"There is no run in {workdir}: {file} is missing.")
+    try:
+        return read_json(file)[section][key]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no config of a run: it lacks {section}.{key}.") from error
+
+
+def policy_template(config: ModelConfig, layers: int = 0) -> TrainState:
+    """Return the shapes of the policy and, with `layers`, its student, in the host's memory.
+
+    One accelerator may be too small for their float32.
+    """
+    host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    policy: Model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config, jnp.float32))
+    student: Model | None = (
+        jax.eval_shape(lambda model: student_of(model, layers), policy) if layers else None
+    )
+    unread = cast(Any, None)
+    shapes = TrainState(policy=policy, optimizer=unread, step=unread, drafter=student)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host), shapes
+    )

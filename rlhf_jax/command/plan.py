@@ -1,0 +1,42 @@
+"""Print what a run needs on devices that need not be here: memory by part, tokens, steps.
+
+    rlhf-jax plan CONFIG --devices v5p:2x2x1 [--config.any.key=value ...]
+
+Neither weights nor prompts are read: shapes come from a config.json, or from a table of published
+models by their names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rlhf_jax.build.describe import print_plan
+from rlhf_jax.build.planned import plan_run
+from rlhf_jax.config import command_line, memory
+from rlhf_jax.config.hardware import EXAMPLES, parse_hardware
+
+
+def main(argv: list[str]) -> int:
+    """Return the exit code: 0 where the run fits, 1 where it does not, 2 for a mistake."""
+    parser = argparse.ArgumentParser(
+        prog=argv[0], description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--devices", required=True, help=EXAMPLES)
+    asked, rest = parser.parse_known_args(argv[1:])
+    try:
+        hardware = parse_hardware(asked.devices)
+        config = command_line.read([argv[0], *rest])
+        planned = plan_run(config, hardware)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print_plan(config, planned)
+    if planned.hardware.gigabytes:
+        try:
+            memory.check(planned.parts, planned.hardware.gigabytes * memory.GIGA)
+        except ValueError as error:
+            print(f"It does not fit: {error}")
+            return 1
+        print("It fits.")
+    return 0

@@ -1,0 +1,165 @@
+"""Print what adaptive drafting would choose, and why.
+
+rlhf-jax strategy WORKDIR [--live 1,4,16,64] [--step N]
+
+For each number of live rows: every strategy, the best first, with what its round is predicted to
+give and what its rounds gave with about as many live rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rlhf_jax.config import derived
+from rlhf_jax.config.schema import Config
+from rlhf_jax.data.tokenizer import read_json
+from rlhf_jax.generation.precompile import VERIFIED
+from rlhf_jax.generation.strategy import cost, statistics
+from rlhf_jax.generation.strategy.predict import Situation
+from rlhf_jax.generation.strategy.select import Selector
+from rlhf_jax.runtime.checkpoint.store import read_part
+from rlhf_jax.types import TrainState
+
+# (heading, key, format) of the figures of a row: those predicted of a round, then what rounds gave,
+# empty without any.
+COLUMNS = (
+    ("predicted\ntokens/row", "tokens_per_row", ".2f"),
+    ("\nms", "milliseconds", ".3g"),
+    ("\ntokens/s", "tokens_per_second", ",.5g"),
+    ("so far\nrounds", "rounds", ",.0f"),
+    ("\ntokens/row", "realised_tokens_per_row", ".2f"),
+    ("\ntokens/s", "realised_tokens_per_second", ",.5g"),
+)
+
+
+def main(argv: list[str], console: Console | None = None) -> int:
+    """Return the exit code; a mistake of the user's is one sentence on stderr."""
+    parser = argparse.ArgumentParser(
+        prog=argv[0], description="Print the table that adaptive drafting chooses from."
+    )
+    parser.add_argument("workdir", type=Path, help="of the run; the run may be going on")
+    parser.add_argument(
+        "--live",
+        default="",
+        help="numbers of live rows, as in 1,4,16; from 1 to generation.max_rows if not given",
+    )
+    parser.add_argument("--step", type=int, help="of the checkpoint; the latest if not given")
+    asked = parser.parse_args(argv[1:])
+    try:
+        workdir = asked.workdir.expanduser()
+        config = read_config(workdir)
+        step, selector = read_selector(workdir, config, asked.step)
+        live = live_rows(asked.live, config.generation.max_rows)
+        show(selector, config, live, f"{workdir.name} after {step:,} steps", console or Console())
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def read_config(workdir: Path) -> Config:
+    """Return the config of the run in `workdir`.
+
+    Raises ValueError or FileNotFoundError where there is none.
+    """
+    file = workdir / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"There is no run in {workdir}: {file} is missing.")
+    said = read_json(file)
+    if not isinstance(said, dict) or not {"generation", "drafter", "deterministic"} <= said.keys():
+        raise ValueError(
+            f"{file} is no config of a run: it lacks generation, drafter or deterministic."
+        )
+    return Config(said)
+
+
+def read_selector(workdir: Path, config: Config, step: int | None) -> tuple[int, Selector]:
+    """Return the step of a checkpoint, and what it keeps of training's choices.
+
+    No weights are read. step: None for the latest checkpoint. Raises ValueError or OSError in one
+    sentence where the run's strategy is fixed or there is no such checkpoint.
+    """
+    if not derived.adaptive(config):
+        raise ValueError(
+            f"The run in {workdir} chooses no strategy: its generation.strategy is"
+            f" {config.generation.strategy!r}."
+        )
+    # The least of a state that can be read is its step, in the host's memory.
+    memory = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    counter: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=memory)
+    template = TrainState(policy=None, optimizer=None, step=counter)  # pyright: ignore[reportArgumentType]
+    step, _, host = read_part(workdir / "checkpoints", template, step)
+    saved = host["drafting"].get("selector")
+    if saved is None:
+        raise ValueError(
+            f"The checkpoint of step {step} in {workdir} was made with a fixed strategy; name a"
+            " later one."
+        )
+    selector = Selector(
+        derived.strategies(config), cost.restore(saved["costs"]), config.deterministic
+    )
+    selector.restore(saved)
+    return step, selector
+
+
+def live_rows(text: str, most: int) -> list[int]:
+    """Return the numbers of '1,4,16'; of '' they are 1, 4, 16 ... below `most`, and `most`.
+
+    Raises ValueError where one is not above 0.
+    """
+    if not text:
+        return [*(4**power for power in range(most.bit_length()) if 4**power < most), most]
+    found = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if min(found) < 1:
+        raise ValueError(f"--live is {text!r}; it must be numbers above 0, as in --live 1,4,16.")
+    return found
+
+
+def show(selector: Selector, config: Config, live: list[int], title: str, console: Console) -> None:
+    """Print a table for each number of live rows, and under it the choice in one sentence."""
+    console.print(Text(title, "bold"))
+    for count in live:
+        situation = _situation(selector, config, count)
+        # A choice is remembered, and these are only asked for.
+        choice = copy.deepcopy(selector).choose(situation)
+        console.print(_table(selector.table(situation), situation))
+        console.print(Text(f"{choice.why}.\n"), soft_wrap=True)
+
+
+def _situation(selector: Selector, config: Config, live: int) -> Situation:
+    """Return the situation that rounds of so many live rows have had.
+
+    The batch has shrunk as far as it may on one device.
+    """
+    rows = config.generation.max_rows
+    if live > rows:
+        rows = statistics.bucket(live)
+    while rows % 2 == 0 and rows // 2 >= max(live, config.generation.min_rows):
+        rows //= 2
+    return selector.typical_situation(live, rows, most_nodes=VERIFIED // rows)
+
+
+def _table(rows: list[dict[str, Any]], situation: Situation) -> Table:
+    """Return the table of strategies in one situation."""
+    context = situation.context / situation.live
+    title = f"{situation.live} live of {situation.rows} rows, {context:,.0f} tokens each"
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
+    table.add_column("\nstrategy", min_width=15, overflow="fold")
+    for heading, _, _ in COLUMNS:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        figures = row | {"milliseconds": 1e3 * row["seconds"]}
+        cells = [format(figures[key], form) if figures[key] else "" for _, key, form in COLUMNS]
+        table.add_row(Text(row["strategy"]), *cells)
+    return table

@@ -1,0 +1,61 @@
+"""Do the run that a config describes, or go on with it from its last checkpoint.
+
+    rlhf-jax train CONFIG[:ARGUMENT] [--config.any.key=value ...]
+    rlhf-jax train --model DIR --prompts FILE --reward FILE.py:function [--config...]
+
+CONFIG is a Python file or the name of a config that comes with the package: {names}.
+`rlhf-jax config` prints the keys. Several processes are told --coordinator HOST:PORT
+--processes N --process I, or --processes auto where the cluster knows. --profile 5:7 writes a
+profile of those steps.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from rlhf_jax.config import command_line
+from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime.distributed import Place
+from rlhf_jax.runtime.files import SHIPPED
+from rlhf_jax.runtime.signals import Stopped
+from rlhf_jax.trainer import do_run, plan
+
+
+def main(argv: list[str]) -> int:
+    """Return the exit code; a mistake of the user's is one sentence on stderr."""
+    if {"-h", "--help"} & {*argv[1:]}:
+        names = sorted(path.stem for path in (SHIPPED / "configs").glob("*.py"))
+        print((__doc__ or "").format(names=", ".join(names)))
+        return 0
+    place = Place()
+    try:
+        place, argv = command_line.place(argv)
+        if place.size is None:  # which rank this is, and so whether it speaks, is known only then
+            distributed.start(place)
+        config = command_line.read(argv)
+        if place.size is not None:
+            distributed.start(place)
+        (plan if config.dry_run else do_run)(config)
+    except Stopped as stopped:
+        said = f"Stopped by {stopped.name}: {' '.join(stopped.__notes__)}."
+        return distributed.leave(stopped.exit_code, said, place)
+    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
+        of_device = distributed.is_of_device(error)
+        said = str(error)
+        if of_device:
+            reason = said.splitlines()[0].rstrip(".")
+            change = "lower training.microbatch_rows or generation.max_rows"
+            said = f"the device failed ({reason}); if its memory is full, {change}."
+            if distributed.started() and "RESOURCE_EXHAUSTED" not in reason:
+                said = (
+                    f"the processes cannot go on together ({reason}); where one has ended its own"
+                    " words say why, and the same command goes on from the last checkpoint."
+                )
+        # what else failed on the way out stands behind it
+        *firsts, last = dict.fromkeys([said, *getattr(error, "__notes__", ())])
+        said = "; also: ".join([*(each.removesuffix(".") for each in firsts), last])
+        return distributed.leave(1 if of_device else 2, f"error: {said}", place)
+    except KeyboardInterrupt:
+        said = "error: stopped by the keyboard; what was written stays in the workdir."
+        return distributed.leave(130, said, place)
+    return distributed.leave(0, "", place)

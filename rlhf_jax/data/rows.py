@@ -1,0 +1,197 @@
+"""Rows of prompt files: JSONL and Parquet, here or behind a URL, and data sets of the Hub."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlhf_jax.runtime import messages as wire
+
+CHAT_ROLES = ("system", "user", "assistant", "tool")  # The roles that chat templates know.
+FILE_TYPES = (".jsonl", ".parquet")
+
+
+def is_remote(place: str | pathlib.Path) -> bool:
+    """Tell whether a place is a URL, such as gs://bucket/prompts.jsonl."""
+    return "://" in str(place)
+
+
+def is_file_name(place: str | pathlib.Path) -> bool:
+    """Tell whether a place of prompts is named as a file that can be read."""
+    return pathlib.PurePath(place).suffix in FILE_TYPES
+
+
+def is_dataset(place: str | pathlib.Path) -> bool:
+    """Tell whether a place is a folder or a name of the Hub, for the package `datasets`."""
+    return not (is_file_name(place) or is_remote(place) or pathlib.Path(place).is_file())
+
+
+def read(
+    place: str | pathlib.Path,
+    prompt_key: str = "prompt",
+    *,
+    configuration: str = "",
+    split: str = "train",
+    columns: Mapping[str, str] = {},
+) -> list[dict[str, Any]]:
+    """Read rows, with the prompt of each under "prompt".
+
+    place: a .jsonl or .parquet file, or its URL for the package fsspec; or a folder or a name on
+    the Hugging Face Hub, which the package `datasets` reads, in one of its configurations, '' for
+    the only one. columns: new names by old ones. A prompt is a string or a list of chat messages
+    `{"role", "content"}`. Raises ValueError at anything else, no rows, broken JSON or a missing
+    key, in one sentence that names the file and the line; FileNotFoundError where there is no file.
+    """
+    where_from = str(place)
+    suffix = pathlib.PurePath(place).suffix
+    if is_dataset(place):
+        found = _read_dataset(where_from, configuration, split)
+    elif not is_file_name(place):
+        raise ValueError(
+            f"Prompt file {place} must end in .jsonl or .parquet, not {suffix or 'nothing'!r}."
+        )
+    elif suffix == ".jsonl":
+        found = _read_jsonl(where_from, _content(where_from))
+    else:
+        found = _read_parquet(where_from, _content(where_from))
+    rows = []
+    for where, row in found:
+        if isinstance(row, dict):
+            row = {columns.get(name, name): value for name, value in row.items()}
+        rows.append(_check_row(row, prompt_key, where))
+    if not rows:
+        raise ValueError(
+            f"Prompt file {place} is empty; it needs at least one row with a {prompt_key!r}."
+        )
+    return rows
+
+
+def _content(place: str) -> bytes:
+    """Return the bytes of a file, here or behind a URL."""
+    if not is_remote(place):
+        path = pathlib.Path(place).expanduser()
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"Prompt file {path} does not exist; give the path of a .jsonl or .parquet file."
+            )
+        return path.read_bytes()
+    try:
+        with importlib.import_module("fsspec").open(place, "rb") as file:
+            return file.read()
+    except Exception as error:  # of whichever package the URL's scheme asks for
+        told = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(f"Prompt file {place} cannot be read ({told}).") from error
+
+
+def _read_dataset(place: str, configuration: str, split: str) -> Iterator[tuple[str, Any]]:
+    """Yield (where, row) for each row of a data set; `datasets` is loaded here, as few need it."""
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError as error:
+        raise ValueError(
+            f"Reading {place} as a data set needs datasets: pip install 'rlhf_jax[datasets]', or"
+            " give a .jsonl or .parquet file."
+        ) from error
+    folder = pathlib.Path(place).expanduser()
+    try:
+        if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+            found = datasets.load_from_disk(str(folder))
+            found = found[split] if hasattr(found, "keys") else found
+        else:
+            name = str(folder) if folder.exists() else place
+            found = datasets.load_dataset(name, configuration or None, split=split)
+    except Exception as error:  # of the package, the network or a file
+        told = " ".join(str(error).split())[:200].rstrip(".")
+        raise ValueError(
+            f"The data set {place} cannot be read, split {split!r}"
+            f" ({type(error).__name__}: {told})."
+        ) from error
+    for number, row in enumerate(found, start=1):
+        yield f"Row {number} of {place}", row
+
+
+def _read_jsonl(path: str, content: bytes) -> Iterator[tuple[str, Any]]:
+    """Yield (where, row) for each line that is not blank."""
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        where = f"Line {number} of {path}"
+        try:
+            text = line.decode("utf-8-sig").strip()
+            if text:
+                yield where, json.loads(text)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where} is not UTF-8 text; save the file as UTF-8.") from error
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{where} is not JSON ({error.msg} at column {error.colno})."
+            ) from error
+
+
+def _read_parquet(path: str, content: bytes) -> Iterator[tuple[str, Any]]:
+    """Yield (where, row) for each row; pyarrow is loaded here, so that JSONL needs none of it."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(
+            f"Reading {path} needs pyarrow; install it (pip install pyarrow) or use JSONL."
+        ) from error
+    try:
+        rows = pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise ValueError(
+            f"{path} is not a readable Parquet file ({str(error).splitlines()[0]})."
+        ) from error
+    for number, row in enumerate(rows, start=1):
+        where = f"Row {number} of {path}"
+        for column, value in row.items():
+            try:
+                wire.encode(value)
+            except ValueError as error:
+                raise ValueError(
+                    f"{where}: the column {column!r} cannot be given to a reward, which runs in a"
+                    f" process of its own ({str(error).rstrip('.')}); leave it out of the file."
+                ) from error
+        yield where, row
+
+
+def _check_row(row: Any, prompt_key: str, where: str) -> dict[str, Any]:
+    """Return the row with its prompt under "prompt"; ValueError where it is not one."""
+    if not isinstance(row, dict):
+        raise ValueError(
+            f"{where} must be an object with a {prompt_key!r}, not {type(row).__name__}."
+        )
+    if prompt_key not in row:
+        raise ValueError(
+            f"{where} has no {prompt_key!r}; its keys are {', '.join(map(repr, row)) or 'none'}."
+        )
+    prompt = row[prompt_key]
+    if isinstance(prompt, list):
+        chat = []
+        for message in prompt:
+            if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+                raise ValueError(
+                    f'{where}: each chat message must be {{"role": ..., "content": text}}, '
+                    f"not {message!r:.60}."
+                )
+            if message.get("role") not in CHAT_ROLES:
+                raise ValueError(
+                    f"{where}: the role {message.get('role')!r:.40} is none of"
+                    f" {', '.join(CHAT_ROLES)}."
+                )
+            # Without the empty fields that Parquet gives to every struct.
+            chat.append({key: value for key, value in message.items() if value is not None})
+        prompt = chat
+        if not prompt or prompt[-1]["role"] in ("system", "assistant"):
+            raise ValueError(
+                f"{where}: the last message must come from the user, for the model to answer it."
+            )
+    elif not isinstance(prompt, str):
+        raise ValueError(
+            f"{where}: {prompt_key!r} must be a string or a list of chat messages, not"
+            f" {type(prompt).__name__}."
+        )
+    return {**row, "prompt": prompt}

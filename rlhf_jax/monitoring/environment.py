@@ -1,0 +1,38 @@
+"""Say by which command, code and machine a run was made."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shlex
+import subprocess
+import sys
+
+import jax
+
+from rlhf_jax.runtime.files import PACKAGE
+
+PACKAGES = ("rlhf_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def environment() -> dict[str, str]:
+    """Return the command, the commit of a clone, versions and devices, by name."""
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES[:3]]
+    described = {
+        "command": shlex.join(sys.argv),
+        "commit": _commit(),
+        "versions": ", ".join([*versions, f"Python {platform.python_version()}"]),
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+    }
+    return {name: value for name, value in described.items() if value}
+
+
+def _commit() -> str:
+    """Return the commit of the clone that the package lies in; '' where it lies in none."""
+    if not (PACKAGE.parent / ".git").exists():
+        return ""
+    asked = ["git", "-C", str(PACKAGE), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

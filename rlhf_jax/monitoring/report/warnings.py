@@ -1,0 +1,139 @@
+"""Say what of a run should worry its reader: a sentence each, with its number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from rlhf_jax.monitoring.diversity import commonest_start
+from rlhf_jax.monitoring.metrics import is_measure
+from rlhf_jax.monitoring.report.run import RunRecord, series
+from rlhf_jax.monitoring.report.scales import reading, share
+
+RECENT = 5  # steps whose mean is "at the end"
+KL_NATS = 10.0  # of a response
+KL_GROWTH = 10.0
+KL_SMALL = 1.0  # nats of a response, below which growth is no matter
+MISMATCH_NATS = 0.02  # of a token
+SHOWN_LETTERS = 60  # of what answers begin with
+ALIKE = 0.25  # of the answers begin alike
+SATURATED = 0.02  # of the reward's range
+FALLEN = 0.02  # of a held-out measure
+OWN_RULES = ("eval/reward", "eval/distinct_pairs")  # keys that no fall of is told
+
+
+def warnings(run: RunRecord) -> list[str]:
+    """Return what is wrong or soon may be, the gravest first."""
+    return [sentence for check in CHECKS for sentence in check(run)]
+
+
+def _kl(run: RunRecord) -> Iterator[str]:
+    line = series(run.metrics, "kl/response")
+    if not line:
+        return
+    now = _recent(line.values)
+    early = float(line.values[: max(1, len(line) // 4)].max())
+    if now > KL_NATS:
+        yield (
+            f"An answer is {reading(now)} nats from the reference: the policy has left the language"
+            " it began with; raise kl.coefficient, or stop earlier."
+        )
+    elif now > KL_SMALL and now > KL_GROWTH * early > 0:
+        yield (
+            f"KL has grown from {reading(early)} to {reading(now)} nats an answer: look at the"
+            " samples before you train on."
+        )
+
+
+def _falling(run: RunRecord) -> Iterator[str]:
+    for key in run.evaluations[0] if len(run.evaluations) > 1 else ():
+        line = series(run.evaluations, key)
+        if is_measure(key) and key not in OWN_RULES and len(line) > 1:
+            first, last = line.values[[0, -1]]
+            if last < first - FALLEN * max(1.0, abs(first)):
+                yield (
+                    f"Held-out {key.removeprefix('eval/')} fell from {reading(first)} to"
+                    f" {reading(last)} while the policy learned: the reward does not ask for it."
+                )
+
+
+def _alike(run: RunRecord) -> Iterator[str]:
+    line = series(run.evaluations, "eval/distinct_pairs")
+    if len(line) > 1 and line.values[-1] < line.values[0] / 2:
+        first, last = line.values[[0, -1]]
+        yield (
+            f"Answers have become alike: of their word pairs {share(last, 1)} are distinct, and"
+            f" {share(first, 1)} were."
+        )
+    texts = [str(one["response"]) for one in run.samples[-1][1]] if run.evaluations else []
+    if len(texts) >= 2 / ALIKE:
+        start, part = commonest_start(texts)
+        if part > ALIKE:
+            yield f"{share(part, 1)} of the answers begin with “{start[:SHOWN_LETTERS]}”."
+
+
+def _cut_off(run: RunRecord) -> Iterator[str]:
+    line = series(run.metrics, "response/unfinished")
+    if line and _recent(line.values) > 0.5:
+        yield (
+            f"{share(_recent(line.values), 1)} of the responses are cut off: raise"
+            " generation.max_new_tokens, or set reward.missing_end."
+        )
+
+
+def _saturated(run: RunRecord) -> Iterator[str]:
+    batches = [
+        [one["reward"] for one in rows if one.get("reward") is not None] for _, rows in run.samples
+    ]
+    if not batches or not all(batches):
+        return
+    every = np.concatenate(batches)
+    mean = float(np.mean(batches[-1]))
+    if every.max() - mean <= SATURATED * np.ptp(every) and np.ptp(every) > 0:
+        yield (
+            f"The reward is at its end: {reading(mean)} on average, {reading(every.max())} at"
+            " most; more training can only find ways around it."
+        )
+
+
+def _without_signal(run: RunRecord) -> Iterator[str]:
+    line = series(run.metrics, "generation/groups_without_signal")
+    if line and _recent(line.values) > 0.5:
+        yield (
+            f"{share(_recent(line.values), 1)} of the prompts teach nothing, as all their samples"
+            " earn the same: set generation.resample, or take harder or easier prompts."
+        )
+
+
+def _mismatch(run: RunRecord) -> Iterator[str]:
+    line = series(run.metrics, "mismatch/mean")
+    if line and _recent(line.values) > MISMATCH_NATS:
+        yield (
+            f"Generation and training differ by {reading(_recent(line.values))} nats a token:"
+            " updates are off-policy by as much; look at model.compute_dtype and kernels."
+        )
+
+
+def _failed(run: RunRecord) -> Iterator[str]:
+    for key in sorted({key for row in run.metrics for key in row if key.endswith("/failed")}):
+        failed = float(series(run.metrics, key).values.sum())
+        if failed:
+            name = key.removeprefix("reward/").removesuffix("/failed")
+            yield f"The reward {name} failed on {failed:,.0f} responses: samples.jsonl has them."
+
+
+def _recent(values: np.ndarray) -> float:
+    return float(np.mean(values[-RECENT:]))
+
+
+CHECKS: tuple[Callable[[RunRecord], Iterator[str]], ...] = (
+    _kl,
+    _falling,
+    _alike,
+    _cut_off,
+    _saturated,
+    _without_signal,
+    _mismatch,
+    _failed,
+)

@@ -1,0 +1,109 @@
+"""Send each step of a run to its sinks once, behind the run and across its interruptions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from rlhf_jax.monitoring.sinks import SINKS, TrackedRun, record_name
+from rlhf_jax.runtime.files import write_atomically
+
+LAST_WAIT = 60.0  # seconds in which sinks may take what is left when the run ends
+
+Rows = dict[int, dict[str, float]]  # numbers by name, by step
+
+
+class Sender:
+    """Hold back what a run measures until its checkpoint is on disk, then send it to the sinks.
+
+    So a step that is taken again after a kill is sent once, as it was taken the last time. What a
+    sink has received is in WORKDIR/sinks, so that one that is new or has failed hears the rest.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        workdir: pathlib.Path,
+        config: dict[str, Any],
+        written: Iterable[Mapping[str, Any]],
+        say: Callable[[str], None],
+    ):
+        """Start a thread for each sink; `written` are the lines that the run's files have."""
+        self._rows: Rows = {}
+        for line in written:
+            self.add(line["step"], {key: line[key] for key in line if key != "samples"})
+        self._threads = [_SinkThread(name, workdir, config, say) for name in names]
+
+    def add(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Take what was measured at a step."""
+        own = {key: float(value) for key, value in numbers.items() if key != "step"}
+        self._rows.setdefault(step, {}).update(own)
+
+    def send(self, before: float) -> None:
+        """Send what was measured before a step to all sinks; returns at once."""
+        for step in sorted(step for step in self._rows if step < before):
+            numbers = self._rows.pop(step)
+            for thread in filter(threading.Thread.is_alive, self._threads):
+                thread.rows.put((step, numbers))
+
+    def close(self) -> None:
+        """Let the sinks end, and wait for those that are not too slow."""
+        for thread in self._threads:
+            thread.rows.put(None)
+        deadline = time.monotonic() + LAST_WAIT
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+class _SinkThread(threading.Thread):
+    """Make a sink and write to it, until the end or its first error."""
+
+    def __init__(
+        self, name: str, workdir: pathlib.Path, config: dict[str, Any], say: Callable[[str], None]
+    ):
+        super().__init__(name=f"sink {name}", daemon=True)
+        self.rows: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
+        self._sink_name = name
+        self._say = say
+        self._record = workdir / "sinks" / f"{record_name(name)}.json"
+        self._run = TrackedRun(uuid.uuid4().hex[:8], workdir, config)
+        self._next = 0
+        self.start()
+
+    def run(self) -> None:
+        """Write what comes, in order."""
+        try:
+            if self._record.exists():
+                found = json.loads(self._record.read_text())
+                self._run = dataclasses.replace(self._run, id=found["id"])
+                self._next = found["next"]
+            self._record.parent.mkdir(exist_ok=True)
+            self._note()
+            sink = SINKS[self._sink_name](self._run)
+            last = getattr(sink, "last_step", lambda: None)()
+            self._next = self._next if last is None else last + 1
+            while row := self.rows.get():
+                step, numbers = row
+                if step >= self._next:
+                    sink.write(step, numbers)
+                    self._next = step + 1
+                    self._note()
+            sink.close()
+        except Exception as error:  # a tracker's code may raise anything
+            told = " ".join(str(error).split())
+            self._say(
+                f"Sink {self._sink_name} failed ({type(error).__name__}: {told}) and hears no more"
+                f" of this run; start it again to send the rest, from step {self._next} on."
+            )
+
+    def _note(self) -> None:
+        """Write down which run this is of the sink's, and what it has received."""
+        record = json.dumps({"id": self._run.id, "next": self._next})
+        write_atomically(self._record, record.encode())

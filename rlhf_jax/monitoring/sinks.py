@@ -1,0 +1,165 @@
+"""Pass what a run measures on to trackers of experiments: W&B, MLflow, trackio, or one's own.
+
+Where a tracker writes, and under which project, is its own matter: it reads the environment
+variables that its documentation names, such as WANDB_MODE, MLFLOW_TRACKING_URI or TRACKIO_DIR.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import os
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from rlhf_jax.runtime.extensions import Table
+
+PROJECT = "rlhf_jax"  # under which runs stand where the environment names no project
+LONGEST_PARAMETER = 500  # characters of a config's value that MLflow keeps
+
+
+@dataclasses.dataclass(frozen=True)
+class TrackedRun:
+    """Say to a sink which run it hears of."""
+
+    id: str  # the same when the run goes on in another process
+    workdir: pathlib.Path
+    config: dict[str, Any]  # values by dotted key
+
+    @property
+    def name(self) -> str:
+        """Name the run, for people to read."""
+        return self.workdir.name
+
+
+class Sink(Protocol):
+    """Receive the numbers of a run's steps, each step once and in order.
+
+    A sink is made by calling its class with a `TrackedRun`, on a thread of its own. One that raises
+    is named once and hears no more until the run is started again; it never ends the run. One that
+    writes behind, and so may lose steps where the process is killed, has a method `last_step`: at
+    the beginning it returns the last step that was kept, -1 for none and None where that cannot be
+    known.
+    """
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Take the metrics of a step, and of an evaluation before it, by name."""
+        ...
+
+    def close(self) -> None:
+        """End the run, or what this process does of it."""
+        ...
+
+
+class Wandb:
+    """Write to Weights & Biases; without a network under WANDB_MODE=offline."""
+
+    def __init__(self, run: TrackedRun):
+        self._run = importlib.import_module("wandb").init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            id=run.id,
+            name=run.name,
+            dir=run.workdir / "sinks",
+            config=run.config,
+            resume="allow",
+        )
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Log a step."""
+        self._run.log(dict(numbers), step=step, commit=True)
+
+    def last_step(self) -> int:
+        """Return the last step that the server has; offline a run is written anew, beside it."""
+        return self._run.step - 1
+
+    def close(self) -> None:
+        """Upload the rest, or write it where W&B is offline."""
+        self._run.finish()
+
+
+class Mlflow:
+    """Write to an MLflow server or folder."""
+
+    def __init__(self, run: TrackedRun):
+        entities = importlib.import_module("mlflow.entities")
+        self._metric = entities.Metric
+        self._client = importlib.import_module("mlflow").MlflowClient()
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        own = self._client.search_runs([experiment], f"tags.`rlhf_jax.run` = '{run.id}'")
+        if own:
+            self._id = own[0].info.run_id
+            self._client.update_run(self._id, "RUNNING")
+            return
+        made = self._client.create_run(experiment, tags={"rlhf_jax.run": run.id}, run_name=run.name)
+        self._id = made.info.run_id
+        texts = {key: str(value)[:LONGEST_PARAMETER] for key, value in run.config.items()}
+        parameters = [entities.Param(key, text) for key, text in texts.items()]
+        for start in range(0, len(parameters), 100):  # as many as a call may hold
+            self._client.log_batch(self._id, params=parameters[start : start + 100])
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Log a step."""
+        now = int(1000 * time.time())
+        metrics = [self._metric(key, value, now, step) for key, value in numbers.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def close(self) -> None:
+        """Mark the run as finished."""
+        self._client.set_terminated(self._id)
+
+
+class Trackio:
+    """Write to trackio's database, which its dashboard shows."""
+
+    def __init__(self, run: TrackedRun):
+        trackio = importlib.import_module("trackio")
+        project = os.environ.get("TRACKIO_PROJECT", PROJECT)
+        name = f"{run.name}-{run.id}"
+        found = trackio.SQLiteStorage.get_max_step_for_run(project, name)
+        nothing = None if os.environ.get("TRACKIO_SPACE_ID") else -1  # a Space cannot be asked
+        self._last = nothing if found is None else found
+        self._run = trackio.init(project=project, name=name, config=run.config, resume="allow")
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Log a step."""
+        self._run.log(dict(numbers), step=step)
+
+    def last_step(self) -> int | None:
+        """Return the last step that was in the database at the beginning."""
+        return self._last
+
+    def close(self) -> None:
+        """Write what is still on its way."""
+        self._run.finish()
+
+
+def _no_sink(found: object) -> str:
+    """Say why an object of a file is none."""
+    lacking = [name for name in ("write", "close") if not hasattr(found, name)]
+    return f"is no sink: it has no {lacking[0]}" if lacking else ""
+
+
+SINKS: Table[Callable[[TrackedRun], Sink]] = Table(
+    "sinks", _no_sink, {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
+)
+
+
+def record_name(name: str) -> str:
+    """Return what the record of a sink is called: its name, of FILE.py:NAME the NAME."""
+    return name.rpartition(":")[2]
+
+
+def require(names: Sequence[str]) -> None:
+    """Raise ValueError, in one sentence, for a sink that is none, has no package or no own name."""
+    for name in names:
+        SINKS.require(name)
+        if SINKS[name].__module__ == __name__ and importlib.util.find_spec(name) is None:
+            raise ValueError(f"sinks names {name!r}: pip install 'rlhf_jax[{name}]' to have it.")
+    called = [record_name(name) for name in names]
+    if len(set(called)) < len(called):
+        raise ValueError(f"The sinks are called {', '.join(called)}; rename one of the same name.")

@@ -1,0 +1,100 @@
+"""Code of a user's own: FILE.py:NAME in a config, and tables whose names may be such."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import pathlib
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from rlhf_jax.runtime.files import SHIPPED, find
+
+T = TypeVar("T")
+
+
+class Table(dict[str, T]):
+    """Hold what a key of the config may name; FILE.py:NAME is read when it is first asked for."""
+
+    def __init__(self, key: str, check: Callable[[Any], str], own: dict[str, T] | None = None):
+        """Begin with `own`; `check` says of an object of a file why it cannot be here, or ''."""
+        super().__init__(own or {})
+        self._key = key
+        self._check = check
+
+    def __missing__(self, name: str) -> T:
+        if not is_of_file(name):
+            raise KeyError(name)
+        found = load_named(name, self._key)
+        if refusal := self._check(found):
+            raise ValueError(f"{self._key} {name!r} {refusal}.")
+        self[name] = found
+        return found
+
+    def require(self, name: str) -> None:
+        """Raise ValueError, in one sentence, where there is nothing of that name."""
+        if name not in self and not is_of_file(name):
+            known = ", ".join(own for own in self if not is_of_file(own))
+            raise ValueError(
+                f"{self._key} is {name!r}; it must be one of {known}, or FILE.py:NAME."
+            )
+        self[name]
+
+
+def is_of_file(name: str) -> bool:
+    """Tell whether a name is FILE.py:NAME."""
+    file, _, own = name.rpartition(":")
+    return file.endswith(".py") and own.isidentifier()
+
+
+def load_named(spec: str, what: str) -> Any:
+    """Return the object named by "package.module:name" or "path/to/file.py:name".
+
+    A relative path is looked up in the current folder, then among the files of the package.
+    ValueError or FileNotFoundError says in one sentence, which begins with `what`, what is wrong:
+    the form, the file, the import or the name.
+    """
+    place, _, name = spec.rpartition(":")
+    if not place or not name.isidentifier():
+        raise ValueError(
+            f"{what} {spec!r} must look like path/to/file.py:name or package.module:name."
+        )
+    try:
+        module = _load_file(place) if place.endswith(".py") else importlib.import_module(place)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{what} {spec!r}: {error}") from None
+    except Exception as error:  # the user's file may raise anything
+        raise ValueError(
+            f"{what} {spec!r} cannot be imported: {type(error).__name__}: {error}."
+        ) from error
+    if not hasattr(module, name):
+        raise ValueError(f"{what} {spec!r}: {place} defines no {name!r}.")
+    return getattr(module, name)
+
+
+def code_digest(spec: str) -> str:
+    """Return 16 hexadecimal digits that tell the file of FILE.py:NAME from others."""
+    return hashlib.sha256(find(spec.rpartition(":")[0]).read_bytes()).hexdigest()[:16]
+
+
+def _load_file(place: str) -> types.ModuleType:
+    """Run a Python file as a module of its own, once."""
+    path = find(place).resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {place} in {pathlib.Path.cwd()} or {SHIPPED}.")
+    name = f"{path.stem}_{hashlib.sha256(bytes(path) + path.read_bytes()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    # Registered because dataclasses look their module up.
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

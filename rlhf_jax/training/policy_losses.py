@@ -1,0 +1,111 @@
+"""Losses of the policy, token by token; one equation a function, found by `training.loss`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.runtime.extensions import Table
+from rlhf_jax.types import Array
+
+DUAL_CLIP = 3.0  # c of Ye et al. 2020, table 2
+
+
+class LossTerms(NamedTuple):
+    """Hold what a policy's loss may read of the predicted tokens, each [S, W]; see `PackedBatch`.
+
+    Log-probabilities are float32 in nats, and 0 where masked out.
+    """
+
+    logprobs: Array  # of the policy now: the gradient goes through these
+    old_logprobs: Array  # of the policy before the update
+    advantages: Array  # float32
+    mask: Array  # bool
+    owner: Array  # int32, the sample that a token belongs to, from 0
+    samples: int  # of a row shard, static
+    clip_low: float
+    clip_high: float
+
+    @property
+    def ratios(self) -> jax.Array:
+        """Compute p / p_old of each token, 1 where masked out: [S, W] float32."""
+        return jnp.exp(jnp.where(self.mask, self.logprobs - self.old_logprobs, 0.0))
+
+    def sample_means(self, x: Array) -> jax.Array:
+        """Compute for each token the mean of x [S, W] over its sample: [S, W] float32."""
+
+        def of_shard(x: Array, owner: Array, mask: Array) -> jax.Array:
+            sum_by_sample = functools.partial(
+                jax.ops.segment_sum, segment_ids=owner, num_segments=self.samples
+            )
+            tokens = sum_by_sample(mask.astype(jnp.float32))
+            return (sum_by_sample(jnp.where(mask, x, 0.0)) / jnp.maximum(tokens, 1.0))[owner]
+
+        return jax.vmap(of_shard)(x, self.owner, self.mask)
+
+
+PolicyLoss = Callable[[LossTerms], Array]  # the loss of each token, [S, W] float32
+
+
+def ppo(terms: LossTerms) -> Array:
+    """Compute -min(r A, clip(r, 1 - low, 1 + high) A), with r = p / p_old.
+
+    (PPO, Schulman et al. 2017, eq. 7; two clip widths as in DAPO, Yu et al. 2025.)
+    """
+    return _clipped(terms.ratios, terms)
+
+
+def dual_clip(terms: LossTerms) -> Array:
+    """Compute PPO's loss, at most -c A where A < 0 (Ye et al. 2020, eq. 2), with c = 3."""
+    losses = ppo(terms)
+    bounded = jnp.minimum(losses, -DUAL_CLIP * terms.advantages)
+    return jnp.where(terms.advantages < 0, bounded, losses)
+
+
+def gspo(terms: LossTerms) -> Array:
+    """Compute PPO's loss with the ratio of a whole sample, the mean of its tokens' in nats.
+
+    It is GSPO-token (Zheng et al. 2025, eq. 13 to 15): equal to GSPO where the advantages of a
+    sample are.
+    """
+    apart = terms.logprobs - terms.old_logprobs
+    of_sample = jax.lax.stop_gradient(terms.sample_means(apart))
+    moved = terms.logprobs - jax.lax.stop_gradient(terms.logprobs)
+    return _clipped(jnp.exp(jnp.where(terms.mask, of_sample + moved, 0.0)), terms)
+
+
+def cispo(terms: LossTerms) -> Array:
+    """Compute -stop(clip(r, 1 - low, 1 + high)) A log p, so that no token loses its gradient.
+
+    (MiniMax-M1, Chen et al. 2025, eq. 4 and 5.)
+    """
+    weights = jnp.clip(terms.ratios, 1.0 - terms.clip_low, 1.0 + terms.clip_high)
+    return -jax.lax.stop_gradient(weights) * terms.advantages * terms.logprobs
+
+
+def reinforce(terms: LossTerms) -> Array:
+    """Compute -A log p: no ratio and no clip (Williams 1992); right for one step a roll-out."""
+    return -terms.advantages * terms.logprobs
+
+
+def _clipped(ratios: Array, terms: LossTerms) -> Array:
+    """Compute -min(r A, clip(r) A) of given ratios [S, W]."""
+    clipped = jnp.clip(ratios, 1.0 - terms.clip_low, 1.0 + terms.clip_high)
+    return -jnp.minimum(ratios * terms.advantages, clipped * terms.advantages)
+
+
+def _no_loss(found: object) -> str:
+    """Say why an object of a file is none."""
+    return "" if callable(found) else "is no function of rlhf_jax.LossTerms"
+
+
+# By the names that training.loss may have.
+LOSSES: Table[PolicyLoss] = Table(
+    "training.loss",
+    _no_loss,
+    {"ppo": ppo, "dual_clip": dual_clip, "gspo": gspo, "cispo": cispo, "reinforce": reinforce},
+)

@@ -1,0 +1,98 @@
+"""The losses of the policy, against loops and limits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_jax.training.policy_losses import DUAL_CLIP, LOSSES, LossTerms
+
+LOW, HIGH = 0.2, 0.3
+SAMPLES = 3
+
+
+def random_terms(seed=0, apart=0.5) -> LossTerms:
+    rng = np.random.default_rng(seed)
+    shape = (2, 12)
+    old = rng.normal(-2, 1, shape)
+    mask = rng.random(shape) < 0.8
+    owner = np.sort(rng.integers(0, SAMPLES, shape), axis=1)
+    of_sample = rng.normal(size=(2, SAMPLES))
+    advantages = np.take_along_axis(of_sample, owner, axis=1)
+    now = np.where(mask, old + rng.normal(0, apart, shape), 0.0)
+    numbers = (now, np.where(mask, old, 0.0), advantages)
+    now, old, advantages = (jnp.asarray(x, jnp.float32) for x in numbers)
+    return LossTerms(now, old, advantages, jnp.asarray(mask), owner, SAMPLES, LOW, HIGH)
+
+
+def summed(name: str, terms: LossTerms):
+    """The sum over the mask, and its gradient by the log-probs."""
+
+    def total(logprobs):
+        return jnp.where(terms.mask, LOSSES[name](terms._replace(logprobs=logprobs)), 0.0).sum()
+
+    value, slope = jax.value_and_grad(total)(terms.logprobs)
+    return float(value), np.asarray(slope)
+
+
+def looped(name: str, terms: LossTerms) -> float:
+    """The same in Python, token by token."""
+    total = 0.0
+    for shard, token in np.argwhere(terms.mask):
+        own = np.asarray(terms.mask[shard]) & (terms.owner[shard] == terms.owner[shard, token])
+        apart = np.asarray(terms.logprobs[shard] - terms.old_logprobs[shard], np.float64)
+        log_ratio = apart[own].mean() if name == "gspo" else apart[token]
+        ratio = np.exp(log_ratio)
+        clipped = np.clip(ratio, 1 - LOW, 1 + HIGH)
+        advantage = float(terms.advantages[shard, token])
+        logprob = float(terms.logprobs[shard, token])
+        if name == "cispo":
+            gain = clipped * advantage * logprob
+        elif name == "reinforce":
+            gain = advantage * logprob
+        else:
+            gain = min(ratio * advantage, clipped * advantage)
+            if name == "dual_clip" and advantage < 0:
+                gain = max(gain, DUAL_CLIP * advantage)
+        total -= gain
+    return float(total)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_loss_is_the_loops(name, seed):
+    terms = random_terms(seed, apart=1.0)
+    assert summed(name, terms)[0] == pytest.approx(looped(name, terms), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_at_the_old_policy_all_have_the_gradient_of_the_policys_score(name):
+    """-A for each token, whatever the loss: there they are one algorithm."""
+    terms = random_terms()
+    terms = terms._replace(logprobs=terms.old_logprobs)
+    _, slope = summed(name, terms)
+    np.testing.assert_allclose(slope, -np.where(terms.mask, terms.advantages, 0.0), atol=1e-6)
+
+
+def test_gspos_gradient_is_of_the_samples_own_ratio():
+    """Within the clip, d/dlogp of s(sample) A summed over its tokens is s A for each."""
+    terms = random_terms(apart=0.05)
+    _, slope = summed("gspo", terms)
+    of_sample = jnp.exp(terms.sample_means(terms.logprobs - terms.old_logprobs))
+    want = -np.where(terms.mask, of_sample * terms.advantages, 0.0)
+    np.testing.assert_allclose(slope, want, rtol=1e-5, atol=1e-6)
+
+
+def test_cispo_keeps_the_gradient_that_ppo_clips():
+    terms = random_terms(apart=2.0)
+    lost = (summed("ppo", terms)[1] == 0) & np.asarray(terms.mask)
+    assert lost.any() and (summed("cispo", terms)[1][lost] != 0).all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_masked_out_changes_nothing(name):
+    terms = random_terms()
+    spoiled = jnp.where(terms.mask, terms.advantages, 1e6)
+    assert summed(name, terms)[0] == summed(name, terms._replace(advantages=spoiled))[0]

@@ -1,0 +1,94 @@
+"""What the report says of a run that goes wrong, and that it says nothing of one that does not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlhf_jax import command
+from rlhf_jax.monitoring.diversity import commonest_start, distinct_pairs
+from rlhf_jax.monitoring.report.run import read_run
+from rlhf_jax.monitoring.report.warnings import warnings
+
+NOUNS = ["lamp", "chair", "table", "window", "door", "spoon", "fork", "plate", "cup", "bowl"]
+GOOD = [f"The {noun} stands in room number {i} of this house." for i, noun in enumerate(NOUNS)]
+
+
+def said(folder, metrics=None, texts=GOOD, rewards=None, **measures):
+    """The warnings of a run of eight steps, whose last evaluation is as given."""
+    rows = [
+        {"step": step, "kl/response": 1.0, "mismatch/mean": 0.001, "response/unfinished": 0.1}
+        | {"generation/groups_without_signal": 0.1, "reward/mean": 0.5}
+        | (metrics or {})
+        for step in range(8)
+    ]
+    before = {"eval/textblob": 0.6, "eval/distinct_pairs": 0.8}
+    evaluations = []
+    for step, own, given in ((0, before, GOOD), (8, before | measures, texts)):
+        worth = rewards if step and rewards else [0.1 * i for i in range(len(given))]
+        pairs = zip(NOUNS, given, worth, strict=True)
+        samples = [{"prompt": p, "response": r, "reward": w} for p, r, w in pairs]
+        evaluations.append({"step": step, **own, "samples": samples})
+    for name, written in (("metrics", rows), ("evaluations", evaluations)):
+        lines = "".join(json.dumps(row) + "\n" for row in written)
+        (folder / f"{name}.jsonl").write_text(lines)
+    return warnings(read_run(folder))
+
+
+def test_of_a_good_run_nothing_is_said(tmp_path):
+    assert said(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"metrics": {"kl/response": 22.0}}, "An answer is 22.0 nats from the reference"),
+        ({"metrics": {"response/unfinished": 0.79}}, "79% of the responses are cut off"),
+        ({"metrics": {"generation/groups_without_signal": 0.6}}, "60% of the prompts teach noth"),
+        ({"metrics": {"mismatch/mean": 0.05}}, "Generation and training differ by 0.050 nats"),
+        ({"metrics": {"reward/vader/failed": 2}}, "The reward vader failed on 16 responses"),
+        ({"eval/textblob": 0.3}, "Held-out textblob fell from 0.600 to 0.300"),
+        ({"eval/distinct_pairs": 0.3}, "of their word pairs 30% are distinct, and 80% were"),
+        ({"texts": [f"A wonderful day {i}." for i in range(10)]}, "begin with “a wonderful day”"),
+        ({"rewards": [0.99] * 10}, "The reward is at its end: 0.990 on average, 0.990 at most"),
+    ],
+)
+def test_each_fault_is_one_sentence_with_its_number(tmp_path, changed, sentence):
+    found = said(tmp_path, **changed)
+    assert len(found) == 1 and sentence in found[0], found
+
+
+def test_kl_that_grows_tenfold_is_told(tmp_path):
+    rows = [{"step": s, "kl/response": max(0.1, s - 2.0)} for s in range(8)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (sentence,) = warnings(read_run(tmp_path))
+    assert sentence.startswith("KL has grown from 0.100 to 3.00 nats an answer")
+
+
+def test_answers_are_measured_by_their_words():
+    assert distinct_pairs(["a b a b", ""]) == pytest.approx(2 / 3)
+    assert distinct_pairs([]) == 1
+    assert commonest_start(["The dog sits.", "the dog, sits!", "A cat"]) == ("the dog sits", 2 / 3)
+
+
+def test_runs_are_compared_by_config_texts_and_curves(tmp_path, capsys):
+    for name, rate, last in (("a", 1.0, "x"), ("b", 2.0, "y")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"workdir": name, "kl": {"rate": rate}}))
+        rows = [{"step": step, "reward/mean": rate * step} for step in range(3)]
+        samples = [{"step": s, "prompt": "p", "response": last if s == 2 else "x"} for s in (1, 2)]
+        for kind, written in (("metrics", rows), ("samples", samples)):
+            lines = "".join(json.dumps(row) + "\n" for row in written)
+            (folder / f"{kind}.jsonl").write_text(lines)
+    out = tmp_path / "page.html"
+    runs = [str(tmp_path / name) for name in "ab"]
+    assert command.main(["compare", *runs, "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("kl.rate: 1.0 | 2.0\nTheir texts part in step 2.\n")
+    page = out.read_text()
+    assert "Their texts part in step 2." in page and 'class="mean other-1"' in page
+    assert command.main(["compare", runs[0], runs[0], "--out", str(out)]) == 0
+    assert "Their texts are the same" in capsys.readouterr().out
+    assert command.main(["compare", runs[0], str(tmp_path / "none")]) == 2
