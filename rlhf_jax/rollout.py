@@ -288,7 +288,7 @@ def _enqueue(work: _RollOut, sample: Sample) -> None:
         work.queue.add(sample, response if rewards.models else None)
     if response is not None and slice_group_of(work.settings.layout).leads:
         for scorer in rewards.eager.values():
-            scorer.begin(sample.sample_id, response)
+            scorer.begin(sample.sample_id, response, sample.request.sample_ids)
 
 
 def _known_results(work: _RollOut, samples: Sequence[Sample]) -> list[dict[str, RewardResult]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import http.server
 import json
 import threading
@@ -12,7 +14,7 @@ import pytest
 
 from rlhf_jax.config import default
 from rlhf_jax.rewards import callers
-from rlhf_jax.rewards.combination import Response, Score, Term, weighted
+from rlhf_jax.rewards.combination import Response, Score, Term, load_reward, weighted
 from rlhf_jax.rewards.signatures import Form, Signature, signature_of
 from rlhf_jax.rewards.sources import source_of
 from rlhf_jax.rewards.workers import Workers
@@ -30,6 +32,17 @@ async def one_async(prompt, response, row):
 def group(prompt, responses, row):
     longest = max(map(len, responses))
     return [len(response) / longest for response in responses]
+
+def compared(prompt, responses, row):
+    time.sleep(0.3)
+    return [float(len(response)) for response in responses]
+
+async def compared_async(prompt, responses, row):
+    await asyncio.sleep(0.3)
+    return [float(len(response)) for response in responses]
+
+def batched(completions, **columns):
+    return [1.0] * len(completions)
 
 def trl(completions, scale, **kwargs):
     assert set(kwargs) >= {"prompts", "completion_ids", "log_metric"} and "prompt" not in kwargs
@@ -150,17 +163,60 @@ def test_async_calls_fail_one_by_one(file):
 def test_what_began_early_is_collected_once(file):
     with Workers(f"{file}:counted", 2, 20.0) as pool:
         for key, response in enumerate(responses("a", "ab", "abc")):
-            pool.begin(10 + key, response)
+            pool.begin(10 + key, response, (10, 11, 12))
             pool.advance()
         found = pool.collect()
         assert found == {10 + n: Score(1.0, {"length": n + 1}) for n in range(3)}
         assert pool.collect() == {}
     with Workers(f"{file}:taken", 1, 20.0) as pool:
-        pool.begin(0, responses("a")[0])
+        pool.begin(0, responses("a")[0], (0,))
         assert pool.collect() == {}, "a call is to find out that it never works"
-    with Workers(f"{file}:group", 1, 20.0) as pool:
-        pool.begin(0, responses("a")[0])
-        assert pool.collect() == {}, "a prompt's samples are scored together"
+
+
+@contextlib.contextmanager
+def opened(where, name, file):
+    if where == "worker":
+        with Workers(f"{file}:{name}", 2, 20.0, concurrency=4) as pool:
+            pool(responses("warm"))
+            yield pool
+    else:
+        spec = callers.offer(load_reward(f"{file}:{name}"), name)
+        with source_of(spec).open(spec, default(), lambda: None) as scorer:
+            yield scorer
+
+
+@pytest.mark.parametrize("where", ["worker", "caller"])
+@pytest.mark.parametrize("name", ["compared", "compared_async"])
+def test_a_prompts_samples_are_scored_when_the_last_of_them_is_there(where, name, file):
+    with opened(where, name, file) as scorer:
+        for key, text in ((7, "a"), (4, "ab"), (5, "b"), (8, "abc")):
+            scorer.begin(key, responses(text)[0], (4, 9) if key == 4 else (7, 5, 8))
+            scorer.advance()
+        time.sleep(1.0)
+        scorer.advance()
+        began = time.monotonic()
+        assert scorer.collect() == {7: Score(1.0), 5: Score(1.0), 8: Score(3.0)}, "4 waits for 9"
+        assert time.monotonic() - began < 0.2, "the call ran beside what else was done"
+        scorer.begin(9, responses("c")[0], (4, 9))
+        assert scorer.collect() == {}, "what was not whole is forgotten"
+
+
+@pytest.mark.parametrize("where", ["worker", "caller"])
+def test_a_batch_waits_for_all(where, file):
+    with opened(where, "batched", file) as scorer:
+        scorer.begin(4, responses("a")[0], (4,))
+        assert scorer.collect() == {}
+
+
+def test_calls_of_the_caller_end_with_the_run():
+    async def stuck(prompt, response, row):
+        await asyncio.sleep(60)
+
+    before = threading.active_count()
+    spec = callers.offer(stuck, "stuck")
+    with source_of(spec).open(spec, default(), lambda: None) as scorer:
+        scorer.begin(0, responses("a")[0], (0,))
+    assert threading.active_count() == before
 
 
 def test_functions_of_the_caller_have_the_same_forms():

@@ -85,8 +85,11 @@ class EagerScorer(Protocol):
         """Score responses; wait for that."""
         ...
 
-    def begin(self, key: int, response: Response) -> None:
-        """Start to score a response that `collect` may return under a key; do not wait."""
+    def begin(self, key: int, response: Response, siblings: tuple[int, ...]) -> None:
+        """Start to score a response that `collect` may return under a key; do not wait.
+
+        siblings: the keys of all samples of its prompt, this one's too, in order.
+        """
         ...
 
     def advance(self) -> None:

@@ -38,7 +38,7 @@ from rlhf_jax.rewards.combination import (
     load_reward,
     refuse_broken,
 )
-from rlhf_jax.rewards.signatures import Form, calls_of, signature_of
+from rlhf_jax.rewards.signatures import EarlyCalls, calls_of, signature_of
 
 START_SECONDS = 120.0  # for Python and the reward's imports
 HANGS = 4  # so many calls out of time, and none that ever succeeded: the reward hangs
@@ -99,7 +99,8 @@ class Workers:
         self._calls: dict[int, list[Response]] = {}  # without results yet, by number
         self._waiting: collections.deque[int] = collections.deque()  # those not handed out
         self._results: dict[int, list[RewardResult]] = {}  # that nobody took yet
-        self._begun: dict[int, int] = {}  # calls, by the key that `begin` had for them
+        self._early = EarlyCalls(self._signature.form)
+        self._begun: dict[int, list[int]] = {}  # by call, the keys that `begin` had for it
 
     def __enter__(self) -> Workers:
         return self
@@ -109,7 +110,7 @@ class Workers:
 
     def close(self) -> None:
         """End all processes and forget all calls; a later call starts new ones."""
-        for found in (self._calls, self._waiting, self._results, self._begun):
+        for found in (self._calls, self._waiting, self._results, self._begun, self._early):
             found.clear()
         while self._children:
             self._end(self._children[-1])
@@ -124,13 +125,15 @@ class Workers:
             refuse_broken(self._spec, scores)
         return scores
 
-    def begin(self, key: int, answer: Response) -> None:
-        """Start to score an answer that `collect` will return under a key; do not wait.
+    def begin(self, key: int, answer: Response, siblings: tuple[int, ...]) -> None:
+        """Start to score an answer that `collect` may return under a key; do not wait.
 
-        A function of several responses waits until it has them all.
+        A call of several answers begins when it has them all; siblings: as `EarlyCalls` wants them.
         """
-        if self._signature.form is Form.ONE:
-            self._begun[key] = self._enqueue([answer])
+        whole = self._early.add(key, answer, siblings)
+        if whole:
+            number = self._enqueue([answer for _, answer in whole])
+            self._begun[number] = [key for key, _ in whole]
 
     def advance(self) -> None:
         """Hand out calls and take replies, as far as that needs no waiting."""
@@ -138,13 +141,16 @@ class Workers:
             self._serve(0.0)
 
     def collect(self) -> dict[int, RewardResult]:
-        """Return the results of all answers that were begun, by key; wait for them.
+        """Return the results of all calls that were begun, by key; wait for them.
 
         There are none where the reward never gave a number, so that a call finds that out.
         """
-        self._wait(self._begun.values())
-        found = {key: self._results.pop(number)[0] for key, number in self._begun.items()}
+        self._wait(self._begun)
+        found: dict[int, RewardResult] = {}
+        for number, keys in self._begun.items():
+            found |= zip(keys, self._results.pop(number), strict=True)
         self._begun.clear()
+        self._early.clear()
         return found if self._works else {}
 
     def _enqueue(self, responses: list[Response]) -> int:
