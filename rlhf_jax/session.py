@@ -99,7 +99,7 @@ class Session:
         if found is None:
             return None
         if distributed.leads():
-            place = f"{self.opened.workdir}/checkpoints"
+            place = f"{self.opened.config.workdir}/checkpoints"
             print(
                 f"Going on from step {found.step}, saved in {place}; another workdir starts anew.\n"
             )

@@ -33,6 +33,7 @@ from rlhf_jax.rewards import callers
 from rlhf_jax.rewards.combination import Reward
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.files import write_atomically
+from rlhf_jax.runtime.mirror import folder_of, mirrored
 from rlhf_jax.session import Session
 from rlhf_jax.state import Run, RunState, decoding_models
 from rlhf_jax.types import ModelConfigs
@@ -67,14 +68,27 @@ def train(
     config = copy.deepcopy(config)
     if reward is not None:
         config.reward.functions = (callers.offer(reward, reward_id),)
-    if prompts is not None:
-        config.data.train = str(_keep_prompts(config, prompts))
-    state, opened = do_run(config, callbacks)
+    state, opened = do_run(config, callbacks, prompts)
     return Result(state, metrics.read_metrics(opened.workdir), opened.workdir)
 
 
-def do_run(config: Config, callbacks: Sequence[Callback] = ()) -> tuple[RunState, Opened]:
-    """Do the run from its beginning, or from its last checkpoint, to its end."""
+def do_run(
+    config: Config,
+    callbacks: Sequence[Callback] = (),
+    prompts: Sequence[str | dict[str, Any]] | None = None,
+) -> tuple[RunState, Opened]:
+    """Do the run from its beginning, or from its last checkpoint, to its end.
+
+    prompts: as in `train`.
+    """
+    with mirrored(config.workdir):
+        if prompts is not None:
+            config.data.train = str(_keep_prompts(config, prompts))
+        return _do_steps(config, callbacks)
+
+
+def _do_steps(config: Config, callbacks: Sequence[Callback]) -> tuple[RunState, Opened]:
+    """Open the run, take its steps, and export what was trained."""
     opened = distributed.run_on_all(lambda: build.prepare(config))
     distributed.run_on_all(lambda: print_setup(opened))
     with Session(opened, callbacks) as session:
@@ -114,7 +128,7 @@ def plan(config: Config) -> None:
 def _keep_prompts(config: Config, prompts: Sequence[str | dict[str, Any]]) -> pathlib.Path:
     """Write prompts to a file in the workdir, so that the run can be gone on with without them."""
     rows = [{config.data.prompt_key: row} if isinstance(row, str) else row for row in prompts]
-    path = pathlib.Path(config.workdir).expanduser() / "prompts.jsonl"
+    path = folder_of(config.workdir) / "prompts.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     distributed.run_on_leader(lambda: write_atomically(path, text.encode()))
@@ -161,11 +175,12 @@ def export(state: RunState, run: Run, opened: Opened) -> None:
         distributed.run_on_leader(functools.partial(huggingface.save, folder, whole, *parts))
 
     def print_summary() -> None:
-        report = write_report(opened.workdir)
+        write_report(opened.workdir)
         if opened.held_out:
             console.compare(*metrics.before_and_after(opened.workdir))
         console.warn(warnings(read_run(opened.workdir)))
-        folders = [f"the trained {name} is in {opened.workdir}/{name}" for name in trained]
-        print(f"T{' and '.join(folders)[1:]}, and what happened in {report}.")
+        workdir = run.config.workdir.rstrip("/")
+        folders = [f"the trained {name} is in {workdir}/{name}" for name in trained]
+        print(f"T{' and '.join(folders)[1:]}, and what happened in {workdir}/report.html.")
 
     distributed.run_on_leader(print_summary)

@@ -20,12 +20,13 @@ from rlhf_jax.config.identity import binding_settings
 from rlhf_jax.config.objectives import Objective, objective_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.data.prompts import Prompts, tokenize
-from rlhf_jax.data.rows import is_remote, read
+from rlhf_jax.data.rows import read
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model import kernels as mesh_kernels
 from rlhf_jax.model.weights.source import Source, digest, open_source
 from rlhf_jax.runtime import distributed
-from rlhf_jax.runtime.files import find
+from rlhf_jax.runtime.files import find, is_remote
+from rlhf_jax.runtime.mirror import folder_of
 from rlhf_jax.training.advantages import ESTIMATORS
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.types import ModelConfig, ModelConfigs
@@ -76,8 +77,8 @@ class Opened:
 
     @property
     def workdir(self) -> Path:
-        """Return the folder in which all of the run lives."""
-        return Path(self.config.workdir).expanduser()
+        """Return the folder in which all of the run lives; of a URL its copy on this machine."""
+        return folder_of(self.config.workdir)
 
 
 def prepare(config: Config) -> Opened:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from rlhf_jax.monitoring.report.comparison import write_comparison
+from rlhf_jax.runtime.mirror import fetched
 
 
 def main(argv: list[str]) -> int:
@@ -18,7 +19,7 @@ def main(argv: list[str]) -> int:
     if len(asked.workdirs) < 2:
         parser.error("name two runs or more")
     try:
-        found = write_comparison(asked.workdirs, asked.out)
+        found = write_comparison([fetched(workdir) for workdir in asked.workdirs], asked.out)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -18,6 +18,8 @@ from rlhf_jax.model import transformer
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.runtime.checkpoint.store import read_part
+from rlhf_jax.runtime.files import is_remote
+from rlhf_jax.runtime.mirror import fetched
 from rlhf_jax.training.distill import completed, student_of
 from rlhf_jax.types import Model, ModelConfig, TrainState
 
@@ -27,7 +29,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog=argv[0], description="Write the policy of a checkpoint as a Hugging Face folder."
     )
-    parser.add_argument("workdir", type=Path, help="of the run; the run may be going on")
+    parser.add_argument("workdir", help="of the run; the run may be going on")
     parser.add_argument("--step", type=int, help="of the checkpoint; the latest if not given")
     parser.add_argument(
         "--out",
@@ -43,7 +45,10 @@ def main(argv: list[str]) -> int:
     asked = parser.parse_args(argv[1:])
     name = "drafter" if asked.drafter else "policy"
     try:
-        out = export(asked.workdir.expanduser(), asked.step, asked.out, name, asked.dtype)
+        if is_remote(asked.workdir) and asked.out is None:
+            raise ValueError(f"{asked.workdir} is a URL: say where to write by --out FOLDER.")
+        workdir = fetched(asked.workdir, checkpoints=True)
+        out = export(workdir, asked.step, asked.out, name, asked.dtype)
         print(f"The {name} is in {out}.")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from rlhf_jax.monitoring.report.page import write_report
+from rlhf_jax.runtime.mirror import fetched
 
 
 def main(argv: list[str]) -> int:
@@ -14,7 +15,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("workdir", help="of the run; the run may be going on")
     asked = parser.parse_args(argv[1:])
     try:
-        print(write_report(asked.workdir))
+        print(write_report(fetched(asked.workdir)))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -29,6 +29,7 @@ from rlhf_jax.generation.strategy import cost, statistics
 from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.runtime.checkpoint.store import read_part
+from rlhf_jax.runtime.mirror import fetched
 from rlhf_jax.types import TrainState
 
 # (heading, key, format) of the figures of a row: those predicted of a round, then what rounds gave,
@@ -48,7 +49,7 @@ def main(argv: list[str], console: Console | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=argv[0], description="Print the table that adaptive drafting chooses from."
     )
-    parser.add_argument("workdir", type=Path, help="of the run; the run may be going on")
+    parser.add_argument("workdir", help="of the run; the run may be going on")
     parser.add_argument(
         "--live",
         default="",
@@ -57,7 +58,7 @@ def main(argv: list[str], console: Console | None = None) -> int:
     parser.add_argument("--step", type=int, help="of the checkpoint; the latest if not given")
     asked = parser.parse_args(argv[1:])
     try:
-        workdir = asked.workdir.expanduser()
+        workdir = fetched(asked.workdir, checkpoints=True)
         config = read_config(workdir)
         step, selector = read_selector(workdir, config, asked.step)
         live = live_rows(asked.live, config.generation.max_rows)

@@ -36,7 +36,8 @@ else:
 
 # A key's comment says what its value is, with the unit where it is a quantity.
 DEFAULTS: dict[str, Any] = {
-    # the folder of the whole run: metrics, samples, checkpoints and the trained policy
+    # the folder of the whole run: metrics, samples, checkpoints and the trained policy; or its URL,
+    # as gs://bucket/run
     "workdir": "runs/default",
     # 'reward': the policy learns to earn it; 'distill': a student learns to draft for the policy;
     # or FILE.py:NAME

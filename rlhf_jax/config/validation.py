@@ -24,11 +24,12 @@ from rlhf_jax.config.generation_checks import (
 )
 from rlhf_jax.config.objectives import OBJECTIVES, objective_of
 from rlhf_jax.config.schema import Config, flat
-from rlhf_jax.data.rows import is_dataset, is_file_name, is_remote
+from rlhf_jax.data.rows import is_dataset, is_file_name
 from rlhf_jax.mesh import Layout
 from rlhf_jax.monitoring import sinks
 from rlhf_jax.rewards.sources import source_of
-from rlhf_jax.runtime.files import find
+from rlhf_jax.runtime import mirror
+from rlhf_jax.runtime.files import find, is_remote
 from rlhf_jax.training import kl
 from rlhf_jax.training.advantages import ESTIMATORS
 from rlhf_jax.training.distill import student_config
@@ -157,6 +158,7 @@ def _check_run(config: Config) -> None:
         bool(config.workdir),
         "workdir is empty; name the folder in which all of the run shall live.",
     )
+    mirror.require(config.workdir)
     require_positive(config, "steps", "checkpoint.keep")
     require(
         not config.profile or re.fullmatch(r"\d+:\d+", config.profile) is not None,

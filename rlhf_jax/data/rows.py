@@ -10,14 +10,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf_jax.runtime import messages as wire
+from rlhf_jax.runtime.files import is_remote
 
 CHAT_ROLES = ("system", "user", "assistant", "tool")  # The roles that chat templates know.
 FILE_TYPES = (".jsonl", ".parquet")
-
-
-def is_remote(place: str | pathlib.Path) -> bool:
-    """Tell whether a place is a URL, such as gs://bucket/prompts.jsonl."""
-    return "://" in str(place)
 
 
 def is_file_name(place: str | pathlib.Path) -> bool:

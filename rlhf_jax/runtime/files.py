@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # The folder that has `configs` in it: of the wheel the package's own, of a clone its root.
@@ -20,6 +22,29 @@ def find(name: str | Path, folder: str | Path = "") -> Path:
     path = Path(name).expanduser()
     places = [path, *([Path(folder) / path] if folder else []), SHIPPED / path]
     return next((place for place in places if place.exists()), path)
+
+
+def is_remote(place: str | Path) -> bool:
+    """Tell whether a place is a URL, such as gs://bucket/prompts.jsonl."""
+    return "://" in str(place)
+
+
+@contextlib.contextmanager
+def alone(folder: Path, workdir: str | Path) -> Iterator[None]:
+    """Keep other runs in `workdir` from the folder within the context.
+
+    The lock ends with the process, however that ends. Raises ValueError where another has it.
+    """
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ValueError(
+            f"Another run is at work in {workdir}: stop it, or name another workdir."
+        ) from error
+    finally:
+        os.close(place)
 
 
 def write_atomically(path: Path, content: bytes, durable: bool = False) -> None:

@@ -8,7 +8,6 @@ the identity of the run, and of every array its dtype, shape and fingerprint.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import sys
@@ -28,6 +27,7 @@ from rlhf_jax.runtime.checkpoint import document as documents
 from rlhf_jax.runtime.checkpoint.damage import Damaged, reading, reason, root
 from rlhf_jax.runtime.checkpoint.fingerprint import fingerprint
 from rlhf_jax.runtime.checkpoint.quiet import quiet, release
+from rlhf_jax.runtime.files import alone
 
 # The two items of a checkpoint are folders of these names, and this is the second's file.
 STATE = "state"
@@ -78,7 +78,7 @@ class Checkpoints:
             def take_folder() -> None:
                 with _naming(self._folder):
                     self._folder.mkdir(parents=True, exist_ok=True)
-                    stack.enter_context(_alone(self._folder))
+                    stack.enter_context(alone(self._folder, self._folder.parent))
                     _remove_unfinished(self._folder)
 
             distributed.run_on_leader(take_folder)
@@ -337,24 +337,6 @@ def _check_shared(folder: Path) -> None:
             f"Rank {seen.index(False)} of the run does not see what rank 0 writes to {folder}:"
             " name a workdir on a file system that all processes share."
         )
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Keep other runs from the folder within the context.
-
-    The lock ends with the process, however that ends.
-    """
-    place = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise ValueError(
-            f"Another run is at work in {folder.parent}: stop it, or name another workdir."
-        ) from error
-    finally:
-        os.close(place)
 
 
 def _names(folder: Path) -> list[str]:
