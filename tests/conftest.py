@@ -38,6 +38,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--kernels", choices=("auto", "interpret"), default="auto", help="how tests run the kernels"
     )
 
+    parser.addoption(
+        "--fuzz-minutes", type=float, default=0.0, help="how long tests/fuzz damages files besides"
+    )
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Strict promotion, compiled programs kept between runs, and SIGINT heard here and by what

@@ -44,6 +44,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 FLOORS = {
     "pallas_kernels": 0,
     "rlhf_jax/runtime/files.py": 1,
+    "rlhf_jax/runtime/foreign.py": 1,
     "rlhf_jax/runtime/messages.py": 1,
     "rlhf_jax/types.py": 1,
     "rlhf_jax/config/schema.py": 2,

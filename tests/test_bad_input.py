@@ -202,6 +202,7 @@ CASES = {
     "config file raises": Case(
         "ZeroDivisionError", prepare=config("def get_config(): return 1 / 0\n")
     ),
+    "config file that exits": Case("SystemExit", prepare=config("import sys\nsys.exit(0)\n")),
     "config file is no Python": Case("SyntaxError", prepare=config("def get_config(:\n")),
     "config file without get_config": Case("KeyError: 'get_config'", prepare=config("")),
     "config file returns another thing": Case(
@@ -253,6 +254,34 @@ CASES = {
         "is not a number",
         prepare=model(
             replace("config.json", '"num_attention_heads": 4', '"num_attention_heads": null')
+        ),
+    ),
+    "model nested too deeply": Case(
+        "config.json is not valid JSON (it is nested too deeply)",
+        prepare=model(lambda f: (f / "config.json").write_text("[" * 100_000)),
+    ),
+    "model of a billion layers": Case(
+        "num_layers is 1000000000",
+        prepare=model(
+            replace("config.json", '"num_hidden_layers": 2', '"num_hidden_layers": 1000000000')
+        ),
+    ),
+    "pipe in place of a config.json": Case(
+        "a pipe or a device",
+        prepare=model(lambda f: ((f / "config.json").unlink(), os.mkfifo(f / "config.json"))),
+    ),
+    "index that names a file elsewhere": Case(
+        "must name files of the folder",
+        prepare=model(
+            lambda f: (f / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"lm_head.weight": "../tiny/model.safetensors"}}'
+            )
+        ),
+    ),
+    "stop token that the model lacks": Case(
+        "the stop token 99999 is none of the model's 320",
+        prepare=model(
+            lambda f: (f / "generation_config.json").write_text('{"eos_token_id": [3, 99999]}')
         ),
     ),
     "architecture not supported": Case(
@@ -311,6 +340,15 @@ CASES = {
     ),
     "prompts empty": Case("is empty", prepare=prompts("")),
     "prompts with a broken line": Case("Line 2", prepare=prompts('{"prompt": "a"}\n{oops\n')),
+    "prompts nested too deeply": Case("Line 1 of", prepare=prompts('{"prompt": ' + "[" * 100_000)),
+    "prompt with half a character": Case(
+        "half a character", prepare=prompts('{"prompt": "\\ud800"}\n')
+    ),
+    "prompt with a NUL": Case("a NUL character", prepare=prompts('{"prompt": "\\u0000"}\n')),
+    "prompt of a million characters": Case(
+        "over 500,000 characters; cut its 'prompt'",
+        prepare=prompts(json.dumps({"prompt": "a" * 1_000_000})),
+    ),
     "prompts without the key": Case("has no 'prompt'", prepare=prompts('{"question": "a"}\n')),
     "prompts all too long": Case("raise max_prompt_tokens", {"data__max_prompt_tokens": 3}),
     "prompts of Parquet that are none": Case(

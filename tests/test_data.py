@@ -90,6 +90,17 @@ def test_bad_lines_end_in_one_sentence(tmp_path, text, sentence):
     assert "\n" not in str(caught.value)
 
 
+def test_rows_that_cannot_be_used_are_left_out_where_that_is_asked(tmp_path):
+    text = '{"prompt": "a"}\n{oops\n{"prompt": "\\ud800"}\n\n{"prompt": "b", "prompt": "c"}\n'
+    told = []
+    path = write(tmp_path, text + '{"prompt": "d", "answer": 1}\n')
+    assert read(path, skip=told.append) == [{"prompt": "a"}, {"prompt": "d", "answer": 1}]
+    assert [line.partition(" of ")[0] for line in told] == ["Line 2", "Line 3", "Line 5"]
+    assert "the key 'prompt' is there twice" in told[2]
+    with pytest.raises(ValueError, match="is empty"):
+        read(write(tmp_path, "[]\n"), skip=told.append)
+
+
 def test_bad_files_end_in_one_sentence(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none.jsonl does not exist"):
         read(tmp_path / "none.jsonl")

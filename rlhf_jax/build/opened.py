@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,13 +128,20 @@ def prepare(config: Config) -> Opened:
 def _read_prompts(config: Config, policy: Source, key: str) -> Prompts:
     """Read the prompts that `data.train` or `data.eval` names, as the policy's tokens."""
     data = config.data
+    left_out: list[str] = []
     rows = read(
         data[key] if is_remote(data[key]) else find(data[key]),
         data.prompt_key,
         configuration=data.configuration,
         split=data[f"{key}_split"],
         columns=data.columns.to_dict(),
+        skip=left_out.append if data.on_bad_row == "skip" else None,
     )
+    if left_out and distributed.leads():
+        print(
+            f"warning: {len(left_out)} rows of data.{key} are left out; the first: {left_out[0]}",
+            file=sys.stderr,
+        )
     return tokenize(
         rows,
         policy.tokenizer,

@@ -118,7 +118,7 @@ def load(spec: str) -> Config:
         )
     try:
         config = runpy.run_path(str(path))["get_config"](*([word] if word else []))
-    except Exception as error:  # a config file is Python and may raise anything
+    except (Exception, SystemExit) as error:  # a config file is Python and may raise anything
         lines = str(error).strip().splitlines() or ["no message"]
         reason = lines[0].rstrip(".")
         raise ValueError(f"Config {spec} fails: {type(error).__name__}: {reason}.") from error

@@ -107,6 +107,8 @@ DEFAULTS: dict[str, Any] = {
         "columns": {},
         # the field that holds a string or chat messages
         "prompt_key": "prompt",
+        # a row that cannot be used: 'error' ends the run, 'skip' leaves it out and says how many
+        "on_bad_row": "error",
         # system prompt before every prompt, '' for none
         "system": "",
         # a prompt that is a string goes to the policy as it is, without the chat template

@@ -185,6 +185,7 @@ def _check_files(config: Config) -> None:
         bool(config.data.train),
         "data.train is empty; give a .jsonl or .parquet file of prompts, or a data set.",
     )
+    require_one_of(config, "data.on_bad_row", ("error", "skip"))
     taken = {"messages", "add_generation_prompt"} & set(config.data.template_arguments)
     require(
         not taken,

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlhf_jax.runtime import messages as wire
 from rlhf_jax.runtime.files import is_remote
+from rlhf_jax.runtime.foreign import one_line, parse_json
 
 CHAT_ROLES = ("system", "user", "assistant", "tool")  # The roles that chat templates know.
 FILE_TYPES = (".jsonl", ".parquet")
+LONGEST_PROMPT = 500_000  # Characters.
+SURROGATE = re.compile("[\ud800-\udfff]")  # Half of a character: no text has one alone.
+
+UnreadRow = tuple[str, Callable[[], Any]]  # Where a row stands, and what reads it.
 
 
 def is_file_name(place: str | pathlib.Path) -> bool:
@@ -33,13 +40,15 @@ def read(
     configuration: str = "",
     split: str = "train",
     columns: Mapping[str, str] = {},
+    skip: Callable[[str], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Read rows, with the prompt of each under "prompt".
 
     place: a .jsonl or .parquet file, or its URL for the package fsspec; or a folder or a name on
     the Hugging Face Hub, which the package `datasets` reads, in one of its configurations, '' for
     the only one. columns: new names by old ones. A prompt is a string or a list of chat messages
-    `{"role", "content"}`. Raises ValueError at anything else, no rows, broken JSON or a missing
+    `{"role", "content"}`. skip: told why of each row that is left out as it cannot be used; without
+    it such a row is an error. Raises ValueError at anything else, no rows, broken JSON or a missing
     key, in one sentence that names the file and the line; FileNotFoundError where there is no file.
     """
     where_from = str(place)
@@ -55,10 +64,16 @@ def read(
     else:
         found = _read_parquet(where_from, _content(where_from))
     rows = []
-    for where, row in found:
-        if isinstance(row, dict):
-            row = {columns.get(name, name): value for name, value in row.items()}
-        rows.append(_check_row(row, prompt_key, where))
+    for where, load in found:
+        try:
+            row = load()
+            if isinstance(row, dict):
+                row = {columns.get(name, name): value for name, value in row.items()}
+            rows.append(_check_row(row, prompt_key, where))
+        except ValueError as error:
+            if skip is None:
+                raise
+            skip(str(error))
     if not rows:
         raise ValueError(
             f"Prompt file {place} is empty; it needs at least one row with a {prompt_key!r}."
@@ -70,7 +85,9 @@ def _content(place: str) -> bytes:
     """Return the bytes of a file, here or behind a URL."""
     if not is_remote(place):
         path = pathlib.Path(place).expanduser()
-        if not path.is_file():
+        if path.exists() and not path.is_file():
+            raise ValueError(f"Prompt file {path} is no file but a folder, a pipe or a device.")
+        if not path.exists():
             raise FileNotFoundError(
                 f"Prompt file {path} does not exist; give the path of a .jsonl or .parquet file."
             )
@@ -83,8 +100,8 @@ def _content(place: str) -> bytes:
         raise ValueError(f"Prompt file {place} cannot be read ({told}).") from error
 
 
-def _read_dataset(place: str, configuration: str, split: str) -> Iterator[tuple[str, Any]]:
-    """Yield (where, row) for each row of a data set; `datasets` is loaded here, as few need it."""
+def _read_dataset(place: str, configuration: str, split: str) -> Iterator[UnreadRow]:
+    """Yield each row of a data set; `datasets` is loaded here, as few need it."""
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as error:
@@ -107,27 +124,31 @@ def _read_dataset(place: str, configuration: str, split: str) -> Iterator[tuple[
             f" ({type(error).__name__}: {told})."
         ) from error
     for number, row in enumerate(found, start=1):
-        yield f"Row {number} of {place}", row
+        yield f"Row {number} of {place}", functools.partial(dict, row)
 
 
-def _read_jsonl(path: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield (where, row) for each line that is not blank."""
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        where = f"Line {number} of {path}"
+def _read_jsonl(path: str, content: bytes) -> Iterator[UnreadRow]:
+    """Yield each line that is not blank."""
+
+    def parse(where: str, line: bytes) -> Any:
         try:
-            text = line.decode("utf-8-sig").strip()
-            if text:
-                yield where, json.loads(text)
+            return parse_json(line.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise ValueError(f"{where} is not UTF-8 text; save the file as UTF-8.") from error
         except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{where} is not JSON ({error.msg} at column {error.colno})."
-            ) from error
+            place = f"{error.msg} at column {error.colno}"
+            raise ValueError(f"{where} is not JSON ({place}).") from error
+        except ValueError as error:
+            raise ValueError(f"{where} is not JSON ({one_line(error)}).") from error
+
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip(b" \t\r\xef\xbb\xbf"):
+            where = f"Line {number} of {path}"
+            yield where, functools.partial(parse, where, line)
 
 
-def _read_parquet(path: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield (where, row) for each row; pyarrow is loaded here, so that JSONL needs none of it."""
+def _read_parquet(path: str, content: bytes) -> Iterator[UnreadRow]:
+    """Yield each row; pyarrow is loaded here, so that JSONL needs none of it."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -137,21 +158,10 @@ def _read_parquet(path: str, content: bytes) -> Iterator[tuple[str, Any]]:
         ) from error
     try:
         rows = pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise ValueError(
-            f"{path} is not a readable Parquet file ({str(error).splitlines()[0]})."
-        ) from error
+    except Exception as error:  # pyarrow has many of its own
+        raise ValueError(f"{path} is not a readable Parquet file ({one_line(error)}).") from error
     for number, row in enumerate(rows, start=1):
-        where = f"Row {number} of {path}"
-        for column, value in row.items():
-            try:
-                wire.encode(value)
-            except ValueError as error:
-                raise ValueError(
-                    f"{where}: the column {column!r} cannot be given to a reward, which runs in a"
-                    f" process of its own ({str(error).rstrip('.')}); leave it out of the file."
-                ) from error
-        yield where, row
+        yield f"Row {number} of {path}", functools.partial(dict, row)
 
 
 def _check_row(row: Any, prompt_key: str, where: str) -> dict[str, Any]:
@@ -160,6 +170,14 @@ def _check_row(row: Any, prompt_key: str, where: str) -> dict[str, Any]:
         raise ValueError(
             f"{where} must be an object with a {prompt_key!r}, not {type(row).__name__}."
         )
+    for column, value in row.items():
+        try:
+            wire.encode(value)
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"{where}: the column {column!r:.60} cannot be given to a reward, which runs in a"
+                f" process of its own ({one_line(error)}); leave it out of the file."
+            ) from error
     if prompt_key not in row:
         raise ValueError(
             f"{where} has no {prompt_key!r}; its keys are {', '.join(map(repr, row)) or 'none'}."
@@ -190,4 +208,16 @@ def _check_row(row: Any, prompt_key: str, where: str) -> dict[str, Any]:
             f"{where}: {prompt_key!r} must be a string or a list of chat messages, not"
             f" {type(prompt).__name__}."
         )
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    _check_texts(texts, f"its {prompt_key!r}", where)
     return {**row, "prompt": prompt}
+
+
+def _check_texts(texts: list[str], what: str, where: str) -> None:
+    """Raise ValueError where the texts of a prompt hold what no tokenizer should be given."""
+    if sum(map(len, texts)) > LONGEST_PROMPT:
+        raise ValueError(f"{where} has over {LONGEST_PROMPT:,} characters; cut {what}.")
+    if any(SURROGATE.search(text) for text in texts):
+        raise ValueError(f"{where} has half a character (a lone surrogate) in {what}; take it out.")
+    if any("\0" in text for text in texts):
+        raise ValueError(f"{where} has a NUL character in {what}; take it out.")

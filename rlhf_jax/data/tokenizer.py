@@ -15,6 +15,7 @@ import jinja2.ext
 import jinja2.sandbox
 import tokenizers
 
+from rlhf_jax.runtime.foreign import one_line, parse_json, reading_foreign
 from rlhf_jax.types import ModelConfig
 
 Message = Mapping[str, Any]  # A chat message, as {"role": "user", "content": "..."}.
@@ -74,9 +75,9 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **{**self.special, **arguments},
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # of whatever the template computes
             raise ValueError(
-                f"{self.origin}: the chat template failed on the messages: {error}."
+                f"{self.origin}: the chat template failed on the messages: {one_line(error)}."
             ) from error
 
     @functools.cached_property
@@ -106,11 +107,8 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     if not file.exists():
         hint = "; tokenizer.model alone is not read" if file.with_suffix(".model").exists() else ""
         raise FileNotFoundError(f"{file} is missing{hint}: copy the publisher's there.")
-    try:
+    with reading_foreign(file, "a tokenizer"):
         backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:
-        # The package raises plain Exception.
-        raise ValueError(f"{file} is not a tokenizer: {error}.") from error
     backend.no_padding()
     backend.no_truncation()
     beside = [file.with_name("tokenizer_config.json"), file.with_name("special_tokens_map.json")]
@@ -119,22 +117,29 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     special = {}
     for key in SPECIAL_TOKENS:
         token = named.get(key)
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is not None and not isinstance(token, str):
+            raise ValueError(f"{beside[0]}: {key} is {token!r:.60}; it must be a text.")
         if token:
-            special[key] = token if isinstance(token, str) else token["content"]
+            special[key] = token
 
     # A file of its own comes before the template among the settings.
     template = settings.get("chat_template")
     own = file.with_name("chat_template.jinja")
     if own.exists():
-        template = own.read_text(encoding="utf-8")
+        with reading_foreign(own, "a chat template"):
+            template = own.read_text(encoding="utf-8")
     elif isinstance(template, list):
-        templates = {entry["name"]: entry["template"] for entry in template}
+        with reading_foreign(beside[0], "a list of named chat templates"):
+            templates = {str(entry["name"]): entry["template"] for entry in template}
         if "default" not in templates:
             raise ValueError(
                 f"{file.parent}: of the chat templates {sorted(templates)} in"
                 " tokenizer_config.json none is 'default'."
             )
         template = templates["default"]
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"{beside[0]}: chat_template is {template!r:.60}; it must be a text.")
 
     # An `auto_map` points at code that is not saved with the tokenizer.
     if "auto_map" in settings or "tokenizer_class" not in settings:
@@ -147,10 +152,8 @@ def read_json(file: Path) -> dict:
     """Read a JSON object from a file; FileNotFoundError or ValueError in one sentence."""
     if not file.exists():
         raise FileNotFoundError(f"{file} is missing; {file.parent} is not a complete model folder.")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON ({error}); download it again.") from error
+    with reading_foreign(file, "valid JSON"):
+        content = parse_json(file.read_bytes().decode("utf-8-sig"))
     if not isinstance(content, dict):
         raise ValueError(f"{file} does not hold a JSON object; download it again.")
     return content

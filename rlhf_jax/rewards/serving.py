@@ -71,7 +71,7 @@ def call(reward: Callable[..., Any], signature: Signature, asked: RewardCall) ->
     given = arguments(reward, signature.form, asked.responses)
     try:
         value = reward(*given.positional, **given.named)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return [_raised(error)] * len(asked.responses)
     return results_of(signature.form, value, len(asked.responses), given.logged)
 
@@ -116,11 +116,11 @@ def _ended_by_parent() -> Iterator[None]:
     signal.signal(signal.SIGIO, signal.SIG_IGN)
 
 
-def _raised(error: Exception) -> str:
+def _raised(error: BaseException) -> str:
     return f"raised {type(error).__name__}: {_one_line(error)}"
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:MESSAGE]
 
 

@@ -66,7 +66,7 @@ def load_named(spec: str, what: str) -> Any:
         module = _load_file(place) if place.endswith(".py") else importlib.import_module(place)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{what} {spec!r}: {error}") from None
-    except Exception as error:  # the user's file may raise anything
+    except (Exception, SystemExit) as error:  # the user's file may raise anything
         raise ValueError(
             f"{what} {spec!r} cannot be imported: {type(error).__name__}: {error}."
         ) from error

@@ -16,6 +16,8 @@ from rlhf_jax.model import weight_table
 from rlhf_jax.model.families import FAMILIES
 from rlhf_jax.model.transformer import rope_frequencies
 from rlhf_jax.model.weights.gguf_file import File
+from rlhf_jax.model.weights.sizes import checked, checked_ids
+from rlhf_jax.runtime.foreign import reading_foreign
 from rlhf_jax.types import Model, ModelConfig, RopeScaling
 
 # The tensor in which llama.cpp keeps Llama 3's scaling, as one divisor a frequency.
@@ -33,6 +35,12 @@ DIGITS = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}
 
 def read_config(file: File) -> ModelConfig:
     """Read the `ModelConfig` of a file; ValueError names what is missing or not supported."""
+    with reading_foreign(file.path, "a GGUF file of a model"):
+        return checked(_read_metadata(file), file.path)
+
+
+def _read_metadata(file: File) -> ModelConfig:
+    """Make a `ModelConfig` of the metadata; any error where a value is of another type."""
     architecture = file["general.architecture"]
     families = {f.gguf_architecture: f for f in FAMILIES.values() if f.gguf_architecture}
     if architecture not in families:
@@ -112,8 +120,9 @@ def stop_tokens(file: File) -> tuple[int, ...]:
         "tokenizer.ggml.eot_token_id",
         "tokenizer.ggml.eom_token_id",
     )
-    ids = [file.get(key) for key in keys]
-    return tuple(dict.fromkeys(token for token in ids if token is not None))
+    ids = {key: file.get(key) for key in keys}
+    found = [checked_ids([one], file.path, key) for key, one in ids.items() if one is not None]
+    return tuple(dict.fromkeys(token for (token,) in found))
 
 
 def load(file: File, dtype: DTypeLike, shardings: Model | None = None) -> Model:
@@ -153,6 +162,12 @@ def check_tensors(file: File, config: ModelConfig) -> None:
 
 def read_tokenizer(file: File) -> Tokenizer:
     """Read the byte-level BPE tokenizer and chat template; ValueError for any other kind."""
+    with reading_foreign(file.path, "a GGUF file with a tokenizer"):
+        return _make_tokenizer(file)
+
+
+def _make_tokenizer(file: File) -> Tokenizer:
+    """Make the tokenizer of the metadata; any error where a value is of another type."""
     kind = file["tokenizer.ggml.model"]
     if kind != "gpt2":
         raise ValueError(
@@ -161,6 +176,9 @@ def read_tokenizer(file: File) -> Tokenizer:
     tokens = file["tokenizer.ggml.tokens"]
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    for name, index in ids.items():
+        if index is not None and checked_ids([index], file.path, name)[0] >= len(tokens):
+            raise ValueError(f"{name} is {index}, and there are {len(tokens)} tokens")
     special = {name: tokens[index] for name, index in ids.items() if index is not None}
     settings = special | {
         "tokenizer_class": "PreTrainedTokenizerFast",

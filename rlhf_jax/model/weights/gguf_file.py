@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import gguf
 import numpy as np
+
+from rlhf_jax.runtime.foreign import reading_foreign
 
 # Kinds of metadata values, as the format numbers them; the rest are numbers, by their numpy dtype.
 STRING = 8
@@ -33,6 +36,8 @@ SCALARS = {
     11: "<i8",
     12: "<f8",
 }
+MAX_RANK = 4  # Axes of a tensor, at most.
+MOST_NUMBERS = 1 << 62  # Of a tensor.
 DEFAULT_ALIGNMENT = 32  # Tensors begin at a multiple of so many bytes, where a file says nothing.
 
 
@@ -91,15 +96,8 @@ def open_file(path: Path) -> File:
     Raises FileNotFoundError or ValueError, in one sentence, when it is missing or broken.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; give the path of a .gguf file.")
-    try:
-        with path.open("rb") as stream:
-            metadata, tensors = _parse(stream)
-    except (struct.error, EOFError, ValueError, KeyError, OverflowError) as error:
-        raise ValueError(
-            f"{path} is not a GGUF file, or only the beginning of one: {error}."
-        ) from error
+    with reading_foreign(path, "a GGUF file"), path.open("rb") as stream:
+        metadata, tensors = _parse(stream)
     size = max((tensor.end for tensor in tensors.values()), default=0)
     if path.stat().st_size < size:
         raise ValueError(
@@ -123,26 +121,32 @@ def _parse(stream: BinaryIO) -> tuple[dict[str, Any], dict[str, Tensor]]:
     for _ in range(num_tensors):
         name = _read_string(stream)
         rank = _read_integer(stream, 4)
+        if rank > MAX_RANK:
+            raise ValueError(f"tensor {name!r:.60} has {rank} axes")
         # The fastest axis is stored first.
         shape = tuple(_read_integer(stream, 8) for _ in range(rank))[::-1]
         kind = gguf.GGMLQuantizationType(_read_integer(stream, 4))
         headers.append((name, shape, kind, _read_integer(stream, 8)))
 
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"its alignment is {alignment!r:.60}, which is no power of two")
     start = -(-stream.tell() // alignment) * alignment
     tensors = {}
     for name, shape, kind, offset in headers:
         block, size = gguf.GGML_QUANT_SIZES[kind]
+        if not shape or shape[-1] % block or math.prod(shape) >= MOST_NUMBERS:
+            raise ValueError(f"tensor {name!r:.60} cannot be of the shape {list(shape)}")
         begin = start + offset
         tensors[name] = Tensor(shape, kind, begin, end=begin + math.prod(shape) // block * size)
     return metadata, tensors
 
 
 def _take(stream: BinaryIO, size: int) -> bytes:
-    taken = stream.read(size)
-    if len(taken) < size:
-        raise EOFError(f"it ends at byte {stream.tell()}")
-    return taken
+    left = os.fstat(stream.fileno()).st_size - stream.tell()
+    if size > left:
+        raise EOFError(f"it is only the beginning of one: of {size} bytes {left} are there")
+    return stream.read(size)
 
 
 def _read_integer(stream: BinaryIO, size: int) -> int:
@@ -150,17 +154,19 @@ def _read_integer(stream: BinaryIO, size: int) -> int:
 
 
 def _read_string(stream: BinaryIO) -> str:
-    return _take(stream, _read_integer(stream, 8)).decode("utf-8", errors="replace")
+    return _take(stream, _read_integer(stream, 8)).decode("utf-8")
 
 
 def _read_value(stream: BinaryIO, kind: int) -> Any:
-    """Read a metadata value of a kind; KeyError where the format knows no such kind."""
+    """Read a metadata value of a kind; ValueError where the format knows no such kind."""
     if kind == STRING:
         return _read_string(stream)
     element = _read_integer(stream, 4) if kind == ARRAY else kind
     count = _read_integer(stream, 8) if kind == ARRAY else 1
     if element in (STRING, ARRAY):
         return [_read_value(stream, element) for _ in range(count)]
+    if element not in SCALARS:
+        raise ValueError(f"a value is of the kind {element}, which there is not")
     dtype = np.dtype(SCALARS[element])
     values = np.frombuffer(_take(stream, count * dtype.itemsize), dtype).tolist()
     return values if kind == ARRAY else values[0]

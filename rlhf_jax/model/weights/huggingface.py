@@ -19,6 +19,7 @@ from rlhf_jax.model import weight_table
 from rlhf_jax.model.families import FAMILIES
 from rlhf_jax.model.weights import safetensors_file
 from rlhf_jax.model.weights.huggingface_config import config_json, read_config
+from rlhf_jax.model.weights.sizes import checked_ids
 from rlhf_jax.types import Model, ModelConfig
 
 SCALAR_HEAD = "score.weight"  # The head of a sequence classifier, in every family.
@@ -34,13 +35,15 @@ def stop_tokens(folder: Path) -> tuple[int, ...]:
         file = Path(folder) / name
         ids = read_json(file).get("eos_token_id") if file.exists() else None
         if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (ids,)
+            return checked_ids(ids if isinstance(ids, list) else [ids], file, "eos_token_id")
     return ()
 
 
 def padding_token(folder: Path) -> int | None:
     """Return the token id that config.json names as padding; None where it names none."""
-    return read_json(Path(folder) / "config.json").get("pad_token_id")
+    file = Path(folder) / "config.json"
+    found = read_json(file).get("pad_token_id")
+    return None if found is None else checked_ids([found], file, "pad_token_id")[0]
 
 
 def load(folder: Path, dtype: DTypeLike, shardings: Model | None = None) -> Model:
@@ -65,8 +68,13 @@ def open_tensors(folder: Path, config: ModelConfig) -> dict[str, np.ndarray]:
     files = [folder / "model.safetensors"]
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = set(read_json(index).get("weight_map", {}).values())
-        files = [folder / name for name in sorted(names)]
+        weight_map = read_json(index).get("weight_map")
+        values = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        if not values or not all(isinstance(v, str) and Path(v).name == v for v in values):
+            raise ValueError(
+                f"{index}: its weight_map must name files of the folder, one for each weight."
+            )
+        files = [folder / name for name in sorted(set(values))]
     missing = [file for file in files if not file.exists()]
     if missing and list(folder.glob("pytorch_model*.bin")):
         raise ValueError(

@@ -8,6 +8,8 @@ import numpy as np
 
 from rlhf_jax.data.tokenizer import read_json
 from rlhf_jax.model.families import FAMILIES, Family
+from rlhf_jax.model.weights.sizes import checked
+from rlhf_jax.runtime.foreign import reading_foreign
 from rlhf_jax.types import ModelConfig, RopeScaling
 
 # How the class of a language model ends in `architectures`, and that of a critic or reward model.
@@ -21,6 +23,19 @@ SUPPORTED = {
     "partial_rotary_factor": (1.0, None),
     "quantization_config": (None,),
 }
+# What the values of keys must be, where they are there; of a list the texts in it.
+KINDS = {
+    "architectures": list,
+    "layer_types": list,
+    "rope_parameters": dict,
+    "rope_scaling": dict,
+    "id2label": dict,
+    "tie_word_embeddings": bool,
+    "use_sliding_window": bool,
+    "sliding_window": int,
+    "num_labels": int,
+}
+KIND_NAMES = {list: "a list of texts", dict: "an object", bool: "true or false", int: "a number"}
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -31,8 +46,20 @@ def read_config(folder: Path) -> ModelConfig:
     """
     file = Path(folder) / "config.json"
     raw = read_json(file)
+    with reading_foreign(file, "the config.json of a model"):
+        return checked(_read_content(raw, file), file)
+
+
+def _read_content(raw: dict, file: Path) -> ModelConfig:
+    """Make a `ModelConfig` of config.json's content; any error where a value is of another type."""
+    for key, kind in KINDS.items():
+        value = raw.get(key)
+        texts = value if isinstance(value, list) else []
+        fits = type(value) is kind and all(isinstance(text, str) for text in texts)
+        if value is not None and not fits:
+            raise ValueError(f"{file}: {key} is {value!r:.60}; it must be {KIND_NAMES[kind]}.")
     name = raw.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         *others, last = (
             f"{f.name} ({f.models})" if f.models else f.name for f in FAMILIES.values()
         )
@@ -65,7 +92,7 @@ def read_config(folder: Path) -> ModelConfig:
         return _convert(raw, FAMILIES[name], theta, scaling)
     except KeyError as error:
         raise ValueError(f"{file}: the key {error} of a {name} model is missing.") from error
-    except (TypeError, AttributeError, ZeroDivisionError) as error:
+    except (TypeError, ArithmeticError) as error:
         raise ValueError(
             f"{file}: a size of the model is not a number above 0 ({error})."
         ) from error
@@ -122,15 +149,15 @@ def _read_rope(raw: dict, file: Path) -> tuple[float, RopeScaling | None]:
         what = "rope parameters that differ by layer are" if nested else f"rope type {kind!r} is"
         raise ValueError(f"{file}: {what} not supported; supported are default, linear and llama3.")
     if kind == "default":
-        return float(theta), None
+        return theta, None
     try:
         if kind == "linear":
-            return float(theta), RopeScaling("linear", float(rope["factor"]))
-        return float(theta), RopeScaling(
+            return theta, RopeScaling("linear", rope["factor"])
+        return theta, RopeScaling(
             kind="llama3",
-            factor=float(rope["factor"]),
-            low_frequency_factor=float(rope["low_freq_factor"]),
-            high_frequency_factor=float(rope["high_freq_factor"]),
+            factor=rope["factor"],
+            low_frequency_factor=rope["low_freq_factor"],
+            high_frequency_factor=rope["high_freq_factor"],
             original_context=rope["original_max_position_embeddings"],
         )
     except KeyError as error:

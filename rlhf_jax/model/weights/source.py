@@ -66,6 +66,11 @@ def open_source(path: str | Path) -> Source:
             f"No model at {path}: give a Hugging Face folder, a .gguf file or a hub name org/name."
         )
     check_vocabulary(tokenizer, config)
+    for token in stop_tokens:
+        if token >= config.vocab_size:
+            raise ValueError(
+                f"{local}: the stop token {token} is none of the model's {config.vocab_size}."
+            )
     load = functools.partial(load_finite, local, load)
     return Source(local, config, stop_tokens, tokenizer, load)
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_jax.runtime.checkpoint.damage import Damaged, reading
+from rlhf_jax.runtime.foreign import one_line, parse_json
 
 
 def make(**parts: Any) -> dict[str, Any]:
@@ -29,7 +30,11 @@ def read(file: Path) -> dict[str, Any]:
     Raises Damaged where it has changed; see `reading` for the other errors.
     """
     with reading(file):
-        content = json.loads(file.read_bytes())
+        data = file.read_bytes()
+    try:
+        content = parse_json(data)
+    except ValueError as error:
+        raise Damaged(f"{file.name} cannot be read, {one_line(error)}") from error
     if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
         raise Damaged(f"{file.name} has changed")
     return json.loads(json.dumps(content), object_hook=_decoded)

@@ -1,0 +1,68 @@
+"""Read what others have written: whatever goes wrong in a file is one sentence that names it.
+
+A reader of a format does its work within `reading_foreign`; what it finds wrong itself it says in
+words of its own, which begin with the file's name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+LONGEST_REASON = 160  # characters of an error that are told
+
+
+@contextlib.contextmanager
+def reading_foreign(file: Path, kind: str) -> Iterator[None]:
+    """Turn whatever the content of a file raises within the context into one ValueError.
+
+    kind: what the file should be, as "a safetensors file". A sentence that names the file already
+    stays as it is. Raises FileNotFoundError where there is none, and OSError where the disk fails.
+    """
+    if not file.exists():
+        raise FileNotFoundError(f"{file} is missing; give the path of {kind}.")
+    if not file.is_file():  # a pipe would never end
+        raise ValueError(f"{file} is not {kind} but a folder, a pipe or a device.")
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ValueError | OSError) and str(file) in str(error):
+            raise
+        raise ValueError(f"{file} is not {kind} ({one_line(error)}); get it again.") from error
+    except BaseException as error:  # A panic of a library in Rust is no Exception.
+        if "PanicException" not in type(error).__name__:
+            raise
+        raise ValueError(f"{file} is not {kind} ({one_line(error)}); get it again.") from error
+
+
+def one_line(error: BaseException) -> str:
+    """Return the heart of an error's message, in one line of `LONGEST_REASON` characters."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, MemoryError):
+        return "it needs more memory than there is"
+    if "integer string conversion" in str(error):
+        return "a number has thousands of digits"
+    told = " ".join(str(error).split())[:LONGEST_REASON].rstrip(".")
+    name = type(error).__name__
+    return f"{name}: {told}" if isinstance(error, LookupError) or not told else told
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON; ValueError at a key that an object has twice, and at anything else in it."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise ValueError(one_line(error)) from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r:.60} is there twice")
+    return found
