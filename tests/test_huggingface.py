@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -329,6 +330,18 @@ def test_what_old_files_repeat_is_passed_over(tmp_path: Path):
     assert_same(
         huggingface.load(folder, jnp.float32), huggingface.load(GOLDEN / "llama3_tied", jnp.float32)
     )
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_saved_files_honour_the_umask(mask, tiny: ModelConfig, tmp_path: Path):
+    before = os.umask(mask)
+    try:
+        model = transformer.init(jax.random.key(0), tiny)
+        huggingface.save(tmp_path / "saved", model, None, (), jnp.float32)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "saved").iterdir()}
+    assert set(modes.values()) == {0o666 & ~mask} and "model.safetensors" in modes
 
 
 def test_a_head_that_the_configuration_does_not_know_is_not_saved(tmp_path: Path):

@@ -183,7 +183,7 @@ def check_close(workdir: Path, whole: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, name", [(signal.SIGTERM, "stopped"), (signal.SIGINT, "rounding")])
+@pytest.mark.parametrize("number, name", [(signal.SIGHUP, "stopped"), (signal.SIGINT, "rounding")])
 def test_stopped_and_resumed_is_uninterrupted(number, name, place, whole):
     """A signal after the third step: saved, an exit code of its own, no traceback."""
     words = [sys.executable, str(ROOT / "launch" / "train.py"), *command(place, name)]

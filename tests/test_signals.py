@@ -72,6 +72,16 @@ def test_in_process_the_former_handlers_serve_the_later_signal(monkeypatch):
     assert said == [signals.ASKED]
 
 
+def test_a_run_under_nohup_is_not_stopped_by_the_end_of_its_terminal():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals.listen_for_signals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+        assert stop.signal is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_leaving_brings_the_former_handlers_back():
     before = [signal.getsignal(number) for number in signals.SIGNALS]
     with pytest.raises(ZeroDivisionError), signals.listen_for_signals():

@@ -132,7 +132,7 @@ def _read_jsonl(path: str, content: bytes) -> Iterator[UnreadRow]:
 
     def parse(where: str, line: bytes) -> Any:
         try:
-            return parse_json(line.decode("utf-8-sig"))
+            return parse_json(line.decode("utf-8-sig"), unique=True)
         except UnicodeDecodeError as error:
             raise ValueError(f"{where} is not UTF-8 text; save the file as UTF-8.") from error
         except json.JSONDecodeError as error:

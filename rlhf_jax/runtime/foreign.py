@@ -28,13 +28,14 @@ def reading_foreign(file: Path, kind: str) -> Iterator[None]:
         raise ValueError(f"{file} is not {kind} but a folder, a pipe or a device.")
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
+        # A panic of a library in Rust is no Exception.
+        if not isinstance(error, Exception) and "PanicException" not in type(error).__name__:
+            raise
         if isinstance(error, ValueError | OSError) and str(file) in str(error):
             raise
-        raise ValueError(f"{file} is not {kind} ({one_line(error)}); get it again.") from error
-    except BaseException as error:  # A panic of a library in Rust is no Exception.
-        if "PanicException" not in type(error).__name__:
-            raise
+        if isinstance(error, OSError):
+            raise OSError(f"{file} cannot be read ({one_line(error)}).") from error
         raise ValueError(f"{file} is not {kind} ({one_line(error)}); get it again.") from error
 
 
@@ -51,10 +52,13 @@ def one_line(error: BaseException) -> str:
     return f"{name}: {told}" if isinstance(error, LookupError) or not told else told
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Parse JSON; ValueError at a key that an object has twice, and at anything else in it."""
+def parse_json(text: str | bytes, unique: bool = False) -> Any:
+    """Parse JSON; ValueError at whatever is wrong in it.
+
+    unique: a key that an object has twice is wrong, too; else the last one counts.
+    """
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text, object_pairs_hook=_unique if unique else None)
     except RecursionError as error:
         raise ValueError(one_line(error)) from error
 

@@ -1,4 +1,4 @@
-"""Answer SIGTERM and Ctrl-C: the first asks the run to stop, a later one stops it at once."""
+"""Answer SIGTERM, SIGHUP and Ctrl-C: the first asks the run to stop, a later stops it at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType
 
 from rlhf_jax.runtime import messages
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ASKED = "Stopping at the next safe place; once more stops at once."
 # Seconds after a signal in which another is the same one: launchers send a signal to the group of
 # processes, and to the process itself too.
@@ -62,10 +62,12 @@ def listen_for_signals(say: Callable[[str], object] = write_to_stderr) -> Iterat
     """Let the first signal within the context ask to stop, and give later ones to the old handlers.
 
     The first sets `Stop.signal` and is answered with one line, which `say` gets. Those that follow
-    it within ECHO seconds are taken for its echo.
+    it within ECHO seconds are taken for its echo. SIGHUP stays ignored where `nohup` had it so.
     """
     stop = Stop()
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    if before[signal.SIGHUP] == signal.SIG_IGN:
+        del before[signal.SIGHUP]
     first = 0.0
 
     def restore() -> None:
@@ -82,7 +84,7 @@ def listen_for_signals(say: Callable[[str], object] = write_to_stderr) -> Iterat
             restore()
             os.kill(os.getpid(), number)
 
-    for number in SIGNALS:
+    for number in before:
         signal.signal(number, ask)
     try:
         yield stop

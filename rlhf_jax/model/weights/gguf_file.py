@@ -36,6 +36,7 @@ SCALARS = {
     11: "<i8",
     12: "<f8",
 }
+LARGE = 1 << 20  # Bytes from which on it is asked first whether a file has so many.
 MAX_RANK = 4  # Axes of a tensor, at most.
 MOST_NUMBERS = 1 << 62  # Of a tensor.
 DEFAULT_ALIGNMENT = 32  # Tensors begin at a multiple of so many bytes, where a file says nothing.
@@ -143,10 +144,11 @@ def _parse(stream: BinaryIO) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _take(stream: BinaryIO, size: int) -> bytes:
-    left = os.fstat(stream.fileno()).st_size - stream.tell()
-    if size > left:
-        raise EOFError(f"it is only the beginning of one: of {size} bytes {left} are there")
-    return stream.read(size)
+    left = os.fstat(stream.fileno()).st_size - stream.tell() if size > LARGE else size
+    taken = stream.read(min(size, left))
+    if len(taken) < size:
+        raise EOFError(f"it is only the beginning of one: of {size} bytes {len(taken)} are there")
+    return taken
 
 
 def _read_integer(stream: BinaryIO, size: int) -> int:

@@ -130,8 +130,8 @@ def save(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        _write_weights(partial, model, dtype)
         _write_json(partial / "config.json", config_json(model.config, stop_tokens, dtype))
+        _write_weights(partial, model, dtype)
         ends = {"eos_token_id": list(stop_tokens) or None}
         _write_json(partial / "generation_config.json", ends)
         if tokenizer is not None:
@@ -176,7 +176,7 @@ def _write_weights(folder: Path, model: Model, dtype: np.dtype) -> None:
             stored = weight_table.stored_weight(model, key)
             tensors[names[key]] = np.ascontiguousarray(stored.astype(dtype))
         save_file(tensors, file, metadata={"format": "pt"})
-        file.chmod(0o644)  # safetensors would keep it from other users
+        shutil.copymode(folder / "config.json", file)  # safetensors forgets the umask
         weight_map |= dict.fromkeys(tensors, file.name)
 
     if len(shards) > 1:
