@@ -84,27 +84,22 @@ def do_run(
     with mirrored(config.workdir):
         if prompts is not None:
             config.data.train = str(_keep_prompts(config, prompts))
-        return _do_steps(config, callbacks)
-
-
-def _do_steps(config: Config, callbacks: Sequence[Callback]) -> tuple[RunState, Opened]:
-    """Open the run, take its steps, and export what was trained."""
-    opened = distributed.run_on_all(lambda: build.prepare(config))
-    distributed.run_on_all(lambda: print_setup(opened))
-    with Session(opened, callbacks) as session:
-        state = session.restore() or session.begin()
-        run = session.start(state)
-        state = compile_ahead(state, run, session)
-        session.compile_behind(functools.partial(run.objective.compile_step, state, run))
-        while state.step < config.steps and not session.ends:
-            state = measure_if_due(state, run, session)
-            began = time.perf_counter()
-            with session.profiled(state.step):
-                state, report = run.objective.step(state, run, session.observe)
-            session.log(report, state, time.perf_counter() - began)
-        session.save(state)
-        state = measure_if_due(state, run, session, last=True)
-    export(state, run, opened)
+        opened = distributed.run_on_all(lambda: build.prepare(config))
+        distributed.run_on_all(lambda: print_setup(opened))
+        with Session(opened, callbacks) as session:
+            state = session.restore() or session.begin()
+            run = session.start(state)
+            state = compile_ahead(state, run, session)
+            session.compile_behind(functools.partial(run.objective.compile_step, state, run))
+            while state.step < config.steps and not session.ends:
+                state = measure_if_due(state, run, session)
+                began = time.perf_counter()
+                with session.profiled(state.step):
+                    state, report = run.objective.step(state, run, session.observe)
+                session.log(report, state, time.perf_counter() - began)
+            session.save(state)
+            state = measure_if_due(state, run, session, last=True)
+        export(state, run, opened)
     distributed.run_on_leader(lambda: console.where_time_went(session.seconds()))
     return state, opened
 
