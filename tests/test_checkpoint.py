@@ -165,6 +165,10 @@ def flip(folder: Path) -> None:
     file = max(
         (path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
     )
+    flip_in(file)
+
+
+def flip_in(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
@@ -191,6 +195,16 @@ DAMAGES = {
     "torn metadata": lambda folder: os.truncate(folder / "state/_METADATA", 100),
     "no document": lambda folder: (folder / "host/document.json").unlink(),
     "torn document": lambda folder: os.truncate(folder / "host/document.json", 100),
+    "nested document": lambda folder: (folder / "host/document.json").write_text("[" * 100_000),
+    "flipped metadata": lambda folder: flip_in(folder / "state/_METADATA"),
+    "flipped manifest": lambda folder: flip_in(folder / "state/manifest.ocdbt"),
+    "no state": lambda folder: shutil.rmtree(folder / "state"),
+    "no host": lambda folder: shutil.rmtree(folder / "host"),
+    "copied": lambda folder: (
+        shutil.rmtree(folder),
+        shutil.copytree(folder.with_name("1"), folder),
+    ),
+    "linked": lambda folder: (shutil.rmtree(folder), folder.symlink_to(folder.with_name("1"))),
 }
 
 

@@ -74,7 +74,8 @@ def root(error: BaseException) -> BaseException:
 def _proves_damage(error: BaseException) -> bool:
     """Tell whether an error can only come of files that are missing, torn or changed."""
     if isinstance(error, OSError):
-        return error.errno in MISSING
+        # orbax's own has no number
+        return isinstance(error, FileNotFoundError) or error.errno in MISSING
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
         return True
     text = str(error)

@@ -134,7 +134,7 @@ class Checkpoints:
         table = {
             name: [leaf.dtype.name, list(leaf.shape), marks[name]] for name, leaf in leaves.items()
         }
-        document = documents.make(identity=self._identity, leaves=table, host=host)
+        document = documents.make(step=step, identity=self._identity, leaves=table, host=host)
 
         # Orbax copies an accelerator's arrays to the host before its `save` returns, but writes a
         # CPU's from where they lie, long after they were donated: so it gets copies of those.
@@ -181,7 +181,7 @@ class Checkpoints:
     def _read(self, step: int, template: Any) -> Restored:
         """Return one checkpoint, of this run's identity and with all arrays of the template."""
         folder = self._folder / str(step)
-        document = distributed.run_on_leader(lambda: documents.read(folder / HOST / DOCUMENT))
+        document = distributed.run_on_leader(lambda: _read_document(folder))
         for key, saved, own in documents.differences(document["identity"], self._identity):
             if key in self._changeable and self._allow_changes:
                 continue
@@ -261,7 +261,7 @@ def read_part(folder: str | Path, template: Any, step: int | None = None) -> Res
     step = found[-1] if step is None else step
     place = Path(folder).absolute() / str(step)
     try:
-        document = documents.read(place / HOST / DOCUMENT)
+        document = _read_document(place)
         with quiet():
             state = _read_state(place, document["leaves"], template)
         return Restored(step, state, document["host"])
@@ -269,6 +269,15 @@ def read_part(folder: str | Path, template: Any, step: int | None = None) -> Res
         raise ValueError(
             f"The checkpoint {place} is damaged ({damage}); name another step."
         ) from damage
+
+
+def _read_document(folder: Path) -> dict[str, Any]:
+    """Return the document of a checkpoint; Damaged where it is of another step than its folder."""
+    document = documents.read(folder / HOST / DOCUMENT)
+    step = document.get("step", int(folder.name))  # that of an earlier version has none
+    if step != int(folder.name):
+        raise Damaged(f"it is the one of step {step}, renamed or copied")
+    return document
 
 
 def steps(folder: Path) -> list[int]:
