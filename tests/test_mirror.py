@@ -132,6 +132,13 @@ def test_of_two_runs_in_one_place_the_first_is_told(url, tmp_path, monkeypatch):
             pass
 
 
+def test_an_index_that_is_none_is_one_sentence(url, tmp_path):
+    (tmp_path / "bucket" / "run").mkdir(parents=True)
+    (tmp_path / "bucket" / "run" / mirror.INDEX).write_text("{oops")
+    with pytest.raises(OSError, match=r"file://.*/run cannot be read \("), mirror.mirrored(url):
+        pass
+
+
 def test_what_ends_a_run_is_told_first_and_the_lost_transfer_behind_it(url, monkeypatch):
     with pytest.raises(KeyError, match="the run's own") as caught, mirror.mirrored(url):
         write_step(mirror.folder_of(url), 1)

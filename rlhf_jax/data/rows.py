@@ -96,8 +96,7 @@ def _content(place: str) -> bytes:
         with importlib.import_module("fsspec").open(place, "rb") as file:
             return file.read()
     except Exception as error:  # of whichever package the URL's scheme asks for
-        told = " ".join(str(error).split()).rstrip(".")
-        raise ValueError(f"Prompt file {place} cannot be read ({told}).") from error
+        raise ValueError(f"Prompt file {place} cannot be read ({one_line(error)}).") from error
 
 
 def _read_dataset(place: str, configuration: str, split: str) -> Iterator[UnreadRow]:

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import importlib
 import json
+import os
 import shutil
 import sys
 import threading
@@ -21,6 +22,7 @@ from typing import Any
 
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.files import alone, is_remote, write_atomically
+from rlhf_jax.runtime.foreign import one_line
 
 COPIES = "~/.cache/rlhf_jax/workdirs"
 CHECKPOINTS = "checkpoints"
@@ -164,12 +166,14 @@ class _Mirror:
         gone = self._sent.keys() - found.keys()
         if not changed and not gone:
             return
+        with self._told("read"):
+            is_own = self._read_index()["id"] == self._id
+        if not is_own:
+            raise ValueError(
+                f"Another run has written to {self._url}: stop one of the two, or give this one"
+                f" another workdir; what it has done is in {self._folder}."
+            )
         with self._told("written"):
-            if self._read_index()["id"] != self._id:
-                raise ValueError(
-                    f"Another run has written to {self._url}: stop one of the two, or give this one"
-                    f" another workdir; what it has done is in {self._folder}."
-                )
             steps = {_step_of(name) for name in found} - {None}
             # Checkpoints first: the lines of all their steps come after them.
             for name in sorted(changed, key=lambda name: _step_of(name) is None):
@@ -187,13 +191,14 @@ class _Mirror:
     def _own_files(self) -> dict[str, tuple[int, int]]:
         """Return the files of the copy, with their marks, but for those that are being made."""
         found = {}
-        for path in self._folder.rglob("*"):
+        # A folder that is removed meanwhile is passed over, which `rglob` would not do.
+        paths = [Path(place) / name for place, _, names in os.walk(self._folder) for name in names]
+        for path in paths:
             name = path.relative_to(self._folder).as_posix()
             unfinished = name.startswith(f"{CHECKPOINTS}/") and _step_of(name) is None
             if name != INDEX and path.suffix != ".new" and not unfinished:
                 with contextlib.suppress(FileNotFoundError):
-                    if path.is_file():
-                        found[name] = _mark(path)
+                    found[name] = _mark(path)
         return found
 
     def _list(self) -> dict[str, int]:
@@ -224,14 +229,13 @@ class _Mirror:
         """Turn what the package of a URL's scheme raises within the context into one OSError."""
         try:
             yield
-        except ValueError:
-            raise
         except Exception as error:
-            told = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
-            kept = f"; what was done here is in {self._folder}: the same command goes on from it"
-            raise OSError(
-                f"{self._url} cannot be {verb} ({told}){kept if verb == 'written' else ''}."
-            ) from error
+            kept = ""
+            if verb == "written":
+                kept = (
+                    f"; what was done here is in {self._folder}: the same command goes on from it"
+                )
+            raise OSError(f"{self._url} cannot be {verb} ({one_line(error)}){kept}.") from error
 
 
 def _open(url: str) -> tuple[Any, str]:

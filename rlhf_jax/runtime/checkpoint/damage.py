@@ -12,12 +12,12 @@ from pathlib import Path
 
 from rlhf_jax.runtime import distributed, messages
 from rlhf_jax.runtime.checkpoint.quiet import release
+from rlhf_jax.runtime.foreign import LONGEST_REASON
 
 # How a message of tensorstore begins where files are missing, too short or changed. Whatever else
 # it says proves nothing.
 PROOFS = ("NOT_FOUND", "OUT_OF_RANGE", "DATA_LOSS", "FAILED_PRECONDITION")
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
-LONGEST_REASON = 160  # characters of a reason that are told
 
 
 @messages.register_error
