@@ -1,14 +1,16 @@
 """The training command, killed by itself: python tests/killed.py EVENT NUMBER SECONDS ARGUMENTS...
 
-SIGKILL comes SECONDS after the event has happened NUMBER times (from 0); -1 counts all events and
-prints them at the end. Events are the phases of the run as it names them, each round of generation
-among them; "samples", between two lines of the run's files; "unfinished", when a checkpoint begins
-to lie on the disk; "export", before the trained policy is written.
+SIGKILL, or the signal named behind the event ("training:SIGHUP"), comes SECONDS after the event has
+happened NUMBER times (from 0); -1 counts all events and prints them at the end. Events are the
+phases of the run as it names them, each round of generation among them; "samples", between two
+lines of the run's files; "unfinished", when a checkpoint begins to lie on the disk; "export",
+before the trained policy is written; "sent", when the sinks have heard all steps before NUMBER.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 import json
 import os
 import runpy
@@ -20,13 +22,15 @@ from pathlib import Path
 
 from rlhf_jax import session
 from rlhf_jax.model.weights import huggingface
-from rlhf_jax.monitoring import metrics
+from rlhf_jax.monitoring import metrics, sending
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def main(event: str, number: int, seconds: float, arguments: list[str]) -> int:
     """The exit code of the command, if it lives to have one."""
+    event, _, chosen = event.partition(":")
+    kill = functools.partial(send_signal, signal.Signals[chosen or "SIGKILL"])
     seen = collections.Counter()
 
     def happens(name: str) -> None:
@@ -38,6 +42,8 @@ def main(event: str, number: int, seconds: float, arguments: list[str]) -> int:
     session.Session._beat = told(session.Session._beat, lambda self, phase: happens(phase))
     metrics.Writer.write_samples = told(metrics.Writer.write_samples, lambda *_: happens("samples"))
     huggingface.save = told(huggingface.save, lambda *_: happens("export"))
+    if event == "sent":
+        sending.Sender.send = killed_behind(sending.Sender.send, number, kill)
     if event == "unfinished":
         workdir = next(a.partition("=")[2] for a in arguments if a.startswith("--config.workdir="))
         threading.Thread(
@@ -59,9 +65,23 @@ def told(function, tell):
     return telling
 
 
-def kill(seconds: float) -> None:
+def killed_behind(send, step: int, kill):
+    """The function, and the end once it has sent what is before a step and the sinks have it."""
+
+    def sending_last(self, before):
+        send(self, before)
+        while before >= step:
+            living = [thread for thread in self._threads if thread.is_alive()]
+            if all(thread._next >= before for thread in living):
+                kill(0)
+            time.sleep(0.01)
+
+    return sending_last
+
+
+def send_signal(chosen: signal.Signals, seconds: float) -> None:
     time.sleep(seconds)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), chosen)
 
 
 def look(folder: Path, happens) -> None:

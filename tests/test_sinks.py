@@ -165,7 +165,7 @@ def test_a_run_that_was_killed_is_one_run_in_every_sink(own, tmp_path, monkeypat
     sinks = (f"{own}:Lines", f"{own}:Breaks", *names)
     changes = {"steps": 5, "checkpoint__every": 2, "evaluation__every": 2, "sinks": repr(sinks)}
     words = tiny_run.arguments(tmp_path, model, **changes)
-    killed = of_run(words, tmp_path, killed_at=("training", "7", "0"))
+    killed = of_run(words, tmp_path, killed_at=("sent", "2", "0"))
     assert killed.returncode == -9, killed.stderr
     run = tmp_path / "run"
     assert [row["step"] for row in heard(run)] == [0, 1], "its checkpoint was on disk"
