@@ -23,6 +23,8 @@ import argparse
 import dataclasses
 import functools
 import json
+import os
+import secrets
 import socket
 import statistics
 import subprocess
@@ -42,7 +44,7 @@ from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.reallocation import row_transfer
-from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime import distributed, signing
 from rlhf_jax.types import DecodeState, ModelConfig
 
 # Neither a cache nor a prefill hangs on the vocabulary.
@@ -109,7 +111,8 @@ def both(words: list[str]) -> None:
             "--process",
         ]
     own = [sys.executable, __file__, *(word for word in words if word != "--across")]
-    begun = [subprocess.Popen([*own, *where, str(rank)]) for rank in range(2)]
+    environment = os.environ | {signing.KEY: secrets.token_hex()}
+    begun = [subprocess.Popen([*own, *where, str(rank)], env=environment) for rank in range(2)]
     sys.exit(max(process.wait() for process in begun))
 
 

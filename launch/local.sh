@@ -3,7 +3,8 @@
 #
 # config.mesh.slices must be a multiple of PROCESSES or divide them. GPUs are dealt out evenly. Rank 0 has the terminal;
 # what others say stands behind their rank. Ctrl-C and SIGTERM go to all. Where one dies the others end within a minute,
-# and the same command goes on from the last checkpoint.
+# and the same command goes on from the last checkpoint. What they tell each other is signed with RLHF_JAX_KEY, which is
+# made here unless it, or RLHF_JAX_KEY_FILE, is given.
 set -u
 if ! [[ "${1:-}" =~ ^[1-9][0-9]*$ ]]; then
   echo "usage: launch/local.sh PROCESSES --config FILE[:ARGUMENT] --config.any.key=value" >&2
@@ -12,10 +13,14 @@ fi
 processes=$1
 shift
 train=$(dirname "$0")/train.py
-port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+new_key='import secrets; print(secrets.token_hex(32))'
+[[ -n "${RLHF_JAX_KEY_FILE:-}" ]] || export RLHF_JAX_KEY="${RLHF_JAX_KEY:-$(python -c "$new_key")}"
 known=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd, -)}
 IFS=, read -ra gpus <<<"$known"
 each=$((${#gpus[@]} / processes))
+# XLA shares the tuning of kernels between ranks, which may then wait for each other: not yet shown to be safe.
+((each > 0)) && export XLA_FLAGS="--xla_gpu_shard_autotuning=false ${XLA_FLAGS:-}"
 
 rank_of() { # RANK ARGUMENTS...: becomes that process
   local rank=$1 own

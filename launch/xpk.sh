@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # A run on the TPUs of a GKE cluster, by XPK: launch/xpk.sh CLUSTER NAME TPU IMAGE --config FILE[:ARGUMENT] --config.any.key=value
 # IMAGE is launch/Dockerfile's, built with EXTRAS=tpu; TPU is XPK's name of a slice, such as v5p-16. config.mesh.slices must
-# be a multiple of the hosts or divide them, and workdir lie on a file system that they share.
+# be a multiple of the hosts or divide them, and workdir lie on a file system that they share. What processes
+# tell each other is signed with RLHF_JAX_KEY, which is made here unless it is given; whoever may read the workload in
+# the cluster can read it.
 set -euo pipefail
 if (($# < 5)); then
   echo "usage: launch/xpk.sh CLUSTER NAME TPU IMAGE --config FILE[:ARGUMENT] --config.any.key=value" >&2
@@ -9,5 +11,7 @@ if (($# < 5)); then
 fi
 cluster=$1 name=$2 tpu=$3 image=$4
 shift 4
+new_key='import secrets; print(secrets.token_hex(32))'
+export RLHF_JAX_KEY="${RLHF_JAX_KEY:-$(python -c "$new_key")}"
 xpk workload create --cluster "$cluster" --workload "$name" --tpu-type "$tpu" --docker-image "$image" \
-  --max-restarts 10 --command "rlhf-jax train --processes auto $(printf '%q ' "$@")"
+  --env-file <(echo RLHF_JAX_KEY) --max-restarts 10 --command "rlhf-jax train --processes auto $(printf '%q ' "$@")"

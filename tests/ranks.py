@@ -6,8 +6,10 @@ python tests/ranks.py PORT RANK [last act]
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.mesh import Layout
 from rlhf_jax.rewards.combination import Broken, Response, Scores, as_scores, refuse_broken
 from rlhf_jax.rewards.sharing import shared_out
-from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime import distributed, messages, signing
 from rlhf_jax.runtime.signals import Stopped
 
 
@@ -29,6 +31,8 @@ def main(port: str, rank: int, act: str) -> int:
     distributed.start(place)
     tell(rank)
     listen(rank)
+    if act == "forged":
+        return forge(rank, place)
     agree(rank)
     read()
     score(rank)
@@ -58,15 +62,61 @@ def listen(rank: int) -> None:
         with contextlib.suppress(OSError):
             own.add(os.readlink(descriptor))
     found = []
+    ports = set()
     for table in ("tcp", "tcp6"):
         for line in (Path("/proc/net") / table).read_text().splitlines()[1:]:
             _, address, _, state, *words = line.split()
             if state == "0A" and f"socket:[{words[5]}]" in own:
                 found.append(address.partition(":")[0])
+                ports.add(int(address.partition(":")[2], 16))
     # 127.0.0.1, ::1 and ::ffff:127.0.0.1, as the kernel writes words of four bytes
     loopback = ("0100007F", f"{'0' * 24}01000000", f"{'0' * 16}FFFF00000100007F")
     assert set(found) <= set(loopback), found
     assert len(found) >= 2 - rank, found  # gloo's, and of rank 0 the coordination service
+    for port in ports:  # 127.0.0.2 is this machine, too
+        with socket.socket() as other:
+            assert other.connect_ex(("127.0.0.2", port)) == errno.ECONNREFUSED, port
+
+
+def forge(rank: int, place: distributed.Place) -> int:
+    """Rank 1 lays words past the signatures, as whoever reaches the coordinator's port could."""
+    client = distributed._client()
+    if rank:
+        distributed.publish("replaced", "first")
+        old = client.blocking_key_value_get_bytes("replaced", 1000)
+        for name in ("stop", "late", "decided"):
+            client.key_value_set_bytes(name, messages.encode(15), allow_overwrite=True)
+        stranger = signing.Signer(b"another key", 1)
+        client.key_value_set_bytes("by another", stranger.sign("by another", old))
+        client.key_value_set_bytes("elsewhere", old)
+    distributed.gather(None)
+    if not rank:
+        assert distributed.read_published("replaced", str) == "first"
+        assert [distributed.read_published(name, int) for name in ("stop", "late")] == [None] * 2
+        for name in ("by another", "elsewhere"):
+            assert distributed.wait_published(name, str, 0.2) is None
+    distributed.gather(None)
+    if rank:
+        distributed.publish("replaced", "second")
+        distributed.publish("late", 7)
+    distributed.gather(None)
+    if not rank:
+        assert distributed.read_published("replaced", str) == "second"
+        assert distributed.wait_published("late", int, 1.0) == 7, "a true word takes the place"
+    distributed.gather(None)
+    if rank:
+        client.key_value_set_bytes("replaced", old, allow_overwrite=True)
+    distributed.gather(None)
+    if not rank:
+        assert distributed.read_published("replaced", str) is None
+        try:
+            distributed.publish_if_absent("decided", 1)
+        except ValueError as error:
+            assert "others wrote at" in str(error)
+        else:
+            raise AssertionError("a forged decision was taken")
+    distributed.gather(None)
+    return distributed.leave(0, "", place)
 
 
 def agree(rank: int) -> None:

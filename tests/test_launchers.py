@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -26,18 +27,28 @@ HARD = (
 HARD += ("$HOME `id` $(id)", "*", "a;b|c&d>e", "back\\slash", "two\nlines", "#", "~", "")
 PYTHON = """#!{python}
 import json, os, sys
+if sys.argv[1] == "-c":
+    exec(sys.argv[2])
+    sys.exit()
 print(json.dumps([os.getcwd(), *sys.argv[1:]]))
 sys.exit({code})
 """
 GCLOUD = """#!/usr/bin/env bash
+if [[ $4 == scp ]]; then
+  for worker in 1 2; do mkdir -p "$HOME/$worker/rlhf_jax" && cp "$5" "$HOME/$worker/${6#*:}"; done
+  exit
+fi
 while (($#)) && [[ $1 != --command ]]; do shift; done
-cd "$HOME" && for worker in 1 2; do bash -c "$2" || exit; done
+for worker in 1 2; do export HOME="${HOME%/[12]}/$worker" && cd && bash -c "$2" || exit; done
 """
 XPK = """#!/usr/bin/env bash
 while (($#)) && [[ $1 != --command ]]; do shift; done
 cd "$HOME" && for worker in 1 2; do bash -c "$2" || exit; done
 """
-SCONTROL = "#!/usr/bin/env bash\n[[ $* == 'show hostnames n[7-8]' ]] && printf 'n7\\nn8\\n'\n"
+SCONTROL = """#!/usr/bin/env bash
+[[ $* == 'show hostnames n[7-8]' ]] && printf 'n7\\nn8\\n'
+[[ $* == 'requeue 4099' ]] && echo queued again >&2
+"""
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
 for rank in 0 1; do SLURM_PROCID=$rank SLURM_NTASKS=2 "$@" || code=$?; done
@@ -58,8 +69,9 @@ def launched(
         (folder / name).chmod(0o755)
     (folder / "xpk").write_text(XPK)
     (folder / "xpk").chmod(0o755)
+    (folder / "rlhf-jax").unlink(missing_ok=True)
     (folder / "rlhf-jax").symlink_to(folder / "python")
-    (folder / "rlhf_jax").mkdir()
+    (folder / "rlhf_jax").mkdir(exist_ok=True)
     job = {"SLURM_JOB_NODELIST": "n[7-8]", "SLURM_JOB_ID": "4099", "HOME": str(folder)}
     paths = {"PATH": f"{folder}:{os.environ['PATH']}"}
     done = subprocess.run(
@@ -76,8 +88,19 @@ def launched(
 
 def test_every_host_of_a_tpu_hears_the_words_as_they_were_written(tmp_path):
     heard, done = launched(tmp_path, "launch/tpu.sh", "name", "zone", *HARD)
-    own = [str(tmp_path / "rlhf_jax"), "launch/train.py", "--processes", "auto", *HARD]
-    assert heard == [own, own] and done.returncode == 0, done.stderr
+    own = ["launch/train.py", "--processes", "auto", *HARD]
+    folders = [str(tmp_path / worker / "rlhf_jax") for worker in "12"]
+    assert heard == [[folder, *own] for folder in folders] and done.returncode == 0, done.stderr
+    keys = [tmp_path / worker / ".rlhf_jax_key" for worker in "12"]
+    assert {len(key.read_text().strip()) for key in keys} == {64}
+    assert {key.stat().st_mode & 0o777 for key in keys} == {0o600}
+    assert keys[0].read_text() == keys[1].read_text()
+    with subprocess.Popen(["sleep", "1"]) as run:
+        (tmp_path / "1" / "rlhf_jax" / "run.pid").write_text(str(run.pid))
+        threading.Thread(target=run.wait).start()  # else it is there, as a zombie
+        heard, _ = launched(tmp_path, "launch/tpu.sh", "name", "zone", "another")
+    assert [words[-1] for words in heard] == [HARD[-1], "another"], "the first is followed"
+    assert (tmp_path / "1" / "rlhf_jax" / "run.code").read_text() == "0\n"
 
 
 def test_every_node_of_a_slurm_job_hears_the_words_and_its_rank(tmp_path):
@@ -99,6 +122,7 @@ def test_every_node_of_a_slurm_job_hears_the_words_and_its_rank(tmp_path):
 def test_a_slurm_job_says_what_a_process_that_died_could_not(code, tmp_path):
     _, done = launched(tmp_path, "launch/slurm.sh", "--config", "x.py", code=code)
     died = "A process died (exit status 137): the same command goes on from the last checkpoint.\n"
+    died += "queued again\n"
     assert (done.returncode, done.stderr) == (code, died if code == 137 else "")
 
 

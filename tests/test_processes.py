@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 from tiny_run import ROOT, lines
 
 from rlhf_jax.config import command_line
-from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime import distributed, signing
 from rlhf_jax.runtime.distributed import Place
 
 TWO_SLICES = {"mesh__slices": 2, "mesh__fsdp": 4, "compilation_cache": ""}
@@ -47,6 +47,7 @@ WHOLE = TWO_SLICES | {
     "generation__min_rows": 4,
     "evaluation__every": 3,
 }
+KEY = "of the tests" * 3
 MEASURED = ("seconds", "per_second", "idle_share")
 
 
@@ -62,6 +63,7 @@ def environment(devices: int) -> dict[str, str]:
         os.environ
         | paths
         | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": str(distributed.THREADS)}
+        | {signing.KEY: KEY}
     )
 
 
@@ -234,6 +236,31 @@ def test_ranks_tell_each_other(act, said):
     assert codes[1] == 2 and (codes[0] == 2 or act == "alone")
 
 
+def test_words_of_others_are_ignored_with_a_sentence():
+    codes, errors = ranks_of("ranks.py", "forged", devices=1)
+    assert codes == [0, 0], errors
+    for name, why in {
+        "stop": "not signed with this run's key",
+        "late": "not signed with this run's key",
+        "by another": "not signed with this run's key",
+        "elsewhere": "not signed with this run's key",
+        "replaced": "an old word that was laid again",
+    }.items():
+        said = f"What lies at the coordination service as {name!r} is ignored: it is {why}."
+        assert errors[0].count(said) == 1, errors[0]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [pytest.param(("one" * 11, "two" * 11), marks=pytest.mark.slow), ("", "")],
+    ids=["unlike", "none"],
+)
+def test_processes_without_one_key_end_with_a_sentence(keys):
+    codes, errors = ranks_of("ranks.py", "forged", devices=1, keys=keys)
+    assert 0 not in codes
+    assert all(f"the same {signing.KEY}" in text.splitlines()[-1] for text in errors), errors
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, slices, devices", [(2, 4, 2), (4, 2, 1)], ids=["two slices each", "half a slice each"]
@@ -246,7 +273,9 @@ def test_samples_that_move_between_processes_are_those_that_stayed(
     assert codes == [0] * ranks, errors
 
 
-def ranks_of(script: str, *act: str, ranks: int = 2, devices: int) -> tuple[list[int], list[str]]:
+def ranks_of(
+    script: str, *act: str, ranks: int = 2, devices: int, keys: Sequence[str] = (KEY,) * 4
+) -> tuple[list[int], list[str]]:
     """The exit codes of processes that run a file of this folder, and what they say on stderr."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -254,8 +283,10 @@ def ranks_of(script: str, *act: str, ranks: int = 2, devices: int) -> tuple[list
     words = [sys.executable, str(ROOT / "tests" / script), str(port)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     begun = [
-        subprocess.Popen([*words, str(rank), *act], env=environment(devices), **pipes)
-        for rank in range(ranks)
+        subprocess.Popen(
+            [*words, str(rank), *act], env=environment(devices) | {signing.KEY: key}, **pipes
+        )
+        for rank, key in zip(range(ranks), keys, strict=False)
     ]
     try:
         errors = [process.communicate(timeout=200)[1] for process in begun]

@@ -2,17 +2,23 @@
 
 Rank 0 leads: it writes the files, shows the progress and decides what only one can. With one
 process every function here is the plain thing, and costs nothing. What processes tell each other
-are the values of `messages.py`: none of it is ever run.
+are the values of `messages.py`, signed by `signing.py`: none of it is ever run, and what others
+say is not heard.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hmac
+import itertools
 import os
 import re
+import secrets
 import socket
 import sys
+import time
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,9 +27,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rlhf_jax.runtime import jax_internals, messages
+from rlhf_jax.runtime import jax_internals, messages, signing
+from rlhf_jax.runtime.signing import Signer
 
 HEARTBEAT = 30  # seconds of silence after which a process counts as dead, and the others end
+MEETING = 30.0  # seconds in which ranks that have met show each other that they have the key
 PATIENCE = 10.0  # seconds in which ranks that fail alike come to the same place
 FOREVER = 86_400.0  # seconds: what ends it sooner is the heartbeat
 FAILED = (1, 2)  # exit codes of an error, which may be one rank's alone
@@ -38,6 +46,8 @@ OF_FILES = re.compile(r" \[(tensorstore|source|os_error)")  # in what tensorstor
 FIRST = 1024  # bytes of a message that travel with its length
 LOCAL = ("localhost", "127.0.0.1", "[::1]")  # hosts by which a coordinator is on this machine
 EXCHANGE = "the exchange of ranks"
+FRESH = "fresh bytes"
+PAUSE = 0.05  # seconds until a name under which a forged word lies is looked at again
 LEADER_PIECE = 1 << 28  # bytes of an array that travel to the leader at one time
 
 # Of XLA on CPUs, at least. A device needs one for a program that waits for other processes and one
@@ -90,6 +100,7 @@ def start(place: Place) -> None:
         raise ValueError(
             f"The {place.size or ''} processes of the run did not meet ({reason})."
         ) from error
+    _signer()
     if _host(place.coordinator or "") in LOCAL:
         jax_internals.keep_collectives_local()
 
@@ -125,6 +136,37 @@ def started() -> bool:
     return jax_internals.coordination().client is not None
 
 
+@functools.cache
+def _signer() -> Signer:
+    """Return what this process signs with, after all ranks have made a key of this attempt.
+
+    The key is made of the run's secret and of fresh random bytes of every rank, so that no word of
+    another run, or of an earlier attempt of this one, is of any use. Raises ValueError where a rank
+    has no secret, or another one.
+    """
+    secret = signing.read_secret()
+    if secret is None and count() > 1:
+        raise ValueError(
+            "Several processes sign what they tell each other: give all of them the same"
+            f" {signing.KEY}, of openssl rand -hex 32, or {signing.KEY_FILE} (launch/*.sh do)."
+        )
+    first = Signer(secret or secrets.token_bytes(32), rank())
+    own = secrets.token_bytes(32)
+    _lay(f"{FRESH} of {rank()}", own, first)
+    if leads():
+        found = [_wait(f"{FRESH} of {other}", bytes, MEETING, first) for other in range(count())]
+        _lay(FRESH, found, first)
+    fresh = _wait(FRESH, list, 2 * MEETING, first) or []
+    others = [other for other, its in enumerate(fresh) if its is None]
+    if others or len(fresh) != count() or fresh[rank()] != own:
+        who = f"ranks {others}" if others else f"rank {LEADER}"
+        raise ValueError(
+            f"{who} did not show the key that rank {rank()} has: give all processes of the run the"
+            f" same {signing.KEY} or {signing.KEY_FILE}."
+        )
+    return Signer(hmac.digest(first.key, b"".join(fresh), "sha256"), rank())
+
+
 def count() -> int:
     """Count the processes."""
     return jax_internals.coordination().num_processes if started() else 1
@@ -149,13 +191,17 @@ def gather(value: T) -> list[T]:
     return _exchange(messages.encode(value)) if started() else [value]
 
 
+_exchanges = itertools.count()  # all ranks have the same number of them behind them
+
+
 def _exchange(message: bytes) -> list[Any]:
     """Return what the message of every rank says, by rank.
 
     The lengths come with the first bytes of each; the rest is padded to a power of two, so that
     there are few programs.
     """
-    own = np.frombuffer(message, np.uint8)
+    name = f"{EXCHANGE} {next(_exchanges)}"
+    own = np.frombuffer(_signer().sign(name, message), np.uint8)
     first = np.zeros(FIRST + 4, np.uint8)
     first[:4] = np.frombuffer(np.uint32(len(own)).tobytes(), np.uint8)
     first[4 : 4 + min(len(own), FIRST)] = own[:FIRST]
@@ -168,10 +214,14 @@ def _exchange(message: bytes) -> list[Any]:
         rest = np.zeros(1 << (max(sizes) - FIRST - 1).bit_length(), np.uint8)
         rest[: max(0, len(own) - FIRST)] = own[FIRST:]
         bodies = np.concatenate([bodies, multihost_utils.process_allgather(rest)], axis=1)
-    return [
-        messages.decode(body[:size].tobytes(), EXCHANGE)
-        for body, size in zip(bodies, sizes, strict=True)
-    ]
+    found = []
+    for sender, (body, size) in enumerate(zip(bodies, sizes, strict=True)):
+        try:
+            signed = _signer().check(name, body[:size].tobytes(), sender)
+        except signing.ForgedWord as error:
+            raise ValueError(f"What came as {name} is not of rank {sender}: {error}.") from None
+        found.append(messages.decode(signed, EXCHANGE))
+    return found
 
 
 def broadcast(value: T) -> T:
@@ -272,38 +322,75 @@ def to_leader(tree: Any) -> Any:
 def publish(name: str, value: object) -> None:
     """Lay a value where every process may read it; a later one of the same name takes its place."""
     if started():
-        _client().key_value_set_bytes(name, messages.encode(value), allow_overwrite=True)
+        _lay(name, value, _signer())
+
+
+def _lay(name: str, value: object, signer: Signer) -> None:
+    word = signer.sign(name, messages.encode(value))
+    _client().key_value_set_bytes(name, word, allow_overwrite=True)
 
 
 def read_published(name: str, kind: type[T]) -> T | None:
     """Return the value of a name now, without waiting; None where there is none.
 
-    Raises ValueError, which names the channel, where what lies there is no such value.
+    What no process of this run has signed is ignored, with a warning. Raises ValueError, which
+    names the channel, where what lies there is no such value.
     """
     try:
         found = _client().key_value_try_get_bytes(name) if started() else None
     except jax.errors.JaxRuntimeError:  # the service knows no other way to say that there is none
         return None
-    return None if found is None else messages.decode(found, _channel(name), kind)
+    return None if found is None else _read(name, found, kind, _signer())
+
+
+def _read(name: str, word: bytes, kind: type[T], signer: Signer) -> T | None:
+    """Return the value that a word says; None, after a warning, where it is not of this run."""
+    try:
+        body = signer.check(name, word)
+    except signing.ForgedWord as error:
+        warnings.warn(
+            f"What lies at {_channel(name)} is ignored: {error}. Someone else reaches the"
+            " coordinator's port; SECURITY.md has the firewall's rule.",
+            stacklevel=1,
+        )
+        return None
+    return messages.decode(body, _channel(name), kind)
 
 
 def wait_published(name: str, kind: type[T], seconds: float) -> T | None:
     """Return the value of a name once it is there; None where it has not come within so long."""
-    try:
-        found = _client().blocking_key_value_get_bytes(name, int(seconds * 1000))
-    except jax.errors.JaxRuntimeError as error:
-        if "DEADLINE_EXCEEDED" not in str(error):
-            raise
-        return None
-    return messages.decode(found, _channel(name), kind)
+    return _wait(name, kind, seconds, _signer())
+
+
+def _wait(name: str, kind: type[T], seconds: float, signer: Signer) -> T | None:
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            word = _client().blocking_key_value_get_bytes(name, max(1, int(left * 1000)))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            return None
+        value = _read(name, word, kind, signer)
+        if value is not None:
+            return value
+        time.sleep(PAUSE)
+    return None
 
 
 def publish_if_absent(name: str, value: T) -> T:
-    """Lay a value unless one of its name lies there; return the one that does then."""
+    """Lay a value unless one of its name lies there; return the one that does then.
+
+    Raises ValueError where that one is not of this run: ranks that laid theirs over it could each
+    believe to have been the first.
+    """
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        _client().key_value_set_bytes(name, messages.encode(value))
-    found = _client().blocking_key_value_get_bytes(name, int(PATIENCE * 1000))
-    return messages.decode(found, _channel(name), type(value))
+        _client().key_value_set_bytes(name, _signer().sign(name, messages.encode(value)))
+    word = _client().blocking_key_value_get_bytes(name, int(PATIENCE * 1000))
+    found = _read(name, word, type(value), _signer())
+    if found is None:
+        raise ValueError(f"The run ends, since others wrote at {_channel(name)}.")
+    return found
 
 
 def delete_published(folder: str) -> None:

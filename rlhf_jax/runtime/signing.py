@@ -1,0 +1,96 @@
+"""Sign what processes tell each other, and refuse what none of them said.
+
+JAX's coordination service asks nobody who he is: whoever reaches its port can lay words there, and
+change those that lie there. A word of ours therefore begins with an HMAC-SHA256 (RFC 2104) over the
+name that it is laid under, its sender, its number among the sender's words, and its body.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import hmac
+import itertools
+import os
+import stat
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["KEY", "KEY_FILE", "ForgedWord", "Signer", "read_secret"]
+
+KEY, KEY_FILE = "RLHF_JAX_KEY", "RLHF_JAX_KEY_FILE"  # environment variables
+SHORTEST_SECRET = 32  # characters
+MOST_NAMES = 1 << 14  # of which it is known how old the newest word is
+HEAD = struct.Struct("<IQ")  # sender, and the number of its word
+TAG = hashlib.sha256().digest_size
+
+
+class ForgedWord(ValueError):
+    """Say that bytes were signed by no process of this run, or are older than what was read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Signer:
+    """Hold what one process signs with, and how old the newest words are that it has read."""
+
+    key: bytes  # one that all ranks of this attempt have, and no one else
+    rank: int
+    numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    # (name, sender) -> number of the newest word, in the order of their first reading
+    newest: collections.OrderedDict[tuple[str, int], int] = dataclasses.field(
+        default_factory=collections.OrderedDict
+    )
+
+    def sign(self, name: str, body: bytes) -> bytes:
+        """Return a body as it is laid under a name."""
+        signed = HEAD.pack(self.rank, next(self.numbers)) + body
+        return self._tag(name, signed) + signed
+
+    def check(self, name: str, word: bytes, sender: int | None = None) -> bytes:
+        """Return the body of what was laid under a name; of one sender, where it is given.
+
+        Raises ForgedWord for what this run's processes did not sign for this name, and for a word
+        older than one that was read there: someone has laid it again.
+        """
+        tag, signed = word[:TAG], word[TAG:]
+        if len(signed) < HEAD.size or not hmac.compare_digest(tag, self._tag(name, signed)):
+            raise ForgedWord("it is not signed with this run's key")
+        by, number = HEAD.unpack_from(signed)
+        if sender not in (None, by):
+            raise ForgedWord(f"it is signed by rank {by}")
+        if number < self.newest.get((name, by), 0):
+            raise ForgedWord("it is an old word that was laid again")
+        self.newest[name, by] = number
+        if len(self.newest) > MOST_NAMES:
+            self.newest.popitem(last=False)
+        return signed[HEAD.size :]
+
+    def _tag(self, name: str, signed: bytes) -> bytes:
+        place = name.encode()
+        return hmac.digest(self.key, struct.pack("<Q", len(place)) + place + signed, "sha256")
+
+
+def read_secret() -> bytes | None:
+    """Return what the processes of a run share; None where the environment names nothing.
+
+    What stands in the environment itself is taken out of it: processes that this one begins, with a
+    reward's code in them, are not handed it. Raises ValueError for a secret that is short, and for
+    a file that others may read.
+    """
+    if path := os.environ.get(KEY_FILE):
+        with Path(path).open() as file:
+            if os.fstat(file.fileno()).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise ValueError(f"{KEY_FILE}: others may read {path}; chmod 600 it, and renew it.")
+            secret = file.read(1 << 16).strip()
+    else:
+        secret = os.environ.pop(KEY, "")
+    if not (path or secret):
+        return None
+    if len(secret) < SHORTEST_SECRET:
+        raise ValueError(
+            f"{KEY_FILE if path else KEY}: a key of {len(secret)} characters can be guessed;"
+            f" make one of at least {SHORTEST_SECRET}: openssl rand -hex 32."
+        )
+    return secret.encode()
