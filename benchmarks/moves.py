@@ -44,7 +44,7 @@ from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.reallocation import row_transfer
-from rlhf_jax.runtime import distributed, signing
+from rlhf_jax.runtime import distributed, joining, signing
 from rlhf_jax.types import DecodeState, ModelConfig
 
 # Neither a cache nor a prefill hangs on the vocabulary.
@@ -62,7 +62,7 @@ def main() -> None:
     asked = arguments(words[1:])
     if asked.send_to_process:
         return both(words[1:])
-    distributed.start(place)
+    joining.start(place)
     if place.size == 1:
         jax.config.update("jax_num_cpu_devices", 2)
     if jax.device_count() < 2:
@@ -77,7 +77,7 @@ def main() -> None:
     }
     if distributed.rank() == distributed.count() - 1:
         print(json.dumps(vars(asked) | device | {"moves": found}, indent=1))
-    distributed.leave(0, "", place)
+    joining.leave(0, "", place)
 
 
 def arguments(given: list[str]) -> argparse.Namespace:

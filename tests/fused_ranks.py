@@ -36,7 +36,7 @@ from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.reallocation.planner import WAITS, ClusterView, Reallocation
 from rlhf_jax.rewards.combination import Response
 from rlhf_jax.rewards.models import RewardModel, model_scorer
-from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime import distributed, joining
 from rlhf_jax.runtime.signals import Stopped
 from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.types import Model
@@ -51,9 +51,9 @@ def main(port: str, rank: int, ranks: int, kernels: str) -> int:
     """What is scored beside generation, alike on all that share a slice; then a stop, and an error
     of one.
     """
-    place = distributed.Place(f"localhost:{port}", ranks, rank)
+    place = joining.Place(f"localhost:{port}", ranks, rank)
     distributed.PATIENCE = 1.0
-    distributed.start(place)
+    joining.start(place)
     mesh = meshes.make_mesh(1, -1, 1, slices=2)
     alone = models()
     layout = Layout(mesh, "generation", Kernels(*[kernels] * 4))
@@ -71,8 +71,8 @@ def main(port: str, rank: int, ranks: int, kernels: str) -> int:
     try:
         stage.roll_out("fails", feeds=fail if distributed.leads() else lambda: None)
     except ValueError as error:
-        return distributed.leave(2, f"error: {error}", place)
-    return distributed.leave(0, "", place)
+        return joining.leave(2, f"error: {error}", place)
+    return joining.leave(0, "", place)
 
 
 def models() -> Scoring:

@@ -38,7 +38,7 @@ from rlhf_jax.generation.strategy.expected_gain import expected_gains
 from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.transformer import init, unstack
-from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime import distributed, joining
 from rlhf_jax.runtime.signals import Stopped
 from rlhf_jax.runtime.slice_groups import SliceGroup, StageAborted, failed, slice_group_of
 
@@ -47,8 +47,8 @@ PACKED = trees.parse("replay-chain-8-packed-3")
 
 def main(port: str, rank: int, ranks: int, slices: int, kernels: str) -> int:
     """Every sample ends on one of the slices, as it would have ended alone."""
-    place = distributed.Place(f"localhost:{port}", ranks, rank)
-    distributed.start(place)
+    place = joining.Place(f"localhost:{port}", ranks, rank)
+    joining.start(place)
     target = unstack(init(jax.random.key(0), CONFIG))
     wanted = requests()
     counts = GenerationCounts()
@@ -72,7 +72,7 @@ def main(port: str, rank: int, ranks: int, slices: int, kernels: str) -> int:
         with pytest.raises(ValueError, match="give it one"):
             list(begin(wanted, how, layout))
     give_up(functools.partial(begin, wanted, how, layout), slice_group)
-    return distributed.leave(0, "", place)
+    return joining.leave(0, "", place)
 
 
 def shuffled(name: str) -> AssignmentPolicy:

@@ -21,14 +21,14 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.mesh import Layout
 from rlhf_jax.rewards.combination import Broken, Response, Scores, as_scores, refuse_broken
 from rlhf_jax.rewards.sharing import shared_out
-from rlhf_jax.runtime import distributed, messages, signing
+from rlhf_jax.runtime import distributed, joining, messages, signing
 from rlhf_jax.runtime.signals import Stopped
 
 
 def main(port: str, rank: int, act: str) -> int:
     """What each rank checks, and how it ends."""
-    place = distributed.Place(f"localhost:{port}", 2, rank)
-    distributed.start(place)
+    place = joining.Place(f"localhost:{port}", 2, rank)
+    joining.start(place)
     tell(rank)
     listen(rank)
     if act == "forged":
@@ -37,10 +37,10 @@ def main(port: str, rank: int, act: str) -> int:
     read()
     score(rank)
     if act == "alone" and rank == 1:
-        return distributed.leave(2, "error: this rank alone.", place)
+        return joining.leave(2, "error: this rank alone.", place)
     if act == "alone":
         signal.pause()
-    return distributed.leave(2, "error: both alike.", place)
+    return joining.leave(2, "error: both alike.", place)
 
 
 def tell(rank: int) -> None:
@@ -78,7 +78,7 @@ def listen(rank: int) -> None:
             assert other.connect_ex(("127.0.0.2", port)) == errno.ECONNREFUSED, port
 
 
-def forge(rank: int, place: distributed.Place) -> int:
+def forge(rank: int, place: joining.Place) -> int:
     """Rank 1 lays words past the signatures, as whoever reaches the coordinator's port could."""
     client = distributed._client()
     if rank:
@@ -116,7 +116,7 @@ def forge(rank: int, place: distributed.Place) -> int:
         else:
             raise AssertionError("a forged decision was taken")
     distributed.gather(None)
-    return distributed.leave(0, "", place)
+    return joining.leave(0, "", place)
 
 
 def agree(rank: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import decimal
+import itertools
 import math
 import socket
 import struct
@@ -34,12 +35,15 @@ from rlhf_jax.rewards import calls
 from rlhf_jax.rewards.calls import RewardCall, RewardResults
 from rlhf_jax.rewards.combination import Response, Score, Scores
 from rlhf_jax.rewards.workers import Workers
-from rlhf_jax.runtime import distributed, jax_internals, messages, slice_groups
+from rlhf_jax.runtime import distributed, jax_internals, joining, messages, slice_groups
 from rlhf_jax.runtime.checkpoint.damage import Damaged
 from rlhf_jax.runtime.messages import decode, encode
 from rlhf_jax.runtime.signals import Stopped
+from rlhf_jax.runtime.signing import Signer
 from rlhf_jax.runtime.slice_groups import Decision, StageAborted
 from rlhf_jax.types import Strategy
+
+LEADER = Signer(b"the key of this run", 0)
 
 HERE = "a test"
 
@@ -352,6 +356,8 @@ def coordination(monkeypatch):
     monkeypatch.setattr(state, "client", client)
     monkeypatch.setattr(state, "num_processes", 2)
     monkeypatch.setattr(state, "process_id", 1)
+    own = Signer(LEADER.key, 1)
+    monkeypatch.setattr(distributed, "signer", lambda: own)
     yield client
     client.shutdown()
     service.shutdown()
@@ -362,7 +368,7 @@ def test_a_pickle_under_an_awaited_word_is_refused(trap, coordination, monkeypat
     group = slice_groups.SliceGroup((0, 1), "stage")
     client = coordination
     for word in ("stage/of 0/0", "stage/plan 0", "stage/failed", "last words of 0"):
-        client.key_value_set_bytes(word, data)
+        client.key_value_set_bytes(word, LEADER.sign(word, data))
     refused = [
         lambda: group.decide_together(lambda: None),
         lambda: slice_groups.wait_for("stage", "stage/plan 0", Assignments),
@@ -377,9 +383,10 @@ def test_a_pickle_under_an_awaited_word_is_refused(trap, coordination, monkeypat
     print(caught.value)
     monkeypatch.setattr(distributed, "all_here", lambda *_: True)
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
-    assert distributed.leave(2, "own words", distributed.Place()) == 2
+    assert joining.leave(2, "own words", joining.Place()) == 2
     assert capsys.readouterr().err == "rank 1: own words\n"
-    client.key_value_set_bytes("stage/rank 0", encode("a word of another kind"))
+    word = LEADER.sign("stage/rank 0", encode("a word of another kind"))
+    client.key_value_set_bytes("stage/rank 0", word)
     with pytest.raises(ValueError, match="is of type str, not SliceReport"):
         distributed.read_published("stage/rank 0", SliceReport)
     assert not sprung.exists()
@@ -391,7 +398,9 @@ def test_a_pickle_under_an_awaited_word_is_refused(trap, coordination, monkeypat
 def test_a_pickle_in_the_exchange_of_ranks_is_refused(trap, coordination, monkeypatch, work):
     data, sprung = trap
     head = np.zeros(distributed.FIRST + 4, np.uint8)
-    message = np.frombuffer(struct.pack("=I", len(data)) + data, np.uint8)
+    monkeypatch.setattr(distributed, "_exchanges", itertools.count())
+    signed = LEADER.sign(f"{distributed.EXCHANGE} 0", data)
+    message = np.frombuffer(struct.pack("=I", len(signed)) + signed, np.uint8)
     head[: len(message)] = message
     monkeypatch.setattr(
         distributed.multihost_utils, "process_allgather", lambda own: np.stack([head, own])
@@ -463,5 +472,5 @@ def test_last_words_are_said_where_the_leader_is_gone(coordination, monkeypatch,
     monkeypatch.setattr(distributed, "publish", publish)
     monkeypatch.setattr(distributed, "all_here", lambda *_: True)
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
-    assert distributed.leave(2, "own words", distributed.Place()) == 2
+    assert joining.leave(2, "own words", joining.Place()) == 2
     assert capsys.readouterr().err == "rank 1: own words\n"

@@ -21,8 +21,8 @@ from safetensors.numpy import load_file
 from tiny_run import ROOT, lines
 
 from rlhf_jax.config import command_line
-from rlhf_jax.runtime import distributed, signing
-from rlhf_jax.runtime.distributed import Place
+from rlhf_jax.runtime import distributed, joining, signing
+from rlhf_jax.runtime.joining import Place
 
 TWO_SLICES = {"mesh__slices": 2, "mesh__fsdp": 4, "compilation_cache": ""}
 ONE_STEP = TWO_SLICES | {"steps": 1, "evaluation__every": 0, "generation__prompts_per_step": 2}
@@ -58,11 +58,11 @@ def environment(devices: int) -> dict[str, str]:
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     paths = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     # With few threads eight devices of one process may wait for each other forever; see
-    # processes.THREADS.
+    # joining.THREADS.
     return (
         os.environ
         | paths
-        | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": str(distributed.THREADS)}
+        | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": str(joining.THREADS)}
         | {signing.KEY: KEY}
     )
 
@@ -440,7 +440,7 @@ def test_a_coordinator_listens_where_its_name_says(coordinator, addresses, found
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
-    assert distributed._bind_address(coordinator) == found
+    assert joining._bind_address(coordinator) == found
 
 
 def test_one_process_is_alone():

@@ -14,9 +14,9 @@ from __future__ import annotations
 import jax
 
 from rlhf_jax.config import command_line
-from rlhf_jax.runtime import distributed
-from rlhf_jax.runtime.distributed import Place
+from rlhf_jax.runtime import distributed, joining
 from rlhf_jax.runtime.files import SHIPPED
+from rlhf_jax.runtime.joining import Place
 from rlhf_jax.runtime.signals import Stopped
 from rlhf_jax.trainer import do_run, plan
 
@@ -31,14 +31,14 @@ def main(argv: list[str]) -> int:
     try:
         place, argv = command_line.place(argv)
         if place.size is None:  # which rank this is, and so whether it speaks, is known only then
-            distributed.start(place)
+            joining.start(place)
         config = command_line.read(argv)
         if place.size is not None:
-            distributed.start(place)
+            joining.start(place)
         (plan if config.dry_run else do_run)(config)
     except Stopped as stopped:
         said = f"Stopped by {stopped.name}: {' '.join(stopped.__notes__)}."
-        return distributed.leave(stopped.exit_code, said, place)
+        return joining.leave(stopped.exit_code, said, place)
     except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
         of_device = distributed.is_of_device(error)
         said = str(error)
@@ -54,8 +54,8 @@ def main(argv: list[str]) -> int:
         # what else failed on the way out stands behind it
         *firsts, last = dict.fromkeys([said, *getattr(error, "__notes__", ())])
         said = "; also: ".join([*(each.removesuffix(".") for each in firsts), last])
-        return distributed.leave(1 if of_device else 2, f"error: {said}", place)
+        return joining.leave(1 if of_device else 2, f"error: {said}", place)
     except KeyboardInterrupt:
         said = "error: stopped by the keyboard; what was written stays in the workdir."
-        return distributed.leave(130, said, place)
-    return distributed.leave(0, "", place)
+        return joining.leave(130, said, place)
+    return joining.leave(0, "", place)

@@ -14,9 +14,9 @@ from absl import flags
 from ml_collections import config_flags
 
 from rlhf_jax.config.schema import Config, default, flat, keys
-from rlhf_jax.runtime.distributed import Place
 from rlhf_jax.runtime.extensions import is_of_file
 from rlhf_jax.runtime.files import SHIPPED, find
+from rlhf_jax.runtime.joining import Place
 
 # What a key that was renamed is called now.
 RENAMED = {

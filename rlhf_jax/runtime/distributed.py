@@ -1,4 +1,4 @@
-"""Join several processes into one run: which this is, what they tell each other, whose arrays.
+"""Work as one of several processes: which this is, what they tell each other, whose arrays.
 
 Rank 0 leads: it writes the files, shows the progress and decides what only one can. With one
 process every function here is the plain thing, and costs nothing. What processes tell each other
@@ -12,15 +12,12 @@ import contextlib
 import functools
 import hmac
 import itertools
-import os
 import re
 import secrets
-import socket
-import sys
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -30,11 +27,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rlhf_jax.runtime import jax_internals, messages, signing
 from rlhf_jax.runtime.signing import Signer
 
-HEARTBEAT = 30  # seconds of silence after which a process counts as dead, and the others end
 MEETING = 30.0  # seconds in which ranks that have met show each other that they have the key
 PATIENCE = 10.0  # seconds in which ranks that fail alike come to the same place
-FOREVER = 86_400.0  # seconds: what ends it sooner is the heartbeat
-FAILED = (1, 2)  # exit codes of an error, which may be one rank's alone
 LEADER = 0
 # How an error of the runtime begins. Where results are read on the host it comes as a ValueError,
 # as do tensorstore's.
@@ -44,91 +38,14 @@ STATUS = re.compile(
 )
 OF_FILES = re.compile(r" \[(tensorstore|source|os_error)")  # in what tensorstore says
 FIRST = 1024  # bytes of a message that travel with its length
-LOCAL = ("localhost", "127.0.0.1", "[::1]")  # hosts by which a coordinator is on this machine
 EXCHANGE = "the exchange of ranks"
 FRESH = "fresh bytes"
-PAUSE = 0.05  # seconds until a name under which a forged word lies is looked at again
+RETRY = 0.05  # seconds until a name under which a forged word lies is looked at again
 LEADER_PIECE = 1 << 28  # bytes of an array that travel to the leader at one time
-
-# Of XLA on CPUs, at least. A device needs one for a program that waits for other processes and one
-# for the next program's start; with fewer than twice its devices a process may wait for a thread
-# forever (seen with jax 0.10.2).
-THREADS = 32
 
 T = TypeVar("T")
 
 messages.register_error(jax.errors.JaxRuntimeError)
-
-
-class Place(NamedTuple):
-    """Say where this process stands among all; `size` None: the cluster is asked."""
-
-    coordinator: str | None = None  # HOST:PORT of rank 0
-    size: int | None = 1
-    rank: int | None = 0
-
-
-def start(place: Place) -> None:
-    """Join the others, before any device is touched.
-
-    Raises ValueError in one sentence where they cannot be found.
-    """
-    if place.size == 1:
-        return
-    # Standard output is left to Python: gloo writes a line there for each of its connections.
-    sys.stdout.flush()
-    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
-    with open(os.devnull, "w") as nothing:
-        os.dup2(nothing.fileno(), 1)
-
-    os.environ["NPROC"] = str(max(THREADS, os.cpu_count() or 1))
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # it would take SIGTERM, which `stopping` hears
-    jax.config.update("jax_enable_preemption_service", False)
-    # Where the command line says all, the cluster must not: SLURM's rule would leave a process one
-    # device of its node.
-    how = None if place.size is None else "deactivate"
-    try:
-        jax.distributed.initialize(
-            *place,
-            cluster_detection_method=how,
-            heartbeat_timeout_seconds=HEARTBEAT,
-            coordinator_bind_address=None if place.rank else _bind_address(place.coordinator or ""),
-        )
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise ValueError(
-            f"The {place.size or ''} processes of the run did not meet ({reason})."
-        ) from error
-    _signer()
-    if _host(place.coordinator or "") in LOCAL:
-        jax_internals.keep_collectives_local()
-
-
-def _host(coordinator: str) -> str:
-    return coordinator.rpartition(":")[0]
-
-
-def _bind_address(coordinator: str) -> str | None:
-    """Return where rank 0 is to listen: on the addresses of the coordinator's name alone.
-
-    None, which is everywhere, where the name says nothing of this machine's interfaces: one that
-    stands for another address (of a gateway), or only here for the loopback.
-    """
-    host = _host(coordinator)
-    if host in LOCAL:
-        return coordinator
-    if not host or "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:
-        return None
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-        for family, kind, _, _, address in found:
-            with socket.socket(family, kind) as trial:
-                trial.bind((address[0], 0))
-    except OSError:
-        return None
-    loopback = all(str(address[0]).startswith(("127.", "::1")) for *_, address in found)
-    return None if loopback else coordinator
 
 
 def started() -> bool:
@@ -137,7 +54,7 @@ def started() -> bool:
 
 
 @functools.cache
-def _signer() -> Signer:
+def signer() -> Signer:
     """Return what this process signs with, after all ranks have made a key of this attempt.
 
     The key is made of the run's secret and of fresh random bytes of every rank, so that no word of
@@ -201,7 +118,7 @@ def _exchange(message: bytes) -> list[Any]:
     there are few programs.
     """
     name = f"{EXCHANGE} {next(_exchanges)}"
-    own = np.frombuffer(_signer().sign(name, message), np.uint8)
+    own = np.frombuffer(signer().sign(name, message), np.uint8)
     first = np.zeros(FIRST + 4, np.uint8)
     first[:4] = np.frombuffer(np.uint32(len(own)).tobytes(), np.uint8)
     first[4 : 4 + min(len(own), FIRST)] = own[:FIRST]
@@ -217,7 +134,7 @@ def _exchange(message: bytes) -> list[Any]:
     found = []
     for sender, (body, size) in enumerate(zip(bodies, sizes, strict=True)):
         try:
-            signed = _signer().check(name, body[:size].tobytes(), sender)
+            signed = signer().check(name, body[:size].tobytes(), sender)
         except signing.ForgedWord as error:
             raise ValueError(f"What came as {name} is not of rank {sender}: {error}.") from None
         found.append(messages.decode(signed, EXCHANGE))
@@ -322,7 +239,7 @@ def to_leader(tree: Any) -> Any:
 def publish(name: str, value: object) -> None:
     """Lay a value where every process may read it; a later one of the same name takes its place."""
     if started():
-        _lay(name, value, _signer())
+        _lay(name, value, signer())
 
 
 def _lay(name: str, value: object, signer: Signer) -> None:
@@ -340,7 +257,7 @@ def read_published(name: str, kind: type[T]) -> T | None:
         found = _client().key_value_try_get_bytes(name) if started() else None
     except jax.errors.JaxRuntimeError:  # the service knows no other way to say that there is none
         return None
-    return None if found is None else _read(name, found, kind, _signer())
+    return None if found is None else _read(name, found, kind, signer())
 
 
 def _read(name: str, word: bytes, kind: type[T], signer: Signer) -> T | None:
@@ -359,7 +276,7 @@ def _read(name: str, word: bytes, kind: type[T], signer: Signer) -> T | None:
 
 def wait_published(name: str, kind: type[T], seconds: float) -> T | None:
     """Return the value of a name once it is there; None where it has not come within so long."""
-    return _wait(name, kind, seconds, _signer())
+    return _wait(name, kind, seconds, signer())
 
 
 def _wait(name: str, kind: type[T], seconds: float, signer: Signer) -> T | None:
@@ -374,7 +291,7 @@ def _wait(name: str, kind: type[T], seconds: float, signer: Signer) -> T | None:
         value = _read(name, word, kind, signer)
         if value is not None:
             return value
-        time.sleep(PAUSE)
+        time.sleep(RETRY)
     return None
 
 
@@ -385,9 +302,9 @@ def publish_if_absent(name: str, value: T) -> T:
     believe to have been the first.
     """
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        _client().key_value_set_bytes(name, _signer().sign(name, messages.encode(value)))
+        _client().key_value_set_bytes(name, signer().sign(name, messages.encode(value)))
     word = _client().blocking_key_value_get_bytes(name, int(PATIENCE * 1000))
-    found = _read(name, word, type(value), _signer())
+    found = _read(name, word, type(value), signer())
     if found is None:
         raise ValueError(f"The run ends, since others wrote at {_channel(name)}.")
     return found
@@ -415,32 +332,6 @@ def all_here(name: str, seconds: float = PATIENCE) -> bool:
     except jax.errors.JaxRuntimeError:
         return False
     return True
-
-
-def leave(code: int, sentence: str, place: Place) -> int:
-    """Return the exit code of a process that ends, after its last sentence on stderr.
-
-    The sentence is said once where all say the same. Where this process ends alone the others are
-    ended by the coordination service.
-    """
-    if not started():
-        if sentence and not place.rank:
-            print(sentence, file=sys.stderr)
-        return code
-    of_leader = None
-    # A leader that is gone takes the exchange of words with it.
-    with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):
-        publish(f"last words of {rank()}", sentence)
-        if sentence and not leads():
-            of_leader = wait_published(f"last words of {LEADER}", str, PATIENCE / 2)
-    if sentence and sentence != of_leader:
-        print(sentence if leads() else f"rank {rank()}: {sentence}", file=sys.stderr)
-    if all_here("the end", PATIENCE if code in FAILED else FOREVER):
-        jax.distributed.shutdown()
-        return code
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # Python's own end would wait for the others
 
 
 def _client() -> Any:

@@ -20,7 +20,8 @@ from pathlib import Path
 
 __all__ = ["KEY", "KEY_FILE", "ForgedWord", "Signer", "read_secret"]
 
-KEY, KEY_FILE = "RLHF_JAX_KEY", "RLHF_JAX_KEY_FILE"  # environment variables
+KEY = "RLHF_JAX_KEY"  # an environment variable: the secret of a run
+KEY_FILE = "RLHF_JAX_KEY_FILE"  # or one that names a file with it
 SHORTEST_SECRET = 32  # characters
 MOST_NAMES = 1 << 14  # of which it is known how old the newest word is
 HEAD = struct.Struct("<IQ")  # sender, and the number of its word
@@ -54,7 +55,8 @@ class Signer:
         Raises ForgedWord for what this run's processes did not sign for this name, and for a word
         older than one that was read there: someone has laid it again.
         """
-        tag, signed = word[:TAG], word[TAG:]
+        tag = word[:TAG]
+        signed = word[TAG:]
         if len(signed) < HEAD.size or not hmac.compare_digest(tag, self._tag(name, signed)):
             raise ForgedWord("it is not signed with this run's key")
         by, number = HEAD.unpack_from(signed)

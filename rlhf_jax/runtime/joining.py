@@ -1,0 +1,122 @@
+"""Join the processes of a run, and leave them: where each stands, what listens, how all end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from typing import NamedTuple
+
+import jax
+
+from rlhf_jax.runtime import distributed, jax_internals
+
+HEARTBEAT = 30  # seconds of silence after which a process counts as dead, and the others end
+FOREVER = 86_400.0  # seconds: what ends it sooner is the heartbeat
+FAILED = (1, 2)  # exit codes of an error, which may be one rank's alone
+LOCAL = ("localhost", "127.0.0.1", "[::1]")  # hosts by which a coordinator is on this machine
+
+# Of XLA on CPUs, at least. A device needs one for a program that waits for other processes and one
+# for the next program's start; with fewer than twice its devices a process may wait for a thread
+# forever (seen with jax 0.10.2).
+THREADS = 32
+
+
+class Place(NamedTuple):
+    """Say where this process stands among all; `size` None: the cluster is asked."""
+
+    coordinator: str | None = None  # HOST:PORT of rank 0
+    size: int | None = 1
+    rank: int | None = 0
+
+
+def start(place: Place) -> None:
+    """Join the others, before any device is touched.
+
+    Raises ValueError in one sentence where they cannot be found.
+    """
+    if place.size == 1:
+        return
+    # Standard output is left to Python: gloo writes a line there for each of its connections.
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+
+    os.environ["NPROC"] = str(max(THREADS, os.cpu_count() or 1))
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # it would take SIGTERM, which `stopping` hears
+    jax.config.update("jax_enable_preemption_service", False)
+    # Where the command line says all, the cluster must not: SLURM's rule would leave a process one
+    # device of its node.
+    how = None if place.size is None else "deactivate"
+    try:
+        jax.distributed.initialize(
+            *place,
+            cluster_detection_method=how,
+            heartbeat_timeout_seconds=HEARTBEAT,
+            coordinator_bind_address=None if place.rank else _bind_address(place.coordinator or ""),
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"The {place.size or ''} processes of the run did not meet ({reason})."
+        ) from error
+    distributed.signer()
+    if _host(place.coordinator or "") in LOCAL:
+        jax_internals.keep_collectives_local()
+
+
+def _host(coordinator: str) -> str:
+    return coordinator.rpartition(":")[0]
+
+
+def _bind_address(coordinator: str) -> str | None:
+    """Return where rank 0 is to listen: on the addresses of the coordinator's name alone.
+
+    None, which is everywhere, where the name says nothing of this machine's interfaces: one that
+    stands for another address (of a gateway), or only here for the loopback.
+    """
+    host = _host(coordinator)
+    if host in LOCAL:
+        return coordinator
+    if not host or "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:
+        return None
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+        for family, kind, _, _, address in found:
+            with socket.socket(family, kind) as trial:
+                trial.bind((address[0], 0))
+    except OSError:
+        return None
+    loopback = all(str(address[0]).startswith(("127.", "::1")) for *_, address in found)
+    return None if loopback else coordinator
+
+
+def leave(code: int, sentence: str, place: Place) -> int:
+    """Return the exit code of a process that ends, after its last sentence on stderr.
+
+    The sentence is said once where all say the same. Where this process ends alone the others are
+    ended by the coordination service.
+    """
+    if not distributed.started():
+        if sentence and not place.rank:
+            print(sentence, file=sys.stderr)
+        return code
+    of_leader = None
+    rank = distributed.rank()
+    # A leader that is gone takes the exchange of words with it.
+    with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):
+        distributed.publish(f"last words of {rank}", sentence)
+        if sentence and rank != distributed.LEADER:
+            word = f"last words of {distributed.LEADER}"
+            of_leader = distributed.wait_published(word, str, distributed.PATIENCE / 2)
+    if sentence and sentence != of_leader:
+        print(f"rank {rank}: {sentence}" if rank else sentence, file=sys.stderr)
+    if distributed.all_here("the end", distributed.PATIENCE if code in FAILED else FOREVER):
+        jax.distributed.shutdown()
+        return code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # Python's own end would wait for the others
