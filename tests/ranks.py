@@ -5,16 +5,15 @@ python tests/ranks.py PORT RANK [last act]
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import signal
 import socket
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import listening
 import numpy as np
 
 from rlhf_jax import mesh as meshes
@@ -57,23 +56,10 @@ def tell(rank: int) -> None:
 
 def listen(rank: int) -> None:
     """What listens of processes of one machine does so on the loopback alone."""
-    own = set()
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            own.add(os.readlink(descriptor))
-    found = []
-    ports = set()
-    for table in ("tcp", "tcp6"):
-        for line in (Path("/proc/net") / table).read_text().splitlines()[1:]:
-            _, address, _, state, *words = line.split()
-            if state == "0A" and f"socket:[{words[5]}]" in own:
-                found.append(address.partition(":")[0])
-                ports.add(int(address.partition(":")[2], 16))
-    # 127.0.0.1, ::1 and ::ffff:127.0.0.1, as the kernel writes words of four bytes
-    loopback = ("0100007F", f"{'0' * 24}01000000", f"{'0' * 16}FFFF00000100007F")
-    assert set(found) <= set(loopback), found
+    found = listening.sockets([os.getpid()])
     assert len(found) >= 2 - rank, found  # gloo's, and of rank 0 the coordination service
-    for port in ports:  # 127.0.0.2 is this machine, too
+    for host, port in found:  # 127.0.0.2 is this machine, too
+        assert host in listening.LOOPBACK, found
         with socket.socket() as other:
             assert other.connect_ex(("127.0.0.2", port)) == errno.ECONNREFUSED, port
 

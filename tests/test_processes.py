@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import listening
 import numpy as np
 import pytest
 import tiny_run
@@ -315,6 +316,18 @@ def left_by(workdir: Path) -> dict:
 
 
 @pytest.mark.slow
+def test_what_listens_of_a_local_run_does_so_on_the_loopback(place):
+    found = set()
+    with launched(place, "listening", **ONE_STEP) as process:
+        while process.poll() is None:
+            found |= listening.sockets(listening.session(process.pid))
+            time.sleep(0.05)
+        assert process.communicate() and process.returncode == 0
+    assert len(found) >= 3, "the coordination service, and gloo of each rank"
+    assert {host for host, _ in found} <= set(listening.LOOPBACK), found
+
+
+@pytest.mark.slow
 def test_two_processes_are_one(place, whole):
     one(place, "one", **WHOLE)
     check_alike(place / "one", place / "whole")
@@ -376,6 +389,7 @@ def test_one_that_shares_a_slice_is_asked_to_stop_and_both_do_between_two_rounds
         until(place / "shared", 2, process)
         os.kill(rank_of(process.pid, 1), signal.SIGTERM)
         out, errors = process.communicate(timeout=100)
+    assert errors.count("mesh.slices=1: each slice spans 2 processes") == 1, errors
     assert process.returncode == 143 and "died" not in errors and "Traceback" not in out + errors, (
         out,
         errors,

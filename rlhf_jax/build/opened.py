@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -162,6 +163,13 @@ def _lay_out(config: Config, models: ModelConfigs) -> tuple[StageLayouts, dict[s
     dtype = jnp.dtype(named)
     sizes = config.mesh
     mesh = meshes.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, slices=sizes.slices)
+    across = distributed.count() // sizes.slices
+    if across > 1 and mesh.devices.flat[0].platform != "tpu" and distributed.leads():
+        warnings.warn(
+            f"mesh.slices={sizes.slices}: each slice spans {across} processes, and every layer waits"
+            f" for the network between them; mesh.slices={distributed.count()} keeps it within one.",
+            stacklevel=1,
+        )
     shapes = [mesh_kernels.shape_of(model) for model in models[:2] if model]
     kernels, reasons = choose(config.kernels, mesh.devices.flat[0], dtype.itemsize, shapes)
     training = Layout(mesh, "training", kernels=kernels, dtype=dtype)
