@@ -55,8 +55,9 @@ from rlhf_jax.rlhf import make_experience
 from rlhf_jax.training.advantages import EstimatorConfig
 from rlhf_jax.training.distill import Distillation, distill, forward_kl, student_of, with_student
 from rlhf_jax.training.experience import AdvantageConfig
+from rlhf_jax.training.optimizer import Optimizers, make_optimizer
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.training.update import Optimizers, init_train_state, make_optimizer, update
+from rlhf_jax.training.update import init_train_state, update
 from rlhf_jax.types import Model, TrainState
 
 NOUNS = (

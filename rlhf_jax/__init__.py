@@ -44,8 +44,9 @@ if TYPE_CHECKING:
     )
     from rlhf_jax.training.advantages import register as register_estimator
     from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
+    from rlhf_jax.training.optimizer import Optimizers, make_optimizer
     from rlhf_jax.training.settings import TrainingSettings
-    from rlhf_jax.training.update import Optimizers, init_train_state, make_optimizer, update
+    from rlhf_jax.training.update import init_train_state, update
     from rlhf_jax.types import (
         DecodeState,
         Experience,
@@ -148,10 +149,10 @@ _PLACES = {
     "grpo": "training.advantages",
     "rloo": "training.advantages",
     # Training.
-    "Optimizers": "training.update",
+    "Optimizers": "training.optimizer",
     "TrainingSettings": "training.settings",
     "init_train_state": "training.update",
-    "make_optimizer": "training.update",
+    "make_optimizer": "training.optimizer",
     "update": "training.update",
     # Whole runs.
     "Callback": "monitoring.callbacks",

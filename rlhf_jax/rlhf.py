@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Iterator, Mapping
 
@@ -24,7 +25,8 @@ from rlhf_jax.rollout import RewardedRollout, roll_out
 from rlhf_jax.state import HostState, Observer, Run, RunState, StepReport, decoding_models, ignore
 from rlhf_jax.training.distill import distill
 from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
-from rlhf_jax.training.update import Gradient, NonFiniteStep, apply, compile_update, update
+from rlhf_jax.training.optimizer import Gradient, apply, examine
+from rlhf_jax.training.update import compile_update, update
 from rlhf_jax.types import Experience, Model, Rollout, TrainState
 
 
@@ -51,8 +53,9 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
         )
         metrics |= {"kl/coefficient": coefficient, "inference/padding": scores.padding}
         if kl is not None and scores.logprobs is not None:
-            metrics["kl/response"] = kl
-            metrics |= mismatch(rollout.logprobs, scores.logprobs, rollout.mask)
+            apart = mismatch(rollout.logprobs, scores.logprobs, rollout.mask) | {"kl/response": kl}
+            # What is not finite is the update's to tell.
+            metrics |= {name: value for name, value in apart.items() if math.isfinite(value)}
     inference = _inference_spans(experience, began - rolled.began, rolled, run)
     rolled = dataclasses.replace(rolled, spans=rolled.spans + inference)
 
@@ -64,24 +67,15 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
             run.training,
             kl_weight=0.0 if run.advantage.kl_in_reward else coefficient,
             observe=functools.partial(observe, "training"),
+            skipped=state.host.skipped,
         )
     train, distilled = distill_drafter(train, rollout, run, observe)
     metrics |= losses | distilled
 
-    distilled_at = int(train.step) if run.distillation else state.host.distilled_at
+    host = _host_after(state.host, rolled, train, metrics, run)
     if decoders[1] is not None:
-        # A student's updates, the policy's when the drafter last learned from it, and those since.
-        version = train.drafter_version
-        metrics |= {
-            "drafter/version": 0 if version is None else int(version),
-            "drafter/policy_step": distilled_at,
-            "drafter/behind": int(train.step) - distilled_at,
-        }
-    kl = metrics.setdefault("kl/response", 0.0)
-    next_coefficient = run.next_kl_coefficient(coefficient, kl, len(rolled.samples))
-    host = state.host.after_step(
-        rolled.samples, rolled.stats, rolled.position, next_coefficient, distilled_at
-    )
+        metrics |= _drafter_age(train, host)
+    metrics.setdefault("kl/response", 0.0)
     return RunState(train, host), report_step(rolled, metrics, host)
 
 
@@ -140,16 +134,28 @@ def apply_gradient(
     """End the step of an objective that has a gradient of its own, of the policy's weights.
 
     metrics: "loss/policy" and "kl/mean", [] float32, and what else there is to tell. Where one of
-    them or the gradient is not finite, the policy stays as it is.
+    them or the gradient is not finite, the policy stays as it is, and the step is counted as
+    skipped; ValueError where more than `training.max_skipped` come in a row.
     """
     train = state.train
     optimizer = run.optimizers.policy
     gradient = Gradient(weights, dict(metrics))
-    policy, moments, norm = apply(train.policy, train.optimizer, gradient, optimizer=optimizer)
+    (norm,), finite = examine((gradient,))
+    policy, moments = apply(train.policy, train.optimizer, gradient, finite, optimizer=optimizer)
     train = dataclasses.replace(train, policy=policy, optimizer=moments, step=train.step + 1)
-    host = state.host.after_step(rolled.samples, rolled.stats, rolled.position)
-    told = {name: float(value) for name, value in metrics.items()}
-    told |= rolled.metrics | {"gradient/norm": float(norm)}
+    told = {name: float(value) for name, value in {**metrics, "gradient/norm": norm}.items()}
+    broken = [name for name, value in told.items() if not math.isfinite(value)]
+    skipped = state.host.skipped + 1 if broken else 0
+    if skipped > run.training.max_skipped:
+        raise ValueError(
+            f"{broken[0]} is {told[broken[0]]}; the step was not taken, and training.max_skipped is"
+            f" {run.training.max_skipped}: lower the learning rate."
+        )
+    told |= rolled.metrics | dict.fromkeys(broken, 0.0)
+    told |= {"training/skipped": float(bool(broken)), "training/skipped_in_row": float(skipped)}
+    host = state.host.after_step(
+        rolled.samples, rolled.stats, rolled.position, rolled.next_id, skipped=skipped
+    )
     before = told["generation/seconds"] + told["inference/seconds"]
     told["training/seconds"] = time.perf_counter() - rolled.began - before
     return RunState(train, host), report_step(rolled, told, host)
@@ -199,9 +205,9 @@ def make_experience(
 ) -> tuple[Experience, float | None]:
     """Turn rewards and scores into what training needs.
 
-    rewards [B] float32 and ended [B] bool (the response has an end) are of whole samples. Returns
-    also the KL of a response to the reference, in nats; None where the update measures it. Raises
-    NonFiniteStep where a number is not finite.
+    rewards [B] float32 (NaN where scoring failed) and ended [B] bool (the response has an end) are
+    of whole samples. Returns also the KL of a response to the reference, in nats; None where the
+    update measures it.
     """
     mask, advantages, returns, kl = jax.device_get(
         compute_advantages(
@@ -225,12 +231,6 @@ def make_experience(
         values=scores.values,
         returns=returns,
     )
-    for name in ("logprobs", "reference_logprobs", "values", "advantages"):
-        numbers = getattr(experience, name)
-        bad = 0 if numbers is None else int((~np.isfinite(numbers[rollout.mask])).sum())
-        if bad:
-            of_all = f"{bad} of {int(rollout.mask.sum())} {name.replace('_', ' ')}"
-            raise NonFiniteStep(f"{of_all} are not finite", experience)
     return experience, None if kl is None else float(kl)
 
 
@@ -244,6 +244,38 @@ def distill_drafter(
     alive = functools.partial(observe, "training", None)
     train, metrics = distill(train, rollout, run.distillation, alive, run.frozen.student)
     return train, metrics | {"drafter/seconds": time.perf_counter() - start}
+
+
+def _host_after(
+    host: HostState, rolled: RewardedRollout, train: TrainState, metrics: dict[str, float], run: Run
+) -> HostState:
+    """Return the host state after a step, with the KL coefficient for the KL that was measured.
+
+    Where none was, as every minibatch was skipped, the coefficient stays.
+    """
+    coefficient = host.kl_coefficient
+    if "kl/response" in metrics:
+        kl = metrics["kl/response"]
+        coefficient = run.next_kl_coefficient(coefficient, kl, len(rolled.samples))
+    return host.after_step(
+        rolled.samples,
+        rolled.stats,
+        rolled.position,
+        rolled.next_id,
+        kl_coefficient=coefficient,
+        distilled_at=int(train.step) if run.distillation else host.distilled_at,
+        skipped=int(metrics["training/skipped_in_row"]),
+    )
+
+
+def _drafter_age(train: TrainState, host: HostState) -> dict[str, float]:
+    """Count a student's updates, the policy's when the drafter last learned, and those since."""
+    version = train.drafter_version
+    return {
+        "drafter/version": 0 if version is None else int(version),
+        "drafter/policy_step": host.distilled_at,
+        "drafter/behind": int(train.step) - host.distilled_at,
+    }
 
 
 def _inference_spans(

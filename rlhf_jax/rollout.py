@@ -45,13 +45,15 @@ class RewardedRollout:
 
     samples: list[Sample]
     responses: list[Response]
-    rewards: np.ndarray  # [B] float32
+    rewards: np.ndarray  # [B] float32, NaN where scoring failed and such samples are dropped
     ended: np.ndarray  # [B] bool: the response ends with a stop token, and was not cut off
     # by sample id, what slices had time to score beside generation; None where they do not score
     scored: dict[int, Scored] | None
     stats: RolloutStats
     # in the order of the prompts, after those that were drawn
     position: dict[str, int]
+    # of a sample, beyond all that were used
+    next_id: int
     # when the first roll-out began, by the clock of `time.perf_counter`
     began: float
     # what the slices of all processes did, in seconds since then
@@ -124,8 +126,8 @@ def roll_out(
     `queue` scores what is finished beside generation, on slices with nothing left to decode. With
     `resample`, prompts whose samples all have one reward are set aside and others drawn, up to that
     many more roll-outs; those set aside fill what is still missing (dynamic sampling: DAPO, Yu et
-    al. 2025, 3.2). Sample ids count on from step to step, so that a run uses no noise twice unless
-    it is asked to repeat some.
+    al. 2025, 3.2). Sample ids count on from step to step, whatever changes between, so that a run
+    uses no noise twice unless it is asked to repeat some.
     """
     host = state.host
     selector = copy.deepcopy(host.training.selector)
@@ -135,7 +137,9 @@ def roll_out(
     group = settings.samples_per_prompt
     for attempt in range(settings.resample + 1):
         rows, position = stream.batches.take(position)
-        draws.append(_roll_out_once(work, models, rows, step=state.step, attempt=attempt))
+        drawn = sum(len(draw.samples) for draw in draws)
+        name = f"step {state.step} attempt {attempt}"
+        draws.append(_roll_out_once(work, models, rows, host.next_id + drawn, name))
         whole = _join(draws)
         kept, enough = choose_groups(whole.clipped, group, settings.prompts_per_step)
         if enough:
@@ -146,8 +150,8 @@ def roll_out(
     metrics |= whole.metrics | {
         "generation/attempts": len(draws),
         "generation/groups_without_signal": float(1 - differ.mean()),
-        "reward/mean": float(whole.rewards.mean()),
-        "reward/std": float(whole.rewards.std()),
+        "reward/mean": float(np.nanmean(whole.rewards)),
+        "reward/std": float(np.nanstd(whole.rewards)),
         "response/unfinished": float(1 - whole.ended.mean()),
     }
     return RewardedRollout(
@@ -158,6 +162,7 @@ def roll_out(
         scored=work.scored if queue else None,
         stats=stats,
         position=position,
+        next_id=host.next_id + len(whole.samples),
         began=work.record.began,
         spans=spans,
         metrics=metrics,
@@ -182,11 +187,11 @@ def _join(draws: Sequence[_Draw]) -> _Draw:
 
 
 def _roll_out_once(
-    work: _RollOut, models: ModelPair, rows: np.ndarray, *, step: int, attempt: int
+    work: _RollOut, models: ModelPair, rows: np.ndarray, first_id: int, name: str
 ) -> _Draw:
     """Roll out the prompts of these rows once, and compute the rewards of their samples.
 
-    The sample ids are those of no other step and attempt.
+    Their ids count from `first_id`; the stage has a name of its own.
     """
     settings = work.settings
     training = work.host.training
@@ -196,13 +201,12 @@ def _roll_out_once(
             [work.prompts.tokens[row] for row in rows],
             group,
             settings.max_new_tokens,
-            first_id=(step * (settings.resample + 1) + attempt) * len(rows) * group,
+            first_id=first_id,
             history=training.history,
             repeated=settings.repeated_noise,
             used=work.repeated_ids,
         )
         work.row_of = {request.id: row for request, row in zip(wanted, rows, strict=True)}
-        name = f"step {step} attempt {attempt}"
         samples = generate_samples(
             models,
             wanted,

@@ -244,6 +244,8 @@ class Session:
 
         distributed.run_on_all(write)
         self._progress.finish(report.metrics)
+        if skipped := report.metrics.get("training/skipped"):
+            self._progress.say(f"{skipped:.0f} minibatches skipped: a number was not finite")
         if self._callbacks:
             self.ends |= tell_step(self._callbacks, step, report.metrics)
         every = self.opened.config.checkpoint.every

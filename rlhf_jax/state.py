@@ -26,12 +26,15 @@ from rlhf_jax.rewards.combination import Scorer
 from rlhf_jax.rewards.samples import Rewards
 from rlhf_jax.training.distill import Distillation
 from rlhf_jax.training.experience import AdvantageConfig
+from rlhf_jax.training.optimizer import Optimizers
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.training.update import Optimizers
 from rlhf_jax.types import Model, TrainState
 
 # What the lengths of earlier responses weigh once the policy has moved, as a factor.
 KEPT_LENGTHS = 0.5
+
+# Beyond all ids that a run of an earlier version used, whose checkpoints do not say.
+UNUSED_ID = 1 << 31
 
 # of (phase, the round that arrived in it, or None where the phase begins or goes on)
 Observer = Callable[[str, RoundReport | PhaseParts | None], None]
@@ -114,6 +117,10 @@ class HostState:
     # the KL coefficient that the config asks for, and what it is now
     kl_start: float
     kl_coefficient: float
+    # of the next sample: beyond all that were used
+    next_id: int = 0
+    # minibatches that were skipped, the last ones, as a number was not finite
+    skipped: int = 0
     # updates of the policy when the drafter last learned from it
     distilled_at: int = 0
     # whether the backward pass computes layers again, and the devices that this was chosen for:
@@ -144,8 +151,10 @@ class HostState:
         samples: Sequence[Sample],
         stats: RolloutStats,
         position: dict[str, int],
+        next_id: int,
         kl_coefficient: float | None = None,
         distilled_at: int | None = None,
+        skipped: int = 0,
     ) -> HostState:
         """Return the state after a finished step; what is None stays as it is."""
         return HostState(
@@ -156,6 +165,8 @@ class HostState:
             else self.evaluation,
             kl_start=self.kl_start,
             kl_coefficient=self.kl_coefficient if kl_coefficient is None else kl_coefficient,
+            next_id=next_id,
+            skipped=skipped,
             distilled_at=self.distilled_at if distilled_at is None else distilled_at,
             remat=self.remat,
             remat_devices=self.remat_devices,
@@ -169,6 +180,8 @@ class HostState:
             "evaluation": self.evaluation.document(),
             "kl_start": self.kl_start,
             "kl_coefficient": self.kl_coefficient,
+            "next_id": self.next_id,
+            "skipped": self.skipped,
             "taught": self.distilled_at,
             "remat": self.remat,
             "remat_devices": self.remat_devices,
@@ -188,6 +201,8 @@ class HostState:
             evaluation=self.evaluation.restored(document["evaluation"]),
             kl_start=self.kl_start,
             kl_coefficient=float(document["kl_coefficient"]) if as_before else self.kl_coefficient,
+            next_id=int(document.get("next_id", UNUSED_ID)),
+            skipped=int(document.get("skipped", 0)),
             distilled_at=int(document["taught"]),
             remat=document["remat"] if chosen else self.remat,
             remat_devices=self.remat_devices,

@@ -44,15 +44,20 @@ def looped_gae(rewards, values, mask, discount, gae_lambda):
     return out, returns
 
 
-def looped_groups(rewards, size, kind):
+def looped_groups(rewards, size, kind, deviation="sample"):
+    """Of groups of rewards, some of which may be missing."""
     out = []
     for start in range(0, len(rewards), size):
-        group = [float(r) for r in rewards[start : start + size]]
-        mean = sum(group) / size
-        std = math.sqrt(sum((r - mean) ** 2 for r in group) / size)
-        for i, r in enumerate(group):
-            others = [other for j, other in enumerate(group) if j != i]
-            if kind == "grpo":
+        own = [float(r) for r in rewards[start : start + size]]
+        group = [r for r in own if not math.isnan(r)]
+        mean = sum(group) / len(group)
+        divisor = len(group) - (deviation == "sample")
+        std = math.sqrt(sum((r - mean) ** 2 for r in group) / divisor)
+        for i, r in enumerate(own):
+            others = [other for j, other in enumerate(own) if j != i and not math.isnan(other)]
+            if math.isnan(r):
+                out.append(math.nan)
+            elif kind == "grpo":
                 out.append((r - mean) / std if std > 1e-6 else 0.0)
             elif kind == "dr_grpo":
                 out.append(r - mean)
@@ -111,6 +116,58 @@ def test_comparisons_within_groups_are_the_loops(kind, size, groups, seed):
     rewards = np.random.default_rng(seed).integers(0, 4, size * groups).astype(np.float32) / 4
     got = getattr(advantages, kind)(jnp.asarray(rewards), size)
     np.testing.assert_allclose(got, looped_groups(rewards, size, kind), atol=1e-5)
+
+
+def test_the_deviation_of_a_group_is_a_samples_or_the_populations():
+    """As torch.std and as numpy have it; TRL and verl take the first."""
+    rewards = np.array([0.0, 1.0, 1.0, 4.0], np.float32)
+    centred = rewards - 1.5
+    for deviation, ddof in (("sample", 1), ("population", 0)):
+        got = advantages.grpo(jnp.asarray(rewards), 4, deviation)
+        np.testing.assert_allclose(got, centred / rewards.std(ddof=ddof), rtol=1e-6)
+        config = EstimatorConfig(4, deviation)
+        got, _ = ESTIMATORS["grpo"].estimate(rewards[:, None], None, np.ones((4, 1), bool), config)
+        np.testing.assert_allclose(got[:, 0], centred / rewards.std(ddof=ddof), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("deviation", ["sample", "population"])
+def test_a_sample_without_a_reward_counts_in_no_group(kind, deviation):
+    rewards = np.array([np.nan, 0, 1, 4, -3, np.nan, np.nan, 2], np.float32)
+    options = (deviation,) if kind == "grpo" else ()
+    got = getattr(advantages, kind)(jnp.asarray(rewards), 4, *options)
+    np.testing.assert_allclose(got, looped_groups(rewards, 4, kind, deviation), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_samples_without_a_reward_are_not_trained_on(name):
+    """The others are trained on as if those had never been; nor is a single one compared."""
+    rewards, values, mask = random_batch()
+    sums = rewards.sum(axis=1)
+    sums[[1, *range(GROUP + 1, 2 * GROUP)]] = np.nan
+    chosen = ESTIMATORS[name]
+    config = AdvantageConfig(name, EstimatorConfig(GROUP, discount=0.9), whiten=True)
+    ended = np.ones(len(mask), bool)
+    zeros = np.zeros(mask.shape, np.float32)
+    given = values if chosen.needs_critic else None
+    trained, got, returns, _ = compute_advantages(
+        sums, ended, mask, zeros, zeros, given, np.float32(0), config
+    )
+    dropped = np.isnan(sums)
+    dropped[GROUP] = chosen.compares_group
+    np.testing.assert_array_equal(trained, mask & ~dropped[:, None])
+    assert np.isfinite(got).all() and not np.asarray(got)[~np.asarray(trained)].any()
+    if chosen.compares_group:
+        few = np.delete(sums[:GROUP], 1)
+        few /= sums[~np.isnan(sums)].std()
+        kind = "dr_grpo" if name == "reinforce++-baseline" else name
+        want = looped_groups(few, GROUP - 1, kind)
+        kept = [row for row in range(GROUP) if row != 1]
+        own = [float(np.asarray(got)[row, mask[row]][0]) for row in kept]
+        if kind == name:
+            np.testing.assert_allclose(own, want, atol=1e-5)
+    if returns is not None:
+        assert np.isfinite(returns).all()
 
 
 def whole(name):
@@ -183,7 +240,9 @@ def test_groups_without_signal_and_responses_without_end_are_found():
         rewards[4:], finished, mask, zeros, zeros, None, np.float32(0), config
     )
     np.testing.assert_array_equal(trained, [[0, 1, 1], [0, 0, 0]])
-    np.testing.assert_allclose(got, [[0, -1, -1], [0, 0, 0]], atol=1e-6)
+    np.testing.assert_allclose(got, [[0, -(0.5**0.5), -(0.5**0.5)], [0, 0, 0]], atol=1e-6)
+    unknown = np.array([np.nan, 1, 1, np.nan, 0, 1, np.nan, np.nan, np.nan], np.float32)
+    np.testing.assert_array_equal(groups_with_signal(unknown, 3), [False, True, False])
 
 
 def test_an_estimator_is_registered_once():

@@ -420,7 +420,8 @@ CASES = {
     ),
     "loss is not finite": Case(
         "post-mortem/step-000001.npz",
-        GO_ON | {"training__learning_rate": 1e30, "training__minibatches": 2},
+        GO_ON
+        | {"training__learning_rate": 1e30, "training__minibatches": 2, "training__max_skipped": 0},
         finished(),
         WORK,
     ),
@@ -615,6 +616,8 @@ def test_a_reward_that_sometimes_fails_stops_nothing(place, capsys):
         "reward__functions": reward,
         "reward__seconds": 0.2,
         "reward__failed": -7.0,
+        "reward__on_failure": "value",
+        "reward__max_failed": 0.9,
     }
     # whose samples are not seen here, but whose failures would stop the run
     changes |= {"evaluation__every": 1}

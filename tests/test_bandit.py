@@ -18,8 +18,9 @@ from rlhf_jax.inference.values import critic_of, score_values
 from rlhf_jax.model.transformer import forward, init, logits
 from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig
 from rlhf_jax.training.kl import token_rewards
+from rlhf_jax.training.optimizer import Optimizers, make_optimizer
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.training.update import Optimizers, init_train_state, make_optimizer, update
+from rlhf_jax.training.update import init_train_state, update
 from rlhf_jax.types import Experience, ModelConfig, Rollout
 
 VOCAB = 16

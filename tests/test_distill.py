@@ -38,8 +38,9 @@ from rlhf_jax.training.distill import (
     student_of,
     with_student,
 )
+from rlhf_jax.training.optimizer import Optimizers
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.training.update import Optimizers, init_train_state
+from rlhf_jax.training.update import init_train_state
 from rlhf_jax.types import Layer, Rollout
 
 CONFIG = TrainingSettings(microbatch_rows=2, length_bucket=8, temperature=0.8, chunk=6, seed=5)

@@ -27,7 +27,8 @@ from rlhf_jax.generation.strategy import statistics
 from rlhf_jax.monitoring import metrics
 from rlhf_jax.runtime.checkpoint.store import Checkpoints
 from rlhf_jax.training.distill import Distillation, distill, student_of, with_student
-from rlhf_jax.training.update import Optimizers, init_train_state
+from rlhf_jax.training.optimizer import Optimizers
+from rlhf_jax.training.update import init_train_state
 from rlhf_jax.types import TrainState
 
 CHAIN = trees.parse("model-chain-4")

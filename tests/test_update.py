@@ -18,16 +18,13 @@ from rlhf_jax.mesh import Layout, make_mesh, model_shardings, place_rows
 from rlhf_jax.model.transformer import init
 from rlhf_jax.training.batching import MicroBatch, micro_batch, minibatches
 from rlhf_jax.training.losses import AGGREGATES
+from rlhf_jax.training.optimizer import Optimizers, apply, clip_by_norm, examine, make_optimizer
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.training.update import (
     NonFiniteStep,
-    Optimizers,
     accumulate,
-    apply,
-    clip_by_norm,
     critic_objective,
     init_train_state,
-    make_optimizer,
     policy_objective,
     update,
 )
@@ -357,8 +354,8 @@ def test_the_rest_is_skipped_once_the_policy_is_far_from_the_old_one(small):
 
 
 def test_a_step_that_is_not_finite_is_not_taken(small):
-    """The minibatch that went wrong is named, and the state in the error is as if it had not
-    been.
+    """By neither model. The minibatch that went wrong is named, and the state in the error is as
+    if it had not been; where it may be skipped, the update gives that state, and counts.
     """
     model = init(jax.random.key(0), small)
     critic = random_critic(small)
@@ -377,11 +374,30 @@ def test_a_step_that_is_not_finite_is_not_taken(small):
         assert (
             all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(kept)) and int(kept.step) == 0
         )
-        good, _ = new_state(model, ADAM, critic)
-        good, _ = update(good, experience, optimizers, MANY, KL_WEIGHT)
-        same = jax.tree.map(lambda a, b: bool((a == b).all()), kept, good)
-        assert all(jax.tree.leaves(same.policy)) == (name == "loss/value")
-        assert int(cast(Any, kept.optimizer)[1][0].count) + 2 * (name == "loss/policy") == 4
+        for moments in (kept.optimizer, kept.critic_optimizer):
+            assert int(cast(Any, moments)[1][0].count) == 2
+        skipping = dataclasses.replace(MANY, max_skipped=2)
+        state, _ = new_state(model, ADAM, critic)
+        state, metrics = update(state, broken, optimizers, skipping, KL_WEIGHT)
+        assert metrics["training/skipped"] == metrics["training/minibatches_done"] == 2
+        assert all(map(np.isfinite, metrics.values())) and metrics["loss/policy"]
+        step = state.step - 1
+        jax.tree.map(np.testing.assert_array_equal, dataclasses.replace(state, step=step), kept)
+
+
+def test_minibatches_skipped_before_count_in_the_row(small):
+    model = init(jax.random.key(0), small)
+    experience = random_experience(model, None)
+    experience = dataclasses.replace(experience, advantages=jnp.nan * experience.advantages)
+    settings = dataclasses.replace(CONFIG, max_skipped=3, minibatches=1, epochs=1)
+    state, optimizers = new_state(model, ADAM)
+    state, metrics = update(state, experience, optimizers, settings, skipped=2)
+    assert metrics["training/skipped_in_row"] == 3 and metrics["loss/policy"] == 0.0
+    with pytest.raises(NonFiniteStep, match=r"where (\d+) of \1 advantages are not; .* is 3"):
+        update(state, experience, optimizers, settings, skipped=3)
+    state, _ = new_state(model, ADAM)
+    _, metrics = update(state, random_experience(model, None), optimizers, settings, skipped=3)
+    assert metrics["training/skipped_in_row"] == 0
 
 
 @pytest.mark.parametrize("objective", [policy_objective, critic_objective])
@@ -412,8 +428,9 @@ def test_update_reuses_the_states_buffers(small):
     state, optimizers = new_state(model, ADAM, critic)
     settings = {"objective": policy_objective, "settings": CONFIG}
     gradient = accumulate(None, state.policy, whole(experience), **settings)
+    _, finite = examine((gradient,))
     step = apply.lower(
-        state.policy, state.optimizer, gradient, optimizer=optimizers.policy
+        state.policy, state.optimizer, gradient, finite, optimizer=optimizers.policy
     ).compile()
     kept = jax.tree.leaves((state.policy, state.optimizer))
     assert memory_of(step).alias_size_in_bytes >= sum(leaf.nbytes for leaf in kept)

@@ -16,7 +16,7 @@ from rlhf_jax.state import decoding_models
 def loss(policy, reference, rows, rewards):  # Rafailov et al. 2023, equation 7
     how = dict(tokens=rows.tokens, mask=rows.mask, temperature=1.0)
     gain = (token_logprobs(policy, **how) - token_logprobs(reference, **how)).sum(axis=1)
-    chosen = jnp.stack([rewards.argmax(axis=1), rewards.argmin(axis=1)], axis=1)
+    chosen = jnp.stack([jnp.nanargmax(rewards, axis=1), jnp.nanargmin(rewards, axis=1)], axis=1)
     best, worst = jnp.take_along_axis(gain.reshape(rewards.shape), chosen, axis=1).T
     return -jax.nn.log_sigmoid(0.1 * (best - worst)).mean(), gain.mean()
 

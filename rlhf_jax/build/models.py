@@ -20,7 +20,8 @@ from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.weights.source import Source
 from rlhf_jax.state import FrozenModels
 from rlhf_jax.training.distill import student_of, with_student
-from rlhf_jax.training.update import Optimizers, init_train_state, make_optimizer
+from rlhf_jax.training.optimizer import Optimizers, make_optimizer
+from rlhf_jax.training.update import init_train_state
 from rlhf_jax.types import Model, ModelConfig, TrainState
 
 

@@ -101,4 +101,12 @@ def _rewards(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], No
     terms = [Term(*term) for term in zip(names, weights, scorers, strict=True)]
     function = functools.partial(weighted, terms)
     clip = functools.partial(penalise_and_clip, config=AdvantageConfig.from_config(config))
-    return Rewards(function, opened.policy.tokenizer, clip, models, eager, reward.failed)
+    return Rewards(
+        function,
+        opened.policy.tokenizer,
+        clip,
+        models,
+        eager,
+        failed=reward.failed if reward.on_failure == "value" else None,
+        max_failed=reward.max_failed,
+    )

@@ -63,6 +63,10 @@ def plan(
     # The policy, the critic and the student are trained one after the other: the largest counts.
     trained = [model for model in (models.policy, critic) if model and run.trains_policy]
     updates = [_update(run, model) for model in trained]
+    if critic and len(updates) > 1:  # the policy's waits: both models take a step, or neither
+        waiting = run.weights(models.policy, FLOAT32)
+        part = Part("the policy's gradients, waiting", "training", waiting, SPLIT)
+        updates[-1].append(part)
     if derived.trains_drafter(config):
         updates.append(_distillation(run))
     parts = [

@@ -133,8 +133,13 @@ DEFAULTS: dict[str, Any] = {
         "concurrency": 16,
         # the longest that a call may take, for each response that it has
         "seconds": 10.0,
-        # the reward where a call failed or took too long; such samples are counted
+        # a sample on which a call failed or took too long: 'drop' trains without it, 'value' gives
+        # it the reward `failed`; both are counted
+        "on_failure": "drop",
+        # the reward of such a sample, where on_failure is 'value'
         "failed": 0.0,
+        # the run ends where calls fail on more than this share of a roll-out's samples
+        "max_failed": 0.5,
         # taken from the reward of a response that was cut off
         "missing_end": 0.0,
         # rewards are clipped to -clip .. clip; 0 for not
@@ -201,6 +206,8 @@ DEFAULTS: dict[str, Any] = {
         "discount": 1.0,
         # how far gae looks past the critic
         "gae_lambda": 0.95,
+        # of a group's rewards, which grpo divides by: 'sample', over n - 1, or 'population', over n
+        "deviation": "sample",
     },
     # The price of leaving the reference.
     "kl": {
@@ -247,6 +254,8 @@ DEFAULTS: dict[str, Any] = {
         "target_kl": 0.0,
         # whether responses that were cut off are left out of training
         "drop_overlong": False,
+        # minibatches in a row that may be skipped, as a number is not finite, before the run ends
+        "max_skipped": 5,
         # keep only each layer's input for the backward pass and compute the rest again: on, off, or
         # auto, which is on where memory does not suffice without; a run keeps what it began with
         "remat": "auto",

@@ -34,8 +34,8 @@ from rlhf_jax.training import kl
 from rlhf_jax.training.advantages import ESTIMATORS
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.training.losses import AGGREGATES
+from rlhf_jax.training.optimizer import SCHEDULES
 from rlhf_jax.training.policy_losses import LOSSES
-from rlhf_jax.training.update import SCHEDULES
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
@@ -228,7 +228,13 @@ def _check_training(config: Config) -> None:
         "clip_high",
     )
     require_positive(config, *(f"training.{name}" for name in positive))
-    not_negative = ("warmup_steps", "weight_decay", "entropy_coefficient", "target_kl")
+    not_negative = (
+        "warmup_steps",
+        "weight_decay",
+        "entropy_coefficient",
+        "target_kl",
+        "max_skipped",
+    )
     require_not_negative(config, *(f"training.{name}" for name in not_negative))
     clip = config.training.clip_low
     require(clip < 1, f"training.clip_low is {clip}; it must be below 1.")
@@ -263,6 +269,16 @@ def _check_rewards(config: Config) -> None:
     require(numbers, f"reward.weights is {reward.weights}; it must hold finite numbers.")
     require_positive(config, "reward.workers", "reward.concurrency", "reward.seconds")
     require_not_negative(config, "reward.missing_end", "reward.clip")
+    require_one_of(config, "reward.on_failure", ("drop", "value"))
+    require(
+        reward.on_failure == "value" or not reward.failed,
+        f"reward.failed is {reward.failed}, but samples without a reward are dropped: set"
+        " reward.on_failure to 'value', or reward.failed to 0.",
+    )
+    require(
+        0 <= reward.max_failed < 1,
+        f"reward.max_failed is {reward.max_failed}; it must be at least 0 and below 1.",
+    )
     for spec in (*reward.functions, *reward.metrics.values()):
         source_of(spec).check(spec)
     require(
@@ -285,6 +301,7 @@ def _check_advantage(config: Config) -> None:
         f"generation.resample is {config.generation.resample}, but one sample of a prompt never"
         " differs from the others; raise generation.samples_per_prompt, or set 0.",
     )
+    require_one_of(config, "advantage.deviation", ("sample", "population"))
     for key in ("discount", "gae_lambda"):
         value = config.advantage[key]
         require(0 <= value <= 1, f"advantage.{key} is {value}; it must lie in 0 .. 1.")

@@ -3,76 +3,97 @@
 from __future__ import annotations
 
 import collections
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from rlhf_jax.generation.requests import Request, Sample
 
+MOST_TOKENS = 1 << 23  # of all texts together: 34 MB, and 45 MB of a checkpoint
+DIGEST = 16  # bytes that a prompt is known by
+
+Texts = collections.deque[tuple[int, np.ndarray]]  # (sample id, text), the latest last
+
 
 class History:
     """Keep the latest responses to each prompt, up to `size` tokens each with separators.
 
-    Each keeps the id of its sample, and with it the noise that it was drawn with.
+    Each keeps the id of its sample, and with it the noise that it was drawn with. Where there are
+    more than `most` tokens in all, the prompts that were answered longest ago are forgotten.
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, most: int = MOST_TOKENS):
         self._size = size
-        # by the prompt's tokens: (sample id, text), the latest last
-        self._texts: dict[bytes, collections.deque[tuple[int, np.ndarray]]] = {}
+        self._most = most
+        self._tokens = 0
+        # by the prompt's digest, the one that was answered last at the end
+        self._texts: dict[bytes, Texts] = {}
 
     def of(self, prompt: np.ndarray) -> dict[int, np.ndarray]:
         """Return earlier responses to `prompt` by sample id, the latest last."""
-        return dict(self._texts.get(prompt.tobytes(), ()))
+        return dict(self._texts.get(_digest(prompt), ()))
 
     def add(self, samples: Iterable[Sample]) -> None:
         """Remember finished samples, of an id the latest text, and forget what no longer fits."""
         for sample in samples if self._size else ():
-            known = self._texts.get(sample.prompt.tobytes(), ())
+            prompt = _digest(sample.prompt)
+            known = self._texts.pop(prompt, ())
             texts = collections.deque(kept for kept in known if kept[0] != sample.sample_id)
             texts.append((sample.sample_id, np.array(sample.tokens, np.int32)))
-            while len(texts) > 1 and sum(len(text) + 1 for _, text in texts) > self._size:
+            while len(texts) > 1 and _count(texts) > self._size:
                 texts.popleft()
-            self._texts[sample.prompt.tobytes()] = texts
+            self._texts[prompt] = texts
+            self._tokens += _count(texts) - _count(known)
+            while self._tokens > self._most:
+                self._tokens -= _count(self._texts.pop(next(iter(self._texts))))
 
     def with_samples(self, samples: Iterable[Sample]) -> History:
         """Return the history after finished samples; this one stays as it is."""
-        after = History(self._size)
+        after = History(self._size, self._most)
         after._texts = dict(self._texts)
+        after._tokens = self._tokens
         after.add(samples)
         return after
 
     def state(self) -> dict[str, np.ndarray]:
         """Return all of it as arrays for a checkpoint.
 
-        "tokens" are every prompt and its texts in a row, "lengths" theirs, "texts" how many a
-        prompt has, and "ids" the samples of the texts.
+        "prompts" are their digests, "texts" how many each has, "tokens" those of all texts in a
+        row, "lengths" theirs, and "ids" their samples.
         """
-        runs = []
-        counts = []
-        ids = []
-        for prompt, texts in self._texts.items():
-            runs += [np.frombuffer(prompt, np.int32), *(text for _, text in texts)]
-            ids += [sample_id for sample_id, _ in texts]
-            counts.append(len(texts))
+        texts = [text for of_prompt in self._texts.values() for _, text in of_prompt]
+        ids = [sample_id for of_prompt in self._texts.values() for sample_id, _ in of_prompt]
         return {
-            "tokens": np.concatenate([np.zeros(0, np.int32), *runs]).astype(np.int32),
-            "lengths": np.array([len(run) for run in runs], np.int32),
-            "texts": np.array(counts, np.int32),
+            "prompts": np.frombuffer(b"".join(self._texts), np.uint8).reshape(-1, DIGEST),
+            "texts": np.array([len(of_prompt) for of_prompt in self._texts.values()], np.int32),
+            "tokens": np.concatenate([np.zeros(0, np.int32), *texts]).astype(np.int32),
+            "lengths": np.array([len(text) for text in texts], np.int32),
             "ids": np.array(ids, np.int64),
         }
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
         """Go on where `state` was taken."""
-        ends = np.cumsum(np.asarray(state["lengths"], np.int64))
-        runs = iter(np.split(np.asarray(state["tokens"], np.int32), ends)[:-1])
-        ids = iter(np.asarray(state["ids"]).tolist())
         self._texts = {}
-        for count in state["texts"]:
-            prompt = next(runs).tobytes()
-            self._texts[prompt] = collections.deque(
-                (next(ids), next(runs)) for _ in range(int(count))
-            )
+        self._tokens = 0
+        if "prompts" not in state:  # of an earlier version, which kept prompts whole
+            return
+        ends = np.cumsum(np.asarray(state["lengths"], np.int64))
+        texts = iter(np.split(np.asarray(state["tokens"], np.int32), ends)[:-1])
+        ids = iter(np.asarray(state["ids"]).tolist())
+        for prompt, count in zip(state["prompts"], state["texts"], strict=True):
+            own = collections.deque((next(ids), next(texts)) for _ in range(int(count)))
+            self._texts[np.asarray(prompt, np.uint8).tobytes()] = own
+            self._tokens += _count(own)
+
+
+def _digest(prompt: np.ndarray) -> bytes:
+    return hashlib.blake2b(prompt.tobytes(), digest_size=DIGEST).digest()
+
+
+def _count(texts: Iterable[tuple[int, np.ndarray]]) -> int:
+    """Count the tokens of texts, a separator with each."""
+    return sum(len(text) + 1 for _, text in texts)
 
 
 def requests(

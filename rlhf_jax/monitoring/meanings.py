@@ -21,6 +21,7 @@ MEANINGS = (
     # what was generated, and what it earned
     Meaning("reward/mean", "mean reward of the samples", "", "rises, and stays below its largest"),
     Meaning("reward/std", "standard deviation of the rewards", "", "above 0"),
+    Meaning("reward/failed", "samples that have no reward, as a term failed", "", "0"),
     Meaning("reward/NAME/mean", "mean of one term of the reward, over what it could score"),
     Meaning("reward/NAME/failed", "responses that one term gave no number for", "", "0"),
     Meaning("reward/NAME/NAME", "mean of a number that a reward gives beside its value"),
@@ -58,6 +59,8 @@ MEANINGS = (
     ),
     Meaning("training/seconds", "policy and critic being updated", "s"),
     Meaning("training/minibatches_done", "optimizer steps taken", "", "all, but for target_kl"),
+    Meaning("training/skipped", "minibatches skipped, as a number was not finite", "", "0"),
+    Meaning("training/skipped_in_row", "of them, the last ones without one between", "", "0"),
     Meaning("training/padding", "share of the tokens of training that are padding", "", "< 0.2"),
     Meaning("inference/seconds", "rewards, log-probs and values being computed", "s"),
     Meaning("inference/padding", "share of the tokens of inference that are padding", "", "< 0.2"),

@@ -33,8 +33,10 @@ class Rewards:
     models: Mapping[str, RewardModel] = dataclasses.field(default_factory=dict)
     # terms that score samples as they finish, by name
     eager: Mapping[str, EagerScorer] = dataclasses.field(default_factory=dict)
-    # the reward of a sample whose scoring failed
-    failed: float = 0.0
+    # the reward of a sample whose scoring failed; None: it has none, and is not trained on
+    failed: float | None = None
+    # of the samples of a roll-out; where more fail, the run ends
+    max_failed: float = 0.5
 
 
 def responses_of(
@@ -60,15 +62,25 @@ def compute_rewards(
     """Compute the rewards [B] float32 of responses, and the metrics of all terms.
 
     scored: for each response, the results that it has already, by the term's name; these are not
-    computed again. A response whose scoring failed has `rewards.failed`.
+    computed again. A response whose scoring failed has `rewards.failed`, or NaN. Raises ValueError,
+    with the first reason, where more than `rewards.max_failed` of them failed.
     """
     known = {
         name: {index: own[name] for index, own in enumerate(scored) if name in own}
         for name in (*rewards.models, *rewards.eager)
     }
     scores, metrics = rewards.function(responses, known)
-    failed = np.isnan(scores.values)
-    return np.where(failed, np.float32(rewards.failed), scores.values), metrics
+    failed = list(scores.failures)
+    if len(failed) > rewards.max_failed * len(responses):
+        first = scores.failures[failed[0]].rstrip(".")
+        raise ValueError(
+            f"The reward failed on {len(failed)} of {len(responses)} responses, more than"
+            f" reward.max_failed = {rewards.max_failed:g} of them (the first: {first}); mend the"
+            " reward and give the same command again, or raise reward.max_failed."
+        )
+    values = scores.values.copy()
+    values[failed] = np.nan if rewards.failed is None else rewards.failed
+    return values, metrics | {"reward/failed": float(len(failed))}
 
 
 def table_of(responses: Sequence[Response], rewards: np.ndarray) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ An estimator is one function and one `register` line, here or in a file of a use
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -39,6 +40,7 @@ class EstimatorConfig:
     """Hold what any estimator may depend on; static, so a change of it compiles anew."""
 
     samples_per_prompt: int = 1  # in neighbouring rows
+    deviation: str = "sample"  # of a group: over n - 1 rewards; or "population", over n
     discount: float = 1.0
     gae_lambda: float = 0.95
 
@@ -54,7 +56,8 @@ class Estimate(Protocol):
         token_rewards and values (None without a critic) [B, T] float32; mask [B, T] bool names the
         tokens that are trained on. Both results are 0 where masked out; returns are None without a
         critic. Samples that are not trained on have no token under the mask, but their rewards
-        still count in the mean of their group.
+        still count in the mean of their group; but where scoring failed, the reward of the last
+        token is NaN, and counts in no mean.
         """
         ...
 
@@ -128,23 +131,28 @@ def gae(
     return advantages.T, jnp.where(mask, advantages.T + values, 0.0)
 
 
-def grpo(rewards: Array, samples_per_prompt: int) -> jax.Array:
+def grpo(rewards: Array, samples_per_prompt: int, deviation: str = "sample") -> jax.Array:
     """Compute A_i = (r_i - mean(r)) / std(r) within each group of one prompt's samples.
 
-    rewards [B] float32 -> [B] float32; groups lie in neighbouring rows. The standard deviation is
-    the population's; a group whose deviation is at most `FLAT` gets 0 (DeepSeekMath, Shao et al.
-    2024, 4.1.2). ValueError where the rows do not fall into whole groups.
+    rewards [B] float32, NaN where scoring failed -> [B] float32, NaN there, too; groups lie in
+    neighbouring rows. The variance is the sum of squares over n - 1, as TRL and verl have it, or
+    for the deviation "population" over n, where n counts the rewards of the group. A group whose
+    deviation is at most `FLAT` gets 0 (DeepSeekMath, Shao et al. 2024, 4.1.2). ValueError where the
+    rows do not fall into whole groups.
     """
     centred = dr_grpo(rewards, samples_per_prompt).reshape(-1, samples_per_prompt)
-    std = jnp.sqrt((centred**2).mean(axis=1, keepdims=True))
+    count = (~jnp.isnan(centred)).sum(axis=1, keepdims=True).astype(jnp.float32)
+    divisor = jnp.maximum(count - float(deviation == "sample"), 1.0)
+    std = jnp.sqrt(jnp.nansum(centred**2, axis=1, keepdims=True) / divisor)
     return jnp.where(std > FLAT, centred / jnp.maximum(std, FLAT), 0.0).reshape(-1)
 
 
 def dr_grpo(rewards: Array, samples_per_prompt: int) -> Array:
     """Compute A_i = r_i - mean(r) within each group of one prompt's samples.
 
-    rewards [B] float32 -> [B] float32; groups lie in neighbouring rows (Dr. GRPO, Liu et al. 2025,
-    3.2). ValueError where the rows do not fall into whole groups.
+    rewards [B] float32, NaN where scoring failed -> [B] float32, NaN there, too; groups lie in
+    neighbouring rows (Dr. GRPO, Liu et al. 2025, 3.2). ValueError where the rows do not fall into
+    whole groups.
     """
     chex.assert_rank(rewards, 1)
     if rewards.shape[0] % samples_per_prompt:
@@ -152,26 +160,29 @@ def dr_grpo(rewards: Array, samples_per_prompt: int) -> Array:
             f"{rewards.shape[0]} rewards do not fall into groups of {samples_per_prompt}."
         )
     groups = rewards.reshape(-1, samples_per_prompt)
-    return (groups - groups.mean(axis=1, keepdims=True)).reshape(-1)
+    return (groups - jnp.nanmean(groups, axis=1, keepdims=True)).reshape(-1)
 
 
 def rloo(rewards: Array, samples_per_prompt: int) -> Array:
     """Compute A_i = r_i - the mean of the other rewards of its group: [B] -> [B] float32.
 
-    With k samples that is k / (k - 1) * (r_i - mean(r)) (Kool et al. 2019; Ahmadian et al. 2024,
-    eq. 8). ValueError for groups of one sample.
+    With k rewards that is k / (k - 1) * (r_i - mean(r)) (Kool et al. 2019; Ahmadian et al. 2024,
+    eq. 8); NaN where scoring failed. ValueError for groups of one sample.
     """
     if samples_per_prompt < 2:
         raise ValueError(
             f"Leave-one-out needs groups of two samples or more, not {samples_per_prompt}."
         )
-    return dr_grpo(rewards, samples_per_prompt) * (samples_per_prompt / (samples_per_prompt - 1))
+    centred = dr_grpo(rewards, samples_per_prompt).reshape(-1, samples_per_prompt)
+    count = (~jnp.isnan(centred)).sum(axis=1, keepdims=True).astype(jnp.float32)
+    return (centred * (count / jnp.maximum(count - 1.0, 1.0))).reshape(-1)
 
 
 def of_samples(function: Callable[[Array, int], Array]) -> Estimate:
     """Turn an estimator of samples, [B] -> [B], into one that gives a sample's to each token.
 
-    function: takes the rewards of samples [B] float32 and how many samples a prompt has.
+    function: takes the rewards of samples [B] float32, NaN where scoring failed, and how many
+    samples a prompt has.
     """
 
     def estimate(token_rewards: Array, values: Array | None, mask: Array, config: EstimatorConfig):
@@ -180,6 +191,12 @@ def of_samples(function: Callable[[Array, int], Array]) -> Estimate:
         return jnp.where(mask, advantages[:, None], 0.0), None
 
     return estimate
+
+
+def _grpo(token_rewards: Array, values: Array | None, mask: Array, config: EstimatorConfig):
+    """Compute GRPO's advantages with the deviation that the config asks for."""
+    function = functools.partial(grpo, deviation=config.deviation)
+    return of_samples(function)(token_rewards, values, mask, config)
 
 
 def _whitened_gae(token_rewards: Array, values: Array | None, mask: Array, config: EstimatorConfig):
@@ -216,7 +233,7 @@ def _reinforce_plus_plus_baseline(
 
 
 register(Estimator("gae", _whitened_gae, needs_critic=True))
-register(Estimator("grpo", of_samples(grpo), compares_group=True))
+register(Estimator("grpo", _grpo, compares_group=True))
 register(Estimator("dr_grpo", of_samples(dr_grpo), compares_group=True))
 register(Estimator("rloo", of_samples(rloo), compares_group=True))
 register(Estimator("reinforce++", _reinforce_plus_plus))

@@ -45,10 +45,15 @@ class MicroBatch:
 def groups_with_signal(rewards: np.ndarray, samples_per_prompt: int) -> np.ndarray:
     """Say which prompts have samples whose rewards differ: [B] -> [B / samples_per_prompt] bool.
 
-    Samples of a prompt lie in neighbouring rows. From equal rewards nothing is learned, so dynamic
-    sampling replaces such prompts (DAPO, Yu et al. 2025, 3.2).
+    Samples of a prompt lie in neighbouring rows; a reward that is NaN, as scoring failed, is no
+    reward. From equal rewards nothing is learned, so dynamic sampling replaces such prompts (DAPO,
+    Yu et al. 2025, 3.2).
     """
-    return np.ptp(rewards.reshape(-1, samples_per_prompt), axis=1) > SAME
+    groups = rewards.reshape(-1, samples_per_prompt)
+    unknown = np.isnan(groups)
+    highest = np.where(unknown, -np.inf, groups).max(axis=1)
+    lowest = np.where(unknown, np.inf, groups).min(axis=1)
+    return highest - lowest > SAME
 
 
 def minibatches(batch: int, count: int, epochs: int, seed: int, step: int) -> Iterator[np.ndarray]:

@@ -29,8 +29,8 @@ from rlhf_jax.model.decoding import completed
 from rlhf_jax.model.packed import read_packed
 from rlhf_jax.model.transformer import cast, logits, stack
 from rlhf_jax.training.batching import minibatches
+from rlhf_jax.training.optimizer import Gradient, apply, examine
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.training.update import Gradient, apply
 from rlhf_jax.types import Array, Model, ModelConfig, PackedBatch, Rollout, TrainState
 
 __all__ = [
@@ -224,8 +224,9 @@ def _learn(
     for batch in batches:
         gradient = accumulate(gradient, student, ends, batch, settings=distillation.settings)
     assert gradient is not None
-    student, moments, norm = apply(
-        student, state.drafter_optimizer, gradient, optimizer=distillation.optimizer
+    (norm,), finite = examine((gradient,))
+    student, moments = apply(
+        student, state.drafter_optimizer, gradient, finite, optimizer=distillation.optimizer
     )
     state = dataclasses.replace(state, drafter=student, drafter_optimizer=moments)
     return state, gradient.metrics | {"drafter/gradient_norm": norm}

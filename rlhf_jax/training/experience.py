@@ -35,7 +35,9 @@ class AdvantageConfig:
         group = config.generation.samples_per_prompt
         return cls(
             estimator=advantage.estimator,
-            estimation=EstimatorConfig(group, advantage.discount, advantage.gae_lambda),
+            estimation=EstimatorConfig(
+                group, advantage.deviation, advantage.discount, advantage.gae_lambda
+            ),
             kl_estimator=config.kl.estimator,
             kl_in_reward=config.kl.place == "reward",
             missing_end=config.reward.missing_end,
@@ -72,16 +74,26 @@ def compute_advantages(
     rewards [B] float32, finished [B] bool (the response has an end), mask [B, T] bool (its tokens),
     the rest [B, T] float32, kl_coefficient [] float32. The first three results are [B, T]. In
     order: the penalty for a missing end, clipping, whitening, the KL penalty token by token, the
-    estimator. The KL to the reference is [] float32, in nats: the mean over the samples that are
-    trained on of the sum over tokens of k1, which an adaptive coefficient steers; there is none
-    without log-probs, which only a KL in the reward needs. Without the reference's it is 0.
+    estimator. A sample whose reward is NaN, as scoring failed, is not trained on, nor are the
+    samples of a group that has fewer than two rewards to compare. The KL to the reference is []
+    float32, in nats: the mean over the samples that are trained on of the sum over tokens of k1,
+    which an adaptive coefficient steers; there is none without log-probs, which only a KL in the
+    reward needs. Without the reference's it is 0.
     """
     chex.assert_rank([rewards, finished, mask], [1, 1, 2])
     rewards = penalise_and_clip(rewards, finished, config)
+    rewarded = ~jnp.isnan(rewards)
     if config.whiten:
-        rewards = whiten(rewards, jnp.ones(rewards.shape, bool), shift_mean=False)
+        whitened = whiten(rewards, rewarded, shift_mean=False)
+        rewards = jnp.where(rewarded, whitened, rewards)
 
-    trained = mask & finished[:, None] if config.drop_overlong else mask
+    estimator = ESTIMATORS[config.estimator]
+    learned = rewarded & finished if config.drop_overlong else rewarded
+    if estimator.compares_group:
+        groups = rewarded.reshape(-1, config.estimation.samples_per_prompt)
+        comparable = groups.sum(axis=1, keepdims=True) > 1
+        learned &= jnp.broadcast_to(comparable, groups.shape).reshape(-1)
+    trained = mask & learned[:, None]
     kl = jnp.zeros(mask.shape, jnp.float32)
     of_response = None
     if logprobs is not None:
@@ -92,6 +104,5 @@ def compute_advantages(
     coefficient = kl_coefficient if config.kl_in_reward else jnp.zeros_like(kl_coefficient)
     rewards_of_tokens = token_rewards(rewards, kl, mask, coefficient=coefficient)
 
-    estimate = ESTIMATORS[config.estimator].estimate
-    advantages, returns = estimate(rewards_of_tokens, values, trained, config.estimation)
+    advantages, returns = estimator.estimate(rewards_of_tokens, values, trained, config.estimation)
     return trained, advantages, returns, of_response

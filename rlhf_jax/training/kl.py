@@ -7,7 +7,16 @@ import jax.numpy as jnp
 
 from rlhf_jax.types import Array
 
-__all__ = ["KL", "adapt_kl", "kl_k1", "kl_k2", "kl_k3", "token_rewards"]
+__all__ = ["KL", "adapt_kl", "bounded", "kl_k1", "kl_k2", "kl_k3", "token_rewards"]
+
+
+# Nats: a log-ratio beyond is taken for this one before `exp`, which overflows beyond 88.
+LARGEST_LOG_RATIO = 20.0
+
+
+def bounded(log_ratio: Array) -> Array:
+    """Compute clip(x, -20, 20) of log-ratios of any shape, for `exp` alone: 0 stays exactly 0."""
+    return jnp.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def kl_k1(logprobs: Array, reference_logprobs: Array) -> Array:
@@ -36,7 +45,7 @@ def kl_k3(logprobs: Array, reference_logprobs: Array) -> Array:
     KL(p || p_ref) (Schulman 2020; DeepSeekMath, Shao et al. 2024, eq. 4).
     """
     difference = -kl_k1(logprobs, reference_logprobs)
-    return jnp.expm1(difference) - difference
+    return jnp.expm1(bounded(difference)) - difference
 
 
 # By the names that kl.estimator may have.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_jax.training.batching import MicroBatch
-from rlhf_jax.training.kl import kl_k1, kl_k3
+from rlhf_jax.training.kl import bounded, kl_k1, kl_k3
 from rlhf_jax.training.policy_losses import LossTerms, PolicyLoss, ppo
 from rlhf_jax.types import Array
 
@@ -157,7 +157,7 @@ def _old_metrics(now: Array, reference: Array, batch: MicroBatch) -> dict[str, j
     apart = jnp.where(batch.mask, now - batch.sampled_logprobs, 0.0)
     return {
         "kl/response": jnp.sum(kl_k1(now, reference)) / batch.samples,
-        "mismatch/kl": jnp.sum(jnp.expm1(apart) - apart) / batch.total,
+        "mismatch/kl": jnp.sum(jnp.expm1(bounded(apart)) - apart) / batch.total,
         "mismatch/mean": jnp.sum(jnp.abs(apart)) / batch.total,
         "mismatch/max": jnp.max(jnp.abs(apart)),
     }

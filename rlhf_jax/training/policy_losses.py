@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.runtime.extensions import Table
+from rlhf_jax.training.kl import bounded
 from rlhf_jax.types import Array
 
 DUAL_CLIP = 3.0  # c of Ye et al. 2020, table 2
@@ -33,7 +34,7 @@ class LossTerms(NamedTuple):
     @property
     def ratios(self) -> jax.Array:
         """Compute p / p_old of each token, 1 where masked out: [S, W] float32."""
-        return jnp.exp(jnp.where(self.mask, self.logprobs - self.old_logprobs, 0.0))
+        return jnp.exp(bounded(jnp.where(self.mask, self.logprobs - self.old_logprobs, 0.0)))
 
     def sample_means(self, x: Array) -> jax.Array:
         """Compute for each token the mean of x [S, W] over its sample: [S, W] float32."""
@@ -75,7 +76,7 @@ def gspo(terms: LossTerms) -> Array:
     apart = terms.logprobs - terms.old_logprobs
     of_sample = jax.lax.stop_gradient(terms.sample_means(apart))
     moved = terms.logprobs - jax.lax.stop_gradient(terms.logprobs)
-    return _clipped(jnp.exp(jnp.where(terms.mask, of_sample + moved, 0.0)), terms)
+    return _clipped(jnp.exp(bounded(jnp.where(terms.mask, of_sample + moved, 0.0))), terms)
 
 
 def cispo(terms: LossTerms) -> Array:

@@ -34,6 +34,7 @@ class TrainingSettings:
     entropy_coefficient: float = 0.0
     # The rest of an update is skipped once KL(old || now) of a minibatch exceeds it; 0 for never.
     target_kl: float = 0.0
+    max_skipped: int = 0  # minibatches in a row that may be skipped, as a number is not finite
     layout: Layout = ONE_DEVICE  # its dtype is the products'; weights are kept in float32
     remat: bool = True  # Only each layer's input is kept for the backward pass.
     chunk: int = CHUNK  # tokens whose logits exist at one time
@@ -59,6 +60,7 @@ class TrainingSettings:
             kl_estimator=KL[config.kl.estimator],
             entropy_coefficient=training.entropy_coefficient,
             target_kl=training.target_kl,
+            max_skipped=training.max_skipped,
             layout=layout,
             remat=remat,
             seed=config.seed,

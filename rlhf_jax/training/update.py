@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import struct
 
 from rlhf_jax.inference.logprobs import packed_logprobs
 from rlhf_jax.inference.packing import pack, padding_share
@@ -24,94 +23,26 @@ from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.runtime.compilation import Execute, call, compile_only
 from rlhf_jax.training.batching import MicroBatch, micro_batch, minibatches, select
 from rlhf_jax.training.losses import explained_variance, summed_policy_loss, summed_value_loss
+from rlhf_jax.training.optimizer import Gradient, Optimizers, apply, examine
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Experience, Model, TrainState
-
-
-@dataclasses.dataclass(frozen=True)
-class Optimizers:
-    """Hold what turns gradients into steps; without a critic its optimizer is None."""
-
-    policy: optax.GradientTransformation
-    critic: optax.GradientTransformation | None = None
-
-
-@struct.dataclass
-class Gradient:
-    """Hold the gradient of a minibatch, summed over the micro-batches so far, and its metrics."""
-
-    weights: Model  # float32
-    metrics: dict[str, jax.Array]
-
 
 LossFunction = Callable[
     [Model, MicroBatch, TrainingSettings], tuple[jax.Array, dict[str, jax.Array]]
 ]
 
 
-# By the names that training.schedule may have: of (rate, steps), the rate by step.
-SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {
-    "constant": lambda rate, steps: optax.constant_schedule(rate),
-    "linear": lambda rate, steps: optax.linear_schedule(rate, 0.0, steps),
-    "cosine": optax.cosine_decay_schedule,
-}
-
-
 class NonFiniteStep(ValueError):
-    """Report a number that is not finite, in a step that was therefore not taken.
+    """Report that minibatches had numbers that are not finite, more in a row than may be skipped.
 
-    `experience` is the batch that was to be learned from. `state`, where an update has begun, is
-    finite: it lacks the steps of the minibatches that went wrong.
+    `experience` is the batch that was to be learned from. `state` is finite: it lacks the steps of
+    the minibatches that went wrong.
     """
 
-    def __init__(self, message: str, experience: Experience, state: TrainState | None = None):
+    def __init__(self, message: str, experience: Experience, state: TrainState):
         super().__init__(message)
         self.experience = experience
         self.state = state
-
-
-def make_optimizer(
-    learning_rate: float,
-    *,
-    warmup_steps: int = 0,
-    schedule: str = "constant",
-    steps: int = 0,
-    max_grad_norm: float = 1.0,
-    weight_decay: float = 0.0,
-) -> optax.GradientTransformation:
-    """Return AdamW after clipping by the global norm (Loshchilov and Hutter 2019).
-
-    The rate rises linearly over `warmup_steps` and then stays, or falls to 0 over what is left of
-    `steps`, by one of `SCHEDULES`. Decay of weights spares norms and biases.
-    """
-
-    def decays(model: Model) -> Model:
-        names = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].name, model)
-        return jax.tree.map(lambda name: not name.endswith(("norm", "bias")), names)
-
-    rate = learning_rate
-    if warmup_steps or schedule != "constant":
-        falls = SCHEDULES[schedule](learning_rate, max(1, steps - warmup_steps))
-        rises = optax.linear_schedule(0.0, learning_rate, max(1, warmup_steps))
-        rate = optax.join_schedules([rises, falls], [warmup_steps])
-    adamw = optax.adamw(rate, weight_decay=weight_decay, mask=decays)
-    return optax.chain(clip_by_norm(max_grad_norm), adamw)
-
-
-def clip_by_norm(limit: float) -> optax.GradientTransformation:
-    """Return the transformation g * min(1, limit / |g|), with |g| over all gradients.
-
-    (Pascanu et al. 2013.) `optax.clip_by_global_norm` divides each entry. That is too costly for
-    XLA to repeat in each of Adam's moments, so it stores a second copy of the gradients. A product
-    is repeated, and nothing is stored.
-    """
-
-    def clip(grads, params):
-        del params
-        scale = jnp.minimum(1.0, limit / optax.global_norm(grads))
-        return jax.tree.map(lambda leaf: leaf * scale, grads)
-
-    return optax.stateless(clip)
 
 
 def init_train_state(
@@ -153,19 +84,21 @@ def update(
     settings: TrainingSettings,
     kl_weight: float = 0.0,
     observe: Callable[[PhaseParts], None] = lambda parts: None,
+    skipped: int = 0,
 ) -> tuple[TrainState, dict[str, float]]:
     """Train on one experience: `epochs` times `minibatches` optimizer steps.
 
     The given state is used up. A minibatch's loss is a weighted sum over its tokens, so the result
-    does not depend on `microbatch_rows` or `length_bucket`. Policy and critic take their steps one
-    after the other, so their activations never coexist. `kl_weight` is that of the divergence in
-    the loss. `observe` is called before each minibatch, with its micro-batches. `step` counts
-    updates and, with the seed, orders the rows. In the first `critic_steps_alone` updates the
-    policy stays as it is.
+    does not depend on `microbatch_rows` or `length_bucket`. Gradients of policy and critic are
+    taken one after the other, so their activations never coexist. `kl_weight` is that of the
+    divergence in the loss. `observe` is called before each minibatch, with its micro-batches.
+    `step` counts updates and, with the seed, orders the rows. In the first `critic_steps_alone`
+    updates the policy stays as it is.
 
-    The metrics, means over the minibatches (maxima for `.../max`), are read from the device once,
-    at the end; with `target_kl`, one of them after each minibatch. NonFiniteStep if one is not
-    finite: such a step was not taken.
+    A minibatch of which a number is not finite, the policy's or the critic's, is skipped: neither
+    takes a step. NonFiniteStep where more than `max_skipped` come in a row, of which `skipped` came
+    before this update. The metrics, means over the other minibatches (maxima for `.../max`), are
+    read from the device once, at the end; with `target_kl`, one of them after each minibatch.
     """
     host = jax.tree.map(np.asarray, experience)
     parts_of_epoch = (len(host.rewards), settings.minibatches)
@@ -182,37 +115,25 @@ def update(
         parts, share = _micro_batches(select(host, rows), kl_weight, settings)
         padding.append(share)
         observe(progress := PhaseParts(len(parts) * (1 if optimizers.critic is None else 2)))
-        history.append({})
+        of_policy = of_critic = None
         if step >= settings.critic_steps_alone:
-            gradient = _sum_gradients(policy_objective, state.policy, parts, settings, progress)
-            history[-1] |= gradient.metrics
-            if settings.target_kl and float(gradient.metrics["kl/old"]) > settings.target_kl:
+            of_policy = _sum_gradients(policy_objective, state.policy, parts, settings, progress)
+            if settings.target_kl and float(of_policy.metrics["kl/old"]) > settings.target_kl:
+                history.append(of_policy.metrics)
                 break
-            policy, moments, norm = apply(
-                state.policy, state.optimizer, gradient, optimizer=optimizers.policy
-            )
-            state = dataclasses.replace(state, policy=policy, optimizer=moments)
-            history[-1] |= {"gradient/norm": norm}
-            del gradient  # The critic needs its memory.
-
         if optimizers.critic is not None:
             critic = typed(Model, state.critic)
-            gradient = _sum_gradients(critic_objective, critic, parts, settings, progress)
-            critic, moments, norm = apply(
-                critic, state.critic_optimizer, gradient, optimizer=optimizers.critic
-            )
-            state = dataclasses.replace(state, critic=critic, critic_optimizer=moments)
-            history[-1] |= gradient.metrics | {"critic/gradient_norm": norm}
-            del gradient  # So does the policy.
+            of_critic = _sum_gradients(critic_objective, critic, parts, settings, progress)
+        state, metrics = _take_steps(state, of_policy, of_critic, optimizers)
+        history.append(metrics)
         done += 1
 
-    metrics = _means(jax.device_get(history), experience, state)
-    metrics["training/minibatches_done"] = float(done)
+    metrics = _means(jax.device_get(history), experience, state, settings.max_skipped, skipped)
+    metrics["training/minibatches_done"] = done - metrics["training/skipped"]
     metrics["training/padding"] = float(np.mean(padding)) if padding else 0.0
     if host.values is not None:
-        metrics["critic/explained_variance"] = explained_variance(
-            host.values, host.returns, host.mask
-        )
+        explained = explained_variance(host.values, host.returns, host.mask)
+        metrics |= {"critic/explained_variance": explained} if math.isfinite(explained) else {}
     return dataclasses.replace(state, step=state.step + 1), metrics
 
 
@@ -230,9 +151,13 @@ def compile_update(
     if optimizers.critic is not None:
         critic = typed(Model, state.critic)
         learners.append((critic_objective, critic, state.critic_optimizer, optimizers.critic))
-    for objective, model, moments, optimizer in learners:
-        gradient = _sum_gradients(objective, model, parts, settings, execute=compile_only)
-        compile_only(apply, model, moments, gradient, optimizer=optimizer)
+    gradients = [
+        _sum_gradients(objective, model, parts, settings, execute=compile_only)
+        for objective, model, _, _ in learners
+    ]
+    _, finite = compile_only(examine, tuple(gradients))
+    for (_, model, moments, optimizer), gradient in zip(learners, gradients, strict=True):
+        compile_only(apply, model, moments, gradient, finite, optimizer=optimizer)
 
 
 def policy_objective(
@@ -297,32 +222,36 @@ def accumulate(
     return Gradient(jax.tree.map(jnp.add, total.weights, weights), merged)
 
 
-@functools.partial(jax.jit, static_argnames="optimizer", donate_argnums=(0, 1))
-def apply(
-    model: Model,
-    moments: optax.OptState,
-    gradient: Gradient,
-    *,
-    optimizer: optax.GradientTransformation,
-) -> tuple[Model, optax.OptState, jax.Array]:
-    """Take one optimizer step in place; return also the gradient's global norm before clipping.
+def _take_steps(
+    state: TrainState,
+    of_policy: Gradient | None,
+    of_critic: Gradient | None,
+    optimizers: Optimizers,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Take a minibatch's steps of policy and critic, or none where a number is not finite.
 
-    The norm is [] float32. Where it or a metric is not finite, model and moments stay as they are.
+    Returns the state and all metrics, norms included. A model without a gradient stays as it is.
     """
-    norm = optax.global_norm(gradient.weights)
-    finite = jnp.isfinite(jnp.stack([norm, *gradient.metrics.values()])).all()
-
-    def step():
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
-            changes, new = optimizer.update(
-                typed(optax.Updates, gradient.weights), moments, typed(optax.Params, model)
-            )
-        return optax.apply_updates(typed(optax.Params, model), changes), new
-
-    # A branch, not a choice leaf by leaf: XLA would store new moments and weights beside the old
-    # ones to choose from.
-    model, moments = jax.lax.cond(finite, step, lambda: (model, moments))
-    return model, moments, norm
+    given = tuple(gradient for gradient in (of_policy, of_critic) if gradient is not None)
+    norms, finite = examine(given)
+    metrics: dict[str, jax.Array] = {}
+    if of_policy is not None:
+        policy, moments = apply(
+            state.policy, state.optimizer, of_policy, finite, optimizer=optimizers.policy
+        )
+        state = dataclasses.replace(state, policy=policy, optimizer=moments)
+        metrics |= of_policy.metrics | {"gradient/norm": norms[0]}
+    if of_critic is not None:
+        critic, moments = apply(
+            typed(Model, state.critic),
+            state.critic_optimizer,
+            of_critic,
+            finite,
+            optimizer=typed(optax.GradientTransformation, optimizers.critic),
+        )
+        state = dataclasses.replace(state, critic=critic, critic_optimizer=moments)
+        metrics |= of_critic.metrics | {"critic/gradient_norm": norms[-1]}
+    return state, metrics
 
 
 def _micro_batches(
@@ -364,26 +293,51 @@ def _sum_gradients(
 
 
 def _means(
-    history: list[dict[str, Any]], experience: Experience, state: TrainState
+    history: list[dict[str, Any]],
+    experience: Experience,
+    state: TrainState,
+    max_skipped: int,
+    in_row: int,
 ) -> dict[str, float]:
     """Return each metric's mean over the minibatches that have it, or its maximum for `.../max`.
 
-    NonFiniteStep for the first one that is not finite. Without a minibatch a few metrics are 0.
+    Minibatches with a number that is not finite were skipped, and are only counted; `in_row` were
+    skipped before. NonFiniteStep where more than `max_skipped` come in a row. Without a minibatch a
+    few metrics are 0.
     """
+    taken = []
     for index, metrics in enumerate(history):
         broken = [name for name, value in metrics.items() if not math.isfinite(value)]
-        if broken:
+        in_row = in_row + 1 if broken else 0
+        if not broken:
+            taken.append(metrics)
+        elif in_row > max_skipped:
             # A loss says more than what follows from it.
             name = min(broken, key=lambda name: not name.startswith("loss/"))
             raise NonFiniteStep(
                 f"{name} is {float(metrics[name])} in minibatch {index + 1} of update"
-                f" {int(state.step)}; its step was"
-                " not taken: look for a reward out of scale, or lower the learning rate.",
+                f" {int(state.step)}{_not_finite(experience)}; its step was not taken, and"
+                f" training.max_skipped is {max_skipped}: look for a reward out of scale, or lower"
+                " the learning rate.",
                 experience,
                 state,
             )
     means = {"loss/policy": 0.0, "kl/mean": 0.0, "gradient/norm": 0.0}
-    for name in dict.fromkeys(name for metrics in history for name in metrics):
-        values = [float(metrics[name]) for metrics in history if name in metrics]
+    for name in dict.fromkeys(name for metrics in taken for name in metrics):
+        values = [float(metrics[name]) for metrics in taken if name in metrics]
         means[name] = max(values) if name.endswith("/max") else float(np.mean(values))
-    return means
+    skipped = float(len(history) - len(taken))
+    return means | {"training/skipped": skipped, "training/skipped_in_row": float(in_row)}
+
+
+def _not_finite(experience: Experience) -> str:
+    """Say how many numbers of which kind are not finite, of those that a loss reads."""
+    told = ""
+    for name in ("logprobs", "reference_logprobs", "values", "advantages"):
+        numbers = getattr(experience, name)
+        bad = 0 if numbers is None else int((~np.isfinite(numbers[experience.mask])).sum())
+        if bad:
+            told += (
+                f", where {bad} of {int(experience.mask.sum())} {name.replace('_', ' ')} are not"
+            )
+    return told

@@ -116,11 +116,21 @@ def _mismatch(run: RunRecord) -> Iterator[str]:
 
 
 def _failed(run: RunRecord) -> Iterator[str]:
-    for key in sorted({key for row in run.metrics for key in row if key.endswith("/failed")}):
+    terms = {key for row in run.metrics for key in row if key.endswith("/failed")}
+    for key in sorted(terms - {"reward/failed"}):
         failed = float(series(run.metrics, key).values.sum())
         if failed:
             name = key.removeprefix("reward/").removesuffix("/failed")
             yield f"The reward {name} failed on {failed:,.0f} responses: samples.jsonl has them."
+
+
+def _skipped(run: RunRecord) -> Iterator[str]:
+    skipped = float(series(run.metrics, "training/skipped").values.sum())
+    if skipped:
+        yield (
+            f"{skipped:,.0f} minibatches were skipped, as a number was not finite: look for a"
+            " reward out of scale, or lower the learning rate."
+        )
 
 
 def _recent(values: np.ndarray) -> float:
@@ -136,4 +146,5 @@ CHECKS: tuple[Callable[[RunRecord], Iterator[str]], ...] = (
     _without_signal,
     _mismatch,
     _failed,
+    _skipped,
 )

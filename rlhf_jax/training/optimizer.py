@@ -1,0 +1,117 @@
+"""From gradients to steps: optimizers and their rates, and the one step that they take."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import cast as typed
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from rlhf_jax.types import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizers:
+    """Hold what turns gradients into steps; without a critic its optimizer is None."""
+
+    policy: optax.GradientTransformation
+    critic: optax.GradientTransformation | None = None
+
+
+@struct.dataclass
+class Gradient:
+    """Hold the gradient of a minibatch, summed over the micro-batches so far, and its metrics."""
+
+    weights: Model  # float32
+    metrics: dict[str, jax.Array]
+
+
+# By the names that training.schedule may have: of (rate, steps), the rate by step.
+SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {
+    "constant": lambda rate, steps: optax.constant_schedule(rate),
+    "linear": lambda rate, steps: optax.linear_schedule(rate, 0.0, steps),
+    "cosine": optax.cosine_decay_schedule,
+}
+
+
+def make_optimizer(
+    learning_rate: float,
+    *,
+    warmup_steps: int = 0,
+    schedule: str = "constant",
+    steps: int = 0,
+    max_grad_norm: float = 1.0,
+    weight_decay: float = 0.0,
+) -> optax.GradientTransformation:
+    """Return AdamW after clipping by the global norm (Loshchilov and Hutter 2019).
+
+    The rate rises linearly over `warmup_steps` and then stays, or falls to 0 over what is left of
+    `steps`, by one of `SCHEDULES`. Decay of weights spares norms and biases.
+    """
+
+    def decays(model: Model) -> Model:
+        names = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].name, model)
+        return jax.tree.map(lambda name: not name.endswith(("norm", "bias")), names)
+
+    rate = learning_rate
+    if warmup_steps or schedule != "constant":
+        falls = SCHEDULES[schedule](learning_rate, max(1, steps - warmup_steps))
+        rises = optax.linear_schedule(0.0, learning_rate, max(1, warmup_steps))
+        rate = optax.join_schedules([rises, falls], [warmup_steps])
+    adamw = optax.adamw(rate, weight_decay=weight_decay, mask=decays)
+    return optax.chain(clip_by_norm(max_grad_norm), adamw)
+
+
+def clip_by_norm(limit: float) -> optax.GradientTransformation:
+    """Return the transformation g * min(1, limit / |g|), with |g| over all gradients.
+
+    (Pascanu et al. 2013.) `optax.clip_by_global_norm` divides each entry. That is too costly for
+    XLA to repeat in each of Adam's moments, so it stores a second copy of the gradients. A product
+    is repeated, and nothing is stored.
+    """
+
+    def clip(grads, params):
+        del params
+        scale = jnp.minimum(1.0, limit / optax.global_norm(grads))
+        return jax.tree.map(lambda leaf: leaf * scale, grads)
+
+    return optax.stateless(clip)
+
+
+@jax.jit
+def examine(gradients: tuple[Gradient, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Return the global norm of each gradient, and whether all that is known of them is finite.
+
+    The norms are [] float32, before clipping; the answer is [] bool, over the metrics as well.
+    """
+    norms = tuple(optax.global_norm(gradient.weights) for gradient in gradients)
+    told = [number for gradient in gradients for number in gradient.metrics.values()]
+    return norms, jnp.isfinite(jnp.stack([*norms, *told])).all()
+
+
+@functools.partial(jax.jit, static_argnames="optimizer", donate_argnums=(0, 1))
+def apply(
+    model: Model,
+    moments: optax.OptState,
+    gradient: Gradient,
+    finite: jax.Array,
+    *,
+    optimizer: optax.GradientTransformation,
+) -> tuple[Model, optax.OptState]:
+    """Take one optimizer step in place; where not `finite` [] bool, all stays as it is."""
+
+    def step():
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
+            changes, new = optimizer.update(
+                typed(optax.Updates, gradient.weights), moments, typed(optax.Params, model)
+            )
+        return optax.apply_updates(typed(optax.Params, model), changes), new
+
+    # A branch, not a choice leaf by leaf: XLA would store new moments and weights beside the old
+    # ones to choose from.
+    return jax.lax.cond(finite, step, lambda: (model, moments))
