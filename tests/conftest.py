@@ -44,13 +44,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Strict promotion, compiled programs kept between runs, and SIGINT heard here and by what
-    tests start.
+    """Strict promotion, compiled programs kept between runs, and signals heard by what tests
+    start.
     """
     if config.getoption("--kernels") == "interpret":
         _interpret_kernels()
-    # a job in the background has it ignored
+    # a job in the background has it ignored, one under nohup the other
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)  # which no process that is started inherits
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     cache = getattr(config, "cache", None)
     if cache is not None:
