@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.dispatch import REFERENCE, Kernels
@@ -191,7 +192,9 @@ def make_mesh(
             for device in devices
             if ranks.index(device.process_index) // group_ranks == group
         ]
-        parts.append(jax.make_mesh(group_shape, AXES, axis_types=AXIS_TYPES, devices=own).devices)
+        # a TPU's axes may be split: tensor=2 in a slice of 4x4x4 chips takes half of one
+        torus = mesh_utils.create_device_mesh(group_shape, own, allow_split_physical_axes=True)
+        parts.append(torus)
     return Mesh(np.concatenate(parts), AXES, axis_types=AXIS_TYPES)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from tpu_topology import devices, needs_libtpu
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.mesh import Layout
@@ -49,6 +50,23 @@ def test_minus_one_takes_the_rest(wanted, shape):
 
 def test_a_mesh_may_use_some_of_the_devices():
     assert meshes.make_mesh(1, -1, 1, devices=jax.devices()[:2]).shape["fsdp"] == 2
+
+
+@needs_libtpu
+@pytest.mark.slow  # for its compiler, `.[pod]`, not for its time
+@pytest.mark.parametrize("slices", [1, 4])
+@pytest.mark.parametrize("tensor", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("topology", ["v5p:4x4x4", "v5p:8x8x8", "v5e:8x8"])
+def test_axes_of_a_pod_may_split_those_of_its_torus(topology, tensor, slices):
+    """Each chip has one place, and the two of tensor=2 are neighbours."""
+    chips = devices(topology)
+    made = meshes.make_mesh(1, -1, tensor, devices=chips, slices=slices).devices
+    assert made.shape == (slices, 1, len(chips) // tensor // slices, tensor)
+    assert len({chip.id for chip in made.flat}) == len(chips)
+    if tensor == 2:
+        for pair in made.reshape(-1, 2):
+            apart = np.abs(np.subtract(pair[0].coords, pair[1].coords))
+            assert sorted(apart.tolist()) == [0, 0, 1]
 
 
 @pytest.mark.parametrize(
