@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+from offspring import ended
 
 from rlhf_jax.rewards import combination
 from rlhf_jax.rewards import workers as reward_worker
@@ -108,19 +109,6 @@ def mischief(tmp_path_factory):
 def workers(mischief):
     with Workers(f"{mischief}:mischief", 2, 20.0) as pool:
         yield pool
-
-
-def ended(pid, patience=10.0):
-    """Whether a process is gone, or a zombie that nobody collects, before patience is."""
-    deadline = time.monotonic() + patience
-    while time.monotonic() < deadline:
-        state = subprocess.run(
-            ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True
-        ).stdout
-        if not state.strip() or state.startswith("Z"):
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def test_scores_come_in_the_order_of_the_answers(mischief):
