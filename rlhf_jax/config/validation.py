@@ -27,7 +27,7 @@ from rlhf_jax.config.schema import Config, flat
 from rlhf_jax.data.rows import is_dataset, is_file_name
 from rlhf_jax.mesh import Layout
 from rlhf_jax.monitoring import sinks
-from rlhf_jax.rewards.sources import source_of
+from rlhf_jax.rewards.sources import check_rewards
 from rlhf_jax.runtime import mirror
 from rlhf_jax.runtime.files import find, is_remote
 from rlhf_jax.training import kl
@@ -62,7 +62,8 @@ STUDENT_FIELDS = (
 def validate(config: Config, num_devices: int, num_processes: int = 1) -> None:
     """Raise ValueError or FileNotFoundError, in one sentence, for the first thing that cannot work.
 
-    Files are looked for and the rewards imported; the model itself is checked where it is opened.
+    Files are looked for, and rewards imported in processes of their own; the model is checked where
+    it is opened.
     """
     for name, value in flat(config).items():
         finite = not isinstance(value, float) or math.isfinite(value)
@@ -239,7 +240,7 @@ def _check_training(config: Config) -> None:
 
 
 def _check_rewards(config: Config) -> None:
-    """Check that rewards can be computed, weighed and told apart; functions are imported."""
+    """Check that rewards can be computed, weighed and told apart."""
     reward = config.reward
     terms = len(reward.functions) + len(reward.models)
     require(
@@ -263,12 +264,11 @@ def _check_rewards(config: Config) -> None:
     require(numbers, f"reward.weights is {reward.weights}; it must hold finite numbers.")
     require_positive(config, "reward.workers", "reward.concurrency", "reward.seconds")
     require_not_negative(config, "reward.missing_end", "reward.clip")
-    for spec in (*reward.functions, *reward.metrics.values()):
-        source_of(spec).check(spec)
     require(
         "reward" not in reward.metrics,
         "reward.metrics names a measure 'reward', which is training's; rename it.",
     )
+    check_rewards(config)
 
 
 def _check_advantage(config: Config) -> None:
