@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import math
 import re
@@ -187,6 +188,7 @@ def _check_files(config: Config) -> None:
         "data.train is empty; give a .jsonl or .parquet file of prompts, or a data set.",
     )
     require_one_of(config, "data.on_bad_row", ("error", "skip"))
+    _check_date(config)
     taken = {"messages", "add_generation_prompt"} & set(config.data.template_arguments)
     require(
         not taken,
@@ -201,6 +203,16 @@ def _check_files(config: Config) -> None:
             f"data.{key} is {path}, which is no .jsonl or .parquet file but a data set: pip install"
             " 'rlhf_jax[datasets]' to read it.",
         )
+
+
+def _check_date(config: Config) -> None:
+    """Check that chat templates are told a day that there is, in the one form that is compared."""
+    date = config.data.date
+    try:
+        fits = not date or datetime.date.fromisoformat(date).isoformat() == date
+    except ValueError:
+        fits = False
+    require(fits, f"data.date is {date!r}; it must be a day as 2024-01-31, or ''.")
 
 
 def _check_evaluation(config: Config) -> None:

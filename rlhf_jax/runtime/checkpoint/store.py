@@ -271,12 +271,25 @@ def read_part(folder: str | Path, template: Any, step: int | None = None) -> Res
         ) from damage
 
 
+def saved_identity(folder: Path) -> dict[str, Any]:
+    """Return the identity of the latest checkpoint whose document is whole; {} without one.
+
+    Raises OSError where one cannot be read but nothing proves it damaged.
+    """
+    for step in reversed(steps(folder)):
+        with contextlib.suppress(Damaged):
+            return dict(_read_document(folder / str(step))["identity"])
+    return {}
+
+
 def _read_document(folder: Path) -> dict[str, Any]:
     """Return the document of a checkpoint; Damaged where it is of another step than its folder."""
     document = documents.read(folder / HOST / DOCUMENT)
     step = document.get("step", int(folder.name))  # that of an earlier version has none
     if step != int(folder.name):
         raise Damaged(f"it is the one of step {step}, renamed or copied")
+    if not all(isinstance(document.get(part), dict) for part in ("identity", "leaves", "host")):
+        raise Damaged(f"{DOCUMENT} lacks a part")
     return document
 
 
