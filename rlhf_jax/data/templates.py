@@ -33,7 +33,9 @@ def serve() -> None:
     One that takes too long ends the process by SIGALRM, whatever it is doing: the kernel does that,
     and does so where the parent is gone, too.
     """
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    memory = MEMORY if most == resource.RLIM_INFINITY else min(MEMORY, most)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     source, day, seconds = json.loads(sys.stdin.buffer.readline())
     now = datetime.datetime.fromisoformat(day)

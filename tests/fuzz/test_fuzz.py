@@ -21,6 +21,10 @@ FILES = (
     "parquet",
     "document",
     "message",
+    "arrays",
+    "leaves",
+    "manifest",
+    "kept",
 )
 
 
