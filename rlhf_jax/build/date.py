@@ -8,8 +8,6 @@ from rlhf_jax.config.schema import Config
 from rlhf_jax.runtime.checkpoint.store import saved_identity
 from rlhf_jax.runtime.mirror import folder_of
 
-KEY = "data.date"
-
 
 def date_of_run(config: Config) -> str:
     """Return the config's day, else that of the run's latest checkpoint, else today, YYYY-MM-DD.
@@ -19,4 +17,4 @@ def date_of_run(config: Config) -> str:
     if config.data.date:
         return config.data.date
     saved = saved_identity(folder_of(config.workdir) / "checkpoints")
-    return saved.get(KEY) or datetime.date.today().isoformat()
+    return saved.get("data.date") or datetime.date.today().isoformat()

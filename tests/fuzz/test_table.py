@@ -49,6 +49,7 @@ JSON_FILES = (
     "kept",
     "leaves",
 )
+LEAF = ("tree_metadata", "('weights',)")
 BINARY_FILES = (
     "safetensors",
     "gguf",
@@ -173,6 +174,8 @@ def cases_of_json() -> Iterator[tuple[str, str, Change]]:
         yield "index", f"weight_map {what}", with_value(("weight_map",), value)
         yield "index", f"a file {what}", with_value(("weight_map", "lm_head.weight"), value)
         yield "document", f"host {what}", with_value(("host",), value)
+        yield "leaves", f"arrays {what}", with_value(("tree_metadata",), value)
+        yield "leaves", f"name {what}", with_value((*LEAF, "key_metadata", 0, "key"), value)
         yield "safetensors", f"header {what}", with_header(damage.as_json(value))
     for key in CONFIG_KEYS:
         yield "config", f"{key} missing", without_key(key)
