@@ -234,7 +234,7 @@ def test_a_reward_is_imported_by_processes_alone(tmp_path):
     )
     config = default_config()
     config.reward.functions = (f"{tmp_path}/tells.py:f",)
-    sources.check_rewards(config)
+    sources.check_sources(config)
     importers = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
     assert len(importers) == 1 and importers != [os.getpid()] and ended(importers[0])
     with Workers(f"{tmp_path}/tells.py:f", 2, 20.0) as pool:
@@ -287,7 +287,7 @@ def test_checked_rewards_are_imported_at_one_time(tmp_path):
     config = default_config()
     config.reward.functions = (f"{tmp_path}/waits.py:a", f"{tmp_path}/waits.py:b")
     config.reward.metrics = {"other": f"{tmp_path}/waits.py:c"}
-    sources.check_rewards(config)
+    sources.check_sources(config)
 
 
 FORKS = """

@@ -28,7 +28,7 @@ from rlhf_jax.config.schema import Config, flat
 from rlhf_jax.data.rows import is_dataset, is_file_name
 from rlhf_jax.mesh import Layout
 from rlhf_jax.monitoring import sinks
-from rlhf_jax.rewards.sources import check_rewards
+from rlhf_jax.rewards.sources import check_sources
 from rlhf_jax.runtime import mirror
 from rlhf_jax.runtime.files import find, is_remote
 from rlhf_jax.training import kl
@@ -87,6 +87,8 @@ def validate(config: Config, num_devices: int, num_processes: int = 1) -> None:
         _check_kl(config)
     objective.validate(config)
     _check_devices(config, num_devices, num_processes)
+    if objective.uses_rewards:  # last, as the functions are imported
+        check_sources(config)
 
 
 def validate_models(config: Config, models: ModelConfigs) -> None:
@@ -280,7 +282,6 @@ def _check_rewards(config: Config) -> None:
         "reward" not in reward.metrics,
         "reward.metrics names a measure 'reward', which is training's; rename it.",
     )
-    check_rewards(config)
 
 
 def _check_advantage(config: Config) -> None:

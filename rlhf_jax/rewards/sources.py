@@ -53,7 +53,7 @@ class FunctionSource(RewardSource):
         return spec.rpartition(":")[2]
 
     def check(self, spec: str) -> None:
-        """Look for the file; `check_rewards` has the function imported, in a process of its own."""
+        """Look for the file; `check_sources` has the function imported, in a process of its own."""
         split_name(READY.get(spec, spec), "Reward")
 
     def open(
@@ -91,7 +91,7 @@ def source_of(spec: str) -> RewardSource:
     return SOURCES[scheme]
 
 
-def check_rewards(config: Config) -> None:
+def check_sources(config: Config) -> None:
     """Raise ValueError or FileNotFoundError for the first reward or measure that cannot work.
 
     Functions are imported by processes of their own, all at one time.
