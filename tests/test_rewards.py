@@ -16,7 +16,7 @@ from offspring import ended
 from rlhf_jax.config import default as default_config
 from rlhf_jax.rewards import combination, sources
 from rlhf_jax.rewards import workers as reward_worker
-from rlhf_jax.rewards.combination import Response, Term, as_scores, weighted
+from rlhf_jax.rewards.combination import Response, Score, Term, as_scores, weighted
 from rlhf_jax.rewards.signatures import Form, Signature
 from rlhf_jax.rewards.workers import Workers
 
@@ -316,6 +316,18 @@ def test_a_reward_that_forks_answers_once(name, tmp_path):
             assert scores.failures == {}
             assert scores.values[1:-1].tolist() == [*map(float, range(40)), 3.0]
             assert scores.values[0] == scores.values[-1], "no process was replaced"
+
+
+def test_replies_that_nobody_took_in_time_are_not_late(tmp_path, monkeypatch):
+    """Whoever asks may be away for longer than a call may take, compiling."""
+    monkeypatch.setattr(reward_worker, "GRACE", 0.0)
+    (tmp_path / "quick.py").write_text("async def f(prompt, response, row):\n    return 1.0\n")
+    with Workers(f"{tmp_path}/quick.py:f", 1, 1.0, concurrency=8) as pool:
+        for key in range(8):
+            pool.begin(key, answers("1")[0], (key,))
+        pool.advance()
+        time.sleep(1.5)
+        assert pool.collect() == dict.fromkeys(range(8), Score(1.0))
 
 
 def test_a_reward_that_forks_when_it_is_imported_is_ready_once(tmp_path):

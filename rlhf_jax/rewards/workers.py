@@ -196,7 +196,8 @@ class Workers:
         for pipe in connection.wait(list(busy), min(max(0.0, left), patience)):
             self._receive(busy[pipe])  # pyright: ignore[reportArgumentType]
         for child in self._children.copy():
-            if child.busy and child.deadline <= time.monotonic():
+            late = child.busy and child.deadline <= time.monotonic()
+            if late and not child.pipe.poll():  # nor is a reply there that was not taken yet
                 self._give_up(child, self._lateness(child))
         if self._hung >= HANGS and not self._works:
             raise ValueError(
