@@ -84,6 +84,7 @@ def do_run(
     with mirrored(config.workdir):
         if prompts is not None:
             config.data.train = str(_keep_prompts(config, prompts))
+        config.data.date = distributed.run_on_leader(lambda: build.date_of_run(config))
         opened = distributed.run_on_all(lambda: build.prepare(config))
         distributed.run_on_all(lambda: print_setup(opened))
         with Session(opened, callbacks) as session:

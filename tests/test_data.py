@@ -24,11 +24,14 @@ class Words:
     def encode(self, text):
         return [len(word) for word in text.split()]
 
-    def encode_chat(self, messages, add_generation_prompt, **arguments):
-        return self.encode(
-            " ".join(f"<{message['role']}> {message['content']}" for message in messages)
-            + " <assistant>"
-        )
+    def encode_chats(self, chats, /, add_generation_prompt, **arguments):
+        return [
+            self.encode(
+                " ".join(f"<{message['role']}> {message['content']}" for message in messages)
+                + " <assistant>"
+            )
+            for messages in chats
+        ]
 
 
 def write(folder, text, name="prompts.jsonl"):
@@ -182,8 +185,8 @@ def test_raw_prompts_and_what_a_template_reads():
     assert kept.tokens[1].tolist() == [8, 2, 6, 6, 5, 11], "a chat has no other form"
 
     class Thinks(Words):
-        def encode_chat(self, messages, add_generation_prompt, **arguments):
-            return [int(arguments["enable_thinking"]), int(add_generation_prompt)]
+        def encode_chats(self, chats, /, add_generation_prompt, **arguments):
+            return [[int(arguments["enable_thinking"]), int(add_generation_prompt)] for _ in chats]
 
     given = {"enable_thinking": False}
     kept = prompts.tokenize(rows, Thinks(), "", max_prompt_tokens=8, template_arguments=given)

@@ -445,7 +445,7 @@ def hostile(prompt, response, row):
         ("raw", struct.pack("!i", 100) + b"ten bytes.", "began a reply and did not end it"),
         ("message", b"x" * 1_100_000, "sent no reply of at most 1,048,576 bytes"),
         ("message", encode(StillQueued()), "sent no reply (A reward process sent a value of type"),
-        ("message", encode(calls.WorkerReady()), "sent a reply out of turn"),
+        ("message", encode(calls.WorkerReady("one", False)), "sent a reply out of turn"),
     ],
     ids=["a pickle", "raw bytes", "half a reply", "too long", "another message", "out of turn"],
 )

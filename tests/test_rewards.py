@@ -11,10 +11,13 @@ import time
 
 import numpy as np
 import pytest
+from offspring import ended
 
-from rlhf_jax.rewards import combination
+from rlhf_jax.config import default as default_config
+from rlhf_jax.rewards import combination, sources
 from rlhf_jax.rewards import workers as reward_worker
-from rlhf_jax.rewards.combination import Response, Term, as_scores, weighted
+from rlhf_jax.rewards.combination import Response, Score, Term, as_scores, weighted
+from rlhf_jax.rewards.signatures import Form, Signature
 from rlhf_jax.rewards.workers import Workers
 
 SENTIMENT = "configs/rewards/sentiment.py"
@@ -110,19 +113,6 @@ def workers(mischief):
         yield pool
 
 
-def ended(pid, patience=10.0):
-    """Whether a process is gone, or a zombie that nobody collects, before patience is."""
-    deadline = time.monotonic() + patience
-    while time.monotonic() < deadline:
-        state = subprocess.run(
-            ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True
-        ).stdout
-        if not state.strip() or state.startswith("Z"):
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def test_scores_come_in_the_order_of_the_answers(mischief):
     with Workers(f"{mischief}:slow_first", 2, 20.0) as pool:
         scores = pool(answers(*map(str, range(9))))
@@ -138,8 +128,9 @@ def test_processes_are_kept_between_calls_and_see_the_row(workers):
     assert workers([]).values.shape == (0,)
 
 
-def test_a_process_needs_no_jax_and_what_it_prints_is_harmless(workers, capfd):
-    assert workers(answers("jax", "chatter", "7")).values.tolist() == [0.0, 1.0, 7.0]
+def test_a_process_needs_no_jax_and_what_it_prints_is_harmless(mischief, capfd):
+    with Workers(f"{mischief}:mischief", 2, 20.0) as workers:
+        assert workers(answers("jax", "chatter", "7")).values.tolist() == [0.0, 1.0, 7.0]
     out, err = capfd.readouterr()
     assert not out and err.count("x") >= 10_000 and err.count("y") >= 10_000
 
@@ -236,16 +227,113 @@ def test_whoever_observes_may_stop_a_call(mischief):
         assert pool(answers("1")).values.tolist() == [1.0]
 
 
+def test_a_reward_is_imported_by_processes_alone(tmp_path):
+    (tmp_path / "tells.py").write_text(
+        f"import pathlib, os\npathlib.Path('{tmp_path}', str(os.getpid())).touch()\n"
+        "async def f(prompt, responses, row):\n    return [1.0]\n"
+    )
+    config = default_config()
+    config.reward.functions = (f"{tmp_path}/tells.py:f",)
+    sources.check_sources(config)
+    importers = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
+    assert len(importers) == 1 and importers != [os.getpid()] and ended(importers[0])
+    with Workers(f"{tmp_path}/tells.py:f", 2, 20.0) as pool:
+        assert pool.signature() == Signature(Form.GROUP, True)
+        assert pool(answers("1")).values.tolist() == [1.0]
+
+
 def test_a_reward_that_imports_only_here_is_refused(tmp_path):
     (tmp_path / "fussy.py").write_text(
         "import sys\nsys.modules['pytest']\ndef f(*_):\n    return 1.0\n"
     )
-    with Workers(f"{tmp_path}/fussy.py:f", 1, 20.0) as pool, pytest.raises(ValueError) as caught:
+    spec = f"{tmp_path}/fussy.py:f"
+    with Workers(spec, 1, 20.0) as pool, pytest.raises(ValueError) as caught:
         pool(answers("1"))
-    assert "does not start in a process of its own: Reward" in str(caught.value)
-    assert "cannot be imported: KeyError: 'pytest'" in str(caught.value) and "\n" not in str(
-        caught.value
+    assert str(caught.value) == f"Reward {spec!r} cannot be imported: KeyError: 'pytest'."
+
+
+@pytest.mark.parametrize(
+    ("begin", "sentence"),
+    [
+        ("time.sleep(60)", "it was not imported within 2 s; import less, or raise reward.seconds."),
+        ("re.fullmatch('(a+)+b', 'a' * 60)", "it was not imported within 2 s; import less"),
+        ("os._exit(0)", "it ended its process with exit code 0."),
+        ("os.kill(os.getpid(), 11)", "it ended its process with signal SIGSEGV."),
+        ("sys.exit(0)", "cannot be imported: SystemExit: 0."),
+        ("raise OSError('two\\nlines')", "cannot be imported: OSError: two lines."),
+    ],
+    ids=["sleep", "regex", "exit", "crash", "sys.exit", "error"],
+)
+def test_whatever_the_import_of_a_reward_does_is_one_sentence(begin, sentence, tmp_path):
+    (tmp_path / "bad.py").write_text(
+        f"import os, re, sys, time\n{begin}\ndef f(*_):\n    return 1.0\n"
     )
+    start = time.monotonic()
+    with Workers(f"{tmp_path}/bad.py:f", 1, 0.1) as pool, pytest.raises(ValueError) as caught:
+        pool.signature()
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith("Reward ") and time.monotonic() - start < 15
+
+
+def test_checked_rewards_are_imported_at_one_time(tmp_path):
+    """Each waits for all others to be imported, too."""
+    (tmp_path / "waits.py").write_text(
+        "import pathlib, sys, time\n"
+        f"here = pathlib.Path('{tmp_path}')\n"
+        "(here / sys.argv[1][-1]).touch()\n"
+        "while not all((here / name).exists() for name in 'abc'):\n    time.sleep(0.01)\n"
+        "def a(*_): return 1.0\ndef b(*_): return 1.0\ndef c(*_): return 1.0\n"
+    )
+    config = default_config()
+    config.reward.functions = (f"{tmp_path}/waits.py:a", f"{tmp_path}/waits.py:b")
+    config.reward.metrics = {"other": f"{tmp_path}/waits.py:c"}
+    sources.check_sources(config)
+
+
+FORKS = """
+import os, asyncio
+
+def forks(prompt, response, row):
+    if response == "pid":
+        return float(os.getpid())
+    if os.fork() == 0 and response == "raise":
+        raise SystemExit
+    return float(response) if response != "raise" else 3.0
+
+async def forks_async(prompt, response, row):
+    await asyncio.sleep(0.01)
+    return forks(prompt, response, row)
+"""
+
+
+@pytest.mark.parametrize("name", ["forks", "forks_async"])
+def test_a_reward_that_forks_answers_once(name, tmp_path):
+    (tmp_path / "forks.py").write_text(FORKS)
+    with Workers(f"{tmp_path}/forks.py:{name}", 1, 20.0, concurrency=4) as pool:
+        asked = ["pid", *map(str, range(40)), "raise", "pid"]
+        for _ in range(2):
+            scores = pool(answers(*asked))
+            assert scores.failures == {}
+            assert scores.values[1:-1].tolist() == [*map(float, range(40)), 3.0]
+            assert scores.values[0] == scores.values[-1], "no process was replaced"
+
+
+def test_replies_that_nobody_took_in_time_are_not_late(tmp_path, monkeypatch):
+    """Whoever asks may be away for longer than a call may take, compiling."""
+    monkeypatch.setattr(reward_worker, "GRACE", 0.0)
+    (tmp_path / "quick.py").write_text("async def f(prompt, response, row):\n    return 1.0\n")
+    with Workers(f"{tmp_path}/quick.py:f", 1, 1.0, concurrency=8) as pool:
+        for key in range(8):
+            pool.begin(key, answers("1")[0], (key,))
+        pool.advance()
+        time.sleep(1.5)
+        assert pool.collect() == dict.fromkeys(range(8), Score(1.0))
+
+
+def test_a_reward_that_forks_when_it_is_imported_is_ready_once(tmp_path):
+    (tmp_path / "forks.py").write_text("import os\nos.fork()\ndef f(*_):\n    return 1.0\n")
+    with Workers(f"{tmp_path}/forks.py:f", 1, 20.0) as pool:
+        assert pool(answers(*"12345")).values.tolist() == [1.0] * 5
 
 
 def test_processes_import_what_this_one_can(tmp_path, monkeypatch):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import datetime
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import tokenizers
+from offspring import ended
 
+from rlhf_jax.data import rendering
 from rlhf_jax.data.tokenizer import Tokenizer, check_vocabulary, read_tokenizer
 from rlhf_jax.model.weights import gguf, gguf_file
 from rlhf_jax.types import ModelConfig
@@ -73,9 +78,91 @@ def test_templates_render_as_in_transformers(case: dict):
         assert tokenizer.render(case["messages"], case["prompted"]) == case["text"]
 
 
-def test_a_template_may_ask_the_date():
-    year = small("{{ strftime_now('%Y') }}").render(CHAT)
-    assert abs(int(year) - datetime.datetime.now().year) <= 1
+def test_a_template_is_told_the_day_and_no_time_of_it():
+    asks = small("{{ strftime_now('%Y-%m-%d %H:%M:%S') }}")
+    told = dataclasses.replace(asks, day=datetime.date(2024, 2, 29)).render(CHAT)
+    assert told == "2024-02-29 00:00:00"
+    today = datetime.date.fromisoformat(asks.render(CHAT).removesuffix(" 00:00:00"))
+    assert abs(today - datetime.date.today()) <= datetime.timedelta(days=1)
+
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (LOOP, "it takes longer than 0.5 s"),
+        ("{{ 10 ** (10 ** 10) }}", "it takes longer than 0.5 s"),  # in C, and when it is compiled
+        ("{{ (messages|length * 10) ** (10 ** 10) }}", "it takes longer than 0.5 s"),
+        ("{{ 'a' * 10 ** 10 }}", "it needs more memory than there is"),
+        ("{{ messages[0].content * 10 ** 10 }}", "it needs more memory than there is"),
+        ("{{ messages[0].content * 3000000 }}", "it writes over 4,000,000 characters"),
+        (LOOP.replace("99999) %}{% endfor", "99999) %}abc{% endfor"), "over 4,000,000 characters"),
+    ],
+    ids=range(7),
+)
+def test_a_template_has_limits_of_time_text_and_memory(template, words, monkeypatch):
+    monkeypatch.setattr(rendering, "SECONDS", 0.5)
+    tokenizer = small("{% if messages[0].content == 'Hi' %}" + template + "{% else %}ok{% endif %}")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"here: the chat template failed .*{words}"):
+            tokenizer.render(CHAT)
+    if not template.startswith("{{ 10 "):  # a constant is computed when the template is compiled
+        assert tokenizer.render([{"role": "user", "content": "Ho"}]) == "ok", "the next one goes on"
+
+
+def test_many_conversations_are_rendered_in_order_and_the_first_failure_is_told():
+    tokenizer = small("{{ 1 // (messages[0].content|int) }}")
+    chats = [[{"role": "user", "content": str(number)}] for number in range(1, 3000)]
+    assert tokenizer.render_all(chats) == ["1", *["0"] * 2998]
+    chats[1500:1502] = [[{"role": "user", "content": "0"}]] * 2
+    with pytest.raises(rendering.RenderingError, match="by zero") as caught:
+        tokenizer.render_all(chats)
+    assert caught.value.index == 1500
+    assert tokenizer.render_all(chats[:3]) == ["1", "0", "0"], "no answer of the call before"
+    assert tokenizer.render_all([]) == []
+
+
+def test_a_long_conversation_and_any_character_come_through():
+    text = "\ud800é\u0000\n" * 100_000
+    said = small("{{ messages[0].content }}{{ messages[0].at }}")
+    at = datetime.datetime(2024, 2, 29, 1, 2, 3)
+    chat = [{"role": "user", "content": text, "at": at}]
+    assert said.render_all([chat] * 3) == [text + str(at)] * 3
+
+
+def test_threads_share_the_process_of_a_template():
+    tokenizer = small("{{ messages[0].content }}")
+
+    def render(number: int) -> list[str]:
+        return tokenizer.render_all([[{"role": "user", "content": str(number)}]] * 300)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        for number, found in enumerate(threads.map(render, range(40))):
+            assert found == [str(number)] * 300
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{{ 10 ** (10 ** 10) }}"])
+def test_a_templates_process_ends_with_a_parent_that_is_killed(template):
+    """Idle at once, at work within its limit of time."""
+    program = (
+        "import sys, time, threading\nfrom pathlib import Path\n"
+        "from rlhf_jax.data import rendering\nrendering.SECONDS = 3.0\n"
+        "from rlhf_jax.data.tokenizer import Tokenizer\n"
+        "one = Tokenizer(None, sys.argv[1], {}, {}, Path('here'))\n"
+        "chat = [{'role': 'user', 'content': 'Hi'}]\n"
+        "threading.Thread(target=one.render, args=(chat,)).start()\n"
+        "while one._renderer is None or one._renderer._process is None: time.sleep(0.01)\n"
+        "print(one._renderer._process.pid, flush=True)\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", program, template]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert not ended(pid, patience=0.1)
+        parent.kill()
+    assert ended(pid)
 
 
 def test_a_template_stays_in_its_sandbox():

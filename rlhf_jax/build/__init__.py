@@ -1,5 +1,6 @@
 """From a config to a run; everything is checked before any weight is loaded."""
 
+from rlhf_jax.build.date import date_of_run
 from rlhf_jax.build.models import initial_state, load, state_template
 from rlhf_jax.build.opened import Opened, identity, prepare
 from rlhf_jax.build.run import make_run
@@ -7,6 +8,7 @@ from rlhf_jax.build.settings import initial_host_state
 
 __all__ = [
     "Opened",
+    "date_of_run",
     "identity",
     "initial_host_state",
     "initial_state",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import hashlib
 import json
 import os
@@ -94,13 +95,13 @@ def prepare(config: Config) -> Opened:
     derived.register_own(config)
     validation.validate(config, meshes.count_devices(), distributed.count())
     objective = objective_of(config)
-    policy = open_source(config.model.path)
+    policy = _open_dated(config.model.path, config)
     drafts = derived.has_drafter(config)
     drafter = open_source(config.drafter.path) if drafts and config.drafter.path else None
     critic = None
     if objective.uses_rewards and ESTIMATORS[config.advantage.estimator].needs_critic:
         critic = open_source(config.critic.path) if config.critic.path else policy
-    rewards = tuple(open_source(path) for path in config.reward.models)
+    rewards = tuple(_open_dated(path, config) for path in config.reward.models)
 
     opened = Opened(
         config=config,
@@ -124,6 +125,15 @@ def prepare(config: Config) -> Opened:
     return dataclasses.replace(
         opened, layouts=layouts, kernel_reasons=reasons, remat=remat, remat_reason=reason
     )
+
+
+def _open_dated(path: str, config: Config) -> Source:
+    """Open a model whose chat template is told the day of the config, where that has one."""
+    source = open_source(path)
+    if not config.data.date:
+        return source
+    day = datetime.date.fromisoformat(config.data.date)
+    return dataclasses.replace(source, tokenizer=dataclasses.replace(source.tokenizer, day=day))
 
 
 def _read_prompts(config: Config, policy: Source, key: str) -> Prompts:
@@ -180,7 +190,8 @@ def _lay_out(config: Config, models: ModelConfigs) -> tuple[StageLayouts, dict[s
 
 def identity(opened: Opened) -> dict[str, Any]:
     """Return what a checkpoint must share with the run that goes on from it, by name."""
-    found: dict[str, Any] = {}
+    # First what another difference may come of: templates that print the day make other prompts.
+    found: dict[str, Any] = {"data.date": opened.config.data.date}
     for name, model in (("policy", opened.policy), ("critic", opened.critic)):
         shape = dataclasses.asdict(model.config) if model else {}
         found |= {f"the {name}'s {field}": value for field, value in shape.items()}

@@ -115,6 +115,8 @@ DEFAULTS: dict[str, Any] = {
         "raw": False,
         # name -> value that the chat template is given, such as {"enable_thinking": False}
         "template_arguments": {},
+        # the day that chat templates are told, YYYY-MM-DD; '' for that on which the run begins
+        "date": "",
         # tokens; longer prompts are dropped and counted
         "max_prompt_tokens": 256,
     },

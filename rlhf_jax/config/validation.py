@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import math
 import re
@@ -27,7 +28,7 @@ from rlhf_jax.config.schema import Config, flat
 from rlhf_jax.data.rows import is_dataset, is_file_name
 from rlhf_jax.mesh import Layout
 from rlhf_jax.monitoring import sinks
-from rlhf_jax.rewards.sources import source_of
+from rlhf_jax.rewards.sources import check_sources
 from rlhf_jax.runtime import mirror
 from rlhf_jax.runtime.files import find, is_remote
 from rlhf_jax.training import kl
@@ -62,7 +63,8 @@ STUDENT_FIELDS = (
 def validate(config: Config, num_devices: int, num_processes: int = 1) -> None:
     """Raise ValueError or FileNotFoundError, in one sentence, for the first thing that cannot work.
 
-    Files are looked for and the rewards imported; the model itself is checked where it is opened.
+    Files are looked for, and rewards imported in processes of their own; the model is checked where
+    it is opened.
     """
     for name, value in flat(config).items():
         finite = not isinstance(value, float) or math.isfinite(value)
@@ -85,6 +87,8 @@ def validate(config: Config, num_devices: int, num_processes: int = 1) -> None:
         _check_kl(config)
     objective.validate(config)
     _check_devices(config, num_devices, num_processes)
+    if objective.uses_rewards:  # last, as the functions are imported
+        check_sources(config)
 
 
 def validate_models(config: Config, models: ModelConfigs) -> None:
@@ -186,6 +190,7 @@ def _check_files(config: Config) -> None:
         "data.train is empty; give a .jsonl or .parquet file of prompts, or a data set.",
     )
     require_one_of(config, "data.on_bad_row", ("error", "skip"))
+    _check_date(config)
     taken = {"messages", "add_generation_prompt"} & set(config.data.template_arguments)
     require(
         not taken,
@@ -200,6 +205,16 @@ def _check_files(config: Config) -> None:
             f"data.{key} is {path}, which is no .jsonl or .parquet file but a data set: pip install"
             " 'rlhf_jax[datasets]' to read it.",
         )
+
+
+def _check_date(config: Config) -> None:
+    """Check that chat templates are told a day that there is, in the one form that is compared."""
+    date = config.data.date
+    try:
+        fits = not date or datetime.date.fromisoformat(date).isoformat() == date
+    except ValueError:
+        fits = False
+    require(fits, f"data.date is {date!r}; it must be a day as 2024-01-31, or ''.")
 
 
 def _check_evaluation(config: Config) -> None:
@@ -245,7 +260,7 @@ def _check_training(config: Config) -> None:
 
 
 def _check_rewards(config: Config) -> None:
-    """Check that rewards can be computed, weighed and told apart; functions are imported."""
+    """Check that rewards can be computed, weighed and told apart."""
     reward = config.reward
     terms = len(reward.functions) + len(reward.models)
     require(
@@ -279,8 +294,6 @@ def _check_rewards(config: Config) -> None:
         0 <= reward.max_failed < 1,
         f"reward.max_failed is {reward.max_failed}; it must be at least 0 and below 1.",
     )
-    for spec in (*reward.functions, *reward.metrics.values()):
-        source_of(spec).check(spec)
     require(
         "reward" not in reward.metrics,
         "reward.metrics names a measure 'reward', which is training's; rename it.",

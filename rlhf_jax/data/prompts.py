@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlhf_jax.data.rendering import RenderingError
+
 
 class ChatEncoder(Protocol):
     """Describe what this file needs of a tokenizer."""
@@ -22,10 +24,14 @@ class ChatEncoder(Protocol):
         """Return the token ids of a plain text."""
         ...
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **arguments: Any
-    ) -> list[int]:
-        """Return the token ids of messages in the chat template."""
+    def encode_chats(
+        self,
+        chats: Sequence[Sequence[Mapping[str, Any]]],
+        /,
+        add_generation_prompt: bool,
+        **arguments: Any,
+    ) -> list[list[int]]:
+        """Return the token ids of each chat in the chat template."""
         ...
 
 
@@ -59,19 +65,20 @@ def tokenize(
     `template_arguments` are given to the chat template. Raises ValueError, which says why, if
     nothing is left.
     """
-    kept: list[tuple[np.ndarray, str, list[dict[str, Any]], dict[str, Any]]] = []
-    dropped: collections.Counter[str] = collections.Counter()
+    chats = []
     for row in rows:
         prompt = row["prompt"]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
-        # A base model has no template to put one plain string into.
-        plain = (raw or tokenizer.template is None) and len(messages) == 1
-        if isinstance(prompt, str) and plain:
-            ids = tokenizer.encode(prompt)
-        else:
-            ids = tokenizer.encode_chat(messages, add_generation_prompt=True, **template_arguments)
+        chats.append(messages)
+    # A base model has no template to put one plain string into.
+    plain = raw or tokenizer.template is None
+    found = _encode(rows, chats, tokenizer, plain, template_arguments)
+
+    kept: list[tuple[np.ndarray, str, list[dict[str, Any]], dict[str, Any]]] = []
+    dropped: collections.Counter[str] = collections.Counter()
+    for row, messages, ids in zip(rows, chats, found, strict=True):
         tokens = np.asarray(ids, np.int32)
         text = str(messages[-1]["content"])
         if not text.strip():
@@ -89,3 +96,30 @@ def tokenize(
         )
     tokens, texts, chats, rows_kept = (list(column) for column in zip(*kept, strict=True))
     return Prompts(tokens, texts, chats, rows_kept, dict(dropped))
+
+
+def _encode(
+    rows: Sequence[dict[str, Any]],
+    chats: Sequence[list[dict[str, Any]]],
+    tokenizer: ChatEncoder,
+    plain: bool,
+    template_arguments: Mapping[str, Any],
+) -> list[list[int]]:
+    """Return the token ids of each chat; where `plain`, a prompt that is one string is encoded."""
+    rendered = [
+        index
+        for index, (row, chat) in enumerate(zip(rows, chats, strict=True))
+        if not (plain and len(chat) == 1 and isinstance(row["prompt"], str))
+    ]
+    found: dict[int, list[int]] = {}
+    if rendered:
+        asked = [chats[index] for index in rendered]
+        try:
+            ids = tokenizer.encode_chats(asked, add_generation_prompt=True, **template_arguments)
+        except RenderingError as error:
+            raise ValueError(f"Prompt {rendered[error.index] + 1}: {error}") from error
+        found = dict(zip(rendered, ids, strict=True))
+    return [
+        found[index] if index in found else tokenizer.encode(row["prompt"])
+        for index, row in enumerate(rows)
+    ]

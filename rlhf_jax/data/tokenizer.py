@@ -8,17 +8,14 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 import tokenizers
 
-from rlhf_jax.runtime.foreign import one_line, parse_json, reading_foreign
+from rlhf_jax.data.rendering import Message, Renderer, RenderingError
+from rlhf_jax.runtime.foreign import parse_json, reading_foreign
 from rlhf_jax.types import ModelConfig
 
-Message = Mapping[str, Any]  # A chat message, as {"role": "user", "content": "..."}.
 # The keys under which a tokenizer's files name its special tokens.
 SPECIAL_TOKENS = (
     "bos_token",
@@ -40,6 +37,8 @@ class Tokenizer:
     special: Mapping[str, str]  # Of SPECIAL_TOKENS, those that the tokenizer has.
     settings: Mapping[str, Any]  # The content of tokenizer_config.json, written back on saving.
     origin: Path  # Where it was read, for error sentences.
+    # What a template is told that asks which day it is; of the run, where there is one.
+    day: datetime.date = dataclasses.field(default_factory=datetime.date.today)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a plain text, with the special tokens that belong around it."""
@@ -48,10 +47,20 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **arguments: Any
     ) -> list[int]:
-        """Return the token ids of messages in the chat template; `render` says what it raises."""
-        text = self.render(messages, add_generation_prompt, **arguments)
+        """Return the token ids of messages in the chat template; errors are those of `render`."""
+        return self.encode_chats([messages], add_generation_prompt, **arguments)[0]
+
+    def encode_chats(
+        self,
+        chats: Sequence[Sequence[Message]],
+        /,
+        add_generation_prompt: bool = True,
+        **arguments: Any,
+    ) -> list[list[int]]:
+        """Return the token ids of each chat in the chat template; errors are those of `render`."""
+        texts = self.render_all(chats, add_generation_prompt, **arguments)
         # The template has already placed every special token.
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return [self.backend.encode(text, add_special_tokens=False).ids for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens left out."""
@@ -62,23 +71,33 @@ class Tokenizer:
     ) -> str:
         """Put messages into the chat template, as transformers' `apply_chat_template` does.
 
-        `arguments` are what the template reads besides, such as `enable_thinking`.
-        Raises ValueError when there is no template or the template refuses the messages.
+        `arguments` are what the template reads besides, such as `enable_thinking`. Raises
+        ValueError when there is no template; RenderingError when it refuses the messages or goes
+        beyond the limits of `templates.py`.
         """
-        if self.template is None:
+        return self.render_all([messages], add_generation_prompt, **arguments)[0]
+
+    def render_all(
+        self,
+        chats: Sequence[Sequence[Message]],
+        /,
+        add_generation_prompt: bool = True,
+        **arguments: Any,
+    ) -> list[str]:
+        """Put each chat into the chat template, as `render` does."""
+        if self._renderer is None:
             raise ValueError(f"{self.origin} has no chat template; give prompts as plain strings.")
+        given = {"add_generation_prompt": add_generation_prompt, **self.special, **arguments}
         try:
-            return _compile_template(self.template).render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self.special, **arguments},
-            )
-        except Exception as error:  # of whatever the template computes
-            raise ValueError(
-                f"{self.origin}: the chat template failed on the messages: {one_line(error)}."
+            return self._renderer.render(chats, given)
+        except RenderingError as error:
+            raise RenderingError(
+                f"{self.origin}: the chat template failed on the messages: {error}.", error.index
             ) from error
+
+    @functools.cached_property
+    def _renderer(self) -> Renderer | None:
+        return None if self.template is None else Renderer(self.template, self.day)
 
     @functools.cached_property
     def largest_id(self) -> int:
@@ -166,39 +185,3 @@ def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
             f"Wrong tokenizer: {tokenizer.origin} gives token ids up to {tokenizer.largest_id},"
             f" but the model's vocabulary has {config.vocab_size}."
         )
-
-
-class _Generation(jinja2.ext.Extension):
-    """Render `{% generation %}`, the mark of what the assistant says, as what it holds."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@functools.lru_cache(maxsize=8)
-def _compile_template(template: str) -> jinja2.Template:
-    """Compile a template in the environment that transformers gives it.
-
-    It is sandboxed, trims blocks and has loop controls.
-    """
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(template)
-
-
-def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Write a value as JSON, without escaping HTML as jinja2's own filter would."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)

@@ -85,7 +85,7 @@ class CallerScorer:
         self._submit = submit
         self._alive = alive
         self._works = False  # whether it ever gave a number
-        self._early = EarlyCalls(self._form)
+        self._early = EarlyCalls()
         self._begun: list[tuple[list[int], Future[list[RewardResult]]]] = []  # keys, what comes
 
     def __call__(self, responses: Sequence[Response]) -> Scores:
@@ -99,7 +99,7 @@ class CallerScorer:
 
     def begin(self, key: int, response: Response, siblings: tuple[int, ...]) -> None:
         """Start to score a response that `collect` may return under a key; do not wait."""
-        whole = self._early.add(key, response, siblings)
+        whole = self._early.add(self._form, key, response, siblings)
         if whole:
             self._begun.append(([key for key, _ in whole], self._call([one for _, one in whole])))
 

@@ -19,6 +19,7 @@ __all__ = [
     "RewardFailure",
     "RewardReply",
     "RewardResults",
+    "WorkerImports",
     "WorkerReady",
     "limit_wait",
     "receive_call",
@@ -43,8 +44,17 @@ class RewardCall:
 
 @messages.register
 @dataclasses.dataclass(frozen=True)
+class WorkerImports:
+    """Say that the import of the reward begins."""
+
+
+@messages.register
+@dataclasses.dataclass(frozen=True)
 class WorkerReady:
-    """Say that the reward is imported, and calls may come."""
+    """Say that the reward is imported, and how it wants to be called; calls may come."""
+
+    form: str  # of `signatures.Form`
+    is_async: bool
 
 
 @messages.register
@@ -64,7 +74,8 @@ class RewardFailure:
     reason: str
 
 
-RewardReply = WorkerReady | RewardResults | RewardFailure  # what came of the start, or of a call
+# what came of the start, or of a call
+RewardReply = WorkerImports | WorkerReady | RewardResults | RewardFailure
 
 
 def send(pipe: connection.Connection, message: RewardCall | RewardReply) -> None:

@@ -21,6 +21,7 @@ from rlhf_jax.rewards.calls import (
     RewardCall,
     RewardFailure,
     RewardResults,
+    WorkerImports,
     WorkerReady,
     receive_call,
     send,
@@ -48,14 +49,16 @@ def serve(spec: str, watched: int) -> None:
     flags = fcntl.fcntl(watched, fcntl.F_GETFL)
     fcntl.fcntl(watched, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(watched, fcntl.F_SETFL, flags | os.O_ASYNC)
-    try:
-        reward = load_reward(spec)
-    except (ValueError, OSError) as error:
-        send(pipe, RewardFailure(_one_line(error)))
-        return
-    signature = signature_of(reward)
     with contextlib.suppress(EOFError, OSError):  # the parent's end
-        send(pipe, WorkerReady())
+        send(pipe, WorkerImports())
+        try:
+            with _ended_by_parent(), _forks_end():
+                reward = load_reward(spec)
+        except (ValueError, OSError) as error:
+            send(pipe, RewardFailure(_one_line(error)))
+            return
+        signature = signature_of(reward)
+        send(pipe, WorkerReady(str(signature.form), signature.is_async))
         if signature.is_async:
             asyncio.run(_answer_together(pipe, reward, signature))
         while True:
@@ -70,7 +73,8 @@ def call(reward: Callable[..., Any], signature: Signature, asked: RewardCall) ->
     """Return what came of each response of a call of a plain function."""
     given = arguments(reward, signature.form, asked.responses)
     try:
-        value = reward(*given.positional, **given.named)
+        with _forks_end():
+            value = reward(*given.positional, **given.named)
     except (Exception, SystemExit) as error:
         return [_raised(error)] * len(asked.responses)
     return results_of(signature.form, value, len(asked.responses), given.logged)
@@ -82,8 +86,13 @@ async def call_async(
     """Return what came of each response of a call of an async function, within its time."""
     given = arguments(reward, signature.form, asked.responses)
     limit = asked.seconds if math.isfinite(asked.seconds) else None
+
+    async def answer() -> Any:
+        with _forks_end():
+            return await reward(*given.positional, **given.named)
+
     try:
-        value = await asyncio.wait_for(reward(*given.positional, **given.named), limit)
+        value = await asyncio.wait_for(answer(), limit)
     except TimeoutError:
         return [f"took longer than {asked.seconds:g} s"] * len(asked.responses)
     except Exception as error:
@@ -112,8 +121,24 @@ async def _answer_together(
 def _ended_by_parent() -> Iterator[None]:
     """Let the end of the parent end this process at once."""
     signal.signal(signal.SIGIO, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGIO, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGIO, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def _forks_end() -> Iterator[None]:
+    """End a process that is forked within the context where it leaves that.
+
+    It would answer as its parent does, and take the next calls.
+    """
+    own = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != own:
+            os._exit(0)
 
 
 def _raised(error: BaseException) -> str:

@@ -25,7 +25,7 @@ NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 TAKEN = ("mean", "failed")
 
 
-class Form(enum.Enum):
+class Form(enum.StrEnum):
     """Say how many responses a call has."""
 
     ONE = "one"
@@ -70,23 +70,22 @@ def calls_of(form: Form, responses: Sequence[Response]) -> list[list[int]]:
 class EarlyCalls:
     """Put responses that finish one by one into calls of a form, as soon as one is whole."""
 
-    def __init__(self, form: Form):
-        self._form = form
+    def __init__(self):
         self._unfinished: dict[tuple[int, ...], dict[int, Response]] = {}  # by siblings
 
     def add(
-        self, key: int, response: Response, siblings: tuple[int, ...]
+        self, form: Form, key: int, response: Response, siblings: tuple[int, ...]
     ) -> list[tuple[int, Response]]:
         """Return the keys and responses of the call that this response makes whole, or nothing.
 
         siblings: the keys of all samples of its prompt, in the order in which they were asked for.
         A call of all responses is never whole here, as nobody says which is the last.
         """
-        if self._form is Form.ONE:
+        if form is Form.ONE:
             return [(key, response)]
         group = self._unfinished.setdefault(siblings, {})
         group[key] = response
-        if self._form is Form.BATCH or len(group) < len(siblings):
+        if form is Form.BATCH or len(group) < len(siblings):
             return []
         del self._unfinished[siblings]
         return [(one, group[one]) for one in siblings]

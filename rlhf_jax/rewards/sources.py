@@ -7,6 +7,7 @@ is a class with these three methods and one call of `register`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Callable
@@ -14,8 +15,9 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from rlhf_jax.config.schema import Config
-from rlhf_jax.rewards.combination import Scorer, load_reward
+from rlhf_jax.rewards.combination import READY, Scorer
 from rlhf_jax.rewards.workers import Workers
+from rlhf_jax.runtime.extensions import split_name
 
 
 class RewardSource(Protocol):
@@ -51,12 +53,12 @@ class FunctionSource(RewardSource):
         return spec.rpartition(":")[2]
 
     def check(self, spec: str) -> None:
-        """Import the function."""
-        load_reward(spec)
+        """Look for the file; `check_sources` has the function imported, in a process of its own."""
+        split_name(READY.get(spec, spec), "Reward")
 
     def open(
         self, spec: str, config: Config, alive: Callable[[], None]
-    ) -> AbstractContextManager[Scorer]:
+    ) -> AbstractContextManager[Workers]:
         """Start worker processes; a deterministic run has no time limit."""
         seconds = math.inf if config.deterministic else config.reward.seconds
         reward = config.reward
@@ -87,3 +89,19 @@ def source_of(spec: str) -> RewardSource:
     if scheme not in SOURCES:
         raise ValueError(f"Reward {spec!r}: no source is registered for {scheme}://.")
     return SOURCES[scheme]
+
+
+def check_sources(config: Config) -> None:
+    """Raise ValueError or FileNotFoundError for the first reward or measure that cannot work.
+
+    Functions are imported by processes of their own, all at one time.
+    """
+    specs = dict.fromkeys((*config.reward.functions, *config.reward.metrics.values()))
+    for spec in specs:
+        source_of(spec).check(spec)
+    functions = [spec for spec in specs if source_of(spec) is PYTHON_FUNCTIONS]
+    with contextlib.ExitStack() as stack:
+        contexts = [PYTHON_FUNCTIONS.open(spec, config, lambda: None) for spec in functions]
+        started = [stack.enter_context(one) for one in contexts]
+        for workers in started:
+            workers.signature()

@@ -1,8 +1,9 @@
 """Run Python rewards in processes of their own: the pool that hands out calls and takes replies.
 
 Parent and child talk over one socket, the child's standard input, in the messages of `calls.py`.
-The child says that it is ready once, then for each call what came of it. The parent runs nothing
-that a child sends. What a child does is in `serving.py`.
+The child says that it begins to import the reward, that it is ready, and then for each call what
+came of it. The parent imports no reward, and runs nothing that a child sends. What a child does is
+in `serving.py`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import Pipe, connection
 
 from rlhf_jax.rewards.calls import (
@@ -24,23 +26,26 @@ from rlhf_jax.rewards.calls import (
     RewardCall,
     RewardFailure,
     RewardResults,
+    WorkerImports,
+    WorkerReady,
     limit_wait,
     receive_reply,
     send,
 )
 from rlhf_jax.rewards.combination import (
+    READY,
     Response,
     RewardResult,
     Scores,
     as_scores,
     failure,
     in_order,
-    load_reward,
     refuse_broken,
 )
-from rlhf_jax.rewards.signatures import EarlyCalls, calls_of, signature_of
+from rlhf_jax.rewards.signatures import EarlyCalls, Form, Signature, calls_of
 
-START_SECONDS = 120.0  # for Python and the reward's imports
+START_SECONDS = 120.0  # for Python, and for an import where calls have no limit
+LEAST_IMPORT_SECONDS = 2.0  # for the import of a reward, where its calls have less
 HANGS = 4  # so many calls out of time, and none that ever succeeded: the reward hangs
 SILENCE = 1.0  # seconds between two signs of life at most
 GRACE = 5.0  # seconds more, in which an async function may end a call that it gives up itself
@@ -52,6 +57,7 @@ class _Child:
     pipe: connection.Connection
     lifeline: connection.Connection  # closed by the kernel, whatever ends this process
     start_deadline: float
+    imports: bool = False  # the reward
     ready: bool = False
     deadlines: dict[int, float] = dataclasses.field(default_factory=dict)  # by call
 
@@ -68,11 +74,12 @@ class _Child:
 class Workers:
     """Run a reward function as a scorer, in up to `count` processes; an async one in one.
 
-    A call takes `seconds` at most, for each response that it has. One that raises, gives no finite
-    float32, takes too long (never, with math.inf seconds), sends anything but a reply or ends its
-    process fails alone; the process is replaced. An async function has up to `concurrency` calls
-    under way, which fail together where their process ends. ValueError where the reward is broken:
-    it cannot be imported (here or in a process), or it has never given a number yet and fails on
+    The reward is imported in the processes alone, the first of which begins with the context; its
+    import and a call take `seconds` at most, for each response that the call has. One that raises,
+    gives no finite float32, takes too long (never, with math.inf seconds), sends anything but a
+    reply or ends its process fails alone; the process is replaced. An async function has up to
+    `concurrency` calls under way, which fail together where their process ends. ValueError where
+    the reward is broken: it cannot be imported, or it has never given a number yet and fails on
     every answer, or hangs. `observe` is called after every wait for results, of a second at most;
     it may raise to stop the call. Leaving the context kills the processes and all that they have
     started; they also end when this process does, killed or not.
@@ -86,11 +93,13 @@ class Workers:
         observe: Callable[[], None] = lambda: None,
         concurrency: int = 1,
     ):
-        self._signature = signature_of(load_reward(spec))
         self._spec = spec
-        self._count = 1 if self._signature.is_async else count
-        self._capacity = concurrency if self._signature.is_async else 1  # calls of a process
+        self._count = count
+        self._capacity = concurrency  # calls of a process
         self._seconds = seconds
+        self._import_seconds = max(seconds, LEAST_IMPORT_SECONDS)
+        if spec in READY or math.isinf(seconds):
+            self._import_seconds = START_SECONDS
         self._observe = observe
         self._children: list[_Child] = []
         self._works = False  # whether it ever gave a number
@@ -99,10 +108,12 @@ class Workers:
         self._calls: dict[int, list[Response]] = {}  # without results yet, by number
         self._waiting: collections.deque[int] = collections.deque()  # those not handed out
         self._results: dict[int, list[RewardResult]] = {}  # that nobody took yet
-        self._early = EarlyCalls(self._signature.form)
+        self._signature: Signature | None = None  # as the first process told
+        self._early = EarlyCalls()
         self._begun: dict[int, list[int]] = {}  # by call, the keys that `begin` had for it
 
     def __enter__(self) -> Workers:
+        self._start()
         return self
 
     def __exit__(self, *_) -> None:
@@ -115,22 +126,31 @@ class Workers:
         while self._children:
             self._end(self._children[-1])
 
+    def signature(self) -> Signature:
+        """Return how the reward wants to be called; wait for the first process to import it."""
+        if self._signature is None:
+            if not self._children:
+                self._start()
+            self._wait_while(lambda: self._signature is None)
+            assert self._signature is not None
+        return self._signature
+
     def __call__(self, answers: Sequence[Response]) -> Scores:
         """Return scores in the order of the answers."""
-        parts = calls_of(self._signature.form, answers)
+        parts = calls_of(self.signature().form, answers)
         numbers = [self._enqueue([answers[index] for index in part]) for part in parts]
-        self._wait(numbers)
+        self._wait_while(lambda: any(number in self._calls for number in numbers))
         scores = as_scores(in_order(parts, map(self._results.pop, numbers)))
         if not self._works:
             refuse_broken(self._spec, scores)
         return scores
 
     def begin(self, key: int, answer: Response, siblings: tuple[int, ...]) -> None:
-        """Start to score an answer that `collect` may return under a key; do not wait.
+        """Start to score an answer that `collect` may return under a key; do not wait for that.
 
         A call of several answers begins when it has them all; siblings: as `EarlyCalls` wants them.
         """
-        whole = self._early.add(key, answer, siblings)
+        whole = self._early.add(self.signature().form, key, answer, siblings)
         if whole:
             number = self._enqueue([answer for _, answer in whole])
             self._begun[number] = [key for key, _ in whole]
@@ -145,7 +165,7 @@ class Workers:
 
         There are none where the reward never gave a number, so that a call finds that out.
         """
-        self._wait(self._begun)
+        self._wait_while(lambda: any(number in self._calls for number in self._begun))
         found: dict[int, RewardResult] = {}
         for number, keys in self._begun.items():
             found |= zip(keys, self._results.pop(number), strict=True)
@@ -159,9 +179,9 @@ class Workers:
         self._waiting.append(number)
         return number
 
-    def _wait(self, numbers: Collection[int]) -> None:
+    def _wait_while(self, holds: Callable[[], bool]) -> None:
         try:
-            while any(number in self._calls for number in numbers):
+            while holds():
                 self._serve(SILENCE)
                 self._observe()
         except BaseException:
@@ -176,8 +196,9 @@ class Workers:
         for pipe in connection.wait(list(busy), min(max(0.0, left), patience)):
             self._receive(busy[pipe])  # pyright: ignore[reportArgumentType]
         for child in self._children.copy():
-            if child.busy and child.deadline <= time.monotonic():
-                self._give_up(child, _late(self._seconds if child.ready else START_SECONDS))
+            late = child.busy and child.deadline <= time.monotonic()
+            if late and not child.pipe.poll():  # nor is a reply there that was not taken yet
+                self._give_up(child, self._lateness(child))
         if self._hung >= HANGS and not self._works:
             raise ValueError(
                 f"Reward {self._spec} hangs: {self._hung} calls {_late(self._seconds)} and none"
@@ -191,30 +212,34 @@ class Workers:
             self._end(child)
         free = sum(not child.deadlines for child in self._children)
         for _ in range(min(self._count - len(self._children), len(self._waiting) - free)):
-            ours, theirs = Pipe()
-            held, watched = Pipe()  # nothing is sent: what happens on it is the end of this process
-            # It imports the reward as this process would, and is not ready yet.
-            module = "rlhf_jax.rewards.serving"
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, self._spec, str(watched.fileno())],
-                stdin=theirs.fileno(),
-                pass_fds=(watched.fileno(),),
-                stdout=2,  # what a reward prints
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-                start_new_session=True,  # Ctrl-C in the terminal is not for it
-            )
-            theirs.close()
-            watched.close()
-            limit_wait(ours)
-            self._children.append(_Child(process, ours, held, time.monotonic() + START_SECONDS))
+            self._start()
         for child in self._children:
             while self._waiting and child.ready and len(child.deadlines) < self._capacity:
                 self._send(child, self._waiting.popleft())
 
+    def _start(self) -> None:
+        """Start a process, which imports the reward."""
+        ours, theirs = Pipe()
+        held, watched = Pipe()  # nothing is sent: what happens on it is the end of this process
+        # It imports the reward as this process would, and is not ready yet.
+        module = "rlhf_jax.rewards.serving"
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, self._spec, str(watched.fileno())],
+            stdin=theirs.fileno(),
+            pass_fds=(watched.fileno(),),
+            stdout=2,  # what a reward prints
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            start_new_session=True,  # Ctrl-C in the terminal is not for it
+        )
+        theirs.close()
+        watched.close()
+        limit_wait(ours)
+        self._children.append(_Child(process, ours, held, time.monotonic() + START_SECONDS))
+
     def _send(self, child: _Child, number: int) -> None:
         responses = self._calls[number]
         seconds = self._seconds * len(responses)
-        grace = GRACE if self._signature.is_async else 0.0
+        grace = GRACE if self.signature().is_async else 0.0
         child.deadlines[number] = time.monotonic() + seconds + grace
         # a dead child is noticed when its result is read
         with contextlib.suppress(OSError):
@@ -243,11 +268,40 @@ class Workers:
                 return self._give_up(child, "sent results of another number of responses")
             del child.deadlines[reply.number]
             return self._note(reply.number, reply.results)
-        if child.ready or isinstance(reply, RewardResults):
+        if child.ready:
             return self._give_up(child, "sent a reply out of turn")
-        if isinstance(reply, RewardFailure):
-            return self._give_up(child, reply.reason)
-        child.ready = True
+        match reply:
+            case WorkerImports() if not child.imports:
+                child.imports = True
+                child.start_deadline = time.monotonic() + self._import_seconds
+            case WorkerReady() if child.imports and reply.form in set(Form):
+                child.ready = True
+                self._note_signature(Signature(Form(reply.form), reply.is_async))
+            case RewardFailure():
+                self._end(child)
+                raise ValueError(f"{reply.reason.rstrip('.')}.")
+            case _:
+                self._give_up(child, "sent a reply out of turn")
+
+    def _note_signature(self, signature: Signature) -> None:
+        """Note how the reward wants to be called; what the first process told stays."""
+        if self._signature is None:
+            self._signature = signature
+            if signature.is_async:
+                self._count = 1
+            else:
+                self._capacity = 1
+
+    def _lateness(self, child: _Child) -> str:
+        """Say for what a child took too long."""
+        if child.ready:
+            return _late(self._seconds)
+        if not child.imports:
+            return _late(START_SECONDS)
+        return (
+            f"was not imported within {self._import_seconds:g} s; import less, or raise"
+            " reward.seconds"
+        )
 
     def _note(self, number: int, results: list[RewardResult]) -> None:
         """Note what came of a call."""
@@ -264,7 +318,8 @@ class Workers:
         self._end(child)
         if not child.deadlines:
             raise ValueError(
-                f"Reward {self._spec} does not start in a process of its own: {reason.rstrip('.')}."
+                f"Reward {self._spec} does not start in a process of its own: it"
+                f" {reason.rstrip('.')}."
             )
         for number in child.deadlines:
             self._note(number, [reason] * len(self._calls[number]))

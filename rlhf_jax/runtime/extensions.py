@@ -50,6 +50,24 @@ def is_of_file(name: str) -> bool:
     return file.endswith(".py") and own.isidentifier()
 
 
+def split_name(spec: str, what: str) -> tuple[str, str]:
+    """Return file or module, and name, of a spec; nothing is imported.
+
+    ValueError or FileNotFoundError says in one sentence, which begins with `what`, that it has
+    another form, or that there is no such file.
+    """
+    place, _, name = spec.rpartition(":")
+    if not place or not name.isidentifier():
+        raise ValueError(
+            f"{what} {spec!r} must look like path/to/file.py:name or package.module:name."
+        )
+    if place.endswith(".py") and not find(place).is_file():
+        raise FileNotFoundError(
+            f"{what} {spec!r}: there is no file {place} in {pathlib.Path.cwd()} or {SHIPPED}."
+        )
+    return place, name
+
+
 def load_named(spec: str, what: str) -> Any:
     """Return the object named by "package.module:name" or "path/to/file.py:name".
 
@@ -57,15 +75,9 @@ def load_named(spec: str, what: str) -> Any:
     ValueError or FileNotFoundError says in one sentence, which begins with `what`, what is wrong:
     the form, the file, the import or the name.
     """
-    place, _, name = spec.rpartition(":")
-    if not place or not name.isidentifier():
-        raise ValueError(
-            f"{what} {spec!r} must look like path/to/file.py:name or package.module:name."
-        )
+    place, name = split_name(spec, what)
     try:
         module = _load_file(place) if place.endswith(".py") else importlib.import_module(place)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{what} {spec!r}: {error}") from None
     except (Exception, SystemExit) as error:  # the user's file may raise anything
         raise ValueError(
             f"{what} {spec!r} cannot be imported: {type(error).__name__}: {error}."
@@ -83,8 +95,6 @@ def code_digest(spec: str) -> str:
 def _load_file(place: str) -> types.ModuleType:
     """Run a Python file as a module of its own, once."""
     path = find(place).resolve()
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {place} in {pathlib.Path.cwd()} or {SHIPPED}.")
     name = f"{path.stem}_{hashlib.sha256(bytes(path) + path.read_bytes()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,9 @@ def one_line(error: BaseException) -> str:
         return "it needs more memory than there is"
     if "integer string conversion" in str(error):
         return "a number has thousands of digits"
-    told = " ".join(str(error).split())[:LONGEST_REASON].rstrip(".")
+    # What has several sentences is told within one.
+    told = re.sub(r"[.!] (?=[A-Z])", "; ", " ".join(str(error).split()))
+    told = told[:LONGEST_REASON].rstrip(".")
     name = type(error).__name__
     return f"{name}: {told}" if isinstance(error, LookupError) or not told else told
 

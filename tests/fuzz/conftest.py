@@ -11,7 +11,14 @@ import originals
 import pytest
 
 # Files that another one's reader reads, too.
-READ_WITH = {"settings": "tokenizer", "generation": "config"}
+READ_WITH = {
+    "settings": "tokenizer",
+    "generation": "config",
+    "arrays": "checkpoint",
+    "leaves": "checkpoint",
+    "manifest": "checkpoint",
+    "kept": "checkpoint",
+}
 
 
 @pytest.fixture(scope="session")
@@ -32,10 +39,11 @@ def place(whole, tmp_path) -> Callable[[str], Path]:
     copies: dict[Path, Path] = {}
 
     def copied(name: str) -> Path:
-        folder = whole[name].parent
+        parents = whole[name].parents
+        folder = next((one for one in parents if one.name == "checkpoints"), parents[0])
         if folder not in copies:
             copies[folder] = Path(shutil.copytree(folder, tmp_path / str(len(copies))))
-        return copies[folder] / whole[name].name
+        return copies[folder] / whole[name].relative_to(folder)
 
     return copied
 

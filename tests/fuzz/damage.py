@@ -123,7 +123,16 @@ def damaged_bytes(draw: st.DrawFn, original: bytes, within: int) -> bytes:
 def damaged(name: str, original: bytes) -> st.SearchStrategy[bytes]:
     """Damage of the file of a reader."""
     raw = damaged_bytes(original, 2000)
-    if name in ("config", "tokenizer", "settings", "generation", "index", "document"):
+    if name in (
+        "config",
+        "tokenizer",
+        "settings",
+        "generation",
+        "index",
+        "document",
+        "kept",
+        "leaves",
+    ):
         return st.one_of(damaged_json(json.loads(original)), raw)
     if name == "safetensors":
         headers = damaged_json(header_of(original)).map(

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pyarrow
 import pyarrow.parquet
+import readers
 import test_gguf
 import tiny_run
 
@@ -19,7 +20,7 @@ from rlhf_jax.model.weights import huggingface
 from rlhf_jax.rewards.calls import RewardCall
 from rlhf_jax.rewards.combination import Response
 from rlhf_jax.runtime import messages
-from rlhf_jax.runtime.checkpoint import document
+from rlhf_jax.runtime.checkpoint import document, store
 
 ROWS = [
     {"prompt": "Say a", "answer": "a", "level": 1.5},
@@ -59,10 +60,26 @@ def make(folder: Path) -> dict[str, Path]:
     found["document"] = plain / "document.json"
     host = {"position": {"epoch": 1}, "lengths": np.arange(3).tolist()}
     found["document"].write_text(json.dumps(document.make(identity={"a": 1}, host=host)))
+    found |= make_checkpoint(folder / "checkpoints")
     found["message"] = plain / "message"
     response = Response("p", tiny_chat(), ROWS[0], "text", [1, 2], 3)
     found["message"].write_bytes(messages.encode(RewardCall(1, 2.0, [response])))
     return found
+
+
+def make_checkpoint(folder: Path) -> dict[str, Path]:
+    """A checkpoint, which is read as a whole, and files of it that are damaged."""
+    with store.Checkpoints(folder, 1, {"seed": 0}) as checkpoints:
+        checkpoints.save(1, readers.STATE, {"position": 1})
+    checkpoint = folder / "1"
+    files = [path for path in (checkpoint / "state").rglob("d/*") if path.is_file()]
+    return {
+        "checkpoint": checkpoint,
+        "arrays": max(files, key=lambda path: path.stat().st_size),
+        "leaves": checkpoint / "state" / "_METADATA",
+        "manifest": checkpoint / "state" / "manifest.ocdbt",
+        "kept": checkpoint / "host" / "document.json",
+    }
 
 
 def tiny_config():

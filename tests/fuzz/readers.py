@@ -9,17 +9,18 @@ import json
 import math
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import gguf as gguf_package
+import jax.numpy as jnp
 import numpy as np
 import pyarrow.parquet
 import safetensors.numpy
 import tokenizers
 
-from rlhf_jax.data import rows
+from rlhf_jax.data import rendering, rows
 from rlhf_jax.data.tokenizer import read_tokenizer
 from rlhf_jax.model.weights import (
     gguf,
@@ -30,7 +31,7 @@ from rlhf_jax.model.weights import (
 )
 from rlhf_jax.rewards import calls  # noqa: F401  (its messages are registered)
 from rlhf_jax.runtime import messages
-from rlhf_jax.runtime.checkpoint import document
+from rlhf_jax.runtime.checkpoint import document, store
 from rlhf_jax.runtime.checkpoint.damage import Damaged
 
 MORE_MEMORY = 1 << 30  # bytes that a reader may take beyond what the process has
@@ -46,6 +47,14 @@ SIZES = {
 }
 
 
+# What the checkpoint holds.
+STATE = {
+    "weights": jnp.arange(2000, dtype=jnp.float32),
+    "scales": jnp.ones((3, 5), jnp.bfloat16),
+    "count": jnp.asarray(7, jnp.int32),
+}
+
+
 class Reader(NamedTuple):
     """A reader of one file, and the format's own reader of the same, for equal values."""
 
@@ -53,8 +62,10 @@ class Reader(NamedTuple):
     own: Callable[[Path], Any]
 
 
-def tensors(found: dict[str, np.ndarray]) -> dict[str, Any]:
-    return {name: (str(one.dtype), one.shape, one.tobytes()) for name, one in found.items()}
+def tensors(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: (str(one.dtype), one.shape, np.asarray(one).tobytes()) for name, one in found.items()
+    }
 
 
 def read_index(file: Path) -> list[str]:
@@ -115,6 +126,14 @@ def decode_message(file: Path) -> Any:
     return messages.encode(messages.decode(file.read_bytes(), str(file)))
 
 
+def read_checkpoint(folder: Path) -> dict[str, Any]:
+    """The arrays of a checkpoint; whatever it says where there are none is a sentence."""
+    try:
+        return tensors(store.read_part(folder.parent, STATE).state)
+    except OSError as error:
+        raise ValueError(str(error)) from error
+
+
 READERS = {
     "safetensors": Reader(
         lambda file: tensors(safetensors_file.views(file)),
@@ -129,6 +148,7 @@ READERS = {
     "gguf": Reader(read_gguf, own_gguf),
     "jsonl": Reader(rows.read, own_lines),
     "parquet": Reader(rows.read, lambda file: pyarrow.parquet.read_table(file).to_pylist()),
+    "checkpoint": Reader(read_checkpoint, lambda folder: tensors(STATE)),
     "document": Reader(document.read, own_document),
     "message": Reader(decode_message, lambda file: file.read_bytes()),
 }
@@ -169,6 +189,7 @@ def serve() -> None:
     """Answer what is asked on the standard input: a reader and a file; a line each."""
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held + MORE_MEMORY, held + MORE_MEMORY))
+    rendering.SECONDS = 1.0
     for line in sys.stdin:
         name, path = json.loads(line)
         print(json.dumps(outcome(name, Path(path))), flush=True)

@@ -38,7 +38,28 @@ CONFIG_KEYS = (
 SETTINGS_KEYS = ("bos_token", "eos_token", "pad_token", "chat_template", "tokenizer_class")
 ROW_KEYS = ("prompt", "answer")
 SPEC_KEYS = ("dtype", "shape", "data_offsets")
-JSON_FILES = ("config", "settings", "generation", "tokenizer", "index", "jsonl", "document")
+JSON_FILES = (
+    "config",
+    "settings",
+    "generation",
+    "tokenizer",
+    "index",
+    "jsonl",
+    "document",
+    "kept",
+    "leaves",
+)
+LEAF = ("tree_metadata", "('weights',)")
+BINARY_FILES = (
+    "safetensors",
+    "gguf",
+    "parquet",
+    "message",
+    "document",
+    "tokenizer",
+    "arrays",
+    "manifest",
+)
 NAMES_OF_FILES = (
     "../model.safetensors",
     "/etc/passwd",
@@ -78,6 +99,12 @@ TEMPLATES = {
     "an exception": "{{ raise_exception('no') }}",
     "a filter that is none": "{{ messages|nothing }}",
     "no UTF-8": b"\xff\xfe\xfa",
+    "a loop without end": "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3,
+    "a number without end": "{{ 10 ** (10 ** 10) }}",
+    "gigabytes": "{{ 'a' * 10 ** 10 }}",
+    "gigabytes in pieces": "{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}",
+    "gigabytes in a variable": "{% set a = namespace(b='a' * 99999) %}{% for i in range(99999) %}"
+    "{% set a.b = a.b + a.b %}{% endfor %}",
     "a number in tojson": "{{ messages|tojson(indent='a') }}",
 }
 
@@ -147,6 +174,8 @@ def cases_of_json() -> Iterator[tuple[str, str, Change]]:
         yield "index", f"weight_map {what}", with_value(("weight_map",), value)
         yield "index", f"a file {what}", with_value(("weight_map", "lm_head.weight"), value)
         yield "document", f"host {what}", with_value(("host",), value)
+        yield "leaves", f"arrays {what}", with_value(("tree_metadata",), value)
+        yield "leaves", f"name {what}", with_value((*LEAF, "key_metadata", 0, "key"), value)
         yield "safetensors", f"header {what}", with_header(damage.as_json(value))
     for key in CONFIG_KEYS:
         yield "config", f"{key} missing", without_key(key)
@@ -173,7 +202,7 @@ def cases_of_bytes() -> Iterator[tuple[str, str, Change]]:
             yield "gguf", f"{length} {what}", with_bytes(place, head)
     for version in (0, 1, 4, 1 << 31):
         yield "gguf", f"version {version}", with_bytes(4, struct.pack("<I", version))
-    for name in ("safetensors", "gguf", "parquet", "message", "document", "tokenizer"):
+    for name in BINARY_FILES:
         for part in (0, 1, 7, 8, 9, 64):
             yield name, f"{part} bytes", lambda original, part=part: original[:part]
         yield name, "the second half", lambda original: original[len(original) // 2 :]

@@ -271,12 +271,25 @@ def read_part(folder: str | Path, template: Any, step: int | None = None) -> Res
         ) from damage
 
 
+def saved_identity(folder: Path) -> dict[str, Any]:
+    """Return the identity of the latest checkpoint whose document is whole; {} without one.
+
+    Raises OSError where one cannot be read but nothing proves it damaged.
+    """
+    for step in reversed(steps(folder)):
+        with contextlib.suppress(Damaged):
+            return dict(_read_document(folder / str(step))["identity"])
+    return {}
+
+
 def _read_document(folder: Path) -> dict[str, Any]:
     """Return the document of a checkpoint; Damaged where it is of another step than its folder."""
     document = documents.read(folder / HOST / DOCUMENT)
     step = document.get("step", int(folder.name))  # that of an earlier version has none
     if step != int(folder.name):
         raise Damaged(f"it is the one of step {step}, renamed or copied")
+    if not all(isinstance(document.get(part), dict) for part in ("identity", "leaves", "host")):
+        raise Damaged(f"{DOCUMENT} lacks a part")
     return document
 
 
@@ -328,6 +341,9 @@ def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
             return handler.restore(epath.Path(arrays), args=arguments)
 
     leaves = distributed.run_on_all(read_arrays)
+    # Of an array that its own table no longer names, orbax returns what it was asked for.
+    if lost := [name for name in wanted if not isinstance(leaves.get(name), jax.Array)]:
+        raise Damaged(f"{lost[0]} is not among its arrays")
     for name, mark in _fingerprints(leaves).items():
         if mark != saved[name][2]:
             raise Damaged(f"the values of {name} have changed")

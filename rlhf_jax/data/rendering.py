@@ -1,0 +1,163 @@
+"""Chat templates at work in a process of their own, which is ended where one takes too much.
+
+A template is code that came with a model. The process that runs it, and its limits, are in
+`templates.py`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rlhf_jax.data.templates import MOST_CHARACTERS, SECONDS
+
+Message = Mapping[str, Any]  # A chat message, as {"role": "user", "content": "..."}.
+
+START_SECONDS = 120.0  # For Python, too, and so the longest without a word or an end.
+AT_ONE_TIME = 1024  # Conversations that are on their way.
+PIECE = 1 << 16  # Bytes that are read or written at one time.
+_ENCODER = json.JSONEncoder(default=str, skipkeys=True)
+LONGEST_ANSWER = 6 * MOST_CHARACTERS + 1024  # Bytes; JSON has up to six for a character.
+
+
+class RenderingError(ValueError):
+    """Say why a conversation could not be rendered, and which of those that were given it is."""
+
+    def __init__(self, message: str, index: int):
+        super().__init__(message)
+        self.index = index
+
+
+class Renderer:
+    """Render conversations in one chat template, which is told one day.
+
+    Its process begins with the first conversation, and ends with this object or this process,
+    killed or not. Threads may share it.
+    """
+
+    def __init__(self, template: str, day: datetime.date):
+        self._first = _line([template, day.isoformat(), SECONDS])
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen | None = None
+        self._end = lambda: None
+
+    def render(
+        self, conversations: Sequence[Sequence[Message]], arguments: Mapping[str, Any]
+    ) -> list[str]:
+        """Return the text of each conversation; RenderingError says why the first that fails does.
+
+        A value that JSON has no form for, such as a date, is given to the template as its text.
+        """
+        texts: list[str] = []
+        given = _line(dict(arguments))
+        with self._lock:
+            for start in range(0, len(conversations), AT_ONE_TIME):
+                part = conversations[start : start + AT_ONE_TIME]
+                asked = [_line([dict(message) for message in one]) for one in part]
+                self._ask(given + b"".join(asked), texts, len(texts) + len(part))
+        return texts
+
+    def _ask(self, lines: bytes, texts: list[str], count: int) -> None:
+        """Add what the process answers to lines to the texts, until those are so many."""
+        if self._process is None or self._process.returncode is not None:
+            self._process = _start()
+            self._end = weakref.finalize(self, _end, self._process)
+            lines = self._first + lines
+        answers = _answers(self._process, lines)
+        try:
+            while len(texts) < count:
+                text, failure = json.loads(next(answers).decode())
+                if failure:
+                    raise RenderingError(failure, len(texts))
+                texts.append(text)
+        except BaseException as error:
+            # Later answers would be taken for those to what is asked next.
+            self._end()
+            if isinstance(error, _Ended):
+                raise RenderingError(str(error), len(texts)) from None
+            raise
+
+
+class _Ended(Exception):
+    """Say how the process ended."""
+
+
+def _line(value: Any) -> bytes:
+    return _ENCODER.encode(value).encode() + b"\n"
+
+
+def _start() -> subprocess.Popen:
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "rlhf_jax.data.templates"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        bufsize=0,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        start_new_session=True,  # Ctrl-C in the terminal is not for it
+    )
+    assert process.stdin is not None
+    os.set_blocking(process.stdin.fileno(), False)
+    return process
+
+
+def _answers(process: subprocess.Popen, sent: bytes) -> Iterator[bytes]:
+    """Write bytes to a process, and yield the lines that it writes meanwhile and after."""
+    assert process.stdin is not None and process.stdout is not None
+    unsent = memoryview(sent)
+    unread = b""
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    poll.register(process.stdin, select.POLLOUT)
+    while True:
+        ready = dict(poll.poll(1000 * START_SECONDS))
+        if not ready:
+            raise _Ended(_late())
+        if process.stdin.fileno() in ready:
+            try:
+                unsent = unsent[process.stdin.write(unsent[:PIECE]) or 0 :]
+            except BrokenPipeError:  # its end is told by its output
+                unsent = unsent[:0]
+            if not unsent:
+                poll.unregister(process.stdin)
+        if process.stdout.fileno() in ready:
+            piece = process.stdout.read(PIECE)
+            if not piece:
+                raise _Ended(_ending(process))
+            *whole, unread = (unread + piece).split(b"\n")
+            yield from whole
+            if len(unread) > LONGEST_ANSWER:
+                raise _Ended(f"it writes over {MOST_CHARACTERS:,} characters")
+
+
+def _late() -> str:
+    return f"it takes longer than {SECONDS:g} s"
+
+
+def _ending(process: subprocess.Popen) -> str:
+    """Say how a process that answers no more has ended."""
+    try:
+        code = process.wait(1)
+    except subprocess.TimeoutExpired:
+        return "its process closed its output"
+    if code == -signal.SIGALRM:
+        return _late()
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"its process ended with {how}"
+
+
+def _end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()

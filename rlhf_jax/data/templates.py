@@ -1,0 +1,110 @@
+"""A process that renders chat templates, within limits of time, text and memory.
+
+It answers over its standard streams, in lines of JSON. The first is the template, its day, and the
+seconds that it has for a conversation. An object after it is what the template is given besides; a
+list is a conversation, whose answer is [text, why there is none]. It imports jinja2 and no more, so
+that it is there at once.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+from rlhf_jax.runtime.foreign import one_line
+
+SECONDS = 10.0  # for a conversation
+MOST_CHARACTERS = 4_000_000  # that become of a conversation
+MEMORY = 1 << 30  # bytes of address space
+
+
+def serve() -> None:
+    """Render conversations until the standard input ends.
+
+    One that takes too long ends the process by SIGALRM, whatever it is doing: the kernel does that,
+    and does so where the parent is gone, too.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    memory = MEMORY if most == resource.RLIM_INFINITY else min(MEMORY, most)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    source, day, seconds = json.loads(sys.stdin.buffer.readline())
+    now = datetime.datetime.fromisoformat(day)
+    template = None
+    arguments = {}
+    for line in sys.stdin.buffer:
+        messages = json.loads(line.decode())
+        if isinstance(messages, dict):
+            arguments = messages
+            continue
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            template = template or compile_template(source, now)
+            answer = render(template, messages, arguments), ""
+        except Exception as error:  # of whatever the template computes
+            answer = "", one_line(error)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def compile_template(source: str, now: datetime.datetime) -> jinja2.Template:
+    """Compile a template in the environment that transformers gives it, at a time of its own.
+
+    It is sandboxed, trims blocks and has loop controls.
+    """
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = now.strftime
+    return environment.from_string(source)
+
+
+def render(
+    template: jinja2.Template, messages: Sequence[dict[str, Any]], arguments: dict[str, Any]
+) -> str:
+    """Put messages into a template; ValueError where that becomes too long a text."""
+    pieces = []
+    left = MOST_CHARACTERS
+    for piece in template.generate(messages=messages, tools=None, documents=None, **arguments):
+        left -= len(piece)
+        if left < 0:
+            raise ValueError(f"it writes over {MOST_CHARACTERS:,} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+class _Generation(jinja2.ext.Extension):
+    """Render `{% generation %}`, the mark of what the assistant says, as what it holds."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """Write a value as JSON, without escaping HTML as jinja2's own filter would."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+if __name__ == "__main__":
+    serve()
