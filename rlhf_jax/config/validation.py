@@ -40,6 +40,7 @@ from rlhf_jax.types import ModelConfig, ModelConfigs
 
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
 KL_PLACES = ("loss", "reward")
+LEAST_HEARTBEAT = 5  # seconds
 
 # Fields of a student's shape that the policy and the student's number of layers determine.
 STUDENT_FIELDS = (
@@ -168,6 +169,19 @@ def _check_run(config: Config) -> None:
     require(0 <= config.seed < 2**32, f"seed is {config.seed}; it must lie in 0 .. 2^32 - 1.")
     require_not_negative(config, "mesh.device_memory_gb", "watchdog_seconds", "checkpoint.every")
     require_one_of(config, "model.compute_dtype", COMPUTE_DTYPES)
+    check_heartbeat(config)
+
+
+def check_heartbeat(config: Config) -> None:
+    """Raise ValueError where processes would be taken for lost that are only slow to be heard.
+
+    This alone is asked before processes join.
+    """
+    seconds = config.heartbeat_seconds
+    require(
+        seconds >= LEAST_HEARTBEAT,
+        f"heartbeat_seconds is {seconds}; it must be at least {LEAST_HEARTBEAT}.",
+    )
 
 
 def _check_files(config: Config) -> None:

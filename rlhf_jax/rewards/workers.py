@@ -39,6 +39,7 @@ from rlhf_jax.rewards.combination import (
     refuse_broken,
 )
 from rlhf_jax.rewards.signatures import EarlyCalls, calls_of, signature_of
+from rlhf_jax.runtime.native_output import screen
 
 START_SECONDS = 120.0  # for Python and the reward's imports
 HANGS = 4  # so many calls out of time, and none that ever succeeded: the reward hangs
@@ -199,7 +200,8 @@ class Workers:
                 [sys.executable, "-P", "-m", module, self._spec, str(watched.fileno())],
                 stdin=theirs.fileno(),
                 pass_fds=(watched.fileno(),),
-                stdout=2,  # what a reward prints
+                stdout=screen(),  # what a reward prints
+                stderr=screen(),
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
                 start_new_session=True,  # Ctrl-C in the terminal is not for it
             )
