@@ -150,13 +150,11 @@ def sentence(
         )
     was_away = stood_still > heartbeat * STANDSTILL
     if rank in verdict.unheard or (was_away and not verdict.unheard):
-        how = (
-            f"it stood still for {spoken(stood_still)}" if was_away else "no heartbeat came through"
-        )
+        how = f"stood still for {spoken(stood_still)}" if was_away else "was not heard"
         return (
-            f"rank {rank} itself was away for longer than heartbeat_seconds = {heartbeat} ({how}:"
-            " was it stopped, its host asleep, the network cut?), and the others have ended;"
-            f" {AGAIN}"
+            f"rank {rank} itself {how}, too long for heartbeat_seconds = {heartbeat}, and the"
+            " others have ended: was it stopped, did its host sleep, was the network cut?"
+            f" {AGAIN[0].upper()}{AGAIN[1:]}"
         )
     lost = verdict.unheard or (distributed.LEADER,)
     # Who gets no answer may be the one that is cut off: no other can speak for it.
@@ -170,7 +168,7 @@ def _of_others(verdict: Verdict, lost: Sequence[int], heartbeat: int, log: Nativ
     who = f"ranks {names} are" if len(lost) > 1 else f"rank {names} is"
     how = f"no heartbeat for {heartbeat} s"
     if not verdict.unheard:
-        how = "the connection has closed" if verdict.closed else f"no answer for {heartbeat} s"
+        how = "the connection has closed" if verdict.closed else f"no answer within {heartbeat} s"
     files = ", ".join(str(log.of_rank(rank)) for rank in lost)
     return f"{who} gone ({how}): look at the last words there, at the host, and in {files}; {AGAIN}"
 
