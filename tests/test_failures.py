@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 import pytest
 import tiny_run
-from test_processes import arguments, environment, left_by
+from test_processes import arguments, environment, left_by, ranks_of
 from tiny_run import ROOT
 
-from rlhf_jax.runtime.lost_ranks import LOST
+from rlhf_jax.runtime.jax_internals import Verdict
+from rlhf_jax.runtime.lost_ranks import LOST, sentence
 
 HEARTBEAT = 10  # seconds
 MOST_SECONDS = 60  # from the loss of a rank to the end of all others
@@ -205,6 +206,60 @@ def test_a_rank_that_is_cut_off_from_the_coordinator_ends_and_so_does_the_other(
     for own, how in enumerate(("no heartbeat for", "no answer within")):
         gone = f"error: rank {1 - own} is gone ({how} {HEARTBEAT} s): look at "
         assert said[own].startswith(gone)
+
+
+@pytest.mark.slow
+def test_a_python_that_stands_still_is_not_lost():
+    """The heartbeat is no thread of Python's: a long call that lets none run is no death."""
+    codes, errors = ranks_of("ranks.py", "busy", devices=1)
+    assert codes == [0, 0], errors
+
+
+def test_a_library_that_ends_a_process_is_named_with_the_file_of_its_words():
+    """The other ends, too, and says so of the one that is gone."""
+    codes, errors = ranks_of("ranks.py", "aborts", devices=1)
+    (said,) = [line for line in errors[1].splitlines() if "error:" in line]
+    found = re.fullmatch(rf"error: rank 1 was ended by a library, .* (/.*\.txt); {AGAIN}", said)
+    assert found and "past Python" in Path(found[1]).read_text()
+    assert "past Python" not in errors[1]
+    assert codes == [LOST, -signal.SIGABRT]
+    assert errors[0].count("error: rank 1 is gone (no heartbeat for 5 s)") == 1
+    Path(found[1]).unlink()
+
+
+@pytest.mark.parametrize(
+    ("verdict", "away", "said"),
+    [
+        (Verdict(unheard=(2, 3)), 0, {0: "ranks 2 and 3 are gone", 1: "", 2: "rank 2 itself was"}),
+        (Verdict(unheard=(0,)), 0, {1: "rank 0 is gone (no heartbeat for 10 s)", 2: ""}),
+        (Verdict(unheard=(1,)), 40, {0: "rank 1 is gone", 1: "rank 1 itself stood still for 40.0"}),
+        (Verdict(closed=True), 0, {1: "rank 0 is gone (the connection has closed)", 2: ""}),
+        (Verdict(closed=True), 40, {1: "rank 1 itself stood still", 2: "rank 2 itself stood"}),
+        (Verdict(), 0, {1: "rank 0 is gone (no answer within 10 s)", 2: "rank 0 is gone"}),
+        (Verdict(unmet=True), 0, {2: "rank 2 did not meet all 4 processes", 0: "rank 0 did not"}),
+    ],
+    ids=["two", "the first", "stopped", "closed", "closed while away", "silent", "unmet"],
+)
+def test_the_lowest_rank_that_is_left_speaks_and_none_blames_others_for_its_own_absence(
+    verdict, away, said
+):
+    def file_of(rank: int) -> Path:
+        return Path(f"log/rank-{rank}.txt")
+
+    for rank, begins in said.items():
+        found = sentence(verdict, rank, 4, HEARTBEAT, stood_still=away, file_of=file_of)
+        assert found.startswith(begins) and (begins or not found), found
+    lost = sentence(Verdict(unheard=(1,)), 0, 2, HEARTBEAT, stood_still=0, file_of=file_of)
+    assert "and in log/rank-1.txt; the same command" in lost
+
+
+@pytest.mark.slow
+def test_ranks_with_other_heartbeats_are_refused(place):
+    """Else the one that sends fewer would be taken for lost."""
+    codes, errors = ranks_of("ranks.py", "unlike", devices=1)
+    assert codes == [2, 2], errors
+    assert "heartbeat_seconds is 6 on rank 1 and 5 on rank 0: give all the same." in errors[1]
+    assert "Ended with rank 1, whose last words say why." in errors[0]
 
 
 class Proxy:

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,11 +137,16 @@ def guard() -> Guard:
 
 
 def sentence(
-    verdict: Verdict, rank: int, size: int, heartbeat: int, stood_still: float, log: NativeLog
+    verdict: Verdict,
+    rank: int,
+    size: int,
+    heartbeat: int,
+    stood_still: float,
+    file_of: Callable[[int], Path],
 ) -> str:
     """Return what a rank says of those that are lost; '' where a lower one says it.
 
-    stood_still: seconds for which this rank did, of late.
+    stood_still: seconds for which this rank did, of late. file_of: where a rank's libraries write.
     """
     if verdict.unmet:
         return (
@@ -159,17 +164,19 @@ def sentence(
     lost = verdict.unheard or (distributed.LEADER,)
     # Who gets no answer may be the one that is cut off: no other can speak for it.
     speaks = verdict == Verdict() or rank == lowest_but(lost, size)
-    return _of_others(verdict, lost, heartbeat, log) if speaks else ""
+    return _of_others(verdict, lost, heartbeat, file_of) if speaks else ""
 
 
-def _of_others(verdict: Verdict, lost: Sequence[int], heartbeat: int, log: NativeLog) -> str:
+def _of_others(
+    verdict: Verdict, lost: Sequence[int], heartbeat: int, file_of: Callable[[int], Path]
+) -> str:
     """Say that other ranks are gone, how that was noticed, and where to look."""
     names = " and ".join(map(str, lost))
     who = f"ranks {names} are" if len(lost) > 1 else f"rank {names} is"
     how = f"no heartbeat for {heartbeat} s"
     if not verdict.unheard:
         how = "the connection has closed" if verdict.closed else f"no answer within {heartbeat} s"
-    files = ", ".join(str(log.of_rank(rank)) for rank in lost)
+    files = ", ".join(str(file_of(rank)) for rank in lost)
     return f"{who} gone ({how}): look at the last words there, at the host, and in {files}; {AGAIN}"
 
 
