@@ -132,6 +132,7 @@ def leave(code: int, sentence: str, place: Place) -> int:
             of_leader = distributed.wait_published(word, str, distributed.PATIENCE / 2)
     if sentence and sentence != of_leader:
         print(f"rank {rank}: {sentence}" if rank else sentence, file=sys.stderr)
+    if sentence:
         guard().speak_for_itself(code)
     if distributed.all_here("the end", distributed.PATIENCE if code in FAILED else FOREVER):
         guard().end()

@@ -84,6 +84,7 @@ class Guard:
         self.log.discard()
 
     def _listen(self) -> None:
+        """Look at the clock and at what others say, every so often, until the end."""
         rank = distributed.rank()
         while True:
             self._sleeping = _now()
@@ -121,7 +122,12 @@ class Guard:
         if _now() - self._gap_end < self.heartbeat:
             gap = max(gap, self._gap)
         said = sentence(
-            verdict, rank, distributed.count(), self.heartbeat, stood_still=gap, log=self.log
+            verdict,
+            rank,
+            distributed.count(),
+            self.heartbeat,
+            stood_still=gap,
+            file_of=self.log.of_rank,
         )
         if said and self._code is None:
             write_to_stderr(f"error: {said}")
