@@ -21,7 +21,9 @@ import tiny_run
 from test_processes import arguments, environment, left_by, ranks_of
 from tiny_run import ROOT
 
+from rlhf_jax.command import train
 from rlhf_jax.runtime.jax_internals import Verdict
+from rlhf_jax.runtime.joining import Place
 from rlhf_jax.runtime.lost_ranks import LOST, sentence
 
 HEARTBEAT = 10  # seconds
@@ -251,6 +253,21 @@ def test_the_lowest_rank_that_is_left_speaks_and_none_blames_others_for_its_own_
         assert found.startswith(begins) and (begins or not found), found
     lost = sentence(Verdict(unheard=(1,)), 0, 2, HEARTBEAT, stood_still=0, file_of=file_of)
     assert "and in log/rank-1.txt; the same command" in lost
+
+
+@pytest.mark.parametrize("mistake", [(), ("--config.heartbeat_seconds=1",), ("--config.no=1",)])
+def test_where_the_cluster_knows_the_place_the_config_is_read_before_processes_meet(
+    mistake, place, monkeypatch, capsys
+):
+    """A mistake is told once all have met, for only then it is known who speaks."""
+    heard = []
+    monkeypatch.setattr(train.joining, "start", lambda *given: heard.append(given))
+    monkeypatch.setattr(train, "do_run", lambda _: None)
+    words = arguments(place, "auto", heartbeat_seconds=12)
+    code = train.main(["train.py", "--processes", "auto", *words, *mistake])
+    auto = Place(None, None, None)
+    assert heard == [(auto,) if mistake else (auto, 12, place / "auto")]
+    assert code == (2 if mistake else 0) and capsys.readouterr().err.count("error") == len(mistake)
 
 
 @pytest.mark.slow
