@@ -30,11 +30,10 @@ HEARTBEAT = 5  # seconds
 def main(port: str, rank: int, act: str) -> int:
     """What each rank checks, and how it ends."""
     place = joining.Place(f"localhost:{port}", 2, rank)
-    try:
-        joining.start(place, HEARTBEAT + (rank if act == "unlike" else 0))
-    except ValueError as error:
-        return joining.leave(2, f"error: {error}", place)
-    if act in ("unlike", "busy", "aborts"):
+    if act == "unlike":
+        return meet(rank, place)
+    joining.start(place, HEARTBEAT)
+    if act in ("busy", "aborts"):
         return fail(rank, act, place)
     tell(rank)
     listen(rank)
@@ -50,6 +49,15 @@ def main(port: str, rank: int, act: str) -> int:
     return joining.leave(2, "error: both alike.", place)
 
 
+def meet(rank: int, place: joining.Place) -> int:
+    """Each says another heartbeat than rank 0, which waits."""
+    try:
+        joining.start(place, HEARTBEAT + rank)
+    except ValueError as error:
+        return joining.leave(2, f"error: {error}", place)
+    return signal.pause() or 1
+
+
 def fail(rank: int, act: str, place: joining.Place) -> int:
     """Rank 1 lets no other thread of Python run for longer than a heartbeat, or is ended by C."""
     if rank and act == "busy":
@@ -57,7 +65,7 @@ def fail(rank: int, act: str, place: joining.Place) -> int:
     if rank and act == "aborts":
         os.write(2, b"past Python\n")
         ctypes.CDLL(None).abort()
-    if act != "busy":
+    if act == "aborts":
         signal.pause()
     return joining.leave(0, "", place)
 
