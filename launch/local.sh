@@ -39,7 +39,7 @@ labelled() { # RANK: lines, each behind the rank
 
 pids=()
 for ((rank = 0; rank < processes; rank++)); do
-  if ((rank == 0)); then rank_of 0 "$@" & else rank_of "$rank" "$@" > >(labelled "$rank") 2>&1 & fi
+  if ((rank == 0)); then rank_of 0 "$@" & else rank_of "$rank" "$@" > >(labelled "$rank") 2> >(labelled "$rank" >&2) & fi
   pids+=($!)
 done
 send() { kill -s "$1" ${pids[@]+"${pids[@]}"} 2>/dev/null; }

@@ -236,13 +236,27 @@ def test_a_library_that_ends_a_process_is_named_with_the_file_of_its_words():
     [
         (Verdict(unheard=(2, 3)), 0, {0: "ranks 2 and 3 are gone", 1: "", 2: "rank 2 itself was"}),
         (Verdict(unheard=(0,)), 0, {1: "rank 0 is gone (no heartbeat for 10 s)", 2: ""}),
-        (Verdict(unheard=(1,)), 40, {0: "rank 1 is gone", 1: "rank 1 itself stood still for 40.0"}),
+        (
+            Verdict(unheard=(1,)),
+            40,
+            {0: "rank 0 itself stood", 1: "rank 1 itself stood still for 40.0"},
+        ),
+        (Verdict(unheard=(1,)), 0, {0: "rank 1 is gone", 1: "rank 1 itself was not heard", 2: ""}),
         (Verdict(closed=True), 0, {1: "rank 0 is gone (the connection has closed)", 2: ""}),
         (Verdict(closed=True), 40, {1: "rank 1 itself stood still", 2: "rank 2 itself stood"}),
         (Verdict(), 0, {1: "rank 0 is gone (no answer within 10 s)", 2: "rank 0 is gone"}),
         (Verdict(unmet=True), 0, {2: "rank 2 did not meet all 4 processes", 0: "rank 0 did not"}),
     ],
-    ids=["two", "the first", "stopped", "closed", "closed while away", "silent", "unmet"],
+    ids=[
+        "two",
+        "the first",
+        "stopped",
+        "cut off",
+        "closed",
+        "closed while away",
+        "silent",
+        "unmet",
+    ],
 )
 def test_the_lowest_rank_that_is_left_speaks_and_none_blames_others_for_its_own_absence(
     verdict, away, said

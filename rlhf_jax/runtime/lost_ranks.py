@@ -119,7 +119,7 @@ class Guard:
             )
             return _handle_abort(None)
         gap = _now() - self._sleeping - TICK if self._sleeping else 0.0
-        if _now() - self._gap_end < self.heartbeat:
+        if _now() - self._gap_end < 2 * self.heartbeat:  # by then XLA has found what came of it
             gap = max(gap, self._gap)
         said = sentence(
             verdict,
@@ -160,7 +160,9 @@ def sentence(
             " same time, with one --coordinator that each of them can reach."
         )
     was_away = stood_still > heartbeat * STANDSTILL
-    if rank in verdict.unheard or (was_away and not verdict.unheard):
+    # Where rank 0 was away, with the service, it missed whom it then takes for lost.
+    own = was_away and (not verdict.unheard or rank == distributed.LEADER)
+    if own or rank in verdict.unheard:
         how = f"stood still for {spoken(stood_still)}" if was_away else "was not heard"
         return (
             f"rank {rank} itself {how}, too long for heartbeat_seconds = {heartbeat}, and the"
