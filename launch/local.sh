@@ -39,29 +39,33 @@ labelled() { # RANK: lines, each behind the rank
 
 pids=()
 for ((rank = 0; rank < processes; rank++)); do
-  if ((rank == 0)); then rank_of 0 "$@" & else rank_of "$rank" "$@" > >(labelled "$rank") 2>&1 & fi
+  if ((rank == 0)); then rank_of 0 "$@" & else rank_of "$rank" "$@" > >(labelled "$rank") 2> >(labelled "$rank" >&2) & fi
   pids+=($!)
 done
 send() { kill -s "$1" ${pids[@]+"${pids[@]}"} 2>/dev/null; }
 trap 'send INT' INT
 trap 'send TERM' TERM
 
-code=0 deadline=0
+code=0 deadline=0 died=0 told=0
 while ((${#pids[@]})); do
   for rank in "${!pids[@]}"; do
     kill -0 "${pids[rank]}" 2>/dev/null && continue
     wait "${pids[rank]}"
     status=$?
     unset "pids[rank]"
+    ((status == 75)) && told=1 # it has said who is lost, and what to do
     ((status == 0 || code != 0)) && continue
     code=$status deadline=$((SECONDS + 50))
     case $status in
-    1 | 2 | 130 | 143) ;; # it has said why itself
-    *) echo "Rank $rank died (exit status $status): the others end within a minute, and the same command goes on from" \
-      "the last checkpoint." >&2 ;;
+    1 | 2 | 75 | 130 | 143) ;; # it has said why itself
+    *)
+      echo "Rank $rank died (exit status $status): the others end within a minute." >&2
+      died=1
+      ;;
     esac
   done
   ((deadline && SECONDS >= deadline)) && send KILL
   sleep 0.2
 done
+((died && !told)) && echo "The same command goes on from the last checkpoint; what libraries wrote is in the workdir's log." >&2
 exit "$code"

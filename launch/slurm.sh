@@ -28,10 +28,9 @@ srun --kill-on-bad-exit=0 --wait=50 --cpu-bind=none bash -c \
   "$host:$port" "$@"
 code=$?
 case $code in
-0 | 1 | 2 | 130 | 143) ;; # it has said why itself
-*)
-  echo "A process died (exit status $code): the same command goes on from the last checkpoint." >&2
-  ((${SLURM_RESTART_COUNT:-0} < 10)) && scontrol requeue "$SLURM_JOB_ID"
-  ;;
+0 | 1 | 2 | 130 | 143) exit "$code" ;; # it has said why itself
+75) ;;                                 # it has said who is lost
+*) echo "A process died (exit status $code): the same command goes on from the last checkpoint." >&2 ;;
 esac
+((${SLURM_RESTART_COUNT:-0} < 10)) && scontrol requeue "$SLURM_JOB_ID"
 exit "$code"

@@ -4,7 +4,9 @@ SIGKILL, or the signal named behind the event ("training:SIGHUP"), comes SECONDS
 happened NUMBER times (from 0); -1 counts all events and prints them at the end. Events are the
 phases of the run as it names them, each round of generation among them; "samples", between two
 lines of the run's files; "unfinished", when a checkpoint begins to lie on the disk; "export",
-before the trained policy is written; "sent", when the sinks have heard all steps before NUMBER.
+before the trained policy is written; "sent", when the sinks have heard all steps before NUMBER;
+"move", before a sample passes between this process and another, for which samples are placed at
+random.
 """
 
 from __future__ import annotations
@@ -20,9 +22,13 @@ import threading
 import time
 from pathlib import Path
 
+from tiny_stage import Shuffled
+
 from rlhf_jax import session
+from rlhf_jax.build import settings
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.monitoring import metrics, sending
+from rlhf_jax.reallocation import row_transfer
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -42,6 +48,10 @@ def main(event: str, number: int, seconds: float, arguments: list[str]) -> int:
     session.Session._beat = told(session.Session._beat, lambda self, phase: happens(phase))
     metrics.Writer.write_samples = told(metrics.Writer.write_samples, lambda *_: happens("samples"))
     huggingface.save = told(huggingface.save, lambda *_: happens("export"))
+    if event == "move":
+        settings.planner.plan_reallocation = Shuffled(seed=0)
+        passing = row_transfer.send_to_process
+        row_transfer.send_to_process = told(passing, lambda *_: happens("move"))
     if event == "sent":
         sending.Sender.send = killed_behind(sending.Sender.send, number, kill)
     if event == "unfinished":

@@ -5,6 +5,7 @@ python tests/ranks.py PORT RANK [last act]
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import signal
@@ -23,11 +24,17 @@ from rlhf_jax.rewards.sharing import shared_out
 from rlhf_jax.runtime import distributed, joining, messages, signing
 from rlhf_jax.runtime.signals import Stopped
 
+HEARTBEAT = 5  # seconds
+
 
 def main(port: str, rank: int, act: str) -> int:
     """What each rank checks, and how it ends."""
     place = joining.Place(f"localhost:{port}", 2, rank)
-    joining.start(place)
+    if act == "unlike":
+        return meet(rank, place)
+    joining.start(place, HEARTBEAT)
+    if act in ("busy", "aborts"):
+        return fail(rank, act, place)
     tell(rank)
     listen(rank)
     if act == "forged":
@@ -40,6 +47,27 @@ def main(port: str, rank: int, act: str) -> int:
     if act == "alone":
         signal.pause()
     return joining.leave(2, "error: both alike.", place)
+
+
+def meet(rank: int, place: joining.Place) -> int:
+    """Each says another heartbeat than rank 0, which waits."""
+    try:
+        joining.start(place, HEARTBEAT + rank)
+    except ValueError as error:
+        return joining.leave(2, f"error: {error}", place)
+    return signal.pause() or 1
+
+
+def fail(rank: int, act: str, place: joining.Place) -> int:
+    """Rank 1 lets no other thread of Python run for longer than a heartbeat, or is ended by C."""
+    if rank and act == "busy":
+        ctypes.PyDLL(None).sleep(2 * HEARTBEAT)
+    if rank and act == "aborts":
+        os.write(2, b"past Python\n")
+        ctypes.CDLL(None).abort()
+    if act == "aborts":
+        signal.pause()
+    return joining.leave(0, "", place)
 
 
 def tell(rank: int) -> None:

@@ -4,9 +4,11 @@ import inspect
 import re
 from pathlib import Path
 
+import pytest
 from jax._src import lib, xla_bridge
 
 from rlhf_jax.runtime import jax_internals
+from rlhf_jax.runtime.jax_internals import FATAL, Verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,3 +30,29 @@ def test_no_other_file_takes_any():
         if re.search(r"\bjax\._src\b", path.read_text())
     ]
     assert found == ["jax_internals.py"]
+
+
+# as jax 0.10.2 and 0.12 write it; tests/test_failures.py has real ends
+UNHEARD = """UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):
+1
+12
+The tasks have crashed.
+
+RPC: /xla.coordination.CoordinationService/PollForError"""
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (f"{FATAL}. absl::Status: {UNHEARD}", Verdict(unheard=(1, 12))),
+        (f"{FATAL}. absl::Status: UNAVAILABLE: Failed to send RPC", Verdict(closed=True)),
+        (f"{FATAL}. DEADLINE_EXCEEDED\n\nRPC: /CoordinationService/Heartbeat", Verdict()),
+        (f"{FATAL}. DEADLINE_EXCEEDED\n\nRPC: /RegisterTask", Verdict(unmet=True)),
+        (f"{FATAL}. {UNHEARD}\n{FATAL}. Socket closed UNAVAILABLE", Verdict(closed=True)),
+        (f"E1124 Use error polling: {UNHEARD}", None),
+        ("", None),
+    ],
+    ids=["unheard", "closed", "silent", "unmet", "the last", "not the end", "nothing"],
+)
+def test_what_xla_says_of_lost_ranks_is_read(words, found):
+    assert jax_internals.read_verdict(words) == found

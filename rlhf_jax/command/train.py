@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import jax
 
-from rlhf_jax.config import command_line
+from rlhf_jax.config import command_line, validation
+from rlhf_jax.config.schema import Config
 from rlhf_jax.runtime import distributed, joining
 from rlhf_jax.runtime.files import SHIPPED
 from rlhf_jax.runtime.joining import Place
+from rlhf_jax.runtime.lost_ranks import guard
+from rlhf_jax.runtime.mirror import folder_of
 from rlhf_jax.runtime.signals import Stopped
 from rlhf_jax.trainer import do_run, plan
 
@@ -30,11 +33,8 @@ def main(argv: list[str]) -> int:
     place = Place()
     try:
         place, argv = command_line.place(argv)
-        if place.size is None:  # which rank this is, and so whether it speaks, is known only then
-            joining.start(place)
-        config = command_line.read(argv)
-        if place.size is not None:
-            joining.start(place)
+        config = _read(argv, place)
+        joining.start(place, config.heartbeat_seconds, folder_of(config.workdir))
         (plan if config.dry_run else do_run)(config)
     except Stopped as stopped:
         said = f"Stopped by {stopped.name}: {' '.join(stopped.__notes__)}."
@@ -47,6 +47,7 @@ def main(argv: list[str]) -> int:
             change = "lower training.microbatch_rows or generation.max_rows"
             said = f"the device failed ({reason}); if its memory is full, {change}."
             if distributed.started() and "RESOURCE_EXHAUSTED" not in reason:
+                guard().await_verdict()
                 said = (
                     f"the processes cannot go on together ({reason}); where one has ended its own"
                     " words say why, and the same command goes on from the last checkpoint."
@@ -59,3 +60,15 @@ def main(argv: list[str]) -> int:
         said = "error: stopped by the keyboard; what was written stays in the workdir."
         return joining.leave(130, said, place)
     return joining.leave(0, "", place)
+
+
+def _read(argv: list[str], place: Place) -> Config:
+    """Return the config of the command line, whose mistakes rank 0 alone is to tell."""
+    try:
+        config = command_line.read(argv)
+        validation.check_heartbeat(config)
+    except (ValueError, OSError):
+        if place.size is None:  # which rank this is, and so whether it speaks, is known only then
+            joining.start(place)
+        raise
+    return config

@@ -15,6 +15,7 @@ FREE_KEYS = (
     "profile",
     "sinks",
     "watchdog_seconds",
+    "heartbeat_seconds",
     "compilation_cache",
     "checkpoint.",
     "mesh.",

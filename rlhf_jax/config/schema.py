@@ -57,6 +57,9 @@ DEFAULTS: dict[str, Any] = {
     "sinks": (),
     # seconds after which a phase that stands still is named; 0 for never
     "watchdog_seconds": 300,
+    # seconds of silence after which one of several processes is lost, and the others end; a process
+    # may stand still for half of them
+    "heartbeat_seconds": 30,
     "model": {
         # Hugging Face folder, .gguf file, or hub name org/name
         "path": "",

@@ -24,6 +24,7 @@ from rlhf_jax.config.generation_checks import (
     check_strategy,
 )
 from rlhf_jax.config.objectives import OBJECTIVES, objective_of
+from rlhf_jax.config.reward_checks import check_advantage, check_kl, check_rewards
 from rlhf_jax.config.schema import Config, flat
 from rlhf_jax.data.rows import is_dataset, is_file_name
 from rlhf_jax.mesh import Layout
@@ -31,8 +32,6 @@ from rlhf_jax.monitoring import sinks
 from rlhf_jax.rewards.sources import check_sources
 from rlhf_jax.runtime import mirror
 from rlhf_jax.runtime.files import find, is_remote
-from rlhf_jax.training import kl
-from rlhf_jax.training.advantages import ESTIMATORS
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.training.losses import AGGREGATES
 from rlhf_jax.training.optimizer import SCHEDULES
@@ -40,7 +39,7 @@ from rlhf_jax.training.policy_losses import LOSSES
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
-KL_PLACES = ("loss", "reward")
+LEAST_HEARTBEAT = 5  # seconds
 
 # Fields of a student's shape that the policy and the student's number of layers determine.
 STUDENT_FIELDS = (
@@ -82,9 +81,9 @@ def validate(config: Config, num_devices: int, num_processes: int = 1) -> None:
     _check_training(config)
     objective = objective_of(config)
     if objective.uses_rewards:
-        _check_rewards(config)
-        _check_advantage(config)
-        _check_kl(config)
+        check_rewards(config)
+        check_advantage(config)
+        check_kl(config)
     objective.validate(config)
     _check_devices(config, num_devices, num_processes)
     if objective.uses_rewards:  # last, as the functions are imported
@@ -172,6 +171,19 @@ def _check_run(config: Config) -> None:
     require(0 <= config.seed < 2**32, f"seed is {config.seed}; it must lie in 0 .. 2^32 - 1.")
     require_not_negative(config, "mesh.device_memory_gb", "watchdog_seconds", "checkpoint.every")
     require_one_of(config, "model.compute_dtype", COMPUTE_DTYPES)
+    check_heartbeat(config)
+
+
+def check_heartbeat(config: Config) -> None:
+    """Raise ValueError where processes would be taken for lost that are only slow to be heard.
+
+    This alone is asked before processes join.
+    """
+    seconds = config.heartbeat_seconds
+    require(
+        seconds >= LEAST_HEARTBEAT,
+        f"heartbeat_seconds is {seconds}; it must be at least {LEAST_HEARTBEAT}.",
+    )
 
 
 def _check_files(config: Config) -> None:
@@ -257,103 +269,6 @@ def _check_training(config: Config) -> None:
     LOSSES.require(config.training.loss)
     require_one_of(config, "training.remat", ("auto", "on", "off"))
     require_one_of(config, "training.schedule", tuple(SCHEDULES))
-
-
-def _check_rewards(config: Config) -> None:
-    """Check that rewards can be computed, weighed and told apart."""
-    reward = config.reward
-    terms = len(reward.functions) + len(reward.models)
-    require(
-        terms > 0,
-        "reward.functions and reward.models are empty; give FILE.py:function or a folder.",
-    )
-    require(
-        len(reward.weights) in (0, terms),
-        f"reward.weights has {len(reward.weights)} entries for {terms} functions and models; give"
-        " one for each.",
-    )
-    names = derived.term_names(config)
-    require(
-        len(set(names)) == terms,
-        f"The reward's functions and models are called {', '.join(names)} in the metrics; rename"
-        " one of the same name.",
-    )
-    numbers = all(
-        isinstance(weight, int | float) and math.isfinite(weight) for weight in reward.weights
-    )
-    require(numbers, f"reward.weights is {reward.weights}; it must hold finite numbers.")
-    require_positive(config, "reward.workers", "reward.concurrency", "reward.seconds")
-    require_not_negative(config, "reward.missing_end", "reward.clip")
-    require_one_of(config, "reward.on_failure", ("drop", "value"))
-    require(
-        reward.on_failure == "value" or not reward.failed,
-        f"reward.failed is {reward.failed}, but samples without a reward are dropped: set"
-        " reward.on_failure to 'value', or reward.failed to 0.",
-    )
-    require(
-        0 <= reward.max_failed < 1,
-        f"reward.max_failed is {reward.max_failed}; it must be at least 0 and below 1.",
-    )
-    require(
-        "reward" not in reward.metrics,
-        "reward.metrics names a measure 'reward', which is training's; rename it.",
-    )
-
-
-def _check_advantage(config: Config) -> None:
-    """Check that the advantage estimator has the samples, and the critic, that it needs."""
-    ESTIMATORS.require(config.advantage.estimator)
-    name = config.advantage.estimator
-    group = config.generation.samples_per_prompt
-    require(
-        group > 1 or not ESTIMATORS[name].compares_group,
-        f"generation.samples_per_prompt is {group}; {name} compares two or more of a prompt.",
-    )
-    require(
-        group > 1 or not config.generation.resample,
-        f"generation.resample is {config.generation.resample}, but one sample of a prompt never"
-        " differs from the others; raise generation.samples_per_prompt, or set 0.",
-    )
-    require_one_of(config, "advantage.deviation", ("sample", "population"))
-    for key in ("discount", "gae_lambda"):
-        value = config.advantage[key]
-        require(0 <= value <= 1, f"advantage.{key} is {value}; it must lie in 0 .. 1.")
-    require(
-        ESTIMATORS[name].needs_critic or not config.critic.path,
-        f"critic.path is {config.critic.path!r}, but advantage.estimator {name!r} has no critic;"
-        " choose 'gae', or ''.",
-    )
-    require_positive(config, "critic.learning_rate", "critic.clip")
-    require_not_negative(config, "critic.warmup_steps", "critic.steps_alone")
-    require(
-        ESTIMATORS[name].needs_critic or not config.critic.steps_alone,
-        f"critic.steps_alone is {config.critic.steps_alone}, but advantage.estimator {name!r} has"
-        " no critic; choose 'gae', or 0.",
-    )
-
-
-def _check_kl(config: Config) -> None:
-    """Check how KL is estimated and paid for, and that its coefficient adapts slowly enough."""
-    require_one_of(config, "kl.place", KL_PLACES)
-    require_one_of(config, "kl.estimator", tuple(kl.KL))
-    require_not_negative(config, "kl.coefficient", "kl.target")
-    require_positive(config, "kl.horizon")
-    require(
-        config.kl.estimator != "k1" or config.kl.place == "reward",
-        "kl.estimator is 'k1' and kl.place 'loss', where its gradient has mean zero; use k2 or"
-        " k3, or place 'reward'.",
-    )
-    samples = config.generation.prompts_per_step * config.generation.samples_per_prompt
-    require(
-        config.kl.horizon >= samples,
-        f"kl.horizon is {config.kl.horizon}, less than the {samples} samples of a step: the"
-        " coefficient could jump or turn negative; raise it.",
-    )
-    require(
-        config.kl.coefficient > 0 or not config.kl.target,
-        f"kl.target is {config.kl.target}, but kl.coefficient is 0 and would stay there; give a"
-        " start above 0.",
-    )
 
 
 def _check_devices(config: Config, num_devices: int, num_processes: int) -> None:

@@ -43,6 +43,7 @@ from rlhf_jax.rewards.combination import (
     refuse_broken,
 )
 from rlhf_jax.rewards.signatures import EarlyCalls, Form, Signature, calls_of
+from rlhf_jax.runtime.native_output import screen
 
 START_SECONDS = 120.0  # for Python, and for an import where calls have no limit
 LEAST_IMPORT_SECONDS = 2.0  # for the import of a reward, where its calls have less
@@ -227,7 +228,8 @@ class Workers:
             [sys.executable, "-P", "-m", module, self._spec, str(watched.fileno())],
             stdin=theirs.fileno(),
             pass_fds=(watched.fileno(),),
-            stdout=2,  # what a reward prints
+            stdout=screen(),  # what a reward prints
+            stderr=screen(),
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             start_new_session=True,  # Ctrl-C in the terminal is not for it
         )

@@ -6,9 +6,35 @@ jax 0.10.2 and 0.12 have it; `tests/test_jax_internals.py` says so of any other.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 from jax._src import distributed, lib, xla_bridge
+
+# What XLA writes before it ends a process, and then where it has missed heartbeats of tasks.
+FATAL = "Terminating process because the JAX distributed service detected fatal errors"
+UNHEARD = re.compile(r"stopped sending heartbeats\):\n((?:\d+\n)+)")
+
+
+class Verdict(NamedTuple):
+    """Hold why XLA ends a process of several: who was not heard of, or what is wrong with rank 0.
+
+    All False where rank 0 has the service and does not answer.
+    """
+
+    unheard: tuple[int, ...] = ()  # ranks
+    closed: bool = False  # the connection to rank 0, by its end
+    unmet: bool = False  # the processes have not all come
+
+
+def read_verdict(words: str) -> Verdict | None:
+    """Return why XLA ends this process, by what it wrote; None where that is something else."""
+    _, found, words = words.rpartition(FATAL)
+    if not found:
+        return None
+    if unheard := UNHEARD.search(words):
+        return Verdict(unheard=tuple(map(int, unheard[1].split())))
+    return Verdict(closed="UNAVAILABLE" in words, unmet="RegisterTask" in words)
 
 
 def coordination() -> Any:

@@ -6,13 +6,15 @@ import contextlib
 import os
 import socket
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
 from rlhf_jax.runtime import distributed, jax_internals
+from rlhf_jax.runtime.lost_ranks import guard
 
-HEARTBEAT = 30  # seconds of silence after which a process counts as dead, and the others end
+HEARTBEAT = 30  # seconds of silence after which a rank is lost, where no config says it
 FOREVER = 86_400.0  # seconds: what ends it sooner is the heartbeat
 FAILED = (1, 2)  # exit codes of an error, which may be one rank's alone
 LOCAL = ("localhost", "127.0.0.1", "[::1]")  # hosts by which a coordinator is on this machine
@@ -31,19 +33,17 @@ class Place(NamedTuple):
     rank: int | None = 0
 
 
-def start(place: Place) -> None:
+def start(place: Place, heartbeat: int | None = None, workdir: Path | None = None) -> None:
     """Join the others, before any device is touched.
 
-    Raises ValueError in one sentence where they cannot be found.
+    heartbeat: seconds of silence after which a rank is lost, which all must give alike; None where
+    this one could not read them. What libraries write goes to the workdir, once it is there. Raises
+    ValueError in one sentence where the others cannot be found.
     """
     if place.size == 1:
         return
-    # Standard output is left to Python: gloo writes a line there for each of its connections.
-    sys.stdout.flush()
-    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
-    with open(os.devnull, "w") as nothing:
-        os.dup2(nothing.fileno(), 1)
-
+    seconds = heartbeat or HEARTBEAT
+    guard().begin(seconds, workdir)
     os.environ["NPROC"] = str(max(THREADS, os.cpu_count() or 1))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # it would take SIGTERM, which `stopping` hears
@@ -55,7 +55,7 @@ def start(place: Place) -> None:
         jax.distributed.initialize(
             *place,
             cluster_detection_method=how,
-            heartbeat_timeout_seconds=HEARTBEAT,
+            heartbeat_timeout_seconds=seconds,
             coordinator_bind_address=None if place.rank else _bind_address(place.coordinator or ""),
         )
     except (RuntimeError, ValueError) as error:
@@ -64,8 +64,26 @@ def start(place: Place) -> None:
             f"The {place.size or ''} processes of the run did not meet ({reason})."
         ) from error
     distributed.signer()
+    guard().listen()
+    _check_alike(heartbeat)
     if _host(place.coordinator or "") in LOCAL:
         jax_internals.keep_collectives_local()
+
+
+def _check_alike(heartbeat: int | None) -> None:
+    """Raise ValueError where rank 0 waits for another heartbeat: it would take this rank for lost.
+
+    Nothing is compared where a rank could not read its own: it is about to say why.
+    """
+    word = "heartbeat_seconds"
+    if distributed.leads():
+        distributed.publish(word, heartbeat or 0)
+    first = distributed.wait_published(word, int, distributed.MEETING)
+    if heartbeat and first and heartbeat != first:
+        raise ValueError(
+            f"heartbeat_seconds is {heartbeat} on rank {distributed.rank()} and {first} on rank"
+            f" {distributed.LEADER}: give all the same."
+        )
 
 
 def _host(coordinator: str) -> str:
@@ -98,7 +116,7 @@ def leave(code: int, sentence: str, place: Place) -> int:
     """Return the exit code of a process that ends, after its last sentence on stderr.
 
     The sentence is said once where all say the same. Where this process ends alone the others are
-    ended by the coordination service.
+    told, and end as well.
     """
     if not distributed.started():
         if sentence and not place.rank:
@@ -114,9 +132,14 @@ def leave(code: int, sentence: str, place: Place) -> int:
             of_leader = distributed.wait_published(word, str, distributed.PATIENCE / 2)
     if sentence and sentence != of_leader:
         print(f"rank {rank}: {sentence}" if rank else sentence, file=sys.stderr)
+    if sentence:
+        guard().speak_for_itself(code)
     if distributed.all_here("the end", distributed.PATIENCE if code in FAILED else FOREVER):
+        guard().end()
         jax.distributed.shutdown()
         return code
+    with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):
+        guard().leave_alone(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # Python's own end would wait for the others

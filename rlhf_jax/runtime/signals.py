@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from rlhf_jax.runtime import messages
+from rlhf_jax.runtime.native_output import screen
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ASKED = "Stopping at the next safe place; once more stops at once."
@@ -52,9 +53,9 @@ def write_to_stderr(line: str) -> None:
     A stderr that is closed is no error.
     """
     # A live panel on a terminal erases its own three lines above the cursor when it is drawn again.
-    text = f"\n{line}\n\n\n" if os.isatty(2) else f"{line}\n"
+    text = f"\n{line}\n\n\n" if os.isatty(screen()) else f"{line}\n"
     with contextlib.suppress(OSError):
-        os.write(2, text.encode())
+        os.write(screen(), text.encode())
 
 
 @contextlib.contextmanager
