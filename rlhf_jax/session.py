@@ -31,7 +31,7 @@ from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.monitoring.phases import PhaseClock, PhaseSeconds
 from rlhf_jax.monitoring.sending import Sender
 from rlhf_jax.runtime import distributed
-from rlhf_jax.runtime.checkpoint.store import Checkpoints, named_leaves
+from rlhf_jax.runtime.checkpoint.store import Checkpoints, Unsaved, named_leaves
 from rlhf_jax.runtime.signals import Stopped, listen_for_signals
 from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.runtime.watchdog import Watchdog
@@ -168,7 +168,8 @@ class Session:
     def observe(self, phase: str, report: RoundReport | PhaseParts | None) -> None:
         """Hear that a phase begins or goes on, of its parts, or of a round; stop where asked to.
 
-        An update that has begun is finished.
+        It also stops where a save has failed, as soon as that is known. An update that has begun is
+        finished.
         """
         if isinstance(report, PhaseParts):
             self._beat(phase)
@@ -178,7 +179,7 @@ class Session:
             if report is not None:
                 self._listen(may_stop=not self._follows)
             else:  # all processes come here in step, and stop where any was asked to
-                signals = distributed.gather(self._stop.signal)
+                signals = distributed.gather_results(self._asked)
                 asked = next((number for number in signals if number is not None), None)
                 if asked is not None:  # one that comes meanwhile waits: it is never unset
                     self._stop.signal = asked
@@ -291,7 +292,7 @@ class Session:
     def _save_at_end(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Save the last whole state, whatever ends the loop, and say so on the error."""
         state = self._state
-        if state is None or not isinstance(error, Exception):
+        if state is None or not isinstance(error, Exception) or isinstance(error, Unsaved):
             return
         if isinstance(error, Stopped):
             saved = self.save(state)
@@ -331,11 +332,18 @@ class Session:
         self._listen(may_stop=True)
         self._beat(self._clock.phase)
 
+    def _asked(self) -> int | None:
+        """Return the signal that this process was sent; raise Unsaved where a save has failed."""
+        self._checkpoints.check()
+        return self._stop.signal
+
     def _listen(self, may_stop: bool) -> None:
         """Stop where this process was asked to, or hears that another was.
 
         What it works on alone ends early.
         """
+        if not distributed.started():
+            self._checkpoints.check()
         now = time.monotonic()
         if self._stop.signal is not None:
             distributed.publish(STOP, self._stop.signal)

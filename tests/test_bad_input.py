@@ -13,6 +13,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from rlhf_jax.model import weight_table
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.objectives.reward import RewardObjective
+from rlhf_jax.runtime.checkpoint import store
+from rlhf_jax.runtime.checkpoint.folder import steps
 
 PROGRAMS = {
     name: runpy.run_path(str(ROOT / "launch" / f"{name}.py"), run_name="launch")["main"]
@@ -551,6 +554,25 @@ def test_bad_input_is_one_sentence(name, place, loads, capsys):
     check_nothing_lost(before, after)
     assert case.found > CHECKS or after == before, "nothing is written before the checks"
     assert case.found == WORK or not loads, "nothing is loaded before the checks"
+
+
+def test_a_disk_that_is_full_is_told_at_the_save_that_failed_and_once(place, capsys, monkeypatch):
+    """Not at the next save, five steps later, nor again as the run ends."""
+    real = store.Checkpoints.save
+
+    def save_and_wait(self, *inputs):
+        real(self, *inputs)
+        while self._manager.is_saving_in_progress():
+            time.sleep(0.01)
+
+    monkeypatch.setattr(store.Checkpoints, "save", save_and_wait)
+    changes = {"steps": 9, "checkpoint__every": 2} | full_disk(200)(place)
+    assert PROGRAMS["train"](command(place, changes)) == 2
+    said = capsys.readouterr().err
+    check_sentence(said, "The checkpoint of step 2 could not be saved in")
+    assert said.count("could not be saved") == said.count("No space left on device") == 1
+    assert [line["step"] for line in lines(place.run / "metrics.jsonl")] == [0, 1]
+    assert steps(place.run / "checkpoints") == [1]
 
 
 @pytest.mark.parametrize("name", ["unknown key", "weights truncated", "weight is NaN"])

@@ -166,8 +166,9 @@ def _lay_out(config: Config, models: ModelConfigs) -> tuple[StageLayouts, dict[s
     across = distributed.count() // sizes.slices
     if across > 1 and mesh.devices.flat[0].platform != "tpu" and distributed.leads():
         warnings.warn(
-            f"mesh.slices={sizes.slices}: each slice spans {across} processes, and every layer waits"
-            f" for the network between them; mesh.slices={distributed.count()} keeps it within one.",
+            f"mesh.slices={sizes.slices}: each slice spans {across} processes, and every layer"
+            " waits for the network between them;"
+            f" mesh.slices={distributed.count()} keeps it within one.",
             stacklevel=1,
         )
     shapes = [mesh_kernels.shape_of(model) for model in models[:2] if model]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -22,21 +21,33 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime import distributed, messages
 from rlhf_jax.runtime.checkpoint import document as documents
+from rlhf_jax.runtime.checkpoint import proof
 from rlhf_jax.runtime.checkpoint.damage import Damaged, reading, reason, root
 from rlhf_jax.runtime.checkpoint.fingerprint import fingerprint
+from rlhf_jax.runtime.checkpoint.folder import (
+    DOCUMENT,
+    HOST,
+    claim,
+    names,
+    naming,
+    read_document,
+    remove_unfinished,
+    steps,
+)
 from rlhf_jax.runtime.checkpoint.quiet import quiet, release
 from rlhf_jax.runtime.files import alone
 
-# The two items of a checkpoint are folders of these names, and this is the second's file.
+# The item of a checkpoint that is arrays is a folder of this name.
 STATE = "state"
-HOST = "host"
-DOCUMENT = "document.json"
-# Orbax renames such a folder when it is complete.
-UNFINISHED = "*.orbax-checkpoint-tmp*"
 # Before the step in the name of a checkpoint that was found damaged.
 DAMAGED = "damaged-"
+
+
+@messages.register_error
+class Unsaved(OSError):
+    """Say that a checkpoint could not be saved."""
 
 
 class Restored(NamedTuple):
@@ -53,8 +64,9 @@ class Checkpoints:
     Use as a context manager: leaving it waits for the save that is running. `identity` is a flat
     dict of JSON values, saved with every checkpoint; one that differs in any of its keys is
     refused. The `changeable` keys among them, which are the config's, may differ where
-    `allow_changes`. Any error of saving but a device's is one OSError, at the next call or at the
-    end, and leaves the earlier checkpoints as they were.
+    `allow_changes`. A checkpoint of another run is damaged here, however alike the two runs are.
+    Any error of saving but a device's is one Unsaved, told once, at the next call or at the end,
+    and leaves the earlier checkpoints as they were.
     """
 
     def __init__(
@@ -75,20 +87,21 @@ class Checkpoints:
         self._saving = -1
         with contextlib.ExitStack() as stack:
 
-            def take_folder() -> None:
-                with _naming(self._folder):
+            def take_folder() -> str:
+                with naming(self._folder):
                     self._folder.mkdir(parents=True, exist_ok=True)
                     stack.enter_context(alone(self._folder, self._folder.parent))
-                    _remove_unfinished(self._folder)
+                    remove_unfinished(self._folder)
+                    return claim(self._folder)
 
-            distributed.run_on_leader(take_folder)
+            self._run = distributed.run_on_leader(take_folder)
             if distributed.started():
                 _check_shared(self._folder)
             stack.enter_context(quiet())
-            with _naming(self._folder):
+            with naming(self._folder):
                 handlers = ocp.DefaultCheckpointHandlerRegistry()
                 # Weights hardly shrink when they are compressed, and it takes the CPU's time.
-                arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
+                arrays = proof.ProvedArrays(use_compression=False)
                 handlers.add(STATE, ocp.args.PyTreeSave, arrays)
                 handlers.add(HOST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(DOCUMENT))
                 # Threads that wait for a folder which could not be made would hold the process
@@ -134,7 +147,8 @@ class Checkpoints:
         table = {
             name: [leaf.dtype.name, list(leaf.shape), marks[name]] for name, leaf in leaves.items()
         }
-        document = documents.make(step=step, identity=self._identity, leaves=table, host=host)
+        about = {"step": step, "run": self._run, "identity": self._identity}
+        document = documents.make(**about, leaves=table, host=host)
 
         # Orbax copies an accelerator's arrays to the host before its `save` returns, but writes a
         # CPU's from where they lie, long after they were donated: so it gets copies of those.
@@ -145,6 +159,11 @@ class Checkpoints:
         self._saving = step
         with self._failing():
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+    def check(self) -> None:
+        """Raise Unsaved where the save behind the run has ended with an error; wait for nothing."""
+        if distributed.leads() and not self._manager.is_saving_in_progress():
+            self._settle()
 
     def on_disk(self) -> int:
         """Return the step of the latest checkpoint that is complete; 0 where there is none."""
@@ -169,7 +188,7 @@ class Checkpoints:
                 self._move_aside(step, str(damage))
 
         def has_damaged() -> bool:
-            return any(name.startswith(DAMAGED) for name in _names(self._folder))
+            return any(name.startswith(DAMAGED) for name in names(self._folder))
 
         if found or distributed.run_on_leader(has_damaged):
             raise ValueError(
@@ -181,7 +200,7 @@ class Checkpoints:
     def _read(self, step: int, template: Any) -> Restored:
         """Return one checkpoint, of this run's identity and with all arrays of the template."""
         folder = self._folder / str(step)
-        document = distributed.run_on_leader(lambda: _read_document(folder))
+        document = distributed.run_on_leader(lambda: read_document(folder, self._run))
         for key, saved, own in documents.differences(document["identity"], self._identity):
             if key in self._changeable and self._allow_changes:
                 continue
@@ -206,7 +225,7 @@ class Checkpoints:
             number += 1
 
         def move() -> None:
-            with _naming(folder):
+            with naming(folder):
                 folder.rename(target)
             print(
                 f"warning: the checkpoint of step {step} is damaged ({why}); it is now {target}.",
@@ -223,7 +242,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Turn any error of orbax within the context into one OSError, with nothing half written.
+        """Turn any error of orbax within the context into one Unsaved, with nothing half written.
 
         It may be one of the background. A device's stays itself: room would not help it.
         """
@@ -234,13 +253,13 @@ class Checkpoints:
             # The first error is the one to be told.
             with contextlib.suppress(OSError):
                 if distributed.leads():
-                    _remove_unfinished(self._folder)
+                    remove_unfinished(self._folder)
                 self._manager.reload()
             unsaved = f"The checkpoint of step {self._saving} could not be saved in {self._folder}"
             if distributed.is_of_device(root(error)):
                 root(error).add_note(f"{unsaved}; those before it are whole.")
                 raise root(error) from None
-            raise OSError(
+            raise Unsaved(
                 f"{unsaved} ({reason(error)}); those before it are whole: make room and give the"
                 " same command again."
             ) from error
@@ -261,7 +280,7 @@ def read_part(folder: str | Path, template: Any, step: int | None = None) -> Res
     step = found[-1] if step is None else step
     place = Path(folder).absolute() / str(step)
     try:
-        document = _read_document(place)
+        document = read_document(place)
         with quiet():
             state = _read_state(place, document["leaves"], template)
         return Restored(step, state, document["host"])
@@ -269,20 +288,6 @@ def read_part(folder: str | Path, template: Any, step: int | None = None) -> Res
         raise ValueError(
             f"The checkpoint {place} is damaged ({damage}); name another step."
         ) from damage
-
-
-def _read_document(folder: Path) -> dict[str, Any]:
-    """Return the document of a checkpoint; Damaged where it is of another step than its folder."""
-    document = documents.read(folder / HOST / DOCUMENT)
-    step = document.get("step", int(folder.name))  # that of an earlier version has none
-    if step != int(folder.name):
-        raise Damaged(f"it is the one of step {step}, renamed or copied")
-    return document
-
-
-def steps(folder: Path) -> list[int]:
-    """Return the steps of the complete checkpoints in a folder, in order."""
-    return sorted(int(name) for name in _names(folder) if name.isdigit())
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -324,8 +329,13 @@ def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
         # Without orbax's Checkpointer, in which a process whose part is damaged would leave the
         # others waiting.
         arrays = folder / STATE
-        with reading(arrays), contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-            return handler.restore(epath.Path(arrays), args=arguments)
+        try:
+            with reading(arrays), contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+                return handler.restore(epath.Path(arrays), args=arguments)
+        except OSError:
+            with contextlib.suppress(OSError):  # the first error is the one to be told
+                proof.check(arrays)
+            raise
 
     leaves = distributed.run_on_all(read_arrays)
     for name, mark in _fingerprints(leaves).items():
@@ -337,7 +347,7 @@ def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
 def _check_shared(folder: Path) -> None:
     """Raise ValueError, on all, where a process does not see the leader's folder."""
     mark = folder / distributed.broadcast(f".seen-{os.getpid()}-{time.time_ns()}")
-    with _naming(folder):
+    with naming(folder):
         distributed.run_on_leader(mark.touch)
         seen = distributed.gather(mark.exists())
         distributed.run_on_leader(mark.unlink)
@@ -346,30 +356,3 @@ def _check_shared(folder: Path) -> None:
             f"Rank {seen.index(False)} of the run does not see what rank 0 writes to {folder}:"
             " name a workdir on a file system that all processes share."
         )
-
-
-def _names(folder: Path) -> list[str]:
-    """Return the names in a folder that may be missing.
-
-    `glob` may take one that cannot be read for an empty one.
-    """
-    with _naming(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return os.listdir(folder)
-    return []
-
-
-def _remove_unfinished(folder: Path) -> None:
-    """Remove what saves that were interrupted have left."""
-    for path in folder.glob(UNFINISHED):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Turn an OSError within the context into one that names the path and says what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(
-            f"{path} cannot be used for checkpoints ({reason(error)}); name another workdir."
-        ) from error
