@@ -32,6 +32,7 @@ from rlhf_jax.monitoring.phases import PhaseClock, PhaseSeconds
 from rlhf_jax.monitoring.sending import Sender
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.checkpoint.store import Checkpoints, Unsaved, named_leaves
+from rlhf_jax.runtime.files import is_remote
 from rlhf_jax.runtime.signals import Stopped, listen_for_signals
 from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.runtime.watchdog import Watchdog
@@ -80,16 +81,7 @@ class Session:
             self._stop = stack.enter_context(listen_for_signals())
             stack.enter_context(self._clock)
             check_alike(opened)
-            asked = opened.config.checkpoint
-            self._checkpoints = stack.enter_context(
-                Checkpoints(
-                    opened.workdir / "checkpoints",
-                    asked.keep,
-                    build.identity(opened),
-                    binding_settings(opened.config),
-                    asked.allow_changes,
-                )
-            )
+            self._checkpoints = stack.enter_context(_checkpoints_of(opened))
             self._stack = stack.pop_all()
         return self
 
@@ -353,6 +345,35 @@ class Session:
             self._stop.signal = self._stop.signal if signal is None else signal
         if may_stop:
             self._stop.check()
+
+
+def preview(opened: Opened) -> str:
+    """Make the checks with which a session begins and restores, and say what a run would do.
+
+    Nothing is written. What lies behind a URL is not looked at.
+    """
+    check_alike(opened)
+    workdir = opened.config.workdir
+    if is_remote(workdir):
+        return f"what lies behind {workdir} was not looked at"
+    template = build.state_template(opened)
+    step = distributed.run_on_leader(lambda: _checkpoints_of(opened).preview(template))
+    if not step:
+        return f"a run would begin in {workdir}"
+    distributed.run_on_leader(lambda: metrics.check(opened.workdir))
+    return f"a run would go on from step {step} in {workdir}"
+
+
+def _checkpoints_of(opened: Opened) -> Checkpoints:
+    """Return the checkpoints of a run, not yet entered."""
+    asked = opened.config.checkpoint
+    return Checkpoints(
+        opened.workdir / "checkpoints",
+        asked.keep,
+        build.identity(opened),
+        binding_settings(opened.config),
+        asked.allow_changes,
+    )
 
 
 def check_alike(opened: Opened) -> None:

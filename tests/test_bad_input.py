@@ -4,25 +4,22 @@ early.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import re
 import resource
 import runpy
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-import safetensors.numpy
 import tiny_run
+from bad_cases import CASES, CHECKS, GO_ON, WORK, Case, Place, full_disk
 from tiny_run import ROOT, lines
 
 from rlhf_jax.inference.values import critic_of
@@ -52,405 +49,6 @@ def sometimes(prompt, response, row):
     return globals()[kind(response) or "vowels"](prompt, response, row)
 value = 3
 """
-
-# When a mistake is found: before anything is written or loaded, before weights are loaded, or at
-# work.
-CHECKS, OPENING, WORK = range(3)
-PAGE = 4096  # bytes that a file on a disk of memory is a multiple of
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a case lives: `home` is shared and never changed, `folder` is its own, `run` the
-    workdir in it.
-    """
-
-    home: Path
-    folder: Path
-
-    @property
-    def run(self) -> Path:
-        return self.folder / "run"
-
-    def copy(self, name: str) -> Path:
-        """A model of `home` that may be damaged."""
-        return Path(shutil.copytree(self.home / name, self.folder / "damaged"))
-
-    def file(self, name: str, text: str) -> Path:
-        path = self.folder / name
-        path.write_text(text)
-        return path
-
-    def finished(self) -> Path:
-        """The workdir, with a run of one step in it."""
-        return Path(shutil.copytree(self.home / "finished", self.run))
-
-
-Prepare = Callable[[Place], dict[str, Any]]  # makes the mistake; gives changes of the command line
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    words: str  # that the sentence has
-    changes: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the command line
-    prepare: Prepare = lambda place: {}
-    found: int = CHECKS
-    program: str = "train"
-
-
-def config(text: str) -> Prepare:
-    """The mistake is the config file."""
-    begin = "from rlhf_jax.config import default\n"
-    return lambda place: {"config_file": place.file("config.py", begin + text)}
-
-
-def prompts(text: str, name: str = "bad.jsonl") -> Prepare:
-    """The mistake is the file of prompts."""
-    return lambda place: {"data__train": place.file(name, text)}
-
-
-def model(
-    damage: Callable[[Path], object], name: str = "tiny", key: str = "model__path"
-) -> Prepare:
-    """The mistake is in a model's folder."""
-
-    def prepare(place: Place) -> dict[str, Any]:
-        copy = place.copy(name)
-        damage(copy)
-        return {key: copy}
-
-    return prepare
-
-
-def at_home(**names: str) -> Prepare:
-    """The mistake is to give a file of `home`."""
-    return lambda place: {key: f"{place.home}/{name}" for key, name in names.items()}
-
-
-def finished(damage: Callable[[Place], object] = lambda place: None) -> Prepare:
-    """The mistake is in the workdir, or in another command for it."""
-
-    def prepare(place: Place) -> dict[str, Any]:
-        place.finished()
-        damage(place)
-        return {}
-
-    return prepare
-
-
-def truncate(file: str) -> Callable[[Path], object]:
-    return lambda folder: os.truncate(folder / file, (folder / file).stat().st_size - 100)
-
-
-def replace(file: str, old: str, new: str) -> Callable[[Path], object]:
-    def change(folder: Path) -> None:
-        text = (folder / file).read_text()
-        assert old in text
-        (folder / file).write_text(text.replace(old, new))
-
-    return change
-
-
-def tensor(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Path], object]:
-    def damage(folder: Path) -> None:
-        file = folder / "model.safetensors"
-        tensors = safetensors.numpy.load_file(file)
-        safetensors.numpy.save_file(tensors | {name: change(tensors[name])}, file)
-
-    return damage
-
-
-def larger_tokenizer(folder: Path) -> None:
-    content = json.loads((folder / "tokenizer.json").read_text())
-    content["model"]["vocab"]["<extra>"] = 5000
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-
-
-def damage_checkpoints(place: Place) -> None:
-    for file in (place.run / "checkpoints").rglob("document.json"):
-        file.write_text(file.read_text().replace("batches", "botches"))
-
-
-def full_disk(kilobytes: int) -> Prepare:
-    """A finished run on a disk with so much room; where none can be mounted, no file may be larger
-    than that.
-    """
-
-    def prepare(place: Place) -> dict[str, Any]:
-        files = [path for path in (place.home / "finished").rglob("*") if path.is_file()]
-        size = sum(-(-path.stat().st_size // PAGE) * PAGE for path in files) + 1024 * kilobytes
-        place.run.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(place.run)]
-        mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
-        shutil.copytree(place.home / "finished", place.run, dirs_exist_ok=True)
-        if not mounted:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1024 * kilobytes, resource.RLIM_INFINITY))
-        return {}
-
-    return prepare
-
-
-NORM = "model.layers.1.input_layernorm.weight"
-PPO = {"advantage__estimator": "gae"}
-GO_ON = {"steps": 3, "checkpoint__allow_changes": True}
-
-CASES = {
-    # The command and its config file.
-    "no config file is named": Case(
-        "No config is named", prepare=lambda place: {"config_file": None}
-    ),
-    "config file missing": Case(
-        "There is no config file nowhere.py", {"config_file": "nowhere.py"}
-    ),
-    "config file raises": Case(
-        "ZeroDivisionError", prepare=config("def get_config(): return 1 / 0\n")
-    ),
-    "config file that exits": Case("SystemExit", prepare=config("import sys\nsys.exit(0)\n")),
-    "config file is no Python": Case("SyntaxError", prepare=config("def get_config(:\n")),
-    "config file without get_config": Case("KeyError: 'get_config'", prepare=config("")),
-    "config file returns another thing": Case(
-        "must return", prepare=config("def get_config(): return {}\n")
-    ),
-    "unknown key": Case("did you mean 'generation.strategy'", {"generation__strategie": "plain"}),
-    "wrong type": Case("'steps' is of type int; 'many' is not", {"steps": "many"}),
-    "no number": Case("training.learning_rate is nan", {"training__learning_rate": "nan"}),
-    "negative steps": Case("steps is -1; it must be above 0", {"steps": -1}),
-    # Options that contradict one another.
-    "unknown strategy": Case("Unknown strategy 'chain'", {"generation__strategy": "chain"}),
-    "unknown estimator": Case("it must be one of", {"advantage__estimator": "ppo"}),
-    "strategy without its drafter": Case(
-        "give drafter.path", {"generation__strategy": "model-chain-2"}
-    ),
-    "top-p in training": Case("is for evaluation", {"generation__top_p": 0.9}),
-    "top-k too large": Case("is for evaluation", {"generation__top_k": 100}),
-    "critic without gae": Case("choose 'gae', or ''", {"critic__path": "org/critic"}),
-    "k1 in the loss": Case("use k2 or k3", {"kl__estimator": "k1"}),
-    "KL target without a coefficient": Case(
-        "give a start above 0", {"kl__target": 0.1, "kl__coefficient": 0.0}
-    ),
-    "group of one": Case("compares two or more of a prompt", {"generation__samples_per_prompt": 1}),
-    "resampling single samples": Case(
-        "generation.resample is 2",
-        PPO | {"generation__resample": 2, "generation__samples_per_prompt": 1},
-    ),
-    "weights of another number": Case("has 2 entries for 1", {"reward__weights": "(1.0,2.0)"}),
-    "evaluation without prompts": Case(
-        "data.eval is empty", {"evaluation__every": 2, "data__eval": ""}
-    ),
-    "batch not divisible": Case(
-        "cannot be split evenly by training.minibatches = 3", {"training__minibatches": 3}
-    ),
-    "longer than the context": Case(
-        "the model's context is 128", {"generation__max_new_tokens": 300}
-    ),
-    "more devices than there are": Case("does not fit 1 devices", {"mesh__data": 64}),
-    "too little memory": Case("A device needs", {"mesh__device_memory_gb": 0.0001}),
-    # The models.
-    "model missing": Case("No model at /nowhere", {"model__path": "/nowhere"}),
-    "model without config.json": Case(
-        "config.json is missing", prepare=model(lambda f: (f / "config.json").unlink())
-    ),
-    "model's config.json is no JSON": Case(
-        "is not valid JSON", prepare=model(truncate("config.json"))
-    ),
-    "model's size is no number": Case(
-        "is not a number",
-        prepare=model(
-            replace("config.json", '"num_attention_heads": 4', '"num_attention_heads": null')
-        ),
-    ),
-    "model nested too deeply": Case(
-        "config.json is not valid JSON (it is nested too deeply)",
-        prepare=model(lambda f: (f / "config.json").write_text("[" * 100_000)),
-    ),
-    "model of a billion layers": Case(
-        "num_layers is 1000000000",
-        prepare=model(
-            replace("config.json", '"num_hidden_layers": 2', '"num_hidden_layers": 1000000000')
-        ),
-    ),
-    "pipe in place of a config.json": Case(
-        "a pipe or a device",
-        prepare=model(lambda f: ((f / "config.json").unlink(), os.mkfifo(f / "config.json"))),
-    ),
-    "index that names a file elsewhere": Case(
-        "must name files of the folder",
-        prepare=model(
-            lambda f: (f / "model.safetensors.index.json").write_text(
-                '{"weight_map": {"lm_head.weight": "../tiny/model.safetensors"}}'
-            )
-        ),
-    ),
-    "stop token that the model lacks": Case(
-        "the stop token 99999 is none of the model's 320",
-        prepare=model(
-            lambda f: (f / "generation_config.json").write_text('{"eos_token_id": [3, 99999]}')
-        ),
-    ),
-    "architecture not supported": Case(
-        "'gpt2'", prepare=model(replace("config.json", '"llama"', '"gpt2"'))
-    ),
-    "weights missing": Case(
-        "safetensors is missing", prepare=model(lambda f: (f / "model.safetensors").unlink())
-    ),
-    "weights truncated": Case(
-        "model.safetensors is truncated", prepare=model(truncate("model.safetensors"))
-    ),
-    "weight of another shape": Case("has shape [31]", prepare=model(tensor(NORM, lambda x: x[1:]))),
-    "weight is NaN": Case(
-        "'attention_norm' of layer 1 is not finite",
-        {},
-        model(tensor(NORM, lambda x: x * np.nan)),
-        WORK,
-    ),
-    "tokenizer missing": Case(
-        "tokenizer.json is missing", prepare=model(lambda f: (f / "tokenizer.json").unlink())
-    ),
-    "tokenizer is no tokenizer": Case(
-        "is not a tokenizer", prepare=model(truncate("tokenizer.json"))
-    ),
-    "tokenizer larger than the model": Case("Wrong tokenizer", prepare=model(larger_tokenizer)),
-    "chat template is broken": Case(
-        "chat template",
-        prepare=model(lambda f: (f / "chat_template.jinja").write_text("{% for m in %}")),
-    ),
-    "policy is a reward model": Case(
-        "model.path is a reward model", prepare=at_home(model__path="classifier")
-    ),
-    "reward model is a language model": Case(
-        "give a sequence classifier", prepare=at_home(reward__models="tiny")
-    ),
-    "reward model of two labels": Case(
-        "a classifier of 2 labels",
-        prepare=model(
-            replace("config.json", '"0": "LABEL_0"', '"0": "BAD", "1": "GOOD"'),
-            "classifier",
-            "reward__models",
-        ),
-    ),
-    "critic of another vocabulary": Case(
-        "reads the policy's tokens", PPO, at_home(critic__path="larger")
-    ),
-    "rejection with another vocabulary": Case(
-        "Rejection compares distributions",
-        {"generation__strategy": "model-chain-2", "generation__acceptance": "rejection"},
-        at_home(drafter__path="larger"),
-    ),
-    # The prompts.
-    "prompts missing": Case("there is no file /nowhere.jsonl", {"data__train": "/nowhere.jsonl"}),
-    "prompts in another format": Case(
-        "must end in .jsonl or .parquet", prepare=prompts("a,b\n", "bad.csv")
-    ),
-    "prompts empty": Case("is empty", prepare=prompts("")),
-    "prompts with a broken line": Case("Line 2", prepare=prompts('{"prompt": "a"}\n{oops\n')),
-    "prompts nested too deeply": Case("Line 1 of", prepare=prompts('{"prompt": ' + "[" * 100_000)),
-    "prompt with half a character": Case(
-        "half a character", prepare=prompts('{"prompt": "\\ud800"}\n')
-    ),
-    "prompt with a NUL": Case("a NUL character", prepare=prompts('{"prompt": "\\u0000"}\n')),
-    "prompt of a million characters": Case(
-        "over 500,000 characters; cut its 'prompt'",
-        prepare=prompts(json.dumps({"prompt": "a" * 1_000_000})),
-    ),
-    "prompts without the key": Case("has no 'prompt'", prepare=prompts('{"question": "a"}\n')),
-    "prompts all too long": Case("raise max_prompt_tokens", {"data__max_prompt_tokens": 3}),
-    "prompts of Parquet that are none": Case(
-        "is not a readable Parquet", prepare=prompts("PAR1", "bad.parquet")
-    ),
-    # The rewards.
-    "reward missing": Case("there is no file nowhere.py", {"reward__functions": "nowhere.py:f"}),
-    "reward without its function": Case(
-        "defines no 'nothing'", prepare=at_home(reward__functions="rewards.py:nothing")
-    ),
-    "reward is no function": Case(
-        "is of type int", prepare=at_home(reward__functions="rewards.py:value")
-    ),
-    "reward cannot be imported": Case(
-        "cannot be imported", {"reward__functions": "no.such.module:f"}
-    ),
-    "measure named reward": Case(
-        "rename it",
-        prepare=config(
-            "def get_config():\n    config = default()\n"
-            "    config.reward.metrics = {'reward': 'configs/rewards/arithmetic.py:gsm8k'}\n   "
-            " return config\n"
-        ),
-    ),
-    "reward always raises": Case(
-        "raised KeyError", {}, at_home(reward__functions="rewards.py:raises"), WORK
-    ),
-    "reward always hangs": Case(
-        "hangs", {"reward__seconds": 0.1}, at_home(reward__functions="rewards.py:hangs"), WORK
-    ),
-    "reward is always NaN": Case(
-        "gave nan", {}, at_home(reward__functions="rewards.py:no_number"), WORK
-    ),
-    "reward is always a text": Case(
-        "of type str", {}, at_home(reward__functions="rewards.py:text"), WORK
-    ),
-    "reward always ends its process": Case(
-        "exit code 3", {}, at_home(reward__functions="rewards.py:dies"), WORK
-    ),
-    # The workdir.
-    "workdir cannot be written": Case(
-        "name another workdir",
-        prepare=lambda place: {
-            "workdir": place.file("file", "") / "run",
-            "reward__models": place.home / "classifier",
-        },
-    ),
-    "checkpoint of another model": Case(
-        "the policy's vocab_size = 320, and this run has 384",
-        {"steps": 3},
-        lambda place: finished()(place) | at_home(model__path="larger")(place),
-    ),
-    "checkpoint of other prompts": Case(
-        "the prompts of data.train",
-        {"steps": 3},
-        lambda place: finished()(place) | prompts('{"prompt": "a"}\n')(place),
-    ),
-    "checkpoint of another config": Case(
-        "training.learning_rate = 0.001", {"training__learning_rate": 0.1}, finished()
-    ),
-    "checkpoints all damaged": Case(
-        "is whole", {"steps": 3}, finished(damage_checkpoints), OPENING
-    ),
-    "metrics of an earlier run damaged": Case(
-        "metrics.jsonl",
-        {"steps": 3},
-        finished(lambda place: (place.run / "metrics.jsonl").write_text("oops\n")),
-        OPENING,
-    ),
-    "loss is not finite": Case(
-        "post-mortem/step-000001.npz",
-        GO_ON | {"training__learning_rate": 1e30, "training__minibatches": 2},
-        finished(),
-        WORK,
-    ),
-    "disk full at the start": Case("cannot be written", {"steps": 3}, full_disk(0), OPENING),
-    "disk full at a checkpoint": Case("could not be saved", {"steps": 3}, full_disk(100), WORK),
-    "disk full at the end": Case(
-        "run/policy cannot be written", {"steps": 3, "checkpoint__every": 0}, full_disk(100), WORK
-    ),
-    # The other programs.
-    "export of no run": Case("There is no run in", program="export"),
-    "export without a checkpoint": Case(
-        "There is no checkpoint",
-        {},
-        finished(lambda place: shutil.rmtree(place.run / "checkpoints")),
-        program="export",
-    ),
-    "report of no run": Case("name the workdir of a run", program="report"),
-    "report on a full disk": Case(
-        "report.html cannot be written", {}, full_disk(0), program="report"
-    ),
-    "report of damaged metrics": Case(
-        "line 1",
-        {},
-        finished(lambda place: (place.run / "metrics.jsonl").write_text("oops\n")),
-        program="report",
-    ),
-}
 
 
 @pytest.fixture(scope="module")
@@ -573,6 +171,52 @@ def test_a_disk_that_is_full_is_told_at_the_save_that_failed_and_once(place, cap
     assert said.count("could not be saved") == said.count("No space left on device") == 1
     assert [line["step"] for line in lines(place.run / "metrics.jsonl")] == [0, 1]
     assert steps(place.run / "checkpoints") == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kilobytes", range(4, 160, 24))
+def test_a_disk_that_fills_up_at_any_place_is_one_sentence(kilobytes, place, capsys):
+    """Metrics, samples, timelines and what is exported."""
+    changes = {"steps": 3, "checkpoint__every": 0} | full_disk(kilobytes)(place)
+    before = snapshot(place.folder)
+    assert PROGRAMS["train"](command(place, changes)) == 2
+    check_sentence(capsys.readouterr().err, " cannot be written (")
+    check_nothing_lost(before, snapshot(place.folder))
+
+
+OF_WORKDIR = [
+    name for name in CASES if name.startswith(("checkpoint", "workdir", "rows", "metrics"))
+]
+DRY = [name for name, case in CASES.items() if case.program == "train" and case.found < WORK]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in OF_WORKDIR))
+        for name in DRY
+        if name != "disk full at the start"  # which only writing tells
+    ],
+)
+def test_a_dry_run_says_what_a_run_would_say_and_writes_nothing(name, place, loads, capsys):
+    arguments = [*prepared(CASES[name], place), "--config.dry_run=True"]
+    before = snapshot(place.folder)
+    assert PROGRAMS["train"](arguments) == 2
+    check_sentence(capsys.readouterr().err, CASES[name].words)
+    assert snapshot(place.folder) == before and not loads
+
+
+def test_a_dry_run_says_that_it_has_checked_and_where_a_run_would_go_on(place, capsys):
+    for step, said in ((0, "a run would begin in"), (1, "a run would go on from step 1 in")):
+        if step:
+            place.finished()
+        before = snapshot(place.folder)
+        assert PROGRAMS["train"](command(place, {"steps": 3, "dry_run": True})) == 0
+        told = capsys.readouterr()
+        last = told.out.splitlines()[-1]
+        assert last.startswith("Checked as a run would be: config, models, prompts, rewards, dev")
+        assert f"{said} {place.run}, and nothing was written." in last and not told.err
+        assert snapshot(place.folder) == before
 
 
 @pytest.mark.parametrize("name", ["unknown key", "weights truncated", "weight is NaN"])

@@ -186,7 +186,7 @@ def test_checkpoints_of_an_earlier_version_are_of_this_run(tmp_path, capfd):
 
 
 def test_of_a_large_file_the_length_is_proved(tmp_path, monkeypatch):
-    monkeypatch.setattr(proof, "LARGEST", 100)
+    monkeypatch.setattr(proof, "MOST_PROVED", 100)
     save(tmp_path, 1)
     arrays = tmp_path / "1" / "state"
     file = max(arrays.rglob("d/*"), key=lambda path: path.stat().st_size)

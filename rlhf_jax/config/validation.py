@@ -39,6 +39,7 @@ from rlhf_jax.training.update import SCHEDULES
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
+TOO_LARGE = 1 << 31  # no number of a config is as large, but for the seed: shapes are 32 bits wide
 KL_PLACES = ("loss", "reward")
 
 # Fields of a student's shape that the policy and the student's number of layers determine.
@@ -67,6 +68,8 @@ def validate(config: Config, num_devices: int, num_processes: int = 1) -> None:
     for name, value in flat(config).items():
         finite = not isinstance(value, float) or math.isfinite(value)
         require(finite, f"{name} is {value}; it must be finite.")
+        counts = isinstance(value, int) and name != "seed"
+        require(not counts or abs(value) < TOO_LARGE, f"{name} is {value}; it must be below 2^31.")
     OBJECTIVES.require(config.objective)
     for kernel in config.kernels:
         require_one_of(config, f"kernels.{kernel}", dispatch.WANTED)

@@ -7,6 +7,7 @@ its document. So one that was put there from another run is known, however alike
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -85,6 +86,18 @@ def names(folder: Path) -> list[str]:
     with naming(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return os.listdir(folder)
     return []
+
+
+def require_usable(folder: Path) -> None:
+    """Raise OSError where checkpoints could not be written to a folder, or it not be made."""
+    place = folder
+    while not place.exists():
+        place = place.parent
+    with naming(folder):
+        if not place.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -21,7 +21,7 @@ from rlhf_jax.runtime.files import write_atomically
 PROOF = "files.json"
 # Bytes of a file up to which its content is proved, and above which its length: the fingerprints of
 # the arrays prove the rest.
-LARGEST = 1 << 20
+MOST_PROVED = 1 << 20
 
 
 class ProvedArrays(ocp.PyTreeCheckpointHandler):
@@ -60,6 +60,6 @@ def _marks(folder: Path) -> dict[str, list]:
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != PROOF:
             size = path.stat().st_size
-            digest = "" if size > LARGEST else hashlib.sha256(path.read_bytes()).hexdigest()
+            digest = "" if size > MOST_PROVED else hashlib.sha256(path.read_bytes()).hexdigest()
             marks[path.relative_to(folder).as_posix()] = [size, digest]
     return marks

@@ -8,6 +8,7 @@ the identity of the run, and of every array its dtype, shape and fingerprint.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -34,6 +35,7 @@ from rlhf_jax.runtime.checkpoint.folder import (
     naming,
     read_document,
     remove_unfinished,
+    require_usable,
     steps,
 )
 from rlhf_jax.runtime.checkpoint.quiet import quiet, release
@@ -182,25 +184,44 @@ class Checkpoints:
         self._settle()
         found = distributed.run_on_leader(lambda: steps(self._folder))
         for step in reversed(found):
+            folder = self._folder / str(step)
+            read = functools.partial(read_document, folder, self._run)
             try:
-                return self._read(step, template)
+                document = distributed.run_on_leader(read)
+                self._require_fit(folder, document, template)
+                state = _read_state(folder, document["leaves"], template)
+                return Restored(step, state, document["host"])
             except Damaged as damage:
                 self._move_aside(step, str(damage))
-
-        def has_damaged() -> bool:
-            return any(name.startswith(DAMAGED) for name in names(self._folder))
-
-        if found or distributed.run_on_leader(has_damaged):
-            raise ValueError(
-                f"No checkpoint in {self._folder} is whole: bring one back from a copy, or name"
-                " another workdir."
-            )
+        distributed.run_on_leader(lambda: _require_none(self._folder))
         return None
 
-    def _read(self, step: int, template: Any) -> Restored:
-        """Return one checkpoint, of this run's identity and with all arrays of the template."""
-        folder = self._folder / str(step)
-        document = distributed.run_on_leader(lambda: read_document(folder, self._run))
+    def preview(self, template: Any) -> int:
+        """Return the step from which `restore` would go on, by documents alone; 0 where none is.
+
+        For one that is not entered: nothing is written or moved, and no array is read. Raises what
+        `restore` would, and ValueError where another run is at work there.
+        """
+        require_usable(self._folder)
+        if not self._folder.exists():
+            return 0
+        with alone(self._folder, self._folder.parent):
+            for step in reversed(steps(self._folder)):
+                folder = self._folder / str(step)
+                try:
+                    document = read_document(folder)
+                    self._require_fit(folder, document, template)
+                    _require_arrays(folder, document["leaves"], template)
+                except Damaged as damage:
+                    said = f"is damaged ({damage}), and would be moved aside"
+                    print(f"warning: the checkpoint of step {step} {said}.", file=sys.stderr)
+                else:
+                    return step
+        _require_none(self._folder)
+        return 0
+
+    def _require_fit(self, folder: Path, document: dict[str, Any], template: Any) -> None:
+        """Raise ValueError where a checkpoint is of another identity, or has more arrays."""
         for key, saved, own in documents.differences(document["identity"], self._identity):
             if key in self._changeable and self._allow_changes:
                 continue
@@ -213,7 +234,6 @@ class Checkpoints:
             raise ValueError(
                 f"The checkpoint {folder} holds {name}, which this run lacks; name another workdir."
             )
-        return Restored(step, _read_state(folder, document["leaves"], template), document["host"])
 
     def _move_aside(self, step: int, why: str) -> None:
         """Rename a damaged checkpoint, so that it is looked at no more, and say so."""
@@ -307,12 +327,17 @@ def _fingerprints(leaves: dict[str, jax.Array]) -> dict[str, int]:
 _copied = jax.jit(jnp.copy)
 
 
-def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
-    """Return the template's arrays from a checkpoint, each proved by its fingerprint.
+def _require_none(folder: Path) -> None:
+    """Raise ValueError where a folder has checkpoints, none of which is whole."""
+    if any(name.isdigit() or name.startswith(DAMAGED) for name in names(folder)):
+        raise ValueError(
+            f"No checkpoint in {folder} is whole: bring one back from a copy, or name another"
+            " workdir."
+        )
 
-    saved: [dtype, shape, fingerprint] of each array there.
-    """
-    wanted = {}
+
+def _require_arrays(folder: Path, saved: dict[str, list], template: Any) -> None:
+    """Raise ValueError where a checkpoint lacks an array of the template, or has another."""
     for name, leaf in named_leaves(template).items():
         dtype, shape, _ = saved.get(name, ("nothing", "", 0))
         if (dtype, shape) != (leaf.dtype.name, list(leaf.shape)):
@@ -320,6 +345,16 @@ def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
                 f"The checkpoint {folder} has {dtype}{shape} for {name}, and this run"
                 f" {leaf.dtype.name}{list(leaf.shape)}; name another workdir."
             )
+
+
+def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
+    """Return the template's arrays from a checkpoint, each proved by its fingerprint.
+
+    saved: [dtype, shape, fingerprint] of each array there.
+    """
+    _require_arrays(folder, saved, template)
+    wanted = {}
+    for name, leaf in named_leaves(template).items():
         place = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         wanted[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
     asked = {name: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for name, leaf in wanted.items()}
