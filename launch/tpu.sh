@@ -22,8 +22,9 @@ begin='pid=$(cat run.pid 2>/dev/null)
 if ! kill -0 "$pid" 2>/dev/null; then
   install -m 600 ~/.rlhf_jax_key.new ~/.rlhf_jax_key
   export RLHF_JAX_KEY_FILE=~/.rlhf_jax_key
+  : >run.log # before it is followed
   setsid nohup bash -c '\''trap : TERM INT; python launch/train.py "$@"; echo $? >run.code'\'' train --processes auto '
-follow=' >run.log 2>&1 </dev/null &
+follow=' >>run.log 2>&1 </dev/null &
   pid=$!
   echo "$pid" >run.pid
 fi
