@@ -216,6 +216,9 @@ CASES = {
         "lower evaluation.samples_per_prompt",
         {"evaluation__every": 1, "evaluation__samples_per_prompt": 10**9},
     ),
+    "more tokens to draw from than there are": Case(
+        "evaluation.top_k is 321, but the model has 320", {"evaluation__top_k": 321}
+    ),
     "slots that no host can hold": Case(
         "The host needs",
         {"generation__max_new_tokens": 10**9},

@@ -107,6 +107,11 @@ def validate_models(config: Config, models: ModelConfigs) -> None:
             model.scalar_head,
             f"reward.models: {path} is a language model; give a sequence classifier.",
         )
+    kept = config.evaluation.top_k
+    require(
+        kept <= policy.vocab_size,
+        f"evaluation.top_k is {kept}, but the model has {policy.vocab_size} tokens; lower it.",
+    )
     longest = config.data.max_prompt_tokens + config.generation.max_new_tokens
     for name, model in (("model", policy), ("drafter", drafter), ("critic", critic)):
         require(
