@@ -23,7 +23,7 @@ if ! kill -0 "$pid" 2>/dev/null; then
   install -m 600 ~/.rlhf_jax_key.new ~/.rlhf_jax_key
   export RLHF_JAX_KEY_FILE=~/.rlhf_jax_key
   rm -f run.code
-  : >run.log
+  : >run.log # before it is followed
   setsid nohup bash -c '\''trap : TERM INT; python launch/train.py "$@"; echo $? >run.code'\'' train --processes auto '
 follow=' >>run.log 2>&1 </dev/null &
   pid=$!

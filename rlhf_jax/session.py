@@ -31,7 +31,8 @@ from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.monitoring.phases import PhaseClock, PhaseSeconds
 from rlhf_jax.monitoring.sending import Sender
 from rlhf_jax.runtime import distributed
-from rlhf_jax.runtime.checkpoint.store import Checkpoints, named_leaves
+from rlhf_jax.runtime.checkpoint.store import Checkpoints, Unsaved, named_leaves
+from rlhf_jax.runtime.files import is_remote
 from rlhf_jax.runtime.signals import Stopped, listen_for_signals
 from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.runtime.watchdog import Watchdog
@@ -80,16 +81,7 @@ class Session:
             self._stop = stack.enter_context(listen_for_signals())
             stack.enter_context(self._clock)
             check_alike(opened)
-            asked = opened.config.checkpoint
-            self._checkpoints = stack.enter_context(
-                Checkpoints(
-                    opened.workdir / "checkpoints",
-                    asked.keep,
-                    build.identity(opened),
-                    binding_settings(opened.config),
-                    asked.allow_changes,
-                )
-            )
+            self._checkpoints = stack.enter_context(_checkpoints_of(opened))
             self._stack = stack.pop_all()
         return self
 
@@ -168,7 +160,8 @@ class Session:
     def observe(self, phase: str, report: RoundReport | PhaseParts | None) -> None:
         """Hear that a phase begins or goes on, of its parts, or of a round; stop where asked to.
 
-        An update that has begun is finished.
+        It also stops where a save has failed, as soon as that is known. An update that has begun is
+        finished.
         """
         if isinstance(report, PhaseParts):
             self._beat(phase)
@@ -178,7 +171,7 @@ class Session:
             if report is not None:
                 self._listen(may_stop=not self._follows)
             else:  # all processes come here in step, and stop where any was asked to
-                signals = distributed.gather(self._stop.signal)
+                signals = distributed.gather_results(self._asked)
                 asked = next((number for number in signals if number is not None), None)
                 if asked is not None:  # one that comes meanwhile waits: it is never unset
                     self._stop.signal = asked
@@ -293,7 +286,7 @@ class Session:
     def _save_at_end(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Save the last whole state, whatever ends the loop, and say so on the error."""
         state = self._state
-        if state is None or not isinstance(error, Exception):
+        if state is None or not isinstance(error, Exception) or isinstance(error, Unsaved):
             return
         if isinstance(error, Stopped):
             saved = self.save(state)
@@ -333,11 +326,18 @@ class Session:
         self._listen(may_stop=True)
         self._beat(self._clock.phase)
 
+    def _asked(self) -> int | None:
+        """Return the signal that this process was sent; raise Unsaved where a save has failed."""
+        self._checkpoints.check()
+        return self._stop.signal
+
     def _listen(self, may_stop: bool) -> None:
         """Stop where this process was asked to, or hears that another was.
 
         What it works on alone ends early.
         """
+        if not distributed.started():
+            self._checkpoints.check()
         now = time.monotonic()
         if self._stop.signal is not None:
             distributed.publish(STOP, self._stop.signal)
@@ -347,6 +347,35 @@ class Session:
             self._stop.signal = self._stop.signal if signal is None else signal
         if may_stop:
             self._stop.check()
+
+
+def preview(opened: Opened) -> str:
+    """Make the checks with which a session begins and restores, and say what a run would do.
+
+    Nothing is written. What lies behind a URL is not looked at.
+    """
+    check_alike(opened)
+    workdir = opened.config.workdir
+    if is_remote(workdir):
+        return f"what lies behind {workdir} was not looked at"
+    template = build.state_template(opened)
+    step = distributed.run_on_leader(lambda: _checkpoints_of(opened).preview(template))
+    if not step:
+        return f"a run would begin in {workdir}"
+    distributed.run_on_leader(lambda: metrics.check(opened.workdir))
+    return f"a run would go on from step {step} in {workdir}"
+
+
+def _checkpoints_of(opened: Opened) -> Checkpoints:
+    """Return the checkpoints of a run, not yet entered."""
+    asked = opened.config.checkpoint
+    return Checkpoints(
+        opened.workdir / "checkpoints",
+        asked.keep,
+        build.identity(opened),
+        binding_settings(opened.config),
+        asked.allow_changes,
+    )
 
 
 def check_alike(opened: Opened) -> None:

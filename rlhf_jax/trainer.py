@@ -17,7 +17,7 @@ from rlhf_jax import build
 from rlhf_jax.build import Opened
 from rlhf_jax.build.describe import print_plan, print_setup
 from rlhf_jax.build.planned import hardware_of, lacking, plan_run
-from rlhf_jax.config import memory
+from rlhf_jax.config import host, memory
 from rlhf_jax.config.schema import Config
 from rlhf_jax.evaluation import evaluate
 from rlhf_jax.generation.stage import compile_first_rounds
@@ -34,7 +34,7 @@ from rlhf_jax.rewards.combination import Reward
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.files import write_atomically
 from rlhf_jax.runtime.mirror import folder_of, mirrored
-from rlhf_jax.session import Session
+from rlhf_jax.session import Session, preview
 from rlhf_jax.state import Run, RunState, decoding_models
 from rlhf_jax.types import ModelConfigs
 
@@ -106,19 +106,27 @@ def do_run(
 
 
 def plan(config: Config) -> None:
-    """Print what a run would use, and stop.
+    """Check all that a run checks before it begins, print what it would use, and stop.
 
-    Where devices or weights lack, the plan is made from shapes alone, and says so.
+    Nothing is written. Where devices or weights lack, the plan is made from shapes alone, and says
+    so.
     """
     if lacks := lacking(config):
         print(f"A plan from shapes alone, as {lacks}.")
         planned = plan_run(config, hardware_of(config))
         print_plan(config, planned)
-        if planned.hardware.gigabytes:
+        on_host = planned.hardware.count if planned.hardware.platform == "cpu" else 0
+        host.check(config, planned.parts, on_host, held_out=0)
+        if planned.hardware.gigabytes and not on_host:
             memory.check(planned.parts, planned.hardware.gigabytes * memory.GIGA)
+        print("Only the memory was checked, which a run checks with all else; nothing was written.")
         return
     opened = distributed.run_on_all(lambda: build.prepare(config))
     distributed.run_on_all(lambda: print_setup(opened))
+    found = preview(opened)
+    if distributed.leads():
+        checked = "config, models, prompts, rewards, devices, memory and workdir"
+        print(f"Checked as a run would be: {checked}; {found}, and nothing was written.")
 
 
 def _keep_prompts(config: Config, prompts: Sequence[str | dict[str, Any]]) -> pathlib.Path:

@@ -219,6 +219,7 @@ def full_disk(kilobytes: int) -> Prepare:
 
 
 NORM = "model.layers.1.input_layernorm.weight"
+LONG_CONTEXT = '"max_position_embeddings": 2000000000'
 PPO = {"advantage__estimator": "gae"}
 GO_ON = {"steps": 3, "checkpoint__allow_changes": True}
 
@@ -273,6 +274,33 @@ CASES = {
     ),
     "more devices than there are": Case("does not fit 1 devices", {"mesh__data": 64}),
     "too little memory": Case("A device needs", {"mesh__device_memory_gb": 0.0001}),
+    "rows that no host can hold": Case("The host needs", {"generation__max_rows": 10**9}),
+    "history that no host can hold": Case(
+        "lower generation.history_tokens", {"generation__history_tokens": 10**9}
+    ),
+    "samples that no host can hold": Case(
+        "lower evaluation.samples_per_prompt",
+        {"evaluation__every": 1, "evaluation__samples_per_prompt": 10**9},
+    ),
+    "more tokens to draw from than there are": Case(
+        "evaluation.top_k is 321, but the model has 320", {"evaluation__top_k": 321}
+    ),
+    "slots that no host can hold": Case(
+        "The host needs",
+        {"generation__max_new_tokens": 10**9},
+        model(replace("config.json", '"max_position_embeddings": 128', LONG_CONTEXT)),
+    ),
+    "number of 64 bits": Case(
+        "generation.max_rows is 9223372036854775808; it must be below 2^31",
+        {"generation__max_rows": 2**63},
+    ),
+    "strategy of a billion drafts": Case(
+        "drafts 1000000000 tokens; the most is 32",
+        {"generation__strategy": "lookup-chain-1000000000"},
+    ),
+    "strategy of more drafts than a number of 64 bits": Case(
+        "the most is 32", {"generation__strategy": f"lookup-tree-{2**70}x{2**70}"}
+    ),
     # The models.
     "model missing": Case("No model at /nowhere", {"model__path": "/nowhere"}),
     "model without config.json": Case(

@@ -42,6 +42,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fuzz-minutes", type=float, default=0.0, help="how long tests/fuzz damages files besides"
     )
 
+    parser.addoption(
+        "--soak-results", default="", help="a file for what tests/test_soak.py has measured"
+    )
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Strict promotion, compiled programs kept between runs, and signals heard by what tests

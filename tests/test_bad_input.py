@@ -10,6 +10,7 @@ import resource
 import runpy
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
-from bad_input_cases import CASES, CHECKS, GO_ON, WORK, Case, Place
+from bad_input_cases import CASES, CHECKS, GO_ON, WORK, Case, Place, full_disk
 from tiny_run import ROOT, lines
 
 from rlhf_jax.data import rendering
@@ -27,6 +28,8 @@ from rlhf_jax.model import weight_table
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.objectives.reward import RewardObjective
+from rlhf_jax.runtime.checkpoint import store
+from rlhf_jax.runtime.checkpoint.folder import steps
 
 PROGRAMS = {
     name: runpy.run_path(str(ROOT / "launch" / f"{name}.py"), run_name="launch")["main"]
@@ -151,6 +154,71 @@ def test_bad_input_is_one_sentence(name, place, loads, capsys):
     check_nothing_lost(before, after)
     assert case.found > CHECKS or after == before, "nothing is written before the checks"
     assert case.found == WORK or not loads, "nothing is loaded before the checks"
+
+
+def test_a_disk_that_is_full_is_told_at_the_save_that_failed_and_once(place, capsys, monkeypatch):
+    """Not at the next save, five steps later, nor again as the run ends."""
+    real = store.Checkpoints.save
+
+    def save_and_wait(self, *inputs):
+        real(self, *inputs)
+        while self._manager.is_saving_in_progress():
+            time.sleep(0.01)
+
+    monkeypatch.setattr(store.Checkpoints, "save", save_and_wait)
+    changes = {"steps": 9, "checkpoint__every": 2} | full_disk(200)(place)
+    assert PROGRAMS["train"](command(place, changes)) == 2
+    said = capsys.readouterr().err
+    check_sentence(said, "The checkpoint of step 2 could not be saved in")
+    assert said.count("could not be saved") == said.count("No space left on device") == 1
+    assert [line["step"] for line in lines(place.run / "metrics.jsonl")] == [0, 1]
+    assert steps(place.run / "checkpoints") == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kilobytes", range(4, 160, 24))
+def test_a_disk_that_fills_up_at_any_place_is_one_sentence(kilobytes, place, capsys):
+    """Metrics, samples, timelines and what is exported."""
+    changes = {"steps": 3, "checkpoint__every": 0} | full_disk(kilobytes)(place)
+    before = snapshot(place.folder)
+    assert PROGRAMS["train"](command(place, changes)) == 2
+    check_sentence(capsys.readouterr().err, " cannot be written (")
+    check_nothing_lost(before, snapshot(place.folder))
+
+
+OF_WORKDIR = [
+    name for name in CASES if name.startswith(("checkpoint", "workdir", "rows", "metrics"))
+]
+DRY = [name for name, case in CASES.items() if case.program == "train" and case.found < WORK]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in OF_WORKDIR))
+        for name in DRY
+        if name != "disk full at the start"  # which only writing tells
+    ],
+)
+def test_a_dry_run_says_what_a_run_would_say_and_writes_nothing(name, place, loads, capsys):
+    arguments = [*prepared(CASES[name], place), "--config.dry_run=True"]
+    before = snapshot(place.folder)
+    assert PROGRAMS["train"](arguments) == 2
+    check_sentence(capsys.readouterr().err, CASES[name].words)
+    assert snapshot(place.folder) == before and not loads
+
+
+def test_a_dry_run_says_that_it_has_checked_and_where_a_run_would_go_on(place, capsys):
+    for step, said in ((0, "a run would begin in"), (1, "a run would go on from step 1 in")):
+        if step:
+            place.finished()
+        before = snapshot(place.folder)
+        assert PROGRAMS["train"](command(place, {"steps": 3, "dry_run": True})) == 0
+        told = capsys.readouterr()
+        last = told.out.splitlines()[-1]
+        assert last.startswith("Checked as a run would be: config, models, prompts, rewards, dev")
+        assert f"{said} {place.run}, and nothing was written." in last and not told.err
+        assert snapshot(place.folder) == before
 
 
 @pytest.mark.parametrize("name", ["unknown key", "weights truncated", "weight is NaN"])

@@ -10,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,15 @@ from rlhf_jax.command import export
 from rlhf_jax.model import transformer
 from rlhf_jax.runtime.checkpoint import document
 from rlhf_jax.runtime.checkpoint.fingerprint import fingerprint
-from rlhf_jax.runtime.checkpoint.store import Checkpoints, Restored, named_leaves, read_part, steps
+from rlhf_jax.runtime.checkpoint.folder import RUN_FILE
+from rlhf_jax.runtime.checkpoint.store import (
+    Checkpoints,
+    Restored,
+    Unsaved,
+    named_leaves,
+    read_part,
+    steps,
+)
 from rlhf_jax.types import TrainState
 
 IDENTITY = {"seed": 3, "model.path": "tiny", "weights": (1.0, 2.0)}
@@ -70,7 +80,8 @@ def save(folder: Path, *saved: int) -> None:
 
 
 def listed(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
+    """What lies in a folder of checkpoints beside the file that names their run."""
+    return {path.name for path in folder.iterdir()} - {RUN_FILE}
 
 
 def test_everything_comes_back_bit_for_bit(tmp_path, capfd):
@@ -378,6 +389,29 @@ def test_leaving_tells_of_a_save_that_failed(tmp_path, monkeypatch):
         monkeypatch.setattr(checkpoints._manager, "wait_until_finished", lambda: fail(0, 0, 0))
         raise KeyError("the first error")
     assert "step 5 could not be saved" in caught.value.__notes__[0]
+
+
+def test_a_save_that_failed_is_told_as_soon_as_it_is_known_and_once(tmp_path, monkeypatch):
+    held = threading.Event()
+
+    def fail(self, directory):  # behind the run, on a thread
+        held.wait(60)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("orbax.checkpoint.PyTreeCheckpointHandler.finalize", fail)
+    with opened(tmp_path) as checkpoints:
+        checkpoints.check()
+        checkpoints.save(4, make_state(4), {})
+        checkpoints.check()  # while it is running nothing is known, and nothing waited for
+        held.set()
+        with pytest.raises(
+            Unsaved, match=r"step 4 could not be saved in .* \(No space left on dev"
+        ):
+            while True:
+                checkpoints.check()
+                time.sleep(0.01)
+        checkpoints.check()
+    assert listed(tmp_path) == set()
 
 
 def test_leaving_tells_of_a_device_that_failed_in_a_save(tmp_path, monkeypatch):

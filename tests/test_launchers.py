@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -28,13 +29,18 @@ HARD = (
 HARD += ("$HOME `id` $(id)", "*", "a;b|c&d>e", "back\\slash", "two\nlines", "#", "~", "")
 PYTHON = """#!{python}
 import json, os, sys
+if "COMMANDS" in os.environ:
+    print(*sys.argv, file=open(os.environ["COMMANDS"], "a"))
 if sys.argv[1] == "-c":
     exec(sys.argv[2])
     sys.exit()
 print(json.dumps([os.getcwd(), *sys.argv[1:]]))
 sys.exit({code})
 """
-GCLOUD = """#!/usr/bin/env bash
+TOLD = """#!/usr/bin/env bash
+printf '%s ' "$0" "$@" >>"$COMMANDS"
+"""
+GCLOUD = """
 if [[ $4 == scp ]]; then
   for worker in 1 2; do mkdir -p "$HOME/$worker/rlhf_jax" && cp "$5" "$HOME/$worker/${6#*:}"; done
   exit
@@ -42,15 +48,15 @@ fi
 while (($#)) && [[ $1 != --command ]]; do shift; done
 for worker in 1 2; do export HOME="${HOME%/[12]}/$worker" && cd && bash -c "$2" || exit; done
 """
-XPK = """#!/usr/bin/env bash
+XPK = """
 while (($#)) && [[ $1 != --command ]]; do shift; done
 cd "$HOME" && for worker in 1 2; do bash -c "$2" || exit; done
 """
-SCONTROL = """#!/usr/bin/env bash
+SCONTROL = """
 [[ $* == 'show hostnames n[7-8]' ]] && printf 'n7\\nn8\\n'
 [[ $* == 'requeue 4099' ]] && echo queued again >&2
 """
-SRUN = """#!/usr/bin/env bash
+SRUN = """
 while [[ $1 == --* ]]; do shift; done
 for rank in 0 1; do SLURM_PROCID=$rank SLURM_NTASKS=2 "$@" || code=$?; done
 exit "${code:-0}"
@@ -63,18 +69,17 @@ def launched(
     """What each process heard, its own folder first, and how the launcher ended; a process ends
     with this code.
     """
-    tools = {"python": PYTHON.format(python=sys.executable, code=code), "gcloud": GCLOUD}
-    tools |= {"scontrol": SCONTROL, "srun": SRUN}
+    tools = {"gcloud": GCLOUD, "scontrol": SCONTROL, "srun": SRUN, "xpk": XPK}
+    tools = {name: TOLD + text for name, text in tools.items()}
+    tools["python"] = PYTHON.format(python=sys.executable, code=code)
     for name, text in tools.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    (folder / "xpk").write_text(XPK)
-    (folder / "xpk").chmod(0o755)
     (folder / "rlhf-jax").unlink(missing_ok=True)
     (folder / "rlhf-jax").symlink_to(folder / "python")
     (folder / "rlhf_jax").mkdir(exist_ok=True)
     job = {"SLURM_JOB_NODELIST": "n[7-8]", "SLURM_JOB_ID": "4099", "HOME": str(folder)}
-    paths = {"PATH": f"{folder}:{os.environ['PATH']}"}
+    paths = {"PATH": f"{folder}:{os.environ['PATH']}", "COMMANDS": str(folder / "commands")}
     done = subprocess.run(
         words,
         cwd=ROOT,
@@ -84,7 +89,8 @@ def launched(
         check=False,
         timeout=60,
     )
-    return [json.loads(line) for line in done.stdout.splitlines()], done
+    heard = [json.loads(re.sub(r"^\[\d+\] ", "", line)) for line in done.stdout.splitlines()]
+    return heard, done
 
 
 def test_every_host_of_a_tpu_hears_the_words_as_they_were_written(tmp_path):
@@ -96,7 +102,7 @@ def test_every_host_of_a_tpu_hears_the_words_as_they_were_written(tmp_path):
     assert {len(key.read_text().strip()) for key in keys} == {64}
     assert {key.stat().st_mode & 0o777 for key in keys} == {0o600}
     assert keys[0].read_text() == keys[1].read_text()
-    with subprocess.Popen(["sleep", "1"]) as run:
+    with subprocess.Popen(["sleep", "3"]) as run:
         (tmp_path / "1" / "rlhf_jax" / "run.pid").write_text(str(run.pid))
         threading.Thread(target=run.wait).start()  # else it is there, as a zombie
         heard, _ = launched(tmp_path, "launch/tpu.sh", "name", "zone", "another")
@@ -158,6 +164,40 @@ def test_a_pod_of_a_jobset_is_told_its_place(tmp_path):
     assert config.mesh.slices == 4 and config.workdir.startswith("/shared")
     mounts = {one["name"] for one in container["volumeMounts"]}
     assert mounts == {one["name"] for one in pods["template"]["spec"]["volumes"]}
+
+
+KEY = "5ec2e7" * 10 + "abcd"
+LAUNCHERS = {
+    "local.sh": ("2",),
+    "slurm.sh": (),
+    "tpu.sh": ("name", "zone"),
+    "xpk.sh": ("cluster", "name", "v5p-16", "an/image:1"),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_no_secret_is_on_a_command_line(name, tmp_path, monkeypatch):
+    """Whoever is on a machine reads every command line: the key goes by environment or file."""
+    monkeypatch.setenv("RLHF_JAX_KEY", KEY)
+    launched(tmp_path, f"launch/{name}", *LAUNCHERS[name], "--config", "a.py")
+    commands = (tmp_path / "commands").read_text()
+    made = [path.read_text().strip() for path in tmp_path.rglob(".rlhf_jax_key")]
+    assert "a.py" in commands and len(made) == (2 if name == "tpu.sh" else 0)
+    assert not [key for key in (KEY, *made) if key in commands]
+
+
+def test_every_launcher_is_looked_at_for_secrets():
+    scripts = {path.name for path in (ROOT / "launch").glob("*.sh")}
+    assert scripts == {*LAUNCHERS, "install.sh"}
+    yaml = pytest.importorskip("yaml")
+    jobset = yaml.safe_load((ROOT / "launch" / "jobset.yaml").read_text())
+    (job,) = jobset["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    keys = [one for one in container["env"] if "KEY" in one["name"]]
+    assert keys and all("secretKeyRef" in one["valueFrom"] for one in keys)
+    assert not [word for word in container["command"] + container["args"] if "KEY" in word]
+    for text in (path.read_text() for path in (ROOT / "launch").iterdir() if path.is_file()):
+        assert not re.search(r"\b[0-9a-f]{32,}\b", text), "a key that is written down is none"
 
 
 def test_the_image_is_made_by_the_script_that_is_tested():

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks import compiled
 from rlhf_jax import mesh
-from rlhf_jax.config import command_line, memory, validation
+from rlhf_jax.config import command_line, host, memory, validation
 from rlhf_jax.config import schema as configs
 from rlhf_jax.generation import rows, scheduler
 from rlhf_jax.generation.speculative import tree
@@ -25,6 +25,7 @@ from rlhf_jax.inference.logprobs import score_packed
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model import transformer
+from rlhf_jax.runtime.host_memory import host_memory
 from rlhf_jax.training import distill
 from rlhf_jax.training.distill import DistillBatch, student_config, student_of
 from rlhf_jax.training.settings import TrainingSettings
@@ -257,6 +258,51 @@ def test_device_memory_is_asked_of_the_config_first(config):
     assert memory.device_memory(config, jax.devices("cpu")[0]) is None
     config.mesh.device_memory_gb = 2.5
     assert memory.device_memory(config, jax.devices("cpu")[0]) == 2.5e9
+
+
+LIMITS = {  # the lines of /proc/self/cgroup, files below /sys/fs/cgroup, and the bytes they leave
+    "none": ("", {}, None),
+    "version 2": ("0::/a/b\n", {"a/b/memory.max": "5000\n"}, 5000),
+    "version 2, above": ("0::/a/b\n", {"a/memory.max": "4000", "a/b/memory.max": "max\n"}, 4000),
+    "version 2, in a container": ("0::/\n", {"memory.max": "3000\n"}, 3000),
+    "version 1": ("4:memory:/a\n", {"memory/a/memory.limit_in_bytes": "2000\n"}, 2000),
+    "version 1, in a container": (
+        "5:cpu:/x\n4:cpu,memory:/docker/x\n0::/\n",
+        {"memory/memory.limit_in_bytes": "1000\n"},
+        1000,
+    ),
+    "version 1, without a limit": (
+        "4:memory:/a\n",
+        {"memory/a/memory.limit_in_bytes": "9223372036854771712\n"},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_control_group_says_how_much_of_the_hosts_memory_is_ours(name, tmp_path):
+    lines, files, known = LIMITS[name]
+    whole = host_memory(tmp_path)  # where neither file is
+    assert whole > 1e8
+    for path, text in ({"proc/self/cgroup": lines} | files).items():
+        file = tmp_path / (path if path.startswith("proc") else f"sys/fs/cgroup/{path}")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert host_memory(tmp_path) == (whole if known is None else known)
+
+
+def test_a_host_holds_all_its_devices_and_the_texts(config, monkeypatch):
+    monkeypatch.setattr(host, "host_memory", lambda: 10e9)
+    part = memory.Part("cache", "generation", 2 * 10**9, "lower rows")
+    host.check(config, [part], devices=4, held_out=0)
+    with pytest.raises(
+        ValueError, match=r"^The host needs 12.0 GB in generation and has 10.0 GB; .*: lower rows.$"
+    ):
+        host.check(config, [part], devices=6, held_out=0)
+    host.check(config, [part], devices=0, held_out=0)
+    config.generation.prompts_per_step = 10**9
+    with pytest.raises(ValueError, match=r"samples of a step, on the host .*prompts_per_step"):
+        host.check(config, [], devices=0, held_out=0)
 
 
 @pytest.mark.parametrize("name", LARGE)

@@ -15,6 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from rlhf_jax.command import main
 from rlhf_jax.runtime import distributed, mirror
+from rlhf_jax.runtime.checkpoint.folder import claim, read_run
 
 
 @pytest.fixture
@@ -130,6 +131,16 @@ def test_of_two_runs_in_one_place_the_first_is_told(url, tmp_path, monkeypatch):
         move_to(monkeypatch, tmp_path / "two")
         with mirror.mirrored(url):
             pass
+
+
+def test_the_file_that_names_the_run_travels_with_its_checkpoints(url, tmp_path, monkeypatch):
+    with mirror.mirrored(url):
+        folder = mirror.folder_of(url)
+        write_step(folder, 1)
+        run = claim(folder / "checkpoints")
+    move_to(monkeypatch, tmp_path / "two")
+    with mirror.mirrored(url):
+        assert read_run(mirror.folder_of(url) / "checkpoints") == run
 
 
 def test_an_index_that_is_none_is_one_sentence(url, tmp_path):

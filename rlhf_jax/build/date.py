@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 
 from rlhf_jax.config.schema import Config
-from rlhf_jax.runtime.checkpoint.store import saved_identity
+from rlhf_jax.runtime.checkpoint.folder import saved_identity
 from rlhf_jax.runtime.mirror import folder_of
 
 

@@ -8,7 +8,7 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.build.models import weight_shapes
 from rlhf_jax.build.opened import Opened
 from rlhf_jax.build.planned import Planned
-from rlhf_jax.config import memory
+from rlhf_jax.config import host, memory
 from rlhf_jax.config.schema import Config
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.model.weights.source import digest
@@ -17,16 +17,19 @@ from rlhf_jax.runtime import distributed
 
 
 def print_setup(opened: Opened) -> None:
-    """Print what the run will use; raise ValueError where it does not fit the devices."""
+    """Print what the run will use; raise ValueError where it does not fit."""
     config = opened.config
     layout = opened.layouts.training
     policy = opened.policy
     assert layout.mesh is not None
     shape = dict(layout.mesh.shape)
     parts = memory.plan(config, opened.models, layout, opened.remat)
-    known = memory.device_memory(config, jax.local_devices()[0])
+    device = jax.local_devices()[0]
+    known = memory.device_memory(config, device)
     if known is not None:
         memory.check(parts, known)
+    on_host = jax.local_device_count() if device.platform == "cpu" else 0
+    host.check(config, parts, on_host, len(opened.held_out or ()))
     if not distributed.leads():
         return
 

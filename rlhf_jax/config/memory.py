@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from rlhf_jax.generation.speculative.round import streams_head
 from rlhf_jax.generation.speculative.sampling import BLOCK, Sampling
 from rlhf_jax.inference.logprobs import CHUNK
 from rlhf_jax.mesh import AXES, FLOAT32, Layout
+from rlhf_jax.runtime.host_memory import host_memory
 from rlhf_jax.types import DecodeState, ModelConfig, ModelConfigs
 
 GIGA = 1e9
@@ -36,6 +36,7 @@ SPLIT_TENSORS = "raise mesh.tensor"
 FEWER_ROWS = "lower training.microbatch_rows"
 FEWER_LIVE = "lower generation.max_rows or generation.max_new_tokens"
 SHORTER_PROMPTS = "lower data.max_prompt_tokens"
+LESS_HISTORY = "lower generation.history_tokens"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,15 +90,15 @@ def peak(parts: list[Part]) -> tuple[str, int]:
     return stage, total(parts, stage)
 
 
-def check(parts: list[Part], limit: float) -> None:
-    """Raise ValueError where the peak is above `limit` bytes, with what to change."""
+def check(parts: list[Part], limit: float, holder: str = "A device") -> None:
+    """Raise ValueError where the peak is above the holder's `limit` bytes, with what to change."""
     stage, needed = peak(parts)
     if needed <= limit:
         return
     held = [part for part in parts if part.stage in ("always", stage)]
     worst = max(held, key=lambda part: part.bytes)
     raise ValueError(
-        f"A device needs {needed / GIGA:.1f} GB in {stage} and has {limit / GIGA:.1f} GB; the"
+        f"{holder} needs {needed / GIGA:.1f} GB in {stage} and has {limit / GIGA:.1f} GB; the"
         f" largest part is {worst.name} ({worst.bytes / GIGA:.1f} GB): {worst.remedy}."
     )
 
@@ -134,8 +135,7 @@ def memory_for_remat(config: Config, device: Any) -> float | None:
     known = device_memory(config, device)
     if known is not None or device.platform != "cpu":
         return known
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return HOST_SHARE * host / jax.device_count()
+    return HOST_SHARE * host_memory() / jax.device_count()
 
 
 def table(parts: list[Part]) -> list[str]:
@@ -212,7 +212,7 @@ def _generation(run: PlannedRun) -> list[Part]:
     anywhere = Layout(dtype=run.layout.dtype)
     state = jax.eval_shape(lambda: empty(*size, anywhere))
     prompts = jax.eval_shape(lambda: empty(PREFILLED, width, 0, 0, anywhere))
-    policy_rows = run.rows(dataclasses.replace(state, draft=None))
+    policy_rows = run.rows(dataclasses.replace(state, draft=None, history=None))
     without = "set generation.fuse_inference to False"
     return [
         Part("policy, for generation", "generation", weights(models.policy), SPLIT_TENSORS),
@@ -220,6 +220,7 @@ def _generation(run: PlannedRun) -> list[Part]:
         Part("student, for generation", "generation", student, SPLIT_TENSORS),
         Part("key-value cache of the policy", "generation", policy_rows, FEWER_LIVE),
         Part("key-value cache of the drafter", "generation", run.rows(state.draft), FEWER_LIVE),
+        Part("earlier responses", "generation", run.rows(state.history), LESS_HISTORY),
         Part("prefilled prompts", "generation", run.rows(prompts), SHORTER_PROMPTS),
         _generation_work(run, state, width),
     ]
@@ -287,8 +288,13 @@ def most_nodes(config: Config, layout: Layout) -> int:
 
 
 def _scoring(run: PlannedRun, model: ModelConfig, rows: int) -> int:
-    """Return what scoring the longest texts needs: in a layer, or at the logits."""
-    return max(run.forward(model, rows, run.text_tokens), run.logits(model))
+    """Return what scoring the longest texts needs: in a layer, or at the logits.
+
+    A reward model's are padded to whole buckets.
+    """
+    bucket = run.config.training.length_bucket if model in run.models.rewards else 1
+    tokens = -(-run.text_tokens // bucket) * bucket
+    return max(run.forward(model, rows, tokens), run.logits(model))
 
 
 def _inference(run: PlannedRun) -> list[Part]:

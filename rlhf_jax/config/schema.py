@@ -48,7 +48,7 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
     # bit for bit: no decision by the clock (rewards have no time limit), sums in one order
     "deterministic": False,
-    # say what the run would need, and stop
+    # make the checks with which a run begins, say what it would need, and stop; nothing is written
     "dry_run": False,
     # steps of which a profile is written to WORKDIR/profile, as in '5:7'; '' for none
     "profile": "",

@@ -40,6 +40,7 @@ from rlhf_jax.types import ModelConfig, ModelConfigs
 
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
 LEAST_HEARTBEAT = 5  # seconds
+TOO_LARGE = 1 << 31  # no number of a config is as large, but for the seed: shapes are 32 bits wide
 
 # Fields of a student's shape that the policy and the student's number of layers determine.
 STUDENT_FIELDS = (
@@ -68,6 +69,8 @@ def validate(config: Config, num_devices: int, num_processes: int = 1) -> None:
     for name, value in flat(config).items():
         finite = not isinstance(value, float) or math.isfinite(value)
         require(finite, f"{name} is {value}; it must be finite.")
+        counts = isinstance(value, int) and name != "seed"
+        require(not counts or abs(value) < TOO_LARGE, f"{name} is {value}; it must be below 2^31.")
     OBJECTIVES.require(config.objective)
     for kernel in config.kernels:
         require_one_of(config, f"kernels.{kernel}", dispatch.WANTED)
@@ -107,6 +110,11 @@ def validate_models(config: Config, models: ModelConfigs) -> None:
             model.scalar_head,
             f"reward.models: {path} is a language model; give a sequence classifier.",
         )
+    kept = config.evaluation.top_k
+    require(
+        kept <= policy.vocab_size,
+        f"evaluation.top_k is {kept}, but the model has {policy.vocab_size} tokens; lower it.",
+    )
     longest = config.data.max_prompt_tokens + config.generation.max_new_tokens
     for name, model in (("model", policy), ("drafter", drafter), ("critic", critic)):
         require(

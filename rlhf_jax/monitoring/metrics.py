@@ -36,6 +36,9 @@ REQUIRED = (
     "loss/policy",
 )
 
+# The files of lines, a record each, that a run appends to.
+LINES = ("metrics", "evaluations", "samples", "strategies")
+
 # So many samples are shown as they were before and after the run.
 SHOWN_SAMPLES = 6
 
@@ -67,8 +70,7 @@ class Writer:
         folder = pathlib.Path(workdir)
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        names = ("metrics", "evaluations", "samples", "strategies")
-        paths = [folder / f"{name}.jsonl" for name in names]
+        paths = [folder / f"{name}.jsonl" for name in LINES]
         for path in paths:
             kept = [line for line in _lines(path) if _parsed(path, line)["step"] < first_step]
             with _writing(path):
@@ -148,6 +150,12 @@ class Writer:
         with _writing(self._events_folder):
             self._events.write_event(_event(row))
             self._events.flush()
+
+
+def check(workdir: str | pathlib.Path) -> None:
+    """Raise ValueError where a run that goes on would find a line that is no record."""
+    for name in LINES:
+        read_rows(workdir, name)
 
 
 def open_run(

@@ -224,7 +224,7 @@ class Workers:
         held, watched = Pipe()  # nothing is sent: what happens on it is the end of this process
         # It imports the reward as this process would, and is not ready yet.
         module = "rlhf_jax.rewards.serving"
-        process = subprocess.Popen(
+        process = subprocess.Popen(  # noqa: S603  # this Python, and the config's own reward
             [sys.executable, "-P", "-m", module, self._spec, str(watched.fileno())],
             stdin=theirs.fileno(),
             pass_fds=(watched.fileno(),),

@@ -99,7 +99,8 @@ def _load_file(place: str) -> types.ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:  # a link whose target has another name
+        raise ImportError(f"{path} does not end in .py")
     # Registered because dataclasses look their module up.
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:

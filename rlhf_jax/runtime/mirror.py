@@ -195,7 +195,9 @@ class _Mirror:
         paths = [Path(place) / name for place, _, names in os.walk(self._folder) for name in names]
         for path in paths:
             name = path.relative_to(self._folder).as_posix()
-            unfinished = name.startswith(f"{CHECKPOINTS}/") and _step_of(name) is None
+            # the file beside the checkpoints says of which run they are
+            in_folder = name.startswith(f"{CHECKPOINTS}/") and name.count("/") > 1
+            unfinished = in_folder and _step_of(name) is None
             if name != INDEX and path.suffix != ".new" and not unfinished:
                 with contextlib.suppress(FileNotFoundError):
                     found[name] = _mark(path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import re
 
 import jax
@@ -30,21 +32,22 @@ def parse(name: str) -> Strategy:
         raise ValueError(f"Unknown strategy {name!r}: {_grammar()}.")
 
     kind, figures = re.split("[-:]", match[2], maxsplit=1)
-    if kind == "chain":
-        parents = chain(int(figures))
-    elif kind == "tree":
-        parents = full_tree(tuple(int(width) for width in figures.split("x")))
+    numbers = tuple(int(figure) for figure in re.split("[x,]", figures))
+    counts = {"chain": numbers[0], "parents": len(numbers)}
+    drafts = counts.get(kind, sum(itertools.accumulate(numbers, operator.mul)))
+    if drafts >= NODE_BUCKETS[-1]:  # before they are listed
+        raise ValueError(
+            f"Strategy {name!r} drafts {drafts} tokens; the most is {NODE_BUCKETS[-1] - 1}."
+        )
+    if kind == "parents":
+        parents = numbers
     else:
-        parents = tuple(int(parent) for parent in figures.split(","))
+        parents = chain(numbers[0]) if kind == "chain" else full_tree(numbers)
     strategy = Strategy(parents, match[1], int(match[3] or 0))
 
     levels = depths(strategy) if all(-1 <= p < i for i, p in enumerate(parents)) else None
     if levels is None or list(levels) != sorted(levels) or not parents:
         raise ValueError(f"Strategy {name!r} is no tree in level order: {_grammar()}.")
-    if len(parents) >= NODE_BUCKETS[-1]:
-        raise ValueError(
-            f"Strategy {name!r} drafts {len(parents)} tokens; the most is {NODE_BUCKETS[-1] - 1}."
-        )
     chains = DRAFTERS[strategy.drafter].packs and is_chain(strategy)
     if match[3] is not None and not (chains and 1 < strategy.packed <= len(parents)):
         packing = " or ".join(drafter.name for drafter in DRAFTERS.values() if drafter.packs)

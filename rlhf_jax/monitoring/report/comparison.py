@@ -8,8 +8,6 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from markupsafe import Markup
-
 from rlhf_jax.monitoring.report.charts import Chart, lines_chart
 from rlhf_jax.monitoring.report.page import STEP_CHARTS, environment
 from rlhf_jax.monitoring.report.run import RunRecord, read_run, series
@@ -68,7 +66,7 @@ def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
         shown = [(kind, line) for kind, line in lines if line]
         if len(shown) > 1:
             legend = tuple((kind, line.name) for kind, line in shown)
-            drawn.append(Chart(title, note, Markup(lines_chart(title, shown)), legend))
+            drawn.append(Chart(title, note, lines_chart(title, shown), legend))
     return drawn
 
 

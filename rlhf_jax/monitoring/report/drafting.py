@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
 import numpy as np
-from markupsafe import Markup
 
 from rlhf_jax.monitoring.report.charts import (
     Chart,
@@ -72,7 +71,7 @@ def charts(run: RunRecord) -> list[Chart]:
     note = "of a draft's first token, as the choice takes it"
     drawn.append(_lines("Acceptance by drafter", note, lines))
     for key, title, note in GAINS:
-        drawn.append(Chart(title, note, Markup(line_chart(title, series(run.metrics, key)))))
+        drawn.append(Chart(title, note, line_chart(title, series(run.metrics, key))))
     # The share of the policy's tokens that the student draws too, now and as it began.
     lines = [
         ("current", series(run.metrics, "drafter/acceptance", "kept current")),
@@ -156,7 +155,7 @@ def _by_live_rows(rows: list[Row], kinds: dict[str, str]) -> Chart:
             part = share(drafted[drafter]["rounds"], total)
             legend.append((kind, f"{_spoken(drafter)} {part}"))
     note = "% of rounds, by live rows rounded up; fuller colour for longer drafts"
-    return Chart(title, note, Markup(svg), tuple(legend))
+    return Chart(title, note, svg, tuple(legend))
 
 
 def _tip(size: int, rows: list[Row]) -> str:
@@ -194,14 +193,14 @@ def _shares(rows: list[Row], kinds: dict[str, str]) -> Chart:
     title = "Drafters"
     svg = stacked_chart(title, layers, kinds=drawn, say=lambda part: f"{part:.0f}%", whole=False)
     legend = tuple((kind, line.name) for kind, line in zip(drawn, layers, strict=True))
-    return Chart(title, "% of a step's rounds", Markup(svg), legend)
+    return Chart(title, "% of a step's rounds", svg, legend)
 
 
 def _lines(title: str, note: str, lines: list[tuple[str, Series]]) -> Chart:
     """Draw several (class, number by step), and name them."""
     shown = [(kind, line) for kind, line in lines if line]
     legend = tuple((kind, line.name) for kind, line in shown)
-    return Chart(title, note, Markup(lines_chart(title, shown)), legend)
+    return Chart(title, note, lines_chart(title, shown), legend)
 
 
 def _outcome(label: str, name: str, figures: collections.Counter, every: float) -> Outcome:

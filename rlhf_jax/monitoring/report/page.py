@@ -7,7 +7,6 @@ import pathlib
 
 import jinja2
 import numpy as np
-from markupsafe import Markup
 
 from rlhf_jax.monitoring.metrics import is_measure
 from rlhf_jax.monitoring.report import drafting, timeline
@@ -185,14 +184,14 @@ def charts(run: RunRecord) -> list[Chart]:
         legend.append(("dot", "held-out prompts"))
     heading = run.called("reward/mean", "Reward")
     reward = line_chart(heading, trained, held_out, height=260)
-    drawn = [Chart(heading, "", Markup(reward), tuple(legend))]
+    drawn = [Chart(heading, "", reward, tuple(legend))]
 
     fixed = run.config.get("generation.strategy") != "plain" and not drafting.drafts(run)
     for key, title, note in STEP_CHARTS + (drafting.GAINS if fixed else ()):
         heading = run.called(key, title)
         line = series(run.metrics, key, heading)
         said = "" if key in run.names else note
-        drawn.append(Chart(heading, said, Markup(line_chart(heading, line))))
+        drawn.append(Chart(heading, said, line_chart(heading, line)))
     drawn += timeline.charts(run.metrics)
     drawn.append(_stage_chart(run.metrics))
     return [chart for chart in drawn if chart.svg]
@@ -210,7 +209,7 @@ def other_charts(run: RunRecord) -> list[Chart]:
         heading = run.names.get(key, key)
         small = line_chart(heading, series(run.metrics, key, heading), height=84)
         if small:
-            drawn.append(Chart(heading, "", Markup(small)))
+            drawn.append(Chart(heading, "", small))
     return drawn
 
 
@@ -282,7 +281,7 @@ def _stage_chart(rows: list[Row]) -> Chart:
     ]
     legend = tuple((f"layer-{index}", text) for index, text in enumerate(shares))
     drawn = stacked_chart("Time by stage", layers)
-    return Chart("Time by stage", "seconds a step", Markup(drawn), legend)
+    return Chart("Time by stage", "seconds a step", drawn, legend)
 
 
 def _shown(sample: Row) -> Row:

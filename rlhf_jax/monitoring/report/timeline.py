@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable
 
 import numpy as np
-from markupsafe import Markup
 
 from rlhf_jax.monitoring.report.charts import Chart, Lane, lanes_chart, line_chart
 from rlhf_jax.monitoring.report.run import Row, RunRecord, Trace, series
@@ -76,14 +75,14 @@ def picture(run: RunRecord) -> Chart | None:
     found = [(kind, text) for event, kind, text in others if event in trace.kind]
     legend = (*zip(_classes(bounds), sizes, strict=True), *found, ("idle", "idle"))
     note = f"seconds; a lane a slice{some}"
-    return Chart(f"Step {trace.step:,}", note, Markup(svg), legend)
+    return Chart(f"Step {trace.step:,}", note, svg, legend)
 
 
 def charts(rows: list[Row]) -> list[Chart]:
     """Draw idle time and what was moved by step, where there was any."""
     lines = [(title, note, series(rows, key, title)) for key, title, note in SLICE_CHARTS]
     return [
-        Chart(title, note, Markup(line_chart(title, line)))
+        Chart(title, note, line_chart(title, line))
         for title, note, line in lines
         if line.values.any()
     ]

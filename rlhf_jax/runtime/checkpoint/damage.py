@@ -14,9 +14,10 @@ from rlhf_jax.runtime import distributed, messages
 from rlhf_jax.runtime.checkpoint.quiet import release
 from rlhf_jax.runtime.foreign import LONGEST_REASON
 
-# How a message of tensorstore begins where files are missing, too short or changed. Whatever else
-# it says proves nothing.
+# How a message of tensorstore begins where files are missing, too short or changed.
 PROOFS = ("NOT_FOUND", "OUT_OF_RANGE", "DATA_LOSS", "FAILED_PRECONDITION")
+# What it says of bytes that it has read, and that are not what it wrote.
+DECODING = "Error decoding"
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 
@@ -79,7 +80,8 @@ def _proves_damage(error: BaseException) -> bool:
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
         return True
     text = str(error)
-    return text.partition(": ")[0] in PROOFS and _os_error(text) in (0, *MISSING)
+    proved = text.partition(": ")[0] in PROOFS or DECODING in text
+    return proved and _os_error(text) in (0, *MISSING)
 
 
 def _os_error(text: str) -> int:

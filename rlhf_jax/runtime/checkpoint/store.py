@@ -8,8 +8,8 @@ the identity of the run, and of every array its dtype, shape and fingerprint.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import shutil
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -22,21 +22,34 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime import distributed, messages
 from rlhf_jax.runtime.checkpoint import document as documents
+from rlhf_jax.runtime.checkpoint import proof
 from rlhf_jax.runtime.checkpoint.damage import Damaged, reading, reason, root
 from rlhf_jax.runtime.checkpoint.fingerprint import fingerprint
+from rlhf_jax.runtime.checkpoint.folder import (
+    DOCUMENT,
+    HOST,
+    claim,
+    names,
+    naming,
+    read_document,
+    remove_unfinished,
+    require_usable,
+    steps,
+)
 from rlhf_jax.runtime.checkpoint.quiet import quiet, release
 from rlhf_jax.runtime.files import alone
 
-# The two items of a checkpoint are folders of these names, and this is the second's file.
+# The item of a checkpoint that is arrays is a folder of this name.
 STATE = "state"
-HOST = "host"
-DOCUMENT = "document.json"
-# Orbax renames such a folder when it is complete.
-UNFINISHED = "*.orbax-checkpoint-tmp*"
 # Before the step in the name of a checkpoint that was found damaged.
 DAMAGED = "damaged-"
+
+
+@messages.register_error
+class Unsaved(OSError):
+    """Say that a checkpoint could not be saved."""
 
 
 class Restored(NamedTuple):
@@ -53,8 +66,9 @@ class Checkpoints:
     Use as a context manager: leaving it waits for the save that is running. `identity` is a flat
     dict of JSON values, saved with every checkpoint; one that differs in any of its keys is
     refused. The `changeable` keys among them, which are the config's, may differ where
-    `allow_changes`. Any error of saving but a device's is one OSError, at the next call or at the
-    end, and leaves the earlier checkpoints as they were.
+    `allow_changes`. A checkpoint of another run is damaged here, however alike the two runs are.
+    Any error of saving but a device's is one Unsaved, told once, at the next call or at the end,
+    and leaves the earlier checkpoints as they were.
     """
 
     def __init__(
@@ -75,20 +89,21 @@ class Checkpoints:
         self._saving = -1
         with contextlib.ExitStack() as stack:
 
-            def take_folder() -> None:
-                with _naming(self._folder):
+            def take_folder() -> str:
+                with naming(self._folder):
                     self._folder.mkdir(parents=True, exist_ok=True)
                     stack.enter_context(alone(self._folder, self._folder.parent))
-                    _remove_unfinished(self._folder)
+                    remove_unfinished(self._folder)
+                    return claim(self._folder)
 
-            distributed.run_on_leader(take_folder)
+            self._run = distributed.run_on_leader(take_folder)
             if distributed.started():
                 _check_shared(self._folder)
             stack.enter_context(quiet())
-            with _naming(self._folder):
+            with naming(self._folder):
                 handlers = ocp.DefaultCheckpointHandlerRegistry()
                 # Weights hardly shrink when they are compressed, and it takes the CPU's time.
-                arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
+                arrays = proof.ProvedArrays(use_compression=False)
                 handlers.add(STATE, ocp.args.PyTreeSave, arrays)
                 handlers.add(HOST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(DOCUMENT))
                 # Threads that wait for a folder which could not be made would hold the process
@@ -134,7 +149,8 @@ class Checkpoints:
         table = {
             name: [leaf.dtype.name, list(leaf.shape), marks[name]] for name, leaf in leaves.items()
         }
-        document = documents.make(step=step, identity=self._identity, leaves=table, host=host)
+        about = {"step": step, "run": self._run, "identity": self._identity}
+        document = documents.make(**about, leaves=table, host=host)
 
         # Orbax copies an accelerator's arrays to the host before its `save` returns, but writes a
         # CPU's from where they lie, long after they were donated: so it gets copies of those.
@@ -145,6 +161,11 @@ class Checkpoints:
         self._saving = step
         with self._failing():
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+    def check(self) -> None:
+        """Raise Unsaved where the save behind the run has ended with an error; wait for nothing."""
+        if distributed.leads() and not self._manager.is_saving_in_progress():
+            self._settle()
 
     def on_disk(self) -> int:
         """Return the step of the latest checkpoint that is complete; 0 where there is none."""
@@ -163,25 +184,44 @@ class Checkpoints:
         self._settle()
         found = distributed.run_on_leader(lambda: steps(self._folder))
         for step in reversed(found):
+            folder = self._folder / str(step)
+            read = functools.partial(read_document, folder, self._run)
             try:
-                return self._read(step, template)
+                document = distributed.run_on_leader(read)
+                self._require_fit(folder, document, template)
+                state = _read_state(folder, document["leaves"], template)
+                return Restored(step, state, document["host"])
             except Damaged as damage:
                 self._move_aside(step, str(damage))
-
-        def has_damaged() -> bool:
-            return any(name.startswith(DAMAGED) for name in _names(self._folder))
-
-        if found or distributed.run_on_leader(has_damaged):
-            raise ValueError(
-                f"No checkpoint in {self._folder} is whole: bring one back from a copy, or name"
-                " another workdir."
-            )
+        distributed.run_on_leader(lambda: _require_none(self._folder))
         return None
 
-    def _read(self, step: int, template: Any) -> Restored:
-        """Return one checkpoint, of this run's identity and with all arrays of the template."""
-        folder = self._folder / str(step)
-        document = distributed.run_on_leader(lambda: _read_document(folder))
+    def preview(self, template: Any) -> int:
+        """Return the step from which `restore` would go on, by documents alone; 0 where none is.
+
+        For one that is not entered: nothing is written or moved, and no array is read. Raises what
+        `restore` would, and ValueError where another run is at work there.
+        """
+        require_usable(self._folder)
+        if not self._folder.exists():
+            return 0
+        with alone(self._folder, self._folder.parent):
+            for step in reversed(steps(self._folder)):
+                folder = self._folder / str(step)
+                try:
+                    document = read_document(folder)
+                    self._require_fit(folder, document, template)
+                    _require_arrays(folder, document["leaves"], template)
+                except Damaged as damage:
+                    said = f"is damaged ({damage}), and would be moved aside"
+                    print(f"warning: the checkpoint of step {step} {said}.", file=sys.stderr)
+                else:
+                    return step
+        _require_none(self._folder)
+        return 0
+
+    def _require_fit(self, folder: Path, document: dict[str, Any], template: Any) -> None:
+        """Raise ValueError where a checkpoint is of another identity, or has more arrays."""
         for key, saved, own in documents.differences(document["identity"], self._identity):
             if key in self._changeable and self._allow_changes:
                 continue
@@ -194,7 +234,6 @@ class Checkpoints:
             raise ValueError(
                 f"The checkpoint {folder} holds {name}, which this run lacks; name another workdir."
             )
-        return Restored(step, _read_state(folder, document["leaves"], template), document["host"])
 
     def _move_aside(self, step: int, why: str) -> None:
         """Rename a damaged checkpoint, so that it is looked at no more, and say so."""
@@ -206,7 +245,7 @@ class Checkpoints:
             number += 1
 
         def move() -> None:
-            with _naming(folder):
+            with naming(folder):
                 folder.rename(target)
             print(
                 f"warning: the checkpoint of step {step} is damaged ({why}); it is now {target}.",
@@ -223,7 +262,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Turn any error of orbax within the context into one OSError, with nothing half written.
+        """Turn any error of orbax within the context into one Unsaved, with nothing half written.
 
         It may be one of the background. A device's stays itself: room would not help it.
         """
@@ -234,13 +273,13 @@ class Checkpoints:
             # The first error is the one to be told.
             with contextlib.suppress(OSError):
                 if distributed.leads():
-                    _remove_unfinished(self._folder)
+                    remove_unfinished(self._folder)
                 self._manager.reload()
             unsaved = f"The checkpoint of step {self._saving} could not be saved in {self._folder}"
             if distributed.is_of_device(root(error)):
                 root(error).add_note(f"{unsaved}; those before it are whole.")
                 raise root(error) from None
-            raise OSError(
+            raise Unsaved(
                 f"{unsaved} ({reason(error)}); those before it are whole: make room and give the"
                 " same command again."
             ) from error
@@ -261,7 +300,7 @@ def read_part(folder: str | Path, template: Any, step: int | None = None) -> Res
     step = found[-1] if step is None else step
     place = Path(folder).absolute() / str(step)
     try:
-        document = _read_document(place)
+        document = read_document(place)
         with quiet():
             state = _read_state(place, document["leaves"], template)
         return Restored(step, state, document["host"])
@@ -269,33 +308,6 @@ def read_part(folder: str | Path, template: Any, step: int | None = None) -> Res
         raise ValueError(
             f"The checkpoint {place} is damaged ({damage}); name another step."
         ) from damage
-
-
-def saved_identity(folder: Path) -> dict[str, Any]:
-    """Return the identity of the latest checkpoint whose document is whole; {} without one.
-
-    Raises OSError where one cannot be read but nothing proves it damaged.
-    """
-    for step in reversed(steps(folder)):
-        with contextlib.suppress(Damaged):
-            return dict(_read_document(folder / str(step))["identity"])
-    return {}
-
-
-def _read_document(folder: Path) -> dict[str, Any]:
-    """Return the document of a checkpoint; Damaged where it is of another step than its folder."""
-    document = documents.read(folder / HOST / DOCUMENT)
-    step = document.get("step", int(folder.name))  # that of an earlier version has none
-    if step != int(folder.name):
-        raise Damaged(f"it is the one of step {step}, renamed or copied")
-    if not all(isinstance(document.get(part), dict) for part in ("identity", "leaves", "host")):
-        raise Damaged(f"{DOCUMENT} lacks a part")
-    return document
-
-
-def steps(folder: Path) -> list[int]:
-    """Return the steps of the complete checkpoints in a folder, in order."""
-    return sorted(int(name) for name in _names(folder) if name.isdigit())
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -315,12 +327,17 @@ def _fingerprints(leaves: dict[str, jax.Array]) -> dict[str, int]:
 _copied = jax.jit(jnp.copy)
 
 
-def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
-    """Return the template's arrays from a checkpoint, each proved by its fingerprint.
+def _require_none(folder: Path) -> None:
+    """Raise ValueError where a folder has checkpoints, none of which is whole."""
+    if any(name.isdigit() or name.startswith(DAMAGED) for name in names(folder)):
+        raise ValueError(
+            f"No checkpoint in {folder} is whole: bring one back from a copy, or name another"
+            " workdir."
+        )
 
-    saved: [dtype, shape, fingerprint] of each array there.
-    """
-    wanted = {}
+
+def _require_arrays(folder: Path, saved: dict[str, list], template: Any) -> None:
+    """Raise ValueError where a checkpoint lacks an array of the template, or has another."""
     for name, leaf in named_leaves(template).items():
         dtype, shape, _ = saved.get(name, ("nothing", "", 0))
         if (dtype, shape) != (leaf.dtype.name, list(leaf.shape)):
@@ -328,6 +345,16 @@ def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
                 f"The checkpoint {folder} has {dtype}{shape} for {name}, and this run"
                 f" {leaf.dtype.name}{list(leaf.shape)}; name another workdir."
             )
+
+
+def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
+    """Return the template's arrays from a checkpoint, each proved by its fingerprint.
+
+    saved: [dtype, shape, fingerprint] of each array there.
+    """
+    _require_arrays(folder, saved, template)
+    wanted = {}
+    for name, leaf in named_leaves(template).items():
         place = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         wanted[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
     asked = {name: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for name, leaf in wanted.items()}
@@ -337,8 +364,13 @@ def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
         # Without orbax's Checkpointer, in which a process whose part is damaged would leave the
         # others waiting.
         arrays = folder / STATE
-        with reading(arrays), contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-            return handler.restore(epath.Path(arrays), args=arguments)
+        try:
+            with reading(arrays), contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+                return handler.restore(epath.Path(arrays), args=arguments)
+        except OSError:
+            with contextlib.suppress(OSError):  # the first error is the one to be told
+                proof.check(arrays)
+            raise
 
     leaves = distributed.run_on_all(read_arrays)
     # Of an array that its own table no longer names, orbax returns what it was asked for.
@@ -353,7 +385,7 @@ def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
 def _check_shared(folder: Path) -> None:
     """Raise ValueError, on all, where a process does not see the leader's folder."""
     mark = folder / distributed.broadcast(f".seen-{os.getpid()}-{time.time_ns()}")
-    with _naming(folder):
+    with naming(folder):
         distributed.run_on_leader(mark.touch)
         seen = distributed.gather(mark.exists())
         distributed.run_on_leader(mark.unlink)
@@ -362,30 +394,3 @@ def _check_shared(folder: Path) -> None:
             f"Rank {seen.index(False)} of the run does not see what rank 0 writes to {folder}:"
             " name a workdir on a file system that all processes share."
         )
-
-
-def _names(folder: Path) -> list[str]:
-    """Return the names in a folder that may be missing.
-
-    `glob` may take one that cannot be read for an empty one.
-    """
-    with _naming(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return os.listdir(folder)
-    return []
-
-
-def _remove_unfinished(folder: Path) -> None:
-    """Remove what saves that were interrupted have left."""
-    for path in folder.glob(UNFINISHED):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Turn an OSError within the context into one that names the path and says what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(
-            f"{path} cannot be used for checkpoints ({reason(error)}); name another workdir."
-        ) from error

@@ -1,0 +1,42 @@
+"""Refuse what no host can hold: the arrays of a CPU's devices, and texts on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rlhf_jax.config import memory
+from rlhf_jax.config.memory import Part
+from rlhf_jax.config.schema import Config
+from rlhf_jax.runtime.host_memory import host_memory
+
+TOKEN = 4  # bytes of a token's id
+
+
+def check(config: Config, parts: list[Part], devices: int, held_out: int) -> None:
+    """Raise ValueError where this host cannot hold a run, with what to change.
+
+    parts: of a device. devices: how many of them take the host's own memory: those of a CPU.
+    held_out: how many prompts there are for evaluation.
+    """
+    own = [dataclasses.replace(part, bytes=devices * part.bytes) for part in parts]
+    kept = host_parts(config, held_out)
+    memory.check([*own, *kept], host_memory(), "The host")
+
+
+def host_parts(config: Config, held_out: int) -> list[Part]:
+    """List what the host holds, of what grows with the config: tokens of texts, at their longest.
+
+    Earlier responses are not among them: `history.MOST_TOKENS` bounds them.
+    """
+    generation = config.generation
+    samples = generation.prompts_per_step * generation.samples_per_prompt
+    text = config.data.max_prompt_tokens + generation.max_new_tokens
+    evaluated = held_out * config.evaluation.samples_per_prompt
+    sizes = {
+        "samples of a step": (samples * text, "lower generation.prompts_per_step"),
+        "samples of an evaluation": (evaluated * text, "lower evaluation.samples_per_prompt"),
+    }
+    return [
+        Part(f"{name}, on the host", "always", TOKEN * size, remedy)
+        for name, (size, remedy) in sizes.items()
+    ]

@@ -1,0 +1,130 @@
+"""Know a folder of checkpoints: which steps lie in it, and of which run it is.
+
+A run has an id of its own, random, which the folder keeps in a small file and every checkpoint in
+its document. So one that was put there from another run is known, however alike the two runs are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf_jax.runtime.checkpoint import document as documents
+from rlhf_jax.runtime.checkpoint.damage import Damaged, reason
+from rlhf_jax.runtime.files import write_atomically
+
+# The item of a checkpoint that is a document is a folder of this name, and this is its file.
+HOST = "host"
+DOCUMENT = "document.json"
+# Orbax renames such a folder when it is complete.
+UNFINISHED = "*.orbax-checkpoint-tmp*"
+# Beside the checkpoints: the id of their run.
+RUN_FILE = "run.json"
+
+
+def claim(folder: Path) -> str:
+    """Return the id of the run that a folder of checkpoints is of.
+
+    Where no file says so, whole, it is that of the latest checkpoint whose document is whole, as of
+    an earlier version, or a new one; and a file then says so.
+    """
+    run = read_run(folder)
+    if run:
+        return run
+    for step in reversed(steps(folder)):
+        with contextlib.suppress(Damaged):
+            run = read_document(folder / str(step), run="").get("run", "")
+            break
+    run = run or secrets.token_hex(16)
+    content = json.dumps(documents.make(run=run)).encode()
+    write_atomically(folder / RUN_FILE, content, durable=True)
+    return run
+
+
+def read_run(folder: Path) -> str:
+    """Return the id of the run that a folder is of; '' where no file says so, whole."""
+    try:
+        return documents.read(folder / RUN_FILE).get("run", "")
+    except Damaged:
+        return ""
+
+
+def read_document(folder: Path, run: str | None = None) -> dict[str, Any]:
+    """Return the document of a checkpoint.
+
+    run: the id that it must have, '' for any, None for that of the folder around it; a checkpoint
+    of an earlier version has none. Raises Damaged where it is of another step than its folder, or
+    of another run.
+    """
+    document = documents.read(folder / HOST / DOCUMENT)
+    step = document.get("step", int(folder.name))  # that of an earlier version has none
+    if step != int(folder.name):
+        raise Damaged(f"it is the one of step {step}, renamed or copied")
+    wanted = read_run(folder.parent) if run is None else run
+    if wanted and document.get("run", wanted) != wanted:
+        raise Damaged("it is of another run, copied here")
+    if not all(isinstance(document.get(part), dict) for part in ("identity", "leaves", "host")):
+        raise Damaged(f"{DOCUMENT} lacks a part")
+    return document
+
+
+def saved_identity(folder: Path) -> dict[str, Any]:
+    """Return the identity of the latest checkpoint whose document is whole; {} without one.
+
+    Raises OSError where one cannot be read but nothing proves it damaged.
+    """
+    for step in reversed(steps(folder)):
+        with contextlib.suppress(Damaged):
+            return dict(read_document(folder / str(step))["identity"])
+    return {}
+
+
+def steps(folder: Path) -> list[int]:
+    """Return the steps of the complete checkpoints in a folder, in order."""
+    return sorted(int(name) for name in names(folder) if name.isdigit())
+
+
+def names(folder: Path) -> list[str]:
+    """Return the names in a folder that may be missing.
+
+    `glob` may take one that cannot be read for an empty one.
+    """
+    with naming(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return os.listdir(folder)
+    return []
+
+
+def require_usable(folder: Path) -> None:
+    """Raise OSError where checkpoints could not be written to a folder, or it not be made."""
+    place = folder
+    while not place.exists():
+        place = place.parent
+    with naming(folder):
+        if not place.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what saves that were interrupted have left."""
+    for path in folder.glob(UNFINISHED):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turn an OSError within the context into one that names the path and says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be used for checkpoints ({reason(error)}); name another workdir."
+        ) from error
