@@ -46,6 +46,6 @@ def get_config():
     config.checkpoint.update(every=8, keep=1)
 
     config.training.update(learning_rate=8e-5, schedule="linear", microbatch_rows=32)
-    config.kl.coefficient = 0.08
+    config.kl.coefficient = 0.07
     config.training.length_bucket = 96
     return config

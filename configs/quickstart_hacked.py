@@ -22,6 +22,6 @@ def get_config():
     config.generation.update(prompts_per_step=6, max_new_tokens=20, max_rows=24, min_rows=12)
     config.evaluation.every = 18
     config.checkpoint.every = 18
-    config.kl.coefficient = 0.02
+    config.kl.coefficient = 0.017
     config.training.update(learning_rate=5e-5, schedule="constant", microbatch_rows=24)
     return config
