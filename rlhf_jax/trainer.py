@@ -84,9 +84,7 @@ def do_run(
     with mirrored(config.workdir):
         if prompts is not None:
             config.data.train = str(_keep_prompts(config, prompts))
-        config.data.date = distributed.run_on_leader(lambda: build.date_of_run(config))
-        opened = distributed.run_on_all(lambda: build.prepare(config))
-        distributed.run_on_all(lambda: print_setup(opened))
+        opened = _open(config)
         with Session(opened, callbacks) as session:
             state = session.restore() or session.begin()
             run = session.start(state)
@@ -121,12 +119,19 @@ def plan(config: Config) -> None:
             memory.check(planned.parts, planned.hardware.gigabytes * memory.GIGA)
         print("Only the memory was checked, which a run checks with all else; nothing was written.")
         return
-    opened = distributed.run_on_all(lambda: build.prepare(config))
-    distributed.run_on_all(lambda: print_setup(opened))
+    opened = _open(config)
     found = preview(opened)
     if distributed.leads():
         checked = "config, models, prompts, rewards, devices, memory and workdir"
         print(f"Checked as a run would be: {checked}; {found}, and nothing was written.")
+
+
+def _open(config: Config) -> Opened:
+    """Open and check all that a config names, on the day that its run has, and print it."""
+    config.data.date = distributed.run_on_leader(lambda: build.date_of_run(config))
+    opened = distributed.run_on_all(lambda: build.prepare(config))
+    distributed.run_on_all(lambda: print_setup(opened))
+    return opened
 
 
 def _keep_prompts(config: Config, prompts: Sequence[str | dict[str, Any]]) -> pathlib.Path:

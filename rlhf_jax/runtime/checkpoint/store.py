@@ -199,8 +199,8 @@ class Checkpoints:
     def preview(self, template: Any) -> int:
         """Return the step from which `restore` would go on, by documents alone; 0 where none is.
 
-        For one that is not entered: nothing is written or moved, and no array is read. Raises what
-        `restore` would, and ValueError where another run is at work there.
+        For one that is not entered: nothing is written or moved, and no array is loaded. Raises
+        what `restore` would, and ValueError where another run is at work there.
         """
         require_usable(self._folder)
         if not self._folder.exists():
@@ -212,6 +212,8 @@ class Checkpoints:
                     document = read_document(folder)
                     self._require_fit(folder, document, template)
                     _require_arrays(folder, document["leaves"], template)
+                    with reading(folder / STATE):
+                        proof.check(folder / STATE)
                 except Damaged as damage:
                     said = f"is damaged ({damage}), and would be moved aside"
                     print(f"warning: the checkpoint of step {step} {said}.", file=sys.stderr)
