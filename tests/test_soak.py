@@ -24,7 +24,7 @@ from tiny_run import ROOT
 from rlhf_jax.runtime.checkpoint.folder import steps
 
 POINT = 3  # steps of a process's life after which it is compared with others
-EARLY = 0.25  # of the kills, those that come while the run starts, restores or compiles
+EARLY = 4  # every so many kills one comes while the run starts, restores or compiles
 REWARD = """
 import os, time
 def vowels(prompt, response, row):
@@ -82,7 +82,13 @@ def count_lines(file: Path) -> int:
 
 
 def live(
-    place: Path, name: str, last: int, seconds: float, draw: random.Random | None, form: Form
+    place: Path,
+    name: str,
+    last: int,
+    form: Form,
+    seconds: float,
+    draw: random.Random | None = None,
+    early: bool = False,
 ) -> Life:
     """Start the run in the workdir `name`, and kill it at a moment that is drawn, if any is."""
     workdir = place / name
@@ -101,7 +107,6 @@ def live(
             stdout=log,
             stderr=log,
         )
-    early = draw is not None and draw.random() < EARLY
     end = time.monotonic() + draw.uniform(0.0, 8.0) if draw and early else None
     while process.poll() is None:
         found = mark_of(metrics)
@@ -124,12 +129,13 @@ def soak(place: Path, form: Form) -> Iterator[Life]:
     end = time.monotonic() + 60 * form.minutes
     kills = 0
     while kills < form.kills or time.monotonic() < end:
-        life = live(place, "killed", 10**6, form.reward_seconds, draw, form)
+        early = kills % EARLY == EARLY - 1
+        life = live(place, "killed", 10**6, form, form.reward_seconds, draw=draw, early=early)
         assert life.code == -9, (place / "killed.log").read_text()[-3000:]
         kills += 1
         yield life
     last = count_lines(place / "killed" / "metrics.jsonl") + POINT + 1
-    yield live(place, "killed", last, form.reward_seconds, None, form)
+    yield live(place, "killed", last, form, form.reward_seconds)
 
 
 def names(workdir: Path) -> set[str]:
@@ -170,7 +176,7 @@ def test_nothing_is_lost_and_nothing_grows_under_kills(name, tmp_path, request):
     minutes = (time.monotonic() - began) / 60
     assert ended.code == 0, (tmp_path / "killed.log").read_text()[-3000:]
     last = count_lines(tmp_path / "killed" / "metrics.jsonl")
-    whole = live(tmp_path, "whole", last, 0.0, None, form)
+    whole = live(tmp_path, "whole", last, form, seconds=0.0)
     assert whole.code == 0
 
     # No step is lost or doubled, and every number is the one of the run that was never killed.
