@@ -109,6 +109,7 @@ def plan(config: Config) -> None:
     Nothing is written. Where devices or weights lack, the plan is made from shapes alone, and says
     so.
     """
+    config = copy.deepcopy(config)
     if lacks := lacking(config):
         print(f"A plan from shapes alone, as {lacks}.")
         planned = plan_run(config, hardware_of(config))

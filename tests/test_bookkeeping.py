@@ -19,7 +19,10 @@ from tiny_run import ROOT, lines
 from rlhf_jax import rollout
 from rlhf_jax.generation.history import History, requests
 from rlhf_jax.generation.requests import Request, Sample
+from rlhf_jax.rewards.combination import Response, Term, as_scores, weighted
 from rlhf_jax.state import UNUSED_ID
+from rlhf_jax.training.advantages import EstimatorConfig
+from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
 from rlhf_jax.training.kl import KL
 from rlhf_jax.training.policy_losses import LOSSES, LossTerms
 
@@ -134,6 +137,25 @@ def test_no_noise_is_used_twice(run, tmp_path, monkeypatch):
         used |= set(ids)
     *others, of_fourth, of_fifth = repeated
     assert not any(others) and not of_fifth and 8 <= of_fourth <= 16
+
+
+def test_where_nothing_is_trained_on_no_kl_is_measured():
+    """Else an adaptive coefficient would fall."""
+    mask = np.ones((4, 3), bool)
+    near = np.zeros((4, 3), np.float32)
+    config = AdvantageConfig("grpo", EstimatorConfig(2), kl_in_reward=True)
+    for rewards, known in (([1, 2, 3, np.nan], True), ([1, np.nan, np.nan, 2], False)):
+        given = np.array(rewards, np.float32), np.ones(4, bool), mask, near, near - 0.5, None
+        trained, _, _, kl = compute_advantages(*given, np.float32(0.1), config)
+        assert np.asarray(trained).any() == known == np.isfinite(kl).item()
+        assert kl is not None and (not known or kl == pytest.approx(1.5))
+
+
+def test_a_sum_that_is_not_finite_is_a_failure():
+    scorers = [lambda given: as_scores([1e10] * len(given)), lambda given: as_scores([1.0, 1e10])]
+    terms = [Term("one", 1e30, scorers[0]), Term("other", -1e30, scorers[1])]
+    scores, _ = weighted(terms, [Response("", [], {}, "")] * 2)
+    assert scores.failures == {0: "gave a weighted sum of inf", 1: "gave a weighted sum of nan"}
 
 
 def test_what_was_counted_goes_through_a_checkpoint():

@@ -166,7 +166,7 @@ def test_a_valid_config_passes(valid):
     [
         ("workdir", "", "workdir is empty"),
         ("steps", 0, "steps is 0; it must be above 0"),
-        ("heartbeat_seconds", 4, "heartbeat_seconds is 4; it must be at least 5"),
+        ("heartbeat_seconds", 4, "heartbeat_seconds is 4; it must lie in 5 .. 40"),
         ("seed", -1, "seed is -1"),
         ("model.path", "", "model.path is empty"),
         ("model.compute_dtype", "float16", "model.compute_dtype is 'float16'"),

@@ -385,6 +385,18 @@ def test_a_step_that_is_not_finite_is_not_taken(small):
         jax.tree.map(np.testing.assert_array_equal, dataclasses.replace(state, step=step), kept)
 
 
+def test_a_minibatch_that_is_not_finite_is_skipped_though_it_went_too_far(small):
+    """With a target for the KL, whatever else is not finite."""
+    model = init(jax.random.key(0), small)
+    experience = random_experience(model, None)
+    experience = dataclasses.replace(experience, advantages=jnp.nan * experience.advantages)
+    settings = dataclasses.replace(CONFIG, max_skipped=9, minibatches=1, target_kl=1e-9)
+    state, optimizers = new_state(model, ADAM)
+    _, metrics = update(state, experience, optimizers, settings)
+    assert metrics["training/minibatches_done"] == 0
+    assert metrics["training/skipped"] == settings.epochs
+
+
 def test_minibatches_skipped_before_count_in_the_row(small):
     model = init(jax.random.key(0), small)
     experience = random_experience(model, None)

@@ -34,7 +34,8 @@ def main(argv: list[str]) -> int:
     try:
         place, argv = command_line.place(argv)
         config = _read(argv, place)
-        joining.start(place, config.heartbeat_seconds, folder_of(config.workdir))
+        workdir = None if config.dry_run else folder_of(config.workdir)
+        joining.start(place, config.heartbeat_seconds, workdir)
         (plan if config.dry_run else do_run)(config)
     except Stopped as stopped:
         said = f"Stopped by {stopped.name}: {' '.join(stopped.__notes__)}."

@@ -23,11 +23,13 @@ FREE_KEYS = (
     "reward.workers",
     "reward.concurrency",
     "reward.seconds",
+    "reward.max_failed",
     "generation.max_rows",
     "generation.min_rows",
     "generation.reallocate",
     "generation.fuse_inference",
     "training.microbatch_rows",
+    "training.max_skipped",
     "training.remat",
 )
 

@@ -136,7 +136,8 @@ DEFAULTS: dict[str, Any] = {
         "workers": 2,
         # calls of an async function that are under way at one time
         "concurrency": 16,
-        # the longest that a call may take, for each response that it has
+        # the longest that a call may take, for each response that it has; and the reward's import,
+        # which has 2 at least
         "seconds": 10.0,
         # a sample on which a call failed or took too long: 'drop' trains without it, 'value' gives
         # it the reward `failed`; both are counted
@@ -185,7 +186,8 @@ DEFAULTS: dict[str, Any] = {
         "reallocate": True,
         # slices with nothing left to decode score what is finished, with weights of their own
         "fuse_inference": False,
-        # tokens of earlier roll-outs of the same prompt that lookup drafts from
+        # tokens of earlier roll-outs of the same prompt that lookup drafts from; of all prompts 8
+        # million are kept, and those that were answered longest ago are forgotten
         "history_tokens": 256,
         # samples of a prompt that repeat an earlier noise: they replay its text, but are no fresh
         # draws (the weights were fitted to that noise) and explore less

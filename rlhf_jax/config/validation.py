@@ -39,7 +39,7 @@ from rlhf_jax.training.policy_losses import LOSSES
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16")
-LEAST_HEARTBEAT = 5  # seconds
+HEARTBEATS = (5, 40)  # seconds; launchers end a run 50 s after a rank has died
 TOO_LARGE = 1 << 31  # no number of a config is as large, but for the seed: shapes are 32 bits wide
 
 # Fields of a student's shape that the policy and the student's number of layers determine.
@@ -188,9 +188,10 @@ def check_heartbeat(config: Config) -> None:
     This alone is asked before processes join.
     """
     seconds = config.heartbeat_seconds
+    least, most = HEARTBEATS
     require(
-        seconds >= LEAST_HEARTBEAT,
-        f"heartbeat_seconds is {seconds}; it must be at least {LEAST_HEARTBEAT}.",
+        least <= seconds <= most,
+        f"heartbeat_seconds is {seconds}; it must lie in {least} .. {most}.",
     )
 
 

@@ -11,6 +11,8 @@ import numpy as np
 
 from rlhf_jax.data.rendering import RenderingError
 
+AT_ONE_TIME = 1024  # prompts whose texts and lists of tokens are in memory
+
 
 class ChatEncoder(Protocol):
     """Describe what this file needs of a tokenizer."""
@@ -74,12 +76,16 @@ def tokenize(
         chats.append(messages)
     # A base model has no template to put one plain string into.
     plain = raw or tokenizer.template is None
-    found = _encode(rows, chats, tokenizer, plain, template_arguments)
+    parts = [slice(start, start + AT_ONE_TIME) for start in range(0, len(rows), AT_ONE_TIME)]
+    found = [
+        tokens
+        for part in parts
+        for tokens in _encode(rows, chats, part, tokenizer, plain, template_arguments)
+    ]
 
     kept: list[tuple[np.ndarray, str, list[dict[str, Any]], dict[str, Any]]] = []
     dropped: collections.Counter[str] = collections.Counter()
-    for row, messages, ids in zip(rows, chats, found, strict=True):
-        tokens = np.asarray(ids, np.int32)
+    for row, messages, tokens in zip(rows, chats, found, strict=True):
         text = str(messages[-1]["content"])
         if not text.strip():
             dropped["empty"] += 1
@@ -101,15 +107,20 @@ def tokenize(
 def _encode(
     rows: Sequence[dict[str, Any]],
     chats: Sequence[list[dict[str, Any]]],
+    part: slice,
     tokenizer: ChatEncoder,
     plain: bool,
     template_arguments: Mapping[str, Any],
-) -> list[list[int]]:
-    """Return the token ids of each chat; where `plain`, a prompt that is one string is encoded."""
+) -> list[np.ndarray]:
+    """Return the token ids [P] int32 of each chat of a part.
+
+    Where `plain`, a prompt that is one string is encoded as it is.
+    """
+    indices = range(*part.indices(len(rows)))
     rendered = [
         index
-        for index, (row, chat) in enumerate(zip(rows, chats, strict=True))
-        if not (plain and len(chat) == 1 and isinstance(row["prompt"], str))
+        for index in indices
+        if not (plain and len(chats[index]) == 1 and isinstance(rows[index]["prompt"], str))
     ]
     found: dict[int, list[int]] = {}
     if rendered:
@@ -119,7 +130,8 @@ def _encode(
         except RenderingError as error:
             raise ValueError(f"Prompt {rendered[error.index] + 1}: {error}") from error
         found = dict(zip(rendered, ids, strict=True))
-    return [
-        found[index] if index in found else tokenizer.encode(row["prompt"])
-        for index, row in enumerate(rows)
+    encoded = [
+        found[index] if index in found else tokenizer.encode(rows[index]["prompt"])
+        for index in indices
     ]
+    return [np.asarray(ids, np.int32) for ids in encoded]

@@ -68,7 +68,8 @@ class Renderer:
 
     def _ask(self, lines: bytes, texts: list[str], count: int) -> None:
         """Add what the process answers to lines to the texts, until those are so many."""
-        if self._process is None or self._process.returncode is not None:
+        if self._process is None or self._process.poll() is not None:  # ended from outside
+            self._end()
             self._process = _start()
             self._end = weakref.finalize(self, _end, self._process)
             lines = self._first + lines

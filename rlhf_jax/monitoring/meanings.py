@@ -59,7 +59,12 @@ MEANINGS = (
     ),
     Meaning("training/seconds", "policy and critic being updated", "s"),
     Meaning("training/minibatches_done", "optimizer steps taken", "", "all, but for target_kl"),
-    Meaning("training/skipped", "minibatches skipped, as a number was not finite", "", "0"),
+    Meaning(
+        "training/skipped",
+        "minibatches skipped, as a number was not finite; losses and KL read 0 where all were",
+        "",
+        "0",
+    ),
     Meaning("training/skipped_in_row", "of them, the last ones without one between", "", "0"),
     Meaning("training/padding", "share of the tokens of training that are padding", "", "< 0.2"),
     Meaning("inference/seconds", "rewards, log-probs and values being computed", "s"),

@@ -127,7 +127,8 @@ def weighted(
     metrics = {}
     for name, weight, scorer in terms:
         scores = _with_known(scorer, responses, known.get(name, {}))
-        values += np.float32(weight) * scores.values
+        with np.errstate(over="ignore", invalid="ignore"):  # told below
+            values += np.float32(weight) * scores.values
         own = {index: f"{name} {reason}" for index, reason in scores.failures.items()}
         failures = own | failures
         if len(scores.failures) < len(responses):
@@ -136,6 +137,8 @@ def weighted(
         for number in sorted({one for own in scores.numbers.values() for one in own}):
             found = [own[number] for own in scores.numbers.values() if number in own]
             metrics[f"reward/{name}/{number}"] = float(np.mean(found))
+    for index in np.flatnonzero(~np.isfinite(values)).tolist():
+        failures.setdefault(index, f"gave a weighted sum of {values[index]}")
     return Scores(values, dict(sorted(failures.items()))), metrics
 
 

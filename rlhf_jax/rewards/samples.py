@@ -75,8 +75,8 @@ def compute_rewards(
         first = scores.failures[failed[0]].rstrip(".")
         raise ValueError(
             f"The reward failed on {len(failed)} of {len(responses)} responses, more than"
-            f" reward.max_failed = {rewards.max_failed:g} of them (the first: {first}); mend the"
-            " reward and give the same command again, or raise reward.max_failed."
+            f" reward.max_failed = {rewards.max_failed:g} of them (the first: {first}): raise that,"
+            " or mend the reward and go on with checkpoint.allow_changes=True."
         )
     values = scores.values.copy()
     values[failed] = np.nan if rewards.failed is None else rewards.failed

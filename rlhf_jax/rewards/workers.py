@@ -275,7 +275,7 @@ class Workers:
         match reply:
             case WorkerImports() if not child.imports:
                 child.imports = True
-                child.start_deadline = time.monotonic() + self._import_seconds
+                child.start_deadline = time.monotonic() + self._import_limit()
             case WorkerReady() if child.imports and reply.form in set(Form):
                 child.ready = True
                 self._note_signature(Signature(Form(reply.form), reply.is_async))
@@ -294,6 +294,10 @@ class Workers:
             else:
                 self._capacity = 1
 
+    def _import_limit(self) -> float:
+        """Return the seconds for an import: those of a call, until one process has managed it."""
+        return self._import_seconds if self._signature is None else START_SECONDS
+
     def _lateness(self, child: _Child) -> str:
         """Say for what a child took too long."""
         if child.ready:
@@ -301,7 +305,7 @@ class Workers:
         if not child.imports:
             return _late(START_SECONDS)
         return (
-            f"was not imported within {self._import_seconds:g} s; import less, or raise"
+            f"was not imported within {self._import_limit():g} s; import less, or raise"
             " reward.seconds"
         )
 

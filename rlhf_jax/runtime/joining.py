@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 
 from rlhf_jax.runtime import distributed, jax_internals
-from rlhf_jax.runtime.lost_ranks import guard
+from rlhf_jax.runtime.lost_ranks import LOST, guard
 
 HEARTBEAT = 30  # seconds of silence after which a rank is lost, where no config says it
 FOREVER = 86_400.0  # seconds: what ends it sooner is the heartbeat
@@ -59,6 +59,7 @@ def start(place: Place, heartbeat: int | None = None, workdir: Path | None = Non
             coordinator_bind_address=None if place.rank else _bind_address(place.coordinator or ""),
         )
     except (RuntimeError, ValueError) as error:
+        guard().discard_log()
         reason = str(error).splitlines()[0].rstrip(".")
         raise ValueError(
             f"The {place.size or ''} processes of the run did not meet ({reason})."
@@ -138,8 +139,10 @@ def leave(code: int, sentence: str, place: Place) -> int:
         guard().end()
         jax.distributed.shutdown()
         return code
+    code = code or LOST  # it has done all, and one that is lost will not
     with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):
         guard().leave_alone(code)
+    guard().discard_log()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # Python's own end would wait for the others

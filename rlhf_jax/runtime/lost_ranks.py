@@ -26,6 +26,7 @@ from rlhf_jax.runtime.watchdog import spoken
 LOST = 75  # exit code: another is lost, and the same may be tried again (EX_TEMPFAIL of sysexits.h)
 TICK = 1.0  # seconds between two looks at the clock, and for a rank that has left
 LINGER = 2.0  # seconds that the service outlives what its rank says, for all to hear of it
+IDLE = 0.5  # of a standstill that processors may have worked in
 STANDSTILL = 0.5  # share of the heartbeat for which a process was away, and then not others
 LEFT = "the rank that has left"
 AGAIN = "the same command goes on from the last checkpoint."
@@ -43,6 +44,7 @@ class Guard:
         self._gap = 0.0  # seconds for which this process stood still, and when that ended
         self._gap_end = 0.0
         self._sleeping = 0.0  # since when the thread sleeps; 0 where it does not
+        self._worked = 0.0  # seconds of all processors before that
         self._once = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="lost ranks", daemon=True)
@@ -83,14 +85,20 @@ class Guard:
         self.log.keep(distributed.rank())
         self.log.discard()
 
+    def discard_log(self) -> None:
+        """Remove what libraries wrote, of a process that ends by itself before it had a workdir."""
+        if self.log is not None:
+            self.log.discard()
+
     def _listen(self) -> None:
         """Look at the clock and at what others say, every so often, until the end."""
         rank = distributed.rank()
         while True:
+            self._worked = time.process_time()
             self._sleeping = _now()
             if self._over.wait(TICK):
                 return
-            gap = _now() - self._sleeping - TICK
+            gap = self._stood_still()
             self._sleeping = 0.0
             if gap > self.heartbeat * STANDSTILL:
                 self._gap = gap
@@ -99,10 +107,19 @@ class Guard:
                 self.log.keep(rank)
             _handle_abort(self._handler)  # libtpu takes it for itself when it is loaded
             left = distributed.read_published(LEFT, list)
-            if left and left[0] != rank:
+            if left and left[0] != rank and not self._once.locked():
                 if self._code is None and rank == lowest_but(left[:1], distributed.count()):
                     write_to_stderr(f"Ended with rank {left[0]}, whose last words say why.")
+                self.discard_log()
                 os._exit(left[1] if self._code is None else self._code)
+
+    def _stood_still(self) -> float:
+        """Return the seconds for which this process did nothing, beyond those of a tick.
+
+        A thread that waits for Python while another computes is no standstill.
+        """
+        gap = _now() - self._sleeping - TICK
+        return gap if time.process_time() - self._worked < IDLE * gap else 0.0
 
     def _abort(self, _: int) -> None:
         """Say who is lost, and end; where a library ends this process alone, say so and return."""
@@ -118,7 +135,7 @@ class Guard:
                 f" {AGAIN}"
             )
             return _handle_abort(None)
-        gap = _now() - self._sleeping - TICK if self._sleeping else 0.0
+        gap = self._stood_still() if self._sleeping else 0.0
         if _now() - self._gap_end < 2 * self.heartbeat:  # by then XLA has found what came of it
             gap = max(gap, self._gap)
         said = sentence(

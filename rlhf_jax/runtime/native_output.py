@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 
 FOLDER = "log"  # of the workdir
+STREAMS = {"stdout": 1, "stderr": 2}
 READ_BYTES = 1 << 16  # of the last that was written
 
 
@@ -37,13 +38,15 @@ class NativeLog:
         self._kept = False
         self._began = 0  # bytes that earlier attempts of the run have left in the file
         self._lock = threading.Lock()
-        handle, name = tempfile.mkstemp(prefix="rlhf_jax-", suffix=".txt")
-        self.path = Path(name)
+        handle, path = tempfile.mkstemp(prefix="rlhf_jax-", suffix=".txt")
+        self.path = Path(path)
         before = sys.stderr
         sys.stdout.flush()
         before.flush()
-        sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
-        sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
+        for name in ("stdout", "stderr"):
+            old = getattr(sys, name)
+            how = {"encoding": old.encoding, "errors": old.errors}
+            setattr(sys, name, os.fdopen(os.dup(STREAMS[name]), "w", buffering=1, **how))
         for handler in logging.root.handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is before:
                 handler.setStream(sys.stderr)
@@ -70,19 +73,20 @@ class NativeLog:
         return (self._workdir or Path()) / FOLDER / f"rank-{rank}.txt"
 
     def words(self) -> str:
-        """Return what libraries wrote last in this process."""
-        with self.path.open("rb") as file:
+        """Return what libraries wrote last in this process; '' where that is discarded."""
+        with contextlib.suppress(OSError), self.path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._began, size - READ_BYTES))
             return file.read().decode(errors="replace")
+        return ""
 
     def discard(self) -> None:
-        """Remove the file of a process that ends well before it had a workdir."""
+        """Remove the file of a process that ends by itself before it had a workdir."""
         with self._lock, contextlib.suppress(OSError):
             if not self._kept:
                 self.path.unlink()
 
 
 def _lead_to(handle: int) -> None:
-    for stream in (1, 2):
+    for stream in STREAMS.values():
         os.dup2(handle, stream)

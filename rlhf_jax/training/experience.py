@@ -78,7 +78,7 @@ def compute_advantages(
     samples of a group that has fewer than two rewards to compare. The KL to the reference is []
     float32, in nats: the mean over the samples that are trained on of the sum over tokens of k1,
     which an adaptive coefficient steers; there is none without log-probs, which only a KL in the
-    reward needs. Without the reference's it is 0.
+    reward needs. Without the reference's it is 0, and NaN where no sample is trained on.
     """
     chex.assert_rank([rewards, finished, mask], [1, 1, 2])
     rewards = penalise_and_clip(rewards, finished, config)
@@ -100,7 +100,8 @@ def compute_advantages(
         reference = logprobs if reference_logprobs is None else reference_logprobs
         kl = KL[config.kl_estimator](logprobs, reference)
         k1 = jnp.where(trained, kl_k1(logprobs, reference), 0.0)
-        of_response = k1.sum() / jnp.maximum(trained.any(axis=1).sum(), 1).astype(jnp.float32)
+        count = trained.any(axis=1).sum().astype(jnp.float32)
+        of_response = jnp.where(count > 0, k1.sum() / jnp.maximum(count, 1.0), jnp.nan)
     coefficient = kl_coefficient if config.kl_in_reward else jnp.zeros_like(kl_coefficient)
     rewards_of_tokens = token_rewards(rewards, kl, mask, coefficient=coefficient)
 

@@ -118,9 +118,11 @@ def update(
         of_policy = of_critic = None
         if step >= settings.critic_steps_alone:
             of_policy = _sum_gradients(policy_objective, state.policy, parts, settings, progress)
-            if settings.target_kl and float(of_policy.metrics["kl/old"]) > settings.target_kl:
-                history.append(of_policy.metrics)
-                break
+            if settings.target_kl:
+                told = jax.device_get(of_policy.metrics)
+                if told["kl/old"] > settings.target_kl and np.isfinite([*told.values()]).all():
+                    history.append(told)
+                    break
         if optimizers.critic is not None:
             critic = typed(Model, state.critic)
             of_critic = _sum_gradients(critic_objective, critic, parts, settings, progress)
@@ -318,7 +320,7 @@ def _means(
                 f"{name} is {float(metrics[name])} in minibatch {index + 1} of update"
                 f" {int(state.step)}{_not_finite(experience)}; its step was not taken, and"
                 f" training.max_skipped is {max_skipped}: look for a reward out of scale, or lower"
-                " the learning rate.",
+                " the learning rate and go on with checkpoint.allow_changes=True.",
                 experience,
                 state,
             )

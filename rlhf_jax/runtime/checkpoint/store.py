@@ -141,7 +141,7 @@ class Checkpoints:
         in lists and in dicts with string keys. A save still running is waited for; a step that is
         saved already stays as it is.
         """
-        self._settle()
+        distributed.run_on_all(self._settle)  # one that failed alone must not leave others waiting
         if step in self._manager.all_steps():
             return
         leaves = named_leaves(state)
