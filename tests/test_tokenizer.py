@@ -92,9 +92,9 @@ LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (LOOP, "it takes longer than 0.5 s"),
-        ("{{ 10 ** (10 ** 10) }}", "it takes longer than 0.5 s"),  # in C, and when it is compiled
-        ("{{ (messages|length * 10) ** (10 ** 10) }}", "it takes longer than 0.5 s"),
+        (LOOP, "it takes longer than 1 s"),
+        ("{{ 10 ** (10 ** 10) }}", "it takes longer than 1 s"),  # in C, and when it is compiled
+        ("{{ (messages|length * 10) ** (10 ** 10) }}", "it takes longer than 1 s"),
         ("{{ 'a' * 10 ** 10 }}", "it needs more memory than there is"),
         ("{{ messages[0].content * 10 ** 10 }}", "it needs more memory than there is"),
         ("{{ messages[0].content * 3000000 }}", "it writes over 4,000,000 characters"),
@@ -103,7 +103,8 @@ LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
     ids=range(7),
 )
 def test_a_template_has_limits_of_time_text_and_memory(template, words, monkeypatch):
-    monkeypatch.setattr(rendering, "SECONDS", 0.5)
+    if words.startswith("it takes"):
+        monkeypatch.setattr(rendering, "SECONDS", 1.0)
     tokenizer = small("{% if messages[0].content == 'Hi' %}" + template + "{% else %}ok{% endif %}")
     for _ in range(2):
         with pytest.raises(ValueError, match=f"here: the chat template failed .*{words}"):
