@@ -170,6 +170,26 @@ def test_samples_without_a_reward_are_not_trained_on(name):
         assert np.isfinite(returns).all()
 
 
+def test_an_estimator_that_knows_nothing_of_missing_rewards_is_given_the_groups_mean(monkeypatch):
+    """The samples without one are not trained on, and the others stay finite."""
+
+    def from_the_best(rewards, samples_per_prompt):
+        groups = rewards.reshape(-1, samples_per_prompt)
+        return (groups - groups.max(axis=1, keepdims=True)).reshape(-1)
+
+    toy = advantages.Estimator("toy", advantages.of_samples(from_the_best), compares_group=True)
+    monkeypatch.setitem(ESTIMATORS, "toy", toy)
+    rewards = np.array([1, np.nan, 4, np.nan, np.nan, 2], np.float32)
+    mask = np.ones((6, 2), bool)
+    zeros = np.zeros(mask.shape, np.float32)
+    config = AdvantageConfig("toy", EstimatorConfig(3))
+    trained, got, _, _ = compute_advantages(
+        rewards, np.ones(6, bool), mask, zeros, zeros, None, np.float32(0), config
+    )
+    np.testing.assert_array_equal(np.asarray(trained)[:, 0], [True, False, True] + [False] * 3)
+    np.testing.assert_array_equal(np.asarray(got)[:, 0], [-3, 0, 0, 0, 0, 0])
+
+
 def whole(name):
     """The table's estimator in float64 loops."""
     rewards, values, mask = random_batch()

@@ -18,7 +18,7 @@ def leave_one_out_median(rewards: jax.Array, samples_per_prompt: int) -> jax.Arr
     """Compute A_i = r_i - the median of the other rewards of its group: [B] -> [B] float32."""
     groups = rewards.reshape(-1, samples_per_prompt)
     others = [jnp.delete(groups, i, axis=1) for i in range(samples_per_prompt)]
-    medians = jnp.stack([jnp.nanmedian(part, axis=1) for part in others], axis=1)
+    medians = jnp.stack([jnp.median(part, axis=1) for part in others], axis=1)
     return (groups - medians).reshape(-1)
 
 

@@ -56,8 +56,8 @@ class Estimate(Protocol):
         token_rewards and values (None without a critic) [B, T] float32; mask [B, T] bool names the
         tokens that are trained on. Both results are 0 where masked out; returns are None without a
         critic. Samples that are not trained on have no token under the mask, but their rewards
-        still count in the mean of their group; but where scoring failed, the reward of the last
-        token is NaN, and counts in no mean.
+        still count in the mean of their group. Where scoring failed, that of the last token is the
+        mean of the group's other rewards, or NaN for an estimator that reads what is missing.
         """
         ...
 
@@ -70,6 +70,7 @@ class Estimator:
     estimate: Estimate
     needs_critic: bool = False  # Reads values, so a critic is trained beside the policy.
     compares_group: bool = False  # Needs two or more samples of each prompt.
+    reads_missing: bool = False  # Knows NaN as the reward of a sample whose scoring failed.
 
 
 def _no_estimator(found: object) -> str:
@@ -181,8 +182,7 @@ def rloo(rewards: Array, samples_per_prompt: int) -> Array:
 def of_samples(function: Callable[[Array, int], Array]) -> Estimate:
     """Turn an estimator of samples, [B] -> [B], into one that gives a sample's to each token.
 
-    function: takes the rewards of samples [B] float32, NaN where scoring failed, and how many
-    samples a prompt has.
+    function: takes the rewards of samples [B] float32 and how many samples a prompt has.
     """
 
     def estimate(token_rewards: Array, values: Array | None, mask: Array, config: EstimatorConfig):
@@ -233,8 +233,9 @@ def _reinforce_plus_plus_baseline(
 
 
 register(Estimator("gae", _whitened_gae, needs_critic=True))
-register(Estimator("grpo", _grpo, compares_group=True))
-register(Estimator("dr_grpo", of_samples(dr_grpo), compares_group=True))
-register(Estimator("rloo", of_samples(rloo), compares_group=True))
+_comparing = functools.partial(Estimator, compares_group=True, reads_missing=True)
+register(_comparing("grpo", _grpo))
+register(_comparing("dr_grpo", of_samples(dr_grpo)))
+register(_comparing("rloo", of_samples(rloo)))
 register(Estimator("reinforce++", _reinforce_plus_plus))
-register(Estimator("reinforce++-baseline", _reinforce_plus_plus_baseline, compares_group=True))
+register(_comparing("reinforce++-baseline", _reinforce_plus_plus_baseline))

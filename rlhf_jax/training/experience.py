@@ -89,10 +89,13 @@ def compute_advantages(
 
     estimator = ESTIMATORS[config.estimator]
     learned = rewarded & finished if config.drop_overlong else rewarded
+    groups = rewards.reshape(-1, config.estimation.samples_per_prompt)
     if estimator.compares_group:
-        groups = rewarded.reshape(-1, config.estimation.samples_per_prompt)
-        comparable = groups.sum(axis=1, keepdims=True) > 1
+        comparable = (~jnp.isnan(groups)).sum(axis=1, keepdims=True) > 1
         learned &= jnp.broadcast_to(comparable, groups.shape).reshape(-1)
+    if not estimator.reads_missing:
+        means = jnp.nanmean(groups, axis=1, keepdims=True)
+        rewards = jnp.where(jnp.isnan(groups), means, groups).reshape(-1)
     trained = mask & learned[:, None]
     kl = jnp.zeros(mask.shape, jnp.float32)
     of_response = None
