@@ -32,6 +32,14 @@ from rlhf_jax.types import Model, ModelConfig
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
+@pytest.fixture(autouse=True)
+def hangups_are_heard() -> None:
+    """SIGHUP is ignored under nohup, and once libtpu is loaded: what a test starts would inherit
+    that, but no handler.
+    """
+    signal.signal(signal.SIGHUP, lambda *_: None)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`pytest --kernels interpret`: everything with the TPU's kernels, interpreted."""
     parser.addoption(
@@ -53,10 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.getoption("--kernels") == "interpret":
         _interpret_kernels()
-    # a job in the background has it ignored, one under nohup the other
+    # a job in the background has it ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, lambda *_: None)  # which no process that is started inherits
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     cache = getattr(config, "cache", None)
     if cache is not None:

@@ -204,7 +204,8 @@ def test_a_dry_run_says_what_a_run_would_say_and_writes_nothing(name, place, loa
     arguments = [*prepared(CASES[name], place), "--config.dry_run=True"]
     before = snapshot(place.folder)
     assert PROGRAMS["train"](arguments) == 2
-    check_sentence(capsys.readouterr().err, CASES[name].words)
+    words = CASES[name].words.replace("{place}", str(place.folder))
+    check_sentence(capsys.readouterr().err, words)
     assert snapshot(place.folder) == before and not loads
 
 
