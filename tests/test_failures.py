@@ -219,6 +219,7 @@ def test_a_python_that_stands_still_is_not_lost():
     assert codes == [0, 0], errors
 
 
+@pytest.mark.slow
 def test_a_library_that_ends_a_process_is_named_with_the_file_of_its_words():
     """The other ends, too, and says so of the one that is gone."""
     codes, errors = ranks_of("ranks.py", "aborts", devices=1)
