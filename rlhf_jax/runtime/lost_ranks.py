@@ -83,7 +83,7 @@ class Guard:
             self._thread.join(distributed.PATIENCE)
         _handle_abort(None)
         self.log.keep(distributed.rank())
-        self.log.discard()
+        self.discard_log()
 
     def discard_log(self) -> None:
         """Remove what libraries wrote, of a process that ends by itself before it had a workdir."""
