@@ -156,11 +156,14 @@ def processes_of(place: Path) -> list[str]:
 
 
 def check_no_growth(early: list[Use], late: list[Use], growth: float) -> None:
-    """Threads may differ by those of a save that is running, and files by its own."""
-    for field, factor, more in (("megabytes", growth, 0), ("files", 1, 4), ("threads", 1, 8)):
-        first, last = (
-            statistics.median(getattr(one, field) for one in uses) for uses in (early, late)
-        )
+    """Compare memory's median, and the lowest counts: a save that is running has 6 files open."""
+    median = statistics.median
+    for field, typical, factor, more in (
+        ("megabytes", median, growth, 0),
+        ("files", min, 1, 8),
+        ("threads", min, 1, 8),
+    ):
+        first, last = (typical(getattr(one, field) for one in uses) for uses in (early, late))
         assert last <= factor * first + more, (field, early, late)
 
 
@@ -188,8 +191,8 @@ def test_nothing_is_lost_and_nothing_grows_under_kills(name, tmp_path, request):
     lives = [life.uses[POINT - 1] for life in [*killed[1:], ended] if len(life.uses) >= POINT]
     third = max(1, len(lives) // 3)
     check_no_growth(lives[:third], lives[-third:], form.growth)
-    half = len(whole.uses) // 2
-    check_no_growth(whole.uses[half : half + POINT], whole.uses[-POINT:], form.growth)
+    quarter = len(whole.uses) // 4
+    check_no_growth(whole.uses[quarter : 2 * quarter], whole.uses[-quarter:], form.growth)
     assert names(tmp_path / "killed") == names(tmp_path / "whole")
     assert list((tmp_path / "temporary").iterdir()) == []
     deadline = time.monotonic() + 20
@@ -207,7 +210,8 @@ def test_nothing_is_lost_and_nothing_grows_under_kills(name, tmp_path, request):
             field: [getattr(lives[0], field), getattr(lives[-1], field)] for field in Use._fields
         },
         "in a life of all steps, half and end": {
-            field: [getattr(whole.uses[at], field) for at in (half, -1)] for field in Use._fields
+            field: [getattr(whole.uses[at], field) for at in (2 * quarter, -1)]
+            for field in Use._fields
         },
     }
     print(json.dumps(figures, indent=1))
