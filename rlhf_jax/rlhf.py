@@ -52,6 +52,7 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
             rollout, rolled.rewards, rolled.ended, scores, coefficient, run.advantage
         )
         metrics |= {"kl/coefficient": coefficient, "inference/padding": scores.padding}
+        metrics |= {"plan/changed": 1.0} if state.host.plan_changed else {}
         if kl is not None and scores.logprobs is not None:
             apart = mismatch(rollout.logprobs, scores.logprobs, rollout.mask) | {"kl/response": kl}
             # What is not finite is the update's to tell.

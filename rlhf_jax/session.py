@@ -369,11 +369,14 @@ def preview(opened: Opened) -> str:
 def _checkpoints_of(opened: Opened) -> Checkpoints:
     """Return the checkpoints of a run, not yet entered."""
     asked = opened.config.checkpoint
+    changeable = set(binding_settings(opened.config))
+    if opened.config.deterministic:  # another plan sums in another order
+        changeable.remove("plan")
     return Checkpoints(
         opened.workdir / "checkpoints",
         asked.keep,
         build.identity(opened),
-        binding_settings(opened.config),
+        changeable,
         asked.allow_changes,
     )
 

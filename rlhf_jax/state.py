@@ -127,6 +127,9 @@ class HostState:
     # none where the config says it
     remat: bool = True
     remat_devices: str = ""
+    # the plan of calls, and whether the step before had another one
+    plan: str | None = None
+    plan_changed: bool = False
     # of an evaluation since the last step: remembered with the next step, as a run that is
     # resumed before it evaluates again
     evaluated: tuple[Sequence[Sample], RolloutStats] | None = None
@@ -170,6 +173,7 @@ class HostState:
             distilled_at=self.distilled_at if distilled_at is None else distilled_at,
             remat=self.remat,
             remat_devices=self.remat_devices,
+            plan=self.plan,
         )
 
     def document(self) -> dict[str, Any]:
@@ -185,6 +189,7 @@ class HostState:
             "taught": self.distilled_at,
             "remat": self.remat,
             "remat_devices": self.remat_devices,
+            "plan": self.plan,
         }
 
     def restored(self, document: dict[str, Any]) -> HostState:
@@ -206,6 +211,8 @@ class HostState:
             distilled_at=int(document["taught"]),
             remat=document["remat"] if chosen else self.remat,
             remat_devices=self.remat_devices,
+            plan=self.plan,
+            plan_changed=document.get("plan") != self.plan,
         )
 
 

@@ -17,7 +17,7 @@ from rlhf_jax import build
 from rlhf_jax.build import Opened
 from rlhf_jax.build.describe import print_plan, print_setup
 from rlhf_jax.build.planned import hardware_of, lacking, plan_run
-from rlhf_jax.config import host, memory
+from rlhf_jax.config import host, memory_parts
 from rlhf_jax.config.schema import Config
 from rlhf_jax.evaluation import evaluate
 from rlhf_jax.generation.stage import compile_first_rounds
@@ -117,7 +117,7 @@ def plan(config: Config) -> None:
         on_host = planned.hardware.count if planned.hardware.platform == "cpu" else 0
         host.check(config, planned.parts, on_host, held_out=0)
         if planned.hardware.gigabytes and not on_host:
-            memory.check(planned.parts, planned.hardware.gigabytes * memory.GIGA)
+            memory_parts.check(planned.parts, planned.hardware.gigabytes * memory_parts.GIGA)
         print("Only the memory was checked, which a run checks with all else; nothing was written.")
         return
     opened = _open(config)

@@ -9,7 +9,7 @@ from test_memory import LARGE, LLAMA_1B, LLAMA_8B, QWEN_05B, SMOLLM2, load
 
 from rlhf_jax import command
 from rlhf_jax.build import planned
-from rlhf_jax.config import memory
+from rlhf_jax.config import memory, memory_parts
 from rlhf_jax.config.hardware import Hardware, parse_hardware
 from rlhf_jax.model.published import shape_of
 from rlhf_jax.model.weight_table import weight_keys
@@ -91,9 +91,11 @@ def test_the_large_configs_are_planned_as_before_from_their_names_alone(name):
     sizes = LARGE[name]
     found = planned.plan_run(config, Hardware("gpu", "H100", sizes.devices, sizes.gigabytes, 9.0))
     assert found.models == sizes.models or found.models.policy.width == sizes.models.policy.width
-    stages = {stage: memory.total(found.parts, stage) for stage in ("generation", "inference")}
-    kept = memory.plan(config, sizes.models, found.layout, found.remat)
-    assert stages == {stage: memory.total(kept, stage) for stage in stages}
+    stages = {
+        stage: memory_parts.total(found.parts, stage) for stage in ("generation", "inference")
+    }
+    kept = memory.fullest(config, sizes.models, found.plan, found.layouts, found.remat)
+    assert stages == {stage: memory_parts.total(kept, stage) for stage in stages}
 
 
 def test_a_plan_is_printed_and_its_exit_code_tells_whether_it_fits(capsys):

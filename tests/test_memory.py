@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks import compiled
 from rlhf_jax import mesh
-from rlhf_jax.config import command_line, host, memory, validation
+from rlhf_jax.config import command_line, host, memory, memory_parts, validation
 from rlhf_jax.config import schema as configs
 from rlhf_jax.generation import rows, scheduler
 from rlhf_jax.generation.speculative import tree
@@ -113,7 +113,7 @@ def load(name: str) -> configs.Config:
     return command_line.load(f"{path_of(name)}{name[len(path_of(name).stem) :]}")
 
 
-def planned(name: str) -> list[memory.Part]:
+def planned(name: str) -> list[memory_parts.Part]:
     """A large config's plan in bfloat16."""
     config = load(name)
     sizes = LARGE[name]
@@ -126,7 +126,7 @@ def planning(dtype: Any = jnp.float32, **shape: int) -> Layout:
     return Layout(mesh.abstract_mesh(dict.fromkeys(mesh.AXES, 1) | shape), dtype=jnp.dtype(dtype))
 
 
-def by_name(parts: list[memory.Part]) -> dict[str, int]:
+def by_name(parts: list[memory_parts.Part]) -> dict[str, int]:
     return {part.name: part.bytes for part in parts}
 
 
@@ -211,12 +211,12 @@ def test_reward_models_are_always_there_and_add_up(tiny, config):
 
 
 def test_the_peak_is_what_is_always_there_and_the_larger_stage():
-    parts = [memory.Part(name, stage, size, "") for name, stage, size in [
+    parts = [memory_parts.Part(name, stage, size, "") for name, stage, size in [
         ("a", "always", 100), ("b", "generation", 200), ("c", "training", 400),
         ("d", "training", 100), ("e", "inference", 300), ("f", "training", 1),
     ]]  # fmt: skip
-    assert memory.peak(parts) == ("training", 601)
-    lines = memory.table(parts)
+    assert memory_parts.peak(parts) == ("training", 601)
+    lines = memory_parts.table(parts)
     assert lines[-1].endswith("in training")
     # f is too small to matter
     assert [line.split()[-1] for line in lines[:5]] == ["a", "b", "c", "d", "e"]
@@ -229,8 +229,8 @@ def test_what_does_not_fit_says_what_to_change(config):
         ValueError,
         match=r"in generation and has 80.0 GB; .* key-value cache .* lower generation.max_rows",
     ):
-        memory.check(parts, 80e9)
-    memory.check(parts, 1e15)
+        memory_parts.check(parts, 80e9)
+    memory_parts.check(parts, 1e15)
 
 
 def test_remat_and_more_shards_need_less(config):
@@ -244,14 +244,15 @@ def test_remat_and_more_shards_need_less(config):
 
 def test_remat_is_settled_by_the_plan(config):
     where = ModelConfigs(LLAMA_1B), planning(jnp.bfloat16, fsdp=4)
-    _, without = memory.peak(memory.plan(config, *where, remat=False))
-    assert memory.settle_remat(config, *where, without / memory.ROOM * 1.01)[0] is False
-    remat, reason = memory.settle_remat(config, *where, without)
+    parts = memory.plan(config, *where, remat=False)
+    _, without = memory_parts.peak(parts)
+    assert memory.settle_remat(config, parts, without / memory.ROOM * 1.01)[0] is False
+    remat, reason = memory.settle_remat(config, parts, without)
     assert remat and f"{without / 1e9:.1f} of {without / 1e9:.1f} GB" in reason
-    assert memory.settle_remat(config, *where, None)[0] is True
+    assert memory.settle_remat(config, parts, None)[0] is True
     for asked in ("on", "off"):
         config.training.remat = asked
-        assert memory.settle_remat(config, *where, 1.0) == (asked == "on", "asked for")
+        assert memory.settle_remat(config, parts, 1.0) == (asked == "on", "asked for")
 
 
 def test_device_memory_is_asked_of_the_config_first(config):
@@ -293,7 +294,7 @@ def test_a_control_group_says_how_much_of_the_hosts_memory_is_ours(name, tmp_pat
 
 def test_a_host_holds_all_its_devices_and_the_texts(config, monkeypatch):
     monkeypatch.setattr(host, "host_memory", lambda: 10e9)
-    part = memory.Part("cache", "generation", 2 * 10**9, "lower rows")
+    part = memory_parts.Part("cache", "generation", 2 * 10**9, "lower rows")
     host.check(config, [part], devices=4, held_out=0)
     with pytest.raises(
         ValueError, match=r"^The host needs 12.0 GB in generation and has 10.0 GB; .*: lower rows.$"
@@ -310,7 +311,7 @@ def test_the_large_configs_are_valid_and_fit_their_devices(name, tmp_path):
     models, devices, gigabytes = LARGE[name]
     config = load(name)
     assert config.mesh.device_memory_gb <= gigabytes
-    memory.check(planned(name), config.mesh.device_memory_gb * memory.GIGA)
+    memory_parts.check(planned(name), config.mesh.device_memory_gb * memory_parts.GIGA)
     config.data.train = config.data.eval = str(tmp_path / "prompts.jsonl")
     pathlib.Path(config.data.train).write_text('{"prompt": "a"}\n')
     config.reward.functions = ("builtins:len",)
@@ -323,7 +324,8 @@ def test_the_large_configs_are_valid_and_fit_their_devices(name, tmp_path):
 def test_the_figures_in_the_docstrings_are_the_predicted_ones(name):
     parts = planned(name)
     sizes = {
-        stage: memory.total(parts, stage) / memory.GIGA for stage in ("generation", "training")
+        stage: memory_parts.total(parts, stage) / memory_parts.GIGA
+        for stage in ("generation", "training")
     }
     figures = (
         f"{sizes['generation']:.1f} GB in generation and {sizes['training']:.1f} GB in training"

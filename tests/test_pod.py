@@ -23,7 +23,7 @@ from benchmarks.shapes import SLOTS
 from pallas_kernels.dispatch import Kernels
 from pallas_kernels.shapes import BLOCK
 from rlhf_jax import mesh as meshes
-from rlhf_jax.config import derived, memory
+from rlhf_jax.config import derived, memory, memory_parts
 from rlhf_jax.config.schema import Config
 from rlhf_jax.generation import rows, scheduler
 from rlhf_jax.generation.speculative import tree
@@ -199,7 +199,7 @@ def test_predicted_memory_is_the_compilers(name):
     sizes = by_name(parts)
     own = {
         stage: sum(part.bytes for part in parts if part.stage == stage)
-        for stage in memory.STAGE_NAMES
+        for stage in memory_parts.STAGE_NAMES
     }
     own["training"] -= sizes.get("the policy's gradients, waiting", 0)
 

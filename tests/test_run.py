@@ -18,10 +18,8 @@ import tiny_run
 from tiny_run import ROOT, lines
 
 from rlhf_jax import rlhf
-from rlhf_jax.build import opened
 from rlhf_jax.config import command_line
 from rlhf_jax.generation.speculative import round as round_
-from rlhf_jax.mesh import make_mesh
 from rlhf_jax.model.transformer import init
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.monitoring.metrics import REQUIRED
@@ -169,20 +167,10 @@ def test_few_frames_stand_between_the_command_and_a_program(arguments, one_devic
 def test_eight_devices_give_the_text_and_losses_of_one(
     strategy, method, arguments, folder, tmp_path, monkeypatch
 ):
-    """Data x FSDP x tensor, and then each stage on devices of its own: the same samples while rows
-    finish and shrink, losses within 1e-4, over two steps.
+    """Data x FSDP x tensor: the same samples while rows finish and shrink, losses within 1e-4, over
+    two steps.
     """
-    shapes = {"one": (1, 1, 1), "eight": (2, 2, 2), "apart": (2, 2, 2)}
-    lay_out = opened._lay_out
-
-    def lay_apart(*asked):
-        together, reasons = lay_out(*asked)
-        mesh_of = functools.partial(make_mesh, 1, -1)
-        own = (mesh_of(2, devices[:4]), mesh_of(1, devices[4:6]), mesh_of(1, devices[6:]))
-        pairs = zip(together, own, strict=True)
-        apart = [dataclasses.replace(layout, mesh=mesh) for layout, mesh in pairs]
-        return opened.StageLayouts(*apart), reasons
-
+    shapes = {"one": (1, 1, 1), "eight": (2, 2, 2)}
     devices = jax.devices()
     found = {}
     for name, (data, fsdp, tensor) in shapes.items():
@@ -196,8 +184,6 @@ def test_eight_devices_give_the_text_and_losses_of_one(
             "generation__strategy": strategy,
         }
         changes = {"workdir": tmp_path / name, "steps": 2, "drafter__path": folder}
-        if name == "apart":
-            monkeypatch.setattr(opened, "_lay_out", lay_apart)
         assert launch["main"](arguments(**mesh, **rows, **changes, **method)) == 0
         run = tmp_path / name
         found[name] = [

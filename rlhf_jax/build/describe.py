@@ -8,37 +8,36 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.build.models import weight_shapes
 from rlhf_jax.build.opened import Opened
 from rlhf_jax.build.planned import Planned
-from rlhf_jax.config import host, memory
+from rlhf_jax.config import host, memory, memory_parts
 from rlhf_jax.config.schema import Config
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.model.weights.source import digest
 from rlhf_jax.monitoring import console
+from rlhf_jax.placement.plan import Plan
 from rlhf_jax.runtime import distributed
 
 
 def print_setup(opened: Opened) -> None:
     """Print what the run will use; raise ValueError where it does not fit."""
     config = opened.config
-    layout = opened.layouts.training
+    layout = opened.layouts.policy_training
     policy = opened.policy
-    assert layout.mesh is not None
-    shape = dict(layout.mesh.shape)
-    parts = memory.plan(config, opened.models, layout, opened.remat)
+    parts = memory.fullest(config, opened.models, opened.plan, opened.layouts, opened.remat)
     device = jax.local_devices()[0]
     known = memory.device_memory(config, device)
     if known is not None:
-        memory.check(parts, known)
+        memory_parts.check(parts, known)
     on_host = jax.local_device_count() if device.platform == "cpu" else 0
     host.check(config, parts, on_host, len(opened.held_out or ()))
     if not distributed.leads():
         return
 
     model = f"{policy.config.num_layers} layers of {policy.config.width}"
-    sizes = ", ".join(f"{name} {size}" for name, size in shape.items())
     weights = weight_shapes(policy.config, layout.dtype)
+    devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     rows = [
         ("model", f"{policy.path.name} ({model}), {layout.dtype.name}"),
-        ("devices", f"{jax.device_count()} x {jax.devices()[0].device_kind} ({sizes})"),
+        *_placement_rows(devices, opened.plan),
     ]
     if distributed.started():
         rows.append(("processes", str(distributed.count())))
@@ -53,7 +52,7 @@ def print_setup(opened: Opened) -> None:
         *(("not split", line) for line in meshes.unsplit(weights, layout)),
         ("kernels", _kernels_lines(opened.kernel_reasons)),
         ("remat", f"{'on' if opened.remat else 'off'}: {opened.remat_reason}"),
-        ("memory", "\n".join(memory.table(parts))),
+        ("memory", "\n".join(memory_parts.table(parts))),
     ]
     title = opened.objective.title(config)
     console.describe(f"rlhf_jax: {title}, {config.steps} steps", rows)
@@ -61,20 +60,28 @@ def print_setup(opened: Opened) -> None:
 
 def print_plan(config: Config, planned: Planned) -> None:
     """Print what a run would use on devices that need not be here."""
-    shape = planned.layout.mesh and dict(planned.layout.mesh.shape)
+    layout = planned.layouts.policy_training
     policy = planned.models.policy
-    sizes = ", ".join(f"{name} {size}" for name, size in (shape or {}).items())
-    model = f"{policy.num_layers} layers of {policy.width}, {planned.layout.dtype.name}"
-    weights = weight_shapes(policy, planned.layout.dtype)
+    model = f"{policy.num_layers} layers of {policy.width}, {layout.dtype.name}"
+    weights = weight_shapes(policy, layout.dtype)
     rows = [
         ("model", f"{config.model.path} ({model})"),
-        ("devices", f"{planned.hardware} ({sizes})"),
+        *_placement_rows(str(planned.hardware), planned.plan),
         *_work_rows(config),
-        *(("not split", line) for line in meshes.unsplit(weights, planned.layout)),
+        *(("not split", line) for line in meshes.unsplit(weights, layout)),
         ("remat", f"{'on' if planned.remat else 'off'}: {planned.remat_reason}"),
-        ("memory", "\n".join(memory.table(planned.parts))),
+        ("memory", "\n".join(memory_parts.table(planned.parts))),
     ]
     console.describe(f"rlhf_jax: a plan of {config.steps} steps", rows)
+
+
+def _placement_rows(devices: str, plan: Plan) -> list[tuple[str, str]]:
+    """Say which devices there are, and how they are split: alike for all calls, or call by call."""
+    if not plan.is_uniform:
+        return [("devices", devices), ("plan", "\n".join(plan.table()))]
+    shape = plan.placements["generation"].shape
+    sizes = ", ".join(f"{name} {size}" for name, size in shape.items())
+    return [("devices", f"{devices} ({sizes})")]
 
 
 def _work_rows(config: Config) -> list[tuple[str, str]]:

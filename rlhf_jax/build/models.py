@@ -74,11 +74,16 @@ def student_optimizer(opened: Opened) -> optax.GradientTransformation | None:
 
 def initial_state(opened: Opened) -> TrainState:
     """Load the state before the first step."""
-    layout = opened.layouts.training
-    master = functools.partial(load, layout=dataclasses.replace(layout, dtype=FLOAT32))
-    critic = opened.critic and _critic(master(opened.critic))
+    layout = opened.layouts.policy_training
+    critic_layout = opened.layouts.critic_training
+
+    def master(source: Source, layout: Layout = layout) -> Model:
+        return load(source, dataclasses.replace(layout, dtype=FLOAT32))
+
+    critic = opened.critic and _critic(master(opened.critic, critic_layout))
     optimizers = make_optimizers(opened)
-    state = init_train_state(master(opened.policy), optimizers, layout, critic)
+    policy = master(opened.policy)
+    state = init_train_state(policy, optimizers, layout, critic, critic_layout)
     if opened.student is None:
         return state
     source = master(opened.drafter) if opened.drafter else state.policy
@@ -102,9 +107,14 @@ def state_template(opened: Opened) -> TrainState:
         return with_student(state, state.policy, student.num_layers, optimizer)
 
     shapes = jax.eval_shape(make)
-    shardings = meshes.model_shardings(shapes, opened.layouts.training)
+    layouts = opened.layouts
+    places = meshes.model_shardings(shapes, layouts.policy_training)
+    if shapes.critic is not None:
+        of_critic = (shapes.critic, shapes.critic_optimizer)
+        critic, moments = meshes.model_shardings(of_critic, layouts.critic_training)
+        places = dataclasses.replace(places, critic=critic, critic_optimizer=moments)
     return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, places
     )
 
 
@@ -120,7 +130,9 @@ def frozen_models(opened: Opened) -> FrozenModels:
     """
     config = opened.config
     layouts = opened.layouts
-    reference = load(opened.policy, layouts.inference) if derived.needs_reference(config) else None
+    reference = None
+    if derived.needs_reference(config):
+        reference = load(opened.policy, layouts.reference_inference)
     if opened.student is None:
         if opened.drafter is None:
             return FrozenModels(reference)
@@ -129,7 +141,7 @@ def frozen_models(opened: Opened) -> FrozenModels:
 
     if opened.objective.distills or not config.drafter.learning_rate:
         return FrozenModels(reference)
-    source = load(opened.drafter or opened.policy, layouts.training)
+    source = load(opened.drafter or opened.policy, layouts.policy_training)
     student = student_of(source, opened.student.num_layers)
-    shardings = meshes.model_shardings(student, layouts.training)
+    shardings = meshes.model_shardings(student, layouts.policy_training)
     return FrozenModels(reference, student=jax.device_put(student, shardings))

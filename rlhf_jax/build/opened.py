@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,20 +27,13 @@ from rlhf_jax.data.rows import read
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model import kernels as mesh_kernels
 from rlhf_jax.model.weights.source import Source, digest, open_source
+from rlhf_jax.placement.plan import CALLS, CallLayouts, Placement, Plan, check_models
+from rlhf_jax.placement.presets import parameter_counts, plan_of
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.files import find, is_remote
 from rlhf_jax.runtime.mirror import folder_of
-from rlhf_jax.training.advantages import ESTIMATORS
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.types import ModelConfig, ModelConfigs
-
-
-class StageLayouts(NamedTuple):
-    """Hold the layout of each stage. No stage asks for another's: they may have other devices."""
-
-    generation: Layout
-    inference: Layout
-    training: Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +49,9 @@ class Opened:
     rewards: tuple[Source, ...]
     prompts: Prompts
     held_out: Prompts | None
-    layouts: StageLayouts
+    # which devices each call has, and the layouts that follow
+    plan: Plan
+    layouts: CallLayouts
     # why each kernel is what it is, by the kernel's name
     kernel_reasons: dict[str, str]
     # whether the backward pass computes layers again, and why
@@ -99,7 +94,7 @@ def prepare(config: Config) -> Opened:
     drafts = derived.has_drafter(config)
     drafter = open_source(config.drafter.path) if drafts and config.drafter.path else None
     critic = None
-    if objective.uses_rewards and ESTIMATORS[config.advantage.estimator].needs_critic:
+    if derived.needs_critic(config):
         critic = open_source(config.critic.path) if config.critic.path else policy
     rewards = tuple(_open_dated(path, config) for path in config.reward.models)
 
@@ -112,18 +107,21 @@ def prepare(config: Config) -> Opened:
         rewards=rewards,
         prompts=_read_prompts(config, policy, "train"),
         held_out=_read_prompts(config, policy, "eval") if config.evaluation.every else None,
-        layouts=StageLayouts(Layout(), Layout(), Layout()),
+        plan=Plan(0, {}),
+        layouts=CallLayouts(*[Layout()] * len(CALLS)),
         kernel_reasons={},
         remat=True,
         remat_reason="",
     )
     validation.validate_models(config, opened.models)
     validation.validate_student(config, policy.config, drafter and drafter.config)
-    layouts, reasons = _lay_out(config, opened.models)
+    plan, reasons = _place(config, opened.models)
+    layouts = plan.layouts(jax.devices())
     limit = memory.memory_for_remat(config, jax.local_devices()[0])
-    remat, reason = memory.settle_remat(config, opened.models, layouts.training, limit)
+    without = memory.fullest(config, opened.models, plan, layouts, remat=False)
+    remat, reason = memory.settle_remat(config, without, limit)
     return dataclasses.replace(
-        opened, layouts=layouts, kernel_reasons=reasons, remat=remat, remat_reason=reason
+        opened, plan=plan, layouts=layouts, kernel_reasons=reasons, remat=remat, remat_reason=reason
     )
 
 
@@ -163,29 +161,29 @@ def _read_prompts(config: Config, policy: Source, key: str) -> Prompts:
     )
 
 
-def _lay_out(config: Config, models: ModelConfigs) -> tuple[StageLayouts, dict[str, str]]:
-    """Give each stage its layout; say why each kernel is what it is."""
+def _place(config: Config, models: ModelConfigs) -> tuple[Plan, dict[str, str]]:
+    """Give each call its devices; say why each kernel is what it is."""
     named = config.model.compute_dtype
+    device = jax.devices()[0]
     if named == "auto":
-        device = jax.devices()[0]
         ampere = float(getattr(device, "compute_capability", 0) or 0) >= 8
         named = "bfloat16" if device.platform == "tpu" or ampere else "float32"
-    dtype = jnp.dtype(named)
-    sizes = config.mesh
-    mesh = meshes.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, slices=sizes.slices)
-    across = distributed.count() // sizes.slices
-    if across > 1 and mesh.devices.flat[0].platform != "tpu" and distributed.leads():
+    slices = config.mesh.slices
+    across = distributed.count() // slices
+    if across > 1 and device.platform != "tpu" and distributed.leads():
         warnings.warn(
-            f"mesh.slices={sizes.slices}: each slice spans {across} processes, and every layer"
+            f"mesh.slices={slices}: each slice spans {across} processes, and every layer"
             f" waits for the network between them; mesh.slices={distributed.count()} keeps it"
             " within one.",
             stacklevel=1,
         )
     shapes = [mesh_kernels.shape_of(model) for model in models[:2] if model]
-    kernels, reasons = choose(config.kernels, mesh.devices.flat[0], dtype.itemsize, shapes)
-    training = Layout(mesh, "training", kernels=kernels, dtype=dtype)
-    generation = dataclasses.replace(training, role="generation")
-    return StageLayouts(generation, inference=training, training=training), reasons
+    kernels, reasons = choose(config.kernels, device, jnp.dtype(named).itemsize, shapes)
+    default = Placement(first=0, count=jax.device_count(), dtype=named, kernels=kernels)
+    plan = plan_of(config, jax.device_count(), default)
+    if plan.parameters:
+        check_models(plan, f"plan: {config.plan}", parameter_counts(models))
+    return plan, reasons
 
 
 def identity(opened: Opened) -> dict[str, Any]:

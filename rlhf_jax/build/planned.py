@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import NamedTuple
@@ -11,16 +12,15 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import choose
 from rlhf_jax import mesh as meshes
-from rlhf_jax.config import derived, memory
+from rlhf_jax.config import derived, memory, memory_parts
 from rlhf_jax.config.hardware import Hardware
-from rlhf_jax.config.memory import Part
-from rlhf_jax.config.objectives import objective_of
+from rlhf_jax.config.memory_parts import Part
 from rlhf_jax.config.schema import Config
-from rlhf_jax.mesh import Layout
 from rlhf_jax.model import kernels as mesh_kernels
 from rlhf_jax.model.published import is_published, shape_of
 from rlhf_jax.model.weights.source import SMOLLM2_NAME
-from rlhf_jax.training.advantages import ESTIMATORS
+from rlhf_jax.placement.plan import CallLayouts, Placement, Plan
+from rlhf_jax.placement.presets import plan_of
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
@@ -29,7 +29,8 @@ class Planned(NamedTuple):
     """Hold what a run would use on devices of a kind."""
 
     hardware: Hardware
-    layout: Layout  # on an abstract mesh
+    plan: Plan  # of calls
+    layouts: CallLayouts  # on abstract meshes
     models: ModelConfigs
     parts: list[Part]
     remat: bool
@@ -47,18 +48,18 @@ def plan_run(config: Config, hardware: Hardware) -> Planned:
     if named == "auto":
         fast = hardware.platform == "tpu" or hardware.compute_capability >= 8
         named = "bfloat16" if fast else "float32"
-    dtype = jnp.dtype(named)
-    sizes = config.mesh
-    asked = (sizes.data, sizes.fsdp, sizes.tensor)
-    mesh = meshes.abstract_mesh(meshes.sizes(*asked, hardware.count, sizes.slices))
     shapes = [mesh_kernels.shape_of(model) for model in models[:2] if model]
-    kernels, _ = choose(config.kernels, hardware, dtype.itemsize, shapes)
-    layout = Layout(mesh, "training", kernels=kernels, dtype=dtype)
-    limit = min(filter(None, (hardware.gigabytes, sizes.device_memory_gb)), default=0.0)
-    known = limit * memory.GIGA if limit else None
-    remat, reason = memory.settle_remat(config, models, layout, known)
-    parts = memory.plan(config, models, layout, remat)
-    return Planned(hardware._replace(gigabytes=limit), layout, models, parts, remat, reason)
+    kernels, _ = choose(config.kernels, hardware, jnp.dtype(named).itemsize, shapes)
+    default = Placement(first=0, count=hardware.count, dtype=named, kernels=kernels)
+    plan = plan_of(config, hardware.count, default)
+    layouts = plan.layouts(None)
+    gigabytes = config.mesh.device_memory_gb
+    limit = min(filter(None, (hardware.gigabytes, gigabytes)), default=0.0)
+    known = limit * memory_parts.GIGA if limit else None
+    foreseen = functools.partial(memory.fullest, config, models, plan, layouts)
+    remat, reason = memory.settle_remat(config, foreseen(remat=False), known)
+    parts = foreseen(remat=remat)
+    return Planned(hardware._replace(gigabytes=limit), plan, layouts, models, parts, remat, reason)
 
 
 def lacking(config: Config) -> str:
@@ -88,7 +89,7 @@ def hardware_of(config: Config) -> Hardware:
         return Hardware("gpu", "device", math.prod(asked), sizes.device_memory_gb, 9.0)
     device = jax.devices()[0]
     capability = float(getattr(device, "compute_capability", 0) or 0)
-    known = (memory.memory_for_remat(config, device) or 0.0) / memory.GIGA
+    known = (memory.memory_for_remat(config, device) or 0.0) / memory_parts.GIGA
     return Hardware(device.platform, device.device_kind, meshes.count_devices(), known, capability)
 
 
@@ -100,7 +101,7 @@ def _models(config: Config) -> ModelConfigs:
         layers = config.drafter.layers
         drafter = student_config(policy, layers) if layers else shape_of(config.drafter.path)
     critic: ModelConfig | None = None
-    if objective_of(config).uses_rewards and ESTIMATORS[config.advantage.estimator].needs_critic:
+    if derived.needs_critic(config):
         critic = shape_of(config.critic.path) if config.critic.path else policy
     rewards = tuple(map(shape_of, config.reward.models))
     return ModelConfigs(policy, drafter, critic, rewards)

@@ -64,9 +64,9 @@ def make_run(
         prompts=PromptStream(opened.prompts, settings.batches(opened)),
         generation=generation,
         rewards=rewards,
-        scoring=ScoringSettings.from_config(config, opened.layouts.inference),
+        scoring=ScoringSettings.from_config(config, opened.layouts),
         advantage=AdvantageConfig.from_config(config),
-        training=TrainingSettings.from_config(config, opened.layouts.training, remat),
+        training=TrainingSettings.from_config(config, opened.layouts, remat),
         optimizers=make_optimizers(opened),
         frozen=frozen,
         next_kl_coefficient=settings.kl_controller(config),
@@ -78,7 +78,7 @@ def make_run(
 def _rewards(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], None]) -> Rewards:
     """Start the terms of the reward: sources such as functions, models on their devices."""
     config = opened.config
-    layout = opened.layouts.inference
+    layout = opened.layouts.reward_inference
     reward = config.reward
     names = derived.term_names(config)
     models = {

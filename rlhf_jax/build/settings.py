@@ -11,6 +11,7 @@ import jax
 from rlhf_jax.build.models import student_optimizer
 from rlhf_jax.build.opened import Opened
 from rlhf_jax.config import derived
+from rlhf_jax.config.identity import plan_name
 from rlhf_jax.config.schema import Config
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.generation.history import History
@@ -94,7 +95,7 @@ def distillation(opened: Opened, remat: bool) -> Distillation | None:
     beside the policy learns from some, once.
     """
     optimizer = student_optimizer(opened)
-    settings = TrainingSettings.from_config(opened.config, opened.layouts.training, remat)
+    settings = TrainingSettings.from_config(opened.config, opened.layouts, remat)
     if optimizer is None:
         return None
     if opened.objective.distills:
@@ -125,7 +126,7 @@ def initial_host_state(opened: Opened) -> HostState:
     generation = config.generation
     replayed = generation.repeated_noise * (generation.max_new_tokens + 1)
     evaluated = ALL_TOKENS if derived.replays(config) else 0
-    devices = opened.layouts.training.devices
+    devices = opened.layouts.policy_training.devices
     where = f"{devices.shape} of {devices.flat[0].device_kind}"
     return HostState(
         position=batches(opened).state(),
@@ -137,6 +138,7 @@ def initial_host_state(opened: Opened) -> HostState:
         kl_coefficient=config.kl.coefficient,
         remat=opened.remat,
         remat_devices=where if config.training.remat == "auto" else "",
+        plan=plan_name(config),
     )
 
 

@@ -13,7 +13,7 @@ import sys
 
 from rlhf_jax.build.describe import print_plan
 from rlhf_jax.build.planned import plan_run
-from rlhf_jax.config import command_line, memory
+from rlhf_jax.config import command_line, memory_parts
 from rlhf_jax.config.hardware import EXAMPLES, parse_hardware
 
 
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     print_plan(config, planned)
     if planned.hardware.gigabytes:
         try:
-            memory.check(planned.parts, planned.hardware.gigabytes * memory.GIGA)
+            memory_parts.check(planned.parts, planned.hardware.gigabytes * memory_parts.GIGA)
         except ValueError as error:
             print(f"It does not fit: {error}")
             return 1

@@ -40,6 +40,7 @@ PATH_KEYS = (
     "data.eval",
     "reward.functions",
     "reward.models",
+    "plan",
 )
 PLACE_FLAGS = ("--coordinator", "--processes", "--process")
 

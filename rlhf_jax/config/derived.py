@@ -13,6 +13,7 @@ from rlhf_jax.generation.strategy.candidates import Candidates
 from rlhf_jax.model.families import register as register_family
 from rlhf_jax.rewards.sources import source_of
 from rlhf_jax.runtime.extensions import load_named
+from rlhf_jax.training.advantages import ESTIMATORS
 
 ADAPTIVE = "adaptive"
 
@@ -92,6 +93,31 @@ def needs_old_logprobs(config: Config) -> bool:
     """
     one_step = config.training.epochs * config.training.minibatches == 1
     return not one_step or (config.kl.place == "reward" and config.kl.coefficient > 0)
+
+
+def needs_critic(config: Config) -> bool:
+    """Tell whether a run trains a critic, whose values its advantages read."""
+    uses_rewards = objective_of(config).uses_rewards
+    return uses_rewards and ESTIMATORS[config.advantage.estimator].needs_critic
+
+
+def calls(config: Config) -> tuple[str, ...]:
+    """Return the calls that an iteration has, by their names in a plan.
+
+    Where no objective uses rewards, the policy's training is its student's.
+    """
+    uses_rewards = objective_of(config).uses_rewards
+    critic = needs_critic(config)
+    there = {
+        "generation": True,
+        "policy_inference": uses_rewards and needs_old_logprobs(config),
+        "reference_inference": needs_reference(config),
+        "critic_inference": critic,
+        "reward_inference": uses_rewards and bool(config.reward.models),
+        "policy_training": True,
+        "critic_training": critic,
+    }
+    return tuple(call for call, has in there.items() if has)
 
 
 def term_names(config: Config) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from rlhf_jax.config import memory
-from rlhf_jax.config.memory import Part
+from rlhf_jax.config import memory_parts
+from rlhf_jax.config.memory_parts import Part
 from rlhf_jax.config.schema import Config
 from rlhf_jax.runtime.host_memory import host_memory
 
@@ -20,7 +20,7 @@ def check(config: Config, parts: list[Part], devices: int, held_out: int) -> Non
     """
     own = [dataclasses.replace(part, bytes=devices * part.bytes) for part in parts]
     kept = host_parts(config, held_out)
-    memory.check([*own, *kept], host_memory(), "The host")
+    memory_parts.check([*own, *kept], host_memory(), "The host")
 
 
 def host_parts(config: Config, held_out: int) -> list[Part]:

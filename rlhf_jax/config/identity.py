@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_jax.config.schema import Config, flat
-from rlhf_jax.runtime.extensions import code_digest, is_of_file
+from rlhf_jax.runtime.extensions import code_digest, file_digest, is_of_file
 
 # What may change between a checkpoint and the run that goes on from it: keys, or how they begin.
 FREE_KEYS = (
@@ -34,10 +34,18 @@ FREE_KEYS = (
 )
 
 
+def plan_name(config: Config) -> str | None:
+    """Return what tells the plan of a config from others: its name, or the file's digest."""
+    if config.plan.endswith(".json"):
+        return file_digest(config.plan)
+    return config.plan or None  # as in checkpoints from before there were plans
+
+
 def binding_settings(config: Config) -> dict[str, Any]:
     """Return the values that make a run what it is, by dotted key, and its own code by digest."""
     values = flat(config)
     binding = {key: value for key, value in values.items() if not key.startswith(FREE_KEYS)}
+    binding["plan"] = plan_name(config)
     for value in values.values():
         several = value.values() if isinstance(value, dict) else value
         specs = several if isinstance(value, (dict, list, tuple)) else [value]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import Mesh
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
+from rlhf_jax.config.memory_parts import GIGA, Part, peak
 from rlhf_jax.config.objectives import objective_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.config.sizes import PlannedRun, row_share
@@ -21,12 +23,10 @@ from rlhf_jax.generation.speculative.round import streams_head
 from rlhf_jax.generation.speculative.sampling import BLOCK, Sampling
 from rlhf_jax.inference.logprobs import CHUNK
 from rlhf_jax.mesh import AXES, FLOAT32, Layout
+from rlhf_jax.placement.plan import CALLS, CallLayouts, Plan
 from rlhf_jax.runtime.host_memory import host_memory
 from rlhf_jax.types import DecodeState, ModelConfig, ModelConfigs
 
-GIGA = 1e9
-STAGE_NAMES = ("generation", "inference", "training")
-SMALL = 0.01  # parts below this share of the peak are not printed
 ROOM = 0.85  # of a device's memory that a plan may fill, as its parts are estimates
 HOST_SHARE = 0.5  # of a host's memory that is for the devices of a CPU
 
@@ -39,68 +39,63 @@ SHORTER_PROMPTS = "lower data.max_prompt_tokens"
 LESS_HISTORY = "lower generation.history_tokens"
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """Hold the bytes of one part on the fullest device."""
-
-    name: str
-    stage: str  # one of STAGE_NAMES, or "always": from the first step to the last
-    bytes: int
-    remedy: str  # what to change where it is too much
-
-
 def plan(
-    config: Config, models: ModelConfigs, layout: Layout, remat: bool | None = None
+    config: Config,
+    models: ModelConfigs,
+    layouts: Layout | Mapping[str, Layout],
+    remat: bool | None = None,
 ) -> list[Part]:
-    """Return every part of a run that takes memory, for a layout whose mesh may be abstract.
+    """Return every part of a run that takes memory on the devices that have these calls.
 
-    remat: what was settled; None: off only where the config says so.
+    layouts: that of each call, by name, or one for all; a mesh may be abstract. remat: what was
+    settled; None: off only where the config says so.
     Weights, optimizers and caches are exact; what a program needs beside them is estimated. The
     stages follow each other, so the peak is what is always there plus the largest of them (`peak`).
     """
     critic = models.critic and dataclasses.replace(models.critic, scalar_head=True, tied=False)
     recomputes = config.training.remat != "off" if remat is None else remat
-    run = PlannedRun(config, models._replace(critic=critic), layout, recomputes)
+    if isinstance(layouts, Layout):
+        layouts = dict.fromkeys(CALLS, layouts)
+    any_layout = next(iter(layouts.values()))
+    run = PlannedRun(config, models._replace(critic=critic), any_layout, layouts, recomputes)
     # The policy, the critic and the student are trained one after the other: the largest counts.
-    trained = [model for model in (models.policy, critic) if model and run.trains_policy]
-    updates = [_update(run, model) for model in trained]
-    if critic and len(updates) > 1:  # the policy's waits: both models take a step, or neither
-        waiting = run.weights(models.policy, FLOAT32)
-        part = Part("the policy's gradients, waiting", "training", waiting, SPLIT)
-        updates[-1].append(part)
-    if derived.trains_drafter(config):
-        updates.append(_distillation(run))
+    policy_run = run.at("policy_training")
+    critic_run = run.at("critic_training")
+    updates: list[list[Part]] = [[]]
+    if policy_run and run.trains_policy:
+        updates.append(_update(policy_run, models.policy))
+    if critic_run and critic and run.trains_policy:
+        updates.append(_update(critic_run, critic))
+        if policy_run:  # the policy's waits: both models take a step, or neither
+            waiting = policy_run.weights(models.policy, FLOAT32)
+            part = Part("the policy's gradients, waiting", "training", waiting, SPLIT)
+            updates[-1].append(part)
+    if policy_run and derived.trains_drafter(config):
+        updates.append(_distillation(policy_run))
+    generation_run = run.at("generation")
     parts = [
         *_always(run),
-        *_generation(run),
+        *(_generation(generation_run) if generation_run else ()),
         *(_inference(run) if run.trains_policy else ()),
         *max(updates, key=lambda update: sum(part.bytes for part in update)),
     ]
     return [part for part in parts if part.bytes]
 
 
-def total(parts: list[Part], stage: str) -> int:
-    """Return the bytes that a device holds in a stage, what is always there included."""
-    return sum(part.bytes for part in parts if part.stage in ("always", stage))
-
-
-def peak(parts: list[Part]) -> tuple[str, int]:
-    """Return the stage that needs most, and the bytes that a device holds in it."""
-    stage = max(STAGE_NAMES, key=functools.partial(total, parts))
-    return stage, total(parts, stage)
-
-
-def check(parts: list[Part], limit: float, holder: str = "A device") -> None:
-    """Raise ValueError where the peak is above the holder's `limit` bytes, with what to change."""
-    stage, needed = peak(parts)
-    if needed <= limit:
-        return
-    held = [part for part in parts if part.stage in ("always", stage)]
-    worst = max(held, key=lambda part: part.bytes)
-    raise ValueError(
-        f"{holder} needs {needed / GIGA:.1f} GB in {stage} and has {limit / GIGA:.1f} GB; the"
-        f" largest part is {worst.name} ({worst.bytes / GIGA:.1f} GB): {worst.remedy}."
-    )
+def fullest(
+    config: Config,
+    models: ModelConfigs,
+    placed: Plan,
+    layouts: CallLayouts,
+    remat: bool | None = None,
+) -> list[Part]:
+    """Return the parts on those devices, of all that a plan of calls has, that hold most."""
+    of_call = layouts._asdict()
+    found = [
+        plan(config, models, {call: of_call[call] for call in calls}, remat)
+        for calls in placed.groups()
+    ]
+    return max(found, key=lambda parts: peak(parts)[1])
 
 
 def device_memory(config: Config, device: Any) -> float | None:
@@ -113,19 +108,18 @@ def device_memory(config: Config, device: Any) -> float | None:
     return min(known, default=None)
 
 
-def settle_remat(
-    config: Config, models: ModelConfigs, layout: Layout, limit: float | None
-) -> tuple[bool, str]:
+def settle_remat(config: Config, without: list[Part], limit: float | None) -> tuple[bool, str]:
     """Return whether the backward pass computes layers again, and the reason.
 
-    limit: the bytes that a device may hold, None where nobody knows.
+    without: the parts that there would be if it did not. limit: the bytes that a device may hold,
+    None where nobody knows.
     """
     asked = config.training.remat
     if asked != "auto":
         return asked == "on", "asked for"
     if limit is None:
         return True, "the device does not say how much memory it has"
-    _, needed = peak(plan(config, models, layout, remat=False))
+    _, needed = peak(without)
     figures = f"{needed / GIGA:.1f} of {limit / GIGA:.1f} GB would be needed without"
     return needed > ROOM * limit, figures
 
@@ -138,42 +132,34 @@ def memory_for_remat(config: Config, device: Any) -> float | None:
     return HOST_SHARE * host_memory() / jax.device_count()
 
 
-def table(parts: list[Part]) -> list[str]:
-    """Return the estimate as lines of text.
-
-    They are the parts that matter, each stage with what is always there, and the peak.
-    """
-    stage, needed = peak(parts)
-    unit, letter = (GIGA, "G") if needed >= GIGA else (1e6, "M")
-
-    def line(size: int, stage: str, name: str) -> str:
-        return f"{size / unit:8.2f} {letter}B  {stage:10}  {name}"
-
-    shown = [part for part in parts if part.bytes >= SMALL * needed]
-    lines = [line(part.bytes, part.stage, part.name) for part in shown]
-    sums = [line(total(parts, name), name, "in all") for name in STAGE_NAMES]
-    return [*lines, *sums, line(needed, "peak", f"in {stage}")]
-
-
 def _always(run: PlannedRun) -> list[Part]:
     """List what lives from the first step to the last."""
     config = run.config
     models = run.models
-    policy = run.weights(models.policy, FLOAT32)
-    critic = run.weights(models.critic, FLOAT32)
+
+    def held(call: str, model: ModelConfig | None, *how: Any, **ends: Any) -> int:
+        """Return the bytes of weights where a call has them; 0 where it is elsewhere."""
+        own = run.at(call)
+        return own.weights(model, *how, **ends) if own else 0
+
+    policy = held("policy_training", models.policy, FLOAT32)
+    critic = held("critic_training", models.critic, FLOAT32)
     moments = 2 * policy if run.trains_policy else 0
-    reference = run.weights(models.policy) if derived.needs_reference(config) else 0
-    rewards = sum(map(run.weights, models.rewards))
+    referred = models.policy if derived.needs_reference(config) else None
+    reference = held("reference_inference", referred)
+    rewards = sum(held("reward_inference", model) for model in models.rewards)
 
     # A student learns, beside itself as it began where the policy learns too; another draft model
     # stays as it is.
-    drafter = 0 if config.drafter.layers else run.weights(models.drafter, role="generation")
-    student = 0
-    if config.drafter.layers:
+    drafter = student = 0
+    if not config.drafter.layers:
+        drafter = held("generation", models.drafter, role="generation")
+    else:
         learns = derived.trains_drafter(config)
-        student = (3 if learns else 1) * run.weights(models.drafter, FLOAT32, ends=False)
+        own = held("policy_training", models.drafter, FLOAT32, ends=False)
+        student = (3 if learns else 1) * own
         if learns and run.trains_policy:
-            student += run.weights(models.drafter, ends=False)
+            student += held("policy_training", models.drafter, ends=False)
     return [
         Part("policy, float32", "always", policy, SPLIT),
         Part("policy's optimizer, two moments", "always", moments, SPLIT),
@@ -303,14 +289,27 @@ def _inference(run: PlannedRun) -> list[Part]:
     Reward models score beside generation's weights.
     """
     models = run.models
-    scorers = [model for model in (models.policy, models.critic) if model]
-    copies = sum(map(run.cast_weights, scorers))
-    if models.rewards:
-        copies = max(copies, run.weights(models.policy, role="generation"))
-    work = max(
-        run.gathered(model) + _scoring(run, model, run.batch_rows)
-        for model in (*scorers, *models.rewards)
-    )
+    copies = 0
+    for name, model in (("policy", models.policy), ("critic", models.critic)):
+        own = run.at(f"{name}_inference")
+        if own and model:
+            shared = own.layout == run.layouts.get(f"{name}_training")
+            copies += own.cast_weights(model) if shared else own.weights(model)
+    generation = run.at("generation")
+    if models.rewards and run.at("reward_inference") and generation:
+        copies = max(copies, generation.weights(models.policy, role="generation"))
+    scored = [
+        ("policy_inference", models.policy),
+        ("reference_inference", models.policy),
+        ("critic_inference", models.critic),
+        *(("reward_inference", model) for model in models.rewards),
+    ]
+    works = [0]
+    for call, model in scored:
+        own = run.at(call)
+        if own and model:
+            works.append(own.gathered(model) + _scoring(own, model, own.batch_rows))
+    work = max(works)
     return [
         Part("models that score", "inference", copies, SPLIT),
         Part("one layer at work, or logits", "inference", work, FEWER_ROWS),

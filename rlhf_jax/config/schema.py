@@ -291,6 +291,9 @@ DEFAULTS: dict[str, Any] = {
         # memory that a device may use, in 10^9 bytes; 0 asks the device
         "device_memory_gb": 0.0,
     },
+    # which devices each call of a step has: '' for those of `mesh`, all alike; 'colocated',
+    # 'interleaved' or 'disaggregated'; or a file NAME.json, as docs/how-to/plan.md says
+    "plan": "",
     # 'auto' takes what was measured faster: the chip's own kernel ('pallas') or plain JAX
     # ('reference'). 'interpret' runs the TPU's kernel anywhere, slowly, to debug it.
     "kernels": {

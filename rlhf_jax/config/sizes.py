@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,7 +24,8 @@ class PlannedRun:
 
     config: Config
     models: ModelConfigs
-    layout: meshes.Layout
+    layout: meshes.Layout  # of the call that is looked at
+    layouts: Mapping[str, meshes.Layout]  # of each call that the devices have
     remat: bool  # Only each layer's input is kept for the backward pass.
 
     @property
@@ -40,6 +42,11 @@ class PlannedRun:
     def batch_rows(self) -> int:
         """Return the rows of a device's part of a micro-batch."""
         return row_share(self.config.training.microbatch_rows, self.layout)
+
+    def at(self, call: str) -> PlannedRun | None:
+        """Return the run as one of its calls sees it; None where the devices do not have it."""
+        layout = self.layouts.get(call)
+        return layout and dataclasses.replace(self, layout=layout)
 
     def weights(
         self,

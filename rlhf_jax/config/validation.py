@@ -8,7 +8,6 @@ import math
 import re
 
 from pallas_kernels import dispatch
-from rlhf_jax import mesh
 from rlhf_jax.config import derived
 from rlhf_jax.config.checks import (
     require,
@@ -27,8 +26,8 @@ from rlhf_jax.config.objectives import OBJECTIVES, objective_of
 from rlhf_jax.config.reward_checks import check_advantage, check_kl, check_rewards
 from rlhf_jax.config.schema import Config, flat
 from rlhf_jax.data.rows import is_dataset, is_file_name
-from rlhf_jax.mesh import Layout
 from rlhf_jax.monitoring import sinks
+from rlhf_jax.placement.presets import plan_of
 from rlhf_jax.rewards.sources import check_sources
 from rlhf_jax.runtime import mirror
 from rlhf_jax.runtime.files import find, is_remote
@@ -285,10 +284,13 @@ def _check_devices(config: Config, num_devices: int, num_processes: int) -> None
 
     Rows are split into minibatches, micro-batches and the parts of devices.
     """
-    sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    shape = mesh.sizes(*sizes, num_devices, config.mesh.slices)
-    layout = Layout(mesh.abstract_mesh(shape))
-    slices = layout.slices
+    plan = plan_of(config, num_devices)
+    slices = plan.placements["generation"].slices
+    require(
+        num_processes == 1 or not config.plan,
+        f"plan is {config.plan!r}, and a plan is for the devices of one process, not of"
+        f" {num_processes}; leave it empty, so that all calls have those of mesh.",
+    )
     require(
         slices % num_processes == 0 or num_processes % slices == 0,
         f"mesh.slices is {slices}, and the run's {num_processes} processes cannot share them"
@@ -300,8 +302,6 @@ def _check_devices(config: Config, num_devices: int, num_processes: int) -> None
     samples = config.generation.prompts_per_step * config.generation.samples_per_prompt
     minibatches = config.training.minibatches
     rows = config.training.microbatch_rows
-    shards = layout.row_shards
-    over = "mesh.slices x mesh.data x mesh.fsdp"
     require_even_split(
         samples,
         minibatches,
@@ -310,12 +310,27 @@ def _check_devices(config: Config, num_devices: int, num_processes: int) -> None
     )
     minibatch = samples // minibatches
     require_even_split(minibatch, rows, "rows of a minibatch", by="training.microbatch_rows")
-    require_even_split(rows, shards, "rows of training.microbatch_rows", by=over)
+    for call, placed in plan.placements.items():
+        if call == "generation":
+            in_slice = placed.row_shards // slices
+            by = _axes_of(config, call, "data x fsdp")
+            require_even_split(
+                config.generation.max_rows, in_slice, "rows of generation.max_rows", by=by
+            )
+        else:
+            by = _axes_of(config, call, "slices x data x fsdp")
+            require_even_split(rows, placed.row_shards, "rows of training.microbatch_rows", by=by)
     if derived.trains_drafter(config) and objective_of(config).uses_rewards:
         learned = config.drafter.samples
         part = min(learned, rows)
         require_even_split(learned, part, "rows of drafter.samples", by="training.microbatch_rows")
-        require_even_split(part, shards, "rows of drafter.samples at one time", by=over)
-    live = config.generation.max_rows
-    in_slice = shards // slices
-    require_even_split(live, in_slice, "rows of generation.max_rows", by="mesh.data x mesh.fsdp")
+        shards = plan.placements["policy_training"].row_shards
+        by = _axes_of(config, "policy_training", "slices x data x fsdp")
+        require_even_split(part, shards, "rows of drafter.samples at one time", by=by)
+
+
+def _axes_of(config: Config, call: str, axes: str) -> str:
+    """Name the axes that split a call's rows, as the mesh or the plan has them."""
+    if config.plan:
+        return f"{call}'s {axes} of plan {config.plan}"
+    return " x ".join(f"mesh.{axis}" for axis in axes.split(" x "))

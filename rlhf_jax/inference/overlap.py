@@ -92,7 +92,11 @@ class PendingScores:
             if not present:
                 found.append(None)
                 continue
-            on_host = [(part, distributed.fetch(scores[kind])) for part, scores in self.parts]
+            on_host = [
+                (part, distributed.fetch(scores[kind]))
+                for part, scores in self.parts
+                if scores[kind] is not None
+            ]
             found.append(unpack(on_host, self.shape))
         return tuple(found)
 

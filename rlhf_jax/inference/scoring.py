@@ -15,6 +15,7 @@ from rlhf_jax.inference.overlap import PER_TOKEN_SCORES, PendingScores, Scored, 
 from rlhf_jax.mesh import Layout, bring_weights
 from rlhf_jax.model.transformer import cast
 from rlhf_jax.monitoring.parts import PhaseParts
+from rlhf_jax.placement.plan import CallLayouts
 from rlhf_jax.runtime.compilation import Execute, call, compile_only
 from rlhf_jax.types import Model, Rollout
 
@@ -23,7 +24,7 @@ from rlhf_jax.types import Model, Rollout
 class ScoringSettings:
     """Say how samples are scored; nothing here changes from step to step."""
 
-    layout: Layout
+    layout: Layout  # of the policy
     # the one that was sampled with
     temperature: float
     # the longest samples that one forward pass has room for
@@ -32,17 +33,22 @@ class ScoringSettings:
     length_bucket: int = 64
     # False: the update's own forward pass gives them
     policy_logprobs: bool = True
+    # None: as the policy
+    reference_layout: Layout | None = None
+    critic_layout: Layout | None = None
 
     @classmethod
-    def from_config(cls, config: Config, layout: Layout) -> ScoringSettings:
+    def from_config(cls, config: Config, layouts: CallLayouts) -> ScoringSettings:
         """Settle how samples are scored."""
         training = config.training
         return cls(
-            layout,
+            layouts.policy_inference,
             config.generation.temperature,
             training.microbatch_rows,
             length_bucket=training.length_bucket,
             policy_logprobs=derived.needs_old_logprobs(config),
+            reference_layout=layouts.reference_inference,
+            critic_layout=layouts.critic_inference,
         )
 
 
@@ -108,14 +114,26 @@ def _dispatch(
     settings: ScoringSettings,
     execute: Execute = call,
 ) -> PendingScores:
-    """Start to score by weights as inference has them."""
+    """Start to score by weights as inference has them, all models of a layout together."""
     layout = settings.layout
-    own = (policy if settings.policy_logprobs else None, critic)
-    cast_ones = [model and execute(_cast, model, layout.dtype) for model in own]
-    own_policy, own_critic = bring_weights(cast_ones, layout)
+    places = (layout, settings.reference_layout or layout, settings.critic_layout or layout)
+    trained = [policy if settings.policy_logprobs else None, critic]
+    own_policy, own_critic = [
+        model and bring_weights(execute(_cast, model, place.dtype), place)
+        for model, place in zip(trained, places[::2], strict=True)
+    ]
     models = (own_policy, reference, own_critic)
-    how = (settings.temperature, settings.microbatch_rows, settings.length_bucket, layout)
-    return dispatch_scores(models, rollout, *how, execute=execute)
+    how = (settings.temperature, settings.microbatch_rows, settings.length_bucket)
+    pending = []
+    for layout in dict.fromkeys(places):
+        pairs = zip(models, places, strict=True)
+        there = [model if place == layout else None for model, place in pairs]
+        pending.append(dispatch_scores(there, rollout, *how, layout, execute=execute))
+    return PendingScores(
+        [part for one in pending for part in one.parts],
+        pending[0].shape,
+        present=tuple(model is not None for model in models),
+    )
 
 
 _cast = jax.jit(cast, static_argnums=1)

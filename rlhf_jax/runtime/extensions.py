@@ -89,7 +89,12 @@ def load_named(spec: str, what: str) -> Any:
 
 def code_digest(spec: str) -> str:
     """Return 16 hexadecimal digits that tell the file of FILE.py:NAME from others."""
-    return hashlib.sha256(find(spec.rpartition(":")[0]).read_bytes()).hexdigest()[:16]
+    return file_digest(spec.rpartition(":")[0])
+
+
+def file_digest(name: str) -> str:
+    """Return 16 hexadecimal digits that tell a file's content from others."""
+    return hashlib.sha256(find(name).read_bytes()).hexdigest()[:16]
 
 
 def _load_file(place: str) -> types.ModuleType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast as typed
 
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from rlhf_jax.runtime.compilation import Execute, call
 from rlhf_jax.types import Model
 
 
@@ -92,6 +93,38 @@ def examine(gradients: tuple[Gradient, ...]) -> tuple[tuple[jax.Array, ...], jax
     norms = tuple(optax.global_norm(gradient.weights) for gradient in gradients)
     told = [number for gradient in gradients for number in gradient.metrics.values()]
     return norms, jnp.isfinite(jnp.stack([*norms, *told])).all()
+
+
+def examine_all(
+    gradients: Sequence[Gradient], execute: Execute = call
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Return of each gradient the norm, and where it lies whether all of them are finite.
+
+    As `examine`, for gradients that may lie on devices of their own: answers then cross between
+    devices, and nothing waits for them on the host.
+    """
+    places = [jax.tree.leaves(one.weights)[0].sharding for one in gradients]
+    # A shape that is held to no place has no sharding.
+    if len({place and frozenset(place.device_set) for place in places}) == 1:
+        norms, finite = execute(examine, tuple(gradients))
+        return list(norms), [finite] * len(gradients)
+    found = [execute(examine, (gradient,)) for gradient in gradients]
+    norms = [norm for (norm,), _ in found]
+    flags = [flag for _, flag in found]
+    finite = [execute(_all, [_bring_flag(flag, own.sharding) for flag in flags]) for own in flags]
+    return norms, finite
+
+
+@jax.jit
+def _all(flags: list[jax.Array]) -> jax.Array:
+    return jnp.stack(flags).all()
+
+
+def _bring_flag(flag: jax.Array, place: jax.sharding.Sharding) -> jax.Array:
+    """Return a flag, or its shape, where another one lies."""
+    if isinstance(flag, jax.ShapeDtypeStruct):
+        return flag.update(sharding=place)
+    return jax.device_put(flag, place)
 
 
 @functools.partial(jax.jit, static_argnames="optimizer", donate_argnums=(0, 1))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.logprobs import CHUNK
 from rlhf_jax.mesh import ONE_DEVICE, Layout
+from rlhf_jax.placement.plan import CallLayouts
 from rlhf_jax.training.kl import KL, kl_k3
 from rlhf_jax.training.losses import AGGREGATES, token_mean_weights
 from rlhf_jax.training.policy_losses import LOSSES, PolicyLoss, ppo
@@ -36,12 +37,13 @@ class TrainingSettings:
     target_kl: float = 0.0
     max_skipped: int = 0  # minibatches in a row that may be skipped, as a number is not finite
     layout: Layout = ONE_DEVICE  # its dtype is the products'; weights are kept in float32
+    critic_layout: Layout | None = None  # where the critic is trained; None: as the policy
     remat: bool = True  # Only each layer's input is kept for the backward pass.
     chunk: int = CHUNK  # tokens whose logits exist at one time
     seed: int = 0
 
     @classmethod
-    def from_config(cls, config: Config, layout: Layout, remat: bool) -> TrainingSettings:
+    def from_config(cls, config: Config, layouts: CallLayouts, remat: bool) -> TrainingSettings:
         """Settle how policy and critic are updated; `remat` was settled for all that is trained."""
         training = config.training
         return cls(
@@ -61,7 +63,13 @@ class TrainingSettings:
             entropy_coefficient=training.entropy_coefficient,
             target_kl=training.target_kl,
             max_skipped=training.max_skipped,
-            layout=layout,
+            layout=layouts.policy_training,
+            critic_layout=layouts.critic_training,
             remat=remat,
             seed=config.seed,
         )
+
+    @property
+    def of_critic(self) -> TrainingSettings:
+        """Return how the critic is trained: as the policy, where the critic lies."""
+        return dataclasses.replace(self, layout=self.critic_layout or self.layout)

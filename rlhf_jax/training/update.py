@@ -23,7 +23,7 @@ from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.runtime.compilation import Execute, call, compile_only
 from rlhf_jax.training.batching import MicroBatch, micro_batch, minibatches, select
 from rlhf_jax.training.losses import explained_variance, summed_policy_loss, summed_value_loss
-from rlhf_jax.training.optimizer import Gradient, Optimizers, apply, examine
+from rlhf_jax.training.optimizer import Gradient, Optimizers, apply, examine_all
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Experience, Model, TrainState
 
@@ -46,13 +46,17 @@ class NonFiniteStep(ValueError):
 
 
 def init_train_state(
-    policy: Model, optimizers: Optimizers, layout: Layout = ONE_DEVICE, critic: Model | None = None
+    policy: Model,
+    optimizers: Optimizers,
+    layout: Layout = ONE_DEVICE,
+    critic: Model | None = None,
+    critic_layout: Layout | None = None,
 ) -> TrainState:
     """Return a state of `policy` and `critic`, in float32 with stacked layers.
 
-    It lies as the layout says. The models are used up: a caller that goes on
-    with the same weights, as a reference say, passes a copy. ValueError where there is a critic or
-    its optimizer, but not both.
+    Each lies as its layout says, the critic as the policy where it has none. The models are used
+    up: a caller that goes on with the same weights, as a reference say, passes a copy. ValueError
+    where there is a critic or its optimizer, but not both.
     """
     if (critic is None) != (optimizers.critic is None):
         raise ValueError("A critic and its optimizer come together; give both or neither.")
@@ -63,18 +67,23 @@ def init_train_state(
         model = cast(stack(model), jnp.float32)
         return model, optimizer.init(typed(optax.Params, model))
 
-    def make(policy: Model, critic: Model | None) -> TrainState:
+    def make(policy: Model) -> TrainState:
         policy, moments = with_moments(policy, optimizers.policy)
-        state = TrainState(policy=policy, optimizer=moments, step=jnp.zeros((), jnp.int32))
-        if critic is None or optimizers.critic is None:
-            return state
-        critic, moments = with_moments(critic, optimizers.critic)
-        return dataclasses.replace(state, critic=critic, critic_optimizer=moments)
+        return TrainState(policy=policy, optimizer=moments, step=jnp.zeros((), jnp.int32))
 
-    shardings = None
-    if layout.mesh is not None:
-        shardings = model_shardings(jax.eval_shape(make, policy, critic), layout)
-    return jax.jit(make, donate_argnums=(0, 1), out_shardings=shardings)(policy, critic)
+    def placed(make: Callable, model: Model, layout: Layout) -> Any:
+        """Make something of a model, which is used up, as the layout says."""
+        shardings = None
+        if layout.mesh is not None:
+            shardings = model_shardings(jax.eval_shape(make, model), layout)
+        return jax.jit(make, donate_argnums=0, out_shardings=shardings)(model)
+
+    state: TrainState = placed(make, policy, layout)
+    if critic is None or optimizers.critic is None:
+        return state
+    make_critic = functools.partial(with_moments, optimizer=optimizers.critic)
+    critic, moments = placed(make_critic, critic, critic_layout or layout)
+    return dataclasses.replace(state, critic=critic, critic_optimizer=moments)
 
 
 def update(
@@ -112,7 +121,8 @@ def update(
     padding = []
     done = 0
     for rows in [rows for rows in order if host.mask[rows].any()]:
-        parts, share = _micro_batches(select(host, rows), kl_weight, settings)
+        minibatch = select(host, rows)
+        parts, share = _micro_batches(minibatch, kl_weight, settings)
         padding.append(share)
         observe(progress := PhaseParts(len(parts) * (1 if optimizers.critic is None else 2)))
         of_policy = of_critic = None
@@ -125,7 +135,10 @@ def update(
                     break
         if optimizers.critic is not None:
             critic = typed(Model, state.critic)
-            of_critic = _sum_gradients(critic_objective, critic, parts, settings, progress)
+            own = settings.of_critic
+            if own != settings:
+                parts, _ = _micro_batches(minibatch, kl_weight, own)
+            of_critic = _sum_gradients(critic_objective, critic, parts, own, progress)
         state, metrics = _take_steps(state, of_policy, of_critic, optimizers)
         history.append(metrics)
         done += 1
@@ -146,20 +159,23 @@ def compile_update(
     of_step = (settings.minibatches, 1)
     samples = len(experience.rewards)
     rows = next(minibatches(samples, *of_step, seed=settings.seed, step=int(state.step)))
-    parts, _ = _micro_batches(select(experience, rows), 0.0, settings)
+    minibatch = select(experience, rows)
     learners: list[tuple[LossFunction, Model, Any, optax.GradientTransformation]] = [
         (policy_objective, state.policy, state.optimizer, optimizers.policy)
     ]
     if optimizers.critic is not None:
         critic = typed(Model, state.critic)
         learners.append((critic_objective, critic, state.critic_optimizer, optimizers.critic))
-    gradients = [
-        _sum_gradients(objective, model, parts, settings, execute=compile_only)
-        for objective, model, _, _ in learners
-    ]
-    _, finite = compile_only(examine, tuple(gradients))
-    for (_, model, moments, optimizer), gradient in zip(learners, gradients, strict=True):
-        compile_only(apply, model, moments, gradient, finite, optimizer=optimizer)
+    gradients = []
+    for objective, model, _, _ in learners:
+        own = settings if objective is policy_objective else settings.of_critic
+        parts, _ = _micro_batches(minibatch, 0.0, own)
+        gradients.append(_sum_gradients(objective, model, parts, own, execute=compile_only))
+    _, finite = examine_all(gradients, compile_only)
+    for (_, model, moments, optimizer), gradient, flag in zip(
+        learners, gradients, finite, strict=True
+    ):
+        compile_only(apply, model, moments, gradient, flag, optimizer=optimizer)
 
 
 def policy_objective(
@@ -234,12 +250,12 @@ def _take_steps(
 
     Returns the state and all metrics, norms included. A model without a gradient stays as it is.
     """
-    given = tuple(gradient for gradient in (of_policy, of_critic) if gradient is not None)
-    norms, finite = examine(given)
+    given = [gradient for gradient in (of_policy, of_critic) if gradient is not None]
+    norms, finite = examine_all(given)
     metrics: dict[str, jax.Array] = {}
     if of_policy is not None:
         policy, moments = apply(
-            state.policy, state.optimizer, of_policy, finite, optimizer=optimizers.policy
+            state.policy, state.optimizer, of_policy, finite[0], optimizer=optimizers.policy
         )
         state = dataclasses.replace(state, policy=policy, optimizer=moments)
         metrics |= of_policy.metrics | {"gradient/norm": norms[0]}
@@ -248,7 +264,7 @@ def _take_steps(
             typed(Model, state.critic),
             state.critic_optimizer,
             of_critic,
-            finite,
+            finite[-1],
             optimizer=typed(optax.GradientTransformation, optimizers.critic),
         )
         state = dataclasses.replace(state, critic=critic, critic_optimizer=moments)

@@ -1,0 +1,61 @@
+"""The parts of a run's memory: what a device holds of each, their peak, and whether it fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+GIGA = 1e9
+STAGE_NAMES = ("generation", "inference", "training")
+SMALL = 0.01  # parts below this share of the peak are not printed
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Hold the bytes of one part on the fullest device."""
+
+    name: str
+    stage: str  # one of STAGE_NAMES, or "always": from the first step to the last
+    bytes: int
+    remedy: str  # what to change where it is too much
+
+
+def total(parts: list[Part], stage: str) -> int:
+    """Return the bytes that a device holds in a stage, what is always there included."""
+    return sum(part.bytes for part in parts if part.stage in ("always", stage))
+
+
+def peak(parts: list[Part]) -> tuple[str, int]:
+    """Return the stage that needs most, and the bytes that a device holds in it."""
+    stage = max(STAGE_NAMES, key=functools.partial(total, parts))
+    return stage, total(parts, stage)
+
+
+def check(parts: list[Part], limit: float, holder: str = "A device") -> None:
+    """Raise ValueError where the peak is above the holder's `limit` bytes, with what to change."""
+    stage, needed = peak(parts)
+    if needed <= limit:
+        return
+    held = [part for part in parts if part.stage in ("always", stage)]
+    worst = max(held, key=lambda part: part.bytes)
+    raise ValueError(
+        f"{holder} needs {needed / GIGA:.1f} GB in {stage} and has {limit / GIGA:.1f} GB; the"
+        f" largest part is {worst.name} ({worst.bytes / GIGA:.1f} GB): {worst.remedy}."
+    )
+
+
+def table(parts: list[Part]) -> list[str]:
+    """Return the estimate as lines of text.
+
+    They are the parts that matter, each stage with what is always there, and the peak.
+    """
+    stage, needed = peak(parts)
+    unit, letter = (GIGA, "G") if needed >= GIGA else (1e6, "M")
+
+    def line(size: int, stage: str, name: str) -> str:
+        return f"{size / unit:8.2f} {letter}B  {stage:10}  {name}"
+
+    shown = [part for part in parts if part.bytes >= SMALL * needed]
+    lines = [line(part.bytes, part.stage, part.name) for part in shown]
+    sums = [line(total(parts, name), name, "in all") for name in STAGE_NAMES]
+    return [*lines, *sums, line(needed, "peak", f"in {stage}")]

@@ -1,0 +1,246 @@
+"""Say which devices each call of an iteration has, and how they split its rows and weights.
+
+(The execution plan of ReaL: Mei et al. 2024, arXiv 2406.14088.) A plan is plain numbers, so that it
+can be written down; from it and the devices follow the layouts that run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pallas_kernels.dispatch import REFERENCE, Kernels
+from rlhf_jax.mesh import AXES, Layout, abstract_mesh, make_mesh
+from rlhf_jax.runtime.foreign import parse_json, reading_foreign
+
+
+class CallLayouts(NamedTuple):
+    """Hold the layout of each call of an iteration. No call asks for another's devices."""
+
+    generation: Layout
+    policy_inference: Layout
+    reference_inference: Layout
+    critic_inference: Layout
+    reward_inference: Layout
+    policy_training: Layout
+    critic_training: Layout
+
+
+CALLS = CallLayouts._fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Hold the devices of a call, and how they split it: the axes' product is their number."""
+
+    first: int  # of a range of devices, in the order of `jax.devices()`
+    count: int
+    slices: int = 1
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    dtype: str = "float32"  # of the products
+    kernels: Kernels = REFERENCE
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Return the size of each mesh axis."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def row_shards(self) -> int:
+        """Count the parts that the rows of a batch are split into."""
+        return self.slices * self.data * self.fsdp
+
+    @property
+    def devices(self) -> range:
+        """Return the devices' numbers."""
+        return range(self.first, self.first + self.count)
+
+    def layout(self, devices: Sequence[Any] | None, role: str = "training") -> Layout:
+        """Return the layout on its part of all devices; without them on an abstract mesh."""
+        if devices is None:
+            mesh = abstract_mesh(self.shape)
+        else:
+            own = [devices[number] for number in self.devices]
+            mesh = make_mesh(self.data, self.fsdp, self.tensor, devices=own, slices=self.slices)
+        return Layout(mesh, role, kernels=self.kernels, dtype=np.dtype(self.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Hold the placement of each call that a run has."""
+
+    devices: int  # of the run
+    placements: Mapping[str, Placement]  # by names of `CALLS`
+    parameters: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of the models
+
+    @property
+    def is_uniform(self) -> bool:
+        """Say whether all calls have one placement."""
+        return len(set(self.placements.values())) == 1
+
+    def layouts(self, devices: Sequence[Any] | None) -> CallLayouts:
+        """Return the layout of each call; one that the run does not have has the policy's.
+
+        devices: all that the run has, or None: the meshes are abstract, for planning.
+        """
+        training = self.placements.get("policy_training", self.placements["generation"])
+        made = {
+            call: self.placements.get(call, training).layout(
+                devices, role="generation" if call == "generation" else "training"
+            )
+            for call in CALLS
+        }
+        return CallLayouts(**made)
+
+    def groups(self) -> list[list[str]]:
+        """Return the calls that share devices: a list for each group of devices with the same."""
+        ends = sorted(
+            {end for one in self.placements.values() for end in (one.first, one.first + one.count)}
+        )
+        there = [
+            [call for call, placed in self.placements.items() if first in placed.devices]
+            for first in ends[:-1]
+        ]
+        return [calls for index, calls in enumerate(there) if calls and calls not in there[:index]]
+
+    def table(self) -> list[str]:
+        """Return lines of text: for each call its devices, the axes that split, and its dtype."""
+        lines = []
+        for call, placed in self.placements.items():
+            axes = [f"{axis} {size}" for axis, size in placed.shape.items() if size > 1]
+            where = f"{placed.first}..{placed.first + placed.count - 1}"
+            split = ", ".join(axes) or "whole"
+            lines.append(f"{call:20} devices {where:8} {split}, {placed.dtype}")
+        return lines
+
+    def document(self) -> dict[str, Any]:
+        """Return the plan as JSON values."""
+        return {
+            "devices": self.devices,
+            "parameters": dict(self.parameters),
+            "calls": {call: dataclasses.asdict(one) for call, one in self.placements.items()},
+        }
+
+    def text(self) -> str:
+        """Return the plan as a file holds it."""
+        return json.dumps(self.document(), indent=1) + "\n"
+
+
+def read_plan(path: Path, default: Placement) -> Plan:
+    """Read a plan from a file; what a call does not say of dtype and kernels is the `default`'s.
+
+    Raises ValueError or FileNotFoundError, in one sentence, for a file that holds none.
+    """
+    with reading_foreign(path, "a plan in JSON"):
+        document = parse_json(path.read_bytes(), unique=True)
+        _require(path, isinstance(document, dict), "is no map")
+        _require_names(path, "", document, {"devices", "calls"}, optional={"parameters"})
+        calls = document["calls"]
+        _require(path, isinstance(calls, dict) and bool(calls), "has no map of calls")
+        placements = {call: _placement(path, call, own, default) for call, own in calls.items()}
+        parameters = document.get("parameters", {})
+        _require(path, isinstance(parameters, dict), "has parameters that are no map")
+        numbers = {**parameters, "devices": document["devices"]}
+        for name, value in numbers.items():
+            _require(path, _is_count(value), f"has {name} = {value!r:.40}, which is no number")
+        return Plan(document["devices"], placements, parameters)
+
+
+def _placement(path: Path, call: str, own: Any, default: Placement) -> Placement:
+    """Read one call's placement."""
+    _require(path, isinstance(own, dict), f"has no map for {call}")
+    numbers = {"first", "count"}
+    optional = {*AXES, "dtype", "kernels"}
+    _require_names(path, f" of {call}", own, numbers, optional)
+    for name in (numbers | {*AXES}) & set(own):
+        least = 0 if name == "first" else 1
+        fits = _is_count(own[name]) and own[name] >= least
+        _require(path, fits, f"has {name} = {own[name]!r:.40} for {call}; give a number")
+    dtype = own.get("dtype", default.dtype)
+    known = ("float32", "bfloat16")
+    _require(path, dtype in known, f"has dtype {dtype!r:.40} for {call}; give {' or '.join(known)}")
+    chosen = dataclasses.asdict(default.kernels)
+    kernels = own.get("kernels", chosen)
+    _require(path, isinstance(kernels, dict), f"has kernels for {call} that are no map")
+    _require_names(path, f" of {call}'s kernels", kernels, set(), set(chosen))
+    for kernel, name in kernels.items():
+        known = ("reference", "interpret", chosen[kernel])
+        _require(path, name in known, f"has {kernel} {name!r:.40} for {call}, which is not here")
+    return Placement(**{**own, "dtype": dtype, "kernels": Kernels(**kernels)})
+
+
+def check(plan: Plan, source: str, calls: Collection[str], num_devices: int) -> None:
+    """Raise ValueError, in one sentence, where a plan is not one for these calls and devices.
+
+    source: what the plan is called in the sentence.
+    """
+
+    def require(holds: bool, sentence: str) -> None:
+        if not holds:
+            raise ValueError(f"{source} {sentence}.")
+
+    for call in plan.placements:
+        known = ", ".join(CALLS)
+        require(call in CALLS, f"places {call!r:.40}, which is no call; there are {known}")
+        require(call in calls, f"places {call}, which this run does not have; leave it out")
+    for call in calls:
+        require(call in plan.placements, f"does not place {call}, which this run has; add it")
+    require(
+        plan.devices == num_devices,
+        f"is for {plan.devices} devices, and here are {num_devices}; make a plan for those",
+    )
+    for call, placed in plan.placements.items():
+        last = placed.first + placed.count - 1
+        require(
+            last < num_devices,
+            f"places {call} on devices {placed.first} to {last}, and the last one is"
+            f" {num_devices - 1}; lower first or count",
+        )
+        product = math.prod(placed.shape.values())
+        axes = " x ".join(f"{name} {size}" for name, size in placed.shape.items())
+        require(
+            product == placed.count,
+            f"splits {call} as {axes} = {product}, and gives it {placed.count} devices; make them"
+            " equal",
+        )
+
+
+def check_models(plan: Plan, source: str, parameters: Mapping[str, int]) -> None:
+    """Raise ValueError where a plan was made for models of other sizes; it need not say any."""
+    for name, made_for in plan.parameters.items():
+        found = parameters.get(name)
+        if found != made_for:
+            here = f"{found:,} here" if found else "not here"
+            raise ValueError(
+                f"{source} is for a {name} of {made_for:,} parameters, which is {here}; make a plan"
+                " for these models."
+            )
+
+
+def _require_names(
+    path: Path, where: str, found: dict[str, Any], needed: set[str], optional: set[str]
+) -> None:
+    """Raise ValueError unless a map has all that is needed, and nothing unknown."""
+    for name in sorted(needed - set(found)):
+        _require(path, False, f"lacks {name}{where}")
+    for name in found:
+        known = name in needed | optional
+        _require(path, known, f"has {name!r:.40}{where}, which no plan has")
+
+
+def _require(path: Path, holds: bool, said: str) -> None:
+    if not holds:
+        raise ValueError(f"plan: {path} {said}.")
+
+
+def _is_count(value: Any) -> bool:
+    """Tell whether a value is a whole number that can count something."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62

@@ -1,0 +1,124 @@
+"""The plans that a config may name, and the one that it describes by its mesh.
+
+(Colocated, interleaved and disaggregated: Adaptive Placement and Parallelism, arXiv 2312.11819.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from rlhf_jax.config import derived
+from rlhf_jax.config.schema import Config
+from rlhf_jax.mesh import sizes
+from rlhf_jax.model.weight_table import weight_keys
+from rlhf_jax.placement.plan import Placement, Plan, check, read_plan
+from rlhf_jax.runtime.files import find
+from rlhf_jax.types import ModelConfigs
+
+# Of (the config's mesh on all devices, the calls): the placement of each.
+Preset = Callable[[Placement, Collection[str]], dict[str, Placement]]
+
+
+def plan_of(config: Config, num_devices: int, default: Placement | None = None) -> Plan:
+    """Return the plan of a config, checked; without `config.plan` all calls have its mesh.
+
+    default: what says dtype and kernels of every call that does not itself. Raises ValueError or
+    FileNotFoundError in one sentence where the plan, or the mesh, does not fit the devices.
+    """
+    asked = config.mesh
+    shape = sizes(asked.data, asked.fsdp, asked.tensor, num_devices, asked.slices)
+    base = dataclasses.replace(default or Placement(0, 1), first=0, count=num_devices, **shape)
+    calls = derived.calls(config)
+    if not config.plan:
+        return Plan(num_devices, dict.fromkeys(calls, base))
+    if config.plan in PRESETS:
+        return Plan(num_devices, PRESETS[config.plan](base, calls))
+    if not config.plan.endswith(".json"):
+        raise ValueError(
+            f"plan is {config.plan!r}; it must be '', {', '.join(PRESETS)}, or a file NAME.json."
+        )
+    plan = read_plan(Path(find(config.plan)), base)
+    check(plan, f"plan: {config.plan}", calls, num_devices)
+    return plan
+
+
+def parameter_counts(models: ModelConfigs) -> dict[str, int]:
+    """Count the weights of each model that a run trains or asks, by the names that a plan uses."""
+    named = {"policy": models.policy, "critic": models.critic}
+    named |= {f"reward model {number}": model for number, model in enumerate(models.rewards, 1)}
+    return {
+        name: sum(math.prod(shape) for _, shape in weight_keys(model))
+        for name, model in named.items()
+        if model
+    }
+
+
+def colocated(base: Placement, calls: Collection[str]) -> dict[str, Placement]:
+    """Give every call all devices: generation the config's mesh, the others rows and width."""
+    whole = _by_width(base, first=0, count=base.count)
+    return {call: base if call == "generation" else whole for call in calls}
+
+
+def interleaved(base: Placement, calls: Collection[str]) -> dict[str, Placement]:
+    """Let policy and critic work side by side, on half of the devices each.
+
+    The reward models are the critic's neighbours, and the reference where there is no critic.
+    Generation has all devices, and so has the policy's training where nothing is trained beside it.
+    """
+    first, second = _halves(base, "interleaved")
+    critic = "critic_training" in calls
+    beside = {"critic_inference", "reward_inference", "critic_training"}
+    beside |= set() if critic else {"reference_inference"}
+    placements = {call: second if call in beside else first for call in calls}
+    if not beside & set(calls):
+        raise ValueError(
+            "plan 'interleaved' has nothing to place beside the policy: this run has no critic,"
+            " reference or reward model; choose 'colocated' or 'disaggregated'."
+        )
+    if not critic:
+        placements["policy_training"] = _by_width(base, first=0, count=base.count)
+    return placements | {"generation": base}
+
+
+def disaggregated(base: Placement, calls: Collection[str]) -> dict[str, Placement]:
+    """Give generation the first half of the devices, and the second to all else.
+
+    Generation keeps the config's slices and `mesh.tensor`; rows have the rest.
+    """
+    first, second = _halves(base, "disaggregated")
+    fixed = base.slices * base.tensor
+    if first.count % fixed:
+        raise ValueError(
+            f"plan 'disaggregated' gives generation {first.count} devices, which mesh.slices x"
+            f" mesh.tensor = {fixed} does not divide; lower one of the two."
+        )
+    own = {"slices": base.slices, "data": first.count // fixed, "fsdp": 1, "tensor": base.tensor}
+    generation = dataclasses.replace(first, **own)
+    return {call: generation if call == "generation" else second for call in calls}
+
+
+PRESETS: dict[str, Preset] = {
+    "colocated": colocated,
+    "interleaved": interleaved,
+    "disaggregated": disaggregated,
+}
+
+
+def _halves(base: Placement, name: str) -> tuple[Placement, Placement]:
+    """Return the halves of the devices, each with rows and width split over all that it has."""
+    half, rest = divmod(base.count, 2)
+    if rest:
+        raise ValueError(
+            f"plan {name!r} halves the devices, and {base.count} cannot be halved; give an even"
+            " number, or choose 'colocated'."
+        )
+    return _by_width(base, first=0, count=half), _by_width(base, first=half, count=half)
+
+
+def _by_width(base: Placement, first: int, count: int) -> Placement:
+    """Split rows, and the width of weights, over a range of devices."""
+    shape = {"slices": 1, "data": 1, "fsdp": count, "tensor": 1}
+    return dataclasses.replace(base, first=first, count=count, **shape)
