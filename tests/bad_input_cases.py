@@ -174,6 +174,20 @@ def reward(text: str) -> Prepare:
     return lambda place: {"reward__functions": f"{place.file('bad.py', text + end)}:f"}
 
 
+def plan(**changes: Any) -> Prepare:
+    """A plan for one device, of the calls that a run has, with changes of it or of its calls."""
+
+    def prepare(place: Place) -> dict[str, Any]:
+        calls = ("generation", "reference_inference", "policy_training")
+        placed = {call: {"first": 0, "count": 1} for call in calls}
+        own = {key: changes[key] for key in ("devices", "parameters") if key in changes}
+        placed |= {call: one for call, one in changes.items() if call not in own}
+        document = {"devices": 1, "calls": {c: p for c, p in placed.items() if p}} | own
+        return {"plan": place.file("plan.json", json.dumps(document))}
+
+    return prepare
+
+
 def larger_tokenizer(folder: Path) -> None:
     content = json.loads((folder / "tokenizer.json").read_text())
     content["model"]["vocab"]["<extra>"] = 5000
@@ -300,6 +314,66 @@ CASES = {
     ),
     "strategy of more drafts than a number of 64 bits": Case(
         "the most is 32", {"generation__strategy": f"lookup-tree-{2**70}x{2**70}"}
+    ),
+    # The plan of calls.
+    "plan of an unknown name": Case("it must be '', colocated", {"plan": "collocated"}),
+    "plan missing": Case("/nowhere.json is missing", {"plan": "/nowhere.json"}),
+    "plan that is no JSON": Case(
+        "is not a plan in JSON", prepare=lambda p: {"plan": p.file("plan.json", "{")}
+    ),
+    "plan nested too deeply": Case(
+        "is nested too deeply", prepare=lambda p: {"plan": p.file("plan.json", "[" * 100_000)}
+    ),
+    "plan with a call twice": Case(
+        "'calls' is there twice",
+        prepare=lambda p: {"plan": p.file("plan.json", '{"calls": {}, "calls": {}, "devices": 1}')},
+    ),
+    "plan without devices": Case(
+        "lacks devices", prepare=lambda p: {"plan": p.file("plan.json", '{"calls": {}}')}
+    ),
+    "plan with a key that no plan has": Case(
+        "has 'pipeline' of generation, which no plan has",
+        prepare=plan(generation={"first": 0, "count": 1, "pipeline": 2}),
+    ),
+    "plan with a size that is no number": Case(
+        "has fsdp = '1' for generation",
+        prepare=plan(generation={"first": 0, "count": 1, "fsdp": "1"}),
+    ),
+    "plan with a dtype that is none": Case(
+        "has dtype 'int4' for generation",
+        prepare=plan(generation={"first": 0, "count": 1, "dtype": "int4"}),
+    ),
+    "plan with a kernel that is not here": Case(
+        "has commit 'tpu' for generation, and here is a cpu",
+        prepare=plan(generation={"first": 0, "count": 1, "kernels": {"commit": "tpu"}}),
+        found=OPENING,
+    ),
+    "plan without a call that the run has": Case(
+        "does not place policy_training, which this run has", prepare=plan(policy_training=None)
+    ),
+    "plan with a call that the run does not have": Case(
+        "places critic_training, which this run does not have",
+        prepare=plan(critic_training={"first": 0, "count": 1}),
+    ),
+    "plan with an unknown call": Case(
+        "places 'scoring', which is no call", prepare=plan(scoring={"first": 0, "count": 1})
+    ),
+    "plan for another number of devices": Case(
+        "is for 8 devices, and here are 1", prepare=plan(devices=8)
+    ),
+    "plan beyond the devices": Case(
+        "places generation on devices 1 to 1, and the last one is 0",
+        prepare=plan(generation={"first": 1, "count": 1}),
+    ),
+    "plan whose axes are not the layout's": Case(
+        "data 1 x fsdp 2 x tensor 1 = 2, and gives it 1 devices",
+        prepare=plan(generation={"first": 0, "count": 1, "fsdp": 2}),
+    ),
+    "plan for other models": Case(
+        "is for a policy of 70 parameters", prepare=plan(parameters={"policy": 70}), found=OPENING
+    ),
+    "plan that halves one device": Case(
+        "halves the devices, and 1 cannot be halved", {"plan": "disaggregated"}
     ),
     # The models.
     "model missing": Case("No model at /nowhere", {"model__path": "/nowhere"}),

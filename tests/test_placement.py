@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import runpy
 from pathlib import Path
 
+import jax
 import pytest
+import test_resume
 import tiny_run
 from test_run import PPO
 from tiny_run import ROOT, lines
+
+from pallas_kernels.dispatch import Kernels
+from rlhf_jax.config import memory, schema, validation
+from rlhf_jax.mesh import make_mesh
+from rlhf_jax.placement.plan import Placement, Plan, read_plan
+from rlhf_jax.placement.presets import plan_of
+from rlhf_jax.types import ModelConfigs
 
 launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
 
@@ -33,6 +41,17 @@ APART = {
     "policy_training": {"first": 4, "count": 2, "tensor": 2},
     "critic_training": {"first": 6, "count": 1},
 }
+# A run that may be killed, on four devices.
+RESUMED = test_resume.CHANGES | {
+    "steps": 4,
+    "plan": "disaggregated",
+    "mesh__data": 2,
+    "mesh__fsdp": 2,
+    "generation__prompts_per_step": 4,
+    "generation__max_rows": 8,
+    "generation__min_rows": 4,
+    "training__microbatch_rows": 4,
+}
 TRAINED = ("loss/policy", "loss/value", "kl/mean", "gradient/norm", "critic/gradient_norm")
 
 
@@ -41,25 +60,141 @@ def folder(tmp_path_factory) -> Path:
     return tiny_run.make_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
+class Runner:
+    """Runs of the command in a folder, by the names of their workdirs."""
+
+    def __init__(self, place: Path, model: Path):
+        self.place = place
+        self.model = model
+
+    def command(self, name: str, **changes) -> list[str]:
+        options = CHANGES | {"workdir": self.place / name} | changes
+        return tiny_run.arguments(self.place, self.model, **options)
+
+    def __call__(self, name: str, **changes) -> tuple[list[dict], list[dict]]:
+        """Metrics and samples of a run."""
+        assert launch["main"](self.command(name, **changes)) == 0
+        workdir = self.place / name
+        return lines(workdir / "metrics.jsonl"), lines(workdir / "samples.jsonl")
+
+
 @pytest.fixture
-def run(folder, tmp_path):
-    """Run the command with changes; its metrics and samples."""
+def run(folder, tmp_path) -> Runner:
     tiny_run.make_files(tmp_path)
-
-    def start(name: str, **changes) -> tuple[list[dict], list[dict]]:
-        words = tiny_run.arguments(
-            tmp_path, folder, **(CHANGES | {"workdir": tmp_path / name} | changes)
-        )
-        assert launch["main"](words) == 0
-        return lines(tmp_path / name / "metrics.jsonl"), lines(tmp_path / name / "samples.jsonl")
-
-    return start
+    return Runner(tmp_path, folder)
 
 
 def write_plan(path: Path, **changes) -> Path:
     document = {"devices": 8, "calls": APART} | changes
     path.write_text(json.dumps(document))
     return path
+
+
+def planned(name: str | Path, **changes) -> Plan:
+    """The plan of a PPO config on eight devices."""
+    config = schema.default()
+    config.plan = str(name)
+    config.advantage.estimator = "gae"
+    config.update_from_flattened_dict(changes)
+    return plan_of(config, num_devices=8)
+
+
+def ranges(plan: Plan) -> dict[str, range]:
+    return {call: placed.devices for call, placed in plan.placements.items()}
+
+
+def shape(slices: int = 1, data: int = 1, fsdp: int = 1, tensor: int = 1) -> dict[str, int]:
+    return {"slices": slices, "data": data, "fsdp": fsdp, "tensor": tensor}
+
+
+def test_without_a_plan_all_calls_have_the_mesh():
+    plan = planned("", **{"mesh.tensor": 2})
+    assert plan.is_uniform and plan.groups() == [list(plan.placements)]
+    assert plan.placements["generation"].shape == shape(fsdp=4, tensor=2)
+    layouts = plan.layouts(jax.devices())
+    assert {layout.mesh for layout in layouts} == {make_mesh(1, 4, 2)}
+    assert [layout.role for layout in layouts] == ["generation", *["training"] * 6]
+
+
+def test_presets_place_calls_as_their_names_say():
+    mesh = {"mesh.tensor": 2, "mesh.slices": 2}
+    colocated = planned("colocated", **mesh)
+    assert set(ranges(colocated).values()) == {range(8)}
+    assert colocated.placements["generation"].shape == shape(slices=2, fsdp=2, tensor=2)
+    assert colocated.placements["critic_training"].shape == shape(fsdp=8)
+
+    apart = ranges(planned("interleaved", **mesh))
+    assert apart["generation"] == range(8)
+    assert apart["policy_training"] == apart["reference_inference"] == range(4)
+    assert apart["critic_training"] == apart["critic_inference"] == range(4, 8)
+
+    disaggregated = planned("disaggregated", **mesh)
+    others = [call for call in disaggregated.placements if call != "generation"]
+    assert ranges(disaggregated)["generation"] == range(4)
+    assert {ranges(disaggregated)[call] for call in others} == {range(4, 8)}
+    assert disaggregated.placements["generation"].shape == shape(slices=2, tensor=2)
+    assert disaggregated.groups() == [["generation"], others]
+
+
+def test_without_a_critic_the_policy_trains_on_all_devices():
+    changes = {"advantage.estimator": "grpo", "kl.coefficient": 0.1}
+    apart = ranges(planned("interleaved", **changes))
+    assert apart["policy_training"] == range(8)
+    assert apart["reference_inference"] == range(4, 8)
+    with pytest.raises(ValueError, match="has nothing to place beside the policy"):
+        planned("interleaved", **changes | {"kl.coefficient": 0.0})
+
+
+@pytest.mark.parametrize("name", ["", "colocated", "interleaved", "disaggregated"])
+def test_a_plan_is_what_its_file_says(name, tmp_path):
+    plan = planned(name)
+    path = tmp_path / "plan.json"
+    path.write_text(plan.text())
+    assert read_plan(path, default=Placement(0, 1)) == plan
+    assert planned(path) == plan
+
+
+def test_a_plan_says_dtype_and_kernels_or_has_the_configs(tmp_path):
+    own = {"first": 0, "count": 1, "dtype": "bfloat16", "kernels": {"commit": "interpret"}}
+    calls = {"generation": own, "policy_training": {"first": 0, "count": 1}}
+    path = write_plan(tmp_path / "plan.json", devices=1, calls=calls)
+    kernels = Kernels(logprobs="interpret")
+    found = read_plan(path, Placement(0, 1, dtype="float32", kernels=kernels)).placements
+    wanted = Placement(0, 1, dtype="bfloat16", kernels=Kernels(commit="interpret"))
+    assert found["generation"] == wanted
+    assert found["policy_training"].kernels == kernels
+
+
+def test_rows_that_a_call_cannot_share_are_named_with_its_plan():
+    config = schema.default()
+    config.plan = "disaggregated"
+    config.generation.max_rows = 30
+    config.kl.coefficient = 0.0
+    with pytest.raises(
+        ValueError, match=r"policy_training's .* of plan disaggregated = 3; .* to 6 or 9\."
+    ):
+        validation.check_rows(config, plan_of(config, num_devices=6))
+
+
+def test_each_half_holds_what_its_calls_need():
+    """Of a plan that gives generation devices of its own, neither half holds what the other does,
+    and a device has to hold the larger.
+    """
+    config = schema.default()
+    config.plan = "disaggregated"
+    models = ModelConfigs(tiny_run.CONFIG)
+    plan = plan_of(config, 8)
+    layouts = plan.layouts(None)
+    of_call = layouts._asdict()
+    halves = [
+        memory.plan(config, models, {call: of_call[call] for call in calls})
+        for calls in plan.groups()
+    ]
+    generation, rest = [{part.name for part in parts} for parts in halves]
+    assert not generation & rest
+    assert {"policy, for generation", "key-value cache of the policy"} <= generation
+    assert {"policy, float32", "reference", "gradients, float32"} <= rest
+    assert memory.fullest(config, models, plan, layouts) in halves
 
 
 @pytest.mark.slow
@@ -84,3 +219,48 @@ def test_every_plan_gives_the_text_and_losses_of_one_mesh(run, tmp_path):
         worst[name] = max(differences)
     print(json.dumps(worst))
     assert max(worst.values()) <= 1e-4
+
+
+@pytest.mark.slow
+def test_a_plan_is_changed_only_where_that_is_asked_for(run, capsys):
+    """The run then goes on with the same texts, and the metrics say at which step it changed."""
+    ways = {"checkpoint__every": 1, "checkpoint__allow_changes": True}
+    whole, texts = run("whole", plan="", steps=4)
+    run("run", plan="interleaved", steps=2, **ways)
+    refused = "was made with plan = 'interleaved', and this run has 'disaggregated'; restore it,"
+    another = run.command("run", plan="disaggregated", steps=4, checkpoint__every=1)
+    assert launch["main"](another) == 2
+    assert f"{refused} set checkpoint.allow_changes=True" in capsys.readouterr().err
+    metrics, samples = run("run", plan="disaggregated", steps=4, **ways)
+    assert [row["response"] for row in samples] == [row["response"] for row in texts]
+    assert [row.get("plan/changed") for row in metrics] == [None, None, 1.0, None]
+    for own, other in zip(metrics, whole, strict=True):
+        for key in TRAINED:
+            assert own[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5), key
+
+
+@pytest.mark.slow
+def test_a_run_that_repeats_itself_keeps_its_plan(run, capsys):
+    ways = {"checkpoint__every": 1, "deterministic": True}
+    run("run", plan="interleaved", steps=1, **ways)
+    ways |= {"checkpoint__allow_changes": True}
+    assert launch["main"](run.command("run", plan="colocated", steps=2, **ways)) == 2
+    assert "restore it, or name another workdir" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_killed_under_a_plan_and_resumed_is_uninterrupted(tmp_path, monkeypatch):
+    """Bit for bit, with generation on two devices and all else on two others."""
+    monkeypatch.setattr(test_resume, "CHANGES", RESUMED)
+    monkeypatch.setitem(
+        test_resume.ENVIRONMENT, "XLA_FLAGS", "--xla_force_host_platform_device_count=4"
+    )
+    tiny_run.make_model(tmp_path / "tiny")
+    tiny_run.make_files(tmp_path)
+    assert test_resume.run(tmp_path, "whole", "none", -1).returncode == 0
+    whole = test_resume.left_by(tmp_path / "whole")
+    for event, number in (("training", 12), ("unfinished", 1)):
+        assert test_resume.run(tmp_path, event, event, number).returncode == -9
+        done = test_resume.run(tmp_path, event, "none", -1)
+        assert "Going on from step 2" in done.stdout, done.stderr
+        test_resume.check_equal(tmp_path / event, whole)

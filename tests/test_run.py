@@ -1,6 +1,5 @@
 """The whole program: a run on a tiny model, its files, its devices, its mistakes."""
 
-import dataclasses
 import functools
 import json
 import runpy

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.dispatch import choose
 from rlhf_jax import mesh as meshes
+from rlhf_jax.build.calls import place_calls
 from rlhf_jax.config import derived, memory, validation
 from rlhf_jax.config.identity import binding_settings
 from rlhf_jax.config.objectives import Objective, objective_of
@@ -25,10 +24,8 @@ from rlhf_jax.config.schema import Config
 from rlhf_jax.data.prompts import Prompts, tokenize
 from rlhf_jax.data.rows import read
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model import kernels as mesh_kernels
 from rlhf_jax.model.weights.source import Source, digest, open_source
-from rlhf_jax.placement.plan import CALLS, CallLayouts, Placement, Plan, check_models
-from rlhf_jax.placement.presets import parameter_counts, plan_of
+from rlhf_jax.placement.plan import CALLS, CallLayouts, Plan
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.files import find, is_remote
 from rlhf_jax.runtime.mirror import folder_of
@@ -115,7 +112,8 @@ def prepare(config: Config) -> Opened:
     )
     validation.validate_models(config, opened.models)
     validation.validate_student(config, policy.config, drafter and drafter.config)
-    plan, reasons = _place(config, opened.models)
+    plan, reasons = place_calls(config, opened.models, jax.devices()[0], jax.device_count())
+    _warn_of_wide_slices(config)
     layouts = plan.layouts(jax.devices())
     limit = memory.memory_for_remat(config, jax.local_devices()[0])
     without = memory.fullest(config, opened.models, plan, layouts, remat=False)
@@ -161,29 +159,17 @@ def _read_prompts(config: Config, policy: Source, key: str) -> Prompts:
     )
 
 
-def _place(config: Config, models: ModelConfigs) -> tuple[Plan, dict[str, str]]:
-    """Give each call its devices; say why each kernel is what it is."""
-    named = config.model.compute_dtype
-    device = jax.devices()[0]
-    if named == "auto":
-        ampere = float(getattr(device, "compute_capability", 0) or 0) >= 8
-        named = "bfloat16" if device.platform == "tpu" or ampere else "float32"
+def _warn_of_wide_slices(config: Config) -> None:
+    """Warn where every layer of generation waits for the network between processes."""
     slices = config.mesh.slices
     across = distributed.count() // slices
-    if across > 1 and device.platform != "tpu" and distributed.leads():
+    if across > 1 and jax.devices()[0].platform != "tpu" and distributed.leads():
         warnings.warn(
             f"mesh.slices={slices}: each slice spans {across} processes, and every layer"
             f" waits for the network between them; mesh.slices={distributed.count()} keeps it"
             " within one.",
             stacklevel=1,
         )
-    shapes = [mesh_kernels.shape_of(model) for model in models[:2] if model]
-    kernels, reasons = choose(config.kernels, device, jnp.dtype(named).itemsize, shapes)
-    default = Placement(first=0, count=jax.device_count(), dtype=named, kernels=kernels)
-    plan = plan_of(config, jax.device_count(), default)
-    if plan.parameters:
-        check_models(plan, f"plan: {config.plan}", parameter_counts(models))
-    return plan, reasons
 
 
 def identity(opened: Opened) -> dict[str, Any]:

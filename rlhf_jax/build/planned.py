@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.dispatch import choose
 from rlhf_jax import mesh as meshes
+from rlhf_jax.build.calls import place_calls
 from rlhf_jax.config import derived, memory, memory_parts
 from rlhf_jax.config.hardware import Hardware
 from rlhf_jax.config.memory_parts import Part
 from rlhf_jax.config.schema import Config
-from rlhf_jax.model import kernels as mesh_kernels
 from rlhf_jax.model.published import is_published, shape_of
 from rlhf_jax.model.weights.source import SMOLLM2_NAME
-from rlhf_jax.placement.plan import CallLayouts, Placement, Plan
-from rlhf_jax.placement.presets import plan_of
+from rlhf_jax.placement.plan import CallLayouts, Plan
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
@@ -44,14 +41,7 @@ def plan_run(config: Config, hardware: Hardware) -> Planned:
     """
     derived.register_own(config)
     models = _models(config)
-    named = config.model.compute_dtype
-    if named == "auto":
-        fast = hardware.platform == "tpu" or hardware.compute_capability >= 8
-        named = "bfloat16" if fast else "float32"
-    shapes = [mesh_kernels.shape_of(model) for model in models[:2] if model]
-    kernels, _ = choose(config.kernels, hardware, jnp.dtype(named).itemsize, shapes)
-    default = Placement(first=0, count=hardware.count, dtype=named, kernels=kernels)
-    plan = plan_of(config, hardware.count, default)
+    plan, _ = place_calls(config, models, hardware, hardware.count)
     layouts = plan.layouts(None)
     gigabytes = config.mesh.device_memory_gb
     limit = min(filter(None, (hardware.gigabytes, gigabytes)), default=0.0)

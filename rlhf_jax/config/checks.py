@@ -36,7 +36,10 @@ def require_not_negative(config: Config, *names: str) -> None:
 
 def require_even_split(whole: int, parts: int, what: str, by: str) -> None:
     """Raise ValueError unless `whole` rows, named `what`, split into `parts`, named `by`."""
-    fits = whole > 0 and whole % parts == 0
+    below = whole - whole % parts
+    nearest = [str(size) for size in (below, below + parts) if size > 0]
     require(
-        fits, f"The {whole} {what} cannot be split evenly by {by} = {parts}; change one of them."
+        whole > 0 and whole % parts == 0,
+        f"The {whole} {what} cannot be split evenly by {by} = {parts}; change one of them, as the"
+        f" first to {' or '.join(nearest)}.",
     )

@@ -27,6 +27,7 @@ from rlhf_jax.config.reward_checks import check_advantage, check_kl, check_rewar
 from rlhf_jax.config.schema import Config, flat
 from rlhf_jax.data.rows import is_dataset, is_file_name
 from rlhf_jax.monitoring import sinks
+from rlhf_jax.placement.plan import Plan
 from rlhf_jax.placement.presets import plan_of
 from rlhf_jax.rewards.sources import check_sources
 from rlhf_jax.runtime import mirror
@@ -280,10 +281,7 @@ def _check_training(config: Config) -> None:
 
 
 def _check_devices(config: Config, num_devices: int, num_processes: int) -> None:
-    """Check the mesh, what processes share of it, and that every split of rows comes out even.
-
-    Rows are split into minibatches, micro-batches and the parts of devices.
-    """
+    """Check the plan of calls, what processes share of its slices, and that rows split evenly."""
     plan = plan_of(config, num_devices)
     slices = plan.placements["generation"].slices
     require(
@@ -298,7 +296,14 @@ def _check_devices(config: Config, num_devices: int, num_processes: int) -> None
         " it.",
     )
     check_fused_inference(config, slices)
+    check_rows(config, plan)
 
+
+def check_rows(config: Config, plan: Plan) -> None:
+    """Raise ValueError where a split of rows is not even.
+
+    They are split into minibatches, micro-batches and the parts of each call's devices.
+    """
     samples = config.generation.prompts_per_step * config.generation.samples_per_prompt
     minibatches = config.training.minibatches
     rows = config.training.microbatch_rows
@@ -312,7 +317,7 @@ def _check_devices(config: Config, num_devices: int, num_processes: int) -> None
     require_even_split(minibatch, rows, "rows of a minibatch", by="training.microbatch_rows")
     for call, placed in plan.placements.items():
         if call == "generation":
-            in_slice = placed.row_shards // slices
+            in_slice = placed.row_shards // placed.slices
             by = _axes_of(config, call, "data x fsdp")
             require_even_split(
                 config.generation.max_rows, in_slice, "rows of generation.max_rows", by=by

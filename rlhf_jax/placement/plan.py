@@ -172,8 +172,7 @@ def _placement(path: Path, call: str, own: Any, default: Placement) -> Placement
     _require(path, isinstance(kernels, dict), f"has kernels for {call} that are no map")
     _require_names(path, f" of {call}'s kernels", kernels, set(), set(chosen))
     for kernel, name in kernels.items():
-        known = ("reference", "interpret", chosen[kernel])
-        _require(path, name in known, f"has {kernel} {name!r:.40} for {call}, which is not here")
+        _require(path, isinstance(name, str), f"has {kernel} {name!r:.40} for {call}; give a name")
     return Placement(**{**own, "dtype": dtype, "kernels": Kernels(**kernels)})
 
 
@@ -211,6 +210,17 @@ def check(plan: Plan, source: str, calls: Collection[str], num_devices: int) -> 
             f"splits {call} as {axes} = {product}, and gives it {placed.count} devices; make them"
             " equal",
         )
+
+
+def check_kernels(plan: Plan, source: str, platform: str) -> None:
+    """Raise ValueError where a plan names kernels that are not the platform's."""
+    for call, placed in plan.placements.items():
+        for kernel, name in dataclasses.asdict(placed.kernels).items():
+            if name not in ("reference", "interpret", platform):
+                raise ValueError(
+                    f"{source} has {kernel} {name!r:.40} for {call}, and here is a {platform}; give"
+                    " 'reference' or leave kernels out."
+                )
 
 
 def check_models(plan: Plan, source: str, parameters: Mapping[str, int]) -> None:

@@ -111,20 +111,21 @@ def examine_all(
     found = [execute(examine, (gradient,)) for gradient in gradients]
     norms = [norm for (norm,), _ in found]
     flags = [flag for _, flag in found]
-    finite = [execute(_all, [_bring_flag(flag, own.sharding) for flag in flags]) for own in flags]
-    return norms, finite
+
+    def bring(flag: jax.Array, place: jax.sharding.Sharding) -> jax.Array:
+        """Return a flag, or its shape, where another one lies."""
+        if isinstance(flag, jax.ShapeDtypeStruct):
+            return typed(jax.Array, flag.update(sharding=place))
+        return jax.device_put(flag, place)
+
+    brought = [[bring(flag, own.sharding) for flag in flags] for own in flags]
+    return norms, [execute(all_of, there) for there in brought]
 
 
 @jax.jit
-def _all(flags: list[jax.Array]) -> jax.Array:
+def all_of(flags: list[jax.Array]) -> jax.Array:
+    """Return whether all [] bool flags are true."""
     return jnp.stack(flags).all()
-
-
-def _bring_flag(flag: jax.Array, place: jax.sharding.Sharding) -> jax.Array:
-    """Return a flag, or its shape, where another one lies."""
-    if isinstance(flag, jax.ShapeDtypeStruct):
-        return flag.update(sharding=place)
-    return jax.device_put(flag, place)
 
 
 @functools.partial(jax.jit, static_argnames="optimizer", donate_argnums=(0, 1))

@@ -1,0 +1,33 @@
+"""Place the calls of a run on devices, which are here or only named."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Device, choose
+from rlhf_jax.config.schema import Config
+from rlhf_jax.model import kernels as mesh_kernels
+from rlhf_jax.placement.plan import Placement, Plan, check_kernels, check_models
+from rlhf_jax.placement.presets import parameter_counts, plan_of
+from rlhf_jax.types import ModelConfigs
+
+
+def place_calls(
+    config: Config, models: ModelConfigs, device: Device, count: int
+) -> tuple[Plan, dict[str, str]]:
+    """Return the plan of a run on `count` devices like one, and why each kernel is what it is.
+
+    Raises ValueError or FileNotFoundError where the config's plan does not fit devices or models.
+    """
+    named = config.model.compute_dtype
+    if named == "auto":
+        ampere = float(getattr(device, "compute_capability", 0) or 0) >= 8
+        named = "bfloat16" if device.platform == "tpu" or ampere else "float32"
+    shapes = [mesh_kernels.shape_of(model) for model in models[:2] if model]
+    kernels, reasons = choose(config.kernels, device, jnp.dtype(named).itemsize, shapes)
+    plan = plan_of(config, count, Placement(0, count, dtype=named, kernels=kernels))
+    source = f"plan: {config.plan}"
+    check_kernels(plan, source, device.platform)
+    if plan.parameters:
+        check_models(plan, source, parameter_counts(models))
+    return plan, reasons
