@@ -5,6 +5,7 @@ is retraced.
 import dataclasses
 from typing import Any, cast
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +29,7 @@ from rlhf_jax.training.update import (
     policy_objective,
     update,
 )
-from rlhf_jax.types import Experience, Rollout
+from rlhf_jax.types import Experience, Rollout, TrainState
 
 # One size holds eight rows of 30 tokens, so that tests share their programs.
 CONFIG = TrainingSettings(microbatch_rows=8, length_bucket=240, chunk=32, max_new_tokens=26)
@@ -383,6 +384,40 @@ def test_a_step_that_is_not_finite_is_not_taken(small):
         assert all(map(np.isfinite, metrics.values())) and metrics["loss/policy"]
         step = state.step - 1
         jax.tree.map(np.testing.assert_array_equal, dataclasses.replace(state, step=step), kept)
+
+
+@pytest.mark.parametrize("field", ["advantages", "returns"])
+def test_on_devices_of_their_own_policy_and_critic_skip_together(small, field):
+    """And take a step together otherwise, the one that they take on one device."""
+    model = init(jax.random.key(0), small)
+    critic = random_critic(small)
+    experience = random_experience(model, critic)
+    devices = jax.devices()
+    layout = Layout(make_mesh(1, -1, 1, devices[:2]))
+    other = Layout(make_mesh(1, -1, 1, devices[2:3]))
+    apart = dataclasses.replace(CONFIG, layout=layout, critic_layout=other, max_skipped=1)
+
+    def state_of_copies() -> TrainState:
+        copies = jax.tree.map(jnp.copy, (model, critic))
+        return init_train_state(copies[0], SGD, layout, copies[1], other)
+
+    spoiled = getattr(experience, field).at[0, 5].set(jnp.nan)
+    broken = dataclasses.replace(experience, **{field: spoiled})
+    before = jax.tree.map(np.asarray, state_of_copies())
+    state, metrics = update(state_of_copies(), broken, SGD, apart)
+    assert metrics["training/skipped"] == 1
+    for name in ("policy", "critic"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(state, name), getattr(before, name))
+
+    together, optimizers = new_state(model, SGD, critic)
+    together, _ = update(together, experience, optimizers, CONFIG)
+    state, metrics = update(state_of_copies(), experience, SGD, apart)
+    assert metrics["training/skipped"] == 0
+    chex.assert_trees_all_close(
+        jax.device_get((state.policy, state.critic)),
+        jax.device_get((together.policy, together.critic)),
+        atol=1e-6,
+    )
 
 
 def test_a_minibatch_that_is_not_finite_is_skipped_though_it_went_too_far(small):
