@@ -66,6 +66,7 @@ FLOORS = {
     "rlhf_jax/config": 7,
     "rlhf_jax/inference/overlap.py": 7,
     "rlhf_jax/inference/scoring.py": 8,
+    "rlhf_jax/placement": 8,
     "rlhf_jax/state.py": 9,
     "rlhf_jax/rollout.py": 10,
     "rlhf_jax/build": 11,

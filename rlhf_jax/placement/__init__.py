@@ -1,0 +1,1 @@
+"""Place calls: which devices and shardings each call of an iteration has."""
