@@ -50,6 +50,7 @@ FLOORS = {
     "rlhf_jax/config/schema.py": 2,
     "rlhf_jax/data": 2,
     "rlhf_jax/mesh.py": 2,
+    "rlhf_jax/placement/chips.py": 2,
     "rlhf_jax/runtime": 2,
     "rlhf_jax/config/__init__.py": 3,
     "rlhf_jax/config/objectives.py": 3,

@@ -149,7 +149,7 @@ LOOPS = (
 
 ENTRY %main (s: (s32[], f32[16])) -> (s32[], f32[16]) {
   %s = (s32[], f32[16]) parameter(0)
-  %w = (s32[], f32[16]) while(%s), condition=%any, body=%outer, config={"known_trip_count":{"n":"5"}}
+  %w = (s32[], f32[16]) while(%s), condition=%any, body=%outer, x={"known_trip_count":{"n":"5"}}
   ROOT %c = (s32[], f32[16]) conditional(%p, %w, %w), branch_computations={%few, %outer}
 }
 """
