@@ -23,7 +23,7 @@ from rlhf_jax.placement.chips import ASSUMED, TPUS
 from rlhf_jax.placement.collectives import find_collectives
 from rlhf_jax.placement.costs import forward_flops, gradient_flops, predict_calls
 from rlhf_jax.placement.flops import count_flops
-from rlhf_jax.placement.traffic import Tokens, forward_traffic, gradient_traffic
+from rlhf_jax.placement.traffic import ShardedModel, Tokens, forward_traffic, gradient_traffic
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.training.update import accumulate, policy_objective
 from rlhf_jax.types import ModelConfig, ModelConfigs
@@ -78,13 +78,13 @@ def assert_near(at: Target, platform: str, shape: tuple[int, ...]) -> None:
     tokens = Tokens(rows * (at.config.data.max_prompt_tokens + response), rows * response)
     model = weights(at.models.policy, master(at.layout))
     remat = at.config.training.remat == "on"
-    options = (at.models.policy, at.layout, tokens, platform)
+    sharded = ShardedModel(at.models.policy, at.layout, platform)
     for what, program, formula in [
-        ("forward", score_program(at, model), forward_traffic(*options)),
+        ("forward", score_program(at, model), forward_traffic(sharded, tokens)),
         (
             "gradient",
             gradient_program(at, model, policy_objective),
-            gradient_traffic(*options, remat=remat),
+            gradient_traffic(sharded, tokens, remat=remat),
         ),
     ]:
         text = program.as_text()
@@ -125,7 +125,7 @@ def test_a_sharding_sends_what_the_formula_says(shape, remat):
     ],
 )
 def test_a_tpu_sends_what_the_formula_says(topology, shape):
-    mesh = make_mesh(*shape, devices(topology))
+    mesh = make_mesh(*shape, devices=devices(topology))
     layout = Layout(mesh, dtype=jnp.dtype(jnp.bfloat16))
     rows = max(8, layout.row_shards)
     assert_near(target(TWO_OF_8B, layout, rows, 3072, "on"), "tpu", shape)

@@ -54,6 +54,11 @@ class Instruction(NamedTuple):
         """Return the names of the operands."""
         return re.findall(r"%([\w.\-]+)", self.rest.partition(")")[0])
 
+    @property
+    def constant(self) -> int:
+        """Return the number that an instruction `constant` holds."""
+        return int(self.rest.partition(")")[0])
+
 
 class Program(NamedTuple):
     """Hold the computations of a program, by their names."""
@@ -98,10 +103,8 @@ def _collectives_of(program: Program, name: str, times: int) -> Iterator[Collect
             branches = re.findall(r"%([\w.\-]+)", instruction.rest.partition(")")[2])
             each = [list(_collectives_of(program, branch, times)) for branch in branches]
             yield from max(each, key=lambda found: sum(one.received for one in found))
-        elif (kind := instruction.opcode.removesuffix("-done")) in RECEIVED:
-            ended = kind != instruction.opcode
-            begun = own[instruction.operands[0]] if ended else instruction
-            yield _collective(program, kind, instruction.shape, begun.rest, times, name)
+        elif instruction.opcode.removesuffix("-done") in RECEIVED:
+            yield _collective(program, name, instruction, times=times)
         elif not instruction.opcode.endswith("-done"):
             turns = _turns(program, instruction) if instruction.opcode == "while" else 1
             for called in CALLED.findall(instruction.rest):
@@ -109,11 +112,15 @@ def _collectives_of(program: Program, name: str, times: int) -> Iterator[Collect
 
 
 def _collective(
-    program: Program, kind: str, shape: str, rest: str, times: int, computation: str
+    program: Program, computation: str, instruction: Instruction, *, times: int
 ) -> Collective:
-    """Describe a collective by its kind, the shape of its result and its attributes."""
-    group = group_size(rest, program.devices)
-    size = shape_bytes(shape)
+    """Describe a collective; one that ends here has the attributes of its start."""
+    kind = instruction.opcode.removesuffix("-done")
+    begun = instruction
+    if kind != instruction.opcode:
+        begun = program.computations[computation][instruction.operands[0]]
+    group = group_size(begun.rest, program.devices)
+    size = shape_bytes(instruction.shape)
     if kind == "all-reduce" and computation.startswith(SCATTERING):
         return Collective("reduce-scatter", size / group, group, times)
     return Collective(kind, size, group, times)
@@ -161,7 +168,7 @@ def _turns(program: Program, loop: Instruction) -> int:
             counter, bound = (condition[name] for name in compared.operands)
             index = re.search(r"index=(\d+)", counter.rest)
             if index and bound.opcode == "constant":
-                return math.ceil(_constant(bound) / _step(body, int(index[1])))
+                return math.ceil(bound.constant / _step(body, int(index[1])))
     return 1
 
 
@@ -171,9 +178,5 @@ def _step(body: dict[str, Instruction], index: int) -> int:
     if added is None or added.opcode != "add":
         return 1
     terms = [body[name] for name in added.operands]
-    steps = [_constant(term) for term in terms if term.opcode == "constant"]
+    steps = [term.constant for term in terms if term.opcode == "constant"]
     return steps[0] if steps else 1
-
-
-def _constant(instruction: Instruction) -> int:
-    return int(instruction.rest.partition(")")[0])

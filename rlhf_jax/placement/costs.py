@@ -14,12 +14,18 @@ from rlhf_jax.config import derived
 from rlhf_jax.config.hardware import Hardware
 from rlhf_jax.config.sizes import PlannedRun, row_share
 from rlhf_jax.generation.strategy import prior
-from rlhf_jax.generation.strategy.roofline import RATES, ModelWork, Roofline
+from rlhf_jax.generation.strategy.roofline import RATES, Roofline
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.attention import QUERY_BLOCK
 from rlhf_jax.placement.chips import ASSUMED, Chip, ring_bandwidth
 from rlhf_jax.placement.collectives import received_bytes
-from rlhf_jax.placement.traffic import Tokens, Traffic, forward_traffic, gradient_traffic
+from rlhf_jax.placement.traffic import (
+    ShardedModel,
+    Tokens,
+    Traffic,
+    forward_traffic,
+    gradient_traffic,
+)
 from rlhf_jax.types import ModelConfig
 
 LATENCY = 5e-6  # seconds of a collective, however little it sends
@@ -42,6 +48,99 @@ class Passes(NamedTuple):
     tokens: int  # of a sample
     predicted: int  # of them, by the head
 
+    def on_device(self, layout: Layout) -> Tokens:
+        """Return one device's tokens of a micro-batch."""
+        rows = row_share(self.samples, layout)
+        return Tokens(rows * self.tokens, rows * self.predicted)
+
+
+class Rounds(NamedTuple):
+    """Count the rounds of generation, and the rows of each on one device."""
+
+    count: int
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedRun:
+    """Hold a run and the devices that it is to be on, whose chip must be known."""
+
+    run: PlannedRun
+    hardware: Hardware
+
+    @property
+    def chip(self) -> Chip:
+        """Return the devices' chip."""
+        assert self.hardware.chip is not None, "Seconds are predicted of known chips alone."
+        return self.hardware.chip
+
+    @property
+    def samples(self) -> int:
+        """Return the samples of an iteration."""
+        generation = self.run.config.generation
+        return generation.prompts_per_step * generation.samples_per_prompt
+
+    @property
+    def mean_context(self) -> float:
+        """Return the tokens before the middle of a response."""
+        config = self.run.config
+        return config.data.max_prompt_tokens + config.generation.max_new_tokens / 2
+
+    def computing(self, flops: float, share: float) -> float:
+        """Return the seconds of products that all devices share, at a share of their peak."""
+        return flops / (self.hardware.count * self.chip.flops * share)
+
+    def bandwidth(self, *axes: str) -> float:
+        """Return the bytes a second that a device receives in a collective over mesh axes."""
+        inner = {"tensor": (), "fsdp": ("tensor",), "data": ("fsdp", "tensor")}
+        group = self.run.layout.extent(axes)
+        stride = self.run.layout.extent(inner[axes[-1]])
+        places = (self.hardware.count, self.hardware.nodes)
+        return ASSUMED.links * ring_bandwidth(self.chip, *places, group=group, stride=stride)
+
+    def seconds(self, flops: float, traffic: Traffic, share: float) -> float:
+        """Return the seconds of products and of what is sent.
+
+        Weights and gradients are sent beside products; nothing else is done while activations are
+        summed.
+        """
+        weights = traffic.width / self.bandwidth("slices", "fsdp")
+        gradients = traffic.data / self.bandwidth("data")
+        sums = traffic.tensor / self.bandwidth("tensor")
+        return max(self.computing(flops, share), weights + gradients) + sums
+
+    def passes(self, updates: int = 1) -> Passes:
+        """Count the micro-batches of all samples, cut into so many updates."""
+        rows = min(self.run.config.training.microbatch_rows, self.samples)
+        count = updates * math.ceil(self.samples / updates / rows)
+        return Passes(count, rows, self.run.text_tokens, self.run.config.generation.max_new_tokens)
+
+    def rounds(self, tokens_per_round: float) -> Rounds:
+        """Count rounds where slices have samples alike, in turns where rows are too few."""
+        config = self.run.config.generation
+        layout = self.run.layout
+        of_slice = math.ceil(self.samples / layout.slices)
+        rows = min(config.max_rows, of_slice)
+        turns = math.ceil(of_slice / rows)
+        count = turns * math.ceil(config.max_new_tokens / tokens_per_round)
+        return Rounds(count, math.ceil(rows * layout.slices / layout.row_shards))
+
+    def roofline(self) -> Roofline:
+        """Return the roofline of a plain round on a device, with weights split over `tensor`."""
+        tensor = self.run.layout.extent("tensor")
+        work = prior.work(self.run.models.policy, self.run.layout.dtype.itemsize)
+        reads = self.chip.memory_bandwidth * ASSUMED.decoding * tensor
+        computes = self.chip.flops * ASSUMED.inference * tensor
+        _, _, of_row, of_call = RATES[self.hardware.platform]
+        return Roofline(
+            read=work.weight_bytes / reads,
+            read_context=work.context_bytes / reads,
+            compute=work.token_flops / computes,
+            compute_context=work.context_flops / computes,
+            row=of_row,
+            call=of_call,
+        )
+
 
 def predict_calls(
     run: PlannedRun, hardware: Hardware, tokens_per_round: float = 1.0
@@ -53,27 +152,80 @@ def predict_calls(
     """
     config = run.config
     models = run.models
-    calls = [_generation(run, hardware, tokens_per_round)]
+    placed = PlacedRun(run, hardware)
+    critic = models.critic and dataclasses.replace(models.critic, scalar_head=True, tied=False)
     scored = {f"reward {number}": model for number, model in enumerate(models.rewards, 1)}
     if run.trains_policy and derived.needs_old_logprobs(config):
         scored["policy's log-probs"] = models.policy
     if derived.needs_reference(config):
         scored["reference"] = models.policy
-    if models.critic:
-        scored["critic's values"] = _critic(models.critic)
-    calls += [_inference(run, hardware, name, model) for name, model in scored.items()]
+    calls = [generation_cost(placed, tokens_per_round)]
+    if critic:
+        scored["critic's values"] = critic
+    calls += [inference_cost(placed, name, model) for name, model in scored.items()]
     if run.trains_policy:
-        calls.append(_training(run, hardware, "policy's update", models.policy))
-    if models.critic:
-        calls.append(_training(run, hardware, "critic's update", _critic(models.critic)))
+        calls.append(training_cost(placed, "policy's update", models.policy))
+    if critic:
+        calls.append(training_cost(placed, "critic's update", critic))
     return calls
+
+
+def inference_cost(placed: PlacedRun, name: str, model: ModelConfig) -> CallCost:
+    """Predict a model's forward passes over all samples."""
+    passes = placed.passes()
+    layout = placed.run.layout
+    sharded = ShardedModel(model, layout, placed.hardware.platform)
+    flops = passes.count * forward_flops(model, *passes[1:])
+    traffic = forward_traffic(sharded, passes.on_device(layout)).times(passes.count)
+    seconds = placed.seconds(flops, traffic, share=ASSUMED.inference)
+    return CallCost(name, flops, traffic.total, seconds)
+
+
+def training_cost(placed: PlacedRun, name: str, model: ModelConfig) -> CallCost:
+    """Predict a model's gradients of all minibatches and epochs."""
+    training = placed.run.config.training
+    layout = placed.run.layout
+    remat = placed.run.remat
+    passes = placed.passes(training.minibatches)
+    count = training.epochs * passes.count
+    sharded = ShardedModel(model, layout, placed.hardware.platform)
+    flops = count * gradient_flops(model, *passes[1:], remat=remat)
+    traffic = gradient_traffic(sharded, passes.on_device(layout), remat=remat).times(count)
+    seconds = placed.seconds(flops, traffic, share=ASSUMED.training)
+    return CallCost(name, flops, traffic.total, seconds)
+
+
+def generation_cost(placed: PlacedRun, tokens_per_round: float) -> CallCost:
+    """Predict the rounds of all samples and the prefill of their prompts.
+
+    Weights are whole on each device but for `tensor`, over which a round sums activations.
+    """
+    config = placed.run.config
+    policy = placed.run.models.policy
+    prompts = config.generation.prompts_per_step
+    prefill = forward_flops(policy, prompts, config.data.max_prompt_tokens, predicted=1)
+    work = prior.work(policy, itemsize=1)
+    decoded = placed.samples * config.generation.max_new_tokens
+    decoding = decoded * (work.token_flops + work.context_flops * placed.mean_context)
+
+    rounds = placed.rounds(tokens_per_round)
+    tensor = placed.run.layout.extent("tensor")
+    sums = (2 * policy.num_layers + 1) * (tensor > 1)
+    hidden = rounds.rows * policy.width * placed.run.layout.dtype.itemsize
+    received = received_bytes("all-reduce", hidden, tensor)
+    sending = sums * (LATENCY + received / placed.bandwidth("tensor"))
+    context = rounds.rows * placed.mean_context
+    working = placed.roofline().seconds(nodes=1, grid=1, rows=rounds.rows, context=context)
+    prefilling = placed.computing(prefill, ASSUMED.inference)
+    seconds = rounds.count * (float(working) + sending) + prefilling
+    return CallCost("generation", prefill + decoding, rounds.count * sums * received, seconds)
 
 
 def forward_flops(model: ModelConfig, samples: int, tokens: int, predicted: int) -> float:
     """Return the FLOPs of a forward pass over samples of so many tokens each."""
-    of_layers, of_head = _products(model)
+    of_layers, of_head = product_flops(model)
     products = tokens * of_layers + predicted * of_head
-    return samples * (products + _attention(model, tokens))
+    return samples * (products + attention_flops(model, tokens))
 
 
 def gradient_flops(
@@ -84,169 +236,22 @@ def gradient_flops(
     The head is computed again, and attention; with `remat` layers but for their last product, and
     attention once more.
     """
-    of_layers, of_head = _products(model)
+    of_layers, of_head = product_flops(model)
     down = 2 * model.num_layers * model.width * model.ffn_width
-    products = tokens * (3 * of_layers + remat * (of_layers - down)) + 4 * predicted * of_head
-    return samples * (products + (4 + remat) * _attention(model, tokens))
+    layers = tokens * (3 * of_layers + remat * (of_layers - down))
+    head = 4 * predicted * of_head
+    attention = (4 + remat) * attention_flops(model, tokens)
+    return samples * (layers + head + attention)
 
 
-def _critic(model: ModelConfig) -> ModelConfig:
-    """Return the shape of a critic, which has a policy's trunk or is a reward model."""
-    return dataclasses.replace(model, scalar_head=True, tied=False)
-
-
-def _products(model: ModelConfig) -> tuple[float, float]:
+def product_flops(model: ModelConfig) -> tuple[float, float]:
     """Return the FLOPs of a token's products with the layers, and with the head."""
     of_vocabulary = 2 * model.width * model.vocab_size
     of_layers = prior.work(model, itemsize=1).token_flops - of_vocabulary
     return of_layers, 2 * model.width if model.scalar_head else of_vocabulary
 
 
-def _attention(model: ModelConfig, tokens: int) -> float:
+def attention_flops(model: ModelConfig, tokens: int) -> float:
     """Return the FLOPs of causal attention in a sample, block by block of queries."""
     seen = (tokens + min(tokens, QUERY_BLOCK)) / 2
     return prior.work(model, itemsize=1).context_flops * tokens * seen
-
-
-def _passes(run: PlannedRun, updates: int = 1) -> Passes:
-    """Count the micro-batches of all samples, cut into so many updates."""
-    generation = run.config.generation
-    samples = generation.prompts_per_step * generation.samples_per_prompt
-    rows = min(run.config.training.microbatch_rows, samples)
-    count = updates * math.ceil(samples / updates / rows)
-    return Passes(count, rows, run.text_tokens, generation.max_new_tokens)
-
-
-def _own_tokens(passes: Passes, layout: Layout) -> Tokens:
-    """Return one device's tokens of a micro-batch."""
-    rows = row_share(passes.samples, layout)
-    return Tokens(rows * passes.tokens, rows * passes.predicted)
-
-
-def _inference(run: PlannedRun, hardware: Hardware, name: str, model: ModelConfig) -> CallCost:
-    """Predict a model's forward passes over all samples."""
-    passes = _passes(run)
-    flops = passes.count * forward_flops(model, *passes[1:])
-    tokens = _own_tokens(passes, run.layout)
-    traffic = forward_traffic(model, run.layout, tokens, hardware.platform).times(passes.count)
-    seconds = _seconds(flops, traffic, run.layout, hardware, share=ASSUMED.inference)
-    return CallCost(name, flops, traffic.total, seconds)
-
-
-def _training(run: PlannedRun, hardware: Hardware, name: str, model: ModelConfig) -> CallCost:
-    """Predict a model's gradients of all minibatches and epochs."""
-    training = run.config.training
-    passes = _passes(run, training.minibatches)
-    count = training.epochs * passes.count
-    flops = count * gradient_flops(model, *passes[1:], remat=run.remat)
-    tokens = _own_tokens(passes, run.layout)
-    traffic = gradient_traffic(model, run.layout, tokens, hardware.platform, remat=run.remat)
-    traffic = traffic.times(count)
-    seconds = _seconds(flops, traffic, run.layout, hardware, share=ASSUMED.training)
-    return CallCost(name, flops, traffic.total, seconds)
-
-
-def _seconds(
-    flops: float, traffic: Traffic, layout: Layout, hardware: Hardware, share: float
-) -> float:
-    """Return the seconds of products and of what is sent.
-
-    Weights and gradients are sent beside products; nothing goes on while activations are summed.
-    """
-    computing = flops / (hardware.count * _chip(hardware).flops * share)
-    weights = traffic.width / _bandwidth(layout, hardware, "slices", "fsdp")
-    gradients = traffic.data / _bandwidth(layout, hardware, "data")
-    sums = traffic.tensor / _bandwidth(layout, hardware, "tensor")
-    return max(computing, weights + gradients) + sums
-
-
-def _chip(hardware: Hardware) -> Chip:
-    """Return the chip of devices, whose figures must be known."""
-    assert hardware.chip is not None, "Seconds are predicted of known chips alone."
-    return hardware.chip
-
-
-def _bandwidth(layout: Layout, hardware: Hardware, *axes: str) -> float:
-    """Return the bytes a second that a device receives in a collective over mesh axes."""
-    inner = {"tensor": (), "fsdp": ("tensor",), "data": ("fsdp", "tensor")}
-    group = layout.extent(axes)
-    stride = layout.extent(inner[axes[-1]])
-    nodes = (hardware.count, hardware.nodes)
-    return ASSUMED.links * ring_bandwidth(_chip(hardware), *nodes, group=group, stride=stride)
-
-
-def _generation(run: PlannedRun, hardware: Hardware, tokens_per_round: float) -> CallCost:
-    """Predict the rounds of all samples and the prefill of their prompts."""
-    config = run.config.generation
-    policy = run.models.policy
-    prompt = run.config.data.max_prompt_tokens
-    prefill = forward_flops(policy, config.prompts_per_step, prompt, predicted=1)
-    prefilling = prefill / (hardware.count * _chip(hardware).flops * ASSUMED.inference)
-
-    work = prior.work(policy, itemsize=1)
-    tokens = config.prompts_per_step * config.samples_per_prompt * config.max_new_tokens
-    decoded = tokens * (work.token_flops + work.context_flops * _mean_context(run))
-    rounds = _rounds(run, tokens_per_round)
-    received = _sums(run) * _received_by_a_sum(run, rounds.rows)
-    seconds = rounds.count * _round_seconds(run, hardware, rounds.rows) + prefilling
-    return CallCost("generation", prefill + decoded, rounds.count * received, seconds)
-
-
-class Rounds(NamedTuple):
-    """Count the rounds of generation, and the rows of each on one device."""
-
-    count: int
-    rows: int
-
-
-def _rounds(run: PlannedRun, tokens_per_round: float) -> Rounds:
-    """Count rounds where slices have the same samples each, in turns where rows are too few."""
-    config = run.config.generation
-    samples = config.prompts_per_step * config.samples_per_prompt
-    of_slice = math.ceil(samples / run.layout.slices)
-    rows = min(config.max_rows, of_slice)
-    turns = math.ceil(of_slice / rows)
-    count = turns * math.ceil(config.max_new_tokens / tokens_per_round)
-    return Rounds(count, math.ceil(rows * run.layout.slices / run.layout.row_shards))
-
-
-def _mean_context(run: PlannedRun) -> float:
-    """Return the tokens before the middle of a response."""
-    return run.config.data.max_prompt_tokens + run.config.generation.max_new_tokens / 2
-
-
-def _sums(run: PlannedRun) -> int:
-    """Return the all-reduces of a round: two a layer and that of the embedding."""
-    return (2 * run.models.policy.num_layers + 1) * (run.layout.extent("tensor") > 1)
-
-
-def _received_by_a_sum(run: PlannedRun, rows: int) -> float:
-    """Return the bytes that a device receives as rows' hidden states are summed over `tensor`."""
-    hidden = rows * run.models.policy.width * run.layout.dtype.itemsize
-    return received_bytes("all-reduce", hidden, run.layout.extent("tensor"))
-
-
-def _round_seconds(run: PlannedRun, hardware: Hardware, rows: int) -> float:
-    """Return the seconds of a plain round of a device's rows, in the middle of their responses."""
-    context = rows * _mean_context(run)
-    working = float(_roofline(run, hardware).seconds(nodes=1, grid=1, rows=rows, context=context))
-    bandwidth = _bandwidth(run.layout, hardware, "tensor")
-    return working + _sums(run) * (LATENCY + _received_by_a_sum(run, rows) / bandwidth)
-
-
-def _roofline(run: PlannedRun, hardware: Hardware) -> Roofline:
-    """Return the roofline of a plain round on one device, whose weights are split over `tensor`."""
-    chip = _chip(hardware)
-    tensor = run.layout.extent("tensor")
-    work: ModelWork = prior.work(run.models.policy, run.layout.dtype.itemsize)
-    reads = chip.memory_bandwidth * ASSUMED.decoding * tensor
-    computes = chip.flops * ASSUMED.inference * tensor
-    _, _, of_row, of_call = RATES[hardware.platform]
-    return Roofline(
-        read=work.weight_bytes / reads,
-        read_context=work.context_bytes / reads,
-        compute=work.token_flops / computes,
-        compute_context=work.context_flops / computes,
-        row=of_row,
-        call=of_call,
-    )

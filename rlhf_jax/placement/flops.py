@@ -6,7 +6,7 @@ The compiler's `cost_analysis()` counts a loop once, whatever its turns, and a k
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,22 +27,19 @@ def _flops(jaxpr: ClosedJaxpr | Jaxpr) -> int:
 
 
 def _flops_of(equation: JaxprEqn) -> int:
-    """Return the FLOPs of one equation, and of all that it calls."""
+    """Return the FLOPs of one equation, and of all that it calls: two for each multiplication."""
     name = equation.primitive.name
+    params = equation.params
     if name == "dot_general":
-        return _product_flops(equation)
-    inside = [_flops(jaxpr) for jaxpr in _called(equation.params)]
+        (contracted, _), _ = params["dimension_numbers"]
+        left: Any = equation.invars[0].aval
+        out: Any = equation.outvars[0].aval
+        return 2 * math.prod(left.shape[axis] for axis in contracted) * math.prod(out.shape)
+    parts = jax.tree.leaves(list(params.values()))
+    inside = [_flops(part) for part in parts if isinstance(part, (ClosedJaxpr, Jaxpr))]
     if name == "cond":
         return max(inside)
-    return sum(inside) * _turns(name, equation.params)
-
-
-def _product_flops(equation: JaxprEqn) -> int:
-    """Return two for each multiplication of a matrix product."""
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    left: Any = equation.invars[0].aval
-    out: Any = equation.outvars[0].aval
-    return 2 * math.prod(left.shape[axis] for axis in contracted) * math.prod(out.shape)
+    return sum(inside) * _turns(name, params)
 
 
 def _turns(name: str, params: dict[str, Any]) -> int:
@@ -54,11 +51,3 @@ def _turns(name: str, params: dict[str, Any]) -> int:
     if name == "shard_map":
         return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     return 1
-
-
-def _called(params: dict[str, Any]) -> Iterator[ClosedJaxpr | Jaxpr]:
-    """Yield the jaxprs among an equation's parameters."""
-    for value in params.values():
-        for part in value if isinstance(value, tuple) else (value,):
-            if isinstance(part, (ClosedJaxpr, Jaxpr)):
-                yield part

@@ -59,7 +59,7 @@ class Traffic(NamedTuple):
         return Traffic(*(count * part for part in self))
 
 
-class Weights(NamedTuple):
+class GatheredWeights(NamedTuple):
     """Hold the bytes of a model's weights on a device that has gathered its part for a product."""
 
     layers: int
@@ -67,124 +67,127 @@ class Weights(NamedTuple):
     held: int  # of both, and of the embedding, before they are gathered
 
 
-def forward_traffic(model: ModelConfig, layout: Layout, tokens: Tokens, platform: str) -> Traffic:
+@dataclasses.dataclass(frozen=True)
+class ShardedModel:
+    """Hold a model, how it is split in training, and the platform whose compiler splits it."""
+
+    model: ModelConfig
+    layout: Layout  # whose mesh may be abstract
+    platform: str
+
+    @property
+    def compiler(self) -> Compiler:
+        """Return how the platform's compiler lays out what devices send."""
+        return COMPILERS[self.platform]
+
+    @property
+    def width(self) -> int:
+        """Return the devices that the width is split over."""
+        return self.layout.extent(WIDTH_AXES)
+
+    @property
+    def is_aligned(self) -> bool:
+        """Tell whether a shard of the width is whole lanes."""
+        return self.model.width // self.width % self.compiler.lanes == 0
+
+    @property
+    def is_joint(self) -> bool:
+        """Tell whether layers are gathered among all rows, as XLA first cuts shards for `data`.
+
+        It does where nothing is split over `tensor`.
+        """
+        return self.width > 1 and self.layout.extent("tensor") == 1
+
+    @property
+    def gatherers(self) -> int:
+        """Return the devices that gather a layer among them."""
+        return self.layout.row_shards if self.is_joint else self.width
+
+    @property
+    def layer_sums(self) -> int:
+        """Return the all-reduces over `tensor` of a layer: attention's and feed-forward's."""
+        tensor = self.layout.extent("tensor")
+        return (self.model.num_heads % tensor == 0) + (self.model.ffn_width % tensor == 0)
+
+    @functools.cached_property
+    def weights(self) -> GatheredWeights:
+        """Return the bytes of gathered weights, in the layout's dtype, split over `tensor`."""
+        made: Model = jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape, self.layout.dtype),
+            transformer.weight_shapes(self.model),
+            is_leaf=lambda part: isinstance(part, tuple),
+        )
+        embed = made.embed if self.model.tied else None
+        head = dataclasses.replace(made, layers=(), norm=None, embed=embed)
+        layers = dataclasses.replace(made, embed=None, head=None)
+        whole = dataclasses.replace(self.layout, role="generation")
+        return GatheredWeights(
+            meshes.bytes_per_device(layers, meshes.model_shardings(layers, whole)),
+            meshes.bytes_per_device(head, meshes.model_shardings(head, whole)),
+            held=meshes.bytes_per_device(made, meshes.model_shardings(made, self.layout)),
+        )
+
+    def gathered(self, size: float, group: int) -> float:
+        """Return what a device receives to gather weights of `size` bytes among a group."""
+        return received_bytes("all-gather" if self.is_aligned else "all-reduce", size, group)
+
+    def exchanged(self, tokens: int) -> float:
+        """Return what a device receives to get whole hidden states of an embedding's shards."""
+        return received_bytes("all-to-all", self.hidden(tokens), self.width)
+
+    def summed(self, tokens: int) -> float:
+        """Return what a device receives to sum the hidden states of tokens over `tensor`."""
+        return received_bytes("all-reduce", self.hidden(tokens), self.layout.extent("tensor"))
+
+    def hidden(self, tokens: int) -> int:
+        """Return the bytes of the hidden states of tokens."""
+        return tokens * self.model.width * self.layout.dtype.itemsize
+
+    def summed_over_data(self) -> float:
+        """Return what a device receives to sum its gradients over `data`, the head's in float32."""
+        data = self.layout.extent("data")
+        if data == 1:
+            return 0.0
+        head = self.weights.head / self.width
+        group = self.layout.row_shards if self.is_joint else data
+        others = received_bytes("all-reduce", self.weights.held - head, group)
+        return others + received_bytes("all-reduce", head * 4 / self.layout.dtype.itemsize, data)
+
+
+def forward_traffic(sharded: ShardedModel, tokens: Tokens) -> Traffic:
     """Return what a device receives in one forward pass: weights, and sums of activations."""
-    weights = gathered_weights(model, layout)
-    gathered = _gathered(weights.layers, _gatherers(layout), model, layout, platform)
-    gathered += _gathered(weights.head, _width(layout), model, layout, platform)
-    exchanged = received_bytes("all-to-all", _hidden(model, layout, tokens.fed), _width(layout))
+    gathered = sharded.gathered(sharded.weights.layers, sharded.gatherers)
+    gathered += sharded.gathered(sharded.weights.head, sharded.width)
     # the embedding's rows lie over `tensor`, too
-    sums = _layer_sums(model, layout) * model.num_layers + 1
+    sums = sharded.layer_sums * sharded.model.num_layers + 1
     return Traffic(
-        width=gathered + exchanged, tensor=sums * _summed(model, layout, tokens.fed), data=0.0
+        width=gathered + sharded.exchanged(tokens.fed), tensor=sums * sharded.summed(tokens.fed)
     )
 
 
-def gradient_traffic(
-    model: ModelConfig, layout: Layout, tokens: Tokens, platform: str, *, remat: bool
-) -> Traffic:
+def gradient_traffic(sharded: ShardedModel, tokens: Tokens, *, remat: bool) -> Traffic:
     """Return what a device receives in one forward and backward pass.
 
     Layers are gathered again for the backward pass, which with `remat` sums what attention returns
     once more. The head is gathered once, and the gradient of either is summed over all rows.
     """
-    compiler = COMPILERS[platform]
-    forward = forward_traffic(model, layout, tokens, platform)
-    weights = gathered_weights(model, layout)
-    again = _gathered(weights.layers, _gatherers(layout), model, layout, platform)
-    if compiler.scatters and _is_aligned(model, layout, compiler):
-        gradients = received_bytes("all-gather", weights.layers, _width(layout))
+    layout = sharded.layout
+    weights = sharded.weights
+    forward = forward_traffic(sharded, tokens)
+    again = sharded.gathered(weights.layers, sharded.gatherers)
+    if sharded.compiler.scatters and sharded.is_aligned:
+        gradients = received_bytes("all-gather", weights.layers, sharded.width)
     else:
-        gradients = received_bytes("all-reduce", weights.layers, _gatherers(layout))
-    exchanged = received_bytes("all-to-all", _hidden(model, layout, tokens.fed), _width(layout))
+        gradients = received_bytes("all-reduce", weights.layers, sharded.gatherers)
+    # XLA sums the head's gradient in float32 where layers are gathered among all rows
+    in_float32 = layout.extent("data") > 1 and sharded.is_joint
+    head = weights.head * (4 / layout.dtype.itemsize if in_float32 else 1)
+    gradients += received_bytes("all-reduce", head, sharded.width)
 
-    sums = model.num_layers * (_layer_sums(model, layout) / 2) * (remat + compiler.input_sums)
-    inputs = sums * _summed(model, layout, tokens.fed) + _summed(model, layout, tokens.predicted)
-    head = _head_gradient(layout, weights)
+    sums = sharded.layer_sums / 2 * (remat + sharded.compiler.input_sums)
+    inputs = sharded.model.num_layers * sums * sharded.summed(tokens.fed)
     return Traffic(
-        width=forward.width + again + gradients + exchanged + head.width,
-        tensor=forward.tensor + inputs,
-        data=_summed_over_data(layout, weights) + head.data,
+        width=forward.width + again + gradients + sharded.exchanged(tokens.fed),
+        tensor=forward.tensor + inputs + sharded.summed(tokens.predicted),
+        data=sharded.summed_over_data(),
     )
-
-
-def _head_gradient(layout: Layout, weights: Weights) -> Traffic:
-    """Return the traffic of the head's gradient, which is summed whole.
-
-    It is summed in float32 over `data`, and over the width where layers are gathered jointly.
-    """
-    data = layout.extent("data")
-    wide = weights.head * 4 / layout.dtype.itemsize
-    size = wide if data > 1 and _is_joint(layout) else weights.head
-    return Traffic(
-        width=received_bytes("all-reduce", size, _width(layout)),
-        data=received_bytes("all-reduce", wide / _width(layout), data),
-    )
-
-
-def _summed_over_data(layout: Layout, weights: Weights) -> float:
-    """Return what a device receives to sum its shards of the other gradients over `data`."""
-    if layout.extent("data") == 1:
-        return 0.0
-    own = weights.held - weights.head / _width(layout)
-    group = layout.row_shards if _is_joint(layout) else layout.extent("data")
-    return received_bytes("all-reduce", own, group)
-
-
-@functools.lru_cache
-def gathered_weights(model: ModelConfig, layout: Layout) -> Weights:
-    """Return the bytes of weights that are gathered, in the layout's dtype, split over `tensor`."""
-    made: Model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), model, layout.dtype))
-    layers = dataclasses.replace(made, embed=None, head=None)
-    head = dataclasses.replace(made, layers=(), norm=None, embed=made.embed if model.tied else None)
-    whole = dataclasses.replace(layout, role="generation")
-
-    def of(tree: Model, layout: Layout) -> int:
-        return meshes.bytes_per_device(tree, meshes.model_shardings(tree, layout))
-
-    return Weights(of(layers, whole), of(head, whole), held=of(made, layout))
-
-
-def _width(layout: Layout) -> int:
-    """Return the devices that the width is split over."""
-    return layout.extent(WIDTH_AXES)
-
-
-def _is_joint(layout: Layout) -> bool:
-    """Tell whether layers are gathered among all rows, as XLA first cuts shards for `data`, too.
-
-    It does where nothing is split over `tensor`.
-    """
-    return _width(layout) > 1 and layout.extent("tensor") == 1
-
-
-def _gatherers(layout: Layout) -> int:
-    """Return the devices that gather a layer among them."""
-    return layout.row_shards if _is_joint(layout) else _width(layout)
-
-
-def _gathered(size: int, group: int, model: ModelConfig, layout: Layout, platform: str) -> float:
-    """Return what a device receives to gather weights of `size` bytes among a group."""
-    aligned = _is_aligned(model, layout, COMPILERS[platform])
-    return received_bytes("all-gather" if aligned else "all-reduce", size, group)
-
-
-def _is_aligned(model: ModelConfig, layout: Layout, compiler: Compiler) -> bool:
-    """Tell whether a shard of the width is whole lanes."""
-    return model.width // _width(layout) % compiler.lanes == 0
-
-
-def _hidden(model: ModelConfig, layout: Layout, tokens: int) -> int:
-    """Return the bytes of the hidden states of tokens."""
-    return tokens * model.width * layout.dtype.itemsize
-
-
-def _layer_sums(model: ModelConfig, layout: Layout) -> int:
-    """Return the all-reduces over `tensor` of a layer's forward pass: attention, feed-forward."""
-    tensor = layout.extent("tensor")
-    return (model.num_heads % tensor == 0) + (model.ffn_width % tensor == 0)
-
-
-def _summed(model: ModelConfig, layout: Layout, tokens: int) -> float:
-    """Return what a device receives to sum the hidden states of tokens over `tensor`."""
-    return received_bytes("all-reduce", _hidden(model, layout, tokens), layout.extent("tensor"))
