@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from test_memory import LARGE, LLAMA_1B, LLAMA_8B, QWEN_05B, SMOLLM2, load
@@ -102,6 +103,12 @@ def test_a_plan_is_printed_and_its_exit_code_tells_whether_it_fits(capsys):
     assert command.main(["plan", "grpo_llama31_8b:tpu", "--devices", "v5p-8"]) == 0
     said = capsys.readouterr().out
     assert "4 x TPU v5p, 95 GB each" in said and said.endswith("It fits.\n")
+    table = said[said.index("  predicted  ") :].splitlines()
+    calls = ["generation", "policy_inference", "reference_inference", "policy_training"]
+    for call, line in zip(calls, table, strict=False):
+        assert re.search(rf"[\d.]+ s  {call} +[\d.]+ PFLOP +[\d.]+ GB", line)
+    assert "a step, predicted by formulas" in table[len(calls)]
+    assert "prompts of 1024 tokens, every response of 2048, no drafts" in said
     tight = ["--config.mesh.fsdp=1", "--config.mesh.tensor=4"]
     assert command.main(["plan", "grpo_llama31_8b:tpu", "--devices", "v6e:2x2", *tight]) == 1
     assert "It does not fit: A device needs" in capsys.readouterr().out
@@ -114,4 +121,4 @@ def test_a_dry_run_without_devices_or_weights_is_a_plan(capsys):
     assert command.main(words) == 0
     said = capsys.readouterr().out
     assert "A plan from shapes alone, as there are no weights in meta-llama" in said
-    assert "8 x device, 76 GB each" in said
+    assert "8 x device, 76 GB each" in said and "predicted" not in said

@@ -12,8 +12,8 @@ import pytest
 from rlhf_jax.placement.plan import Placement
 from rlhf_jax.placement.search import (
     STAGES,
-    Choice,
     Option,
+    Placed,
     Problem,
     fits,
     search,
@@ -48,7 +48,7 @@ def random_problem(seed: int, blocks: int, calls: int, shapes: int = 1) -> Probl
     options = {call: options_of(draw, blocks, shapes) for call in chosen}
     slow = draw.uniform(0.0, 0.5)
 
-    def transfer(call: str, option: Option, others: Choice) -> float:
+    def transfer(call: str, option: Option, others: Placed) -> float:
         source = others.get("policy_training")
         if source is None or not call.startswith("policy") or call == "policy_training":
             return 0.0

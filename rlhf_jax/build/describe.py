@@ -10,9 +10,11 @@ from rlhf_jax.build.opened import Opened
 from rlhf_jax.build.planned import Planned
 from rlhf_jax.config import host, memory, memory_parts
 from rlhf_jax.config.schema import Config
+from rlhf_jax.config.sizes import PlannedRun
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.model.weights.source import digest
 from rlhf_jax.monitoring import console
+from rlhf_jax.placement.costs import predict_calls
 from rlhf_jax.placement.plan import Plan
 from rlhf_jax.runtime import distributed
 
@@ -71,6 +73,7 @@ def print_plan(config: Config, planned: Planned) -> None:
         *(("not split", line) for line in meshes.unsplit(weights, layout)),
         ("remat", f"{'on' if planned.remat else 'off'}: {planned.remat_reason}"),
         ("memory", "\n".join(memory_parts.table(planned.parts))),
+        *_predicted_rows(config, planned),
     ]
     console.describe(f"rlhf_jax: a plan of {config.steps} steps", rows)
 
@@ -82,6 +85,27 @@ def _placement_rows(devices: str, plan: Plan) -> list[tuple[str, str]]:
     shape = plan.placements["generation"].shape
     sizes = ", ".join(f"{name} {size}" for name, size in shape.items())
     return [("devices", f"{devices} ({sizes})")]
+
+
+def _predicted_rows(config: Config, planned: Planned) -> list[tuple[str, str]]:
+    """Say what each call of a step would take; nothing where the devices' figures are not known."""
+    if planned.hardware.chip is None:
+        return []
+    layouts = planned.layouts._asdict()
+    run = PlannedRun(config, planned.models, layouts["generation"], planned.remat, layouts)
+    calls = predict_calls(run, planned.hardware)
+    lines = [
+        f"{call.seconds:8.1f} s  {call.name:20} {call.flops / 1e15:8.1f} PFLOP"
+        f" {call.received / 1e9:8.1f} GB"
+        for call in calls
+    ]
+    lines += [
+        f"{sum(call.seconds for call in calls):8.1f} s  a step, predicted by formulas",
+        "PFLOP of all devices; GB that each receives; not measured",
+        f"prompts of {config.data.max_prompt_tokens} tokens, every response of"
+        f" {config.generation.max_new_tokens}, no drafts",
+    ]
+    return [("predicted", "\n".join(lines))]
 
 
 def _work_rows(config: Config) -> list[tuple[str, str]]:

@@ -1,9 +1,9 @@
-"""Print what a run needs on devices that need not be here: memory by part, tokens, steps.
+"""Print what a run needs on devices that need not be here: memory, tokens, predicted seconds.
 
     rlhf-jax plan CONFIG --devices v5p:2x2x1 [--config.any.key=value ...]
 
 Neither weights nor prompts are read: shapes come from a config.json, or from a table of published
-models by their names.
+models by their names. Seconds are by formula, call by call, for responses of full length.
 """
 
 from __future__ import annotations

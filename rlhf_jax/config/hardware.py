@@ -6,6 +6,8 @@ import math
 import re
 from typing import NamedTuple
 
+from rlhf_jax.placement.chips import GPUS, TPUS, Chip
+
 EXAMPLES = "v5p:4x4x4 (TPU chips), gpu:8x8:h100 (nodes x GPUs), gpu:8:h100, v5p-8 (a TPU product)"
 
 
@@ -18,27 +20,21 @@ class Hardware(NamedTuple):
     gigabytes: float  # of one device, in 10^9 bytes; 0 where nobody knows
     compute_capability: float = 0.0  # of a GPU
     nodes: int = 1
+    chip: Chip | None = None  # what one can do, where that is known
+
+    def part(self, count: int) -> Hardware:
+        """Return so many of the devices, on as few nodes as hold them."""
+        return self._replace(count=count, nodes=-(-count * self.nodes // self.count))
 
     def __str__(self) -> str:
         nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         return f"{self.count} x {self.device_kind}{nodes}, {self.gigabytes:g} GB each"
 
 
-# Memory of a chip in 10^9 bytes, and how many its products' numbers count it as: a v4-8 has 8
-# TensorCores on 4 chips (cloud.google.com/tpu/docs/system-architecture-tpu-vm).
-TPUS = {"v4": (32, 2), "v5e": (16, 1), "v5p": (95, 2), "v6e": (32, 1), "v7x": (192, 2)}
+# A product's number counts TensorCores for these kinds: a v4-8 has 8 of them on 4 chips
+# (cloud.google.com/tpu/docs/system-architecture-tpu-vm).
+CORES = {"v4": 2, "v5p": 2, "v7x": 2}
 PRODUCTS = {"v5litepod": "v5e", "tpu7x": "v7x"}  # other names of a kind
-# Memory in 10^9 bytes and compute capability, by the makers' data sheets.
-GPUS = {
-    "a100": (80, 8.0),
-    "a100-40gb": (40, 8.0),
-    "h100": (80, 9.0),
-    "h200": (141, 9.0),
-    "b200": (180, 10.0),
-    "l4": (24, 8.9),
-    "l40s": (48, 8.9),
-    "rtx4090": (24, 8.9),
-}
 
 
 def parse_hardware(text: str) -> Hardware:
@@ -51,23 +47,26 @@ def parse_hardware(text: str) -> Hardware:
     if match := re.fullmatch(r"(\w+)-(\d+)", kind):
         name = PRODUCTS.get(match[1], match[1])
         if name in TPUS and not rest:
-            gigabytes, cores = TPUS[name]
-            count = max(1, int(match[2]) // cores)
-            return Hardware("tpu", f"TPU {name}", count, gigabytes)
+            return _tpus(name, max(1, int(match[2]) // CORES.get(name, 1)))
     shape, _, model = rest.partition(":")
     if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
         sizes = [int(size) for size in shape.split("x")]
         count = math.prod(sizes)
         name = PRODUCTS.get(kind, kind)
         if name in TPUS and not model:
-            return Hardware("tpu", f"TPU {name}", count, TPUS[name][0])
+            return _tpus(name, count)
         if kind == "gpu" and model in GPUS and len(sizes) <= 2:
-            gigabytes, capability = GPUS[model]
+            chip = GPUS[model]
             nodes = sizes[0] if len(sizes) == 2 else 1
-            return Hardware("gpu", model.upper(), count, gigabytes, capability, nodes)
+            figures = (chip.gigabytes, chip.compute_capability)
+            return Hardware("gpu", model.upper(), count, *figures, nodes=nodes, chip=chip)
         if kind == "cpu" and not model:
             return Hardware("cpu", "cpu", count, 0.0)
     raise ValueError(
         f"There are no devices {text!r}: say {EXAMPLES}; TPUs are {', '.join(TPUS)}, GPUs"
         f" {', '.join(GPUS)}."
     )
+
+
+def _tpus(name: str, count: int) -> Hardware:
+    return Hardware("tpu", f"TPU {name}", count, TPUS[name].gigabytes, chip=TPUS[name])

@@ -57,7 +57,7 @@ def plan(
     if isinstance(layouts, Layout):
         layouts = dict.fromkeys(CALLS, layouts)
     any_layout = next(iter(layouts.values()))
-    run = PlannedRun(config, models._replace(critic=critic), any_layout, layouts, recomputes)
+    run = PlannedRun(config, models._replace(critic=critic), any_layout, recomputes, layouts)
     # The policy, the critic and the student are trained one after the other: the largest counts.
     policy_run = run.at("policy_training")
     critic_run = run.at("critic_training")

@@ -25,8 +25,9 @@ class PlannedRun:
     config: Config
     models: ModelConfigs
     layout: meshes.Layout  # of the call that is looked at
-    layouts: Mapping[str, meshes.Layout]  # of each call that the devices have
     remat: bool  # Only each layer's input is kept for the backward pass.
+    # of each call that the devices have
+    layouts: Mapping[str, meshes.Layout] = dataclasses.field(default_factory=dict)
 
     @property
     def trains_policy(self) -> bool:

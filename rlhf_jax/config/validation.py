@@ -318,23 +318,23 @@ def check_rows(config: Config, plan: Plan) -> None:
     for call, placed in plan.placements.items():
         if call == "generation":
             in_slice = placed.row_shards // placed.slices
-            by = _axes_of(config, call, "data x fsdp")
+            by = axes_of(config, call, "data x fsdp")
             require_even_split(
                 config.generation.max_rows, in_slice, "rows of generation.max_rows", by=by
             )
         else:
-            by = _axes_of(config, call, "slices x data x fsdp")
+            by = axes_of(config, call, "slices x data x fsdp")
             require_even_split(rows, placed.row_shards, "rows of training.microbatch_rows", by=by)
     if derived.trains_drafter(config) and objective_of(config).uses_rewards:
         learned = config.drafter.samples
         part = min(learned, rows)
         require_even_split(learned, part, "rows of drafter.samples", by="training.microbatch_rows")
         shards = plan.placements["policy_training"].row_shards
-        by = _axes_of(config, "policy_training", "slices x data x fsdp")
+        by = axes_of(config, "policy_training", "slices x data x fsdp")
         require_even_split(part, shards, "rows of drafter.samples at one time", by=by)
 
 
-def _axes_of(config: Config, call: str, axes: str) -> str:
+def axes_of(config: Config, call: str, axes: str) -> str:
     """Name the axes that split a call's rows, as the mesh or the plan has them."""
     if config.plan:
         return f"{call}'s {axes} of plan {config.plan}"

@@ -1,10 +1,10 @@
 """Find the placements whose step is predicted to be shortest, and prove that none is shorter.
 
 A machine is cut into equal blocks, a power of two of them. A call may have any aligned part of 1,
-2, 4 ... blocks. A step runs stage by stage; calls of a stage run side by side where their blocks are
-apart, and one after the other where they share some. Branch and bound (Land and Doig 1960): calls
-are placed one by one, and a beginning is given up once no end of it can be shorter than what is
-known.
+2, 4 ... blocks. A step runs stage by stage; calls of a stage run side by side where their blocks
+are apart, and one after the other where they share some. Branch and bound (Land and Doig 1960):
+calls are placed one by one, and a beginning is given up once no end of it can be shorter than what
+is known.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Option:
         return self.first + self.blocks
 
 
-Choice = Mapping[str, Option]
+Placed = Mapping[str, Option]
 
 # Of (a call, its option, the options that are chosen so far): seconds before the call in which
 # weights come to it; 0 as long as nothing is known.
-Transfer = Callable[[str, Option, Choice], float]
+Transfer = Callable[[str, Option, Placed], float]
 
 
-def no_transfer(call: str, option: Option, chosen: Choice) -> float:
+def no_transfer(call: str, option: Option, chosen: Placed) -> float:
     """Let weights come at once."""
     return 0.0
 
@@ -71,7 +71,7 @@ class Problem:
         return [stage for stage in found if stage]
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """Hold the best choice, its seconds, and a bound below which no choice is."""
 
     choice: dict[str, Option]
@@ -84,12 +84,12 @@ class Found(NamedTuple):
         return 1.0 - self.bound / self.seconds
 
 
-def step_seconds(problem: Problem, choice: Choice) -> float:
+def step_seconds(problem: Problem, choice: Placed) -> float:
     """Return the seconds of a step in which every call is placed."""
     return sum(stage_seconds(problem, stage, choice) for stage in problem.stages)
 
 
-def stage_seconds(problem: Problem, stage: Sequence[str], choice: Choice) -> float:
+def stage_seconds(problem: Problem, stage: Sequence[str], choice: Placed) -> float:
     """Return the seconds until the last call of a stage has ended.
 
     A call begins, in the order of the stage, as soon as all its blocks are free.
@@ -103,7 +103,7 @@ def stage_seconds(problem: Problem, stage: Sequence[str], choice: Choice) -> flo
     return max(free)
 
 
-def fits(problem: Problem, choice: Choice) -> bool:
+def fits(problem: Problem, choice: Placed) -> bool:
     """Tell whether each block has memory for what is there always, and for any stage beside it."""
     for block in range(problem.blocks):
         there = {
@@ -118,50 +118,45 @@ def fits(problem: Problem, choice: Choice) -> bool:
     return True
 
 
-def search(problem: Problem, known: Sequence[Choice] = (), limit: float = 60.0) -> Found | None:
+def search(
+    problem: Problem, known: Sequence[Placed] = (), limit: float = 60.0
+) -> SearchResult | None:
     """Return the best choice; None where none fits. It is proved best where the gap is 0.
 
     known: choices to begin with, as those of presets; what is found is never longer. limit: CPU
     seconds, after which the best so far is returned with the bound that was proved.
     """
     end = time.process_time() + limit
-    usable = [choice for choice in known if fits(problem, choice)]
-    best: dict[str, Option] = {}
-    seconds = math.inf
-    for choice in usable:
-        own = step_seconds(problem, choice)
-        if own < seconds:
-            best, seconds = dict(choice), own
-    order = _order(problem)
+    usable = [placed for placed in known if fits(problem, placed)]
+    best = dict(min(usable, key=lambda placed: step_seconds(problem, placed))) if usable else {}
+    seconds = step_seconds(problem, best) if usable else math.inf
+    # Training first, as weights come from there; then the longest.
+    longest = {
+        call: min(option.seconds for option in options) for call, options in problem.options.items()
+    }
+    order = sorted(longest, key=lambda call: (not call.endswith("training"), -longest[call]))
     # Beginnings, the last one next: (bound, the calls that are placed).
-    waiting: list[tuple[float, dict[str, Option]]] = [(_bound(problem, {}), {})]
+    waiting: list[tuple[float, dict[str, Option]]] = [(lower_bound(problem, {}), {})]
     while waiting and time.process_time() < end:
         bound, chosen = waiting.pop()
         if bound >= seconds:
             continue
         if len(chosen) == len(order):
-            best, seconds = chosen, bound
+            best = chosen
+            seconds = bound
             continue
         call = order[len(chosen)]
-        grown = [chosen | {call: option} for option in _unlike(problem, call, chosen)]
-        bounded = [(_bound(problem, one), one) for one in grown if fits(problem, one)]
+        grown = [chosen | {call: option} for option in unlike_options(problem, call, chosen)]
+        bounded = [(lower_bound(problem, one), one) for one in grown if fits(problem, one)]
         bounded.sort(key=lambda pair: pair[0], reverse=True)
         waiting += [pair for pair in bounded if pair[0] < seconds]
     if not best:
         return None
     proved = min([seconds, *(bound for bound, _ in waiting)])
-    return Found(best, seconds, proved)
+    return SearchResult(best, seconds, proved)
 
 
-def _order(problem: Problem) -> list[str]:
-    """Return the order in which calls are placed: training first, as weights come from there."""
-    longest = {
-        call: min(option.seconds for option in options) for call, options in problem.options.items()
-    }
-    return sorted(longest, key=lambda call: (not call.endswith("training"), -longest[call]))
-
-
-def _bound(problem: Problem, chosen: Choice) -> float:
+def lower_bound(problem: Problem, chosen: Placed) -> float:
     """Return seconds that no step is shorter than whose calls begin so.
 
     A stage takes as long as its longest call, as what is placed takes by itself, and as its work
@@ -183,7 +178,7 @@ def _bound(problem: Problem, chosen: Choice) -> float:
     return total
 
 
-def _unlike(problem: Problem, call: str, chosen: Choice) -> list[Option]:
+def unlike_options(problem: Problem, call: str, chosen: Placed) -> list[Option]:
     """Return a call's options, one of those that differ only by a swap of equal parts.
 
     Two parts of one size are alike where the parts around them, each twice as large as the one

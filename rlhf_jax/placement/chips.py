@@ -1,0 +1,68 @@
+"""Say what chips can do, by their makers' data sheets, and what share of it is reached."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+
+class Chip(NamedTuple):
+    """Describe one device: bytes, and bytes and bfloat16 FLOPs a second, one way where it sends."""
+
+    gigabytes: float  # of memory, in 10^9 bytes
+    flops: float  # of dense matrix products
+    memory_bandwidth: float
+    link_bandwidth: float  # of one link of a torus, or of all links to a node's other GPUs
+    network_bandwidth: float  # its share of what its host has
+    torus_axes: int = 0  # of a TPU's slice, with two links each; 0 where every link reaches all
+    compute_capability: float = 0.0  # of a GPU
+
+
+class Efficiency(NamedTuple):
+    """Hold the shares of a chip's figures that programs reach."""
+
+    training: float = 0.4  # of FLOPs, in a gradient
+    inference: float = 0.5  # of FLOPs, in a forward pass
+    decoding: float = 0.7  # of the memory's bandwidth, in a round of generation
+    links: float = 0.8  # of the bandwidth of links
+
+
+# Usual shares of well-tuned programs, by their order of magnitude; none is measured here.
+ASSUMED = Efficiency()
+
+# cloud.google.com/tpu/docs, a page a chip: v4, v5e, v5p, v6e, tpu7x. An interconnect's figure is of
+# all links, both ways; a host's network is shared by its chips.
+TPUS = {
+    "v4": Chip(32, 275e12, 1.228e12, 50e9, 6.25e9, torus_axes=3),
+    "v5e": Chip(16, 197e12, 0.819e12, 50e9, 3.125e9, torus_axes=2),
+    "v5p": Chip(95, 459e12, 2.765e12, 100e9, 6.25e9, torus_axes=3),
+    "v6e": Chip(32, 918e12, 1.638e12, 100e9, 12.5e9, torus_axes=2),
+    "v7x": Chip(192, 2307e12, 7.38e12, 100e9, 12.5e9, torus_axes=3),
+}
+# nvidia.com, data sheets of the SXM modules and of cards; networks as in a DGX of 8, or 25 Gb/s.
+GPUS = {
+    "a100": Chip(80, 312e12, 2.039e12, 300e9, 25e9, compute_capability=8.0),
+    "a100-40gb": Chip(40, 312e12, 1.555e12, 300e9, 25e9, compute_capability=8.0),
+    "h100": Chip(80, 989e12, 3.35e12, 450e9, 50e9, compute_capability=9.0),
+    "h200": Chip(141, 989e12, 4.8e12, 450e9, 50e9, compute_capability=9.0),
+    "b200": Chip(180, 2250e12, 7.7e12, 900e9, 50e9, compute_capability=10.0),
+    "l4": Chip(24, 121e12, 0.3e12, 32e9, 3.125e9, compute_capability=8.9),
+    "l40s": Chip(48, 362e12, 0.864e12, 32e9, 3.125e9, compute_capability=8.9),
+    "rtx4090": Chip(24, 165e12, 1.008e12, 32e9, 3.125e9, compute_capability=8.9),
+}
+
+
+def ring_bandwidth(chip: Chip, devices: int, nodes: int, group: int, stride: int) -> float:
+    """Return the bytes a second that a device receives in a collective among `group` devices.
+
+    stride: how far apart they lie in the order of all devices. A TPU's group takes two links of
+    each axis of the torus that it fills, GPUs of one node their links, and those of several nodes
+    the networks of all their GPUs in a node, whichever is less.
+    """
+    if chip.torus_axes:
+        filled = chip.torus_axes * math.log(group) / math.log(max(devices, 2))
+        return 2 * chip.link_bandwidth * max(1, round(filled))
+    in_node = devices // nodes
+    if group * stride <= in_node:
+        return chip.link_bandwidth
+    return min(chip.link_bandwidth, chip.network_bandwidth * max(1, in_node // stride))

@@ -1,0 +1,266 @@
+"""Predict the seconds of each call of an iteration, by formula, for devices that need not be here.
+
+FLOPs come from the shapes of models and texts, bytes that devices send each other from `traffic`,
+rounds of generation from a roofline; the chip's figures and assumed shares of them make seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+from rlhf_jax.config import derived
+from rlhf_jax.config.hardware import Hardware
+from rlhf_jax.config.sizes import PlannedRun, row_share
+from rlhf_jax.generation.strategy import prior
+from rlhf_jax.generation.strategy.roofline import RATES, Roofline
+from rlhf_jax.mesh import AXES, Layout
+from rlhf_jax.model.attention import QUERY_BLOCK
+from rlhf_jax.placement.chips import ASSUMED, Chip, ring_bandwidth
+from rlhf_jax.placement.collectives import received_bytes
+from rlhf_jax.placement.traffic import (
+    ShardedModel,
+    Tokens,
+    Traffic,
+    forward_traffic,
+    gradient_traffic,
+)
+from rlhf_jax.types import ModelConfig
+
+LATENCY = 5e-6  # seconds of a collective, however little it sends
+
+
+class CallCost(NamedTuple):
+    """Hold what one call of an iteration is predicted to take."""
+
+    name: str
+    flops: float  # on all devices together
+    received: float  # bytes that a device receives
+    seconds: float
+
+
+class Passes(NamedTuple):
+    """Count the micro-batches that a call runs one after the other, and the tokens of each."""
+
+    count: int
+    samples: int  # of one micro-batch, on all devices
+    tokens: int  # of a sample
+    predicted: int  # of them, by the head
+
+    def on_device(self, layout: Layout) -> Tokens:
+        """Return one device's tokens of a micro-batch."""
+        rows = row_share(self.samples, layout)
+        return Tokens(rows * self.tokens, rows * self.predicted)
+
+
+class Rounds(NamedTuple):
+    """Count the rounds of generation, and the rows of each on one device."""
+
+    count: int
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedRun:
+    """Hold a run and the devices that it is to be on, whose chip must be known."""
+
+    run: PlannedRun
+    hardware: Hardware
+
+    @property
+    def chip(self) -> Chip:
+        """Return the devices' chip."""
+        assert self.hardware.chip is not None, "Seconds are predicted of known chips alone."
+        return self.hardware.chip
+
+    @property
+    def samples(self) -> int:
+        """Return the samples of an iteration."""
+        generation = self.run.config.generation
+        return generation.prompts_per_step * generation.samples_per_prompt
+
+    @property
+    def mean_context(self) -> float:
+        """Return the tokens before the middle of a response."""
+        config = self.run.config
+        return config.data.max_prompt_tokens + config.generation.max_new_tokens / 2
+
+    def computing(self, flops: float, share: float) -> float:
+        """Return the seconds of products that all devices share, at a share of their peak."""
+        return flops / (self.hardware.count * self.chip.flops * share)
+
+    def bandwidth(self, *axes: str) -> float:
+        """Return the bytes a second that a device receives in a collective over mesh axes."""
+        inner = {"tensor": (), "fsdp": ("tensor",), "data": ("fsdp", "tensor")}
+        group = self.run.layout.extent(axes)
+        stride = self.run.layout.extent(inner[axes[-1]])
+        places = (self.hardware.count, self.hardware.nodes)
+        return ASSUMED.links * ring_bandwidth(self.chip, *places, group=group, stride=stride)
+
+    def seconds(self, flops: float, traffic: Traffic, share: float) -> float:
+        """Return the seconds of products and of what is sent.
+
+        Weights and gradients are sent beside products; nothing else is done while activations are
+        summed.
+        """
+        weights = traffic.width / self.bandwidth("slices", "fsdp")
+        gradients = traffic.data / self.bandwidth("data")
+        sums = traffic.tensor / self.bandwidth("tensor")
+        return max(self.computing(flops, share), weights + gradients) + sums
+
+    def passes(self, updates: int = 1) -> Passes:
+        """Count the micro-batches of all samples, cut into so many updates."""
+        rows = min(self.run.config.training.microbatch_rows, self.samples)
+        count = updates * math.ceil(self.samples / updates / rows)
+        return Passes(count, rows, self.run.text_tokens, self.run.config.generation.max_new_tokens)
+
+    def rounds(self, tokens_per_round: float) -> Rounds:
+        """Count rounds where slices have samples alike, in turns where rows are too few."""
+        config = self.run.config.generation
+        layout = self.run.layout
+        of_slice = math.ceil(self.samples / layout.slices)
+        rows = min(config.max_rows, of_slice)
+        turns = math.ceil(of_slice / rows)
+        count = turns * math.ceil(config.max_new_tokens / tokens_per_round)
+        return Rounds(count, math.ceil(rows * layout.slices / layout.row_shards))
+
+    def roofline(self) -> Roofline:
+        """Return the roofline of a plain round on a device, with weights split over `tensor`."""
+        tensor = self.run.layout.extent("tensor")
+        work = prior.work(self.run.models.policy, self.run.layout.dtype.itemsize)
+        reads = self.chip.memory_bandwidth * ASSUMED.decoding * tensor
+        computes = self.chip.flops * ASSUMED.inference * tensor
+        _, _, of_row, of_call = RATES[self.hardware.platform]
+        return Roofline(
+            read=work.weight_bytes / reads,
+            read_context=work.context_bytes / reads,
+            compute=work.token_flops / computes,
+            compute_context=work.context_flops / computes,
+            row=of_row,
+            call=of_call,
+        )
+
+
+def predict_calls(
+    run: PlannedRun, hardware: Hardware, tokens_per_round: float = 1.0
+) -> list[CallCost]:
+    """Predict each call of an iteration in which all prompts and responses have full length.
+
+    No prompt is taken to be shared by its samples. tokens_per_round: that a row gains in a round
+    of generation, 1 without drafts. The hardware's chip must be known.
+    """
+    found = []
+    for call in derived.calls(run.config):
+        own = run.at(call) or run
+        placed = PlacedRun(own, hardware.part(own.layout.extent(AXES)))
+        found.append(predict_call(placed, call, tokens_per_round))
+    return found
+
+
+def predict_call(placed: PlacedRun, call: str, tokens_per_round: float = 1.0) -> CallCost:
+    """Predict one call of an iteration, by its name in a plan, on the devices that it has."""
+    models = placed.run.models
+    if call == "generation":
+        return generation_cost(placed, tokens_per_round)
+    if call == "reward_inference":
+        each = [inference_cost(placed, call, model) for model in models.rewards]
+        return CallCost(
+            call,
+            flops=sum(one.flops for one in each),
+            received=sum(one.received for one in each),
+            seconds=sum(one.seconds for one in each),
+        )
+    model = models.policy
+    if call.startswith("critic"):
+        assert models.critic is not None, "A call of the critic's has one."
+        model = dataclasses.replace(models.critic, scalar_head=True, tied=False)
+    predict = training_cost if call.endswith("training") else inference_cost
+    return predict(placed, call, model)
+
+
+def inference_cost(placed: PlacedRun, name: str, model: ModelConfig) -> CallCost:
+    """Predict a model's forward passes over all samples."""
+    passes = placed.passes()
+    layout = placed.run.layout
+    sharded = ShardedModel(model, layout, placed.hardware.platform)
+    flops = passes.count * forward_flops(model, *passes[1:])
+    traffic = forward_traffic(sharded, passes.on_device(layout)).times(passes.count)
+    seconds = placed.seconds(flops, traffic, share=ASSUMED.inference)
+    return CallCost(name, flops, traffic.total, seconds)
+
+
+def training_cost(placed: PlacedRun, name: str, model: ModelConfig) -> CallCost:
+    """Predict a model's gradients of all minibatches and epochs."""
+    training = placed.run.config.training
+    layout = placed.run.layout
+    remat = placed.run.remat
+    passes = placed.passes(training.minibatches)
+    count = training.epochs * passes.count
+    sharded = ShardedModel(model, layout, placed.hardware.platform)
+    flops = count * gradient_flops(model, *passes[1:], remat=remat)
+    traffic = gradient_traffic(sharded, passes.on_device(layout), remat=remat).times(count)
+    seconds = placed.seconds(flops, traffic, share=ASSUMED.training)
+    return CallCost(name, flops, traffic.total, seconds)
+
+
+def generation_cost(placed: PlacedRun, tokens_per_round: float) -> CallCost:
+    """Predict the rounds of all samples and the prefill of their prompts.
+
+    Weights are whole on each device but for `tensor`, over which a round sums activations.
+    """
+    config = placed.run.config
+    policy = placed.run.models.policy
+    prompts = config.generation.prompts_per_step
+    prefill = forward_flops(policy, prompts, config.data.max_prompt_tokens, predicted=1)
+    work = prior.work(policy, itemsize=1)
+    decoded = placed.samples * config.generation.max_new_tokens
+    decoding = decoded * (work.token_flops + work.context_flops * placed.mean_context)
+
+    rounds = placed.rounds(tokens_per_round)
+    tensor = placed.run.layout.extent("tensor")
+    sums = (2 * policy.num_layers + 1) * (tensor > 1)
+    hidden = rounds.rows * policy.width * placed.run.layout.dtype.itemsize
+    received = received_bytes("all-reduce", hidden, tensor)
+    sending = sums * (LATENCY + received / placed.bandwidth("tensor"))
+    context = rounds.rows * placed.mean_context
+    working = placed.roofline().seconds(nodes=1, grid=1, rows=rounds.rows, context=context)
+    prefilling = placed.computing(prefill, ASSUMED.inference)
+    seconds = rounds.count * (float(working) + sending) + prefilling
+    return CallCost("generation", prefill + decoding, rounds.count * sums * received, seconds)
+
+
+def forward_flops(model: ModelConfig, samples: int, tokens: int, predicted: int) -> float:
+    """Return the FLOPs of a forward pass over samples of so many tokens each."""
+    of_layers, of_head = product_flops(model)
+    products = tokens * of_layers + predicted * of_head
+    return samples * (products + attention_flops(model, tokens))
+
+
+def gradient_flops(
+    model: ModelConfig, samples: int, tokens: int, predicted: int, *, remat: bool
+) -> float:
+    """Return the FLOPs of a forward and backward pass over samples of so many tokens each.
+
+    The head is computed again, and attention; with `remat` layers but for their last product, and
+    attention once more.
+    """
+    of_layers, of_head = product_flops(model)
+    down = 2 * model.num_layers * model.width * model.ffn_width
+    layers = tokens * (3 * of_layers + remat * (of_layers - down))
+    head = 4 * predicted * of_head
+    attention = (4 + remat) * attention_flops(model, tokens)
+    return samples * (layers + head + attention)
+
+
+def product_flops(model: ModelConfig) -> tuple[float, float]:
+    """Return the FLOPs of a token's products with the layers, and with the head."""
+    of_vocabulary = 2 * model.width * model.vocab_size
+    of_layers = prior.work(model, itemsize=1).token_flops - of_vocabulary
+    return of_layers, 2 * model.width if model.scalar_head else of_vocabulary
+
+
+def attention_flops(model: ModelConfig, tokens: int) -> float:
+    """Return the FLOPs of causal attention in a sample, block by block of queries."""
+    seen = (tokens + min(tokens, QUERY_BLOCK)) / 2
+    return prior.work(model, itemsize=1).context_flops * tokens * seen

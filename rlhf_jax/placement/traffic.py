@@ -1,0 +1,193 @@
+"""Say by formula what each device receives in a pass of a model, for a sharding.
+
+The formulas follow what XLA makes of the programs; `collectives.py` counts that in a compiled one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+
+from rlhf_jax import mesh as meshes
+from rlhf_jax.mesh import Layout
+from rlhf_jax.model import transformer
+from rlhf_jax.placement.collectives import received_bytes
+from rlhf_jax.types import Model, ModelConfig
+
+WIDTH_AXES = ("slices", "fsdp")  # that split the width of weights in training
+
+
+class Compiler(NamedTuple):
+    """Say how XLA lays out what a platform's devices send, as was seen in compiled programs."""
+
+    scatters: bool  # layers' gradients are reduce-scattered; else each device gets the whole sum
+    input_sums: int  # all-reduces over `tensor` of gradients by a layer's inputs
+    lanes: int  # a shard of the width that is no multiple is gathered by an all-reduce
+
+
+COMPILERS = {
+    "cpu": Compiler(scatters=False, input_sums=5, lanes=1),
+    "gpu": Compiler(scatters=True, input_sums=2, lanes=1),
+    "tpu": Compiler(scatters=True, input_sums=2, lanes=128),
+}
+
+
+class Tokens(NamedTuple):
+    """Count the tokens of one device's part of a micro-batch."""
+
+    fed: int
+    predicted: int  # to which the head is applied
+
+
+class Traffic(NamedTuple):
+    """Hold the bytes that a device receives, by the axes over which they are sent."""
+
+    width: float = 0.0  # weights, their gradients and embeddings, over `WIDTH_AXES`
+    tensor: float = 0.0  # activations
+    data: float = 0.0  # gradients
+
+    @property
+    def total(self) -> float:
+        """Return all bytes that a device receives."""
+        return sum(self)
+
+    def times(self, count: float) -> Traffic:
+        """Return the traffic of so many passes."""
+        return Traffic(*(count * part for part in self))
+
+
+class GatheredWeights(NamedTuple):
+    """Hold the bytes of a model's weights on a device that has gathered its part for a product."""
+
+    layers: int
+    head: int
+    held: int  # of both, and of the embedding, before they are gathered
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedModel:
+    """Hold a model, how it is split in training, and the platform whose compiler splits it."""
+
+    model: ModelConfig
+    layout: Layout  # whose mesh may be abstract
+    platform: str
+
+    @property
+    def compiler(self) -> Compiler:
+        """Return how the platform's compiler lays out what devices send."""
+        return COMPILERS[self.platform]
+
+    @property
+    def width(self) -> int:
+        """Return the devices that the width is split over."""
+        return self.layout.extent(WIDTH_AXES)
+
+    @property
+    def is_aligned(self) -> bool:
+        """Tell whether a shard of the width is whole lanes."""
+        return self.model.width // self.width % self.compiler.lanes == 0
+
+    @property
+    def is_joint(self) -> bool:
+        """Tell whether layers are gathered among all rows, as XLA first cuts shards for `data`.
+
+        It does where nothing is split over `tensor`.
+        """
+        return self.width > 1 and self.layout.extent("tensor") == 1
+
+    @property
+    def gatherers(self) -> int:
+        """Return the devices that gather a layer among them."""
+        return self.layout.row_shards if self.is_joint else self.width
+
+    @property
+    def layer_sums(self) -> int:
+        """Return the all-reduces over `tensor` of a layer: attention's and feed-forward's."""
+        tensor = self.layout.extent("tensor")
+        return (self.model.num_heads % tensor == 0) + (self.model.ffn_width % tensor == 0)
+
+    @functools.cached_property
+    def weights(self) -> GatheredWeights:
+        """Return the bytes of gathered weights, in the layout's dtype, split over `tensor`."""
+        made: Model = jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape, self.layout.dtype),
+            transformer.weight_shapes(self.model),
+            is_leaf=lambda part: isinstance(part, tuple),
+        )
+        embed = made.embed if self.model.tied else None
+        head = dataclasses.replace(made, layers=(), norm=None, embed=embed)
+        layers = dataclasses.replace(made, embed=None, head=None)
+        whole = dataclasses.replace(self.layout, role="generation")
+        return GatheredWeights(
+            meshes.bytes_per_device(layers, meshes.model_shardings(layers, whole)),
+            meshes.bytes_per_device(head, meshes.model_shardings(head, whole)),
+            held=meshes.bytes_per_device(made, meshes.model_shardings(made, self.layout)),
+        )
+
+    def gathered(self, size: float, group: int) -> float:
+        """Return what a device receives to gather weights of `size` bytes among a group."""
+        return received_bytes("all-gather" if self.is_aligned else "all-reduce", size, group)
+
+    def exchanged(self, tokens: int) -> float:
+        """Return what a device receives to get whole hidden states of an embedding's shards."""
+        return received_bytes("all-to-all", self.hidden(tokens), self.width)
+
+    def summed(self, tokens: int) -> float:
+        """Return what a device receives to sum the hidden states of tokens over `tensor`."""
+        return received_bytes("all-reduce", self.hidden(tokens), self.layout.extent("tensor"))
+
+    def hidden(self, tokens: int) -> int:
+        """Return the bytes of the hidden states of tokens."""
+        return tokens * self.model.width * self.layout.dtype.itemsize
+
+    def summed_over_data(self) -> float:
+        """Return what a device receives to sum its gradients over `data`, the head's in float32."""
+        data = self.layout.extent("data")
+        if data == 1:
+            return 0.0
+        head = self.weights.head / self.width
+        group = self.layout.row_shards if self.is_joint else data
+        others = received_bytes("all-reduce", self.weights.held - head, group)
+        return others + received_bytes("all-reduce", head * 4 / self.layout.dtype.itemsize, data)
+
+
+def forward_traffic(sharded: ShardedModel, tokens: Tokens) -> Traffic:
+    """Return what a device receives in one forward pass: weights, and sums of activations."""
+    gathered = sharded.gathered(sharded.weights.layers, sharded.gatherers)
+    gathered += sharded.gathered(sharded.weights.head, sharded.width)
+    # the embedding's rows lie over `tensor`, too
+    sums = sharded.layer_sums * sharded.model.num_layers + 1
+    return Traffic(
+        width=gathered + sharded.exchanged(tokens.fed), tensor=sums * sharded.summed(tokens.fed)
+    )
+
+
+def gradient_traffic(sharded: ShardedModel, tokens: Tokens, *, remat: bool) -> Traffic:
+    """Return what a device receives in one forward and backward pass.
+
+    Layers are gathered again for the backward pass, which with `remat` sums what attention returns
+    once more. The head is gathered once, and the gradient of either is summed over all rows.
+    """
+    layout = sharded.layout
+    weights = sharded.weights
+    forward = forward_traffic(sharded, tokens)
+    again = sharded.gathered(weights.layers, sharded.gatherers)
+    if sharded.compiler.scatters and sharded.is_aligned:
+        gradients = received_bytes("all-gather", weights.layers, sharded.width)
+    else:
+        gradients = received_bytes("all-reduce", weights.layers, sharded.gatherers)
+    # XLA sums the head's gradient in float32 where layers are gathered among all rows
+    in_float32 = layout.extent("data") > 1 and sharded.is_joint
+    head = weights.head * (4 / layout.dtype.itemsize if in_float32 else 1)
+    gradients += received_bytes("all-reduce", head, sharded.width)
+
+    sums = sharded.layer_sums / 2 * (remat + sharded.compiler.input_sums)
+    inputs = sharded.model.num_layers * sums * sharded.summed(tokens.fed)
+    return Traffic(
+        width=forward.width + again + gradients + sharded.exchanged(tokens.fed),
+        tensor=forward.tensor + inputs + sharded.summed(tokens.predicted),
+        data=sharded.summed_over_data(),
+    )
