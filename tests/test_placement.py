@@ -173,7 +173,7 @@ def test_rows_that_a_call_cannot_share_are_named_with_its_plan():
     with pytest.raises(
         ValueError, match=r"policy_training's .* of plan disaggregated = 3; .* to 6 or 9\."
     ):
-        validation.check_rows(config, plan_of(config, num_devices=6))
+        validation.check_rows(config, plan_of(config, num_devices=6), config.plan)
 
 
 def test_each_half_holds_what_its_calls_need():

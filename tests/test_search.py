@@ -76,8 +76,8 @@ def test_the_search_finds_what_trying_all_finds(seed):
         assert wanted == math.inf
         return
     assert found.seconds == pytest.approx(wanted) and found.gap == 0.0
-    assert fits(problem, found.choice)
-    assert step_seconds(problem, found.choice) == pytest.approx(found.seconds)
+    assert fits(problem, found.placed)
+    assert step_seconds(problem, found.placed) == pytest.approx(found.seconds)
 
 
 def test_calls_of_a_stage_run_side_by_side_where_their_blocks_are_apart():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import Device, choose
 from rlhf_jax.config.schema import Config
 from rlhf_jax.model import kernels as mesh_kernels
-from rlhf_jax.placement.plan import Placement, Plan, check_kernels, check_models
+from rlhf_jax.placement.plan import Placement, Plan, check_kernels, check_models, check_parts
 from rlhf_jax.placement.presets import parameter_counts, plan_of
 from rlhf_jax.types import ModelConfigs
 
@@ -26,8 +26,9 @@ def place_calls(
     shapes = [mesh_kernels.shape_of(model) for model in models[:2] if model]
     kernels, reasons = choose(config.kernels, device, jnp.dtype(named).itemsize, shapes)
     plan = plan_of(config, count, Placement(0, count, dtype=named, kernels=kernels))
-    source = f"plan: {config.plan}"
+    source = f"plan: {config.plan or 'mesh'}"
     check_kernels(plan, source, device.platform)
+    check_parts(plan, source, device.device_kind)
     if plan.parameters:
         check_models(plan, source, parameter_counts(models))
     return plan, reasons

@@ -8,6 +8,7 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.build.models import weight_shapes
 from rlhf_jax.build.opened import Opened
 from rlhf_jax.build.planned import Planned
+from rlhf_jax.build.searched import Searched
 from rlhf_jax.config import host, memory, memory_parts
 from rlhf_jax.config.schema import Config
 from rlhf_jax.config.sizes import PlannedRun
@@ -99,13 +100,44 @@ def _predicted_rows(config: Config, planned: Planned) -> list[tuple[str, str]]:
         f" {call.received / 1e9:8.1f} GB"
         for call in calls
     ]
+    step = f"{sum(call.seconds for call in calls):8.1f} s  a step, predicted by formulas"
+    beside = "calls on devices of their own run side by side: --search predicts a step"
     lines += [
-        f"{sum(call.seconds for call in calls):8.1f} s  a step, predicted by formulas",
+        step if planned.plan.is_uniform else beside,
         "PFLOP of all devices; GB that each receives; not measured",
         f"prompts of {config.data.max_prompt_tokens} tokens, every response of"
         f" {config.generation.max_new_tokens}, no drafts",
     ]
     return [("predicted", "\n".join(lines))]
+
+
+def print_search(searched: Searched) -> None:
+    """Print plans side by side: predicted seconds of each stage, and the fullest chip's memory."""
+    *others, found = searched.plans
+    lines = [f"{'':13}{'step':>10}{'generation':>12}{'inference':>10}{'training':>10}{'a chip':>9}"]
+    for plan in searched.plans:
+        generation, inference, training = (f"{seconds:.2f} s" for seconds in plan.stages)
+        step = f"{plan.step:.2f} s"
+        stages = f"{step:>10}{generation:>12}{inference:>10}{training:>10}"
+        lines.append(f"{plan.name:13}{stages}{plan.gigabytes:6.1f} GB")
+    table = [
+        f"{line}, {seconds:.2f} s"
+        for line, seconds in zip(found.plan.table(), found.calls.values(), strict=True)
+    ]
+    gap = searched.gap
+    proved = f"the best may be {gap:.1%} shorter" if gap else "no plan of this kind is shorter"
+    gain = ""
+    if others:
+        best = min(others, key=lambda plan: plan.step)
+        gain = f"{best.step / found.step:.2f} times as fast as {best.name}; "
+    rows = [
+        ("predicted", "\n".join(lines)),
+        *(("left out", f"{name}: {reason}") for name, reason in searched.left_out.items()),
+        ("found", "\n".join(table)),
+        ("gain", f"{gain}{proved}"),
+        ("", "by formulas, for full lengths and no drafts; not measured"),
+    ]
+    console.describe("rlhf_jax: plans of calls", rows)
 
 
 def _work_rows(config: Config) -> list[tuple[str, str]]:

@@ -1,20 +1,25 @@
 """Print what a run needs on devices that need not be here: memory, tokens, predicted seconds.
 
     rlhf-jax plan CONFIG --devices v5p:2x2x1 [--config.any.key=value ...]
+    rlhf-jax plan CONFIG --devices v5p:4x4x4 --search --out plan.json
 
 Neither weights nor prompts are read: shapes come from a config.json, or from a table of published
-models by their names. Seconds are by formula, call by call, for responses of full length.
+models by their names. Seconds are by formula, call by call, for responses of full length. A search
+compares the config's plan and the presets with the best plan of calls that there is, and proves it.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-from rlhf_jax.build.describe import print_plan
+from rlhf_jax.build.describe import print_plan, print_search
 from rlhf_jax.build.planned import plan_run
+from rlhf_jax.build.searched import search_plans
 from rlhf_jax.config import command_line, memory_parts
 from rlhf_jax.config.hardware import EXAMPLES, parse_hardware
+from rlhf_jax.runtime.files import write_atomically
 
 
 def main(argv: list[str]) -> int:
@@ -23,16 +28,23 @@ def main(argv: list[str]) -> int:
         prog=argv[0], description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--devices", required=True, help=EXAMPLES)
+    parser.add_argument("--search", action="store_true", help="find the best plan of calls")
+    parser.add_argument("--out", help="where to write that plan, as NAME.json, for --config.plan")
     asked, rest = parser.parse_known_args(argv[1:])
     try:
         hardware = parse_hardware(asked.devices)
         config = command_line.read([argv[0], *rest])
         planned = plan_run(config, hardware)
+        searched = search_plans(config, planned) if asked.search else None
+        if searched and asked.out:
+            write_atomically(Path(asked.out), searched.plans[-1].plan.text().encode())
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print_plan(config, planned)
-    if planned.hardware.gigabytes:
+    if searched:
+        print_search(searched)
+    if planned.hardware.gigabytes and not searched:
         try:
             memory_parts.check(planned.parts, planned.hardware.gigabytes * memory_parts.GIGA)
         except ValueError as error:

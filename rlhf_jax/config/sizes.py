@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.typing import DTypeLike
 
 from rlhf_jax import mesh as meshes
@@ -62,12 +64,8 @@ class PlannedRun:
         """
         if model is None:
             return 0
-        dtype = dtype or self.layout.dtype
-        made: Model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), model, dtype))
-        if not ends:
-            made = dataclasses.replace(made, embed=None, head=None)
         layout = dataclasses.replace(self.layout, role=role)
-        return meshes.bytes_per_device(made, meshes.model_shardings(made, layout))
+        return weight_bytes(model, np.dtype(dtype or layout.dtype), layout, ends)
 
     def cast_weights(self, model: ModelConfig) -> int:
         """Return the bytes of a copy of float32 weights in the compute dtype, if it is another."""
@@ -141,6 +139,18 @@ class PlannedRun:
     def gathered(self, model: ModelConfig) -> int:
         """Return the bytes of one layer's weights, gathered over `fsdp`."""
         return self.weights(dataclasses.replace(model, num_layers=1), role="generation", ends=False)
+
+
+@functools.cache
+def weight_bytes(model: ModelConfig, dtype: np.dtype, layout: meshes.Layout, ends: bool) -> int:
+    """Return the bytes of a device's share of a model's weights; of the layers and norm, not ends.
+
+    It is remembered, as a search asks it of the same shapes again and again.
+    """
+    made: Model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), model, dtype))
+    if not ends:
+        made = dataclasses.replace(made, embed=None, head=None)
+    return meshes.bytes_per_device(made, meshes.model_shardings(made, layout))
 
 
 def row_share(rows: int, layout: meshes.Layout) -> int:

@@ -296,14 +296,12 @@ def _check_devices(config: Config, num_devices: int, num_processes: int) -> None
         " it.",
     )
     check_fused_inference(config, slices)
-    check_rows(config, plan)
+    check_batches(config)
+    check_rows(config, plan, config.plan)
 
 
-def check_rows(config: Config, plan: Plan) -> None:
-    """Raise ValueError where a split of rows is not even.
-
-    They are split into minibatches, micro-batches and the parts of each call's devices.
-    """
+def check_batches(config: Config) -> None:
+    """Raise ValueError where samples do not split evenly into minibatches and micro-batches."""
     samples = config.generation.prompts_per_step * config.generation.samples_per_prompt
     minibatches = config.training.minibatches
     rows = config.training.microbatch_rows
@@ -315,27 +313,35 @@ def check_rows(config: Config, plan: Plan) -> None:
     )
     minibatch = samples // minibatches
     require_even_split(minibatch, rows, "rows of a minibatch", by="training.microbatch_rows")
+
+
+def check_rows(config: Config, plan: Plan, name: str) -> None:
+    """Raise ValueError where rows do not split evenly over the devices of a call.
+
+    name: of the plan, '' where it is the config's mesh.
+    """
+    rows = config.training.microbatch_rows
     for call, placed in plan.placements.items():
         if call == "generation":
             in_slice = placed.row_shards // placed.slices
-            by = axes_of(config, call, "data x fsdp")
+            by = axes_of(name, call, "data x fsdp")
             require_even_split(
                 config.generation.max_rows, in_slice, "rows of generation.max_rows", by=by
             )
         else:
-            by = axes_of(config, call, "slices x data x fsdp")
+            by = axes_of(name, call, "slices x data x fsdp")
             require_even_split(rows, placed.row_shards, "rows of training.microbatch_rows", by=by)
     if derived.trains_drafter(config) and objective_of(config).uses_rewards:
         learned = config.drafter.samples
         part = min(learned, rows)
         require_even_split(learned, part, "rows of drafter.samples", by="training.microbatch_rows")
         shards = plan.placements["policy_training"].row_shards
-        by = axes_of(config, "policy_training", "slices x data x fsdp")
+        by = axes_of(name, "policy_training", "slices x data x fsdp")
         require_even_split(part, shards, "rows of drafter.samples at one time", by=by)
 
 
-def axes_of(config: Config, call: str, axes: str) -> str:
+def axes_of(plan: str, call: str, axes: str) -> str:
     """Name the axes that split a call's rows, as the mesh or the plan has them."""
-    if config.plan:
-        return f"{call}'s {axes} of plan {config.plan}"
+    if plan:
+        return f"{call}'s {axes} of plan {plan}"
     return " x ".join(f"mesh.{axis}" for axis in axes.split(" x "))

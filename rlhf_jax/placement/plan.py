@@ -35,6 +35,11 @@ class CallLayouts(NamedTuple):
 CALLS = CallLayouts._fields
 
 
+# TPUs of whose slices only those of at most 4x4 chips may be divided: a program must span others.
+V5E = ("TPU v5e", "TPU v5 lite")
+LARGEST_DIVIDED = 16
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """Hold the devices of a call, and how they split it: the axes' product is their number."""
@@ -112,13 +117,17 @@ class Plan:
         return [calls for index, calls in enumerate(there) if calls and calls not in there[:index]]
 
     def table(self) -> list[str]:
-        """Return lines of text: for each call its devices, the axes that split, and its dtype."""
+        """Return lines of text: for each call its devices, and the axes that split.
+
+        And its dtype, where calls have several.
+        """
         lines = []
+        several = len({placed.dtype for placed in self.placements.values()}) > 1
         for call, placed in self.placements.items():
             axes = [f"{axis} {size}" for axis, size in placed.shape.items() if size > 1]
             where = f"{placed.first}..{placed.first + placed.count - 1}"
-            split = ", ".join(axes) or "whole"
-            lines.append(f"{call:20} devices {where:8} {split}, {placed.dtype}")
+            said = ", ".join([*axes, placed.dtype] if several else axes) or "whole"
+            lines.append(f"{call:20}{where:>9}  {said}")
         return lines
 
     def document(self) -> dict[str, Any]:
@@ -221,6 +230,19 @@ def check_kernels(plan: Plan, source: str, platform: str) -> None:
                     f"{source} has {kernel} {name!r:.40} for {call}, and here is a {platform}; give"
                     " 'reference' or leave kernels out."
                 )
+
+
+def check_parts(plan: Plan, source: str, device_kind: str) -> None:
+    """Raise ValueError where a call has a part of a TPU slice that gets no programs of its own."""
+    if device_kind not in V5E or plan.devices <= LARGEST_DIVIDED:
+        return
+    for call, placed in plan.placements.items():
+        part = placed.count // placed.slices
+        if part < plan.devices:
+            raise ValueError(
+                f"{source} has programs of {call} for {part} chips of a slice of {plan.devices}"
+                f" {device_kind}, which must all be in each: give {call} all, and mesh.slices 1."
+            )
 
 
 def check_models(plan: Plan, source: str, parameters: Mapping[str, int]) -> None:

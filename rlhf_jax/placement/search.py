@@ -72,9 +72,9 @@ class Problem:
 
 
 class SearchResult(NamedTuple):
-    """Hold the best choice, its seconds, and a bound below which no choice is."""
+    """Hold the best placement of all calls, its seconds, and a bound below which none is."""
 
-    choice: dict[str, Option]
+    placed: dict[str, Option]
     seconds: float
     bound: float
 
@@ -84,30 +84,30 @@ class SearchResult(NamedTuple):
         return 1.0 - self.bound / self.seconds
 
 
-def step_seconds(problem: Problem, choice: Placed) -> float:
+def step_seconds(problem: Problem, placed: Placed) -> float:
     """Return the seconds of a step in which every call is placed."""
-    return sum(stage_seconds(problem, stage, choice) for stage in problem.stages)
+    return sum(stage_seconds(problem, stage, placed) for stage in problem.stages)
 
 
-def stage_seconds(problem: Problem, stage: Sequence[str], choice: Placed) -> float:
+def stage_seconds(problem: Problem, stage: Sequence[str], placed: Placed) -> float:
     """Return the seconds until the last call of a stage has ended.
 
     A call begins, in the order of the stage, as soon as all its blocks are free.
     """
     free = [0.0] * problem.blocks
     for call in stage:
-        option = choice[call]
+        option = placed[call]
         own = slice(option.first, option.ends)
-        began = max(free[own]) + problem.transfer(call, option, choice)
+        began = max(free[own]) + problem.transfer(call, option, placed)
         free[own] = [began + option.seconds] * option.blocks
     return max(free)
 
 
-def fits(problem: Problem, choice: Placed) -> bool:
+def fits(problem: Problem, placed: Placed) -> bool:
     """Tell whether each block has memory for what is there always, and for any stage beside it."""
     for block in range(problem.blocks):
         there = {
-            call: option for call, option in choice.items() if option.first <= block < option.ends
+            call: option for call, option in placed.items() if option.first <= block < option.ends
         }
         always = sum(option.always for option in there.values())
         works = [

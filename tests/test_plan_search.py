@@ -1,0 +1,108 @@
+"""`rlhf-jax plan --search`: the plan found is the best of those compared, and can be run."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from rlhf_jax import command
+from rlhf_jax.build.planned import plan_run
+from rlhf_jax.build.searched import search_plans
+from rlhf_jax.config import command_line
+from rlhf_jax.config.hardware import parse_hardware
+from rlhf_jax.placement.plan import Placement, read_plan
+
+
+def searched(name: str, devices: str, **changes):
+    config = command_line.load(name)
+    config.mesh.fsdp = -1
+    config.training.minibatches = 1
+    config.training.microbatch_rows = 64
+    config.generation.max_rows = 64
+    config.update_from_flattened_dict(changes)
+    return search_plans(config, plan_run(config, parse_hardware(devices)))
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        ("ppo_llama31_8b:tpu", "v5p:4x4x4"),
+        ("grpo_llama31_8b:gpu", "gpu:8x8:h100"),
+        ("grpo_llama31_8b:tpu", "v5p:2x2x2"),
+    ],
+)
+def test_the_plan_that_is_found_is_proved_and_better_than_what_is_known(name, devices):
+    asked = searched(name, devices)
+    *known, found = asked.plans
+    assert not asked.left_out and asked.gap == 0.0
+    names = [plan.name for plan in asked.plans]
+    assert names == ["mesh", "colocated", "interleaved", "disaggregated", "found"]
+    assert all(found.step <= plan.step for plan in known)
+    assert found.step == pytest.approx(sum(found.stages))
+    assert found.gigabytes <= parse_hardware(devices).gigabytes
+
+
+def test_a_slice_of_v5e_is_not_divided():
+    changes = {"drafter.path": "", "generation.strategy": "plain"}
+    found = searched("ppo_llama31_8b:tpu", "v5e:8x8", **changes)
+    assert [plan.name for plan in found.plans] == ["mesh", "colocated", "found"]
+    assert {one.count for one in found.plans[-1].plan.placements.values()} == {64}
+    assert "32 chips of a slice of 64 TPU v5e" in found.left_out["disaggregated"]
+
+
+def test_a_preset_that_cannot_split_the_rows_is_left_out_and_why():
+    found = searched("grpo_llama31_8b:tpu", "v5p:4x4x4", **{"training.microbatch_rows": 32})
+    assert [plan.name for plan in found.plans] == ["mesh", "disaggregated", "found"]
+    said = {name: reason.partition(";")[0] for name, reason in found.left_out.items()}
+    split = "The 32 rows of training.microbatch_rows cannot be split evenly by"
+    of_plan = "'s slices x data x fsdp of plan"
+    assert said == {
+        "colocated": f"{split} reference_inference{of_plan} colocated = 64",
+        "interleaved": f"{split} policy_training{of_plan} interleaved = 64",
+    }
+
+
+def test_the_command_prints_plans_and_writes_the_best(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    words = ["plan", "ppo_llama31_8b:tpu", "--devices", "v5p:4x4x4", "--config.mesh.fsdp=-1"]
+    words += ["--config.training.minibatches=1", "--config.training.microbatch_rows=64"]
+    words.append("--config.generation.max_rows=64")
+    assert command.main([*words, "--search", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    steps = {
+        name: float(seconds)
+        for name, seconds in re.findall(r"(mesh|colocated|interleaved|found) +([\d.]+) s", said)
+    }
+    assert len(steps) == 4 and min(steps.values()) == steps["found"]
+    assert "no plan of this kind is shorter" in said and "not measured" in said
+    plan = read_plan(out, Placement(0, 1))
+    assert plan.devices == 64 and plan.parameters["policy"] == 8_030_261_248
+
+    # it is a plan of this config, and is not one of another
+    assert command.main([*words, f"--config.plan={out}"]) == 0
+    assert re.search(r"policy_training +\d+\.\.\d+  fsdp", capsys.readouterr().out)
+    other = ["plan", "grpo_llama31_8b:tpu", *words[2:], f"--config.plan={out}"]
+    assert command.main(other) == 2
+    assert "places policy_inference, which this run does not have" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["quickstart", "--devices", "v5e:2x2", "--config.training.microbatch_rows=48"],
+            "rows of a minibatch cannot be split evenly",
+        ),
+        (["quickstart", "--devices", "cpu:8"], "Nothing says how fast 8 x cpu"),
+        (["grpo_llama31_8b:tpu", "--devices", "v5e:2x2"], "No plan fits 4 x TPU v5e"),
+        (
+            ["grpo_llama31_8b:tpu", "--devices", "v5e:8x8", "--config.generation.max_rows=3"],
+            "No sharding of 64 x TPU v5e, 16 GB each splits the rows of generation evenly",
+        ),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused_in_one_sentence(words, said, capsys):
+    assert command.main(["plan", *words, "--config.mesh.fsdp=-1", "--search"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
