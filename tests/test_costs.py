@@ -194,6 +194,15 @@ def test_more_chips_and_accepted_drafts_take_less_time():
     assert 0.5 <= drafted["generation"] / few["generation"] < 0.55
 
 
+def test_devices_without_a_row_wait_for_those_with_one():
+    models = ModelConfigs(LLAMA_8B)
+    run = planned("grpo_llama31_8b:tpu", 64, models, fsdp=64)
+    idle = seconds(run, "v5p:4x4x4")
+    run.config.training.microbatch_rows = 64
+    busy = seconds(run, "v5p:4x4x4")
+    assert idle["reference"] == pytest.approx(8 * busy["reference"])
+
+
 def test_what_is_sent_over_a_slow_network_is_waited_for():
     run = planned("grpo_llama31_8b:gpu", 64, ModelConfigs(LLAMA_8B), fsdp=8, tensor=8)
     near = seconds(run, "gpu:64:h100")

@@ -110,10 +110,15 @@ class PlacedRun:
         return max(self.computing(flops, share), weights + gradients) + sums
 
     def passes(self, updates: int = 1) -> Passes:
-        """Count the micro-batches of all samples, cut into so many updates."""
+        """Count the micro-batches of all samples, cut into so many updates.
+
+        Each is filled up to as many rows on every device, which those with fewer wait for.
+        """
         rows = min(self.run.config.training.microbatch_rows, self.samples)
         count = updates * math.ceil(self.samples / updates / rows)
-        return Passes(count, rows, self.run.text_tokens, self.run.config.generation.max_new_tokens)
+        filled = row_share(rows, self.run.layout) * self.run.layout.row_shards
+        response = self.run.config.generation.max_new_tokens
+        return Passes(count, filled, self.run.text_tokens, response)
 
     def rounds(self, tokens_per_round: float) -> Rounds:
         """Count rounds where slices have samples alike, in turns where rows are too few."""
@@ -147,8 +152,9 @@ def predict_calls(
 ) -> list[CallCost]:
     """Predict each call of an iteration in which all prompts and responses have full length.
 
-    No prompt is taken to be shared by its samples. tokens_per_round: that a row gains in a round
-    of generation, 1 without drafts. The hardware's chip must be known.
+    No prompt is taken to be shared by its samples. Drafting and the training of a student are left
+    out. tokens_per_round: that a row gains in a round of generation, 1 without drafts. The
+    hardware's chip must be known.
     """
     found = []
     for call in derived.calls(run.config):
