@@ -232,6 +232,29 @@ def test_without_remat_a_tpu_keeps_the_activations_that_are_foreseen():
 
 
 @needs_libtpu
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("topology", "fsdp", "remat"),
+    [("v5p:4x4x4", 64, "on"), ("v5p:4x4x4", 64, "off"), ("v5p:2x2x2", 8, "on")],
+)
+def test_memory_is_foreseen_however_far_an_8b_model_is_split(topology, fsdp, remat):
+    """With one row on each device."""
+    config = load("grpo_llama31_8b:tpu")
+    config.drafter.path = ""
+    config.generation.strategy = "plain"
+    config.training.update(microbatch_rows=fsdp, remat=remat)
+    mesh = meshes.make_mesh(fsdp=fsdp, devices=devices(topology))
+    layout = Layout(mesh, dtype=jnp.dtype(jnp.bfloat16))
+    at = Target(config, ModelConfigs(CONFIGS["grpo_llama31_8b:tpu"].models.policy), layout)
+    parts = memory.plan(*at)
+    foreseen = sum(part.bytes for part in parts if part.stage == "training")
+    policy = weights(at.models.policy, master(layout))
+    compiled = needed(gradient_program(at, policy, policy_objective))
+    what = f"8B over {fsdp} with remat {remat} in training"
+    assert_near(by_name(parts)["policy, float32"] + foreseen, compiled, what)
+
+
+@needs_libtpu
 def test_the_optimizers_step_is_taken_in_place():
     at = target("grpo_llama31_8b:tpu")
     policy = weights(at.models.policy, master(at.layout))
