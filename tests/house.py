@@ -43,13 +43,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # folder, and from rooms on lower floors; a file without a room breaks the rule.
 FLOORS = {
     "pallas_kernels": 0,
+    "rlhf_jax/mesh.py": 1,
     "rlhf_jax/runtime/files.py": 1,
     "rlhf_jax/runtime/foreign.py": 1,
     "rlhf_jax/runtime/messages.py": 1,
     "rlhf_jax/types.py": 1,
     "rlhf_jax/config/schema.py": 2,
     "rlhf_jax/data": 2,
-    "rlhf_jax/mesh.py": 2,
+    "rlhf_jax/placement": 2,
     "rlhf_jax/runtime": 2,
     "rlhf_jax/config/__init__.py": 3,
     "rlhf_jax/config/objectives.py": 3,

@@ -12,9 +12,10 @@ import numpy as np
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.overlap import PER_TOKEN_SCORES, PendingScores, Scored, dispatch_scores
-from rlhf_jax.mesh import Layout, bring_weights
+from rlhf_jax.mesh import Layout
 from rlhf_jax.model.transformer import cast
 from rlhf_jax.monitoring.parts import PhaseParts
+from rlhf_jax.placement.transfer import is_in_place, transfer
 from rlhf_jax.runtime.compilation import Execute, call, compile_only
 from rlhf_jax.types import Model, Rollout
 
@@ -111,9 +112,12 @@ def _dispatch(
     """Start to score by weights as inference has them."""
     layout = settings.layout
     own = (policy if settings.policy_logprobs else None, critic)
-    cast_ones = [model and execute(_cast, model, layout.dtype) for model in own]
-    own_policy, own_critic = bring_weights(cast_ones, layout)
-    models = (own_policy, reference, own_critic)
+    found = []
+    for model in own:
+        if model is not None and is_in_place(model, layout):
+            model = execute(_cast, model, layout.dtype)
+        found.append(model and transfer(model, layout, layout.dtype))
+    models = (found[0], reference, found[1])
     how = (settings.temperature, settings.microbatch_rows, settings.length_bucket, layout)
     return dispatch_scores(models, rollout, *how, execute=execute)
 

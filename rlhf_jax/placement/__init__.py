@@ -1,0 +1,1 @@
+"""Move weights between the devices and layouts of calls."""
