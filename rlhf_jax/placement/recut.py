@@ -8,7 +8,6 @@ So each device receives what it lacks of its new part, and nothing else.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -22,30 +21,6 @@ from rlhf_jax.placement.grid import Split
 
 # The axis of the grid that has each digit; None: every device has all its values.
 Held = tuple[int | None, ...]
-
-
-class Recut(NamedTuple):
-    """Say how one leaf is split over a grid before and after."""
-
-    # of the axes of the grid
-    sizes: tuple[int, ...]
-    # the sizes of each dimension's digits
-    digits: Split
-    source: Held
-    target: Held
-
-    @property
-    def radices(self) -> tuple[int, ...]:
-        """Return the sizes of all digits."""
-        return tuple(itertools.chain.from_iterable(self.digits))
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        """Return where each digit's axis is, of a leaf that is seen digit by digit."""
-        dimensions = enumerate(self.digits)
-        # behind its digits each dimension has an axis of what is never split
-        owners = [dimension for dimension, sizes in dimensions for _ in sizes]
-        return tuple(digit + dimension for digit, dimension in enumerate(owners))
 
 
 class Swap(NamedTuple):
@@ -75,36 +50,73 @@ class Steps(NamedTuple):
         return self.senders != tuple(range(len(self.senders)))
 
 
-@functools.cache
-def steps_of(recut: Recut) -> Steps:
-    """Return the steps: digits that stay split go from axis to axis along paths, and in circles.
+class Recut(NamedTuple):
+    """Say how one leaf is split over a grid before and after."""
 
-    A path begins at an axis that has no digit to receive from another, and ends at one whose own
-    no other receives; from end to begin goes what closes the circle.
-    """
-    held = {axis: digit for digit, axis in enumerate(recut.source) if axis is not None}
-    wanted = {axis: digit for digit, axis in enumerate(recut.target) if axis is not None}
-    # to which axis each axis gives a digit that stays split
-    ends = zip(recut.source, recut.target, strict=True)
-    gives = {axis: end for axis, end in ends if axis is not None and end is not None}
-    senders = [gives.get(axis, axis) for axis in range(len(recut.sizes))]
-    cuts = []
-    swaps = []
-    gathers = []
-    for first in sorted(set(range(len(senders))) - set(gives.values())):
-        last = first
-        while last in gives:
-            last = gives[last]
-        new = wanted.get(first)
-        old = held.get(last)
-        senders[last] = first
-        if new is not None and old is not None:
-            swaps.append(Swap(old, new, first, last))
-        elif new is not None:
-            cuts.append((new, last))
-        elif old is not None:
-            gathers.append((old, first))
-    return Steps(tuple(cuts), tuple(senders), tuple(swaps), tuple(gathers))
+    # of the axes of the grid
+    sizes: tuple[int, ...]
+    # the sizes of each dimension's digits
+    digits: Split
+    source: Held
+    target: Held
+
+    @property
+    def radices(self) -> tuple[int, ...]:
+        """Return the sizes of all digits."""
+        return tuple(itertools.chain.from_iterable(self.digits))
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Return where each digit's axis is, of a leaf that is seen digit by digit."""
+        dimensions = enumerate(self.digits)
+        # behind its digits each dimension has an axis of what is never split
+        owners = [dimension for dimension, sizes in dimensions for _ in sizes]
+        return tuple(digit + dimension for digit, dimension in enumerate(owners))
+
+    @property
+    def steps(self) -> Steps:
+        """Return the steps: digits that stay split go along paths of axes, and in circles.
+
+        A path begins at an axis that has no digit to receive from another, and ends at one whose
+        own no other receives; from end to begin goes what closes the circle.
+        """
+        held = {axis: digit for digit, axis in enumerate(self.source) if axis is not None}
+        wanted = {axis: digit for digit, axis in enumerate(self.target) if axis is not None}
+        # to which axis each axis gives a digit that stays split
+        ends = zip(self.source, self.target, strict=True)
+        gives = {axis: end for axis, end in ends if axis is not None and end is not None}
+        senders = [gives.get(axis, axis) for axis in range(len(self.sizes))]
+        cuts = []
+        swaps = []
+        gathers = []
+        for first in sorted(set(range(len(senders))) - set(gives.values())):
+            last = first
+            while last in gives:
+                last = gives[last]
+            new = wanted.get(first)
+            old = held.get(last)
+            senders[last] = first
+            if new is not None and old is not None:
+                swaps.append(Swap(old, new, first, last))
+            elif new is not None:
+                cuts.append((new, last))
+            elif old is not None:
+                gathers.append((old, first))
+        return Steps(tuple(cuts), tuple(senders), tuple(swaps), tuple(gathers))
+
+    def rounds(self) -> Iterator[tuple[tuple[int, ...], list[tuple[int, int]]]]:
+        """Return, for each round of an exchange, the offset of each swap, and who sends to whom.
+
+        A sender's number along the end of a path is its receiver's along the begin, and the offset.
+        """
+        steps = self.steps
+        numbers = np.indices(self.sizes).reshape(len(self.sizes), -1)
+        for offsets in itertools.product(*(range(self.sizes[swap.last]) for swap in steps.swaps)):
+            sender = numbers[list(steps.senders)]
+            for swap, offset in zip(steps.swaps, offsets, strict=True):
+                sender[swap.last] = (sender[swap.last] + offset) % self.sizes[swap.last]
+            origins = np.asarray(np.ravel_multi_index(tuple(sender), self.sizes)).tolist()
+            yield offsets, list(zip(origins, range(len(origins)), strict=True))
 
 
 def recut_local(x: jax.Array, recut: Recut, names: tuple[str, ...]) -> jax.Array:
@@ -112,7 +124,7 @@ def recut_local(x: jax.Array, recut: Recut, names: tuple[str, ...]) -> jax.Array
 
     x: its part before, digit by digit.
     """
-    steps = steps_of(recut)
+    steps = recut.steps
     for digit, axis in steps.cuts:
         number = jax.lax.axis_index(names[axis])
         x = jax.lax.dynamic_slice_in_dim(x, number, 1, recut.places[digit])
@@ -150,7 +162,7 @@ def _exchange(x: jax.Array, steps: Steps, recut: Recut, names: tuple[str, ...]) 
     """Send digits from axis to axis, one round for each value of the digits that are swapped."""
     own = [jax.lax.axis_index(name) for name in names]
     found: jax.Array | None = None
-    for offsets, pairs in rounds(steps, recut.sizes):
+    for offsets, pairs in recut.rounds():
         part = x
         for swap, offset in zip(steps.swaps, offsets, strict=True):
             value = (own[swap.last] - offset) % recut.sizes[swap.last]
@@ -172,22 +184,6 @@ def _exchange(x: jax.Array, steps: Steps, recut: Recut, names: tuple[str, ...]) 
     return found
 
 
-def rounds(
-    steps: Steps, sizes: tuple[int, ...]
-) -> Iterator[tuple[tuple[int, ...], list[tuple[int, int]]]]:
-    """Return, for each round of an exchange, the offset of each swap, and who sends to whom.
-
-    A sender's number along the end of a path is its receiver's along the begin, plus the offset.
-    """
-    numbers = np.indices(sizes).reshape(len(sizes), -1)
-    for offsets in itertools.product(*(range(sizes[swap.last]) for swap in steps.swaps)):
-        sender = numbers[list(steps.senders)]
-        for swap, offset in zip(steps.swaps, offsets, strict=True):
-            sender[swap.last] = (sender[swap.last] + offset) % sizes[swap.last]
-        origins = np.asarray(np.ravel_multi_index(tuple(sender), sizes)).tolist()
-        yield offsets, list(zip(origins, range(len(origins)), strict=True))
-
-
 def fill(parts: jax.Array, places: Sequence[int]) -> jax.Array:
     """Move the leading axes of a leaf's parts to places where its own axes have length 1."""
     whole = parts.squeeze([place + len(places) for place in places])
@@ -197,7 +193,7 @@ def fill(parts: jax.Array, places: Sequence[int]) -> jax.Array:
 
 def received(recut: Recut, size: int) -> int:
     """Count the entries that devices receive from others as a leaf of `size` entries is recut."""
-    steps = steps_of(recut)
+    steps = recut.steps
     count = math.prod(recut.sizes)
     held = [recut.radices[digit] for digit, axis in enumerate(recut.source) if axis is not None]
     part = size // math.prod(held)
@@ -205,7 +201,7 @@ def received(recut: Recut, size: int) -> int:
     values = math.prod(recut.sizes[swap.last] for swap in steps.swaps)
     found = 0
     if steps.turns:
-        pairs = [pair for _, pairs in rounds(steps, recut.sizes) for pair in pairs]
+        pairs = [pair for _, pairs in recut.rounds() for pair in pairs]
         found += sum(origin != end for origin, end in pairs) * (part // values)
     else:
         found += count * (part - part // values)

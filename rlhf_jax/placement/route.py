@@ -13,42 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlhf_jax.placement.grid import (
-    Grid,
-    Split,
-    agreed_part,
-    axis_of_digits,
-    common_grid,
-    digits_of,
-    over_grid,
-    own_grid,
-    spread,
-)
-from rlhf_jax.placement.recut import Held, Recut, received
+from rlhf_jax.placement.grid import Grid, common_grid, over_grid, own_grid, spread
+from rlhf_jax.placement.leg import Leg, Placing, recuts_between
+from rlhf_jax.placement.recut import Held, received
 
-
-class Placing(NamedTuple):
-    """Say which devices hold a leaf, and how it is split over them."""
-
-    # by their ids, in the order of their mesh
-    devices: tuple[int, ...]
-    # of the axes of the mesh
-    sizes: tuple[int, ...]
-    # the mesh's axes that split each dimension
-    split: Split
-
-
-class Leg(NamedTuple):
-    """Say what one program does with one leaf, all of it on the same devices."""
-
-    shape: tuple[int, ...]
-    # ids of the devices, in the order of the grid
-    devices: tuple[int, ...]
-    # one after another: two where dimensions are split into parts that do not fit each other
-    recuts: tuple[Recut, ...]
-    # digits whose values come in, or go out, as pieces; None: the leaf is one array
-    enters: tuple[int, ...] | None = None
-    leaves: tuple[int, ...] | None = None
+__all__ = ["Route", "Traffic", "find_route", "lacking", "traffic"]
 
 
 class Route(NamedTuple):
@@ -89,7 +58,7 @@ def traffic(shape: tuple[int, ...], source: Placing, target: Placing) -> Traffic
     found = 0
     if route.second is not None:
         recuts += route.second.recuts
-        size = math.prod(part_shape(route.second))
+        size = math.prod(route.second.part_shape())
         for device, pieces in zip(route.second.devices, route.crossing, strict=True):
             found += size * sum(sender != device for sender, _ in pieces)
     found += sum(received(recut, math.prod(shape)) for recut in recuts)
@@ -98,28 +67,15 @@ def traffic(shape: tuple[int, ...], source: Placing, target: Placing) -> Traffic
 
 def lacking(shape: tuple[int, ...], source: Placing, target: Placing) -> int:
     """Count the entries of their new parts that devices do not hold before."""
-    before = dict(zip(source.devices, _bounds(shape, source), strict=True))
+    before = dict(zip(source.devices, source.bounds(shape), strict=True))
     found = 0
-    for device, bounds in zip(target.devices, _bounds(shape, target), strict=True):
+    for device, bounds in zip(target.devices, target.bounds(shape), strict=True):
         found += math.prod(end - start for start, end in bounds)
         if device in before:
             pairs = zip(bounds, before[device], strict=True)
             both = [min(a[1], b[1]) - max(a[0], b[0]) for a, b in pairs]
             found -= math.prod(max(0, length) for length in both)
     return found
-
-
-def part_shape(leg: Leg, *, outgoing: bool = False) -> tuple[int, ...]:
-    """Return the shape of one device's part, or of one piece of it, before or after a leg."""
-    recut = leg.recuts[-1 if outgoing else 0]
-    held = recut.target if outgoing else recut.source
-    pieces = (leg.leaves if outgoing else leg.enters) or ()
-    split = [axis is not None or digit in pieces for digit, axis in enumerate(held)]
-    shape = []
-    numbers = iter(split)
-    for size, sizes in zip(leg.shape, recut.digits, strict=True):
-        shape.append(size // math.prod(radix for radix in sizes if next(numbers)))
-    return tuple(shape)
 
 
 def _narrowed(source: Placing, target: Placing) -> Placing:
@@ -147,27 +103,23 @@ def _stay(shape: tuple[int, ...], source: Placing, target: Placing) -> Route | N
         return None
     before = over_grid(source.split, grid.source)
     after = over_grid(target.split, grid.target)
-    recuts = _recuts(shape, before, after, sizes=grid.sizes)
+    recuts = recuts_between(shape, before, after, sizes=grid.sizes)
     return Route(Leg(shape, source.devices, recuts))
 
 
 def _cross(shape: tuple[int, ...], source: Placing, target: Placing) -> Route | None:
     """Return the way to other devices: all send equally many equal pieces, and so all receive.
 
-    The devices that send are numbered by their axes in an order that suits the target.
+    Devices are numbered by the axes of their mesh in orders that suit each other.
     """
     count = math.lcm(len(source.devices), len(target.devices))
-    sent = count // len(source.devices)
-    taken = count // len(target.devices)
-    for axes in itertools.permutations(range(len(source.sizes))):
-        devices = np.reshape(source.devices, source.sizes).transpose(axes)
-        split = tuple(tuple(axes.index(axis) for axis in own) for own in source.split)
-        sender = Placing(tuple(devices.ravel().tolist()), devices.shape, split)
+    for sender, receiver in itertools.product(source.turned(), target.turned()):
         # a last axis of each mesh numbers the pieces of a device
-        sizes = ((*sender.sizes, sent), (*target.sizes, taken))
+        pieces = (count // len(source.devices), count // len(target.devices))
+        sizes = ((*sender.sizes, pieces[0]), (*receiver.sizes, pieces[1]))
         grid = common_grid(*sizes, tuple(range(count)))
         if grid is not None:
-            return _cross_over(shape, sender, target, grid=grid)
+            return _cross_over(shape, sender, receiver, grid=grid)
     return None
 
 
@@ -185,12 +137,12 @@ def _cross_over(
         return None
 
     own = axes[: len(axes) - len(grid.source[-1])]
-    (leaving,) = _recuts(shape, before, pieces, sizes=grid.sizes)
+    (leaving,) = recuts_between(shape, before, pieces, sizes=grid.sizes)
     over, leaves = _own_digits(leaving.target, own)
     leaving = leaving._replace(sizes=tuple(grid.sizes[axis] for axis in own), target=over)
 
     own = axes[: len(axes) - len(grid.target[-1])]
-    arriving, *rest = _recuts(shape, pieces, after, sizes=grid.sizes, axes=own)
+    arriving, *rest = recuts_between(shape, pieces, after, sizes=grid.sizes, axes=own)
     over, enters = _own_digits(arriving.source, own)
     arriving = arriving._replace(source=over)
 
@@ -203,29 +155,6 @@ def _cross_over(
         tuple(table),
         Leg(shape, target.devices, (arriving, *rest), enters=enters),
     )
-
-
-def _recuts(
-    shape: tuple[int, ...],
-    before: Split,
-    after: Split,
-    sizes: tuple[int, ...],
-    axes: Sequence[int] | None = None,
-) -> tuple[Recut, ...]:
-    """Return how to come from a split to another over a grid, or over some `axes` of it."""
-    axes = range(len(sizes)) if axes is None else axes
-    splits = [before, after]
-    if digits_of(splits, sizes) is None:
-        # parts of 1/2 and of 1/3, for example: with neither in between
-        agreed = agreed_part(before, after, sizes, axes)
-        splits.insert(1, spread(shape, agreed, splits, sizes=sizes, axes=axes))
-    found = []
-    for pair in itertools.pairwise(splits):
-        digits = digits_of(pair, sizes)
-        assert digits is not None, "A split in between agrees with both."
-        held = (axis_of_digits(split, digits) for split in pair)
-        found.append(Recut(tuple(sizes[axis] for axis in axes), digits, *held))
-    return tuple(found)
 
 
 def _own_digits(held: Held, axes: Sequence[int]) -> tuple[Held, tuple[int, ...]]:
@@ -243,22 +172,9 @@ def _go_whole(shape: tuple[int, ...], source: Placing, target: Placing) -> Route
         grid = own_grid(place.sizes)
         split = over_grid(place.split, grid.source)
         ends = (split, whole) if place is source else (whole, split)
-        legs.append(Leg(shape, place.devices, _recuts(shape, *ends, sizes=grid.sizes)))
+        legs.append(Leg(shape, place.devices, recuts_between(shape, *ends, sizes=grid.sizes)))
     table = []
     for number, device in enumerate(target.devices):
         there = device in source.devices
         table.append(((device if there else source.devices[number % len(source.devices)], 0),))
     return Route(legs[0]._replace(leaves=()), tuple(table), legs[1]._replace(enters=()))
-
-
-def _bounds(shape: tuple[int, ...], place: Placing) -> list[list[tuple[int, int]]]:
-    """Return where the part of each device begins and ends in each dimension."""
-    numbers = np.indices(place.sizes).reshape(len(place.sizes), -1)
-    columns = []
-    for size, axes in zip(shape, place.split, strict=True):
-        part = np.zeros(len(place.devices), np.int64)
-        for axis in axes:
-            part = part * place.sizes[axis] + numbers[axis]
-        length = size // math.prod(place.sizes[axis] for axis in axes)
-        columns.append([(start, start + length) for start in (part * length).tolist()])
-    return [[column[device] for column in columns] for device in range(len(place.devices))]

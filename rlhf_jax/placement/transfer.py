@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, TypeVar
 from typing import cast as typed
 
@@ -20,14 +19,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jax.typing import DTypeLike
 
 from rlhf_jax.mesh import Layout, model_shardings, pin_weights
-from rlhf_jax.placement.recut import Recut, fill, recut_local
-from rlhf_jax.placement.route import Leg, Placing, Route, Traffic, find_route, part_shape, traffic
+from rlhf_jax.placement.leg import Placing
+from rlhf_jax.placement.program import arrive, relabel, run_legs
+from rlhf_jax.placement.route import Traffic, find_route, traffic
 from rlhf_jax.types import Layer, Model
 
 T = TypeVar("T")
 
-# The arrays that stand for one leaf: itself, or one for each piece that a device sends or gets.
-Pieces = tuple[jax.Array, ...]
+__all__ = ["bytes_moved", "is_in_place", "move", "transfer", "transfer_ends", "transfer_layers"]
 
 
 def transfer(model: Model, layout: Layout, dtype: DTypeLike | None = None) -> Model:
@@ -65,14 +64,15 @@ def transfer_layers(
 
 
 def transfer_ends(model: Model, layout: Layout, dtype: DTypeLike | None = None) -> Model:
-    """Return a model whose embedding, norm and head are as a layout has them, one after another."""
-    places = _places(dataclasses.replace(model, layers=()), layout)
+    """Return what a model has beside its layers, one by one as a layout has it; with no layers."""
+    ends = dataclasses.replace(model, layers=())
+    places = _places(ends, layout)
     moved = {}
     for name in ("embed", "norm", "head"):
         leaf = getattr(model, name)
         place = None if places is None else getattr(places, name)
         moved[name] = None if leaf is None else move(leaf, place, dtype)
-    return dataclasses.replace(model, **moved)
+    return dataclasses.replace(ends, **moved)
 
 
 def is_in_place(tree: Any, layout: Layout, dtype: DTypeLike | None = None) -> bool:
@@ -118,171 +118,10 @@ def move(tree: T, places: Any, dtype: DTypeLike | None = None, index: int | None
     ]
     leaves, treedef = jax.tree.flatten(tree)
     firsts = [route.first for route in routes]
-    moved = _run_legs([(leaf,) for leaf in leaves], firsts, dtype=dtype, index=number)
-    moved = _arrive(moved, routes)
-    found = [_relabel(leaf, end) for (leaf,), end in zip(moved, ends, strict=True)]
+    moved = run_legs([(leaf,) for leaf in leaves], firsts, dtype=dtype, index=number)
+    moved = arrive(moved, routes)
+    found = [relabel(leaf, end) for (leaf,), end in zip(moved, ends, strict=True)]
     return jax.tree.unflatten(treedef, found)
-
-
-def _run_legs(
-    leaves: Sequence[Pieces],
-    legs: Sequence[Leg],
-    dtype: jnp.dtype | None = None,
-    index: np.int32 | None = None,
-) -> list[Pieces]:
-    """Run one leg of each leaf; those over the same grid are one program."""
-    found: dict[int, Pieces] = {}
-    grids = [_grid_mesh(leg.recuts[0].sizes, leg.devices) for leg in legs]
-    for grid in dict.fromkeys(grids):
-        own = [place for place, one in enumerate(grids) if one == grid]
-        given = []
-        for place in own:
-            sharding = NamedSharding(grid, _spec(legs[place], stacked=index is not None))
-            given.append(tuple(_relabel(piece, sharding) for piece in leaves[place]))
-        program = tuple(legs[place] for place in own)
-        moved = _run(given, index, legs=program, grid=grid, dtype=dtype)
-        found |= dict(zip(own, moved, strict=True))
-    return [found[place] for place in range(len(legs))]
-
-
-@functools.partial(jax.jit, static_argnames=("legs", "grid", "dtype"))
-def _run(
-    leaves: list[Pieces],
-    index: jax.Array | None,
-    legs: tuple[Leg, ...],
-    grid: Mesh,
-    dtype: jnp.dtype | None,
-) -> list[Pieces]:
-    """Take one layer of leaves where there is an index, cast them, and run their legs."""
-    found = []
-    for pieces, leg in zip(leaves, legs, strict=True):
-        run = jax.shard_map(
-            functools.partial(_run_local, leg=leg, dtype=dtype, names=grid.axis_names[:-1]),
-            mesh=grid,
-            in_specs=(_spec(leg, stacked=index is not None), PartitionSpec()),
-            out_specs=_spec(leg, outgoing=True),
-            check_vma=False,
-        )
-        found.append(run(pieces, index))
-    return found
-
-
-def _run_local(
-    pieces: Pieces,
-    index: jax.Array | None,
-    leg: Leg,
-    dtype: jnp.dtype | None,
-    names: tuple[str, ...],
-) -> Pieces:
-    """Run one leg of one leaf on one device: from its part or pieces to its part or pieces."""
-    if index is not None:
-        pieces = tuple(jax.lax.dynamic_index_in_dim(one, index, keepdims=False) for one in pieces)
-    if dtype is not None:
-        pieces = tuple(piece.astype(dtype) for piece in pieces)
-    x = _entered(pieces, leg)
-    for recut in leg.recuts:
-        x = recut_local(x.reshape(_view(leg, recut)), recut, names)
-    shape = part_shape(leg, outgoing=True)
-    if leg.leaves is None:
-        return (x.reshape(shape),)
-    places = [leg.recuts[-1].places[digit] for digit in leg.leaves]
-    parts = jnp.moveaxis(x, places, range(len(places)))
-    return tuple(parts.reshape(-1, 1, *shape))
-
-
-def _entered(pieces: Pieces, leg: Leg) -> jax.Array:
-    """Return a device's part of a leaf, put together where it has come in pieces."""
-    if leg.enters is None:
-        return pieces[0]
-    recut = leg.recuts[0]
-    counts = [recut.radices[digit] for digit in leg.enters]
-    parts = jnp.stack(pieces).reshape(*counts, *_view(leg, recut, pieces=leg.enters))
-    return fill(parts, [recut.places[digit] for digit in leg.enters])
-
-
-def _view(leg: Leg, recut: Recut, pieces: Sequence[int] = ()) -> tuple[int, ...]:
-    """Return the shape of a device's part with an axis for each digit, of length 1 if it is split.
-
-    Behind its digits each dimension has an axis of what is never split.
-    """
-    held = enumerate(recut.source)
-    view = []
-    for size, sizes in zip(leg.shape, recut.digits, strict=True):
-        for radix in sizes:
-            digit, axis = next(held)
-            view.append(radix if axis is None and digit not in pieces else 1)
-        view.append(size // math.prod(sizes))
-    return tuple(view)
-
-
-def _arrive(moved: list[Pieces], routes: Sequence[Route]) -> list[Pieces]:
-    """Send the pieces of leaves that go to other devices, and run their second legs there."""
-    going = {place: route.second for place, route in enumerate(routes) if route.second is not None}
-    pieces = []
-    receivers = []
-    for place, leg in going.items():
-        held = [
-            {one.device.id: one.data for one in leaf.addressable_shards} for leaf in moved[place]
-        ]
-        for receiver, own in zip(leg.devices, routes[place].crossing, strict=True):
-            pieces += [held[number][sender] for sender, number in own]
-            receivers += [_device(receiver)] * len(own)
-    sent = iter(jax.device_put(pieces, receivers))
-    arrived = []
-    for place, leg in going.items():
-        by_receiver = [[next(sent) for _ in own] for own in routes[place].crossing]
-        sharding = NamedSharding(_grid_mesh(leg.recuts[0].sizes, leg.devices), _spec(leg))
-        shape = (len(leg.devices), *part_shape(leg))
-        found = [
-            jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
-            for parts in zip(*by_receiver, strict=True)
-        ]
-        arrived.append(tuple(found))
-    found = dict(zip(going, _run_legs(arrived, list(going.values())), strict=True))
-    return [found.get(place, leaf) for place, leaf in enumerate(moved)]
-
-
-def _spec(leg: Leg, *, stacked: bool = False, outgoing: bool = False) -> PartitionSpec:
-    """Return how the arrays of a leaf are split over the mesh of its leg's grid."""
-    recut = leg.recuts[-1 if outgoing else 0]
-    names = _names(len(recut.sizes))
-    if (leg.leaves if outgoing else leg.enters) is not None:
-        return PartitionSpec(names)
-    held = iter(recut.target if outgoing else recut.source)
-    split = []
-    for sizes in recut.digits:
-        own = [next(held) for _ in sizes]
-        split.append(tuple(names[axis] for axis in own if axis is not None))
-    return PartitionSpec(*([None] if stacked else []), *split)
-
-
-def _names(axes: int) -> tuple[str, ...]:
-    return tuple(f"axis_{number}" for number in range(axes))
-
-
-@functools.lru_cache(maxsize=256)
-def _grid_mesh(sizes: tuple[int, ...], devices: tuple[int, ...]) -> Mesh:
-    """Return the mesh of a grid, with one more axis of size 1, as a mesh has at least one."""
-    places = np.array([_device(number) for number in devices]).reshape(*sizes, 1)
-    return Mesh(places, (*_names(len(sizes)), "one"))
-
-
-@functools.cache
-def _device(number: int) -> Any:
-    """Return the device that has an id."""
-    return next(device for device in jax.devices() if device.id == number)
-
-
-def _relabel(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Return an array that says otherwise where its parts lie, on all of its devices or some.
-
-    The parts stay, and share their buffers.
-    """
-    if leaf.sharding == sharding:
-        return leaf
-    devices = sharding.device_set
-    parts = [shard.data for shard in leaf.addressable_shards if shard.device in devices]
-    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
 
 
 @functools.lru_cache(maxsize=4096)
