@@ -158,7 +158,7 @@ def _one_layer(layers: T) -> T:
     def one(leaf: jax.Array) -> jax.ShapeDtypeStruct:
         place = leaf.sharding
         if isinstance(place, NamedSharding):
-            assert not place.spec[:1] or place.spec[0] is None, "Layers are never split."
+            assert place.shard_shape(leaf.shape)[0] == leaf.shape[0], "Layers are never split."
             place = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=place)
 
