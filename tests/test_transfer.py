@@ -15,13 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.array import ArrayImpl
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tpu_topology import devices, needs_libtpu
 
-from rlhf_jax.mesh import AXES, AXIS_TYPES, ROLES, Layout, model_shardings
+from benchmarks.compiled import LLAMA_8B, weights
+from rlhf_jax.mesh import AXES, AXIS_TYPES, ROLES, Layout, make_mesh, model_shardings
 from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.placement import program, transfer
 from rlhf_jax.placement.leg import Leg
+from rlhf_jax.placement.route import find_route
 from rlhf_jax.types import Model, ModelConfig
 
 ITEMSIZES = {"f32": 4, "bf16": 2}
@@ -52,9 +55,9 @@ PAIRS = [
 ]
 
 
-def lay_out(shape: Sequence[int], role: str, devices: Sequence | None = None) -> Layout:
+def lay_out(shape: Sequence[int], role: str, chosen: Sequence | None = None) -> Layout:
     """A layout of a shape over devices in their order; all if None."""
-    places = np.array(jax.devices() if devices is None else devices).reshape(shape)
+    places = np.array(jax.devices() if chosen is None else chosen).reshape(shape)
     return Layout(Mesh(places, AXES, axis_types=AXIS_TYPES), role)
 
 
@@ -196,7 +199,7 @@ def test_devices_may_be_in_another_order(order, least, moved_bytes):
 def test_one_copy_goes_to_other_devices(senders, receivers, monkeypatch, moved_bytes):
     model = init(jax.random.key(0), SIXTHS)
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
-    devices = jax.devices()
+    own = jax.devices()
     crossed = []
     put = jax.device_put
 
@@ -207,8 +210,8 @@ def test_one_copy_goes_to_other_devices(senders, receivers, monkeypatch, moved_b
     sources = [(1, senders // 2, 2, 1), (1, 1, 2, senders // 2)]
     targets = [(1, 1, 1, receivers), (1, receivers // 2, 1, 2)]
     for source, target in itertools.product(sources, targets):
-        before = placed(model, lay_out(source, "training", devices[:senders]))
-        layout = lay_out(target, "generation", devices[-receivers:])
+        before = placed(model, lay_out(source, "training", own[:senders]))
+        layout = lay_out(target, "generation", own[-receivers:])
         with monkeypatch.context() as patch:
             patch.setattr(jax, "device_put", count)
             after = transfer.transfer(before, layout)
@@ -234,9 +237,9 @@ def test_one_copy_goes_to_other_devices(senders, receivers, monkeypatch, moved_b
 def test_any_devices_may_send_to_any(source, target):
     model = init(jax.random.key(0), SIXTHS)
     (sizes, first), (new_sizes, new_first) = source, target
-    devices = jax.devices()
-    before = placed(model, lay_out(sizes, "training", devices[first : first + math.prod(sizes)]))
-    own = devices[new_first : new_first + math.prod(new_sizes)]
+    every = jax.devices()
+    before = placed(model, lay_out(sizes, "training", every[first : first + math.prod(sizes)]))
+    own = every[new_first : new_first + math.prod(new_sizes)]
     layout = lay_out(new_sizes, "generation", own)
     assert_equal(transfer.transfer(before, layout), model)
 
@@ -314,3 +317,37 @@ def test_of_shapes_it_is_shapes():
 
     jax.tree.map(check, shapes, arrays)
     assert transfer.transfer(arrays, layout, jnp.bfloat16) is arrays
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_layer_of_8b_needs_room_for_itself_alone(uncached):
+    """Its program for a TPU, whose two meshes have their devices in other orders."""
+    chips = devices("v5p:2x2x2")
+    source = Layout(make_mesh(1, 4, 2, chips), "training")
+    target = Layout(make_mesh(1, 1, 8, chips), "generation")
+    assert source.devices.ravel().tolist() != target.devices.ravel().tolist()
+    layers = weights(LLAMA_8B, source).layers
+    legs = []
+    given = []
+    one_layer = transfer._one_layer(layers)
+    ends = jax.tree.leaves(model_shardings(one_layer, target))
+    for leaf, one, end in zip(
+        jax.tree.leaves(layers), jax.tree.leaves(one_layer), ends, strict=True
+    ):
+        placings = (transfer._placing(place, one.ndim) for place in (one.sharding, end))
+        (leg, _, second) = find_route(one.shape, *placings)
+        assert second is None
+        by_id = {chip.id: chip for chip in chips}
+        places = np.array([by_id[number] for number in leg.devices])
+        grid = Mesh(places.reshape(*leg.recuts[0].sizes, 1), (*leg.names, "one"))
+        legs.append(leg)
+        given.append((leaf.update(sharding=NamedSharding(grid, leg.spec(stacked=True))),))
+    index = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(grid, PartitionSpec()))
+    options = dict(legs=tuple(legs), grid=grid, dtype=jnp.dtype(jnp.bfloat16))
+    needed = program._run.lower(given, index, **options).compile().memory_analysis()
+    assert needed is not None
+    # in bfloat16, on eight chips; norms are repeated
+    size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(one_layer)) * 2 // 8
+    assert size <= needed.output_size_in_bytes <= 1.01 * size
+    assert needed.temp_size_in_bytes <= size
