@@ -255,22 +255,6 @@ def unsplit(tree: Any, layout: Layout) -> list[str]:
     return lines
 
 
-def bring_weights(tree: T, layout: Layout) -> T:
-    """Return a tree of `Model`s on the layout's devices; one that is there already stays as it is.
-
-    So a stage may run on other devices than the one whose weights it reads. Of shapes it is shapes.
-    """
-    if layout.mesh is None:
-        return tree
-    own = set(layout.devices.flat)
-    if all(leaf.sharding.device_set == own for leaf in jax.tree.leaves(tree)):
-        return tree
-    places = model_shardings(tree, layout)
-    if isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct):
-        return jax.tree.map(lambda leaf, place: leaf.update(sharding=place), tree, places)
-    return jax.device_put(tree, places)
-
-
 def pin_weights(tree: T, layout: Layout) -> T:
     """Hold a tree of `Model`s to its layout, inside a jitted function; without a mesh, nothing."""
     if layout.mesh is None:

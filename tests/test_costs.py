@@ -20,10 +20,15 @@ from rlhf_jax.inference.logprobs import score_packed
 from rlhf_jax.mesh import AXES, ONE_DEVICE, Layout, abstract_mesh, make_mesh
 from rlhf_jax.model import transformer
 from rlhf_jax.placement.chips import ASSUMED, TPUS
-from rlhf_jax.placement.collectives import find_collectives
-from rlhf_jax.placement.costs import forward_flops, gradient_flops, predict_calls
-from rlhf_jax.placement.flops import count_flops
-from rlhf_jax.placement.traffic import ShardedModel, Tokens, forward_traffic, gradient_traffic
+from rlhf_jax.placement.search.collectives import find_collectives
+from rlhf_jax.placement.search.costs import forward_flops, gradient_flops, predict_calls
+from rlhf_jax.placement.search.flops import count_flops
+from rlhf_jax.placement.search.traffic import (
+    ShardedModel,
+    Tokens,
+    forward_traffic,
+    gradient_traffic,
+)
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.training.update import accumulate, policy_objective
 from rlhf_jax.types import ModelConfig, ModelConfigs

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from rlhf_jax.placement.plan import Placement
-from rlhf_jax.placement.search import (
+from rlhf_jax.placement.search.branch_and_bound import (
     STAGES,
     Option,
     Placed,

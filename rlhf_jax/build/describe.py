@@ -15,8 +15,8 @@ from rlhf_jax.config.sizes import PlannedRun
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.model.weights.source import digest
 from rlhf_jax.monitoring import console
-from rlhf_jax.placement.costs import predict_calls
 from rlhf_jax.placement.plan import Plan
+from rlhf_jax.placement.search.costs import predict_calls
 from rlhf_jax.runtime import distributed
 
 

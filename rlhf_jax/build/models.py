@@ -18,6 +18,7 @@ from rlhf_jax.mesh import FLOAT32, Layout
 from rlhf_jax.model import transformer
 from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.weights.source import Source
+from rlhf_jax.placement.transfer import transfer
 from rlhf_jax.state import FrozenModels
 from rlhf_jax.training.distill import student_of, with_student
 from rlhf_jax.training.optimizer import Optimizers, make_optimizer
@@ -143,5 +144,4 @@ def frozen_models(opened: Opened) -> FrozenModels:
         return FrozenModels(reference)
     source = load(opened.drafter or opened.policy, layouts.policy_training)
     student = student_of(source, opened.student.num_layers)
-    shardings = meshes.model_shardings(student, layouts.policy_training)
-    return FrozenModels(reference, student=jax.device_put(student, shardings))
+    return FrozenModels(reference, student=transfer(student, layouts.policy_training))

@@ -7,10 +7,10 @@ from typing import NamedTuple
 from rlhf_jax.build.planned import Planned
 from rlhf_jax.config import derived, memory, memory_parts, validation
 from rlhf_jax.config.schema import Config
-from rlhf_jax.placement.options import SearchSpace
 from rlhf_jax.placement.plan import Plan, check_parts
 from rlhf_jax.placement.presets import PRESETS, parameter_counts
-from rlhf_jax.placement.search import Placed, Problem, search, stage_seconds
+from rlhf_jax.placement.search.branch_and_bound import Placed, Problem, search, stage_seconds
+from rlhf_jax.placement.search.options import SearchSpace
 
 
 class PricedPlan(NamedTuple):

@@ -12,10 +12,11 @@ import numpy as np
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.overlap import PER_TOKEN_SCORES, PendingScores, Scored, dispatch_scores
-from rlhf_jax.mesh import Layout, bring_weights
+from rlhf_jax.mesh import Layout
 from rlhf_jax.model.transformer import cast
 from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.placement.plan import CallLayouts
+from rlhf_jax.placement.transfer import is_in_place, transfer
 from rlhf_jax.runtime.compilation import Execute, call, compile_only
 from rlhf_jax.types import Model, Rollout
 
@@ -118,11 +119,12 @@ def _dispatch(
     layout = settings.layout
     places = (layout, settings.reference_layout or layout, settings.critic_layout or layout)
     trained = [policy if settings.policy_logprobs else None, critic]
-    own_policy, own_critic = [
-        model and bring_weights(execute(_cast, model, place.dtype), place)
-        for model, place in zip(trained, places[::2], strict=True)
-    ]
-    models = (own_policy, reference, own_critic)
+    brought = []
+    for model, place in zip(trained, places[::2], strict=True):
+        if model is not None and is_in_place(model, place):
+            model = execute(_cast, model, place.dtype)
+        brought.append(model and transfer(model, place, place.dtype))
+    models = (brought[0], reference, brought[1])
     how = (settings.temperature, settings.microbatch_rows, settings.length_bucket)
     pending = []
     for layout in dict.fromkeys(places):

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.shapes import BLOCK
-from rlhf_jax.mesh import ONE_DEVICE, Layout, bring_weights, pin_weights
-from rlhf_jax.model.transformer import cast, pad_vocab, unstack
+from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_weights
+from rlhf_jax.model.transformer import pad_vocab
+from rlhf_jax.placement.transfer import transfer_ends, transfer_layers
 from rlhf_jax.types import Layer, Model, OutputFirst
 
 # Platforms whose products of few rows are faster so: at every number of rows from 1 to 128, by
@@ -24,33 +25,33 @@ def decoding_weights(policy: Model, layout: Layout = ONE_DEVICE) -> Model:
     On `INPUTS_LAST` platforms each matrix has its inputs last. Where the vocabulary is split, it is
     padded, so that each device has whole blocks of the two-level draw.
     """
-    policy = bring_weights(policy, layout)
-    return _decoding_weights(policy, layout, turns=jax.default_backend() in INPUTS_LAST)
+    turns = jax.default_backend() in INPUTS_LAST
+    ends = _ends(transfer_ends(policy, layout, layout.dtype), layout=layout, turns=turns)
+    layers = transfer_layers(policy, layout, layout.dtype)
+    if turns:
+        layers = (_turned(layer, layout=layout) for layer in layers)
+    return dataclasses.replace(ends, layers=tuple(layers))
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "turns"))
-def _decoding_weights(policy: Model, layout: Layout, *, turns: bool) -> Model:
-    model = unstack(cast(policy, layout.dtype))
+def _ends(model: Model, layout: Layout, *, turns: bool) -> Model:
+    """Pad the vocabulary of a model without layers where it is split, and turn its head."""
     has_words = model.embed is not None and not model.config.scalar_head
     if layout.extent("tensor") > 1 and has_words:
         model = pad_vocab(model, BLOCK * layout.extent("tensor"))
-    return pin_weights(_turned(model) if turns else model, layout)
+    if turns and model.head is not None:
+        model = dataclasses.replace(model, head=OutputFirst(model.head.T))
+    return pin_weights(model, layout)
 
 
-def _turned(model: Model) -> Model:
-    """Return unrolled weights with every matrix's inputs last."""
-
-    def turn(layer: Layer) -> Layer:
-        matrices = ("query", "key", "value", "gate", "up", "down")
-        turned = {name: jnp.moveaxis(getattr(layer, name), 0, -1) for name in matrices}
-        turned["output"] = jnp.moveaxis(layer.output, -1, 0)
-        return dataclasses.replace(
-            layer, **{name: OutputFirst(weight) for name, weight in turned.items()}
-        )
-
-    head = None if model.head is None else OutputFirst(model.head.T)
-    assert not isinstance(model.layers, Layer), "The layers are unrolled."
-    return dataclasses.replace(model, layers=tuple(map(turn, model.layers)), head=head)
+@functools.partial(jax.jit, static_argnames=("layout",))
+def _turned(layer: Layer, layout: Layout) -> Layer:
+    """Return an unrolled layer with every matrix's inputs last."""
+    matrices = ("query", "key", "value", "gate", "up", "down")
+    turned = {name: jnp.moveaxis(getattr(layer, name), 0, -1) for name in matrices}
+    turned["output"] = jnp.moveaxis(layer.output, -1, 0)
+    turned = {name: OutputFirst(weight) for name, weight in turned.items()}
+    return pin_weights(dataclasses.replace(layer, **turned), layout)
 
 
 def student_for(target: Model, drafter: Model | None, layout: Layout = ONE_DEVICE) -> Model | None:
@@ -61,9 +62,7 @@ def student_for(target: Model, drafter: Model | None, layout: Layout = ONE_DEVIC
     """
     if drafter is None or drafter.embed is not None:
         return drafter
-    student = bring_weights(drafter, layout)
-    turns = jax.default_backend() in INPUTS_LAST
-    return completed(_decoding_weights(student, layout, turns=turns), target)
+    return completed(decoding_weights(drafter, layout), target)
 
 
 def completed(student: Model, policy: Model) -> Model:

@@ -18,8 +18,8 @@ from rlhf_jax.generation.strategy.roofline import RATES, Roofline
 from rlhf_jax.mesh import AXES, Layout
 from rlhf_jax.model.attention import QUERY_BLOCK
 from rlhf_jax.placement.chips import ASSUMED, Chip, ring_bandwidth
-from rlhf_jax.placement.collectives import received_bytes
-from rlhf_jax.placement.traffic import (
+from rlhf_jax.placement.search.collectives import received_bytes
+from rlhf_jax.placement.search.traffic import (
     ShardedModel,
     Tokens,
     Traffic,

@@ -11,9 +11,9 @@ from rlhf_jax.config.hardware import Hardware
 from rlhf_jax.config.schema import Config
 from rlhf_jax.config.sizes import PlannedRun
 from rlhf_jax.placement.chips import ASSUMED, ring_bandwidth
-from rlhf_jax.placement.costs import PlacedRun, predict_call
 from rlhf_jax.placement.plan import CALLS, Placement, Plan, check_parts
-from rlhf_jax.placement.search import Option, Placed, Problem
+from rlhf_jax.placement.search.branch_and_bound import Option, Placed, Problem
+from rlhf_jax.placement.search.costs import PlacedRun, predict_call
 from rlhf_jax.types import ModelConfigs
 
 MOST_BLOCKS = 16  # that a machine is cut into

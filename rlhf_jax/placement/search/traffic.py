@@ -14,7 +14,7 @@ import jax
 from rlhf_jax import mesh as meshes
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model import transformer
-from rlhf_jax.placement.collectives import received_bytes
+from rlhf_jax.placement.search.collectives import received_bytes
 from rlhf_jax.types import Model, ModelConfig
 
 WIDTH_AXES = ("slices", "fsdp")  # that split the width of weights in training

@@ -1,0 +1,151 @@
+"""Cut the devices of two meshes into one grid of small axes, and weights into digits over it.
+
+Devices are numbered in the order of their mesh. An axis of the grid is a digit of that number. A
+dimension that is split has digits, too: the first says in which of the largest parts an entry lies.
+A split gives each digit an axis of the grid, or none, where every device has all its values.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+# Axes of a mesh or of a grid that split each dimension of a leaf, the major ones first.
+Split = tuple[tuple[int, ...], ...]
+
+
+class Grid(NamedTuple):
+    """Hold the small axes that two meshes over the same devices have in common."""
+
+    # of the small axes, major first: digits of a device's number in the source
+    sizes: tuple[int, ...]
+    # the small axes of each axis of a mesh
+    source: Split
+    target: Split
+
+
+@functools.cache
+def common_grid(
+    source: tuple[int, ...], target: tuple[int, ...], order: tuple[int, ...]
+) -> Grid | None:
+    """Return the grid of two meshes, of prime sizes; None where they have none.
+
+    source, target: their sizes. order: the number in the source of each device of the target.
+    """
+    count = len(order)
+    strides = set(_strides(target)) | set(_strides(source))
+    ordered = sorted(strides, reverse=True)
+    if any(large % small for large, small in itertools.pairwise(ordered)):
+        strides = set(_strides(target))
+    found = _primes(strides)
+    sizes = [size for _, size in found]
+    starts = [order[stride] for stride, _ in found]
+    ranks = sorted(range(len(found)), key=lambda place: -starts[place])
+    numbers = np.reshape(order, sizes).transpose(ranks).ravel()
+    own = _strides([sizes[rank] for rank in ranks])[1:]
+    if not np.array_equal(numbers, np.arange(count)) or not set(_strides(source)) <= {count, *own}:
+        return None
+    of_source = _small_axes(source, dict(zip(own, range(len(own)), strict=True)))
+    place = {found[rank][0]: axis for axis, rank in enumerate(ranks)}
+    return Grid(tuple(sizes[rank] for rank in ranks), of_source, _small_axes(target, place))
+
+
+def own_grid(sizes: tuple[int, ...]) -> Grid:
+    """Return the grid of one mesh alone."""
+    grid = common_grid(sizes, sizes, tuple(range(int(np.prod(sizes)))))
+    assert grid is not None, "A mesh has a grid in common with itself."
+    return grid
+
+
+def over_grid(split: Split, axes: Split) -> Split:
+    """Return a split over a mesh as one over a grid; axes: the small ones of each of the mesh."""
+    return tuple(tuple(small for one in own for small in axes[one]) for own in split)
+
+
+def digits_of(splits: Sequence[Split], sizes: Sequence[int]) -> Split | None:
+    """Return the sizes of each dimension's digits under some splits; None where they differ."""
+    found = []
+    for dimension in zip(*splits, strict=True):
+        radices = [tuple(sizes[axis] for axis in axes) for axes in dimension]
+        longest = max(radices, key=len)
+        if any(one != longest[: len(one)] for one in radices):
+            return None
+        found.append(longest)
+    return tuple(found)
+
+
+def axis_of_digits(split: Split, digits: Split) -> tuple[int | None, ...]:
+    """Return the axis of the grid that each digit, of all dimensions in turn, is given to."""
+    pairs = zip(split, digits, strict=True)
+    filled = [(*axes, *(None,) * (len(sizes) - len(axes))) for axes, sizes in pairs]
+    return tuple(itertools.chain.from_iterable(filled))
+
+
+def spread(
+    shape: tuple[int, ...],
+    split: Split,
+    wanted: Sequence[Split],
+    sizes: Sequence[int],
+    axes: Sequence[int],
+) -> Split:
+    """Return a split with more of `axes` of the grid, whose digits agree with those of `wanted`.
+
+    An axis that splits nothing splits what it does in a wanted split, or else the longest
+    dimension; where none can be split so, it still splits nothing.
+    """
+    found = [list(own) for own in split]
+    for axis in sorted(set(axes) - set(itertools.chain.from_iterable(split))):
+        left = {}
+        liked = []
+        for place, own in enumerate(found):
+            parts = math.prod(sizes[one] for one in (*own, axis))
+            there = [other[place][len(own)] for other in wanted if len(own) < len(other[place])]
+            if shape[place] % parts == 0 and all(sizes[one] == sizes[axis] for one in there):
+                left[place] = shape[place] // parts
+                liked += [place] if axis in there else []
+        if left:
+            found[liked[0] if liked else max(left, key=left.__getitem__)].append(axis)
+    return tuple(map(tuple, found))
+
+
+def agreed_part(split: Split, wanted: Split, sizes: Sequence[int], axes: Sequence[int]) -> Split:
+    """Return the first digits of a split's dimensions that agree with `wanted` and use `axes`."""
+    found = []
+    for own, other in zip(split, wanted, strict=True):
+        pairs = itertools.zip_longest(own, other[: len(own)])
+        agrees = [
+            one in axes and (there is None or sizes[one] == sizes[there]) for one, there in pairs
+        ]
+        found.append(own[: [*agrees, False].index(False)])
+    return tuple(found)
+
+
+def _strides(sizes: Sequence[int]) -> list[int]:
+    """Return by how much a device's number grows along each axis, before them all devices."""
+    count = int(np.prod(sizes))
+    return [count, *(count // int(part) for part in np.cumprod(sizes))]
+
+
+def _primes(strides: set[int]) -> list[tuple[int, int]]:
+    """Return strides and sizes of axes of prime sizes between strides, the major ones first."""
+    found = []
+    for large, small in itertools.pairwise(sorted(strides, reverse=True)):
+        left = large
+        while left > small:
+            size = next(prime for prime in range(2, left + 1) if left // small % prime == 0)
+            left //= size
+            found.append((left, size))
+    return found
+
+
+def _small_axes(sizes: Sequence[int], places: dict[int, int]) -> Split:
+    """Return the small axes of each axis of a mesh; places: of their strides, in the grid."""
+    return tuple(
+        tuple(places[one] for one in sorted(places, reverse=True) if small <= one < large)
+        for large, small in itertools.pairwise(_strides(sizes))
+    )

@@ -1,0 +1,143 @@
+"""Run the legs of leaves on their devices, and send pieces from devices to others."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rlhf_jax.placement.leg import Leg
+from rlhf_jax.placement.recut import fill, recut_local
+from rlhf_jax.placement.route import Route
+
+# The arrays that stand for one leaf: itself, or one for each piece that a device sends or gets.
+Pieces = tuple[jax.Array, ...]
+
+
+def run_legs(
+    leaves: Sequence[Pieces],
+    legs: Sequence[Leg],
+    dtype: jnp.dtype | None = None,
+    index: np.int32 | None = None,
+) -> list[Pieces]:
+    """Run one leg of each leaf; those over the same grid are one program."""
+    found: dict[int, Pieces] = {}
+    grids = [_grid_mesh(leg.recuts[0].sizes, leg.devices) for leg in legs]
+    for grid in dict.fromkeys(grids):
+        own = [place for place, one in enumerate(grids) if one == grid]
+        given = []
+        for place in own:
+            sharding = NamedSharding(grid, legs[place].spec(stacked=index is not None))
+            given.append(tuple(relabel(piece, sharding) for piece in leaves[place]))
+        program = tuple(legs[place] for place in own)
+        moved = _run(given, index, legs=program, grid=grid, dtype=dtype)
+        found |= dict(zip(own, moved, strict=True))
+    return [found[place] for place in range(len(legs))]
+
+
+@functools.partial(jax.jit, static_argnames=("legs", "grid", "dtype"))
+def _run(
+    leaves: list[Pieces],
+    index: jax.Array | None,
+    legs: tuple[Leg, ...],
+    grid: Mesh,
+    dtype: jnp.dtype | None,
+) -> list[Pieces]:
+    """Take one layer of leaves where there is an index, cast them, and run their legs."""
+    found = []
+    for pieces, leg in zip(leaves, legs, strict=True):
+        run = jax.shard_map(
+            functools.partial(_run_local, leg=leg, dtype=dtype, names=grid.axis_names[:-1]),
+            mesh=grid,
+            in_specs=(leg.spec(stacked=index is not None), PartitionSpec()),
+            out_specs=leg.spec(outgoing=True),
+            check_vma=False,
+        )
+        found.append(run(pieces, index))
+    return found
+
+
+def _run_local(
+    pieces: Pieces,
+    index: jax.Array | None,
+    leg: Leg,
+    dtype: jnp.dtype | None,
+    names: tuple[str, ...],
+) -> Pieces:
+    """Run one leg of one leaf on one device: from its part or pieces to its part or pieces."""
+    if index is not None:
+        pieces = tuple(jax.lax.dynamic_index_in_dim(one, index, keepdims=False) for one in pieces)
+    if dtype is not None:
+        pieces = tuple(piece.astype(dtype) for piece in pieces)
+    x = pieces[0]
+    if leg.enters is not None:
+        recut = leg.recuts[0]
+        counts = [recut.radices[digit] for digit in leg.enters]
+        parts = jnp.stack(pieces).reshape(*counts, *leg.view(recut, pieces=leg.enters))
+        x = fill(parts, [recut.places[digit] for digit in leg.enters])
+    for recut in leg.recuts:
+        x = recut_local(x.reshape(leg.view(recut)), recut, names)
+    shape = leg.part_shape(outgoing=True)
+    if leg.leaves is None:
+        return (x.reshape(shape),)
+    places = [leg.recuts[-1].places[digit] for digit in leg.leaves]
+    parts = jnp.moveaxis(x, places, range(len(places)))
+    return tuple(parts.reshape(-1, 1, *shape))
+
+
+def arrive(moved: list[Pieces], routes: Sequence[Route]) -> list[Pieces]:
+    """Send the pieces of leaves that go to other devices, and run their second legs there."""
+    going = {place: route.second for place, route in enumerate(routes) if route.second is not None}
+    by_id = {device.id: device for device in jax.devices()}
+    taking_part = {number for leg in going.values() for number in leg.devices}
+    if any(by_id[number].process_index != jax.process_index() for number in taking_part):
+        raise ValueError(
+            "Weights cannot go to other devices where these belong to several processes; give all"
+            " stages the same devices, or start one process."
+        )
+    pieces = []
+    receivers = []
+    for place, leg in going.items():
+        held = [
+            {one.device.id: one.data for one in leaf.addressable_shards} for leaf in moved[place]
+        ]
+        for receiver, own in zip(leg.devices, routes[place].crossing, strict=True):
+            pieces += [held[number][sender] for sender, number in own]
+            receivers += [receiver] * len(own)
+    sent = iter(jax.device_put(pieces, [by_id[number] for number in receivers]))
+    arrived = []
+    for place, leg in going.items():
+        by_receiver = [[next(sent) for _ in own] for own in routes[place].crossing]
+        sharding = NamedSharding(_grid_mesh(leg.recuts[0].sizes, leg.devices), leg.spec())
+        shape = (len(leg.devices), *leg.part_shape())
+        found = [
+            jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
+            for parts in zip(*by_receiver, strict=True)
+        ]
+        arrived.append(tuple(found))
+    found = dict(zip(going, run_legs(arrived, list(going.values())), strict=True))
+    return [found.get(place, leaf) for place, leaf in enumerate(moved)]
+
+
+def relabel(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Return an array that says otherwise where its parts lie, on all of its devices or some.
+
+    The parts stay, and share their buffers.
+    """
+    if leaf.sharding == sharding:
+        return leaf
+    devices = sharding.device_set
+    parts = [shard.data for shard in leaf.addressable_shards if shard.device in devices]
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
+
+
+@functools.lru_cache(maxsize=256)
+def _grid_mesh(sizes: tuple[int, ...], devices: tuple[int, ...]) -> Mesh:
+    """Return the mesh of a grid, with one more axis of size 1, as a mesh has at least one."""
+    by_id = {device.id: device for device in jax.devices()}
+    places = np.array([by_id[number] for number in devices]).reshape(*sizes, 1)
+    return Mesh(places, (*(f"axis_{number}" for number in range(len(sizes))), "one"))

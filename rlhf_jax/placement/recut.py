@@ -1,0 +1,209 @@
+"""Move one leaf from a split to another over the same devices, in as few bytes as can be.
+
+Inside a program of one device a leaf is seen digit by digit (`grid`): each digit of a dimension is
+an axis, of length 1 where an axis of the grid has it. What a device needs no more, or has already,
+is cut for nothing; digits change axes in one exchange; digits that become whole are gathered last.
+So each device receives what it lacks of its new part, and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax.placement.grid import Split
+
+# The axis of the grid that has each digit; None: every device has all its values.
+Held = tuple[int | None, ...]
+
+
+class Swap(NamedTuple):
+    """Say that an axis gives up a digit, which becomes whole, while a whole digit is split."""
+
+    old: int
+    new: int
+    # the axis that will have the new digit, and the one that had the old one
+    first: int
+    last: int
+
+
+class Steps(NamedTuple):
+    """Say how a leaf is recut: cut, then exchanged, then gathered."""
+
+    # (digit, axis): a device keeps the value of its number along the axis
+    cuts: tuple[tuple[int, int], ...]
+    # for each axis, the axis along which a receiver has its sender's number
+    senders: tuple[int, ...]
+    swaps: tuple[Swap, ...]
+    # (digit, axis): each device gets all values from the devices along the axis
+    gathers: tuple[tuple[int, int], ...]
+
+    @property
+    def turns(self) -> bool:
+        """Say whether a digit goes from one axis to another."""
+        return self.senders != tuple(range(len(self.senders)))
+
+
+class Recut(NamedTuple):
+    """Say how one leaf is split over a grid before and after."""
+
+    # of the axes of the grid
+    sizes: tuple[int, ...]
+    # the sizes of each dimension's digits
+    digits: Split
+    source: Held
+    target: Held
+
+    @property
+    def radices(self) -> tuple[int, ...]:
+        """Return the sizes of all digits."""
+        return tuple(itertools.chain.from_iterable(self.digits))
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Return where each digit's axis is, of a leaf that is seen digit by digit."""
+        dimensions = enumerate(self.digits)
+        # behind its digits each dimension has an axis of what is never split
+        owners = [dimension for dimension, sizes in dimensions for _ in sizes]
+        return tuple(digit + dimension for digit, dimension in enumerate(owners))
+
+    @property
+    def steps(self) -> Steps:
+        """Return the steps: digits that stay split go along paths of axes, and in circles.
+
+        A path begins at an axis that has no digit to receive from another, and ends at one whose
+        own no other receives; from end to begin goes what closes the circle.
+        """
+        held = {axis: digit for digit, axis in enumerate(self.source) if axis is not None}
+        wanted = {axis: digit for digit, axis in enumerate(self.target) if axis is not None}
+        # to which axis each axis gives a digit that stays split
+        ends = zip(self.source, self.target, strict=True)
+        gives = {axis: end for axis, end in ends if axis is not None and end is not None}
+        senders = [gives.get(axis, axis) for axis in range(len(self.sizes))]
+        cuts = []
+        swaps = []
+        gathers = []
+        for first in sorted(set(range(len(senders))) - set(gives.values())):
+            last = first
+            while last in gives:
+                last = gives[last]
+            new = wanted.get(first)
+            old = held.get(last)
+            senders[last] = first
+            if new is not None and old is not None:
+                swaps.append(Swap(old, new, first, last))
+            elif new is not None:
+                cuts.append((new, last))
+            elif old is not None:
+                gathers.append((old, first))
+        return Steps(tuple(cuts), tuple(senders), tuple(swaps), tuple(gathers))
+
+    def rounds(self) -> Iterator[tuple[tuple[int, ...], list[tuple[int, int]]]]:
+        """Return, for each round of an exchange, the offset of each swap, and who sends to whom.
+
+        A sender's number along the end of a path is its receiver's along the begin, and the offset.
+        """
+        steps = self.steps
+        numbers = np.indices(self.sizes).reshape(len(self.sizes), -1)
+        for offsets in itertools.product(*(range(self.sizes[swap.last]) for swap in steps.swaps)):
+            sender = numbers[list(steps.senders)]
+            for swap, offset in zip(steps.swaps, offsets, strict=True):
+                sender[swap.last] = (sender[swap.last] + offset) % self.sizes[swap.last]
+            origins = np.asarray(np.ravel_multi_index(tuple(sender), self.sizes)).tolist()
+            yield offsets, list(zip(origins, range(len(origins)), strict=True))
+
+
+def recut_local(x: jax.Array, recut: Recut, names: tuple[str, ...]) -> jax.Array:
+    """Return a device's part of a leaf after its recut, inside `shard_map`; names: of the grid.
+
+    x: its part before, digit by digit.
+    """
+    steps = recut.steps
+    for digit, axis in steps.cuts:
+        number = jax.lax.axis_index(names[axis])
+        x = jax.lax.dynamic_slice_in_dim(x, number, 1, recut.places[digit])
+    if steps.turns:
+        x = _exchange(x, steps, recut, names)
+    elif steps.swaps:
+        x = _swap_all(x, steps, recut, names)
+    if not steps.gathers:
+        return x
+    parts = jax.lax.all_gather(x, tuple(names[axis] for _, axis in steps.gathers))
+    sizes = [recut.radices[digit] for digit, _ in steps.gathers]
+    parts = parts.reshape(*sizes, *x.shape)
+    return fill(parts, [recut.places[digit] for digit, _ in steps.gathers])
+
+
+def _swap_all(x: jax.Array, steps: Steps, recut: Recut, names: tuple[str, ...]) -> jax.Array:
+    """Swap digits of the same axes, all in one all-to-all."""
+    new = [recut.places[swap.new] for swap in steps.swaps]
+    old = [recut.places[swap.old] for swap in steps.swaps]
+    sizes = [recut.radices[swap.new] for swap in steps.swaps]
+    parts = jnp.moveaxis(x, new, range(len(new)))
+    parts = parts.reshape(-1, *parts.shape[len(new) :])
+    along = tuple(names[swap.first] for swap in steps.swaps)
+    parts = jax.lax.all_to_all(parts, along, 0, concat_axis=0, tiled=True)
+    parts = parts.reshape(*sizes, *parts.shape[1:])
+    order = list(range(x.ndim))
+    for one, other in zip(new, old, strict=True):
+        order[one] = other
+        order[other] = one
+    # what now counts old digits goes where those belong
+    return jnp.moveaxis(parts, range(len(new)), new).transpose(order)
+
+
+def _exchange(x: jax.Array, steps: Steps, recut: Recut, names: tuple[str, ...]) -> jax.Array:
+    """Send digits from axis to axis, one round for each value of the digits that are swapped."""
+    own = [jax.lax.axis_index(name) for name in names]
+    found: jax.Array | None = None
+    for offsets, pairs in recut.rounds():
+        part = x
+        for swap, offset in zip(steps.swaps, offsets, strict=True):
+            value = (own[swap.last] - offset) % recut.sizes[swap.last]
+            part = jax.lax.dynamic_slice_in_dim(part, value, 1, recut.places[swap.new])
+        part = jax.lax.ppermute(part, names, pairs)
+        if not steps.swaps:
+            return part
+        if found is None:
+            shape = list(part.shape)
+            for swap in steps.swaps:
+                shape[recut.places[swap.old]] = recut.sizes[swap.last]
+            found = jnp.zeros(shape, x.dtype)
+        start = [jnp.zeros((), jnp.int32)] * x.ndim
+        for swap, offset in zip(steps.swaps, offsets, strict=True):
+            value = (own[swap.first] + offset) % recut.sizes[swap.last]
+            start[recut.places[swap.old]] = value
+        found = jax.lax.dynamic_update_slice(found, part, start)
+    assert found is not None, "There is at least one round."
+    return found
+
+
+def fill(parts: jax.Array, places: Sequence[int]) -> jax.Array:
+    """Move the leading axes of a leaf's parts to places where its own axes have length 1."""
+    whole = parts.squeeze([place + len(places) for place in places])
+    order = np.argsort(places)
+    return jnp.moveaxis(whole, order.tolist(), np.sort(places).tolist())
+
+
+def received(recut: Recut, size: int) -> int:
+    """Count the entries that devices receive from others as a leaf of `size` entries is recut."""
+    steps = recut.steps
+    count = math.prod(recut.sizes)
+    held = [recut.radices[digit] for digit, axis in enumerate(recut.source) if axis is not None]
+    part = size // math.prod(held)
+    part //= math.prod(recut.radices[digit] for digit, _ in steps.cuts)
+    values = math.prod(recut.sizes[swap.last] for swap in steps.swaps)
+    found = 0
+    if steps.turns:
+        pairs = [pair for _, pairs in recut.rounds() for pair in pairs]
+        found += sum(origin != end for origin, end in pairs) * (part // values)
+    else:
+        found += count * (part - part // values)
+    copies = math.prod(recut.radices[digit] for digit, _ in steps.gathers)
+    return found + count * part * (copies - 1)

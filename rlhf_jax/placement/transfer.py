@@ -1,0 +1,201 @@
+"""Move a model's weights from the layout they have to another, on the same or on other devices.
+
+Layers go one at a time, in the dtype they shall have, so that beside the old weights and the new
+there is one layer. One program serves all layers, and nothing goes through the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any, TypeVar
+from typing import cast as typed
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.typing import DTypeLike
+
+from rlhf_jax.mesh import Layout, model_shardings, pin_weights
+from rlhf_jax.placement.leg import Placing
+from rlhf_jax.placement.program import arrive, relabel, run_legs
+from rlhf_jax.placement.route import BytesMoved, find_route, traffic
+from rlhf_jax.types import Layer, Model
+
+T = TypeVar("T")
+
+__all__ = ["bytes_moved", "is_in_place", "move", "transfer", "transfer_ends", "transfer_layers"]
+
+
+def transfer(model: Model, layout: Layout, dtype: DTypeLike | None = None) -> Model:
+    """Return a model as a layout has it, in `dtype` if that is not None; layers stay stacked.
+
+    What is there already stays as it is. Of shapes it is shapes.
+    """
+    if isinstance(model.norm, jax.ShapeDtypeStruct):
+        return _as_shapes(model, layout, dtype)
+    if is_in_place(model, layout, dtype):
+        return model
+    found = transfer_ends(model, layout, dtype)
+    layers = transfer_layers(model, layout, dtype)
+    if not isinstance(model.layers, Layer):
+        return dataclasses.replace(found, layers=tuple(layers))
+    stacked = None
+    for index, layer in enumerate(layers):
+        if stacked is None:
+            stacked = _empty(layer, depth=model.config.num_layers, layout=layout)
+        stacked = _write(stacked, layer, np.int32(index), layout=layout)
+    return dataclasses.replace(found, layers=typed(Layer, stacked))
+
+
+def transfer_layers(
+    model: Model, layout: Layout, dtype: DTypeLike | None = None
+) -> Iterator[Layer]:
+    """Return the layers one by one, unrolled, each as a layout has it once it is asked for."""
+    if not isinstance(model.layers, Layer):
+        for layer in model.layers:
+            yield move(layer, _places(layer, layout), dtype)
+        return
+    places = _places(_one_layer(model.layers), layout)
+    for index in range(model.config.num_layers):
+        yield move(model.layers, places, dtype, index=index)
+
+
+def transfer_ends(model: Model, layout: Layout, dtype: DTypeLike | None = None) -> Model:
+    """Return what a model has beside its layers, one by one as a layout has it; with no layers."""
+    ends = dataclasses.replace(model, layers=())
+    places = _places(ends, layout)
+    moved = {}
+    for name in ("embed", "norm", "head"):
+        leaf = getattr(model, name)
+        place = None if places is None else getattr(places, name)
+        moved[name] = None if leaf is None else move(leaf, place, dtype)
+    return dataclasses.replace(ends, **moved)
+
+
+def is_in_place(tree: Any, layout: Layout, dtype: DTypeLike | None = None) -> bool:
+    """Say whether all weights lie as a layout has them, in `dtype` if that is not None."""
+    return _lies(tree, _places(tree, layout), dtype)
+
+
+def bytes_moved(model: Model, layout: Layout, dtype: DTypeLike | None = None) -> BytesMoved:
+    """Count the bytes that go from device to device when a model comes to a layout."""
+    parts: list[tuple[Any, int]] = [(dataclasses.replace(model, layers=()), 1), (model.layers, 1)]
+    if isinstance(model.layers, Layer):
+        parts[1] = (_one_layer(model.layers), model.config.num_layers)
+    needed = 0
+    received = 0
+    for part, times in parts:
+        places = jax.tree.leaves(model_shardings(part, layout))
+        for leaf, place in zip(jax.tree.leaves(part), places, strict=True):
+            ends = (_placing(leaf.sharding, leaf.ndim), _placing(place, leaf.ndim))
+            entries = traffic(leaf.shape, *ends)
+            size = jnp.dtype(leaf.dtype if dtype is None else dtype).itemsize * times
+            needed += entries.needed * size
+            received += entries.received * size
+    return BytesMoved(needed, received)
+
+
+def move(tree: T, places: Any, dtype: DTypeLike | None = None, index: int | None = None) -> T:
+    """Return a tree of arrays of one mesh at `places`, a sharding for each leaf, in `dtype`.
+
+    index: of one layer of a tree of stacked layers, whose places are then those of a layer alone.
+    Places are None where nothing is held to a place.
+    """
+    dtype = None if dtype is None else jnp.dtype(dtype)
+    number = None if index is None else np.int32(index)
+    if places is None:
+        return _take(tree, number, dtype=dtype)
+    if index is None and _lies(tree, places, dtype):
+        return tree
+    shapes = jax.tree.leaves(tree if index is None else _one_layer(tree))
+    ends = jax.tree.leaves(places)
+    routes = [
+        find_route(one.shape, _placing(one.sharding, one.ndim), _placing(end, one.ndim))
+        for one, end in zip(shapes, ends, strict=True)
+    ]
+    leaves, treedef = jax.tree.flatten(tree)
+    firsts = [route.first for route in routes]
+    moved = run_legs([(leaf,) for leaf in leaves], firsts, dtype=dtype, index=number)
+    moved = arrive(moved, routes)
+    found = [relabel(leaf, end) for (leaf,), end in zip(moved, ends, strict=True)]
+    return jax.tree.unflatten(treedef, found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _placing(sharding: Sharding, rank: int) -> Placing:
+    """Return in numbers where a sharding lays a leaf of some rank."""
+    if not isinstance(sharding, NamedSharding):
+        assert isinstance(sharding, SingleDeviceSharding), "Weights lie on a mesh or one device."
+        (device,) = sharding.device_set
+        return Placing((device.id,), (1,), split=((),) * rank)
+    mesh = typed(Mesh, sharding.mesh)
+    spec = (*sharding.spec, *(None,) * rank)[:rank]
+    axes = [(axis,) if isinstance(axis, str) else axis or () for axis in spec]
+    split = tuple(tuple(mesh.axis_names.index(name) for name in own) for own in axes)
+    devices = tuple(device.id for device in mesh.devices.flat)
+    return Placing(devices, mesh.devices.shape, split)
+
+
+def _places(tree: Any, layout: Layout) -> Any:
+    return None if layout.mesh is None else model_shardings(tree, layout)
+
+
+def _lies(tree: Any, places: Any, dtype: DTypeLike | None) -> bool:
+    """Say whether leaves lie at their places, where there are some, in `dtype` if not None."""
+    leaves = jax.tree.leaves(tree)
+    if dtype is not None and any(leaf.dtype != dtype for leaf in leaves):
+        return False
+    pairs = [] if places is None else zip(leaves, jax.tree.leaves(places), strict=True)
+    return all(leaf.sharding.is_equivalent_to(place, leaf.ndim) for leaf, place in pairs)
+
+
+def _one_layer(layers: T) -> T:
+    """Return the shapes of one of stacked layers, which lies where they do."""
+
+    def one(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+        place = leaf.sharding
+        if isinstance(place, NamedSharding):
+            assert place.shard_shape(leaf.shape)[0] == leaf.shape[0], "Layers are never split."
+            place = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
+        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=place)
+
+    return jax.tree.map(one, layers)
+
+
+def _as_shapes(model: Model, layout: Layout, dtype: DTypeLike | None) -> Model:
+    """Return the shapes of a model that a layout has, in `dtype` if that is not None."""
+    if dtype is not None:
+        model = jax.tree.map(lambda leaf: leaf.update(dtype=dtype), model)
+    if layout.mesh is None:
+        return model
+    places = model_shardings(model, layout)
+    return jax.tree.map(lambda leaf, place: leaf.update(sharding=place), model, places)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype",))
+def _take(tree: T, index: jax.Array | None, dtype: jnp.dtype | None) -> T:
+    """Return a tree, or one layer of a stacked one, in `dtype` if that is not None."""
+
+    def take(leaf: jax.Array) -> jax.Array:
+        if index is not None:
+            leaf = jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
+        return leaf if dtype is None else leaf.astype(dtype)
+
+    return jax.tree.map(take, tree)
+
+
+@functools.partial(jax.jit, static_argnames=("depth", "layout"))
+def _empty(layer: Layer, depth: int, layout: Layout) -> Layer:
+    """Return stacked layers of zeros, of the shape of `depth` like `layer`."""
+    empty = jax.tree.map(lambda leaf: jnp.zeros((depth, *leaf.shape), leaf.dtype), layer)
+    return pin_weights(empty, layout)
+
+
+@functools.partial(jax.jit, static_argnames=("layout",), donate_argnums=0)
+def _write(stacked: Layer, layer: Layer, index: jax.Array, layout: Layout) -> Layer:
+    """Write a layer in place into stacked ones."""
+    update = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+    return pin_weights(jax.tree.map(update, stacked, layer), layout)
