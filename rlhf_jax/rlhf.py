@@ -20,6 +20,7 @@ from rlhf_jax.inference.overlap import Scoring, ScoringQueue
 from rlhf_jax.inference.scoring import TokenScores, compile_scores, score
 from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.monitoring.trace import Span
+from rlhf_jax.placement.transfer import bytes_moved
 from rlhf_jax.rewards.samples import table_of
 from rlhf_jax.rollout import RewardedRollout, roll_out
 from rlhf_jax.state import HostState, Observer, Run, RunState, StepReport, decoding_models, ignore
@@ -39,7 +40,7 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
     decoders = decoding_models(state.train, run)
     queue = scoring_queue(decoders, state.train, run)
     rolled = roll_out(decoders, state, run.prompts, run.generation, run.rewards, queue, observe)
-    metrics = rolled.metrics
+    metrics = rolled.metrics | weights_received(state.train, run)
 
     began = time.perf_counter()
     coefficient = state.host.kl_coefficient
@@ -78,6 +79,21 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
         metrics |= _drafter_age(train, host)
     metrics.setdefault("kl/response", 0.0)
     return RunState(train, host), report_step(rolled, metrics, host)
+
+
+def weights_received(train: TrainState, run: Run) -> dict[str, float]:
+    """Count the 10^6 bytes that devices receive from others as weights come to other calls."""
+    moved = {"generation": (train.policy, run.generation.layout)}
+    if run.scoring.policy_logprobs:
+        moved["policy_inference"] = (train.policy, run.scoring.layout)
+    if train.critic is not None:
+        layout = run.scoring.critic_layout or run.scoring.layout
+        moved["critic_inference"] = (train.critic, layout)
+    return {
+        f"weights/{call}": bytes_moved(model, layout, layout.dtype).received / 1e6
+        for call, (model, layout) in moved.items()
+        if layout.mesh is not None
+    }
 
 
 def compile_step(state: RunState, run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import runpy
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tiny_run import ROOT, lines
 from pallas_kernels.dispatch import Kernels
 from rlhf_jax.config import memory, schema, validation
 from rlhf_jax.mesh import make_mesh
+from rlhf_jax.model.weight_table import weight_keys
 from rlhf_jax.placement.plan import Placement, Plan, read_plan
 from rlhf_jax.placement.presets import plan_of
 from rlhf_jax.types import ModelConfigs
@@ -217,6 +219,11 @@ def test_every_plan_gives_the_text_and_losses_of_one_mesh(run, tmp_path):
             for key in TRAINED
         ]
         worst[name] = max(differences)
+        received = own[0]["weights/generation"]
+        weights = 4 * sum(math.prod(shape) for _, shape in weight_keys(tiny_run.CONFIG)) / 1e6
+        # generation has two copies under "disaggregated", of which one goes across
+        if name == "disaggregated":
+            assert weights < received < 2.1 * weights + 4 * 320 * 32 / 1e6
     print(json.dumps(worst))
     assert max(worst.values()) <= 1e-4
 

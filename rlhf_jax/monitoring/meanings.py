@@ -19,6 +19,7 @@ MEANINGS = (
     Meaning("step", "the step, counted from 0; of an evaluation, the updates before it"),
     Meaning("step/seconds", "the whole step", "s"),
     Meaning("plan/changed", "1 where the run went on with another plan; else absent"),
+    Meaning("weights/NAME", "what all devices receive as trained weights come to a call", "MB"),
     # what was generated, and what it earned
     Meaning("reward/mean", "mean reward of the samples", "", "rises, and stays below its largest"),
     Meaning("reward/std", "standard deviation of the rewards", "", "above 0"),
