@@ -6,7 +6,7 @@ One JSON line a case.
 The cases are those of `benchmarks/kernels.py`, by the reference and by the kernel, log-probs with
 gradients too; then the round of a Llama-3 8B over eight chips, its first layers, without and with
 all kernels. Bytes are one device's; of a loop the compiler counts the operations and moved bytes of
-one turn.
+one turn. Received bytes are those of collectives, of all turns.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model import transformer
+from rlhf_jax.placement.search.collectives import find_collectives
 from rlhf_jax.types import Model, ModelConfig
 
 # no chip is taken: another process may compile, too
@@ -107,7 +108,9 @@ def said(lowered: Any) -> dict[str, Any]:
     }
     peak = memory.peak_memory_in_bytes
     moved = cost["bytes accessed"]
-    return sizes | {"peak_bytes": peak, "moved_bytes": moved, "flops": cost["flops"]}
+    received = sum(one.received for one in find_collectives(compiled.as_text()))
+    figures = {"moved_bytes": moved, "received_bytes": received, "flops": cost["flops"]}
+    return sizes | {"peak_bytes": peak} | figures
 
 
 def programs(
