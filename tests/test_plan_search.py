@@ -51,6 +51,20 @@ def test_a_slice_of_v5e_is_not_divided():
     assert "32 chips of a slice of 64 TPU v5e" in found.left_out["disaggregated"]
 
 
+def test_devices_that_are_no_power_of_two_are_searched_and_too_much_memory_is_marked(capsys):
+    words = ["plan", "grpo_llama31_8b:tpu", "--devices", "v5p:2x2x3", "--search"]
+    mesh = {"mesh.fsdp": -1, "mesh.tensor": 1}
+    rows = {"training.minibatches": 1, "training.microbatch_rows": 48, "generation.max_rows": 48}
+    samples = {"generation.prompts_per_step": 96, "generation.samples_per_prompt": 8}
+    changes = [f"--config.{key}={value}" for key, value in (mesh | rows | samples).items()]
+    assert command.main([*words, *changes]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"mesh .* 1\d\d\.\d GB!", said) and "! is more than a chip has" in said
+    found = next(line for line in said.splitlines() if re.match(" +found +[0-9.]+ s", line))
+    assert found.rstrip().endswith(" GB") and "fsdp 3, tensor 4" in said
+    assert "gain        no plan of this kind is shorter" in said  # nothing else fits
+
+
 def test_a_preset_that_cannot_split_the_rows_is_left_out_and_why():
     found = searched("grpo_llama31_8b:tpu", "v5p:4x4x4", **{"training.microbatch_rows": 32})
     assert [plan.name for plan in found.plans] == ["mesh", "disaggregated", "found"]

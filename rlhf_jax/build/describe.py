@@ -119,7 +119,7 @@ def print_search(searched: Searched) -> None:
         generation, inference, training = (f"{seconds:.2f} s" for seconds in plan.stages)
         step = f"{plan.step:.2f} s"
         stages = f"{step:>10}{generation:>12}{inference:>10}{training:>10}"
-        lines.append(f"{plan.name:13}{stages}{plan.gigabytes:6.1f} GB")
+        lines.append(f"{plan.name:13}{stages}{plan.gigabytes:6.1f} GB{' ' if plan.fits else '!'}")
     table = [
         f"{line}, {seconds:.2f} s"
         for line, seconds in zip(found.plan.table(), found.calls.values(), strict=True)
@@ -127,8 +127,8 @@ def print_search(searched: Searched) -> None:
     gap = searched.gap
     proved = f"the best may be {gap:.1%} shorter" if gap else "no plan of this kind is shorter"
     gain = ""
-    if others:
-        best = min(others, key=lambda plan: plan.step)
+    if usable := [plan for plan in others if plan.fits]:
+        best = min(usable, key=lambda plan: plan.step)
         gain = f"{best.step / found.step:.2f} times as fast as {best.name}; "
     rows = [
         ("predicted", "\n".join(lines)),
@@ -136,6 +136,7 @@ def print_search(searched: Searched) -> None:
         ("found", "\n".join(table)),
         ("gain", f"{gain}{proved}"),
         ("", "by formulas, for full lengths and no drafts; not measured"),
+        *([] if len(usable) == len(others) else [("", "! is more than a chip has")]),
     ]
     console.describe("rlhf_jax: plans of calls", rows)
 

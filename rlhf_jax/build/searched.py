@@ -22,6 +22,7 @@ class PricedPlan(NamedTuple):
     stages: tuple[float, float, float]  # of generation, inference and training
     step: float  # seconds of a step, with weights on their way
     gigabytes: float  # of the fullest device, in 10^9 bytes
+    fits: bool  # whether a device has so much
 
 
 class Searched(NamedTuple):
@@ -86,4 +87,5 @@ def _priced(
     *before, training = (stage_seconds(problem, stage, placed) for stage in problem.stages)
     stages = (before[0], sum(before[1:]), training)
     gigabytes = memory_parts.peak(parts)[1] / memory_parts.GIGA
-    return PricedPlan(name, plan, calls, stages, sum(stages), gigabytes)
+    fits = gigabytes <= space.hardware.gigabytes
+    return PricedPlan(name, plan, calls, stages, sum(stages), gigabytes, fits)

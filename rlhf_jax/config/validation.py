@@ -331,13 +331,15 @@ def check_rows(config: Config, plan: Plan, name: str) -> None:
         else:
             by = axes_of(name, call, "slices x data x fsdp")
             require_even_split(rows, placed.row_shards, "rows of training.microbatch_rows", by=by)
-    if derived.trains_drafter(config) and objective_of(config).uses_rewards:
+    learns_beside = derived.trains_drafter(config) and objective_of(config).uses_rewards
+    training = plan.placements.get("policy_training")
+    if learns_beside and training:
         learned = config.drafter.samples
         part = min(learned, rows)
         require_even_split(learned, part, "rows of drafter.samples", by="training.microbatch_rows")
-        shards = plan.placements["policy_training"].row_shards
         by = axes_of(name, "policy_training", "slices x data x fsdp")
-        require_even_split(part, shards, "rows of drafter.samples at one time", by=by)
+        what = "rows of drafter.samples at one time"
+        require_even_split(part, training.row_shards, what, by=by)
 
 
 def axes_of(plan: str, call: str, axes: str) -> str:

@@ -10,6 +10,7 @@ from rlhf_jax.config import derived, memory, memory_parts
 from rlhf_jax.config.hardware import Hardware
 from rlhf_jax.config.schema import Config
 from rlhf_jax.config.sizes import PlannedRun
+from rlhf_jax.config.validation import check_rows
 from rlhf_jax.placement.chips import ASSUMED, ring_bandwidth
 from rlhf_jax.placement.plan import CALLS, Placement, Plan, check_parts
 from rlhf_jax.placement.search.branch_and_bound import Option, Placed, Problem
@@ -63,7 +64,7 @@ class SearchSpace:
         for blocks in powers_of_two(self.blocks):
             count = blocks * self.block_devices
             there = self.shardings(call, count)
-            found = [self.priced(call, one) for one in there if self.has_programs(call, one)]
+            found = [self.priced(call, one) for one in there if self.can_run(call, one)]
             found.sort(key=lambda one: (one.seconds, one.always, one.working))
             kept: list[Option] = []
             for option in found:
@@ -75,11 +76,12 @@ class SearchSpace:
                 for first in range(0, self.hardware.count, count):
                     yield self.priced(call, dataclasses.replace(best.placement, first=first))
 
-    def has_programs(self, call: str, placement: Placement) -> bool:
-        """Tell whether the part of the machine that a call has gets programs of its own."""
+    def can_run(self, call: str, placement: Placement) -> bool:
+        """Tell whether a call's rows come out even, and its part of the machine gets programs."""
+        plan = Plan(self.hardware.count, {call: placement})
         try:
-            plan = Plan(self.hardware.count, {call: placement})
             check_parts(plan, "", self.hardware.device_kind)
+            check_rows(self.config, plan, "")
         except ValueError:
             return False
         return True
@@ -87,21 +89,26 @@ class SearchSpace:
     def shardings(self, call: str, count: int) -> Iterator[Placement]:
         """Yield the shardings of a call over the first devices, so many.
 
-        `tensor` stays within a node and divides the key-value heads; rows come out even.
+        `tensor` stays within a node and divides the key-value heads.
         """
         generates = call == "generation"
         slices = self.base.slices if generates else 1
-        config = self.config
-        rows = config.generation.max_rows if generates else config.training.microbatch_rows
         in_node = self.hardware.count // self.hardware.nodes
-        most = min(count, in_node, self.models.policy.num_kv_heads)
-        for tensor in powers_of_two(most):
-            shards = count // (slices * tensor)
-            if slices * tensor * shards != count or rows % shards:
+        for tensor in powers_of_two(min(count, in_node)):
+            shards, rest = divmod(count, slices * tensor)
+            if rest or self.models.policy.num_kv_heads % tensor:
                 continue
             for data in [shards] if generates else powers_of_two(shards):
-                shape = {"slices": slices, "data": data, "fsdp": shards // data, "tensor": tensor}
-                yield dataclasses.replace(self.base, first=0, count=count, **shape)
+                if shards % data == 0:
+                    shape = {"data": data, "fsdp": shards // data, "tensor": tensor}
+                    yield Placement(
+                        first=0,
+                        count=count,
+                        slices=slices,
+                        **shape,
+                        dtype=self.base.dtype,
+                        kernels=self.base.kernels,
+                    )
 
     def priced(self, call: str, placement: Placement) -> Option:
         """Return a placement of a call with what it takes, wherever its devices lie."""
