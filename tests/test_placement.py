@@ -162,7 +162,8 @@ def test_a_plan_says_dtype_and_kernels_or_has_the_configs(tmp_path):
     path = write_plan(tmp_path / "plan.json", devices=1, calls=calls)
     kernels = Kernels(logprobs="interpret")
     found = read_plan(path, Placement(0, 1, dtype="float32", kernels=kernels)).placements
-    wanted = Placement(0, 1, dtype="bfloat16", kernels=Kernels(commit="interpret"))
+    both = Kernels(commit="interpret", logprobs="interpret")
+    wanted = Placement(0, 1, dtype="bfloat16", kernels=both)
     assert found["generation"] == wanted
     assert found["policy_training"].kernels == kernels
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -65,6 +66,24 @@ def test_devices_that_are_no_power_of_two_are_searched_and_too_much_memory_is_ma
     assert "gain        no plan of this kind is shorter" in said  # nothing else fits
 
 
+def test_what_the_config_names_changes_no_other_plan(tmp_path):
+    asked = searched("ppo_llama31_8b:tpu", "v5p:4x4x4")
+    path = tmp_path / "plan.json"
+    path.write_text(asked.plans[-1].plan.text())
+    for name in ("disaggregated", str(path)):
+        again = searched("ppo_llama31_8b:tpu", "v5p:4x4x4", plan=name)
+        steps = {plan.name: plan.step for plan in again.plans}
+        assert steps | {name: 0.0} == {p.name: p.step for p in asked.plans} | {name: 0.0}
+    assert steps[name] == steps["found"]
+
+    # one that keeps to no block is told of, and not compared
+    document = json.loads(asked.plans[-1].plan.text())
+    document["calls"]["generation"] |= {"first": 1, "count": 2, "data": 2, "tensor": 1}
+    path.write_text(json.dumps(document))
+    odd = searched("ppo_llama31_8b:tpu", "v5p:4x4x4", plan=str(path))
+    assert "aligned parts of 4 devices" in odd.left_out[str(path)]
+
+
 def test_a_preset_that_cannot_split_the_rows_is_left_out_and_why():
     found = searched("grpo_llama31_8b:tpu", "v5p:4x4x4", **{"training.microbatch_rows": 32})
     assert [plan.name for plan in found.plans] == ["mesh", "disaggregated", "found"]
@@ -95,7 +114,8 @@ def test_the_command_prints_plans_and_writes_the_best(tmp_path, capsys):
 
     # it is a plan of this config, and is not one of another
     assert command.main([*words, f"--config.plan={out}"]) == 0
-    assert re.search(r"policy_training +\d+\.\.\d+  fsdp", capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert all(line in said for line in plan.table())
     other = ["plan", "grpo_llama31_8b:tpu", *words[2:], f"--config.plan={out}"]
     assert command.main(other) == 2
     assert "places policy_inference, which this run does not have" in capsys.readouterr().err
@@ -108,6 +128,7 @@ def test_the_command_prints_plans_and_writes_the_best(tmp_path, capsys):
             ["quickstart", "--devices", "v5e:2x2", "--config.training.microbatch_rows=48"],
             "rows of a minibatch cannot be split evenly",
         ),
+        (["quickstart", "--devices", "v5e:2x2", "--out", "plan.txt"], "in a file NAME.json"),
         (["quickstart", "--devices", "cpu:8"], "Nothing says how fast 8 x cpu"),
         (["grpo_llama31_8b:tpu", "--devices", "v5e:2x2"], "No plan fits 4 x TPU v5e"),
         (

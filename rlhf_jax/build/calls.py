@@ -13,10 +13,11 @@ from rlhf_jax.types import ModelConfigs
 
 
 def place_calls(
-    config: Config, models: ModelConfigs, device: Device, count: int
+    config: Config, models: ModelConfigs, device: Device, count: int, in_slice: int
 ) -> tuple[Plan, dict[str, str]]:
     """Return the plan of a run on `count` devices like one, and why each kernel is what it is.
 
+    in_slice: how many of them one TPU slice has; all, where there are no several.
     Raises ValueError or FileNotFoundError where the config's plan does not fit devices or models.
     """
     named = config.model.compute_dtype
@@ -28,7 +29,7 @@ def place_calls(
     plan = plan_of(config, count, Placement(0, count, dtype=named, kernels=kernels))
     source = f"plan: {config.plan or 'mesh'}"
     check_kernels(plan, source, device.platform)
-    check_parts(plan, source, device.device_kind)
+    check_parts(plan, source, device.device_kind, in_slice)
     if plan.parameters:
         check_models(plan, source, parameter_counts(models))
     return plan, reasons

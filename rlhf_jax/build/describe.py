@@ -12,6 +12,7 @@ from rlhf_jax.build.searched import Searched
 from rlhf_jax.config import host, memory, memory_parts
 from rlhf_jax.config.schema import Config
 from rlhf_jax.config.sizes import PlannedRun
+from rlhf_jax.config.validation import check_batches, check_rows
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.model.weights.source import digest
 from rlhf_jax.monitoring import console
@@ -75,6 +76,7 @@ def print_plan(config: Config, planned: Planned) -> None:
         ("remat", f"{'on' if planned.remat else 'off'}: {planned.remat_reason}"),
         ("memory", "\n".join(memory_parts.table(planned.parts))),
         *_predicted_rows(config, planned),
+        *_refused_rows(config, planned),
     ]
     console.describe(f"rlhf_jax: a plan of {config.steps} steps", rows)
 
@@ -86,6 +88,16 @@ def _placement_rows(devices: str, plan: Plan) -> list[tuple[str, str]]:
     shape = plan.placements["generation"].shape
     sizes = ", ".join(f"{name} {size}" for name, size in shape.items())
     return [("devices", f"{devices} ({sizes})")]
+
+
+def _refused_rows(config: Config, planned: Planned) -> list[tuple[str, str]]:
+    """Say why a run would be refused for its rows, which are nothing to its memory."""
+    try:
+        check_batches(config)
+        check_rows(config, planned.plan, config.plan)
+    except ValueError as error:
+        return [("not yet", f"a run would be refused: {error}")]
+    return []
 
 
 def _predicted_rows(config: Config, planned: Planned) -> list[tuple[str, str]]:

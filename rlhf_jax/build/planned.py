@@ -41,7 +41,7 @@ def plan_run(config: Config, hardware: Hardware) -> Planned:
     """
     derived.register_own(config)
     models = _models(config)
-    plan, _ = place_calls(config, models, hardware, hardware.count)
+    plan, _ = place_calls(config, models, hardware, hardware.count, hardware.count)
     layouts = plan.layouts(None)
     gigabytes = config.mesh.device_memory_gb
     limit = min(filter(None, (hardware.gigabytes, gigabytes)), default=0.0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
+from rlhf_jax.build.calls import place_calls
 from rlhf_jax.build.planned import Planned
 from rlhf_jax.config import derived, memory, memory_parts, validation
 from rlhf_jax.config.schema import Config
@@ -44,23 +46,27 @@ def search_plans(config: Config, planned: Planned) -> Searched:
             f"Nothing says how fast {hardware} are: name devices such as v5p:4x4x4 or gpu:8x8:h100."
         )
     validation.check_batches(config)
-    base = planned.plan.placements["generation"]
+    of_mesh = copy.deepcopy(config)
+    of_mesh.plan = ""
+    mesh, _ = place_calls(of_mesh, planned.models, hardware, hardware.count, hardware.count)
+    base = mesh.placements["generation"]
     space = SearchSpace(config, planned.models, hardware, base, planned.remat)
     problem = space.problem()
     named = {}
+    known = {}
     left_out = {}
-    for name in dict.fromkeys((config.plan, *PRESETS)):
+    for name in dict.fromkeys(("mesh", *PRESETS, config.plan or "mesh")):
         try:
-            plan = planned.plan
+            plan = mesh if name == "mesh" else planned.plan
             if name in PRESETS:
                 plan = Plan(hardware.count, PRESETS[name](base, derived.calls(config)))
-            check_parts(plan, name, hardware.device_kind)
-            validation.check_rows(config, plan, name)
-            named[name or "mesh"] = plan
+            check_parts(plan, name, hardware.device_kind, hardware.count)
+            validation.check_rows(config, plan, "" if name == "mesh" else name)
+            known[name] = space.placed(plan, name)
+            named[name] = plan
         except ValueError as error:
-            left_out[name or "mesh"] = str(error)
-    known = {name: space.placed(plan) for name, plan in named.items()}
-    found = search(problem, [placed for placed in known.values() if placed])
+            left_out[name] = str(error)
+    found = search(problem, list(known.values()))
     if found is None:
         raise ValueError(
             f"No plan fits {hardware}; lower training.microbatch_rows or generation.max_rows, or"
@@ -73,7 +79,6 @@ def search_plans(config: Config, planned: Planned) -> Searched:
     plans = [
         _priced(name, plan, placed, problem, space)
         for (name, plan), placed in zip(named.items(), known.values(), strict=True)
-        if placed
     ]
     return Searched(plans, left_out, found.gap)
 

@@ -23,7 +23,10 @@ from rlhf_jax.runtime.files import write_atomically
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0 where the run fits, 1 where it does not, 2 for a mistake."""
+    """Return the exit code: 0 where the run fits, 1 where it does not, 2 for a mistake.
+
+    Of a search, whether the plan that it found does.
+    """
     parser = argparse.ArgumentParser(
         prog=argv[0], description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -35,8 +38,10 @@ def main(argv: list[str]) -> int:
         hardware = parse_hardware(asked.devices)
         config = command_line.read([argv[0], *rest])
         planned = plan_run(config, hardware)
+        if asked.out and not (asked.search and asked.out.endswith(".json")):
+            raise ValueError(f"--out {asked.out} is for what --search finds, in a file NAME.json.")
         searched = search_plans(config, planned) if asked.search else None
-        if searched and asked.out:
+        if searched and asked.out and searched.plans[-1].fits:
             write_atomically(Path(asked.out), searched.plans[-1].plan.text().encode())
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -44,7 +49,8 @@ def main(argv: list[str]) -> int:
     print_plan(config, planned)
     if searched:
         print_search(searched)
-    if planned.hardware.gigabytes and not searched:
+        return 0 if searched.plans[-1].fits else 1
+    if planned.hardware.gigabytes:
         try:
             memory_parts.check(planned.parts, planned.hardware.gigabytes * memory_parts.GIGA)
         except ValueError as error:

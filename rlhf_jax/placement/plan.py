@@ -182,7 +182,7 @@ def _placement(path: Path, call: str, own: Any, default: Placement) -> Placement
     _require_names(path, f" of {call}'s kernels", kernels, set(), set(chosen))
     for kernel, name in kernels.items():
         _require(path, isinstance(name, str), f"has {kernel} {name!r:.40} for {call}; give a name")
-    return Placement(**{**own, "dtype": dtype, "kernels": Kernels(**kernels)})
+    return Placement(**{**own, "dtype": dtype, "kernels": Kernels(**{**chosen, **kernels})})
 
 
 def check(plan: Plan, source: str, calls: Collection[str], num_devices: int) -> None:
@@ -232,15 +232,18 @@ def check_kernels(plan: Plan, source: str, platform: str) -> None:
                 )
 
 
-def check_parts(plan: Plan, source: str, device_kind: str) -> None:
-    """Raise ValueError where a call has a part of a TPU slice that gets no programs of its own."""
-    if device_kind not in V5E or plan.devices <= LARGEST_DIVIDED:
+def check_parts(plan: Plan, source: str, device_kind: str, in_slice: int) -> None:
+    """Raise ValueError where a call has a part of a TPU slice that gets no programs of its own.
+
+    in_slice: the devices that are joined by links of their own: all, but for several TPU slices.
+    """
+    if device_kind not in V5E or in_slice <= LARGEST_DIVIDED:
         return
     for call, placed in plan.placements.items():
         part = placed.count // placed.slices
-        if part < plan.devices:
+        if part % in_slice:
             raise ValueError(
-                f"{source} has programs of {call} for {part} chips of a slice of {plan.devices}"
+                f"{source} has programs of {call} for {part} chips of a slice of {in_slice}"
                 f" {device_kind}, which must all be in each: give {call} all, and mesh.slices 1."
             )
 

@@ -38,6 +38,11 @@ class Option:
     working: float = 0.0  # and those while its stage is at work
 
     @property
+    def memory(self) -> float:
+        """Return the bytes on each of its devices while its stage is at work."""
+        return self.always + self.working
+
+    @property
     def ends(self) -> int:
         """Return the block after its last one."""
         return self.first + self.blocks
@@ -148,7 +153,8 @@ def search(
         call = order[len(chosen)]
         grown = [chosen | {call: option} for option in unlike_options(problem, call, chosen)]
         bounded = [(lower_bound(problem, one), one) for one in grown if fits(problem, one)]
-        bounded.sort(key=lambda pair: pair[0], reverse=True)
+        # the least bound last, and the least memory of those that are equal
+        bounded.sort(key=lambda pair: (pair[0], pair[1][call].memory), reverse=True)
         waiting += [pair for pair in bounded if pair[0] < seconds]
     if not best:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 
 from rlhf_jax.config import derived, memory, memory_parts
@@ -17,6 +18,8 @@ from rlhf_jax.placement.search.branch_and_bound import Option, Placed, Problem
 from rlhf_jax.placement.search.costs import PlacedRun, predict_call
 from rlhf_jax.types import ModelConfigs
 
+# Calls to which trained weights come, and of which model.
+ARRIVALS = {"generation": "policy", "policy_inference": "policy", "critic_inference": "critic"}
 MOST_BLOCKS = 16  # that a machine is cut into
 
 
@@ -59,7 +62,8 @@ class SearchSpace:
     def options(self, call: str) -> Iterator[Option]:
         """Yield on every part of the machine the shardings of a call that no other betters.
 
-        One is better that takes neither more seconds nor more memory.
+        One is better that takes neither more seconds nor more memory, whatever is saved where
+        weights need not move.
         """
         for blocks in powers_of_two(self.blocks):
             count = blocks * self.block_devices
@@ -68,19 +72,32 @@ class SearchSpace:
             found.sort(key=lambda one: (one.seconds, one.always, one.working))
             kept: list[Option] = []
             for option in found:
-                if not any(
-                    one.always <= option.always and one.working <= option.working for one in kept
-                ):
+                if not any(self.is_better(call, one, option) for one in kept):
                     kept.append(option)
             for best in kept:
                 for first in range(0, self.hardware.count, count):
                     yield self.priced(call, dataclasses.replace(best.placement, first=first))
 
+    def is_better(self, call: str, option: Option, other: Option) -> bool:
+        """Tell whether an option takes no more than another, wherever other calls are."""
+        seconds = option.seconds
+        least = other.seconds
+        model = "critic" if call.startswith("critic") else "policy"
+        if call == "generation":  # to which weights always move
+            seconds += self.arrival_seconds(call, option.placement)
+            least += self.arrival_seconds(call, other.placement)
+        elif call.endswith("_inference") and call in ARRIVALS:
+            seconds += self.arrival_seconds(call, option.placement)
+        elif call.endswith("_training"):
+            seconds += self.arrival_seconds(f"{model}_inference", other.placement)
+        less = option.always <= other.always and option.working <= other.working
+        return less and seconds <= least
+
     def can_run(self, call: str, placement: Placement) -> bool:
         """Tell whether a call's rows come out even, and its part of the machine gets programs."""
         plan = Plan(self.hardware.count, {call: placement})
         try:
-            check_parts(plan, "", self.hardware.device_kind)
+            check_parts(plan, "", self.hardware.device_kind, self.hardware.count)
             check_rows(self.config, plan, "")
         except ValueError:
             return False
@@ -94,9 +111,11 @@ class SearchSpace:
         generates = call == "generation"
         slices = self.base.slices if generates else 1
         in_node = self.hardware.count // self.hardware.nodes
+        models = filter(None, (self.models.policy, self.models.critic, *self.models.rewards))
+        heads = math.gcd(*(model.num_kv_heads for model in models))
         for tensor in powers_of_two(min(count, in_node)):
             shards, rest = divmod(count, slices * tensor)
-            if rest or self.models.policy.num_kv_heads % tensor:
+            if rest or heads % tensor:
                 continue
             for data in [shards] if generates else powers_of_two(shards):
                 if shards % data == 0:
@@ -145,28 +164,33 @@ class SearchSpace:
     def transfer_seconds(self, call: str, option: Option, chosen: Placed) -> float:
         """Predict the seconds in which trained weights come to another call, once a step.
 
-        Each device receives what it holds, in the dtype of that call; nothing where both calls
-        have one placement and split weights alike.
+        None where both calls have one placement and split weights alike.
         """
-        if call not in ("generation", "policy_inference", "critic_inference"):
+        if call not in ARRIVALS:
             return 0.0
-        trained = "critic" if call == "critic_inference" else "policy"
-        source = chosen.get(f"{trained}_training")
-        chip = self.hardware.chip
+        source = chosen.get(f"{ARRIVALS[call]}_training")
         alike = source and source.placement == option.placement and call != "generation"
-        if source is None or alike or chip is None:
-            return 0.0
-        run = self._run(call, option.placement)
-        held = run.weights(getattr(self.models, trained), role=run.layout.role)
+        return 0.0 if source is None or alike else self.arrival_seconds(call, option.placement)
+
+    def arrival_seconds(self, call: str, placement: Placement) -> float:
+        """Predict the seconds in which each device receives what it holds of trained weights."""
+        run = self._run(call, placement)
+        held = run.weights(getattr(self.models, ARRIVALS[call]), role=run.layout.role)
+        chip = self.hardware.chip
+        assert chip is not None, "Seconds are predicted of known chips alone."
         places = (self.hardware.count, self.hardware.nodes)
         bandwidth = ring_bandwidth(chip, *places, group=self.hardware.count, stride=1)
         return held / (ASSUMED.links * bandwidth)
 
-    def placed(self, plan: Plan) -> dict[str, Option] | None:
-        """Return the options that a plan chooses; None where it does not keep to the blocks."""
-        for one in plan.placements.values():
+    def placed(self, plan: Plan, name: str) -> dict[str, Option]:
+        """Return the options that a plan chooses; ValueError where it does not keep to blocks."""
+        for call, one in plan.placements.items():
             if one.count % self.block_devices or one.first % one.count:
-                return None
+                raise ValueError(
+                    f"{name} places {call} on devices {one.first} to {one.devices[-1]}, and a"
+                    f" search compares aligned parts of {self.block_devices} devices and their"
+                    " doubles."
+                )
         return {call: self.priced(call, one) for call, one in plan.placements.items()}
 
     def plan(self, placed: Placed) -> Plan:
