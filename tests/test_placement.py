@@ -8,6 +8,7 @@ import runpy
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 import test_resume
 import tiny_run
@@ -16,10 +17,13 @@ from tiny_run import ROOT, lines
 
 from pallas_kernels.dispatch import Kernels
 from rlhf_jax.config import memory, schema, validation
+from rlhf_jax.inference.values import critic_of
 from rlhf_jax.mesh import make_mesh
 from rlhf_jax.model.weight_table import weight_keys
+from rlhf_jax.model.weights import huggingface
+from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.placement.plan import Placement, Plan, read_plan
-from rlhf_jax.placement.presets import plan_of
+from rlhf_jax.placement.presets import PRESETS, plan_of
 from rlhf_jax.types import ModelConfigs
 
 launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
@@ -272,3 +276,44 @@ def test_killed_under_a_plan_and_resumed_is_uninterrupted(tmp_path, monkeypatch)
         done = test_resume.run(tmp_path, event, "none", -1)
         assert "Going on from step 2" in done.stdout, done.stderr
         test_resume.check_equal(tmp_path / event, whole)
+
+
+# What a run may have besides, each under every preset.
+FEATURES = {
+    "evaluation": {"evaluation__every": 2},
+    "a draft model": {"generation__strategy": "model-chain-2"},
+    "a student": {
+        "generation__strategy": "model-chain-2",
+        "drafter__path": "",
+        "drafter__layers": 1,
+        "drafter__learning_rate": 1e-3,
+    },
+    "a reward model": {"reward__models": "classifier"},
+    "slices": {"mesh__slices": 2, "mesh__data": 1},
+    "inference beside generation": {
+        "mesh__slices": 2,
+        "mesh__data": 1,
+        "generation__fuse_inference": True,
+        "generation__min_rows": 4,
+    },
+    "rejection": {"generation__acceptance": "rejection"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_gives_its_text_under_every_plan(feature, run, folder, tmp_path):
+    source = open_source(folder)
+    classifier = critic_of(source.load(np.float32))
+    parts = (source.tokenizer, source.stop_tokens, np.float32)
+    huggingface.save(tmp_path / "classifier", classifier, *parts)
+    changes = {"steps": 2, "drafter__path": folder} | FEATURES[feature]
+    if "reward__models" in changes:
+        changes["reward__models"] = tmp_path / "classifier"
+    metrics, samples = run("mesh", plan="", **changes)
+    for plan in PRESETS:
+        own, texts = run(plan, plan=plan, **changes)
+        assert [row["response"] for row in texts] == [row["response"] for row in samples], plan
+        for key in TRAINED:
+            assert own[-1][key] == pytest.approx(metrics[-1][key], rel=1e-4, abs=1e-5), (plan, key)
