@@ -22,7 +22,7 @@ from rlhf_jax.generation.speculative.drafters.search import SearchDrafter, propo
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, RANKS
-from rlhf_jax.mesh import Layout, make_mesh, place_rows, row_shardings
+from rlhf_jax.mesh import Layout, make_mesh, pin_rows, place_rows, row_shardings
 from rlhf_jax.model import cache as kv
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.types import DecodeState, DraftState, Strategy
@@ -285,6 +285,21 @@ def test_without_an_earlier_text_there_is_nothing_to_replay():
         assert propose(REPLAY, state, NOBODY, chain("replay", 2)).drafts.tolist() == [[-1, -1]]
         signal = look_back(state, NOBODY, (REPLAY,))["replay"]
         assert signal.confidence.tolist() == [0]
+
+
+def test_places_are_found_where_only_heads_are_split():
+    """XLA's partitioner aborted there, and the process with it, as two results met in a barrier."""
+    layout = Layout(make_mesh(1, 1, 2, jax.devices()[:2]), "generation")
+    scores = np.arange(8 * 64, dtype=np.int32).reshape(8, 64)
+
+    @jax.jit
+    def best(scores):
+        top, where = matching.best_places(scores)
+        return pin_rows((top[:, :1], where[:, :2]), layout)
+
+    top, where = best(place_rows(scores, layout))
+    np.testing.assert_array_equal(top[:, 0], scores[:, -1])
+    np.testing.assert_array_equal(where, [[63, 62]] * 8)
 
 
 def test_drafts_and_signals_lie_as_rows_do_on_a_mesh(crowd):

@@ -42,7 +42,10 @@ def best_places(score: Array) -> tuple[jax.Array, jax.Array]:
     """
     # On a CPU, XLA sorts whole rows, forty times slower, of integers (float32 is exact below 2**24)
     # and for a reader that slices: hence the barrier.
-    top, where = jax.lax.optimization_barrier(jax.lax.top_k(score.astype(jnp.float32), RANKS))
+    top, where = jax.lax.top_k(score.astype(jnp.float32), RANKS)
+    # One by one: XLA's partitioner of a top-k aborts where both are read at once (jax 0.10.2).
+    top = jax.lax.optimization_barrier(top)
+    where = jax.lax.optimization_barrier(where)
     return top.astype(jnp.int32), where
 
 
