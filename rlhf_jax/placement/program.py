@@ -89,7 +89,7 @@ def _run_local(
     return tuple(parts.reshape(-1, 1, *shape))
 
 
-def arrive(moved: list[Pieces], routes: Sequence[Route]) -> list[Pieces]:
+def send_across(moved: list[Pieces], routes: Sequence[Route]) -> list[Pieces]:
     """Send the pieces of leaves that go to other devices, and run their second legs there."""
     going = {place: route.second for place, route in enumerate(routes) if route.second is not None}
     by_id = {device.id: device for device in jax.devices()}

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from rlhf_jax.mesh import Layout, model_shardings, pin_weights
 from rlhf_jax.placement.leg import Placing
-from rlhf_jax.placement.program import arrive, relabel, run_legs
+from rlhf_jax.placement.program import relabel, run_legs, send_across
 from rlhf_jax.placement.route import BytesMoved, find_route, traffic
 from rlhf_jax.types import Layer, Model
 
@@ -119,7 +119,7 @@ def move(tree: T, places: Any, dtype: DTypeLike | None = None, index: int | None
     leaves, treedef = jax.tree.flatten(tree)
     firsts = [route.first for route in routes]
     moved = run_legs([(leaf,) for leaf in leaves], firsts, dtype=dtype, index=number)
-    moved = arrive(moved, routes)
+    moved = send_across(moved, routes)
     found = [relabel(leaf, end) for (leaf,), end in zip(moved, ends, strict=True)]
     return jax.tree.unflatten(treedef, found)
 

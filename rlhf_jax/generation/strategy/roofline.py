@@ -110,7 +110,13 @@ class Roofline(NamedTuple):
     @classmethod
     def of_work(cls, work: ModelWork, platform: str) -> Roofline:
         """Return the roofline of a model's work at the platform's `RATES`."""
-        bandwidth, speed, row, call = RATES[platform]
+        return cls.of_rates(work, *RATES[platform])
+
+    @classmethod
+    def of_rates(
+        cls, work: ModelWork, bandwidth: float, speed: float, row: float, call: float
+    ) -> Roofline:
+        """Return the roofline of a model's work at rates in the order of `RATES`."""
         return cls(
             read=work.weight_bytes / bandwidth,
             read_context=work.context_bytes / bandwidth,

@@ -137,14 +137,7 @@ class PlacedRun:
         reads = self.chip.memory_bandwidth * ASSUMED.decoding * tensor
         computes = self.chip.flops * ASSUMED.inference * tensor
         _, _, of_row, of_call = RATES[self.hardware.platform]
-        return Roofline(
-            read=work.weight_bytes / reads,
-            read_context=work.context_bytes / reads,
-            compute=work.token_flops / computes,
-            compute_context=work.context_flops / computes,
-            row=of_row,
-            call=of_call,
-        )
+        return Roofline.of_rates(work, reads, computes, of_row, of_call)
 
 
 def predict_calls(
