@@ -7,25 +7,28 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from rlhf_jax.generation.history import History, requests
-from rlhf_jax.generation.requests import Sample, as_rollout
+from rlhf_jax.generation.requests import RoundReport, Sample, as_rollout
 from rlhf_jax.generation.speculative.round import ModelPair
 from rlhf_jax.inference.logprobs import mismatch
 from rlhf_jax.inference.overlap import Scoring, ScoringQueue
 from rlhf_jax.inference.scoring import TokenScores, compile_scores, score
 from rlhf_jax.model.decoding import decoding_weights
-from rlhf_jax.monitoring.trace import Span
+from rlhf_jax.monitoring.trace import Span, since
 from rlhf_jax.placement.transfer import bytes_moved
 from rlhf_jax.rewards.samples import table_of
-from rlhf_jax.rollout import RewardedRollout, roll_out
+from rlhf_jax.rollout import RewardedRollout, draw_ahead, reward_samples, roll_out
+from rlhf_jax.runtime.beside import WorkBeside
 from rlhf_jax.state import HostState, Observer, Run, RunState, StepReport, decoding_models, ignore
 from rlhf_jax.training.distill import distill
 from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
+from rlhf_jax.training.importance import weigh_advantages
 from rlhf_jax.training.optimizer import Gradient, apply, examine
 from rlhf_jax.training.update import compile_update, update
 from rlhf_jax.types import Experience, Model, Rollout, TrainState
@@ -35,13 +38,80 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
     """Take one iteration over the next prompts.
 
     The train state is used up once training begins; what is raised before that leaves it whole.
-    `observe` may raise, but not in training.
+    `observe` may raise, but not in training, nor while samples of the next step are waited for.
     """
-    decoders = decoding_models(state.train, run)
-    queue = scoring_queue(decoders, state.train, run)
-    rolled = roll_out(decoders, state, run.prompts, run.generation, run.rewards, queue, observe)
-    metrics = rolled.metrics | weights_received(state.train, run)
+    models = decoding_models(state.train, run)
+    if run.training.lag:
+        return _step_ahead(models, state, run, observe)
+    queue = scoring_queue(models, state.train, run)
+    rolled = roll_out(models, state, run.prompts, run.generation, run.rewards, queue, observe)
+    learned = learn(state, run, rolled, observe)
+    return _finish(learned, rolled, rolled.host, run)
 
+
+def _step_ahead(
+    models: ModelPair, state: RunState, run: Run, observe: Observer
+) -> tuple[RunState, StepReport]:
+    """Train on samples from before the last update, and draw the next ones beside.
+
+    Both begin with the weights that the step begins with. The first step draws its own samples
+    before, and the last one draws none.
+    """
+    began = time.perf_counter()
+    settings = run.generation
+    host = state.host
+    spans = []
+
+    def draw(host: HostState, observe: Observer) -> HostState:
+        drawn = draw_ahead(models, host, state.step, run.prompts, settings, run.rewards, observe)
+        spans.extend(since(drawn.ahead.spans, began - drawn.ahead.began))
+        return drawn
+
+    if host.ahead is None:
+        host = draw(host, observe)
+    ahead = host.ahead
+    host = dataclasses.replace(host, ahead=None)
+
+    def draw_next(report: Callable[[RoundReport], None]) -> HostState:
+        return draw(host, lambda phase, told: report(told) if told else None)
+
+    with contextlib.ExitStack() as stack:
+        beside = None
+        if state.step + 1 < run.config.steps:
+            beside = stack.enter_context(WorkBeside(draw_next, "generation"))
+        prompts = run.prompts.prompts
+        rolled = reward_samples(ahead, host, prompts, settings, run.rewards, observe)
+        learned = learn(state, run, rolled, observe, beside and beside.check)
+        if beside:
+            waits = time.perf_counter()
+            observe("waiting", None)
+            host = beside.result(functools.partial(observe, "waiting"))
+            learned.metrics["lag/waited_seconds"] = time.perf_counter() - waits
+    rolled = dataclasses.replace(rolled, began=began, spans=spans)
+    return _finish(learned, rolled, host, run)
+
+
+class Learned(NamedTuple):
+    """Hold what a step has learned from its roll-out."""
+
+    train: TrainState
+    metrics: dict[str, float]  # those of the roll-out, too
+    spans: list[Span]  # of inference, by the clock of `time.perf_counter`
+
+
+def learn(
+    state: RunState,
+    run: Run,
+    rolled: RewardedRollout,
+    observe: Observer,
+    before_update: Callable[[], None] | None = None,
+) -> Learned:
+    """Score a roll-out, and train policy, critic and student on it; the train state is used up.
+
+    Where it was drawn ahead, each token weighs as much as `training.importance` says. What
+    `before_update` raises leaves the train state whole.
+    """
+    metrics = rolled.metrics | weights_received(state.train, run)
     began = time.perf_counter()
     coefficient = state.host.kl_coefficient
     with _timed("inference", metrics, observe):
@@ -54,12 +124,18 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
         )
         metrics |= {"kl/coefficient": coefficient, "inference/padding": scores.padding}
         metrics |= {"plan/changed": 1.0} if state.host.plan_changed else {}
-        if kl is not None and scores.logprobs is not None:
-            apart = mismatch(rollout.logprobs, scores.logprobs, rollout.mask) | {"kl/response": kl}
-            # What is not finite is the update's to tell.
-            metrics |= {name: value for name, value in apart.items() if math.isfinite(value)}
-    inference = _inference_spans(experience, began - rolled.began, rolled, run)
-    rolled = dataclasses.replace(rolled, spans=rolled.spans + inference)
+        told = {} if kl is None else {"kl/response": kl}
+        behind = 0 if rolled.drawn_at is None else state.step - rolled.drawn_at
+        if rolled.drawn_at is not None:
+            experience, weights = weigh_advantages(experience, run.training.lag_clip)
+            told |= weights | {"lag/updates": float(behind)}
+        if scores.logprobs is not None and not behind:
+            told |= mismatch(rollout.logprobs, scores.logprobs, rollout.mask)
+        # What is not finite is the update's to tell.
+        metrics |= {name: value for name, value in told.items() if math.isfinite(value)}
+    spans = _inference_spans(experience, began, run)
+    if before_update:
+        before_update()
 
     with _timed("training", metrics, observe):
         train, losses = update(
@@ -72,13 +148,7 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
             skipped=state.host.skipped,
         )
     train, distilled = distill_drafter(train, rollout, run, observe)
-    metrics |= losses | distilled
-
-    host = _host_after(state.host, rolled, train, metrics, run)
-    if decoders[1] is not None:
-        metrics |= _drafter_age(train, host)
-    metrics.setdefault("kl/response", 0.0)
-    return RunState(train, host), report_step(rolled, metrics, host)
+    return Learned(train, metrics | losses | distilled, spans)
 
 
 def weights_received(train: TrainState, run: Run) -> dict[str, float]:
@@ -170,9 +240,7 @@ def apply_gradient(
         )
     told |= rolled.metrics | dict.fromkeys(broken, 0.0)
     told |= {"training/skipped": float(bool(broken)), "training/skipped_in_row": float(skipped)}
-    host = state.host.after_step(
-        rolled.samples, rolled.stats, rolled.position, rolled.next_id, skipped=skipped
-    )
+    host = dataclasses.replace(rolled.host, skipped=skipped)
     before = told["generation/seconds"] + told["inference/seconds"]
     told["training/seconds"] = time.perf_counter() - rolled.began - before
     return RunState(train, host), report_step(rolled, told, host)
@@ -182,7 +250,7 @@ def report_step(rolled: RewardedRollout, metrics: dict[str, float], host: HostSt
     """Put together what there is to tell of a finished step: of its roll-out, and the metrics."""
     metrics["generation/tokens_so_far"] = host.training.counts.tokens
     table = table_of(rolled.responses, rolled.rewards)
-    selector = rolled.stats.selector
+    selector = host.training.selector
     return StepReport(metrics, table, rolled.spans, selector.last_stage if selector else [])
 
 
@@ -263,26 +331,29 @@ def distill_drafter(
     return train, metrics | {"drafter/seconds": time.perf_counter() - start}
 
 
-def _host_after(
-    host: HostState, rolled: RewardedRollout, train: TrainState, metrics: dict[str, float], run: Run
-) -> HostState:
-    """Return the host state after a step, with the KL coefficient for the KL that was measured.
+def _finish(
+    learned: Learned, rolled: RewardedRollout, host: HostState, run: Run
+) -> tuple[RunState, StepReport]:
+    """End a step: the host learns of the KL that was measured, and all is reported.
 
-    Where none was, as every minibatch was skipped, the coefficient stays.
+    Where no KL was measured, as every minibatch was skipped, the coefficient stays.
     """
+    train, metrics, spans = learned
     coefficient = host.kl_coefficient
     if "kl/response" in metrics:
         kl = metrics["kl/response"]
         coefficient = run.next_kl_coefficient(coefficient, kl, len(rolled.samples))
-    return host.after_step(
-        rolled.samples,
-        rolled.stats,
-        rolled.position,
-        rolled.next_id,
+    host = dataclasses.replace(
+        host,
         kl_coefficient=coefficient,
         distilled_at=int(train.step) if run.distillation else host.distilled_at,
         skipped=int(metrics["training/skipped_in_row"]),
     )
+    if train.drafter is not None or run.frozen.drafter is not None:
+        metrics |= _drafter_age(train, host)
+    metrics.setdefault("kl/response", 0.0)
+    rolled = dataclasses.replace(rolled, spans=rolled.spans + since(spans, rolled.began))
+    return RunState(train, host), report_step(rolled, metrics, host)
 
 
 def _drafter_age(train: TrainState, host: HostState) -> dict[str, float]:
@@ -295,11 +366,9 @@ def _drafter_age(train: TrainState, host: HostState) -> dict[str, float]:
     }
 
 
-def _inference_spans(
-    experience: Experience, began: float, rolled: RewardedRollout, run: Run
-) -> list[Span]:
-    """Show inference, which `began` so many seconds after the step, as work of all slices."""
-    ended = time.perf_counter() - rolled.began
+def _inference_spans(experience: Experience, began: float, run: Run) -> list[Span]:
+    """Show inference, which began then and ends now, as work of all slices."""
+    ended = time.perf_counter()
     count = run.generation.layout.slices
     rows = len(experience.mask) // count
     tokens = int(experience.rollout.mask.sum()) // count

@@ -13,6 +13,7 @@ import numpy as np
 
 from rlhf_jax.data.batches import PromptStream
 from rlhf_jax.data.prompts import Prompts
+from rlhf_jax.generation.ahead import SamplesAhead
 from rlhf_jax.generation.assignment import AssignmentPolicy
 from rlhf_jax.generation.history import requests
 from rlhf_jax.generation.requests import GenerationCounts, RoundReport, Sample
@@ -36,7 +37,14 @@ from rlhf_jax.state import HostState, Observer, RolloutStats, RunState
 from rlhf_jax.training.batching import groups_with_signal
 from rlhf_jax.types import Model
 
-__all__ = ["RewardedRollout", "assignment_policy_of", "choose_groups", "roll_out"]
+__all__ = [
+    "RewardedRollout",
+    "assignment_policy_of",
+    "choose_groups",
+    "draw_ahead",
+    "reward_samples",
+    "roll_out",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,16 +57,15 @@ class RewardedRollout:
     ended: np.ndarray  # [B] bool: the response ends with a stop token, and was not cut off
     # by sample id, what slices had time to score beside generation; None where they do not score
     scored: dict[int, Scored] | None
-    stats: RolloutStats
-    # in the order of the prompts, after those that were drawn
-    position: dict[str, int]
-    # of a sample, beyond all that were used
-    next_id: int
+    # what the host remembers once all were drawn
+    host: HostState
     # when the first roll-out began, by the clock of `time.perf_counter`
     began: float
     # what the slices of all processes did, in seconds since then
     spans: list[Span]
     metrics: dict[str, float]
+    # updates that the weights had seen, of samples that were drawn ahead
+    drawn_at: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,34 +146,91 @@ def roll_out(
         rows, position = stream.batches.take(position)
         drawn = sum(len(draw.samples) for draw in draws)
         name = f"step {state.step} attempt {attempt}"
-        draws.append(_roll_out_once(work, models, rows, host.next_id + drawn, name))
+        samples = _generate(work, models, rows, host.next_id + drawn, name)
+        draws.append(_reward(work, samples, rows))
         whole = _join(draws)
         kept, enough = choose_groups(whole.clipped, group, settings.prompts_per_step)
         if enough:
             break
 
     stats, spans, metrics = _close(work, whole.samples, models[1])
-    differ = groups_with_signal(whole.clipped, group)
-    metrics |= whole.metrics | {
-        "generation/attempts": len(draws),
-        "generation/groups_without_signal": float(1 - differ.mean()),
-        "reward/mean": float(np.nanmean(whole.rewards)),
-        "reward/std": float(np.nanstd(whole.rewards)),
-        "response/unfinished": float(1 - whole.ended.mean()),
-    }
+    samples = [whole.samples[index] for index in kept]
     return RewardedRollout(
-        samples=[whole.samples[index] for index in kept],
+        samples=samples,
         responses=[whole.responses[index] for index in kept],
         rewards=whole.rewards[kept],
         ended=whole.ended[kept],
         scored=work.scored if queue else None,
-        stats=stats,
-        position=position,
-        next_id=host.next_id + len(whole.samples),
+        host=host.after_rollout(samples, stats, position, host.next_id + len(whole.samples)),
         began=work.record.began,
         spans=spans,
-        metrics=metrics,
+        metrics=metrics | _draw_metrics(whole, group, attempts=len(draws)),
     )
+
+
+def draw_ahead(
+    models: ModelPair,
+    host: HostState,
+    drawn_at: int,
+    stream: PromptStream,
+    settings: GenerationSettings,
+    rewards: Rewards,
+    observe: Observer,
+) -> HostState:
+    """Draw the samples of the next prompts, to be rewarded later: `ahead` of the host state.
+
+    drawn_at: the updates that the models have seen.
+    """
+    later = dataclasses.replace(rewards, eager={})
+    selector = copy.deepcopy(host.training.selector)
+    work = _RollOut(host, stream.prompts, settings, later, None, observe, selector)
+    rows, position = stream.batches.take(host.position)
+    samples = _generate(work, models, rows, host.next_id, f"samples from {host.next_id}")
+    stats, spans, metrics = _close(work, samples, models[1])
+    after = host.after_rollout(samples, stats, position, host.next_id + len(samples))
+    ahead = SamplesAhead(
+        samples, rows, drawn_at, metrics=metrics, began=work.record.began, spans=spans
+    )
+    return dataclasses.replace(after, ahead=ahead)
+
+
+def reward_samples(
+    ahead: SamplesAhead,
+    host: HostState,
+    prompts: Prompts,
+    settings: GenerationSettings,
+    rewards: Rewards,
+    observe: Observer,
+) -> RewardedRollout:
+    """Compute the rewards of samples that were drawn ahead; `host` is what remembers them."""
+    later = dataclasses.replace(rewards, eager={})
+    work = _RollOut(host, prompts, settings, later, None, observe, selector=None)
+    draw = _reward(work, ahead.samples, ahead.rows)
+    metrics = ahead.metrics | _draw_metrics(draw, settings.samples_per_prompt, attempts=1)
+    return RewardedRollout(
+        ahead.samples,
+        draw.responses,
+        draw.rewards,
+        ended=draw.ended,
+        scored=None,
+        host=host,
+        began=work.record.began,
+        spans=[],
+        metrics=metrics | {"inference/seconds": work.seconds["inference"]},
+        drawn_at=ahead.drawn_at,
+    )
+
+
+def _draw_metrics(draw: _Draw, group: int, attempts: int) -> dict[str, float]:
+    """Measure the rewards of all that was drawn for a step."""
+    differ = groups_with_signal(draw.clipped, group)
+    return draw.metrics | {
+        "generation/attempts": attempts,
+        "generation/groups_without_signal": float(1 - differ.mean()),
+        "reward/mean": float(np.nanmean(draw.rewards)),
+        "reward/std": float(np.nanstd(draw.rewards)),
+        "response/unfinished": float(1 - draw.ended.mean()),
+    }
 
 
 def _join(draws: Sequence[_Draw]) -> _Draw:
@@ -186,20 +250,16 @@ def _join(draws: Sequence[_Draw]) -> _Draw:
     )
 
 
-def _roll_out_once(
+def _generate(
     work: _RollOut, models: ModelPair, rows: np.ndarray, first_id: int, name: str
-) -> _Draw:
-    """Roll out the prompts of these rows once, and compute the rewards of their samples.
-
-    Their ids count from `first_id`; the stage has a name of its own.
-    """
+) -> list[Sample]:
+    """Draw the samples of these rows' prompts, with ids from `first_id`, in a stage so named."""
     settings = work.settings
     training = work.host.training
-    group = settings.samples_per_prompt
     with work.timed("generation"):
         wanted = requests(
             [work.prompts.tokens[row] for row in rows],
-            group,
+            settings.samples_per_prompt,
             settings.max_new_tokens,
             first_id=first_id,
             history=training.history,
@@ -207,7 +267,7 @@ def _roll_out_once(
             used=work.repeated_ids,
         )
         work.row_of = {request.id: row for request, row in zip(wanted, rows, strict=True)}
-        samples = generate_samples(
+        return generate_samples(
             models,
             wanted,
             settings.decoding,
@@ -218,10 +278,15 @@ def _roll_out_once(
             finished=functools.partial(_enqueue, work),
             idle_work=work.queue,
         )
+
+
+def _reward(work: _RollOut, samples: list[Sample], rows: np.ndarray) -> _Draw:
+    """Compute the rewards of the samples of these rows' prompts."""
+    settings = work.settings
     with work.timed("inference"):
         if work.queue and work.rewards.models:
             work.scored = _scored_by_all(work.queue, settings)
-        asked = np.repeat(rows, group)
+        asked = np.repeat(rows, settings.samples_per_prompt)
         responses = responses_of(samples, work.prompts, asked, work.rewards.tokenizer)
         rewards, metrics = compute_rewards(responses, work.rewards, _known_results(work, samples))
     ended = np.array([settings.decoding.ended_itself(sample.tokens) for sample in samples])

@@ -43,6 +43,8 @@ from rlhf_jax.training.update import NonFiniteStep
 STOP = "stop"
 # Seconds between two looks for a signal that another process was sent.
 LOOK_SECONDS = 1.0
+# Phases after the train state is used up: in the second one samples of the next step are awaited.
+UPDATING = ("training", "waiting")
 
 
 class Session:
@@ -95,8 +97,7 @@ class Session:
             print(
                 f"Going on from step {found.step}, saved in {place}; another workdir starts anew.\n"
             )
-        host = build.initial_host_state(self.opened).restored(found.host)
-        return RunState(found.state, host)
+        return RunState(found.state, build.restored_host_state(self.opened, found.host))
 
     def begin(self) -> RunState:
         """Load the state before the first step."""
@@ -167,7 +168,7 @@ class Session:
             self._beat(phase)
             self._progress.update(phase, report)
             return
-        if phase != "training":
+        if phase not in UPDATING:
             if report is not None:
                 self._listen(may_stop=not self._follows)
             else:  # all processes come here in step, and stop where any was asked to

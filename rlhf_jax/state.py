@@ -12,6 +12,7 @@ from rlhf_jax.config.objectives import Objective
 from rlhf_jax.config.schema import Config
 from rlhf_jax.data.batches import PromptStream
 from rlhf_jax.data.prompts import Prompts
+from rlhf_jax.generation.ahead import SamplesAhead
 from rlhf_jax.generation.history import History
 from rlhf_jax.generation.requests import GenerationConfig, GenerationCounts, RoundReport, Sample
 from rlhf_jax.generation.stage import GenerationSettings
@@ -133,6 +134,8 @@ class HostState:
     # of an evaluation since the last step: remembered with the next step, as a run that is
     # resumed before it evaluates again
     evaluated: tuple[Sequence[Sample], RolloutStats] | None = None
+    # what the next step trains on, where that is drawn ahead
+    ahead: SamplesAhead | None = None
 
     def selectors(self) -> list[Selector]:
         """Return those that choose strategies: none where the strategy is fixed."""
@@ -149,31 +152,19 @@ class HostState:
             evaluation=dataclasses.replace(self.evaluation, selector=evaluation),
         )
 
-    def after_step(
-        self,
-        samples: Sequence[Sample],
-        stats: RolloutStats,
-        position: dict[str, int],
-        next_id: int,
-        kl_coefficient: float | None = None,
-        distilled_at: int | None = None,
-        skipped: int = 0,
+    def after_rollout(
+        self, samples: Sequence[Sample], stats: RolloutStats, position: dict[str, int], next_id: int
     ) -> HostState:
-        """Return the state after a finished step; what is None stays as it is."""
-        return HostState(
+        """Return the state after a finished roll-out, from which nothing is learned yet."""
+        evaluation = self.evaluation
+        return dataclasses.replace(
+            self,
             position=position,
             training=self.training.after(samples, stats),
-            evaluation=self.evaluation.after(*self.evaluated)
-            if self.evaluated
-            else self.evaluation,
-            kl_start=self.kl_start,
-            kl_coefficient=self.kl_coefficient if kl_coefficient is None else kl_coefficient,
+            evaluation=evaluation.after(*self.evaluated) if self.evaluated else evaluation,
             next_id=next_id,
-            skipped=skipped,
-            distilled_at=self.distilled_at if distilled_at is None else distilled_at,
-            remat=self.remat,
-            remat_devices=self.remat_devices,
-            plan=self.plan,
+            plan_changed=False,
+            evaluated=None,
         )
 
     def document(self) -> dict[str, Any]:
@@ -190,7 +181,7 @@ class HostState:
             "remat": self.remat,
             "remat_devices": self.remat_devices,
             "plan": self.plan,
-        }
+        } | ({"ahead": self.ahead.document()} if self.ahead else {})
 
     def restored(self, document: dict[str, Any]) -> HostState:
         """Return the state that `document` was made of.

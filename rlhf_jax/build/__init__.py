@@ -4,7 +4,7 @@ from rlhf_jax.build.date import date_of_run
 from rlhf_jax.build.models import initial_state, load, state_template
 from rlhf_jax.build.opened import Opened, identity, prepare
 from rlhf_jax.build.run import make_run
-from rlhf_jax.build.settings import initial_host_state
+from rlhf_jax.build.settings import initial_host_state, restored_host_state
 
 __all__ = [
     "Opened",
@@ -15,5 +15,6 @@ __all__ = [
     "load",
     "make_run",
     "prepare",
+    "restored_host_state",
     "state_template",
 ]

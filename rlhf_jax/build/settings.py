@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -14,6 +15,7 @@ from rlhf_jax.config import derived
 from rlhf_jax.config.identity import plan_name
 from rlhf_jax.config.schema import Config
 from rlhf_jax.data.batches import Batches
+from rlhf_jax.generation.ahead import restore_samples
 from rlhf_jax.generation.history import History
 from rlhf_jax.generation.precompile import BackgroundCompiler
 from rlhf_jax.generation.requests import GenerationConfig
@@ -140,6 +142,26 @@ def initial_host_state(opened: Opened) -> HostState:
         remat_devices=where if config.training.remat == "auto" else "",
         plan=plan_name(config),
     )
+
+
+def restored_host_state(opened: Opened, document: dict[str, Any]) -> HostState:
+    """Return what the host remembered when `document` was made.
+
+    Samples that were drawn ahead are left out where the config has changed, and wants none or
+    another number.
+    """
+    config = opened.config
+    host = initial_host_state(opened).restored(document)
+    kept = document.get("ahead")
+    generation = config.generation
+    asked = (generation.prompts_per_step, generation.samples_per_prompt)
+    if not (kept and config.training.lag):
+        return host
+    prompts = len(kept["rows"])
+    if (prompts, len(kept["ids"]) // prompts) != asked:
+        return host
+    ahead = restore_samples(kept, opened.prompts, generation.max_new_tokens)
+    return dataclasses.replace(host, ahead=ahead)
 
 
 def _selector(opened: Opened) -> Selector | None:

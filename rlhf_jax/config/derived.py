@@ -89,9 +89,11 @@ def needs_reference(config: Config) -> bool:
 def needs_old_logprobs(config: Config) -> bool:
     """Tell whether inference scores the policy, or an update's own forward pass is enough.
 
-    It is, where the update takes one step and no advantage reads the KL to the reference.
+    It is, where the update takes one step on samples of the policy as it is, and no advantage reads
+    the KL to the reference.
     """
-    one_step = config.training.epochs * config.training.minibatches == 1
+    training = config.training
+    one_step = training.epochs * training.minibatches == 1 and not training.lag
     return not one_step or (config.kl.place == "reward" and config.kl.coefficient > 0)
 
 

@@ -6,6 +6,7 @@ from rlhf_jax.config import derived
 from rlhf_jax.config.checks import require, require_not_negative, require_one_of, require_positive
 from rlhf_jax.config.objectives import objective_of
 from rlhf_jax.config.schema import Config
+from rlhf_jax.placement.plan import Plan
 
 MOST_SAMPLED = 64  # the largest top-k whose sampled sets are kept for training
 ACCEPTANCE = ("replayable", "rejection")
@@ -105,3 +106,36 @@ def check_fused_inference(config: Config, slices: int) -> None:
         "generation.fuse_inference scores a sample where there is time, which a deterministic run"
         " must not do; leave one of the two keys False.",
     )
+
+
+def check_lag(config: Config, plan: Plan) -> None:
+    """Check that samples drawn ahead have devices, and an objective that weighs them."""
+    lag = config.training.lag
+    require(
+        lag in (0, 1), f"training.lag is {lag}; it must be 0, or 1 to draw samples one step ahead."
+    )
+    require_positive(config, "training.lag_clip")
+    if not lag:
+        return
+    require(
+        getattr(objective_of(config), "may_lag", False),
+        f"training.lag is 1, and objective {config.objective!r} takes no step on samples of older"
+        " weights; set it to 0.",
+    )
+    own = set(plan.placements["generation"].devices)
+    shared = [
+        call
+        for call, placed in plan.placements.items()
+        if call != "generation" and own & set(placed.devices)
+    ]
+    require(
+        not shared,
+        "training.lag is 1, and generation has no devices of its own:"
+        f" {', '.join(shared)} shares them; set plan to 'disaggregated', or the lag to 0.",
+    )
+    for key in ("resample", "fuse_inference"):
+        require(
+            not config.generation[key],
+            f"training.lag is 1, and generation.{key} waits for the rewards or models of the step"
+            f" that still trains; leave {key} out, or set the lag to 0.",
+        )

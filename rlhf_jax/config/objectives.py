@@ -12,7 +12,8 @@ from rlhf_jax.runtime.extensions import Table, load_named
 class Objective(Protocol):
     """Say what a run learns, and take its steps.
 
-    What stands around a step (checkpoints, logs, evaluations, signals) is the same for all.
+    What stands around a step (checkpoints, logs, evaluations, signals) is the same for all. One
+    that also learns from samples of older weights (`training.lag`) says so by `may_lag = True`.
     """
 
     # samples have rewards: reward functions or models, an advantage and a KL penalty are asked for

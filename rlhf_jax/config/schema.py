@@ -259,6 +259,11 @@ DEFAULTS: dict[str, Any] = {
         "entropy_coefficient": 0.0,
         # nats: the rest of an update is left out once KL(old || new) exceeds it; 0 for never
         "target_kl": 0.0,
+        # 1 draws the samples of the next step while this one trains, from the weights before its
+        # update, in a plan that gives generation devices of its own; 0 does one after the other
+        "lag": 0,
+        # with a lag each token weighs p_now / p_sampled, and at most this
+        "lag_clip": 2.0,
         # whether responses that were cut off are left out of training
         "drop_overlong": False,
         # minibatches in a row that may be skipped, as a number is not finite, before the run ends

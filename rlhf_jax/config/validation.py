@@ -20,6 +20,7 @@ from rlhf_jax.config.generation_checks import (
     check_drafter,
     check_fused_inference,
     check_generation,
+    check_lag,
     check_strategy,
 )
 from rlhf_jax.config.objectives import OBJECTIVES, objective_of
@@ -295,6 +296,7 @@ def _check_devices(config: Config, num_devices: int, num_processes: int) -> None
         f" evenly: set mesh.slices to a multiple of {num_processes} or to a number that divides"
         " it.",
     )
+    check_lag(config, plan)
     check_fused_inference(config, slices)
     check_batches(config)
     check_rows(config, plan, config.plan)

@@ -62,13 +62,7 @@ class DistillationObjective:
         if "drafter/not_finite" in distilled:
             raise ValueError("The student's loss is not finite; lower drafter.learning_rate")
 
-        host = state.host.after_step(
-            rolled.samples,
-            rolled.stats,
-            rolled.position,
-            rolled.next_id,
-            distilled_at=int(train.step),
-        )
+        host = dataclasses.replace(rolled.host, distilled_at=int(train.step))
         metrics = {k: v for k, v in rolled.metrics.items() if not k.startswith("reward/")}
         metrics |= distilled
         metrics |= {

@@ -16,6 +16,7 @@ class RewardObjective:
     uses_rewards = True
     trains_policy = True
     distills = False
+    may_lag = True
 
     def title(self, config: Config) -> str:
         """Name the algorithm that the advantage estimator makes it: "GRPO"."""

@@ -35,6 +35,8 @@ class TrainingSettings:
     entropy_coefficient: float = 0.0
     # The rest of an update is skipped once KL(old || now) of a minibatch exceeds it; 0 for never.
     target_kl: float = 0.0
+    lag: int = 0  # updates that samples are behind: 1 draws the next step's while this one trains
+    lag_clip: float = 2.0  # A token's importance weight is at most this, where samples are behind.
     max_skipped: int = 0  # minibatches in a row that may be skipped, as a number is not finite
     layout: Layout = ONE_DEVICE  # its dtype is the products'; weights are kept in float32
     critic_layout: Layout | None = None  # where the critic is trained; None: as the policy
@@ -62,6 +64,8 @@ class TrainingSettings:
             kl_estimator=KL[config.kl.estimator],
             entropy_coefficient=training.entropy_coefficient,
             target_kl=training.target_kl,
+            lag=training.lag,
+            lag_clip=training.lag_clip,
             max_skipped=training.max_skipped,
             layout=layouts.policy_training,
             critic_layout=layouts.critic_training,

@@ -1,0 +1,73 @@
+"""Samples that are drawn ahead: for the next step, from the weights before this step's update."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rlhf_jax.data.prompts import Prompts
+from rlhf_jax.generation.requests import Request, Sample
+from rlhf_jax.monitoring.trace import Span
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplesAhead:
+    """Hold finished samples of a step that is still to be trained on."""
+
+    samples: list[Sample]
+    rows: np.ndarray  # [prompts] int64, of their prompts
+    drawn_at: int  # updates that the weights had seen
+    metrics: dict[str, float]  # of their generation
+    # what the slices did meanwhile, in seconds since it began by the clock of `time.perf_counter`
+    began: float = 0.0
+    spans: list[Span] = dataclasses.field(default_factory=list)
+
+    def document(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: JSON values and numpy arrays, samples one behind another.
+
+        Spans are left out: they belong to the step in which the samples were drawn.
+        """
+        samples = self.samples
+        top_k = [support for one in samples for support in one.support]
+        return {
+            "rows": np.array(self.rows, np.int64),
+            "drawn_at": self.drawn_at,
+            "metrics": {name: float(value) for name, value in self.metrics.items()},
+            "ids": np.array([one.sample_id for one in samples], np.int64),
+            "lengths": np.array([len(one.tokens) for one in samples], np.int64),
+            "tokens": np.concatenate([np.array(one.tokens, np.int32) for one in samples]),
+            "logprobs": np.concatenate([np.array(one.logprobs, np.float32) for one in samples]),
+            "support": np.array(top_k, np.int32) if top_k else None,
+        }
+
+
+def restore_samples(
+    document: Mapping[str, Any], prompts: Prompts, max_new_tokens: int
+) -> SamplesAhead:
+    """Return the samples that `document` was made of, of the same prompts."""
+    rows = np.asarray(document["rows"])
+    ids = np.asarray(document["ids"]).reshape(len(rows), -1)
+    ends = np.cumsum(document["lengths"])[:-1]
+    tokens = iter(np.split(np.asarray(document["tokens"], np.int32), ends))
+    logprobs = iter(np.split(np.asarray(document["logprobs"], np.float32), ends))
+    support = document["support"]
+    supports = iter([] if support is None else np.split(np.asarray(support, np.int32), ends))
+    samples = []
+    for row, own in zip(rows.tolist(), ids.tolist(), strict=True):
+        request = Request(prompts.tokens[row], tuple(own), max_new_tokens)
+        samples += [
+            Sample(
+                sample_id,
+                request,
+                [],
+                tokens=next(tokens).tolist(),
+                logprobs=next(logprobs).tolist(),
+                support=list(next(supports, ())),
+                done=True,
+            )
+            for sample_id in own
+        ]
+    return SamplesAhead(samples, rows, int(document["drawn_at"]), dict(document["metrics"]))

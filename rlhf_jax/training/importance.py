@@ -1,0 +1,42 @@
+"""Weights of tokens that older weights drew: how much likelier the policy finds them now."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from rlhf_jax.training.kl import bounded
+from rlhf_jax.types import Array, Experience
+
+
+def importance_weights(logprobs: Array, sampled: Array, mask: Array, clip: float) -> np.ndarray:
+    """Compute min(p_now / p_sampled, clip) of each token: [B, T] float32, 1 where masked out.
+
+    logprobs and sampled [B, T] float32, in nats. (Truncated importance sampling: Ionides 2008;
+    token by token as in IMPALA, Espeholt et al. 2018, eq. 1.)
+    """
+    log_ratio = np.where(mask, np.asarray(logprobs) - np.asarray(sampled), 0.0)
+    return np.minimum(np.exp(np.asarray(bounded(log_ratio))), clip).astype(np.float32)
+
+
+def weigh_advantages(experience: Experience, clip: float) -> tuple[Experience, dict[str, float]]:
+    """Weigh the advantages of host arrays by `importance_weights`, and measure these.
+
+    `lag/kl` estimates KL(sampler || policy now), in nats a token, by mean(r - 1 - log r); of the
+    weights there are the mean, and the share that was truncated. Log-probs must have been scored.
+    """
+    mask = experience.mask
+    sampled = experience.rollout.logprobs
+    assert experience.logprobs is not None, "Weights need the log-probs before the update."
+    weights = importance_weights(experience.logprobs, sampled, mask, clip)
+    log_ratio = np.asarray(experience.logprobs, np.float64)[mask] - np.asarray(sampled)[mask]
+    metrics = {"lag/kl": 0.0, "lag/weight": 1.0, "lag/truncated": 0.0}
+    if log_ratio.size:
+        metrics = {
+            "lag/kl": float(np.mean(np.expm1(bounded(log_ratio)) - log_ratio)),
+            "lag/weight": float(np.mean(weights[mask])),
+            "lag/truncated": float(np.mean(log_ratio > np.log(clip))),
+        }
+    weighed = np.where(mask, np.asarray(experience.advantages) * weights, 0.0).astype(np.float32)
+    return dataclasses.replace(experience, advantages=weighed), metrics

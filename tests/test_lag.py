@@ -1,0 +1,273 @@
+"""One step off-policy: samples of the next step are drawn while this one trains."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import runpy
+import shutil
+import signal
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import test_placement
+import test_resume
+import tiny_run
+from tiny_run import ROOT, lines
+
+from rlhf_jax import build
+from rlhf_jax.config import generation_checks, schema
+from rlhf_jax.config.command_line import read
+from rlhf_jax.generation.ahead import SamplesAhead, restore_samples
+from rlhf_jax.generation.requests import Request, Sample, as_rollout
+from rlhf_jax.placement.presets import plan_of
+from rlhf_jax.rollout import draw_ahead
+from rlhf_jax.runtime.beside import Abandoned, WorkBeside
+from rlhf_jax.session import Session
+from rlhf_jax.state import decoding_models, ignore
+from rlhf_jax.training.importance import importance_weights, weigh_advantages
+from rlhf_jax.types import Experience
+
+launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
+
+LAGGED = {"plan": "disaggregated", "training__lag": 1, "deterministic": True}
+RESUMED = test_placement.RESUMED | {"training__lag": 1, "generation__resample": 0, "steps": 5}
+
+
+def experience(sampled: np.ndarray, now: np.ndarray, mask: np.ndarray) -> Experience:
+    samples = [
+        Sample(i, Request(np.array([1], np.int32), (i,), 9), [], [2] * len(row), list(row))
+        for i, row in enumerate(sampled)
+    ]
+    rollout = as_rollout(samples, 1 + sampled.shape[1])
+    wide = [(0, 0), (1, 0)]
+    advantages = np.ones(rollout.mask.shape, np.float32)
+    return Experience(
+        rollout,
+        np.pad(mask, wide),
+        np.pad(now, wide),
+        None,
+        np.zeros(len(samples), np.float32),
+        advantages,
+    )
+
+
+def test_weights_are_the_ratio_and_at_most_the_clip():
+    sampled = np.log(np.array([[0.5, 0.25, 0.1], [0.2, 0.2, 0.2]], np.float32))
+    now = np.log(np.array([[0.25, 0.5, 0.9], [0.2, 0.9, 0.2]], np.float32))
+    mask = np.array([[True, True, True], [True, False, True]])
+    weights = importance_weights(now, sampled, mask, clip=2.0)
+    assert weights.dtype == np.float32
+    np.testing.assert_allclose(weights, [[0.5, 2.0, 2.0], [1.0, 1.0, 1.0]], rtol=1e-6)
+    weighed, metrics = weigh_advantages(experience(sampled, now, mask), clip=2.5)
+    assert weighed.advantages[:, 1:] == pytest.approx(
+        np.where(mask, [[0.5, 2.0, 2.5], [1, 0, 1]], 0)
+    )
+    ratios = np.array([0.5, 2.0, 9.0, 1.0, 1.0])
+    assert metrics == pytest.approx(
+        {
+            "lag/kl": np.mean(ratios - 1 - np.log(ratios)),
+            "lag/weight": np.mean([0.5, 2.0, 2.5, 1.0, 1.0]),
+            "lag/truncated": 0.2,
+        },
+        rel=1e-5,
+    )
+
+
+def test_weights_are_one_where_nothing_moved():
+    """Exactly, whatever the log-probs; where masked out, too."""
+    logprobs = np.random.default_rng(0).normal(-3, 2, (4, 7)).astype(np.float32)
+    mask = np.random.default_rng(1).random((4, 7)) < 0.7
+    weighed, metrics = weigh_advantages(experience(logprobs, logprobs, mask), clip=2.0)
+    assert (weighed.advantages[:, 1:] == mask).all()
+    assert metrics == {"lag/kl": 0.0, "lag/weight": 1.0, "lag/truncated": 0.0}
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_samples_ahead_are_in_the_checkpoint_as_they_are(top_k):
+    draw = np.random.default_rng(2)
+
+    class Prompts(NamedTuple):
+        tokens: list[np.ndarray]
+
+    prompts = Prompts([np.arange(3, 3 + n, dtype=np.int32) for n in (2, 4, 3)])
+
+    rows = np.array([2, 0])
+    requests = [Request(prompts.tokens[row], (10 * row, 7 + row), 9) for row in rows]
+    samples = [
+        Sample(
+            sample_id,
+            request,
+            [],
+            tokens=draw.integers(0, 99, length).tolist(),
+            logprobs=draw.normal(size=length).astype(np.float32).tolist(),
+            support=list(draw.integers(0, 99, (length, top_k)).astype(np.int32)) if top_k else [],
+        )
+        for request, lengths in zip(requests, [(3, 1), (9, 4)], strict=True)
+        for sample_id, length in zip(request.sample_ids, lengths, strict=True)
+    ]
+    ahead = SamplesAhead(samples, rows, drawn_at=4, metrics={"generation/tokens": 17.0})
+    found = restore_samples(ahead.document(), prompts, max_new_tokens=9)
+    assert (found.drawn_at, found.metrics) == (4, {"generation/tokens": 17.0})
+    for name, own in vars(as_rollout(found.samples, 16)).items():
+        np.testing.assert_array_equal(own, getattr(as_rollout(samples, 16), name))
+    assert [one.request.id for one in found.samples] == [one.request.id for one in samples]
+
+
+def test_work_beside_reports_to_the_thread_that_waits():
+    heard = []
+    begun = threading.Event()
+
+    def work(report):
+        report("early")
+        begun.set()
+        report(threading.current_thread() is not threading.main_thread())
+        return "done"
+
+    with WorkBeside(work, "a test") as beside:
+        assert begun.wait(10)
+        assert beside.result(heard.append) == "done"
+    assert set(heard) <= {True}
+
+
+def test_work_beside_ends_where_nobody_waits():
+    began = threading.Event()
+    ended = []
+
+    def work(report):
+        began.set()
+        try:
+            while True:
+                report(0)
+        except Abandoned:
+            ended.append("abandoned")
+            raise
+
+    with pytest.raises(KeyError), WorkBeside(work, "a test"):
+        assert began.wait(10)
+        raise KeyError("the caller's own")
+    assert ended == ["abandoned"]
+
+
+def test_what_work_beside_raises_is_raised_where_it_is_asked_for():
+    def work(report):
+        raise OSError("gone")
+
+    with WorkBeside(work, "a test") as beside:
+        with pytest.raises(OSError, match="gone"):
+            beside.result(lambda report: None)
+        with pytest.raises(OSError, match="gone"):
+            beside.check()
+
+
+def lagged(**changes) -> schema.Config:
+    config = schema.default()
+    changes = {"plan": "disaggregated", "training.lag": 1} | changes
+    config.update_from_flattened_dict({k.replace("__", "."): v for k, v in changes.items()})
+    return config
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"training__lag": 2}, "training.lag is 2; it must be 0, or 1"),
+        ({"training__lag_clip": 0.0}, "training.lag_clip"),
+        ({"plan": ""}, "generation has no devices of its own: policy_inference"),
+        ({"plan": "colocated"}, "set plan to 'disaggregated', or the lag to 0"),
+        ({"plan": "interleaved"}, "policy_training"),
+        ({"generation__resample": 1}, "generation.resample waits for the rewards"),
+        ({"generation__fuse_inference": True}, "leave fuse_inference out"),
+        ({"objective": "distill"}, "objective 'distill' takes no step on samples of older weights"),
+    ],
+)
+def test_a_lag_that_cannot_be_is_told_in_a_sentence(changes, words):
+    config = lagged(**changes)
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")) as error:
+        generation_checks.check_lag(config, plan_of(config, 8))
+    assert "\n" not in str(error.value)
+
+
+def test_a_lag_that_can_be_is_accepted():
+    config = lagged()
+    generation_checks.check_lag(config, plan_of(config, 8))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tiny_run.make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def run(folder, tmp_path) -> test_placement.Runner:
+    tiny_run.make_files(tmp_path)
+    return test_placement.Runner(tmp_path, folder)
+
+
+def unmeasured(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.endswith(test_resume.MEASURED)} for row in rows]
+
+
+@pytest.mark.slow
+def test_samples_are_one_update_behind_and_replayed(run):
+    """Two runs are bit-equal; the first step's weights are 1 within rounding; the text of a step is
+    what the weights before the last update draw alone.
+    """
+    changes = LAGGED | {"steps": 4, "checkpoint__every": 1, "checkpoint__keep": 9}
+    changes |= {"training__learning_rate": 1e-2}
+    metrics, samples = run("one", **changes)
+    again, texts = run("two", **changes)
+    assert unmeasured(again) == unmeasured(metrics) and texts == samples
+    assert [row["lag/updates"] for row in metrics] == [0.0, 1.0, 1.0, 1.0]
+    assert metrics[0]["lag/weight"] == pytest.approx(1.0, abs=1e-3)
+    assert metrics[0]["lag/kl"] <= 1e-6 < min(row["lag/kl"] for row in metrics[1:])
+    assert ["mismatch/kl" in row for row in metrics] == [True, False, False, False]
+    assert "lag/waited_seconds" in metrics[0] and "lag/waited_seconds" not in metrics[3]
+
+    # of the weights after the first update, with nothing beside
+    workdir = run.place / "one"
+    for number in ("2", "3", "4"):
+        shutil.rmtree(workdir / "checkpoints" / number)
+    config = read(run.command("one", **changes))
+    config.data.date = build.date_of_run(config)
+    opened = build.prepare(config)
+    with contextlib.suppress(SystemExit), Session(opened) as session:
+        state = session.restore()
+        assert state.step == 1 and state.host.ahead.drawn_at == 0
+        asked = session.start(state)
+        models = decoding_models(state.train, asked)
+        stages = (asked.prompts, asked.generation, asked.rewards)
+        drawn = draw_ahead(models, state.host, state.step, *stages, ignore)
+        decode = asked.rewards.tokenizer.decode
+        alone = [decode(sample.tokens) for sample in drawn.ahead.samples]
+        raise SystemExit
+    assert alone == [row["response"] for row in samples if row["step"] == 2]
+
+
+@pytest.mark.slow
+def test_killed_with_samples_ahead_and_resumed_is_uninterrupted(tmp_path, monkeypatch):
+    """Bit for bit, at random moments of a step; and a signal in training ends the run after it."""
+    monkeypatch.setattr(test_resume, "CHANGES", RESUMED)
+    monkeypatch.setitem(
+        test_resume.ENVIRONMENT, "XLA_FLAGS", "--xla_force_host_platform_device_count=4"
+    )
+    tiny_run.make_model(tmp_path / "tiny")
+    tiny_run.make_files(tmp_path)
+    done = test_resume.run(tmp_path, "whole", "none", -1)
+    assert done.returncode == 0, done.stderr
+    whole = test_resume.left_by(tmp_path / "whole")
+    assert [row["lag/updates"] for row in whole["metrics"]] == [0.0, 1.0, 1.0, 1.0, 1.0]
+    draw = random.Random(3)
+    for event, number in (("waiting", 3), ("training", 7), ("unfinished", 1)):
+        moment = (event, number, draw.random() / 20)
+        test_resume.kill_and_resume(tmp_path, event, moment, whole)
+
+    stopped = test_resume.run(tmp_path, "stopped", "training:SIGHUP", 7)
+    assert stopped.returncode == 128 + signal.SIGHUP, stopped.stderr
+    assert "the same command goes on" in stopped.stderr
+    written = len(lines(tmp_path / "stopped" / "metrics.jsonl"))
+    done = test_resume.run(tmp_path, "stopped", "none", 0)
+    assert f"Going on from step {written}" in done.stdout, done.stderr
+    test_resume.check_equal(tmp_path / "stopped", whole)
