@@ -92,7 +92,7 @@ def sample(policy, key) -> Rollout:
     rollout = Rollout(tokens, jnp.asarray(MASK), jnp.zeros(MASK.shape), lengths, ids)
     scores = law(policy, tokens[:, :-1])
     sampled = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=2)[..., 0]
-    return rollout.replace(logprobs=jnp.pad(sampled, ((0, 0), (1, 0))))
+    return dataclasses.replace(rollout, logprobs=jnp.pad(sampled, ((0, 0), (1, 0))))
 
 
 def experience_of(state, rollout, name: str) -> Experience:

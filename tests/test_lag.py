@@ -9,7 +9,6 @@ import shutil
 import signal
 import threading
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from tiny_run import ROOT, lines
 from rlhf_jax import build
 from rlhf_jax.config import generation_checks, schema
 from rlhf_jax.config.command_line import read
+from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation.ahead import SamplesAhead, restore_samples
 from rlhf_jax.generation.requests import Request, Sample, as_rollout
 from rlhf_jax.placement.presets import plan_of
@@ -90,10 +90,8 @@ def test_weights_are_one_where_nothing_moved():
 def test_samples_ahead_are_in_the_checkpoint_as_they_are(top_k):
     draw = np.random.default_rng(2)
 
-    class Prompts(NamedTuple):
-        tokens: list[np.ndarray]
-
-    prompts = Prompts([np.arange(3, 3 + n, dtype=np.int32) for n in (2, 4, 3)])
+    tokens = [np.arange(3, 3 + n, dtype=np.int32) for n in (2, 4, 3)]
+    prompts = Prompts(tokens, [""] * 3, [[]] * 3, [{}] * 3, {})
 
     rows = np.array([2, 0])
     requests = [Request(prompts.tokens[row], (10 * row, 7 + row), 9) for row in rows]
@@ -235,7 +233,8 @@ def test_samples_are_one_update_behind_and_replayed(run):
     opened = build.prepare(config)
     with contextlib.suppress(SystemExit), Session(opened) as session:
         state = session.restore()
-        assert state.step == 1 and state.host.ahead.drawn_at == 0
+        assert state is not None and state.step == 1
+        assert state.host.ahead is not None and state.host.ahead.drawn_at == 0
         asked = session.start(state)
         models = decoding_models(state.train, asked)
         stages = (asked.prompts, asked.generation, asked.rewards)

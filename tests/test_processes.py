@@ -175,6 +175,24 @@ def test_two_processes_take_the_step_of_one(changes, place, alone, kernels_are_i
 
 
 @pytest.mark.slow
+def test_two_processes_under_a_plan_take_the_steps_of_one_mesh(place):
+    """Ten steps of PPO, with a sharding of its own for each call over the devices of both."""
+    changes = TWO_SLICES | {"steps": 10, "evaluation__every": 0, "advantage__estimator": "gae"}
+    one(place, "one-mesh", **changes)
+    code, _, errors = two(place, "colocated", plan="colocated", **changes)
+    assert code == 0, errors
+    names = ("one-mesh", "colocated")
+    texts = [lines(place / name / "samples.jsonl") for name in names]
+    assert texts[0] == texts[1]
+    worst = 0.0
+    for a, b in zip(*(lines(place / name / "metrics.jsonl") for name in names), strict=True):
+        for key in ("loss/policy", "loss/value", "kl/mean", "gradient/norm"):
+            worst = max(worst, abs(a[key] - b[key]) / max(1.0, abs(a[key])))
+    print(json.dumps({"largest difference": worst}))
+    assert worst <= 1e-4
+
+
+@pytest.mark.slow
 def test_slices_of_two_processes_score_beside_generation_and_leave_the_step_of_one(place, alone):
     code, _, errors = two(
         place,
@@ -187,8 +205,8 @@ def test_slices_of_two_processes_score_beside_generation_and_leave_the_step_of_o
     events = json.loads((place / "fused" / "timeline" / "step-000000.json").read_text())[
         "traceEvents"
     ]
-    # So called where a slice does it by itself; all together compute "log-probs and values". One
-    # has ended half of all.
+    # So called where a slice does it by itself; all together, each call has its own name. One has
+    # ended half of all.
     assert sum(event["args"]["rows"] for event in events if event["name"] == "inference") >= 4
 
 
@@ -206,6 +224,10 @@ def test_what_processes_cannot_do_together_is_refused_once(place):
     code, out, errors = two(place, "refused", **fused)
     assert code == 2 and (out + errors).count("error:") == 1 and "Traceback" not in out + errors
     assert "mesh.slices is 1; raise it" in errors and not (place / "refused").exists()
+    apart = {"mesh__fsdp": -1, "plan": "disaggregated", "compilation_cache": ""}
+    code, out, errors = two(place, "refused", **apart)
+    assert code == 2 and (out + errors).count("error:") == 1 and "Traceback" not in out + errors
+    assert "gives generation 4 of 8 devices, and with 2 processes each call has all" in errors
 
 
 def test_a_mistake_is_found_before_processes_meet(place):

@@ -285,11 +285,13 @@ def _check_devices(config: Config, num_devices: int, num_processes: int) -> None
     """Check the plan of calls, what processes share of its slices, and that rows split evenly."""
     plan = plan_of(config, num_devices)
     slices = plan.placements["generation"].slices
-    require(
-        num_processes == 1 or not config.plan,
-        f"plan is {config.plan!r}, and a plan is for the devices of one process, not of"
-        f" {num_processes}; leave it empty, so that all calls have those of mesh.",
-    )
+    for call, placed in plan.placements.items():
+        require(
+            num_processes == 1 or placed.count == num_devices,
+            f"plan {config.plan!r} gives {call} {placed.count} of {num_devices} devices, and with"
+            f" {num_processes} processes each call has all of them; choose 'colocated' or a file"
+            " that does so.",
+        )
     require(
         slices % num_processes == 0 or num_processes % slices == 0,
         f"mesh.slices is {slices}, and the run's {num_processes} processes cannot share them"
