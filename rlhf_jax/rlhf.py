@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from rlhf_jax.generation.ahead import SamplesAhead
 from rlhf_jax.generation.history import History, requests
 from rlhf_jax.generation.requests import RoundReport, Sample, as_rollout
 from rlhf_jax.generation.speculative.round import ModelPair
@@ -20,6 +21,7 @@ from rlhf_jax.inference.logprobs import mismatch
 from rlhf_jax.inference.overlap import Scoring, ScoringQueue
 from rlhf_jax.inference.scoring import TokenScores, compile_scores, score
 from rlhf_jax.model.decoding import decoding_weights
+from rlhf_jax.monitoring.parts import CallWatch, PhaseParts
 from rlhf_jax.monitoring.trace import Span, since
 from rlhf_jax.placement.transfer import bytes_moved
 from rlhf_jax.rewards.samples import table_of
@@ -59,33 +61,33 @@ def _step_ahead(
     """
     began = time.perf_counter()
     settings = run.generation
-    host = state.host
     spans = []
 
-    def draw(host: HostState, observe: Observer) -> HostState:
-        drawn = draw_ahead(models, host, state.step, run.prompts, settings, run.rewards, observe)
-        spans.extend(since(drawn.ahead.spans, began - drawn.ahead.began))
+    def draw(
+        host: HostState, report: Callable[[RoundReport], None]
+    ) -> tuple[HostState, SamplesAhead]:
+        drawn = draw_ahead(models, host, state.step, run.prompts, settings, run.rewards, report)
+        spans.extend(since(drawn[1].spans, began - drawn[1].began))
         return drawn
 
-    if host.ahead is None:
-        host = draw(host, observe)
-    ahead = host.ahead
-    host = dataclasses.replace(host, ahead=None)
-
-    def draw_next(report: Callable[[RoundReport], None]) -> HostState:
-        return draw(host, lambda phase, told: report(told) if told else None)
-
+    ahead = state.host.ahead
+    host = dataclasses.replace(state.host, ahead=None)
+    if ahead is None:
+        observe("generation", None)
+        host, ahead = draw(host, functools.partial(observe, "generation"))
     with contextlib.ExitStack() as stack:
         beside = None
         if state.step + 1 < run.config.steps:
-            beside = stack.enter_context(WorkBeside(draw_next, "generation"))
+            work = functools.partial(draw, host)
+            beside = stack.enter_context(WorkBeside(work, "generation"))
         prompts = run.prompts.prompts
         rolled = reward_samples(ahead, host, prompts, settings, run.rewards, observe)
         learned = learn(state, run, rolled, observe, beside and beside.check)
         if beside:
             waits = time.perf_counter()
             observe("waiting", None)
-            host = beside.result(functools.partial(observe, "waiting"))
+            host, following = beside.result(functools.partial(observe, "waiting"))
+            host = dataclasses.replace(host, ahead=following)
             learned.metrics["lag/waited_seconds"] = time.perf_counter() - waits
     rolled = dataclasses.replace(rolled, began=began, spans=spans)
     return _finish(learned, rolled, host, run)
@@ -96,7 +98,7 @@ class Learned(NamedTuple):
 
     train: TrainState
     metrics: dict[str, float]  # those of the roll-out, too
-    spans: list[Span]  # of inference, by the clock of `time.perf_counter`
+    spans: list[Span]  # of inference and training, by the clock of `time.perf_counter`
 
 
 def learn(
@@ -112,13 +114,18 @@ def learn(
     `before_update` raises leaves the train state whole.
     """
     metrics = rolled.metrics | weights_received(state.train, run)
-    began = time.perf_counter()
     coefficient = state.host.kl_coefficient
+    watch = CallWatch()
+
+    def heard(phase: str, parts: PhaseParts) -> None:
+        parts.heard = watch.hear
+        observe(phase, parts)
+
     with _timed("inference", metrics, observe):
         rollout = as_rollout(rolled.samples, run.generation.decoding.max_length)
         models = (state.train.policy, run.frozen.reference, state.train.critic)
-        heard = functools.partial(observe, "inference")
-        scores = score(*models, rollout, run.scoring, rolled.scored, heard)
+        of_inference = functools.partial(heard, "inference")
+        scores = score(*models, rollout, run.scoring, rolled.scored, of_inference)
         experience, kl = make_experience(
             rollout, rolled.rewards, rolled.ended, scores, coefficient, run.advantage
         )
@@ -133,21 +140,25 @@ def learn(
             told |= mismatch(rollout.logprobs, scores.logprobs, rollout.mask)
         # What is not finite is the update's to tell.
         metrics |= {name: value for name, value in told.items() if math.isfinite(value)}
-    spans = _inference_spans(experience, began, run)
     if before_update:
         before_update()
 
-    with _timed("training", metrics, observe):
+    with watch, _timed("training", metrics, observe):
         train, losses = update(
             state.train,
             experience,
             run.optimizers,
             run.training,
             kl_weight=0.0 if run.advantage.kl_in_reward else coefficient,
-            observe=functools.partial(observe, "training"),
+            observe=functools.partial(heard, "training"),
             skipped=state.host.skipped,
         )
+        spans = watch.spans(run.lanes.of)
     train, distilled = distill_drafter(train, rollout, run, observe)
+    spans += [
+        Span(lane, "inference", *rolled.rewarded, len(rolled.samples), "reward_inference", 0)
+        for lane in run.lanes.of_call.get("reward_inference", ())
+    ]
     return Learned(train, metrics | losses | distilled, spans)
 
 
@@ -364,18 +375,6 @@ def _drafter_age(train: TrainState, host: HostState) -> dict[str, float]:
         "drafter/policy_step": host.distilled_at,
         "drafter/behind": int(train.step) - host.distilled_at,
     }
-
-
-def _inference_spans(experience: Experience, began: float, run: Run) -> list[Span]:
-    """Show inference, which began then and ends now, as work of all slices."""
-    ended = time.perf_counter()
-    count = run.generation.layout.slices
-    rows = len(experience.mask) // count
-    tokens = int(experience.rollout.mask.sum()) // count
-    return [
-        Span(number, "inference", began, ended, rows, "log-probs and values", tokens)
-        for number in range(count)
-    ]
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from rlhf_jax.generation.stage import (
 )
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.overlap import Scored, ScoringQueue
+from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.monitoring.trace import Span, idle_share, since
 from rlhf_jax.reallocation.length_model import Lengths
 from rlhf_jax.rewards.combination import Response, RewardResult, Score
@@ -64,6 +65,8 @@ class RewardedRollout:
     # what the slices of all processes did, in seconds since then
     spans: list[Span]
     metrics: dict[str, float]
+    # when the last rewards began to be computed and were there, by the clock of `began`
+    rewarded: tuple[float, float]
     # updates that the weights had seen, of samples that were drawn ahead
     drawn_at: int | None = None
 
@@ -78,6 +81,7 @@ class _Draw:
     clipped: np.ndarray  # [B] float32, the rewards as the advantages will see them
     ended: np.ndarray  # [B] bool
     metrics: dict[str, float]
+    rewarded: tuple[float, float]  # when the rewards began to be computed, and were there
 
 
 @dataclasses.dataclass
@@ -165,6 +169,7 @@ def roll_out(
         began=work.record.began,
         spans=spans,
         metrics=metrics | _draw_metrics(whole, group, attempts=len(draws)),
+        rewarded=whole.rewarded,
     )
 
 
@@ -175,12 +180,18 @@ def draw_ahead(
     stream: PromptStream,
     settings: GenerationSettings,
     rewards: Rewards,
-    observe: Observer,
-) -> HostState:
-    """Draw the samples of the next prompts, to be rewarded later: `ahead` of the host state.
+    report: Callable[[RoundReport], None],
+) -> tuple[HostState, SamplesAhead]:
+    """Draw the samples of the next prompts, to be rewarded later.
 
-    drawn_at: the updates that the models have seen.
+    drawn_at: the updates that the models have seen. `report` hears of each round. Returns also what
+    the host remembers afterwards.
     """
+
+    def observe(phase: str, told: RoundReport | PhaseParts | None) -> None:
+        if isinstance(told, RoundReport):
+            report(told)
+
     later = dataclasses.replace(rewards, eager={})
     selector = copy.deepcopy(host.training.selector)
     work = _RollOut(host, stream.prompts, settings, later, None, observe, selector)
@@ -191,7 +202,7 @@ def draw_ahead(
     ahead = SamplesAhead(
         samples, rows, drawn_at, metrics=metrics, began=work.record.began, spans=spans
     )
-    return dataclasses.replace(after, ahead=ahead)
+    return after, ahead
 
 
 def reward_samples(
@@ -217,6 +228,7 @@ def reward_samples(
         began=work.record.began,
         spans=[],
         metrics=metrics | {"inference/seconds": work.seconds["inference"]},
+        rewarded=draw.rewarded,
         drawn_at=ahead.drawn_at,
     )
 
@@ -247,6 +259,7 @@ def _join(draws: Sequence[_Draw]) -> _Draw:
         clipped=np.concatenate([draw.clipped for draw in draws]),
         ended=np.concatenate([draw.ended for draw in draws]),
         metrics=metrics,
+        rewarded=draws[-1].rewarded,
     )
 
 
@@ -288,10 +301,12 @@ def _reward(work: _RollOut, samples: list[Sample], rows: np.ndarray) -> _Draw:
             work.scored = _scored_by_all(work.queue, settings)
         asked = np.repeat(rows, settings.samples_per_prompt)
         responses = responses_of(samples, work.prompts, asked, work.rewards.tokenizer)
+        began = time.perf_counter()
         rewards, metrics = compute_rewards(responses, work.rewards, _known_results(work, samples))
+        rewarded = (began, time.perf_counter())
     ended = np.array([settings.decoding.ended_itself(sample.tokens) for sample in samples])
     clipped = np.asarray(work.rewards.clip(rewards, ended))
-    return _Draw(samples, responses, rewards, clipped, ended, metrics)
+    return _Draw(samples, responses, rewards, clipped, ended, metrics, rewarded)
 
 
 def _close(

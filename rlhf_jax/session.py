@@ -145,6 +145,7 @@ class Session:
             )
             self._stack.push(self._end_sinks)
         run = build.make_run(self.opened, self._stack, self._alive, state.host.remat)
+        self._lanes = run.lanes.names
         self._state = state
         self._stack.push(self._save_at_end)
         return run
@@ -226,8 +227,7 @@ class Session:
         def write() -> None:
             if self._writer is None:  # the leader has the files
                 return
-            slices = self.opened.layouts.generation.slices
-            trace.write(self.opened.workdir, step, report.spans, slices)
+            trace.write(self.opened.workdir, step, report.spans, self._lanes)
             self._writer.write(report.metrics)
             self._writer.write_samples(step, report.samples)
             self._writer.write_strategies(step, report.strategies)

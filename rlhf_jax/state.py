@@ -21,6 +21,7 @@ from rlhf_jax.inference.scoring import ScoringSettings
 from rlhf_jax.model.decoding import decoding_weights, student_for
 from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.monitoring.trace import Span
+from rlhf_jax.placement.lanes import ONE_LANE, Lanes
 from rlhf_jax.reallocation import length_model
 from rlhf_jax.reallocation.length_model import Lengths
 from rlhf_jax.rewards.combination import Scorer
@@ -227,7 +228,7 @@ class StepReport:
     metrics: dict[str, float]
     # one row a sample: prompt, response and reward
     samples: list[dict[str, Any]]
-    # what each slice did and when, in seconds since the step began
+    # what each slice and call did and when, in seconds since the step began
     spans: list[Span]
     # one row for each strategy at each number of live rows
     strategies: list[dict[str, Any]]
@@ -261,6 +262,8 @@ class Run:
     frozen: FrozenModels
     # of (KL coefficient, KL of a response, samples): the next coefficient
     next_kl_coefficient: Callable[[float, float, int], float]
+    # where a timeline shows what each call does
+    lanes: Lanes = ONE_LANE
     # None: there is no student, or it stays as it is
     distillation: Distillation | None = None
     # None: there are no held-out prompts

@@ -17,6 +17,7 @@ from rlhf_jax.inference.logprobs import score_rollout
 from rlhf_jax.inference.values import critic_of, score_values
 from rlhf_jax.model.transformer import forward, init, logits
 from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig
+from rlhf_jax.training.importance import weigh_advantages
 from rlhf_jax.training.kl import token_rewards
 from rlhf_jax.training.optimizer import Optimizers, make_optimizer
 from rlhf_jax.training.settings import TrainingSettings
@@ -87,9 +88,11 @@ def sample(policy, key) -> Rollout:
         drawn = jax.random.categorical(each, law(policy, tokens)[:, -1])
         tokens = jnp.concatenate([tokens, drawn[:, None].astype(jnp.int32)], axis=1)
     ids = jnp.arange(ROWS, dtype=jnp.uint32)
-    return Rollout(
-        tokens, jnp.asarray(MASK), jnp.zeros(MASK.shape), jnp.full(ROWS, 4, jnp.int32), ids
-    )
+    lengths = jnp.full(ROWS, 4, jnp.int32)
+    rollout = Rollout(tokens, jnp.asarray(MASK), jnp.zeros(MASK.shape), lengths, ids)
+    scores = law(policy, tokens[:, :-1])
+    sampled = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=2)[..., 0]
+    return rollout.replace(logprobs=jnp.pad(sampled, ((0, 0), (1, 0))))
 
 
 def experience_of(state, rollout, name: str) -> Experience:
@@ -108,17 +111,26 @@ def experience_of(state, rollout, name: str) -> Experience:
     )
 
 
-def learn(name: str, seed: int) -> list[float]:
-    """Exact expected rewards: at the start, and every few steps until 95 % or the end."""
+def learn(name: str, seed: int, lag: int = 0, every: int = 5) -> list[float]:
+    """Exact expected rewards: at the start, and `every` few steps until 95 % or the end.
+
+    With a lag of 1 the samples are those that the policy drew before its last update.
+    """
     policy = init(jax.random.key(seed), MODEL)
     critic = critic_of(policy) if ESTIMATORS[name].needs_critic else None
     optimizers = OPTIMIZERS if critic else dataclasses.replace(OPTIMIZERS, critic=None)
     seen = [expected_reward(policy)]
     state = init_train_state(policy, optimizers, critic=critic)
+    ahead = None
     for step in range(STEPS):
-        rollout = sample(state.policy, jax.random.fold_in(jax.random.key(seed + 100), step))
-        state, _ = update(state, experience_of(state, rollout, name), optimizers, UPDATE)
-        if step % 5 == 4:
+        drawn = sample(state.policy, jax.random.fold_in(jax.random.key(seed + 100), step))
+        rollout = ahead if lag and ahead else drawn
+        experience = experience_of(state, rollout, name)
+        if lag:
+            experience, _ = weigh_advantages(jax.tree.map(np.asarray, experience), UPDATE.lag_clip)
+            ahead = drawn
+        state, _ = update(state, experience, optimizers, UPDATE)
+        if (step + 1) % every == 0:
             seen.append(expected_reward(state.policy))
             if seen[-1] >= 0.95:
                 break
@@ -147,3 +159,22 @@ def test_the_optimum_is_learnt(name, seed):
     seen = learn(name, seed)
     assert seen[0] < 0.4
     assert seen[-1] >= 0.95, seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gae", "grpo"])
+def test_one_step_off_policy_learns_about_as_fast(name, monkeypatch):
+    """The median of five seeds reaches 95 % of the optimum within 1.2 times the steps.
+
+    At half the learning rate, where that takes about 20: at 0.005 the policy is done after 13, and
+    one update changes it so much that samples of before are worth little (17 steps then).
+    """
+    slower = Optimizers(make_optimizer(0.0025), make_optimizer(0.005))
+    monkeypatch.setitem(globals(), "OPTIMIZERS", slower)
+    steps = {}
+    for lag in (0, 1):
+        curves = [learn(name, seed, lag, every=1) for seed in range(5)]
+        assert all(curve[-1] >= 0.95 for curve in curves)
+        steps[lag] = np.median([len(curve) - 1 for curve in curves])
+    print({"estimator": name, "steps of lag 0 and 1": list(steps.values())})
+    assert steps[1] <= 1.2 * steps[0]

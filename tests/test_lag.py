@@ -27,7 +27,7 @@ from rlhf_jax.placement.presets import plan_of
 from rlhf_jax.rollout import draw_ahead
 from rlhf_jax.runtime.beside import Abandoned, WorkBeside
 from rlhf_jax.session import Session
-from rlhf_jax.state import decoding_models, ignore
+from rlhf_jax.state import decoding_models
 from rlhf_jax.training.importance import importance_weights, weigh_advantages
 from rlhf_jax.types import Experience
 
@@ -239,9 +239,9 @@ def test_samples_are_one_update_behind_and_replayed(run):
         asked = session.start(state)
         models = decoding_models(state.train, asked)
         stages = (asked.prompts, asked.generation, asked.rewards)
-        drawn = draw_ahead(models, state.host, state.step, *stages, ignore)
+        _, drawn = draw_ahead(models, state.host, state.step, *stages, lambda report: None)
         decode = asked.rewards.tokenizer.decode
-        alone = [decode(sample.tokens) for sample in drawn.ahead.samples]
+        alone = [decode(sample.tokens) for sample in drawn.samples]
         raise SystemExit
     assert alone == [row["response"] for row in samples if row["step"] == 2]
 

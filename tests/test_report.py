@@ -400,22 +400,27 @@ def rounds(
     ]
 
 
+def lanes_of_slices(count):
+    return [f"slice {number}" for number in range(count)]
+
+
 def traced(folder, spans, slices, step=0, **files):
-    trace.write(folder, step, spans, slices)
+    lanes = slices if isinstance(slices, list) else lanes_of_slices(slices)
+    trace.write(folder, step, spans, lanes)
     return page(folder, [row(step)], **files)
 
 
 def test_the_timeline_has_a_lane_for_each_slice(tmp_path):
     came = trace.Span(1, "exchange", 1.0, 1.0, 2, "", 3_000_000)
     spans = [came, *rounds(3, 4, rows=lambda index: 4 - index, strategy=TREE)]
-    spans += [trace.Span(2, "inference", 2.5, 3.0, 8, "reference", 900)]
+    spans += [trace.Span(2, "inference", 2.5, 3.0, 8, "reference_inference", 900)]
     seen = traced(tmp_path, spans, 4, step=12)
     assert (
         "4 slices, idle for 46% of the time; 2 samples moved with caches of 3.00 MB." in seen.text
     )
     assert "timeline/step-000012.json" in seen.text and "Step 12" in seen.text
     assert "1 row 2 rows 3–4 rows inference samples came idle" in seen.text
-    assert "What each slice did in step 12" in seen.charts()
+    assert "What the devices did in step 12" in seen.charts()
     for part, idle in enumerate(("33%", "33%", "17%", "100%")):
         assert any(title.startswith(f"slice {part}, 0 to") for title in seen.titles)
         assert f" {idle}" in seen.text
@@ -424,7 +429,7 @@ def test_the_timeline_has_a_lane_for_each_slice(tmp_path):
         "slice 1, 1.00 to 1.06 s\n2.00 rows, model-tree of 3\n2 samples came with caches of 3.00"
         " MB\nidle 0%" in seen.titles
     )
-    assert "slice 2, 2.50 to 2.56 s\ninference 100%\nidle 0%" in seen.titles
+    assert "slice 2, 2.50 to 2.56 s\nreference inference 100%\nidle 0%" in seen.titles
     (full,) = seen.all("path", "rows-4")
     assert (
         full["d"]
@@ -433,13 +438,29 @@ def test_the_timeline_has_a_lane_for_each_slice(tmp_path):
     assert len(seen.all("path", "mark")) == 1 and len(seen.all("path", "inference")) == 1
 
 
+def test_the_timeline_names_calls_and_their_devices(tmp_path):
+    """Under a plan that trains on other devices than those of the only slice."""
+    spans = rounds(1, 4)
+    spans += [
+        trace.Span(1, "inference", 0.5, 0.75, 8, "critic_inference", 90),
+        trace.Span(1, "training", 1.0, 1.5, 8, "policy_training", 90),
+        trace.Span(1, "training", 1.5, 2.0, 8, "critic_training", 90),
+    ]
+    seen = traced(tmp_path, spans, ["slice 0", "devices 4–7"])
+    assert "a lane a slice, or the devices of other calls" in seen.text
+    assert "2 lanes, idle for 19%" in seen.text and "inference training idle" in seen.text
+    assert "devices 4–7, 1.00 to 1.04 s\npolicy training 100%\nidle 0%" in seen.titles
+    assert "devices 4–7, 1.50 to 1.54 s\ncritic training 100%\nidle 0%" in seen.titles
+    assert len(seen.all("path", "training")) == len(seen.all("path", "inference")) == 1
+
+
 @pytest.mark.parametrize("slices", [2, 64, 200])
 def test_a_timeline_of_thousands_of_rounds_stays_small(tmp_path, slices):
     random = np.random.default_rng(0)
     spans = rounds(slices, 4000 // slices * 5, rows=lambda index: int(random.integers(1, 65)))
     at = random.uniform(0, 100, 3000)
     spans += [trace.Span(int(random.integers(slices)), "exchange", t, t, 1, "", 10**8) for t in at]
-    trace.write(tmp_path, 0, spans, slices)
+    trace.write(tmp_path, 0, spans, lanes_of_slices(slices))
     page(tmp_path, [row(0)])
     chart = picture(read_run(tmp_path))
     assert chart is not None

@@ -9,6 +9,8 @@ import pytest
 from rlhf_jax.monitoring import trace as timeline
 from rlhf_jax.monitoring.trace import Span, Timeline, apart, chrome_trace, idle_share, since, write
 
+SLICES = ("slice 0", "slice 1", "slice 2")
+
 
 def generate(index, began, ended, rows=4, label="plain", tokens=8):
     return Span(index, "generate", began, ended, rows, label, tokens)
@@ -91,7 +93,7 @@ def test_no_time_is_not_idle():
 
 @pytest.mark.parametrize("spans", [anything(0), anything(1), [], [exchange(1, 7.0)]])
 def test_a_trace_is_one_that_viewers_accept(spans):
-    trace = json.loads(json.dumps(chrome_trace(spans, 3)))
+    trace = json.loads(json.dumps(chrome_trace(spans, SLICES)))
     events = trace["traceEvents"]
     assert {event["pid"] for event in events} == {timeline.PROCESS}, (
         "process 0 is the kernel's to Perfetto"
@@ -120,7 +122,9 @@ def test_a_trace_is_one_that_viewers_accept(spans):
 
 def test_a_trace_says_what_a_slice_did():
     spans = [generate(1, 10.0, 10.5, 4, "lookup-chain-2", 9), exchange(1, 10.25, 3, 4096)]
-    events = [event for event in chrome_trace(spans, 2)["traceEvents"] if event["ph"] == "X"]
+    events = [
+        event for event in chrome_trace(spans, SLICES[:2])["traceEvents"] if event["ph"] == "X"
+    ]
     assert events[0] == {
         "ph": "X", "cat": "generate", "name": "lookup-chain-2", "pid": 1, "tid": 1001,
         "ts": 0, "dur": 500_000, "args": {"rows": 4, "tokens": 9},
@@ -135,7 +139,9 @@ def test_live_rows_are_counted_over_all_slices_where_they_change():
         generate(0, 0.5, 2.0, 4),
         generate(0, 3.0, 4.0, 1),
     ]
-    points = [event for event in chrome_trace(spans, 2)["traceEvents"] if event["ph"] == "C"]
+    points = [
+        event for event in chrome_trace(spans, SLICES[:2])["traceEvents"] if event["ph"] == "C"
+    ]
     assert {(event["name"], *event["args"]) for event in points} == {("live rows", "of all slices")}
     assert [(event["ts"], event["args"]["of all slices"]) for event in points] == [
         (0, 4), (500_000, 7), (2_000_000, 0), (3_000_000, 1), (4_000_000, 0)
@@ -153,17 +159,18 @@ def test_the_latest_are_kept_and_none_of_later_steps(tmp_path):
     stage.add(generate(0, 0.0, 1.0))
     for step in [*range(8, 20), 15]:
         assert (
-            write(tmp_path, step, stage.spans, 1) == tmp_path / "timeline" / f"step-{step:06d}.json"
+            write(tmp_path, step, stage.spans, SLICES[:1])
+            == tmp_path / "timeline" / f"step-{step:06d}.json"
         )
     found = sorted(path.name for path in (tmp_path / "timeline").iterdir())
     assert found == [f"step-{step:06d}.json" for step in range(10, 16)], (
         "those of 16 to 19 were of an interrupted run"
     )
     for step in range(16, 30):
-        write(tmp_path, step, stage.spans, 1)
+        write(tmp_path, step, stage.spans, SLICES[:1])
     assert len(list((tmp_path / "timeline").iterdir())) == timeline.KEPT_TRACES
     assert json.loads((tmp_path / "timeline/step-000029.json").read_text()) == chrome_trace(
-        stage.spans, 1
+        stage.spans, SLICES[:1]
     )
 
 
@@ -173,4 +180,4 @@ def test_a_trace_that_cannot_be_written_is_one_sentence(tmp_path):
         OSError,
         match=r"step-000001.json cannot be written \(.*\): make room or name another workdir",
     ):
-        write(tmp_path, 1, [], 1)
+        write(tmp_path, 1, [], SLICES[:1])

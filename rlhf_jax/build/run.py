@@ -14,6 +14,7 @@ from rlhf_jax.config import derived
 from rlhf_jax.data.batches import PromptStream
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.inference.scoring import ScoringSettings
+from rlhf_jax.placement.lanes import lanes_of
 from rlhf_jax.rewards.combination import EagerScorer, Scorer, Term, weighted
 from rlhf_jax.rewards.models import RewardModel, model_scorer
 from rlhf_jax.rewards.samples import Rewards
@@ -69,6 +70,7 @@ def make_run(
         training=TrainingSettings.from_config(config, opened.layouts, remat),
         optimizers=make_optimizers(opened),
         frozen=frozen,
+        lanes=lanes_of(opened.plan),
         next_kl_coefficient=settings.kl_controller(config),
         distillation=settings.distillation(opened, remat),
         evaluation=evaluation,

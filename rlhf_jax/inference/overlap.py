@@ -28,7 +28,7 @@ from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.rewards.combination import Response, failure
 from rlhf_jax.rewards.models import RewardModel, ScoredRows, start_scoring
 from rlhf_jax.runtime import distributed, messages
-from rlhf_jax.runtime.compilation import Execute, call
+from rlhf_jax.runtime.compilation import Execute, run_now
 from rlhf_jax.types import Model, Rollout
 
 T = TypeVar("T")
@@ -36,6 +36,8 @@ T = TypeVar("T")
 # The scores of a sample's tokens: fields of `Scored`, in the order in which `dispatch_scores` gives
 # them.
 PER_TOKEN_SCORES = ("logprobs", "reference_logprobs", "values")
+# The calls of a plan that compute them.
+CALLS_OF_SCORES = ("policy_inference", "reference_inference", "critic_inference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +80,6 @@ class PendingScores:
     def padding(self) -> float:
         """Return the share of the tokens that are padding; 0 where no model reads them."""
         return padding_share([part for part, _ in self.parts])
-
-    @property
-    def progress(self) -> PhaseParts:
-        """Return what was handed to the devices, an array each."""
-        handed = jax.tree.leaves([scores for _, scores in self.parts])
-        return PhaseParts(len(handed), handed)
 
     def fetch(self) -> tuple[np.ndarray | None, ...]:
         """Wait for the scores: of each kind [B, T] float32, 0 off the mask, or None."""
@@ -234,14 +230,15 @@ def dispatch_scores(
     rows: int,
     length_bucket: int,
     layout: Layout,
-    execute: Execute = call,
+    execute: Execute = run_now,
+    progress: PhaseParts | None = None,
 ) -> PendingScores:
     """Start to score the response tokens of a rollout of host arrays, and do not wait.
 
     models: policy, reference and critic, each as the layout has it, or None. A forward pass has
     room for `rows` of the longest samples. `execute` calls jitted programs, or only compiles them.
+    `progress` is told of each pass.
     """
-    *language_models, critic = models
     present = tuple(model is not None for model in models)
     parts = []
     if any(present):
@@ -249,11 +246,17 @@ def dispatch_scores(
     found = []
     for part in parts:
         batch, support = meshes.place_rows((part.batch, part.take(rollout.support)), layout)
-        how = dict(temperature=temperature, layout=layout)
-        scores = [
-            model and execute(score_packed, model, batch, support, **how)
-            for model in language_models
-        ]
-        values = critic and execute(value_packed, critic, batch, layout=layout)
-        found.append((part, (*scores, values)))
+        scores = []
+        for call, model in zip(CALLS_OF_SCORES, models, strict=True):
+            began = time.perf_counter()
+            if model is None:
+                scores.append(None)
+            elif call == "critic_inference":
+                scores.append(execute(value_packed, model, batch, layout=layout))
+            else:
+                how = dict(temperature=temperature, layout=layout)
+                scores.append(execute(score_packed, model, batch, support, **how))
+            if progress is not None and model is not None:
+                progress.hand(call, began, scores[-1], part.batch)
+        found.append((part, tuple(scores)))
     return PendingScores(found, typed(tuple[int, int], rollout.mask.shape), present)

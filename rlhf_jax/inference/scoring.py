@@ -17,7 +17,7 @@ from rlhf_jax.model.transformer import cast
 from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.placement.plan import CallLayouts
 from rlhf_jax.placement.transfer import is_in_place, transfer
-from rlhf_jax.runtime.compilation import Execute, call, compile_only
+from rlhf_jax.runtime.compilation import Execute, compile_only, run_now
 from rlhf_jax.types import Model, Rollout
 
 
@@ -85,8 +85,9 @@ def score(
     ids = rollout.sample_id.tolist()
     rest = [row for row, sample in enumerate(ids) if sample not in scored]
     unscored = jax.tree.map(lambda leaf: leaf[rest], rollout)
-    pending = _dispatch(policy, reference, critic, unscored, settings)
-    observe(pending.progress)
+    observe(progress := PhaseParts(0))
+    pending = _dispatch(policy, reference, critic, unscored, settings, progress=progress)
+    progress.of = len(progress.handed)
     found = []
     for name, of_rest in zip(PER_TOKEN_SCORES, pending.fetch(), strict=True):
         of_rows = {row: getattr(scored[one], name) for row, one in enumerate(ids) if one in scored}
@@ -113,7 +114,8 @@ def _dispatch(
     critic: Model | None,
     rollout: Rollout,
     settings: ScoringSettings,
-    execute: Execute = call,
+    execute: Execute = run_now,
+    progress: PhaseParts | None = None,
 ) -> PendingScores:
     """Start to score by weights as inference has them, all models of a layout together."""
     layout = settings.layout
@@ -130,7 +132,7 @@ def _dispatch(
     for layout in dict.fromkeys(places):
         pairs = zip(models, places, strict=True)
         there = [model if place == layout else None for model, place in pairs]
-        pending.append(dispatch_scores(there, rollout, *how, layout, execute=execute))
+        pending.append(dispatch_scores(there, rollout, *how, layout, execute, progress))
     return PendingScores(
         [part for one in pending for part in one.parts],
         pending[0].shape,

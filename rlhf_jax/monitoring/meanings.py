@@ -44,6 +44,12 @@ MEANINGS = (
         "below 0.02",
     ),
     Meaning("mismatch/max", "the same of the token that is farthest apart", "nats", "below 1"),
+    # samples that were drawn ahead, with training.lag
+    Meaning("lag/updates", "updates since the samples were drawn", "", "0, then 1"),
+    Meaning("lag/kl", "KL of the weights that drew to those now, a token", "nats", "below 0.02"),
+    Meaning("lag/weight", "mean importance weight of a token", "", "near 1"),
+    Meaning("lag/truncated", "share of the tokens whose weight is at lag_clip", "", "below 0.05"),
+    Meaning("lag/waited_seconds", "waiting for the next samples, once trained", "s"),
     # training
     Meaning("loss/policy", "the policy's loss, a token, without KL and entropy"),
     Meaning("loss/value", "the critic's loss, a token", "", "falls"),

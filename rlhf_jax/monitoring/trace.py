@@ -7,7 +7,7 @@ import dataclasses
 import json
 import pathlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rlhf_jax.runtime import messages
@@ -23,14 +23,14 @@ FIRST_THREAD = 1000
 @messages.register
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """Hold a piece of a slice's work; times are seconds of one clock."""
+    """Hold a piece of work in a lane, a slice's or other devices'; times are of one clock."""
 
-    slice: int
-    kind: str  # "generate", "exchange" or "inference"
+    slice: int  # or another lane, behind those of slices
+    kind: str  # "generate", "exchange", "inference" or "training"
     began: float  # when it was dispatched
     ended: float  # when the host knew that it was over
-    rows: int  # live rows of a round, or samples that came by an exchange or were scored
-    label: str  # the strategy of a round, or the model that scored
+    rows: int  # live rows of a round, or samples that came by an exchange or were read
+    label: str  # the strategy of a round, or the call by its name in a plan
     amount: int  # tokens, or bytes of an exchange
 
 
@@ -87,11 +87,11 @@ def idle_share(spans: Iterable[Span], slices: int) -> float:
     return 1.0 - sum(span.ended - span.began for span in own) / whole if whole else 0.0
 
 
-def chrome_trace(spans: Iterable[Span], slices: int) -> dict[str, Any]:
+def chrome_trace(spans: Iterable[Span], lanes: Sequence[str]) -> dict[str, Any]:
     """Return the spans in Chrome's trace event format.
 
-    A slice is a thread, and times are whole microseconds from the first begin, so that neighbours
-    touch and never overlap. A counter says how many rows are live over all slices.
+    A lane is a thread of its name, and times are whole microseconds from the first begin, so that
+    neighbours touch and never overlap. A counter says how many rows are live over all slices.
     """
     own = apart(spans)
     own = since(own, own[0].began) if own else []
@@ -122,11 +122,11 @@ def chrome_trace(spans: Iterable[Span], slices: int) -> dict[str, Any]:
             event = {"ph": "C", "name": "live rows", "pid": PROCESS, "ts": at}
             events.append(event | {"args": {"of all slices": live}})
     events.sort(key=lambda event: event["ts"])
-    return {"traceEvents": [*_names(slices), *events], "displayTimeUnit": "ms"}
+    return {"traceEvents": [*_names(lanes), *events], "displayTimeUnit": "ms"}
 
 
 def write(
-    workdir: str | pathlib.Path, step: int, spans: Iterable[Span], slices: int
+    workdir: str | pathlib.Path, step: int, spans: Iterable[Span], lanes: Sequence[str]
 ) -> pathlib.Path:
     """Write WORKDIR/timeline/step-000012.json, whole or not at all, and return its path.
 
@@ -134,7 +134,7 @@ def write(
     error is one OSError that names the file.
     """
     path = pathlib.Path(workdir) / "timeline" / f"step-{step:06d}.json"
-    text = json.dumps(chrome_trace(spans, slices), separators=(",", ":"), ensure_ascii=False)
+    text = json.dumps(chrome_trace(spans, lanes), separators=(",", ":"), ensure_ascii=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text.encode())
@@ -150,14 +150,14 @@ def write(
     return path
 
 
-def _names(slices: int) -> list[dict[str, Any]]:
+def _names(lanes: Sequence[str]) -> list[dict[str, Any]]:
     """Return the events that name the process and its threads, and order the threads."""
     process = {"ph": "M", "name": "process_name", "pid": PROCESS, "args": {"name": "rlhf_jax"}}
     names = []
     order = []
-    for index in range(slices):
+    for index, name in enumerate(lanes):
         thread = {"ph": "M", "pid": PROCESS, "tid": FIRST_THREAD + index}
-        names.append(thread | {"name": "thread_name", "args": {"name": f"slice {index}"}})
+        names.append(thread | {"name": "thread_name", "args": {"name": name}})
         order.append(thread | {"name": "thread_sort_index", "args": {"sort_index": index}})
     return [process, *names, *order]
 

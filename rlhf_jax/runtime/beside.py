@@ -9,27 +9,27 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 Report = TypeVar("Report")
-Result = TypeVar("Result")
+Made = TypeVar("Made")
 
 
 class Abandoned(Exception):
     """Report to work beside that nobody waits for it any more."""
 
 
-class WorkBeside(Generic[Report, Result]):
+class WorkBeside(Generic[Report, Made]):
     """Run `work` beside the caller; a context manager, which abandons it where it is left early.
 
     `work` gets a function to report with. What it reports is heard by the caller alone, on the
     caller's thread; the report after the work was abandoned raises Abandoned in it.
     """
 
-    def __init__(self, work: Callable[[Callable[[Report], None]], Result], name: str):
+    def __init__(self, work: Callable[[Callable[[Report], None]], Made], name: str):
         self._reports: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
         self._abandoned = threading.Event()
         self._pool = concurrent.futures.ThreadPoolExecutor(1, name)
         self._result = self._pool.submit(work, self._report)
 
-    def __enter__(self) -> WorkBeside[Report, Result]:
+    def __enter__(self) -> WorkBeside[Report, Made]:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -41,7 +41,7 @@ class WorkBeside(Generic[Report, Result]):
         if self._result.done():
             self._result.result()
 
-    def result(self, observe: Callable[[Report], None]) -> Result:
+    def result(self, observe: Callable[[Report], None]) -> Made:
         """Wait for the result; `observe` hears what is reported from now on."""
         while not self._reports.empty():
             self._reports.get()

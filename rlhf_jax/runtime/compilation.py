@@ -11,7 +11,7 @@ import jax
 Execute = Callable[..., Any]
 
 
-def call(function: Callable, *arguments: Any, **options: Any) -> Any:
+def run_now(function: Callable, *arguments: Any, **options: Any) -> Any:
     """Call a function."""
     return function(*arguments, **options)
 

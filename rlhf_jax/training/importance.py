@@ -9,6 +9,8 @@ import numpy as np
 from rlhf_jax.training.kl import bounded
 from rlhf_jax.types import Array, Experience
 
+__all__ = ["importance_weights", "weigh_advantages"]
+
 
 def importance_weights(logprobs: Array, sampled: Array, mask: Array, clip: float) -> np.ndarray:
     """Compute min(p_now / p_sampled, clip) of each token: [B, T] float32, 1 where masked out.

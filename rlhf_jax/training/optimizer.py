@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from rlhf_jax.runtime.compilation import Execute, call
+from rlhf_jax.runtime.compilation import Execute, run_now
 from rlhf_jax.types import Model
 
 
@@ -96,7 +96,7 @@ def examine(gradients: tuple[Gradient, ...]) -> tuple[tuple[jax.Array, ...], jax
 
 
 def examine_all(
-    gradients: Sequence[Gradient], execute: Execute = call
+    gradients: Sequence[Gradient], execute: Execute = run_now
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return of each gradient the norm, and where it lies whether all of them are finite.
 

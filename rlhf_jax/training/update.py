@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 from typing import cast as typed
@@ -20,7 +21,7 @@ from rlhf_jax.inference.values import packed_values
 from rlhf_jax.mesh import ONE_DEVICE, Layout, model_shardings, pin_weights, place_rows
 from rlhf_jax.model.transformer import cast, stack
 from rlhf_jax.monitoring.parts import PhaseParts
-from rlhf_jax.runtime.compilation import Execute, call, compile_only
+from rlhf_jax.runtime.compilation import Execute, compile_only, run_now
 from rlhf_jax.training.batching import MicroBatch, micro_batch, minibatches, select
 from rlhf_jax.training.losses import explained_variance, summed_policy_loss, summed_value_loss
 from rlhf_jax.training.optimizer import Gradient, Optimizers, apply, examine_all
@@ -127,7 +128,8 @@ def update(
         observe(progress := PhaseParts(len(parts) * (1 if optimizers.critic is None else 2)))
         of_policy = of_critic = None
         if step >= settings.critic_steps_alone:
-            of_policy = _sum_gradients(policy_objective, state.policy, parts, settings, progress)
+            policy = ("policy_training", policy_objective, state.policy)
+            of_policy = _sum_gradients(*policy, parts, settings, progress)
             if settings.target_kl:
                 told = jax.device_get(of_policy.metrics)
                 if told["kl/old"] > settings.target_kl and np.isfinite([*told.values()]).all():
@@ -138,7 +140,8 @@ def update(
             own = settings.of_critic
             if own != settings:
                 parts, _ = _micro_batches(minibatch, kl_weight, own)
-            of_critic = _sum_gradients(critic_objective, critic, parts, own, progress)
+            learner = ("critic_training", critic_objective, critic)
+            of_critic = _sum_gradients(*learner, parts, own, progress)
         state, metrics = _take_steps(state, of_policy, of_critic, optimizers)
         history.append(metrics)
         done += 1
@@ -160,19 +163,20 @@ def compile_update(
     samples = len(experience.rewards)
     rows = next(minibatches(samples, *of_step, seed=settings.seed, step=int(state.step)))
     minibatch = select(experience, rows)
-    learners: list[tuple[LossFunction, Model, Any, optax.GradientTransformation]] = [
-        (policy_objective, state.policy, state.optimizer, optimizers.policy)
+    learners: list[tuple[str, LossFunction, Model, Any, optax.GradientTransformation]] = [
+        ("policy_training", policy_objective, state.policy, state.optimizer, optimizers.policy)
     ]
     if optimizers.critic is not None:
         critic = typed(Model, state.critic)
-        learners.append((critic_objective, critic, state.critic_optimizer, optimizers.critic))
+        moments = state.critic_optimizer
+        learners.append(("critic_training", critic_objective, critic, moments, optimizers.critic))
     gradients = []
-    for objective, model, _, _ in learners:
+    for call, objective, model, _, _ in learners:
         own = settings if objective is policy_objective else settings.of_critic
         parts, _ = _micro_batches(minibatch, 0.0, own)
-        gradients.append(_sum_gradients(objective, model, parts, own, execute=compile_only))
+        gradients.append(_sum_gradients(call, objective, model, parts, own, execute=compile_only))
     _, finite = examine_all(gradients, compile_only)
-    for (_, model, moments, optimizer), gradient, flag in zip(
+    for (_, _, model, moments, optimizer), gradient, flag in zip(
         learners, gradients, finite, strict=True
     ):
         compile_only(apply, model, moments, gradient, flag, optimizer=optimizer)
@@ -289,23 +293,27 @@ def _micro_batches(
 
 
 def _sum_gradients(
+    call: str,
     objective: LossFunction,
     model: Model,
     parts: list[MicroBatch],
     settings: TrainingSettings,
     progress: PhaseParts | None = None,
-    execute: Execute = call,
+    execute: Execute = run_now,
 ) -> Gradient:
     """Return the gradient of a minibatch of host arrays, of at least one micro-batch.
 
-    Each micro-batch is placed when the one before it is summed, and noted in `progress`.
+    Each micro-batch is placed when the one before it is summed, and noted in `progress` as one of
+    the call.
     """
     total = None
     for part in parts:
+        began = time.perf_counter()
         placed = place_rows(part, settings.layout)
         total = execute(accumulate, total, model, placed, objective=objective, settings=settings)
         if progress is not None:  # a copy, for the sum itself is used up by the next
-            progress.handed.append(jnp.copy(next(iter(total.metrics.values()))))
+            told = jnp.copy(next(iter(total.metrics.values())))
+            progress.hand(call, began, told, part.packed)
     assert total is not None
     return total
 

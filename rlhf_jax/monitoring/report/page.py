@@ -216,7 +216,7 @@ def other_charts(run: RunRecord) -> list[Chart]:
 def left_out(run: RunRecord) -> list[str]:
     """Say what has no chart, as there is nothing to see: a sentence each."""
     said = []
-    if run.trace is not None and run.trace.slices == 1:
+    if run.trace is not None and len(run.trace.lanes) == 1:
         said.append("One slice generated everything.")
     if run.strategies and not drafting.drafts(run):
         said.append("Every round was plain: no drafter promised more tokens a second.")

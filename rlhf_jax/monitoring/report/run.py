@@ -32,16 +32,16 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """Hold what each slice did in a step: [n] spans by when they began, a column of each field.
+    """Hold what each lane did in a step: [n] spans by when they began, a column of each field.
 
-    On no slice they overlap.
+    In no lane they overlap.
     """
 
     step: int
-    slices: int
-    slice: np.ndarray
-    kind: np.ndarray  # "generate", "exchange" or "inference"
-    name: np.ndarray  # the strategy of a round, the model that scored
+    lanes: tuple[str, ...]  # "slice 0", ... and other devices
+    lane: np.ndarray  # its number
+    kind: np.ndarray  # "generate", "exchange", "inference" or "training"
+    name: np.ndarray  # the strategy of a round, or the call
     began: np.ndarray  # seconds from the first
     ended: np.ndarray  # seconds from the first begin
     rows: np.ndarray  # live ones of a round, samples of an exchange
@@ -53,7 +53,7 @@ class Trace:
         return f"timeline/step-{self.step:06d}.json"
 
     def __len__(self) -> int:
-        return len(self.slice)
+        return len(self.lane)
 
     def where(self, chosen: np.ndarray) -> Trace:
         """Return the spans that are chosen [n] bool."""
@@ -231,15 +231,16 @@ def _latest_trace(folder: pathlib.Path) -> Trace | None:
         return None
     try:
         events = json.loads(found[-1].read_text(encoding="utf-8"))["traceEvents"]
-        # The complete events are spans, and the threads are the slices.
-        threads = sorted(event["tid"] for event in events if event["name"] == "thread_name")
+        # The complete events are spans, and the threads are the lanes.
+        named = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        threads = sorted(named)
         spans = [event for event in events if event["ph"] == "X"]
         began = np.array([event["ts"] for event in spans], np.float64) / 1e6
         figures = np.array([[*event["args"].values()] for event in spans], np.int64).reshape(-1, 2)
         return Trace(
             step=int(found[-1].stem.removeprefix("step-")),
-            slices=len(threads),
-            slice=np.searchsorted(threads, [event["tid"] for event in spans]),
+            lanes=tuple(named[thread] for thread in threads),
+            lane=np.searchsorted(threads, [event["tid"] for event in spans]),
             kind=np.array([event["cat"] for event in spans], str),
             name=np.array([event["name"] for event in spans], str),
             began=began,

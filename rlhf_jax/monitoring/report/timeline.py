@@ -1,4 +1,4 @@
-"""Draw the latest step's timeline for the report: a lane for each slice, and what it did when."""
+"""Draw the latest step's timeline for the report: what slices and other devices did when."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ SLICE_CHARTS = (
     ("generation/moved_bytes", "Moved between slices", "bytes of caches"),
 )
 SLICE_KEYS = tuple(key for key, *_ in SLICE_CHARTS)
+SPAN_KINDS = ("generate", "exchange", "inference", "training")
 # Shades of the colour of rounds: most rows and half of that, half of those and so on.
 ROW_SHADES = 5
 
@@ -27,16 +28,17 @@ BARS = 1400
 MARKS = 500
 TIPS = 192
 LANE_TIPS = 48  # tips of one lane
-MOST_SLICES = 128
+MOST_LANES = 128
 TIP_STRATEGIES = 3  # strategies that a tip names
 
 
 @dataclasses.dataclass(frozen=True)
 class Busy:
-    """Hold the seconds [columns] of a slice in each column of the picture."""
+    """Hold the seconds [columns] of a lane in each column of the picture."""
 
     generate: np.ndarray
     inference: np.ndarray
+    training: np.ndarray
     idle: np.ndarray
     row_seconds: np.ndarray  # of generation, times its live rows
 
@@ -47,21 +49,20 @@ class Busy:
 
 
 def picture(run: RunRecord) -> Chart | None:
-    """Draw the latest step that left a trace; None of a single slice."""
+    """Draw the latest step that left a trace; None of a single lane."""
     trace = run.trace
-    if trace is None or not len(trace) or trace.slices == 1:
+    if trace is None or not len(trace) or len(trace.lanes) == 1:
         return None
-    shown = np.unique(
-        np.linspace(0, trace.slices - 1, min(trace.slices, MOST_SLICES)).round().astype(int)
-    )
-    some = "" if len(shown) == trace.slices else f", {len(shown)} of {trace.slices:,} slices"
+    count = len(trace.lanes)
+    shown = np.unique(np.linspace(0, count - 1, min(count, MOST_LANES)).round().astype(int))
+    some = "" if len(shown) == count else f", {len(shown)} of {count:,} {_kind_of_lanes(trace)}"
     right = float(trace.ended.max()) or 1e-6
     # Most rows of each shade, the lightest first: powers of two up to the most live rows.
     most = int(trace.rows[trace.kind == "generate"].max(initial=1))
     top = (most - 1).bit_length()
     bounds = [1 << power for power in range(max(0, top - ROW_SHADES + 1), top + 1)]
     svg = lanes_chart(
-        f"What each slice did in step {trace.step}",
+        f"What the devices did in step {trace.step}",
         _lanes(trace, shown, right, bounds),
         right,
         heading="idle",
@@ -71,10 +72,16 @@ def picture(run: RunRecord) -> Chart | None:
         f"{a}–{b} rows" if a < b else f"{b} row{'s' * (b > 1)}"
         for a, b in zip(least, bounds, strict=False)
     ]
-    others = (("inference", "inference", "inference"), ("exchange", "mark", "samples came"))
+    others = (
+        ("inference", "inference", "inference"),
+        ("training", "training", "training"),
+        ("exchange", "mark", "samples came"),
+    )
     found = [(kind, text) for event, kind, text in others if event in trace.kind]
     legend = (*zip(_classes(bounds), sizes, strict=True), *found, ("idle", "idle"))
     note = f"seconds; a lane a slice{some}"
+    if _kind_of_lanes(trace) == "lanes":
+        note = f"seconds; a lane a slice, or the devices of other calls{some}"
     return Chart(f"Step {trace.step:,}", note, svg, legend)
 
 
@@ -90,25 +97,27 @@ def charts(rows: list[Row]) -> list[Chart]:
 
 def words(trace: Trace) -> str:
     """Write the idle share, and what moved between slices."""
-    whole = trace.slices * float(trace.ended.max()) or 1.0
+    whole = len(trace.lanes) * float(trace.ended.max()) or 1.0
     idle = 1.0 - float((trace.ended - trace.began).sum()) / whole
     moved = _moved(trace) or "no sample moved"
-    return f"{trace.slices:,} slices, idle for {share(idle, 1.0)} of the time; {moved}."
+    kind = _kind_of_lanes(trace)
+    return f"{len(trace.lanes):,} {kind}, idle for {share(idle, 1.0)} of the time; {moved}."
 
 
 def busy(part: Trace, edges: np.ndarray) -> Busy:
     """Return what one slice did between `edges` [columns + 1]."""
-    kinds = {kind: part.kind == kind for kind in ("generate", "exchange", "inference")}
+    kinds = {kind: part.kind == kind for kind in SPAN_KINDS}
     ones = np.ones(len(part))
     seconds = {kind: _within(part, chosen, ones, edges) for kind, chosen in kinds.items()}
     rows = _within(part, kinds["generate"], part.rows, edges)
     idle = np.diff(edges) - sum(seconds.values())
-    return Busy(seconds["generate"], seconds["inference"], np.maximum(idle, 0.0), rows)
+    stages = [seconds[kind] for kind in ("generate", "inference", "training")]
+    return Busy(*stages, idle=np.maximum(idle, 0.0), row_seconds=rows)
 
 
 def _lanes(trace: Trace, shown: np.ndarray, right: float, bounds: list[int]) -> list[Lane]:
     """Return the lanes of these slices, in columns as fine as keeps the picture small."""
-    parts = [trace.where(trace.slice == index) for index in shown]
+    parts = [trace.where(trace.lane == index) for index in shown]
 
     def bars(columns: int) -> list[list[tuple[str, float, float]]]:
         edges = np.linspace(0.0, right, columns + 1)
@@ -127,12 +136,18 @@ def _lanes(trace: Trace, shown: np.ndarray, right: float, bounds: list[int]) -> 
     for index, part, own_bars, own_marks in columns:
         seen = busy(part, edges)
         tips = [
-            (_tip(part, index, column, seen=seen, left=start, right=end), start, end)
+            (_tip(part, trace.lanes[index], column, seen=seen, left=start, right=end), start, end)
             for column, (start, end) in enumerate(places)
         ]
         idle = busy(part, np.array([0.0, right])).idle[0]
         lanes.append(
-            Lane(name=str(index), bars=own_bars, tips=tips, marks=own_marks, end=share(idle, right))
+            Lane(
+                name=trace.lanes[index].rpartition(" ")[2],
+                bars=own_bars,
+                tips=tips,
+                marks=own_marks,
+                end=share(idle, right),
+            )
         )
     return lanes
 
@@ -160,14 +175,16 @@ def _within(part: Trace, chosen: np.ndarray, weights: np.ndarray, edges: np.ndar
 def _bars(seen: Busy, edges: np.ndarray, bounds: list[int]) -> list[tuple[str, float, float]]:
     """Return (class, left, right) of runs of columns alike.
 
-    There is none where a slice neither generated nor inferred for most of a column.
+    There is none where a lane did nothing for most of a column.
     """
     shade = np.searchsorted(bounds, np.minimum(seen.rows, bounds[-1]) - 1e-6)
     kind = np.where(seen.inference > seen.generate, len(bounds), shade)
-    kind = np.where(seen.inference + seen.generate < np.diff(edges) / 2, -1, kind)
+    kind = np.where(seen.training > seen.inference + seen.generate, len(bounds) + 1, kind)
+    busy = seen.inference + seen.generate + seen.training
+    kind = np.where(busy < np.diff(edges) / 2, -1, kind)
     starts = np.flatnonzero(np.diff(kind, prepend=-2))
     runs = itertools.pairwise([*starts.tolist(), len(kind)])
-    names = [*_classes(bounds), "inference"]
+    names = [*_classes(bounds), "inference", "training"]
     return [(names[kind[a]], float(edges[a]), float(edges[b])) for a, b in runs if kind[a] >= 0]
 
 
@@ -176,23 +193,31 @@ def _classes(bounds: list[int]) -> list[str]:
     return [f"rows-{ROW_SHADES - len(bounds) + index}" for index in range(len(bounds))]
 
 
-def _tip(part: Trace, index: int, column: int, seen: Busy, left: float, right: float) -> str:
-    """Write what a slice did from `left` to `right`, a column of what is seen."""
+def _tip(part: Trace, lane: str, column: int, seen: Busy, left: float, right: float) -> str:
+    """Write what a lane did from `left` to `right`, a column of what is seen."""
     whole = right - left
-    lines = [f"slice {index}, {axis_number(left, whole)} to {axis_number(right, whole)} s"]
+    lines = [f"{lane}, {axis_number(left, whole)} to {axis_number(right, whole)} s"]
+    inside = part.where((part.began < right) & (part.ended > left))
     if seen.generate[column] > 0:
-        inside = (part.began < right) & (part.ended > left) & (part.kind == "generate")
-        names, counts = np.unique(part.name[inside], return_counts=True)
+        names, counts = np.unique(inside.name[inside.kind == "generate"], return_counts=True)
         most = names[np.argsort(-counts, kind="stable")][:TIP_STRATEGIES]
         rows = reading(float(seen.rows[column]))
         lines.append(f"{rows} rows, {', '.join(map(strategy_label, most))}")
-    if seen.inference[column] > 0:
-        lines.append(f"inference {share(seen.inference[column], whole)}")
+    for kind in ("inference", "training"):
+        seconds = getattr(seen, kind)[column]
+        if seconds > 0:
+            calls = dict.fromkeys(inside.name[inside.kind == kind])
+            lines.append(f"{', '.join(calls).replace('_', ' ')} {share(seconds, whole)}")
     came = _moved(part.where((part.began >= left) & (part.began < right)), "came")
     if came:
         lines.append(came)
     lines.append(f"idle {share(seen.idle[column], whole)}")
     return "\n".join(lines)
+
+
+def _kind_of_lanes(trace: Trace) -> str:
+    """Say what the lanes are: slices, where generation's are all that there are."""
+    return "slices" if all(name.startswith("slice ") for name in trace.lanes) else "lanes"
 
 
 def _moved(part: Trace, word: str = "moved") -> str:
