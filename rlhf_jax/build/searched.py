@@ -23,9 +23,26 @@ class Variation(NamedTuple):
 
     constant: str
     factor: float
-    gain: float  # how many times as fast as the best of the others the found plan is
-    other: str  # the name of that one
-    better: float  # by which share of the found plan's step the best plan is shorter
+    steps: dict[str, float]  # seconds of a step, by the plans' names; the found one's is the last
+    best: float  # those of the plan that would be found
+
+    @property
+    def other(self) -> str:
+        """Return the best of the plans that the found one is compared with."""
+        *others, _ = self.steps
+        return min(others, key=lambda name: self.steps[name])
+
+    @property
+    def gain(self) -> float:
+        """Return how many times as fast as that one the found plan is."""
+        *_, found = self.steps.values()
+        return self.steps[self.other] / found
+
+    @property
+    def better(self) -> float:
+        """Return by which share of the found plan's step another plan is shorter."""
+        *_, found = self.steps.values()
+        return max(0.0, 1.0 - self.best / found)
 
 
 class Searched(NamedTuple):
@@ -98,22 +115,22 @@ def compare(prices: PlanPrices, asked: str, own: Plan) -> tuple[list[PricedPlan]
 
 
 def vary(config: Config, planned: Planned, plans: list[PricedPlan]) -> list[Variation]:
-    """Price the plans of a search again with one efficiency of the chip changed at a time."""
-    *others, found = [plan for plan in plans if plan.fits or plan is plans[-1]]
-    if not others:
+    """Price the plans of a search again with one efficiency of the chip changed at a time.
+
+    Those that do not fit are left out; nothing is said where there is none beside the found one.
+    """
+    usable = [plan for plan in plans if plan.fits]
+    if len(usable) < 2 or not plans[-1].fits:
         return []
-    base = {lag: PlanPrices.of(config, planned, lag) for lag in {plan.lag for plan in plans}}
+    lag = plans[-1].lag
+    base = {ahead: PlanPrices.of(config, planned, ahead) for ahead in range(lag + 1)}
     variations = []
     for constant in Efficiency._fields:
         for factor in FACTORS:
-            prices = {lag: one.varied(constant, factor) for lag, one in base.items()}
-            again = [prices[plan.lag].price(plan.name, plan.plan) for plan in others]
-            here = prices[found.lag].price(found.name, found.plan)
-            second = min(again, key=lambda one: one.step)
-            known = [one for one in (*again, here) if one.lag == found.lag]
-            best = prices[found.lag].find(known, VARIED_SECONDS)
-            better = 1.0 - best.priced.step / here.step if best else 0.0
-            variations.append(
-                Variation(constant, factor, second.step / here.step, second.name, better)
-            )
+            prices = {ahead: one.varied(constant, factor) for ahead, one in base.items()}
+            again = [prices[plan.lag].price(plan.name, plan.plan) for plan in usable]
+            best = prices[lag].find([one for one in again if one.lag == lag], VARIED_SECONDS)
+            steps = {one.name: one.step for one in again}
+            shortest = best.priced.step if best else again[-1].step
+            variations.append(Variation(constant, factor, steps, shortest))
     return variations
