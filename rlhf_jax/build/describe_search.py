@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from rlhf_jax.build.priced import PricedPlan
 from rlhf_jax.build.searched import Searched, Variation
+from rlhf_jax.config import memory_parts
 from rlhf_jax.monitoring import console
 from rlhf_jax.placement.search.schedule import STAGES
 
 STAGE_NAMES = ("generation", "inference", "training")
+VARIED = "if chips reach another share of their figures, one at a time:"
 
 
 def print_search(searched: Searched, variations: list[Variation]) -> None:
@@ -17,20 +19,23 @@ def print_search(searched: Searched, variations: list[Variation]) -> None:
         f"{line}, {seconds:.2f} s"
         for line, seconds in zip(found.plan.table(), found.calls.values(), strict=True)
     ]
+    varied = "\n".join(map(variation_line, variations))
     rows = [
         *(
             (f"with lag {lag}" if lag else "predicted", "\n".join(plan_lines(searched, lag)))
             for lag in range(found.lag + 1)
         ),
         *(("left out", f"{name}: {reason}") for name, reason in searched.left_out.items()),
-        ("beside it", "\n".join(f"{plan.name}: {why_not(plan, found)}" for plan in others)),
+        *(("beside it", f"{plan.name}: {why_not(plan, found)}") for plan in others),
         ("found", "\n".join(table)),
+        ("memory", "\n".join(memory_parts.table(found.parts))),
+        ("weights", "\n".join(map(moved_line, searched.plans))),
         ("gain", gain_of(searched)),
-        ("if a share", "\n".join(map(variation_line, variations))),
+        *([("varied", f"{VARIED}\n{varied}")] if varied else []),
         ("", "by formulas, for full lengths and no drafts; not measured"),
         *([] if all(plan.fits for plan in others) else [("", "! is more than a chip has")]),
     ]
-    console.describe("rlhf_jax: plans of calls", [row for row in rows if row[1]])
+    console.describe("rlhf_jax: plans of calls", rows)
 
 
 def plan_lines(searched: Searched, lag: int) -> list[str]:
@@ -59,6 +64,12 @@ def gain_of(searched: Searched) -> str:
     return f"{said}: drawing ahead does not pay" if best.step < found.step else said
 
 
+def moved_line(plan: PricedPlan) -> str:
+    """Say which trained weights come to each chip of a call, once a step."""
+    each = [f"{size / memory_parts.GIGA:.2f} GB a chip to {c}" for c, size in plan.moved.items()]
+    return f"{plan.name:13} {', '.join(each)}"
+
+
 def variation_line(one: Variation) -> str:
     """Say how the found plan compares if a constant is another."""
     line = f"{one.constant:9} x {one.factor:g}: {one.gain:.2f} times as fast as {one.other}"
@@ -68,7 +79,8 @@ def variation_line(one: Variation) -> str:
 def why_not(plan: PricedPlan, found: PricedPlan) -> str:
     """Say in which call a plan takes the seconds that it takes more than the one that was found."""
     if not plan.fits:
-        return f"does not fit, with {plan.gigabytes:.1f} GB a chip, most of it {plan.largest}"
+        largest = max(plan.parts, key=lambda part: part.bytes).name
+        return f"does not fit, with {plan.gigabytes:.1f} GB a chip, most of it {largest}"
     more = plan.step - found.step
     if abs(more) <= 1e-6 * found.step:
         return "as fast"

@@ -13,6 +13,7 @@ from rlhf_jax.build.planned import Planned
 from rlhf_jax.config import derived, memory, memory_parts, validation
 from rlhf_jax.config.generation_checks import check_lag
 from rlhf_jax.config.hardware import Hardware
+from rlhf_jax.config.memory_parts import Part
 from rlhf_jax.config.schema import Config
 from rlhf_jax.placement.plan import Placement, Plan, check, check_parts
 from rlhf_jax.placement.presets import PRESETS
@@ -43,7 +44,8 @@ class PricedPlan(NamedTuple):
     step: float  # seconds of a step, with weights on their way
     gigabytes: float  # of the fullest device, in 10^9 bytes
     fits: bool  # whether a device has so much
-    largest: str  # what takes most of it
+    parts: list[Part]  # of its memory
+    moved: dict[str, int]  # bytes of trained weights that come to each device of a call
     lag: int  # steps that samples are drawn ahead
     remat: bool
     events: list[Event]  # of a few iterations
@@ -141,7 +143,12 @@ class PlanPrices:
             step=steady_seconds(problem, placed),
             gigabytes=gigabytes / memory_parts.GIGA,
             fits=gigabytes <= limit,
-            largest=max(parts, key=lambda part: part.bytes).name,
+            parts=parts,
+            moved={
+                call: self.spaces[remat].arrival_bytes(call, option.placement)
+                for call, option in placed.items()
+                if problem.transfer(call, option, placed)
+            },
             lag=problem.lag,
             remat=remat,
             events=simulate(problem, placed, STEADY),

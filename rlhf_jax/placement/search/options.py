@@ -203,13 +203,16 @@ class SearchSpace:
 
     def arrival_seconds(self, call: str, placement: Placement) -> float:
         """Predict the seconds in which each device receives what it holds of trained weights."""
-        run = self._run(call, placement)
-        held = run.weights(getattr(self.models, ARRIVALS[call]), role=run.layout.role)
         chip = self.hardware.chip
         assert chip is not None, "Seconds are predicted of known chips alone."
         places = (self.hardware.count, self.hardware.nodes)
         bandwidth = ring_bandwidth(chip, *places, group=self.hardware.count, stride=1)
-        return held / (chip.efficiency.links * bandwidth)
+        return self.arrival_bytes(call, placement) / (chip.efficiency.links * bandwidth)
+
+    def arrival_bytes(self, call: str, placement: Placement) -> int:
+        """Return what each device of a call holds of trained weights."""
+        run = self._run(call, placement)
+        return run.weights(getattr(self.models, ARRIVALS[call]), role=run.layout.role)
 
     def placed(self, plan: Plan, name: str) -> dict[str, Option]:
         """Return the options that a plan chooses; ValueError where it does not keep to blocks."""
