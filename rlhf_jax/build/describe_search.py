@@ -19,6 +19,7 @@ def print_search(searched: Searched, variations: list[Variation]) -> None:
         f"{line}, {seconds:.2f} s"
         for line, seconds in zip(found.plan.table(), found.calls.values(), strict=True)
     ]
+    beside = [f"{plan.name}: {why_not(plan, found)}" for plan in others]
     varied = "\n".join(map(variation_line, variations))
     rows = [
         *(
@@ -26,7 +27,7 @@ def print_search(searched: Searched, variations: list[Variation]) -> None:
             for lag in range(found.lag + 1)
         ),
         *(("left out", f"{name}: {reason}") for name, reason in searched.left_out.items()),
-        *(("beside it", f"{plan.name}: {why_not(plan, found)}") for plan in others),
+        *([("beside it", "\n".join(beside))] if beside else []),
         ("found", "\n".join(table)),
         ("memory", "\n".join(memory_parts.table(found.parts))),
         ("weights", "\n".join(map(moved_line, searched.plans))),
