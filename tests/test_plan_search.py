@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import json
 import re
+import xml.etree.ElementTree
+from typing import Any
 
 import pytest
 
 from rlhf_jax import command
+from rlhf_jax.build.describe_search import why_not
 from rlhf_jax.build.planned import plan_run
 from rlhf_jax.build.searched import search_plans
 from rlhf_jax.config import command_line
 from rlhf_jax.config.hardware import parse_hardware
 from rlhf_jax.placement.plan import Placement, read_plan
 
+WHOLE_ROWS = [
+    "--config.training.minibatches=1",
+    "--config.training.microbatch_rows=64",
+    "--config.generation.max_rows=64",
+]
 
-def searched(name: str, devices: str, **changes):
+
+def config_of(name: str, **changes):
+    """A config whose rows every preset can share."""
     config = command_line.load(name)
     config.mesh.fsdp = -1
     config.training.minibatches = 1
     config.training.microbatch_rows = 64
     config.generation.max_rows = 64
     config.update_from_flattened_dict(changes)
-    return search_plans(config, plan_run(config, parse_hardware(devices)))
+    return config
+
+
+def searched(name: str, devices: str, lag: int = 0, **changes):
+    config = config_of(name, **changes)
+    return search_plans(config, plan_run(config, parse_hardware(devices)), lag)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +59,72 @@ def test_the_plan_that_is_found_is_proved_and_better_than_what_is_known(name, de
     assert found.gigabytes <= parse_hardware(devices).gigabytes
 
 
+def test_samples_drawn_ahead_are_searched_beside_the_best_plan_without():
+    longer = {"training.epochs": 1, "generation.max_new_tokens": 4096}
+    asked = searched("ppo_llama31_8b:tpu", "v5p:4x4x4", lag=1, **longer)
+    plans = {plan.name: plan for plan in asked.plans}
+    assert list(plans)[-3:] == ["synchronous", "disaggregated, lag 1", "found"]
+    assert [plan.lag for plan in asked.plans] == [0] * 5 + [1] * 2 and asked.gap == 0.0
+    found = plans["found"]
+    generation, *others = found.stages
+    assert found.step == pytest.approx(max(generation, sum(others)))
+    assert found.step <= plans["disaggregated, lag 1"].step < plans["disaggregated"].step
+    own = set(found.plan.placements["generation"].devices)
+    assert not any(
+        own & set(placed.devices)
+        for call, placed in found.plan.placements.items()
+        if call != "generation"
+    )
+    assert why_not(plans["synchronous"], found).endswith("as all else waits for generation")
+
+
+def test_old_log_probabilities_are_a_call_of_their_own_where_samples_are_drawn_ahead():
+    one_step = {"training.epochs": 1, "training.minibatches": 1}
+    asked = searched("grpo_llama31_8b:tpu", "v5p:4x4x4", lag=1, **one_step)
+    plans = {plan.name: plan for plan in asked.plans}
+    assert "policy_inference" not in plans["synchronous"].calls
+    assert "policy_inference" in plans["found"].calls
+    assert why_not(plans["mesh"], plans["found"])
+
+
+def test_each_plan_computes_layers_again_only_where_it_must():
+    long: dict[str, Any] = {"generation.max_new_tokens": 16384, "generation.max_rows": 128}
+    plans = {one.name: one for one in searched("ppo_llama31_8b:tpu", "v5p:4x4x4", **long).plans}
+    assert plans["interleaved"].remat and not plans["colocated"].remat
+    long["training.remat"] = "on"
+    always = searched("ppo_llama31_8b:tpu", "v5p:4x4x4", **long).plans
+    steps = {one.name: one.step for one in always}
+    assert steps["interleaved"] == plans["interleaved"].step
+    assert steps["colocated"] > plans["colocated"].step
+
+
+def test_a_slower_network_between_nodes_makes_plans_longer():
+    config = config_of("grpo_llama31_8b:gpu")
+    hardware = parse_hardware("gpu:8x8:h100")
+    steps = [
+        {plan.name: plan.step for plan in search_plans(config, plan_run(config, one)).plans}
+        for one in (hardware, hardware.with_network(400), hardware.with_network(50))
+    ]
+    assert steps[0] == steps[1]  # an H100's share of a DGX's network is 400 Gb/s
+    assert all(steps[2][name] > steps[0][name] for name in ("mesh", "colocated", "found"))
+
+
+def test_a_plan_says_in_which_call_it_is_slower():
+    plans = searched("ppo_llama31_8b:tpu", "v5p:4x4x4").plans
+    *_, found = plans
+    apart = next(plan for plan in plans if plan.name == "disaggregated")
+    generation = f"{apart.calls['generation']:.2f} s, not {found.calls['generation']:.2f} s"
+    assert why_not(apart, found).endswith(f"generation takes {generation}")
+    assert why_not(found, found) == "as fast"
+    full = apart._replace(fits=False, gigabytes=120.0)
+    largest = max(apart.parts, key=lambda part: part.bytes).name
+    assert why_not(full, found) == f"does not fit, with 120.0 GB a chip, most of it {largest}"
+    waiting = found._replace(stages=(*found.stages[:2], found.stages[2] + 1), step=found.step + 1)
+    assert "1.00 s longer; calls of training share devices" in why_not(waiting, found)
+
+
 def test_a_slice_of_v5e_is_not_divided():
-    changes = {"drafter.path": "", "generation.strategy": "plain"}
+    changes: dict[str, Any] = {"drafter.path": "", "generation.strategy": "plain"}
     found = searched("ppo_llama31_8b:tpu", "v5e:8x8", **changes)
     assert [plan.name for plan in found.plans] == ["mesh", "colocated", "found"]
     assert {one.count for one in found.plans[-1].plan.placements.values()} == {64}
@@ -98,25 +177,35 @@ def test_a_preset_that_cannot_split_the_rows_is_left_out_and_why():
 
 def test_the_command_prints_plans_and_writes_the_best(tmp_path, capsys):
     out = tmp_path / "plan.json"
-    words = ["plan", "ppo_llama31_8b:tpu", "--devices", "v5p:4x4x4", "--config.mesh.fsdp=-1"]
-    words += ["--config.training.minibatches=1", "--config.training.microbatch_rows=64"]
-    words.append("--config.generation.max_rows=64")
-    assert command.main([*words, "--search", "--out", str(out)]) == 0
+    asked = ["plan", "ppo_llama31_8b:tpu", "--devices", "v5p:4x4x4", "--config.mesh.fsdp=-1"]
+    asked += ["--config.training.minibatches=1", "--config.training.microbatch_rows=64"]
+    asked.append("--config.generation.max_rows=64")
+    assert command.main([*asked, "--search", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     steps = {
         name: float(seconds)
         for name, seconds in re.findall(r"(mesh|colocated|interleaved|found) +([\d.]+) s", said)
     }
     assert len(steps) == 4 and min(steps.values()) == steps["found"]
+    assert re.search(r"mesh: [\d.]+ s longer; generation takes [\d.]+ s, not [\d.]+ s", said)
+    assert (
+        len(re.findall(r"(training|inference|decoding|links) +x (0.5|1.5): [\d.]+ ti", said)) == 8
+    )
     assert "no plan of this kind is shorter" in said and "not measured" in said
     plan = read_plan(out, Placement(0, 1))
     assert plan.devices == 64 and plan.parameters["policy"] == 8_030_261_248
 
+    picture = (tmp_path / "plan.svg").read_text()
+    drawn = xml.etree.ElementTree.fromstring(picture)
+    words = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert f"Predicted, not measured: {steps['found']:.2f} s a step" in words
+    assert {"policy training", "0..63"} <= set(words)
+
     # it is a plan of this config, and is not one of another
-    assert command.main([*words, f"--config.plan={out}"]) == 0
+    assert command.main([*asked, f"--config.plan={out}"]) == 0
     said = capsys.readouterr().out
     assert all(line in said for line in plan.table())
-    other = ["plan", "grpo_llama31_8b:tpu", *words[2:], f"--config.plan={out}"]
+    other = ["plan", "grpo_llama31_8b:tpu", *asked[2:], f"--config.plan={out}"]
     assert command.main(other) == 2
     assert "places policy_inference, which this run does not have" in capsys.readouterr().err
 
@@ -130,6 +219,17 @@ def test_the_command_prints_plans_and_writes_the_best(tmp_path, capsys):
         ),
         (["quickstart", "--devices", "v5e:2x2", "--out", "plan.txt"], "in a file NAME.json"),
         (["quickstart", "--devices", "cpu:8"], "Nothing says how fast 8 x cpu"),
+        (["quickstart", "--devices", "v5e:2x2", "--network", "100"], "several nodes of GPUs, as"),
+        (["quickstart", "--devices", "gpu:1x8:h100", "--network", "100"], "several nodes of GPUs"),
+        (["quickstart", "--devices", "gpu:2x8:h100", "--network", "0"], "give gigabits a second"),
+        (
+            ["quickstart", "--devices", "v5e:2x2", "--lag", "1", "--config.generation.resample=1"],
+            "generation.resample waits for the rewards",
+        ),
+        (
+            ["grpo_llama31_8b:tpu", "--devices", "v5e:8x8", "--lag", "1", *WHOLE_ROWS],
+            "gives generation devices of its own and fits",
+        ),
         (["grpo_llama31_8b:tpu", "--devices", "v5e:2x2"], "No plan fits 4 x TPU v5e"),
         (
             ["grpo_llama31_8b:tpu", "--devices", "v5e:8x8", "--config.generation.max_rows=3"],

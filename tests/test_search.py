@@ -10,14 +10,17 @@ import time
 import pytest
 
 from rlhf_jax.placement.plan import Placement
-from rlhf_jax.placement.search.branch_and_bound import (
+from rlhf_jax.placement.search.branch_and_bound import lower_bound, search
+from rlhf_jax.placement.search.schedule import (
     STAGES,
     Option,
     Placed,
     Problem,
-    fits,
-    search,
+    is_allowed,
+    most_bytes,
+    simulate,
     stage_seconds,
+    steady_seconds,
     step_seconds,
 )
 
@@ -37,24 +40,40 @@ def options_of(draw: random.Random, blocks: int, shapes: int = 1) -> list[Option
             held = weights / count * (1.0 - 0.3 * shape)
             for first in range(0, blocks, count):
                 placement = Placement(first, count, fsdp=count, tensor=1 + shape)
-                found.append(Option(placement, first, count, seconds, held, held / 2))
+                found.append(
+                    Option(placement, first, count, seconds, held, held / 2, kept=held / 4)
+                )
         count *= 2
     return found
 
 
-def random_problem(seed: int, blocks: int, calls: int, shapes: int = 1) -> Problem:
+def random_problem(seed: int, blocks: int, calls: int, shapes: int = 1, lag: int = 0) -> Problem:
     draw = random.Random(seed)
     chosen = draw.sample(CALLS, calls)
+    if lag:  # what is drawn ahead is trained on
+        chosen = list(dict.fromkeys(["generation", "policy_training", *chosen]))[:calls]
     options = {call: options_of(draw, blocks, shapes) for call in chosen}
     slow = draw.uniform(0.0, 0.5)
 
     def transfer(call: str, option: Option, others: Placed) -> float:
         source = others.get("policy_training")
-        if source is None or not call.startswith("policy") or call == "policy_training":
+        receives = call.startswith("policy") or call == "generation"
+        if source is None or not receives or call == "policy_training":
             return 0.0
         return slow * (source.placement != option.placement)
 
-    return Problem(options, blocks, memory=draw.uniform(3.0, 12.0), transfer=transfer)
+    memory = draw.uniform(3.0, 12.0)
+    return Problem(options, blocks, memory, transfer=transfer, lag=lag)
+
+
+def random_choices(problem: Problem, seed: int) -> list[dict[str, Option]]:
+    """Some choices of options that are allowed."""
+    draw = random.Random(seed)
+    choices = [
+        {call: draw.choice(options) for call, options in problem.options.items()}
+        for _ in range(200)
+    ]
+    return [choice for choice in choices if is_allowed(problem, choice)]
 
 
 def by_trying_all(problem: Problem) -> float:
@@ -62,22 +81,101 @@ def by_trying_all(problem: Problem) -> float:
     best = math.inf
     for options in itertools.product(*problem.options.values()):
         choice = dict(zip(problem.options, options, strict=True))
-        if fits(problem, choice):
+        if is_allowed(problem, choice):
             best = min(best, step_seconds(problem, choice))
     return best
 
 
+@pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("seed", range(24))
-def test_the_search_finds_what_trying_all_finds(seed):
-    problem = random_problem(seed, blocks=4, calls=2 + seed % 3, shapes=1 + seed % 2)
+def test_the_search_finds_what_trying_all_finds(seed, lag):
+    problem = random_problem(seed, blocks=4, calls=2 + seed % 3, shapes=1 + seed % 2, lag=lag)
     wanted = by_trying_all(problem)
     found = search(problem)
     if found is None:
         assert wanted == math.inf
         return
     assert found.seconds == pytest.approx(wanted) and found.gap == 0.0
-    assert fits(problem, found.placed)
-    assert step_seconds(problem, found.placed) == pytest.approx(found.seconds)
+    assert is_allowed(problem, found.placed)
+    assert steady_seconds(problem, found.placed) == pytest.approx(found.seconds)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_iterations_event_by_event_take_what_stages_take(lag):
+    compared = 0
+    for seed in range(20):
+        problem = random_problem(seed, blocks=8, calls=7, shapes=2, lag=lag)
+        for choice in random_choices(problem, seed):
+            assert steady_seconds(problem, choice) == pytest.approx(step_seconds(problem, choice))
+            compared += 1
+    assert compared > 100
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_no_end_of_a_beginning_is_shorter_than_its_bound(lag):
+    compared = 0
+    for seed in range(10):
+        problem = random_problem(seed, blocks=8, calls=7, shapes=2, lag=lag)
+        for choice in random_choices(problem, seed):
+            names = random.Random(seed).sample(list(choice), 4)
+            bound = lower_bound(problem, {name: choice[name] for name in names})
+            assert bound <= step_seconds(problem, choice) * (1 + 1e-9)
+            compared += 1
+    assert compared > 50
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_device_does_one_thing_at_a_time_and_waits_for_what_it_needs(lag):
+    problem = random_problem(5, blocks=8, calls=7, shapes=2, lag=lag)
+    choice = random_choices(problem, 0)[0]
+    events = simulate(problem, choice, 5)
+    for device in range(8):
+        own = sorted((one.began, one.ended) for one in events if device in one.devices)
+        assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(own))
+    ended = {(one.call, one.iteration): one.ended for one in events if not one.receives}
+    for event in events:
+        step = event.iteration
+        if event.call == "generation" and step > lag:
+            assert event.began >= ended["policy_training", step - 1 - lag]
+        elif event.call.endswith("inference"):
+            assert event.began >= ended["generation", step]
+            assert step == 0 or event.began >= ended["critic_training", step - 1]
+    # ahead, a step's samples are drawn while the step before it trains
+    draws = next(one for one in events if (one.call, one.iteration) == ("generation", 3))
+    trains = ended["policy_training", 2]
+    assert (draws.began < trains) == bool(lag)
+
+
+def test_generation_ahead_has_devices_of_its_own():
+    problem = random_problem(1, blocks=4, calls=4, lag=1)
+    found = search(problem)
+    assert found
+    apart = found.placed["generation"]
+    assert not any(one.shares(apart) for call, one in found.placed.items() if call != "generation")
+    whole = {
+        call: [one for one in options if one.blocks == 4]
+        for call, options in problem.options.items()
+    }
+    assert search(Problem(whole, 4, problem.memory, lag=1)) is None
+
+
+def test_calls_that_share_a_device_take_turns_with_its_memory():
+    def held(always: float, working: float, kept: float) -> Option:
+        return Option(Placement(0, 1), 0, 1, 1.0, always, working, kept)
+
+    def most(**options: Option) -> float:
+        problem = Problem({call: [one] for call, one in options.items()}, 1, memory=1.0)
+        return most_bytes(problem, options)
+
+    # the policy's gradients wait for the critic's turn; what is always there adds up
+    training = {"policy_training": held(10, 8, kept=3), "critic_training": held(5, 7, kept=0)}
+    assert most(**training) == 15 + max(8, 7 + 3)
+    # copies that score add up, and the largest call's work is there beside them
+    inference = {"policy_inference": held(0, 5, kept=4), "critic_inference": held(0, 3, kept=1)}
+    assert most(**inference) == (4 + 1) + max(5 - 4, 3 - 1)
+    # reward models score beside generation's weights
+    rewards = {"generation": held(0, 20, kept=6), "reward_inference": held(16, 15, kept=0)}
+    assert most(**rewards) == 16 + max(20, 6 + 15)
 
 
 def test_calls_of_a_stage_run_side_by_side_where_their_blocks_are_apart():
@@ -96,7 +194,7 @@ def test_what_is_known_is_never_worse_and_the_gap_is_told_when_time_runs_out():
         call: next(one for one in options if one.blocks == 16)
         for call, options in problem.options.items()
     }
-    known = [whole] if fits(problem, whole) else []
+    known = [whole] if is_allowed(problem, whole) else []
     found = search(problem, known, limit=0.0)
     if known:
         assert found and found.seconds == step_seconds(problem, whole)
@@ -110,9 +208,10 @@ def test_a_choice_that_no_memory_holds_is_not_found():
     assert search(Problem({"generation": [option]}, blocks=1, memory=1.0)) is None
 
 
+@pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("seed", range(3))
-def test_sixteen_blocks_and_seven_calls_are_searched_within_a_minute(seed):
-    problem = random_problem(seed, blocks=16, calls=7, shapes=2)
+def test_sixteen_blocks_and_seven_calls_are_searched_within_a_minute(seed, lag):
+    problem = random_problem(seed, blocks=16, calls=7, shapes=2, lag=lag)
     began = time.process_time()
     found = search(problem, limit=60.0)
     assert found is None or found.gap == 0.0

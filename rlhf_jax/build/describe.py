@@ -8,7 +8,6 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.build.models import weight_shapes
 from rlhf_jax.build.opened import Opened
 from rlhf_jax.build.planned import Planned
-from rlhf_jax.build.searched import Searched
 from rlhf_jax.config import host, memory, memory_parts
 from rlhf_jax.config.schema import Config
 from rlhf_jax.config.sizes import PlannedRun
@@ -121,36 +120,6 @@ def _predicted_rows(config: Config, planned: Planned) -> list[tuple[str, str]]:
         f" {config.generation.max_new_tokens}, no drafts",
     ]
     return [("predicted", "\n".join(lines))]
-
-
-def print_search(searched: Searched) -> None:
-    """Print plans side by side: predicted seconds of each stage, and the fullest chip's memory."""
-    *others, found = searched.plans
-    lines = [f"{'':13}{'step':>10}{'generation':>12}{'inference':>10}{'training':>10}{'a chip':>9}"]
-    for plan in searched.plans:
-        generation, inference, training = (f"{seconds:.2f} s" for seconds in plan.stages)
-        step = f"{plan.step:.2f} s"
-        stages = f"{step:>10}{generation:>12}{inference:>10}{training:>10}"
-        lines.append(f"{plan.name:13}{stages}{plan.gigabytes:6.1f} GB{' ' if plan.fits else '!'}")
-    table = [
-        f"{line}, {seconds:.2f} s"
-        for line, seconds in zip(found.plan.table(), found.calls.values(), strict=True)
-    ]
-    gap = searched.gap
-    proved = f"the best may be {gap:.1%} shorter" if gap else "no plan of this kind is shorter"
-    gain = ""
-    if usable := [plan for plan in others if plan.fits]:
-        best = min(usable, key=lambda plan: plan.step)
-        gain = f"{best.step / found.step:.2f} times as fast as {best.name}; "
-    rows = [
-        ("predicted", "\n".join(lines)),
-        *(("left out", f"{name}: {reason}") for name, reason in searched.left_out.items()),
-        ("found", "\n".join(table)),
-        ("gain", f"{gain}{proved}"),
-        ("", "by formulas, for full lengths and no drafts; not measured"),
-        *([] if len(usable) == len(others) else [("", "! is more than a chip has")]),
-    ]
-    console.describe("rlhf_jax: plans of calls", rows)
 
 
 def _work_rows(config: Config) -> list[tuple[str, str]]:

@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
-import copy
 from typing import NamedTuple
 
-from rlhf_jax.build.calls import place_calls
 from rlhf_jax.build.planned import Planned
-from rlhf_jax.config import derived, memory, memory_parts, validation
+from rlhf_jax.build.priced import MESH, PlanPrices, PricedPlan
+from rlhf_jax.config import validation
+from rlhf_jax.config.generation_checks import check_lag
 from rlhf_jax.config.schema import Config
-from rlhf_jax.placement.plan import Plan, check_parts
+from rlhf_jax.placement.chips import Efficiency
+from rlhf_jax.placement.plan import Plan
 from rlhf_jax.placement.presets import PRESETS, parameter_counts
-from rlhf_jax.placement.search.branch_and_bound import Placed, Problem, search, stage_seconds
-from rlhf_jax.placement.search.options import SearchSpace
+
+SEARCH_SECONDS = 60.0  # of the CPU, in which a plan is to be found and proved
+FACTORS = (0.5, 1.5)  # by which each efficiency of a chip is varied, one at a time
+VARIED_SECONDS = 4.0  # of the CPU, for each of these searches
 
 
-class PricedPlan(NamedTuple):
-    """Hold a plan and what it is predicted to take."""
+class Variation(NamedTuple):
+    """Hold how plans compare if one efficiency of the chip is another."""
 
-    name: str
-    plan: Plan
-    calls: dict[str, float]  # seconds of each call
-    stages: tuple[float, float, float]  # of generation, inference and training
-    step: float  # seconds of a step, with weights on their way
-    gigabytes: float  # of the fullest device, in 10^9 bytes
-    fits: bool  # whether a device has so much
+    constant: str
+    factor: float
+    steps: dict[str, float]  # seconds of a step, by the plans' names; the found one's is the last
+    best: float  # those of the plan that would be found
+
+    @property
+    def other(self) -> str:
+        """Return the best of the plans that the found one is compared with."""
+        *others, _ = self.steps
+        return min(others, key=lambda name: self.steps[name])
+
+    @property
+    def gain(self) -> float:
+        """Return how many times as fast as that one the found plan is."""
+        *_, found = self.steps.values()
+        return self.steps[self.other] / found
+
+    @property
+    def better(self) -> float:
+        """Return by which share of the found plan's step another plan is shorter."""
+        *_, found = self.steps.values()
+        return max(0.0, 1.0 - self.best / found)
 
 
 class Searched(NamedTuple):
@@ -35,10 +53,12 @@ class Searched(NamedTuple):
     gap: float  # by which share the plan that was found may be longer than the best one
 
 
-def search_plans(config: Config, planned: Planned) -> Searched:
+def search_plans(config: Config, planned: Planned, lag: int = 0) -> Searched:
     """Find the best plan for a run's devices, and compare the config's own and the presets with it.
 
-    Raises ValueError where the devices' speeds are not known, or no plan fits their memory.
+    lag: 1 for a run that draws the samples of the next step while it trains; the best plan without
+    is then compared, too. Raises ValueError where the devices' speeds are not known, no plan fits
+    their memory, or none lets generation have devices of its own that must.
     """
     hardware = planned.hardware
     if hardware.chip is None:
@@ -46,51 +66,71 @@ def search_plans(config: Config, planned: Planned) -> Searched:
             f"Nothing says how fast {hardware} are: name devices such as v5p:4x4x4 or gpu:8x8:h100."
         )
     validation.check_batches(config)
-    of_mesh = copy.deepcopy(config)
-    of_mesh.plan = ""
-    mesh, _ = place_calls(of_mesh, planned.models, hardware, hardware.count, hardware.count)
-    base = mesh.placements["generation"]
-    space = SearchSpace(config, planned.models, hardware, base, planned.remat)
-    problem = space.problem()
-    named = {}
-    known = {}
+    lag = max(lag, config.training.lag)
+    plans: list[PricedPlan] = []
+    left_out: dict[str, str] = {}
+    gap = 0.0
+    for ahead in range(lag + 1):
+        prices = PlanPrices.of(config, planned, ahead)
+        check_lag(prices.config, Plan(hardware.count, {"generation": prices.base}))
+        named, reasons = compare(prices, config.plan, planned.plan)
+        left_out = reasons if ahead == 0 else left_out
+        found = prices.find(named, SEARCH_SECONDS)
+        if found is None:
+            raise ValueError(no_plan(hardware, ahead))
+        counted = Plan(
+            hardware.count, found.priced.plan.placements, parameter_counts(planned.models)
+        )
+        last = "found" if ahead == lag else "synchronous"
+        suffix = f", lag {ahead}" if ahead else ""
+        plans += [one._replace(name=f"{one.name}{suffix}") for one in named]
+        plans.append(found.priced._replace(name=last, plan=counted))
+        gap = found.gap
+    return Searched(plans, left_out, gap)
+
+
+def no_plan(hardware: object, lag: int) -> str:
+    """Say that there is none."""
+    if lag:
+        return (
+            f"No plan of {hardware} gives generation devices of its own and fits; name more"
+            " devices, or set the lag to 0."
+        )
+    return (
+        f"No plan fits {hardware}; lower training.microbatch_rows or generation.max_rows, or"
+        " name more devices."
+    )
+
+
+def compare(prices: PlanPrices, asked: str, own: Plan) -> tuple[list[PricedPlan], dict[str, str]]:
+    """Price the mesh, the presets and the plan that a config asks for; say why some cannot be."""
+    priced = []
     left_out = {}
-    for name in dict.fromkeys(("mesh", *PRESETS, config.plan or "mesh")):
+    for name in dict.fromkeys((MESH, *PRESETS, asked or MESH)):
         try:
-            plan = mesh if name == "mesh" else planned.plan
-            if name in PRESETS:
-                plan = Plan(hardware.count, PRESETS[name](base, derived.calls(config)))
-            check_parts(plan, name, hardware.device_kind, hardware.count)
-            validation.check_rows(config, plan, "" if name == "mesh" else name)
-            known[name] = space.placed(plan, name)
-            named[name] = plan
+            priced.append(prices.price(name, prices.named_plan(name, own)))
         except ValueError as error:
             left_out[name] = str(error)
-    found = search(problem, list(known.values()))
-    if found is None:
-        raise ValueError(
-            f"No plan fits {hardware}; lower training.microbatch_rows or generation.max_rows, or"
-            " name more devices."
-        )
-    known["found"] = found.placed
-    named["found"] = Plan(
-        hardware.count, space.plan(found.placed).placements, parameter_counts(planned.models)
-    )
-    plans = [
-        _priced(name, plan, placed, problem, space)
-        for (name, plan), placed in zip(named.items(), known.values(), strict=True)
-    ]
-    return Searched(plans, left_out, found.gap)
+    return priced, left_out
 
 
-def _priced(
-    name: str, plan: Plan, placed: Placed, problem: Problem, space: SearchSpace
-) -> PricedPlan:
-    """Gather what is predicted of a plan."""
-    parts = memory.fullest(space.config, space.models, plan, plan.layouts(None), space.remat)
-    calls = {call: placed[call].seconds for call in plan.placements}
-    *before, training = (stage_seconds(problem, stage, placed) for stage in problem.stages)
-    stages = (before[0], sum(before[1:]), training)
-    gigabytes = memory_parts.peak(parts)[1] / memory_parts.GIGA
-    fits = gigabytes <= space.hardware.gigabytes
-    return PricedPlan(name, plan, calls, stages, sum(stages), gigabytes, fits)
+def vary(config: Config, planned: Planned, plans: list[PricedPlan]) -> list[Variation]:
+    """Price the plans of a search again with one efficiency of the chip changed at a time.
+
+    Those that do not fit are left out; nothing is said where there is none beside the found one.
+    """
+    usable = [plan for plan in plans if plan.fits]
+    if len(usable) < 2 or not plans[-1].fits:
+        return []
+    lag = plans[-1].lag
+    base = {ahead: PlanPrices.of(config, planned, ahead) for ahead in range(lag + 1)}
+    variations = []
+    for constant in Efficiency._fields:
+        for factor in FACTORS:
+            prices = {ahead: one.varied(constant, factor) for ahead, one in base.items()}
+            again = [prices[plan.lag].price(plan.name, plan.plan) for plan in usable]
+            best = prices[lag].find([one for one in again if one.lag == lag], VARIED_SECONDS)
+            steps = {one.name: one.step for one in again}
+            shortest = best.priced.step if best else again[-1].step
+            variations.append(Variation(constant, factor, steps, shortest))
+    return variations

@@ -2,10 +2,12 @@
 
     rlhf-jax plan CONFIG --devices v5p:2x2x1 [--config.any.key=value ...]
     rlhf-jax plan CONFIG --devices v5p:4x4x4 --search --out plan.json
+    rlhf-jax plan CONFIG --devices gpu:8x8:h100 --search --lag 1 --network 200
 
 Neither weights nor prompts are read: shapes come from a config.json, or from a table of published
 models by their names. Seconds are by formula, call by call, for responses of full length. A search
-compares the config's plan and the presets with the best plan of calls that there is, and proves it.
+compares the config's plan and the presets with the best plan of calls that there is, and proves it;
+it also says what changes if a chip's usual shares are others. Beside plan.json it draws plan.svg.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from rlhf_jax.build.describe import print_plan, print_search
+from rlhf_jax.build.describe import print_plan
+from rlhf_jax.build.describe_search import print_search
+from rlhf_jax.build.picture import timeline_svg
 from rlhf_jax.build.planned import plan_run
-from rlhf_jax.build.searched import search_plans
+from rlhf_jax.build.searched import search_plans, vary
 from rlhf_jax.config import command_line, memory_parts
 from rlhf_jax.config.hardware import EXAMPLES, parse_hardware
 from rlhf_jax.runtime.files import write_atomically
@@ -33,22 +37,40 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--devices", required=True, help=EXAMPLES)
     parser.add_argument("--search", action="store_true", help="find the best plan of calls")
     parser.add_argument("--out", help="where to write that plan, as NAME.json, for --config.plan")
+    parser.add_argument(
+        "--lag",
+        type=int,
+        choices=(0, 1),
+        default=0,
+        help="1: of plans that draw the samples of the next step while this one trains",
+    )
+    parser.add_argument(
+        "--network", type=float, metavar="GBITS", help="of each GPU, between nodes (gigabits/s)"
+    )
     asked, rest = parser.parse_known_args(argv[1:])
     try:
         hardware = parse_hardware(asked.devices)
+        if asked.network is not None:
+            hardware = hardware.with_network(asked.network)
         config = command_line.read([argv[0], *rest])
         planned = plan_run(config, hardware)
         if asked.out and not (asked.search and asked.out.endswith(".json")):
             raise ValueError(f"--out {asked.out} is for what --search finds, in a file NAME.json.")
-        searched = search_plans(config, planned) if asked.search else None
+        if asked.lag and not asked.search:
+            raise ValueError("--lag 1 is for what is searched; add --search.")
+        searched = search_plans(config, planned, asked.lag) if asked.search else None
         if searched and asked.out and searched.plans[-1].fits:
-            write_atomically(Path(asked.out), searched.plans[-1].plan.text().encode())
+            found = searched.plans[-1]
+            out = Path(asked.out)
+            write_atomically(out, found.plan.text().encode())
+            picture = timeline_svg(found, str(planned.hardware))
+            write_atomically(out.with_suffix(".svg"), picture.encode())
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print_plan(config, planned)
     if searched:
-        print_search(searched)
+        print_search(searched, vary(config, planned, searched.plans))
         return 0 if searched.plans[-1].fits else 1
     if planned.hardware.gigabytes:
         try:

@@ -26,6 +26,21 @@ class Hardware(NamedTuple):
         """Return so many of the devices, on as few nodes as hold them."""
         return self._replace(count=count, nodes=-(-count * self.nodes // self.count))
 
+    def with_network(self, gigabits: float) -> Hardware:
+        """Return the same devices, each with so many gigabits a second of its node's network.
+
+        Raises ValueError where nothing goes over a network.
+        """
+        if self.platform != "gpu" or self.nodes == 1 or self.chip is None:
+            raise ValueError(
+                f"--network {gigabits:g} is for several nodes of GPUs, as gpu:8x8:h100, and {self}"
+                " have links of their own alone; leave it out."
+            )
+        if not 0 < gigabits < math.inf:
+            raise ValueError(f"--network is {gigabits:g}; give gigabits a second, as 400.")
+        chip = self.chip._replace(network_bandwidth=gigabits * 1e9 / 8)
+        return self._replace(chip=chip)
+
     def __str__(self) -> str:
         nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         return f"{self.count} x {self.device_kind}{nodes}, {self.gigabytes:g} GB each"

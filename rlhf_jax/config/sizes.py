@@ -141,13 +141,22 @@ class PlannedRun:
         return self.weights(dataclasses.replace(model, num_layers=1), role="generation", ends=False)
 
 
+def abstract_weights(model: ModelConfig, dtype: DTypeLike) -> Model:
+    """Return the shapes and dtypes of a model's weights, layers stacked; nothing is traced."""
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype),
+        transformer.weight_shapes(model),
+        is_leaf=lambda part: isinstance(part, tuple),
+    )
+
+
 @functools.cache
 def weight_bytes(model: ModelConfig, dtype: np.dtype, layout: meshes.Layout, ends: bool) -> int:
     """Return the bytes of a device's share of a model's weights; of the layers and norm, not ends.
 
     It is remembered, as a search asks it of the same shapes again and again.
     """
-    made: Model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), model, dtype))
+    made = abstract_weights(model, dtype)
     if not ends:
         made = dataclasses.replace(made, embed=None, head=None)
     return meshes.bytes_per_device(made, meshes.model_shardings(made, layout))

@@ -1,10 +1,7 @@
 """Find the placements whose step is predicted to be shortest, and prove that none is shorter.
 
-A machine is cut into equal blocks, a power of two of them. A call may have any aligned part of 1,
-2, 4 ... blocks. A step runs stage by stage; calls of a stage run side by side where their blocks
-are apart, and one after the other where they share some. Branch and bound (Land and Doig 1960):
-calls are placed one by one, and a beginning is given up once no end of it can be shorter than what
-is known.
+Branch and bound (Land and Doig 1960): calls are placed one by one, and a beginning is given up once
+no end of it can be shorter than what is known.
 """
 
 from __future__ import annotations
@@ -12,68 +9,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from rlhf_jax.placement.plan import Placement
-
-# The calls of a step by stage: each stage begins when the one before it has ended.
-STAGES = (
-    ("generation",),
-    ("reward_inference",),
-    ("policy_inference", "reference_inference", "critic_inference"),
-    ("policy_training", "critic_training"),
+from rlhf_jax.placement.search.schedule import (
+    Option,
+    Placed,
+    Problem,
+    is_allowed,
+    most_bytes,
+    stage_seconds,
+    step_seconds,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """Hold one way to place a call, and what that takes."""
-
-    placement: Placement
-    first: int  # of its blocks
-    blocks: int
-    seconds: float
-    always: float = 0.0  # bytes on each of its devices, from step to step
-    working: float = 0.0  # and those while its stage is at work
-
-    @property
-    def memory(self) -> float:
-        """Return the bytes on each of its devices while its stage is at work."""
-        return self.always + self.working
-
-    @property
-    def ends(self) -> int:
-        """Return the block after its last one."""
-        return self.first + self.blocks
-
-
-Placed = Mapping[str, Option]
-
-# Of (a call, its option, the options that are chosen so far): seconds before the call in which
-# weights come to it; 0 as long as nothing is known.
-Transfer = Callable[[str, Option, Placed], float]
-
-
-def no_transfer(call: str, option: Option, chosen: Placed) -> float:
-    """Let weights come at once."""
-    return 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """Hold the ways to place each call, and what bounds them."""
-
-    options: Mapping[str, Sequence[Option]]
-    blocks: int
-    memory: float  # bytes of a device
-    transfer: Transfer = no_transfer
-
-    @property
-    def stages(self) -> list[tuple[str, ...]]:
-        """Return the calls of each stage, of those that there are."""
-        found = [tuple(call for call in stage if call in self.options) for stage in STAGES]
-        return [stage for stage in found if stage]
 
 
 class SearchResult(NamedTuple):
@@ -89,40 +36,6 @@ class SearchResult(NamedTuple):
         return 1.0 - self.bound / self.seconds
 
 
-def step_seconds(problem: Problem, placed: Placed) -> float:
-    """Return the seconds of a step in which every call is placed."""
-    return sum(stage_seconds(problem, stage, placed) for stage in problem.stages)
-
-
-def stage_seconds(problem: Problem, stage: Sequence[str], placed: Placed) -> float:
-    """Return the seconds until the last call of a stage has ended.
-
-    A call begins, in the order of the stage, as soon as all its blocks are free.
-    """
-    free = [0.0] * problem.blocks
-    for call in stage:
-        option = placed[call]
-        own = slice(option.first, option.ends)
-        began = max(free[own]) + problem.transfer(call, option, placed)
-        free[own] = [began + option.seconds] * option.blocks
-    return max(free)
-
-
-def fits(problem: Problem, placed: Placed) -> bool:
-    """Tell whether each block has memory for what is there always, and for any stage beside it."""
-    for block in range(problem.blocks):
-        there = {
-            call: option for call, option in placed.items() if option.first <= block < option.ends
-        }
-        always = sum(option.always for option in there.values())
-        works = [
-            sum(there[call].working for call in stage if call in there) for stage in problem.stages
-        ]
-        if always + max(works, default=0.0) > problem.memory:
-            return False
-    return True
-
-
 def search(
     problem: Problem, known: Sequence[Placed] = (), limit: float = 60.0
 ) -> SearchResult | None:
@@ -132,14 +45,10 @@ def search(
     seconds, after which the best so far is returned with the bound that was proved.
     """
     end = time.process_time() + limit
-    usable = [placed for placed in known if fits(problem, placed)]
+    usable = [placed for placed in known if is_allowed(problem, placed)]
     best = dict(min(usable, key=lambda placed: step_seconds(problem, placed))) if usable else {}
     seconds = step_seconds(problem, best) if usable else math.inf
-    # Training first, as weights come from there; then the longest.
-    longest = {
-        call: min(option.seconds for option in options) for call, options in problem.options.items()
-    }
-    order = sorted(longest, key=lambda call: (not call.endswith("training"), -longest[call]))
+    order = order_of_calls(problem)
     # Beginnings, the last one next: (bound, the calls that are placed).
     waiting: list[tuple[float, dict[str, Option]]] = [(lower_bound(problem, {}), {})]
     while waiting and time.process_time() < end:
@@ -152,36 +61,60 @@ def search(
             continue
         call = order[len(chosen)]
         grown = [chosen | {call: option} for option in unlike_options(problem, call, chosen)]
-        bounded = [(lower_bound(problem, one), one) for one in grown if fits(problem, one)]
+        bounded = [(lower_bound(problem, one), one) for one in grown]
         # the least bound last, and the least memory of those that are equal
+        bounded = [
+            pair
+            for pair in bounded
+            if pair[0] < seconds and most_bytes(problem, pair[1]) <= problem.memory
+        ]
         bounded.sort(key=lambda pair: (pair[0], pair[1][call].memory), reverse=True)
-        waiting += [pair for pair in bounded if pair[0] < seconds]
+        waiting += bounded
     if not best:
         return None
     proved = min([seconds, *(bound for bound, _ in waiting)])
     return SearchResult(best, seconds, proved)
 
 
-def lower_bound(problem: Problem, chosen: Placed) -> float:
-    """Return seconds that no step is shorter than whose calls begin so.
+def order_of_calls(problem: Problem) -> list[str]:
+    """Return the order in which calls are placed: what decides most of the others first.
 
-    A stage takes as long as its longest call, as what is placed takes by itself, and as its work
-    takes if it is spread over all blocks.
+    Those are generation that must have blocks of its own; then training, as weights come from
+    there; then the longest.
     """
-    total = 0.0
-    for stage in problem.stages:
-        placed = [call for call in stage if call in chosen]
-        left = [problem.options[call] for call in stage if call not in chosen]
-        of_placed = stage_seconds(problem, placed, chosen)
-        area = sum(
-            chosen[call].blocks
-            * (chosen[call].seconds + problem.transfer(call, chosen[call], chosen))
-            for call in placed
-        )
-        area += sum(min(one.blocks * one.seconds for one in options) for options in left)
-        longest = max((min(one.seconds for one in options) for options in left), default=0.0)
-        total += max(of_placed, area / problem.blocks, longest)
-    return total
+    longest = {call: problem.least(call, {}).seconds for call in problem.options}
+
+    def rank(call: str) -> tuple[bool, bool, float]:
+        alone = problem.lag and call == "generation"
+        return not alone, not call.endswith("training"), -longest[call]
+
+    return sorted(longest, key=rank)
+
+
+def lower_bound(problem: Problem, chosen: Placed) -> float:
+    """Return seconds that no step is shorter than whose calls begin so."""
+    generation, *others = (stage_bound(problem, stage, chosen) for stage in problem.stages)
+    return max(generation, sum(others)) if problem.lag else generation + sum(others)
+
+
+def stage_bound(problem: Problem, stage: Sequence[str], chosen: Placed) -> float:
+    """Return seconds that no stage is shorter than whose calls begin so.
+
+    It takes as long as its longest call, as what is placed takes by itself, and as its work takes
+    if it is spread over all blocks that it may have.
+    """
+    placed = [call for call in stage if call in chosen]
+    left = [problem.least(call, chosen) for call in stage if call not in chosen]
+    of_placed = stage_seconds(problem, placed, chosen)
+    work = sum(
+        chosen[call].blocks * (chosen[call].seconds + problem.transfer(call, chosen[call], chosen))
+        for call in placed
+    )
+    work += sum(one.work for one in left)
+    longest = max((one.seconds for one in left), default=0.0)
+    taken = sum(one.blocks for one in problem.apart(stage[0], chosen)) if left else 0
+    blocks = problem.blocks - (taken if stage[0] != "generation" else 0)
+    return max(of_placed, work / max(blocks, 1), longest)
 
 
 def unlike_options(problem: Problem, call: str, chosen: Placed) -> list[Option]:
@@ -192,7 +125,7 @@ def unlike_options(problem: Problem, call: str, chosen: Placed) -> list[Option]:
     swapped.
     """
     found = {}
-    for option in problem.options[call]:
+    for option in problem.beside(call, chosen):
         around = []
         blocks = option.blocks
         while blocks < problem.blocks:

@@ -6,21 +6,31 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from rlhf_jax.config import derived, memory, memory_parts
 from rlhf_jax.config.hardware import Hardware
 from rlhf_jax.config.schema import Config
 from rlhf_jax.config.sizes import PlannedRun
 from rlhf_jax.config.validation import check_rows
-from rlhf_jax.placement.chips import ASSUMED, ring_bandwidth
+from rlhf_jax.mesh import FLOAT32
+from rlhf_jax.placement.chips import ring_bandwidth
 from rlhf_jax.placement.plan import CALLS, Placement, Plan, check_parts
-from rlhf_jax.placement.search.branch_and_bound import Option, Placed, Problem
 from rlhf_jax.placement.search.costs import PlacedRun, predict_call
+from rlhf_jax.placement.search.schedule import Option, Placed, Problem
 from rlhf_jax.types import ModelConfigs
 
 # Calls to which trained weights come, and of which model.
 ARRIVALS = {"generation": "policy", "policy_inference": "policy", "critic_inference": "critic"}
 MOST_BLOCKS = 16  # that a machine is cut into
+
+
+class HeldBytes(NamedTuple):
+    """Hold the bytes of a call on each of its devices, as an option has them."""
+
+    always: int
+    working: int
+    kept: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +42,9 @@ class SearchSpace:
     hardware: Hardware
     base: Placement  # of all calls by the config's mesh; says dtype and kernels, too
     remat: bool
+    room: float = 1.0  # the share of a device's memory that a plan may take
+    # bytes of what was priced, by call and placement: whatever chips can do, they are the same
+    held: dict[tuple[str, Placement, bool], HeldBytes] = dataclasses.field(default_factory=dict)
 
     @property
     def blocks(self) -> int:
@@ -56,8 +69,9 @@ class SearchSpace:
                     f"No sharding of {self.hardware} splits the rows of {call} evenly; raise"
                     " training.microbatch_rows or generation.max_rows to a power of two."
                 )
-        limit = self.hardware.gigabytes * memory_parts.GIGA
-        return Problem(options, self.blocks, limit, self.transfer_seconds)
+        limit = self.room * self.hardware.gigabytes * memory_parts.GIGA
+        lag = self.config.training.lag
+        return Problem(options, self.blocks, limit, transfer=self.transfer_seconds, lag=lag)
 
     def options(self, call: str) -> Iterator[Option]:
         """Yield on every part of the machine the shardings of a call that no other betters.
@@ -84,13 +98,14 @@ class SearchSpace:
         least = other.seconds
         model = "critic" if call.startswith("critic") else "policy"
         if call == "generation":  # to which weights always move
-            seconds += self.arrival_seconds(call, option.placement)
-            least += self.arrival_seconds(call, other.placement)
-        elif call.endswith("_inference") and call in ARRIVALS:
-            seconds += self.arrival_seconds(call, option.placement)
+            seconds += option.arrival
+            least += other.arrival
+        elif call.endswith("_inference"):
+            seconds += option.arrival
         elif call.endswith("_training"):
             seconds += self.arrival_seconds(f"{model}_inference", other.placement)
-        less = option.always <= other.always and option.working <= other.working
+        less = option.always <= other.always
+        less = less and option.working <= other.working and option.kept <= other.kept
         return less and seconds <= least
 
     def can_run(self, call: str, placement: Placement) -> bool:
@@ -145,16 +160,30 @@ class SearchSpace:
         """Predict the seconds and the memory of a placement of a call."""
         run = self._run(call, placement)
         part = self.hardware.part(placement.count)
-        parts = memory.plan(self.config, self.models, run.layouts, self.remat)
-        always = sum(one.bytes for one in parts if one.stage == "always")
+        key = (call, placement, self.remat)
+        if key not in self.held:
+            parts = memory.plan(self.config, self.models, run.layouts, self.remat)
+            always = sum(one.bytes for one in parts if one.stage == "always")
+            working = sum(one.bytes for one in parts) - always
+            self.held[key] = HeldBytes(always, working, self.kept_bytes(call, run))
         return Option(
             placement,
             first=0,
             blocks=placement.count // self.block_devices,
             seconds=predict_call(PlacedRun(run, part), call).seconds,
-            always=always,
-            working=sum(one.bytes for one in parts) - always,
+            **self.held[key]._asdict(),
+            arrival=self.arrival_seconds(call, placement) if call in ARRIVALS else 0.0,
         )
+
+    def kept_bytes(self, call: str, run: PlannedRun) -> int:
+        """Return what stays while others are at work: copies that score, gradients that wait."""
+        if call == "generation":
+            return run.weights(self.models.policy, role="generation")
+        if call in ("policy_inference", "critic_inference"):
+            return run.weights(getattr(self.models, ARRIVALS[call]))
+        if call == "policy_training" and self.models.critic:
+            return run.weights(self.models.policy, FLOAT32)
+        return 0
 
     def _run(self, call: str, placement: Placement) -> PlannedRun:
         """Return the run as it is planned for a placement of a call."""
@@ -170,17 +199,20 @@ class SearchSpace:
             return 0.0
         source = chosen.get(f"{ARRIVALS[call]}_training")
         alike = source and source.placement == option.placement and call != "generation"
-        return 0.0 if source is None or alike else self.arrival_seconds(call, option.placement)
+        return 0.0 if source is None or alike else option.arrival
 
     def arrival_seconds(self, call: str, placement: Placement) -> float:
         """Predict the seconds in which each device receives what it holds of trained weights."""
-        run = self._run(call, placement)
-        held = run.weights(getattr(self.models, ARRIVALS[call]), role=run.layout.role)
         chip = self.hardware.chip
         assert chip is not None, "Seconds are predicted of known chips alone."
         places = (self.hardware.count, self.hardware.nodes)
         bandwidth = ring_bandwidth(chip, *places, group=self.hardware.count, stride=1)
-        return held / (ASSUMED.links * bandwidth)
+        return self.arrival_bytes(call, placement) / (chip.efficiency.links * bandwidth)
+
+    def arrival_bytes(self, call: str, placement: Placement) -> int:
+        """Return what each device of a call holds of trained weights."""
+        run = self._run(call, placement)
+        return run.weights(getattr(self.models, ARRIVALS[call]), role=run.layout.role)
 
     def placed(self, plan: Plan, name: str) -> dict[str, Option]:
         """Return the options that a plan chooses; ValueError where it does not keep to blocks."""

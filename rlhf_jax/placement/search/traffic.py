@@ -9,13 +9,11 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-import jax
-
 from rlhf_jax import mesh as meshes
+from rlhf_jax.config.sizes import abstract_weights
 from rlhf_jax.mesh import Layout
-from rlhf_jax.model import transformer
 from rlhf_jax.placement.search.collectives import received_bytes
-from rlhf_jax.types import Model, ModelConfig
+from rlhf_jax.types import ModelConfig
 
 WIDTH_AXES = ("slices", "fsdp")  # that split the width of weights in training
 
@@ -109,23 +107,10 @@ class ShardedModel:
         tensor = self.layout.extent("tensor")
         return (self.model.num_heads % tensor == 0) + (self.model.ffn_width % tensor == 0)
 
-    @functools.cached_property
+    @property
     def weights(self) -> GatheredWeights:
         """Return the bytes of gathered weights, in the layout's dtype, split over `tensor`."""
-        made: Model = jax.tree.map(
-            lambda shape: jax.ShapeDtypeStruct(shape, self.layout.dtype),
-            transformer.weight_shapes(self.model),
-            is_leaf=lambda part: isinstance(part, tuple),
-        )
-        embed = made.embed if self.model.tied else None
-        head = dataclasses.replace(made, layers=(), norm=None, embed=embed)
-        layers = dataclasses.replace(made, embed=None, head=None)
-        whole = dataclasses.replace(self.layout, role="generation")
-        return GatheredWeights(
-            meshes.bytes_per_device(layers, meshes.model_shardings(layers, whole)),
-            meshes.bytes_per_device(head, meshes.model_shardings(head, whole)),
-            held=meshes.bytes_per_device(made, meshes.model_shardings(made, self.layout)),
-        )
+        return gathered_weights(self.model, self.layout)
 
     def gathered(self, size: float, group: int) -> float:
         """Return what a device receives to gather weights of `size` bytes among a group."""
@@ -152,6 +137,24 @@ class ShardedModel:
         group = self.layout.row_shards if self.is_joint else data
         others = received_bytes("all-reduce", self.weights.held - head, group)
         return others + received_bytes("all-reduce", head * 4 / self.layout.dtype.itemsize, data)
+
+
+@functools.cache
+def gathered_weights(model: ModelConfig, layout: Layout) -> GatheredWeights:
+    """Return the bytes of a model's weights that a device gathers, and of those that it holds.
+
+    They are remembered, as a search asks for the same ones again and again.
+    """
+    made = abstract_weights(model, layout.dtype)
+    embed = made.embed if model.tied else None
+    head = dataclasses.replace(made, layers=(), norm=None, embed=embed)
+    layers = dataclasses.replace(made, embed=None, head=None)
+    whole = dataclasses.replace(layout, role="generation")
+    return GatheredWeights(
+        meshes.bytes_per_device(layers, meshes.model_shardings(layers, whole)),
+        meshes.bytes_per_device(head, meshes.model_shardings(head, whole)),
+        held=meshes.bytes_per_device(made, meshes.model_shardings(made, layout)),
+    )
 
 
 def forward_traffic(sharded: ShardedModel, tokens: Tokens) -> Traffic:

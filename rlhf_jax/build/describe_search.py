@@ -1,0 +1,102 @@
+"""What a search for plans has found, printed."""
+
+from __future__ import annotations
+
+from rlhf_jax.build.priced import PricedPlan
+from rlhf_jax.build.searched import Searched, Variation
+from rlhf_jax.config import memory_parts
+from rlhf_jax.monitoring import console
+from rlhf_jax.placement.search.schedule import STAGES
+
+STAGE_NAMES = ("generation", "inference", "training")
+VARIED = "if chips reach another share of their figures, one at a time:"
+
+
+def print_search(searched: Searched, variations: list[Variation]) -> None:
+    """Print plans side by side: predicted seconds of each stage, and the fullest chip's memory."""
+    *others, found = searched.plans
+    table = [
+        f"{line}, {seconds:.2f} s"
+        for line, seconds in zip(found.plan.table(), found.calls.values(), strict=True)
+    ]
+    beside = [f"{plan.name}: {why_not(plan, found)}" for plan in others]
+    varied = "\n".join(map(variation_line, variations))
+    rows = [
+        *(
+            (f"with lag {lag}" if lag else "predicted", "\n".join(plan_lines(searched, lag)))
+            for lag in range(found.lag + 1)
+        ),
+        *(("left out", f"{name}: {reason}") for name, reason in searched.left_out.items()),
+        *([("beside it", "\n".join(beside))] if beside else []),
+        ("found", "\n".join(table)),
+        ("memory", "\n".join(memory_parts.table(found.parts))),
+        ("weights", "\n".join(map(moved_line, searched.plans))),
+        ("gain", gain_of(searched)),
+        *([("varied", f"{VARIED}\n{varied}")] if varied else []),
+        ("", "by formulas, for full lengths and no drafts; not measured"),
+        *([] if all(plan.fits for plan in others) else [("", "! is more than a chip has")]),
+    ]
+    console.describe("rlhf_jax: plans of calls", rows)
+
+
+def plan_lines(searched: Searched, lag: int) -> list[str]:
+    """Write a line for each plan with such a lag, under a heading."""
+    lines = [f"{'':13}{'step':>10}{'generation':>12}{'inference':>10}{'training':>10}{'a chip':>9}"]
+    for plan in searched.plans:
+        generation, inference, training = (f"{seconds:.2f} s" for seconds in plan.stages)
+        step = f"{plan.step:.2f} s"
+        stages = f"{step:>10}{generation:>12}{inference:>10}{training:>10}"
+        if plan.lag == lag:
+            name = plan.name.removesuffix(f", lag {lag}")
+            lines.append(f"{name:13}{stages}{plan.gigabytes:6.1f} GB{' ' if plan.fits else '!'}")
+    return lines
+
+
+def gain_of(searched: Searched) -> str:
+    """Say how much the found plan gains, and what is proved of it."""
+    *others, found = searched.plans
+    gap = searched.gap
+    proved = f"the best may be {gap:.1%} shorter" if gap else "no plan of this kind is shorter"
+    usable = [plan for plan in others if plan.fits]
+    if not usable:
+        return proved
+    best = min(usable, key=lambda plan: plan.step)
+    said = f"{best.step / found.step:.2f} times as fast as {best.name}; {proved}"
+    return f"{said}: drawing ahead does not pay" if best.step < found.step else said
+
+
+def moved_line(plan: PricedPlan) -> str:
+    """Say which trained weights come to each chip of a call, once a step."""
+    each = [f"{size / memory_parts.GIGA:.2f} GB a chip to {c}" for c, size in plan.moved.items()]
+    return f"{plan.name:13} {', '.join(each)}"
+
+
+def variation_line(one: Variation) -> str:
+    """Say how the found plan compares if a constant is another."""
+    line = f"{one.constant:9} x {one.factor:g}: {one.gain:.2f} times as fast as {one.other}"
+    return line if one.better < 0.001 else f"{line}; another plan is {one.better:.1%} shorter"
+
+
+def why_not(plan: PricedPlan, found: PricedPlan) -> str:
+    """Say in which call a plan takes the seconds that it takes more than the one that was found."""
+    if not plan.fits:
+        largest = max(plan.parts, key=lambda part: part.bytes).name
+        return f"does not fit, with {plan.gigabytes:.1f} GB a chip, most of it {largest}"
+    more = plan.step - found.step
+    if abs(more) <= 1e-6 * found.step:
+        return "as fast"
+    if more < 0:
+        return f"{-more:.2f} s shorter"
+    said = f"{more:.2f} s longer"
+    if plan.lag < found.lag:
+        said += ", as all else waits for generation"
+    extra = [one - other for one, other in zip(plan.stages, found.stages, strict=True)]
+    stage = STAGE_NAMES[extra.index(max(extra))]
+    if max(extra) <= 0:
+        return said
+    calls = [call for named in STAGES for call in named if call.endswith(stage)]
+    longer = {call: plan.calls[call] - found.calls[call] for call in calls if call in plan.calls}
+    call = max(longer, key=lambda name: longer[name])
+    if longer[call] <= 0:
+        return f"{said}; calls of {stage} share devices, and wait for each other"
+    return f"{said}; {call} takes {plan.calls[call]:.2f} s, not {found.calls[call]:.2f} s"

@@ -1,0 +1,175 @@
+"""Price plans of a run by formulas, and find the best one."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rlhf_jax.build.calls import place_calls
+from rlhf_jax.build.planned import Planned
+from rlhf_jax.config import derived, memory, memory_parts, validation
+from rlhf_jax.config.generation_checks import check_lag
+from rlhf_jax.config.hardware import Hardware
+from rlhf_jax.config.memory_parts import Part
+from rlhf_jax.config.schema import Config
+from rlhf_jax.placement.plan import Placement, Plan, check, check_parts
+from rlhf_jax.placement.presets import PRESETS
+from rlhf_jax.placement.search.branch_and_bound import search
+from rlhf_jax.placement.search.options import SearchSpace
+from rlhf_jax.placement.search.schedule import (
+    INFERENCE,
+    STEADY,
+    Event,
+    Problem,
+    most_bytes,
+    simulate,
+    stage_seconds,
+    steady_seconds,
+)
+from rlhf_jax.types import ModelConfigs
+
+MESH = "mesh"  # what the plan in which all calls have the config's mesh is called
+
+
+class PricedPlan(NamedTuple):
+    """Hold a plan and what it is predicted to take."""
+
+    name: str
+    plan: Plan  # of calls
+    calls: dict[str, float]  # seconds of each call
+    stages: tuple[float, float, float]  # of generation, inference and training
+    step: float  # seconds of a step, with weights on their way
+    gigabytes: float  # of the fullest device, in 10^9 bytes
+    fits: bool  # whether a device has so much
+    parts: list[Part]  # of its memory
+    moved: dict[str, int]  # bytes of trained weights that come to each device of a call
+    lag: int  # steps that samples are drawn ahead
+    remat: bool
+    events: list[Event]  # of a few iterations
+
+
+class FoundPlan(NamedTuple):
+    """Hold the best plan, and by which share of its step another may be shorter."""
+
+    priced: PricedPlan
+    gap: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanPrices:
+    """Price the plans of a run on devices that need not be here; its lag is its config's."""
+
+    config: Config
+    models: ModelConfigs
+    hardware: Hardware
+    base: Placement  # of all calls by the config's mesh
+    held: dict = dataclasses.field(default_factory=dict)  # what spaces remember of memory
+
+    @classmethod
+    def of(cls, config: Config, planned: Planned, lag: int) -> PlanPrices:
+        """Return the prices of a run that draws its samples so many steps ahead."""
+        own = copy.deepcopy(config)
+        own.plan = ""
+        own.training.lag = lag
+        hardware = planned.hardware
+        mesh, _ = place_calls(own, planned.models, hardware, hardware.count, hardware.count)
+        return cls(own, planned.models, hardware, mesh.placements["generation"])
+
+    def varied(self, constant: str, factor: float) -> PlanPrices:
+        """Return what the prices are if one of the chip's efficiencies is another."""
+        chip = self.hardware.chip
+        assert chip is not None, "Plans are priced for known chips alone."
+        other = chip.efficiency._replace(**{constant: factor * getattr(chip.efficiency, constant)})
+        hardware = self.hardware._replace(chip=chip._replace(efficiency=other))
+        return dataclasses.replace(self, hardware=hardware)
+
+    def named_plan(self, name: str, own: Plan) -> Plan:
+        """Return the plan of a name, checked; ValueError says why it cannot be, or be compared.
+
+        own: that of a name which is neither the mesh's nor a preset's.
+        """
+        calls = derived.calls(self.config)
+        plan = own
+        if name == MESH:
+            plan = Plan(self.hardware.count, dict.fromkeys(calls, self.base))
+        elif name in PRESETS:
+            plan = Plan(self.hardware.count, PRESETS[name](self.base, calls))
+        check(plan, name, calls, self.hardware.count)
+        check_parts(plan, name, self.hardware.device_kind, self.hardware.count)
+        validation.check_rows(self.config, plan, "" if name == MESH else name)
+        check_lag(self.config, plan)
+        next(iter(self.spaces.values())).placed(plan, name)
+        return plan
+
+    @functools.cached_property
+    def spaces(self) -> dict[bool, SearchSpace]:
+        """Return what is searched with layers computed again in the backward pass, and without.
+
+        Where the config leaves that open, a run does without as far as `settle_remat` says so.
+        """
+        asked = self.config.training.remat
+        own = (self.config, self.models, self.hardware, self.base)
+        if asked != "auto":
+            return {asked == "on": SearchSpace(*own, remat=asked == "on", held=self.held)}
+        without = SearchSpace(*own, remat=False, room=memory.ROOM, held=self.held)
+        return {False: without, True: SearchSpace(*own, remat=True, held=self.held)}
+
+    @functools.cached_property
+    def problems(self) -> dict[bool, Problem]:
+        """Return the problem of each space."""
+        return {remat: space.problem() for remat, space in self.spaces.items()}
+
+    def price(self, name: str, plan: Plan) -> PricedPlan:
+        """Predict what a plan takes that has been checked."""
+        foreseen = functools.partial(
+            memory.fullest, self.config, self.models, plan, plan.layouts(None)
+        )
+        limit = self.hardware.gigabytes * memory_parts.GIGA
+        remat, _ = memory.settle_remat(self.config, foreseen(remat=False), limit)
+        parts = foreseen(remat=remat)
+        problem = self.problems[remat]
+        placed = self.spaces[remat].placed(plan, name)
+        stages = {stage: stage_seconds(problem, stage, placed) for stage in problem.stages}
+        before = sum(seconds for stage, seconds in stages.items() if stage[0] in INFERENCE)
+        gigabytes = max(memory_parts.peak(parts)[1], most_bytes(problem, placed))
+        return PricedPlan(
+            name,
+            plan,
+            calls={call: placed[call].seconds for call in plan.placements},
+            stages=(stages[problem.stages[0]], before, stages[problem.stages[-1]]),
+            step=steady_seconds(problem, placed),
+            gigabytes=gigabytes / memory_parts.GIGA,
+            fits=gigabytes <= limit,
+            parts=parts,
+            moved={
+                call: self.spaces[remat].arrival_bytes(call, option.placement)
+                for call, option in placed.items()
+                if problem.transfer(call, option, placed)
+            },
+            lag=problem.lag,
+            remat=remat,
+            events=simulate(problem, placed, STEADY),
+        )
+
+    def find(self, known: Sequence[PricedPlan], limit: float) -> FoundPlan | None:
+        """Return the best plan, never longer than one that is known; None where none fits.
+
+        limit: CPU seconds.
+        """
+        bounds = []
+        found = [one for one in known if one.fits]
+        for remat, problem in self.problems.items():
+            space = self.spaces[remat]
+            begin = [space.placed(one.plan, one.name) for one in known if one.remat == remat]
+            result = search(problem, begin, limit / len(self.problems))
+            if result:
+                bounds.append(result.bound)
+                found.append(self.price("found", space.plan(result.placed)))
+        if not bounds:
+            return None
+        best = min(found, key=lambda one: (not one.fits, one.step))
+        gap = max(0.0, 1.0 - min(bounds) / best.step)
+        return FoundPlan(best._replace(name="found"), gap if gap > 1e-9 else 0.0)

@@ -1,0 +1,235 @@
+"""Say when each call of placed iterations runs, and what its devices hold.
+
+A machine is cut into equal blocks, a power of two of them. A call may have any aligned part of 1,
+2, 4 ... blocks. Calls of a stage run side by side where their blocks are apart, and one after the
+other where they share some.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from rlhf_jax.placement.plan import Placement
+
+# The calls of a step by stage: each stage begins when the one before it has ended.
+STAGES = (
+    ("generation",),
+    ("reward_inference",),
+    ("policy_inference", "reference_inference", "critic_inference"),
+    ("policy_training", "critic_training"),
+)
+INFERENCE = (*STAGES[1], *STAGES[2])
+STEADY = 4  # iterations, after which each takes as long as the one before it
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """Hold one way to place a call, and what that takes."""
+
+    placement: Placement
+    first: int  # of its blocks
+    blocks: int
+    seconds: float
+    always: float = 0.0  # bytes on each of its devices, from step to step
+    working: float = 0.0  # and those while it is at work
+    kept: float = 0.0  # of these, what stays while other calls of its stage are at work
+    arrival: float = 0.0  # seconds in which trained weights come to it
+
+    @property
+    def memory(self) -> float:
+        """Return the bytes on each of its devices while it is at work."""
+        return self.always + self.working
+
+    @property
+    def ends(self) -> int:
+        """Return the block after its last one."""
+        return self.first + self.blocks
+
+    def shares(self, other: Option) -> bool:
+        """Tell whether both have a block."""
+        return self.first < other.ends and other.first < self.ends
+
+
+Placed = Mapping[str, Option]
+
+# Of (a call, its option, the options that are chosen so far): seconds before the call in which
+# weights come to it; 0 as long as nothing is known.
+Transfer = Callable[[str, Option, Placed], float]
+
+
+def no_transfer(call: str, option: Option, chosen: Placed) -> float:
+    """Let weights come at once."""
+    return 0.0
+
+
+class Least(NamedTuple):
+    """Hold what a call takes at least, wherever it is placed."""
+
+    seconds: float
+    work: float  # seconds, each times the blocks that are busy
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Hold the ways to place each call, and what bounds them."""
+
+    options: Mapping[str, Sequence[Option]]
+    blocks: int
+    memory: float  # bytes of a device
+    transfer: Transfer = no_transfer
+    # 1: generation draws the samples of the next step beside all else, on blocks of its own
+    lag: int = 0
+
+    @functools.cached_property
+    def stages(self) -> list[tuple[str, ...]]:
+        """Return the calls of each stage, of those that there are."""
+        found = [tuple(call for call in stage if call in self.options) for stage in STAGES]
+        return [stage for stage in found if stage]
+
+    def beside(self, call: str, chosen: Placed) -> Sequence[Option]:
+        """Return the options of a call that may stand beside what is chosen."""
+        apart = self.apart(call, chosen)
+        return [one for one in self.options[call] if not any(map(one.shares, apart))]
+
+    def apart(self, call: str, chosen: Placed) -> list[Option]:
+        """Return the chosen options whose blocks a call must not have."""
+        if not self.lag:
+            return []
+        if call == "generation":
+            return [option for name, option in chosen.items() if name != call]
+        return [chosen["generation"]] if "generation" in chosen else []
+
+    def least(self, call: str, chosen: Placed) -> Least:
+        """Return what a call that is not placed takes at least."""
+        apart = self.apart(call, chosen)
+        key = (call, tuple({(one.first, one.blocks) for one in apart}))
+        if key not in self._least:
+            options = self.beside(call, chosen)
+            self._least[key] = Least(
+                min((one.seconds for one in options), default=float("inf")),
+                min((one.seconds * one.blocks for one in options), default=float("inf")),
+            )
+        return self._least[key]
+
+    @functools.cached_property
+    def _least(self) -> dict[tuple, Least]:
+        return {}
+
+
+class Event(NamedTuple):
+    """Hold when a call of an iteration has its devices; or when weights come to it there."""
+
+    call: str
+    iteration: int
+    devices: range
+    began: float  # seconds since the first iteration
+    ended: float
+    receives: bool = False
+
+
+def simulate(problem: Problem, placed: Placed, iterations: int) -> list[Event]:
+    """Run iterations event by event, from the first one, in which nothing is there yet.
+
+    A stage begins when the one before it has ended; generation when the update has whose weights it
+    samples from. A block does one thing at a time; weights come to the blocks of a call just before
+    it, one call after the other.
+    """
+    free = [0.0] * problem.blocks
+    last = len(problem.stages) - 1
+    ended: dict[tuple[int, int], float] = {}  # by stage and iteration
+    events = []
+    for iteration in range(iterations):
+        for index, stage in enumerate(problem.stages):
+            needs = [(index - 1, iteration), (last, iteration - 1)]
+            if index == 0:
+                needs = [(last, iteration - 1 - problem.lag)]
+            ready = max(ended.get(need, 0.0) for need in needs)
+            ends = []
+            for call in stage:
+                option = placed[call]
+                own = slice(option.first, option.ends)
+                began = max(ready, *free[own])
+                moved = began + problem.transfer(call, option, placed)
+                ends.append(moved + option.seconds)
+                free[own] = [ends[-1]] * option.blocks
+                where = (call, iteration, option.placement.devices)
+                if moved > began:
+                    events.append(Event(*where, began=began, ended=moved, receives=True))
+                events.append(Event(*where, began=moved, ended=ends[-1]))
+            ended[index, iteration] = max(ends)
+    return events
+
+
+def steady_seconds(problem: Problem, placed: Placed) -> float:
+    """Return the seconds from step to step, once iterations are alike."""
+    events = simulate(problem, placed, STEADY)
+    ends = [
+        max(event.ended for event in events if event.iteration == iteration)
+        for iteration in (STEADY - 2, STEADY - 1)
+    ]
+    return ends[1] - ends[0]
+
+
+def step_seconds(problem: Problem, placed: Placed) -> float:
+    """Return the seconds of a step in which every call is placed.
+
+    They are those that `steady_seconds` finds, by stages: samples of the next step are drawn beside
+    all else where that is asked for.
+    """
+    generation, *others = (stage_seconds(problem, stage, placed) for stage in problem.stages)
+    return max(generation, sum(others)) if problem.lag else generation + sum(others)
+
+
+def stage_seconds(problem: Problem, stage: Sequence[str], placed: Placed) -> float:
+    """Return the seconds until the last call of a stage has ended.
+
+    A call begins, in the order of the stage, as soon as all its blocks are free.
+    """
+    free = [0.0] * problem.blocks
+    for call in stage:
+        option = placed[call]
+        own = slice(option.first, option.ends)
+        began = max(free[own]) + problem.transfer(call, option, placed)
+        free[own] = [began + option.seconds] * option.blocks
+    return max(free)
+
+
+def is_allowed(problem: Problem, placed: Placed) -> bool:
+    """Tell whether generation is alone where it must be, and no device holds more than it can."""
+    alone = "generation" not in placed or not any(
+        map(placed["generation"].shares, problem.apart("generation", placed))
+    )
+    return alone and most_bytes(problem, placed) <= problem.memory
+
+
+def most_bytes(problem: Problem, placed: Placed) -> float:
+    """Return the bytes of the fullest device."""
+    found = [0.0]
+    for block in range(problem.blocks):
+        there = {
+            call: option for call, option in placed.items() if option.first <= block < option.ends
+        }
+        found.append(sum(one.always for one in there.values()) + bytes_at_work(there))
+    return max(found)
+
+
+def bytes_at_work(there: Placed) -> float:
+    """Return what calls on one device hold at most while they are at work.
+
+    Calls of a stage take turns. Reward models score while generation's weights are still there, and
+    the critic trains while the policy's gradients wait.
+    """
+    generation = [option for call, option in there.items() if call == "generation"]
+    inference = [option for call, option in there.items() if call in INFERENCE]
+    training = [option for call, option in there.items() if call.endswith("_training")]
+    weights = sum(one.kept for one in generation) if "reward_inference" in there else 0.0
+    copies = max(weights, sum(one.kept for one in inference))
+    waiting = sum(one.kept for one in training)
+    return max(
+        sum(one.working for one in generation),
+        copies + max((one.working - one.kept for one in inference), default=0.0),
+        max((one.working + waiting - one.kept for one in training), default=0.0),
+    )
