@@ -72,7 +72,7 @@ class PlacedCalls:
     config: Config
     models: ModelConfigs
     plan: Plan
-    devices: Sequence[jax.Device]
+    devices: Sequence[Any]
     hardware: Hardware
     remat: bool
 
@@ -134,12 +134,10 @@ class PlacedCalls:
         target = self.run("generation")
         layout = self.layouts.generation
         layers: Any = shapes.model_shapes(model, source.layout, FLOAT32).layers
-        layer = target.weights(dataclasses.replace(model, num_layers=1), ends=False, role="generation")
+        layer = target.gathered(model)
         coming = target.weights(model, role="generation")
         held = source.weights(model, FLOAT32, ends=False)
-        for number, program in enumerate(
-            trace_layer(layers, layout, self.devices, layout.dtype)
-        ):
+        for number, program in enumerate(trace_layer(layers, layout, self.devices, layout.dtype)):
             leaves = number == 0
             entries = sum(
                 received(recut, math.prod(leg.shape))
@@ -150,7 +148,7 @@ class PlacedCalls:
             always = self.always("policy_training" if leaves else "generation")
             yield CallProgram(
                 "generation",
-                "a layer of weights comes" if leaves else "a layer that has come is recut",
+                "a layer comes" if leaves else "a layer is recut",
                 lambda _, traced=program.traced: traced,
                 Foreseen(leaves * held + 2 * layer, received=each),
                 beside=always + coming - leaves * held,
@@ -171,7 +169,7 @@ class PlacedCalls:
             flops, sent = self.round_work(nodes)
             yield CallProgram(
                 "generation",
-                f"a round of {nodes} node{'s' * (nodes > 1)} a row",
+                f"round of {nodes} node{'s' * (nodes > 1)}",
                 functools.partial(self.trace_round, candidates.strategies[counts.index(nodes)]),
                 Foreseen(weights + state + work, flops, sent),
                 beside=memory_parts.total(parts, "always") + beside,
@@ -239,7 +237,7 @@ class PlacedCalls:
                 weights, batch, support, temperature=temperature, layout=layout
             )
 
-        return self._scoring(call, "a micro-batch is scored", model, trace, passes)
+        return self._scoring(call, "scores", model, trace, passes)
 
     def rewards(self) -> Iterator[CallProgram]:
         """Yield what scores a micro-batch with each reward model."""
@@ -262,10 +260,15 @@ class PlacedCalls:
                 return read_scores.trace(weights, tokens, last, layout)
 
             padded = passes._replace(tokens=slots, predicted=1)
-            yield self._scoring(call, "a micro-batch is rewarded", model, trace, padded)
+            yield self._scoring(call, "rewards", model, trace, padded)
 
     def _scoring(
-        self, call: str, name: str, model: ModelConfig, trace: Callable[[int], Traced], passes: Passes
+        self,
+        call: str,
+        name: str,
+        model: ModelConfig,
+        trace: Callable[[int], Traced],
+        passes: Passes,
     ) -> CallProgram:
         """Return a program that scores a micro-batch, with what formulas say of it."""
         run = self.run(call)
@@ -298,7 +301,7 @@ class PlacedCalls:
         others = self._waiting(call)
         yield CallProgram(
             call,
-            "gradient of a micro-batch",
+            "gradient",
             lambda _: self.trace_gradient(call, passes.samples),
             Foreseen(held + work, flops, traffic.total),
             beside=always - held + others * call.startswith("critic"),
@@ -306,7 +309,7 @@ class PlacedCalls:
         )
         yield CallProgram(
             call,
-            "the optimizer's step",
+            "optimizer's step",
             lambda _: self.trace_step(call),
             Foreseen(4 * held),
             beside=always - 3 * held + others,

@@ -76,14 +76,15 @@ def support_shape(config: Config, packed: PackedBatch) -> Any:
     top_k = config.generation.top_k
     if not top_k:
         return None
-    shape = (*packed.targets.shape, top_k)
-    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=packed.targets.sharding)
+    targets: Any = packed.targets
+    return targets.update(shape=(*targets.shape, top_k))
 
 
 def micro_batch_shapes(config: Config, layout: Layout, rows: int) -> MicroBatch:
     """Return the shapes of a micro-batch of `rows` samples of full length."""
     packed = packed_batch(config, layout, rows)
-    tokens = packed.mask.update(dtype=jnp.float32)
+    mask: Any = packed.mask
+    tokens = mask.update(dtype=jnp.float32)
     one = repeated(jax.ShapeDtypeStruct((), jnp.float32), layout)
     values = tokens if derived.needs_critic(config) else None
     return MicroBatch(

@@ -21,6 +21,7 @@ class Hardware(NamedTuple):
     compute_capability: float = 0.0  # of a GPU
     nodes: int = 1
     chip: Chip | None = None  # what one can do, where that is known
+    topology: str = ""  # of a TPU's slice, as its compiler names it, where that is said
 
     def part(self, count: int) -> Hardware:
         """Return so many of the devices, on as few nodes as hold them."""
@@ -35,6 +36,7 @@ class Hardware(NamedTuple):
 # (cloud.google.com/tpu/docs/system-architecture-tpu-vm).
 CORES = {"v4": 2, "v5p": 2, "v7x": 2}
 PRODUCTS = {"v5litepod": "v5e", "tpu7x": "v7x"}  # other names of a kind
+COMPILED_AS = {"v7x": "tpu7x"}  # names that the compiler has for a kind
 
 
 def parse_hardware(text: str) -> Hardware:
@@ -54,7 +56,7 @@ def parse_hardware(text: str) -> Hardware:
         count = math.prod(sizes)
         name = PRODUCTS.get(kind, kind)
         if name in TPUS and not model:
-            return _tpus(name, count)
+            return _tpus(name, count)._replace(topology=f"{COMPILED_AS.get(name, name)}:{shape}")
         if kind == "gpu" and model in GPUS and len(sizes) <= 2:
             chip = GPUS[model]
             nodes = sizes[0] if len(sizes) == 2 else 1

@@ -362,8 +362,8 @@ def update_parts(run: PlannedRun, model: ModelConfig) -> list[Part]:
 def _distillation(run: PlannedRun) -> list[Part]:
     """List what a student's update needs beside its weights and optimizer.
 
-    It needs gradients as in `update_parts`, the policy's hidden states of all its rows, and the policy
-    at work or the student, or their logits and gradients.
+    It needs gradients as in `update_parts`, the policy's hidden states of all its rows, and the
+    policy at work or the student, or their logits and gradients.
     """
     config = run.config
     policy = run.models.policy

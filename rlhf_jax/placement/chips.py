@@ -39,6 +39,11 @@ TPUS = {
     "v6e": Chip(32, 918e12, 1.638e12, 100e9, 12.5e9, torus_axes=2),
     "v7x": Chip(192, 2307e12, 7.38e12, 100e9, 12.5e9, torus_axes=3),
 }
+# Usual slices, by the axes of the torus; the compiler knows some others.
+TOPOLOGIES = {
+    2: ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+    3: ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16"),
+}
 # nvidia.com, data sheets of the SXM modules and of cards; networks as in a DGX of 8, or 25 Gb/s.
 GPUS = {
     "a100": Chip(80, 312e12, 2.039e12, 300e9, 25e9, compute_capability=8.0),

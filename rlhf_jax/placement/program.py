@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ class LegProgram(NamedTuple):
 def trace_legs(
     leaves: Sequence[tuple[jax.ShapeDtypeStruct, ...]],
     legs: Sequence[Leg],
-    devices: Sequence[jax.Device],
+    devices: Sequence[Any],
     dtype: jnp.dtype | None = None,
     stacked: bool = False,
 ) -> Iterator[LegProgram]:
@@ -65,7 +65,7 @@ def trace_legs(
         yield LegProgram(program, _run.trace(given, index, legs=program, grid=grid, dtype=dtype))
 
 
-def _by_grid(legs: Sequence[Leg], devices: tuple[jax.Device, ...]) -> dict[Mesh, list[int]]:
+def _by_grid(legs: Sequence[Leg], devices: tuple[Any, ...]) -> dict[Mesh, list[int]]:
     """Return the numbers of the legs over each grid."""
     found: dict[Mesh, list[int]] = {}
     for number, leg in enumerate(legs):
@@ -171,9 +171,7 @@ def relabel(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=256)
-def _grid_mesh(
-    sizes: tuple[int, ...], numbers: tuple[int, ...], devices: tuple[jax.Device, ...]
-) -> Mesh:
+def _grid_mesh(sizes: tuple[int, ...], numbers: tuple[int, ...], devices: tuple[Any, ...]) -> Mesh:
     """Return the mesh of a grid, with one more axis of size 1, as a mesh has at least one."""
     by_id = {device.id: device for device in devices}
     places = np.array([by_id[number] for number in numbers]).reshape(*sizes, 1)

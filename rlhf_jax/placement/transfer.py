@@ -129,7 +129,7 @@ def move(tree: T, places: Any, dtype: DTypeLike | None = None, index: int | None
 
 
 def trace_layer(
-    layers: Layer, layout: Layout, devices: Sequence[jax.Device], dtype: DTypeLike
+    layers: Layer, layout: Layout, devices: Sequence[Any], dtype: DTypeLike
 ) -> Iterator[LegProgram]:
     """Yield the programs that bring a layer of stacked shapes to a layout.
 
