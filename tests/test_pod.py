@@ -199,7 +199,7 @@ def test_predicted_memory_is_the_compilers(name):
     sizes = by_name(parts)
     own = {
         stage: sum(part.bytes for part in parts if part.stage == stage)
-        for stage in memory_parts.STAGES_OF_MEMORY
+        for stage in memory_parts.STAGE_NAMES
     }
     own["training"] -= sizes.get("the policy's gradients, waiting", 0)
 

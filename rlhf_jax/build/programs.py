@@ -277,7 +277,7 @@ class PlacedCalls:
         work = memory.scoring_bytes(run, model, run.batch_rows)
         sharded = ShardedModel(model, layout, self.hardware.platform)
         foreseen = Foreseen(
-            held + run.gathered(model) + work,
+            held + work,
             forward_flops(model, *passes[1:]),
             forward_traffic(sharded, passes.on_device(layout)).total,
         )
@@ -311,7 +311,8 @@ class PlacedCalls:
             call,
             "optimizer's step",
             lambda _: self.trace_step(call),
-            Foreseen(4 * held),
+            # weights, two moments and a gradient; copies of those that are padded
+            Foreseen((6 if run.pads(model) else 4) * held),
             beside=always - 3 * held + others,
             depth=model.num_layers,
         )

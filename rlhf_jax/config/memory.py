@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
@@ -197,11 +196,12 @@ def _generation(run: PlannedRun) -> list[Part]:
     prompts = jax.eval_shape(lambda: empty(PREFILLED, width, 0, 0, anywhere))
     policy_rows = run.rows(dataclasses.replace(state, draft=None, history=None))
     without = "set generation.fuse_inference to False"
-    # Beside what is always there; rows begin once all weights have come.
-    layer = run.gathered(models.policy)
+    work = _generation_work(run, state, width)
+    # Weights come before rows begin: a layer on its way has the room that these take later.
+    later = policy_rows + run.rows((state.draft, state.history, prompts)) + work.bytes
+    layer = max(0, run.gathered(models.policy) - later)
     return [
-        Part("policy, for generation, comes", "transfer", weights(models.policy), SPLIT_TENSORS),
-        Part("one layer on its way", "transfer", layer, SPLIT_TENSORS),
+        Part("one layer on its way", "generation", layer, SPLIT_TENSORS),
         Part("policy, for generation", "generation", weights(models.policy), SPLIT_TENSORS),
         Part("models that score beside it", "generation", scorers, without),
         Part("student, for generation", "generation", student, SPLIT_TENSORS),
@@ -209,7 +209,7 @@ def _generation(run: PlannedRun) -> list[Part]:
         Part("key-value cache of the drafter", "generation", run.rows(state.draft), FEWER_LIVE),
         Part("earlier responses", "generation", run.rows(state.history), LESS_HISTORY),
         Part("prefilled prompts", "generation", run.rows(prompts), SHORTER_PROMPTS),
-        _generation_work(run, state, width),
+        work,
     ]
 
 
@@ -243,7 +243,7 @@ def _generation_work(run: PlannedRun, state: DecodeState, width: int) -> Part:
         whole = max(1, training.microbatch_rows // run.config.mesh.slices)
         rows = row_share(whole, run.layout)
         scorers = filter(None, (models.policy, models.critic, *models.rewards))
-        scored = max(scoring_bytes(run, model, rows) for model in scorers)
+        scored = max(scoring_bytes(run, model, rows, gathers=False) for model in scorers)
         works.append(Part("a micro-batch that is scored", "generation", scored, FEWER_ROWS))
     return max(works, key=lambda work: work.bytes)
 
@@ -286,14 +286,15 @@ def most_nodes(config: Config, layout: Layout) -> int:
     return int(nodes[fits | fewest].max())
 
 
-def scoring_bytes(run: PlannedRun, model: ModelConfig, rows: int) -> int:
+def scoring_bytes(run: PlannedRun, model: ModelConfig, rows: int, *, gathers: bool = True) -> int:
     """Return what scoring the longest texts needs: in a layer, or at the logits.
 
-    A reward model's are padded to whole buckets.
+    A reward model's texts are padded to whole buckets. Without `gathers` weights are whole.
     """
     bucket = run.config.training.length_bucket if model in run.models.rewards else 1
     tokens = -(-run.text_tokens // bucket) * bucket
-    return max(run.forward(model, rows, tokens), run.logits(model))
+    layer = run.forward(model, rows, tokens) + gathers * run.gathered_block(model)
+    return max(layer, run.logits(model) + gathers * run.gathered_head(model))
 
 
 def _inference(run: PlannedRun) -> list[Part]:
@@ -321,7 +322,7 @@ def _inference(run: PlannedRun) -> list[Part]:
     for call, model in scored:
         own = run.at(call)
         if own and model:
-            works.append(own.gathered(model) + scoring_bytes(own, model, own.batch_rows))
+            works.append(scoring_bytes(own, model, own.batch_rows))
     work = max(works)
     return [
         Part("models that score", "inference", copies, SPLIT),
@@ -343,9 +344,7 @@ def update_parts(run: PlannedRun, model: ModelConfig) -> list[Part]:
     # In float32 a chunk's gradient of the head and its logits; where there are several chunks, and
     # but on a CPU, the head and its gradient so far.
     several = run.batch_rows * run.config.generation.max_new_tokens > CHUNK
-    real = isinstance(run.layout.mesh, Mesh)
-    on_cpu = real and run.layout.devices.flat[0].platform == "cpu"
-    copies = 4 * (3 if several and not on_cpu else 1) + (itemsize if itemsize < 4 else 0)
+    copies = 4 * (3 if several and not run.on_cpu else 1) + (itemsize if itemsize < 4 else 0)
     head = copies * model.width * run.outputs(model) + run.logits(model)
     works = [
         Part("one layer at work", "training", layer, FEWER_ROWS),

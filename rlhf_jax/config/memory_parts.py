@@ -6,8 +6,7 @@ import dataclasses
 import functools
 
 GIGA = 1e9
-# in their order: what moves weights to generation, and the three stages
-STAGES_OF_MEMORY = ("transfer", "generation", "inference", "training")
+STAGE_NAMES = ("generation", "inference", "training")
 SMALL = 0.01  # parts below this share of the peak are not printed
 
 
@@ -16,7 +15,7 @@ class Part:
     """Hold the bytes of one part on the fullest device."""
 
     name: str
-    stage: str  # one of STAGES_OF_MEMORY, or "always": from the first step to the last
+    stage: str  # one of STAGE_NAMES, or "always": from the first step to the last
     bytes: int
     remedy: str  # what to change where it is too much
 
@@ -28,7 +27,7 @@ def total(parts: list[Part], stage: str) -> int:
 
 def peak(parts: list[Part]) -> tuple[str, int]:
     """Return the stage that needs most, and the bytes that a device holds in it."""
-    stage = max(STAGES_OF_MEMORY, key=functools.partial(total, parts))
+    stage = max(STAGE_NAMES, key=functools.partial(total, parts))
     return stage, total(parts, stage)
 
 
@@ -58,5 +57,5 @@ def table(parts: list[Part]) -> list[str]:
 
     shown = [part for part in parts if part.bytes >= SMALL * needed]
     lines = [line(part.bytes, part.stage, part.name) for part in shown]
-    sums = [line(total(parts, name), name, "in all") for name in STAGES_OF_MEMORY]
+    sums = [line(total(parts, name), name, "in all") for name in STAGE_NAMES]
     return [*lines, *sums, line(needed, "peak", f"in {stage}")]

@@ -6,18 +6,6 @@ import math
 from typing import NamedTuple
 
 
-class Chip(NamedTuple):
-    """Describe one device: bytes, and bytes and bfloat16 FLOPs a second, one way where it sends."""
-
-    gigabytes: float  # of memory, in 10^9 bytes
-    flops: float  # of dense matrix products
-    memory_bandwidth: float
-    link_bandwidth: float  # of one link of a torus, or of all links to a node's other GPUs
-    network_bandwidth: float  # its share of what its host has
-    torus_axes: int = 0  # of a TPU's slice, with two links each; 0 where every link reaches all
-    compute_capability: float = 0.0  # of a GPU
-
-
 class Efficiency(NamedTuple):
     """Hold the shares of a chip's figures that programs reach."""
 
@@ -29,6 +17,20 @@ class Efficiency(NamedTuple):
 
 # Usual shares of well-tuned programs, by their order of magnitude; none is measured here.
 ASSUMED = Efficiency()
+
+
+class Chip(NamedTuple):
+    """Describe one device: bytes, and bytes and bfloat16 FLOPs a second, one way where it sends."""
+
+    gigabytes: float  # of memory, in 10^9 bytes
+    flops: float  # of dense matrix products
+    memory_bandwidth: float
+    link_bandwidth: float  # of one link of a torus, or of all links to a node's other GPUs
+    network_bandwidth: float  # its share of what its host has
+    torus_axes: int = 0  # of a TPU's slice, with two links each; 0 where every link reaches all
+    compute_capability: float = 0.0  # of a GPU
+    efficiency: Efficiency = ASSUMED
+
 
 # cloud.google.com/tpu/docs, a page a chip: v4, v5e, v5p, v6e, tpu7x. An interconnect's figure is of
 # all links, both ways; a host's network is shared by its chips.

@@ -17,7 +17,7 @@ from rlhf_jax.generation.strategy import prior
 from rlhf_jax.generation.strategy.roofline import RATES, Roofline
 from rlhf_jax.mesh import AXES, Layout
 from rlhf_jax.model.attention import QUERY_BLOCK
-from rlhf_jax.placement.chips import ASSUMED, Chip, ring_bandwidth
+from rlhf_jax.placement.chips import Chip, ring_bandwidth
 from rlhf_jax.placement.search.collectives import received_bytes
 from rlhf_jax.placement.search.traffic import (
     ShardedModel,
@@ -96,7 +96,8 @@ class PlacedRun:
         group = self.run.layout.extent(axes)
         stride = self.run.layout.extent(inner[axes[-1]])
         places = (self.hardware.count, self.hardware.nodes)
-        return ASSUMED.links * ring_bandwidth(self.chip, *places, group=group, stride=stride)
+        received = ring_bandwidth(self.chip, *places, group=group, stride=stride)
+        return self.chip.efficiency.links * received
 
     def seconds(self, flops: float, traffic: Traffic, share: float) -> float:
         """Return the seconds of products and of what is sent.
@@ -134,8 +135,8 @@ class PlacedRun:
         """Return the roofline of a plain round on a device, with weights split over `tensor`."""
         tensor = self.run.layout.extent("tensor")
         work = prior.work(self.run.models.policy, self.run.layout.dtype.itemsize)
-        reads = self.chip.memory_bandwidth * ASSUMED.decoding * tensor
-        computes = self.chip.flops * ASSUMED.inference * tensor
+        reads = self.chip.memory_bandwidth * self.chip.efficiency.decoding * tensor
+        computes = self.chip.flops * self.chip.efficiency.inference * tensor
         _, _, of_row, of_call = RATES[self.hardware.platform]
         return Roofline.of_rates(work, reads, computes, of_row, of_call)
 
@@ -185,7 +186,7 @@ def inference_cost(placed: PlacedRun, name: str, model: ModelConfig) -> CallCost
     sharded = ShardedModel(model, layout, placed.hardware.platform)
     flops = passes.count * forward_flops(model, *passes[1:])
     traffic = forward_traffic(sharded, passes.on_device(layout)).times(passes.count)
-    seconds = placed.seconds(flops, traffic, share=ASSUMED.inference)
+    seconds = placed.seconds(flops, traffic, share=placed.chip.efficiency.inference)
     return CallCost(name, flops, traffic.total, seconds)
 
 
@@ -199,7 +200,7 @@ def training_cost(placed: PlacedRun, name: str, model: ModelConfig) -> CallCost:
     sharded = ShardedModel(model, layout, placed.hardware.platform)
     flops = count * gradient_flops(model, *passes[1:], remat=remat)
     traffic = gradient_traffic(sharded, passes.on_device(layout), remat=remat).times(count)
-    seconds = placed.seconds(flops, traffic, share=ASSUMED.training)
+    seconds = placed.seconds(flops, traffic, share=placed.chip.efficiency.training)
     return CallCost(name, flops, traffic.total, seconds)
 
 
@@ -224,7 +225,7 @@ def generation_cost(placed: PlacedRun, tokens_per_round: float) -> CallCost:
     sending = sums * (LATENCY + received / placed.bandwidth("tensor"))
     context = rounds.rows * placed.mean_context
     working = placed.roofline().seconds(nodes=1, grid=1, rows=rounds.rows, context=context)
-    prefilling = placed.computing(prefill, ASSUMED.inference)
+    prefilling = placed.computing(prefill, placed.chip.efficiency.inference)
     seconds = rounds.count * (float(working) + sending) + prefilling
     return CallCost("generation", prefill + decoding, rounds.count * sums * received, seconds)
 

@@ -153,7 +153,7 @@ class SearchSpace:
             blocks=placement.count // self.block_devices,
             seconds=predict_call(PlacedRun(run, part), call).seconds,
             always=always,
-            working=memory_parts.peak(parts)[1] - always,
+            working=sum(one.bytes for one in parts) - always,
         )
 
     def _run(self, call: str, placement: Placement) -> PlannedRun:
