@@ -37,10 +37,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--devices", required=True, help=EXAMPLES)
     parser.add_argument("--search", action="store_true", help="find the best plan of calls")
     parser.add_argument("--out", help="where to write that plan, as NAME.json, for --config.plan")
+    parser.add_argument("--chip", help="a file of figures that benchmarks/chip.py has measured")
     parser.add_argument("--verify", action="store_true", help="compile the plan for those TPUs")
     asked, rest = parser.parse_known_args(argv[1:])
     try:
         hardware = parse_hardware(asked.devices)
+        if asked.chip:
+            hardware = hardware.measured(Path(asked.chip))
         if asked.verify:
             topology_devices(hardware)
         config = command_line.read([argv[0], *rest])

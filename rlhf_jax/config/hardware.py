@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from typing import NamedTuple
 
-from rlhf_jax.placement.chips import GPUS, TPUS, Chip
+from rlhf_jax.placement.chips import GPUS, TPUS, Chip, read_chip
 
 EXAMPLES = "v5p:4x4x4 (TPU chips), gpu:8x8:h100 (nodes x GPUs), gpu:8:h100, v5p-8 (a TPU product)"
 
@@ -22,6 +23,11 @@ class Hardware(NamedTuple):
     nodes: int = 1
     chip: Chip | None = None  # what one can do, where that is known
     topology: str = ""  # of a TPU's slice, as its compiler names it, where that is said
+
+    def measured(self, path: Path) -> Hardware:
+        """Return the devices with a chip's measured figures from a file in place of the table's."""
+        chip = read_chip(path, self.chip)
+        return self._replace(chip=chip, gigabytes=chip.gigabytes)
 
     def part(self, count: int) -> Hardware:
         """Return so many of the devices, on as few nodes as hold them."""
