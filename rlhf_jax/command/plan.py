@@ -1,13 +1,15 @@
 """Print what a run needs on devices that need not be here: memory, tokens, predicted seconds.
 
     rlhf-jax plan CONFIG --devices v5p:2x2x1 [--config.any.key=value ...]
-    rlhf-jax plan CONFIG --devices v5p:4x4x4 --search --out plan.json
+    rlhf-jax plan CONFIG --devices v5p:4x4x4 --search --verify --out plan.json
     rlhf-jax plan CONFIG --devices gpu:8x8:h100 --search --lag 1 --network 200
 
 Neither weights nor prompts are read: shapes come from a config.json, or from a table of published
 models by their names. Seconds are by formula, call by call, for responses of full length. A search
 compares the config's plan and the presets with the best plan of calls that there is, and proves it;
 it also says what changes if a chip's usual shares are others. Beside plan.json it draws plan.svg.
+With --verify the programs of the plan that was found, or else of the config's, are compiled for the
+TPUs that are named: their memory, FLOPs and bytes that chips receive stand beside the formulas'.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from rlhf_jax.build.describe_search import print_search
 from rlhf_jax.build.picture import timeline_svg
 from rlhf_jax.build.planned import plan_run
 from rlhf_jax.build.searched import search_plans, vary
+from rlhf_jax.build.verified import print_verified, topology_devices, verify_plan
 from rlhf_jax.config import command_line, memory_parts
-from rlhf_jax.config.hardware import EXAMPLES, parse_hardware
+from rlhf_jax.config.hardware import EXAMPLES, Hardware, parse_hardware
 from rlhf_jax.runtime.files import write_atomically
 
 
@@ -31,8 +34,45 @@ def main(argv: list[str]) -> int:
 
     Of a search, whether the plan that it found does.
     """
+    asked, rest = _parser(argv[0]).parse_known_args(argv[1:])
+    try:
+        hardware = _hardware(asked)
+        config = command_line.read([argv[0], *rest])
+        planned = plan_run(config, hardware)
+        searched = search_plans(config, planned, asked.lag) if asked.search else None
+        if searched and asked.out and searched.plans[-1].fits:
+            found = searched.plans[-1]
+            out = Path(asked.out)
+            write_atomically(out, found.plan.text().encode())
+            picture = timeline_svg(found, str(planned.hardware))
+            write_atomically(out.with_suffix(".svg"), picture.encode())
+        plan = searched.plans[-1].plan if searched else planned.plan
+        verified = verify_plan(config, planned, plan, _say) if asked.verify else None
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print_plan(config, planned)
+    if searched:
+        print_search(searched, vary(config, planned, searched.plans))
+    if verified:
+        print_verified(verified)
+        return 1 if verified.too_large else 0
+    if searched:
+        return 0 if searched.plans[-1].fits else 1
+    if planned.hardware.gigabytes:
+        try:
+            memory_parts.check(planned.parts, planned.hardware.gigabytes * memory_parts.GIGA)
+        except ValueError as error:
+            print(f"It does not fit: {error}")
+            return 1
+        print("It fits.")
+    return 0
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    """Make what reads the command's own arguments; the rest is the config's."""
     parser = argparse.ArgumentParser(
-        prog=argv[0], description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=name, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--devices", required=True, help=EXAMPLES)
     parser.add_argument("--search", action="store_true", help="find the best plan of calls")
@@ -47,36 +87,26 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--network", type=float, metavar="GBITS", help="of each GPU, between nodes (gigabits/s)"
     )
-    asked, rest = parser.parse_known_args(argv[1:])
-    try:
-        hardware = parse_hardware(asked.devices)
-        if asked.network is not None:
-            hardware = hardware.with_network(asked.network)
-        config = command_line.read([argv[0], *rest])
-        planned = plan_run(config, hardware)
-        if asked.out and not (asked.search and asked.out.endswith(".json")):
-            raise ValueError(f"--out {asked.out} is for what --search finds, in a file NAME.json.")
-        if asked.lag and not asked.search:
-            raise ValueError("--lag 1 is for what is searched; add --search.")
-        searched = search_plans(config, planned, asked.lag) if asked.search else None
-        if searched and asked.out and searched.plans[-1].fits:
-            found = searched.plans[-1]
-            out = Path(asked.out)
-            write_atomically(out, found.plan.text().encode())
-            picture = timeline_svg(found, str(planned.hardware))
-            write_atomically(out.with_suffix(".svg"), picture.encode())
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print_plan(config, planned)
-    if searched:
-        print_search(searched, vary(config, planned, searched.plans))
-        return 0 if searched.plans[-1].fits else 1
-    if planned.hardware.gigabytes:
-        try:
-            memory_parts.check(planned.parts, planned.hardware.gigabytes * memory_parts.GIGA)
-        except ValueError as error:
-            print(f"It does not fit: {error}")
-            return 1
-        print("It fits.")
-    return 0
+    parser.add_argument("--chip", help="a file of figures that benchmarks/chip.py has measured")
+    parser.add_argument("--verify", action="store_true", help="compile the plan for those TPUs")
+    return parser
+
+
+def _hardware(asked: argparse.Namespace) -> Hardware:
+    """Return the devices that are asked about; ValueError where arguments do not go together."""
+    hardware = parse_hardware(asked.devices)
+    if asked.chip:
+        hardware = hardware.measured(Path(asked.chip))
+    if asked.network is not None:
+        hardware = hardware.with_network(asked.network)
+    if asked.verify:
+        topology_devices(hardware)
+    if asked.out and not (asked.search and asked.out.endswith(".json")):
+        raise ValueError(f"--out {asked.out} is for what --search finds, in a file NAME.json.")
+    if asked.lag and not asked.search:
+        raise ValueError("--lag 1 is for what is searched; add --search.")
+    return hardware
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

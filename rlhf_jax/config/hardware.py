@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from typing import NamedTuple
 
-from rlhf_jax.placement.chips import GPUS, TPUS, Chip
+from rlhf_jax.placement.chips import GPUS, TPUS, Chip, read_chip
 
 EXAMPLES = "v5p:4x4x4 (TPU chips), gpu:8x8:h100 (nodes x GPUs), gpu:8:h100, v5p-8 (a TPU product)"
 
@@ -21,6 +22,12 @@ class Hardware(NamedTuple):
     compute_capability: float = 0.0  # of a GPU
     nodes: int = 1
     chip: Chip | None = None  # what one can do, where that is known
+    topology: str = ""  # of a TPU's slice, as its compiler names it, where that is said
+
+    def measured(self, path: Path) -> Hardware:
+        """Return the devices with a chip's measured figures from a file in place of the table's."""
+        chip = read_chip(path, self.chip)
+        return self._replace(chip=chip, gigabytes=chip.gigabytes)
 
     def part(self, count: int) -> Hardware:
         """Return so many of the devices, on as few nodes as hold them."""
@@ -50,6 +57,7 @@ class Hardware(NamedTuple):
 # (cloud.google.com/tpu/docs/system-architecture-tpu-vm).
 CORES = {"v4": 2, "v5p": 2, "v7x": 2}
 PRODUCTS = {"v5litepod": "v5e", "tpu7x": "v7x"}  # other names of a kind
+COMPILED_AS = {"v7x": "tpu7x"}  # names that the compiler has for a kind
 
 
 def parse_hardware(text: str) -> Hardware:
@@ -69,7 +77,7 @@ def parse_hardware(text: str) -> Hardware:
         count = math.prod(sizes)
         name = PRODUCTS.get(kind, kind)
         if name in TPUS and not model:
-            return _tpus(name, count)
+            return _tpus(name, count)._replace(topology=f"{COMPILED_AS.get(name, name)}:{shape}")
         if kind == "gpu" and model in GPUS and len(sizes) <= 2:
             chip = GPUS[model]
             nodes = sizes[0] if len(sizes) == 2 else 1

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
@@ -63,9 +62,9 @@ def plan(
     critic_run = run.at("critic_training")
     updates: list[list[Part]] = [[]]
     if policy_run and run.trains_policy:
-        updates.append(_update(policy_run, models.policy))
+        updates.append(update_parts(policy_run, models.policy))
     if critic_run and critic and run.trains_policy:
-        updates.append(_update(critic_run, critic))
+        updates.append(update_parts(critic_run, critic))
         if policy_run:  # the policy's waits: both models take a step, or neither
             waiting = policy_run.weights(models.policy, FLOAT32)
             part = Part("the policy's gradients, waiting", "training", waiting, SPLIT)
@@ -184,23 +183,25 @@ def _generation(run: PlannedRun) -> list[Part]:
     )
     run = dataclasses.replace(run, layout=dataclasses.replace(run.layout, mesh=one_slice))
     weights = functools.partial(run.weights, role="generation")
+    state = decode_state(run)
     student = weights(models.drafter, ends=False) if config.drafter.layers else 0
     scorers = 0
     if config.generation.fuse_inference:
         reference = (models.policy,) if config.kl.coefficient else ()
         scorers = sum(map(weights, (*reference, models.critic, *models.rewards)))
 
-    slots = cache_slots(run.text_tokens, derived.strategies(config).strategies, run.layout)
-    earlier = run.text_tokens if derived.replays(config) else 0
-    width = prompt_width(config.data.max_prompt_tokens, slots)
+    width = prompt_width(config.data.max_prompt_tokens, state.tokens.shape[1])
     empty = functools.partial(generation_rows.empty, models.policy, models.drafter)
-    size = (config.generation.max_rows, slots, config.generation.history_tokens, earlier)
     anywhere = Layout(dtype=run.layout.dtype)
-    state = jax.eval_shape(lambda: empty(*size, anywhere))
     prompts = jax.eval_shape(lambda: empty(PREFILLED, width, 0, 0, anywhere))
     policy_rows = run.rows(dataclasses.replace(state, draft=None, history=None))
     without = "set generation.fuse_inference to False"
+    work = _generation_work(run, state, width)
+    # Weights come before rows begin: a layer on its way has the room that these take later.
+    later = policy_rows + run.rows((state.draft, state.history, prompts)) + work.bytes
+    layer = max(0, run.gathered(models.policy) - later)
     return [
+        Part("one layer on its way", "generation", layer, SPLIT_TENSORS),
         Part("policy, for generation", "generation", weights(models.policy), SPLIT_TENSORS),
         Part("models that score beside it", "generation", scorers, without),
         Part("student, for generation", "generation", student, SPLIT_TENSORS),
@@ -208,8 +209,20 @@ def _generation(run: PlannedRun) -> list[Part]:
         Part("key-value cache of the drafter", "generation", run.rows(state.draft), FEWER_LIVE),
         Part("earlier responses", "generation", run.rows(state.history), LESS_HISTORY),
         Part("prefilled prompts", "generation", run.rows(prompts), SHORTER_PROMPTS),
-        _generation_work(run, state, width),
+        work,
     ]
+
+
+def decode_state(run: PlannedRun) -> DecodeState:
+    """Return the shapes of what a slice decodes, with all its rows."""
+    generation = run.config.generation
+    strategies = derived.strategies(run.config).strategies
+    earlier = run.text_tokens if derived.replays(run.config) else 0
+    slots = cache_slots(run.text_tokens, strategies, run.layout)
+    size = (generation.max_rows, slots, generation.history_tokens, earlier)
+    anywhere = Layout(dtype=run.layout.dtype)
+    empty = functools.partial(generation_rows.empty, run.models.policy, run.models.drafter)
+    return jax.eval_shape(lambda: empty(*size, anywhere))
 
 
 def _generation_work(run: PlannedRun, state: DecodeState, width: int) -> Part:
@@ -219,8 +232,9 @@ def _generation_work(run: PlannedRun, state: DecodeState, width: int) -> Part:
     prefill = run.forward(models.policy, row_share(PREFILLED, run.layout), width)
     # On a mesh, every device gathers it whole.
     leaf = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    rounds = round_bytes(run, state, most_nodes(run.config, run.layout))
     works = [
-        Part("a round at work", "generation", _round(run, state), "lower generation.max_rows"),
+        Part("a round at work", "generation", rounds, "lower generation.max_rows"),
         Part("a prefill at work", "generation", prefill, SHORTER_PROMPTS),
         Part("a cache leaf of a shrinking batch", "generation", leaf, FEWER_LIVE),
     ]
@@ -229,12 +243,12 @@ def _generation_work(run: PlannedRun, state: DecodeState, width: int) -> Part:
         whole = max(1, training.microbatch_rows // run.config.mesh.slices)
         rows = row_share(whole, run.layout)
         scorers = filter(None, (models.policy, models.critic, *models.rewards))
-        scored = max(_scoring(run, model, rows) for model in scorers)
+        scored = max(scoring_bytes(run, model, rows, gathers=False) for model in scorers)
         works.append(Part("a micro-batch that is scored", "generation", scored, FEWER_ROWS))
     return max(works, key=lambda work: work.bytes)
 
 
-def _round(run: PlannedRun, state: DecodeState) -> int:
+def round_bytes(run: PlannedRun, state: DecodeState, nodes: int) -> int:
     """Return the bytes of a round: the window of all layers, and scores or logits, in float32.
 
     Scores are there twice. So are the logits, and once more where rejection draws, or where they
@@ -244,7 +258,6 @@ def _round(run: PlannedRun, state: DecodeState) -> int:
     generation = run.config.generation
     candidates = derived.strategies(run.config)
     rows = row_share(generation.max_rows, run.layout)
-    nodes = most_nodes(run.config, run.layout)
     grid = rows * int(candidates.calls.grid[candidates.nodes <= nodes].max())
     itemsize = run.layout.dtype.itemsize
 
@@ -273,14 +286,15 @@ def most_nodes(config: Config, layout: Layout) -> int:
     return int(nodes[fits | fewest].max())
 
 
-def _scoring(run: PlannedRun, model: ModelConfig, rows: int) -> int:
+def scoring_bytes(run: PlannedRun, model: ModelConfig, rows: int, *, gathers: bool = True) -> int:
     """Return what scoring the longest texts needs: in a layer, or at the logits.
 
-    A reward model's are padded to whole buckets.
+    A reward model's texts are padded to whole buckets. Without `gathers` weights are whole.
     """
     bucket = run.config.training.length_bucket if model in run.models.rewards else 1
     tokens = -(-run.text_tokens // bucket) * bucket
-    return max(run.forward(model, rows, tokens), run.logits(model))
+    layer = run.forward(model, rows, tokens) + gathers * run.gathered_block(model)
+    return max(layer, run.logits(model) + gathers * run.gathered_head(model))
 
 
 def _inference(run: PlannedRun) -> list[Part]:
@@ -308,7 +322,7 @@ def _inference(run: PlannedRun) -> list[Part]:
     for call, model in scored:
         own = run.at(call)
         if own and model:
-            works.append(own.gathered(model) + _scoring(own, model, own.batch_rows))
+            works.append(scoring_bytes(own, model, own.batch_rows))
     work = max(works)
     return [
         Part("models that score", "inference", copies, SPLIT),
@@ -316,7 +330,7 @@ def _inference(run: PlannedRun) -> list[Part]:
     ]
 
 
-def _update(run: PlannedRun, model: ModelConfig) -> list[Part]:
+def update_parts(run: PlannedRun, model: ModelConfig) -> list[Part]:
     """List what one model's update needs beside its weights and optimizer.
 
     The gradient is summed in float32; a micro-batch's stands beside the weights, both in the
@@ -330,9 +344,7 @@ def _update(run: PlannedRun, model: ModelConfig) -> list[Part]:
     # In float32 a chunk's gradient of the head and its logits; where there are several chunks, and
     # but on a CPU, the head and its gradient so far.
     several = run.batch_rows * run.config.generation.max_new_tokens > CHUNK
-    real = isinstance(run.layout.mesh, Mesh)
-    on_cpu = real and run.layout.devices.flat[0].platform == "cpu"
-    copies = 4 * (3 if several and not on_cpu else 1) + (itemsize if itemsize < 4 else 0)
+    copies = 4 * (3 if several and not run.on_cpu else 1) + (itemsize if itemsize < 4 else 0)
     head = copies * model.width * run.outputs(model) + run.logits(model)
     works = [
         Part("one layer at work", "training", layer, FEWER_ROWS),
@@ -349,8 +361,8 @@ def _update(run: PlannedRun, model: ModelConfig) -> list[Part]:
 def _distillation(run: PlannedRun) -> list[Part]:
     """List what a student's update needs beside its weights and optimizer.
 
-    It needs gradients as in `_update`, the policy's hidden states of all its rows, and the policy
-    at work or the student, or their logits and gradients.
+    It needs gradients as in `update_parts`, the policy's hidden states of all its rows, and the
+    policy at work or the student, or their logits and gradients.
     """
     config = run.config
     policy = run.models.policy

@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from pallas_kernels.shapes import LANES
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config.objectives import objective_of
 from rlhf_jax.config.schema import Config
@@ -106,14 +108,15 @@ class PlannedRun:
         """Return the bytes that the backward pass keeps of a token and a layer.
 
         They are the layer's input, and without remat its products with weights and what a kernel
-        of attention returns.
+        of attention returns: a TPU's repeats the float32 sums of softmax over all lanes.
         """
         if self.remat:
             return model.width * self.layout.dtype.itemsize
         attended = 0 if self.layout.dtype == meshes.FLOAT32 else model.num_heads
         heads = (model.num_heads + 2 * model.num_kv_heads + attended) * model.head_dim
         split = self.tensor_share(heads + 2 * model.ffn_width)
-        return (2 * model.width + split) * self.layout.dtype.itemsize
+        sums = 4 * LANES * self.tensor_share(attended)
+        return (2 * model.width + split) * self.layout.dtype.itemsize + sums
 
     def forward(self, model: ModelConfig, rows: int, tokens: int) -> int:
         """Return the bytes at work in one layer's forward pass over `rows` of a device.
@@ -139,6 +142,41 @@ class PlannedRun:
     def gathered(self, model: ModelConfig) -> int:
         """Return the bytes of one layer's weights, gathered over `fsdp`."""
         return self.weights(dataclasses.replace(model, num_layers=1), role="generation", ends=False)
+
+    def gathered_block(self, model: ModelConfig) -> int:
+        """Return the bytes of a layer's feed-forward weights, gathered for one forward pass.
+
+        It is the larger half of a layer; attention's weights are given up before it begins.
+        """
+        if self.width_shards == 1:
+            return 0
+        return 3 * model.width * self.tensor_share(model.ffn_width) * self.layout.dtype.itemsize
+
+    def gathered_head(self, model: ModelConfig) -> int:
+        """Return the bytes of the head, gathered for one forward pass.
+
+        Where it is padded, it is summed of float32 copies, and two of them exist at one time.
+        """
+        if model.scalar_head or self.width_shards == 1:
+            return 0
+        copies = 2 * 4 if self.pads(model) else self.layout.dtype.itemsize
+        return copies * model.width * self.outputs(model)
+
+    @property
+    def width_shards(self) -> int:
+        """Return how many devices the width of weights is split over in training."""
+        return self.layout.extent(("slices", "fsdp"))
+
+    @property
+    def on_cpu(self) -> bool:
+        """Tell whether the devices are known to be a CPU's."""
+        real = isinstance(self.layout.mesh, Mesh)
+        return real and self.layout.devices.flat[0].platform == "cpu"
+
+    def pads(self, model: ModelConfig) -> bool:
+        """Tell whether a device's part of the width is not whole lanes of a TPU."""
+        shard = model.width // self.width_shards
+        return self.width_shards > 1 and shard % LANES != 0 and not self.on_cpu
 
 
 def abstract_weights(model: ModelConfig, dtype: DTypeLike) -> Model:

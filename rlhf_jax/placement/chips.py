@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhf_jax.runtime.foreign import parse_json, reading_foreign
 
 
 class Efficiency(NamedTuple):
@@ -41,6 +44,11 @@ TPUS = {
     "v6e": Chip(32, 918e12, 1.638e12, 100e9, 12.5e9, torus_axes=2),
     "v7x": Chip(192, 2307e12, 7.38e12, 100e9, 12.5e9, torus_axes=3),
 }
+# Usual slices, by the axes of the torus; the compiler knows some others.
+TOPOLOGIES = {
+    2: ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+    3: ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16"),
+}
 # nvidia.com, data sheets of the SXM modules and of cards; networks as in a DGX of 8, or 25 Gb/s.
 GPUS = {
     "a100": Chip(80, 312e12, 2.039e12, 300e9, 25e9, compute_capability=8.0),
@@ -52,6 +60,43 @@ GPUS = {
     "l40s": Chip(48, 362e12, 0.864e12, 32e9, 3.125e9, compute_capability=8.9),
     "rtx4090": Chip(24, 165e12, 1.008e12, 32e9, 3.125e9, compute_capability=8.9),
 }
+
+
+def read_chip(path: Path, known: Chip | None) -> Chip:
+    """Read a chip's measured figures, as `benchmarks/chip.py` writes them.
+
+    What the file does not say is as it is `known`. Raises ValueError or FileNotFoundError, in one
+    sentence, for a file that holds no figures or not all that are needed.
+    """
+    with reading_foreign(path, "a chip's figures in JSON"):
+        document = parse_json(path.read_bytes(), unique=True)
+        figures = document.get("chip") if isinstance(document, dict) else None
+        if not isinstance(figures, dict):
+            raise ValueError(f"{path} has no map `chip`; measure it by benchmarks/chip.py.")
+        shares = figures.get("efficiency", {})
+        if not isinstance(shares, dict):
+            raise ValueError(f"{path} has an efficiency that is no map.")
+        plain = {name: value for name, value in figures.items() if name != "efficiency"}
+        _check_figures(path, plain, Chip._fields)
+        _check_figures(path, shares, Efficiency._fields)
+        efficiency = (known.efficiency if known else ASSUMED)._replace(**shares)
+        if known is not None:
+            return known._replace(**plain, efficiency=efficiency)
+        lacking = [name for name in Chip._fields[:5] if name not in plain]
+        if lacking:
+            raise ValueError(f"{path} lacks {', '.join(lacking)}; measure them.")
+        return Chip(**plain, efficiency=efficiency)
+
+
+def _check_figures(path: Path, figures: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Raise ValueError where a figure is unknown, or is no positive number."""
+    for name, value in figures.items():
+        if name not in names:
+            raise ValueError(f"{path} has {name!r:.40}, which is no figure of a chip.")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        least = 0 if name in ("torus_axes", "compute_capability") else 1e-12
+        if not (number and least <= value < math.inf):
+            raise ValueError(f"{path} has {name} = {value!r:.40}; give a positive number.")
 
 
 def ring_bandwidth(chip: Chip, devices: int, nodes: int, group: int, stride: int) -> float:

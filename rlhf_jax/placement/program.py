@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +27,7 @@ def run_legs(
 ) -> list[Pieces]:
     """Run one leg of each leaf; those over the same grid are one program."""
     found: dict[int, Pieces] = {}
-    grids = [_grid_mesh(leg.recuts[0].sizes, leg.devices) for leg in legs]
-    for grid in dict.fromkeys(grids):
-        own = [place for place, one in enumerate(grids) if one == grid]
+    for grid, own in _by_grid(legs, tuple(jax.devices())).items():
         given = []
         for place in own:
             sharding = NamedSharding(grid, legs[place].spec(stacked=index is not None))
@@ -37,6 +36,41 @@ def run_legs(
         moved = _run(given, index, legs=program, grid=grid, dtype=dtype)
         found |= dict(zip(own, moved, strict=True))
     return [found[place] for place in range(len(legs))]
+
+
+class LegProgram(NamedTuple):
+    """Hold a program of some legs, traced for shapes."""
+
+    legs: tuple[Leg, ...]
+    traced: jax.stages.Traced
+
+
+def trace_legs(
+    leaves: Sequence[tuple[jax.ShapeDtypeStruct, ...]],
+    legs: Sequence[Leg],
+    devices: Sequence[Any],
+    dtype: jnp.dtype | None = None,
+    stacked: bool = False,
+) -> Iterator[LegProgram]:
+    """Yield the programs of `run_legs` for shapes, on devices that need not be here."""
+    for grid, own in _by_grid(legs, tuple(devices)).items():
+        given = []
+        for place in own:
+            sharding = NamedSharding(grid, legs[place].spec(stacked=stacked))
+            given.append(tuple(piece.update(sharding=sharding) for piece in leaves[place]))
+        everywhere = NamedSharding(grid, PartitionSpec())
+        number = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+        program = tuple(legs[place] for place in own)
+        index = number if stacked else None
+        yield LegProgram(program, _run.trace(given, index, legs=program, grid=grid, dtype=dtype))
+
+
+def _by_grid(legs: Sequence[Leg], devices: tuple[Any, ...]) -> dict[Mesh, list[int]]:
+    """Return the numbers of the legs over each grid."""
+    found: dict[Mesh, list[int]] = {}
+    for number, leg in enumerate(legs):
+        found.setdefault(_grid_mesh(leg.recuts[0].sizes, leg.devices, devices), []).append(number)
+    return found
 
 
 @functools.partial(jax.jit, static_argnames=("legs", "grid", "dtype"))
@@ -112,7 +146,8 @@ def send_across(moved: list[Pieces], routes: Sequence[Route]) -> list[Pieces]:
     arrived = []
     for place, leg in going.items():
         by_receiver = [[next(sent) for _ in own] for own in routes[place].crossing]
-        sharding = NamedSharding(_grid_mesh(leg.recuts[0].sizes, leg.devices), leg.spec())
+        grid = _grid_mesh(leg.recuts[0].sizes, leg.devices, tuple(jax.devices()))
+        sharding = NamedSharding(grid, leg.spec())
         shape = (len(leg.devices), *leg.part_shape())
         found = [
             jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
@@ -136,8 +171,8 @@ def relabel(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=256)
-def _grid_mesh(sizes: tuple[int, ...], devices: tuple[int, ...]) -> Mesh:
+def _grid_mesh(sizes: tuple[int, ...], numbers: tuple[int, ...], devices: tuple[Any, ...]) -> Mesh:
     """Return the mesh of a grid, with one more axis of size 1, as a mesh has at least one."""
-    by_id = {device.id: device for device in jax.devices()}
-    places = np.array([by_id[number] for number in devices]).reshape(*sizes, 1)
+    by_id = {device.id: device for device in devices}
+    places = np.array([by_id[number] for number in numbers]).reshape(*sizes, 1)
     return Mesh(places, (*(f"axis_{number}" for number in range(len(sizes))), "one"))

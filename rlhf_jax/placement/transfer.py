@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 from typing import cast as typed
 
@@ -19,14 +19,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jax.typing import DTypeLike
 
 from rlhf_jax.mesh import Layout, model_shardings, pin_weights
-from rlhf_jax.placement.leg import Placing
-from rlhf_jax.placement.program import relabel, run_legs, send_across
-from rlhf_jax.placement.route import BytesMoved, find_route, traffic
+from rlhf_jax.placement.leg import Leg, Placing
+from rlhf_jax.placement.program import LegProgram, relabel, run_legs, send_across, trace_legs
+from rlhf_jax.placement.route import BytesMoved, Route, find_route, traffic
 from rlhf_jax.types import Layer, Model
 
 T = TypeVar("T")
 
-__all__ = ["bytes_moved", "is_in_place", "move", "transfer", "transfer_ends", "transfer_layers"]
+__all__ = [
+    "bytes_moved",
+    "is_in_place",
+    "move",
+    "trace_layer",
+    "transfer",
+    "transfer_ends",
+    "transfer_layers",
+]
 
 
 def transfer(model: Model, layout: Layout, dtype: DTypeLike | None = None) -> Model:
@@ -110,18 +118,46 @@ def move(tree: T, places: Any, dtype: DTypeLike | None = None, index: int | None
         return _take(tree, number, dtype=dtype)
     if index is None and _lies(tree, places, dtype):
         return tree
-    shapes = jax.tree.leaves(tree if index is None else _one_layer(tree))
     ends = jax.tree.leaves(places)
-    routes = [
-        find_route(one.shape, _placing(one.sharding, one.ndim), _placing(end, one.ndim))
-        for one, end in zip(shapes, ends, strict=True)
-    ]
+    routes = _routes(tree if index is None else _one_layer(tree), ends)
     leaves, treedef = jax.tree.flatten(tree)
     firsts = [route.first for route in routes]
     moved = run_legs([(leaf,) for leaf in leaves], firsts, dtype=dtype, index=number)
     moved = send_across(moved, routes)
     found = [relabel(leaf, end) for (leaf,), end in zip(moved, ends, strict=True)]
     return jax.tree.unflatten(treedef, found)
+
+
+def trace_layer(
+    layers: Layer, layout: Layout, devices: Sequence[Any], dtype: DTypeLike
+) -> Iterator[LegProgram]:
+    """Yield the programs that bring a layer of stacked shapes to a layout.
+
+    devices: all that take part; they need not be here. What lies on other devices is recut on
+    those it comes from, and once more where it arrives.
+    """
+    cast = jnp.dtype(dtype)
+    one = _one_layer(layers)
+    routes = _routes(one, jax.tree.leaves(model_shardings(one, layout)))
+    given = [(leaf,) for leaf in jax.tree.leaves(layers)]
+    yield from trace_legs(given, [route.first for route in routes], devices, cast, stacked=True)
+    arriving = [route for route in routes if route.second is not None]
+    pieces = []
+    legs = []
+    for route in arriving:
+        leg = typed(Leg, route.second)
+        piece = jax.ShapeDtypeStruct((len(leg.devices), *leg.part_shape()), cast)
+        pieces.append((piece,) * len(route.crossing[0]))
+        legs.append(leg)
+    yield from trace_legs(pieces, legs, devices)
+
+
+def _routes(tree: Any, places: Sequence[Sharding]) -> list[Route]:
+    """Return the way of each leaf of a tree of arrays or shapes to its place."""
+    return [
+        find_route(leaf.shape, _placing(leaf.sharding, leaf.ndim), _placing(place, leaf.ndim))
+        for leaf, place in zip(jax.tree.leaves(tree), places, strict=True)
+    ]
 
 
 @functools.lru_cache(maxsize=4096)

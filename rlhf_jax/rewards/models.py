@@ -78,7 +78,7 @@ def start_scoring(
             tokens[row, : len(fitting[index])] = fitting[index]
             last[row] = len(fitting[index]) - 1
         placed = place_rows((tokens, last), layout)
-        parts.append((chosen, _read(reward_model.model, *placed, layout)))
+        parts.append((chosen, read_scores(reward_model.model, *placed, layout)))
     return parts, failures
 
 
@@ -125,7 +125,7 @@ def _tokens_to_read(reward_model: RewardModel, response: Response) -> list[int] 
 
 
 @functools.partial(jax.jit, static_argnames="layout")
-def _read(model: Model, tokens: Array, last: Array, layout: Layout) -> jax.Array:
+def read_scores(model: Model, tokens: Array, last: Array, layout: Layout) -> jax.Array:
     """Compute the scalar head at position last[b] of tokens [B, T]: [B] float32.
 
     Tokens after that position change nothing.

@@ -19,10 +19,11 @@ def count_flops(function: Callable, *arguments: Any) -> int:
     arguments: arrays or shapes; nothing is computed. Of branches the largest counts. A loop whose
     turns are not known before it runs counts once.
     """
-    return _flops(jax.make_jaxpr(function)(*arguments))
+    return jaxpr_flops(jax.make_jaxpr(function)(*arguments))
 
 
-def _flops(jaxpr: ClosedJaxpr | Jaxpr) -> int:
+def jaxpr_flops(jaxpr: ClosedJaxpr | Jaxpr) -> int:
+    """Return the FLOPs of a program that is traced, as `count_flops` counts them."""
     return sum(map(_flops_of, jaxpr.eqns))
 
 
@@ -36,7 +37,7 @@ def _flops_of(equation: JaxprEqn) -> int:
         out: Any = equation.outvars[0].aval
         return 2 * math.prod(left.shape[axis] for axis in contracted) * math.prod(out.shape)
     parts = jax.tree.leaves(list(params.values()))
-    inside = [_flops(part) for part in parts if isinstance(part, (ClosedJaxpr, Jaxpr))]
+    inside = [jaxpr_flops(part) for part in parts if isinstance(part, (ClosedJaxpr, Jaxpr))]
     if name == "cond":
         return max(inside)
     return sum(inside) * _turns(name, params)

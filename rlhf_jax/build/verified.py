@@ -1,0 +1,304 @@
+"""Compile the programs of a plan for TPUs that need not be here, and hold formulas to the compiler.
+
+What is said of a program is kept on disk, by the program's own text and the compiler's version.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.stages import Lowered
+
+from rlhf_jax.build.planned import Planned
+from rlhf_jax.build.programs import CallProgram, PlacedCalls
+from rlhf_jax.config.hardware import Hardware
+from rlhf_jax.config.memory_parts import GIGA
+from rlhf_jax.config.schema import Config
+from rlhf_jax.monitoring import console
+from rlhf_jax.placement.chips import TOPOLOGIES, TPUS
+from rlhf_jax.placement.plan import Plan
+from rlhf_jax.placement.search.collectives import find_collectives
+from rlhf_jax.placement.search.flops import jaxpr_flops
+from rlhf_jax.runtime.files import write_atomically
+
+DEPTHS = (1, 2)  # layers at which a program is compiled that has each layer as a part of its own
+THREADS = 2  # that compile at one time: each takes a core and up to 2 GB
+# What libtpu is told, so that it asks no machine, takes no chip and writes no log.
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+}
+# A v4's two cores are one device.
+CHIP_CONFIGS = {"v4": {"chip_config_name": "megacore"}}
+
+
+class CompilerFigures(NamedTuple):
+    """Hold what the compiler says of one program: of one device, and FLOPs of all."""
+
+    arguments: float  # bytes
+    results: float  # bytes, those left out that overwrite an argument
+    temporary: float  # bytes
+    received: float  # bytes
+    flops: float  # of the jaxpr
+    seconds: float  # that it took to compile
+    refusal: str = ""  # why it was not compiled, where it does not fit
+
+    @property
+    def bytes(self) -> float:
+        """Return the bytes of a device while the program runs."""
+        return self.arguments + self.results + self.temporary
+
+    def extended(self, longer: CompilerFigures, layers: int) -> CompilerFigures:
+        """Return the figures with more layers, each of which adds as `longer` has over this one."""
+
+        def extend(name: str) -> float:
+            one = getattr(self, name)
+            return one + layers * (getattr(longer, name) - one)
+
+        return CompilerFigures(
+            arguments=extend("arguments"),
+            results=extend("results"),
+            temporary=extend("temporary"),
+            received=extend("received"),
+            flops=extend("flops"),
+            seconds=self.seconds + longer.seconds,
+            refusal=self.refusal or longer.refusal,
+        )
+
+
+class VerifiedProgram(NamedTuple):
+    """Hold a program of a call, and what the compiler says of it."""
+
+    program: CallProgram
+    compiled: CompilerFigures
+
+    @property
+    def in_all(self) -> float:
+        """Return the bytes of a device while it runs, with what is there beside it."""
+        return self.program.beside + self.compiled.bytes
+
+
+class VerifiedPlan(NamedTuple):
+    """Hold the programs of a plan, compiled for devices that need not be here."""
+
+    topology: str
+    programs: list[VerifiedProgram]
+    limit: float  # bytes of a device
+    compiled: int  # programs that were
+    kept: int  # programs whose figures were on disk
+    seconds: float  # that all this took
+
+    @property
+    def too_large(self) -> list[VerifiedProgram]:
+        """Return the programs that do not fit beside what is there."""
+        return [one for one in self.programs if one.compiled.refusal or one.in_all > self.limit]
+
+
+def verify_plan(
+    config: Config, planned: Planned, plan: Plan, observe: Callable[[str], None] = lambda line: None
+) -> VerifiedPlan:
+    """Compile the distinct programs of a plan, from shapes alone.
+
+    `observe` hears of each that is compiled. Raises ValueError where nothing compiles for the
+    hardware here.
+    """
+    began = time.perf_counter()
+    hardware = planned.hardware
+    devices = topology_devices(hardware)
+    calls = PlacedCalls(config, planned.models, plan, devices, hardware, planned.remat)
+    folder = config.compilation_cache and Path(config.compilation_cache).expanduser() / "verified"
+    compiler = CachingCompiler(hardware.topology, folder, observe)
+    pending = []
+    with concurrent.futures.ThreadPoolExecutor(THREADS, "compiling") as pool:
+        for program in calls.programs():
+            depths = DEPTHS if program.unrolled else (program.depth,)
+            pending.append((program, [compiler.submit(pool, program, depth) for depth in depths]))
+    programs = []
+    for program, futures in pending:
+        figures = [future.result() for future in futures]
+        whole = figures[0]
+        if program.unrolled:
+            whole = figures[0].extended(figures[1], program.depth - DEPTHS[0])
+        programs.append(VerifiedProgram(program, whole))
+    seconds = time.perf_counter() - began
+    return VerifiedPlan(
+        hardware.topology,
+        programs,
+        hardware.gigabytes * GIGA,
+        compiler.compiled,
+        compiler.kept,
+        seconds,
+    )
+
+
+class CachingCompiler:
+    """Compile each distinct program once, and keep what is said of it."""
+
+    def __init__(self, topology: str, folder: Path | str, observe: Callable[[str], None]):
+        """Begin for a topology; without a folder nothing is kept on disk."""
+        self.compiled: int = 0
+        self.kept: int = 0
+        self._observe = observe
+        self._folder = folder and Path(folder)
+        self._identity = f"{topology} {compiler_version()}"
+        self._known: dict[str, concurrent.futures.Future[CompilerFigures]] = {}
+
+    def submit(
+        self, pool: concurrent.futures.Executor, program: CallProgram, depth: int
+    ) -> concurrent.futures.Future[CompilerFigures]:
+        """Return the figures of a program of so many layers, once they are there."""
+        traced = program.trace(depth)
+        lowered = traced.lower()
+        text = f"{self._identity}\n{lowered.as_text()}"
+        key = hashlib.sha256(text.encode()).hexdigest()
+        if key not in self._known:
+            flops = jaxpr_flops(traced.jaxpr)
+            label = f"{program.call}, {program.name}"
+            self._known[key] = pool.submit(self._figures, key, lowered, flops, label=label)
+        return self._known[key]
+
+    def _figures(self, key: str, lowered: Lowered, flops: float, *, label: str) -> CompilerFigures:
+        """Return a program's figures, from disk where they are there."""
+        path = Path(self._folder) / f"{key}.json" if self._folder else None
+        if path and path.exists():
+            # a file that is damaged is made anew
+            with contextlib.suppress(ValueError, TypeError):
+                figures = CompilerFigures(**json.loads(path.read_bytes()))
+                self.kept += 1
+                return figures
+        figures = compile_figures(lowered, flops)
+        self.compiled += 1
+        self._observe(f"compiled in {figures.seconds:.0f} s: {label}")
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(figures._asdict()).encode())
+        return figures
+
+
+def compile_figures(lowered: Lowered, flops: float) -> CompilerFigures:
+    """Compile a program, and return what the compiler says of it.
+
+    Raises ValueError where it is refused for another reason than its size.
+    """
+    began = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        said = str(error).partition("\n")[0]
+        if "RESOURCE_EXHAUSTED" not in said:
+            raise ValueError(f"The TPU's compiler refuses a program of the plan: {said}") from error
+        seconds = time.perf_counter() - began
+        return CompilerFigures(0.0, 0.0, 0.0, 0.0, flops, seconds, refusal=said)
+    sizes = compiled.memory_analysis()
+    assert sizes is not None, "The TPU's compiler says how much memory a program needs."
+    return CompilerFigures(
+        arguments=sizes.argument_size_in_bytes,
+        results=sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
+        temporary=sizes.temp_size_in_bytes,
+        received=sum(one.received for one in find_collectives(str(compiled.as_text()))),
+        flops=flops,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def compiler_version() -> str:
+    """Return what compiles for TPUs here, and its version."""
+    return f"jax {jax.__version__}, libtpu {importlib.metadata.version('libtpu')}"
+
+
+def topology_devices(hardware: Hardware) -> list[Any]:
+    """Return the devices that the compiler sees in a TPU's topology.
+
+    Raises ValueError, in one sentence, where nothing here compiles for the hardware.
+    """
+    if hardware.platform != "tpu":
+        raise ValueError(
+            f"--verify compiles for TPUs, and nothing here compiles for {hardware}: leave it out,"
+            " or name TPUs."
+        )
+    if not hardware.topology:
+        raise ValueError(
+            f"--verify needs the topology of the {hardware.count} chips: name it, such as"
+            " v5p:4x4x4."
+        )
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError("--verify needs the TPU's compiler, libtpu: pip install 'rlhf_jax[pod]'.")
+    found = _devices(hardware.topology)
+    if len(found) != hardware.count:
+        raise ValueError(
+            f"The TPU's compiler sees {len(found)} devices in {hardware.topology}, and plans here"
+            f" are for {hardware.count}: leave --verify out."
+        )
+    return found
+
+
+@functools.cache
+def _devices(topology: str) -> list[Any]:
+    """Return the devices of a topology, each time the same ones."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from jax.experimental import topologies
+
+    kind = topology.partition(":")[0]
+    known = TOPOLOGIES[TPUS[kind.replace("tpu7", "v7")].torus_axes]
+    try:
+        found = topologies.get_topology_desc(topology, "tpu", **CHIP_CONFIGS.get(kind, {}))
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            f"The TPU's compiler knows no {topology} ({str(error).partition(':')[2].strip()});"
+            f" it knows {', '.join(f'{kind}:{shape}' for shape in known)}."
+        ) from error
+    return list(found.devices)
+
+
+def print_verified(verified: VerifiedPlan) -> None:
+    """Print the compiler's figures beside those of formulas, and whether all fits."""
+    heading = f"{'compiled':>27}{'formula':>10}"
+    memory = [("a chip's GB", f"{heading}{'in all':>9}")]
+    work = [("PFLOP", f"{heading}  of all chips")]
+    sent = [("GB received", f"{heading}  by a chip")]
+    for program, compiled in verified.programs:
+        foreseen = program.foreseen
+        in_all = program.beside + compiled.bytes
+        sizes = _pair(program, compiled.bytes, foreseen.bytes, GIGA)
+        memory.append((program.call, f"{sizes}{in_all / GIGA:9.2f}"))
+        work.append((program.call, _pair(program, compiled.flops, foreseen.flops, 1e15)))
+        sent.append((program.call, _pair(program, compiled.received, foreseen.received, GIGA)))
+    notes = [
+        f"in all: with what is there beside the program; a chip has {verified.limit / GIGA:g} GB",
+        "each program once; rounds from those of 1 and 2 layers",
+        f"{verified.compiled} programs compiled and {verified.kept} known, in"
+        f" {verified.seconds:.0f} s; no chip was asked",
+    ]
+    rows = [*memory, *work, *sent, ("", "\n".join(notes))]
+    console.describe(f"rlhf_jax: programs for {verified.topology} by {compiler_version()}", rows)
+    for one in verified.too_large:
+        needs = f"a chip needs {one.in_all / GIGA:.1f} GB"
+        said = one.compiled.refusal or f"{needs} and has {verified.limit / GIGA:.1f} GB"
+        print(f"It does not fit: {one.program.call}, {one.program.name}: {said}.")
+    if not verified.too_large:
+        print("It fits, by the compiler's figures.")
+
+
+def _pair(program: CallProgram, compiled: float, formula: float, unit: float) -> str:
+    """Write a figure of the compiler and a formula's; nothing where both are nothing."""
+    named = f"{program.name:18}"
+    if not compiled and not formula:
+        return f"{named}{'-':>9}{'-':>10}"
+    return f"{named}{compiled / unit:9.3f}{formula / unit:10.3f}"
