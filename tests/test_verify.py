@@ -1,4 +1,4 @@
-"""`rlhf-jax plan --verify`: programs of a plan, compiled for TPUs that are not here; and `--chip`."""
+"""`rlhf-jax plan --verify`: programs of a plan, compiled for TPUs not here; and `--chip`."""
 
 from __future__ import annotations
 
