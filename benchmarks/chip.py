@@ -149,7 +149,7 @@ def ppo_config(rows: int, tokens: int) -> Config:
     """A run of PPO without drafts, whose samples are one micro-batch."""
     config = schema.default()
     config.advantage.estimator = "gae"
-    config.kl.update(place="reward", coefficient=0.1)
+    config.kl.update(place="loss", estimator="k3", coefficient=0.1)
     config.data.max_prompt_tokens = tokens // 2
     config.generation.update(
         strategy="plain",

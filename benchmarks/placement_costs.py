@@ -102,11 +102,14 @@ def measured_pairs(
 
 def rank_correlation(pairs: Sequence[dict[str, Any]]) -> float:
     """Spearman's, of predicted seconds and CPU seconds."""
-    predicted, measured = (
-        np.argsort(np.argsort([pair[name] for pair in pairs]))
-        for name in ("predicted_seconds", "cpu_seconds")
-    )
-    return float(np.corrcoef(predicted, measured)[0, 1])
+
+    def ranks(name: str) -> np.ndarray:
+        """The mean place of each among all, so that equal ones are equal."""
+        values = np.array([pair[name] for pair in pairs])
+        ordered = np.sort(values)
+        return np.searchsorted(ordered, values) + np.searchsorted(ordered, values, "right")
+
+    return float(np.corrcoef(ranks("predicted_seconds"), ranks("cpu_seconds"))[0, 1])
 
 
 if __name__ == "__main__":

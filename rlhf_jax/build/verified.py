@@ -33,8 +33,11 @@ from rlhf_jax.placement.search.collectives import find_collectives
 from rlhf_jax.placement.search.flops import jaxpr_flops
 from rlhf_jax.runtime.files import write_atomically
 
-DEPTHS = (1, 2)  # layers at which a program is compiled that has each layer as a part of its own
-THREADS = 2  # that compile at one time: each takes a core and up to 2 GB
+LAYERS_COMPILED = (
+    1,
+    2,
+)  # layers at which a program is compiled that has each layer as a part of its own
+COMPILING_THREADS = 2  # that compile at one time: each takes a core and up to 2 GB
 # What libtpu is told, so that it asks no machine, takes no chip and writes no log.
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -125,16 +128,16 @@ def verify_plan(
     folder = config.compilation_cache and Path(config.compilation_cache).expanduser() / "verified"
     compiler = CachingCompiler(hardware.topology, folder, observe)
     pending = []
-    with concurrent.futures.ThreadPoolExecutor(THREADS, "compiling") as pool:
+    with concurrent.futures.ThreadPoolExecutor(COMPILING_THREADS, "compiling") as pool:
         for program in calls.programs():
-            depths = DEPTHS if program.unrolled else (program.depth,)
+            depths = LAYERS_COMPILED if program.unrolled else (program.depth,)
             pending.append((program, [compiler.submit(pool, program, depth) for depth in depths]))
     programs = []
     for program, futures in pending:
         figures = [future.result() for future in futures]
         whole = figures[0]
         if program.unrolled:
-            whole = figures[0].extended(figures[1], program.depth - DEPTHS[0])
+            whole = figures[0].extended(figures[1], program.depth - LAYERS_COMPILED[0])
         programs.append(VerifiedProgram(program, whole))
     seconds = time.perf_counter() - began
     return VerifiedPlan(

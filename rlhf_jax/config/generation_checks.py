@@ -131,7 +131,7 @@ def check_lag(config: Config, plan: Plan) -> None:
     require(
         not shared,
         "training.lag is 1, and generation has no devices of its own:"
-        f" {', '.join(shared)} shares them; set plan to 'disaggregated', or the lag to 0.",
+        f" {', '.join(shared)} on them too; set plan to 'disaggregated', or the lag to 0.",
     )
     for key in ("resample", "fuse_inference"):
         require(

@@ -1,0 +1,161 @@
+"""`rlhf-jax plan --verify`: programs of a plan, compiled for TPUs not here; and `--chip`."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import re
+
+import jax
+import pytest
+from tpu_topology import needs_libtpu
+
+from benchmarks.chip import placed_calls
+from benchmarks.placement_costs import SHAPES, chip_of, measured_pairs, rank_correlation
+from rlhf_jax import command
+from rlhf_jax.build import verified
+from rlhf_jax.build.verified import CachingCompiler, CompilerFigures, compile_figures
+from rlhf_jax.placement.search.flops import jaxpr_flops
+
+SMALL = SHAPES[0]._replace(layers=4)
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        ("gpu:8:h100", "nothing here compiles for 8 x H100"),
+        ("cpu:4", "nothing here compiles for 4 x cpu"),
+        ("v5p-8", "needs the topology of the 4 chips"),
+        pytest.param("v5p:3x5x7", "it knows v5p:2x2x1", marks=needs_libtpu),
+        pytest.param("v7x:2x2x1", "sees 8 devices in tpu7x:2x2x1", marks=needs_libtpu),
+    ],
+)
+def test_what_nothing_compiles_for_is_refused_in_one_sentence(devices, said, capsys):
+    assert command.main(["plan", "quickstart", "--devices", devices, "--verify"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_without_the_compiler_it_is_said_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(verified.importlib.util, "find_spec", lambda name: None)
+    assert command.main(["plan", "quickstart", "--devices", "v5p:2x2x1", "--verify"]) == 2
+    assert "pip install 'rlhf_jax[pod]'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("uncached")
+def test_rounds_of_one_and_two_layers_tell_what_one_of_four_is_given_and_multiplies():
+    calls = placed_calls(SMALL.model, jax.devices(), SMALL.rows, SMALL.tokens)
+    (program,) = (one for one in calls.programs() if one.unrolled)
+    found = {}
+    for depth in (1, 2, 4):
+        traced = program.trace(depth)
+        found[depth] = compile_figures(traced.lower(), jaxpr_flops(traced.jaxpr))
+    whole = found[1].extended(found[2], 3)
+    assert whole.arguments == found[4].arguments
+    assert whole.flops == found[4].flops
+    assert whole.flops > 2 * found[1].flops
+
+
+def test_formulas_of_each_program_are_near_its_jaxpr():
+    calls = placed_calls(SMALL.model, jax.devices(), SMALL.rows, SMALL.tokens)
+    counted = 0
+    for program in calls.programs():
+        flops = jaxpr_flops(program.trace(program.depth).jaxpr)
+        assert abs(program.foreseen.flops - flops) <= 0.1 * flops, program.name
+        counted += flops > 0
+    assert counted >= 5
+
+
+def test_figures_are_kept_by_the_programs_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(verified, "compiler_version", lambda: "one")
+    calls = placed_calls(SMALL.model, jax.devices(), SMALL.rows, SMALL.tokens)
+    program = next(one for one in calls.programs() if one.name == "scores")
+
+    def figures() -> tuple[CompilerFigures, int, int]:
+        compiler = CachingCompiler("here", tmp_path, lambda line: None)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            twice = [compiler.submit(pool, program, 4) for _ in range(2)]
+        assert twice[0] is twice[1]
+        return twice[0].result(), compiler.compiled, compiler.kept
+
+    first, *counts = figures()
+    assert counts == [1, 0] and first.arguments > 0
+    assert figures() == (first, 0, 1)
+    (path,) = tmp_path.glob("*.json")
+    path.write_text("{")
+    assert figures()[1:] == (1, 0)
+    monkeypatch.setattr(verified, "compiler_version", lambda: "another")
+    assert figures()[1:] == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is not a chip's figures in JSON"),
+        ("{}", "has no map `chip`"),
+        ('{"chip": {"speed": 1}}', "has 'speed', which is no figure"),
+        ('{"chip": {"flops": -1}}', "has flops = -1; give a positive number"),
+        ('{"chip": {"flops": 1e12}}', "lacks gigabytes, memory_bandwidth"),
+    ],
+)
+def test_a_file_without_a_chips_figures_is_refused(tmp_path, text, said, capsys):
+    path = tmp_path / "chip.json"
+    path.write_text(text)
+    words = ["plan", "quickstart", "--devices", "cpu:4", "--chip", str(path)]
+    assert command.main(words) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_measured_figures_stand_in_for_the_tables(tmp_path, capsys):
+    path = tmp_path / "chip.json"
+    words = ["plan", "grpo_llama31_8b:gpu", "--devices", "gpu:8:h100"]
+    seconds = []
+    for figures in ({}, {"flops": 989e11, "efficiency": {"decoding": 0.35}}):
+        path.write_text(json.dumps({"chip": figures}))
+        assert command.main([*words, "--chip", str(path)]) == 0
+        said = capsys.readouterr().out
+        found = re.findall(r"([\d.]+) s  (generation|policy_training) ", said)
+        seconds.append({call: float(number) for number, call in found})
+    assert seconds[1]["policy_training"] > 5 * seconds[0]["policy_training"]
+    assert seconds[1]["generation"] > 1.5 * seconds[0]["generation"]
+
+
+CPU = {
+    "gigabytes": 1.0,
+    "flops": 4e11,
+    "memory_bandwidth": 1e10,
+    "link_bandwidth": 1e9,
+    "network_bandwidth": 1e9,
+    "efficiency": {"training": 0.55, "inference": 0.7, "decoding": 2.0},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shapes", [SHAPES[::3], pytest.param(SHAPES, marks=pytest.mark.long)], ids=["two", "all"]
+)
+def test_calls_are_ranked_as_the_cpu_seconds_that_they_take(shapes):
+    pairs = list(measured_pairs(jax.devices(), chip_of({"chip": CPU}), shapes))
+    print(pairs)
+    assert len(pairs) >= 4 * len(shapes)
+    assert rank_correlation(pairs) >= 0.9
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.usefixtures("uncached")
+def test_the_memory_of_a_found_plan_is_foreseen(capsys, tmp_path):
+    words = ["plan", "ppo_llama31_8b:tpu", "--devices", "v5p:4x4x4", "--search", "--verify"]
+    changes = {"mesh.fsdp": -1, "training.minibatches": 1, "training.microbatch_rows": 64}
+    changes |= {"generation.max_rows": 64, "compilation_cache": str(tmp_path)}
+    words += [f"--config.{key}={value}" for key, value in changes.items()]
+    assert command.main(words) == 0
+    said = capsys.readouterr().out
+    assert "It fits, by the compiler's figures." in said
+    memory = said[said.index("a chip's GB") : said.index("PFLOP  ")]
+    pairs = re.findall(r"(\d+\.\d+) +(\d+\.\d+) +\d+\.\d+ *\n", memory)
+    assert len(pairs) >= 9
+    for compiled, foreseen in pairs:
+        assert abs(float(foreseen) / float(compiled) - 1) <= 0.15, (compiled, foreseen)
