@@ -73,7 +73,7 @@ def overlap(a: Iterable[Span], b: Iterable[Span]) -> float:
     return both / min(float(np.diff(one).sum()) for one in times)
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 def test_policy_and_critic_train_at_the_same_time(run, monkeypatch):
     spans, share = seen(run, monkeypatch, "interleaved")
     policy, critic = (
@@ -85,7 +85,8 @@ def test_policy_and_critic_train_at_the_same_time(run, monkeypatch):
     assert share < 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.long
 def test_generation_works_beside_training(run, monkeypatch):
     spans, share = seen(run, monkeypatch, "disaggregated", training__lag=1)
     generation = [span for span in spans if span.kind == "generate"]

@@ -245,28 +245,54 @@ def test_samples_are_one_update_behind_and_replayed(run):
     assert alone == [row["response"] for row in samples if row["step"] == 2]
 
 
-@pytest.mark.slow
-def test_killed_with_samples_ahead_and_resumed_is_uninterrupted(tmp_path, monkeypatch):
-    """Bit for bit, at random moments of a step; and a signal in training ends the run after it."""
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("lagged")
+    tiny_run.make_model(place / "tiny")
+    tiny_run.make_files(place)
+    return place
+
+
+@pytest.fixture
+def whole(place, monkeypatch) -> dict:
+    """What an uninterrupted run leaves, with generation on two devices and all else on two."""
     monkeypatch.setattr(test_resume, "CHANGES", RESUMED)
     monkeypatch.setitem(
         test_resume.ENVIRONMENT, "XLA_FLAGS", "--xla_force_host_platform_device_count=4"
     )
-    tiny_run.make_model(tmp_path / "tiny")
-    tiny_run.make_files(tmp_path)
-    done = test_resume.run(tmp_path, "whole", "none", -1)
-    assert done.returncode == 0, done.stderr
-    whole = test_resume.left_by(tmp_path / "whole")
-    assert [row["lag/updates"] for row in whole["metrics"]] == [0.0, 1.0, 1.0, 1.0, 1.0]
-    draw = random.Random(3)
-    for event, number in (("waiting", 3), ("training", 7), ("unfinished", 1)):
-        moment = (event, number, draw.random() / 20)
-        test_resume.kill_and_resume(tmp_path, event, moment, whole)
+    if not (place / "whole").exists():
+        done = test_resume.run(place, "whole", "none", -1)
+        assert done.returncode == 0, done.stderr
+    return test_resume.left_by(place / "whole")
 
-    stopped = test_resume.run(tmp_path, "stopped", "training:SIGHUP", 7)
+
+def moments(count: int) -> list[tuple[str, int, float]]:
+    """Random moments of steps that draw ahead; half come a little later than the event."""
+    draw = random.Random(3)
+    ends = {"waiting": 5, "training": 16, "inference": 10, "unfinished": 2, "samples": 4}
+    kinds = list(ends)
+    return [
+        (kind, draw.randrange(ends[kind]), draw.choice([0.0, draw.uniform(0.0, 0.05)]))
+        for kind in (kinds * count)[:count]
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "index", [pytest.param(i, marks=[pytest.mark.long] * (i > 0)) for i in range(10)]
+)
+def test_killed_with_samples_ahead_and_resumed_is_uninterrupted(index, place, whole):
+    """Bit for bit."""
+    assert [row["lag/updates"] for row in whole["metrics"]] == [0.0, 1.0, 1.0, 1.0, 1.0]
+    test_resume.kill_and_resume(place, f"moment-{index}", moments(10)[index], whole)
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_run_once_the_samples_beside_are_there(place, whole):
+    stopped = test_resume.run(place, "stopped", "training:SIGHUP", 7)
     assert stopped.returncode == 128 + signal.SIGHUP, stopped.stderr
     assert "the same command goes on" in stopped.stderr
-    written = len(lines(tmp_path / "stopped" / "metrics.jsonl"))
-    done = test_resume.run(tmp_path, "stopped", "none", 0)
+    written = len(lines(place / "stopped" / "metrics.jsonl"))
+    done = test_resume.run(place, "stopped", "none", 0)
     assert f"Going on from step {written}" in done.stdout, done.stderr
-    test_resume.check_equal(tmp_path / "stopped", whole)
+    test_resume.check_equal(place / "stopped", whole)

@@ -261,7 +261,10 @@ def test_a_run_that_repeats_itself_keeps_its_plan(run, capsys):
 
 
 @pytest.mark.slow
-def test_killed_under_a_plan_and_resumed_is_uninterrupted(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("event", "number"), [("unfinished", 1), pytest.param("training", 12, marks=pytest.mark.long)]
+)
+def test_killed_under_a_plan_and_resumed_is_uninterrupted(event, number, tmp_path, monkeypatch):
     """Bit for bit, with generation on two devices and all else on two others."""
     monkeypatch.setattr(test_resume, "CHANGES", RESUMED)
     monkeypatch.setitem(
@@ -271,11 +274,10 @@ def test_killed_under_a_plan_and_resumed_is_uninterrupted(tmp_path, monkeypatch)
     tiny_run.make_files(tmp_path)
     assert test_resume.run(tmp_path, "whole", "none", -1).returncode == 0
     whole = test_resume.left_by(tmp_path / "whole")
-    for event, number in (("training", 12), ("unfinished", 1)):
-        assert test_resume.run(tmp_path, event, event, number).returncode == -9
-        done = test_resume.run(tmp_path, event, "none", -1)
-        assert "Going on from step 2" in done.stdout, done.stderr
-        test_resume.check_equal(tmp_path / event, whole)
+    assert test_resume.run(tmp_path, event, event, number).returncode == -9
+    done = test_resume.run(tmp_path, event, "none", -1)
+    assert "Going on from step 2" in done.stdout, done.stderr
+    test_resume.check_equal(tmp_path / event, whole)
 
 
 # What a run may have besides, each under every preset.

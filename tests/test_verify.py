@@ -132,9 +132,8 @@ CPU = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "shapes", [SHAPES[::3], pytest.param(SHAPES, marks=pytest.mark.long)], ids=["two", "all"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("shapes", [SHAPES[::3], SHAPES], ids=["two", "all"])
 def test_calls_are_ranked_as_the_cpu_seconds_that_they_take(shapes):
     pairs = list(measured_pairs(jax.devices(), chip_of({"chip": CPU}), shapes))
     print(pairs)
