@@ -28,7 +28,6 @@ from rlhf_jax.config.memory_parts import GIGA
 from rlhf_jax.config.schema import Config
 from rlhf_jax.monitoring import console
 from rlhf_jax.placement.chips import TOPOLOGIES, TPUS
-from rlhf_jax.placement.plan import Plan
 from rlhf_jax.placement.search.collectives import find_collectives
 from rlhf_jax.placement.search.flops import jaxpr_flops
 from rlhf_jax.runtime.files import write_atomically
@@ -114,9 +113,9 @@ class VerifiedPlan(NamedTuple):
 
 
 def verify_plan(
-    config: Config, planned: Planned, plan: Plan, observe: Callable[[str], None] = lambda line: None
+    config: Config, planned: Planned, observe: Callable[[str], None] = lambda line: None
 ) -> VerifiedPlan:
-    """Compile the distinct programs of a plan, from shapes alone.
+    """Compile the distinct programs of a run's plan, from shapes alone.
 
     `observe` hears of each that is compiled. Raises ValueError where nothing compiles for the
     hardware here.
@@ -124,7 +123,7 @@ def verify_plan(
     began = time.perf_counter()
     hardware = planned.hardware
     devices = topology_devices(hardware)
-    calls = PlacedCalls(config, planned.models, plan, devices, hardware, planned.remat)
+    calls = PlacedCalls(config, planned.models, planned.plan, devices, hardware, planned.remat)
     folder = config.compilation_cache and Path(config.compilation_cache).expanduser() / "verified"
     compiler = CachingCompiler(hardware.topology, folder, observe)
     pending = []

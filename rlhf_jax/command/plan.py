@@ -46,8 +46,9 @@ def main(argv: list[str]) -> int:
             write_atomically(out, found.plan.text().encode())
             picture = timeline_svg(found, str(planned.hardware))
             write_atomically(out.with_suffix(".svg"), picture.encode())
-        plan = searched.plans[-1].plan if searched else planned.plan
-        verified = verify_plan(config, planned, plan, _say) if asked.verify else None
+        chosen = searched.plans[-1] if searched else planned
+        run = planned._replace(plan=chosen.plan, remat=chosen.remat)
+        verified = verify_plan(config, run, _say) if asked.verify else None
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
