@@ -225,12 +225,16 @@ def _strategies(path: pathlib.Path) -> list[Row]:
 
 
 def _latest_trace(folder: pathlib.Path) -> Trace | None:
-    """Return the trace of the last step that left one."""
-    found = sorted(folder.glob("step-*.json"))
-    if not found:
-        return None
+    """Return the trace of the last step that generated, or else of the last one that left any."""
+    found = [_read_trace(path) for path in sorted(folder.glob("step-*.json"))[-2:]]
+    generated = [trace for trace in found if (trace.kind == "generate").any()]
+    return (generated or found or [None])[-1]
+
+
+def _read_trace(path: pathlib.Path) -> Trace:
+    """Read the trace of a step; ValueError where the file holds none."""
     try:
-        events = json.loads(found[-1].read_text(encoding="utf-8"))["traceEvents"]
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
         # The complete events are spans, and the threads are the lanes.
         named = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
         threads = sorted(named)
@@ -238,7 +242,7 @@ def _latest_trace(folder: pathlib.Path) -> Trace | None:
         began = np.array([event["ts"] for event in spans], np.float64) / 1e6
         figures = np.array([[*event["args"].values()] for event in spans], np.int64).reshape(-1, 2)
         return Trace(
-            step=int(found[-1].stem.removeprefix("step-")),
+            step=int(path.stem.removeprefix("step-")),
             lanes=tuple(named[thread] for thread in threads),
             lane=np.searchsorted(threads, [event["tid"] for event in spans]),
             kind=np.array([event["cat"] for event in spans], str),
@@ -250,5 +254,5 @@ def _latest_trace(folder: pathlib.Path) -> Trace | None:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{found[-1]} is no trace ({error!r}); take it away, and the report does without."
+            f"{path} is no trace ({error!r}); take it away, and the report does without."
         ) from None
