@@ -400,13 +400,12 @@ def rounds(
     ]
 
 
-def lanes_of_slices(count):
-    return [f"slice {number}" for number in range(count)]
+def lanes_of(slices):
+    return slices if isinstance(slices, list) else [f"slice {n}" for n in range(slices)]
 
 
 def traced(folder, spans, slices, step=0, **files):
-    lanes = slices if isinstance(slices, list) else lanes_of_slices(slices)
-    trace.write(folder, step, spans, lanes)
+    trace.write(folder, step, spans, lanes_of(slices))
     return page(folder, [row(step)], **files)
 
 
@@ -455,7 +454,6 @@ def test_the_timeline_names_calls_and_their_devices(tmp_path):
     assert "devices 4–7, 1.00 to 1.04 s\npolicy training 100%\nidle 0%" in seen.titles
     # the last step of a run that draws ahead draws nothing
     assert "2 lanes, idle for 19%" in traced(tmp_path, spans[-1:], LANES, step=1).text
-    assert len(seen.all("path", "training")) == len(seen.all("path", "inference")) == 1
 
 
 @pytest.mark.parametrize("slices", [2, 64, 200])
@@ -464,7 +462,7 @@ def test_a_timeline_of_thousands_of_rounds_stays_small(tmp_path, slices):
     spans = rounds(slices, 4000 // slices * 5, rows=lambda index: int(random.integers(1, 65)))
     at = random.uniform(0, 100, 3000)
     spans += [trace.Span(int(random.integers(slices)), "exchange", t, t, 1, "", 10**8) for t in at]
-    trace.write(tmp_path, 0, spans, lanes_of_slices(slices))
+    trace.write(tmp_path, 0, spans, lanes_of(slices))
     page(tmp_path, [row(0)])
     chart = picture(read_run(tmp_path))
     assert chart is not None
