@@ -437,23 +437,21 @@ def test_the_timeline_has_a_lane_for_each_slice(tmp_path):
     assert len(seen.all("path", "mark")) == 1 and len(seen.all("path", "inference")) == 1
 
 
-LANES = ["slice 0", "devices 4–7"]
-
-
 def test_the_timeline_names_calls_and_their_devices(tmp_path):
     """Under a plan that trains on other devices than those of the only slice."""
+    lanes = ["slice 0", "devices 4–7"]
     spans = rounds(1, 4)
     spans += [
         trace.Span(1, "inference", 0.5, 0.75, 8, "critic_inference", 90),
         trace.Span(1, "training", 1.0, 1.5, 8, "policy_training", 90),
         trace.Span(1, "training", 1.5, 2.0, 8, "critic_training", 90),
     ]
-    seen = traced(tmp_path, spans, LANES)
+    seen = traced(tmp_path, spans, lanes)
     assert "a lane a slice, or the devices of other calls" in seen.text
     assert "2 lanes, idle for 19%" in seen.text and "inference training idle" in seen.text
     assert "devices 4–7, 1.00 to 1.04 s\npolicy training 100%\nidle 0%" in seen.titles
     # the last step of a run that draws ahead draws nothing
-    assert "2 lanes, idle for 19%" in traced(tmp_path, spans[-1:], LANES, step=1).text
+    assert "2 lanes, idle for 19%" in traced(tmp_path, spans[-1:], lanes, step=1).text
 
 
 @pytest.mark.parametrize("slices", [2, 64, 200])

@@ -226,9 +226,15 @@ def _strategies(path: pathlib.Path) -> list[Row]:
 
 def _latest_trace(folder: pathlib.Path) -> Trace | None:
     """Return the trace of the last step that generated, or else of the last one that left any."""
-    found = [_read_trace(path) for path in sorted(folder.glob("step-*.json"))[-2:]]
-    generated = [trace for trace in found if (trace.kind == "generate").any()]
-    return (generated or found or [None])[-1]
+    latest = None
+    generated = False
+    for path in sorted(folder.glob("step-*.json"))[-2:]:
+        trace = _read_trace(path)
+        generates = bool((trace.kind == "generate").any())
+        if generates or not generated:
+            latest = trace
+        generated |= generates
+    return latest
 
 
 def _read_trace(path: pathlib.Path) -> Trace:
