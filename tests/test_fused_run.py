@@ -108,8 +108,8 @@ def test_a_trace_says_what_slices_did(run):
     folder = run(2, generation__fuse_inference=True, generation__reallocate=True)
     trace = json.loads((folder / "timeline" / f"step-{STEPS - 1:06d}.json").read_text())
     kinds = {(event.get("cat"), event["name"]) for event in trace["traceEvents"]}
-    # The one by a slice beside generation, the other by all together.
-    assert {("inference", "inference"), ("inference", "log-probs and values")} <= kinds
+    # The one by a slice beside generation; what all do together has the name of its call.
+    assert {("inference", "inference"), ("training", "policy_training")} <= kinds
     assert "generate" in {kind for kind, _ in kinds}
     metrics = lines(folder / "metrics.jsonl")
     assert all(0 < line["generation/idle_share"] < 1 for line in metrics)
