@@ -1,0 +1,167 @@
+"""Search a short schedule: list scheduling, turned round in time and shaken.
+
+The first passes take as urgent what has the longest way to the end. Then a schedule is turned round
+in time and scheduled again, with the urgency of its own order and some noise, forward and backward
+(Li and Willis, 1992). A schedule that is a little longer may be the next one to be turned.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+from rlhf_jax.pipeline.list_scheduling import Rule, list_schedule
+from rlhf_jax.pipeline.problem import RELATIVE_ERROR, PipelineProblem
+from rlhf_jax.pipeline.queues import (
+    Queue,
+    Times,
+    bound,
+    queues_of,
+    tails_of,
+    turn_problem,
+    turn_times,
+)
+from rlhf_jax.pipeline.schedule import (
+    Schedule,
+    earliest_starts,
+    make_schedule,
+    one_f_one_b,
+    starts_of,
+)
+
+PATIENCE_TRIED = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the rules of a search
+NEW_RULE = 0.3  # chance that a try has another rule
+NEW_BLEND = 0.3  # chance that it blends the order of the schedule with the way to the end
+SHAKEN = 4  # queues whose urgency a try changes, at most
+SHAKEN_IN_PART = 0.5  # chance that it changes some micro-batches of a queue, and not all
+NOISE = 8.0  # deviation of the strongest change of urgency, over the longest task
+WORSE = 0.04  # by which a schedule may be longer than the one before, over the bound, at most
+
+
+class _Side(NamedTuple):
+    """Hold a problem's queues, of it as it is or turned round in time."""
+
+    queues: list[Queue]
+    tails: Times  # the way to the end of each task
+
+
+class _Found(NamedTuple):
+    """Hold a schedule of one of the sides."""
+
+    makespan: float
+    side: int  # 0: the problem as it is, 1: turned round in time
+    rule: Rule
+    starts: Times
+
+
+class _Search(NamedTuple):
+    """Hold what a search knows from the beginning."""
+
+    sides: tuple[_Side, _Side]
+    limit: float | None
+    rules: list[Rule]
+    longest: float  # task
+    bound: float
+
+    def schedule(self, side: int, urgency: Times, rule: Rule) -> _Found:
+        """Schedule one side of the problem."""
+        queues = self.sides[side].queues
+        starts = list_schedule(queues, urgency, rule, self.limit)
+        makespan = max(own[-1] + queue.seconds for queue, own in zip(queues, starts, strict=True))
+        return _Found(makespan, side, rule, starts)
+
+    def is_shortest(self, found: _Found) -> bool:
+        """Tell whether a schedule is as short as the bound."""
+        return found.makespan <= self.bound * (1 + RELATIVE_ERROR)
+
+    def starts(self, found: _Found) -> Times:
+        """Return starts in the problem as it is, each as early as the order of tasks allows."""
+        queues = self.sides[0].queues
+        order = found.starts
+        if found.side:
+            order = [[-time for time in own] for own in turn_times(queues, found.starts)]
+        return earliest_starts(queues, order)
+
+
+def solve(problem: PipelineProblem, tries: int = 1000, seed: int = 0) -> Schedule:
+    """Return the shortest schedule found, the same for the same number of tries and seed.
+
+    It ends at the bound, and is never longer than 1F1B of one pipe after the other where that fits
+    the limit. tries: passes after the first ones, at most.
+    """
+    search = _begin_search(problem)
+    draws = random.Random(seed)  # noqa: S311
+    current = _first_passes(problem, search)
+    best = current
+    for _ in range(tries):
+        if search.is_shortest(best):
+            break
+        found = _turn_and_shake(search, current, draws)
+        best = min(best, found, key=lambda one: one.makespan)
+        worse = WORSE * search.bound * draws.random() ** 4
+        if found.makespan <= current.makespan + worse:
+            current = found
+    return make_schedule(problem, search.starts(best))
+
+
+def _begin_search(problem: PipelineProblem) -> _Search:
+    """Return a search of a problem, which favours each pipe in turn where there is a limit."""
+    sides = []
+    for one in (problem, turn_problem(problem)):
+        queues = queues_of(one)
+        sides.append(_Side(queues, tails_of(queues)))
+    longest = max(queue.seconds for queue in sides[0].queues)
+    favoured = range(1 if problem.limit is None else len(problem.pipes))
+    return _Search(
+        sides=(sides[0], sides[1]),
+        limit=problem.limit,
+        rules=[Rule(patience, pipe) for pipe in favoured for patience in PATIENCE_TRIED],
+        longest=longest,
+        bound=bound(problem),
+    )
+
+
+def _first_passes(problem: PipelineProblem, search: _Search) -> _Found:
+    """Return the shortest schedule of both sides and all rules, the first one at the bound.
+
+    Where 1F1B of one pipe after the other fits the limit, none that is longer.
+    """
+    found = []
+    serial = one_f_one_b(problem)
+    if search.limit is None or serial.peak.max() <= search.limit * (1 + RELATIVE_ERROR):
+        found.append(_Found(serial.makespan, 0, search.rules[0], starts_of(problem, serial)))
+    for side, (_, tails) in enumerate(search.sides):
+        for rule in search.rules:
+            found.append(search.schedule(side, tails, rule))
+            if search.is_shortest(found[-1]):
+                return found[-1]
+    return min(found, key=lambda one: one.makespan)
+
+
+def _turn_and_shake(search: _Search, current: _Found, draws: random.Random) -> _Found:
+    """Return a schedule of the other side, with nearly the same order of tasks."""
+    side = 1 - current.side
+    queues, tails = search.sides[side]
+    urgency = turn_times(queues, current.starts)
+    if draws.random() < NEW_BLEND:
+        share = draws.random()
+        urgency = [
+            [time + share * (tail - time) for time, tail in zip(own, other, strict=True)]
+            for own, other in zip(urgency, tails, strict=True)
+        ]
+    _shake(urgency, NOISE * search.longest * draws.random() ** 3, draws)
+    rule = draws.choice(search.rules) if draws.random() < NEW_RULE else current.rule
+    return search.schedule(side, urgency, rule)
+
+
+def _shake(urgency: Times, deviation: float, draws: random.Random) -> None:
+    """Change the urgency of a few queues, each of all its micro-batches or of some in a row."""
+    count = draws.randint(1, min(SHAKEN, len(urgency)))
+    for own in draws.sample(urgency, count):
+        change = draws.gauss(0.0, deviation)
+        first = 0
+        end = len(own)
+        if draws.random() < SHAKEN_IN_PART:
+            first = draws.randrange(end)
+            end = draws.randint(first + 1, end)
+        own[first:end] = [time + change for time in own[first:end]]
