@@ -19,19 +19,24 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tpu_topology import devices, needs_libtpu
 
 from benchmarks.compiled import LLAMA_8B, weights
-from rlhf_jax.mesh import AXES, AXIS_TYPES, ROLES, Layout, make_mesh, model_shardings
+from rlhf_jax.mesh import AXES, AXIS_TYPES, ROLES, Layout, abstract_mesh, make_mesh, model_shardings
 from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.placement import program, transfer
-from rlhf_jax.placement.leg import Leg
-from rlhf_jax.placement.route import find_route
+from rlhf_jax.placement.leg import Leg, Placing
+from rlhf_jax.placement.route import find_route, traffic
 from rlhf_jax.types import Model, ModelConfig
 
 ITEMSIZES = {"f32": 4, "bf16": 2}
-SHAPES = [
-    shape for shape in itertools.product((1, 2, 4, 8), repeat=len(AXES)) if math.prod(shape) == 8
-]
-LAYOUTS = list(itertools.product(SHAPES, ROLES))
+
+
+def shapes_of(count: int) -> list[tuple[int, ...]]:
+    """Sizes of the axes of all meshes of so many devices."""
+    sizes = [size for size in range(1, count + 1) if count % size == 0]
+    return [one for one in itertools.product(sizes, repeat=len(AXES)) if math.prod(one) == count]
+
+
+LAYOUTS = list(itertools.product(shapes_of(8), ROLES))
 CONFIG = ModelConfig("llama", 512, 64, 128, 2, 8, 8, 16, 128, qkv_bias=True, qk_norm=True)
 # key-value heads and vocabulary are divisible by few sizes or none
 ODD = dataclasses.replace(CONFIG, num_kv_heads=2, vocab_size=321)
@@ -119,6 +124,23 @@ def moved_bytes(monkeypatch) -> Callable[[], int]:
 
 
 @pytest.fixture
+def sent(monkeypatch) -> list[tuple[int, int, int]]:
+    """(bytes, sender, receiver) of each piece that goes from a device to another."""
+    found = []
+    send = program.send_pieces
+
+    def note(pieces, devices):
+        for piece, receiver in zip(pieces, devices, strict=True):
+            (sender,) = piece.sharding.device_set
+            if sender != receiver:
+                found.append((piece.nbytes, sender.id, receiver.id))
+        return send(pieces, devices)
+
+    monkeypatch.setattr(program, "send_pieces", note)
+    return found
+
+
+@pytest.fixture
 def unfetched(monkeypatch) -> Iterator[None]:
     """No array's values come to the host."""
 
@@ -192,48 +214,58 @@ def test_every_pair_of_layouts_moves_its_least(config, moved_bytes):
         ([3, 1, 4, 0, 5, 7, 2, 6], False),
     ],
 )
-def test_devices_may_be_in_another_order(order, least, moved_bytes):
+def test_devices_may_be_in_another_order(order, least, moved_bytes, sent):
     model = init(jax.random.key(0), CONFIG)
     before = placed(model, lay_out((1, 1, 4, 2), "training"))
     layout = lay_out((1, 2, 1, 4), "generation", [jax.devices()[place] for place in order])
     assert_equal(transfer.transfer(before, layout), model)
     counted = transfer.bytes_moved(before, layout)
-    assert moved_bytes() == counted.received
+    assert moved_bytes() + sum(size for size, *_ in sent) == counted.received
     assert (counted.received == counted.needed) == least
 
 
+# To other devices, by (slices, data, fsdp, tensor).
+CROSSINGS = [
+    ((1, 2, 2, 1), (1, 1, 1, 4), SIXTHS),
+    ((1, 1, 2, 2), (1, 2, 1, 2), SIXTHS),
+    # three copies, of sizes that three divides, and does not
+    ((1, 3, 2, 1), (1, 1, 1, 2), SIXTHS),
+    ((1, 3, 2, 1), (1, 1, 1, 2), CONFIG),
+    ((1, 1, 2, 1), (1, 3, 1, 2), SIXTHS),
+    ((1, 1, 2, 1), (1, 3, 1, 2), CONFIG),
+    # parts of 1/6, of 1/2 and of 1/3
+    ((1, 1, 6, 1), (1, 1, 1, 2), SIXTHS),
+    ((1, 1, 1, 2), (1, 1, 6, 1), SIXTHS),
+    ((1, 1, 2, 1), (1, 1, 3, 2), SIXTHS),
+    # neither number of devices divides the other
+    ((1, 1, 4, 1), (1, 1, 3, 1), SIXTHS),
+    ((1, 1, 3, 1), (1, 2, 1, 2), SIXTHS),
+    ((1, 1, 3, 1), (1, 1, 5, 1), CONFIG),
+]
+
+
 @pytest.mark.parametrize(
-    ("senders", "receivers"),
+    ("source", "target", "config"),
     [
-        (4, 4),
-        (6, 2),
-        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 6), (4, 2), (2, 4))),
+        *CROSSINGS[::3],
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for number, one in enumerate(CROSSINGS)
+            if number % 3
+        ),
     ],
 )
-def test_one_copy_goes_to_other_devices(senders, receivers, monkeypatch, moved_bytes):
-    model = init(jax.random.key(0), SIXTHS)
-    total = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
-    own = jax.devices()
-    crossed = []
-    put = jax.device_put
-
-    def count(pieces, places):
-        crossed.extend(piece.nbytes for piece in pieces)
-        return put(pieces, places)
-
-    sources = [(1, senders // 2, 2, 1), (1, 1, 2, senders // 2)]
-    targets = [(1, 1, 1, receivers), (1, receivers // 2, 1, 2)]
-    for source, target in itertools.product(sources, targets):
-        before = placed(model, lay_out(source, "training", own[:senders]))
-        layout = lay_out(target, "generation", own[-receivers:])
-        with monkeypatch.context() as patch:
-            patch.setattr(jax, "device_put", count)
-            after = transfer.transfer(before, layout)
-        assert_equal(after, model)
-        counted = transfer.bytes_moved(before, layout)
-        assert sum(crossed) == total
-        assert moved_bytes() + total == counted.received <= 2 * counted.needed
-        crossed.clear()
+def test_one_copy_goes_to_other_devices(source, target, config, moved_bytes, sent):
+    model = init(jax.random.key(0), config)
+    before = placed(model, lay_out(source, "training", jax.devices()[: math.prod(source)]))
+    own = jax.devices()[-math.prod(target) :]
+    layout = lay_out(target, "training" if target[2] > 1 else "generation", own)
+    assert_equal(transfer.transfer(before, layout), model)
+    counted = transfer.bytes_moved(before, layout)
+    total = sum(size for size, *_ in sent)
+    crossed = sum(size for size, sender, _ in sent if sender < math.prod(source))
+    assert crossed == sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+    assert moved_bytes() + total == counted.received <= 2 * counted.needed
 
 
 @pytest.mark.parametrize(
@@ -242,13 +274,16 @@ def test_one_copy_goes_to_other_devices(senders, receivers, monkeypatch, moved_b
         # some devices in common
         (((1, 1, 4, 1), 0), ((1, 1, 1, 4), 2)),
         (((1, 1, 4, 2), 0), ((1, 1, 1, 4), 2)),
-        # numbers of devices that do not divide each other
-        (((1, 1, 3, 1), 0), ((1, 1, 1, 4), 4)),
+        # and numbers of devices that do not divide each other
+        (((1, 1, 4, 1), 0), ((1, 1, 1, 6), 2)),
+        (((1, 1, 6, 1), 0), ((1, 2, 1, 2), 2)),
+        # the same, whose meshes have no axes in common
+        (((1, 1, 3, 2), 0), ((1, 1, 2, 3), 0)),
         # one device, and nothing to split
         (((1, 1, 1, 1), 0), ((1, 2, 2, 2), 0)),
     ],
 )
-def test_any_devices_may_send_to_any(source, target):
+def test_any_devices_may_send_to_any(source, target, moved_bytes, sent):
     model = init(jax.random.key(0), SIXTHS)
     (sizes, first), (new_sizes, new_first) = source, target
     every = jax.devices()
@@ -256,6 +291,69 @@ def test_any_devices_may_send_to_any(source, target):
     own = every[new_first : new_first + math.prod(new_sizes)]
     layout = lay_out(new_sizes, "generation", own)
     assert_equal(transfer.transfer(before, layout), model)
+    counted = transfer.bytes_moved(before, layout)
+    total = sum(size for size, *_ in sent)
+    assert moved_bytes() + total == counted.received <= 2 * counted.needed
+
+
+def placings(model: Model, first: int, shape: Sequence[int]) -> list[Placing]:
+    """Where each leaf lies on devices that are not here; where width is split, it is trained."""
+    role = "training" if shape[2] > 1 else "generation"
+    layout = Layout(abstract_mesh(dict(zip(AXES, shape, strict=True))), role)
+    found = []
+    for place in jax.tree.leaves(model_shardings(model, layout)):
+        axes = [(own,) if isinstance(own, str) else own or () for own in place.spec]
+        split = tuple(tuple(AXES.index(name) for name in own) for own in axes)
+        found.append(Placing(tuple(range(first, first + math.prod(shape))), tuple(shape), split))
+    return found
+
+
+def assert_few_bytes(model: Model, first: int, source: Sequence[int], target: Sequence[int]):
+    """To devices from `first` on go at most twice the bytes that they lack; to others, one copy."""
+    needed = received = 0
+    ends = (placings(model, 0, source), placings(model, first, target))
+    for leaf, *pair in zip(jax.tree.leaves(model), *ends, strict=True):
+        route = find_route(leaf.shape, *pair)
+        if first >= math.prod(source):
+            assert route.second is not None
+            pieces = sum(map(len, route.crossing))
+            assert pieces * math.prod(route.second.part_shape()) == math.prod(leaf.shape)
+        counted = traffic(leaf.shape, *pair)
+        needed += counted.needed
+        received += counted.received
+    assert received <= 2 * needed
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ((1, 3, 16, 1), (1, 2, 1, 8)),
+        ((1, 1, 48, 1), (1, 2, 1, 8)),
+        ((1, 1, 3, 16), (1, 2, 1, 8)),
+        ((1, 3, 2, 8), (1, 2, 1, 8)),
+        ((1, 1, 16, 1), (1, 3, 1, 16)),
+        ((1, 1, 16, 1), (1, 3, 16, 1)),
+        ((1, 1, 2, 8), (1, 1, 48, 1)),
+    ],
+)
+@pytest.mark.parametrize("width", [4096, 6144])
+def test_one_copy_goes_from_three_quarters_to_a_quarter_and_back(source, target, width):
+    """Of a model of that width, which three divides or not."""
+    config = dataclasses.replace(LLAMA_8B, width=width, num_layers=1)
+    model = jax.eval_shape(lambda: unstack(init(jax.random.key(0), config)))
+    assert_few_bytes(model, math.prod(source), source, target)
+
+
+@pytest.mark.parametrize(
+    ("senders", "receivers", "first"),
+    [(6, 2, 6), (2, 6, 2), (4, 6, 4), (3, 8, 3), (4, 6, 2), (6, 4, 2), (2, 6, 0), (6, 6, 0)],
+)
+@pytest.mark.parametrize("config", [CONFIG, SIXTHS], ids=["even", "sixths"])
+def test_every_pair_of_unequal_layouts_is_counted_near_its_least(senders, receivers, first, config):
+    one_layer = dataclasses.replace(config, num_layers=1)
+    model = jax.eval_shape(lambda: unstack(init(jax.random.key(0), one_layer)))
+    for source, target in itertools.product(shapes_of(senders), shapes_of(receivers)):
+        assert_few_bytes(model, first, source, target)
 
 
 def test_what_a_part_of_the_devices_repeats_is_not_moved():
@@ -350,8 +448,8 @@ def test_a_layer_of_8b_needs_room_for_itself_alone(uncached):
         jax.tree.leaves(layers), jax.tree.leaves(one_layer), ends, strict=True
     ):
         placings = (transfer._placing(place, one.ndim) for place in (one.sharding, end))
-        (leg, _, second) = find_route(one.shape, *placings)
-        assert second is None
+        (leg, *_) = route = find_route(one.shape, *placings)
+        assert route.second is None
         by_id = {chip.id: chip for chip in chips}
         places = np.array([by_id[number] for number in leg.devices])
         grid = Mesh(places.reshape(*leg.recuts[0].sizes, 1), (*leg.names, "one"))

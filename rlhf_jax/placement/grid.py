@@ -92,24 +92,27 @@ def spread(
     wanted: Sequence[Split],
     sizes: Sequence[int],
     axes: Sequence[int],
+    parts: Sequence[int] = (),
 ) -> Split:
     """Return a split with more of `axes` of the grid, whose digits agree with those of `wanted`.
 
     An axis that splits nothing splits what it does in a wanted split, or else the longest
     dimension; where none can be split so, it still splits nothing.
+    parts: how many of each dimension are there already; few of them are to be cut, above all.
     """
     found = [list(own) for own in split]
-    for axis in sorted(set(axes) - set(itertools.chain.from_iterable(split))):
-        left = {}
-        liked = []
+    left = set(axes) - set(itertools.chain.from_iterable(split))
+    # An axis that divides no number of parts cuts them all: it is the last digit.
+    for axis in sorted(left, key=lambda axis: (all(one % sizes[axis] for one in parts), axis)):
+        ranks = {}
         for place, own in enumerate(found):
-            parts = math.prod(sizes[one] for one in (*own, axis))
+            count = math.prod(sizes[one] for one in (*own, axis))
             there = [other[place][len(own)] for other in wanted if len(own) < len(other[place])]
-            if shape[place] % parts == 0 and all(sizes[one] == sizes[axis] for one in there):
-                left[place] = shape[place] // parts
-                liked += [place] if axis in there else []
-        if left:
-            found[liked[0] if liked else max(left, key=left.__getitem__)].append(axis)
+            if shape[place] % count == 0 and all(sizes[one] == sizes[axis] for one in there):
+                keeps = bool(parts) and parts[place] % count == 0
+                ranks[place] = (keeps, axis in there, shape[place] // count)
+        if ranks:
+            found[max(ranks, key=ranks.__getitem__)].append(axis)
     return tuple(map(tuple, found))
 
 

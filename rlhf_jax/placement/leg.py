@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from rlhf_jax.placement.grid import Split, agreed_part, axis_of_digits, digits_of, spread
+from rlhf_jax.placement.grid import (
+    Split,
+    agreed_part,
+    axis_of_digits,
+    digits_of,
+    over_grid,
+    own_grid,
+    spread,
+)
 from rlhf_jax.placement.recut import Recut
 
 
@@ -27,25 +35,41 @@ class Placing(NamedTuple):
     # the mesh's axes that split each dimension
     split: Split
 
-    def turned(self) -> Iterator[Placing]:
-        """Return the same placing with the axes of the mesh in each order there is."""
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Return how many parts each dimension is split into."""
+        return tuple(math.prod(self.sizes[axis] for axis in own) for own in self.split)
+
+    @property
+    def on_grid(self) -> Placing:
+        """Return the same placing on a mesh of axes of prime sizes."""
+        grid = own_grid(self.sizes)
+        return Placing(self.devices, grid.sizes, over_grid(self.split, grid.source))
+
+    def first_along(self, axes: Collection[int]) -> Placing:
+        """Return the placing on those devices that are the first along some axes of the mesh."""
         devices = np.reshape(self.devices, self.sizes)
-        large = [axis for axis, size in enumerate(self.sizes) if size > 1]
-        for order in itertools.permutations(large):
-            axes = [*order, *(axis for axis in range(devices.ndim) if axis not in order)]
-            split = tuple(tuple(axes.index(axis) for axis in own) for own in self.split)
-            found = devices.transpose(axes)
-            yield Placing(tuple(found.ravel().tolist()), found.shape, split)
+        for axis in axes:
+            devices = devices.take([0], axis)
+        return Placing(tuple(devices.ravel().tolist()), devices.shape, self.split)
+
+    def blocks(self, counts: tuple[int, ...]) -> list[list[int]]:
+        """Return the numbers of each device's blocks, of so many of equal size by dimension."""
+        numbers = np.arange(math.prod(counts)).reshape(counts)
+        return [
+            numbers[tuple(slice(start, end) for start, end in bounds)].ravel().tolist()
+            for bounds in self.bounds(counts)
+        ]
 
     def bounds(self, shape: tuple[int, ...]) -> list[list[tuple[int, int]]]:
         """Return where the part of each device begins and ends in each dimension."""
-        numbers = np.indices(self.sizes).reshape(len(self.sizes), -1)
+        numbers = np.indices(self.sizes).reshape(len(self.sizes), len(self.devices))
         columns = []
-        for size, axes in zip(shape, self.split, strict=True):
+        for size, axes, parts in zip(shape, self.split, self.parts, strict=True):
             part = np.zeros(len(self.devices), np.int64)
             for axis in axes:
                 part = part * self.sizes[axis] + numbers[axis]
-            length = size // math.prod(self.sizes[axis] for axis in axes)
+            length = size // parts
             columns.append([(start, start + length) for start in (part * length).tolist()])
         return [[column[device] for column in columns] for device in range(len(self.devices))]
 
@@ -58,7 +82,7 @@ class Leg(NamedTuple):
     devices: tuple[int, ...]
     # one after another: two where dimensions are split into parts that do not fit each other
     recuts: tuple[Recut, ...]
-    # digits whose values come in, or go out, as pieces; None: the leaf is one array
+    # how many pieces of a part come in, or go out, by dimension; None: the leaf is one array
     enters: tuple[int, ...] | None = None
     leaves: tuple[int, ...] | None = None
 
@@ -71,24 +95,28 @@ class Leg(NamedTuple):
         """Return the shape of one device's part, or of one piece of it, before or after the leg."""
         recut = self.recuts[-1 if outgoing else 0]
         held = recut.target if outgoing else recut.source
-        pieces = (self.leaves if outgoing else self.enters) or ()
-        split = iter(axis is not None or digit in pieces for digit, axis in enumerate(held))
+        pieces = (self.leaves if outgoing else self.enters) or (1,) * len(self.shape)
+        split = iter(axis is not None for axis in held)
         shape = []
-        for size, sizes in zip(self.shape, recut.digits, strict=True):
-            shape.append(size // math.prod(radix for radix in sizes if next(split)))
+        for size, sizes, count in zip(self.shape, recut.digits, pieces, strict=True):
+            parts = math.prod(radix for radix in sizes if next(split))
+            shape.append(size // (parts * count))
         return tuple(shape)
 
-    def view(self, recut: Recut, pieces: Sequence[int] = ()) -> tuple[int, ...]:
+    def entries(self, *, outgoing: bool = False) -> int:
+        """Return the entries of one device's part before or after the leg, in all its pieces."""
+        pieces = (self.leaves if outgoing else self.enters) or ()
+        return math.prod((*self.part_shape(outgoing=outgoing), *pieces))
+
+    def view(self, recut: Recut) -> tuple[int, ...]:
         """Return the shape of a device's part with an axis for each digit, of length 1 if split.
 
         Behind its digits each dimension has an axis of what is never split.
         """
-        held = enumerate(recut.source)
+        held = iter(recut.source)
         view = []
         for size, sizes in zip(self.shape, recut.digits, strict=True):
-            for radix in sizes:
-                digit, axis = next(held)
-                view.append(radix if axis is None and digit not in pieces else 1)
+            view += [radix if next(held) is None else 1 for radix in sizes]
             view.append(size // math.prod(sizes))
         return tuple(view)
 
@@ -106,14 +134,10 @@ class Leg(NamedTuple):
 
 
 def recuts_between(
-    shape: tuple[int, ...],
-    before: Split,
-    after: Split,
-    sizes: tuple[int, ...],
-    axes: Sequence[int] | None = None,
+    shape: tuple[int, ...], before: Split, after: Split, sizes: tuple[int, ...]
 ) -> tuple[Recut, ...]:
-    """Return how to come from a split to another over a grid, or over some `axes` of it."""
-    axes = range(len(sizes)) if axes is None else axes
+    """Return how to come from a split to another over a grid."""
+    axes = range(len(sizes))
     splits = [before, after]
     if digits_of(splits, sizes) is None:
         # parts of 1/2 and of 1/3, for example: with neither in between
@@ -124,5 +148,5 @@ def recuts_between(
         digits = digits_of(pair, sizes)
         assert digits is not None, "A split in between agrees with both."
         held = (axis_of_digits(split, digits) for split in pair)
-        found.append(Recut(tuple(sizes[axis] for axis in axes), digits, *held))
+        found.append(Recut(sizes, digits, *held))
     return tuple(found)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +14,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_jax.placement.leg import Leg
-from rlhf_jax.placement.recut import fill, recut_local
+from rlhf_jax.placement.recut import received, recut_local
 from rlhf_jax.placement.route import Route
+from rlhf_jax.runtime.shards import send_pieces, shard_on
 
 # The arrays that stand for one leaf: itself, or one for each piece that a device sends or gets.
 Pieces = tuple[jax.Array, ...]
@@ -43,6 +46,23 @@ class LegProgram(NamedTuple):
 
     legs: tuple[Leg, ...]
     traced: jax.stages.Traced
+    stacked: bool  # it takes one layer of all
+    arguments: int  # bytes of a device
+
+    def device_bytes(self, itemsize: int) -> int:
+        """Return a device's bytes: arguments, the layer as it comes, in its dtype, and as it goes.
+
+        What comes is there once more while it is put together or taken apart.
+        """
+        ends = [leg.entries() + leg.entries(outgoing=True) for leg in self.legs]
+        return self.arguments + itemsize * sum(ends)
+
+    def received_bytes(self, itemsize: int) -> float:
+        """Return the bytes that a device receives from others."""
+        entries = [
+            received(recut, math.prod(leg.shape)) for leg in self.legs for recut in leg.recuts
+        ]
+        return itemsize * sum(entries) / len(self.legs[0].devices)
 
 
 def trace_legs(
@@ -62,7 +82,12 @@ def trace_legs(
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
         program = tuple(legs[place] for place in own)
         index = number if stacked else None
-        yield LegProgram(program, _run.trace(given, index, legs=program, grid=grid, dtype=dtype))
+        traced = _run.trace(given, index, legs=program, grid=grid, dtype=dtype)
+        pieces = itertools.chain.from_iterable(given)
+        size = sum(
+            math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize for one in pieces
+        )
+        yield LegProgram(program, traced, stacked, size)
 
 
 def _by_grid(legs: Sequence[Leg], devices: tuple[Any, ...]) -> dict[Mesh, list[int]]:
@@ -109,65 +134,80 @@ def _run_local(
         pieces = tuple(piece.astype(dtype) for piece in pieces)
     x = pieces[0]
     if leg.enters is not None:
-        recut = leg.recuts[0]
-        counts = [recut.radices[digit] for digit in leg.enters]
-        parts = jnp.stack(pieces).reshape(*counts, *leg.view(recut, pieces=leg.enters))
-        x = fill(parts, [recut.places[digit] for digit in leg.enters])
+        rank = len(leg.enters)
+        parts = jnp.stack(pieces).reshape(*leg.enters, *leg.part_shape())
+        x = parts.transpose([axis for own in range(rank) for axis in (own, rank + own)])
     for recut in leg.recuts:
         x = recut_local(x.reshape(leg.view(recut)), recut, names)
     shape = leg.part_shape(outgoing=True)
     if leg.leaves is None:
         return (x.reshape(shape),)
-    places = [leg.recuts[-1].places[digit] for digit in leg.leaves]
-    parts = jnp.moveaxis(x, places, range(len(places)))
-    return tuple(parts.reshape(-1, 1, *shape))
+    pairs = zip(leg.leaves, shape, strict=True)
+    parts = x.reshape(list(itertools.chain.from_iterable(pairs)))
+    axes = range(parts.ndim)
+    return tuple(parts.transpose(*axes[::2], *axes[1::2]).reshape(-1, 1, *shape))
 
 
 def send_across(moved: list[Pieces], routes: Sequence[Route]) -> list[Pieces]:
     """Send the pieces of leaves that go to other devices, and run their second legs there."""
     going = {place: route.second for place, route in enumerate(routes) if route.second is not None}
     by_id = {device.id: device for device in jax.devices()}
-    taking_part = {number for leg in going.values() for number in leg.devices}
-    if any(by_id[number].process_index != jax.process_index() for number in taking_part):
-        raise ValueError(
-            "Weights cannot go to other devices where these belong to several processes; give all"
-            " stages the same devices, or start one process."
-        )
     pieces = []
     receivers = []
     for place, leg in going.items():
-        held = [
-            {one.device.id: one.data for one in leaf.addressable_shards} for leaf in moved[place]
-        ]
         for receiver, own in zip(leg.devices, routes[place].crossing, strict=True):
-            pieces += [held[number][sender] for sender, number in own]
+            pieces += [shard_on(moved[place][number], by_id[sender]) for sender, number in own]
             receivers += [receiver] * len(own)
-    sent = iter(jax.device_put(pieces, [by_id[number] for number in receivers]))
+    sent = iter(send_pieces(pieces, [by_id[number] for number in receivers]))
     arrived = []
     for place, leg in going.items():
         by_receiver = [[next(sent) for _ in own] for own in routes[place].crossing]
         grid = _grid_mesh(leg.recuts[0].sizes, leg.devices, tuple(jax.devices()))
         sharding = NamedSharding(grid, leg.spec())
         shape = (len(leg.devices), *leg.part_shape())
-        found = [
-            jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
-            for parts in zip(*by_receiver, strict=True)
-        ]
+        found = []
+        for parts in zip(*by_receiver, strict=True):
+            here = [part for part in parts if part.is_fully_addressable]
+            dtype = parts[0].dtype
+            found.append(
+                jax.make_array_from_single_device_arrays(shape, sharding, here, dtype=dtype)
+            )
         arrived.append(tuple(found))
     found = dict(zip(going, run_legs(arrived, list(going.values())), strict=True))
     return [found.get(place, leaf) for place, leaf in enumerate(moved)]
 
 
-def relabel(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+def copy_over(
+    moved: Sequence[Pieces], routes: Sequence[Route], ends: Sequence[NamedSharding]
+) -> list[jax.Array]:
+    """Return leaves at their ends; those that some of the devices have go to the others, too."""
+    by_id = {device.id: device for device in jax.devices()}
+    pieces = []
+    receivers = []
+    for (leaf,), route in zip(moved, routes, strict=True):
+        pieces += [shard_on(leaf, by_id[holder]) for holder, _ in route.copies]
+        receivers += [by_id[receiver] for _, receiver in route.copies]
+    sent = iter(send_pieces(pieces, receivers))
+    found = []
+    for (leaf,), route, end in zip(moved, routes, ends, strict=True):
+        copies = [next(sent) for _ in route.copies]
+        found.append(relabel(leaf, end, [one for one in copies if one.is_fully_addressable]))
+    return found
+
+
+def relabel(
+    leaf: jax.Array, sharding: NamedSharding, copies: Sequence[jax.Array] = ()
+) -> jax.Array:
     """Return an array that says otherwise where its parts lie, on all of its devices or some.
 
-    The parts stay, and share their buffers.
+    The parts stay, and share their buffers. copies: parts on more devices.
     """
     if leaf.sharding == sharding:
         return leaf
     devices = sharding.device_set
     parts = [shard.data for shard in leaf.addressable_shards if shard.device in devices]
-    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
+    parts += copies
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts, dtype=leaf.dtype)
 
 
 @functools.lru_cache(maxsize=256)

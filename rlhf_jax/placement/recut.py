@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -136,8 +136,11 @@ def recut_local(x: jax.Array, recut: Recut, names: tuple[str, ...]) -> jax.Array
         return x
     parts = jax.lax.all_gather(x, tuple(names[axis] for _, axis in steps.gathers))
     sizes = [recut.radices[digit] for digit, _ in steps.gathers]
-    parts = parts.reshape(*sizes, *x.shape)
-    return fill(parts, [recut.places[digit] for digit, _ in steps.gathers])
+    places = [recut.places[digit] for digit, _ in steps.gathers]
+    # the digits' own axes have length 1
+    parts = parts.reshape(*sizes, *np.delete(x.shape, places).tolist())
+    order = np.argsort(places)
+    return jnp.moveaxis(parts, order.tolist(), np.sort(places).tolist())
 
 
 def _swap_all(x: jax.Array, steps: Steps, recut: Recut, names: tuple[str, ...]) -> jax.Array:
@@ -182,13 +185,6 @@ def _exchange(x: jax.Array, steps: Steps, recut: Recut, names: tuple[str, ...]) 
         found = jax.lax.dynamic_update_slice(found, part, start)
     assert found is not None, "There is at least one round."
     return found
-
-
-def fill(parts: jax.Array, places: Sequence[int]) -> jax.Array:
-    """Move the leading axes of a leaf's parts to places where its own axes have length 1."""
-    whole = parts.squeeze([place + len(places) for place in places])
-    order = np.argsort(places)
-    return jnp.moveaxis(whole, order.tolist(), np.sort(places).tolist())
 
 
 def received(recut: Recut, size: int) -> int:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from rlhf_jax.placement.grid import Grid, common_grid, over_grid, own_grid, spread
+from rlhf_jax.placement.grid import Split, common_grid, over_grid, spread
 from rlhf_jax.placement.leg import Leg, Placing, recuts_between
-from rlhf_jax.placement.recut import Held, received
+from rlhf_jax.placement.recut import received
 
 __all__ = ["BytesMoved", "Route", "find_route", "lacking", "traffic"]
 
@@ -28,6 +29,8 @@ class Route(NamedTuple):
     crossing: tuple[tuple[tuple[int, int], ...], ...] = ()
     # None where nothing crosses
     second: Leg | None = None
+    # (id of a device of the second leg, id of another that shall hold the same)
+    copies: tuple[tuple[int, int], ...] = ()
 
 
 class BytesMoved(NamedTuple):
@@ -40,20 +43,32 @@ class BytesMoved(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def find_route(shape: tuple[int, ...], source: Placing, target: Placing) -> Route:
-    """Return the way of a leaf: at most one copy crosses to other devices, what it can in parts.
+    """Return the way of a leaf: at most one copy crosses to other devices, in parts.
 
-    Where two meshes have no grid in common, and where a leaf cannot be split over all devices that
-    send and receive, it goes in whole copies.
+    Devices that stay, but whose two meshes have no grid in common, send to each other, too.
     """
     source = _narrowed(source, target)
     same = set(source.devices) == set(target.devices)
-    found = (_stay if same else _cross)(shape, source, target)
-    return found or _go_whole(shape, source, target)
+    found = _stay(shape, source, target) if same else None
+    source = source.on_grid
+    target = target.on_grid
+    if found is None:
+        receiving = _receiving(shape, source.parts, target)
+        found = _cross(shape, source, target, receiving=receiving)
+    if _received(found) <= 2 * lacking(shape, source, target):
+        return found
+    # Some have much of their parts already: each is sent what it lacks, and no copy is shared.
+    return _cross(shape, source, target, receiving=target)
 
 
 def traffic(shape: tuple[int, ...], source: Placing, target: Placing) -> BytesMoved:
     """Count the entries of a leaf that go from device to device."""
     route = find_route(shape, source, target)
+    return BytesMoved(lacking(shape, source, target), _received(route))
+
+
+def _received(route: Route) -> int:
+    """Count the entries that devices receive from others on a way."""
     recuts = route.first.recuts
     found = 0
     if route.second is not None:
@@ -61,8 +76,8 @@ def traffic(shape: tuple[int, ...], source: Placing, target: Placing) -> BytesMo
         size = math.prod(route.second.part_shape())
         for device, pieces in zip(route.second.devices, route.crossing, strict=True):
             found += size * sum(sender != device for sender, _ in pieces)
-    found += sum(received(recut, math.prod(shape)) for recut in recuts)
-    return BytesMoved(lacking(shape, source, target), found)
+        found += len(route.copies) * math.prod(route.second.part_shape(outgoing=True))
+    return found + sum(received(recut, math.prod(route.first.shape)) for recut in recuts)
 
 
 def lacking(shape: tuple[int, ...], source: Placing, target: Placing) -> int:
@@ -85,8 +100,7 @@ def _narrowed(source: Placing, target: Placing) -> Placing:
     """
     devices = np.reshape(source.devices, source.sizes)
     wanted = np.isin(devices, target.devices)
-    split = set(itertools.chain.from_iterable(source.split))
-    for axis in set(range(devices.ndim)) - split:
+    for axis in set(range(devices.ndim)) - _axes(source.split):
         others = tuple(other for other in range(devices.ndim) if other != axis)
         (found,) = np.nonzero(wanted.any(axis=others))
         if len(found):
@@ -107,74 +121,70 @@ def _stay(shape: tuple[int, ...], source: Placing, target: Placing) -> Route | N
     return Route(Leg(shape, source.devices, recuts))
 
 
-def _cross(shape: tuple[int, ...], source: Placing, target: Placing) -> Route | None:
-    """Return the way to other devices: all send equally many equal pieces, and so all receive.
+def _cross(shape: tuple[int, ...], source: Placing, target: Placing, receiving: Placing) -> Route:
+    """Return the way on which each block of a leaf goes where it is received, and is recut there.
 
-    Devices are numbered by the axes of their mesh in orders that suit each other.
+    Blocks are the largest of which the parts on both sides consist. What some of the target's
+    devices receive goes from these to the others.
     """
-    count = math.lcm(len(source.devices), len(target.devices))
-    for sender, receiver in itertools.product(source.turned(), target.turned()):
-        # a last axis of each mesh numbers the pieces of a device
-        pieces = (count // len(source.devices), count // len(target.devices))
-        sizes = ((*sender.sizes, pieces[0]), (*receiver.sizes, pieces[1]))
-        grid = common_grid(*sizes, tuple(range(count)))
-        if grid is not None:
-            return _cross_over(shape, sender, receiver, grid=grid)
-    return None
-
-
-def _cross_over(
-    shape: tuple[int, ...], source: Placing, target: Placing, grid: Grid
-) -> Route | None:
-    """Return the way in pieces, over a grid whose last axes are of the pieces of a device."""
-    axes = range(len(grid.sizes))
-    before = over_grid(source.split, grid.source)
-    after = over_grid(target.split, grid.target)
-    pieces = spread(shape, before, (after,), sizes=grid.sizes, axes=axes)
-    if sum(map(len, pieces)) < len(axes):
-        pieces = spread(shape, before, (), sizes=grid.sizes, axes=axes)
-    if sum(map(len, pieces)) < len(axes):
-        return None
-
-    own = axes[: len(axes) - len(grid.source[-1])]
-    (leaving,) = recuts_between(shape, before, pieces, sizes=grid.sizes)
-    over, leaves = _own_digits(leaving.target, own)
-    leaving = leaving._replace(sizes=tuple(grid.sizes[axis] for axis in own), target=over)
-
-    own = axes[: len(axes) - len(grid.target[-1])]
-    arriving, *rest = recuts_between(shape, pieces, after, sizes=grid.sizes, axes=own)
-    over, enters = _own_digits(arriving.source, own)
-    arriving = arriving._replace(source=over)
-
-    sent = math.prod(grid.sizes[axis] for axis in grid.source[-1])
-    numbers = [(device, number) for device in source.devices for number in range(sent)]
-    taken = len(numbers) // len(target.devices)
-    table = [tuple(numbers[start : start + taken]) for start in range(0, len(numbers), taken)]
+    counts = tuple(map(math.lcm, source.parts, receiving.parts))
+    still = recuts_between(shape, source.split, source.split, source.sizes)
+    recuts = recuts_between(shape, receiving.split, target.split, receiving.sizes)
+    firsts = np.reshape(receiving.devices, receiving.sizes)
+    everywhere = np.broadcast_to(firsts, target.sizes).ravel().tolist()
+    pairs = zip(everywhere, target.devices, strict=True)
     return Route(
-        Leg(shape, source.devices, (leaving,), leaves=leaves),
-        tuple(table),
-        Leg(shape, target.devices, (arriving, *rest), enters=enters),
+        Leg(shape, source.devices, still, leaves=_quotients(counts, source.parts)),
+        _senders(counts, source, receiving),
+        Leg(shape, receiving.devices, recuts, enters=_quotients(counts, receiving.parts)),
+        copies=tuple((first, other) for first, other in pairs if first != other),
     )
 
 
-def _own_digits(held: Held, axes: Sequence[int]) -> tuple[Held, tuple[int, ...]]:
-    """Return digits over axes of devices alone, and those over the other axes, in their order."""
-    over = tuple(axis if axis in axes else None for axis in held)
-    rest = [(axis, digit) for digit, axis in enumerate(held) if axis not in (None, *axes)]
-    return over, tuple(digit for _, digit in sorted(rest))
+def _quotients(counts: Sequence[int], parts: Sequence[int]) -> tuple[int, ...]:
+    return tuple(map(operator.floordiv, counts, parts))
 
 
-def _go_whole(shape: tuple[int, ...], source: Placing, target: Placing) -> Route:
-    """Return the way of whole copies: gathered in the source, and cut in the target."""
-    whole = ((),) * len(shape)
-    legs = []
-    for place in (source, target):
-        grid = own_grid(place.sizes)
-        split = over_grid(place.split, grid.source)
-        ends = (split, whole) if place is source else (whole, split)
-        legs.append(Leg(shape, place.devices, recuts_between(shape, *ends, sizes=grid.sizes)))
+def _receiving(shape: tuple[int, ...], parts: Sequence[int], target: Placing) -> Placing:
+    """Return where blocks of a leaf arrive: split over as many of a target's axes as can be.
+
+    It cuts as few of the source's parts as can be where one recut then ends at the target's split.
+    Where none does, it is that split, and more. Along axes that split nothing the first receive.
+    """
+    axes = range(len(target.sizes))
+    how = dict(sizes=target.sizes, axes=axes, parts=parts)
+    split = spread(shape, ((),) * len(shape), (target.split,), **how)
+    if not _axes(target.split) <= _axes(split):
+        split = spread(shape, target.split, (), **how)
+    return target.first_along(set(axes) - _axes(split))._replace(split=split)
+
+
+def _axes(split: Split) -> set[int]:
+    return set(itertools.chain.from_iterable(split))
+
+
+def _senders(
+    counts: tuple[int, ...], source: Placing, target: Placing
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return who sends each device of a target its blocks, and as which of its own pieces.
+
+    counts: of blocks by dimension. A device that has a block already keeps it. Of others that have
+    it the one sends that has sent least, so that copies share the work.
+    """
+    holders: dict[int, list[tuple[int, int]]] = {}
+    for device, blocks in zip(source.devices, source.blocks(counts), strict=True):
+        for number, block in enumerate(blocks):
+            holders.setdefault(block, []).append((device, number))
+    sent = dict.fromkeys(source.devices, 0)
     table = []
-    for number, device in enumerate(target.devices):
-        there = device in source.devices
-        table.append(((device if there else source.devices[number % len(source.devices)], 0),))
-    return Route(legs[0]._replace(leaves=()), tuple(table), legs[1]._replace(enters=()))
+    for receiver, blocks in zip(target.devices, target.blocks(counts), strict=True):
+        row = []
+        for block in blocks:
+            # of those that have sent alike, another one for each block
+            first = block % len(holders[block])
+            turned = holders[block][first:] + holders[block][:first]
+            sender, number = min(turned, key=lambda one: (one[0] != receiver, sent[one[0]]))
+            sent[sender] += sender != receiver
+            row.append((sender, number))
+        table.append(tuple(row))
+    return tuple(table)

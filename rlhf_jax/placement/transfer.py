@@ -18,9 +18,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from rlhf_jax.mesh import Layout, model_shardings, pin_weights
+from rlhf_jax.mesh import Layout, model_shardings, on_slice, pin_weights
 from rlhf_jax.placement.leg import Leg, Placing
-from rlhf_jax.placement.program import LegProgram, relabel, run_legs, send_across, trace_legs
+from rlhf_jax.placement.program import LegProgram, copy_over, run_legs, send_across, trace_legs
 from rlhf_jax.placement.route import BytesMoved, Route, find_route, traffic
 from rlhf_jax.types import Layer, Model
 
@@ -66,9 +66,10 @@ def transfer_layers(
         for layer in model.layers:
             yield move(layer, _places(layer, layout), dtype)
         return
-    places = _places(_one_layer(model.layers), layout)
-    for index in range(model.config.num_layers):
-        yield move(model.layers, places, dtype, index=index)
+    for part in _by_slices(model.layers):
+        places = _places(_one_layer(part), layout)
+        for index in range(len(part.attention_norm)):
+            yield move(part, places, dtype, index=index)
 
 
 def transfer_ends(model: Model, layout: Layout, dtype: DTypeLike | None = None) -> Model:
@@ -90,9 +91,12 @@ def is_in_place(tree: Any, layout: Layout, dtype: DTypeLike | None = None) -> bo
 
 def bytes_moved(model: Model, layout: Layout, dtype: DTypeLike | None = None) -> BytesMoved:
     """Count the bytes that go from device to device when a model comes to a layout."""
-    parts: list[tuple[Any, int]] = [(dataclasses.replace(model, layers=()), 1), (model.layers, 1)]
+    parts: list[tuple[Any, int]] = [(dataclasses.replace(model, layers=()), 1)]
     if isinstance(model.layers, Layer):
-        parts[1] = (_one_layer(model.layers), model.config.num_layers)
+        stacked = _by_slices(model.layers)
+        parts += [(_one_layer(part), part.attention_norm.shape[0]) for part in stacked]
+    else:
+        parts.append((model.layers, 1))
     needed = 0
     received = 0
     for part, times in parts:
@@ -110,7 +114,7 @@ def move(tree: T, places: Any, dtype: DTypeLike | None = None, index: int | None
     """Return a tree of arrays of one mesh at `places`, a sharding for each leaf, in `dtype`.
 
     index: of one layer of a tree of stacked layers, whose places are then those of a layer alone.
-    Places are None where nothing is held to a place.
+    Places are None where nothing is held to a place. Of shapes it is shapes.
     """
     dtype = None if dtype is None else jnp.dtype(dtype)
     number = None if index is None else np.int32(index)
@@ -118,14 +122,17 @@ def move(tree: T, places: Any, dtype: DTypeLike | None = None, index: int | None
         return _take(tree, number, dtype=dtype)
     if index is None and _lies(tree, places, dtype):
         return tree
+    if isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct):
+        return jax.tree.map(
+            lambda leaf, place: leaf.update(sharding=place, dtype=dtype or leaf.dtype), tree, places
+        )
     ends = jax.tree.leaves(places)
     routes = _routes(tree if index is None else _one_layer(tree), ends)
     leaves, treedef = jax.tree.flatten(tree)
     firsts = [route.first for route in routes]
     moved = run_legs([(leaf,) for leaf in leaves], firsts, dtype=dtype, index=number)
     moved = send_across(moved, routes)
-    found = [relabel(leaf, end) for (leaf,), end in zip(moved, ends, strict=True)]
-    return jax.tree.unflatten(treedef, found)
+    return jax.tree.unflatten(treedef, copy_over(moved, routes, ends))
 
 
 def trace_layer(
@@ -134,9 +141,11 @@ def trace_layer(
     """Yield the programs that bring a layer of stacked shapes to a layout.
 
     devices: all that take part; they need not be here. What lies on other devices is recut on
-    those it comes from, and once more where it arrives.
+    those it comes from, and once more where it arrives. Where slices have some layers each, the
+    layer is the first slice's.
     """
     cast = jnp.dtype(dtype)
+    layers = _by_slices(layers)[0]
     one = _one_layer(layers)
     routes = _routes(one, jax.tree.leaves(model_shardings(one, layout)))
     given = [(leaf,) for leaf in jax.tree.leaves(layers)]
@@ -188,13 +197,22 @@ def _lies(tree: Any, places: Any, dtype: DTypeLike | None) -> bool:
     return all(leaf.sharding.is_equivalent_to(place, leaf.ndim) for leaf, place in pairs)
 
 
+def _by_slices(layers: Layer) -> list[Layer]:
+    """Return the stacked layers that each slice has of a pipelined model; of others all as one."""
+    place = typed(jax.Array, layers.attention_norm).sharding
+    if not isinstance(place, NamedSharding) or not place.spec or place.spec[0] is None:
+        return [layers]
+    return [on_slice(layers, own) for own in Layout(typed(Mesh, place.mesh)).split()]
+
+
 def _one_layer(layers: T) -> T:
     """Return the shapes of one of stacked layers, which lies where they do."""
 
     def one(leaf: jax.Array) -> jax.ShapeDtypeStruct:
         place = leaf.sharding
         if isinstance(place, NamedSharding):
-            assert place.shard_shape(leaf.shape)[0] == leaf.shape[0], "Layers are never split."
+            split = place.shard_shape(leaf.shape)[0] < leaf.shape[0]
+            assert not split, "A slice's own layers are never split."
             place = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=place)
 
