@@ -22,6 +22,8 @@ from rlhf_jax.model.decoding import decoding_weights, student_for
 from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.placement.lanes import ONE_LANE, Lanes
+from rlhf_jax.placement.pipelined import StageTimes
+from rlhf_jax.placement.transfer import bytes_moved
 from rlhf_jax.reallocation import length_model
 from rlhf_jax.reallocation.length_model import Lengths
 from rlhf_jax.rewards.combination import Scorer
@@ -137,6 +139,8 @@ class HostState:
     evaluated: tuple[Sequence[Sample], RolloutStats] | None = None
     # what the next step trains on, where that is drawn ahead
     ahead: SamplesAhead | None = None
+    # by call, what stages of pipelines take, as this process has measured it; not kept
+    stage_times: Mapping[str, StageTimes] | None = None
 
     def selectors(self) -> list[Selector]:
         """Return those that choose strategies: none where the strategy is fixed."""
@@ -279,3 +283,18 @@ def decoding_models(train: TrainState, run: Run) -> tuple[Model, Model | None]:
     target = decoding_weights(train.policy, run.generation.layout)
     drafter = run.frozen.drafter if train.drafter is None else train.drafter
     return target, student_for(target, drafter, run.generation.layout)
+
+
+def weights_received(train: TrainState, run: Run) -> dict[str, float]:
+    """Count the 10^6 bytes that devices receive from others as weights come to other calls."""
+    moved = {"generation": (train.policy, run.generation.layout)}
+    if run.scoring.policy_logprobs:
+        moved["policy_inference"] = (train.policy, run.scoring.layout)
+    if train.critic is not None:
+        layout = run.scoring.critic_layout or run.scoring.layout
+        moved["critic_inference"] = (train.critic, layout)
+    return {
+        f"weights/{call}": bytes_moved(model, layout, layout.dtype).received / 1e6
+        for call, (model, layout) in moved.items()
+        if layout.mesh is not None
+    }

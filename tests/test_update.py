@@ -18,18 +18,14 @@ from rlhf_jax.inference.values import critic_of, score_values
 from rlhf_jax.mesh import Layout, make_mesh, model_shardings, place_rows
 from rlhf_jax.model.transformer import init
 from rlhf_jax.training.batching import MicroBatch, micro_batch, minibatches
+from rlhf_jax.training.gradients import accumulate, critic_objective, policy_objective
 from rlhf_jax.training.losses import AGGREGATES
 from rlhf_jax.training.optimizer import Optimizers, apply, clip_by_norm, examine, make_optimizer
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.training.update import (
-    NonFiniteStep,
-    accumulate,
-    critic_objective,
-    init_train_state,
-    policy_objective,
-    update,
-)
+from rlhf_jax.training.update import NonFiniteStep, init_train_state, update
 from rlhf_jax.types import Experience, Rollout, TrainState
+
+pytestmark = pytest.mark.usefixtures("compiled_soon")
 
 # One size holds eight rows of 30 tokens, so that tests share their programs.
 CONFIG = TrainingSettings(microbatch_rows=8, length_bucket=240, chunk=32, max_new_tokens=26)
@@ -418,6 +414,25 @@ def test_on_devices_of_their_own_policy_and_critic_skip_together(small, field):
         jax.device_get((together.policy, together.critic)),
         atol=1e-6,
     )
+
+
+@pytest.mark.parametrize(("shape", "rows"), [((3, 2, 1), 4), ((3, 1, 2), 8)])
+def test_six_devices_take_the_step_of_one_though_they_do_not_divide_the_rows(small, shape, rows):
+    """Each row shard has one row or two at a time, and what is left over comes later."""
+    model = init(jax.random.key(0), small)
+    critic = random_critic(small)
+    experience = random_experience(model, critic)
+    layout = Layout(make_mesh(*shape, devices=jax.devices()[2:]))
+    together, optimizers = new_state(model, SGD, critic)
+    together, wanted = update(together, experience, optimizers, CONFIG)
+    placed = [jax.device_put(one, model_shardings(one, layout)) for one in (model, critic)]
+    state = init_train_state(placed[0], SGD, layout, placed[1])
+    own = dataclasses.replace(CONFIG, layout=layout, length_bucket=30, microbatch_rows=rows)
+    state, metrics = update(state, experience, SGD, own)
+    for one, other in ((state.policy, together.policy), (state.critic, together.critic)):
+        assert_close(jax.device_get(one), jax.device_get(other), 1e-5)
+    for name in ("loss/policy", "loss/value", "gradient/norm", "critic/gradient_norm"):
+        assert metrics[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-6), name
 
 
 def test_a_minibatch_that_is_not_finite_is_skipped_though_it_went_too_far(small):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from rlhf_jax.mesh import Layout, pin_rows
 from rlhf_jax.model.attention import packed_on, take_tokens
-from rlhf_jax.model.transformer import forward
+from rlhf_jax.model.transformer import embed_tokens, final_norm, run_layers
 from rlhf_jax.types import Model, PackedBatch
 
 
@@ -18,7 +18,23 @@ def read_packed(model: Model, batch: PackedBatch, layout: Layout, remat: bool) -
     A token sees its own sample's alone, so the result is that of each sample by itself. `remat`
     is `forward`'s.
     """
-    chex.assert_rank([batch.tokens, batch.samples, batch.before], [2, 3, 2])
+    hidden = embed_tokens(model, batch.tokens)
+    return predicting_states(model, run_packed(model, hidden, batch, layout, remat), batch, layout)
+
+
+def run_packed(
+    model: Model, hidden: jax.Array, batch: PackedBatch, layout: Layout, remat: bool
+) -> jax.Array:
+    """Run the layers of a model, or of a part of one, over packed hidden states: [S, C, M]."""
+    chex.assert_rank([batch.samples, batch.home], [3, 2])
     attend = packed_on(layout, jnp.asarray(batch.samples), jnp.asarray(batch.home))
-    hidden, _ = forward(model, batch.tokens, batch.positions, attend=attend, remat=remat)
-    return pin_rows(take_tokens(pin_rows(hidden, layout), jnp.asarray(batch.before)), layout)
+    return run_layers(model, hidden, batch.positions, attend=attend, remat=remat)[0]
+
+
+def predicting_states(
+    model: Model, hidden: jax.Array, batch: PackedBatch, layout: Layout
+) -> jax.Array:
+    """Return the normalised state before each predicted token, [S, W, M], of all [S, C, M]."""
+    chex.assert_rank([hidden, batch.before], [3, 2])
+    hidden = pin_rows(final_norm(model, hidden), layout)
+    return pin_rows(take_tokens(hidden, jnp.asarray(batch.before)), layout)

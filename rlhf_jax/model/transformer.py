@@ -126,14 +126,42 @@ def forward(
     `remat` the input alone, and computes the rest again. A token below 0 (no draft) is read as
     token 0.
     """
-    chex.assert_rank([tokens, positions], [2, 2])
     chex.assert_equal_shape([tokens, positions])
+    hidden, kept = run_layers(
+        model, embed_tokens(model, tokens), positions, attend=attend, memory=memory, remat=remat
+    )
+    return final_norm(model, hidden), kept
+
+
+def embed_tokens(model: Model, tokens: Array) -> jax.Array:
+    """Return what the first layer reads, [B, Q, M], of tokens [B, Q] int32."""
+    chex.assert_rank(tokens, 2)
+    return model.embed[jnp.maximum(tokens, 0)]
+
+
+def final_norm(model: Model, hidden: jax.Array) -> jax.Array:
+    """Normalise what the last layer gave, [B, Q, M], for the head."""
+    return rms_norm(hidden, model.norm, model.config.norm_eps)
+
+
+def run_layers(
+    model: Model,
+    hidden: jax.Array,
+    positions: Array,
+    attend: Callable = causal,
+    memory: Any = None,
+    remat: bool = False,
+) -> tuple[jax.Array, Any]:
+    """Run all layers of a model, or of a part of one, over hidden states [B, Q, M].
+
+    Returns what the last one gives, and what the attention kept; the rest as in `forward`.
+    """
+    chex.assert_rank([hidden, positions], [3, 2])
     # The rotary embedding: cos and sin [B, Q, D/2] of each position (Su et al. 2021).
     frequencies = jnp.asarray(rope_frequencies(model.config), jnp.float32)
     angles = positions[..., None].astype(jnp.float32) * frequencies
     rotation = (jnp.cos(angles), jnp.sin(angles))
     step = functools.partial(_block, config=model.config, rotation=rotation, attend=attend)
-    hidden = model.embed[jnp.maximum(tokens, 0)]
     if isinstance(model.layers, Layer):
         policy = None if remat else _is_costly
         step = jax.checkpoint(step, prevent_cse=False, policy=policy)
@@ -146,7 +174,7 @@ def forward(
             hidden, keep = step(hidden, layer, None if memory is None else memory[index])
             kept.append(keep)
         kept = tuple(kept)
-    return rms_norm(hidden, model.norm, model.config.norm_eps), kept
+    return hidden, kept
 
 
 def _is_costly(primitive: Primitive, *operands: Any, **params: Any) -> bool:

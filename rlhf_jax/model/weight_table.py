@@ -126,7 +126,7 @@ def assemble(read: ReadWeight, config: ModelConfig, dtype, shardings: Model | No
                 out[position] = weight[index[1:]]
             return out
 
-        return jax.make_array_from_callback(shape, sharding, read_part)
+        return jax.make_array_from_callback(shape, sharding, read_part, dtype=np.dtype(dtype))
 
     rest = () if shardings is None else (shardings,)
     return jax.tree.map_with_path(

@@ -28,8 +28,11 @@ from rlhf_jax.model.columns import map_tokens
 from rlhf_jax.model.decoding import completed
 from rlhf_jax.model.packed import read_packed
 from rlhf_jax.model.transformer import cast, logits, stack
+from rlhf_jax.placement.transfer import transfer
+from rlhf_jax.runtime import to_host
 from rlhf_jax.training.batching import minibatches
-from rlhf_jax.training.optimizer import Gradient, apply, examine
+from rlhf_jax.training.gradients import Gradient
+from rlhf_jax.training.optimizer import apply, examine
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Array, Model, ModelConfig, PackedBatch, Rollout, TrainState
 
@@ -141,10 +144,12 @@ def distill(
     """
     settings = distillation.settings
     step = int(state.step)
+    # Where the policy is a pipeline, no device has all layers.
+    policy = transfer(state.policy, settings.layout)
     shuffled = next(minibatches(len(rollout.length), 1, 1, seed=settings.seed, step=step))
     parts = shuffled[: distillation.samples].reshape(settings.minibatches, -1)
     batches = [
-        read_by_policy(state.policy, rollout, rows, settings=settings)
+        read_by_policy(policy, rollout, rows, settings=settings)
         for rows in parts
         if rollout.mask[rows].any()
     ]
@@ -159,7 +164,7 @@ def distill(
             [share_drawn_alike(frozen, ends, batch, settings=settings) for batch in minibatch]
             for minibatch in batches
         ]
-        of_minibatch = [np.sum(part) for part in jax.device_get(shares)]
+        of_minibatch = [np.sum(part) for part in to_host.fetch(shares)]
         of_frozen["drafter/acceptance_frozen"] = float(np.mean(of_minibatch))
 
     history = []
@@ -170,7 +175,7 @@ def distill(
             state, metrics = _learn(state, batches[index], distillation)
             history.append(metrics)
 
-    first = jax.device_get(history)[: len(batches)]
+    first = to_host.fetch(history)[: len(batches)]
     metrics = {name: float(np.mean([one[name] for one in first])) for name in first[0]} | of_frozen
     if not all(map(math.isfinite, metrics.values())):
         return state, {"drafter/not_finite": 1.0}

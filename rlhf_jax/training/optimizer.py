@@ -9,10 +9,13 @@ from typing import cast as typed
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from flax import struct
 
+from rlhf_jax.runtime import to_host
 from rlhf_jax.runtime.compilation import Execute, run_now
+from rlhf_jax.runtime.shards import owners_of, place_parts
+from rlhf_jax.training.gradients import Gradient
 from rlhf_jax.types import Model
 
 
@@ -22,14 +25,6 @@ class Optimizers:
 
     policy: optax.GradientTransformation
     critic: optax.GradientTransformation | None = None
-
-
-@struct.dataclass
-class Gradient:
-    """Hold the gradient of a minibatch, summed over the micro-batches so far, and its metrics."""
-
-    weights: Model  # float32
-    metrics: dict[str, jax.Array]
 
 
 # By the names that training.schedule may have: of (rate, steps), the rate by step.
@@ -101,16 +96,20 @@ def examine_all(
     """Return of each gradient the norm, and where it lies whether all of them are finite.
 
     As `examine`, for gradients that may lie on devices of their own: answers then cross between
-    devices, and nothing waits for them on the host.
+    devices, and nothing waits for them on the host but where they go to another process.
     """
     places = [jax.tree.leaves(one.weights)[0].sharding for one in gradients]
-    # A shape that is held to no place has no sharding.
-    if len({place and frozenset(place.device_set) for place in places}) == 1:
+    # A shape that is held to no place has no sharding. One program wants one order of devices.
+    if len({place and getattr(place, "mesh", place) for place in places}) == 1:
         norms, finite = execute(examine, tuple(gradients))
         return list(norms), [finite] * len(gradients)
     found = [execute(examine, (gradient,)) for gradient in gradients]
     norms = [norm for (norm,), _ in found]
     flags = [flag for _, flag in found]
+    several = len({owners_of(place) for place in places if place}) > 1
+    if several and isinstance(flags[0], jax.Array):  # for which the host waits
+        all_finite = np.asarray(to_host.fetch(flags)).all()
+        return norms, [place_parts(all_finite, flag.sharding) for flag in flags]
 
     def bring(flag: jax.Array, place: jax.sharding.Sharding) -> jax.Array:
         """Return a flag, or its shape, where another one lies."""

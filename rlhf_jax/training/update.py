@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from typing import cast as typed
 
@@ -15,22 +15,31 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rlhf_jax.inference.logprobs import packed_logprobs
 from rlhf_jax.inference.packing import pack, padding_share
-from rlhf_jax.inference.values import packed_values
-from rlhf_jax.mesh import ONE_DEVICE, Layout, model_shardings, pin_weights, place_rows
+from rlhf_jax.mesh import ONE_DEVICE, Layout, for_all_to_read, model_shardings, place_rows
 from rlhf_jax.model.transformer import cast, stack
 from rlhf_jax.monitoring.parts import PhaseParts
+from rlhf_jax.placement.pipelined import StageTimes
+from rlhf_jax.runtime import to_host
 from rlhf_jax.runtime.compilation import Execute, compile_only, run_now
+from rlhf_jax.runtime.shards import counted_up, place_parts
 from rlhf_jax.training.batching import MicroBatch, micro_batch, minibatches, select
-from rlhf_jax.training.losses import explained_variance, summed_policy_loss, summed_value_loss
-from rlhf_jax.training.optimizer import Gradient, Optimizers, apply, examine_all
+from rlhf_jax.training.gradients import (
+    Gradient,
+    Learner,
+    accumulate,
+    critic_head_loss,
+    critic_objective,
+    no_gradient,
+    policy_head_loss,
+    policy_objective,
+)
+from rlhf_jax.training.losses import explained_variance
+from rlhf_jax.training.optimizer import Optimizers, apply, examine_all
+from rlhf_jax.training.pipelined import measure_stages, sum_pipelined
+from rlhf_jax.training.schedules import FusedSchedule, schedule_of
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Experience, Model, TrainState
-
-LossFunction = Callable[
-    [Model, MicroBatch, TrainingSettings], tuple[jax.Array, dict[str, jax.Array]]
-]
 
 
 class NonFiniteStep(ValueError):
@@ -80,6 +89,9 @@ def init_train_state(
         return jax.jit(make, donate_argnums=0, out_shardings=shardings)(model)
 
     state: TrainState = placed(make, policy, layout)
+    if layout.mesh is not None:
+        step = place_parts(np.zeros((), np.int32), for_all_to_read(layout))
+        state = dataclasses.replace(state, step=step)
     if critic is None or optimizers.critic is None:
         return state
     make_critic = functools.partial(with_moments, optimizer=optimizers.critic)
@@ -95,12 +107,14 @@ def update(
     kl_weight: float = 0.0,
     observe: Callable[[PhaseParts], None] = lambda parts: None,
     skipped: int = 0,
+    stage_times: Mapping[str, StageTimes] | None = None,
 ) -> tuple[TrainState, dict[str, float]]:
     """Train on one experience: `epochs` times `minibatches` optimizer steps.
 
     The given state is used up. A minibatch's loss is a weighted sum over its tokens, so the result
     does not depend on `microbatch_rows` or `length_bucket`. Gradients of policy and critic are
-    taken one after the other, so their activations never coexist. `kl_weight` is that of the
+    taken one after the other, so their activations never coexist, or by pipelines at once where
+    their layouts are pipelined. `kl_weight` is that of the
     divergence in the loss. `observe` is called before each minibatch, with its micro-batches.
     `step` counts updates and, with the seed, orders the rows. In the first `critic_steps_alone`
     updates the policy stays as it is.
@@ -109,6 +123,7 @@ def update(
     takes a step. NonFiniteStep where more than `max_skipped` come in a row, of which `skipped` came
     before this update. The metrics, means over the other minibatches (maxima for `.../max`), are
     read from the device once, at the end; with `target_kl`, one of them after each minibatch.
+    `stage_times` is what `measure_update` found, of pipelines.
     """
     host = jax.tree.map(np.asarray, experience)
     parts_of_epoch = (len(host.rewards), settings.minibatches)
@@ -119,143 +134,112 @@ def update(
             "Several minibatches need the log-probs from before the update; score the policy first."
         )
     history = []
+    planned = []
     padding = []
     done = 0
     for rows in [rows for rows in order if host.mask[rows].any()]:
-        minibatch = select(host, rows)
-        parts, share = _micro_batches(minibatch, kl_weight, settings)
+        learners = learners_of(state, optimizers, settings)
+        if step < settings.critic_steps_alone:
+            learners = learners[1:]
+        batches, share = _micro_batches(select(host, rows), kl_weight, learners)
         padding.append(share)
-        observe(progress := PhaseParts(len(parts) * (1 if optimizers.critic is None else 2)))
-        of_policy = of_critic = None
-        if step >= settings.critic_steps_alone:
-            policy = ("policy_training", policy_objective, state.policy)
-            of_policy = _sum_gradients(*policy, parts, settings, progress)
-            if settings.target_kl:
-                told = jax.device_get(of_policy.metrics)
-                if told["kl/old"] > settings.target_kl and np.isfinite([*told.values()]).all():
-                    history.append(told)
-                    break
-        if optimizers.critic is not None:
-            critic = typed(Model, state.critic)
-            own = settings.of_critic
-            if own != settings:
-                parts, _ = _micro_batches(minibatch, kl_weight, own)
-            learner = ("critic_training", critic_objective, critic)
-            of_critic = _sum_gradients(*learner, parts, own, progress)
-        state, metrics = _take_steps(state, of_policy, of_critic, optimizers)
+        observe(progress := PhaseParts(sum(map(len, batches))))
+        fused = _fused_schedule(learners, batches, stage_times or {})
+        planned += [fused.metrics()] if fused else []
+        found: dict[str, Gradient] = {}
+        moved = False
+        gradients = _gradients(learners, batches, fused, progress)
+        for learner, gradient in zip(learners, gradients, strict=True):
+            found[learner.call] = gradient
+            if moved := _has_moved(learner, gradient):
+                break
+        del gradient  # else it would stay beside the next minibatch's
+        if moved:
+            history.append(found["policy_training"].metrics)
+            break
+        state, metrics = _take_steps(state, found, optimizers)
         history.append(metrics)
         done += 1
 
-    metrics = _means(jax.device_get(history), experience, state, settings.max_skipped, skipped)
+    metrics = _means(to_host.fetch(history), experience, state, settings.max_skipped, skipped)
+    if planned:
+        metrics |= {name: float(np.mean([own[name] for own in planned])) for name in planned[0]}
     metrics["training/minibatches_done"] = done - metrics["training/skipped"]
     metrics["training/padding"] = float(np.mean(padding)) if padding else 0.0
     if host.values is not None:
         explained = explained_variance(host.values, host.returns, host.mask)
         metrics |= {"critic/explained_variance": explained} if math.isfinite(explained) else {}
-    return dataclasses.replace(state, step=state.step + 1), metrics
+    return dataclasses.replace(state, step=counted_up(state.step)), metrics
 
 
 def compile_update(
     state: TrainState, experience: Experience, optimizers: Optimizers, settings: TrainingSettings
 ) -> None:
     """Compile what the first minibatch of `update` runs, and run nothing."""
-    of_step = (settings.minibatches, 1)
-    samples = len(experience.rewards)
-    rows = next(minibatches(samples, *of_step, seed=settings.seed, step=int(state.step)))
-    minibatch = select(experience, rows)
-    learners: list[tuple[str, LossFunction, Model, Any, optax.GradientTransformation]] = [
-        ("policy_training", policy_objective, state.policy, state.optimizer, optimizers.policy)
-    ]
-    if optimizers.critic is not None:
-        critic = typed(Model, state.critic)
-        moments = state.critic_optimizer
-        learners.append(("critic_training", critic_objective, critic, moments, optimizers.critic))
-    gradients = []
-    for call, objective, model, _, _ in learners:
-        own = settings if objective is policy_objective else settings.of_critic
-        parts, _ = _micro_batches(minibatch, 0.0, own)
-        gradients.append(_sum_gradients(call, objective, model, parts, own, execute=compile_only))
+    learners, batches = _first_minibatch(state, experience, optimizers, settings)
+    fused = _fused_schedule(learners, batches, times={})
+    gradients = list(_gradients(learners, batches, fused, execute=compile_only))
     _, finite = examine_all(gradients, compile_only)
-    for (_, _, model, moments, optimizer), gradient, flag in zip(
-        learners, gradients, finite, strict=True
-    ):
+    taken: list[Any] = [(state.policy, state.optimizer, optimizers.policy)]
+    if optimizers.critic is not None:
+        taken.append((typed(Model, state.critic), state.critic_optimizer, optimizers.critic))
+    for (model, moments, optimizer), gradient, flag in zip(taken, gradients, finite, strict=True):
         compile_only(apply, model, moments, gradient, flag, optimizer=optimizer)
 
 
-def policy_objective(
-    policy: Model, batch: MicroBatch, settings: TrainingSettings
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Compute a micro-batch's share of the policy's loss, and metrics: see `summed_policy_loss`."""
-    logprobs, entropy = packed_logprobs(
-        policy,
-        batch.packed,
-        batch.support,
-        temperature=settings.temperature,
-        entropy=settings.entropy_coefficient != 0,
-        chunk=settings.chunk,
-        layout=settings.layout,
-        remat=settings.remat,
-    )
-    return summed_policy_loss(
-        logprobs,
-        entropy,
-        batch,
-        loss=settings.loss,
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        kl_estimator=settings.kl_estimator,
-        entropy_coefficient=settings.entropy_coefficient,
-    )
+def measure_update(
+    state: TrainState, experience: Experience, optimizers: Optimizers, settings: TrainingSettings
+) -> dict[str, StageTimes]:
+    """Return by call what stages of pipelines take, of the first micro-batch of an experience.
 
-
-def critic_objective(
-    critic: Model, batch: MicroBatch, settings: TrainingSettings
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Compute a micro-batch's share of the critic's loss, and metrics: see `summed_value_loss`."""
-    values = packed_values(critic, batch.packed, layout=settings.layout, remat=settings.remat)
-    return summed_value_loss(values, batch, clip=settings.critic_clip)
-
-
-@functools.partial(jax.jit, static_argnames=("objective", "settings"), donate_argnums=0)
-def accumulate(
-    total: Gradient | None,
-    model: Model,
-    batch: MicroBatch,
-    *,
-    objective: LossFunction,
-    settings: TrainingSettings,
-) -> Gradient:
-    """Return `total` plus the gradient of one micro-batch, both float32, and the metrics so far.
-
-    `total` is overwritten; it is None before the first micro-batch. The gradient is taken in the
-    compute dtype, so that what exists beside the sum is no larger than that.
+    Where nothing is pipelined there is nothing to measure. No gradient is kept.
     """
-    weights, metrics = jax.grad(objective, has_aux=True)(
-        cast(model, settings.layout.dtype), batch, settings
-    )
-    # Pinned, or XLA keeps the whole sum on every device.
-    weights = pin_weights(cast(weights, jnp.float32), settings.layout)
-    if total is None:
-        return Gradient(weights, metrics)
-    merged = {
-        name: (jnp.maximum if name.endswith("/max") else jnp.add)(total.metrics[name], value)
-        for name, value in metrics.items()
+    if settings.layout.role != "pipelined":
+        return {}
+    learners, batches = _first_minibatch(state, experience, optimizers, settings)
+    return {
+        learner.call: measure_stages(learner, own[0])
+        for learner, own in zip(learners, batches, strict=True)
     }
-    return Gradient(jax.tree.map(jnp.add, total.weights, weights), merged)
+
+
+def _first_minibatch(
+    state: TrainState, experience: Experience, optimizers: Optimizers, settings: TrainingSettings
+) -> tuple[list[Learner], list[list[MicroBatch]]]:
+    """Return what an update trains first, and the micro-batches of each; nothing of no tokens."""
+    of_step = (settings.minibatches, 1)
+    samples = len(experience.rewards)
+    order = minibatches(samples, *of_step, seed=settings.seed, step=int(state.step))
+    rows = next((rows for rows in order if np.asarray(experience.mask)[rows].any()), None)
+    if rows is None:
+        return [], []
+    learners = learners_of(state, optimizers, settings)
+    return learners, _micro_batches(select(experience, rows), 0.0, learners)[0]
+
+
+def learners_of(
+    state: TrainState, optimizers: Optimizers, settings: TrainingSettings
+) -> list[Learner]:
+    """Return the models that an update trains: the policy, and the critic where there is one."""
+    policy = Learner("policy_training", state.policy, policy_objective, policy_head_loss, settings)
+    if optimizers.critic is None:
+        return [policy]
+    own = settings.of_critic
+    critic = typed(Model, state.critic)
+    return [policy, Learner("critic_training", critic, critic_objective, critic_head_loss, own)]
 
 
 def _take_steps(
-    state: TrainState,
-    of_policy: Gradient | None,
-    of_critic: Gradient | None,
-    optimizers: Optimizers,
+    state: TrainState, gradients: dict[str, Gradient], optimizers: Optimizers
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Take a minibatch's steps of policy and critic, or none where a number is not finite.
 
-    Returns the state and all metrics, norms included. A model without a gradient stays as it is.
+    gradients: by call. Returns the state and all metrics, norms included. A model without a
+    gradient stays as it is.
     """
-    given = [gradient for gradient in (of_policy, of_critic) if gradient is not None]
-    norms, finite = examine_all(given)
+    of_policy = gradients.get("policy_training")
+    of_critic = gradients.get("critic_training")
+    norms, finite = examine_all(list(gradients.values()))
     metrics: dict[str, jax.Array] = {}
     if of_policy is not None:
         policy, moments = apply(
@@ -277,43 +261,87 @@ def _take_steps(
 
 
 def _micro_batches(
-    minibatch: Experience, kl_weight: float, settings: TrainingSettings
-) -> tuple[list[MicroBatch], float]:
-    """Return the micro-batches of a minibatch, all of the host, and the share of padding."""
-    weights = settings.aggregate(np.asarray(minibatch.mask), settings.max_new_tokens)
-    packed = pack(
-        minibatch.rollout,
-        minibatch.mask,
-        settings.microbatch_rows,
-        settings.length_bucket,
-        settings.layout.row_shards,
-    )
-    parts = [micro_batch(minibatch, weights, kl_weight, part) for part in packed]
-    return parts, padding_share(packed)
+    minibatch: Experience, kl_weight: float, learners: list[Learner]
+) -> tuple[list[list[MicroBatch]], float]:
+    """Return a minibatch's micro-batches for each learner, all of the host.
+
+    And the share of padding in those of the first one.
+    """
+    mask = np.asarray(minibatch.mask)
+    settings = learners[0].settings
+    weights = settings.aggregate(mask, settings.max_new_tokens)
+    rows = (settings.microbatch_rows, settings.length_bucket)
+    packed = {
+        shards: pack(minibatch.rollout, minibatch.mask, *rows, shards)
+        for shards in {one.settings.layout.row_shards for one in learners}
+    }
+    parts = {
+        shards: [micro_batch(minibatch, weights, kl_weight, part) for part in own]
+        for shards, own in packed.items()
+    }
+    shards = [one.settings.layout.row_shards for one in learners]
+    return [parts[own] for own in shards], padding_share(packed[shards[0]])
+
+
+def _fused_schedule(
+    learners: list[Learner], batches: list[list[MicroBatch]], times: Mapping[str, StageTimes]
+) -> FusedSchedule | None:
+    """Return the schedule of learners that are pipelines; None of others, which take turns."""
+    is_pipelined = learners[0].settings.layout.role == "pipelined"
+    return schedule_of(learners, batches, times) if is_pipelined else None
+
+
+def _gradients(
+    learners: list[Learner],
+    batches: list[list[MicroBatch]],
+    fused: FusedSchedule | None,
+    progress: PhaseParts | None = None,
+    execute: Execute = run_now,
+) -> Iterator[Gradient]:
+    """Yield the gradient of a minibatch of each learner, once it is asked for.
+
+    fused: of learners that are pipelines, which run at once: all gradients are computed when the
+    first is asked for.
+    """
+    if fused is not None:
+        yield from sum_pipelined(learners, batches, fused.schedule, progress, execute)
+        return
+    for learner, own in zip(learners, batches, strict=True):
+        yield _sum_gradients(learner, own, progress, execute)
+
+
+def _has_moved(learner: Learner, gradient: Gradient) -> bool:
+    """Say whether the policy has moved so far from the old one that no step is taken any more."""
+    limit = learner.settings.target_kl
+    if not limit or learner.call != "policy_training":
+        return False
+    told = to_host.fetch(gradient.metrics)
+    finite = np.isfinite([*told.values()]).all()
+    return bool(finite and told["kl/old"] > limit)
 
 
 def _sum_gradients(
-    call: str,
-    objective: LossFunction,
-    model: Model,
-    parts: list[MicroBatch],
-    settings: TrainingSettings,
-    progress: PhaseParts | None = None,
-    execute: Execute = run_now,
+    learner: Learner, parts: list[MicroBatch], progress: PhaseParts | None, execute: Execute
 ) -> Gradient:
     """Return the gradient of a minibatch of host arrays, of at least one micro-batch.
 
     Each micro-batch is placed when the one before it is summed, and noted in `progress` as one of
-    the call.
+    the learner's call.
     """
     total = None
+    settings = learner.settings
+    losses = {"objective": learner.objective, "settings": settings}
     for part in parts:
         began = time.perf_counter()
         placed = place_rows(part, settings.layout)
-        total = execute(accumulate, total, model, placed, objective=objective, settings=settings)
+        if total is None:
+            first = accumulate.eval_shape(None, learner.model, placed, **losses)
+            names = tuple(first.metrics)
+            total = execute(no_gradient, learner.model, names=names, layout=settings.layout)
+        total = execute(accumulate, total, learner.model, placed, **losses)
         if progress is not None:  # a copy, for the sum itself is used up by the next
             told = jnp.copy(next(iter(total.metrics.values())))
-            progress.hand(call, began, told, part.packed)
+            progress.hand(learner.call, began, told, part.packed)
     assert total is not None
     return total
 

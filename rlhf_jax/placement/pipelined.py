@@ -1,0 +1,222 @@
+"""Say what policy and critic as pipelines ask of a plan, when they pay, and when each stage works.
+
+Both have as many stages as their placement has slices and as many copies as `data` says, on the
+same devices in opposite order, so that each works in the bubbles of the other (RLHFuse, arXiv
+2409.13221).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from rlhf_jax.mesh import Layout
+from rlhf_jax.pipeline.problem import Pipe, PipelineProblem, lay_copies
+from rlhf_jax.pipeline.schedule import Schedule, one_f_one_b
+from rlhf_jax.pipeline.search import solve
+from rlhf_jax.placement.plan import Placement, Plan
+
+REACHED = 0.6  # of a chip's peak FLOPs, where products alone are counted
+TRIES = 20  # of the search for a schedule, after its first passes
+INPUTS_OVER_1F1B = 2.0  # that a node may keep, over those of both pipes by 1F1B beside each other
+LEAST = 1e-6  # of the longest time of a stage: no task takes less
+
+
+class StageTimes(NamedTuple):
+    """Hold what a model's stages take of one micro-batch, and how many of these there are."""
+
+    micro_batches: int
+    forward: tuple[float, ...]  # [stages]
+    backward: tuple[float, ...]  # [stages]
+    kept: float  # a stage's input, until its backward
+    copies: int = 1  # of the pipeline, each with a part of every micro-batch's rows
+
+    @classmethod
+    def of_work(
+        cls, layout: Layout, micro_batches: int, *, forward: float, head: float, kept: float
+    ) -> StageTimes:
+        """Return the times of stages whose layers are alike, in units of work.
+
+        A backward computes its forward again, and so takes three times as long. The last stage does
+        this at once, and `head` besides: its own forward only receives.
+        """
+        stages = layout.slices
+        return cls(
+            micro_batches,
+            forward=(*[forward] * (stages - 1), LEAST * forward),
+            backward=(*[3 * forward] * (stages - 1), 3 * forward + head),
+            kept=kept,
+            copies=layout.extent("data"),
+        )
+
+
+def crossover_tokens(
+    flops: float, node_chips: int, network: float, reached: float = REACHED
+) -> float:
+    """Return the tokens of a chip and optimizer step below which pipelines beat FSDP.
+
+    t* = F eta / (2 D s). A step of FSDP brings 6 bytes of each of P parameters to each node
+    (bfloat16 weights twice and gradients once), in 6 P / (D s) seconds: D chips a node with s bytes
+    a second each of its network. Its products take 6 P t / (F eta) seconds, for t tokens a chip at
+    a share eta of F FLOPs a second. A pipeline with as many micro-batches as stages takes twice as
+    long as its products: as long as the gathers where t = t*.
+    """
+    return flops * reached / (2 * node_chips * network)
+
+
+def joint_problem(models: Sequence[StageTimes]) -> PipelineProblem:
+    """Return the pipes of a policy and of a critic, which runs the other way; or of one alone."""
+    pipes = []
+    for index, model in enumerate(models):
+        stages = len(model.forward)
+        least = LEAST * max(model.forward)
+        pipes.append(
+            Pipe(
+                nodes=lay_copies(model.copies * stages, stages, opposed=index > 0),
+                micro_batches=model.micro_batches,
+                forward=tuple(max(least, seconds) for seconds in model.forward),
+                backward=model.backward,
+                kept=(model.kept,) * stages,
+            )
+        )
+    return PipelineProblem(tuple(pipes))
+
+
+def limit_inputs(problem: PipelineProblem) -> PipelineProblem:
+    """Return pipes with a limit to the inputs that a node keeps, however many micro-batches pass.
+
+    It binds where a schedule without would keep nearly all of them, and costs little time.
+    """
+    alone = [one_f_one_b(PipelineProblem((pipe,))).peak for pipe in problem.pipes]
+    limit = INPUTS_OVER_1F1B * max(map(sum, zip(*alone, strict=True)))
+    return dataclasses.replace(problem, limit=float(limit))
+
+
+@functools.lru_cache(maxsize=256)
+def fused_schedule(problem: PipelineProblem) -> Schedule:
+    """Return the schedule of pipes that run at once, never longer than the serial one."""
+    return solve(problem, tries=TRIES)
+
+
+@functools.lru_cache(maxsize=256)
+def serial_schedule(problem: PipelineProblem) -> Schedule:
+    """Return the schedule of one pipe after the other, each by 1F1B."""
+    return one_f_one_b(problem)
+
+
+def quick_bound(problem: PipelineProblem) -> float:
+    """Return a time that no schedule is shorter than, at once.
+
+    A node does all its tasks, after the least time before a first one and before that after a last.
+    """
+    work = [0.0] * problem.nodes
+    before = [float("inf")] * problem.nodes
+    after = [float("inf")] * problem.nodes
+    for pipe in problem.pipes:
+        for node, stage in (
+            (node, stage) for copy in pipe.nodes for stage, node in enumerate(copy)
+        ):
+            work[node] += pipe.micro_batches * (pipe.forward[stage] + pipe.backward[stage])
+            before[node] = min(before[node], sum(pipe.forward[:stage]))
+            after[node] = min(after[node], sum(pipe.backward[:stage]))
+    return max(map(sum, zip(before, work, after, strict=True)))
+
+
+def trained(plan: Plan) -> dict[str, Placement]:
+    """Return the placements of the calls that train."""
+    return {call: placed for call, placed in plan.placements.items() if call.endswith("_training")}
+
+
+def is_pipelined(plan: Plan) -> bool:
+    """Tell whether a call of a plan is trained as a pipeline."""
+    return any(placed.pipelined for placed in trained(plan).values())
+
+
+def check_pipelines(plan: Plan, source: str) -> None:
+    """Raise ValueError where pipelines have one stage, or are not both on the same ones.
+
+    source: what the plan is called in the sentence.
+    """
+    placed = trained(plan)
+    if not is_pipelined(plan):
+        return
+    for call, one in placed.items():
+        if one.pipelined and one.slices < 2:
+            raise ValueError(
+                f"{source} pipelines {call} over {one.slices} slice, and each slice is a stage:"
+                " give it at least 2, or leave pipelined out."
+            )
+    if len({one.pipelined for one in placed.values()}) > 1:
+        whole = next(call for call, one in placed.items() if not one.pipelined)
+        raise ValueError(
+            f"{source} pipelines one of policy and critic, and not {whole}: pipeline both, as each"
+            " works in the bubbles of the other, or neither."
+        )
+    if len({(one.first, one.count, one.slices * one.data) for one in placed.values()}) > 1:
+        raise ValueError(
+            f"{source} pipelines policy and critic on other devices each, or on other parts of"
+            " them: give both the same first and count, and slices x data that are the same, as"
+            " each copy has stages of its own."
+        )
+
+
+def fill_with_copies(policy: Placement, layers: Mapping[str, int]) -> Placement:
+    """Return where the critic beside a pipelined policy is trained: in as many copies as fit.
+
+    A shallower critic has as few stages as divide its layers and have no more of them each than the
+    policy's, and copies of its pipeline fill the nodes. Where there are none it lies as the policy.
+    layers: of each model by its name.
+    """
+    stages = policy.slices
+    for fewer in range(2, stages):
+        own, rest = divmod(layers["critic"], fewer)
+        if stages % fewer == 0 and rest == 0 and own * stages <= layers["policy"]:
+            return dataclasses.replace(policy, slices=fewer, data=policy.data * stages // fewer)
+    return policy
+
+
+def check_layers(plan: Plan, source: str, layers: Mapping[str, int]) -> None:
+    """Raise ValueError where stages do not divide the layers of policy or critic.
+
+    layers: of each model by its name. A critic has no more layers than the policy, whose bubbles it
+    is to fill.
+    """
+    placed = trained(plan)
+    if not is_pipelined(plan):
+        return
+    for call, one in placed.items():
+        name = call.removesuffix("_training")
+        depth = layers[name]
+        if depth % one.slices:
+            fitting = [stages for stages in range(2, depth + 1) if depth % stages == 0]
+            below = [stages for stages in fitting if stages < one.slices][-1:]
+            near = below + [stages for stages in fitting if stages > one.slices][:1]
+            change = f"give {call} {' or '.join(map(str, near))} slices"
+            raise ValueError(
+                f"{source} cuts the {depth} layers of the {name} into {one.slices} stages, which do"
+                f" not divide them; {change if near else 'leave pipelined out'}."
+            )
+    if layers.get("critic", 0) > layers["policy"] and "critic_training" in placed:
+        raise ValueError(
+            f"{source} pipelines a critic of {layers['critic']} layers beside a policy of"
+            f" {layers['policy']}, which has too few bubbles for it: give a critic.path with at"
+            " most as many layers, or leave pipelined out."
+        )
+
+
+def bubble_warning(call: str, micro_batches: int, stages: int) -> str:
+    """Say what share of its time a pipeline of few micro-batches idles; '' where they are enough.
+
+    That is by itself: the other pipeline works in the meantime.
+    """
+    if micro_batches >= stages:
+        return ""
+    idle = Pipe(((0,) * stages,), micro_batches, (1.0,) * stages, (3.0,) * stages, (0.0,) * stages)
+    few = f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}"
+    return (
+        f"{call} has {few} in a minibatch for {stages} stages, so alone it"
+        f" idles for {idle.bubble:.0%} of its time: lower training.microbatch_rows or"
+        " training.minibatches."
+    )

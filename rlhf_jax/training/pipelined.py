@@ -1,0 +1,217 @@
+"""Train models as pipelines that run at once: the host starts each task in a schedule's order.
+
+(RLHFuse, arXiv 2409.13221, section 5.) A stage's programs run on the devices of its own slice, so
+those of different stages overlap. A stage sums gradients in the order of micro-batches whatever the
+schedule, so the sums are the same, bit by bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from typing import cast as typed
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax.mesh import Layout, place_rows
+from rlhf_jax.monitoring.parts import PhaseParts, PipelineTask
+from rlhf_jax.pipeline.problem import BACKWARD, FORWARD
+from rlhf_jax.pipeline.schedule import Schedule
+from rlhf_jax.placement.pipelined import StageTimes
+from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime.compilation import Execute, run_now
+from rlhf_jax.training.batching import MicroBatch
+from rlhf_jax.training.gradients import Gradient, Learner, no_gradient
+from rlhf_jax.training.schedules import kept_bytes, schedule_of
+from rlhf_jax.training.stages import (
+    Stage,
+    backward,
+    copies_of,
+    cut,
+    forward,
+    join,
+    rows_of_copy,
+    send,
+    stages_of,
+    sum_copies,
+)
+from rlhf_jax.types import Layer, Model
+
+
+@dataclasses.dataclass
+class RunningStage:
+    """Hold what a stage has while its pipeline runs."""
+
+    stage: Stage
+    part: Model
+    total: Gradient | None = None
+    # by micro-batch: what the stage was given, and what it reads, until it has gone backward
+    kept: dict[int, tuple[jax.Array | None, Any]] = dataclasses.field(default_factory=dict)
+    # by micro-batch: what waits for the stage after this one, and for the one before
+    gave: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+    pulled: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+
+
+class RunningCopy(NamedTuple):
+    """Hold a copy of a pipeline while it runs."""
+
+    layout: Layout  # of all its stages
+    stages: list[RunningStage]
+    batches: list[MicroBatch]  # its rows of each micro-batch
+
+
+def sum_pipelined(
+    learners: Sequence[Learner],
+    batches: Sequence[Sequence[MicroBatch]],
+    schedule: Schedule,
+    progress: PhaseParts | None = None,
+    execute: Execute = run_now,
+) -> list[Gradient]:
+    """Return the gradient of each learner's minibatch, as `accumulate` would sum it.
+
+    batches: the micro-batches of each learner, of host arrays. schedule: of one pipe for each, in
+    their order. What a neighbour has for a task is sent when the task begins, so a stage never
+    holds more inputs than the schedule's peak. Nothing waits for a device. Micro-batches are noted
+    in `progress` when their loss is on its way, and tasks where it hears them.
+    """
+    pipes = [_begin(*given) for given in zip(learners, batches, strict=True)]
+    for task in schedule.tasks:
+        began = time.perf_counter()
+        learner = learners[task["pipe"]]
+        copies = pipes[task["pipe"]]
+        copy = copies[task["copy"]]
+        place = int(task["stage"])
+        number = int(task["micro_batch"])
+        if task["kind"] == FORWARD:
+            _go_forward(copy.stages, place, number, copy.batches[number], execute)
+        else:
+            _go_backward(copy.stages, place, number, execute)
+        if progress is None:
+            continue
+        if progress.heard_task is not None:
+            _tell_task(learner.call, began, copies, task, progress.heard_task)
+        last = place == len(copy.stages) - 1 and copy is copies[-1]
+        if task["kind"] == BACKWARD and last:
+            metrics = typed(Gradient, copy.stages[place].total).metrics
+            # A copy, for the sum itself is used up by the next.
+            told = jnp.copy(next(iter(metrics.values())))
+            progress.hand(learner.call, began, told, batches[task["pipe"]][number].packed)
+    found = []
+    for copies, learner in zip(pipes, learners, strict=True):
+        of_copies = []
+        for copy in copies:
+            sums = [typed(Gradient, own.total) for own in copy.stages]
+            of_copies.append(join(sums, copy.layout, execute))
+        found.append(sum_copies(of_copies, learner.settings.layout, execute))
+    return found
+
+
+def measure_stages(learner: Learner, batch: MicroBatch) -> StageTimes:
+    """Return the seconds of each stage's tasks of a micro-batch of host arrays.
+
+    One task runs at a time, several times over, and the shortest counts, in which nothing is
+    compiled. Of several processes the one that has a stage says.
+    """
+    seconds: dict[tuple[Stage, bool], float] = {}
+
+    def timed(function: Callable, *arguments: Any, **options: Any) -> Any:
+        """Call a stage's program, and wait for it, but not for what it is given."""
+        jax.block_until_ready(arguments)
+        began = time.perf_counter()
+        result = jax.block_until_ready(function(*arguments, **options))
+        if "stage" in options:
+            task = (options["stage"], function is backward)
+            seconds[task] = min(time.perf_counter() - began, seconds.get(task, math.inf))
+        return result
+
+    schedule = schedule_of([learner], [[batch] * 2], times={}).schedule
+    for _ in range(2):
+        sum_pipelined([learner], [[batch] * 2], schedule, execute=timed)
+    copies = [stages_of(copy) for copy in copies_of(learner)]
+    forwards = [
+        0.0 if alike[0].head_loss else max(seconds[stage, False] for stage in alike)
+        for alike in zip(*copies, strict=True)
+    ]
+    backwards = [
+        max(seconds[stage, True] for stage in alike) for alike in zip(*copies, strict=True)
+    ]
+    of_ranks = np.array(distributed.gather([forwards, backwards])).max(axis=0)
+    times = map(tuple, of_ranks.tolist())
+    return StageTimes(1, *times, kept=kept_bytes(learner, batch), copies=len(copies))
+
+
+def _begin(learner: Learner, batches: Sequence[MicroBatch]) -> list[RunningCopy]:
+    """Return the copies of a learner's pipeline, with its weights and nothing computed."""
+    begun = []
+    copies = copies_of(learner)
+    for index, copy in enumerate(copies):
+        stages = stages_of(copy)
+        running = list(map(RunningStage, stages, cut(copy.model, stages)))
+        own = [rows_of_copy(batch, index, len(copies)) for batch in batches]
+        begun.append(RunningCopy(copy.settings.layout, running, own))
+    return begun
+
+
+def _go_forward(
+    pipe: list[RunningStage], place: int, number: int, batch: MicroBatch, execute: Execute
+) -> None:
+    """Give a stage what it reads of a micro-batch; all but the last one compute what they give."""
+    own = pipe[place]
+    layout = own.stage.settings.layout
+    needed = place_rows(own.stage.needed(batch), layout)
+    given = send(pipe[place - 1].gave.pop(number), layout) if place else None
+    own.kept[number] = (given, needed)
+    if own.stage.head_loss is None:
+        own.gave[number] = execute(forward, own.part, given, needed, stage=own.stage)
+
+
+def _go_backward(pipe: list[RunningStage], place: int, number: int, execute: Execute) -> None:
+    """Add a stage's gradient of a micro-batch to its sum."""
+    own = pipe[place]
+    given, needed = own.kept.pop(number)
+    pulled = None
+    if own.stage.head_loss is None:
+        pulled = send(pipe[place + 1].pulled.pop(number), own.stage.settings.layout)
+    told = {"stage": own.stage}
+    if own.total is None:
+        first, _ = backward.eval_shape(None, own.part, given, needed, pulled, **told)
+        begun = {"names": tuple(first.metrics), "layout": own.stage.settings.layout}
+        own.total = execute(no_gradient, own.part, **begun)
+    own.total, onward = execute(backward, own.total, own.part, given, needed, pulled, **told)
+    if onward is not None:
+        own.pulled[number] = onward
+
+
+def _tell_task(
+    call: str,
+    began: float,
+    copies: list[RunningCopy],
+    task: np.void,
+    heard: Callable[[PipelineTask, jax.Array], None],
+) -> None:
+    """Tell of a task that was dispatched, with an array that is there when it is done."""
+    place = int(task["stage"])
+    number = int(task["micro_batch"])
+    index = int(task["copy"])
+    own = copies[index].stages[place]
+    last = place == len(copies[index].stages) - 1
+    kind = "backward" if task["kind"] == BACKWARD else "forward"
+    after = ("backward", place + 1) if kind == "backward" and not last else ("forward", place - 1)
+    if kind == "forward":
+        result = own.gave.get(number)  # none of the last stage
+    elif place:
+        result = own.pulled[number]
+    else:  # Nothing goes on; of a sum that the next task uses up, a copy of a small part.
+        result = jnp.copy(typed(Layer, typed(Gradient, own.total).weights.layers).attention_norm)
+    if result is not None:
+        names = [f"{call} {index} {number} {way} {stage}" for way, stage in ((kind, place), after)]
+        # nodes in the order of devices, whichever way pipelines run
+        layouts = [one.stage.settings.layout for copy in copies for one in copy.stages]
+        nodes = sorted(layout.devices.flat[0].id for layout in layouts)
+        lane = nodes.index(own.stage.settings.layout.devices.flat[0].id)
+        heard(PipelineTask(call, began, lane, *names), result)

@@ -1,0 +1,133 @@
+"""Find the schedule of pipelines that train at once, from what their stages take."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_jax.model.flops import count_flops
+from rlhf_jax.model.transformer import weight_shapes
+from rlhf_jax.pipeline.schedule import Schedule
+from rlhf_jax.pipeline.search import solve
+from rlhf_jax.placement.pipelined import StageTimes, joint_problem, limit_inputs, serial_schedule
+from rlhf_jax.training.batching import MicroBatch
+from rlhf_jax.training.gradients import Learner
+from rlhf_jax.training.stages import Stage, backward, copies_of, forward, rows_of_copy, stages_of
+from rlhf_jax.types import ModelConfig
+
+RUN_TRIES = 100  # of a search: under a second of the CPU for 16 stages
+
+
+class FusedSchedule(NamedTuple):
+    """Hold a schedule of pipelines that run at once, and how long they would take in turn."""
+
+    schedule: Schedule
+    serial: float  # one pipeline after the other, each by 1F1B
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is predicted: times in seconds, or in 10^9 FLOPs where none were measured.
+
+        The peak is of the inputs that the fullest slice keeps, in 10^6 bytes.
+        """
+        return {
+            "pipeline/makespan": self.schedule.makespan,
+            "pipeline/bound": self.schedule.bound,
+            "pipeline/serial": self.serial,
+            "pipeline/peak": float(self.schedule.peak.max()) / 1e6,
+        }
+
+
+class PipelineWork(NamedTuple):
+    """Hold what the FLOPs of a pipeline follow from."""
+
+    config: ModelConfig
+    stages: tuple[Stage, ...]  # of one copy
+    copies: int
+    # a micro-batch's shapes, leaf by leaf, and their tree
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    tree: Any
+
+
+def schedule_of(
+    learners: Sequence[Learner],
+    batches: Sequence[Sequence[MicroBatch]],
+    times: Mapping[str, StageTimes],
+) -> FusedSchedule:
+    """Return the order in which the stages of all learners do a minibatch's tasks.
+
+    batches: the micro-batches of each learner, taken to be as large as the first. times: by call,
+    as they were measured; where there are none FLOPs are counted.
+    """
+    found = []
+    for learner, own in zip(learners, batches, strict=True):
+        taken = times.get(learner.call)
+        if taken is None:
+            copies = copies_of(learner)
+            leaves, tree = jax.tree.flatten(rows_of_copy(own[0], 0, len(copies)))
+            told = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+            stages = tuple(stages_of(copies[0]))
+            work = PipelineWork(learner.model.config, stages, len(copies), told, tree)
+            taken = count_stages(work, kept_bytes(learner, own[0]))
+        found.append(taken._replace(micro_batches=len(own)))
+    return _find_schedule(tuple(found))
+
+
+@functools.lru_cache(maxsize=256)
+def _find_schedule(times: tuple[StageTimes, ...]) -> FusedSchedule:
+    """Return the shortest schedule that a short search finds, with a limit to what is kept."""
+    problem = joint_problem(times)
+    found = solve(limit_inputs(problem), RUN_TRIES)
+    return FusedSchedule(found, serial_schedule(problem).makespan)
+
+
+def kept_bytes(learner: Learner, batch: MicroBatch) -> float:
+    """Return the bytes of the hidden states of a micro-batch that a stage of a copy is given."""
+    layout = learner.settings.layout
+    tokens = np.size(batch.packed.tokens) // layout.extent("data")
+    return float(tokens * learner.model.config.width * layout.dtype.itemsize)
+
+
+@functools.lru_cache(maxsize=256)
+def count_stages(work: PipelineWork, kept: float) -> StageTimes:
+    """Return the 10^9 FLOPs of each stage of a micro-batch, in place of seconds.
+
+    kept: bytes of the hidden states that stages are given. The first stage, one in the middle and
+    the last one are traced.
+    """
+    count = len(work.stages)
+    batch: MicroBatch = jax.tree.unflatten(work.tree, work.leaves)
+    shape = (*batch.packed.tokens.shape, work.config.width)
+    given = jax.ShapeDtypeStruct(shape, work.stages[0].settings.layout.dtype)
+    depth = work.config.num_layers // count
+    whole = jax.tree.map(
+        lambda size: jax.ShapeDtypeStruct(size, jnp.float32),
+        weight_shapes(work.config),
+        is_leaf=lambda leaf: isinstance(leaf, tuple),
+    )
+    layers = jax.tree.map(lambda leaf: leaf.update(shape=(depth, *leaf.shape[1:])), whole.layers)
+    whole = dataclasses.replace(whole, layers=layers)
+
+    def gigaflops(stage: Stage) -> tuple[float, float]:
+        """Return those of a stage's forward and backward; the last one's forward has none."""
+        part = stage.without_others(whole)
+        received = None if stage.reads_tokens else given
+        needed = stage.needed(batch)
+        pulled = None if stage.head_loss else given
+        run = functools.partial(backward, stage=stage)
+        back = count_flops(run, None, part, received, needed, pulled) / 1e9
+        if stage.head_loss:
+            return 0.0, back
+        return count_flops(
+            functools.partial(forward, stage=stage), part, received, needed
+        ) / 1e9, back
+
+    kinds = [0, *[min(1, count - 2)] * (count - 2), count - 1]
+    costs = {kind: gigaflops(work.stages[kind]) for kind in set(kinds)}
+    forwards, backwards = zip(*[costs[kind] for kind in kinds], strict=True)
+    return StageTimes(1, forwards, backwards, kept, work.copies)

@@ -1,0 +1,265 @@
+"""Cut a model into the stages of a pipeline, and compute what each does in either direction."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+from typing import cast as typed
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rlhf_jax.mesh import ROW_AXES, Layout, model_shardings, on_slice, pin_weights
+from rlhf_jax.model.packed import predicting_states, run_packed
+from rlhf_jax.model.transformer import cast, embed_tokens
+from rlhf_jax.placement.transfer import move, transfer_ends
+from rlhf_jax.runtime.compilation import Execute
+from rlhf_jax.runtime.shards import send_shards
+from rlhf_jax.training.batching import MicroBatch
+from rlhf_jax.training.gradients import Gradient, HeadLoss, Learner, Metrics, add_gradient
+from rlhf_jax.training.settings import TrainingSettings
+from rlhf_jax.types import Model, PackedBatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Say what a stage computes; static, so stages that are alike differ only in their devices."""
+
+    settings: TrainingSettings  # the layout is that of the stage's slice
+    reads_tokens: bool  # of the first stage: it has the embedding, and is given no hidden states
+    head_loss: HeadLoss | None  # of the last stage, whose result is its share of the loss
+
+    def needed(self, batch: MicroBatch) -> MicroBatch | PackedBatch:
+        """Return what the stage reads of a micro-batch; the loss's part is for the last alone."""
+        return batch if self.head_loss else batch.packed
+
+    def without_others(self, model: Model) -> Model:
+        """Return a model without what other stages have of it beside its layers.
+
+        The first stage has the embedding, and the last one the final norm and the head. A head that
+        is tied is the embedding, which both then have.
+        """
+        last = self.head_loss is not None
+        tied = model.head is None
+        return dataclasses.replace(
+            model,
+            embed=model.embed if self.reads_tokens or (last and tied) else None,
+            norm=model.norm if last else None,
+            head=model.head if last else None,
+        )
+
+
+def copies_of(learner: Learner) -> list[Learner]:
+    """Return the learner of each copy of a pipeline, which has a part of each micro-batch's rows.
+
+    Those are the parts of `data`. The models share their buffers with the learner's.
+    """
+    layouts = learner.settings.layout.split("data")
+    if len(layouts) == 1:
+        return [learner]
+    return [
+        dataclasses.replace(
+            learner,
+            model=on_slice(learner.model, layout),
+            settings=dataclasses.replace(learner.settings, layout=layout),
+        )
+        for layout in layouts
+    ]
+
+
+def rows_of_copy(batch: MicroBatch, copy: int, copies: int) -> MicroBatch:
+    """Return the rows of a micro-batch of host arrays that a copy of a pipeline has."""
+    return jax.tree.map(lambda leaf: np.split(leaf, copies)[copy] if np.ndim(leaf) else leaf, batch)
+
+
+def stages_of(learner: Learner) -> list[Stage]:
+    """Return the stages of a copy of a pipeline, one for each slice of its layout."""
+    layouts = learner.settings.layout.split()
+    return [
+        Stage(
+            dataclasses.replace(learner.settings, layout=layout),
+            reads_tokens=index == 0,
+            head_loss=learner.head_loss if index == len(layouts) - 1 else None,
+        )
+        for index, layout in enumerate(layouts)
+    ]
+
+
+def cut(model: Model, stages: list[Stage]) -> list[Model]:
+    """Return what each stage has of a copy's model in a pipelined layout.
+
+    Layers are where they were. Of the rest each slice has a part, and all of them go to the stage
+    that needs it, in the compute dtype.
+    """
+    parts = []
+    for stage in stages:
+        layout = stage.settings.layout
+        ends = transfer_ends(stage.without_others(model), layout, layout.dtype)
+        parts.append(dataclasses.replace(ends, layers=on_slice(model.layers, layout)))
+    return parts
+
+
+def join(sums: list[Gradient], layout: Layout, execute: Execute) -> Gradient:
+    """Return the gradient of a copy from those of its parts, as `cut` has made them.
+
+    It lies as a model of the copy's layout does. Layers stay where they are, what else a stage has
+    is shared out to the slices, and the metrics are told to all.
+    """
+    slices = layout.split()
+    last = sums[-1].weights
+    embed = sums[0].weights.embed
+    if last.head is None:
+        embed = execute(_add, embed, send(last.embed, slices[0]))
+    ends = {"embed": embed, "norm": last.norm, "head": last.head}
+    found = dataclasses.replace(last, layers=(), **ends)
+    places = model_shardings(found, layout)
+    for name, leaf in ends.items():
+        ends[name] = None if leaf is None else move(leaf, getattr(places, name))
+
+    depth = last.config.num_layers
+    stacked = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((depth, *leaf.shape[1:]), leaf.dtype), last.layers
+    )
+    layers = jax.tree.map(
+        _join_shards,
+        stacked,
+        model_shardings(stacked, layout),
+        *[one.weights.layers for one in sums],
+    )
+    metrics = sums[-1].metrics
+    told = [jax.tree.map(functools.partial(send, layout=own), metrics) for own in slices]
+    metrics = jax.tree.map(_join_shards, metrics, model_shardings(metrics, layout), *told)
+    return Gradient(dataclasses.replace(found, layers=layers, **ends), metrics)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _add(left: jax.Array, right: jax.Array) -> jax.Array:
+    """Add two arrays in place of the first."""
+    return left + right
+
+
+def _join_shards(like: Any, place: NamedSharding, *parts: Any) -> Any:
+    """Return as one array like another the parts of it that devices have; of shapes its shape.
+
+    Nothing is copied.
+    """
+    if isinstance(parts[0], jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=place)
+    shards = [shard.data for part in parts for shard in part.addressable_shards]
+    return jax.make_array_from_single_device_arrays(like.shape, place, shards, dtype=like.dtype)
+
+
+def sum_copies(found: list[Gradient], layout: Layout, execute: Execute) -> Gradient:
+    """Return the sum of the gradients of a pipeline's copies, which lies as the layout says.
+
+    The copies' gradients are used up.
+    """
+    if len(found) == 1:
+        return found[0]
+
+    def stacked(*leaves: Any) -> Any:
+        """Return what copies have as one array [copies * n, ...], without moving it."""
+        first, *rest = [*leaves[0].sharding.spec, *[None] * leaves[0].ndim][: leaves[0].ndim]
+        axes = ("data", *(first if isinstance(first, tuple) else filter(None, [first])))
+        size, *others = leaves[0].shape
+        like = jax.ShapeDtypeStruct((len(leaves) * size, *others), leaves[0].dtype)
+        place = NamedSharding(typed(Mesh, layout.mesh), PartitionSpec(axes, *rest))
+        return _join_shards(like, place, *leaves)
+
+    rows = [Gradient(one.weights, execute(_as_rows, one.metrics)) for one in found]
+    total = execute(_sum_stacked, jax.tree.map(stacked, *rows), layout=layout)
+    # named as weights are, where XLA has found other names for the same places
+    return jax.tree.map(_join_shards, total, model_shardings(total, layout), total)
+
+
+@jax.jit
+def _as_rows(metrics: Metrics) -> Metrics:
+    """Return numbers as arrays [1]."""
+    return {name: value[None] for name, value in metrics.items()}
+
+
+@functools.partial(jax.jit, static_argnames="layout", donate_argnums=0)
+def _sum_stacked(copies: Gradient, layout: Layout) -> Gradient:
+    """Return the sum of gradients that lie side by side in one, copy by copy."""
+    count = layout.extent("data")
+
+    def total(leaf: jax.Array) -> jax.Array:
+        """Return the sum over the copies of one leaf."""
+        return leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]).sum(axis=0)
+
+    metrics = {
+        name: value.max() if name.endswith("/max") else value.sum()
+        for name, value in copies.metrics.items()
+    }
+    return pin_weights(Gradient(jax.tree.map(total, copies.weights), metrics), layout)
+
+
+def send(array: Any, layout: Layout) -> Any:
+    """Return an array of one slice on another, split alike; of a shape it is a shape."""
+    return send_shards(array, NamedSharding(typed(Mesh, layout.mesh), array.sharding.spec))
+
+
+@functools.partial(jax.jit, static_argnames="stage")
+def forward(part: Model, given: jax.Array | None, batch: PackedBatch, *, stage: Stage) -> jax.Array:
+    """Run the layers of a stage, not of the last: [S, C, M], what the next one is given.
+
+    given: what the stage before gave; None at the first one.
+    """
+    return _run(cast(part, stage.settings.layout.dtype), given, batch, stage)[0]
+
+
+@functools.partial(jax.jit, static_argnames="stage", donate_argnums=(0, 2))
+def backward(
+    total: Gradient | None,
+    part: Model,
+    given: jax.Array | None,
+    batch: MicroBatch | PackedBatch,
+    pulled: jax.Array | None,
+    *,
+    stage: Stage,
+) -> tuple[Gradient, jax.Array | None]:
+    """Return `total` plus a stage's gradient of one micro-batch, and that of what it was given.
+
+    `total` and `given` [S, C, M] are used up; the forward pass is computed again from what was
+    given. pulled: the gradient [S, C, M] of what the stage gave; None at the last one, where the
+    loss begins. What the first one was given has no gradient.
+    """
+    settings = stage.settings
+
+    def run(part: Model, given: jax.Array | None) -> tuple[jax.Array, Metrics]:
+        return _run(part, given, batch, stage)
+
+    part = cast(part, settings.layout.dtype)
+    found, pull, metrics = jax.vjp(run, part, given, has_aux=True)
+    weights, onward = pull(jnp.ones_like(found) if pulled is None else pulled)
+    onward = None if onward is None else _pin(onward, settings.layout)
+    return add_gradient(total, weights, metrics, settings), onward
+
+
+def _run(
+    part: Model, hidden: jax.Array | None, batch: MicroBatch | PackedBatch, stage: Stage
+) -> tuple[jax.Array, Metrics]:
+    """Compute what a stage gives, [S, C, M], or of the last one the loss [] and its metrics."""
+    settings = stage.settings
+    packed = batch.packed if isinstance(batch, MicroBatch) else batch
+    if hidden is None:
+        hidden = embed_tokens(part, packed.tokens)
+    # Only one micro-batch is in a stage's layers at a time: they need not be computed thrice.
+    hidden = run_packed(part, hidden, packed, settings.layout, remat=False)
+    if stage.head_loss is None or isinstance(batch, PackedBatch):
+        return _pin(hidden, settings.layout), {}
+    before = predicting_states(part, hidden, packed, settings.layout)
+    return stage.head_loss(part, before, batch, settings)
+
+
+def _pin(hidden: jax.Array, layout: Layout) -> jax.Array:
+    """Hold hidden states [S, C, M] to the parts in which they travel: width is over tensor.
+
+    So no two devices send the same, and the receiving slice gathers it over its own links.
+    """
+    place = layout.fit((ROW_AXES, None, "tensor"), hidden.shape)
+    mesh = typed(Mesh, layout.mesh)
+    return jax.lax.with_sharding_constraint(hidden, NamedSharding(mesh, place))
