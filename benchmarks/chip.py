@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax.build.programs import CallProgram, PlacedCalls
+from rlhf_jax.build.placed_calls import CallProgram, PlacedCalls
+from rlhf_jax.build.programs import programs as programs_of
 from rlhf_jax.config import derived, memory, schema
 from rlhf_jax.config.hardware import Hardware
 from rlhf_jax.config.memory_parts import GIGA
@@ -113,7 +114,7 @@ def reached_shares(device: Any, chip: dict[str, Any], dtype: str) -> dict[str, f
     """Shares of the chip's figures that calls of a small model reach on one device."""
     model = MODELS["cpu" if device.platform == "cpu" else "other"]
     calls = placed_calls(model, [device], rows=8, tokens=256, dtype=dtype)
-    programs = {(one.call, one.name): one for one in calls.programs()}
+    programs = {(one.call, one.name): one for one in programs_of(calls)}
     gradient = programs["policy_training", "gradient"]
     scores = programs["reference_inference", "scores"]
     decoding = run_seconds(programs["generation", "round of 1 node"])

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from benchmarks.chip import measure, placed_calls, run_seconds
+from rlhf_jax.build.programs import programs as programs_of
 from rlhf_jax.placement.chips import Chip, Efficiency
 from rlhf_jax.placement.search.costs import predict_call
 from rlhf_jax.types import ModelConfig
@@ -83,7 +84,7 @@ def measured_pairs(
     for shape in shapes:
         calls = placed_calls(shape.model, devices, shape.rows, tokens=shape.tokens, chip=chip)
         took: dict[str, float] = {}
-        for program in calls.programs():
+        for program in programs_of(calls):
             if program.name == "a layer comes":
                 continue
             rounds = calls.placed("generation").rounds(1.0).count

@@ -27,13 +27,16 @@ LLAMA = "meta-llama/Llama-3.1-{}B"
 RESPONSES = (1024, 2048, 4096, 8192, 16384)  # tokens at most
 
 
-def config_of(microbatch_rows: int, **changes: Any) -> Config:
-    """Return PPO with a policy, a reference, a critic and a reward model, of 8B unless changed."""
+def config_of(**changes: Any) -> Config:
+    """Return PPO with a policy, a reference, a critic and a reward model, of 8B unless changed.
+
+    Its micro-batch is one row for each device or row shard, whatever the plan.
+    """
     config = command_line.load("ppo_llama31_8b:tpu")
     config.reward.models = (LLAMA.format(8),)
     config.mesh.fsdp = -1
     config.training.minibatches = 1
-    config.training.microbatch_rows = microbatch_rows
+    config.training.microbatch_rows = 1
     config.update_from_flattened_dict(changes)
     return config
 
@@ -91,15 +94,13 @@ def main() -> None:
         "note": "predicted by formulas from data sheets and assumed shares; not measured",
     }
     document["four_models_of_8b"] = [
-        case(
-            small, config_of(64, **{"generation.max_new_tokens": tokens, "training.epochs": n}), lag
-        )
+        case(small, config_of(**{"generation.max_new_tokens": tokens, "training.epochs": n}), lag)
         for n in (2, 1)
         for lag in (0, 1)
         for tokens in RESPONSES
     ]
     document["by_tensor_of_the_mesh"] = [
-        {"tensor": tensor} | case(small, config_of(64, **of_tensor), lag=0, varied=False)
+        {"tensor": tensor} | case(small, config_of(**of_tensor), lag=0, varied=False)
         for tensor in (1, 2, 4, 8)
         for tokens in (1024, 16384)
         for of_tensor in [{"mesh.tensor": tensor, "generation.max_new_tokens": tokens}]
@@ -107,16 +108,16 @@ def main() -> None:
     many = {"generation.prompts_per_step": 512, "generation.max_rows": 512}
     large = many | {"model.path": LLAMA.format(70), "critic.path": LLAMA.format(8)}
     document["policy_of_70b"] = [
-        case("v5p:8x8x8", config_of(512, **large, **{"mesh.tensor": tensor}), lag)
+        case("v5p:8x8x8", config_of(**large, **{"mesh.tensor": tensor}), lag)
         for tensor in (2, 8)
         for lag in (0, 1)
     ]
     plain = {"drafter.path": "", "generation.strategy": "plain"}
-    document["a_slice_that_is_not_divided"] = [case("v5e:8x8", config_of(64, **plain), lag=0)]
+    document["a_slice_that_is_not_divided"] = [case("v5e:8x8", config_of(**plain), lag=0)]
     more = {"generation.prompts_per_step": 1024, "generation.max_rows": 1024}
     document["more_chips"] = [
-        case("v5p:8x8x8", config_of(512, **many), lag=1, varied=False),
-        case("v5p:8x8x16", config_of(1024, **more), lag=1, varied=False),
+        case("v5p:8x8x8", config_of(**many), lag=1, varied=False),
+        case("v5p:8x8x16", config_of(**more), lag=1, varied=False),
     ]
     print(json.dumps(document, indent=1))
 

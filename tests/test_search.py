@@ -11,6 +11,7 @@ import pytest
 
 from rlhf_jax.placement.plan import Placement
 from rlhf_jax.placement.search.branch_and_bound import lower_bound, search
+from rlhf_jax.placement.search.parts import part_sizes, part_starts
 from rlhf_jax.placement.search.schedule import (
     STAGES,
     Option,
@@ -28,22 +29,34 @@ CALLS = [call for stage in STAGES for call in stage]
 
 
 def options_of(draw: random.Random, blocks: int, shapes: int = 1) -> list[Option]:
-    """Options on every aligned part: more blocks are faster, but not so many times as they are."""
+    """Options on every part: more blocks are faster, but not so many times as they are."""
     found = []
     work = draw.uniform(1.0, 10.0)
     scaling = draw.uniform(0.6, 1.0)
     weights = draw.uniform(1.0, 4.0)
-    count = 1
-    while count <= blocks:
+    for count, starts in parts_of(blocks).items():
         for shape in range(shapes):
             seconds = work / count**scaling * (1 + 0.2 * shape * draw.random())
             held = weights / count * (1.0 - 0.3 * shape)
-            for first in range(0, blocks, count):
+            for first in starts:
                 placement = Placement(first, count, fsdp=count, tensor=1 + shape)
                 found.append(
                     Option(placement, first, count, seconds, held, held / 2, kept=held / 4)
                 )
-        count *= 2
+    return found
+
+
+def parts_of(blocks: int) -> dict[int, list[int]]:
+    """The first blocks of all parts of 1, 2, 4 ... blocks, and of three quarters of these."""
+    found = {}
+    whole = 1
+    while whole <= blocks:
+        found[whole] = list(range(0, blocks, whole))
+        if whole >= 4:
+            quarter = whole // 4
+            ends = [(first, first + quarter) for first in range(0, blocks, whole)]
+            found[3 * quarter] = [first for pair in ends for first in pair]
+        whole *= 2
     return found
 
 
@@ -86,10 +99,18 @@ def by_trying_all(problem: Problem) -> float:
     return best
 
 
+def test_parts_are_aligned_or_three_quarters_of_what_is():
+    for blocks in (1, 2, 4, 16):
+        wanted = parts_of(blocks)
+        assert part_sizes(blocks) == sorted(wanted)
+        assert {size: part_starts(size, blocks) for size in wanted} == wanted
+
+
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(32))
 def test_the_search_finds_what_trying_all_finds(seed, lag):
-    problem = random_problem(seed, blocks=4, calls=2 + seed % 3, shapes=1 + seed % 2, lag=lag)
+    of_blocks = (4, 2 + seed % 3, 1 + seed % 2) if seed < 24 else (8, 3, 1)
+    problem = random_problem(seed, *of_blocks, lag=lag)
     wanted = by_trying_all(problem)
     found = search(problem)
     if found is None:
@@ -188,19 +209,15 @@ def test_calls_of_a_stage_run_side_by_side_where_their_blocks_are_apart():
     assert stage_seconds(problem, stage, apart) == 5.0
 
 
-def test_what_is_known_is_never_worse_and_the_gap_is_told_when_time_runs_out():
+def test_what_is_known_is_not_found_again_and_the_gap_is_told_when_time_runs_out():
     problem = random_problem(3, blocks=16, calls=7, shapes=2)
-    whole = {
-        call: next(one for one in options if one.blocks == 16)
-        for call, options in problem.options.items()
-    }
-    known = [whole] if is_allowed(problem, whole) else []
-    found = search(problem, known, limit=0.0)
-    if known:
-        assert found and found.seconds == step_seconds(problem, whole)
-        assert 0.0 < found.gap < 1.0
-    better = search(problem, known, limit=20.0)
-    assert better and (not known or better.seconds <= step_seconds(problem, whole))
+    below = step_seconds(problem, random_choices(problem, 0)[0])
+    found = search(problem, below, limit=0.0)
+    assert found and not found.placed and found.seconds == below
+    assert 0.0 < found.gap < 1.0
+    better = search(problem, below, limit=20.0)
+    assert better and better.placed and better.seconds < below and better.gap == 0.0
+    assert search(problem, better.seconds, limit=20.0) is None
 
 
 def test_a_choice_that_no_memory_holds_is_not_found():

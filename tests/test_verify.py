@@ -12,10 +12,17 @@ from tpu_topology import needs_libtpu
 
 from benchmarks.chip import placed_calls
 from benchmarks.placement_costs import SHAPES, chip_of, measured_pairs, rank_correlation
+from benchmarks.plans import config_of
 from rlhf_jax import command
 from rlhf_jax.build import verified
+from rlhf_jax.build.generation_programs import arrivals
+from rlhf_jax.build.placed_calls import PlacedCalls
+from rlhf_jax.build.planned import plan_run
+from rlhf_jax.build.programs import programs as programs_of
 from rlhf_jax.build.verified import CachingCompiler, CompilerFigures, compile_figures
-from rlhf_jax.placement.search.flops import jaxpr_flops
+from rlhf_jax.config.hardware import parse_hardware
+from rlhf_jax.model.flops import jaxpr_flops
+from rlhf_jax.placement.plan import Placement, Plan
 
 SMALL = SHAPES[0]._replace(layers=4)
 
@@ -43,9 +50,10 @@ def test_without_the_compiler_it_is_said_what_to_install(monkeypatch, capsys):
 
 
 @pytest.mark.usefixtures("uncached")
-def test_rounds_of_one_and_two_layers_tell_what_one_of_four_is_given_and_multiplies():
+@pytest.mark.parametrize("name", ["prefill", "round of 1 node"])
+def test_programs_of_one_and_two_layers_tell_what_one_of_four_is_given_and_multiplies(name):
     calls = placed_calls(SMALL.model, jax.devices(), SMALL.rows, SMALL.tokens)
-    (program,) = (one for one in calls.programs() if one.unrolled)
+    (program,) = (one for one in programs_of(calls) if one.compiled_layers and one.name == name)
     found = {}
     for depth in (1, 2, 4):
         traced = program.trace(depth)
@@ -59,7 +67,7 @@ def test_rounds_of_one_and_two_layers_tell_what_one_of_four_is_given_and_multipl
 def test_formulas_of_each_program_are_near_its_jaxpr():
     calls = placed_calls(SMALL.model, jax.devices(), SMALL.rows, SMALL.tokens)
     counted = 0
-    for program in calls.programs():
+    for program in programs_of(calls):
         flops = jaxpr_flops(program.trace(program.depth).jaxpr)
         assert abs(program.foreseen.flops - flops) <= 0.1 * flops, program.name
         counted += flops > 0
@@ -69,7 +77,7 @@ def test_formulas_of_each_program_are_near_its_jaxpr():
 def test_figures_are_kept_by_the_programs_text(tmp_path, monkeypatch):
     monkeypatch.setattr(verified, "compiler_version", lambda: "one")
     calls = placed_calls(SMALL.model, jax.devices(), SMALL.rows, SMALL.tokens)
-    program = next(one for one in calls.programs() if one.name == "scores")
+    program = next(one for one in programs_of(calls) if one.name == "scores")
 
     def figures() -> tuple[CompilerFigures, int, int]:
         compiler = CachingCompiler("here", tmp_path, lambda line: None)
@@ -158,3 +166,30 @@ def test_the_memory_of_a_found_plan_is_foreseen(capsys, tmp_path):
     assert len(pairs) >= 9
     for compiled, foreseen in pairs:
         assert abs(float(foreseen) / float(compiled) - 1) <= 0.15, (compiled, foreseen)
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.usefixtures("uncached")
+@pytest.mark.parametrize(
+    ("training", "generation"),
+    [
+        (dict(first=16, count=48, data=3, fsdp=16), dict(first=0, count=16, data=2, tensor=8)),
+        (dict(first=0, count=16, fsdp=16), dict(first=16, count=48, data=3, tensor=16)),
+        (dict(first=0, count=64, fsdp=64), dict(first=0, count=16, data=2, tensor=8)),
+    ],
+)
+def test_what_brings_a_layer_from_three_quarters_to_a_quarter_is_foreseen(training, generation):
+    config = config_of()
+    planned = plan_run(config, parse_hardware("v5p:4x4x4"))
+    there = Placement(**training, dtype="bfloat16")
+    placements = dict.fromkeys(planned.plan.placements, there)
+    placements["generation"] = Placement(**generation, dtype="bfloat16")
+    plan = Plan(planned.hardware.count, placements)
+    chips = verified.topology_devices(planned.hardware)
+    calls = PlacedCalls(config, planned.models, plan, chips, planned.hardware, remat=True)
+    found = list(arrivals(calls))
+    assert {one.name for one in found} == {"a layer comes", "a layer is recut"}
+    for program in found:
+        needed = compile_figures(program.trace(program.depth).lower(), 0.0).bytes
+        assert abs(program.foreseen.bytes / needed - 1) <= 0.15, program.name

@@ -6,9 +6,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Device, choose
 from rlhf_jax.config.schema import Config
+from rlhf_jax.config.validation import check_pipelined_objective
 from rlhf_jax.model import kernels as mesh_kernels
+from rlhf_jax.placement.pipelined import check_layers, check_pipelines, is_pipelined
 from rlhf_jax.placement.plan import Placement, Plan, check_kernels, check_models, check_parts
-from rlhf_jax.placement.presets import parameter_counts, plan_of
+from rlhf_jax.placement.presets import layer_counts, parameter_counts, plan_of
 from rlhf_jax.types import ModelConfigs
 
 
@@ -26,10 +28,15 @@ def place_calls(
         named = "bfloat16" if device.platform == "tpu" or ampere else "float32"
     shapes = [mesh_kernels.shape_of(model) for model in models[:2] if model]
     kernels, reasons = choose(config.kernels, device, jnp.dtype(named).itemsize, shapes)
-    plan = plan_of(config, count, Placement(0, count, dtype=named, kernels=kernels))
+    layers = layer_counts(models)
+    plan = plan_of(config, count, Placement(0, count, dtype=named, kernels=kernels), layers)
     source = f"plan: {config.plan or 'mesh'}"
     check_kernels(plan, source, device.platform)
     check_parts(plan, source, device.device_kind, in_slice)
+    if is_pipelined(plan):
+        check_pipelined_objective(config)
+    check_pipelines(plan, source)
+    check_layers(plan, source, layers)
     if plan.parameters:
         check_models(plan, source, parameter_counts(models))
     return plan, reasons

@@ -10,13 +10,14 @@ from rlhf_jax.build.opened import Opened
 from rlhf_jax.build.planned import Planned
 from rlhf_jax.config import host, memory, memory_parts
 from rlhf_jax.config.schema import Config
-from rlhf_jax.config.sizes import PlannedRun
+from rlhf_jax.config.sizes import bubble_warnings
 from rlhf_jax.config.validation import check_batches, check_rows
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.model.weights.source import digest
 from rlhf_jax.monitoring import console
+from rlhf_jax.placement.pipelined import is_pipelined
 from rlhf_jax.placement.plan import Plan
-from rlhf_jax.placement.search.costs import predict_calls
+from rlhf_jax.placement.search.predictions import predict_calls
 from rlhf_jax.runtime import distributed
 
 
@@ -30,8 +31,9 @@ def print_setup(opened: Opened) -> None:
     known = memory.device_memory(config, device)
     if known is not None:
         memory_parts.check(parts, known)
-    on_host = jax.local_device_count() if device.platform == "cpu" else 0
-    host.check(config, parts, on_host, len(opened.held_out or ()))
+    held_out = len(opened.held_out or ())
+    on_cpu = device.platform == "cpu"
+    host.check(config, parts, jax.local_device_count(), held_out, on_cpu)
     if not distributed.leads():
         return
 
@@ -75,6 +77,7 @@ def print_plan(config: Config, planned: Planned) -> None:
         ("remat", f"{'on' if planned.remat else 'off'}: {planned.remat_reason}"),
         ("memory", "\n".join(memory_parts.table(planned.parts))),
         *_predicted_rows(config, planned),
+        *(("bubbles", sentence) for sentence in bubble_warnings(planned.run(config))),
         *_refused_rows(config, planned),
     ]
     console.describe(f"rlhf_jax: a plan of {config.steps} steps", rows)
@@ -86,7 +89,8 @@ def _placement_rows(devices: str, plan: Plan) -> list[tuple[str, str]]:
         return [("devices", devices), ("plan", "\n".join(plan.table()))]
     shape = plan.placements["generation"].shape
     sizes = ", ".join(f"{name} {size}" for name, size in shape.items())
-    return [("devices", f"{devices} ({sizes})")]
+    pipelined = "; training in a pipeline, each slice a stage" if is_pipelined(plan) else ""
+    return [("devices", f"{devices} ({sizes}{pipelined})")]
 
 
 def _refused_rows(config: Config, planned: Planned) -> list[tuple[str, str]]:
@@ -103,9 +107,7 @@ def _predicted_rows(config: Config, planned: Planned) -> list[tuple[str, str]]:
     """Say what each call of a step would take; nothing where the devices' figures are not known."""
     if planned.hardware.chip is None:
         return []
-    layouts = planned.layouts._asdict()
-    run = PlannedRun(config, planned.models, layouts["generation"], planned.remat, layouts)
-    calls = predict_calls(run, planned.hardware)
+    calls = predict_calls(planned.run(config), planned.hardware)
     lines = [
         f"{call.seconds:8.1f} s  {call.name:20} {call.flops / 1e15:8.1f} PFLOP"
         f" {call.received / 1e9:8.1f} GB"

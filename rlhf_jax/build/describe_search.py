@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlhf_jax.build.pipelined_plans import TrainingComparison
 from rlhf_jax.build.priced import PricedPlan
 from rlhf_jax.build.searched import Searched, Variation
 from rlhf_jax.config import memory_parts
@@ -9,12 +10,16 @@ from rlhf_jax.monitoring import console
 from rlhf_jax.placement.search.schedule import STAGES
 
 STAGE_NAMES = ("generation", "inference", "training")
+OF_PIPELINES = (
+    "of pipelines: those of both models cut alike, on all chips or, beside generation, the last"
+)
 VARIED = "if chips reach another share of their figures, one at a time:"
 
 
 def print_search(searched: Searched, variations: list[Variation]) -> None:
     """Print plans side by side: predicted seconds of each stage, and the fullest chip's memory."""
     *others, found = searched.plans
+    trainings = searched.trainings
     table = [
         f"{line}, {seconds:.2f} s"
         for line, seconds in zip(found.plan.table(), found.calls.values(), strict=True)
@@ -32,8 +37,10 @@ def print_search(searched: Searched, variations: list[Variation]) -> None:
         ("memory", "\n".join(memory_parts.table(found.parts))),
         ("weights", "\n".join(map(moved_line, searched.plans))),
         ("gain", gain_of(searched)),
+        *([("pipelines", "\n".join(training_lines(trainings)))] if trainings else []),
         *([("varied", f"{VARIED}\n{varied}")] if varied else []),
         ("", "by formulas, for full lengths and no drafts; not measured"),
+        *([("", OF_PIPELINES)] if trainings else []),
         *([] if all(plan.fits for plan in others) else [("", "! is more than a chip has")]),
     ]
     console.describe("rlhf_jax: plans of calls", rows)
@@ -63,6 +70,50 @@ def gain_of(searched: Searched) -> str:
     best = min(usable, key=lambda plan: plan.step)
     said = f"{best.step / found.step:.2f} times as fast as {best.name}; {proved}"
     return f"{said}: drawing ahead does not pay" if best.step < found.step else said
+
+
+def training_lines(compared: TrainingComparison) -> list[str]:
+    """Say how a step's updates as pipelines compare with those by FSDP and TP, and from where."""
+    pipelined = compared.pipelined
+    joint = pipelined.joint
+    by_pipeline = {
+        call: _sizes_of({**placed.shape, "stages": placed.slices, "slices": 1})
+        for call, placed in pipelined.placements.items()
+    }
+    alike = len(set(by_pipeline.values())) == 1
+    ways = [sizes if alike else f"{call} {sizes}" for call, sizes in by_pipeline.items()]
+    by_call = [
+        f"{call} on {option.placement.count} chips, {_sizes_of(option.placement.shape)}"
+        for call, option in compared.sharded.items()
+    ]
+    both = len(joint.calls) > 1
+    micro_batches = joint.times[0].micro_batches
+    serial = (
+        f"{joint.serial:8.2f} s  one pipeline after the other: {joint.serial / joint.fused:.2f}"
+        " times as long"
+    )
+    in_turn = (
+        f"{compared.in_turn_seconds:8.2f} s  FSDP and TP on all chips, one model after the other:"
+        f" {compared.in_turn_seconds / joint.fused:.2f} times as long"
+    )
+    lines = [
+        "updates of a step, each way with its best training.microbatch_rows:",
+        f"{joint.fused:8.2f} s  {'pipelines at once' if both else 'a pipeline'}:"
+        f" {'; '.join(dict.fromkeys(ways))}, micro-batches {micro_batches}; microbatch_rows"
+        f" {compared.pipelined_rows}",
+        *([serial] if both else []),
+        f"{compared.sharded_seconds:8.2f} s  FSDP and TP: {compared.gain:.2f} times as long;"
+        f" microbatch_rows {compared.sharded_rows}; {'; '.join(by_call)}",
+        *([in_turn] if both else []),
+        f"{compared.tokens:,.0f} tokens a chip and optimizer step; below {compared.crossover:,.0f},"
+        " by the rule F eta / (2 D s), FSDP over all chips gathers for longer than bubbles last",
+    ]
+    return [*lines, *joint.warnings]
+
+
+def _sizes_of(shape: dict[str, int]) -> str:
+    """Write the axes of a mesh that split."""
+    return ", ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1) or "whole"
 
 
 def moved_line(plan: PricedPlan) -> str:

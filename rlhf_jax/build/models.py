@@ -13,11 +13,13 @@ from jax.typing import DTypeLike
 from rlhf_jax import mesh as meshes
 from rlhf_jax.build.opened import Opened
 from rlhf_jax.config import derived
+from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.mesh import FLOAT32, Layout
 from rlhf_jax.model import transformer
 from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.weights.source import Source
+from rlhf_jax.placement.idle import put_aside
 from rlhf_jax.placement.transfer import transfer
 from rlhf_jax.state import FrozenModels
 from rlhf_jax.training.distill import student_of, with_student
@@ -30,6 +32,12 @@ def load(source: Source, layout: Layout) -> Model:
     """Load weights as the layout splits them, in its dtype, each device reading its own part."""
     shapes = weight_shapes(source.config, layout.dtype)
     return source.load(layout.dtype, meshes.model_shardings(shapes, layout))
+
+
+def load_idle(source: Source, layout: Layout, config: Config) -> Model:
+    """Load a model that only scores, to where it waits until it does."""
+    model = load(source, layout)
+    return put_aside(model) if config.mesh.idle_on_host else model
 
 
 def weight_shapes(config: ModelConfig, dtype: DTypeLike) -> Model:
@@ -89,7 +97,7 @@ def initial_state(opened: Opened) -> TrainState:
         return state
     source = master(opened.drafter) if opened.drafter else state.policy
     layers = opened.student.num_layers
-    return with_student(state, source, layers, student_optimizer(opened), layout)
+    return with_student(state, source, layers, student_optimizer(opened), layout.unpipelined)
 
 
 def state_template(opened: Opened) -> TrainState:
@@ -109,7 +117,13 @@ def state_template(opened: Opened) -> TrainState:
 
     shapes = jax.eval_shape(make)
     layouts = opened.layouts
-    places = meshes.model_shardings(shapes, layouts.policy_training)
+    layout = layouts.policy_training
+    places = meshes.model_shardings(shapes, layout)
+    places = dataclasses.replace(places, step=meshes.for_all_to_read(layout))
+    if shapes.drafter is not None:
+        of_student = (shapes.drafter, shapes.drafter_optimizer)
+        own, moments = meshes.model_shardings(of_student, layout.unpipelined)
+        places = dataclasses.replace(places, drafter=own, drafter_optimizer=moments)
     if shapes.critic is not None:
         of_critic = (shapes.critic, shapes.critic_optimizer)
         critic, moments = meshes.model_shardings(of_critic, layouts.critic_training)
@@ -133,7 +147,7 @@ def frozen_models(opened: Opened) -> FrozenModels:
     layouts = opened.layouts
     reference = None
     if derived.needs_reference(config):
-        reference = load(opened.policy, layouts.reference_inference)
+        reference = load_idle(opened.policy, layouts.reference_inference, config)
     if opened.student is None:
         if opened.drafter is None:
             return FrozenModels(reference)
@@ -142,6 +156,7 @@ def frozen_models(opened: Opened) -> FrozenModels:
 
     if opened.objective.distills or not config.drafter.learning_rate:
         return FrozenModels(reference)
-    source = load(opened.drafter or opened.policy, layouts.policy_training)
+    layout = layouts.policy_training.unpipelined
+    source = load(opened.drafter or opened.policy, layout)
     student = student_of(source, opened.student.num_layers)
-    return FrozenModels(reference, student=transfer(student, layouts.policy_training))
+    return FrozenModels(reference, student=transfer(student, layout))

@@ -21,6 +21,7 @@ from rlhf_jax.config import derived, memory, validation
 from rlhf_jax.config.identity import binding_settings
 from rlhf_jax.config.objectives import Objective, objective_of
 from rlhf_jax.config.schema import Config
+from rlhf_jax.config.sizes import PlannedRun, bubble_warnings
 from rlhf_jax.data.prompts import Prompts, tokenize
 from rlhf_jax.data.rows import read
 from rlhf_jax.mesh import Layout
@@ -116,11 +117,15 @@ def prepare(config: Config) -> Opened:
     slices = [getattr(device, "slice_index", 0) for device in devices]
     in_slice = slices.count(slices[0])
     plan, reasons = place_calls(config, opened.models, devices[0], len(devices), in_slice)
-    _warn_of_wide_slices(config)
     layouts = plan.layouts(devices)
+    _warn_of_wide_slices(layouts.generation)
     limit = memory.memory_for_remat(config, jax.local_devices()[0])
     without = memory.fullest(config, opened.models, plan, layouts, remat=False)
     remat, reason = memory.settle_remat(config, without, limit)
+    run = PlannedRun(config, opened.models, layouts.generation, remat, layouts._asdict())
+    if distributed.leads():
+        for sentence in bubble_warnings(run):
+            warnings.warn(sentence, stacklevel=1)
     return dataclasses.replace(
         opened, plan=plan, layouts=layouts, kernel_reasons=reasons, remat=remat, remat_reason=reason
     )
@@ -162,15 +167,14 @@ def _read_prompts(config: Config, policy: Source, key: str) -> Prompts:
     )
 
 
-def _warn_of_wide_slices(config: Config) -> None:
+def _warn_of_wide_slices(layout: Layout) -> None:
     """Warn where every layer of generation waits for the network between processes."""
-    slices = config.mesh.slices
-    across = distributed.count() // slices
+    sharing = len(layout.owners)
+    across = sharing // layout.slices
     if across > 1 and jax.devices()[0].platform != "tpu" and distributed.leads():
         warnings.warn(
-            f"mesh.slices={slices}: each slice spans {across} processes, and every layer"
-            f" waits for the network between them; mesh.slices={distributed.count()} keeps it"
-            " within one.",
+            f"mesh.slices={layout.slices}: each slice spans {across} processes, and every layer"
+            f" waits for the network between them; mesh.slices={sharing} keeps it within one.",
             stacklevel=1,
         )
 

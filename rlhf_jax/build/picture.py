@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import itertools
 
 from rlhf_jax.build.priced import PricedPlan
 from rlhf_jax.monitoring.report.charts import Lane, lanes_chart
 from rlhf_jax.monitoring.report.scales import axis_number, share
+from rlhf_jax.monitoring.report.standalone import complete_svg
 from rlhf_jax.placement.search.schedule import Event
 
 ARRIVING = "weights"  # the class and the legend's word of weights on their way
@@ -21,11 +21,6 @@ CALL_COLOURS = {
     "critic_training": "#5bb59a",
     ARRIVING: "#c2362f",
 }
-PICTURE_WIDTH = 1000  # pixels
-NAMES_WIDTH = 96  # pixels left of the lanes
-SHARES_WIDTH = 64  # pixels right of them
-TITLE_HEIGHT = 92  # pixels above them
-LETTER = 6.3  # pixels of a letter of the legend, about
 
 
 def timeline_svg(priced: PricedPlan, devices: str) -> str:
@@ -40,28 +35,20 @@ def timeline_svg(priced: PricedPlan, devices: str) -> str:
     groups = [range(start, end) for start, end in itertools.pairwise(every)]
     lanes = [lane_of(group, priced.events, right) for group in groups]
     drawn = lanes_chart("Predicted calls by device", lanes, right, heading="idle")
-    height = int(drawn.partition('height="')[2].partition('"')[0])
     ahead = ", samples drawn one step ahead" if priced.lag else ""
-    title = f"Predicted, not measured: {priced.step:.2f} s a step{ahead}"
-    note = f"{devices}; seconds, a lane for devices with the same calls; steps in turn pale"
-    whole = TITLE_HEIGHT + height + 74
-    lanes_width = PICTURE_WIDTH - NAMES_WIDTH - SHARES_WIDTH
-    fills = "".join(f".{name}{{fill:{colour}}}" for name, colour in CALL_COLOURS.items())
-    style = (
-        "text{font:12px system-ui,sans-serif;fill:#5d6068}.title{font-size:18px;font-weight:600;"
-        "fill:#17181c}svg svg{overflow:visible}.idle{fill:#eeede9}.at{fill:transparent}"
-        f"{fills}.pale{{opacity:.6}}"
+    there = {name_of(event) for event in priced.events}
+    return complete_svg(
+        drawn,
+        title=f"Predicted, not measured: {priced.step:.2f} s a step{ahead}",
+        note=f"{devices}; seconds, a lane for devices with the same calls; steps in turn pale",
+        colours={name: colour for name, colour in CALL_COLOURS.items() if name in there},
+        style=".pale{opacity:.6}",
     )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {PICTURE_WIDTH} {whole}" '
-        f'width="{PICTURE_WIDTH}" height="{whole}"><style>{style}</style>'
-        f'<rect width="100%" height="100%" fill="#fff"/>'
-        f'<text class="title" x="24" y="36">{html.escape(title)}</text>'
-        f'<text x="24" y="58">{html.escape(note)}</text>'
-        f'<svg x="{NAMES_WIDTH}" y="{TITLE_HEIGHT}" width="{lanes_width}" height="{height}">'
-        f"{drawn}</svg>"
-        f"{legend(priced.events, TITLE_HEIGHT + height + 50)}</svg>\n"
-    )
+
+
+def name_of(event: Event) -> str:
+    """Return the class of an event's bar: its call, or weights on their way."""
+    return ARRIVING if event.receives else event.call
 
 
 def lane_of(group: range, events: list[Event], right: float) -> Lane:
@@ -71,26 +58,10 @@ def lane_of(group: range, events: list[Event], right: float) -> Lane:
     tips = []
     for event in own:
         pale = " pale" if event.iteration % 2 else ""
-        name = ARRIVING if event.receives else event.call
-        bars.append((name + pale, event.began, event.ended))
+        bars.append((name_of(event) + pale, event.began, event.ended))
         words = f"weights come to {event.call}" if event.receives else event.call
         span = f"{axis_number(event.began, 0.01)} to {axis_number(event.ended, 0.01)} s"
         tips.append((f"{words}, step {event.iteration}\n{span}", event.began, event.ended))
     idle = right - sum(event.ended - event.began for event in own)
     name = f"{group.start}..{group.stop - 1}"
     return Lane(name=name, bars=bars, tips=tips, marks=[], end=share(idle, right))
-
-
-def legend(events: list[Event], at: int) -> str:
-    """Draw a square and a name for each kind of bar that there is."""
-    there = {ARRIVING if event.receives else event.call for event in events}
-    drawn = ""
-    left = 24.0
-    for name in [name for name in CALL_COLOURS if name in there]:
-        said = name.replace("_", " ")
-        drawn += (
-            f'<rect class="{name}" x="{left:.0f}" y="{at - 10}" width="10" height="10" rx="2"/>'
-            f'<text x="{left + 16:.0f}" y="{at}">{said}</text>'
-        )
-        left += 30 + LETTER * len(said)
-    return drawn

@@ -15,9 +15,10 @@ from rlhf_jax.config import derived, memory, memory_parts
 from rlhf_jax.config.hardware import Hardware
 from rlhf_jax.config.memory_parts import Part
 from rlhf_jax.config.schema import Config
+from rlhf_jax.config.sizes import PlannedRun
 from rlhf_jax.model.published import is_published, shape_of
 from rlhf_jax.model.weights.source import SMOLLM2_NAME
-from rlhf_jax.placement.plan import CallLayouts, Plan
+from rlhf_jax.placement.plan import CallLayouts, Plan, check_boxes
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
@@ -33,6 +34,11 @@ class Planned(NamedTuple):
     remat: bool
     remat_reason: str
 
+    def run(self, config: Config) -> PlannedRun:
+        """Return the run that a config describes, with the layout of each call."""
+        layouts = self.layouts._asdict()
+        return PlannedRun(config, self.models, self.layouts.generation, self.remat, layouts)
+
 
 def plan_run(config: Config, hardware: Hardware) -> Planned:
     """Plan a run; raises ValueError or FileNotFoundError for what cannot be.
@@ -42,6 +48,7 @@ def plan_run(config: Config, hardware: Hardware) -> Planned:
     derived.register_own(config)
     models = _models(config)
     plan, _ = place_calls(config, models, hardware, hardware.count, hardware.count)
+    check_boxes(plan, f"plan: {config.plan or 'mesh'}", hardware.torus)
     layouts = plan.layouts(None)
     gigabytes = config.mesh.device_memory_gb
     limit = min(filter(None, (hardware.gigabytes, gigabytes)), default=0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,8 +16,8 @@ from rlhf_jax.config.generation_checks import check_lag
 from rlhf_jax.config.hardware import Hardware
 from rlhf_jax.config.memory_parts import Part
 from rlhf_jax.config.schema import Config
-from rlhf_jax.placement.plan import Placement, Plan, check, check_parts
-from rlhf_jax.placement.presets import PRESETS
+from rlhf_jax.placement.plan import Placement, Plan, check, check_boxes, check_parts
+from rlhf_jax.placement.presets import PRESETS, layer_counts, plan_of
 from rlhf_jax.placement.search.branch_and_bound import search
 from rlhf_jax.placement.search.options import SearchSpace
 from rlhf_jax.placement.search.schedule import (
@@ -94,11 +95,13 @@ class PlanPrices:
         calls = derived.calls(self.config)
         plan = own
         if name == MESH:
-            plan = Plan(self.hardware.count, dict.fromkeys(calls, self.base))
+            layers = layer_counts(self.models)
+            plan = plan_of(self.config, self.hardware.count, self.base, layers)
         elif name in PRESETS:
             plan = Plan(self.hardware.count, PRESETS[name](self.base, calls))
         check(plan, name, calls, self.hardware.count)
         check_parts(plan, name, self.hardware.device_kind, self.hardware.count)
+        check_boxes(plan, name, self.hardware.torus)
         validation.check_rows(self.config, plan, "" if name == MESH else name)
         check_lag(self.config, plan)
         next(iter(self.spaces.values())).placed(plan, name)
@@ -162,14 +165,14 @@ class PlanPrices:
         bounds = []
         found = [one for one in known if one.fits]
         for remat, problem in self.problems.items():
-            space = self.spaces[remat]
-            begin = [space.placed(one.plan, one.name) for one in known if one.remat == remat]
-            result = search(problem, begin, limit / len(self.problems))
-            if result:
+            below = min((one.step for one in found if one.fits), default=math.inf)
+            result = search(problem, below, limit / len(self.problems))
+            if result is not None:
                 bounds.append(result.bound)
-                found.append(self.price("found", space.plan(result.placed)))
-        if not bounds:
+            if result is not None and result.placed:
+                found.append(self.price("found", self.spaces[remat].plan(result.placed)))
+        if not found:
             return None
         best = min(found, key=lambda one: (not one.fits, one.step))
-        gap = max(0.0, 1.0 - min(bounds) / best.step)
+        gap = max(0.0, 1.0 - min(bounds, default=best.step) / best.step)
         return FoundPlan(best._replace(name="found"), gap if gap > 1e-9 else 0.0)

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 
 from rlhf_jax.build import settings
-from rlhf_jax.build.models import frozen_models, load, make_optimizers
+from rlhf_jax.build.models import frozen_models, load_idle, make_optimizers
 from rlhf_jax.build.opened import Opened
 from rlhf_jax.config import derived
 from rlhf_jax.data.batches import PromptStream
@@ -86,7 +86,7 @@ def _rewards(opened: Opened, stack: contextlib.ExitStack, alive: Callable[[], No
     models = {
         name: RewardModel(
             source,
-            load(source, layout),
+            load_idle(source, layout, config),
             rows=config.training.microbatch_rows,
             length_bucket=config.training.length_bucket,
         )

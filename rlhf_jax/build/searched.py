@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from rlhf_jax.build.pipelined_plans import (
+    PIPELINED,
+    TrainingComparison,
+    best_pipelined,
+    compare_trainings,
+    why_not_pipelined,
+)
 from rlhf_jax.build.planned import Planned
-from rlhf_jax.build.priced import MESH, PlanPrices, PricedPlan
+from rlhf_jax.build.priced import MESH, FoundPlan, PlanPrices, PricedPlan
 from rlhf_jax.config import validation
 from rlhf_jax.config.generation_checks import check_lag
 from rlhf_jax.config.schema import Config
 from rlhf_jax.placement.chips import Efficiency
+from rlhf_jax.placement.pipelined import is_pipelined
 from rlhf_jax.placement.plan import Plan
 from rlhf_jax.placement.presets import PRESETS, parameter_counts
 
 SEARCH_SECONDS = 60.0  # of the CPU, in which a plan is to be found and proved
 FACTORS = (0.5, 1.5)  # by which each efficiency of a chip is varied, one at a time
+SHARDED = "FSDP and TP"  # what the best plan without pipelines is called, beside one with them
 VARIED_SECONDS = 4.0  # of the CPU, for each of these searches
 
 
@@ -51,6 +60,7 @@ class Searched(NamedTuple):
     plans: list[PricedPlan]
     left_out: dict[str, str]  # presets that cannot be, and why
     gap: float  # by which share the plan that was found may be longer than the best one
+    trainings: TrainingComparison | None = None  # as pipelines, where chips are on several nodes
 
 
 def search_plans(config: Config, planned: Planned, lag: int = 0) -> Searched:
@@ -70,12 +80,17 @@ def search_plans(config: Config, planned: Planned, lag: int = 0) -> Searched:
     plans: list[PricedPlan] = []
     left_out: dict[str, str] = {}
     gap = 0.0
+    trainings = None
     for ahead in range(lag + 1):
         prices = PlanPrices.of(config, planned, ahead)
         check_lag(prices.config, Plan(hardware.count, {"generation": prices.base}))
         named, reasons = compare(prices, config.plan, planned.plan)
         left_out = reasons if ahead == 0 else left_out
-        found = prices.find(named, SEARCH_SECONDS)
+        found, said = find_with_pipelines(prices, named)
+        if ahead == 0:
+            out = said and not (found and is_pipelined(found.priced.plan))
+            left_out |= {PIPELINED: said} if out else {}
+            trainings = None if said else compare_trainings(prices)
         if found is None:
             raise ValueError(no_plan(hardware, ahead))
         counted = Plan(
@@ -86,7 +101,40 @@ def search_plans(config: Config, planned: Planned, lag: int = 0) -> Searched:
         plans += [one._replace(name=f"{one.name}{suffix}") for one in named]
         plans.append(found.priced._replace(name=last, plan=counted))
         gap = found.gap
-    return Searched(plans, left_out, gap)
+    return Searched(plans, left_out, gap, trainings)
+
+
+def find_with_pipelines(
+    prices: PlanPrices, named: list[PricedPlan]
+) -> tuple[FoundPlan | None, str]:
+    """Return the best plan, and why none that trains as pipelines is compared; '' if one is.
+
+    Of the best such plan and the best other one, the longer is added to those that have a name.
+    Where all chips have links of their own, pipelines are found only if nothing else fits.
+    """
+    said = why_not_pipelined(prices.hardware)
+    pipelined = [FoundPlan(one, 0.0) for one in named if one.fits and is_pipelined(one.plan)]
+    sharded = prices.find([one for one in named if not is_pipelined(one.plan)], SEARCH_SECONDS)
+    if not said or sharded is None:
+        try:
+            pipelined.append(best_pipelined(prices))
+        except ValueError as error:
+            said = said or str(error)
+    ways = [one for one in (sharded, *pipelined) if one is not None]
+    if not ways:
+        return None, said
+    best = min(ways, key=lambda one: (not one.priced.fits, one.priced.step))
+    if not said and sharded is not None:
+        other = min((one.priced for one in pipelined), key=lambda plan: plan.step)
+        name = PIPELINED
+        if best is not sharded:
+            other = sharded.priced
+            name = SHARDED
+        named.append(other._replace(name=name))
+    # no plan of either kind is shorter than the bound of both
+    bound = min(one.priced.step * (1.0 - one.gap) for one in ways)
+    gap = max(0.0, 1.0 - bound / best.priced.step)
+    return FoundPlan(best.priced._replace(name="found"), gap if gap > 1e-9 else 0.0), said
 
 
 def no_plan(hardware: object, lag: int) -> str:

@@ -98,6 +98,7 @@ def distillation(opened: Opened, remat: bool) -> Distillation | None:
     """
     optimizer = student_optimizer(opened)
     settings = TrainingSettings.from_config(opened.config, opened.layouts, remat)
+    settings = dataclasses.replace(settings, layout=settings.layout.unpipelined)
     if optimizer is None:
         return None
     if opened.objective.distills:

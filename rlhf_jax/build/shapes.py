@@ -58,7 +58,7 @@ def model_shapes(model: ModelConfig, layout: Layout, dtype: DTypeLike | None = N
 
 def packed_batch(config: Config, layout: Layout, rows: int) -> PackedBatch:
     """Return the shapes of a packed batch of `rows` samples of full length, prompts all unlike."""
-    own = -(-rows // layout.row_shards)
+    own = meshes.rows_of_shard(rows, layout.row_shards)
     response = config.generation.max_new_tokens
     slots = config.data.max_prompt_tokens + response
 

@@ -21,21 +21,19 @@ from typing import Any, NamedTuple
 import jax
 from jax.stages import Lowered
 
+from rlhf_jax.build.placed_calls import CallProgram, PlacedCalls
 from rlhf_jax.build.planned import Planned
-from rlhf_jax.build.programs import CallProgram, PlacedCalls
+from rlhf_jax.build.programs import programs as programs_of
 from rlhf_jax.config.hardware import Hardware
 from rlhf_jax.config.memory_parts import GIGA
 from rlhf_jax.config.schema import Config
+from rlhf_jax.model.flops import jaxpr_flops
 from rlhf_jax.monitoring import console
 from rlhf_jax.placement.chips import TOPOLOGIES, TPUS
+from rlhf_jax.placement.pipelined import is_pipelined
 from rlhf_jax.placement.search.collectives import find_collectives
-from rlhf_jax.placement.search.flops import jaxpr_flops
 from rlhf_jax.runtime.files import write_atomically
 
-LAYERS_COMPILED = (
-    1,
-    2,
-)  # layers at which a program is compiled that has each layer as a part of its own
 COMPILING_THREADS = 2  # that compile at one time: each takes a core and up to 2 GB
 # What libtpu is told, so that it asks no machine, takes no chip and writes no log.
 ENVIRONMENT = {
@@ -120,6 +118,8 @@ def verify_plan(
     `observe` hears of each that is compiled. Raises ValueError where nothing compiles for the
     hardware here.
     """
+    if is_pipelined(planned.plan):
+        raise ValueError("--verify compiles no pipelines: leave it out, or training.pipelined.")
     began = time.perf_counter()
     hardware = planned.hardware
     devices = topology_devices(hardware)
@@ -128,15 +128,15 @@ def verify_plan(
     compiler = CachingCompiler(hardware.topology, folder, observe)
     pending = []
     with concurrent.futures.ThreadPoolExecutor(COMPILING_THREADS, "compiling") as pool:
-        for program in calls.programs():
-            depths = LAYERS_COMPILED if program.unrolled else (program.depth,)
+        for program in programs_of(calls):
+            depths = program.compiled_layers or (program.depth,)
             pending.append((program, [compiler.submit(pool, program, depth) for depth in depths]))
     programs = []
     for program, futures in pending:
         figures = [future.result() for future in futures]
         whole = figures[0]
-        if program.unrolled:
-            whole = figures[0].extended(figures[1], program.depth - LAYERS_COMPILED[0])
+        if program.compiled_layers:
+            whole = figures[0].extended(figures[1], program.depth - program.compiled_layers[0])
         programs.append(VerifiedProgram(program, whole))
     seconds = time.perf_counter() - began
     return VerifiedPlan(
@@ -284,7 +284,7 @@ def print_verified(verified: VerifiedPlan) -> None:
         sent.append((program.call, _pair(program, compiled.received, foreseen.received, GIGA)))
     notes = [
         f"in all: with what is there beside the program; a chip has {verified.limit / GIGA:g} GB",
-        "each program once; rounds from those of 1 and 2 layers",
+        "each program once; those of generation from a few layers",
         f"{verified.compiled} programs compiled and {verified.kept} known, in"
         f" {verified.seconds:.0f} s; no chip was asked",
     ]

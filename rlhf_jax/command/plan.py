@@ -15,6 +15,7 @@ TPUs that are named: their memory, FLOPs and bytes that chips receive stand besi
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from pathlib import Path
 
@@ -48,7 +49,9 @@ def main(argv: list[str]) -> int:
             write_atomically(out.with_suffix(".svg"), picture.encode())
         chosen = searched.plans[-1] if searched else planned
         run = planned._replace(plan=chosen.plan, remat=chosen.remat)
-        verified = verify_plan(config, run, _say) if asked.verify else None
+        ahead = copy.deepcopy(config)
+        ahead.training.lag = max(asked.lag, config.training.lag)
+        verified = verify_plan(ahead, run, _say) if asked.verify else None
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

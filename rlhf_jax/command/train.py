@@ -35,7 +35,8 @@ def main(argv: list[str]) -> int:
         place, argv = command_line.place(argv)
         config = _read(argv, place)
         workdir = None if config.dry_run else folder_of(config.workdir)
-        joining.start(place, config.heartbeat_seconds, workdir)
+        sends = bool(config.plan or config.training.pipelined)
+        joining.start(place, config.heartbeat_seconds, workdir, sends=sends)
         (plan if config.dry_run else do_run)(config)
     except Stopped as stopped:
         said = f"Stopped by {stopped.name}: {' '.join(stopped.__notes__)}."

@@ -58,11 +58,11 @@ def read(argv: list[str]) -> Config:
     if not spec and "--model" not in named:
         raise ValueError(f"No config is named (usage: {USAGE}).")
     config = load(spec) if spec else default()
+    first = []
     for flag, value in named.items():
         given = f"({value!r},)" if flag == "--reward" else value
-        _override(config, f"--config.{NAMED_FLAGS[flag]}={given}")
-    for argument in overrides:
-        _override(config, argument)
+        first.append(f"--config.{NAMED_FLAGS[flag]}={given}")
+    _override(config, first + overrides)
     return config
 
 
@@ -176,25 +176,37 @@ def _split(arguments: list[str]) -> tuple[str, dict[str, str], list[str]]:
     return spec, named, rest
 
 
-def _override(config: Config, argument: str) -> None:
-    """Set the value that `--config.any.key=value` gives, of the type that the key has."""
+def _override(config: Config, arguments: list[str]) -> None:
+    """Set the values that `--config.any.key=value ...` give, each of the type that its key has.
+
+    Of a key's values the last one counts, as a tuple's are joined else.
+    """
+    last = dict(_key_and_text(argument, keys(config)) for argument in arguments)
+    asked = {name: f"--config.{name}={text}" for name, text in last.items()}
+    values = flags.FlagValues()
+    own = typed(Any, config)  # a ConfigDict
+    config_flags.DEFINE_config_dict("config", own, flag_values=values, sys_argv=[*asked.values()])
+    for name, argument in asked.items():
+        wanted = type(operator.attrgetter(name)(config)).__name__
+        try:
+            values(["", argument])
+        except (flags.Error, TypeError, ValueError) as error:
+            raise ValueError(
+                f"Config key {name!r} is of type {wanted}; {last[name]!r} is not."
+            ) from error
+
+
+def _key_and_text(argument: str, known: set[str]) -> tuple[str, str]:
+    """Return the key and the text of `--config.any.key=value`."""
     match = re.fullmatch(r"--?config\.([^=]+)=(.*)", argument, re.DOTALL)
     if match is None:
         raise ValueError(
             f"Argument {argument!r} is not of the form --config.any.key=value (usage: {USAGE})."
         )
     name, text = match.groups()
-    known = keys(config)
     if name not in known:
         near = [RENAMED[name]] if name in RENAMED else []
         near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else "rlhf_jax/config/schema.py lists them all."
         raise ValueError(f"There is no config key {name!r}; {hint}")
-    values = flags.FlagValues()
-    own = typed(Any, config)  # a ConfigDict
-    config_flags.DEFINE_config_dict("config", own, flag_values=values, sys_argv=[argument])
-    try:
-        values(["", argument])
-    except (flags.Error, TypeError, ValueError) as error:
-        wanted = type(operator.attrgetter(name)(config)).__name__
-        raise ValueError(f"Config key {name!r} is of type {wanted}; {text!r} is not.") from error
+    return name, text

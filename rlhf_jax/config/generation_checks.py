@@ -106,6 +106,11 @@ def check_fused_inference(config: Config, slices: int) -> None:
         "generation.fuse_inference scores a sample where there is time, which a deterministic run"
         " must not do; leave one of the two keys False.",
     )
+    require(
+        not (fused and config.mesh.idle_on_host),
+        "generation.fuse_inference scores beside generation, with models that mesh.idle_on_host"
+        " keeps on the host meanwhile; leave one of the two keys False.",
+    )
 
 
 def check_lag(config: Config, plan: Plan) -> None:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from rlhf_jax.placement.chips import GPUS, TPUS, Chip, read_chip
+from rlhf_jax.placement.chips import GPUS, TOPOLOGIES, TPUS, Chip, read_chip
 
 EXAMPLES = "v5p:4x4x4 (TPU chips), gpu:8x8:h100 (nodes x GPUs), gpu:8:h100, v5p-8 (a TPU product)"
 
@@ -23,6 +23,18 @@ class Hardware(NamedTuple):
     nodes: int = 1
     chip: Chip | None = None  # what one can do, where that is known
     topology: str = ""  # of a TPU's slice, as its compiler names it, where that is said
+
+    @property
+    def torus(self) -> tuple[int, ...]:
+        """Return the chips along each axis of a TPU's slice; () where nobody knows.
+
+        A product has the usual one of so many chips.
+        """
+        shape = self.topology.partition(":")[2]
+        if not shape and self.platform == "tpu" and self.chip is not None:
+            usual = TOPOLOGIES[self.chip.torus_axes]
+            shape = next((one for one in usual if math.prod(_sizes(one)) == self.count), "")
+        return _sizes(shape) if shape else ()
 
     def measured(self, path: Path) -> Hardware:
         """Return the devices with a chip's measured figures from a file in place of the table's."""
@@ -73,7 +85,7 @@ def parse_hardware(text: str) -> Hardware:
             return _tpus(name, max(1, int(match[2]) // CORES.get(name, 1)))
     shape, _, model = rest.partition(":")
     if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
-        sizes = [int(size) for size in shape.split("x")]
+        sizes = _sizes(shape)
         count = math.prod(sizes)
         name = PRODUCTS.get(kind, kind)
         if name in TPUS and not model:
@@ -89,6 +101,11 @@ def parse_hardware(text: str) -> Hardware:
         f"There are no devices {text!r}: say {EXAMPLES}; TPUs are {', '.join(TPUS)}, GPUs"
         f" {', '.join(GPUS)}."
     )
+
+
+def _sizes(shape: str) -> tuple[int, ...]:
+    """Return the numbers of a text such as 4x4x8."""
+    return tuple(map(int, shape.split("x")))
 
 
 def _tpus(name: str, count: int) -> Hardware:

@@ -1,26 +1,38 @@
-"""Refuse what no host can hold: the arrays of a CPU's devices, and texts on the host."""
+"""Refuse what no host can hold: the arrays of a CPU's devices, idle models, and texts."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from rlhf_jax.config import memory_parts
-from rlhf_jax.config.memory_parts import Part
+from rlhf_jax.config.memory_parts import SCORERS, Part
 from rlhf_jax.config.schema import Config
 from rlhf_jax.runtime.host_memory import host_memory
 
 TOKEN = 4  # bytes of a token's id
 
 
-def check(config: Config, parts: list[Part], devices: int, held_out: int) -> None:
+def check(
+    config: Config, parts: list[Part], devices: int, held_out: int, on_cpu: bool = False
+) -> None:
     """Raise ValueError where this host cannot hold a run, with what to change.
 
-    parts: of a device. devices: how many of them take the host's own memory: those of a CPU.
-    held_out: how many prompts there are for evaluation.
+    parts: of a device. devices: how many this host has; they take its own memory where they are a
+    CPU's (`on_cpu`). held_out: how many prompts there are for evaluation.
     """
-    own = [dataclasses.replace(part, bytes=devices * part.bytes) for part in parts]
-    kept = host_parts(config, held_out)
-    memory_parts.check([*own, *kept], host_memory(), "The host")
+    held = [dataclasses.replace(part, bytes=devices * part.bytes) for part in parts]
+    waiting = [
+        Part(
+            f"{part.name}, waiting on the host",
+            "always",
+            part.bytes,
+            "set mesh.idle_on_host to False",
+        )
+        for part in held
+        if config.mesh.idle_on_host and part.name in SCORERS
+    ]
+    own = held if on_cpu else []
+    memory_parts.check([*own, *waiting, *host_parts(config, held_out)], host_memory(), "The host")
 
 
 def host_parts(config: Config, held_out: int) -> list[Part]:

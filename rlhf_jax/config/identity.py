@@ -30,6 +30,7 @@ FREE_KEYS = (
     "generation.fuse_inference",
     "training.microbatch_rows",
     "training.max_skipped",
+    "training.pipelined",
     "training.remat",
 )
 
@@ -38,6 +39,8 @@ def plan_name(config: Config) -> str | None:
     """Return what tells the plan of a config from others: its name, or the file's digest."""
     if config.plan.endswith(".json"):
         return file_digest(config.plan)
+    if config.training.pipelined and not config.plan:
+        return "pipelined"
     return config.plan or None  # as in checkpoints from before there were plans
 
 

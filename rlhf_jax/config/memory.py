@@ -11,7 +11,20 @@ import jax
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.config import derived
-from rlhf_jax.config.memory_parts import GIGA, Part, peak
+from rlhf_jax.config.memory_parts import (
+    FEWER_LIVE,
+    FEWER_ROWS,
+    GIGA,
+    LESS_HISTORY,
+    SCORERS,
+    SHORTER_PROMPTS,
+    SPLIT,
+    SPLIT_OR_ASIDE,
+    SPLIT_TENSORS,
+    Part,
+    peak,
+)
+from rlhf_jax.config.memory_updates import pipelined_parts, update_parts
 from rlhf_jax.config.objectives import objective_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.config.sizes import PlannedRun, row_share
@@ -20,7 +33,6 @@ from rlhf_jax.generation.precompile import VERIFIED
 from rlhf_jax.generation.scheduler import PREFILLED, cache_slots, prompt_width
 from rlhf_jax.generation.speculative.round import streams_head
 from rlhf_jax.generation.speculative.sampling import BLOCK, Sampling
-from rlhf_jax.inference.logprobs import CHUNK
 from rlhf_jax.mesh import AXES, FLOAT32, Layout
 from rlhf_jax.placement.plan import CALLS, CallLayouts, Plan
 from rlhf_jax.runtime.host_memory import host_memory
@@ -28,14 +40,6 @@ from rlhf_jax.types import DecodeState, ModelConfig, ModelConfigs
 
 ROOM = 0.85  # of a device's memory that a plan may fill, as its parts are estimates
 HOST_SHARE = 0.5  # of a host's memory that is for the devices of a CPU
-
-# What a user is told to change where a part is too large.
-SPLIT = "raise mesh.fsdp or mesh.slices"
-SPLIT_TENSORS = "raise mesh.tensor"
-FEWER_ROWS = "lower training.microbatch_rows"
-FEWER_LIVE = "lower generation.max_rows or generation.max_new_tokens"
-SHORTER_PROMPTS = "lower data.max_prompt_tokens"
-LESS_HISTORY = "lower generation.history_tokens"
 
 
 def plan(
@@ -61,12 +65,14 @@ def plan(
     policy_run = run.at("policy_training")
     critic_run = run.at("critic_training")
     updates: list[list[Part]] = [[]]
-    if policy_run and run.trains_policy:
-        updates.append(update_parts(policy_run, models.policy))
-    if critic_run and critic and run.trains_policy:
-        updates.append(update_parts(critic_run, critic))
-        if policy_run:  # the policy's waits: both models take a step, or neither
-            waiting = policy_run.weights(models.policy, FLOAT32)
+    learners = [(policy_run, models.policy), (critic_run, critic)]
+    present = [(own, model) for own, model in learners if own and model and run.trains_policy]
+    if any(own.is_pipelined for own, _ in present):
+        updates.append(pipelined_parts(present))
+    else:
+        updates += [update_parts(own, model) for own, model in present]
+        if len(present) > 1:  # the policy's waits: both models take a step, or neither
+            waiting = present[0][0].weights(models.policy, FLOAT32)
             part = Part("the policy's gradients, waiting", "training", waiting, SPLIT)
             updates[-1].append(part)
     if policy_run and derived.trains_drafter(config):
@@ -159,13 +165,16 @@ def _always(run: PlannedRun) -> list[Part]:
         student = (3 if learns else 1) * own
         if learns and run.trains_policy:
             student += held("policy_training", models.drafter, ends=False)
+    scorers = "inference" if config.mesh.idle_on_host else "always"
     return [
         Part("policy, float32", "always", policy, SPLIT),
         Part("policy's optimizer, two moments", "always", moments, SPLIT),
         Part("critic, float32", "always", critic, SPLIT),
         Part("critic's optimizer, two moments", "always", 2 * critic, SPLIT),
-        Part("reference", "always", reference, SPLIT),
-        Part("reward models", "always", rewards, SPLIT),
+        *(
+            Part(name, scorers, size, SPLIT_OR_ASIDE)
+            for name, size in zip(SCORERS, (reference, rewards), strict=True)
+        ),
         Part("drafter", "always", drafter, SPLIT_TENSORS),
         Part("student and its optimizer", "always", student, SPLIT),
     ]
@@ -241,7 +250,7 @@ def _generation_work(run: PlannedRun, state: DecodeState, width: int) -> Part:
     if run.config.generation.fuse_inference:
         # A slice scores its part of a micro-batch.
         whole = max(1, training.microbatch_rows // run.config.mesh.slices)
-        rows = row_share(whole, run.layout)
+        rows = meshes.rows_of_shard(whole, run.layout.row_shards)
         scorers = filter(None, (models.policy, models.critic, *models.rewards))
         scored = max(scoring_bytes(run, model, rows, gathers=False) for model in scorers)
         works.append(Part("a micro-batch that is scored", "generation", scored, FEWER_ROWS))
@@ -327,34 +336,6 @@ def _inference(run: PlannedRun) -> list[Part]:
     return [
         Part("models that score", "inference", copies, SPLIT),
         Part("one layer at work, or logits", "inference", work, FEWER_ROWS),
-    ]
-
-
-def update_parts(run: PlannedRun, model: ModelConfig) -> list[Part]:
-    """List what one model's update needs beside its weights and optimizer.
-
-    The gradient is summed in float32; a micro-batch's stands beside the weights, both in the
-    compute dtype. The backward pass passes the head first and the layers then: the larger counts.
-    """
-    itemsize = run.layout.dtype.itemsize
-    tokens = run.batch_rows * run.text_tokens
-    activations = model.num_layers * tokens * run.kept_values(model)
-    layer = run.backward(model, run.batch_rows, run.text_tokens) + run.gathered(model)
-    micro_batch = run.cast_weights(model) + run.weights(model)
-    # In float32 a chunk's gradient of the head and its logits; where there are several chunks, and
-    # but on a CPU, the head and its gradient so far.
-    several = run.batch_rows * run.config.generation.max_new_tokens > CHUNK
-    copies = 4 * (3 if several and not run.on_cpu else 1) + (itemsize if itemsize < 4 else 0)
-    head = copies * model.width * run.outputs(model) + run.logits(model)
-    works = [
-        Part("one layer at work", "training", layer, FEWER_ROWS),
-        Part("head and a chunk of logits", "training", head, SPLIT_TENSORS),
-    ]
-    return [
-        Part("gradients, float32", "training", run.weights(model, FLOAT32), SPLIT),
-        Part("weights and gradients of a micro-batch", "training", micro_batch, SPLIT),
-        Part("activations kept by layer", "training", activations, FEWER_ROWS),
-        max(works, key=lambda work: work.bytes),
     ]
 
 

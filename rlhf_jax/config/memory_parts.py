@@ -9,6 +9,18 @@ GIGA = 1e9
 STAGE_NAMES = ("generation", "inference", "training")
 SMALL = 0.01  # parts below this share of the peak are not printed
 
+# Parts that are models which only score; with mesh.idle_on_host they wait in the host's memory.
+SCORERS = ("reference", "reward models")
+
+# What a user is told to change where a part is too large.
+SPLIT = "raise mesh.fsdp or mesh.slices"
+SPLIT_OR_ASIDE = f"{SPLIT}, or set mesh.idle_on_host"
+SPLIT_TENSORS = "raise mesh.tensor"
+FEWER_ROWS = "lower training.microbatch_rows"
+FEWER_LIVE = "lower generation.max_rows or generation.max_new_tokens"
+SHORTER_PROMPTS = "lower data.max_prompt_tokens"
+LESS_HISTORY = "lower generation.history_tokens"
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:

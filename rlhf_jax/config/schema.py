@@ -235,7 +235,8 @@ DEFAULTS: dict[str, Any] = {
         "epochs": 1,
         # optimizer steps of an epoch
         "minibatches": 1,
-        # how many of the longest samples have their activations at one time, over all devices
+        # how many of the longest samples have their activations at one time, over all devices:
+        # the same number on each, rounded down, and at least one
         "microbatch_rows": 8,
         # of the policy's AdamW
         "learning_rate": 1e-6,
@@ -268,6 +269,10 @@ DEFAULTS: dict[str, Any] = {
         "drop_overlong": False,
         # minibatches in a row that may be skipped, as a number is not finite, before the run ends
         "max_skipped": 5,
+        # train policy and critic as pipelines that run at once, in opposite directions: each of
+        # mesh.slices has some of their layers, and mesh.data is copies (RLHFuse); for GPUs that a
+        # slow network joins. With a target_kl neither takes a step once it is exceeded
+        "pipelined": False,
         # keep only each layer's input for the backward pass and compute the rest again: on, off, or
         # auto, which is on where memory does not suffice without; a run keeps what it began with
         "remat": "auto",
@@ -295,6 +300,8 @@ DEFAULTS: dict[str, Any] = {
         "tensor": 1,
         # memory that a device may use, in 10^9 bytes; 0 asks the device
         "device_memory_gb": 0.0,
+        # reference and reward models wait in the host's memory, and come to their devices to score
+        "idle_on_host": False,
     },
     # which devices each call of a step has: '' for those of `mesh`, all alike; 'colocated',
     # 'interleaved' or 'disaggregated'; or a file NAME.json, as docs/how-to/plan.md says

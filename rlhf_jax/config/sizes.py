@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.logprobs import CHUNK
 from rlhf_jax.model import transformer
 from rlhf_jax.model.attention import QUERY_BLOCK
+from rlhf_jax.placement.pipelined import bubble_warning
 from rlhf_jax.types import Model, ModelConfig, ModelConfigs
 
 
@@ -46,7 +48,21 @@ class PlannedRun:
     @property
     def batch_rows(self) -> int:
         """Return the rows of a device's part of a micro-batch."""
-        return row_share(self.config.training.microbatch_rows, self.layout)
+        rows = self.config.training.microbatch_rows
+        return meshes.rows_of_shard(rows, self.layout.row_shards)
+
+    @property
+    def micro_batches(self) -> int:
+        """Return the micro-batches of a minibatch of the longest texts."""
+        generation = self.config.generation
+        samples = generation.prompts_per_step * generation.samples_per_prompt
+        minibatch = samples / self.config.training.minibatches
+        return math.ceil(minibatch / (self.layout.row_shards * self.batch_rows))
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Tell whether each slice has some of the layers, of a training call."""
+        return self.layout.role == "pipelined"
 
     def at(self, call: str) -> PlannedRun | None:
         """Return the run as one of its calls sees it; None where the devices do not have it."""
@@ -57,16 +73,18 @@ class PlannedRun:
         self,
         model: ModelConfig | None,
         dtype: DTypeLike | None = None,
-        role: str = "training",
+        role: str = "",
         ends: bool = True,
     ) -> int:
-        """Return the bytes of a model's weights, split as in "training" or "generation".
+        """Return the bytes of a model's weights, split as in "training", or in another role.
 
-        dtype: that of computation if None. ends: with embedding and head, which a student lacks.
+        dtype: that of computation if None. role: '' for that of a call that trains, "pipelined" if
+        its stages have some layers each. ends: with embedding and head, which a student lacks.
         """
         if model is None:
             return 0
-        layout = dataclasses.replace(self.layout, role=role)
+        own = "pipelined" if self.is_pipelined else "training"
+        layout = dataclasses.replace(self.layout, role=role or own)
         return weight_bytes(model, np.dtype(dtype or layout.dtype), layout, ends)
 
     def cast_weights(self, model: ModelConfig) -> int:
@@ -165,7 +183,7 @@ class PlannedRun:
     @property
     def width_shards(self) -> int:
         """Return how many devices the width of weights is split over in training."""
-        return self.layout.extent(("slices", "fsdp"))
+        return self.layout.extent("fsdp" if self.is_pipelined else ("slices", "fsdp"))
 
     @property
     def on_cpu(self) -> bool:
@@ -198,6 +216,17 @@ def weight_bytes(model: ModelConfig, dtype: np.dtype, layout: meshes.Layout, end
     if not ends:
         made = dataclasses.replace(made, embed=None, head=None)
     return meshes.bytes_per_device(made, meshes.model_shardings(made, layout))
+
+
+def bubble_warnings(run: PlannedRun) -> list[str]:
+    """Return a sentence for each call of a run that trains as a pipeline of few micro-batches."""
+    pipelined = {call: run.at(call) for call, one in run.layouts.items() if one.role == "pipelined"}
+    said = [
+        bubble_warning(call, own.micro_batches, own.layout.slices)
+        for call, own in pipelined.items()
+        if own
+    ]
+    return [sentence for sentence in said if sentence]
 
 
 def row_share(rows: int, layout: meshes.Layout) -> int:

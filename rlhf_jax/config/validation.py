@@ -28,6 +28,7 @@ from rlhf_jax.config.reward_checks import check_advantage, check_kl, check_rewar
 from rlhf_jax.config.schema import Config, flat
 from rlhf_jax.data.rows import is_dataset, is_file_name
 from rlhf_jax.monitoring import sinks
+from rlhf_jax.placement.pipelined import check_pipelines, is_pipelined
 from rlhf_jax.placement.plan import Plan
 from rlhf_jax.placement.presets import plan_of
 from rlhf_jax.rewards.sources import check_sources
@@ -285,23 +286,37 @@ def _check_devices(config: Config, num_devices: int, num_processes: int) -> None
     """Check the plan of calls, what processes share of its slices, and that rows split evenly."""
     plan = plan_of(config, num_devices)
     slices = plan.placements["generation"].slices
+    own = num_devices // num_processes
     for call, placed in plan.placements.items():
+        ends = (placed.first, placed.first + placed.count)
+        within_one = ends[0] // own == placed.devices[-1] // own
         require(
-            num_processes == 1 or placed.count == num_devices,
-            f"plan {config.plan!r} gives {call} {placed.count} of {num_devices} devices, and with"
-            f" {num_processes} processes each call has all of them; choose 'colocated' or a file"
-            " that does so.",
+            within_one or not any(end % own for end in ends),
+            f"plan {config.plan!r} gives {call} devices {ends[0]} to {ends[1] - 1}, and a process"
+            f" has {own}: give it all devices of some processes, or devices of one.",
         )
+    sharing = max(1, plan.placements["generation"].count * num_processes // num_devices)
     require(
-        slices % num_processes == 0 or num_processes % slices == 0,
-        f"mesh.slices is {slices}, and the run's {num_processes} processes cannot share them"
-        f" evenly: set mesh.slices to a multiple of {num_processes} or to a number that divides"
-        " it.",
+        slices % sharing == 0 or sharing % slices == 0,
+        f"mesh.slices is {slices}, and the {sharing} processes that generate cannot share them"
+        f" evenly: set mesh.slices to a multiple of {sharing} or to a number that divides it.",
     )
+    if is_pipelined(plan):
+        check_pipelined_objective(config)
+        check_pipelines(plan, f"plan: {config.plan or 'mesh'}")
     check_lag(config, plan)
     check_fused_inference(config, slices)
     check_batches(config)
     check_rows(config, plan, config.plan)
+
+
+def check_pipelined_objective(config: Config) -> None:
+    """Raise ValueError where an objective has gradients of its own, which no pipeline takes."""
+    require(
+        objective_of(config).uses_rewards,
+        f"Pipelines train on rewards, and objective {config.objective!r} has gradients of its own;"
+        " leave training.pipelined False, and pipelined out of the plan.",
+    )
 
 
 def check_batches(config: Config) -> None:
@@ -320,34 +335,11 @@ def check_batches(config: Config) -> None:
 
 
 def check_rows(config: Config, plan: Plan, name: str) -> None:
-    """Raise ValueError where rows do not split evenly over the devices of a call.
+    """Raise ValueError where rows of generation do not split evenly over its devices.
 
-    name: of the plan, '' where it is the config's mesh.
+    Packing deals those of all other calls. name: of the plan, '' where it is the config's mesh.
     """
-    rows = config.training.microbatch_rows
-    for call, placed in plan.placements.items():
-        if call == "generation":
-            in_slice = placed.row_shards // placed.slices
-            by = axes_of(name, call, "data x fsdp")
-            require_even_split(
-                config.generation.max_rows, in_slice, "rows of generation.max_rows", by=by
-            )
-        else:
-            by = axes_of(name, call, "slices x data x fsdp")
-            require_even_split(rows, placed.row_shards, "rows of training.microbatch_rows", by=by)
-    learns_beside = derived.trains_drafter(config) and objective_of(config).uses_rewards
-    training = plan.placements.get("policy_training")
-    if learns_beside and training:
-        learned = config.drafter.samples
-        part = min(learned, rows)
-        require_even_split(learned, part, "rows of drafter.samples", by="training.microbatch_rows")
-        by = axes_of(name, "policy_training", "slices x data x fsdp")
-        what = "rows of drafter.samples at one time"
-        require_even_split(part, training.row_shards, what, by=by)
-
-
-def axes_of(plan: str, call: str, axes: str) -> str:
-    """Name the axes that split a call's rows, as the mesh or the plan has them."""
-    if plan:
-        return f"{call}'s {axes} of plan {plan}"
-    return " x ".join(f"mesh.{axis}" for axis in axes.split(" x "))
+    placed = plan.placements["generation"]
+    in_slice = placed.row_shards // placed.slices
+    by = f"generation's data x fsdp of plan {name}" if name else "mesh.data x mesh.fsdp"
+    require_even_split(config.generation.max_rows, in_slice, "rows of generation.max_rows", by=by)

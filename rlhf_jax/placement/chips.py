@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from rlhf_jax.runtime.foreign import parse_json, reading_foreign
 
@@ -60,6 +63,26 @@ GPUS = {
     "l40s": Chip(48, 362e12, 0.864e12, 32e9, 3.125e9, compute_capability=8.9),
     "rtx4090": Chip(24, 165e12, 1.008e12, 32e9, 3.125e9, compute_capability=8.9),
 }
+
+
+def is_box(torus: Sequence[int], part: range) -> bool:
+    """Tell whether a range of a TPU slice's chips, in the order of their numbers, is a box of it.
+
+    torus: the chips along each axis, 2 or 3. Chips are numbered host by host of at most 2x2, and
+    hosts along the first axis first.
+    """
+    numbers = np.asarray(part)
+    long, wide = torus[:2]
+    of_host = (min(2, long), min(2, wide))
+    host, inside = np.divmod(numbers, of_host[0] * of_host[1])
+    row, along = np.divmod(host, long // of_host[0])
+    plane, across = np.divmod(row, wide // of_host[1])
+    places = (
+        along * of_host[0] + inside % of_host[0],
+        across * of_host[1] + inside // of_host[0],
+        plane,
+    )
+    return math.prod(int(np.ptp(axis)) + 1 for axis in places) == len(part)
 
 
 def read_chip(path: Path, known: Chip | None) -> Chip:

@@ -25,17 +25,21 @@ ONE_LANE = Lanes()
 def lanes_of(plan: Plan) -> Lanes:
     """Name a lane for each slice of generation, and one for each range of devices beside.
 
-    What works on all devices of generation does so in the lanes of its slices.
+    Stages of pipelines have a lane each, in each copy. What works on all devices of generation does
+    so in the lanes of its slices.
     """
     generation = plan.placements["generation"]
     slices = tuple(range(generation.slices))
-    lanes = {generation.devices: slices}
+    lanes = {(generation.devices, 1): slices, (generation.devices, generation.slices): slices}
     names = [f"slice {number}" for number in slices]
-    for placed in plan.placements.values():
-        if placed.devices not in lanes:
-            lanes[placed.devices] = (len(names),)
-            last = placed.devices[-1]
-            several = f"devices {placed.first}–{last}"
-            names.append(several if placed.count > 1 else f"device {last}")
-    of_call = {call: lanes[placed.devices] for call, placed in plan.placements.items()}
+    of_call = {}
+    for call, placed in plan.placements.items():
+        stages = placed.slices * placed.data if placed.pipelined else 1
+        if (placed.devices, stages) not in lanes:
+            lanes[placed.devices, stages] = tuple(range(len(names), len(names) + stages))
+            each = placed.count // stages
+            for first in placed.devices[::each]:
+                last = first + each - 1
+                names.append(f"devices {first}–{last}" if each > 1 else f"device {last}")
+        of_call[call] = lanes[placed.devices, stages]
     return Lanes(tuple(names), of_call)

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.sharding import Mesh
 
 from pallas_kernels.dispatch import REFERENCE, Kernels
-from rlhf_jax.mesh import AXES, Layout, abstract_mesh, make_mesh
+from rlhf_jax.mesh import AXES, AXIS_TYPES, Layout, abstract_mesh, make_mesh
+from rlhf_jax.placement.chips import is_box
 from rlhf_jax.runtime.foreign import parse_json, reading_foreign
 
 
@@ -52,6 +54,8 @@ class Placement:
     tensor: int = 1
     dtype: str = "float32"  # of the products
     kernels: Kernels = REFERENCE
+    # of a training call: each slice has some of the layers, and `data` is copies of the pipeline
+    pipelined: bool = False
 
     @property
     def shape(self) -> dict[str, int]:
@@ -61,7 +65,7 @@ class Placement:
     @property
     def row_shards(self) -> int:
         """Count the parts that the rows of a batch are split into."""
-        return self.slices * self.data * self.fsdp
+        return (1 if self.pipelined else self.slices) * self.data * self.fsdp
 
     @property
     def devices(self) -> range:
@@ -70,6 +74,7 @@ class Placement:
 
     def layout(self, devices: Sequence[Any] | None, role: str = "training") -> Layout:
         """Return the layout on its part of all devices; without them on an abstract mesh."""
+        role = "pipelined" if self.pipelined else role
         if devices is None:
             mesh = abstract_mesh(self.shape)
         else:
@@ -88,8 +93,9 @@ class Plan:
 
     @property
     def is_uniform(self) -> bool:
-        """Say whether all calls have one placement."""
-        return len(set(self.placements.values())) == 1
+        """Say whether all calls have one mesh."""
+        whole = {dataclasses.replace(one, pipelined=False) for one in self.placements.values()}
+        return len(whole) == 1
 
     def layouts(self, devices: Sequence[Any] | None) -> CallLayouts:
         """Return the layout of each call; one that the run does not have has the policy's.
@@ -97,12 +103,23 @@ class Plan:
         devices: all that the run has, or None: the meshes are abstract, for planning.
         """
         training = self.placements.get("policy_training", self.placements["generation"])
+        whole = dataclasses.replace(training, pipelined=False)
         made = {
-            call: self.placements.get(call, training).layout(
+            call: self.placements.get(call, whole).layout(
                 devices, role="generation" if call == "generation" else "training"
             )
             for call in CALLS
         }
+        own = made["critic_training"]
+        if devices is not None and own.role == "pipelined":
+            # The critic's pipelines run the other way over the policy's nodes, whose bubbles they
+            # fill. Each of its copies, which have stages of their own, is on nodes in a row.
+            beside = made["policy_training"]
+            nodes = (beside if beside.role == "pipelined" else own).devices.swapaxes(0, 1)
+            slices, copies, *node = own.devices.shape
+            laid = nodes.reshape(copies, slices, *node)[:, ::-1].swapaxes(0, 1)
+            mesh = Mesh(laid, AXES, axis_types=AXIS_TYPES)
+            made["critic_training"] = dataclasses.replace(own, mesh=mesh)
         return CallLayouts(**made)
 
     def groups(self) -> list[list[str]]:
@@ -126,6 +143,7 @@ class Plan:
         for call, placed in self.placements.items():
             axes = [f"{axis} {size}" for axis, size in placed.shape.items() if size > 1]
             where = f"{placed.first}..{placed.first + placed.count - 1}"
+            axes += ["pipelined"] if placed.pipelined else []
             said = ", ".join([*axes, placed.dtype] if several else axes) or "whole"
             lines.append(f"{call:20}{where:>9}  {said}")
         return lines
@@ -167,7 +185,7 @@ def _placement(path: Path, call: str, own: Any, default: Placement) -> Placement
     """Read one call's placement."""
     _require(path, isinstance(own, dict), f"has no map for {call}")
     numbers = {"first", "count"}
-    optional = {*AXES, "dtype", "kernels"}
+    optional = {*AXES, "dtype", "kernels", "pipelined"}
     _require_names(path, f" of {call}", own, numbers, optional)
     for name in (numbers | {*AXES}) & set(own):
         least = 0 if name == "first" else 1
@@ -176,6 +194,10 @@ def _placement(path: Path, call: str, own: Any, default: Placement) -> Placement
     dtype = own.get("dtype", default.dtype)
     known = ("float32", "bfloat16")
     _require(path, dtype in known, f"has dtype {dtype!r:.40} for {call}; give {' or '.join(known)}")
+    pipelined = own.get("pipelined", False)
+    trains = call.endswith("_training")
+    fits = isinstance(pipelined, bool) and (trains or not pipelined)
+    _require(path, fits, f"has pipelined {pipelined!r:.40} for {call}; true is for training alone")
     chosen = dataclasses.asdict(default.kernels)
     kernels = own.get("kernels", chosen)
     _require(path, isinstance(kernels, dict), f"has kernels for {call} that are no map")
@@ -245,6 +267,20 @@ def check_parts(plan: Plan, source: str, device_kind: str, in_slice: int) -> Non
             raise ValueError(
                 f"{source} has programs of {call} for {part} chips of a slice of {in_slice}"
                 f" {device_kind}, which must all be in each: give {call} all, and mesh.slices 1."
+            )
+
+
+def check_boxes(plan: Plan, source: str, torus: Sequence[int]) -> None:
+    """Raise ValueError where a call's chips are no box of a TPU's torus, as a program's must be.
+
+    torus: the chips along each axis of the slice; () where nobody knows, or there is none.
+    """
+    for call, placed in plan.placements.items():
+        if torus and not is_box(torus, placed.devices):
+            raise ValueError(
+                f"{source} places {call} on chips {placed.first} to {placed.devices[-1]} of a slice"
+                f" of {'x'.join(map(str, torus))}, and they are no box of it: give a call half of"
+                " the chips, a quarter ... or three quarters of whole planes."
             )
 
 

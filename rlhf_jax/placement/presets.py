@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.mesh import sizes
 from rlhf_jax.model.weight_table import weight_keys
+from rlhf_jax.placement.pipelined import fill_with_copies
 from rlhf_jax.placement.plan import Placement, Plan, check, read_plan
 from rlhf_jax.runtime.files import find
 from rlhf_jax.types import ModelConfigs
@@ -22,18 +23,34 @@ from rlhf_jax.types import ModelConfigs
 Preset = Callable[[Placement, Collection[str]], dict[str, Placement]]
 
 
-def plan_of(config: Config, num_devices: int, default: Placement | None = None) -> Plan:
+def plan_of(
+    config: Config,
+    num_devices: int,
+    default: Placement | None = None,
+    layers: Mapping[str, int] | None = None,
+) -> Plan:
     """Return the plan of a config, checked; without `config.plan` all calls have its mesh.
 
-    default: what says dtype and kernels of every call that does not itself. Raises ValueError or
-    FileNotFoundError in one sentence where the plan, or the mesh, does not fit the devices.
+    default: what says dtype and kernels of every call that does not itself. layers: of models by
+    name, where they are known; from them follow the copies of a critic's pipeline. Raises
+    ValueError or FileNotFoundError in one sentence where the plan, or the mesh, does not fit the
+    devices.
     """
     asked = config.mesh
     shape = sizes(asked.data, asked.fsdp, asked.tensor, num_devices, asked.slices)
     base = dataclasses.replace(default or Placement(0, 1), first=0, count=num_devices, **shape)
     calls = derived.calls(config)
     if not config.plan:
-        return Plan(num_devices, dict.fromkeys(calls, base))
+        stages = dataclasses.replace(base, pipelined=config.training.pipelined)
+        alike = {call: stages if call.endswith("_training") else base for call in calls}
+        if stages.pipelined and layers and "critic_training" in calls:
+            alike["critic_training"] = fill_with_copies(stages, layers)
+        return Plan(num_devices, alike)
+    if config.training.pipelined:
+        raise ValueError(
+            f"training.pipelined is for config.mesh, and plan is {config.plan!r}, where a file says"
+            " itself which calls are pipelined; set training.pipelined to False, or plan to ''."
+        )
     if config.plan in PRESETS:
         return Plan(num_devices, PRESETS[config.plan](base, calls))
     if not config.plan.endswith(".json"):
@@ -43,6 +60,12 @@ def plan_of(config: Config, num_devices: int, default: Placement | None = None) 
     plan = read_plan(Path(find(config.plan)), base)
     check(plan, f"plan: {config.plan}", calls, num_devices)
     return plan
+
+
+def layer_counts(models: ModelConfigs) -> dict[str, int]:
+    """Return the layers of each model that a run trains, by the names that a plan uses."""
+    named = {"policy": models.policy, "critic": models.critic}
+    return {name: model.num_layers for name, model in named.items() if model}
 
 
 def parameter_counts(models: ModelConfigs) -> dict[str, int]:

@@ -6,27 +6,19 @@ no end of it can be shorter than what is known.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rlhf_jax.placement.search.schedule import (
-    Option,
-    Placed,
-    Problem,
-    is_allowed,
-    most_bytes,
-    stage_seconds,
-    step_seconds,
-)
+from rlhf_jax.placement.search.parts import surroundings, turned
+from rlhf_jax.placement.search.schedule import Option, Placed, Problem, most_bytes, stage_seconds
 
 
 class SearchResult(NamedTuple):
     """Hold the best placement of all calls, its seconds, and a bound below which none is."""
 
-    placed: dict[str, Option]
+    placed: dict[str, Option]  # none where time ran out before one was found
     seconds: float
     bound: float
 
@@ -36,18 +28,15 @@ class SearchResult(NamedTuple):
         return 1.0 - self.bound / self.seconds
 
 
-def search(
-    problem: Problem, known: Sequence[Placed] = (), limit: float = 60.0
-) -> SearchResult | None:
+def search(problem: Problem, below: float = math.inf, limit: float = 60.0) -> SearchResult | None:
     """Return the best choice; None where none fits. It is proved best where the gap is 0.
 
-    known: choices to begin with, as those of presets; what is found is never longer. limit: CPU
-    seconds, after which the best so far is returned with the bound that was proved.
+    below: seconds that are known to be reached, as by a preset; only what is shorter is looked for.
+    limit: CPU seconds, after which the best so far is returned with the bound that was proved.
     """
     end = time.process_time() + limit
-    usable = [placed for placed in known if is_allowed(problem, placed)]
-    best = dict(min(usable, key=lambda placed: step_seconds(problem, placed))) if usable else {}
-    seconds = step_seconds(problem, best) if usable else math.inf
+    best: dict[str, Option] = {}
+    seconds = below
     order = order_of_calls(problem)
     # Beginnings, the last one next: (bound, the calls that are placed).
     waiting: list[tuple[float, dict[str, Option]]] = [(lower_bound(problem, {}), {})]
@@ -60,7 +49,7 @@ def search(
             seconds = bound
             continue
         call = order[len(chosen)]
-        grown = [chosen | {call: option} for option in unlike_options(problem, call, chosen)]
+        grown = unlike_choices(problem, call, chosen)
         bounded = [(lower_bound(problem, one), one) for one in grown]
         # the least bound last, and the least memory of those that are equal
         bounded = [
@@ -70,7 +59,7 @@ def search(
         ]
         bounded.sort(key=lambda pair: (pair[0], pair[1][call].memory), reverse=True)
         waiting += bounded
-    if not best:
+    if not best and not waiting:
         return None
     proved = min([seconds, *(bound for bound, _ in waiting)])
     return SearchResult(best, seconds, proved)
@@ -117,26 +106,20 @@ def stage_bound(problem: Problem, stage: Sequence[str], chosen: Placed) -> float
     return max(of_placed, work / max(blocks, 1), longest)
 
 
-def unlike_options(problem: Problem, call: str, chosen: Placed) -> list[Option]:
-    """Return a call's options, one of those that differ only by a swap of equal parts.
+def unlike_choices(problem: Problem, call: str, chosen: Placed) -> list[dict[str, Option]]:
+    """Return the choices that place one more call, one of those that differ only by equal parts.
 
-    Two parts of one size are alike where the parts around them, each twice as large as the one
-    before, hold the same calls: then those below the first common one hold none, and may be
-    swapped.
+    What is chosen may be turned about for it, which changes nothing of what it takes.
     """
-    found = {}
-    for option in problem.beside(call, chosen):
-        around = []
-        blocks = option.blocks
-        while blocks < problem.blocks:
-            first = option.first // blocks * blocks
-            inside = [
-                name
-                for name, other in chosen.items()
-                if first <= other.first and other.ends <= first + blocks
-            ]
-            around.append(tuple(inside))
-            blocks *= 2
-        shape = dataclasses.replace(option.placement, first=0)
-        found.setdefault((shape, tuple(around)), option)
-    return list(found.values())
+    unlike = set()
+    found = []
+    for options in problem.by_part(call):
+        one = options[0]  # of a part; all that have it share the same blocks
+        for begun in (chosen, turned(chosen, one)):
+            if begun is None or any(map(one.shares, problem.apart(call, begun))):
+                continue
+            key = (one.blocks, surroundings(one, begun, problem.blocks))
+            if key not in unlike:
+                unlike.add(key)
+                found += [{**begun, call: option} for option in options]
+    return found

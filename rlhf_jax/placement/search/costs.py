@@ -10,12 +10,11 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from rlhf_jax.config import derived
 from rlhf_jax.config.hardware import Hardware
 from rlhf_jax.config.sizes import PlannedRun, row_share
 from rlhf_jax.generation.strategy import prior
 from rlhf_jax.generation.strategy.roofline import RATES, Roofline
-from rlhf_jax.mesh import AXES, Layout
+from rlhf_jax.mesh import Layout
 from rlhf_jax.model.attention import QUERY_BLOCK
 from rlhf_jax.placement.chips import Chip, ring_bandwidth
 from rlhf_jax.placement.search.collectives import received_bytes
@@ -26,7 +25,7 @@ from rlhf_jax.placement.search.traffic import (
     forward_traffic,
     gradient_traffic,
 )
-from rlhf_jax.types import ModelConfig
+from rlhf_jax.types import ModelConfig, ModelConfigs
 
 LATENCY = 5e-6  # seconds of a collective, however little it sends
 
@@ -115,9 +114,9 @@ class PlacedRun:
 
         Each is filled up to as many rows on every device, which those with fewer wait for.
         """
-        rows = min(self.run.config.training.microbatch_rows, self.samples)
-        count = updates * math.ceil(self.samples / updates / rows)
-        filled = row_share(rows, self.run.layout) * self.run.layout.row_shards
+        shards = self.run.layout.row_shards
+        filled = shards * min(self.run.batch_rows, math.ceil(self.samples / shards))
+        count = updates * math.ceil(self.samples / updates / filled)
         response = self.run.config.generation.max_new_tokens
         return Passes(count, filled, self.run.text_tokens, response)
 
@@ -141,23 +140,6 @@ class PlacedRun:
         return Roofline.of_rates(work, reads, computes, of_row, of_call)
 
 
-def predict_calls(
-    run: PlannedRun, hardware: Hardware, tokens_per_round: float = 1.0
-) -> list[CallCost]:
-    """Predict each call of an iteration in which all prompts and responses have full length.
-
-    No prompt is taken to be shared by its samples. Drafting and the training of a student are left
-    out. tokens_per_round: that a row gains in a round of generation, 1 without drafts. The
-    hardware's chip must be known.
-    """
-    found = []
-    for call in derived.calls(run.config):
-        own = run.at(call) or run
-        placed = PlacedRun(own, hardware.part(own.layout.extent(AXES)))
-        found.append(predict_call(placed, call, tokens_per_round))
-    return found
-
-
 def predict_call(placed: PlacedRun, call: str, tokens_per_round: float = 1.0) -> CallCost:
     """Predict one call of an iteration, by its name in a plan, on the devices that it has."""
     models = placed.run.models
@@ -171,12 +153,17 @@ def predict_call(placed: PlacedRun, call: str, tokens_per_round: float = 1.0) ->
             received=sum(one.received for one in each),
             seconds=sum(one.seconds for one in each),
         )
-    model = models.policy
-    if call.startswith("critic"):
-        assert models.critic is not None, "A call of the critic's has one."
-        model = dataclasses.replace(models.critic, scalar_head=True, tied=False)
+    model = trained_model(call, models)
     predict = training_cost if call.endswith("training") else inference_cost
     return predict(placed, call, model)
+
+
+def trained_model(call: str, models: ModelConfigs) -> ModelConfig:
+    """Return the shape of the model that a call trains, or of which it is a copy."""
+    if not call.startswith("critic"):
+        return models.policy
+    assert models.critic is not None, "A call of the critic's has one."
+    return dataclasses.replace(models.critic, scalar_head=True, tied=False)
 
 
 def inference_cost(placed: PlacedRun, name: str, model: ModelConfig) -> CallCost:

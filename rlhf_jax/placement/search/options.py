@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from rlhf_jax.config import derived, memory, memory_parts
@@ -15,13 +15,17 @@ from rlhf_jax.config.sizes import PlannedRun
 from rlhf_jax.config.validation import check_rows
 from rlhf_jax.mesh import FLOAT32
 from rlhf_jax.placement.chips import ring_bandwidth
-from rlhf_jax.placement.plan import CALLS, Placement, Plan, check_parts
+from rlhf_jax.placement.pipelined import is_pipelined, trained
+from rlhf_jax.placement.plan import CALLS, Placement, Plan, check_boxes, check_parts
 from rlhf_jax.placement.search.costs import PlacedRun, predict_call
+from rlhf_jax.placement.search.parts import is_aligned, part_sizes, part_starts, powers_of_two
+from rlhf_jax.placement.search.pipelines import JointTraining, joint_training
 from rlhf_jax.placement.search.schedule import Option, Placed, Problem
 from rlhf_jax.types import ModelConfigs
 
 # Calls to which trained weights come, and of which model.
 ARRIVALS = {"generation": "policy", "policy_inference": "policy", "critic_inference": "critic"}
+PIPELINES = "pipelines"  # the name under which what both trainings hold is remembered
 MOST_BLOCKS = 16  # that a machine is cut into
 
 
@@ -43,8 +47,10 @@ class SearchSpace:
     base: Placement  # of all calls by the config's mesh; says dtype and kernels, too
     remat: bool
     room: float = 1.0  # the share of a device's memory that a plan may take
-    # bytes of what was priced, by call and placement: whatever chips can do, they are the same
-    held: dict[tuple[str, Placement, bool], HeldBytes] = dataclasses.field(default_factory=dict)
+    # bytes of what was priced, by call and placements: whatever chips can do, they are the same
+    held: dict[tuple[str, tuple[Placement, ...], bool], HeldBytes] = dataclasses.field(
+        default_factory=dict
+    )
 
     @property
     def blocks(self) -> int:
@@ -57,6 +63,11 @@ class SearchSpace:
         """Return the devices of a block."""
         return self.hardware.count // self.blocks
 
+    @property
+    def memory_limit(self) -> float:
+        """Return the bytes of a device that a plan may take."""
+        return self.room * self.hardware.gigabytes * memory_parts.GIGA
+
     def problem(self) -> Problem:
         """Return the ways to place each call that may be best.
 
@@ -67,11 +78,15 @@ class SearchSpace:
             if not found:
                 raise ValueError(
                     f"No sharding of {self.hardware} splits the rows of {call} evenly; raise"
-                    " training.microbatch_rows or generation.max_rows to a power of two."
+                    " generation.max_rows to a power of two."
                 )
-        limit = self.room * self.hardware.gigabytes * memory_parts.GIGA
-        lag = self.config.training.lag
-        return Problem(options, self.blocks, limit, transfer=self.transfer_seconds, lag=lag)
+        return Problem(
+            options,
+            self.blocks,
+            self.memory_limit,
+            transfer=self.transfer_seconds,
+            lag=self.config.training.lag,
+        )
 
     def options(self, call: str) -> Iterator[Option]:
         """Yield on every part of the machine the shardings of a call that no other betters.
@@ -79,7 +94,7 @@ class SearchSpace:
         One is better that takes neither more seconds nor more memory, whatever is saved where
         weights need not move.
         """
-        for blocks in powers_of_two(self.blocks):
+        for blocks in part_sizes(self.blocks):
             count = blocks * self.block_devices
             there = self.shardings(call, count)
             found = [self.priced(call, one) for one in there if self.can_run(call, one)]
@@ -89,8 +104,7 @@ class SearchSpace:
                 if not any(self.is_better(call, one, option) for one in kept):
                     kept.append(option)
             for best in kept:
-                for first in range(0, self.hardware.count, count):
-                    yield self.priced(call, dataclasses.replace(best.placement, first=first))
+                yield from map(best.at, part_starts(blocks, self.blocks))
 
     def is_better(self, call: str, option: Option, other: Option) -> bool:
         """Tell whether an option takes no more than another, wherever other calls are."""
@@ -109,11 +123,13 @@ class SearchSpace:
         return less and seconds <= least
 
     def can_run(self, call: str, placement: Placement) -> bool:
-        """Tell whether a call's rows come out even, and its part of the machine gets programs."""
+        """Tell whether rows come out even, and the call's part of the machine gets programs."""
         plan = Plan(self.hardware.count, {call: placement})
         try:
             check_parts(plan, "", self.hardware.device_kind, self.hardware.count)
-            check_rows(self.config, plan, "")
+            check_boxes(plan, "", self.hardware.torus)
+            if call == "generation":
+                check_rows(self.config, plan, "")
         except ValueError:
             return False
         return True
@@ -121,25 +137,27 @@ class SearchSpace:
     def shardings(self, call: str, count: int) -> Iterator[Placement]:
         """Yield the shardings of a call over the first devices, so many.
 
-        `tensor` stays within a node and divides the key-value heads.
+        `tensor` stays within a node and divides the key-value heads; `fsdp` divides the width.
         """
         generates = call == "generation"
         slices = self.base.slices if generates else 1
         in_node = self.hardware.count // self.hardware.nodes
-        models = filter(None, (self.models.policy, self.models.critic, *self.models.rewards))
+        models = [self.models.policy, *filter(None, [self.models.critic]), *self.models.rewards]
         heads = math.gcd(*(model.num_kv_heads for model in models))
+        width = math.gcd(*(model.width for model in models))
         for tensor in powers_of_two(min(count, in_node)):
             shards, rest = divmod(count, slices * tensor)
             if rest or heads % tensor:
                 continue
-            for data in [shards] if generates else powers_of_two(shards):
-                if shards % data == 0:
-                    shape = {"data": data, "fsdp": shards // data, "tensor": tensor}
+            for data in [shards] if generates else range(1, shards + 1):
+                if shards % data == 0 and width % (shards // data) == 0:
                     yield Placement(
                         first=0,
                         count=count,
                         slices=slices,
-                        **shape,
+                        data=data,
+                        fsdp=shards // data,
+                        tensor=tensor,
                         dtype=self.base.dtype,
                         kernels=self.base.kernels,
                     )
@@ -149,8 +167,7 @@ class SearchSpace:
         at_first = dataclasses.replace(placement, first=0)
         if (call, at_first) not in self._prices:
             self._prices[call, at_first] = self._price(call, at_first)
-        first = placement.first // self.block_devices
-        return dataclasses.replace(self._prices[call, at_first], placement=placement, first=first)
+        return self._prices[call, at_first].at(placement.first // self.block_devices)
 
     @functools.cached_property
     def _prices(self) -> dict[tuple[str, Placement], Option]:
@@ -160,7 +177,7 @@ class SearchSpace:
         """Predict the seconds and the memory of a placement of a call."""
         run = self._run(call, placement)
         part = self.hardware.part(placement.count)
-        key = (call, placement, self.remat)
+        key = (call, (placement,), self.remat)
         if key not in self.held:
             parts = memory.plan(self.config, self.models, run.layouts, self.remat)
             always = sum(one.bytes for one in parts if one.stage == "always")
@@ -174,6 +191,44 @@ class SearchSpace:
             **self.held[key]._asdict(),
             arrival=self.arrival_seconds(call, placement) if call in ARRIVALS else 0.0,
         )
+
+    def joint(self, placements: Mapping[str, Placement]) -> JointTraining:
+        """Return what calls take that train as pipelines at once, wherever their devices lie."""
+        placed = []
+        for call, one in placements.items():
+            run = self._run(call, dataclasses.replace(one, first=0))
+            placed.append((call, PlacedRun(run, self.hardware.part(one.count))))
+        return joint_training(placed)
+
+    def joint_bytes(self, placements: Mapping[str, Placement]) -> HeldBytes:
+        """Return the bytes on each device of calls that train as pipelines at once."""
+        alike = tuple(dataclasses.replace(one, first=0) for one in placements.values())
+        key = (PIPELINES, alike, self.remat)
+        if key not in self.held:
+            layouts = {call: one.layout(None) for call, one in placements.items()}
+            parts = memory.plan(self.config, self.models, layouts, self.remat)
+            always = sum(one.bytes for one in parts if one.stage == "always")
+            self.held[key] = HeldBytes(always, sum(one.bytes for one in parts) - always, kept=0)
+        return self.held[key]
+
+    def joint_options(self, placements: Mapping[str, Placement]) -> dict[str, Option]:
+        """Return calls that train as pipelines with what they take, which they do together.
+
+        Each has its share of the seconds, and the first all of the memory.
+        """
+        held = self.joint_bytes(placements)
+        shares = self.joint(placements).shares
+        options = {}
+        for call, one in placements.items():
+            own = HeldBytes(0, 0, 0) if options else held
+            options[call] = Option(
+                one,
+                first=one.first // self.block_devices,
+                blocks=one.count // self.block_devices,
+                seconds=shares[call],
+                **own._asdict(),
+            )
+        return options
 
     def kept_bytes(self, call: str, run: PlannedRun) -> int:
         """Return what stays while others are at work: copies that score, gradients that wait."""
@@ -217,23 +272,23 @@ class SearchSpace:
     def placed(self, plan: Plan, name: str) -> dict[str, Option]:
         """Return the options that a plan chooses; ValueError where it does not keep to blocks."""
         for call, one in plan.placements.items():
-            if one.count % self.block_devices or one.first % one.count:
+            first, off = divmod(one.first, self.block_devices)
+            size, rest = divmod(one.count, self.block_devices)
+            aligned = size in part_sizes(self.blocks) and is_aligned(first, size)
+            if off or rest or not aligned:
                 raise ValueError(
                     f"{name} places {call} on devices {one.first} to {one.devices[-1]}, and a"
-                    f" search compares aligned parts of {self.block_devices} devices and their"
-                    " doubles."
+                    f" search compares aligned parts of {self.block_devices} devices, their"
+                    " doubles, and three quarters of these."
                 )
-        return {call: self.priced(call, one) for call, one in plan.placements.items()}
+        joint = trained(plan) if is_pipelined(plan) else {}
+        options = self.joint_options(joint) if joint else {}
+        for call, one in plan.placements.items():
+            if call not in joint:
+                options[call] = self.priced(call, one)
+        return {call: options[call] for call in plan.placements}
 
     def plan(self, placed: Placed) -> Plan:
         """Return the plan of chosen options."""
         chosen = {call: placed[call].placement for call in CALLS if call in placed}
         return Plan(self.hardware.count, chosen)
-
-
-def powers_of_two(most: int) -> Iterator[int]:
-    """Yield 1, 2, 4 and so on, up to `most`."""
-    number = 1
-    while number <= most:
-        yield number
-        number *= 2

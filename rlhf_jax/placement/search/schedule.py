@@ -1,8 +1,7 @@
 """Say when each call of placed iterations runs, and what its devices hold.
 
-A machine is cut into equal blocks, a power of two of them. A call may have any aligned part of 1,
-2, 4 ... blocks. Calls of a stage run side by side where their blocks are apart, and one after the
-other where they share some.
+A machine is cut into equal blocks, of which a call has some that follow each other. Calls of a
+stage run side by side where their blocks are apart, and one after the other where they share some.
 """
 
 from __future__ import annotations
@@ -52,6 +51,12 @@ class Option:
         """Tell whether both have a block."""
         return self.first < other.ends and other.first < self.ends
 
+    def at(self, first: int) -> Option:
+        """Return the option on as many other blocks, from `first` on."""
+        devices = self.placement.count // self.blocks
+        placement = dataclasses.replace(self.placement, first=first * devices)
+        return dataclasses.replace(self, placement=placement, first=first)
+
 
 Placed = Mapping[str, Option]
 
@@ -89,6 +94,18 @@ class Problem:
         found = [tuple(call for call in stage if call in self.options) for stage in STAGES]
         return [stage for stage in found if stage]
 
+    def by_part(self, call: str) -> list[list[Option]]:
+        """Return the options of a call by the part that they have.
+
+        They are the same on all parts of one size.
+        """
+        if call not in self._by_part:
+            found: dict[tuple[int, int], list[Option]] = {}
+            for one in self.options[call]:
+                found.setdefault((one.first, one.blocks), []).append(one)
+            self._by_part[call] = list(found.values())
+        return self._by_part[call]
+
     def beside(self, call: str, chosen: Placed) -> Sequence[Option]:
         """Return the options of a call that may stand beside what is chosen."""
         apart = self.apart(call, chosen)
@@ -113,6 +130,10 @@ class Problem:
                 min((one.seconds * one.blocks for one in options), default=float("inf")),
             )
         return self._least[key]
+
+    @functools.cached_property
+    def _by_part(self) -> dict[str, list[list[Option]]]:
+        return {}
 
     @functools.cached_property
     def _least(self) -> dict[tuple, Least]:

@@ -56,6 +56,14 @@ class Traffic(NamedTuple):
         """Return the traffic of so many passes."""
         return Traffic(*(count * part for part in self))
 
+    def plus(self, other: Traffic) -> Traffic:
+        """Return the traffic of both."""
+        return Traffic(*(one + two for one, two in zip(self, other, strict=True)))
+
+    def minus(self, other: Traffic) -> Traffic:
+        """Return the traffic without that of a part of it."""
+        return self.plus(other.times(-1))
+
 
 class GatheredWeights(NamedTuple):
     """Hold the bytes of a model's weights on a device that has gathered its part for a product."""

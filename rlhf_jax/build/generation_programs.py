@@ -1,0 +1,243 @@
+"""Trace the programs of generation from shapes, with what formulas say of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.stages import Traced
+
+from rlhf_jax.build import shapes
+from rlhf_jax.build.placed_calls import CallProgram, Foreseen, PlacedCalls
+from rlhf_jax.config import derived, memory, memory_parts
+from rlhf_jax.config.sizes import row_share
+from rlhf_jax.generation import rows as generation_rows
+from rlhf_jax.generation.scheduler import PREFILLED, prompt_width, shared
+from rlhf_jax.generation.speculative import tree as trees
+from rlhf_jax.generation.speculative.drafters.model import propose
+from rlhf_jax.generation.speculative.protocol import DRAFTERS
+from rlhf_jax.generation.speculative.round import run_round
+from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.generation.strategy import prior
+from rlhf_jax.mesh import FLOAT32, Layout
+from rlhf_jax.placement.search.collectives import received_bytes
+from rlhf_jax.placement.search.costs import forward_flops
+from rlhf_jax.placement.transfer import trace_layer
+from rlhf_jax.types import Strategy
+
+# Layers of which a program is compiled. What a prefill has at work grows from the first to the
+# second, as a layer's weights come while the one before is at work, and hardly from then on.
+ROUND_LAYERS = (1, 2)
+DEEPER_LAYERS = (2, 3)
+# Parts of generation that no round is given.
+BESIDE_ROUNDS = ("models that score beside it", "student, for generation", "prefilled prompts")
+# And what no prefill is given, and no drafts are.
+CACHES = ("key-value cache of the policy", "key-value cache of the drafter", "earlier responses")
+BESIDE_PREFILL = (BESIDE_ROUNDS[0], *CACHES)
+BESIDE_DRAFTS = (BESIDE_ROUNDS[0], BESIDE_ROUNDS[2], "policy, for generation", CACHES[0], CACHES[2])
+
+
+def arrivals(calls: PlacedCalls) -> Iterator[CallProgram]:
+    """Yield what brings a layer of the policy to generation."""
+    model = calls.models.policy
+    source = calls.run("policy_training").layout
+    layout = calls.layouts.generation
+    layers: Any = shapes.model_shapes(model, source, FLOAT32).layers
+    coming = calls.run("generation").weights(model, role="generation")
+    apart = source.devices.flat[0] not in set(layout.devices.flat)
+    itemsize = layout.dtype.itemsize
+    for program in trace_layer(layers, layout, calls.devices, layout.dtype):
+        leaves = program.stacked
+        always = calls.always("policy_training" if leaves else "generation")
+        yield CallProgram(
+            "generation",
+            "a layer comes" if leaves else "a layer is recut",
+            lambda _, traced=program.traced: traced,
+            Foreseen(program.device_bytes(itemsize), received=program.received_bytes(itemsize)),
+            beside=always + coming * (not (leaves and apart)) - leaves * program.arguments,
+            depth=model.num_layers,
+        )
+
+
+def prefill(calls: PlacedCalls) -> CallProgram:
+    """Return what computes the caches of as many prompts as are prefilled at one time."""
+    run = calls.run("generation")
+    layout = run.layout
+    models = [model for model in calls.models[:2] if model]
+    rows = shared(PREFILLED, layout)
+    own = rows // layout.row_shards
+    width = prompt_width(
+        calls.config.data.max_prompt_tokens, memory.decode_state(run).tokens.shape[1]
+    )
+    empty = functools.partial(generation_rows.empty, *calls.models[:2])
+    prompts = run.rows(jax.eval_shape(lambda: empty(rows, width, 0, 0, Layout(dtype=layout.dtype))))
+    work = max(run.forward(model, own, width) for model in models)
+    held = sum(run.weights(model, role="generation") for model in models)
+    sent = 0.0
+    for model in models:
+        hidden = own * width * model.width * layout.dtype.itemsize
+        sums = 2 * model.num_layers + 1
+        sent += sums * received_bytes("all-reduce", hidden, layout.extent("tensor"))
+    parts = calls.parts("generation")
+    beside = sum(part.bytes for part in parts if part.name in BESIDE_PREFILL)
+    there = memory_parts.total([part for part in parts if part.name != "drafter"], "always")
+    return CallProgram(
+        "generation",
+        "prefill",
+        functools.partial(trace_prefill, calls, rows, width),
+        Foreseen(
+            held + prompts + work,
+            sum(forward_flops(model, rows, width, predicted=0) for model in models),
+            sent,
+        ),
+        beside=there + beside,
+        depth=calls.models.policy.num_layers,
+        compiled_layers=DEEPER_LAYERS,
+    )
+
+
+def trace_prefill(calls: PlacedCalls, rows: int, width: int, depth: int) -> Traced:
+    """Trace the prefill of prompts [rows, width], with the policy's first layers."""
+    layout = calls.run("generation").layout
+    policy = dataclasses.replace(calls.models.policy, num_layers=depth)
+    drafter = calls.models.drafter
+    prompts = shapes.row_shapes(
+        lambda: (jnp.zeros((rows, width), jnp.int32), jnp.zeros(rows, jnp.int32)), layout
+    )
+    return generation_rows.prefill.trace(
+        shapes.model_shapes(policy, layout),
+        drafter and shapes.model_shapes(drafter, layout),
+        *prompts,
+        layout=layout,
+    )
+
+
+def drafts(calls: PlacedCalls) -> Iterator[CallProgram]:
+    """Yield what a draft model drafts of most nodes, where one drafts."""
+    run = calls.run("generation")
+    drafter = calls.models.drafter
+    strategies = [
+        one
+        for one in derived.strategies(calls.config).strategies
+        if one.parents and DRAFTERS[one.drafter].needs_model
+    ]
+    if drafter is None or not strategies:
+        return
+    strategy = max(strategies, key=lambda one: len(one.parents))
+    fed = len(set(strategy.parents))  # nodes with children
+    rows = calls.config.generation.max_rows
+    state = memory.decode_state(run)
+    held = run.weights(drafter, role="generation") + run.rows(state.draft)
+    own = row_share(rows, run.layout)
+    logits = 4 * own * fed * run.outputs(drafter)
+    # a token before the root is fed, too
+    hidden = own * (fed + 1) * drafter.width * run.layout.dtype.itemsize
+    sent = received_bytes("all-reduce", hidden, run.layout.extent("tensor"))
+    work = prior.work(drafter, itemsize=1)
+    head = 2 * drafter.width * drafter.vocab_size
+    context = work.context_flops * state.tokens.shape[1]
+    parts = calls.parts("generation")
+    beside = sum(part.bytes for part in parts if part.name in BESIDE_DRAFTS)
+    there = memory_parts.total([part for part in parts if part.name != "drafter"], "always")
+    yield CallProgram(
+        "generation",
+        f"drafts of {len(strategy.parents) + 1} nodes",
+        functools.partial(trace_drafts, calls, strategy),
+        Foreseen(
+            held + 2 * logits,
+            rows * ((fed + 1) * (work.token_flops + context) - head),
+            (2 * drafter.num_layers + 1) * sent,
+        ),
+        beside=there + beside,
+        depth=drafter.num_layers,
+        compiled_layers=DEEPER_LAYERS,
+    )
+
+
+def trace_drafts(calls: PlacedCalls, strategy: Strategy, depth: int) -> Traced:
+    """Trace the drafts of a model's first layers for all rows of a slice."""
+    generation = calls.config.generation
+    assert calls.models.drafter is not None, "A model drafts."
+    drafter = dataclasses.replace(calls.models.drafter, num_layers=depth)
+    run = calls.run("generation")
+    shallow = dataclasses.replace(run, models=run.models._replace(drafter=drafter))
+    return propose.trace(
+        shapes.model_shapes(drafter, run.layout),
+        shapes.row_shapes(lambda: memory.decode_state(shallow), run.layout),
+        strategy=strategy,
+        sampling=Sampling(generation.temperature, generation.top_k, generation.top_p),
+        with_logits=generation.acceptance == "rejection",
+        layout=run.layout,
+    )
+
+
+def rounds(calls: PlacedCalls) -> Iterator[CallProgram]:
+    """Yield plain decoding, or the shortest round, and the one that verifies most drafts."""
+    run = calls.run("generation")
+    candidates = derived.strategies(calls.config)
+    state = run.rows(memory.decode_state(run))
+    weights = run.weights(calls.models.policy, role="generation")
+    parts = calls.parts("generation")
+    beside = sum(part.bytes for part in parts if part.name in BESIDE_ROUNDS)
+    counts = candidates.nodes.tolist()
+    for nodes in dict.fromkeys((min(counts), memory.most_nodes(calls.config, run.layout))):
+        work = memory.round_bytes(run, memory.decode_state(run), nodes)
+        flops, sent = round_work(calls, nodes)
+        yield CallProgram(
+            "generation",
+            f"round of {nodes} node{'s' * (nodes > 1)}",
+            functools.partial(trace_round, calls, candidates.strategies[counts.index(nodes)]),
+            Foreseen(weights + state + work, flops, sent),
+            beside=memory_parts.total(parts, "always") + beside,
+            depth=calls.models.policy.num_layers,
+            compiled_layers=ROUND_LAYERS,
+        )
+
+
+def round_work(calls: PlacedCalls, nodes: int) -> tuple[float, float]:
+    """Return the FLOPs of a round of all rows, and the bytes that a device receives."""
+    run = calls.run("generation")
+    policy = calls.models.policy
+    work = prior.work(policy, itemsize=1)
+    rows = calls.config.generation.max_rows
+    context = memory.decode_state(run).tokens.shape[1] + nodes
+    flops = rows * nodes * (work.token_flops + work.context_flops * context)
+    tensor = run.layout.extent("tensor")
+    own = -(-rows // run.layout.row_shards) * nodes
+    hidden = own * policy.width * run.layout.dtype.itemsize
+    sums = 2 * policy.num_layers + 1
+    return flops, sums * received_bytes("all-reduce", hidden, tensor)
+
+
+def trace_round(calls: PlacedCalls, strategy: Strategy, depth: int) -> Traced:
+    """Trace a round of all rows of a slice, with the policy's first layers."""
+    generation = calls.config.generation
+    model = dataclasses.replace(calls.models.policy, num_layers=depth)
+    run = calls.run("generation")
+    layout = run.layout
+    shallow = dataclasses.replace(run, models=calls.models._replace(policy=model))
+    state = shapes.row_shapes(lambda: memory.decode_state(shallow), layout)
+    rows = generation.max_rows
+    nodes = trees.as_data(strategy, rows)
+    count = trees.bucket(strategy)
+    drafts = shapes.row_shapes(lambda: jnp.zeros((rows, count - 1), jnp.int32), layout)
+    logits = None
+    if generation.acceptance == "rejection" and derived.drafts_by_model(calls.config):
+        each = (rows, count, model.vocab_size)
+        logits = shapes.row_shapes(lambda: jnp.zeros(each, jnp.float32), layout)
+    return run_round.trace(
+        shapes.model_shapes(model, layout),
+        state,
+        drafts,
+        logits,
+        shapes.repeated(jax.eval_shape(lambda: nodes), layout),
+        sampling=Sampling(generation.temperature, generation.top_k, generation.top_p),
+        stop_tokens=(0,),  # how many there are is nothing to its memory
+        rule=generation.acceptance,
+        verified=strategy.packed,
+        layout=layout,
+    )

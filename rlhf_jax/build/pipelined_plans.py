@@ -1,0 +1,196 @@
+"""Find the best plan that trains as pipelines, and compare its training with FSDP and TP."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from rlhf_jax.build.priced import FoundPlan, PlanPrices
+from rlhf_jax.config import derived
+from rlhf_jax.config.hardware import Hardware
+from rlhf_jax.config.validation import check_pipelined_objective
+from rlhf_jax.placement.pipelined import crossover_tokens
+from rlhf_jax.placement.plan import Placement
+from rlhf_jax.placement.search.branch_and_bound import SearchResult, search
+from rlhf_jax.placement.search.options import SearchSpace
+from rlhf_jax.placement.search.parts import part_sizes, part_starts, powers_of_two
+from rlhf_jax.placement.search.pipelines import JointTraining, placements_of, shapes
+from rlhf_jax.placement.search.schedule import Option, Problem
+
+PIPELINED = "pipelined"  # what the best plan that trains as pipelines is called
+PIPELINED_SECONDS = 20.0  # of the CPU, in which the other calls of such a plan are to be placed
+COMPARED_ROWS = 64  # of a micro-batch that trainings are compared for
+
+
+class PipelinedTraining(NamedTuple):
+    """Hold one way to train as pipelines, and what that takes."""
+
+    placements: dict[str, Placement]  # of the calls that train, by name
+    joint: JointTraining
+    memory: float  # bytes of a device while it trains
+
+    @property
+    def count(self) -> int:
+        """Return the number of devices."""
+        return self.placements["policy_training"].count
+
+
+class TrainingComparison(NamedTuple):
+    """Hold seconds in which a step's updates are made: as pipelines, and by FSDP and TP."""
+
+    tokens: float  # of a chip and optimizer step, at full length
+    crossover: float  # tokens below which pipelines are expected to be faster
+    pipelined: PipelinedTraining  # the fastest
+    pipelined_rows: int  # the training.microbatch_rows with which it is
+    sharded: dict[str, Option]  # the fastest of FSDP and TP, by call
+    sharded_seconds: float
+    sharded_rows: int  # the training.microbatch_rows with which it is
+    in_turn_seconds: float  # of the fastest with one model after the other on all chips
+
+    @property
+    def gain(self) -> float:
+        """Return how many times as fast as FSDP and TP pipelines are."""
+        return self.sharded_seconds / self.pipelined.joint.fused
+
+
+def why_not_pipelined(hardware: Hardware) -> str:
+    """Say why pipelines are left out where all chips have links of their own; '' elsewhere."""
+    if hardware.platform == "gpu" and hardware.nodes > 1:
+        return ""
+    return (
+        f"pipelines idle in their bubbles, and {hardware} gather weights over links of their own in"
+        " less time; they are for several nodes of GPUs, or where nothing else fits"
+    )
+
+
+def best_pipelined(prices: PlanPrices, limit: float = PIPELINED_SECONDS) -> FoundPlan:
+    """Return the best plan that trains as pipelines, with all other calls placed by a search.
+
+    limit: CPU seconds, for each way to train. Pipelines have all devices or, beside generation, the
+    end of them. The gap is that of the schedule and of where other calls are. Raises ValueError
+    where there is none.
+    """
+    check_pipelined_objective(prices.config)
+    best = math.inf
+    found = []
+    bounds = []
+    for remat, problem in prices.problems.items():
+        space = prices.spaces[remat]
+        for one in pipelined_trainings(space):
+            joint = space.joint_options(one.placements)
+            options = {call: [option] for call, option in joint.items()}
+            own = dataclasses.replace(problem, options={**problem.options, **options})
+            result = search(own, best, limit / len(prices.problems))
+            # what is not found is no shorter than the best, but a better schedule might be
+            bounds.append((result.bound if result else best) - one.joint.fused + one.joint.least)
+            if result is not None and result.placed:
+                best = result.seconds
+                plan = space.plan(result.placed)
+                found.append(prices.price(PIPELINED, plan))
+    if not found:
+        raise ValueError(
+            f"no stages divide {prices.hardware} and the layers of policy and critic, or none fit"
+        )
+    chosen = min(found, key=lambda one: (not one.fits, one.step))
+    gap = max(0.0, 1.0 - min(bounds) / chosen.step)
+    return FoundPlan(chosen, gap if gap > 1e-9 else 0.0)
+
+
+def pipelined_trainings(space: SearchSpace) -> list[PipelinedTraining]:
+    """Return the ways to train as pipelines that no other betters in seconds and memory."""
+    kept: list[PipelinedTraining] = []
+    limit = space.memory_limit
+    waiting = sorted(_joint_trainings(space), key=lambda pair: pair[1].quick_least)
+    for placements, joint in waiting:
+        held = space.joint_bytes(placements)
+        memory = held.always + held.working
+        beaten = any(
+            one.joint.fused <= joint.quick_least
+            and one.memory <= memory
+            and one.count == placements["policy_training"].count
+            for one in kept
+        )
+        if memory <= limit and not beaten:
+            kept.append(PipelinedTraining(placements, joint, memory))
+    return sorted(kept, key=lambda one: one.joint.fused)
+
+
+def _joint_trainings(space: SearchSpace) -> Iterator[tuple[dict[str, Placement], JointTraining]]:
+    """Yield the ways to train as pipelines on all devices or, drawing ahead, on parts of them."""
+    hardware = space.hardware
+    node_chips = hardware.count // hardware.nodes
+    for blocks in part_sizes(space.blocks):
+        if (blocks == space.blocks) == bool(space.config.training.lag):
+            continue
+        count = blocks * space.block_devices
+        first = part_starts(blocks, space.blocks)[-1] * space.block_devices
+        for shape in shapes(count, node_chips, space.models):
+            placements = placements_of(shape, space.base, first, space.models)
+            if placements:
+                yield placements, space.joint(placements)
+
+
+def fastest_pipelined(space: SearchSpace) -> PipelinedTraining | None:
+    """Return the fastest way to train as pipelines that fits; None where none does."""
+    best: PipelinedTraining | None = None
+    for placements, joint in sorted(_joint_trainings(space), key=lambda pair: pair[1].quick_least):
+        if best and best.joint.fused <= joint.quick_least:
+            break
+        held = space.joint_bytes(placements)
+        fits = held.always + held.working <= space.memory_limit
+        if fits and (best is None or joint.fused < best.joint.fused):
+            best = PipelinedTraining(placements, joint, held.always + held.working)
+    return best
+
+
+def compare_trainings(prices: PlanPrices) -> TrainingComparison | None:
+    """Compare updates as pipelines with those by FSDP and TP, each with its best micro-batch.
+
+    Other calls are left out of account. None where one of the two does not fit.
+    """
+    config = prices.config
+    generation = config.generation
+    minibatch = generation.prompts_per_step * generation.samples_per_prompt
+    minibatch //= config.training.minibatches
+    calls = [call for call in derived.calls(config) if call.endswith("_training")]
+    of_pipelines: list[tuple[float, int, PipelinedTraining]] = []
+    of_shards: list[tuple[float, int, SearchResult]] = []
+    in_turn = math.inf
+    for rows in powers_of_two(min(minibatch, COMPARED_ROWS)):
+        own = copy.deepcopy(config)
+        own.training.microbatch_rows = rows
+        own.training.lag = 0
+        for space in dataclasses.replace(prices, config=own, held={}).spaces.values():
+            pipelined = fastest_pipelined(space)
+            options = {call: list(space.options(call)) for call in calls}
+            sharded = search(Problem(options, space.blocks, space.memory_limit))
+            of_pipelines += [(pipelined.joint.fused, rows, pipelined)] if pipelined else []
+            of_shards += [(sharded.seconds, rows, sharded)] if sharded else []
+            whole = {
+                call: [one for one in ways if one.blocks == space.blocks]
+                for call, ways in options.items()
+            }
+            on_all = search(Problem(whole, space.blocks, space.memory_limit), in_turn)
+            in_turn = on_all.seconds if on_all else in_turn
+    if not of_pipelines or not of_shards:
+        return None
+    hardware = prices.hardware
+    chip = hardware.chip
+    assert chip is not None, "Plans are priced for known chips alone."
+    node_chips = hardware.count // hardware.nodes
+    tokens = minibatch * (config.data.max_prompt_tokens + generation.max_new_tokens)
+    _, pipelined_rows, best = min(of_pipelines, key=lambda one: one[0])
+    seconds, sharded_rows, other = min(of_shards, key=lambda one: one[0])
+    return TrainingComparison(
+        tokens=tokens / hardware.count,
+        crossover=crossover_tokens(chip.flops, node_chips, chip.network_bandwidth),
+        pipelined=best,
+        pipelined_rows=pipelined_rows,
+        sharded=other.placed,
+        sharded_seconds=seconds,
+        sharded_rows=sharded_rows,
+        in_turn_seconds=in_turn,
+    )

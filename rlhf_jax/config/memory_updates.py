@@ -1,0 +1,101 @@
+"""Estimate what updates of policy and critic need beside their weights and optimizers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from rlhf_jax.config.memory_parts import FEWER_ROWS, SPLIT, SPLIT_TENSORS, Part
+from rlhf_jax.config.sizes import PlannedRun
+from rlhf_jax.inference.logprobs import CHUNK
+from rlhf_jax.mesh import FLOAT32
+from rlhf_jax.placement.pipelined import StageTimes, joint_problem, limit_inputs
+from rlhf_jax.types import ModelConfig
+
+
+def update_parts(run: PlannedRun, model: ModelConfig) -> list[Part]:
+    """List what one model's update needs beside its weights and optimizer.
+
+    The gradient is summed in float32; a micro-batch's stands beside the weights, both in the
+    compute dtype. The backward pass passes the head first and the layers then: the larger counts.
+    """
+    micro_batch = run.cast_weights(model) + run.weights(model)
+    return [
+        Part("gradients, float32", "training", run.weights(model, FLOAT32), SPLIT),
+        Part("weights and gradients of a micro-batch", "training", micro_batch, SPLIT),
+        Part("activations kept by layer", "training", _activations(run, model), FEWER_ROWS),
+        _largest_work(run, model),
+    ]
+
+
+def pipelined_parts(learners: Sequence[tuple[PlannedRun, ModelConfig]]) -> list[Part]:
+    """List what the updates of policy and critic as pipelines need, on a device that has a stage.
+
+    Gradients of both are summed at once, and both have weights in the compute dtype; the rest is of
+    one micro-batch at one stage, all of whose layers are computed once for its backward. Inputs of
+    stages wait for their backward, as many of both as a schedule may keep on a node.
+    """
+    learners = [(dataclasses.replace(run, remat=False), model) for run, model in learners]
+    gradients = sum(run.weights(model, FLOAT32) for run, model in learners)
+    micro_batch = sum(run.cast_weights(model) for run, model in learners)
+    micro_batch += max(run.weights(model) for run, model in learners)
+    activations = max(_activations(run, model) for run, model in learners)
+    # The policy's head and the critic's embedding are on one slice: weights, a gradient, the sum.
+    ends = 0
+    for run, model in learners:
+        values = model.vocab_size * model.width // run.layout.extent(("fsdp", "tensor"))
+        ends += values * (2 * run.layout.dtype.itemsize + FLOAT32.itemsize)
+    times = [stage_times(run, model) for run, model in learners]
+    limit = limit_inputs(joint_problem(times)).limit or 0.0
+    waiting = int(min(limit, sum(one.micro_batches * one.kept for one in times)))
+    works = [_largest_work(run, model) for run, model in learners]
+    return [
+        Part("gradients, float32", "training", gradients, SPLIT),
+        Part("weights and gradients of a micro-batch", "training", micro_batch, SPLIT),
+        Part("embedding or head of a stage, and its gradients", "training", ends, SPLIT_TENSORS),
+        Part("inputs of stages, until their backward", "training", waiting, FEWER_ROWS),
+        Part("activations kept by layer", "training", activations, FEWER_ROWS),
+        max(works, key=lambda work: work.bytes),
+    ]
+
+
+def stage_times(run: PlannedRun, model: ModelConfig) -> StageTimes:
+    """Return the work of a pipeline's stages for a micro-batch, in a device's multiplications."""
+    itemsize = run.layout.dtype.itemsize
+    tokens = run.batch_rows * run.text_tokens
+    predicted = run.batch_rows * run.config.generation.max_new_tokens
+    weights = run.weights(model, ends=False) / itemsize * run.layout.extent("fsdp")
+    return StageTimes.of_work(
+        run.layout,
+        run.micro_batches,
+        forward=tokens * weights,
+        head=4 * predicted * model.width * run.outputs(model),
+        kept=tokens * run.tensor_share(model.width) * itemsize,
+    )
+
+
+def _activations(run: PlannedRun, model: ModelConfig) -> int:
+    """Return the bytes that the backward pass of a micro-batch keeps, of a stage's layers if any.
+
+    All layers are of one stage where there is no pipeline.
+    """
+    stages = run.layout.slices if run.is_pipelined else 1
+    tokens = run.batch_rows * run.text_tokens
+    layers = -(-model.num_layers // stages)
+    return layers * tokens * run.kept_values(model)
+
+
+def _largest_work(run: PlannedRun, model: ModelConfig) -> Part:
+    """Return the larger of a layer and the head at work."""
+    itemsize = run.layout.dtype.itemsize
+    layer = run.backward(model, run.batch_rows, run.text_tokens) + run.gathered(model)
+    # In float32 a chunk's gradient of the head and its logits; where there are several chunks, and
+    # but on a CPU, the head and its gradient so far.
+    several = run.batch_rows * run.config.generation.max_new_tokens > CHUNK
+    copies = 4 * (3 if several and not run.on_cpu else 1) + (itemsize if itemsize < 4 else 0)
+    head = copies * model.width * run.outputs(model) + run.logits(model)
+    works = [
+        Part("one layer at work", "training", layer, FEWER_ROWS),
+        Part("head and a chunk of logits", "training", head, SPLIT_TENSORS),
+    ]
+    return max(works, key=lambda work: work.bytes)

@@ -1,0 +1,275 @@
+"""Predict the seconds of policy and critic that are trained as pipelines, at once and in turn.
+
+A stage is priced as a model of its own on the devices of its slice; what one stage sends another
+goes over the network, which nothing else is done beside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rlhf_jax.config.sizes import weight_bytes
+from rlhf_jax.mesh import AXES, FLOAT32, abstract_mesh
+from rlhf_jax.pipeline.problem import PipelineProblem
+from rlhf_jax.placement.pipelined import (
+    StageTimes,
+    bubble_warning,
+    fill_with_copies,
+    fused_schedule,
+    joint_problem,
+    quick_bound,
+    serial_schedule,
+)
+from rlhf_jax.placement.plan import Placement
+from rlhf_jax.placement.presets import layer_counts
+from rlhf_jax.placement.search.collectives import received_bytes
+from rlhf_jax.placement.search.costs import (
+    LATENCY,
+    CallCost,
+    PlacedRun,
+    forward_flops,
+    gradient_flops,
+    trained_model,
+)
+from rlhf_jax.placement.search.parts import powers_of_two
+from rlhf_jax.placement.search.traffic import (
+    ShardedModel,
+    Traffic,
+    forward_traffic,
+    gradient_traffic,
+)
+from rlhf_jax.types import ModelConfig, ModelConfigs
+
+
+class PipelineShape(NamedTuple):
+    """Say how a pipeline has its devices: so many stages, each split alike."""
+
+    stages: int
+    data: int
+    fsdp: int
+    tensor: int
+
+
+class PipelineCost(NamedTuple):
+    """Hold what one model takes as a pipeline, of an update."""
+
+    times: StageTimes  # seconds
+    flops: float  # on all devices together
+    received: float  # bytes that a device of a middle stage receives
+    gathering: float  # seconds in which weights come to the ends, and gradients leave them
+
+
+@dataclasses.dataclass(frozen=True)
+class JointTraining:
+    """Hold what a policy's and a critic's training as pipelines are predicted to take a step."""
+
+    calls: tuple[str, ...]
+    pipes: tuple[PipelineCost, ...]  # of each call
+    updates: int  # optimizer steps of a step
+
+    @property
+    def times(self) -> list[StageTimes]:
+        """Return the seconds of the stages of each pipe."""
+        return [pipe.times for pipe in self.pipes]
+
+    @property
+    def gathering(self) -> float:
+        """Return the seconds of an update before its first forward and after its last backward."""
+        return sum(pipe.gathering for pipe in self.pipes)
+
+    @property
+    def problem(self) -> PipelineProblem:
+        """Return the pipes of one update."""
+        return joint_problem(self.times)
+
+    @property
+    def fused(self) -> float:
+        """Return the seconds of a step, each pipeline in the bubbles of the other."""
+        return self.updates * (fused_schedule(self.problem).makespan + self.gathering)
+
+    @property
+    def serial(self) -> float:
+        """Return the seconds of a step, one pipeline after the other by 1F1B."""
+        return self.updates * (serial_schedule(self.problem).makespan + self.gathering)
+
+    @property
+    def least(self) -> float:
+        """Return seconds that no schedule of these pipelines is shorter than."""
+        return self.updates * (fused_schedule(self.problem).bound + self.gathering)
+
+    @property
+    def quick_least(self) -> float:
+        """Return such seconds at once, as `least` without a schedule."""
+        return self.updates * (quick_bound(self.problem) + self.gathering)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Return seconds by call whose sum is the step's, by what each pipeline works."""
+        work = [one.micro_batches * (sum(one.forward) + sum(one.backward)) for one in self.times]
+        each = [self.fused * own / sum(work) for own in work]
+        return dict(zip(self.calls, each, strict=True))
+
+    @property
+    def costs(self) -> list[CallCost]:
+        """Return the costs of each call of a step."""
+        return [
+            CallCost(call, self.updates * pipe.flops, self.updates * pipe.received, seconds)
+            for (call, seconds), pipe in zip(self.shares.items(), self.pipes, strict=True)
+        ]
+
+    @property
+    def warnings(self) -> list[str]:
+        """Return a sentence for each pipeline of too few micro-batches."""
+        said = [
+            bubble_warning(call, one.micro_batches, len(one.forward))
+            for call, one in zip(self.calls, self.times, strict=True)
+        ]
+        return [sentence for sentence in said if sentence]
+
+
+def joint_training(placed: Sequence[tuple[str, PlacedRun]]) -> JointTraining:
+    """Predict the training of policy and critic as pipelines, or of one alone.
+
+    placed: each call that trains, with the run on its devices, in role "pipelined".
+    """
+    training = placed[0][1].run.config.training
+    return JointTraining(
+        calls=tuple(call for call, _ in placed),
+        pipes=tuple(
+            pipeline_cost(one, trained_model(call, one.run.models)) for call, one in placed
+        ),
+        updates=training.epochs * training.minibatches,
+    )
+
+
+def one_stage(placed: PlacedRun) -> PlacedRun:
+    """Return the run as one stage of a copy sees it, on the devices of its node."""
+    layout = placed.run.layout
+    shape = {axis: layout.extent(axis) for axis in AXES} | {"slices": 1, "data": 1}
+    own = dataclasses.replace(layout, mesh=abstract_mesh(shape), role="training")
+    part = placed.hardware.part(math.prod(shape.values()))
+    return PlacedRun(dataclasses.replace(placed.run, layout=own), part)
+
+
+def pipeline_cost(placed: PlacedRun, model: ModelConfig) -> PipelineCost:
+    """Return what a model takes whose layers are cut into stages.
+
+    The embedding is the first stage's, and the head belongs to the last one's backward. A backward
+    computes its forward again, whatever `training.remat` is; so the last stage's own forward only
+    receives. Copies share a micro-batch's rows.
+    """
+    stages = placed.run.layout.slices
+    copies = placed.run.layout.extent("data")
+    alone = one_stage(placed)
+    layout = alone.run.layout
+    passes = placed.passes()
+    tokens = passes.on_device(placed.run.layout)
+    shape = (passes.samples // copies, passes.tokens)
+    part = dataclasses.replace(model, num_layers=model.num_layers // stages)
+    layers = ShardedModel(part, layout, placed.hardware.platform)
+    ends = dataclasses.replace(layers, model=dataclasses.replace(model, num_layers=0))
+
+    # what the embedding and the head add is what a model without layers has
+    of_ends = gradient_traffic(ends, tokens, remat=False)
+    embedding = Traffic(width=ends.exchanged(tokens.fed), tensor=ends.summed(tokens.fed))
+    forward = forward_traffic(layers, tokens).minus(forward_traffic(ends, tokens))
+    backward = gradient_traffic(layers, tokens, remat=False).minus(of_ends)
+
+    of_layers = forward_flops(part, *shape, predicted=0)
+    of_gradient = gradient_flops(part, *shape, predicted=0, remat=False)
+    of_last = gradient_flops(part, *shape, predicted=passes.predicted, remat=False)
+    seconds = functools.partial(alone.seconds, share=alone.chip.efficiency.training)
+    hidden = layers.hidden(tokens.fed)
+    hop, gathering = travelling_seconds(placed, model, hidden)
+    inner = hop + seconds(of_layers, forward)
+    last = seconds(of_last, backward.plus(of_ends).minus(embedding))
+    micro_batches = placed.run.micro_batches
+    times = StageTimes(
+        micro_batches,
+        forward=(seconds(of_layers, forward.plus(embedding)), *[inner] * (stages - 2), hop),
+        backward=(*[hop + seconds(of_gradient, backward)] * (stages - 1), last),
+        kept=hidden / placed.run.layout.extent("tensor"),
+        copies=copies,
+    )
+    flops = copies * ((stages - 1) * (of_layers + of_gradient) + of_last)
+    received = forward.total + backward.total + 2 * hidden
+    return PipelineCost(times, micro_batches * flops, micro_batches * received, gathering)
+
+
+def travelling_seconds(placed: PlacedRun, model: ModelConfig, hidden: float) -> tuple[float, float]:
+    """Return the seconds of a hop between stages, and those once an update, before and after all.
+
+    Slices send over the network, where there is one. hidden: bytes of a device's rows, of which
+    those that share them over `tensor` send a part each, and gather it over their links. Each slice
+    has a part of the embedding and of the head; the stages that need these are on the first and on
+    the last slice, so both travel at once: weights in the compute dtype, and gradients in float32.
+    At the end copies sum their gradients.
+    """
+    chip = placed.chip
+    bandwidth = chip.link_bandwidth
+    if placed.hardware.nodes > 1 and not chip.torus_axes:
+        bandwidth = min(bandwidth, chip.network_bandwidth)
+    bandwidth *= chip.efficiency.links
+    tensor = placed.run.layout.extent("tensor")
+    gathered = received_bytes("all-gather", hidden, tensor) / placed.bandwidth("tensor")
+    hop = LATENCY + hidden / tensor / bandwidth + gathered
+
+    embedding = dataclasses.replace(model, num_layers=0, tied=True, scalar_head=False)
+    layout = one_stage(placed).run.layout
+    size = sum(weight_bytes(embedding, dtype, layout, True) for dtype in (layout.dtype, FLOAT32))
+    gradient = weight_bytes(model, FLOAT32, placed.run.layout, True)
+    size += received_bytes("all-reduce", gradient, placed.run.layout.extent("data"))
+    return hop, 2 * LATENCY + size / bandwidth
+
+
+def shapes(count: int, node_chips: int, models: ModelConfigs) -> Iterator[PipelineShape]:
+    """Yield the ways to have a policy's pipeline on so many devices that may be sensible.
+
+    Stages divide its layers, and are whole nodes or equal parts of one. `tensor` stays within a
+    node and divides the key-value heads of all models; `fsdp` divides their width.
+    """
+    both = [models.policy, *filter(None, [models.critic])]
+    layers = models.policy.num_layers
+    heads = math.gcd(*(model.num_kv_heads for model in both))
+    width = math.gcd(*(model.width for model in both))
+    for stages in range(2, layers + 1):
+        own, rest = divmod(count, stages)
+        if rest or layers % stages or (own % node_chips and node_chips % own):
+            continue
+        for tensor in powers_of_two(min(own, node_chips)):
+            shards, rest = divmod(own, tensor)
+            if rest or heads % tensor:
+                continue
+            for fsdp in range(1, shards + 1):
+                if shards % fsdp == 0 and width % fsdp == 0:
+                    yield PipelineShape(stages, shards // fsdp, fsdp, tensor)
+
+
+def placements_of(
+    shape: PipelineShape, base: Placement, first: int, models: ModelConfigs
+) -> dict[str, Placement]:
+    """Return the placements of pipelines from a device on; dtype and kernels are the base's.
+
+    They are empty where no stages divide the critic's layers.
+    """
+    policy = dataclasses.replace(
+        base,
+        first=first,
+        count=math.prod(shape),
+        slices=shape.stages,
+        data=shape.data,
+        fsdp=shape.fsdp,
+        tensor=shape.tensor,
+        pipelined=True,
+    )
+    if models.critic is None:
+        return {"policy_training": policy}
+    layers = layer_counts(models)
+    critic = fill_with_copies(policy, layers)
+    if layers["critic"] % critic.slices:
+        return {}
+    return {"policy_training": policy, "critic_training": critic}
