@@ -2,7 +2,8 @@
 
 `data` repeats the weights, `fsdp` splits their width, `tensor` splits heads, feed-forward and
 vocabulary. `slices` generate each on its own, with weights of its own, and split the width as
-`fsdp` does in training. Rows of a batch lie over slices x data x fsdp, whatever the role.
+`fsdp` does in training; of a pipeline each has some layers, and a part of the rest, and `data` has
+its copies. Rows of a batch lie over slices x data x fsdp; those of a pipeline over data x fsdp.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from typing import Any, TypeVar
 
 import jax
@@ -18,12 +20,13 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.dispatch import REFERENCE, Kernels
+from rlhf_jax.runtime.shards import place_parts
 
 AXES: tuple[str, ...] = ("slices", "data", "fsdp", "tensor")
 ROW_AXES = ("slices", "data", "fsdp")
 AXIS_TYPES = (AxisType.Auto,) * len(AXES)
 
-# Each weight once: its logical axes. A stacked layer has a leading L, which is never split.
+# Each weight once: its logical axes. A stacked layer has a leading L, whose axis is "layers".
 WEIGHT_AXES = {
     "embed": ("vocab", "width"),
     "attention_norm": ("norm",),
@@ -47,7 +50,11 @@ WEIGHT_AXES = {
 _TENSOR = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "ffn": "tensor"}
 
 # The table: logical axis -> mesh axes, by role. What is not named is not split.
-ROLES = {"training": _TENSOR | {"width": ("slices", "fsdp")}, "generation": _TENSOR}
+ROLES = {
+    "training": _TENSOR | {"width": ("slices", "fsdp")},
+    "generation": _TENSOR,
+    "pipelined": _TENSOR | {"width": "fsdp", "layers": "slices"},
+}
 
 T = TypeVar("T")
 
@@ -77,8 +84,8 @@ class Layout:
 
     @functools.cached_property
     def row_shards(self) -> int:
-        """Count the parts that the rows of a batch are split into."""
-        return self.extent(ROW_AXES)
+        """Count the parts that the rows of a batch are split into, in a pipeline on each slice."""
+        return self.extent(ROW_AXES[1:] if self.role == "pipelined" else ROW_AXES)
 
     @property
     def devices(self) -> np.ndarray:
@@ -99,9 +106,19 @@ class Layout:
         return jax.process_index() in self.owners
 
     @property
+    def is_local(self) -> bool:
+        """Say whether all of its devices belong to this process."""
+        return self.owners == (jax.process_index(),)
+
+    @property
     def is_shared(self) -> bool:
         """Say whether its devices belong to several processes."""
         return isinstance(self.mesh, Mesh) and self.mesh.is_multi_process
+
+    @property
+    def unpipelined(self) -> Layout:
+        """Return the layout of what is trained on all slices together, beside pipelines."""
+        return dataclasses.replace(self, role="training") if self.role == "pipelined" else self
 
     def extent(self, axes: str | tuple[str, ...]) -> int:
         """Return how many parts mesh axes split a dimension into."""
@@ -110,14 +127,13 @@ class Layout:
         names = (axes,) if isinstance(axes, str) else axes
         return math.prod(self.mesh.shape[name] for name in names)
 
-    def split(self) -> list[Layout]:
-        """Return the layout of each slice, on a mesh of its own with the same axes."""
-        if self.slices == 1:
+    def split(self, axis: str = "slices") -> list[Layout]:
+        """Return the layout of each slice, or part of an axis, on a mesh with the same axes."""
+        if self.extent(axis) == 1:
             return [self]
-        return [
-            dataclasses.replace(self, mesh=Mesh(part[None], AXES, axis_types=AXIS_TYPES))
-            for part in self.devices
-        ]
+        parts = np.split(self.devices, self.extent(axis), axis=AXES.index(axis))
+        meshes = [Mesh(part, AXES, axis_types=AXIS_TYPES) for part in parts]
+        return [dataclasses.replace(self, mesh=mesh) for mesh in meshes]
 
     def fit(self, spec: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
         """Return `spec` without the mesh axes that do not divide their dimension of `shape`."""
@@ -176,7 +192,7 @@ def make_mesh(
 
     devices: all if None. Processes share the slices evenly: each has slices of its own, or a slice
     is several processes' own. Raises ValueError where the product of the sizes is not the number of
-    devices.
+    devices, or a TPU's are no box.
     """
     devices = jax.devices() if devices is None else list(devices)
     shape = tuple(sizes(data, fsdp, tensor, len(devices), slices).values())
@@ -184,16 +200,19 @@ def make_mesh(
     slice_groups = min(shape[0], len(ranks))
     group_ranks = len(ranks) // slice_groups
     group_shape = (shape[0] // slice_groups, *shape[1:])
-
     parts = []
     for group in range(slice_groups):
-        own = [
-            device
-            for device in devices
-            if ranks.index(device.process_index) // group_ranks == group
-        ]
+        of_group = ranks[group * group_ranks : (group + 1) * group_ranks]
+        own = [device for device in devices if device.process_index in of_group]
         # a TPU's axes may be split: tensor=2 in a slice of 4x4x4 chips takes half of one
-        torus = mesh_utils.create_device_mesh(group_shape, own, allow_split_physical_axes=True)
+        try:
+            torus = mesh_utils.create_device_mesh(group_shape, own, allow_split_physical_axes=True)
+        except AssertionError as error:
+            raise ValueError(
+                f"TPUs {own[0].id} to {own[-1].id} are no box of their torus, as a program's must"
+                " be; give a call half of the chips, a quarter ... or three quarters of whole"
+                " planes."
+            ) from error
         parts.append(torus)
     return Mesh(np.concatenate(parts), AXES, axis_types=AXIS_TYPES)
 
@@ -204,17 +223,24 @@ def abstract_mesh(shape: dict[str, int]) -> AbstractMesh:
 
 
 def on_slice(tree: T, layout: Layout) -> T:
-    """Return, as arrays on one slice, what it holds of a tree that is repeated over slices.
+    """Return, as arrays on one slice, what it holds of a tree that lies over all slices.
 
-    layout: the slice's own. Nothing is copied: the arrays share their buffers with the tree's.
+    layout: the slice's own. The arrays share their buffers with the tree's. What is repeated over
+    slices is whole; of what is split over them, it is the slice's part. Of shapes it is shapes.
     """
     devices = set(layout.devices.flat)
 
-    def part(leaf: jax.Array) -> jax.Array:
+    def part(leaf: Any) -> Any:
         """Regroup the buffers of one leaf that lie on the slice."""
-        place = _named(layout, leaf.sharding.spec)  # pyright: ignore[reportAttributeAccessIssue]
+        spec = leaf.sharding.spec
+        split = [layout.extent(axes or ()) for axes in (*spec, *[None] * leaf.ndim)]
+        held = leaf.sharding.shard_shape(leaf.shape)
+        shape = tuple(map(operator.mul, held, split))
+        place = _named(layout, spec)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf.update(shape=shape, sharding=place)
         shards = [shard.data for shard in leaf.addressable_shards if shard.device in devices]
-        return jax.make_array_from_single_device_arrays(leaf.shape, place, shards)
+        return jax.make_array_from_single_device_arrays(shape, place, shards, dtype=leaf.dtype)
 
     return jax.tree.map(part, tree)
 
@@ -225,9 +251,9 @@ def model_shardings(tree: Any, layout: Layout) -> Any:
     The tree is a model, its gradient, an optax state or a `TrainState`; leaves are arrays or
     `ShapeDtypeStruct`s. A weight is known by its field name; leaves of other names (counts, steps)
     are replicated. In role "training" weights are split over slices, fsdp and tensor, in role
-    "generation" over tensor, repeated over the rest. A dimension that its axis does not divide
-    stays whole: see `unsplit`. Raises ValueError for a weight of fewer dimensions than
-    `WEIGHT_AXES` names.
+    "generation" over tensor, repeated over the rest; in "pipelined" layers over slices, and each
+    over fsdp and tensor. A dimension that its axis does not divide stays whole: see `unsplit`.
+    Raises ValueError for a weight of fewer dimensions than `WEIGHT_AXES` names.
     """
 
     def shard(path: tuple, leaf: Any) -> NamedSharding:
@@ -276,6 +302,14 @@ def row_shardings(tree: Any, layout: Layout) -> Any:
     return jax.tree.map(shard, tree)
 
 
+def rows_of_shard(rows: int, row_shards: int) -> int:
+    """Return how many of a micro-batch's rows each row shard has, all alike and at least one.
+
+    What is left over comes with a later micro-batch.
+    """
+    return max(1, rows // row_shards)
+
+
 def place_rows(tree: Any, layout: Layout) -> Any:
     """Place a row-first tree [B, ...] on the mesh, or on the default device where there is none.
 
@@ -284,16 +318,21 @@ def place_rows(tree: Any, layout: Layout) -> Any:
     if layout.mesh is None:
         return jax.device_put(tree)
     shardings = row_shardings(tree, layout)
-    if not layout.is_shared:
+    if layout.is_local:
         return jax.device_put(tree, shardings)
-
-    def place_parts(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
-        """Place the parts of one leaf that belong to this process."""
-        return jax.make_array_from_callback(
-            leaf.shape, sharding, lambda index: np.asarray(leaf)[index]
-        )
-
     return jax.tree.map(place_parts, tree, shardings)
+
+
+def for_all_to_read(layout: Layout) -> NamedSharding:
+    """Return where a number lies that each process reads: on all devices that a layout has.
+
+    Where these are not of all processes, on all devices there are.
+    """
+    mesh = layout.mesh
+    if len(layout.owners) < jax.process_count():
+        mesh = Mesh(np.array(jax.devices()), ("devices",))
+    assert mesh is not None, "One device needs no sharding."
+    return NamedSharding(mesh, PartitionSpec())
 
 
 def pin_rows(tree: T, layout: Layout) -> T:
@@ -326,7 +365,7 @@ def bytes_per_device(tree: Any, shardings: Any) -> int:
 
 
 def _weight_spec(path: tuple, leaf: Any, role: str) -> tuple:
-    """Return the mesh axes of each dimension of a leaf; a leading one of layers is not split."""
+    """Return the mesh axes of each dimension of a leaf; a leading one is of layers."""
     names = [getattr(key, "name", "") for key in path[-2:]]
     turned = names[-1:] == ["weight"]  # of an `OutputFirst`
     field = names[0] if turned else "".join(names[-1:])
@@ -339,8 +378,10 @@ def _weight_spec(path: tuple, leaf: Any, role: str) -> tuple:
             f"{jax.tree_util.keystr(path)} has rank {leaf.ndim}; a weight of that name has axes"
             f" {axes}."
         )
-    leading = (None,) * (leaf.ndim - len(axes))
-    return (*leading, *(ROLES[role].get(name) for name in axes))
+    leading = ("layers" if axes else None,) * (leaf.ndim - len(axes))
+    # what a pipeline has beside its layers lies as in training, so that no slice repeats it
+    table = ROLES["training" if role == "pipelined" and not leading else role]
+    return tuple(table.get(name) for name in (*leading, *axes))
 
 
 def row_spec(rank: int) -> tuple:

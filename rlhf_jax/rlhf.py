@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,16 +24,29 @@ from rlhf_jax.inference.scoring import TokenScores, compile_scores, score
 from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.monitoring.parts import CallWatch, PhaseParts
 from rlhf_jax.monitoring.trace import Span, since
-from rlhf_jax.placement.transfer import bytes_moved
+from rlhf_jax.placement.pipelined import StageTimes
 from rlhf_jax.rewards.samples import table_of
 from rlhf_jax.rollout import RewardedRollout, draw_ahead, reward_samples, roll_out
+from rlhf_jax.runtime import distributed, to_host
 from rlhf_jax.runtime.beside import WorkBeside
-from rlhf_jax.state import HostState, Observer, Run, RunState, StepReport, decoding_models, ignore
+from rlhf_jax.runtime.compilation import shapes
+from rlhf_jax.runtime.shards import counted_up
+from rlhf_jax.state import (
+    HostState,
+    Observer,
+    Run,
+    RunState,
+    StepReport,
+    decoding_models,
+    ignore,
+    weights_received,
+)
 from rlhf_jax.training.distill import distill
 from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
+from rlhf_jax.training.gradients import Gradient
 from rlhf_jax.training.importance import weigh_advantages
-from rlhf_jax.training.optimizer import Gradient, apply, examine
-from rlhf_jax.training.update import compile_update, update
+from rlhf_jax.training.optimizer import apply, examine
+from rlhf_jax.training.update import compile_update, measure_update, update
 from rlhf_jax.types import Experience, Model, Rollout, TrainState
 
 
@@ -99,6 +113,7 @@ class Learned(NamedTuple):
     train: TrainState
     metrics: dict[str, float]  # those of the roll-out, too
     spans: list[Span]  # of inference and training, by the clock of `time.perf_counter`
+    stage_times: Mapping[str, StageTimes] | None  # of pipelines
 
 
 def learn(
@@ -116,9 +131,10 @@ def learn(
     metrics = rolled.metrics | weights_received(state.train, run)
     coefficient = state.host.kl_coefficient
     watch = CallWatch()
+    measures = state.host.stage_times is None and not run.config.deterministic
 
     def heard(phase: str, parts: PhaseParts) -> None:
-        parts.heard = watch.hear
+        watch.follow(parts, tasks=measures and distributed.count() == 1)
         observe(phase, parts)
 
     with _timed("inference", metrics, observe):
@@ -144,37 +160,21 @@ def learn(
         before_update()
 
     with watch, _timed("training", metrics, observe):
+        stage_times = state.host.stage_times
+        learns = (experience, run.optimizers, run.training)
+        if measures:
+            stage_times = measure_update(state.train, *learns) or None
         train, losses = update(
             state.train,
-            experience,
-            run.optimizers,
-            run.training,
+            *learns,
             kl_weight=0.0 if run.advantage.kl_in_reward else coefficient,
             observe=functools.partial(heard, "training"),
             skipped=state.host.skipped,
+            stage_times=stage_times,
         )
         spans = watch.spans(run.lanes.of)
     train, distilled = distill_drafter(train, rollout, run, observe)
-    spans += [
-        Span(lane, "inference", *rolled.rewarded, len(rolled.samples), "reward_inference", 0)
-        for lane in run.lanes.of_call.get("reward_inference", ())
-    ]
-    return Learned(train, metrics | losses | distilled, spans)
-
-
-def weights_received(train: TrainState, run: Run) -> dict[str, float]:
-    """Count the 10^6 bytes that devices receive from others as weights come to other calls."""
-    moved = {"generation": (train.policy, run.generation.layout)}
-    if run.scoring.policy_logprobs:
-        moved["policy_inference"] = (train.policy, run.scoring.layout)
-    if train.critic is not None:
-        layout = run.scoring.critic_layout or run.scoring.layout
-        moved["critic_inference"] = (train.critic, layout)
-    return {
-        f"weights/{call}": bytes_moved(model, layout, layout.dtype).received / 1e6
-        for call, (model, layout) in moved.items()
-        if layout.mesh is not None
-    }
+    return Learned(train, metrics | losses | distilled, spans, stage_times)
 
 
 def compile_step(state: RunState, run: Run) -> None:
@@ -182,6 +182,8 @@ def compile_step(state: RunState, run: Run) -> None:
 
     Nothing is run but the advantages. Shorter samples may need programs of other sizes.
     """
+    # Weights that go elsewhere stay where they are: only shapes do.
+    train = dataclasses.replace(shapes(state.train), step=state.train.step)
     rows, _ = run.prompts.batches.take(state.host.position)
     group = run.generation.samples_per_prompt
     asked = requests(
@@ -207,19 +209,18 @@ def compile_step(state: RunState, run: Run) -> None:
     ]
     rollout = as_rollout(samples, run.generation.decoding.max_length)
     reference = run.frozen.reference
-    critic = state.train.critic
-    compile_scores(state.train.policy, reference, critic, rollout, run.scoring)
+    compile_scores(train.policy, reference, train.critic, rollout, run.scoring)
 
     zeros = np.zeros(rollout.mask.shape, np.float32)
     scores = TokenScores(
         logprobs=zeros if run.scoring.policy_logprobs else None,
         reference_logprobs=None if reference is None else zeros,
-        values=None if critic is None else zeros,
+        values=None if train.critic is None else zeros,
     )
     rewards = np.zeros(len(samples), np.float32)
     ended = np.zeros(len(samples), bool)
     experience, _ = make_experience(rollout, rewards, ended, scores, 0.0, run.advantage)
-    compile_update(state.train, experience, run.optimizers, run.training)
+    compile_update(train, experience, run.optimizers, run.training)
 
 
 def apply_gradient(
@@ -240,8 +241,11 @@ def apply_gradient(
     gradient = Gradient(weights, dict(metrics))
     (norm,), finite = examine((gradient,))
     policy, moments = apply(train.policy, train.optimizer, gradient, finite, optimizer=optimizer)
-    train = dataclasses.replace(train, policy=policy, optimizer=moments, step=train.step + 1)
-    told = {name: float(value) for name, value in {**metrics, "gradient/norm": norm}.items()}
+    train = dataclasses.replace(
+        train, policy=policy, optimizer=moments, step=counted_up(train.step)
+    )
+    found = to_host.fetch({**metrics, "gradient/norm": norm})
+    told = {name: float(value) for name, value in found.items()}
     broken = [name for name, value in told.items() if not math.isfinite(value)]
     skipped = state.host.skipped + 1 if broken else 0
     if skipped > run.training.max_skipped:
@@ -349,7 +353,7 @@ def _finish(
 
     Where no KL was measured, as every minibatch was skipped, the coefficient stays.
     """
-    train, metrics, spans = learned
+    train, metrics, spans, stage_times = learned
     coefficient = host.kl_coefficient
     if "kl/response" in metrics:
         kl = metrics["kl/response"]
@@ -359,11 +363,19 @@ def _finish(
         kl_coefficient=coefficient,
         distilled_at=int(train.step) if run.distillation else host.distilled_at,
         skipped=int(metrics["training/skipped_in_row"]),
+        stage_times=stage_times,
     )
     if train.drafter is not None or run.frozen.drafter is not None:
         metrics |= _drafter_age(train, host)
     metrics.setdefault("kl/response", 0.0)
-    rolled = dataclasses.replace(rolled, spans=rolled.spans + since(spans, rolled.began))
+    spans += [
+        Span(lane, "inference", *rolled.rewarded, len(rolled.samples), "reward_inference", 0)
+        for lane in run.lanes.of_call.get("reward_inference", ())
+        if distributed.leads()
+    ]
+    of_ranks = distributed.gather(since(spans, rolled.began))
+    spans = itertools.chain(rolled.spans, *of_ranks)
+    rolled = dataclasses.replace(rolled, spans=list(spans))
     return RunState(train, host), report_step(rolled, metrics, host)
 
 
@@ -371,7 +383,7 @@ def _drafter_age(train: TrainState, host: HostState) -> dict[str, float]:
     """Count a student's updates, the policy's when the drafter last learned, and those since."""
     version = train.drafter_version
     return {
-        "drafter/version": 0 if version is None else int(version),
+        "drafter/version": 0 if version is None else int(to_host.fetch(version)),
         "drafter/policy_step": host.distilled_at,
         "drafter/behind": int(train.step) - host.distilled_at,
     }

@@ -23,6 +23,7 @@ from rlhf_jax.generation.stage import (
     StageRecord,
     by_group,
     end_stage,
+    from_leader,
     generate_samples,
 )
 from rlhf_jax.generation.strategy.select import Selector
@@ -317,7 +318,7 @@ def _close(
     selector = work.selector
     record = work.record
     counts = sum(by_group(record.counts, GenerationCounts(), settings), GenerationCounts())
-    chosen = selector.metrics() if selector else {}
+    chosen = from_leader(selector.metrics() if selector else {}, settings)
     with work.timed("generation"):
         selector = end_stage(selector, drafter, samples, settings.decoding, settings)
     if work.queue:

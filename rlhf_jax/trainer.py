@@ -31,7 +31,7 @@ from rlhf_jax.monitoring.report.run import read_run
 from rlhf_jax.monitoring.report.warnings import warnings
 from rlhf_jax.rewards import callers
 from rlhf_jax.rewards.combination import Reward
-from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime import distributed, to_host
 from rlhf_jax.runtime.files import write_atomically
 from rlhf_jax.runtime.mirror import folder_of, mirrored
 from rlhf_jax.session import Session, preview
@@ -114,9 +114,10 @@ def plan(config: Config) -> None:
         print(f"A plan from shapes alone, as {lacks}.")
         planned = plan_run(config, hardware_of(config))
         print_plan(config, planned)
-        on_host = planned.hardware.count if planned.hardware.platform == "cpu" else 0
-        host.check(config, planned.parts, on_host, held_out=0)
-        if planned.hardware.gigabytes and not on_host:
+        on_cpu = planned.hardware.platform == "cpu"
+        # of other devices nobody knows how many a host has
+        host.check(config, planned.parts, on_cpu * planned.hardware.count, 0, on_cpu)
+        if planned.hardware.gigabytes and not on_cpu:
             memory_parts.check(planned.parts, planned.hardware.gigabytes * memory_parts.GIGA)
         print("Only the memory was checked, which a run checks with all else; nothing was written.")
         return
@@ -131,6 +132,12 @@ def _open(config: Config) -> Opened:
     """Open and check all that a config names, on the day that its run has, and print it."""
     config.data.date = distributed.run_on_leader(lambda: build.date_of_run(config))
     opened = distributed.run_on_all(lambda: build.prepare(config))
+    parts = list(opened.layouts)
+    if opened.layouts.policy_training.role == "pipelined":
+        copies = opened.layouts.policy_training.split("data")
+        parts += [stage for copy in copies for stage in copy.split()]
+    if any(len(part.owners) < distributed.count() for part in parts):
+        distributed.divide()
     distributed.run_on_all(lambda: print_setup(opened))
     return opened
 
@@ -179,7 +186,7 @@ def export(state: RunState, run: Run, opened: Opened) -> None:
     if state.train.drafter is not None and run.config.drafter.learning_rate:
         trained["drafter"] = completed(state.train.drafter, state.train.policy)
     for name, model in trained.items():
-        whole = distributed.to_leader(model) if distributed.started() else model
+        whole = to_host.to_leader(model) if distributed.started() else model
         parts = (opened.policy.tokenizer, opened.policy.stop_tokens, jnp.float32)
         folder = opened.workdir / name
         distributed.run_on_leader(functools.partial(huggingface.save, folder, whole, *parts))

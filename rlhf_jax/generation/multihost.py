@@ -116,7 +116,8 @@ class PlanCoordinator:
 
     @property
     def _together(self) -> bool:
-        return distributed.started() and self.stage.policy.plan_reallocation is not None
+        several = len(self._slice_group.all_ranks) > 1
+        return several and self.stage.policy.plan_reallocation is not None
 
     def turn(self) -> None:
         """Carry out the next plan, if it is time for one.
@@ -157,7 +158,7 @@ class PlanCoordinator:
                 report = SliceReport(self.carried, unfinished(self.stage))
                 self._slice_group.publish(f"{self._name}/rank {distributed.rank()}", report)
                 check(self._name)
-                if distributed.leads():
+                if self._slice_group.leads_stage:
                     self._plan()
                 plan = f"{self._name}/plan {self.carried}"
                 found = distributed.read_published(plan, Assignments) is not None

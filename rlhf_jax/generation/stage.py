@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -32,10 +33,12 @@ from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import Layout
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.reallocation.planner import ClusterView, Reallocation
-from rlhf_jax.runtime import distributed, messages
+from rlhf_jax.runtime import distributed, messages, to_host
 from rlhf_jax.runtime.signals import Stopped
 from rlhf_jax.runtime.slice_groups import StageAborted, failed, slice_group_of
 from rlhf_jax.types import Model
+
+T = TypeVar("T")
 
 # What counts of accepted drafts weigh once the policy has moved, as a factor.
 KEPT_ACCEPTANCE = 0.5
@@ -120,21 +123,22 @@ def generate_samples(
     """
     slice_group = slice_group_of(settings.layout)
     own_requests = requests if assignment_policy.plan_reallocation else slice_group.share(requests)
+    decoded = generate(
+        *models,
+        own_requests,
+        decoding,
+        layout=settings.layout,
+        observe=observe,
+        selector=selector,
+        compiler=settings.compiler,
+        assignment_policy=assignment_policy,
+        idle_work=idle_work,
+    )
     samples: list[Sample] = []
     error: Exception | None = None
     try:
         with contextlib.suppress(StageAborted), failed(assignment_policy.name):
-            for sample in generate(
-                *models,
-                own_requests,
-                decoding,
-                layout=settings.layout,
-                observe=observe,
-                selector=selector,
-                compiler=settings.compiler,
-                assignment_policy=assignment_policy,
-                idle_work=idle_work,
-            ):
+            for sample in decoded if slice_group.ranks else ():
                 samples.append(sample)
                 finished(sample)
     except Exception as raised:
@@ -193,6 +197,12 @@ def _share_samples(
     ]
 
 
+def from_leader(value: T, settings: GenerationSettings) -> T:
+    """Return on all processes the value of the one that leads generation."""
+    leader = slice_group_of(settings.layout).all_ranks[0]
+    return distributed.broadcast(value, leader) if distributed.started() else value
+
+
 def by_group(own: object, nothing: object, settings: GenerationSettings) -> list:
     """Return what each group of processes has to say of its slices: its first process speaks."""
     leads = slice_group_of(settings.layout).leads
@@ -223,7 +233,7 @@ def end_stage(
             selector.observe_text(name, observed)
     selector.stage_ended(KEPT_ACCEPTANCE)
     if distributed.started():  # all begin the next stage alike
-        selector.restore(distributed.broadcast(selector.state()))
+        selector.restore(from_leader(selector.state(), settings))
     return selector
 
 
@@ -247,7 +257,7 @@ def read_texts(
 
     placed = meshes.place_rows((tokens, mask, key), settings.layout)
     scored = teacher.score(drafter, *placed, decoding.sampling, rows=rows, layout=settings.layout)
-    rank, confidence = distributed.fetch(scored)
+    rank, confidence = to_host.fetch(scored)
     seen = [sample.seen_prompt for sample in samples] + [False] * (rows - len(samples))
     return teacher.as_observations(rank, confidence, mask, np.array(seen))
 
@@ -265,9 +275,12 @@ def compile_first_rounds(
     """
     prompts = range(settings.prompts_per_step)
     dealt = settings.plan_reallocation is None
-    own = slice_group_of(settings.layout).share(prompts) if dealt else prompts
-    samples = len(own) * settings.samples_per_prompt
-    work = warm_up(*models, samples, settings.decoding, settings.layout, look=bool(selectors))
+    group = slice_group_of(settings.layout)
+    samples = len(group.share(prompts) if dealt else prompts) * settings.samples_per_prompt
+    work = {}
+    if group.ranks:
+        work = warm_up(*models, samples, settings.decoding, settings.layout, look=bool(selectors))
+    work = from_leader(work, settings)
     begun = copy.deepcopy(list(selectors))
     for selector in begun:
         selector.begin(costs(work))

@@ -17,7 +17,7 @@ from rlhf_jax.model.columns import map_tokens
 from rlhf_jax.model.kernels import token_logprobs as token_logprobs_kernel
 from rlhf_jax.model.packed import read_packed
 from rlhf_jax.model.transformer import cast, forward, logits
-from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime import to_host
 from rlhf_jax.types import Array, Model, PackedBatch, Rollout
 
 __all__ = [
@@ -251,10 +251,8 @@ def score_rollout(
     host = jax.tree.map(np.asarray, rollout)
     parts = pack(host, host.mask, rows, length_bucket, layout.row_shards)
     score = functools.partial(score_packed, model, temperature=temperature, layout=layout)
-    found = [
-        (part, score(*place_rows((part.batch, part.take(host.support)), layout))) for part in parts
-    ]
-    return unpack([(part, distributed.fetch(scores)) for part, scores in found], host.mask.shape)
+    found = [score(*place_rows((part.batch, part.take(host.support)), layout)) for part in parts]
+    return unpack(list(zip(parts, to_host.fetch(found), strict=True)), host.mask.shape)
 
 
 def mismatch(rollout_logprobs: Array, logprobs: Array, mask: Array) -> dict[str, float]:

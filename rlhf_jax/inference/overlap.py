@@ -10,8 +10,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 from typing import cast as typed
 
 import jax
@@ -27,7 +27,7 @@ from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.rewards.combination import Response, failure
 from rlhf_jax.rewards.models import RewardModel, ScoredRows, start_scoring
-from rlhf_jax.runtime import distributed, messages
+from rlhf_jax.runtime import messages, to_host
 from rlhf_jax.runtime.compilation import Execute, run_now
 from rlhf_jax.types import Model, Rollout
 
@@ -81,19 +81,20 @@ class PendingScores:
         """Return the share of the tokens that are padding; 0 where no model reads them."""
         return padding_share([part for part, _ in self.parts])
 
-    def fetch(self) -> tuple[np.ndarray | None, ...]:
-        """Wait for the scores: of each kind [B, T] float32, 0 off the mask, or None."""
+    def fetch(self, read: Callable[[Any], Any] = to_host.fetch) -> tuple[np.ndarray | None, ...]:
+        """Wait for the scores: of each kind [B, T] float32, 0 off the mask, or None.
+
+        read: to the host; by default all processes take part.
+        """
+        on_host = read([scores for _, scores in self.parts])
         found = []
         for kind, present in enumerate(self.present):
-            if not present:
-                found.append(None)
-                continue
-            on_host = [
-                (part, distributed.fetch(scores[kind]))
-                for part, scores in self.parts
+            pairs = [
+                (part, scores[kind])
+                for (part, _), scores in zip(self.parts, on_host, strict=True)
                 if scores[kind] is not None
             ]
-            found.append(unpack(on_host, self.shape))
+            found.append(unpack(pairs, self.shape) if present else None)
         return tuple(found)
 
 
@@ -182,7 +183,7 @@ class ScoringQueue:
         """Return what slices have scored, by sample id; wait for what is still on its way."""
         found = {}
         for batch in self.batches:
-            numbers = batch.results.fetch()
+            numbers = batch.results.fetch(jax.device_get)
             rewards: list[dict[str, float]] = [{} for _ in batch.samples]
             for name, parts in batch.rewards.items():
                 for rows, scores in parts:

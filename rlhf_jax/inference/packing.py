@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rlhf_jax.mesh import rows_of_shard
 from rlhf_jax.types import Array, PackedBatch, Rollout
 
 
@@ -51,11 +52,12 @@ def pack(
 ) -> list[Packed]:
     """Pack the samples of which tokens are predicted, those under the mask [B, T] bool.
 
-    A batch holds at most the slots that `rows` samples of the longest length have. Samples of like
-    length go together, as attention pads them to the longest. Then they are dealt to row shards by
-    prompt or by length, whichever leaves the fullest with fewer tokens. Arrays are of the host.
+    A shard has at most the slots that its share of `rows` samples of the longest length has
+    (`rows_of_shard`). Samples of like length go together, as attention pads them to the longest.
+    Then they are dealt to row shards by prompt or by length, whichever leaves the fullest with
+    fewer tokens. Arrays are of the host.
     """
-    budget = max(1, rows // row_shards) * rollout.tokens.shape[1]
+    budget = rows_of_shard(rows, row_shards) * rollout.tokens.shape[1]
     samples = sorted(_samples(rollout, np.asarray(mask)), key=lambda one: -one.tokens)
     packed = []
     while samples:

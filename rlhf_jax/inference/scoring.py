@@ -15,6 +15,7 @@ from rlhf_jax.inference.overlap import PER_TOKEN_SCORES, PendingScores, Scored, 
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.transformer import cast
 from rlhf_jax.monitoring.parts import PhaseParts
+from rlhf_jax.placement.idle import fetched, fetched_shapes
 from rlhf_jax.placement.plan import CallLayouts
 from rlhf_jax.placement.transfer import is_in_place, transfer
 from rlhf_jax.runtime.compilation import Execute, compile_only, run_now
@@ -86,6 +87,7 @@ def score(
     rest = [row for row, sample in enumerate(ids) if sample not in scored]
     unscored = jax.tree.map(lambda leaf: leaf[rest], rollout)
     observe(progress := PhaseParts(0))
+    reference = reference and fetched(reference)
     pending = _dispatch(policy, reference, critic, unscored, settings, progress=progress)
     progress.of = len(progress.handed)
     found = []
@@ -105,6 +107,7 @@ def compile_scores(
     settings: ScoringSettings,
 ) -> None:
     """Compile what `score` runs of such a rollout, and run nothing."""
+    reference = reference and fetched_shapes(reference)
     _dispatch(policy, reference, critic, rollout, settings, compile_only)
 
 

@@ -13,7 +13,7 @@ from rlhf_jax.inference.packing import pack, unpack
 from rlhf_jax.mesh import ONE_DEVICE, Layout, place_rows
 from rlhf_jax.model.packed import read_packed
 from rlhf_jax.model.transformer import cast, logits
-from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime import to_host
 from rlhf_jax.types import Model, PackedBatch, Rollout
 
 
@@ -25,8 +25,12 @@ def packed_values(
     0 where masked out. The scalar head [M, 1] reads the hidden state before the token, in float32.
     `remat` is `forward`'s.
     """
+    return head_values(critic, read_packed(critic, batch, layout, remat), batch)
+
+
+def head_values(critic: Model, hidden: jax.Array, batch: PackedBatch) -> jax.Array:
+    """Compute `packed_values` [S, W] from the hidden states [S, W, M] before the tokens."""
     chex.assert_equal(critic.config.scalar_head, True)
-    hidden = read_packed(critic, batch, layout, remat)
     head = cast(dataclasses.replace(critic, layers=()), jnp.float32)
     values = logits(head, hidden.astype(jnp.float32))[..., 0]
     return jnp.where(batch.mask, values, 0.0)
@@ -49,11 +53,8 @@ def score_values(
     """
     host = jax.tree.map(np.asarray, rollout)
     parts = pack(host, host.mask, rows, length_bucket, layout.row_shards)
-    found = [
-        (part, value_packed(critic, place_rows(part.batch, layout), layout=layout))
-        for part in parts
-    ]
-    return unpack([(part, distributed.fetch(values)) for part, values in found], host.mask.shape)
+    found = [value_packed(critic, place_rows(part.batch, layout), layout=layout) for part in parts]
+    return unpack(list(zip(parts, to_host.fetch(found), strict=True)), host.mask.shape)
 
 
 def critic_of(policy: Model) -> Model:

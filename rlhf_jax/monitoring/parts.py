@@ -13,7 +13,11 @@ import jax
 import numpy as np
 
 from rlhf_jax.monitoring.trace import Span
-from rlhf_jax.types import Array, PackedBatch
+from rlhf_jax.runtime.shards import owners_of
+from rlhf_jax.types import PackedBatch
+
+# Gives the time at which a result was there.
+Future = concurrent.futures.Future[float]
 
 
 class CallPart(NamedTuple):
@@ -21,9 +25,18 @@ class CallPart(NamedTuple):
 
     call: str
     began: float  # when it was dispatched, by the clock of `time.perf_counter`
-    result: Array
     rows: int  # samples
     tokens: int  # that are predicted
+
+
+class PipelineTask(NamedTuple):
+    """Hold a task of a pipeline that was handed to the devices of a slice."""
+
+    call: str
+    began: float  # when it was dispatched
+    slice: int
+    name: str
+    after: str  # the name of the task whose result it waits for
 
 
 @dataclasses.dataclass
@@ -31,8 +44,10 @@ class PhaseParts:
     """Hold an array of each part that was handed to the devices; it is ready when the part is."""
 
     of: int  # parts in all
-    handed: list[Array] = dataclasses.field(default_factory=list)
-    heard: Callable[[CallPart], None] = lambda part: None
+    handed: list[jax.Array] = dataclasses.field(default_factory=list)
+    heard: Callable[[CallPart, jax.Array], None] = lambda part, result: None
+    # tasks of pipelines, one by one; None: they need not be told
+    heard_task: Callable[[PipelineTask, jax.Array], None] | None = None
 
     @property
     def done(self) -> int:
@@ -40,13 +55,13 @@ class PhaseParts:
         # The type stubs of jax.Array lack the method.
         return sum(bool(cast(Any, array).is_ready()) for array in self.handed)
 
-    def hand(self, call: str, began: float, result: Array, batch: PackedBatch) -> None:
+    def hand(self, call: str, began: float, result: jax.Array, batch: PackedBatch) -> None:
         """Note a part of a call, of a batch on the host, whose result is on its way."""
         self.handed.append(result)
         mask = np.asarray(batch.mask)
         # Owners count from 0 in each shard; to sort them would hold up what is dispatched next.
         rows = int((np.where(mask, batch.owner, -1).max(axis=1, initial=-1) + 1).sum())
-        self.heard(CallPart(call, began, result, rows, tokens=int(mask.sum())))
+        self.heard(CallPart(call, began, rows, tokens=int(mask.sum())), result)
 
 
 class CallWatch:
@@ -54,7 +69,10 @@ class CallWatch:
 
     def __init__(self):
         self._pools: dict[str, concurrent.futures.ThreadPoolExecutor] = {}
-        self._ends: list[tuple[CallPart, concurrent.futures.Future[float]]] = []
+        self._ends: list[tuple[CallPart, Future]] = []
+        # of tasks: what each waits for, if it is here, and its end
+        self._tasks: list[tuple[PipelineTask, Future | None, Future]] = []
+        self._last: dict[str, Future] = {}  # ends of tasks by name
 
     def __enter__(self) -> CallWatch:
         return self
@@ -63,30 +81,59 @@ class CallWatch:
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def hear(self, part: CallPart) -> None:
+    def follow(self, phase: PhaseParts, *, tasks: bool) -> None:
+        """Hear of the parts of a phase, and of each task of pipelines where that is asked for.
+
+        To hear of tasks takes memory, as results are held until they are there.
+        """
+        phase.heard = self.hear
+        phase.heard_task = self.hear_task if tasks else None
+
+    def hear(self, part: CallPart, result: jax.Array) -> None:
         """Wait for a part; those of one call are finished in the order they were handed."""
-        if part.call not in self._pools:
-            self._pools[part.call] = concurrent.futures.ThreadPoolExecutor(1, part.call)
-        self._ends.append((part, self._pools[part.call].submit(_end_of, part.result)))
+        if end := self._wait(part.call, result):
+            self._ends.append((part, end))
+
+    def hear_task(self, task: PipelineTask, result: jax.Array) -> None:
+        """Wait for a task of a pipeline; those of a slice are finished in the order of handing."""
+        if end := self._wait(f"slice {task.slice}", result):
+            self._tasks.append((task, self._last.get(task.after), end))
+            self._last[task.name] = end
+
+    def _wait(self, line: str, result: jax.Array) -> Future | None:
+        """Wait for a result behind others of its line; of several processes its first owner does.
+
+        The result is let go once it is there.
+        """
+        if owners_of(result.sharding)[0] != jax.process_index():
+            return None
+        if line not in self._pools:
+            self._pools[line] = concurrent.futures.ThreadPoolExecutor(1, line)
+        return self._pools[line].submit(_end_of, result)
 
     def spans(self, lanes: Callable[[str], Sequence[int]]) -> list[Span]:
-        """Return what was done in the lanes of each call, once all is finished."""
-        return [
-            Span(
-                lane,
-                part.call.rpartition("_")[2],
-                part.began,
-                ended=end.result(),
-                rows=part.rows,
-                label=part.call,
-                amount=part.tokens,
-            )
-            for part, end in self._ends
-            for lane in lanes(part.call)
-        ]
+        """Return what was done in the lanes of each call, once all is finished.
+
+        Tasks of pipelines, where they were told, stand in the lanes of their slices in place of the
+        calls' parts. A task begins when that which it waits for has ended, and the one before it.
+        """
+        found = []
+        ends: dict[int, float] = {}
+        told = {task.call for task, *_ in self._tasks}
+        for part, end in self._ends:
+            kind = part.call.rpartition("_")[2]
+            work = (part.began, end.result(), part.rows, part.call, part.tokens)
+            own = () if part.call in told else lanes(part.call)
+            found += [Span(lane, kind, *work) for lane in own]
+        for task, ready, end in self._tasks:
+            lane = lanes(task.call)[task.slice]
+            began = max(task.began, ends.get(lane, 0.0), ready.result() if ready else 0.0)
+            ends[lane] = max(began, end.result())
+            found.append(Span(lane, "training", began, ends[lane], 0, task.call, 0))
+        return found
 
 
-def _end_of(result: Array) -> float:
+def _end_of(result: jax.Array) -> float:
     """Return when a result was there; one that failed is told where it is read."""
     with contextlib.suppress(Exception):
         jax.block_until_ready(result)

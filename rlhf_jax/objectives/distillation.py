@@ -12,6 +12,7 @@ from rlhf_jax.config.schema import Config
 from rlhf_jax.generation.requests import as_rollout
 from rlhf_jax.rlhf import distill_drafter, report_step
 from rlhf_jax.rollout import roll_out
+from rlhf_jax.runtime.shards import counted_up
 from rlhf_jax.state import Observer, Run, RunState, StepReport, decoding_models
 from rlhf_jax.types import TrainState
 
@@ -71,7 +72,7 @@ class DistillationObjective:
             "kl/mean": distilled["drafter/loss"],
             "loss/policy": distilled["drafter/loss"],
         }
-        train = dataclasses.replace(train, step=train.step + 1)
+        train = dataclasses.replace(train, step=counted_up(train.step))
         report = report_step(rolled, metrics, host)
         texts = [{k: v for k, v in row.items() if k != "reward"} for row in report.samples]
         return RunState(train, host), dataclasses.replace(report, samples=texts)

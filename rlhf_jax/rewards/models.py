@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax.mesh import ONE_DEVICE, Layout, place_rows
+from rlhf_jax.mesh import ONE_DEVICE, Layout, place_rows, rows_of_shard
 from rlhf_jax.model.attention import causal_on
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.model.weights.source import Source
+from rlhf_jax.placement.idle import fetched
 from rlhf_jax.rewards.combination import Response, Scorer, Scores, as_scores, refuse_broken
-from rlhf_jax.runtime import distributed
+from rlhf_jax.runtime import to_host
 from rlhf_jax.types import Array, Model
 
 
@@ -34,7 +35,7 @@ class RewardModel:
 
     source: Source
     model: Model
-    rows: int  # conversations read at a time
+    rows: int  # conversations read at a time, where row shards divide them
     length_bucket: int = 64  # Their tokens are padded on the right to a multiple of this.
 
     def __post_init__(self) -> None:
@@ -62,10 +63,11 @@ def start_scoring(
     A failure is the reason why a response cannot be scored, such as being longer than the model's
     context. Responses of like length go together.
     """
+    weights = fetched(reward_model.model)  # on their way while texts are read
     texts = [_tokens_to_read(reward_model, response) for response in responses]
     fitting = {index: text for index, text in enumerate(texts) if not isinstance(text, str)}
     failures = {index: text for index, text in enumerate(texts) if isinstance(text, str)}
-    rows = reward_model.rows
+    rows = rows_of_shard(reward_model.rows, layout.row_shards) * layout.row_shards
     bucket = reward_model.length_bucket
     order = sorted(fitting, key=lambda index: len(fitting[index]))
     parts = []
@@ -78,7 +80,7 @@ def start_scoring(
             tokens[row, : len(fitting[index])] = fitting[index]
             last[row] = len(fitting[index]) - 1
         placed = place_rows((tokens, last), layout)
-        parts.append((chosen, read_scores(reward_model.model, *placed, layout)))
+        parts.append((chosen, read_scores(weights, *placed, layout)))
     return parts, failures
 
 
@@ -93,9 +95,10 @@ def model_scorer(reward_model: RewardModel, layout: Layout = ONE_DEVICE) -> Scor
         nonlocal works
         parts, failures = start_scoring(reward_model, responses, layout)
         results: dict[int, float | str] = {**failures}
-        for chosen, scored in parts:
+        found = to_host.fetch([scored for _, scored in parts])
+        for (chosen, _), scored in zip(parts, found, strict=True):
             # The last rows of `scored` may be padding.
-            results |= zip(chosen, distributed.fetch(scored).tolist(), strict=False)
+            results |= zip(chosen, scored.tolist(), strict=False)
         scores = as_scores([results[index] for index in range(len(responses))])
         works = works or len(scores.failures) < len(responses)
         if not works:

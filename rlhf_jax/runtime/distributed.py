@@ -8,12 +8,13 @@ say is not heard.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import hmac
-import itertools
 import re
 import secrets
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -22,7 +23,6 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_jax.runtime import jax_internals, messages, signing
 from rlhf_jax.runtime.signing import Signer
@@ -41,7 +41,7 @@ FIRST = 1024  # bytes of a message that travel with its length
 EXCHANGE = "the exchange of ranks"
 FRESH = "fresh bytes"
 RETRY = 0.05  # seconds until a name under which a forged word lies is looked at again
-LEADER_PIECE = 1 << 28  # bytes of an array that travel to the leader at one time
+ASK_AGAIN = 10.0  # seconds until a word that does not come is asked for again
 
 T = TypeVar("T")
 
@@ -108,16 +108,49 @@ def gather(value: T) -> list[T]:
     return _exchange(messages.encode(value)) if started() else [value]
 
 
-_exchanges = itertools.count()  # all ranks have the same number of them behind them
+# Of each thread, by its name: all ranks have the same number of exchanges behind them.
+_exchanges: collections.Counter[str] = collections.Counter()
+_divided = threading.Event()
+
+
+def divide() -> None:
+    """Say that from now on a call may run on the devices of some processes alone.
+
+    Ranks then exchange what they say by the coordination service: a program over all devices would
+    wait for each call that is at work somewhere.
+    """
+    _divided.set()
+
+
+def is_divided() -> bool:
+    """Say whether a call may run on the devices of some processes alone."""
+    return _divided.is_set()
 
 
 def _exchange(message: bytes) -> list[Any]:
-    """Return what the message of every rank says, by rank.
+    """Return what the message of every rank says, by rank."""
+    thread = threading.current_thread().name
+    number = _exchanges[thread]
+    _exchanges[thread] += 1
+    folder = f"{EXCHANGE} in {thread}"
+    if not is_divided():
+        return _exchange_by_devices(f"{folder}/{number}", message)
+
+    publish(f"{folder}/{number}/{rank()}", message)
+    if leads():
+        words = [f"{folder}/{number}/{other}" for other in range(count())]
+        publish(f"{folder}/{number}/all", [_await(word, bytes) for word in words])
+        delete_published(f"{folder}/{number - 1}")  # all have said, and so read, what came after
+    found = _await(f"{folder}/{number}/all", list)
+    return [messages.decode(said, EXCHANGE) for said in found]
+
+
+def _exchange_by_devices(name: str, message: bytes) -> list[Any]:
+    """Return what the message of every rank says, which a program over all devices gathers.
 
     The lengths come with the first bytes of each; the rest is padded to a power of two, so that
     there are few programs.
     """
-    name = f"{EXCHANGE} {next(_exchanges)}"
     own = np.frombuffer(signer().sign(name, message), np.uint8)
     first = np.zeros(FIRST + 4, np.uint8)
     first[:4] = np.frombuffer(np.uint32(len(own)).tobytes(), np.uint8)
@@ -141,9 +174,9 @@ def _exchange(message: bytes) -> list[Any]:
     return found
 
 
-def broadcast(value: T) -> T:
-    """Return the leader's value on all ranks; the others' is not looked at."""
-    return gather(value if leads() else None)[LEADER]  # pyright: ignore[reportReturnType]
+def broadcast(value: T, root: int = LEADER) -> T:
+    """Return one rank's value on all, the leader's by default; the others' is not looked at."""
+    return gather(value if rank() == root else None)[root]  # pyright: ignore[reportReturnType]
 
 
 def gather_results(work: Callable[[], T]) -> list[T]:
@@ -188,54 +221,6 @@ def is_of_device(error: BaseException) -> bool:
     return isinstance(error, ValueError) and bool(STATUS.match(said)) and not OF_FILES.search(said)
 
 
-def fetch(tree: Any) -> Any:
-    """Return a tree of arrays on the host, whole on every rank.
-
-    All ranks call it where parts lie with other processes.
-    """
-    if not started():
-        return jax.device_get(tree)
-    leaves, kind = jax.tree.flatten(tree)
-    for place, leaf in enumerate(leaves):
-        if isinstance(leaf, jax.Array) and not (
-            leaf.is_fully_addressable or leaf.is_fully_replicated
-        ):
-            everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())  # pyright: ignore[reportAttributeAccessIssue]
-            leaves[place] = _repeated(everywhere)(leaf)
-    return jax.device_get(jax.tree.unflatten(kind, leaves))
-
-
-@functools.cache
-def _repeated(everywhere: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(_same, out_shardings=everywhere)
-
-
-def _same(leaf: jax.Array) -> jax.Array:
-    return leaf
-
-
-def to_leader(tree: Any) -> Any:
-    """Return a tree of arrays as numpy arrays on the leader, and Nones elsewhere.
-
-    A large leaf comes a piece after the other: no device holds all of it. All ranks call it.
-    """
-    leaves, kind = jax.tree.flatten(tree)
-    for place, leaf in enumerate(leaves):
-        pieces = max(1, -(-leaf.nbytes // LEADER_PIECE)) if leaf.ndim else 1
-        if pieces == 1:
-            found = fetch(leaf)
-            leaves[place] = found if leads() else None
-            continue
-        out = np.empty(leaf.shape, leaf.dtype) if leads() else None
-        step = -(-leaf.shape[0] // pieces)
-        for start in range(0, leaf.shape[0], step):
-            found = fetch(leaf[start : start + step])
-            if out is not None:
-                out[start : start + step] = found
-        leaves[place] = out
-    return jax.tree.unflatten(kind, leaves)
-
-
 def publish(name: str, value: object) -> None:
     """Lay a value where every process may read it; a later one of the same name takes its place."""
     if started():
@@ -272,6 +257,13 @@ def _read(name: str, word: bytes, kind: type[T], signer: Signer) -> T | None:
         )
         return None
     return messages.decode(body, _channel(name), kind)
+
+
+def _await(name: str, kind: type[T]) -> T:
+    """Return the value of a name once it is there; if a rank dies, this one is ended."""
+    while (value := wait_published(name, kind, ASK_AGAIN)) is None:
+        continue
+    return value
 
 
 def wait_published(name: str, kind: type[T], seconds: float) -> T | None:

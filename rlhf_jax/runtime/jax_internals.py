@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
 from typing import Any, NamedTuple
 
+import jax
 from jax._src import distributed, lib, xla_bridge
 
+LOOPBACK = "127.0.0.1"
 # What XLA writes before it ends a process, and then where it has missed heartbeats of tasks.
 FATAL = "Terminating process because the JAX distributed service detected fatal errors"
 UNHEARD = re.compile(r"stopped sending heartbeats\):\n((?:\d+\n)+)")
@@ -42,9 +45,10 @@ def coordination() -> Any:
     return distributed.global_state
 
 
-def keep_collectives_local() -> None:
+def keep_local(sends: bool) -> None:
     """Have gloo listen on the loopback: by itself it takes the address of the machine's name.
 
+    sends: CPUs of several processes send each other arrays, and listen there for those as well.
     Where a version lacks a part, or takes other arguments, gloo listens where jax has it listen.
     """
     make_collectives = getattr(getattr(lib, "_jax", None), "make_gloo_tcp_collectives", None)
@@ -55,8 +59,14 @@ def keep_collectives_local() -> None:
 
     def make_client() -> Any:
         """Make the client of the CPU's devices, with collectives on the loopback if possible."""
+        if sends:
+            with socket.socket() as trial:  # others are told the port, which must not be 0
+                trial.bind((LOOPBACK, 0))
+                port = trial.getsockname()[1]
+            jax.config.update("jax_cross_host_transfer_socket_address", f"{LOOPBACK}:{port}")
+            jax.config.update("jax_cross_host_transport_addresses", f"{LOOPBACK}:0")
         try:
-            local = make_collectives(coordination().client, hostname="127.0.0.1")
+            local = make_collectives(coordination().client, hostname=LOOPBACK)
             return make_cpu_client(collectives=local)
         except TypeError:
             return make_cpu_client()

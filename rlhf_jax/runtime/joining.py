@@ -19,7 +19,7 @@ FOREVER = 86_400.0  # seconds: what ends it sooner is the heartbeat
 FAILED = (1, 2)  # exit codes of an error, which may be one rank's alone
 LOCAL = ("localhost", "127.0.0.1", "[::1]")  # hosts by which a coordinator is on this machine
 
-# Of XLA on CPUs, at least. A device needs one for a program that waits for other processes and one
+# Of XLA on CPUs, at least. A device needs one for a program that waits for other devices and one
 # for the next program's start; with fewer than twice its devices a process may wait for a thread
 # forever (seen with jax 0.10.2).
 THREADS = 32
@@ -33,18 +33,23 @@ class Place(NamedTuple):
     rank: int | None = 0
 
 
-def start(place: Place, heartbeat: int | None = None, workdir: Path | None = None) -> None:
+def start(
+    place: Place, heartbeat: int | None = None, workdir: Path | None = None, sends: bool = False
+) -> None:
     """Join the others, before any device is touched.
 
     heartbeat: seconds of silence after which a rank is lost, which all must give alike; None where
-    this one could not read them. What libraries write goes to the workdir, once it is there. Raises
-    ValueError in one sentence where the others cannot be found.
+    this one could not read them. What libraries write goes to the workdir, once it is there. sends:
+    arrays go from process to process, for which those of one machine without accelerators listen
+    on its loopback. Raises ValueError in one sentence where the others cannot be found.
     """
+    virtual = "--xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if place.size != 1 or virtual:
+        os.environ["NPROC"] = str(max(THREADS, os.cpu_count() or 1))
     if place.size == 1:
         return
     seconds = heartbeat or HEARTBEAT
     guard().begin(seconds, workdir)
-    os.environ["NPROC"] = str(max(THREADS, os.cpu_count() or 1))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # it would take SIGTERM, which `stopping` hears
     jax.config.update("jax_enable_preemption_service", False)
@@ -68,7 +73,7 @@ def start(place: Place, heartbeat: int | None = None, workdir: Path | None = Non
     guard().listen()
     _check_alike(heartbeat)
     if _host(place.coordinator or "") in LOCAL:
-        jax_internals.keep_collectives_local()
+        jax_internals.keep_local(sends)
 
 
 def _check_alike(heartbeat: int | None) -> None:

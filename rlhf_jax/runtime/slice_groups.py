@@ -37,8 +37,9 @@ class Decision:
 class SliceGroup:
     """Hold the processes that share a slice in a stage, of which this is one."""
 
-    ranks: tuple[int, ...] = (distributed.LEADER,)
+    ranks: tuple[int, ...] = (distributed.LEADER,)  # none, where this process does not generate
     name: str = ""  # of the stage: one that no other stage at its time has
+    all_ranks: tuple[int, ...] = (distributed.LEADER,)  # of all groups, one after the other
     decided: int = 0
 
     @property
@@ -49,16 +50,24 @@ class SliceGroup:
     @property
     def leads(self) -> bool:
         """Say whether this process decides, and speaks for the slices of the group."""
-        return not self.several or distributed.rank() == self.ranks[0]
+        return self.ranks[:1] == (distributed.rank(),)
+
+    @property
+    def leads_stage(self) -> bool:
+        """Say whether this process plans the stage, and speaks for all of it."""
+        return distributed.rank() == self.all_ranks[0]
 
     @property
     def slice_groups(self) -> int:
         """Count the slice groups of the stage."""
-        return distributed.count() // len(self.ranks)
+        return len(self.all_ranks) // max(1, len(self.ranks))
 
     def share(self, items: Sequence[T]) -> list[T]:
         """Return this group's items, dealt out to all groups in turn."""
-        return list(items[self.ranks[0] // len(self.ranks) :: self.slice_groups])
+        if not self.ranks:
+            return []
+        number = self.all_ranks.index(self.ranks[0]) // len(self.ranks)
+        return list(items[number :: self.slice_groups])
 
     def decide_together(self, decide: Callable[[], T]) -> T:
         """Return what the leader decides; all of the group call it, in the same order.
@@ -84,10 +93,10 @@ class SliceGroup:
 
 def slice_group_of(layout: Layout, name: str = "") -> SliceGroup:
     """Return this process's slice group in a stage over all slices of a layout."""
-    if not layout.is_shared:
-        return SliceGroup((distributed.rank(),), name)
-    own = next(part for part in layout.split() if part.is_here)
-    return SliceGroup(own.owners, name)
+    if layout.mesh is None:
+        return SliceGroup((distributed.rank(),), name, tuple(range(distributed.count())))
+    own = next((part.owners for part in layout.split() if part.is_here), ())
+    return SliceGroup(own, name, layout.owners)
 
 
 @contextlib.contextmanager

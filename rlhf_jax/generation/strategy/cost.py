@@ -13,7 +13,6 @@ import statistics
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from rlhf_jax.generation.strategy.roofline import RATES, Call, Calls, Machine, ModelWork, Roofline
 from rlhf_jax.generation.strategy.settings import COST_SETTINGS
@@ -148,6 +147,9 @@ def fit(costs: Costs) -> None:
     """
     if not costs.cells:
         return
+    # a sixth of the time in which a process starts, and most never fit
+    from scipy.optimize import least_squares
+
     calls, rows, context, lag, known = _points(costs)
     prior_logs, start = (
         np.log(np.maximum(machine.figures(), 1e-15)) for machine in (costs.prior, costs.machine)

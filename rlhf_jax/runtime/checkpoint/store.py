@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from rlhf_jax.runtime import distributed, messages
+from rlhf_jax.runtime import distributed, messages, to_host
+from rlhf_jax.runtime.checkpoint import divided, proof
 from rlhf_jax.runtime.checkpoint import document as documents
-from rlhf_jax.runtime.checkpoint import proof
 from rlhf_jax.runtime.checkpoint.damage import Damaged, reading, reason, root
 from rlhf_jax.runtime.checkpoint.fingerprint import fingerprint
 from rlhf_jax.runtime.checkpoint.folder import (
@@ -103,7 +103,7 @@ class Checkpoints:
             with naming(self._folder):
                 handlers = ocp.DefaultCheckpointHandlerRegistry()
                 # Weights hardly shrink when they are compressed, and it takes the CPU's time.
-                arrays = proof.ProvedArrays(use_compression=False)
+                arrays = proof.ProvedArrays(use_compression=False, **divided.writers())
                 handlers.add(STATE, ocp.args.PyTreeSave, arrays)
                 handlers.add(HOST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(DOCUMENT))
                 # Threads that wait for a folder which could not be made would hold the process
@@ -322,7 +322,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 def _fingerprints(leaves: dict[str, jax.Array]) -> dict[str, int]:
     """Return the fingerprint of each array."""
-    marks = jax.device_get([fingerprint(leaf) for leaf in leaves.values()])
+    marks = to_host.fetch([fingerprint(leaf) for leaf in leaves.values()])
     return dict(zip(leaves, map(int, marks), strict=True))
 
 
@@ -359,8 +359,9 @@ def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
     for name, leaf in named_leaves(template).items():
         place = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         wanted[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-    asked = {name: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for name, leaf in wanted.items()}
-    arguments = ocp.args.PyTreeRestore(wanted, restore_args=asked, partial_restore=True)
+    own, others = divided.own_and_others(wanted)
+    asked = {name: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for name, leaf in own.items()}
+    arguments = ocp.args.PyTreeRestore(own, restore_args=asked, partial_restore=True)
 
     def read_arrays() -> dict[str, jax.Array]:
         # Without orbax's Checkpointer, in which a process whose part is damaged would leave the
@@ -368,7 +369,7 @@ def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
         arrays = folder / STATE
         try:
             with reading(arrays), contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-                return handler.restore(epath.Path(arrays), args=arguments)
+                return others | handler.restore(epath.Path(arrays), args=arguments)
         except OSError:
             with contextlib.suppress(OSError):  # the first error is the one to be told
                 proof.check(arrays)
@@ -378,10 +379,11 @@ def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
     # Of an array that its own table no longer names, orbax returns what it was asked for.
     if lost := [name for name in wanted if not isinstance(leaves.get(name), jax.Array)]:
         raise Damaged(f"{lost[0]} is not among its arrays")
+    leaves = {name: leaves[name] for name in wanted}  # in one order on all ranks
     for name, mark in _fingerprints(leaves).items():
         if mark != saved[name][2]:
             raise Damaged(f"the values of {name} have changed")
-    return jax.tree.unflatten(jax.tree.structure(template), [leaves[name] for name in wanted])
+    return jax.tree.unflatten(jax.tree.structure(template), list(leaves.values()))
 
 
 def _check_shared(folder: Path) -> None:
