@@ -372,6 +372,17 @@ CASES = {
     "plan for other models": Case(
         "is for a policy of 70 parameters", prepare=plan(parameters={"policy": 70}), found=OPENING
     ),
+    "pipelines of one stage": Case(
+        "pipelines policy_training over 1 slice", PPO | {"training__pipelined": True}
+    ),
+    "pipelines beside a plan": Case(
+        "training.pipelined is for config.mesh, and plan is 'colocated'",
+        {"training__pipelined": True, "plan": "colocated"},
+    ),
+    "plan that pipelines generation": Case(
+        "has pipelined True for generation; true is for training alone",
+        prepare=plan(generation={"first": 0, "count": 1, "pipelined": True}),
+    ),
     "plan that halves one device": Case(
         "halves the devices, and 1 cannot be halved", {"plan": "disaggregated"}
     ),

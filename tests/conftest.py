@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,13 @@ import pytest
 
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.types import Model, ModelConfig
+
+# Tracing makes many objects and few cycles; looking for them takes a seventh of all time else.
+gc.set_threshold(100_000, 10, 10)
+
+# Compiling is most of the time: what one clone's tests have compiled, those of others take.
+PROGRAMS = Path.home() / ".cache" / "rlhf_jax" / "tests"
+KEPT_DAYS = 14
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -64,10 +73,24 @@ def pytest_configure(config: pytest.Config) -> None:
     # a job in the background has it ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
-    cache = getattr(config, "cache", None)
-    if cache is not None:
-        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax")))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Programs that were compiled long ago go, as most of them are of code that has changed."""
+    if not hasattr(session.config, "workerinput"):
+        oldest = time.time() - KEPT_DAYS * 24 * 3600
+        for program in PROGRAMS.glob("*"):
+            if program.stat().st_mtime < oldest:
+                program.unlink(missing_ok=True)
+
+
+def pytest_collection_finish() -> None:
+    """What thousands of collected tests are made of stays: no later collection looks at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def _interpret_kernels() -> None:
@@ -99,6 +122,17 @@ def no_more_programs_than_needed() -> Iterator[None]:
     """
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def compiled_soon() -> Iterator[None]:
+    """Programs are compiled soon rather than well: of one that runs a few times that is most of the
+    cost. For modules that compare runs, or parts of them, with each other, by no clock.
+    """
+    name = "jax_disable_most_optimizations"
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, False)
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,14 @@ def by_name(names: Iterable[str] = SHAPES) -> list:
     return [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in names]
 
 
+def few(cases: Iterable[tuple], name: int) -> list:
+    """Parameters for a compiler that knows no small shapes: what is neither of the fast shapes, by
+    the name at that place of a case, is for before a release.
+    """
+    slow = (pytest.mark.slow, pytest.mark.long)
+    return [pytest.param(*case, marks=() if case[name] in FAST else slow) for case in cases]
+
+
 def reduced(shape: Shape) -> Shape:
     """Return a small shape with the same remainders, for numerics where there is no accelerator."""
     ratio = shape.heads // shape.groups

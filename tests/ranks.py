@@ -21,7 +21,7 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.mesh import Layout
 from rlhf_jax.rewards.combination import Broken, Response, Scores, as_scores, refuse_broken
 from rlhf_jax.rewards.sharing import shared_out
-from rlhf_jax.runtime import distributed, joining, messages, signing
+from rlhf_jax.runtime import distributed, joining, messages, signing, to_host
 from rlhf_jax.runtime.signals import Stopped
 
 HEARTBEAT = 5  # seconds
@@ -32,10 +32,13 @@ def main(port: str, rank: int, act: str) -> int:
     place = joining.Place(f"localhost:{port}", 2, rank)
     if act == "unlike":
         return meet(rank, place)
-    joining.start(place, HEARTBEAT)
+    joining.start(place, HEARTBEAT, sends=True)
     if act in ("busy", "aborts"):
         return fail(rank, act, place)
     tell(rank)
+    distributed.divide()
+    tell(rank)
+    read_elsewhere(rank)
     listen(rank)
     if act == "forged":
         return forge(rank, place)
@@ -80,6 +83,24 @@ def tell(rank: int) -> None:
     distributed.publish("word", "first")
     assert distributed.gather(distributed.read_published("word", str)) == ["first", "first"]
     assert distributed.read_published("no such word", str) is None
+
+
+def read_elsewhere(rank: int) -> None:
+    """All read what one has, and the leader gets it in the device's own way."""
+    wanted = np.arange(12, dtype=np.float32).reshape(4, 3)
+    for owner in (0, 1):
+        own = [device for device in jax.devices() if device.process_index == owner]
+        layout = Layout(meshes.make_mesh(fsdp=len(own), devices=own))
+        there = meshes.place_rows(wanted, layout)
+        assert (
+            layout.is_here == (rank == owner)
+            and len(there.addressable_shards) == len(own) * layout.is_here
+        )
+        doubled = jax.jit(lambda x: 2 * x)(there)
+        np.testing.assert_array_equal(to_host.fetch({"a": doubled, "b": 1})["a"], 2 * wanted)
+        found = to_host.to_leader([there])[0]
+        assert (found is None) == bool(rank)
+        assert rank or (found == wanted).all()
 
 
 def listen(rank: int) -> None:
@@ -163,17 +184,15 @@ def read() -> None:
     assert own.devices.size == jax.local_device_count() and layout.owners == (0, 1)
     rows = np.arange(8 * 3, dtype=np.float32).reshape(8, 3)
     placed = meshes.place_rows({"rows": rows, "one": np.float32(2)}, layout)
-    found = distributed.fetch(
-        jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree))(placed)
-    )
+    found = to_host.fetch(jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree))(placed))
     np.testing.assert_array_equal(found["rows"], rows + 1)
     assert found["one"] == 3
-    distributed.LEADER_PIECE = 16  # bytes: as if it were large
-    sent = distributed.to_leader(placed)
+    to_host.LEADER_PIECE = 16  # bytes: as if it were large
+    sent = to_host.to_leader(placed)
     assert (sent["rows"] is not None) == distributed.leads()
     np.testing.assert_array_equal(sent["rows"] if distributed.leads() else rows, rows)
     spread = jax.device_put(jnp.float32(1), meshes.row_shardings(jnp.float32(1), own))
-    assert distributed.fetch(spread) == 1
+    assert to_host.fetch(spread) == 1
 
 
 def score(rank: int) -> None:

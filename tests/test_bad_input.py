@@ -31,6 +31,8 @@ from rlhf_jax.objectives.reward import RewardObjective
 from rlhf_jax.runtime.checkpoint import store
 from rlhf_jax.runtime.checkpoint.folder import steps
 
+pytestmark = pytest.mark.usefixtures("compiled_soon")
+
 PROGRAMS = {
     name: runpy.run_path(str(ROOT / "launch" / f"{name}.py"), run_name="launch")["main"]
     for name in ("train", "export", "report")
@@ -119,6 +121,7 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
     return {
         str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None
         for p in sorted(folder.rglob("*"))
+        if "__pycache__" not in p.parts  # Python's own, of a reward that it imported
     }
 
 

@@ -26,6 +26,8 @@ from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
 from rlhf_jax.training.kl import KL
 from rlhf_jax.training.policy_losses import LOSSES, LossTerms
 
+pytestmark = pytest.mark.usefixtures("compiled_soon")
+
 CODE = """
 import jax.numpy as jnp
 

@@ -51,9 +51,9 @@ def seen(run: test_placement.Runner, monkeypatch, plan: str, **changes) -> tuple
         dispatched.clear()
         log(self, report, state, seconds)
 
-    def heard(self, part):
+    def heard(self, part, result):
         dispatched.append(time.perf_counter() - part.began)
-        hear(self, part)
+        hear(self, part, result)
 
     monkeypatch.setattr(Session, "log", logged)
     monkeypatch.setattr(CallWatch, "hear", heard)

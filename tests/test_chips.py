@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from tpu_topology import devices, needs_libtpu
 
 from rlhf_jax.config.hardware import parse_hardware
-from rlhf_jax.placement.chips import GPUS, TPUS, ring_bandwidth
+from rlhf_jax.mesh import make_mesh
+from rlhf_jax.placement.chips import GPUS, TPUS, is_box, ring_bandwidth
+from rlhf_jax.placement.search.parts import part_sizes, part_starts
 
 
 @pytest.mark.parametrize(
@@ -25,6 +29,34 @@ def test_named_devices_know_their_chip(text, chip):
             chip.gigabytes,
             chip.compute_capability,
         )
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [("v5p:4x4x4", {True, False}), ("v5p:8x8x16", {True}), ("v6e:4x8", {True, False})],
+)
+def test_boxes_are_those_of_the_compilers_coordinates(text, kinds):
+    chips = devices(text)
+    of_block = len(chips) // 16
+    found = set()
+    for size in part_sizes(16):
+        for first in part_starts(size, 16):
+            part = range(first * of_block, (first + size) * of_block)
+            places = np.array([chips[number].coords for number in part])
+            wanted = bool(np.prod(np.ptp(places, axis=0) + 1) == len(part))
+            assert is_box(parse_hardware(text).torus, part) == wanted, part
+            found.add(wanted)
+            if not wanted:
+                with pytest.raises(ValueError, match="are no box of their torus"):
+                    make_mesh(devices=[chips[number] for number in part])
+    assert found == kinds
+
+
+def test_a_product_has_the_usual_torus_of_so_many_chips():
+    assert parse_hardware("v5p-128").torus == (4, 4, 4)
+    assert parse_hardware("v5litepod-64").torus == (8, 8)
+    assert parse_hardware("v5p-94").torus == parse_hardware("gpu:8x8:h100").torus == ()
 
 
 @pytest.mark.parametrize("chip", [*TPUS.values(), *GPUS.values()])

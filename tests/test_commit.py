@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
 from jax.experimental.pallas import tpu as pltpu
-from kernel_cases import each, on_gpu, reduced
+from kernel_cases import each, few, on_gpu, reduced
 from tpu_topology import needs_libtpu, one
 
 from benchmarks.shapes import NODES, ROWS, SHAPES, SLOTS
@@ -88,7 +88,9 @@ EVERYWHERE = [(5, 128, jnp.float32), (17, 64, jnp.bfloat16), (33, 128, jnp.bfloa
 
 @pytest.mark.slow
 @every
-@pytest.mark.parametrize("entries, dim, dtype", EVERYWHERE)
+@pytest.mark.parametrize(
+    "entries, dim, dtype", [*EVERYWHERE[:2], pytest.param(*EVERYWHERE[2], marks=pytest.mark.long)]
+)
 def test_starts_everywhere(kernel, entries, dim, dtype):
     """Two tiles of keys are enough for every remainder."""
     inputs = problem((0,) * 8, entries, slots=384, groups=1, layers=1, dim=dim, dtype=dtype)
@@ -148,7 +150,7 @@ OTHER_CHIPS = [(chip, name, ROWS[2], NODES[3]) for chip in ("v5p", "v6e") for na
 
 @pytest.mark.slow
 @needs_libtpu
-@pytest.mark.parametrize("chip, name, rows, nodes", EVERY_SHAPE + OTHER_SIZES + OTHER_CHIPS)
+@pytest.mark.parametrize("chip, name, rows, nodes", EVERY_SHAPE + OTHER_SIZES + few(OTHER_CHIPS, 1))
 def test_a_tpu_commits_in_place(chip, name, rows, nodes, uncached):
     """The whole cache is aliased, and no leaf of it is copied."""
     sharding = one(chip)

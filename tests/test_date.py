@@ -20,6 +20,8 @@ from rlhf_jax.build.opened import _open_dated
 from rlhf_jax.config import default
 from rlhf_jax.model.weights.source import open_source
 
+pytestmark = pytest.mark.usefixtures("compiled_soon")
+
 DATED = "Today: {{ strftime_now('%d %b %Y %X') }} " + tiny_run.TEMPLATE
 YESTERDAY = datetime.date(2026, 3, 1)
 TODAY = YESTERDAY + datetime.timedelta(days=1)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import subprocess
 import sys
 from typing import cast
@@ -43,8 +42,9 @@ from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.training.update import init_train_state
 from rlhf_jax.types import Layer, Rollout
 
+pytestmark = pytest.mark.usefixtures("compiled_soon")
+
 CONFIG = TrainingSettings(microbatch_rows=2, length_bucket=8, temperature=0.8, chunk=6, seed=5)
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
 DISTILL = {
     "objective": "distill",
     "steps": 4,
@@ -240,15 +240,14 @@ def run(place, name: str, **changes) -> tuple[list[dict], str]:
     """The metrics of a run in the workdir `name`, in a process with one device, and what it
     printed.
     """
-    options = {"workdir": place / name, "compilation_cache": place / "programs", **changes}
+    options = {"workdir": place / name, **changes}
     command = [
         sys.executable,
         str(ROOT / "launch" / "train.py"),
         *tiny_run.arguments(place, place / "tiny", **options)[1:],
     ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=300
-    )
+    environment = tiny_run.environment()
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     return lines(place / name / "metrics.jsonl"), done.stdout
 
@@ -380,15 +379,6 @@ def configured(**changes):
             }
             | {"drafter__samples": 40},
             "drafter.samples is 40, but a step has 32",
-        ),
-        (
-            {
-                "generation__strategy": "model-chain-2",
-                "drafter__layers": 2,
-                "drafter__learning_rate": 1e-3,
-            }
-            | {"drafter__samples": 12},
-            "12 rows of drafter.samples cannot be split evenly by training.microbatch_rows = 8",
         ),
     ],
 )

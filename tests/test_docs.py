@@ -88,12 +88,8 @@ def test_the_blocks_of_a_page_run(page, tmp_path):
     tiny_run.make_files(tmp_path)
     tiny_run.make_model(tmp_path / "my-model")
     bin_of = Path(sys.executable).parent
-    environment = os.environ | {
-        "XLA_FLAGS": "",
-        "PYTHONPATH": str(ROOT),
-        "PATH": f"{bin_of}:{os.environ['PATH']}",
-        "WANDB_MODE": "offline",
-    }
+    path = f"{bin_of}:{os.environ['PATH']}"
+    environment = tiny_run.environment(PATH=path, WANDB_MODE="offline")
     python = ""
     for block in CODE[page]:
         if block.reason is not None:

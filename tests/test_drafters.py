@@ -27,6 +27,8 @@ from rlhf_jax.model import cache as kv
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.types import DecodeState, DraftState, Strategy
 
+pytestmark = pytest.mark.usefixtures("compiled_soon")
+
 SLOTS = 48
 NOBODY = np.full((1, 0), -1, np.int32)
 SEARCHERS = (LOOKUP, REPLAY)

@@ -31,6 +31,8 @@ from rlhf_jax.training.optimizer import Optimizers
 from rlhf_jax.training.update import init_train_state
 from rlhf_jax.types import TrainState
 
+pytestmark = pytest.mark.usefixtures("compiled_soon")
+
 CHAIN = trees.parse("model-chain-4")
 
 # Sums of rounds

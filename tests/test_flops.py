@@ -17,9 +17,9 @@ from test_pod import Target, micro_batch
 from rlhf_jax.config import schema
 from rlhf_jax.mesh import ONE_DEVICE, make_mesh
 from rlhf_jax.model import transformer
-from rlhf_jax.placement.search.flops import count_flops
+from rlhf_jax.model.flops import count_flops
+from rlhf_jax.training.gradients import accumulate, policy_objective
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.training.update import accumulate, policy_objective
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
 SQUARE = jax.ShapeDtypeStruct((16, 16), jnp.float32)

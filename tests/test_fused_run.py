@@ -14,6 +14,8 @@ from tiny_run import ROOT, lines
 from rlhf_jax.build import run as run_of
 from rlhf_jax.rewards import combination
 
+pytestmark = pytest.mark.usefixtures("compiled_soon")
+
 PPO = {"advantage__estimator": "gae", "training__minibatches": 2}
 STEPS = 2
 launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")

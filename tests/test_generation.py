@@ -39,8 +39,8 @@ def slow(*values):
 
 TREES = ("tree-4", "tree-2x2", "tree-3x1x1", "parents:-1,-1,0,0,1,2")
 CORE = ("plain", "lookup-chain-4", "model-chain-3", "lookup-tree-3x2", "model-tree-2x2x1")
-REST = (
-    *(f"{drafter}-{shape}" for drafter in ("lookup", "model") for shape in TREES),
+BRANCHED = tuple(f"{drafter}-{shape}" for drafter in ("lookup", "model") for shape in TREES)
+CHAINS = (
     *(f"lookup-chain-{k}" for k in (1, 2, 3, 5, 6, 7, 8)),
     *(f"model-chain-{k}" for k in (1, 2, 4, 5, 6, 7, 8)),
 )
@@ -48,9 +48,10 @@ SAMPLED = Sampling(1.0)
 GREEDY = Sampling(0.0)
 CASES = [
     *((name, SAMPLED) for name in CORE),
-    *(slow(name, SAMPLED) for name in REST),
+    *(slow(name, SAMPLED) for name in (*BRANCHED, *CHAINS)),
     ("model-chain-3", GREEDY),
-    *(slow(name, GREEDY) for name in (*CORE, *REST) if name != "model-chain-3"),
+    *(slow(name, GREEDY) for name in (*CORE, *BRANCHED) if name != "model-chain-3"),
+    *(pytest.param(name, GREEDY, marks=[pytest.mark.slow, pytest.mark.long]) for name in CHAINS),
 ]
 
 

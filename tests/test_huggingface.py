@@ -152,13 +152,13 @@ def test_each_device_reads_only_its_own_part(monkeypatch: pytest.MonkeyPatch):
     make = jax.make_array_from_callback
     parts = []
 
-    def recording(shape, sharding, callback: Callable):
+    def recording(shape, sharding, callback: Callable, dtype: np.dtype):
         def record(index):
             part = callback(index)
             parts.append((part.shape, sharding.shard_shape(shape)))
             return part
 
-        return make(shape, sharding, record)
+        return make(shape, sharding, record, dtype=dtype)
 
     monkeypatch.setattr(jax, "make_array_from_callback", recording)
     sharded = huggingface.load(GOLDEN / "llama", jnp.float32, shardings)

@@ -143,7 +143,15 @@ def test_text_is_the_same_with_the_kernels(target, drafter, plain, strategy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sampling", [Sampling(1.0), Sampling(0.0), Sampling(0.7, top_k=20)], ids=str
+    "sampling",
+    [
+        Sampling(1.0),
+        *(
+            pytest.param(law, marks=pytest.mark.long)
+            for law in (Sampling(0.0), Sampling(0.7, top_k=20))
+        ),
+    ],
+    ids=str,
 )
 def test_text_is_the_same_with_the_kernels_on_a_mesh(target, drafter, sampling):
     """Rows over four devices, heads and vocabulary over two: 300 tokens are filled up to two shares

@@ -10,6 +10,7 @@ import signal
 import threading
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import test_placement
@@ -17,8 +18,8 @@ import test_resume
 import tiny_run
 from tiny_run import ROOT, lines
 
-from rlhf_jax import build
-from rlhf_jax.config import generation_checks, schema
+from rlhf_jax import build, rlhf
+from rlhf_jax.config import generation_checks, memory, schema
 from rlhf_jax.config.command_line import read
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation.ahead import SamplesAhead, restore_samples
@@ -29,9 +30,11 @@ from rlhf_jax.runtime.beside import Abandoned, WorkBeside
 from rlhf_jax.session import Session
 from rlhf_jax.state import decoding_models
 from rlhf_jax.training.importance import importance_weights, weigh_advantages
-from rlhf_jax.types import Experience
+from rlhf_jax.types import Experience, ModelConfigs
 
 launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
+
+pytestmark = pytest.mark.usefixtures("compiled_soon")
 
 LAGGED = {"plan": "disaggregated", "training__lag": 1, "deterministic": True}
 RESUMED = test_placement.RESUMED | {"training__lag": 1, "generation__resample": 0, "steps": 5}
@@ -245,6 +248,59 @@ def test_samples_are_one_update_behind_and_replayed(run):
     assert alone == [row["response"] for row in samples if row["step"] == 2]
 
 
+@pytest.mark.slow
+@pytest.mark.long
+def test_three_quarters_train_as_one_half_does(run):
+    """The texts are equal and losses within rounding, samples drawn ahead on the other quarter."""
+    changes = LAGGED | {"steps": 3}
+    metrics, samples = run("half", **changes)
+    path = test_placement.write_plan(run.place / "plan.json", calls=test_placement.QUARTERS)
+    own, texts = run("quarters", **changes | {"plan": path})
+    assert [row["lag/updates"] for row in own] == [0.0, 1.0, 1.0]
+    assert [row["response"] for row in texts] == [row["response"] for row in samples]
+    for one, other in zip(own, metrics, strict=True):
+        for key in (*test_placement.TRAINED, "lag/weight"):
+            assert one[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5), key
+
+
+@pytest.mark.slow
+def test_generation_holds_the_weights_once_as_is_foreseen(run, monkeypatch):
+    """Those of a step are gone when the next one's come: its devices then hold nothing else."""
+    place = rlhf.decoding_models
+    left = jax.live_arrays()  # by tests before; held, so that none of them goes meanwhile
+    found = []
+
+    def measured(train, asked):
+        layout = asked.generation.layout
+        before = held_by(layout.devices.flat, left)
+        models = jax.block_until_ready(place(train, asked))
+        parts = memory.plan(asked.config, ModelConfigs(models[0].config), {"generation": layout})
+        foreseen = next(part.bytes for part in parts if part.name == "policy, for generation")
+        found.append((before, held_by(layout.devices.flat, left), foreseen))
+        return models
+
+    monkeypatch.setattr(rlhf, "decoding_models", measured)
+    run("run", **LAGGED | {"steps": 3})
+    assert len(found) == 3
+    for before, after, foreseen in found:
+        # the head's rows are filled up to whole blocks of the vocabulary, which is small here
+        assert before == 0 and foreseen <= after < 1.5 * foreseen, found
+
+
+def held_by(devices, left) -> int:
+    """The bytes of all arrays but those left on the fullest of some devices."""
+    numbers = {device.id for device in devices}
+    held = dict.fromkeys(numbers, 0)
+    others = set(map(id, left))
+    for array in jax.live_arrays():
+        if id(array) in others:
+            continue
+        for shard in array.addressable_shards:
+            if shard.device.id in numbers:
+                held[shard.device.id] += shard.data.nbytes
+    return max(held.values())
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("lagged")
@@ -288,6 +344,7 @@ def test_killed_with_samples_ahead_and_resumed_is_uninterrupted(index, place, wh
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_signal_ends_the_run_once_the_samples_beside_are_there(place, whole):
     stopped = test_resume.run(place, "stopped", "training:SIGHUP", 7)
     assert stopped.returncode == 128 + signal.SIGHUP, stopped.stderr

@@ -34,7 +34,7 @@ if "COMMANDS" in os.environ:
 if sys.argv[1] == "-c":
     exec(sys.argv[2])
     sys.exit()
-print(json.dumps([os.getcwd(), *sys.argv[1:]]))
+sys.stdout.write(json.dumps([os.getcwd(), *sys.argv[1:]]) + "\\n")  # at once: ranks share it
 sys.exit({code})
 """
 TOLD = """#!/usr/bin/env bash

@@ -21,6 +21,8 @@ from rlhf_jax.model import attention
 from rlhf_jax.model.transformer import forward, init, logits
 from rlhf_jax.types import Rollout
 
+pytestmark = pytest.mark.usefixtures("compiled_soon")
+
 
 def naive_attention(query, key, value):
     """Full [Q, Q] weights, heads repeated."""

@@ -152,7 +152,8 @@ def test_the_bound_of_foresight_where_it_is_known(deadline, late):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "samples, gain, fused", [(32, 1.15, 1.15), (64, 1.25, 1.2), (128, 1.3, 1.02)]
+    "samples, gain, fused",
+    [(32, 1.15, 1.15), (64, 1.25, 1.2), pytest.param(128, 1.3, 1.02, marks=pytest.mark.long)],
 )
 def test_known_lengths_gain_what_they_can(tmp_path, samples, gain, fused):
     found = measured(tmp_path, samples, "oracle")
@@ -162,12 +163,15 @@ def test_known_lengths_gain_what_they_can(tmp_path, samples, gain, fused):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_half_known_lengths_gain_where_samples_wait(tmp_path):
     assert measured(tmp_path, 128, "noisy:0.5")["static_to_ours"] >= 1.15
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("samples", [32, 64, 128])
+@pytest.mark.parametrize(
+    "samples", [32, *(pytest.param(count, marks=pytest.mark.long) for count in (64, 128))]
+)
 def test_without_predictions_nothing_is_lost(tmp_path, samples):
     found = measured(tmp_path, samples, "none")
     assert found["static_to_ours"] >= 0.99

@@ -28,8 +28,8 @@ from rlhf_jax.model import transformer
 from rlhf_jax.runtime.host_memory import host_memory
 from rlhf_jax.training import distill
 from rlhf_jax.training.distill import DistillBatch, student_config, student_of
+from rlhf_jax.training.gradients import critic_objective, policy_objective
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.training.update import critic_objective, policy_objective
 from rlhf_jax.types import ModelConfig, ModelConfigs, RopeScaling
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -210,6 +210,18 @@ def test_reward_models_are_always_there_and_add_up(tiny, config):
     assert rewards(reward, reward) == 2 * rewards(reward)
 
 
+def test_models_that_wait_on_the_host_count_while_they_score(tiny, config):
+    models = ModelConfigs(tiny, rewards=(dataclasses.replace(tiny, scalar_head=True, tied=False),))
+
+    def stages() -> set[str]:
+        parts = memory.plan(config, models, planning())
+        return {part.stage for part in parts if part.name in ("reference", "reward models")}
+
+    assert stages() == {"always"}
+    config.mesh.idle_on_host = True
+    assert stages() == {"inference"}
+
+
 def test_the_peak_is_what_is_always_there_and_the_larger_stage():
     parts = [memory_parts.Part(name, stage, size, "") for name, stage, size in [
         ("a", "always", 100), ("b", "generation", 200), ("c", "training", 400),
@@ -295,12 +307,20 @@ def test_a_control_group_says_how_much_of_the_hosts_memory_is_ours(name, tmp_pat
 def test_a_host_holds_all_its_devices_and_the_texts(config, monkeypatch):
     monkeypatch.setattr(host, "host_memory", lambda: 10e9)
     part = memory_parts.Part("cache", "generation", 2 * 10**9, "lower rows")
-    host.check(config, [part], devices=4, held_out=0)
+    host.check(config, [part], devices=4, held_out=0, on_cpu=True)
     with pytest.raises(
         ValueError, match=r"^The host needs 12.0 GB in generation and has 10.0 GB; .*: lower rows.$"
     ):
-        host.check(config, [part], devices=6, held_out=0)
-    host.check(config, [part], devices=0, held_out=0)
+        host.check(config, [part], devices=6, held_out=0, on_cpu=True)
+    host.check(config, [part], devices=6, held_out=0)
+    reference = dataclasses.replace(part, name="reference")
+    host.check(config, [reference], devices=6, held_out=0)
+    config.mesh.idle_on_host = True
+    with pytest.raises(
+        ValueError, match=r"reference, waiting on the host .12.0 GB.: set mesh.idle"
+    ):
+        host.check(config, [reference], devices=6, held_out=0)
+    host.check(config, [part], devices=6, held_out=0)
     config.generation.prompts_per_step = 10**9
     with pytest.raises(ValueError, match=r"samples of a step, on the host .*prompts_per_step"):
         host.check(config, [], devices=0, held_out=0)

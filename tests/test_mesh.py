@@ -95,6 +95,24 @@ def test_slices_split_the_width_in_training_and_repeat_the_weights_in_generation
         jax.tree.map(np.testing.assert_array_equal, own, model)
 
 
+def test_slices_of_a_pipeline_have_their_own_layers_without_a_copy(model):
+    layout = Layout(meshes.make_mesh(1, 2, 2, slices=2), "pipelined")
+    placed = jax.device_put(model, meshes.model_shardings(model, layout))
+    assert shard_shapes(model, meshes.model_shardings(model, layout)).layers.down == (1, 32, 16)
+    buffers = {
+        shard.data.unsafe_buffer_pointer() for shard in placed.layers.down.addressable_shards
+    }
+    for index, part in enumerate(layout.split()):
+        own = meshes.on_slice(placed, part)
+        assert own.layers.down.sharding == meshes.model_shardings(own, part).layers.down
+        held = {shard.data.unsafe_buffer_pointer() for shard in own.layers.down.addressable_shards}
+        assert len(held) == 4 and held <= buffers
+        expected = jax.tree.map(lambda leaf, at=index: leaf[at : at + 1], model.layers)
+        jax.tree.map(np.testing.assert_array_equal, own.layers, expected)
+    # and of the rest a part, as in training
+    assert shard_shapes(model, meshes.model_shardings(model, layout)).embed == (160, 8)
+
+
 def test_training_splits_width_over_fsdp_and_heads_over_tensor(model):
     shapes = shard_shapes(model, meshes.model_shardings(model, Layout(meshes.make_mesh(2, 2, 2))))
     assert shapes.embed == (160, 16)

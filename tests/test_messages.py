@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime
 import decimal
-import itertools
 import math
 import socket
 import struct
@@ -398,8 +398,8 @@ def test_a_pickle_under_an_awaited_word_is_refused(trap, coordination, monkeypat
 def test_a_pickle_in_the_exchange_of_ranks_is_refused(trap, coordination, monkeypatch, work):
     data, sprung = trap
     head = np.zeros(distributed.FIRST + 4, np.uint8)
-    monkeypatch.setattr(distributed, "_exchanges", itertools.count())
-    signed = LEADER.sign(f"{distributed.EXCHANGE} 0", data)
+    monkeypatch.setattr(distributed, "_exchanges", collections.Counter())
+    signed = LEADER.sign(f"{distributed.EXCHANGE} in MainThread/0", data)
     message = np.frombuffer(struct.pack("=I", len(signed)) + signed, np.uint8)
     head[: len(message)] = message
     monkeypatch.setattr(

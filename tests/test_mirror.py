@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -203,11 +202,11 @@ def test_a_run_goes_on_elsewhere_as_if_it_had_never_moved(url, tmp_path, monkeyp
 
     def run(workdir, steps):
         options = {"workdir": workdir, "steps": steps, "checkpoint__every": 1}
-        options |= {"deterministic": True, "compilation_cache": tmp_path / "programs"}
+        options["deterministic"] = True
         words = [sys.executable, str(tiny_run.ROOT / "launch" / "train.py")]
         words += tiny_run.arguments(tmp_path, tmp_path / "tiny", **options)[1:]
-        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-        done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+        environment = tiny_run.environment()
+        done = subprocess.run(words, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -16,11 +16,13 @@ from rlhf_jax.inference.scoring import ScoringSettings, score
 from rlhf_jax.mesh import Layout, make_mesh, model_shardings, place_rows
 from rlhf_jax.model.transformer import init
 from rlhf_jax.training.batching import micro_batch
+from rlhf_jax.training.gradients import critic_objective, policy_objective
 from rlhf_jax.training.losses import token_mean_weights
 from rlhf_jax.training.policy_losses import LOSSES
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.training.update import critic_objective, policy_objective
 from rlhf_jax.types import Experience, Rollout
+
+pytestmark = pytest.mark.usefixtures("compiled_soon")
 
 PROMPTS = (3, 9, 5)  # tokens of each
 GROUP = 4
@@ -54,7 +56,7 @@ def grouped_rollout(vocabulary: int, seed: int = 0, top_k: bool = False) -> Roll
     )
 
 
-@pytest.mark.parametrize("row_shards", [1, 2, 4])
+@pytest.mark.parametrize("row_shards", [1, 2, 3, 4])
 @pytest.mark.parametrize("rows", [4, 12])
 def test_each_token_is_there_once_and_each_prompt_once_a_shard(row_shards, rows):
     rollout = grouped_rollout(50)
@@ -140,11 +142,17 @@ def add(one, other):
         ((2, 2, 2), "top_k"),
         (None, "gspo"),
         pytest.param((2, 2, 2), "gspo", marks=pytest.mark.slow),
+        pytest.param((1, 4, 1), "policy", marks=pytest.mark.slow),
+        pytest.param((2, 2, 2), "critic", marks=pytest.mark.slow),
         *(
-            pytest.param(shape, kind, marks=pytest.mark.slow)
-            for shape in (None, (1, 4, 1), (2, 2, 2))
-            for kind in ("policy", "top_k", "critic")
-            if (shape, kind) not in ((None, "policy"), ((2, 2, 2), "top_k"))
+            pytest.param(shape, kind, marks=[pytest.mark.slow, pytest.mark.long])
+            for shape, kind in (
+                (None, "top_k"),
+                (None, "critic"),
+                ((1, 4, 1), "top_k"),
+                ((1, 4, 1), "critic"),
+                ((2, 2, 2), "policy"),
+            )
         ),
     ],
 )

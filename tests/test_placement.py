@@ -26,6 +26,8 @@ from rlhf_jax.placement.plan import Placement, Plan, read_plan
 from rlhf_jax.placement.presets import PRESETS, plan_of
 from rlhf_jax.types import ModelConfigs
 
+pytestmark = pytest.mark.usefixtures("compiled_soon")
+
 launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
 
 # PPO, with the critic and the reference in use, on all eight devices.
@@ -46,6 +48,15 @@ APART = {
     "critic_inference": {"first": 5, "count": 1},
     "policy_training": {"first": 4, "count": 2, "tensor": 2},
     "critic_training": {"first": 6, "count": 1},
+}
+# Generation has a quarter, all else the rest or three quarters of its half.
+QUARTERS = {
+    "generation": {"first": 0, "count": 2, "tensor": 2},
+    "policy_inference": {"first": 2, "count": 6, "data": 3, "fsdp": 2},
+    "reference_inference": {"first": 2, "count": 6, "data": 3, "tensor": 2},
+    "critic_inference": {"first": 2, "count": 6, "data": 6},
+    "policy_training": {"first": 2, "count": 6, "data": 3, "fsdp": 2},
+    "critic_training": {"first": 4, "count": 3, "data": 3},
 }
 # A run that may be killed, on four devices.
 RESUMED = test_resume.CHANGES | {
@@ -172,15 +183,16 @@ def test_a_plan_says_dtype_and_kernels_or_has_the_configs(tmp_path):
     assert found["policy_training"].kernels == kernels
 
 
-def test_rows_that_a_call_cannot_share_are_named_with_its_plan():
+def test_rows_that_generation_cannot_share_are_named_with_its_plan():
     config = schema.default()
     config.plan = "disaggregated"
     config.generation.max_rows = 30
     config.kl.coefficient = 0.0
-    with pytest.raises(
-        ValueError, match=r"policy_training's .* of plan disaggregated = 3; .* to 6 or 9\."
-    ):
-        validation.check_rows(config, plan_of(config, num_devices=6), config.plan)
+    plan = plan_of(config, num_devices=6)
+    validation.check_rows(config, plan, config.plan)
+    config.generation.max_rows = 31
+    with pytest.raises(ValueError, match=r"generation's data x fsdp .* = 3; .* to 30 or 33\."):
+        validation.check_rows(config, plan, config.plan)
 
 
 def test_each_half_holds_what_its_calls_need():
@@ -205,15 +217,28 @@ def test_each_half_holds_what_its_calls_need():
 
 
 @pytest.mark.slow
-def test_every_plan_gives_the_text_and_losses_of_one_mesh(run, tmp_path):
+@pytest.mark.parametrize(
+    ("names", "steps"),
+    [
+        (("mesh", "disaggregated", "quarters"), 3),
+        pytest.param(
+            ("mesh", "colocated", "interleaved", "disaggregated", "apart", "quarters"),
+            10,
+            marks=pytest.mark.long,
+            id="all",
+        ),
+    ],
+)
+def test_every_plan_gives_the_text_and_losses_of_one_mesh(run, tmp_path, names, steps):
     plans = {
         "mesh": "",
         "colocated": "colocated",
         "interleaved": "interleaved",
         "disaggregated": "disaggregated",
         "apart": write_plan(tmp_path / "apart.json"),
+        "quarters": write_plan(tmp_path / "quarters.json", calls=QUARTERS),
     }
-    found = {name: run(name, plan=plan, steps=10) for name, plan in plans.items()}
+    found = {name: run(name, plan=plans[name], steps=steps) for name in names}
     metrics, samples = found.pop("mesh")
     worst = {}
     for name, (own, texts) in found.items():
@@ -266,18 +291,7 @@ def test_a_run_that_repeats_itself_keeps_its_plan(run, capsys):
 )
 def test_killed_under_a_plan_and_resumed_is_uninterrupted(event, number, tmp_path, monkeypatch):
     """Bit for bit, with generation on two devices and all else on two others."""
-    monkeypatch.setattr(test_resume, "CHANGES", RESUMED)
-    monkeypatch.setitem(
-        test_resume.ENVIRONMENT, "XLA_FLAGS", "--xla_force_host_platform_device_count=4"
-    )
-    tiny_run.make_model(tmp_path / "tiny")
-    tiny_run.make_files(tmp_path)
-    assert test_resume.run(tmp_path, "whole", "none", -1).returncode == 0
-    whole = test_resume.left_by(tmp_path / "whole")
-    assert test_resume.run(tmp_path, event, event, number).returncode == -9
-    done = test_resume.run(tmp_path, event, "none", -1)
-    assert "Going on from step 2" in done.stdout, done.stderr
-    test_resume.check_equal(tmp_path / event, whole)
+    test_resume.check_killed_and_resumed(tmp_path, monkeypatch, RESUMED, (event, number))
 
 
 # What a run may have besides, each under every preset.
@@ -314,8 +328,24 @@ def test_a_feature_gives_its_text_under_every_plan(feature, run, folder, tmp_pat
     if "reward__models" in changes:
         changes["reward__models"] = tmp_path / "classifier"
     metrics, samples = run("mesh", plan="", **changes)
-    for plan in PRESETS:
-        own, texts = run(plan, plan=plan, **changes)
+    plans: dict[str, str | Path] = {name: name for name in PRESETS}
+    if feature in ("a student", "a reward model"):
+        scorer = {"reward_inference": QUARTERS["policy_inference"]}
+        calls = QUARTERS | (scorer if "reward__models" in changes else {})
+        plans["quarters"] = write_plan(tmp_path / "quarters.json", calls=calls)
+    for name, plan in plans.items():
+        own, texts = run(name, plan=plan, **changes)
         assert [row["response"] for row in texts] == [row["response"] for row in samples], plan
         for key in TRAINED:
             assert own[-1][key] == pytest.approx(metrics[-1][key], rel=1e-4, abs=1e-5), (plan, key)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_models_that_wait_on_the_host_change_nothing(run):
+    """Reference and reward model leave the devices between steps, and come back as they were."""
+    wanted = run("there", steps=2, deterministic=True)
+    found = run("aside", steps=2, deterministic=True, mesh__idle_on_host=True)
+    assert [row["response"] for row in wanted[1]] == [row["response"] for row in found[1]]
+    for one, other in zip(wanted[0], found[0], strict=True):
+        assert {name: one[name] for name in TRAINED} == {name: other[name] for name in TRAINED}

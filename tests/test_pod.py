@@ -35,9 +35,9 @@ from rlhf_jax.mesh import Layout
 from rlhf_jax.training import distill
 from rlhf_jax.training.batching import MicroBatch
 from rlhf_jax.training.distill import DistillBatch, student_of
-from rlhf_jax.training.optimizer import Gradient, apply, make_optimizer
+from rlhf_jax.training.gradients import Gradient, accumulate, critic_objective, policy_objective
+from rlhf_jax.training.optimizer import apply, make_optimizer
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.training.update import accumulate, critic_objective, policy_objective
 from rlhf_jax.types import Model, ModelConfig, ModelConfigs, PackedBatch
 
 TOLERANCE = 0.15
@@ -215,6 +215,7 @@ def test_predicted_memory_is_the_compilers(name):
 
 
 @needs_libtpu
+@pytest.mark.long
 def test_without_remat_a_tpu_keeps_the_activations_that_are_foreseen():
     """Of two layers, whose activations are then the most of what a gradient needs."""
     at = target("grpo_llama31_8b:tpu")
@@ -343,7 +344,14 @@ def student_program(at: Target, model: Model):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("program", [first_gradient_program, score_program, student_program])
+@pytest.mark.parametrize(
+    "program",
+    [
+        score_program,
+        pytest.param(first_gradient_program, marks=pytest.mark.long),
+        pytest.param(student_program, marks=pytest.mark.long),
+    ],
+)
 def test_no_collective_of_the_heads_size_stands_in_a_loop(program):
     """The head is gathered once, and its gradient is scattered once, however many blocks of tokens
     there are; and the sum of gradients is split as the weights are.
@@ -386,7 +394,11 @@ def round_of_8b(chip: str, layers: int, kernels: Kernels):
 @needs_libtpu
 @pytest.mark.parametrize(
     ("chip", "layers"),
-    [("v5p", LLAMA_8B.num_layers), ("v5e", 4), pytest.param("v6e", 4, marks=pytest.mark.long)],
+    [
+        ("v5e", 4),
+        pytest.param("v6e", 4, marks=pytest.mark.long),
+        pytest.param("v5p", LLAMA_8B.num_layers, marks=pytest.mark.long),
+    ],
 )
 def test_a_round_of_an_8b_model_over_eight_chips_compiles_with_the_kernels(chip, layers):
     """And writes its caches in place."""

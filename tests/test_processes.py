@@ -54,7 +54,7 @@ MEASURED = ("seconds", "per_second", "idle_share")
 
 def environment(devices: int) -> dict[str, str]:
     """Of a process with so many devices of its own, whose programs are compiled soon rather than
-    well.
+    well, and not kept: those that are read back have their collectives in other orders.
     """
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     paths = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -64,6 +64,7 @@ def environment(devices: int) -> dict[str, str]:
         os.environ
         | paths
         | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": str(joining.THREADS)}
+        | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
         | {signing.KEY: KEY}
     )
 
@@ -160,9 +161,24 @@ def check_alike(one: Path, other: Path) -> None:
         np.testing.assert_allclose(weights[1][name], weight, rtol=1e-4, atol=1e-4)
 
 
+def test_several_devices_of_a_cpu_have_threads_enough(monkeypatch):
+    monkeypatch.delenv("NPROC", raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    joining.start(Place())
+    assert "NPROC" not in os.environ
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    joining.start(Place())
+    assert int(os.environ["NPROC"]) >= 2 * 8
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes", [{}, FOUR, SHARED], ids=["a slice each", "two slices each", "one slice of both"]
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.long, id="a slice each"),
+        pytest.param(FOUR, marks=pytest.mark.long, id="two slices each"),
+        pytest.param(SHARED, id="one slice of both"),
+    ],
 )
 def test_two_processes_take_the_step_of_one(changes, place, alone, kernels_are_interpreted):
     name = f"step-{len(changes)}"
@@ -172,24 +188,6 @@ def test_two_processes_take_the_step_of_one(changes, place, alone, kernels_are_i
     assert ("kernels     interpret: asked for" in out) == kernels_are_interpreted
     assert len(lines(place / name / "samples.jsonl")) == 8
     check_alike(alone(**changes), place / name)
-
-
-@pytest.mark.slow
-def test_two_processes_under_a_plan_take_the_steps_of_one_mesh(place):
-    """Ten steps of PPO, with a sharding of its own for each call over the devices of both."""
-    changes = TWO_SLICES | {"steps": 10, "evaluation__every": 0, "advantage__estimator": "gae"}
-    one(place, "one-mesh", **changes)
-    code, _, errors = two(place, "colocated", plan="colocated", **changes)
-    assert code == 0, errors
-    names = ("one-mesh", "colocated")
-    texts = [lines(place / name / "samples.jsonl") for name in names]
-    assert texts[0] == texts[1]
-    worst = 0.0
-    for a, b in zip(*(lines(place / name / "metrics.jsonl") for name in names), strict=True):
-        for key in ("loss/policy", "loss/value", "kl/mean", "gradient/norm"):
-            worst = max(worst, abs(a[key] - b[key]) / max(1.0, abs(a[key])))
-    print(json.dumps({"largest difference": worst}))
-    assert worst <= 1e-4
 
 
 @pytest.mark.slow
@@ -224,10 +222,6 @@ def test_what_processes_cannot_do_together_is_refused_once(place):
     code, out, errors = two(place, "refused", **fused)
     assert code == 2 and (out + errors).count("error:") == 1 and "Traceback" not in out + errors
     assert "mesh.slices is 1; raise it" in errors and not (place / "refused").exists()
-    apart = {"mesh__fsdp": -1, "plan": "disaggregated", "compilation_cache": ""}
-    code, out, errors = two(place, "refused", **apart)
-    assert code == 2 and (out + errors).count("error:") == 1 and "Traceback" not in out + errors
-    assert "gives generation 4 of 8 devices, and with 2 processes each call has all" in errors
 
 
 def test_a_mistake_is_found_before_processes_meet(place):
@@ -275,7 +269,7 @@ def test_words_of_others_are_ignored_with_a_sentence():
 
 @pytest.mark.parametrize(
     "keys",
-    [pytest.param(("one" * 11, "two" * 11), marks=pytest.mark.slow), ("", "")],
+    [pytest.param(("one" * 11, "two" * 11), marks=[pytest.mark.slow, pytest.mark.long]), ("", "")],
     ids=["unlike", "none"],
 )
 def test_processes_without_one_key_end_with_a_sentence(keys):
@@ -286,7 +280,11 @@ def test_processes_without_one_key_end_with_a_sentence(keys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ranks, slices, devices", [(2, 4, 2), (4, 2, 1)], ids=["two slices each", "half a slice each"]
+    "ranks, slices, devices",
+    [
+        pytest.param(2, 4, 2, marks=pytest.mark.long, id="two slices each"),
+        pytest.param(4, 2, 1, id="half a slice each"),
+    ],
 )
 def test_samples_that_move_between_processes_are_those_that_stayed(
     ranks, slices, devices, kernels_are_interpreted
@@ -340,12 +338,12 @@ def left_by(workdir: Path) -> dict:
 @pytest.mark.slow
 def test_what_listens_of_a_local_run_does_so_on_the_loopback(place):
     found = set()
-    with launched(place, "listening", **ONE_STEP) as process:
+    with launched(place, "listening", plan="disaggregated", **ONE_STEP) as process:
         while process.poll() is None:
             found |= listening.sockets(listening.session(process.pid))
             time.sleep(0.05)
         assert process.communicate() and process.returncode == 0
-    assert len(found) >= 3, "the coordination service, and gloo of each rank"
+    assert len(found) >= 3, "the coordination service, and what sends arrays of each rank"
     assert {host for host, _ in found} <= set(listening.LOOPBACK), found
 
 

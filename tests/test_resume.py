@@ -110,6 +110,22 @@ def check_equal(workdir: Path, whole: dict) -> None:
         assert found[name] == value, name
 
 
+def check_killed_and_resumed(place: Path, monkeypatch, changes: dict, moment: tuple[str, int]):
+    """A run on four devices that is killed at a moment and goes on leaves what a whole one does."""
+    monkeypatch.setitem(globals(), "CHANGES", changes)
+    monkeypatch.setitem(ENVIRONMENT, "XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    tiny_run.make_model(place / "tiny")
+    tiny_run.make_files(place)
+    done = run(place, "whole", "none", -1)
+    assert done.returncode == 0, done.stderr
+    whole_run = left_by(place / "whole")
+    event, number = moment
+    assert run(place, event, event, number).returncode == -9
+    done = run(place, event, "none", -1)
+    assert "Going on from step 2" in done.stdout, done.stderr
+    check_equal(place / event, whole_run)
+
+
 def test_the_run_is_one_to_be_interrupted(whole):
     """It has what the promise speaks of: all phases, several checkpoints, a moving KL coefficient,
     prompts redrawn.

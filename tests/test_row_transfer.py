@@ -16,6 +16,8 @@ from rlhf_jax.reallocation import row_transfer
 from rlhf_jax.reallocation.settings import TransferSettings
 from rlhf_jax.types import DecodeState, ModelConfig
 
+pytestmark = pytest.mark.usefixtures("compiled_soon")
+
 TARGET = ModelConfig(
     "llama", 32, 16, 16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, max_context=128
 )

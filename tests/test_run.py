@@ -25,6 +25,8 @@ from rlhf_jax.monitoring.metrics import REQUIRED
 from rlhf_jax.objectives.reward import RewardObjective
 from rlhf_jax.training.advantages import ESTIMATORS
 
+pytestmark = pytest.mark.usefixtures("compiled_soon")
+
 PPO = {
     "advantage__estimator": "gae",
     "kl__place": "reward",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import re
 import struct
 import subprocess
@@ -139,15 +138,13 @@ def test_what_is_no_sink_is_one_sentence(own, name, sentence, monkeypatch, tmp_p
 
 def of_run(words, folder, killed_at=None):
     start = ["launch/train.py"] if killed_at is None else ["tests/killed.py", *killed_at]
-    environment = os.environ | {
-        "XLA_FLAGS": "",
-        "PYTHONPATH": str(tiny_run.ROOT),
-        "WANDB_MODE": "offline",
-        "MLFLOW_TRACKING_URI": f"file:{folder / 'mlruns'}",
-        "MLFLOW_ALLOW_FILE_STORE": "true",
-        "TRACKIO_DIR": str(folder / "trackio"),
-        "HF_HUB_OFFLINE": "1",
-    }
+    environment = tiny_run.environment(
+        WANDB_MODE="offline",
+        MLFLOW_TRACKING_URI=f"file:{folder / 'mlruns'}",
+        MLFLOW_ALLOW_FILE_STORE="true",
+        TRACKIO_DIR=str(folder / "trackio"),
+        HF_HUB_OFFLINE="1",
+    )
     command = [sys.executable, *start, *words[1:]]
     return subprocess.run(
         command, cwd=tiny_run.ROOT, capture_output=True, text=True, env=environment

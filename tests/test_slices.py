@@ -27,6 +27,8 @@ from rlhf_jax.reallocation import planner
 from rlhf_jax.rewards.combination import Response
 from rlhf_jax.rewards.models import RewardModel, model_scorer
 
+pytestmark = pytest.mark.usefixtures("compiled_soon")
+
 STOP = 7
 GOLDEN = Path(__file__).parent / "golden" / "llama_reward"
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernel_cases import by_name, each_by_type, on_gpu, reduced
+from kernel_cases import by_name, each_by_type, few, on_gpu, reduced
 from tpu_topology import CHIPS, needs_libtpu, one
 
 from benchmarks.shapes import NODES, ROWS, SHAPES, SLOTS
@@ -252,8 +252,9 @@ def test_compiles_for_v5e_at_every_size(name, uncached):
 
 @needs_libtpu
 @pytest.mark.slow
-@pytest.mark.parametrize("name", attention_shapes())
-@pytest.mark.parametrize("chip", ["v5p", "v6e"])
+@pytest.mark.parametrize(
+    "chip, name", few([(chip, name) for name in attention_shapes() for chip in ("v5p", "v6e")], 1)
+)
 def test_compiles_for_larger_chips(chip, name, uncached):
     for rows, nodes in ((1, 5), (32, 1), (64, 33)):
         assert_compiles(chip, name, rows, nodes)

@@ -13,7 +13,7 @@ import pytest
 from chi_square import SIGNIFICANCE, expected_law, p_value
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
-from kernel_cases import by_name, each_by_type, on_gpu, reduced
+from kernel_cases import by_name, each_by_type, few, on_gpu, reduced
 from margins import decision_margin
 from scipy.special import logsumexp
 from tpu_topology import needs_libtpu, one
@@ -305,6 +305,14 @@ def test_combining_takes_the_first_of_equal_shards():
 
 # What it compiles to
 
+OTHER_CASES = (
+    ("v5p", 1, jnp.bfloat16, 0.0),
+    ("v5p", 64 * 33, jnp.bfloat16, 1.0),
+    ("v5p", 32 * 9, jnp.float32, 1.0),
+    ("v5e", 64 * 9, jnp.bfloat16, 1.0),
+    ("v6e", 64 * 9, jnp.bfloat16, 1.0),
+)
+
 
 def memory_of(step, chip: str, rows: int, shape: Shape, dtype) -> int:
     """Temporary bytes of step(hidden, head, key [R, 2], position [R]) on one chip, as the compiler
@@ -342,17 +350,12 @@ def step_with_logits(hidden, head, key, position):
 @pytest.mark.slow
 @needs_libtpu
 @pytest.mark.parametrize(
-    ("chip", "rows", "dtype", "temperature"),
+    ("name", "chip", "rows", "dtype", "temperature"),
     [
-        ("v5p", 1, jnp.bfloat16, 0.0),
-        ("v5p", 64 * 9, jnp.bfloat16, 0.7),
-        ("v5p", 64 * 33, jnp.bfloat16, 1.0),
-        ("v5p", 32 * 9, jnp.float32, 1.0),
-        ("v5e", 64 * 9, jnp.bfloat16, 1.0),
-        ("v6e", 64 * 9, jnp.bfloat16, 1.0),
+        *((name, "v5p", 64 * 9, jnp.bfloat16, 0.7) for name in SHAPES),
+        *few([(name, *case) for name in SHAPES for case in OTHER_CASES], 0),
     ],
 )
-@pytest.mark.parametrize("name", SHAPES)
 def test_it_compiles_for_tpus(name, chip, rows, dtype, temperature, uncached):
     """And needs little more than its parts: noise and log-sum-exps of blocks, and a block of logits
     a span.

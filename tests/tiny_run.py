@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import jax
@@ -85,6 +86,21 @@ def arguments(folder: Path, model: Path, **changes) -> list[str]:
         str(folder / "config.py"),
         *(f"--config.{k}={v}" for k, v in values.items()),
     ]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Of a process of one device that takes such a run: its programs are compiled soon rather than
+    well, and kept with those of the tests.
+    """
+    kept = "jax_compilation_cache_dir"
+    own = {
+        "XLA_FLAGS": "",
+        "PYTHONPATH": str(ROOT),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        kept.upper(): getattr(jax.config, kept) or "",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return os.environ | own | changes
 
 
 def lines(path: Path) -> list[dict]:

@@ -60,6 +60,7 @@ def test_damage_is_a_sentence_or_what_the_format_says(name, whole, judge):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", FILES)
 def test_more_damage_is_a_sentence_or_what_the_format_says(name, whole, judge):
     fuzz(name, whole[name].read_bytes(), judge, 200, seed=1)

@@ -1,0 +1,51 @@
+"""Models wait in their hosts' memory, and come to their devices as they were."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from test_distill import rollout_of
+
+from rlhf_jax.inference.scoring import ScoringSettings, compile_scores, score
+from rlhf_jax.mesh import Layout, make_mesh, model_shardings
+from rlhf_jax.model.transformer import init
+from rlhf_jax.placement.idle import fetched, put_aside
+from rlhf_jax.types import Model, ModelConfig
+
+
+@pytest.fixture
+def layout() -> Layout:
+    return Layout(make_mesh(fsdp=4, devices=jax.devices()[:4]))
+
+
+@pytest.fixture
+def model(layout) -> Model:
+    model = init(jax.random.key(0), ModelConfig("llama", 64, 16, 32, 2, 2, 2, 8, 64))
+    return jax.device_put(model, model_shardings(model, layout))
+
+
+def kinds(model: Model) -> set[str | None]:
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(model)}
+
+
+def test_a_model_comes_back_as_it_was(model):
+    aside = put_aside(model)
+    assert kinds(aside) == {"pinned_host"} and kinds(model) == {"device"}
+    back = fetched(aside)
+    for one, other in zip(jax.tree.leaves(model), jax.tree.leaves(back), strict=True):
+        assert one.sharding == other.sharding
+        np.testing.assert_array_equal(one, other)
+    stays = fetched(model)
+    assert jax.tree.leaves(stays)[0] is jax.tree.leaves(model)[0]
+
+
+def test_a_reference_scores_from_where_it_waits(model, layout):
+    rollout = rollout_of(rows=4, slots=16, vocabulary=64)
+    settings = ScoringSettings(layout, temperature=1.0, microbatch_rows=4)
+    wanted = score(model, model, None, rollout, settings)
+    aside = put_aside(model)
+    compile_scores(model, aside, None, rollout, settings)
+    found = score(model, aside, None, rollout, settings)
+    np.testing.assert_array_equal(wanted.reference_logprobs, found.reference_logprobs)
+    assert kinds(aside) == {"pinned_host"}
