@@ -74,9 +74,11 @@ class Session:
     def __enter__(self) -> Session:
         opened = self.opened
         folder = opened.config.compilation_cache
-        # A program that several processes on CPUs read back no longer keeps its collectives in one
-        # order, and two processes then wait for each other in different ones (jax 0.10.2).
-        if folder and not (distributed.started() and jax.default_backend() == "cpu"):
+        if distributed.started() and jax.default_backend() == "cpu":
+            # A program that several processes on CPUs read back no longer keeps its collectives in
+            # one order, and two processes then wait for each other in different ones (jax 0.10.2).
+            jax.config.update("jax_enable_compilation_cache", False)
+        elif folder:
             jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         with contextlib.ExitStack() as stack:

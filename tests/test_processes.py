@@ -105,15 +105,25 @@ def alone(place) -> Callable[..., Path]:
 
 @contextlib.contextmanager
 def launched(place: Path, name: str, ranks: int = 2, **changes) -> Iterator[subprocess.Popen]:
-    """Processes that share eight devices; whatever happens, none is left."""
+    """Processes that share eight devices; whatever happens, none is left.
+
+    No program of theirs is kept, not even where the environment asks for it.
+    """
     words = [str(ROOT / "launch" / "local.sh"), str(ranks), *arguments(place, name, **changes)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(words, env=environment(8 // ranks), start_new_session=True, **pipes)
+    kept = place / "kept"
+    asked = environment(8 // ranks) | {
+        "JAX_ENABLE_COMPILATION_CACHE": "true",
+        "JAX_COMPILATION_CACHE_DIR": str(kept),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    process = subprocess.Popen(words, env=asked, start_new_session=True, **pipes)
     try:
         yield process
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+    assert not kept.exists()
 
 
 def two(place: Path, name: str, ranks: int = 2, **changes) -> tuple[int, str, str]:
