@@ -16,7 +16,7 @@ from rlhf_jax.mesh import Layout, pin_weights
 from rlhf_jax.model.packed import read_packed
 from rlhf_jax.model.transformer import cast
 from rlhf_jax.training.batching import MicroBatch
-from rlhf_jax.training.losses import summed_policy_loss, summed_value_loss
+from rlhf_jax.training.losses import is_maximum, summed_policy_loss, summed_value_loss
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Model
 
@@ -108,7 +108,7 @@ def no_gradient(model: Model, names: tuple[str, ...], layout: Layout) -> Gradien
     A sum that begins with it needs one program, and not another for the first micro-batch.
     """
     weights = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), model)
-    least = {name: -jnp.inf if name.endswith("/max") else 0.0 for name in names}
+    least = {name: -jnp.inf if is_maximum(name) else 0.0 for name in names}
     metrics = {name: jnp.full((), value, jnp.float32) for name, value in least.items()}
     return pin_weights(Gradient(weights, metrics), layout)
 
@@ -142,7 +142,7 @@ def add_gradient(
     if total is None:
         return Gradient(weights, metrics)
     merged = {
-        name: (jnp.maximum if name.endswith("/max") else jnp.add)(total.metrics[name], value)
+        name: (jnp.maximum if is_maximum(name) else jnp.add)(total.metrics[name], value)
         for name, value in metrics.items()
     }
     return Gradient(jax.tree.map(jnp.add, total.weights, weights), merged)

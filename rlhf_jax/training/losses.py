@@ -87,6 +87,11 @@ def token_mean(x: Array, mask: Array, total: Array) -> jax.Array:
     return jnp.sum(jnp.where(mask, x, 0.0)) / total
 
 
+def is_maximum(name: str) -> bool:
+    """Tell whether a metric of this name is a maximum over tokens; others are sums of shares."""
+    return name.endswith("/max")
+
+
 def summed_policy_loss(
     logprobs: Array,
     entropy: Array | None,
@@ -103,9 +108,9 @@ def summed_policy_loss(
     `loss` gives the policy's, token by token. The penalty is kl_weight * kl_estimator(policy,
     reference), the bonus entropy_coefficient * entropy. logprobs and entropy (or None) [S, W]
     float32 are the policy's now; they are the old ones, too, where the batch has none. The loss is
-    [] float32. Metrics are shares of the minibatch's token means, to be summed over micro-batches;
-    those whose name ends in `/max` are maxima. `kl/mean` is to the reference, `kl/old` is KL(old ||
-    now), both in nats by k3.
+    [] float32. Metrics are shares of the minibatch's token means, to be summed over micro-batches,
+    but for maxima (`is_maximum`). `kl/mean` is to the reference, `kl/old` is KL(old || now), both
+    in nats by k3.
     """
     mask = batch.mask
     chex.assert_equal_shape([logprobs, batch.weights, mask])

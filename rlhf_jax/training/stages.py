@@ -20,6 +20,7 @@ from rlhf_jax.runtime.compilation import Execute
 from rlhf_jax.runtime.shards import send_shards
 from rlhf_jax.training.batching import MicroBatch
 from rlhf_jax.training.gradients import Gradient, HeadLoss, Learner, Metrics, add_gradient
+from rlhf_jax.training.losses import is_maximum
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Model, PackedBatch
 
@@ -191,7 +192,7 @@ def _sum_stacked(copies: Gradient, layout: Layout) -> Gradient:
         return leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]).sum(axis=0)
 
     metrics = {
-        name: value.max() if name.endswith("/max") else value.sum()
+        name: value.max() if is_maximum(name) else value.sum()
         for name, value in copies.metrics.items()
     }
     return pin_weights(Gradient(jax.tree.map(total, copies.weights), metrics), layout)

@@ -34,7 +34,7 @@ from rlhf_jax.training.gradients import (
     policy_head_loss,
     policy_objective,
 )
-from rlhf_jax.training.losses import explained_variance
+from rlhf_jax.training.losses import explained_variance, is_maximum
 from rlhf_jax.training.optimizer import Optimizers, apply, examine_all
 from rlhf_jax.training.pipelined import measure_stages, sum_pipelined
 from rlhf_jax.training.schedules import FusedSchedule, schedule_of
@@ -114,10 +114,9 @@ def update(
     The given state is used up. A minibatch's loss is a weighted sum over its tokens, so the result
     does not depend on `microbatch_rows` or `length_bucket`. Gradients of policy and critic are
     taken one after the other, so their activations never coexist, or by pipelines at once where
-    their layouts are pipelined. `kl_weight` is that of the
-    divergence in the loss. `observe` is called before each minibatch, with its micro-batches.
-    `step` counts updates and, with the seed, orders the rows. In the first `critic_steps_alone`
-    updates the policy stays as it is.
+    their layouts are pipelined. `kl_weight` is that of the divergence in the loss. `observe` is
+    called before each minibatch, with its micro-batches. `step` counts updates and, with the seed,
+    orders the rows. In the first `critic_steps_alone` updates the policy stays as it is.
 
     A minibatch of which a number is not finite, the policy's or the critic's, is skipped: neither
     takes a step. NonFiniteStep where more than `max_skipped` come in a row, of which `skipped` came
@@ -379,7 +378,7 @@ def _means(
     means = {"loss/policy": 0.0, "kl/mean": 0.0, "gradient/norm": 0.0}
     for name in dict.fromkeys(name for metrics in taken for name in metrics):
         values = [float(metrics[name]) for metrics in taken if name in metrics]
-        means[name] = max(values) if name.endswith("/max") else float(np.mean(values))
+        means[name] = max(values) if is_maximum(name) else float(np.mean(values))
     skipped = float(len(history) - len(taken))
     return means | {"training/skipped": skipped, "training/skipped_in_row": float(in_row)}
 
