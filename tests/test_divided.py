@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from test_processes import TWO_SLICES, launched, one, place, two  # noqa: F401
+from test_processes import TWO_SLICES, launched, one, place, ranks_of, two  # noqa: F401
 from tiny_run import lines
 
 pytestmark = pytest.mark.usefixtures("compiled_soon")
@@ -55,6 +55,12 @@ def one_mesh(place) -> Callable[[int], Path]:  # noqa: F811
         return place / f"one-mesh-{steps}"
 
     return done
+
+
+@pytest.mark.slow
+def test_weights_go_between_processes_of_unequal_numbers():
+    codes, errors = ranks_of("weight_ranks.py", ranks=4, devices=2)
+    assert codes == [0] * 4, errors
 
 
 @pytest.mark.slow
