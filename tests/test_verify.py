@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import json
 import re
 
@@ -23,6 +24,7 @@ from rlhf_jax.build.verified import CachingCompiler, CompilerFigures, compile_fi
 from rlhf_jax.config.hardware import parse_hardware
 from rlhf_jax.model.flops import jaxpr_flops
 from rlhf_jax.placement.plan import Placement, Plan
+from rlhf_jax.training.distill import student_config
 
 SMALL = SHAPES[0]._replace(layers=4)
 
@@ -72,6 +74,25 @@ def test_formulas_of_each_program_are_near_its_jaxpr():
         assert abs(program.foreseen.flops - flops) <= 0.1 * flops, program.name
         counted += flops > 0
     assert counted >= 5
+
+
+@pytest.mark.usefixtures("uncached")
+def test_programs_of_a_student_that_drafts_and_learns_are_foreseen():
+    calls = placed_calls(SMALL.model, jax.devices(), SMALL.rows, SMALL.tokens)
+    calls.config.drafter.update(layers=2, learning_rate=1e-3, samples=4 * SMALL.rows)
+    calls.config.generation.strategy = "model-chain-2"
+    student = student_config(SMALL.model, 2)
+    calls = dataclasses.replace(calls, models=calls.models._replace(drafter=student))
+    found = {one.name: one for one in programs_of(calls)}
+    names = ("catching up", "drafts of 3 nodes", "student's text", "student's gradient")
+    for name in (*names, "student's step"):
+        program = found[name]
+        traced = program.trace(program.depth)
+        compiled = compile_figures(traced.lower(), jaxpr_flops(traced.jaxpr))
+        foreseen = program.foreseen
+        assert foreseen.flops == pytest.approx(compiled.flops, rel=0.01), name
+        assert foreseen.received == pytest.approx(compiled.received, rel=0.01, abs=3e4), name
+        assert foreseen.bytes == pytest.approx(compiled.bytes, rel=0.25), name
 
 
 def test_figures_are_kept_by_the_programs_text(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from rlhf_jax.config.sizes import row_share
 from rlhf_jax.generation import rows as generation_rows
 from rlhf_jax.generation.scheduler import PREFILLED, prompt_width, shared
 from rlhf_jax.generation.speculative import tree as trees
-from rlhf_jax.generation.speculative.drafters.model import propose
+from rlhf_jax.generation.speculative.drafters.model import CATCH_UP_TOKENS, catch_up, propose
 from rlhf_jax.generation.speculative.protocol import DRAFTERS
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import Sampling
@@ -27,7 +27,7 @@ from rlhf_jax.mesh import FLOAT32, Layout
 from rlhf_jax.placement.search.collectives import received_bytes
 from rlhf_jax.placement.search.costs import forward_flops
 from rlhf_jax.placement.transfer import trace_layer
-from rlhf_jax.types import Strategy
+from rlhf_jax.types import DecodeState, Model, Strategy
 
 # Layers of which a program is compiled. What a prefill has at work grows from the first to the
 # second, as a layer's weights come while the one before is at work, and hardly from then on.
@@ -117,7 +117,7 @@ def trace_prefill(calls: PlacedCalls, rows: int, width: int, depth: int) -> Trac
 
 
 def drafts(calls: PlacedCalls) -> Iterator[CallProgram]:
-    """Yield what a draft model drafts of most nodes, where one drafts."""
+    """Yield what a draft model drafts of most nodes, and a turn in which its cache catches up."""
     run = calls.run("generation")
     drafter = calls.models.drafter
     strategies = [
@@ -132,47 +132,69 @@ def drafts(calls: PlacedCalls) -> Iterator[CallProgram]:
     rows = calls.config.generation.max_rows
     state = memory.decode_state(run)
     held = run.weights(drafter, role="generation") + run.rows(state.draft)
+    headless = run.weights(dataclasses.replace(drafter, tied=True), role="generation")
     own = row_share(rows, run.layout)
     logits = 4 * own * fed * run.outputs(drafter)
-    # a token before the root is fed, too
-    hidden = own * (fed + 1) * drafter.width * run.layout.dtype.itemsize
-    sent = received_bytes("all-reduce", hidden, run.layout.extent("tensor"))
+    hidden = own * drafter.width * run.layout.dtype.itemsize
+    sums = 2 * drafter.num_layers + 1
+    sent = sums * received_bytes("all-reduce", hidden, run.layout.extent("tensor"))
     work = prior.work(drafter, itemsize=1)
     head = 2 * drafter.width * drafter.vocab_size
-    context = work.context_flops * state.tokens.shape[1]
+    of_token = work.token_flops + work.context_flops * state.tokens.shape[1]
     parts = calls.parts("generation")
     beside = sum(part.bytes for part in parts if part.name in BESIDE_DRAFTS)
     there = memory_parts.total([part for part in parts if part.name != "drafter"], "always")
-    yield CallProgram(
+    program = functools.partial(
+        CallProgram,
         "generation",
-        f"drafts of {len(strategy.parents) + 1} nodes",
-        functools.partial(trace_drafts, calls, strategy),
-        Foreseen(
-            held + 2 * logits,
-            rows * ((fed + 1) * (work.token_flops + context) - head),
-            (2 * drafter.num_layers + 1) * sent,
-        ),
         beside=there + beside,
         depth=drafter.num_layers,
         compiled_layers=DEEPER_LAYERS,
+    )
+    yield program(
+        "catching up",
+        functools.partial(trace_catching_up, calls),
+        foreseen=Foreseen(
+            headless + run.rows(state.draft),
+            rows * CATCH_UP_TOKENS * (of_token - head),
+            CATCH_UP_TOKENS * sent,
+        ),
+    )
+    # a token before the root is fed, too
+    yield program(
+        f"drafts of {len(strategy.parents) + 1} nodes",
+        functools.partial(trace_drafts, calls, strategy),
+        foreseen=Foreseen(
+            held + 2 * logits, rows * ((fed + 1) * of_token - head), (fed + 1) * sent
+        ),
     )
 
 
 def trace_drafts(calls: PlacedCalls, strategy: Strategy, depth: int) -> Traced:
     """Trace the drafts of a model's first layers for all rows of a slice."""
     generation = calls.config.generation
+    return propose.trace(
+        *_drafter_and_rows(calls, depth),
+        strategy=strategy,
+        sampling=Sampling(generation.temperature, generation.top_k, generation.top_p),
+        with_logits=generation.acceptance == "rejection",
+        layout=calls.run("generation").layout,
+    )
+
+
+def trace_catching_up(calls: PlacedCalls, depth: int) -> Traced:
+    """Trace what feeds a draft model's first layers what its cache lacks, of all rows."""
+    return catch_up.trace(*_drafter_and_rows(calls, depth), calls.run("generation").layout)
+
+
+def _drafter_and_rows(calls: PlacedCalls, depth: int) -> tuple[Model, DecodeState]:
+    """Return the shapes of a draft model's first layers, and of what a slice decodes with them."""
     assert calls.models.drafter is not None, "A model drafts."
     drafter = dataclasses.replace(calls.models.drafter, num_layers=depth)
     run = calls.run("generation")
     shallow = dataclasses.replace(run, models=run.models._replace(drafter=drafter))
-    return propose.trace(
-        shapes.model_shapes(drafter, run.layout),
-        shapes.row_shapes(lambda: memory.decode_state(shallow), run.layout),
-        strategy=strategy,
-        sampling=Sampling(generation.temperature, generation.top_k, generation.top_p),
-        with_logits=generation.acceptance == "rejection",
-        layout=run.layout,
-    )
+    state = shapes.row_shapes(lambda: memory.decode_state(shallow), run.layout)
+    return shapes.model_shapes(drafter, run.layout), state
 
 
 def rounds(calls: PlacedCalls) -> Iterator[CallProgram]:

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.stages import Traced
 
-from rlhf_jax import mesh as meshes
 from rlhf_jax.build import shapes
 from rlhf_jax.build.generation_programs import arrivals, drafts, prefill, rounds
 from rlhf_jax.build.placed_calls import CallProgram, Foreseen, PlacedCalls
-from rlhf_jax.config import memory, memory_parts
+from rlhf_jax.build.student_programs import student_updates
+from rlhf_jax.config import derived, memory, memory_parts
 from rlhf_jax.inference.logprobs import score_packed
 from rlhf_jax.inference.values import value_packed
 from rlhf_jax.mesh import FLOAT32, Layout
@@ -42,7 +42,10 @@ def programs(calls: PlacedCalls) -> Iterator[CallProgram]:
         elif call.endswith("_inference"):
             yield scores(calls, call)
         else:
-            yield from updates(calls, call)
+            if calls.run(call).trains_policy:
+                yield from updates(calls, call)
+            if call == "policy_training" and derived.trains_drafter(calls.config):
+                yield from student_updates(calls)
 
 
 def scores(calls: PlacedCalls, call: str) -> CallProgram:
@@ -180,8 +183,4 @@ def trace_step(calls: PlacedCalls, call: str) -> Traced:
         weight_decay=training.weight_decay,
     )
     weights = shapes.model_shapes(calls.model(call), layout, FLOAT32)
-    moments = jax.eval_shape(optimizer.init, weights)
-    moments = shapes.placed(moments, meshes.model_shardings(moments, layout))
-    finite = shapes.repeated(jax.ShapeDtypeStruct((), jnp.bool_), layout)
-    gradient = Gradient(weights, {})
-    return apply.trace(weights, moments, gradient, finite, optimizer=optimizer)
+    return apply.trace(*shapes.step_shapes(weights, optimizer, layout), optimizer=optimizer)

@@ -13,6 +13,7 @@ from rlhf_jax.build.models import student_optimizer
 from rlhf_jax.build.opened import Opened
 from rlhf_jax.config import derived
 from rlhf_jax.config.identity import plan_name
+from rlhf_jax.config.objectives import objective_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.data.batches import Batches
 from rlhf_jax.generation.ahead import restore_samples
@@ -24,6 +25,7 @@ from rlhf_jax.generation.strategy import prior
 from rlhf_jax.generation.strategy.roofline import RATES
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.mesh import AXES
+from rlhf_jax.placement.plan import CallLayouts
 from rlhf_jax.reallocation import planner
 from rlhf_jax.runtime import distributed
 from rlhf_jax.state import HostState, SpeculationState
@@ -91,24 +93,26 @@ def _decoding(opened: Opened) -> GenerationConfig:
 
 
 def distillation(opened: Opened, remat: bool) -> Distillation | None:
-    """Settle how a student learns.
-
-    One made for later learns from all samples, as often as training says; one that is kept current
-    beside the policy learns from some, once.
-    """
+    """Settle how a student learns; None where none does."""
     optimizer = student_optimizer(opened)
-    settings = TrainingSettings.from_config(opened.config, opened.layouts, remat)
-    settings = dataclasses.replace(settings, layout=settings.layout.unpipelined)
     if optimizer is None:
         return None
-    if opened.objective.distills:
-        generation = opened.config.generation
-        samples = generation.prompts_per_step * generation.samples_per_prompt
-        return Distillation(optimizer, settings, samples)
-    samples = opened.config.drafter.samples
-    rows = min(samples, settings.microbatch_rows)
-    once = dataclasses.replace(settings, epochs=1, minibatches=1, microbatch_rows=rows)
-    return Distillation(optimizer, once, samples)
+    settings = student_settings(opened.config, opened.layouts, remat)
+    return Distillation(optimizer, settings, derived.student_samples(opened.config))
+
+
+def student_settings(config: Config, layouts: CallLayouts, remat: bool) -> TrainingSettings:
+    """Settle with what settings a student learns.
+
+    One made for later learns as often as training says; one that is kept current beside the policy
+    learns once.
+    """
+    settings = TrainingSettings.from_config(config, layouts, remat)
+    settings = dataclasses.replace(settings, layout=settings.layout.unpipelined)
+    if objective_of(config).distills:
+        return settings
+    rows = min(derived.student_samples(config), settings.microbatch_rows)
+    return dataclasses.replace(settings, epochs=1, minibatches=1, microbatch_rows=rows)
 
 
 def kl_controller(config: Config) -> Callable[[float, float, int], float]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -18,6 +19,7 @@ from rlhf_jax.config.schema import Config
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.transformer import pad_vocab, unstack
 from rlhf_jax.training.batching import MicroBatch
+from rlhf_jax.training.gradients import Gradient
 from rlhf_jax.types import Model, ModelConfig, PackedBatch
 
 
@@ -54,6 +56,16 @@ def model_shapes(model: ModelConfig, layout: Layout, dtype: DTypeLike | None = N
         block = BLOCK * split if split > 1 else 1
         shapes = jax.eval_shape(lambda made: pad_vocab(unstack(made), block), shapes)
     return placed(shapes, meshes.model_shardings(shapes, layout))
+
+
+def step_shapes(
+    weights: Model, optimizer: optax.GradientTransformation, layout: Layout
+) -> tuple[Model, Any, Gradient, Any]:
+    """Return the shapes that an optimizer's step is given: weights, moments, a gradient, a bool."""
+    moments = jax.eval_shape(optimizer.init, weights)
+    moments = placed(moments, meshes.model_shardings(moments, layout))
+    finite = repeated(jax.ShapeDtypeStruct((), jnp.bool_), layout)
+    return weights, moments, Gradient(weights, {}), finite
 
 
 def packed_batch(config: Config, layout: Layout, rows: int) -> PackedBatch:

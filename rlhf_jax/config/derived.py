@@ -81,6 +81,14 @@ def trains_drafter(config: Config) -> bool:
     return has_drafter(config) and config.drafter.layers > 0 and config.drafter.learning_rate > 0
 
 
+def student_samples(config: Config) -> int:
+    """Return how many samples of a step a student learns from: all, or some beside the policy."""
+    generation = config.generation
+    if objective_of(config).distills:
+        return generation.prompts_per_step * generation.samples_per_prompt
+    return config.drafter.samples
+
+
 def needs_reference(config: Config) -> bool:
     """Tell whether a run has a reference model, from which KL is measured."""
     return objective_of(config).uses_rewards and config.kl.coefficient > 0

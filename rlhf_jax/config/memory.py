@@ -25,7 +25,6 @@ from rlhf_jax.config.memory_parts import (
     peak,
 )
 from rlhf_jax.config.memory_updates import pipelined_parts, update_parts
-from rlhf_jax.config.objectives import objective_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.config.sizes import PlannedRun, row_share
 from rlhf_jax.generation import rows as generation_rows
@@ -345,25 +344,37 @@ def _distillation(run: PlannedRun) -> list[Part]:
     It needs gradients as in `update_parts`, the policy's hidden states of all its rows, and the
     policy at work or the student, or their logits and gradients.
     """
-    config = run.config
-    policy = run.models.policy
     own = run.weights(run.models.drafter, ends=False)
     gradients = run.weights(run.models.drafter, FLOAT32, ends=False) + own
-
-    samples = config.generation.prompts_per_step * config.generation.samples_per_prompt
-    rows = samples if objective_of(config).distills else config.drafter.samples
-    slots = row_share(rows, run.layout) * run.text_tokens
-    hidden = slots * policy.width * run.layout.dtype.itemsize
-
-    shape = (policy, run.batch_rows, run.text_tokens)
-    gathered = run.gathered(policy)
-    work = max(
-        run.cast_weights(policy) + gathered + run.forward(*shape),
-        own + gathered + run.backward(*shape),
-        7 * run.logits(policy),
-    )
+    samples = derived.student_samples(run.config)
+    hidden = hidden_bytes(run, row_share(samples, run.layout))
+    work = max(reading_bytes(run), learning_bytes(run))
     return [
         Part("student's gradients", "training", gradients, SPLIT),
         Part("the policy's hidden states", "training", hidden, "lower drafter.samples"),
         Part("a layer at work, or logits of both", "training", work, FEWER_ROWS),
     ]
+
+
+def hidden_bytes(run: PlannedRun, rows: int) -> int:
+    """Return the bytes of the policy's hidden states before the predicted tokens of rows."""
+    tokens = rows * run.config.generation.max_new_tokens
+    return tokens * run.models.policy.width * run.layout.dtype.itemsize
+
+
+def reading_bytes(run: PlannedRun) -> int:
+    """Return what the policy needs, beside its float32 weights, to read rows for its student."""
+    policy = run.models.policy
+    work = run.forward(policy, run.batch_rows, run.text_tokens)
+    return run.cast_weights(policy) + run.gathered(policy) + work
+
+
+def learning_bytes(run: PlannedRun) -> int:
+    """Return what a student's backward pass needs: in a layer, or at its and the policy's logits.
+
+    Its layers are as large as the policy's.
+    """
+    policy = run.models.policy
+    work = run.backward(policy, run.batch_rows, run.text_tokens)
+    layer = run.weights(run.models.drafter, ends=False) + run.gathered(policy) + work
+    return max(layer, 7 * run.logits(policy))

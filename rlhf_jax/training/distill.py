@@ -46,6 +46,7 @@ __all__ = [
     "share_drawn_alike",
     "student_config",
     "student_of",
+    "with_hidden_states",
     "with_student",
 ]
 
@@ -201,12 +202,12 @@ def read_by_policy(
         key_of, position_of = (typed(Array, part.take(array)) for array in (key, positions))
         host = DistillBatch(part.batch, key_of, position_of, total)
         batch = place_rows(host, settings.layout)
-        found.append(_with_hidden_states(policy, batch, settings))
+        found.append(with_hidden_states(policy, batch, settings))
     return found
 
 
 @functools.partial(jax.jit, static_argnames="settings")
-def _with_hidden_states(
+def with_hidden_states(
     policy: Model, batch: DistillBatch, settings: TrainingSettings
 ) -> DistillBatch:
     """Return the batch with the policy's hidden states of its rows."""
