@@ -18,6 +18,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from test_memory import load
+from test_pipeline import gpipe
 from test_update import CONFIG, KL_WEIGHT, MANY, random_critic, random_experience
 from tpu_topology import EIGHT, devices, needs_libtpu
 
@@ -28,7 +29,7 @@ from rlhf_jax.mesh import bytes_per_device, model_shardings, place_rows
 from rlhf_jax.model.transformer import init
 from rlhf_jax.pipeline.problem import Pipe, PipelineProblem, lay_copies
 from rlhf_jax.pipeline.queues import queues_of
-from rlhf_jax.pipeline.schedule import Schedule, earliest_starts, gpipe, make_schedule, one_f_one_b
+from rlhf_jax.pipeline.schedule import Schedule, earliest_starts, make_schedule, one_f_one_b
 from rlhf_jax.placement.plan import CallLayouts, Placement, Plan
 from rlhf_jax.training import pipelined
 from rlhf_jax.training.batching import MicroBatch, micro_batch

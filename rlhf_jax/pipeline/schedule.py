@@ -106,25 +106,14 @@ def one_f_one_b(problem: PipelineProblem) -> Schedule:
         first = index < pipe.stages - queue.stage
         return queue.stage + (index if first else 2 * index)
 
-    return _one_after_the_other(problem, slot)
+    return one_after_the_other(problem, slot)
 
 
-def gpipe(problem: PipelineProblem) -> Schedule:
-    """Return the schedule of the pipes one after the other, each with all its forwards first.
+def one_after_the_other(problem: PipelineProblem, slot: Slot) -> Schedule:
+    """Return the schedule in which each pipe begins when the one before has ended.
 
-    It ignores the limit (GPipe, 2019).
+    slot: the turn of a queue's task of a pipe, by its number. It ignores the limit.
     """
-
-    def slot(pipe: Pipe, queue: Queue, index: int) -> int:
-        if queue.kind == FORWARD:
-            return queue.stage + index
-        return 2 * (pipe.stages - 1) + pipe.micro_batches - queue.stage + index
-
-    return _one_after_the_other(problem, slot)
-
-
-def _one_after_the_other(problem: PipelineProblem, slot: Slot) -> Schedule:
-    """Return the schedule in which each pipe begins when the one before has ended."""
     starts: Times = []
     ended = 0.0
     for pipe in problem.pipes:

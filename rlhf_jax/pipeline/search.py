@@ -62,6 +62,7 @@ class _Search(NamedTuple):
     rules: list[Rule]
     longest: float  # task
     bound: float
+    within: float  # share of the bound above which the search goes on
 
     def schedule(self, side: int, urgency: Times, rule: Rule) -> _Found:
         """Schedule one side of the problem."""
@@ -70,9 +71,9 @@ class _Search(NamedTuple):
         makespan = max(own[-1] + queue.seconds for queue, own in zip(queues, starts, strict=True))
         return _Found(makespan, side, rule, starts)
 
-    def is_shortest(self, found: _Found) -> bool:
-        """Tell whether a schedule is as short as the bound."""
-        return found.makespan <= self.bound * (1 + RELATIVE_ERROR)
+    def is_short_enough(self, found: _Found) -> bool:
+        """Tell whether a schedule is so near the bound that the search may end."""
+        return found.makespan <= self.bound * (1 + self.within)
 
     def starts(self, found: _Found) -> Times:
         """Return starts in the problem as it is, each as early as the order of tasks allows."""
@@ -83,18 +84,20 @@ class _Search(NamedTuple):
         return earliest_starts(queues, order)
 
 
-def solve(problem: PipelineProblem, tries: int = 1000, seed: int = 0) -> Schedule:
-    """Return the shortest schedule found, the same for the same number of tries and seed.
+def solve(
+    problem: PipelineProblem, tries: int = 1000, seed: int = 0, within: float = RELATIVE_ERROR
+) -> Schedule:
+    """Return the shortest schedule found, the same for the same tries, seed and `within`.
 
-    It ends at the bound, and is never longer than 1F1B of one pipe after the other where that fits
-    the limit. tries: passes after the first ones, at most.
+    It is never longer than 1F1B of one pipe after the other where that fits the limit. tries:
+    passes after the first ones, at most. within: share of the bound above which a search goes on.
     """
-    search = _begin_search(problem)
+    search = _begin_search(problem, within)
     draws = random.Random(seed)  # noqa: S311
     current = _first_passes(problem, search)
     best = current
     for _ in range(tries):
-        if search.is_shortest(best):
+        if search.is_short_enough(best):
             break
         found = _turn_and_shake(search, current, draws)
         best = min(best, found, key=lambda one: one.makespan)
@@ -104,7 +107,7 @@ def solve(problem: PipelineProblem, tries: int = 1000, seed: int = 0) -> Schedul
     return make_schedule(problem, search.starts(best))
 
 
-def _begin_search(problem: PipelineProblem) -> _Search:
+def _begin_search(problem: PipelineProblem, within: float) -> _Search:
     """Return a search of a problem, which favours each pipe in turn where there is a limit."""
     sides = []
     for one in (problem, turn_problem(problem)):
@@ -118,11 +121,12 @@ def _begin_search(problem: PipelineProblem) -> _Search:
         rules=[Rule(patience, pipe) for pipe in favoured for patience in PATIENCE_TRIED],
         longest=longest,
         bound=bound(problem),
+        within=within,
     )
 
 
 def _first_passes(problem: PipelineProblem, search: _Search) -> _Found:
-    """Return the shortest schedule of both sides and all rules, the first one at the bound.
+    """Return the shortest schedule of both sides and all rules, the first that is short enough.
 
     Where 1F1B of one pipe after the other fits the limit, none that is longer.
     """
@@ -133,7 +137,7 @@ def _first_passes(problem: PipelineProblem, search: _Search) -> _Found:
     for side, (_, tails) in enumerate(search.sides):
         for rule in search.rules:
             found.append(search.schedule(side, tails, rule))
-            if search.is_shortest(found[-1]):
+            if search.is_short_enough(found[-1]):
                 return found[-1]
     return min(found, key=lambda one: one.makespan)
 

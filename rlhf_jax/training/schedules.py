@@ -21,7 +21,10 @@ from rlhf_jax.training.gradients import Learner
 from rlhf_jax.training.stages import Stage, backward, copies_of, forward, rows_of_copy, stages_of
 from rlhf_jax.types import ModelConfig
 
-RUN_TRIES = 100  # of a search: under a second of the CPU for 16 stages
+RUN_TRIES = 100  # of a search, at most
+# Share of the bound at which it ends, as devices may wait for it: with 16 stages and 50
+# micro-batches that takes a third of a second of the CPU, and to the bound two seconds.
+NEAR = 0.01
 
 
 class FusedSchedule(NamedTuple):
@@ -62,7 +65,7 @@ def schedule_of(
     """Return the order in which the stages of all learners do a minibatch's tasks.
 
     batches: the micro-batches of each learner, taken to be as large as the first. times: by call,
-    as they were measured; where there are none FLOPs are counted.
+    as they were measured of another micro-batch; where there are none FLOPs are counted.
     """
     found = []
     for learner, own in zip(learners, batches, strict=True):
@@ -74,15 +77,16 @@ def schedule_of(
             stages = tuple(stages_of(copies[0]))
             work = PipelineWork(learner.model.config, stages, len(copies), told, tree)
             taken = count_stages(work, kept_bytes(learner, own[0]))
-        found.append(taken._replace(micro_batches=len(own)))
+        kept = kept_bytes(learner, own[0])
+        found.append(taken._replace(micro_batches=len(own), kept=kept))
     return _find_schedule(tuple(found))
 
 
 @functools.lru_cache(maxsize=256)
 def _find_schedule(times: tuple[StageTimes, ...]) -> FusedSchedule:
-    """Return the shortest schedule that a short search finds, with a limit to what is kept."""
+    """Return the schedule that a short search finds, with a limit to what is kept."""
     problem = joint_problem(times)
-    found = solve(limit_inputs(problem), RUN_TRIES)
+    found = solve(limit_inputs(problem), RUN_TRIES, within=NEAR)
     return FusedSchedule(found, serial_schedule(problem).makespan)
 
 
