@@ -11,7 +11,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -73,14 +72,6 @@ class Session:
 
     def __enter__(self) -> Session:
         opened = self.opened
-        folder = opened.config.compilation_cache
-        if distributed.started() and jax.default_backend() == "cpu":
-            # A program that several processes on CPUs read back no longer keeps its collectives in
-            # one order, and two processes then wait for each other in different ones (jax 0.10.2).
-            jax.config.update("jax_enable_compilation_cache", False)
-        elif folder:
-            jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         with contextlib.ExitStack() as stack:
             self._stop = stack.enter_context(listen_for_signals())
             stack.enter_context(self._clock)

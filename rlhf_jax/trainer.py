@@ -32,6 +32,7 @@ from rlhf_jax.monitoring.report.warnings import warnings
 from rlhf_jax.rewards import callers
 from rlhf_jax.rewards.combination import Reward
 from rlhf_jax.runtime import distributed, to_host
+from rlhf_jax.runtime.compilation import configure_jax
 from rlhf_jax.runtime.files import write_atomically
 from rlhf_jax.runtime.mirror import folder_of, mirrored
 from rlhf_jax.session import Session, preview
@@ -81,6 +82,7 @@ def do_run(
 
     prompts: as in `train`.
     """
+    configure_jax(config.deterministic, config.compilation_cache)
     with mirrored(config.workdir):
         if prompts is not None:
             config.data.train = str(_keep_prompts(config, prompts))
@@ -110,13 +112,14 @@ def plan(config: Config) -> None:
     so.
     """
     config = copy.deepcopy(config)
+    configure_jax(config.deterministic, config.compilation_cache)
     if lacks := lacking(config):
         print(f"A plan from shapes alone, as {lacks}.")
         planned = plan_run(config, hardware_of(config))
         print_plan(config, planned)
         on_cpu = planned.hardware.platform == "cpu"
         # of other devices nobody knows how many a host has
-        host.check(config, planned.parts, on_cpu * planned.hardware.count, 0, on_cpu)
+        host.check(config, [(on_cpu * planned.hardware.count, planned.parts)], 0, on_cpu)
         if planned.hardware.gigabytes and not on_cpu:
             memory_parts.check(planned.parts, planned.hardware.gigabytes * memory_parts.GIGA)
         print("Only the memory was checked, which a run checks with all else; nothing was written.")

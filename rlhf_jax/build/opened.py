@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import hashlib
 import json
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -82,9 +81,6 @@ def prepare(config: Config) -> Opened:
 
     Raises ValueError or OSError, in one sentence, for the first thing that is wrong.
     """
-    if config.deterministic:  # one order of a GPU's sums: read when the first device is asked for
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = flags + " --xla_gpu_deterministic_ops=true"
     derived.register_own(config)
     validation.validate(config, meshes.count_devices(), distributed.count())
     objective = objective_of(config)

@@ -1,14 +1,36 @@
-"""Compile programs before their arguments are there."""
+"""Say how programs are compiled and where they are kept, and compile them ahead of their data."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from rlhf_jax.runtime import distributed
+
 # Calls a jitted function with arguments, or compiles it for them.
 Execute = Callable[..., Any]
+
+
+def configure_jax(deterministic: bool, cache: str) -> None:
+    """Tell jax what it reads once: with the first device, and with the first program.
+
+    deterministic: sums of a GPU have one order. cache: the folder of compiled programs; '' for that
+    of the environment, if any.
+    """
+    if deterministic:
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = flags + " --xla_gpu_deterministic_ops=true"
+    if distributed.started() and jax.default_backend() == "cpu":
+        # A program that several processes on CPUs read back no longer keeps its collectives in one
+        # order, and two processes then wait for each other in different ones (jax 0.10.2).
+        jax.config.update("jax_enable_compilation_cache", False)
+    elif cache:
+        jax.config.update("jax_compilation_cache_dir", str(Path(cache).expanduser()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def run_now(function: Callable, *arguments: Any, **options: Any) -> Any:
