@@ -61,6 +61,7 @@ def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunStat
         return _step_ahead(models, state, run, observe)
     queue = scoring_queue(models, state.train, run)
     rolled = roll_out(models, state, run.prompts, run.generation, run.rewards, queue, observe)
+    del models, queue  # else generation's weights would stay while others work
     learned = learn(state, run, rolled, observe)
     return _finish(learned, rolled, rolled.host, run)
 
@@ -218,7 +219,7 @@ def compile_step(state: RunState, run: Run) -> None:
         values=None if train.critic is None else zeros,
     )
     rewards = np.zeros(len(samples), np.float32)
-    ended = np.zeros(len(samples), bool)
+    ended = np.ones(len(samples), bool)  # else none may be trained on (training.drop_overlong)
     experience, _ = make_experience(rollout, rewards, ended, scores, 0.0, run.advantage)
     compile_update(train, experience, run.optimizers, run.training)
 

@@ -264,14 +264,21 @@ def test_three_quarters_train_as_one_half_does(run):
 
 
 @pytest.mark.slow
-def test_generation_holds_the_weights_once_as_is_foreseen(run, monkeypatch):
-    """Those of a step are gone when the next one's come: its devices then hold nothing else."""
+@pytest.mark.parametrize("lag", [0, 1])
+def test_generation_holds_the_weights_once_as_is_foreseen(run, monkeypatch, lag):
+    """Those of a step are gone when the next one's come: its devices then hold nothing else.
+
+    Without a lag they are gone before the update, which others' memory is foreseen for.
+    """
     place = rlhf.decoding_models
+    update = rlhf.update
     left = jax.live_arrays()  # by tests before; held, so that none of them goes meanwhile
     found = []
+    devices_of_generation = []
 
     def measured(train, asked):
         layout = asked.generation.layout
+        devices_of_generation[:] = layout.devices.flat
         before = held_by(layout.devices.flat, left)
         models = jax.block_until_ready(place(train, asked))
         parts = memory.plan(asked.config, ModelConfigs(models[0].config), {"generation": layout})
@@ -279,8 +286,13 @@ def test_generation_holds_the_weights_once_as_is_foreseen(run, monkeypatch):
         found.append((before, held_by(layout.devices.flat, left), foreseen))
         return models
 
+    def updated(*given, **how):
+        assert lag or held_by(devices_of_generation, left) == 0
+        return update(*given, **how)
+
     monkeypatch.setattr(rlhf, "decoding_models", measured)
-    run("run", **LAGGED | {"steps": 3})
+    monkeypatch.setattr(rlhf, "update", updated)
+    run("run", **LAGGED | {"steps": 3, "training__lag": lag})
     assert len(found) == 3
     for before, after, foreseen in found:
         # the head's rows are filled up to whole blocks of the vocabulary, which is small here

@@ -57,6 +57,7 @@ class DistillationObjective:
         rolled = roll_out(
             models, state, run.prompts, run.generation, run.rewards, queue=None, observe=observe
         )
+        del models  # else generation's weights would stay while the student learns
         observe("training", None)
         rollout = as_rollout(rolled.samples, run.generation.decoding.max_length)
         train, distilled = distill_drafter(state.train, rollout, run, observe)

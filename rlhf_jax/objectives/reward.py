@@ -17,6 +17,7 @@ class RewardObjective:
     trains_policy = True
     distills = False
     may_lag = True
+    may_pipeline = True
 
     def title(self, config: Config) -> str:
         """Name the algorithm that the advantage estimator makes it: "GRPO"."""

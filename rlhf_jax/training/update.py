@@ -174,8 +174,10 @@ def update(
 def compile_update(
     state: TrainState, experience: Experience, optimizers: Optimizers, settings: TrainingSettings
 ) -> None:
-    """Compile what the first minibatch of `update` runs, and run nothing."""
+    """Compile what the first minibatch of `update` runs, if any trains, and run nothing."""
     learners, batches = _first_minibatch(state, experience, optimizers, settings)
+    if not learners:
+        return
     fused = _fused_schedule(learners, batches, times={})
     gradients = list(_gradients(learners, batches, fused, execute=compile_only))
     _, finite = examine_all(gradients, compile_only)
