@@ -126,22 +126,26 @@ def test_a_sharding_sends_what_the_formula_says(shape, remat):
 @pytest.mark.slow
 @pytest.mark.usefixtures("uncached")
 @pytest.mark.parametrize(
-    ("topology", "shape"),
+    ("topology", "shape", "width"),
     [
-        pytest.param("v5p:2x2x2", (1, 4, 2), marks=pytest.mark.long),
-        pytest.param("v5p:2x2x2", (1, 8, 1), marks=pytest.mark.long),
-        pytest.param("v5p:2x2x2", (2, 4, 1), marks=pytest.mark.long),
-        pytest.param("v5p:2x2x2", (2, 2, 2), marks=pytest.mark.long),
-        pytest.param("v5p:4x4x4", (1, 16, 4), marks=pytest.mark.long),
-        # a shard of the width is half of what a TPU gathers
-        pytest.param("v5p:4x4x4", (1, 64, 1), marks=pytest.mark.long),
+        pytest.param("v5p:2x2x2", (1, 4, 2), 4096, marks=pytest.mark.long),
+        pytest.param("v5p:2x2x2", (1, 8, 1), 4096, marks=pytest.mark.long),
+        pytest.param("v5p:2x2x2", (2, 4, 1), 4096, marks=pytest.mark.long),
+        pytest.param("v5p:2x2x2", (2, 2, 2), 4096, marks=pytest.mark.long),
+        pytest.param("v5p:4x4x4", (1, 16, 4), 4096, marks=pytest.mark.long),
+        # a shard of the width is half of a register's lanes: gathered, and of many shards summed
+        ("v5p:2x2x2", (1, 4, 2), 256),
+        pytest.param("v5p:2x2x2", (1, 8, 1), 512, marks=pytest.mark.long),
+        pytest.param("v5p:4x4x4", (1, 32, 2), 2048, marks=pytest.mark.long),
+        pytest.param("v5p:4x4x4", (1, 64, 1), 4096, marks=pytest.mark.long),
     ],
 )
-def test_a_tpu_sends_what_the_formula_says(topology, shape):
+def test_a_tpu_sends_what_the_formula_says(topology, shape, width):
     mesh = make_mesh(*shape, devices=devices(topology))
     layout = Layout(mesh, dtype=jnp.dtype(jnp.bfloat16))
     rows = max(8, layout.row_shards)
-    assert_near(target(TWO_OF_8B, layout, rows, 3072, "on"), "tpu", shape)
+    model = dataclasses.replace(TWO_OF_8B, width=width)
+    assert_near(target(model, layout, rows, 3072, "on"), "tpu", shape)
 
 
 def planned(name: str, chips: int, models: ModelConfigs, **shape: int) -> PlannedRun:

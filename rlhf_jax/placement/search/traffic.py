@@ -16,6 +16,7 @@ from rlhf_jax.placement.search.collectives import received_bytes
 from rlhf_jax.types import ModelConfig
 
 WIDTH_AXES = ("slices", "fsdp")  # that split the width of weights in training
+MANY_SHARDS = 64  # 8 to 32 are gathered otherwise; seen for v5p with libtpu 0.0.42.1
 
 
 class Compiler(NamedTuple):
@@ -23,7 +24,7 @@ class Compiler(NamedTuple):
 
     scatters: bool  # layers' gradients are reduce-scattered; else each device gets the whole sum
     input_sums: int  # all-reduces over `tensor` of gradients by a layer's inputs
-    lanes: int  # a shard of the width that is no multiple is gathered by an all-reduce
+    lanes: int  # of a register; see `ShardedModel.sums_to_gather`
 
 
 COMPILERS = {
@@ -92,9 +93,13 @@ class ShardedModel:
         return self.layout.extent(WIDTH_AXES)
 
     @property
-    def is_aligned(self) -> bool:
-        """Tell whether a shard of the width is whole lanes."""
-        return self.model.width // self.width % self.compiler.lanes == 0
+    def sums_to_gather(self) -> bool:
+        """Tell whether weights are gathered by an all-reduce: of many shards that fill no lanes.
+
+        XLA gathers them where there are fewer, or where `tensor` splits them, too.
+        """
+        fills = self.model.width // self.width % self.compiler.lanes == 0
+        return not fills and self.width >= MANY_SHARDS and self.layout.extent("tensor") == 1
 
     @property
     def is_joint(self) -> bool:
@@ -122,7 +127,7 @@ class ShardedModel:
 
     def gathered(self, size: float, group: int) -> float:
         """Return what a device receives to gather weights of `size` bytes among a group."""
-        return received_bytes("all-gather" if self.is_aligned else "all-reduce", size, group)
+        return received_bytes("all-reduce" if self.sums_to_gather else "all-gather", size, group)
 
     def exchanged(self, tokens: int) -> float:
         """Return what a device receives to get whole hidden states of an embedding's shards."""
@@ -186,7 +191,7 @@ def gradient_traffic(sharded: ShardedModel, tokens: Tokens, *, remat: bool) -> T
     weights = sharded.weights
     forward = forward_traffic(sharded, tokens)
     again = sharded.gathered(weights.layers, sharded.gatherers)
-    if sharded.compiler.scatters and sharded.is_aligned:
+    if sharded.compiler.scatters and not sharded.sums_to_gather:
         gradients = received_bytes("all-gather", weights.layers, sharded.width)
     else:
         gradients = received_bytes("all-reduce", weights.layers, sharded.gatherers)
