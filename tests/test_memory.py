@@ -307,23 +307,25 @@ def test_a_control_group_says_how_much_of_the_hosts_memory_is_ours(name, tmp_pat
 def test_a_host_holds_all_its_devices_and_the_texts(config, monkeypatch):
     monkeypatch.setattr(host, "host_memory", lambda: 10e9)
     part = memory_parts.Part("cache", "generation", 2 * 10**9, "lower rows")
-    host.check(config, [part], devices=4, held_out=0, on_cpu=True)
+    host.check(config, [(4, [part])], held_out=0, on_cpu=True)
     with pytest.raises(
         ValueError, match=r"^The host needs 12.0 GB in generation and has 10.0 GB; .*: lower rows.$"
     ):
-        host.check(config, [part], devices=6, held_out=0, on_cpu=True)
-    host.check(config, [part], devices=6, held_out=0)
+        host.check(config, [(6, [part])], held_out=0, on_cpu=True)
+    host.check(config, [(6, [part])], held_out=0)
     reference = dataclasses.replace(part, name="reference")
-    host.check(config, [reference], devices=6, held_out=0)
+    host.check(config, [(6, [reference])], held_out=0)
     config.mesh.idle_on_host = True
     with pytest.raises(
         ValueError, match=r"reference, waiting on the host .12.0 GB.: set mesh.idle"
     ):
-        host.check(config, [reference], devices=6, held_out=0)
-    host.check(config, [part], devices=6, held_out=0)
+        host.check(config, [(6, [reference])], held_out=0)
+    host.check(config, [(4, [reference]), (8, [part])], held_out=0)
+    with pytest.raises(ValueError, match=r"reference, waiting on the host .12.0 GB."):
+        host.check(config, [(8, [part]), (6, [reference])], held_out=0)
     config.generation.prompts_per_step = 10**9
     with pytest.raises(ValueError, match=r"samples of a step, on the host .*prompts_per_step"):
-        host.check(config, [], devices=0, held_out=0)
+        host.check(config, [], held_out=0)
 
 
 @pytest.mark.parametrize("name", LARGE)

@@ -10,10 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.inference.logprobs import packed_logprobs, score_rollout, token_logprobs
+from rlhf_jax.inference.logprobs import (
+    CHUNK,
+    head_logprobs,
+    score_packed,
+    score_rollout,
+    token_logprobs,
+)
 from rlhf_jax.inference.packing import bucket, pack, padding_share, unpack
 from rlhf_jax.inference.scoring import ScoringSettings, score
-from rlhf_jax.mesh import Layout, make_mesh, model_shardings, place_rows
+from rlhf_jax.mesh import ONE_DEVICE, Layout, make_mesh, model_shardings, place_rows
+from rlhf_jax.model.packed import read_packed
 from rlhf_jax.model.transformer import init
 from rlhf_jax.training.batching import micro_batch
 from rlhf_jax.training.gradients import critic_objective, policy_objective
@@ -202,11 +209,14 @@ def test_entropy_of_packed_samples_is_asked_for(tiny):
     model = init(jax.random.key(0), tiny)
     rollout = grouped_rollout(tiny.vocab_size)
     (part,) = pack(rollout, rollout.mask, 12, 4)
-    said, entropy = packed_logprobs(model, part.batch, None, temperature=1.0, entropy=True)
+    hidden = read_packed(model, part.batch, ONE_DEVICE)
+    given = (model, hidden, part.batch.targets, part.batch.mask)
+    how = dict(support=None, temperature=1.0, chunk=CHUNK, layout=ONE_DEVICE)
+    said, entropy = head_logprobs(*given, entropy=True, **how)
     assert entropy is not None and bool(jnp.all(jnp.where(part.batch.mask, entropy > 0, True)))
+    np.testing.assert_array_equal(head_logprobs(*given, entropy=False, **how)[0], said)
     other = dataclasses.replace(part.batch, tokens=np.where(part.batch.tokens, 7, 0))
-    moved, _ = packed_logprobs(model, other, None, temperature=1.0, entropy=False)
-    assert not np.allclose(said, moved)
+    assert not np.allclose(said, score_packed(model, other, None, temperature=1.0))
 
 
 def test_nothing_is_said_where_no_model_reads(tiny):

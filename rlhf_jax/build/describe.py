@@ -33,7 +33,14 @@ def print_setup(opened: Opened) -> None:
         memory_parts.check(parts, known)
     held_out = len(opened.held_out or ())
     on_cpu = device.platform == "cpu"
-    host.check(config, parts, jax.local_device_count(), held_out, on_cpu)
+    every = memory.by_group(config, opened.models, opened.plan, opened.layouts, opened.remat)
+    there = [
+        opened.plan.calls_at(number)
+        for number, one in enumerate(jax.devices())
+        if one.process_index == device.process_index
+    ]
+    devices = [(there.count(calls), parts) for calls, parts in every]
+    host.check(config, devices, held_out, on_cpu)
     if not distributed.leads():
         return
 

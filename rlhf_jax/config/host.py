@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from rlhf_jax.config import memory_parts
 from rlhf_jax.config.memory_parts import SCORERS, Part
@@ -13,14 +14,18 @@ TOKEN = 4  # bytes of a token's id
 
 
 def check(
-    config: Config, parts: list[Part], devices: int, held_out: int, on_cpu: bool = False
+    config: Config, devices: Sequence[tuple[int, list[Part]]], held_out: int, on_cpu: bool = False
 ) -> None:
     """Raise ValueError where this host cannot hold a run, with what to change.
 
-    parts: of a device. devices: how many this host has; they take its own memory where they are a
-    CPU's (`on_cpu`). held_out: how many prompts there are for evaluation.
+    devices: how many of this host have the same calls, and the parts of each; they take its own
+    memory where they are a CPU's (`on_cpu`). held_out: how many prompts there are for evaluation.
     """
-    held = [dataclasses.replace(part, bytes=devices * part.bytes) for part in parts]
+    held = [
+        dataclasses.replace(part, bytes=count * part.bytes)
+        for count, parts in devices
+        for part in parts
+    ]
     waiting = [
         Part(
             f"{part.name}, waiting on the host",

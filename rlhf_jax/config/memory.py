@@ -94,12 +94,23 @@ def fullest(
     remat: bool | None = None,
 ) -> list[Part]:
     """Return the parts on those devices, of all that a plan of calls has, that hold most."""
+    found = by_group(config, models, placed, layouts, remat)
+    return max((parts for _, parts in found), key=lambda parts: peak(parts)[1])
+
+
+def by_group(
+    config: Config,
+    models: ModelConfigs,
+    placed: Plan,
+    layouts: CallLayouts,
+    remat: bool | None = None,
+) -> list[tuple[list[str], list[Part]]]:
+    """Return each group of calls that share devices, and the parts on one of these."""
     of_call = layouts._asdict()
-    found = [
-        plan(config, models, {call: of_call[call] for call in calls}, remat)
+    return [
+        (calls, plan(config, models, {call: of_call[call] for call in calls}, remat))
         for calls in placed.groups()
     ]
-    return max(found, key=lambda parts: peak(parts)[1])
 
 
 def device_memory(config: Config, device: Any) -> float | None:
@@ -141,10 +152,10 @@ def _always(run: PlannedRun) -> list[Part]:
     config = run.config
     models = run.models
 
-    def held(call: str, model: ModelConfig | None, *how: Any, **ends: Any) -> int:
+    def held(call: str, model: ModelConfig | None, *dtype: Any, **how: Any) -> int:
         """Return the bytes of weights where a call has them; 0 where it is elsewhere."""
         own = run.at(call)
-        return own.weights(model, *how, **ends) if own else 0
+        return own.weights(model, *dtype, **how) if own else 0
 
     policy = held("policy_training", models.policy, FLOAT32)
     critic = held("critic_training", models.critic, FLOAT32)
@@ -160,10 +171,11 @@ def _always(run: PlannedRun) -> list[Part]:
         drafter = held("generation", models.drafter, role="generation")
     else:
         learns = derived.trains_drafter(config)
-        own = held("policy_training", models.drafter, FLOAT32, ends=False)
+        whole = {"role": "training", "ends": False}  # beside pipelines, too
+        own = held("policy_training", models.drafter, FLOAT32, **whole)
         student = (3 if learns else 1) * own
         if learns and run.trains_policy:
-            student += held("policy_training", models.drafter, ends=False)
+            student += held("policy_training", models.drafter, **whole)
     scorers = "inference" if config.mesh.idle_on_host else "always"
     return [
         Part("policy, float32", "always", policy, SPLIT),
@@ -189,6 +201,7 @@ def _generation(run: PlannedRun) -> list[Part]:
     one_slice = meshes.abstract_mesh(
         {axis: run.layout.extent(axis) for axis in AXES} | {"slices": 1}
     )
+    slices = run.layout.slices
     run = dataclasses.replace(run, layout=dataclasses.replace(run.layout, mesh=one_slice))
     weights = functools.partial(run.weights, role="generation")
     state = decode_state(run)
@@ -204,7 +217,7 @@ def _generation(run: PlannedRun) -> list[Part]:
     prompts = jax.eval_shape(lambda: empty(PREFILLED, width, 0, 0, anywhere))
     policy_rows = run.rows(dataclasses.replace(state, draft=None, history=None))
     without = "set generation.fuse_inference to False"
-    work = _generation_work(run, state, width)
+    work = _generation_work(run, state, width, slices)
     # Weights come before rows begin: a layer on its way has the room that these take later.
     later = policy_rows + run.rows((state.draft, state.history, prompts)) + work.bytes
     layer = max(0, run.gathered(models.policy) - later)
@@ -233,7 +246,7 @@ def decode_state(run: PlannedRun) -> DecodeState:
     return jax.eval_shape(lambda: empty(*size, anywhere))
 
 
-def _generation_work(run: PlannedRun, state: DecodeState, width: int) -> Part:
+def _generation_work(run: PlannedRun, state: DecodeState, width: int, slices: int) -> Part:
     """Return the largest of what programs of generation need, one after the other."""
     training = run.config.training
     models = run.models
@@ -248,7 +261,7 @@ def _generation_work(run: PlannedRun, state: DecodeState, width: int) -> Part:
     ]
     if run.config.generation.fuse_inference:
         # A slice scores its part of a micro-batch.
-        whole = max(1, training.microbatch_rows // run.config.mesh.slices)
+        whole = max(1, training.microbatch_rows // slices)
         rows = meshes.rows_of_shard(whole, run.layout.row_shards)
         scorers = filter(None, (models.policy, models.critic, *models.rewards))
         scored = max(scoring_bytes(run, model, rows, gathers=False) for model in scorers)
@@ -342,13 +355,17 @@ def _distillation(run: PlannedRun) -> list[Part]:
     """List what a student's update needs beside its weights and optimizer.
 
     It needs gradients as in `update_parts`, the policy's hidden states of all its rows, and the
-    policy at work or the student, or their logits and gradients.
+    policy at work or the student, or their logits and gradients. Where the policy is a pipeline, it
+    lies on all devices for this, in the compute dtype.
     """
+    copied = run.is_pipelined and run.layout.dtype == FLOAT32
+    run = dataclasses.replace(run, layout=run.layout.unpipelined)
+    copy = run.weights(run.models.policy) if copied else 0  # else it is the one that reads
     own = run.weights(run.models.drafter, ends=False)
     gradients = run.weights(run.models.drafter, FLOAT32, ends=False) + own
     samples = derived.student_samples(run.config)
     hidden = hidden_bytes(run, row_share(samples, run.layout))
-    work = max(reading_bytes(run), learning_bytes(run))
+    work = max(copy + reading_bytes(run), learning_bytes(run))
     return [
         Part("student's gradients", "training", gradients, SPLIT),
         Part("the policy's hidden states", "training", hidden, "lower drafter.samples"),

@@ -33,7 +33,8 @@ def pipelined_parts(learners: Sequence[tuple[PlannedRun, ModelConfig]]) -> list[
 
     Gradients of both are summed at once, and both have weights in the compute dtype; the rest is of
     one micro-batch at one stage, all of whose layers are computed once for its backward. Inputs of
-    stages wait for their backward, as many of both as a schedule may keep on a node.
+    stages wait for their backward, as many of both as a schedule may keep on a node; and at most as
+    many hidden states and gradients wait until the next stage takes them.
     """
     learners = [(dataclasses.replace(run, remat=False), model) for run, model in learners]
     gradients = sum(run.weights(model, FLOAT32) for run, model in learners)
@@ -43,17 +44,17 @@ def pipelined_parts(learners: Sequence[tuple[PlannedRun, ModelConfig]]) -> list[
     # The policy's head and the critic's embedding are on one slice: weights, a gradient, the sum.
     ends = 0
     for run, model in learners:
-        values = model.vocab_size * model.width // run.layout.extent(("fsdp", "tensor"))
+        values = run.tensor_share(model.vocab_size) * model.width // run.layout.extent("fsdp")
         ends += values * (2 * run.layout.dtype.itemsize + FLOAT32.itemsize)
     times = [stage_times(run, model) for run, model in learners]
     limit = limit_inputs(joint_problem(times)).limit or 0.0
-    waiting = int(min(limit, sum(one.micro_batches * one.kept for one in times)))
+    waiting = 2 * int(min(limit, sum(one.micro_batches * one.kept for one in times)))
     works = [_largest_work(run, model) for run, model in learners]
     return [
         Part("gradients, float32", "training", gradients, SPLIT),
         Part("weights and gradients of a micro-batch", "training", micro_batch, SPLIT),
         Part("embedding or head of a stage, and its gradients", "training", ends, SPLIT_TENSORS),
-        Part("inputs of stages, until their backward", "training", waiting, FEWER_ROWS),
+        Part("hidden states that stages keep and send", "training", waiting, FEWER_ROWS),
         Part("activations kept by layer", "training", activations, FEWER_ROWS),
         max(works, key=lambda work: work.bytes),
     ]

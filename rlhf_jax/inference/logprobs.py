@@ -25,7 +25,6 @@ __all__ = [
     "head_logprobs",
     "logprobs_and_entropy",
     "mismatch",
-    "packed_logprobs",
     "score_packed",
     "score_rollout",
     "token_logprobs",
@@ -104,34 +103,6 @@ def logprobs_and_entropy(
         layout=layout,
     )
     return jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (1, 0))), found)
-
-
-def packed_logprobs(
-    model: Model,
-    batch: PackedBatch,
-    support: Array | None,
-    *,
-    temperature: float,
-    entropy: bool,
-    chunk: int = CHUNK,
-    layout: Layout = ONE_DEVICE,
-    remat: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Compute `logprobs_and_entropy` of the predicted tokens of packed samples: [S, W] float32.
-
-    support [S, W, k] int32 or None; the rest as there.
-    """
-    return head_logprobs(
-        model,
-        read_packed(model, batch, layout, remat),
-        batch.targets,
-        batch.mask,
-        support=support,
-        temperature=temperature,
-        entropy=entropy,
-        chunk=chunk,
-        layout=layout,
-    )
 
 
 def head_logprobs(
@@ -228,9 +199,20 @@ def score_packed(
     chunk: int = CHUNK,
     layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
-    """Compute `packed_logprobs` without entropies: [S, W] float32."""
-    return packed_logprobs(
-        model, batch, support, temperature=temperature, entropy=False, chunk=chunk, layout=layout
+    """Compute `token_logprobs` of the predicted tokens of packed samples: [S, W] float32.
+
+    support [S, W, k] int32 or None; the rest as there.
+    """
+    return head_logprobs(
+        model,
+        read_packed(model, batch, layout),
+        batch.targets,
+        batch.mask,
+        support=support,
+        temperature=temperature,
+        entropy=False,
+        chunk=chunk,
+        layout=layout,
     )[0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -17,26 +18,21 @@ from rlhf_jax.runtime import to_host
 from rlhf_jax.types import Model, PackedBatch, Rollout
 
 
-def packed_values(
-    critic: Model, batch: PackedBatch, *, layout: Layout = ONE_DEVICE, remat: bool = False
-) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="layout")
+def value_packed(critic: Model, batch: PackedBatch, *, layout: Layout = ONE_DEVICE) -> jax.Array:
     """Compute V, the reward still to come before each predicted token is known: [S, W] float32.
 
     0 where masked out. The scalar head [M, 1] reads the hidden state before the token, in float32.
-    `remat` is `forward`'s.
     """
-    return head_values(critic, read_packed(critic, batch, layout, remat), batch)
+    return head_values(critic, read_packed(critic, batch, layout), batch)
 
 
 def head_values(critic: Model, hidden: jax.Array, batch: PackedBatch) -> jax.Array:
-    """Compute `packed_values` [S, W] from the hidden states [S, W, M] before the tokens."""
+    """Compute `value_packed` [S, W] from the hidden states [S, W, M] before the tokens."""
     chex.assert_equal(critic.config.scalar_head, True)
     head = cast(dataclasses.replace(critic, layers=()), jnp.float32)
     values = logits(head, hidden.astype(jnp.float32))[..., 0]
     return jnp.where(batch.mask, values, 0.0)
-
-
-value_packed = jax.jit(packed_values, static_argnames=("layout", "remat"))
 
 
 def score_values(

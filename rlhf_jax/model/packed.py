@@ -12,7 +12,7 @@ from rlhf_jax.model.transformer import embed_tokens, final_norm, run_layers
 from rlhf_jax.types import Model, PackedBatch
 
 
-def read_packed(model: Model, batch: PackedBatch, layout: Layout, remat: bool) -> jax.Array:
+def read_packed(model: Model, batch: PackedBatch, layout: Layout, remat: bool = False) -> jax.Array:
     """Compute the hidden state before each predicted token: [S, W, M] in the weights' dtype.
 
     A token sees its own sample's alone, so the result is that of each sample by itself. `remat`

@@ -127,11 +127,12 @@ class Plan:
         ends = sorted(
             {end for one in self.placements.values() for end in (one.first, one.first + one.count)}
         )
-        there = [
-            [call for call, placed in self.placements.items() if first in placed.devices]
-            for first in ends[:-1]
-        ]
+        there = [self.calls_at(first) for first in ends[:-1]]
         return [calls for index, calls in enumerate(there) if calls and calls not in there[:index]]
+
+    def calls_at(self, device: int) -> list[str]:
+        """Return the calls that have a device, by its number."""
+        return [call for call, placed in self.placements.items() if device in placed.devices]
 
     def table(self) -> list[str]:
         """Return lines of text: for each call its devices, and the axes that split.
@@ -175,8 +176,7 @@ def read_plan(path: Path, default: Placement) -> Plan:
         placements = {call: _placement(path, call, own, default) for call, own in calls.items()}
         parameters = document.get("parameters", {})
         _require(path, isinstance(parameters, dict), "has parameters that are no map")
-        numbers = {**parameters, "devices": document["devices"]}
-        for name, value in numbers.items():
+        for name, value in [*parameters.items(), ("devices", document["devices"])]:
             _require(path, _is_count(value), f"has {name} = {value!r:.40}, which is no number")
         return Plan(document["devices"], placements, parameters)
 

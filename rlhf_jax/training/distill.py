@@ -28,7 +28,7 @@ from rlhf_jax.model.columns import map_tokens
 from rlhf_jax.model.decoding import completed
 from rlhf_jax.model.packed import read_packed
 from rlhf_jax.model.transformer import cast, logits, stack
-from rlhf_jax.placement.transfer import transfer
+from rlhf_jax.placement.transfer import is_in_place, transfer
 from rlhf_jax.runtime import to_host
 from rlhf_jax.training.batching import minibatches
 from rlhf_jax.training.gradients import Gradient
@@ -145,8 +145,9 @@ def distill(
     """
     settings = distillation.settings
     step = int(state.step)
-    # Where the policy is a pipeline, no device has all layers.
-    policy = transfer(state.policy, settings.layout)
+    policy = state.policy
+    if not is_in_place(policy, settings.layout):  # a pipeline's: no device has all layers
+        policy = transfer(policy, settings.layout, settings.layout.dtype)
     shuffled = next(minibatches(len(rollout.length), 1, 1, seed=settings.seed, step=step))
     parts = shuffled[: distillation.samples].reshape(settings.minibatches, -1)
     batches = [
@@ -154,6 +155,7 @@ def distill(
         for rows in parts
         if rollout.mask[rows].any()
     ]
+    del policy
     if not batches:
         names = ("drafter/loss", "drafter/acceptance", "drafter/gradient_norm")
         return state, dict.fromkeys(names, 0.0)
