@@ -232,7 +232,7 @@ def test_processes_share_slices_evenly(valid):
     validation.validate(valid, 8, 2)
     validation.validate(valid, 8, 4)
     with pytest.raises(
-        ValueError, match=r"3 processes that generate cannot share them evenly: set mesh\.slices"
+        ValueError, match=r"3 processes that generate cannot share them evenly: set it to"
     ):
         validation.validate(valid, 8, 3)
 

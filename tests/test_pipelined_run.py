@@ -58,6 +58,7 @@ def test_a_run_with_pipelines_is_the_run_without(run, feature):  # noqa: F811
     events = [one for one in trace["traceEvents"] if one["ph"] == "X" and one["cat"] == "training"]
     lanes = {one["tid"] for one in events}
     tasks = collections.Counter((one["name"], one["tid"]) for one in events)
+    print(tasks)
     assert len(lanes) == 2 and len({tasks["critic_training", lane] for lane in lanes}) == 2
 
 

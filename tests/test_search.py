@@ -17,12 +17,10 @@ from rlhf_jax.placement.search.schedule import (
     Option,
     Placed,
     Problem,
-    is_allowed,
     most_bytes,
     simulate,
     stage_seconds,
     steady_seconds,
-    step_seconds,
 )
 
 CALLS = [call for stage in STAGES for call in stage]
@@ -87,6 +85,20 @@ def random_choices(problem: Problem, seed: int) -> list[dict[str, Option]]:
         for _ in range(200)
     ]
     return [choice for choice in choices if is_allowed(problem, choice)]
+
+
+def is_allowed(problem: Problem, placed: Placed) -> bool:
+    """Whether generation is alone where it must be, and no device holds more than it can."""
+    alone = "generation" not in placed or not any(
+        map(placed["generation"].shares, problem.apart("generation", placed))
+    )
+    return alone and most_bytes(problem, placed) <= problem.memory
+
+
+def step_seconds(problem: Problem, placed: Placed) -> float:
+    """The seconds of a step by stages, one after the other, or generation beside the others."""
+    generation, *others = (stage_seconds(problem, stage, placed) for stage in problem.stages)
+    return max(generation, sum(others)) if problem.lag else generation + sum(others)
 
 
 def by_trying_all(problem: Problem) -> float:

@@ -107,6 +107,8 @@ def _hardware(asked: argparse.Namespace) -> Hardware:
         topology_devices(hardware)
     if asked.out and not (asked.search and asked.out.endswith(".json")):
         raise ValueError(f"--out {asked.out} is for what --search finds, in a file NAME.json.")
+    if asked.out and not Path(asked.out).absolute().parent.is_dir():
+        raise ValueError(f"--out {asked.out} is in a folder that is not there: make it first.")
     if asked.lag and not asked.search:
         raise ValueError("--lag 1 is for what is searched; add --search.")
     return hardware

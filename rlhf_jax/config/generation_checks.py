@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhf_jax.config import derived
 from rlhf_jax.config.checks import require, require_not_negative, require_one_of, require_positive
-from rlhf_jax.config.objectives import objective_of
+from rlhf_jax.config.objectives import objective_of, step_may
 from rlhf_jax.config.schema import Config
 from rlhf_jax.placement.plan import Plan
 
@@ -88,13 +88,19 @@ def check_drafter(config: Config) -> None:
     )
 
 
+def slices_key(config: Config) -> str:
+    """Name what says how many slices generation has."""
+    in_file = config.plan.endswith(".json")
+    return f"slices of generation in {config.plan}" if in_file else "mesh.slices"
+
+
 def check_fused_inference(config: Config, slices: int) -> None:
     """Check that scoring beside generation has an idle slice, models, and leave to be random."""
     fused = config.generation.fuse_inference
     require(
         not fused or slices > 1,
-        "generation.fuse_inference needs slices that end apart, and mesh.slices is 1; raise it or"
-        " leave the key False.",
+        "generation.fuse_inference needs slices that end apart, and"
+        f" {slices_key(config)} is 1; raise it or leave the key False.",
     )
     require(
         not fused or objective_of(config).uses_rewards,
@@ -123,7 +129,7 @@ def check_lag(config: Config, plan: Plan) -> None:
     if not lag:
         return
     require(
-        getattr(objective_of(config), "may_lag", False),
+        step_may(objective_of(config), "may_lag"),
         f"training.lag is 1, and objective {config.objective!r} takes no step on samples of older"
         " weights; set it to 0.",
     )

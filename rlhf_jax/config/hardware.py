@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from rlhf_jax.placement.chips import GPUS, TOPOLOGIES, TPUS, Chip, read_chip
 
+MOST = 1 << 20  # devices that a name may stand for
 EXAMPLES = "v5p:4x4x4 (TPU chips), gpu:8x8:h100 (nodes x GPUs), gpu:8:h100, v5p-8 (a TPU product)"
 
 
@@ -39,7 +40,8 @@ class Hardware(NamedTuple):
     def measured(self, path: Path) -> Hardware:
         """Return the devices with a chip's measured figures from a file in place of the table's."""
         chip = read_chip(path, self.chip)
-        return self._replace(chip=chip, gigabytes=chip.gigabytes)
+        figures = (chip.gigabytes, chip.compute_capability)
+        return self._replace(chip=chip, gigabytes=figures[0], compute_capability=figures[1])
 
     def part(self, count: int) -> Hardware:
         """Return so many of the devices, on as few nodes as hold them."""
@@ -75,13 +77,16 @@ COMPILED_AS = {"v7x": "tpu7x"}  # names that the compiler has for a kind
 def parse_hardware(text: str) -> Hardware:
     """Return the devices that a text names; raise ValueError, with examples, where it names none.
 
-    `v5p:4x4x4` are TPU chips in a topology, `v5p-128` a product, whose number counts TensorCores
-    for some kinds; `gpu:8x8:h100` nodes times GPUs; `cpu:4` devices of a CPU.
+    `v5p:4x4x4` are TPU chips in a topology, `v5p:64` so many in their usual one, `v5p-128` a
+    product, whose number counts TensorCores for some kinds; `gpu:8x8:h100` nodes times GPUs;
+    `cpu:4` devices of a CPU.
     """
     kind, _, rest = text.lower().partition(":")
+    if math.prod(map(int, re.findall(r"\d+", rest.partition(":")[0]))) > MOST:
+        raise ValueError(f"{text!r:.60} are more than {MOST:,} devices; name fewer.")
     if match := re.fullmatch(r"(\w+)-(\d+)", kind):
         name = PRODUCTS.get(match[1], match[1])
-        if name in TPUS and not rest:
+        if name in TPUS and not rest and int(match[2]) <= MOST:
             return _tpus(name, max(1, int(match[2]) // CORES.get(name, 1)))
     shape, _, model = rest.partition(":")
     if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
@@ -89,6 +94,14 @@ def parse_hardware(text: str) -> Hardware:
         count = math.prod(sizes)
         name = PRODUCTS.get(kind, kind)
         if name in TPUS and not model:
+            axes = TPUS[name].torus_axes
+            if len(sizes) == 1:
+                return _tpus(name, count)
+            if len(sizes) != axes:
+                raise ValueError(
+                    f"{text!r:.60} is no topology of {name}, whose chips lie in {axes} dimensions:"
+                    f" name one such as {name}:{TOPOLOGIES[axes][4]}."
+                )
             return _tpus(name, count)._replace(topology=f"{COMPILED_AS.get(name, name)}:{shape}")
         if kind == "gpu" and model in GPUS and len(sizes) <= 2:
             chip = GPUS[model]

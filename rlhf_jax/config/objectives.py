@@ -12,8 +12,10 @@ from rlhf_jax.runtime.extensions import Table, load_named
 class Objective(Protocol):
     """Say what a run learns, and take its steps.
 
-    What stands around a step (checkpoints, logs, evaluations, signals) is the same for all. One
-    that also learns from samples of older weights (`training.lag`) says so by `may_lag = True`.
+    What stands around a step (checkpoints, logs, evaluations, signals) is the same for all. The
+    class that defines `step` says by `may_lag = True` that it also learns from samples of older
+    weights (`training.lag`), and by `may_pipeline = True` that its gradients may be taken by
+    pipelines (`training.pipelined`).
     """
 
     # samples have rewards: reward functions or models, an advantage and a KL penalty are asked for
@@ -79,3 +81,15 @@ def objective_of(config: Config) -> Objective:
     if isinstance(entry, str):
         entry = load_named(entry, "objective")
     return entry() if isinstance(entry, type) else entry
+
+
+def step_may(objective: Objective, word: str) -> bool:
+    """Tell whether an objective says of its step that it may do something, as by `may_lag`.
+
+    A class that defines another step inherits nothing that was said of the one before.
+    """
+    for where in (objective, *type(objective).__mro__):
+        said = getattr(where, "__dict__", {})
+        if word in said or "step" in said:
+            return bool(said.get(word, False))
+    return False

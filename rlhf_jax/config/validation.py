@@ -22,8 +22,9 @@ from rlhf_jax.config.generation_checks import (
     check_generation,
     check_lag,
     check_strategy,
+    slices_key,
 )
-from rlhf_jax.config.objectives import OBJECTIVES, objective_of
+from rlhf_jax.config.objectives import OBJECTIVES, objective_of, step_may
 from rlhf_jax.config.reward_checks import check_advantage, check_kl, check_rewards
 from rlhf_jax.config.schema import Config, flat
 from rlhf_jax.data.rows import is_dataset, is_file_name
@@ -298,8 +299,8 @@ def _check_devices(config: Config, num_devices: int, num_processes: int) -> None
     sharing = max(1, plan.placements["generation"].count * num_processes // num_devices)
     require(
         slices % sharing == 0 or sharing % slices == 0,
-        f"mesh.slices is {slices}, and the {sharing} processes that generate cannot share them"
-        f" evenly: set mesh.slices to a multiple of {sharing} or to a number that divides it.",
+        f"{slices_key(config)} is {slices}, and the {sharing} processes that generate cannot share"
+        f" them evenly: set it to a multiple of {sharing} or to a number that divides it.",
     )
     if is_pipelined(plan):
         check_pipelined_objective(config)
@@ -313,7 +314,7 @@ def _check_devices(config: Config, num_devices: int, num_processes: int) -> None
 def check_pipelined_objective(config: Config) -> None:
     """Raise ValueError where an objective has gradients of its own, which no pipeline takes."""
     require(
-        objective_of(config).uses_rewards,
+        step_may(objective_of(config), "may_pipeline"),
         f"Pipelines train on rewards, and objective {config.objective!r} has gradients of its own;"
         " leave training.pipelined False, and pipelined out of the plan.",
     )

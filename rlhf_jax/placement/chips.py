@@ -102,6 +102,10 @@ def read_chip(path: Path, known: Chip | None) -> Chip:
         plain = {name: value for name, value in figures.items() if name != "efficiency"}
         _check_figures(path, plain, Chip._fields)
         _check_figures(path, shares, Efficiency._fields)
+        known_axes = (known.torus_axes,) if known else (0, *TOPOLOGIES)
+        axes = plain.get("torus_axes", known_axes[0])
+        if axes not in known_axes:
+            raise ValueError(f"{path} has torus_axes = {axes}, and these devices have another.")
         efficiency = (known.efficiency if known else ASSUMED)._replace(**shares)
         if known is not None:
             return known._replace(**plain, efficiency=efficiency)

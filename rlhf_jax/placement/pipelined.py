@@ -78,6 +78,7 @@ def joint_problem(models: Sequence[StageTimes]) -> PipelineProblem:
                 micro_batches=model.micro_batches,
                 forward=tuple(max(least, seconds) for seconds in model.forward),
                 backward=model.backward,
+                # The first stage is given none; but what it gives must not pile up before the next.
                 kept=(model.kept,) * stages,
             )
         )
@@ -191,6 +192,8 @@ def check_layers(plan: Plan, source: str, layers: Mapping[str, int]) -> None:
         depth = layers[name]
         if depth % one.slices:
             fitting = [stages for stages in range(2, depth + 1) if depth % stages == 0]
+            if name == "critic":  # copies of it fill as many nodes as the policy has
+                fitting = [stages for stages in fitting if one.slices * one.data % stages == 0]
             below = [stages for stages in fitting if stages < one.slices][-1:]
             near = below + [stages for stages in fitting if stages > one.slices][:1]
             change = f"give {call} {' or '.join(map(str, near))} slices"

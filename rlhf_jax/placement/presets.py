@@ -48,8 +48,8 @@ def plan_of(
         return Plan(num_devices, alike)
     if config.training.pipelined:
         raise ValueError(
-            f"training.pipelined is for config.mesh, and plan is {config.plan!r}, where a file says"
-            " itself which calls are pipelined; set training.pipelined to False, or plan to ''."
+            f"training.pipelined is for config.mesh, and plan is {config.plan!r}: set plan to '',"
+            " or to a file that says pipelined of its calls, and then training.pipelined to False."
         )
     if config.plan in PRESETS:
         return Plan(num_devices, PRESETS[config.plan](base, calls))

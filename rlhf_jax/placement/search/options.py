@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from rlhf_jax.config import derived, memory, memory_parts
@@ -14,9 +14,9 @@ from rlhf_jax.config.schema import Config
 from rlhf_jax.config.sizes import PlannedRun
 from rlhf_jax.config.validation import check_rows
 from rlhf_jax.mesh import FLOAT32
-from rlhf_jax.placement.chips import ring_bandwidth
+from rlhf_jax.placement.chips import is_box, ring_bandwidth
 from rlhf_jax.placement.pipelined import is_pipelined, trained
-from rlhf_jax.placement.plan import CALLS, Placement, Plan, check_boxes, check_parts
+from rlhf_jax.placement.plan import CALLS, Placement, Plan, check_parts
 from rlhf_jax.placement.search.costs import PlacedRun, predict_call
 from rlhf_jax.placement.search.parts import is_aligned, part_sizes, part_starts, powers_of_two
 from rlhf_jax.placement.search.pipelines import JointTraining, joint_training
@@ -76,9 +76,11 @@ class SearchSpace:
         options = {call: list(self.options(call)) for call in derived.calls(self.config)}
         for call, found in options.items():
             if not found:
+                in_slice = self.hardware.count // self.base.slices
                 raise ValueError(
-                    f"No sharding of {self.hardware} splits the rows of {call} evenly; raise"
-                    " generation.max_rows to a power of two."
+                    f"No sharding of {self.hardware} splits the rows of {call} evenly: set"
+                    f" generation.max_rows to a multiple of {in_slice}, or name another number of"
+                    " devices."
                 )
         return Problem(
             options,
@@ -95,7 +97,10 @@ class SearchSpace:
         weights need not move.
         """
         for blocks in part_sizes(self.blocks):
+            starts = part_starts(blocks, self.blocks)
             count = blocks * self.block_devices
+            if not self.are_boxes(starts, count):
+                continue
             there = self.shardings(call, count)
             found = [self.priced(call, one) for one in there if self.can_run(call, one)]
             found.sort(key=lambda one: (one.seconds, one.always, one.working))
@@ -104,7 +109,7 @@ class SearchSpace:
                 if not any(self.is_better(call, one, option) for one in kept):
                     kept.append(option)
             for best in kept:
-                yield from map(best.at, part_starts(blocks, self.blocks))
+                yield from map(best.at, starts)
 
     def is_better(self, call: str, option: Option, other: Option) -> bool:
         """Tell whether an option takes no more than another, wherever other calls are."""
@@ -122,12 +127,20 @@ class SearchSpace:
         less = less and option.working <= other.working and option.kept <= other.kept
         return less and seconds <= least
 
+    def are_boxes(self, starts: Sequence[int], count: int) -> bool:
+        """Tell whether so many devices from each block of `starts` on are a box of a TPU's torus.
+
+        A search takes all parts of one size to be alike.
+        """
+        torus = self.hardware.torus
+        firsts = [start * self.block_devices for start in starts]
+        return not torus or all(is_box(torus, range(first, first + count)) for first in firsts)
+
     def can_run(self, call: str, placement: Placement) -> bool:
         """Tell whether rows come out even, and the call's part of the machine gets programs."""
         plan = Plan(self.hardware.count, {call: placement})
         try:
             check_parts(plan, "", self.hardware.device_kind, self.hardware.count)
-            check_boxes(plan, "", self.hardware.torus)
             if call == "generation":
                 check_rows(self.config, plan, "")
         except ValueError:

@@ -194,16 +194,6 @@ def steady_seconds(problem: Problem, placed: Placed) -> float:
     return ends[1] - ends[0]
 
 
-def step_seconds(problem: Problem, placed: Placed) -> float:
-    """Return the seconds of a step in which every call is placed.
-
-    They are those that `steady_seconds` finds, by stages: samples of the next step are drawn beside
-    all else where that is asked for.
-    """
-    generation, *others = (stage_seconds(problem, stage, placed) for stage in problem.stages)
-    return max(generation, sum(others)) if problem.lag else generation + sum(others)
-
-
 def stage_seconds(problem: Problem, stage: Sequence[str], placed: Placed) -> float:
     """Return the seconds until the last call of a stage has ended.
 
@@ -216,14 +206,6 @@ def stage_seconds(problem: Problem, stage: Sequence[str], placed: Placed) -> flo
         began = max(free[own]) + problem.transfer(call, option, placed)
         free[own] = [began + option.seconds] * option.blocks
     return max(free)
-
-
-def is_allowed(problem: Problem, placed: Placed) -> bool:
-    """Tell whether generation is alone where it must be, and no device holds more than it can."""
-    alone = "generation" not in placed or not any(
-        map(placed["generation"].shares, problem.apart("generation", placed))
-    )
-    return alone and most_bytes(problem, placed) <= problem.memory
 
 
 def most_bytes(problem: Problem, placed: Placed) -> float:
