@@ -19,7 +19,7 @@ import tiny_run
 from tiny_run import ROOT, lines
 
 from rlhf_jax import build, rlhf
-from rlhf_jax.config import generation_checks, memory, schema
+from rlhf_jax.config import derived, generation_checks, memory, schema
 from rlhf_jax.config.command_line import read
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation.ahead import SamplesAhead, restore_samples
@@ -164,6 +164,10 @@ def test_what_work_beside_raises_is_raised_where_it_is_asked_for():
             beside.check()
 
 
+# It inherits from an objective that may lag, and has a step of its own.
+ONLINE_DPO = ROOT / "docs" / "examples" / "new_objective.py:OnlineDpo"
+
+
 def lagged(**changes) -> schema.Config:
     config = schema.default()
     changes = {"plan": "disaggregated", "training.lag": 1} | changes
@@ -182,10 +186,12 @@ def lagged(**changes) -> schema.Config:
         ({"generation__resample": 1}, "generation.resample waits for the rewards"),
         ({"generation__fuse_inference": True}, "leave fuse_inference out"),
         ({"objective": "distill"}, "objective 'distill' takes no step on samples of older weights"),
+        ({"objective": f"{ONLINE_DPO}"}, "takes no step on samples of older weights"),
     ],
 )
 def test_a_lag_that_cannot_be_is_told_in_a_sentence(changes, words):
     config = lagged(**changes)
+    derived.register_own(config)
     with pytest.raises(ValueError, match=words.replace("(", r"\(")) as error:
         generation_checks.check_lag(config, plan_of(config, 8))
     assert "\n" not in str(error.value)

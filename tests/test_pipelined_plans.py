@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tiny_run import ROOT
 
 from rlhf_jax import command
 from rlhf_jax.build.describe_search import print_search
@@ -46,6 +47,8 @@ from rlhf_jax.training.schedules import NEAR, RUN_TRIES
 COPIES = StageTimes(4, (1.0,) * 2, (3.0,) * 2, 1.0, copies=2)  # of a critic
 BOTH = ("policy_training", "critic_training")
 NODES = "gpu:32x8:h100"
+# It inherits from an objective that pipelines train, and has a step of its own.
+ONLINE_DPO = ROOT / "docs" / "examples" / "new_objective.py:OnlineDpo"
 PIPELINED: dict[str, Any] = {"mesh.slices": 8, "mesh.fsdp": 1, "training.pipelined": True}
 
 
@@ -315,6 +318,16 @@ def test_no_more_hidden_states_wait_to_be_sent_than_may_be_kept(
     assert problem.limit and problem.limit / 2 < most <= 2 * problem.limit
 
 
+def test_a_student_beside_pipelines_lies_on_all_their_devices():
+    changes = {"drafter.layers": 4, "drafter.learning_rate": 1e-4, "drafter.path": ""}
+    changes |= {"generation.strategy": "model-chain-2"}
+    held = []
+    for pipelines in (True, False):
+        _, run = pipelined(changes | {"training.pipelined": pipelines})
+        held += [part.bytes for part in run.parts if part.name == "student and its optimizer"]
+    assert len(held) == 2 and held[0] == held[1]
+
+
 def test_no_memory_for_one_micro_batch_is_refused():
     _, run = pipelined({"training.microbatch_rows": 32, "generation.max_new_tokens": 65536})
     with pytest.raises(ValueError, match=r"A device needs .* in training .*microbatch_rows"):
@@ -399,6 +412,7 @@ def test_samples_are_drawn_ahead_of_pipelines_on_devices_of_their_own():
         ),
         ({"plan": "colocated"}, "training.pipelined is for config.mesh, and plan is 'colocated'"),
         ({"objective": "distill", "drafter.layers": 2}, "has gradients of its own"),
+        ({"objective": f"{ONLINE_DPO}"}, "has gradients of its own"),
     ],
 )
 def test_pipelines_that_cannot_be_are_refused_in_one_sentence(changes, said):
