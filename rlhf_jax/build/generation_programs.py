@@ -35,10 +35,11 @@ ROUND_LAYERS = (1, 2)
 DEEPER_LAYERS = (2, 3)
 # Parts of generation that no round is given.
 BESIDE_ROUNDS = ("models that score beside it", "student, for generation", "prefilled prompts")
-# And what no prefill is given, and no drafts are.
+# And what no prefill is given, no draft cache that catches up, and no drafts are.
 CACHES = ("key-value cache of the policy", "key-value cache of the drafter", "earlier responses")
 BESIDE_PREFILL = (BESIDE_ROUNDS[0], *CACHES)
-BESIDE_DRAFTS = (BESIDE_ROUNDS[0], BESIDE_ROUNDS[2], "policy, for generation", CACHES[0], CACHES[2])
+BESIDE_CATCHING_UP = (BESIDE_ROUNDS[0], BESIDE_ROUNDS[2], "policy, for generation")
+BESIDE_DRAFTS = (*BESIDE_CATCHING_UP, CACHES[0], CACHES[2])
 
 
 def arrivals(calls: PlacedCalls) -> Iterator[CallProgram]:
@@ -142,23 +143,19 @@ def drafts(calls: PlacedCalls) -> Iterator[CallProgram]:
     head = 2 * drafter.width * drafter.vocab_size
     of_token = work.token_flops + work.context_flops * state.tokens.shape[1]
     parts = calls.parts("generation")
-    beside = sum(part.bytes for part in parts if part.name in BESIDE_DRAFTS)
     there = memory_parts.total([part for part in parts if part.name != "drafter"], "always")
     program = functools.partial(
-        CallProgram,
-        "generation",
-        beside=there + beside,
-        depth=drafter.num_layers,
-        compiled_layers=DEEPER_LAYERS,
+        CallProgram, "generation", depth=drafter.num_layers, compiled_layers=DEEPER_LAYERS
     )
     yield program(
         "catching up",
         functools.partial(trace_catching_up, calls),
         foreseen=Foreseen(
-            headless + run.rows(state.draft),
+            headless + run.rows(state),
             rows * CATCH_UP_TOKENS * (of_token - head),
             CATCH_UP_TOKENS * sent,
         ),
+        beside=there + sum(part.bytes for part in parts if part.name in BESIDE_CATCHING_UP),
     )
     # a token before the root is fed, too
     yield program(
@@ -167,6 +164,7 @@ def drafts(calls: PlacedCalls) -> Iterator[CallProgram]:
         foreseen=Foreseen(
             held + 2 * logits, rows * ((fed + 1) * of_token - head), (fed + 1) * sent
         ),
+        beside=there + sum(part.bytes for part in parts if part.name in BESIDE_DRAFTS),
     )
 
 
