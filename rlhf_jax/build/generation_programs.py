@@ -132,7 +132,11 @@ def drafts(calls: PlacedCalls) -> Iterator[CallProgram]:
     fed = len(set(strategy.parents))  # nodes with children
     rows = calls.config.generation.max_rows
     state = memory.decode_state(run)
-    held = run.weights(drafter, role="generation") + run.rows(state.draft)
+    cache = run.rows(state.draft)
+    held = run.weights(drafter, role="generation") + cache
+    # Where no kernel attends, products of an accelerator want keys and values in another order.
+    if run.layout.kernels.tree_attention == "reference" and not run.on_cpu:
+        held += cache
     headless = run.weights(dataclasses.replace(drafter, tied=True), role="generation")
     own = row_share(rows, run.layout)
     logits = 4 * own * fed * run.outputs(drafter)
