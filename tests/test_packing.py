@@ -211,10 +211,12 @@ def test_entropy_of_packed_samples_is_asked_for(tiny):
     (part,) = pack(rollout, rollout.mask, 12, 4)
     hidden = read_packed(model, part.batch, ONE_DEVICE)
     given = (model, hidden, part.batch.targets, part.batch.mask)
-    how = dict(support=None, temperature=1.0, chunk=CHUNK, layout=ONE_DEVICE)
-    said, entropy = head_logprobs(*given, entropy=True, **how)
+    read = functools.partial(
+        head_logprobs, *given, support=None, temperature=1.0, chunk=CHUNK, layout=ONE_DEVICE
+    )
+    said, entropy = read(entropy=True)
     assert entropy is not None and bool(jnp.all(jnp.where(part.batch.mask, entropy > 0, True)))
-    np.testing.assert_array_equal(head_logprobs(*given, entropy=False, **how)[0], said)
+    np.testing.assert_array_equal(read(entropy=False)[0], said)
     other = dataclasses.replace(part.batch, tokens=np.where(part.batch.tokens, 7, 0))
     assert not np.allclose(said, score_packed(model, other, None, temperature=1.0))
 

@@ -284,12 +284,12 @@ def test_no_more_hidden_states_wait_to_be_sent_than_may_be_kept(
 ):
     """A stage's result waits on its node until the task begins that takes it."""
 
-    def pipe(stages: int, copies: int = 1) -> StageTimes:
+    def times(stages: int, copies: int = 1) -> StageTimes:
         forward = (*[1.0] * (stages - 1), 0.0)
         backward = (*[3.0] * (stages - 1), 3.0 + head)
         return StageTimes(micro_batches, forward, backward, kept=1.0, copies=copies)
 
-    problem = limit_inputs(joint_problem([pipe(stages), pipe(stages // copies, copies)]))
+    problem = limit_inputs(joint_problem([times(stages), times(stages // copies, copies)]))
     schedule = solve(problem, tries=RUN_TRIES, within=NEAR)
     node_of = {
         (number, copy, stage): node
@@ -309,9 +309,7 @@ def test_no_more_hidden_states_wait_to_be_sent_than_may_be_kept(
                 held[below] -= 1
                 held[own] += 1
             held[own] += above is not None
-        elif (
-            above is not None
-        ):  # takes what the stage above passed; passes on what it kept room for
+        elif above is not None:  # takes what the one above passed; passes on, and keeps no more
             held[above] -= 1
         most = max(most, *held.values())
     assert not any(held.values())
