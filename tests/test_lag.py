@@ -343,7 +343,7 @@ def whole(place, monkeypatch) -> dict:
 def moments(count: int) -> list[tuple[str, int, float]]:
     """Random moments of steps that draw ahead; half come a little later than the event."""
     draw = random.Random(3)
-    ends = {"waiting": 5, "training": 16, "inference": 10, "unfinished": 2, "samples": 4}
+    ends = {"waiting": 4, "training": 16, "inference": 10, "unfinished": 2, "samples": 4}
     kinds = list(ends)
     return [
         (kind, draw.randrange(ends[kind]), draw.choice([0.0, draw.uniform(0.0, 0.05)]))

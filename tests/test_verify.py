@@ -182,7 +182,7 @@ def test_the_memory_of_a_found_plan_is_foreseen(capsys, tmp_path):
     assert command.main(words) == 0
     said = capsys.readouterr().out
     assert "It fits, by the compiler's figures." in said
-    memory = said[said.index("a chip's GB") : said.index("PFLOP  ")]
+    memory = said.partition("a chip's GB")[2].partition("PFLOP  ")[0]
     pairs = re.findall(r"(\d+\.\d+) +(\d+\.\d+) +\d+\.\d+ *\n", memory)
     assert len(pairs) >= 9
     for compiled, foreseen in pairs:
