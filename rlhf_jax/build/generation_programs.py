@@ -35,7 +35,7 @@ ROUND_LAYERS = (1, 2)
 DEEPER_LAYERS = (2, 3)
 # Parts of generation that no round is given.
 BESIDE_ROUNDS = ("models that score beside it", "student, for generation", "prefilled prompts")
-# And what no prefill is given, no draft cache that catches up, and no drafts are.
+# And what is given to no prefill, to no draft cache that catches up, and to no drafts.
 CACHES = ("key-value cache of the policy", "key-value cache of the drafter", "earlier responses")
 BESIDE_PREFILL = (BESIDE_ROUNDS[0], *CACHES)
 BESIDE_CATCHING_UP = (BESIDE_ROUNDS[0], BESIDE_ROUNDS[2], "policy, for generation")

@@ -40,8 +40,8 @@ class Hardware(NamedTuple):
     def measured(self, path: Path) -> Hardware:
         """Return the devices with a chip's measured figures from a file in place of the table's."""
         chip = read_chip(path, self.chip)
-        figures = (chip.gigabytes, chip.compute_capability)
-        return self._replace(chip=chip, gigabytes=figures[0], compute_capability=figures[1])
+        capability = chip.compute_capability
+        return self._replace(chip=chip, gigabytes=chip.gigabytes, compute_capability=capability)
 
     def part(self, count: int) -> Hardware:
         """Return so many of the devices, on as few nodes as hold them."""

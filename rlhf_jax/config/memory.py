@@ -358,9 +358,10 @@ def _distillation(run: PlannedRun) -> list[Part]:
     policy at work or the student, or their logits and gradients. Where the policy is a pipeline, it
     lies on all devices for this, in the compute dtype.
     """
+    # In another dtype than float32 the copy is the one that reads anyway, and counted there.
     copied = run.is_pipelined and run.layout.dtype == FLOAT32
     run = dataclasses.replace(run, layout=run.layout.unpipelined)
-    copy = run.weights(run.models.policy) if copied else 0  # else it is the one that reads
+    copy = run.weights(run.models.policy) if copied else 0
     own = run.weights(run.models.drafter, ends=False)
     gradients = run.weights(run.models.drafter, FLOAT32, ends=False) + own
     samples = derived.student_samples(run.config)
