@@ -94,6 +94,16 @@ class Layout:
         return self.mesh.devices
 
     @property
+    def platform(self) -> str:
+        """Return the kind of its devices, "cpu", "gpu" or "tpu"; '' of an abstract mesh.
+
+        They need not be here: what is traced for a layout asks it, and not this process.
+        """
+        if self.mesh is None:
+            return jax.default_backend()
+        return self.devices.flat[0].platform if isinstance(self.mesh, Mesh) else ""
+
+    @property
     def owners(self) -> tuple[int, ...]:
         """Return the ranks of the processes that its devices belong to, in order."""
         if not isinstance(self.mesh, Mesh):

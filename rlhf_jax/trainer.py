@@ -164,7 +164,7 @@ def compile_ahead(state: RunState, run: Run, session: Session) -> RunState:
     costs = functools.partial(
         prior.costs,
         configs,
-        jax.default_backend(),
+        run.generation.layout.platform,
         models[0].norm.dtype.itemsize,
         rows=decoding.max_rows,
         slots=decoding.max_length,

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 
 from rlhf_jax.build.models import student_optimizer
 from rlhf_jax.build.opened import Opened
@@ -65,7 +64,7 @@ def generation_settings(opened: Opened, stack: contextlib.ExitStack) -> Generati
         models = [*scored, *referred, *critic, *opened.models.rewards]
         flops = sum(prior.work(model, layout.dtype.itemsize).token_flops for model in models)
         devices = layout.extent(AXES) / layout.slices
-        scoring_seconds = flops / (RATES[jax.default_backend()][1] * devices)
+        scoring_seconds = flops / (RATES[layout.platform][1] * devices)
     by_clock = config.deterministic and distributed.started()
     planned = generation.reallocate and layout.slices > 1 and not by_clock
     return GenerationSettings(
@@ -177,7 +176,7 @@ def _selector(opened: Opened) -> Selector | None:
     decoding = _decoding(opened)
     costs = prior.costs(
         opened.models,
-        jax.default_backend(),
+        opened.layouts.generation.platform,
         opened.layouts.generation.dtype.itemsize,
         {},
         decoding.max_rows,

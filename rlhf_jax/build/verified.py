@@ -1,4 +1,4 @@
-"""Compile the programs of a plan for TPUs that need not be here, and hold formulas to the compiler.
+"""Compile the programs of a plan for devices that need not be here, and hold formulas to compilers.
 
 What is said of a program is kept on disk, by the program's own text and the compiler's version.
 """
@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import functools
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,28 +20,17 @@ from jax.stages import Lowered
 from rlhf_jax.build.placed_calls import CallProgram, PlacedCalls
 from rlhf_jax.build.planned import Planned
 from rlhf_jax.build.programs import programs as programs_of
+from rlhf_jax.build.topology import attention_note, compiler_version, topology_devices
 from rlhf_jax.config.hardware import Hardware
 from rlhf_jax.config.memory_parts import GIGA
 from rlhf_jax.config.schema import Config
 from rlhf_jax.model.flops import jaxpr_flops
 from rlhf_jax.monitoring import console
-from rlhf_jax.placement.chips import TOPOLOGIES, TPUS
 from rlhf_jax.placement.pipelined import is_pipelined
 from rlhf_jax.placement.search.collectives import find_collectives
 from rlhf_jax.runtime.files import write_atomically
 
 COMPILING_THREADS = 2  # that compile at one time: each takes a core and up to 2 GB
-# What libtpu is told, so that it asks no machine, takes no chip and writes no log.
-ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_ACCELERATOR_TYPE": "v5p-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_MIN_LOG_LEVEL": "3",
-    "TPU_STDERR_LOG_LEVEL": "3",
-}
-# A v4's two cores are one device.
-CHIP_CONFIGS = {"v4": {"chip_config_name": "megacore"}}
 
 
 class CompilerFigures(NamedTuple):
@@ -97,7 +82,7 @@ class VerifiedProgram(NamedTuple):
 class VerifiedPlan(NamedTuple):
     """Hold the programs of a plan, compiled for devices that need not be here."""
 
-    topology: str
+    hardware: Hardware
     programs: list[VerifiedProgram]
     limit: float  # bytes of a device
     compiled: int  # programs that were
@@ -125,7 +110,8 @@ def verify_plan(
     devices = topology_devices(hardware)
     calls = PlacedCalls(config, planned.models, planned.plan, devices, hardware, planned.remat)
     folder = config.compilation_cache and Path(config.compilation_cache).expanduser() / "verified"
-    compiler = CachingCompiler(hardware.topology, folder, observe)
+    identity = f"{hardware.name} {compiler_version(hardware.platform)}"
+    compiler = CachingCompiler(identity, folder, observe)
     pending = []
     with concurrent.futures.ThreadPoolExecutor(COMPILING_THREADS, "compiling") as pool:
         for program in programs_of(calls):
@@ -140,7 +126,7 @@ def verify_plan(
         programs.append(VerifiedProgram(program, whole))
     seconds = time.perf_counter() - began
     return VerifiedPlan(
-        hardware.topology,
+        hardware,
         programs,
         hardware.gigabytes * GIGA,
         compiler.compiled,
@@ -152,13 +138,13 @@ def verify_plan(
 class CachingCompiler:
     """Compile each distinct program once, and keep what is said of it."""
 
-    def __init__(self, topology: str, folder: Path | str, observe: Callable[[str], None]):
-        """Begin for a topology; without a folder nothing is kept on disk."""
+    def __init__(self, identity: str, folder: Path | str, observe: Callable[[str], None]):
+        """Begin for devices and a compiler by name; without a folder nothing is kept on disk."""
         self.compiled: int = 0
         self.kept: int = 0
         self._observe = observe
         self._folder = folder and Path(folder)
-        self._identity = f"{topology} {compiler_version()}"
+        self._identity = identity
         self._known: dict[str, concurrent.futures.Future[CompilerFigures]] = {}
 
     def submit(
@@ -204,11 +190,11 @@ def compile_figures(lowered: Lowered, flops: float) -> CompilerFigures:
     except jax.errors.JaxRuntimeError as error:
         said = str(error).partition("\n")[0]
         if "RESOURCE_EXHAUSTED" not in said:
-            raise ValueError(f"The TPU's compiler refuses a program of the plan: {said}") from error
+            raise ValueError(f"The compiler refuses a program of the plan: {said}") from error
         seconds = time.perf_counter() - began
         return CompilerFigures(0.0, 0.0, 0.0, 0.0, flops, seconds, refusal=said)
     sizes = compiled.memory_analysis()
-    assert sizes is not None, "The TPU's compiler says how much memory a program needs."
+    assert sizes is not None, "A compiler says how much memory a program needs."
     return CompilerFigures(
         arguments=sizes.argument_size_in_bytes,
         results=sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
@@ -217,56 +203,6 @@ def compile_figures(lowered: Lowered, flops: float) -> CompilerFigures:
         flops=flops,
         seconds=time.perf_counter() - began,
     )
-
-
-def compiler_version() -> str:
-    """Return what compiles for TPUs here, and its version."""
-    return f"jax {jax.__version__}, libtpu {importlib.metadata.version('libtpu')}"
-
-
-def topology_devices(hardware: Hardware) -> list[Any]:
-    """Return the devices that the compiler sees in a TPU's topology.
-
-    Raises ValueError, in one sentence, where nothing here compiles for the hardware.
-    """
-    if hardware.platform != "tpu":
-        raise ValueError(
-            f"--verify compiles for TPUs, and nothing here compiles for {hardware}: leave it out,"
-            " or name TPUs."
-        )
-    if not hardware.topology:
-        raise ValueError(
-            f"--verify needs the topology of the {hardware.count} chips: name it, such as"
-            " v5p:4x4x4."
-        )
-    if importlib.util.find_spec("libtpu") is None:
-        raise ValueError("--verify needs the TPU's compiler, libtpu: pip install 'rlhf_jax[pod]'.")
-    found = _devices(hardware.topology)
-    if len(found) != hardware.count:
-        raise ValueError(
-            f"The TPU's compiler sees {len(found)} devices in {hardware.topology}, and plans here"
-            f" are for {hardware.count}: leave --verify out."
-        )
-    return found
-
-
-@functools.cache
-def _devices(topology: str) -> list[Any]:
-    """Return the devices of a topology, each time the same ones."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    from jax.experimental import topologies
-
-    kind = topology.partition(":")[0]
-    known = TOPOLOGIES[TPUS[kind.replace("tpu7", "v7")].torus_axes]
-    try:
-        found = topologies.get_topology_desc(topology, "tpu", **CHIP_CONFIGS.get(kind, {}))
-    except jax.errors.JaxRuntimeError as error:
-        raise ValueError(
-            f"The TPU's compiler knows no {topology} ({str(error).partition(':')[2].strip()});"
-            f" it knows {', '.join(f'{kind}:{shape}' for shape in known)}."
-        ) from error
-    return list(found.devices)
 
 
 def print_verified(verified: VerifiedPlan) -> None:
@@ -285,11 +221,13 @@ def print_verified(verified: VerifiedPlan) -> None:
     notes = [
         f"in all: with what is there beside the program; a chip has {verified.limit / GIGA:g} GB",
         "each program once; those of generation from a few layers",
+        *filter(None, [attention_note(verified.hardware)]),
         f"{verified.compiled} programs compiled and {verified.kept} known, in"
         f" {verified.seconds:.0f} s; no chip was asked",
     ]
     rows = [*memory, *work, *sent, ("", "\n".join(notes))]
-    console.describe(f"rlhf_jax: programs for {verified.topology} by {compiler_version()}", rows)
+    compiler = compiler_version(verified.hardware.platform)
+    console.describe(f"rlhf_jax: programs for {verified.hardware.name} by {compiler}", rows)
     for one in verified.too_large:
         needs = f"a chip needs {one.in_all / GIGA:.1f} GB"
         said = one.compiled.refusal or f"{needs} and has {verified.limit / GIGA:.1f} GB"

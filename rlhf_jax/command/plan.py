@@ -9,7 +9,7 @@ models by their names. Seconds are by formula, call by call, for responses of fu
 compares the config's plan and the presets with the best plan of calls that there is, and proves it;
 it also says what changes if a chip's usual shares are others. Beside plan.json it draws plan.svg.
 With --verify the programs of the plan that was found, or else of the config's, are compiled for the
-TPUs that are named: their memory, FLOPs and bytes that chips receive stand beside the formulas'.
+TPUs or GPUs that are named: their memory, FLOPs and bytes that chips receive stand beside the formulas'.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from rlhf_jax.build.describe_search import print_search
 from rlhf_jax.build.picture import timeline_svg
 from rlhf_jax.build.planned import plan_run
 from rlhf_jax.build.searched import search_plans, vary
-from rlhf_jax.build.verified import print_verified, topology_devices, verify_plan
+from rlhf_jax.build.topology import topology_devices
+from rlhf_jax.build.verified import print_verified, verify_plan
 from rlhf_jax.config import command_line, memory_parts
 from rlhf_jax.config.hardware import EXAMPLES, Hardware, parse_hardware
 from rlhf_jax.runtime.files import write_atomically
@@ -92,7 +93,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
         "--network", type=float, metavar="GBITS", help="of each GPU, between nodes (gigabits/s)"
     )
     parser.add_argument("--chip", help="a file of figures that benchmarks/chip.py has measured")
-    parser.add_argument("--verify", action="store_true", help="compile the plan for those TPUs")
+    parser.add_argument("--verify", action="store_true", help="compile the plan for those TPUs or GPUs")
     return parser
 
 

@@ -37,6 +37,12 @@ class Hardware(NamedTuple):
             shape = next((one for one in usual if math.prod(_sizes(one)) == self.count), "")
         return _sizes(shape) if shape else ()
 
+    @property
+    def name(self) -> str:
+        """Return what its compiler compiles for, such as v5p:4x4x4 or gpu:2x8:h100."""
+        in_node = self.count // self.nodes
+        return self.topology or f"{self.platform}:{self.nodes}x{in_node}:{self.device_kind.lower()}"
+
     def measured(self, path: Path) -> Hardware:
         """Return the devices with a chip's measured figures from a file in place of the table's."""
         chip = read_chip(path, self.chip)

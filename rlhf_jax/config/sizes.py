@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from pallas_kernels.shapes import LANES
@@ -188,8 +187,7 @@ class PlannedRun:
     @property
     def on_cpu(self) -> bool:
         """Tell whether the devices are known to be a CPU's."""
-        real = isinstance(self.layout.mesh, Mesh)
-        return real and self.layout.devices.flat[0].platform == "cpu"
+        return self.layout.platform == "cpu"
 
     def pads(self, model: ModelConfig) -> bool:
         """Tell whether a device's part of the width is not whole lanes of a TPU."""

@@ -200,7 +200,7 @@ def _view(
         slices=len(state.layouts),
         speed=np.array([0.0, *(speed[size] for size in sizes)]),
         move_seconds=MOVE_SECONDS,
-        token_seconds=token_bytes / LINK_SPEED[jax.default_backend()],
+        token_seconds=token_bytes / LINK_SPEED[state.layouts[0].platform],
         freed=np.isin(np.arange(len(state.layouts)), state.freed),
         unscored=state.policy.unscored(),
         scoring=state.policy.scoring,

@@ -7,59 +7,55 @@ from collections.abc import Callable
 
 import chex
 import jax
-import jax.extend
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.arrays import LayerCache
 from pallas_kernels.tree_attention import tree_attention
-from rlhf_jax.mesh import ROW_AXES, Layout
+from rlhf_jax.mesh import ONE_DEVICE, ROW_AXES, Layout
+from rlhf_jax.runtime.jax_internals import cudnn_version
 
 # Plain attention takes so many queries at a time, and so many make a block of splash attention.
 QUERY_BLOCK = 512
 
 
-def causal(query: Array, key: Array, value: Array, memory: None = None) -> tuple[Array, None]:
-    """Attend causally in right-padded rows.
+def causal_on(layout: Layout) -> Callable:
+    """Return causal attention in right-padded rows, by the layout's kernel where it has one.
 
     query [B, Q, H, D], key and value [B, Q, G, D]; returns [B, Q, H, D] in the query's dtype.
-    Padding comes after a row's tokens, so causality alone keeps it out. Softmax in float32. In half
-    precision it is cuDNN's kernel on an NVIDIA GPU and splash attention on a TPU; otherwise
-    `blockwise`. The choice is made when the program is lowered, so a program compiled here for a
-    TPU gets the TPU's kernel. Kernels do not partition themselves over a mesh: pass
-    `causal_on(layout)` there.
-    """
-    del memory
-    chex.assert_rank([query, key, value], 4)
-    kernels = {}
-    if query.dtype.itemsize == 2:
-        kernels["tpu"] = _splash
-        # cuDNN's primitive asks for the library while it is traced: offered only where CUDA is the
-        # backend.
-        has_cudnn = "cuda" in jax.extend.backend.get_backend().platform_version
-        if has_cudnn and query.shape[-1] <= 128 and query.shape[-1] % 8 == 0:
-            kernels["cuda"] = functools.partial(
-                jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
-            )
-    if not kernels:
-        return blockwise(query, key, value), None
-    return jax.lax.platform_dependent(query, key, value, default=blockwise, **kernels), None
-
-
-def causal_on(layout: Layout) -> Callable:
-    """Return `causal` with rows over the mesh, and heads over tensor where that divides them.
-
-    Each device runs the kernel on its own part, without communication. B must be a multiple of the
-    layout's row shards.
+    Padding comes after a row's tokens, so causality alone keeps it out. Softmax in float32. Rows
+    lie over the mesh, and heads over tensor where that divides them. Each device runs the kernel on
+    its own part, without communication. B must be a multiple of the layout's row shards.
     """
 
     def attend(query: Array, key: Array, value: Array, memory: None = None) -> tuple[Array, None]:
         """Attend in each device's own rows and heads."""
         del memory
-        return _on_parts(_causal, layout, (query, key, value)), None
+        chex.assert_rank([query, key, value], 4)
+        return _on_parts(attention_for(layout, query), layout, (query, key, value)), None
 
     return attend
+
+
+causal = causal_on(ONE_DEVICE)
+
+
+def attention_for(layout: Layout, query: Array) -> Callable[[Array, Array, Array], Array]:
+    """Return what attends causally from a query [B, Q, H, D] on the devices of a layout.
+
+    In half precision it is splash attention on TPUs, cuDNN's kernel on NVIDIA's GPUs, and
+    `blockwise` elsewhere. The devices decide, which need not be here.
+    """
+    if query.dtype.itemsize == 2:
+        if layout.platform == "tpu":
+            return _splash
+        takes = query.shape[-1] <= 128 and query.shape[-1] % 8 == 0
+        if layout.platform == "gpu" and takes and cudnn_version():
+            return functools.partial(
+                jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
+            )
+    return blockwise
 
 
 def packed_on(layout: Layout, samples: Array, home: Array) -> Callable:
@@ -75,7 +71,7 @@ def packed_on(layout: Layout, samples: Array, home: Array) -> Callable:
             take_tokens(line, samples).reshape(-1, samples.shape[2], *line.shape[2:])
             for line in (query, key, value)
         ]
-        out = _causal(*rows)
+        out = attention_for(layout, query)(*rows)
         return take_tokens(out.reshape(len(samples), -1, *out.shape[2:]), home)
 
     def attend(query: Array, key: Array, value: Array, memory: None = None) -> tuple[Array, None]:
@@ -84,10 +80,6 @@ def packed_on(layout: Layout, samples: Array, home: Array) -> Callable:
         return _on_parts(attend_samples, layout, (query, key, value), samples, home), None
 
     return attend
-
-
-def _causal(query: Array, key: Array, value: Array) -> Array:
-    return causal(query, key, value)[0]
 
 
 def take_tokens(line: Array, indices: Array) -> Array:
@@ -163,7 +155,7 @@ def _splash(query: Array, key: Array, value: Array) -> Array:
 
 
 def prompt(
-    query: Array, key: Array, value: Array, memory: None = None, attend: Callable = causal
+    query: Array, key: Array, value: Array, memory: None = None, *, attend: Callable
 ) -> tuple[Array, LayerCache]:
     """Attend causally by `attend`, and return keys and values as the cache lays them out.
 

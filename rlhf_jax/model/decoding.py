@@ -25,7 +25,7 @@ def decoding_weights(policy: Model, layout: Layout = ONE_DEVICE) -> Model:
     On `INPUTS_LAST` platforms each matrix has its inputs last. Where the vocabulary is split, it is
     padded, so that each device has whole blocks of the two-level draw.
     """
-    turns = jax.default_backend() in INPUTS_LAST
+    turns = layout.platform in INPUTS_LAST
     ends = _ends(transfer_ends(policy, layout, layout.dtype), layout=layout, turns=turns)
     layers = transfer_layers(policy, layout, layout.dtype)
     if turns:

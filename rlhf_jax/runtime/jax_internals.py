@@ -6,12 +6,17 @@ jax 0.10.2 and 0.12 have it; `tests/test_jax_internals.py` says so of any other.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import importlib.util
+import os
 import re
 import socket
 from typing import Any, NamedTuple
 
 import jax
 from jax._src import distributed, lib, xla_bridge
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 LOOPBACK = "127.0.0.1"
 # What XLA writes before it ends a process, and then where it has missed heartbeats of tasks.
@@ -73,3 +78,28 @@ def keep_local(sends: bool) -> None:
 
     with contextlib.suppress(TypeError):
         register("cpu", make_client, priority=0, fail_quietly=False)
+
+
+def cuda_plugin() -> str:
+    """Return which of jax's plugins for NVIDIA's GPUs is installed; '' without one."""
+    for name in ("cuda13", "cuda12"):
+        if importlib.util.find_spec(f"jax_{name}_plugin") is not None:
+            return name
+    return ""
+
+
+def load_cuda_plugin() -> None:
+    """Register the compiler of NVIDIA's GPUs where there is neither a GPU nor its libraries."""
+    # else the plugin wants all of CUDA's libraries, of which a compiler needs none
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    jax.devices()  # registers all plugins, once
+    if not xla_bridge.is_known_platform("cuda"):
+        importlib.import_module(f"jax_plugins.xla_{cuda_plugin()}").initialize()
+
+
+@functools.cache
+def cudnn_version() -> int:
+    """Return the version of cuDNN that jax finds, such as 91000; 0 where it finds none."""
+    with contextlib.suppress(RuntimeError):
+        return cudnn.check_cudnn_version()
+    return 0

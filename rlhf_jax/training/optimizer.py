@@ -138,13 +138,10 @@ def apply(
 ) -> tuple[Model, optax.OptState]:
     """Take one optimizer step in place; where not `finite` [] bool, all stays as it is."""
 
-    def step():
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
-            changes, new = optimizer.update(
-                typed(optax.Updates, gradient.weights), moments, typed(optax.Params, model)
-            )
-        return optax.apply_updates(typed(optax.Params, model), changes), new
-
-    # A branch, not a choice leaf by leaf: XLA would store new moments and weights beside the old
-    # ones to choose from.
-    return jax.lax.cond(finite, step, lambda: (model, moments))
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
+        changes, new = optimizer.update(
+            typed(optax.Updates, gradient.weights), moments, typed(optax.Params, model)
+        )
+    stepped = optax.apply_updates(typed(optax.Params, model), changes), new
+    # Leaf by leaf, not by a branch: XLA's partitioner for GPUs gathers all that a branch returns.
+    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), stepped, (model, moments))
