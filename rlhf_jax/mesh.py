@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from rlhf_jax.runtime.shards import place_parts
@@ -95,13 +95,15 @@ class Layout:
 
     @property
     def platform(self) -> str:
-        """Return the kind of its devices, "cpu", "gpu" or "tpu"; '' of an abstract mesh.
+        """Return the kind of its devices, "cpu", "gpu" or "tpu"; '' where nobody has said.
 
         They need not be here: what is traced for a layout asks it, and not this process.
         """
         if self.mesh is None:
             return jax.default_backend()
-        return self.devices.flat[0].platform if isinstance(self.mesh, Mesh) else ""
+        if isinstance(self.mesh, Mesh):
+            return self.devices.flat[0].platform
+        return getattr(self.mesh.abstract_device, "platform", "")
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -227,9 +229,13 @@ def make_mesh(
     return Mesh(np.concatenate(parts), AXES, axis_types=AXIS_TYPES)
 
 
-def abstract_mesh(shape: dict[str, int]) -> AbstractMesh:
-    """Make a mesh without devices, for planning: shardings on it know their shard shapes."""
-    return AbstractMesh(tuple(shape[name] for name in AXES), AXES)
+def abstract_mesh(shape: dict[str, int], platform: str = "") -> AbstractMesh:
+    """Make a mesh without devices, for planning: shardings on it know their shard shapes.
+
+    platform: of the devices that are planned for, where that is known.
+    """
+    device = AbstractDevice(platform, None, platform) if platform else None
+    return AbstractMesh(tuple(shape[name] for name in AXES), AXES, abstract_device=device)
 
 
 def on_slice(tree: T, layout: Layout) -> T:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from rlhf_jax import build

@@ -203,7 +203,7 @@ def test_each_half_holds_what_its_calls_need():
     config.plan = "disaggregated"
     models = ModelConfigs(tiny_run.CONFIG)
     plan = plan_of(config, 8)
-    layouts = plan.layouts(None)
+    layouts = plan.layouts("cpu")
     of_call = layouts._asdict()
     halves = [
         memory.plan(config, models, {call: of_call[call] for call in calls})

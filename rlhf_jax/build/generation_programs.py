@@ -134,8 +134,8 @@ def drafts(calls: PlacedCalls) -> Iterator[CallProgram]:
     state = memory.decode_state(run)
     cache = run.rows(state.draft)
     held = run.weights(drafter, role="generation") + cache
-    # Where no kernel attends, products of an accelerator want keys and values in another order.
-    if run.layout.kernels.tree_attention == "reference" and not run.on_cpu:
+    # Where no kernel attends, a TPU's products want keys and values in another order.
+    if run.layout.kernels.tree_attention == "reference" and run.layout.platform == "tpu":
         held += cache
     headless = run.weights(dataclasses.replace(drafter, tied=True), role="generation")
     own = row_share(rows, run.layout)

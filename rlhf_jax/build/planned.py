@@ -49,7 +49,7 @@ def plan_run(config: Config, hardware: Hardware) -> Planned:
     models = _models(config)
     plan, _ = place_calls(config, models, hardware, hardware.count, hardware.count)
     check_boxes(plan, f"plan: {config.plan or 'mesh'}", hardware.torus)
-    layouts = plan.layouts(None)
+    layouts = plan.layouts(hardware.platform)
     gigabytes = config.mesh.device_memory_gb
     limit = min(filter(None, (hardware.gigabytes, gigabytes)), default=0.0)
     known = limit * memory_parts.GIGA if limit else None

@@ -128,7 +128,7 @@ class PlanPrices:
     def price(self, name: str, plan: Plan) -> PricedPlan:
         """Predict what a plan takes that has been checked."""
         foreseen = functools.partial(
-            memory.fullest, self.config, self.models, plan, plan.layouts(None)
+            memory.fullest, self.config, self.models, plan, plan.layouts(self.hardware.platform)
         )
         limit = self.hardware.gigabytes * memory_parts.GIGA
         remat, _ = memory.settle_remat(self.config, foreseen(remat=False), limit)

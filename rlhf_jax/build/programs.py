@@ -14,6 +14,7 @@ from jax.stages import Traced
 
 from rlhf_jax.build import shapes
 from rlhf_jax.build.generation_programs import arrivals, drafts, prefill, rounds
+from rlhf_jax.build.pipelined_programs import pipelined_updates
 from rlhf_jax.build.placed_calls import CallProgram, Foreseen, PlacedCalls
 from rlhf_jax.build.student_programs import student_updates
 from rlhf_jax.config import derived, memory, memory_parts
@@ -42,7 +43,11 @@ def programs(calls: PlacedCalls) -> Iterator[CallProgram]:
         elif call.endswith("_inference"):
             yield scores(calls, call)
         else:
-            if calls.run(call).trains_policy:
+            run = calls.run(call)
+            if run.is_pipelined and run.trains_policy:
+                yield from pipelined_updates(calls, call)
+                yield optimizers_step(calls, call)
+            elif run.trains_policy:
                 yield from updates(calls, call)
             if call == "policy_training" and derived.trains_drafter(calls.config):
                 yield from student_updates(calls)
@@ -136,13 +141,21 @@ def updates(calls: PlacedCalls, call: str) -> Iterator[CallProgram]:
         beside=always - held + others * call.startswith("critic"),
         depth=model.num_layers,
     )
-    yield CallProgram(
+    yield optimizers_step(calls, call)
+
+
+def optimizers_step(calls: PlacedCalls, call: str) -> CallProgram:
+    """Return the optimizer's step of policy or critic."""
+    run = calls.run(call)
+    model = calls.model(call)
+    held = run.weights(model, FLOAT32)
+    return CallProgram(
         call,
         "optimizer's step",
         lambda _: trace_step(calls, call),
         # weights, two moments and a gradient; copies of those that are padded
         Foreseen((6 if run.pads(model) else 4) * held),
-        beside=always - 3 * held + others,
+        beside=calls.always(call) - 3 * held + _waiting(calls, call),
         depth=model.num_layers,
     )
 

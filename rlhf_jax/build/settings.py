@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-
 from rlhf_jax.build.models import student_optimizer
 from rlhf_jax.build.opened import Opened
 from rlhf_jax.config import derived

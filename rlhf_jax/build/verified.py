@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.stages import Lowered
@@ -26,7 +26,6 @@ from rlhf_jax.config.memory_parts import GIGA
 from rlhf_jax.config.schema import Config
 from rlhf_jax.model.flops import jaxpr_flops
 from rlhf_jax.monitoring import console
-from rlhf_jax.placement.pipelined import is_pipelined
 from rlhf_jax.placement.search.collectives import find_collectives
 from rlhf_jax.runtime.files import write_atomically
 
@@ -103,8 +102,6 @@ def verify_plan(
     `observe` hears of each that is compiled. Raises ValueError where nothing compiles for the
     hardware here.
     """
-    if is_pipelined(planned.plan):
-        raise ValueError("--verify compiles no pipelines: leave it out, or training.pipelined.")
     began = time.perf_counter()
     hardware = planned.hardware
     devices = topology_devices(hardware)
@@ -126,12 +123,7 @@ def verify_plan(
         programs.append(VerifiedProgram(program, whole))
     seconds = time.perf_counter() - began
     return VerifiedPlan(
-        hardware,
-        programs,
-        hardware.gigabytes * GIGA,
-        compiler.compiled,
-        compiler.kept,
-        seconds,
+        hardware, programs, hardware.gigabytes * GIGA, compiler.compiled, compiler.kept, seconds
     )
 
 

@@ -9,7 +9,7 @@ models by their names. Seconds are by formula, call by call, for responses of fu
 compares the config's plan and the presets with the best plan of calls that there is, and proves it;
 it also says what changes if a chip's usual shares are others. Beside plan.json it draws plan.svg.
 With --verify the programs of the plan that was found, or else of the config's, are compiled for the
-TPUs or GPUs that are named: their memory, FLOPs and bytes that chips receive stand beside the formulas'.
+devices that are named: their memory, FLOPs and bytes that chips receive stand beside the formulas'.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def _parser(name: str) -> argparse.ArgumentParser:
         "--network", type=float, metavar="GBITS", help="of each GPU, between nodes (gigabits/s)"
     )
     parser.add_argument("--chip", help="a file of figures that benchmarks/chip.py has measured")
-    parser.add_argument("--verify", action="store_true", help="compile the plan for those TPUs or GPUs")
+    parser.add_argument(
+        "--verify", action="store_true", help="compile the plan for those TPUs or GPUs"
+    )
     return parser
 
 

@@ -199,7 +199,7 @@ def _generation(run: PlannedRun) -> list[Part]:
     config = run.config
     models = run.models
     one_slice = meshes.abstract_mesh(
-        {axis: run.layout.extent(axis) for axis in AXES} | {"slices": 1}
+        {axis: run.layout.extent(axis) for axis in AXES} | {"slices": 1}, run.layout.platform
     )
     slices = run.layout.slices
     run = dataclasses.replace(run, layout=dataclasses.replace(run.layout, mesh=one_slice))
@@ -272,8 +272,8 @@ def _generation_work(run: PlannedRun, state: DecodeState, width: int, slices: in
 def round_bytes(run: PlannedRun, state: DecodeState, nodes: int) -> int:
     """Return the bytes of a round: the window of all layers, and scores or logits, in float32.
 
-    Scores are there twice. So are the logits, and once more where rejection draws, or where they
-    must be padded to whole blocks; or never.
+    Scores are there twice. So are the logits but on GPUs, and once more where rejection draws, or
+    where they must be padded to whole blocks; or never.
     """
     policy = run.models.policy
     generation = run.config.generation
@@ -288,7 +288,7 @@ def round_bytes(run: PlannedRun, state: DecodeState, nodes: int) -> int:
     sampling = Sampling(top_k=generation.top_k)
     streamed = streams_head(run.layout, sampling, generation.acceptance)
     logits = 0 if streamed else 4 * rows * nodes * run.outputs(policy)
-    copies = 2 + (policy.vocab_size % BLOCK != 0)
+    copies = run.buffers.logits + run.buffers.padded_logits * (policy.vocab_size % BLOCK != 0)
     copies += generation.acceptance == "rejection" and derived.drafts_by_model(run.config)
     return window + max(2 * scores, copies * logits)
 
@@ -314,7 +314,8 @@ def scoring_bytes(run: PlannedRun, model: ModelConfig, rows: int, *, gathers: bo
     """
     bucket = run.config.training.length_bucket if model in run.models.rewards else 1
     tokens = -(-run.text_tokens // bucket) * bucket
-    layer = run.forward(model, rows, tokens) + gathers * run.gathered_block(model)
+    layer = run.forward(model, rows, tokens)
+    layer += gathers * (run.gathered_block(model) + run.turned(model))
     return max(layer, run.logits(model) + gathers * run.gathered_head(model))
 
 

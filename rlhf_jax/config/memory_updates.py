@@ -23,8 +23,8 @@ def update_parts(run: PlannedRun, model: ModelConfig) -> list[Part]:
     return [
         Part("gradients, float32", "training", run.weights(model, FLOAT32), SPLIT),
         Part("weights and gradients of a micro-batch", "training", micro_batch, SPLIT),
-        Part("activations kept by layer", "training", _activations(run, model), FEWER_ROWS),
-        _largest_work(run, model),
+        Part("activations kept by layer", "training", activation_bytes(run, model), FEWER_ROWS),
+        largest_work(run, model),
     ]
 
 
@@ -40,7 +40,7 @@ def pipelined_parts(learners: Sequence[tuple[PlannedRun, ModelConfig]]) -> list[
     gradients = sum(run.weights(model, FLOAT32) for run, model in learners)
     micro_batch = sum(run.cast_weights(model) for run, model in learners)
     micro_batch += max(run.weights(model) for run, model in learners)
-    activations = max(_activations(run, model) for run, model in learners)
+    activations = max(activation_bytes(run, model) for run, model in learners)
     # The policy's head and the critic's embedding are on one slice: weights, a gradient, the sum.
     ends = 0
     for run, model in learners:
@@ -49,7 +49,7 @@ def pipelined_parts(learners: Sequence[tuple[PlannedRun, ModelConfig]]) -> list[
     times = [stage_times(run, model) for run, model in learners]
     limit = limit_inputs(joint_problem(times)).limit or 0.0
     waiting = 2 * int(min(limit, sum(one.micro_batches * one.kept for one in times)))
-    works = [_largest_work(run, model) for run, model in learners]
+    works = [largest_work(run, model) for run, model in learners]
     return [
         Part("gradients, float32", "training", gradients, SPLIT),
         Part("weights and gradients of a micro-batch", "training", micro_batch, SPLIT),
@@ -75,7 +75,7 @@ def stage_times(run: PlannedRun, model: ModelConfig) -> StageTimes:
     )
 
 
-def _activations(run: PlannedRun, model: ModelConfig) -> int:
+def activation_bytes(run: PlannedRun, model: ModelConfig) -> int:
     """Return the bytes that the backward pass of a micro-batch keeps, of a stage's layers if any.
 
     All layers are of one stage where there is no pipeline.
@@ -86,14 +86,14 @@ def _activations(run: PlannedRun, model: ModelConfig) -> int:
     return layers * tokens * run.kept_values(model)
 
 
-def _largest_work(run: PlannedRun, model: ModelConfig) -> Part:
+def largest_work(run: PlannedRun, model: ModelConfig) -> Part:
     """Return the larger of a layer and the head at work."""
     itemsize = run.layout.dtype.itemsize
     layer = run.backward(model, run.batch_rows, run.text_tokens) + run.gathered(model)
-    # In float32 a chunk's gradient of the head and its logits; where there are several chunks, and
-    # but on a CPU, the head and its gradient so far.
+    # In float32 a chunk's gradient of the head and its logits; where there are several chunks,
+    # copies of the head and its gradient so far.
     several = run.batch_rows * run.config.generation.max_new_tokens > CHUNK
-    copies = 4 * (3 if several and not run.on_cpu else 1) + (itemsize if itemsize < 4 else 0)
+    copies = 4 * (run.buffers.head_sums if several else 1) + (itemsize if itemsize < 4 else 0)
     head = copies * model.width * run.outputs(model) + run.logits(model)
     works = [
         Part("one layer at work", "training", layer, FEWER_ROWS),

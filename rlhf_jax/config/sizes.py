@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,9 +18,30 @@ from rlhf_jax.config.objectives import objective_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.logprobs import CHUNK
 from rlhf_jax.model import transformer
-from rlhf_jax.model.attention import QUERY_BLOCK
+from rlhf_jax.model.attention import QUERY_BLOCK, kernel_of
 from rlhf_jax.placement.pipelined import bubble_warning
 from rlhf_jax.types import Model, ModelConfig, ModelConfigs
+
+# Float32 sums of softmax that a kernel keeps of a token and head: a TPU's fill all lanes.
+SUMS = {"": 0, "splash": LANES, "cudnn": 1}
+
+
+class Buffers(NamedTuple):
+    """Say what a platform's compiler has at work beside results, as seen in compiled programs."""
+
+    scores: int  # float32 copies of scores, in a forward pass where no kernel attends
+    logits: int  # of a round's logits
+    padded_logits: int  # more of these where the vocabulary is no whole blocks
+    head_sums: int  # float32 copies of a head whose gradient is summed over several chunks
+    pads: bool  # parts of weights that are no whole lanes are padded
+    turns: bool  # weights [F, M] whose M is split are turned, all layers at once, to be gathered
+
+
+BUFFERS = {
+    "cpu": Buffers(2, 2, 1, head_sums=1, pads=False, turns=False),
+    "gpu": Buffers(1, 1, 0, head_sums=2, pads=False, turns=True),
+    "tpu": Buffers(2, 2, 1, head_sums=3, pads=True, turns=False),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,22 +146,24 @@ class PlannedRun:
         """Return the bytes that the backward pass keeps of a token and a layer.
 
         They are the layer's input, and without remat its products with weights and what a kernel
-        of attention returns: a TPU's repeats the float32 sums of softmax over all lanes.
+        of attention returns, with the float32 sums of softmax.
         """
         if self.remat:
             return model.width * self.layout.dtype.itemsize
-        attended = 0 if self.layout.dtype == meshes.FLOAT32 else model.num_heads
+        kernel = self.attention_kernel(model)
+        attended = model.num_heads if kernel else 0
         heads = (model.num_heads + 2 * model.num_kv_heads + attended) * model.head_dim
         split = self.tensor_share(heads + 2 * model.ffn_width)
-        sums = 4 * LANES * self.tensor_share(attended)
+        sums = 4 * SUMS[kernel] * self.tensor_share(attended)
         return (2 * model.width + split) * self.layout.dtype.itemsize + sums
 
     def forward(self, model: ModelConfig, rows: int, tokens: int) -> int:
         """Return the bytes at work in one layer's forward pass over `rows` of a device.
 
-        They are a third of its values and, in float32, in which no kernel attends, scores twice.
+        They are a third of its values and, where no kernel attends, scores.
         """
-        return rows * tokens * (self.token_values(model) // 3 + 2 * self._scores(model, tokens))
+        scores = self.buffers.scores * self._scores(model, tokens)
+        return rows * tokens * (self.token_values(model) // 3 + scores)
 
     def backward(self, model: ModelConfig, rows: int, tokens: int) -> int:
         """Return the bytes at work in one layer's backward pass, its weights left out.
@@ -152,9 +175,19 @@ class PlannedRun:
         return whole if self.remat else 2 * whole // 3
 
     def _scores(self, model: ModelConfig, tokens: int) -> int:
-        """Return the float32 bytes of a token's attention scores, 0 where a kernel attends."""
-        plain = self.layout.dtype == meshes.FLOAT32
-        return plain * 4 * self.tensor_share(model.num_heads) * min(tokens, QUERY_BLOCK)
+        """Return the float32 bytes of a token's attention scores, 0 where a kernel attends.
+
+        They are those of the largest block of queries, shared out to all tokens.
+        """
+        if self.attention_kernel(model):
+            return 0
+        blocks, rest = divmod(tokens, QUERY_BLOCK)
+        largest = max(QUERY_BLOCK * blocks * QUERY_BLOCK, rest * tokens)
+        return 4 * self.tensor_share(model.num_heads) * largest // tokens
+
+    def attention_kernel(self, model: ModelConfig) -> str:
+        """Return which kernel attends outside of generation's rounds; '' for none."""
+        return kernel_of(self.layout, self.layout.dtype, model.head_dim)
 
     def gathered(self, model: ModelConfig) -> int:
         """Return the bytes of one layer's weights, gathered over `fsdp`."""
@@ -185,14 +218,23 @@ class PlannedRun:
         return self.layout.extent("fsdp" if self.is_pipelined else ("slices", "fsdp"))
 
     @property
-    def on_cpu(self) -> bool:
-        """Tell whether the devices are known to be a CPU's."""
-        return self.layout.platform == "cpu"
+    def buffers(self) -> Buffers:
+        """Return what the compiler of the devices has at work; of a TPU's where nobody has said."""
+        return BUFFERS[self.layout.platform or "tpu"]
+
+    def turned(self, model: ModelConfig) -> int:
+        """Return the bytes of all layers' weights that are turned before they are gathered."""
+        if not self.buffers.turns or self.width_shards == 1:
+            return 0
+        inputs = self.tensor_share(model.num_heads) * model.head_dim
+        inputs += self.tensor_share(model.ffn_width)
+        entries = model.num_layers * inputs * model.width // self.width_shards
+        return entries * self.layout.dtype.itemsize
 
     def pads(self, model: ModelConfig) -> bool:
         """Tell whether a device's part of the width is not whole lanes of a TPU."""
         shard = model.width // self.width_shards
-        return self.width_shards > 1 and shard % LANES != 0 and not self.on_cpu
+        return self.width_shards > 1 and shard % LANES != 0 and self.buffers.pads
 
 
 def abstract_weights(model: ModelConfig, dtype: DTypeLike) -> Model:

@@ -9,6 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from rlhf_jax.inference.packing import pack, unpack
 from rlhf_jax.mesh import ONE_DEVICE, Layout, place_rows
@@ -101,6 +102,7 @@ def logprobs_and_entropy(
         entropy=entropy,
         chunk=chunk,
         layout=layout,
+        head_dtype=jnp.float32,
     )
     return jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (1, 0))), found)
 
@@ -116,11 +118,12 @@ def head_logprobs(
     entropy: bool,
     chunk: int,
     layout: Layout,
+    head_dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute the log-probabilities of tokens [B, C], and entropies or None, from hidden states.
 
-    hidden [B, C, M] are the states before each token; support [B, C, k] or None. See
-    `logprobs_and_entropy`.
+    hidden [B, C, M] are the states before each token; support [B, C, k] or None. head_dtype: in
+    which the head's gradient is summed over blocks, where there is one. See `logprobs_and_entropy`.
     """
     chex.assert_equal_shape([tokens, mask])
     if temperature <= 0:
@@ -143,7 +146,8 @@ def head_logprobs(
     measure = jax.checkpoint(
         functools.partial(_logprobs_of_block, temperature=temperature, entropy=entropy)
     )
-    return map_tokens(measure, model, (hidden, tokens, mask, support), chunk, layout)
+    arrays = (hidden, tokens, mask, support)
+    return map_tokens(measure, model, arrays, chunk, layout, head_dtype)
 
 
 def _logprobs_of_block(

@@ -9,7 +9,8 @@ import chex
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from pallas_kernels.arrays import LayerCache
 from pallas_kernels.tree_attention import tree_attention
@@ -42,20 +43,23 @@ causal = causal_on(ONE_DEVICE)
 
 
 def attention_for(layout: Layout, query: Array) -> Callable[[Array, Array, Array], Array]:
-    """Return what attends causally from a query [B, Q, H, D] on the devices of a layout.
+    """Return what attends causally from a query [B, Q, H, D] on the devices of a layout."""
+    return KERNELS[kernel_of(layout, query.dtype, query.shape[-1])]
 
-    In half precision it is splash attention on TPUs, cuDNN's kernel on NVIDIA's GPUs, and
-    `blockwise` elsewhere. The devices decide, which need not be here.
+
+def kernel_of(layout: Layout, dtype: DTypeLike, dim: int) -> str:
+    """Return which of `KERNELS` attends causally on a layout's devices; '' is plain jax.
+
+    The devices need not be here; where nobody has said what they are, they are taken for TPUs. A
+    GPU that is planned for has cuDNN, and one that is compiled for where it is installed here.
     """
-    if query.dtype.itemsize == 2:
-        if layout.platform == "tpu":
-            return _splash
-        takes = query.shape[-1] <= 128 and query.shape[-1] % 8 == 0
-        if layout.platform == "gpu" and takes and cudnn_version():
-            return functools.partial(
-                jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
-            )
-    return blockwise
+    if jnp.dtype(dtype).itemsize != 2:
+        return ""
+    if layout.platform in ("tpu", ""):
+        return "splash"
+    takes = layout.platform == "gpu" and dim <= 128 and dim % 8 == 0
+    planned = isinstance(layout.mesh, AbstractMesh)
+    return "cudnn" if takes and (planned or cudnn_version()) else ""
 
 
 def packed_on(layout: Layout, samples: Array, home: Array) -> Callable:
@@ -152,6 +156,15 @@ def _splash(query: Array, key: Array, value: Array) -> Array:
     parts = [jnp.pad(part, lanes).swapaxes(1, 2) for part in (query * dim**-0.5, key, value)]
     out: Array = jax.vmap(kernel)(*parts)  # pyright: ignore[reportAssignmentType]
     return out.swapaxes(1, 2)[:, :count]
+
+
+KERNELS: dict[str, Callable[[Array, Array, Array], Array]] = {
+    "": blockwise,
+    "splash": _splash,
+    "cudnn": functools.partial(
+        jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
+    ),
+}
 
 
 def prompt(

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from rlhf_jax.mesh import ROW_AXES, Layout, model_shardings, pin_weights
 from rlhf_jax.types import Array, Model
@@ -45,17 +46,25 @@ def join_columns(blocks: ArrayTree, slots: int) -> ArrayTree:
 
 
 def map_tokens(
-    measure: Callable[..., ArrayTree], model: Model, arrays: Any, chunk: int, layout: Layout
+    measure: Callable[..., ArrayTree],
+    model: Model,
+    arrays: Any,
+    chunk: int,
+    layout: Layout,
+    head_dtype: DTypeLike | None = None,
 ) -> ArrayTree:
     """Compute measure(head, *block) of blocks of tokens of arrays [B, T, ...]: [B, T, ...].
 
-    `measure` is given what `logits` reads of the model, in float32, and at most `chunk` tokens of
-    one row shard at a time, [C, ...]. Each shard gathers the head once, before its blocks; the
-    head's gradient is summed on each device, and scattered once behind them.
+    `measure` is given what `logits` reads of the model, and at most `chunk` tokens of one row shard
+    at a time, [C, ...]. Each shard gathers the head once, before its blocks; the head's gradient is
+    summed on each device, and scattered once behind them. head_dtype: in which it is summed and the
+    head is given; None for the head's own, where nothing is differentiated by it.
     """
     tied = model.head is None
     head = dataclasses.replace(model, layers=(), norm=None, embed=model.embed if tied else None)
-    head = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), pin_weights(head, layout))
+    head = pin_weights(head, layout)
+    if head_dtype is not None:
+        head = jax.tree.map(lambda leaf: leaf.astype(head_dtype), head)
     own = _copy_to_shards(head, layout)
     shards = layout.row_shards
     rows, slots = jax.tree.leaves(arrays)[0].shape[:2]

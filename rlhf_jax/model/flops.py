@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+from typing import cast as typed
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -36,6 +37,10 @@ def _flops_of(equation: JaxprEqn) -> int:
         left: Any = equation.invars[0].aval
         out: Any = equation.outvars[0].aval
         return 2 * math.prod(left.shape[axis] for axis in contracted) * math.prod(out.shape)
+    if name.startswith("dot_product_attention"):  # cuDNN's, causal: half of each product
+        batch, tokens, heads, dim = typed(Any, equation.invars[0].aval).shape
+        products = 2 if "_fwd" in name else 5
+        return products * batch * heads * dim * tokens**2
     parts = jax.tree.leaves(list(params.values()))
     inside = [jaxpr_flops(part) for part in parts if isinstance(part, (ClosedJaxpr, Jaxpr))]
     if name == "cond":

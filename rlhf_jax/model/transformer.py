@@ -179,7 +179,7 @@ def run_layers(
 
 def _is_costly(primitive: Primitive, *operands: Any, **params: Any) -> bool:
     """Tell whether the backward pass keeps what a primitive computes: products, and kernels'."""
-    if primitive.name in ("pallas_call", "dot_product_attention_fwd"):
+    if primitive.name == "pallas_call" or primitive.name.startswith("dot_product_attention_fwd"):
         return True
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params)
 

@@ -72,11 +72,11 @@ class Placement:
         """Return the devices' numbers."""
         return range(self.first, self.first + self.count)
 
-    def layout(self, devices: Sequence[Any] | None, role: str = "training") -> Layout:
-        """Return the layout on its part of all devices; without them on an abstract mesh."""
+    def layout(self, devices: Sequence[Any] | str, role: str = "training") -> Layout:
+        """Return the layout on its part of all devices; of a platform, on an abstract mesh."""
         role = "pipelined" if self.pipelined else role
-        if devices is None:
-            mesh = abstract_mesh(self.shape)
+        if isinstance(devices, str):
+            mesh = abstract_mesh(self.shape, devices)
         else:
             own = [devices[number] for number in self.devices]
             mesh = make_mesh(self.data, self.fsdp, self.tensor, devices=own, slices=self.slices)
@@ -97,10 +97,10 @@ class Plan:
         whole = {dataclasses.replace(one, pipelined=False) for one in self.placements.values()}
         return len(whole) == 1
 
-    def layouts(self, devices: Sequence[Any] | None) -> CallLayouts:
+    def layouts(self, devices: Sequence[Any] | str) -> CallLayouts:
         """Return the layout of each call; one that the run does not have has the policy's.
 
-        devices: all that the run has, or None: the meshes are abstract, for planning.
+        devices: all that the run has, or their platform: the meshes are abstract, for planning.
         """
         training = self.placements.get("policy_training", self.placements["generation"])
         whole = dataclasses.replace(training, pipelined=False)
@@ -111,7 +111,7 @@ class Plan:
             for call in CALLS
         }
         own = made["critic_training"]
-        if devices is not None and own.role == "pipelined":
+        if isinstance(own.mesh, Mesh) and own.role == "pipelined":
             # The critic's pipelines run the other way over the policy's nodes, whose bubbles they
             # fill. Each of its copies, which have stages of their own, is on nodes in a row.
             beside = made["policy_training"]

@@ -48,21 +48,25 @@ class LegProgram(NamedTuple):
     traced: jax.stages.Traced
     stacked: bool  # it takes one layer of all
     arguments: int  # bytes of a device
+    platform: str  # of the devices
 
     def device_bytes(self, itemsize: int) -> int:
         """Return a device's bytes: arguments, the layer as it comes, in its dtype, and as it goes.
 
-        What comes is there once more while it is put together or taken apart.
+        What comes is there once more while it is put together or taken apart; on GPUs only what is
+        gathered, a leaf at a time.
         """
-        ends = [leg.entries() + leg.entries(outgoing=True) for leg in self.legs]
-        return self.arguments + itemsize * sum(ends)
+        going = [leg.entries(outgoing=True) for leg in self.legs]
+        if self.platform == "gpu":
+            exchanged = [size for leg, size in zip(self.legs, going, strict=True) if _sent(leg)]
+            coming = max(exchanged, default=0)
+        else:
+            coming = sum(leg.entries() for leg in self.legs)
+        return self.arguments + itemsize * (coming + sum(going))
 
     def received_bytes(self, itemsize: int) -> float:
         """Return the bytes that a device receives from others."""
-        entries = [
-            received(recut, math.prod(leg.shape)) for leg in self.legs for recut in leg.recuts
-        ]
-        return itemsize * sum(entries) / len(self.legs[0].devices)
+        return itemsize * sum(map(_sent, self.legs)) / len(self.legs[0].devices)
 
 
 def trace_legs(
@@ -87,7 +91,12 @@ def trace_legs(
         size = sum(
             math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize for one in pieces
         )
-        yield LegProgram(program, traced, stacked, size)
+        yield LegProgram(program, traced, stacked, size, devices[0].platform)
+
+
+def _sent(leg: Leg) -> float:
+    """Return the entries that all devices of a leg receive from others."""
+    return sum(received(recut, math.prod(leg.shape)) for recut in leg.recuts)
 
 
 def _by_grid(legs: Sequence[Leg], devices: tuple[Any, ...]) -> dict[Mesh, list[int]]:

@@ -144,12 +144,34 @@ def trace_layer(
     those it comes from, and once more where it arrives. Where slices have some layers each, the
     layer is the first slice's.
     """
-    cast = jnp.dtype(dtype)
     layers = _by_slices(layers)[0]
     one = _one_layer(layers)
-    routes = _routes(one, jax.tree.leaves(model_shardings(one, layout)))
-    given = [(leaf,) for leaf in jax.tree.leaves(layers)]
-    yield from trace_legs(given, [route.first for route in routes], devices, cast, stacked=True)
+    places = jax.tree.leaves(model_shardings(one, layout))
+    yield from _trace_move(one, places, devices, jnp.dtype(dtype), given=layers)
+
+
+def trace_ends(
+    ends: Model, layout: Layout, devices: Sequence[Any], dtype: DTypeLike
+) -> Iterator[LegProgram]:
+    """Yield the programs that bring shapes of a model without layers to a layout, leaf by leaf."""
+    for leaf, place in zip(
+        jax.tree.leaves(ends), jax.tree.leaves(model_shardings(ends, layout)), strict=True
+    ):
+        yield from _trace_move(leaf, [place], devices, jnp.dtype(dtype))
+
+
+def _trace_move(
+    tree: Any,
+    places: Sequence[Sharding],
+    devices: Sequence[Any],
+    cast: jnp.dtype,
+    given: Any = None,
+) -> Iterator[LegProgram]:
+    """Yield the programs that `move` runs on shapes; given: of stacked layers, all of them."""
+    routes = _routes(tree, places)
+    stacked = given is not None
+    leaves = [(leaf,) for leaf in jax.tree.leaves(given if stacked else tree)]
+    yield from trace_legs(leaves, [one.first for one in routes], devices, cast, stacked=stacked)
     arriving = [route for route in routes if route.second is not None]
     pieces = []
     legs = []

@@ -262,7 +262,6 @@ def accumulate(
 
     def measure(head: Model, student: Array, policy: Array, *drawn: Array):
         """Return slopes [C, M], losses [C] and whether the student draws alike [C]."""
-        head = cast(head, student.dtype)
 
         def loss(states: Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             scores = logits(head, states) / settings.temperature
@@ -298,7 +297,7 @@ def share_drawn_alike(
     hidden = _read(completed(cast(student, settings.layout.dtype), ends), batch, settings)
 
     def measure(head: Model, states: Array, *drawn: Array) -> jax.Array:
-        scores = logits(cast(head, states.dtype), states) / settings.temperature
+        scores = logits(head, states) / settings.temperature
         return _drawn_alike(scores, *drawn)
 
     arrays = (hidden, *_drawn(batch))

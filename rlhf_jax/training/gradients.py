@@ -79,6 +79,7 @@ def policy_head_loss(
         entropy=settings.entropy_coefficient != 0,
         chunk=settings.chunk,
         layout=settings.layout,
+        head_dtype=jnp.float32,
     )
     return summed_policy_loss(
         logprobs,
@@ -98,6 +99,18 @@ def critic_head_loss(
     """Compute `critic_objective` from the hidden states [S, W, M] before predicted tokens."""
     return summed_value_loss(
         head_values(critic, hidden, batch.packed), batch, clip=settings.critic_clip
+    )
+
+
+def policy_learner(policy: Model, settings: TrainingSettings) -> Learner:
+    """Return a policy that is trained."""
+    return Learner("policy_training", policy, policy_objective, policy_head_loss, settings)
+
+
+def critic_learner(critic: Model, settings: TrainingSettings) -> Learner:
+    """Return a critic that is trained, by the settings of the policy beside it."""
+    return Learner(
+        "critic_training", critic, critic_objective, critic_head_loss, settings.of_critic
     )
 
 

@@ -256,11 +256,16 @@ def _run(
     return stage.head_loss(part, before, batch, settings)
 
 
-def _pin(hidden: jax.Array, layout: Layout) -> jax.Array:
-    """Hold hidden states [S, C, M] to the parts in which they travel: width is over tensor.
+def hidden_sharding(shape: tuple[int, ...], layout: Layout) -> NamedSharding:
+    """Return how hidden states [S, C, M] travel between stages: their width is over tensor.
 
     So no two devices send the same, and the receiving slice gathers it over its own links.
     """
-    place = layout.fit((ROW_AXES, None, "tensor"), hidden.shape)
-    mesh = typed(Mesh, layout.mesh)
-    return jax.lax.with_sharding_constraint(hidden, NamedSharding(mesh, place))
+    place = layout.fit((ROW_AXES, None, "tensor"), shape)
+    return NamedSharding(typed(Mesh, layout.mesh), place)
+
+
+def _pin(hidden: jax.Array, layout: Layout) -> jax.Array:
+    """Hold hidden states [S, C, M] to the parts in which they travel."""
+    place = hidden_sharding(hidden.shape, layout)
+    return jax.lax.with_sharding_constraint(hidden, place)

@@ -28,11 +28,9 @@ from rlhf_jax.training.gradients import (
     Gradient,
     Learner,
     accumulate,
-    critic_head_loss,
-    critic_objective,
+    critic_learner,
     no_gradient,
-    policy_head_loss,
-    policy_objective,
+    policy_learner,
 )
 from rlhf_jax.training.losses import explained_variance, is_maximum
 from rlhf_jax.training.optimizer import Optimizers, apply, examine_all
@@ -222,12 +220,10 @@ def learners_of(
     state: TrainState, optimizers: Optimizers, settings: TrainingSettings
 ) -> list[Learner]:
     """Return the models that an update trains: the policy, and the critic where there is one."""
-    policy = Learner("policy_training", state.policy, policy_objective, policy_head_loss, settings)
+    policy = policy_learner(state.policy, settings)
     if optimizers.critic is None:
         return [policy]
-    own = settings.of_critic
-    critic = typed(Model, state.critic)
-    return [policy, Learner("critic_training", critic, critic_objective, critic_head_loss, own)]
+    return [policy, critic_learner(typed(Model, state.critic), settings)]
 
 
 def _take_steps(

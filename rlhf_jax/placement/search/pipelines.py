@@ -54,6 +54,23 @@ class PipelineShape(NamedTuple):
     tensor: int
 
 
+class StageWork(NamedTuple):
+    """Hold what a stage of one copy does with a micro-batch in one task."""
+
+    flops: float  # on its devices together
+    traffic: Traffic  # that each of them receives from the others
+
+
+class StageWorks(NamedTuple):
+    """Hold the tasks of a pipeline's stages; the last one does all at its backward."""
+
+    first_forward: StageWork
+    forward: StageWork
+    first_backward: StageWork
+    backward: StageWork
+    last: StageWork
+
+
 class PipelineCost(NamedTuple):
     """Hold what one model takes as a pipeline, of an update."""
 
@@ -150,26 +167,22 @@ def one_stage(placed: PlacedRun) -> PlacedRun:
     """Return the run as one stage of a copy sees it, on the devices of its node."""
     layout = placed.run.layout
     shape = {axis: layout.extent(axis) for axis in AXES} | {"slices": 1, "data": 1}
-    own = dataclasses.replace(layout, mesh=abstract_mesh(shape), role="training")
+    own = dataclasses.replace(layout, mesh=abstract_mesh(shape, layout.platform), role="training")
     part = placed.hardware.part(math.prod(shape.values()))
     return PlacedRun(dataclasses.replace(placed.run, layout=own), part)
 
 
-def pipeline_cost(placed: PlacedRun, model: ModelConfig) -> PipelineCost:
-    """Return what a model takes whose layers are cut into stages.
+def stage_works(placed: PlacedRun, model: ModelConfig) -> StageWorks:
+    """Return what the stages do of a model whose layers are cut.
 
     The embedding is the first stage's, and the head belongs to the last one's backward. A backward
-    computes its forward again, whatever `training.remat` is; so the last stage's own forward only
-    receives. Copies share a micro-batch's rows.
+    computes its forward again, whatever `training.remat` is. Copies share a micro-batch's rows.
     """
-    stages = placed.run.layout.slices
-    copies = placed.run.layout.extent("data")
-    alone = one_stage(placed)
-    layout = alone.run.layout
+    layout = one_stage(placed).run.layout
     passes = placed.passes()
     tokens = passes.on_device(placed.run.layout)
-    shape = (passes.samples // copies, passes.tokens)
-    part = dataclasses.replace(model, num_layers=model.num_layers // stages)
+    shape = (passes.samples // placed.run.layout.extent("data"), passes.tokens)
+    part = dataclasses.replace(model, num_layers=model.num_layers // placed.run.layout.slices)
     layers = ShardedModel(part, layout, placed.hardware.platform)
     ends = dataclasses.replace(layers, model=dataclasses.replace(model, num_layers=0))
 
@@ -182,21 +195,41 @@ def pipeline_cost(placed: PlacedRun, model: ModelConfig) -> PipelineCost:
     of_layers = forward_flops(part, *shape, predicted=0)
     of_gradient = gradient_flops(part, *shape, predicted=0, remat=False)
     of_last = gradient_flops(part, *shape, predicted=passes.predicted, remat=False)
+    return StageWorks(
+        first_forward=StageWork(of_layers, forward.plus(embedding)),
+        forward=StageWork(of_layers, forward),
+        first_backward=StageWork(of_gradient, backward.plus(embedding)),
+        backward=StageWork(of_gradient, backward),
+        last=StageWork(of_last, backward.plus(of_ends).minus(embedding)),
+    )
+
+
+def pipeline_cost(placed: PlacedRun, model: ModelConfig) -> PipelineCost:
+    """Return what a model takes whose layers are cut into stages.
+
+    The last stage's own forward only receives.
+    """
+    stages = placed.run.layout.slices
+    copies = placed.run.layout.extent("data")
+    alone = one_stage(placed)
+    works = stage_works(placed, model)
+    hidden = ShardedModel(model, alone.run.layout, placed.hardware.platform).hidden(
+        placed.passes().on_device(placed.run.layout).fed
+    )
     seconds = functools.partial(alone.seconds, share=alone.chip.efficiency.training)
-    hidden = layers.hidden(tokens.fed)
     hop, gathering = travelling_seconds(placed, model, hidden)
-    inner = hop + seconds(of_layers, forward)
-    last = seconds(of_last, backward.plus(of_ends).minus(embedding))
+    inner = hop + seconds(*works.forward)
     micro_batches = placed.run.micro_batches
     times = StageTimes(
         micro_batches,
-        forward=(seconds(of_layers, forward.plus(embedding)), *[inner] * (stages - 2), hop),
-        backward=(*[hop + seconds(of_gradient, backward)] * (stages - 1), last),
+        forward=(seconds(*works.first_forward), *[inner] * (stages - 2), hop),
+        backward=(*[hop + seconds(*works.backward)] * (stages - 1), seconds(*works.last)),
         kept=hidden / placed.run.layout.extent("tensor"),
         copies=copies,
     )
-    flops = copies * ((stages - 1) * (of_layers + of_gradient) + of_last)
-    received = forward.total + backward.total + 2 * hidden
+    inner_flops = works.forward.flops + works.backward.flops
+    flops = copies * ((stages - 1) * inner_flops + works.last.flops)
+    received = works.forward.traffic.total + works.backward.traffic.total + 2 * hidden
     return PipelineCost(times, micro_batches * flops, micro_batches * received, gathering)
 
 
