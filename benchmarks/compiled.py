@@ -18,7 +18,6 @@ import functools
 import importlib.metadata
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +31,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from pallas_kernels.shapes import BLOCK, Shape
 from rlhf_jax import mesh as meshes
+from rlhf_jax.build.topology import topology_devices
+from rlhf_jax.config.hardware import parse_hardware
 from rlhf_jax.generation import rows
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.round import run_round
@@ -41,8 +42,6 @@ from rlhf_jax.model import transformer
 from rlhf_jax.placement.search.collectives import find_collectives
 from rlhf_jax.types import Model, ModelConfig
 
-# no chip is taken: another process may compile, too
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 EIGHT = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4"}  # of them
 KERNELS = Kernels(tree_attention="tpu", verify_head="tpu", commit="tpu", logprobs="tpu")
@@ -150,14 +149,9 @@ def abstract(make: Callable[[], kernels.Problem]) -> kernels.Problem:
     return made[0]._replace(inputs=shapes)
 
 
-@functools.cache
-def devices(topology: str) -> list:
-    """The devices of a topology by its name: the same ones each time, or programs would mix two
-    machines.
-    """
-    from jax.experimental import topologies
-
-    return list(topologies.get_topology_desc(topology, platform="tpu").devices)
+def devices(name: str) -> list:
+    """The devices of a name such as v5p:2x2x1 or gpu:8:h100, the same ones each time."""
+    return topology_devices(parse_hardware(name))
 
 
 def one(chip: str) -> SingleDeviceSharding:

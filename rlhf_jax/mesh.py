@@ -160,20 +160,6 @@ class Layout:
 ONE_DEVICE = Layout()
 
 
-def count_devices() -> int:
-    """Count the devices; raises ValueError where JAX cannot use the platform it was asked for."""
-    try:
-        return jax.device_count()
-    except (RuntimeError, AssertionError) as error:
-        # AssertionError where a platform is known but not installed
-        reason = (str(error).splitlines() or ["it is not installed"])[0].rstrip(".")
-        raise ValueError(
-            f"JAX cannot use the platform {jax.config.values['jax_platforms']!r} ({reason});"
-            " install JAX for it,"
-            " or change JAX_PLATFORMS."
-        ) from error
-
-
 def sizes(data: int, fsdp: int, tensor: int, num_devices: int, slices: int = 1) -> dict[str, int]:
     """Return mesh sizes by axis, with -1 resolved to the devices that the other axes leave.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tpu_topology import devices, needs_libtpu
+from compilers import devices, needs_libtpu
 
 from rlhf_jax.config.hardware import parse_hardware
 from rlhf_jax.mesh import make_mesh

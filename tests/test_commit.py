@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import needs_libtpu, one
 from jax.experimental.layout import Format, Layout
 from jax.experimental.pallas import tpu as pltpu
 from kernel_cases import each, few, on_gpu, reduced
-from tpu_topology import needs_libtpu, one
 
 from benchmarks.shapes import NODES, ROWS, SHAPES, SLOTS
 from pallas_kernels.commit import gpu, reference, tpu

@@ -8,9 +8,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from compilers import devices, needs_libtpu
 from test_memory import LLAMA_8B, load
 from test_pod import Target, gradient_program, master, micro_batch, packed_zeros, score_program
-from tpu_topology import devices, needs_libtpu
 
 from benchmarks.compiled import weights
 from rlhf_jax.config import schema

@@ -4,7 +4,6 @@ import dataclasses
 import types
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,9 +15,10 @@ from rlhf_jax.inference.logprobs import (
     score_rollout,
     token_logprobs,
 )
-from rlhf_jax.mesh import Layout, make_mesh
+from rlhf_jax.mesh import AXES, Layout, abstract_mesh, make_mesh
 from rlhf_jax.model import attention
 from rlhf_jax.model.transformer import forward, init, logits
+from rlhf_jax.runtime import jax_internals
 from rlhf_jax.types import Rollout
 
 pytestmark = pytest.mark.usefixtures("compiled_soon")
@@ -82,18 +82,15 @@ def test_attention_partitions_over_a_mesh_without_communication():
 def test_half_precision_attention_lowers_to_the_platforms_kernel(
     count, platform, marker, monkeypatch
 ):
-    from jax._src.cudnn import fused_attention_stablehlo
-
     # the primitive asks for the library, and nothing else, when it is traced
-    if platform == "cuda":
-        library = types.SimpleNamespace(cudnn_get_version=lambda: 91000)
-        monkeypatch.setattr(fused_attention_stablehlo, "cuda_versions", library)
-        backend = types.SimpleNamespace(platform_version="cuda")
-        monkeypatch.setattr(jax.extend.backend, "get_backend", lambda: backend)
+    library = types.SimpleNamespace(cudnn_get_version=lambda: 91000)
+    monkeypatch.setattr(jax_internals.cudnn, "cuda_versions", library)
+    named = {"cuda": "gpu"}.get(platform, platform)
+    layout = Layout(abstract_mesh(dict.fromkeys(AXES, 1), named))
     inputs = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in random_attention_inputs(count)]
 
     def total(*args):
-        return attention.causal(*args)[0].astype(jnp.float32).sum()
+        return attention.causal_on(layout)(*args)[0].astype(jnp.float32).sum()
 
     gradient = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
     text = gradient.trace(*inputs).lower(lowering_platforms=(platform,)).as_text()

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import needs_libtpu, one
 from jax.experimental.pallas import tpu as pltpu
 from kernel_cases import each, each_by_type, few, on_gpu, reduced
 from scipy.special import log_softmax, logsumexp
-from tpu_topology import needs_libtpu, one
 
 from benchmarks.shapes import SHAPES
 from pallas_kernels.dispatch import INTERPRETED

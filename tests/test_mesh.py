@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compilers import devices, needs_libtpu
 from jax.sharding import NamedSharding, PartitionSpec
-from tpu_topology import devices, needs_libtpu
 
 from rlhf_jax import mesh as meshes
 from rlhf_jax.mesh import Layout

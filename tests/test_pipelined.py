@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compilers import EIGHT, devices, needs_libtpu
 from jax.sharding import NamedSharding, PartitionSpec
 from test_memory import load
 from test_pipeline import gpipe
 from test_update import CONFIG, KL_WEIGHT, MANY, random_critic, random_experience
-from tpu_topology import EIGHT, devices, needs_libtpu
 
 from benchmarks.compiled import LLAMA_8B
 from rlhf_jax.build.shapes import micro_batch_shapes, model_shapes, repeated

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import CHIPS, EIGHT, devices, needs_libtpu
 from jax.sharding import NamedSharding, PartitionSpec
 from test_memory import CONFIGS, by_name, load
-from tpu_topology import CHIPS, EIGHT, devices, needs_libtpu
 
 from benchmarks.compiled import KERNELS, LLAMA_8B, lower_round, placed, row_shapes, weights
 from benchmarks.shapes import SLOTS

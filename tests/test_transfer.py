@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import devices, needs_libtpu
 from jax._src.array import ArrayImpl
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tpu_topology import devices, needs_libtpu
 
 from benchmarks.compiled import LLAMA_8B, weights
 from rlhf_jax.mesh import AXES, AXIS_TYPES, ROLES, Layout, abstract_mesh, make_mesh, model_shardings

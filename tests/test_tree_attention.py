@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import CHIPS, needs_libtpu, one
 from jax.experimental.pallas import tpu as pltpu
 from kernel_cases import by_name, each_by_type, few, on_gpu, reduced
-from tpu_topology import CHIPS, needs_libtpu, one
 
 from benchmarks.shapes import NODES, ROWS, SHAPES, SLOTS
 from pallas_kernels.shapes import Shape

@@ -9,13 +9,13 @@ import re
 
 import jax
 import pytest
-from tpu_topology import needs_libtpu
+from compilers import needs_libtpu
 
 from benchmarks.chip import placed_calls
 from benchmarks.placement_costs import SHAPES, chip_of, measured_pairs, rank_correlation
 from benchmarks.plans import config_of
 from rlhf_jax import command
-from rlhf_jax.build import verified
+from rlhf_jax.build import topology
 from rlhf_jax.build.generation_programs import arrivals
 from rlhf_jax.build.placed_calls import PlacedCalls
 from rlhf_jax.build.planned import plan_run
@@ -23,6 +23,7 @@ from rlhf_jax.build.programs import programs as programs_of
 from rlhf_jax.build.verified import CachingCompiler, CompilerFigures, compile_figures
 from rlhf_jax.config.hardware import parse_hardware
 from rlhf_jax.model.flops import jaxpr_flops
+from rlhf_jax.placement.chips import GPUS
 from rlhf_jax.placement.plan import Placement, Plan
 from rlhf_jax.training.distill import student_config
 
@@ -32,7 +33,6 @@ SMALL = SHAPES[0]._replace(layers=4)
 @pytest.mark.parametrize(
     ("devices", "said"),
     [
-        ("gpu:8:h100", "nothing here compiles for 8 x H100"),
         ("cpu:4", "nothing here compiles for 4 x cpu"),
         ("v5p-8", "needs the topology of the 4 chips"),
         pytest.param("v5p:3x5x7", "it knows v5p:2x2x1", marks=needs_libtpu),
@@ -45,10 +45,40 @@ def test_what_nothing_compiles_for_is_refused_in_one_sentence(devices, said, cap
     assert said in error and error.count("\n") == 1
 
 
-def test_without_the_compiler_it_is_said_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr(verified.importlib.util, "find_spec", lambda name: None)
-    assert command.main(["plan", "quickstart", "--devices", "v5p:2x2x1", "--verify"]) == 2
-    assert "pip install 'rlhf_jax[pod]'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("devices", "extra"), [("v5p:2x2x1", "rlhf_jax[pod]"), ("gpu:8:h100", "rlhf_jax[gpu-pod]")]
+)
+def test_without_the_compiler_it_is_said_what_to_install(devices, extra, monkeypatch, capsys):
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
+    assert command.main(["plan", "quickstart", "--devices", devices, "--verify"]) == 2
+    error = capsys.readouterr().err
+    assert f"pip install '{extra}'" in error and error.count("\n") == 1
+
+
+def test_a_chip_without_a_target_is_refused_with_those_that_have_one(monkeypatch, tmp_path, capsys):
+    (tmp_path / "h100.textproto").touch()
+    monkeypatch.setattr(topology, "TARGETS", tmp_path)
+    assert command.main(["plan", "quickstart", "--devices", "gpu:2x8:a100", "--verify"]) == 2
+    error = capsys.readouterr().err
+    assert "has no target for a A100" in error and "name one of h100" in error
+    assert error.count("\n") == 1
+
+
+def test_more_nodes_than_devices_may_be_are_refused(capsys):
+    assert command.main(["plan", "quickstart", "--devices", "gpu:200000x8:h100", "--verify"]) == 2
+    error = capsys.readouterr().err
+    assert "more than 1,048,576 devices" in error and error.count("\n") == 1
+
+
+def test_every_gpu_that_is_known_has_a_target():
+    targets = {path.stem: path.read_text() for path in topology.TARGETS.iterdir()}
+    assert targets.keys() == GPUS.keys()
+    for name, chip in GPUS.items():
+        capability = re.search(r"capability \{ major: (\d+) minor: (\d)", targets[name])
+        assert capability and float(".".join(capability.groups())) == chip.compute_capability
+        said = dict(re.findall(r"(\w+): ([\d.]+)\n", targets[name]))
+        assert float(said["memory_bandwidth"]) == pytest.approx(chip.memory_bandwidth, rel=0.01)
+        assert float(said["device_memory_size"]) == pytest.approx(chip.gigabytes * 1e9, rel=0.08)
 
 
 @pytest.mark.usefixtures("uncached")
@@ -95,13 +125,12 @@ def test_programs_of_a_student_that_drafts_and_learns_are_foreseen():
         assert foreseen.bytes == pytest.approx(compiled.bytes, rel=0.25), name
 
 
-def test_figures_are_kept_by_the_programs_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(verified, "compiler_version", lambda: "one")
+def test_figures_are_kept_by_the_programs_text(tmp_path):
     calls = placed_calls(SMALL.model, jax.devices(), SMALL.rows, SMALL.tokens)
     program = next(one for one in programs_of(calls) if one.name == "scores")
 
-    def figures() -> tuple[CompilerFigures, int, int]:
-        compiler = CachingCompiler("here", tmp_path, lambda line: None)
+    def figures(compiler_name: str = "one") -> tuple[CompilerFigures, int, int]:
+        compiler = CachingCompiler(compiler_name, tmp_path, lambda line: None)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             twice = [compiler.submit(pool, program, 4) for _ in range(2)]
         assert twice[0] is twice[1]
@@ -113,8 +142,7 @@ def test_figures_are_kept_by_the_programs_text(tmp_path, monkeypatch):
     (path,) = tmp_path.glob("*.json")
     path.write_text("{")
     assert figures()[1:] == (1, 0)
-    monkeypatch.setattr(verified, "compiler_version", lambda: "another")
-    assert figures()[1:] == (1, 0)
+    assert figures("another")[1:] == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +235,7 @@ def test_what_brings_a_layer_from_three_quarters_to_a_quarter_is_foreseen(traini
     placements = dict.fromkeys(planned.plan.placements, there)
     placements["generation"] = Placement(**generation, dtype="bfloat16")
     plan = Plan(planned.hardware.count, placements)
-    chips = verified.topology_devices(planned.hardware)
+    chips = topology.topology_devices(planned.hardware)
     calls = PlacedCalls(config, planned.models, plan, chips, planned.hardware, remat=True)
     found = list(arrivals(calls))
     assert {one.name for one in found} == {"a layer comes", "a layer is recut"}

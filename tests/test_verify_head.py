@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chi_square import SIGNIFICANCE, expected_law, p_value
+from compilers import needs_libtpu, one
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
 from kernel_cases import by_name, each_by_type, few, on_gpu, reduced
 from margins import decision_margin
 from scipy.special import logsumexp
-from tpu_topology import needs_libtpu, one
 
 from benchmarks.shapes import SHAPES
 from pallas_kernels.shapes import BLOCK, Shape

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.stages import Traced
 
+from pallas_kernels.shapes import BLOCK
 from rlhf_jax.build import shapes
 from rlhf_jax.build.placed_calls import CallProgram, Foreseen, PlacedCalls
 from rlhf_jax.config import derived, memory, memory_parts
-from rlhf_jax.config.sizes import row_share
+from rlhf_jax.config.sizes import PlannedRun, row_share
 from rlhf_jax.generation import rows as generation_rows
 from rlhf_jax.generation.scheduler import PREFILLED, prompt_width, shared
 from rlhf_jax.generation.speculative import tree as trees
@@ -27,7 +28,7 @@ from rlhf_jax.mesh import FLOAT32, Layout
 from rlhf_jax.placement.search.collectives import received_bytes
 from rlhf_jax.placement.search.costs import forward_flops
 from rlhf_jax.placement.transfer import trace_layer
-from rlhf_jax.types import DecodeState, Model, Strategy
+from rlhf_jax.types import DecodeState, Model, ModelConfig, Strategy
 
 # Layers of which a program is compiled. What a prefill has at work grows from the first to the
 # second, as a layer's weights come while the one before is at work, and hardly from then on.
@@ -77,11 +78,14 @@ def prefill(calls: PlacedCalls) -> CallProgram:
     empty = functools.partial(generation_rows.empty, *calls.models[:2])
     prompts = run.rows(jax.eval_shape(lambda: empty(rows, width, 0, 0, Layout(dtype=layout.dtype))))
     work = max(run.forward(model, own, width) for model in models)
-    held = sum(run.weights(model, role="generation") for model in models)
+    # no head is read
+    heads = sum(run.weights(model, role="generation") - headless(run, model) for model in models)
+    held = sum(headless(run, model) for model in models)
     sent = 0.0
     for model in models:
         hidden = own * width * model.width * layout.dtype.itemsize
-        sums = 2 * model.num_layers + 1
+        # of the last layer, keys and values alone are wanted
+        sums = 2 * model.num_layers - 1
         sent += sums * received_bytes("all-reduce", hidden, layout.extent("tensor"))
     parts = calls.parts("generation")
     beside = sum(part.bytes for part in parts if part.name in BESIDE_PREFILL)
@@ -95,10 +99,15 @@ def prefill(calls: PlacedCalls) -> CallProgram:
             sum(forward_flops(model, rows, width, predicted=0) for model in models),
             sent,
         ),
-        beside=there + beside,
+        beside=there + beside + heads,
         depth=calls.models.policy.num_layers,
         compiled_layers=DEEPER_LAYERS,
     )
+
+
+def headless(run: PlannedRun, model: ModelConfig) -> int:
+    """Return the bytes of a model's decoding weights without a head of its own."""
+    return run.weights(dataclasses.replace(model, tied=True), role="generation")
 
 
 def trace_prefill(calls: PlacedCalls, rows: int, width: int, depth: int) -> Traced:
@@ -137,7 +146,6 @@ def drafts(calls: PlacedCalls) -> Iterator[CallProgram]:
     # Where no kernel attends, a TPU's products want keys and values in another order.
     if run.layout.kernels.tree_attention == "reference" and run.layout.platform == "tpu":
         held += cache
-    headless = run.weights(dataclasses.replace(drafter, tied=True), role="generation")
     own = row_share(rows, run.layout)
     logits = 4 * own * fed * run.outputs(drafter)
     hidden = own * drafter.width * run.layout.dtype.itemsize
@@ -155,7 +163,7 @@ def drafts(calls: PlacedCalls) -> Iterator[CallProgram]:
         "catching up",
         functools.partial(trace_catching_up, calls),
         foreseen=Foreseen(
-            headless + run.rows(state),
+            headless(run, drafter) + run.rows(state),
             rows * CATCH_UP_TOKENS * (of_token - head),
             CATCH_UP_TOKENS * sent,
         ),
@@ -166,7 +174,9 @@ def drafts(calls: PlacedCalls) -> Iterator[CallProgram]:
         f"drafts of {len(strategy.parents) + 1} nodes",
         functools.partial(trace_drafts, calls, strategy),
         foreseen=Foreseen(
-            held + 2 * logits, rows * ((fed + 1) * of_token - head), (fed + 1) * sent
+            held + 2 * logits,
+            rows * ((fed + 1) * of_token - head),
+            (fed + 1) * sent + fed * drawing_bytes(run, rows, ranked=True),
         ),
         beside=there + sum(part.bytes for part in parts if part.name in BESIDE_DRAFTS),
     )
@@ -234,7 +244,20 @@ def round_work(calls: PlacedCalls, nodes: int) -> tuple[float, float]:
     own = -(-rows // run.layout.row_shards) * nodes
     hidden = own * policy.width * run.layout.dtype.itemsize
     sums = 2 * policy.num_layers + 1
-    return flops, sums * received_bytes("all-reduce", hidden, tensor)
+    sent = sums * received_bytes("all-reduce", hidden, tensor)
+    return flops, sent + drawing_bytes(run, rows * nodes)
+
+
+def drawing_bytes(run: PlannedRun, nodes: int, *, ranked: bool = False) -> float:
+    """Return the bytes that a device receives to draw a token at each of so many nodes of a slice.
+
+    Logits of the drawn block are on one part of the vocabulary, and go to all. ranked: several are
+    wanted, of which XLA finds the best only where all nodes' blocks are.
+    """
+    block = 4 * BLOCK  # float32
+    own = row_share(nodes, run.layout)
+    sent = received_bytes("all-reduce", own * block, run.layout.extent("tensor"))
+    return sent + ranked * received_bytes("all-gather", nodes * block, run.layout.row_shards)
 
 
 def trace_round(calls: PlacedCalls, strategy: Strategy, depth: int) -> Traced:

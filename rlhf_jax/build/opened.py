@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlhf_jax import mesh as meshes
 from rlhf_jax.build.calls import place_calls
+from rlhf_jax.build.topology import count_devices
 from rlhf_jax.config import derived, memory, validation
 from rlhf_jax.config.identity import binding_settings
 from rlhf_jax.config.objectives import Objective, objective_of
@@ -82,7 +82,7 @@ def prepare(config: Config) -> Opened:
     Raises ValueError or OSError, in one sentence, for the first thing that is wrong.
     """
     derived.register_own(config)
-    validation.validate(config, meshes.count_devices(), distributed.count())
+    validation.validate(config, count_devices(), distributed.count())
     objective = objective_of(config)
     policy = _open_dated(config.model.path, config)
     drafts = derived.has_drafter(config)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import jax
 
-from rlhf_jax import mesh as meshes
 from rlhf_jax.build.calls import place_calls
+from rlhf_jax.build.topology import count_devices
 from rlhf_jax.config import derived, memory, memory_parts
 from rlhf_jax.config.hardware import Hardware
 from rlhf_jax.config.memory_parts import Part
@@ -66,7 +66,7 @@ def lacking(config: Config) -> str:
     """
     sizes = config.mesh
     asked = (sizes.slices, sizes.data, sizes.fsdp, sizes.tensor)
-    here = meshes.count_devices()
+    here = count_devices()
     if -1 not in asked and math.prod(asked) != here:
         return f"the config asks for {math.prod(asked)} devices, and here are {here}"
     paths = (config.model.path, config.drafter.path, config.critic.path, *config.reward.models)
@@ -87,7 +87,7 @@ def hardware_of(config: Config) -> Hardware:
     device = jax.devices()[0]
     capability = float(getattr(device, "compute_capability", 0) or 0)
     known = (memory.memory_for_remat(config, device) or 0.0) / memory_parts.GIGA
-    return Hardware(device.platform, device.device_kind, meshes.count_devices(), known, capability)
+    return Hardware(device.platform, device.device_kind, count_devices(), known, capability)
 
 
 def _models(config: Config) -> ModelConfigs:

@@ -14,7 +14,7 @@ from jax.stages import Traced
 from rlhf_jax.build import shapes
 from rlhf_jax.build.placed_calls import CallProgram, Foreseen, PlacedCalls
 from rlhf_jax.build.settings import student_settings
-from rlhf_jax.config import derived, memory
+from rlhf_jax.config import derived, memory_updates
 from rlhf_jax.config.sizes import row_share
 from rlhf_jax.mesh import FLOAT32
 from rlhf_jax.placement.search.costs import forward_flops, gradient_flops, product_flops
@@ -34,24 +34,29 @@ def student_updates(calls: PlacedCalls) -> Iterator[CallProgram]:
     settings = student_settings(calls.config, calls.layouts, calls.remat)
     config = copy.deepcopy(calls.config)
     config.training.microbatch_rows = settings.microbatch_rows
-    own = dataclasses.replace(calls, config=config)
-    yield reading(own, settings)
+    placements = dict(calls.plan.placements)
+    placements[CALL] = dataclasses.replace(placements[CALL], pipelined=False)
+    plan = dataclasses.replace(calls.plan, placements=placements)
+    own = dataclasses.replace(calls, config=config, plan=plan)
+    # of a pipeline, no device of which has all layers, it reads a copy in the compute dtype
+    yield reading(own, settings, copied=calls.run(CALL).is_pipelined)
     yield gradient(own, settings)
     yield step(own)
 
 
-def reading(calls: PlacedCalls, settings: TrainingSettings) -> CallProgram:
-    """Return what reads a micro-batch with the policy; it takes no head."""
+def reading(calls: PlacedCalls, settings: TrainingSettings, *, copied: bool) -> CallProgram:
+    """Return what reads a micro-batch with the policy, or with a copy of it; it takes no head."""
     run = calls.run(CALL)
     policy = calls.models.policy
     passes = calls.placed(CALL).passes()
     sharded = ShardedModel(policy, run.layout, calls.hardware.platform)
     head = sharded.gathered(sharded.weights.head, sharded.width)
-    held = run.weights(dataclasses.replace(policy, tied=True), FLOAT32)
-    hidden = memory.hidden_bytes(run, run.batch_rows)
+    dtype = run.layout.dtype if copied else FLOAT32
+    held = run.weights(dataclasses.replace(policy, tied=True), dtype)
+    hidden = memory_updates.hidden_bytes(run, run.batch_rows)
 
     def trace(_: int) -> Traced:
-        weights = shapes.model_shapes(policy, run.layout, FLOAT32)
+        weights = shapes.model_shapes(policy, run.layout, dtype)
         return distill.with_hidden_states.trace(weights, distill_batch(calls), settings)
 
     return CallProgram(
@@ -59,11 +64,11 @@ def reading(calls: PlacedCalls, settings: TrainingSettings) -> CallProgram:
         "student's text",
         trace,
         Foreseen(
-            held + hidden + memory.reading_bytes(run),
+            held + hidden + memory_updates.reading_bytes(run, copied=copied),
             forward_flops(policy, passes.samples, passes.tokens, predicted=0),
             forward_traffic(sharded, passes.on_device(run.layout)).total - head,
         ),
-        beside=calls.always(CALL) - held + _all_hidden(calls) - hidden,
+        beside=calls.always(CALL) - held * (not copied) + _all_hidden(calls) - hidden,
         depth=policy.num_layers,
     )
 
@@ -91,8 +96,8 @@ def gradient(calls: PlacedCalls, settings: TrainingSettings) -> CallProgram:
 
     own = run.weights(student, FLOAT32, ends=False)
     of_policy = run.weights(policy, FLOAT32) - run.weights(policy, FLOAT32, ends=False)
-    hidden = memory.hidden_bytes(run, run.batch_rows)
-    work = run.weights(student, ends=False) + memory.learning_bytes(run)
+    hidden = memory_updates.hidden_bytes(run, run.batch_rows)
+    work = run.weights(student, ends=False) + memory_updates.learning_bytes(run)
 
     def trace(_: int) -> Traced:
         weights = student_shapes(calls)
@@ -172,4 +177,6 @@ def _student(calls: PlacedCalls) -> ModelConfig:
 def _all_hidden(calls: PlacedCalls) -> int:
     """Return the bytes of the policy's hidden states of all texts that its student learns from."""
     run = calls.run(CALL)
-    return memory.hidden_bytes(run, row_share(derived.student_samples(calls.config), run.layout))
+    return memory_updates.hidden_bytes(
+        run, row_share(derived.student_samples(calls.config), run.layout)
+    )

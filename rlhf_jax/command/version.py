@@ -8,7 +8,7 @@ import platform
 
 import jax
 
-from rlhf_jax.mesh import count_devices
+from rlhf_jax.build.topology import count_devices
 from rlhf_jax.monitoring.environment import PACKAGES
 
 

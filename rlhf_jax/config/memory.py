@@ -24,7 +24,7 @@ from rlhf_jax.config.memory_parts import (
     Part,
     peak,
 )
-from rlhf_jax.config.memory_updates import pipelined_parts, update_parts
+from rlhf_jax.config.memory_updates import pipelined_parts, student_parts, update_parts
 from rlhf_jax.config.schema import Config
 from rlhf_jax.config.sizes import PlannedRun, row_share
 from rlhf_jax.generation import rows as generation_rows
@@ -75,7 +75,7 @@ def plan(
             part = Part("the policy's gradients, waiting", "training", waiting, SPLIT)
             updates[-1].append(part)
     if policy_run and derived.trains_drafter(config):
-        updates.append(_distillation(policy_run))
+        updates.append(student_parts(policy_run))
     generation_run = run.at("generation")
     parts = [
         *_always(run),
@@ -198,9 +198,8 @@ def _generation(run: PlannedRun) -> list[Part]:
     """
     config = run.config
     models = run.models
-    one_slice = meshes.abstract_mesh(
-        {axis: run.layout.extent(axis) for axis in AXES} | {"slices": 1}, run.layout.platform
-    )
+    shape = {axis: run.layout.extent(axis) for axis in AXES} | {"slices": 1}
+    one_slice = meshes.abstract_mesh(shape, run.layout.platform)
     slices = run.layout.slices
     run = dataclasses.replace(run, layout=dataclasses.replace(run.layout, mesh=one_slice))
     weights = functools.partial(run.weights, role="generation")
@@ -288,7 +287,9 @@ def round_bytes(run: PlannedRun, state: DecodeState, nodes: int) -> int:
     sampling = Sampling(top_k=generation.top_k)
     streamed = streams_head(run.layout, sampling, generation.acceptance)
     logits = 0 if streamed else 4 * rows * nodes * run.outputs(policy)
-    copies = run.buffers.logits + run.buffers.padded_logits * (policy.vocab_size % BLOCK != 0)
+    copies = run.temporaries.logits + run.temporaries.padded_logits * (
+        policy.vocab_size % BLOCK != 0
+    )
     copies += generation.acceptance == "rejection" and derived.drafts_by_model(run.config)
     return window + max(2 * scores, copies * logits)
 
@@ -350,50 +351,3 @@ def _inference(run: PlannedRun) -> list[Part]:
         Part("models that score", "inference", copies, SPLIT),
         Part("one layer at work, or logits", "inference", work, FEWER_ROWS),
     ]
-
-
-def _distillation(run: PlannedRun) -> list[Part]:
-    """List what a student's update needs beside its weights and optimizer.
-
-    It needs gradients as in `update_parts`, the policy's hidden states of all its rows, and the
-    policy at work or the student, or their logits and gradients. Where the policy is a pipeline, it
-    lies on all devices for this, in the compute dtype.
-    """
-    # In another dtype than float32 the copy is the one that reads anyway, and counted there.
-    copied = run.is_pipelined and run.layout.dtype == FLOAT32
-    run = dataclasses.replace(run, layout=run.layout.unpipelined)
-    copy = run.weights(run.models.policy) if copied else 0
-    own = run.weights(run.models.drafter, ends=False)
-    gradients = run.weights(run.models.drafter, FLOAT32, ends=False) + own
-    samples = derived.student_samples(run.config)
-    hidden = hidden_bytes(run, row_share(samples, run.layout))
-    work = max(copy + reading_bytes(run), learning_bytes(run))
-    return [
-        Part("student's gradients", "training", gradients, SPLIT),
-        Part("the policy's hidden states", "training", hidden, "lower drafter.samples"),
-        Part("a layer at work, or logits of both", "training", work, FEWER_ROWS),
-    ]
-
-
-def hidden_bytes(run: PlannedRun, rows: int) -> int:
-    """Return the bytes of the policy's hidden states before the predicted tokens of rows."""
-    tokens = rows * run.config.generation.max_new_tokens
-    return tokens * run.models.policy.width * run.layout.dtype.itemsize
-
-
-def reading_bytes(run: PlannedRun) -> int:
-    """Return what the policy needs, beside its float32 weights, to read rows for its student."""
-    policy = run.models.policy
-    work = run.forward(policy, run.batch_rows, run.text_tokens)
-    return run.cast_weights(policy) + run.gathered(policy) + work
-
-
-def learning_bytes(run: PlannedRun) -> int:
-    """Return what a student's backward pass needs: in a layer, or at its and the policy's logits.
-
-    Its layers are as large as the policy's.
-    """
-    policy = run.models.policy
-    work = run.backward(policy, run.batch_rows, run.text_tokens)
-    layer = run.weights(run.models.drafter, ends=False) + run.gathered(policy) + work
-    return max(layer, 7 * run.logits(policy))

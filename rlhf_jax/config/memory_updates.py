@@ -1,12 +1,14 @@
-"""Estimate what updates of policy and critic need beside their weights and optimizers."""
+"""Estimate what updates of policy, critic and student need beside weights and optimizers."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import cast as typed
 
+from rlhf_jax.config import derived
 from rlhf_jax.config.memory_parts import FEWER_ROWS, SPLIT, SPLIT_TENSORS, Part
-from rlhf_jax.config.sizes import PlannedRun
+from rlhf_jax.config.sizes import PlannedRun, row_share
 from rlhf_jax.inference.logprobs import CHUNK
 from rlhf_jax.mesh import FLOAT32
 from rlhf_jax.placement.pipelined import StageTimes, joint_problem, limit_inputs
@@ -60,6 +62,57 @@ def pipelined_parts(learners: Sequence[tuple[PlannedRun, ModelConfig]]) -> list[
     ]
 
 
+def student_parts(run: PlannedRun) -> list[Part]:
+    """List what a student's update needs beside its weights and optimizer.
+
+    It needs gradients as in `update_parts`, the policy's hidden states of all its rows, and the
+    policy at work or the student, or their logits and gradients. Where the policy is a pipeline, it
+    lies on all devices for this, in the compute dtype.
+    """
+    copied = run.is_pipelined
+    run = dataclasses.replace(run, layout=run.layout.unpipelined)
+    copy = run.weights(run.models.policy) if copied else 0
+    own = run.weights(run.models.drafter, ends=False)
+    gradients = run.weights(run.models.drafter, FLOAT32, ends=False) + own
+    samples = derived.student_samples(run.config)
+    hidden = hidden_bytes(run, row_share(samples, run.layout))
+    work = max(copy + reading_bytes(run, copied=copied), learning_bytes(run))
+    return [
+        Part("student's gradients", "training", gradients, SPLIT),
+        Part("the policy's hidden states", "training", hidden, "lower drafter.samples"),
+        Part("a layer at work, or logits of both", "training", work, FEWER_ROWS),
+    ]
+
+
+def hidden_bytes(run: PlannedRun, rows: int) -> int:
+    """Return the bytes of the policy's hidden states before the predicted tokens of rows."""
+    tokens = rows * run.config.generation.max_new_tokens
+    return tokens * run.models.policy.width * run.layout.dtype.itemsize
+
+
+def reading_bytes(run: PlannedRun, *, copied: bool = False) -> int:
+    """Return what the policy needs, beside its weights, to read rows for its student.
+
+    copied: it is a copy in the compute dtype.
+    """
+    policy = run.models.policy
+    work = run.forward(policy, run.batch_rows, run.text_tokens)
+    cast = 0 if copied else run.cast_weights(policy, ends=False)
+    return cast + run.gathered(policy) + work
+
+
+def learning_bytes(run: PlannedRun) -> int:
+    """Return what a student's backward pass needs: in a layer, or at its and the policy's logits.
+
+    Its layers are as large as the policy's, and what they keep stands beside either.
+    """
+    policy = run.models.policy
+    work = run.backward(policy, run.batch_rows, run.text_tokens)
+    layer = run.weights(run.models.drafter, ends=False) + run.gathered(policy) + work
+    kept = activation_bytes(run, typed(ModelConfig, run.models.drafter))
+    return kept + max(layer, 7 * run.logits(policy))
+
+
 def stage_times(run: PlannedRun, model: ModelConfig) -> StageTimes:
     """Return the work of a pipeline's stages for a micro-batch, in a device's multiplications."""
     itemsize = run.layout.dtype.itemsize
@@ -93,7 +146,7 @@ def largest_work(run: PlannedRun, model: ModelConfig) -> Part:
     # In float32 a chunk's gradient of the head and its logits; where there are several chunks,
     # copies of the head and its gradient so far.
     several = run.batch_rows * run.config.generation.max_new_tokens > CHUNK
-    copies = 4 * (run.buffers.head_sums if several else 1) + (itemsize if itemsize < 4 else 0)
+    copies = 4 * (run.temporaries.head_sums if several else 1) + (itemsize if itemsize < 4 else 0)
     head = copies * model.width * run.outputs(model) + run.logits(model)
     works = [
         Part("one layer at work", "training", layer, FEWER_ROWS),

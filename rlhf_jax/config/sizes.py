@@ -26,7 +26,7 @@ from rlhf_jax.types import Model, ModelConfig, ModelConfigs
 SUMS = {"": 0, "splash": LANES, "cudnn": 1}
 
 
-class Buffers(NamedTuple):
+class Temporaries(NamedTuple):
     """Say what a platform's compiler has at work beside results, as seen in compiled programs."""
 
     scores: int  # float32 copies of scores, in a forward pass where no kernel attends
@@ -37,10 +37,10 @@ class Buffers(NamedTuple):
     turns: bool  # weights [F, M] whose M is split are turned, all layers at once, to be gathered
 
 
-BUFFERS = {
-    "cpu": Buffers(2, 2, 1, head_sums=1, pads=False, turns=False),
-    "gpu": Buffers(1, 1, 0, head_sums=2, pads=False, turns=True),
-    "tpu": Buffers(2, 2, 1, head_sums=3, pads=True, turns=False),
+TEMPORARIES = {
+    "cpu": Temporaries(2, 2, 1, head_sums=1, pads=False, turns=False),
+    "gpu": Temporaries(1, 1, 0, head_sums=2, pads=False, turns=True),
+    "tpu": Temporaries(2, 2, 1, head_sums=3, pads=True, turns=False),
 }
 
 
@@ -107,9 +107,12 @@ class PlannedRun:
         layout = dataclasses.replace(self.layout, role=role or own)
         return weight_bytes(model, np.dtype(dtype or layout.dtype), layout, ends)
 
-    def cast_weights(self, model: ModelConfig) -> int:
-        """Return the bytes of a copy of float32 weights in the compute dtype, if it is another."""
-        return 0 if self.layout.dtype == meshes.FLOAT32 else self.weights(model)
+    def cast_weights(self, model: ModelConfig, *, ends: bool = True) -> int:
+        """Return the bytes of a copy of float32 weights in the compute dtype, if it is another.
+
+        ends: with embedding and head.
+        """
+        return 0 if self.layout.dtype == meshes.FLOAT32 else self.weights(model, ends=ends)
 
     def rows(self, tree: Any) -> int:
         """Return the bytes of a pytree whose leaves all have rows as their first axis."""
@@ -162,7 +165,7 @@ class PlannedRun:
 
         They are a third of its values and, where no kernel attends, scores.
         """
-        scores = self.buffers.scores * self._scores(model, tokens)
+        scores = self.temporaries.scores * self._scores(model, tokens)
         return rows * tokens * (self.token_values(model) // 3 + scores)
 
     def backward(self, model: ModelConfig, rows: int, tokens: int) -> int:
@@ -218,13 +221,13 @@ class PlannedRun:
         return self.layout.extent("fsdp" if self.is_pipelined else ("slices", "fsdp"))
 
     @property
-    def buffers(self) -> Buffers:
+    def temporaries(self) -> Temporaries:
         """Return what the compiler of the devices has at work; of a TPU's where nobody has said."""
-        return BUFFERS[self.layout.platform or "tpu"]
+        return TEMPORARIES[self.layout.platform or "tpu"]
 
     def turned(self, model: ModelConfig) -> int:
         """Return the bytes of all layers' weights that are turned before they are gathered."""
-        if not self.buffers.turns or self.width_shards == 1:
+        if not self.temporaries.turns or self.width_shards == 1:
             return 0
         inputs = self.tensor_share(model.num_heads) * model.head_dim
         inputs += self.tensor_share(model.ffn_width)
@@ -234,7 +237,7 @@ class PlannedRun:
     def pads(self, model: ModelConfig) -> bool:
         """Tell whether a device's part of the width is not whole lanes of a TPU."""
         shard = model.width // self.width_shards
-        return self.width_shards > 1 and shard % LANES != 0 and self.buffers.pads
+        return self.width_shards > 1 and shard % LANES != 0 and self.temporaries.pads
 
 
 def abstract_weights(model: ModelConfig, dtype: DTypeLike) -> Model:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 from typing import cast as typed
 
 import jax
@@ -138,10 +139,19 @@ def apply(
 ) -> tuple[Model, optax.OptState]:
     """Take one optimizer step in place; where not `finite` [] bool, all stays as it is."""
 
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
-        changes, new = optimizer.update(
-            typed(optax.Updates, gradient.weights), moments, typed(optax.Params, model)
-        )
-    stepped = optax.apply_updates(typed(optax.Params, model), changes), new
-    # Leaf by leaf, not by a branch: XLA's partitioner for GPUs gathers all that a branch returns.
-    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), stepped, (model, moments))
+    def step(model: Model, moments: optax.OptState) -> tuple[Model, optax.OptState]:
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
+            changes, new = optimizer.update(
+                typed(optax.Updates, gradient.weights), moments, typed(optax.Params, model)
+            )
+        return optax.apply_updates(typed(optax.Params, model), changes), new
+
+    def choose(*before: Any) -> Any:
+        return jax.tree.map(lambda new, old: jnp.where(finite, new, old), step(*before), before)
+
+    def branch(*before: Any) -> Any:
+        return jax.lax.cond(finite, step, lambda *kept: kept, *before)
+
+    # Of a branch XLA's partitioner for GPUs gathers all results, and on one GPU they are there
+    # twice. On a CPU it is a choice that needs half of the weights and moments besides.
+    return jax.lax.platform_dependent(model, moments, cpu=branch, default=choose)

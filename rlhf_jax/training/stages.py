@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax.mesh import ROW_AXES, Layout, model_shardings, on_slice, pin_weights
+from rlhf_jax.mesh import ROW_AXES, Layout, model_shardings, on_slice, pin_rows, pin_weights
 from rlhf_jax.model.packed import predicting_states, run_packed
 from rlhf_jax.model.transformer import cast, embed_tokens
 from rlhf_jax.placement.transfer import move, transfer_ends
@@ -246,12 +246,15 @@ def _run(
     """Compute what a stage gives, [S, C, M], or of the last one the loss [] and its metrics."""
     settings = stage.settings
     packed = batch.packed if isinstance(batch, MicroBatch) else batch
-    if hidden is None:
-        hidden = embed_tokens(part, packed.tokens)
+    # Between stages the width is over tensor, and inside not: XLA would go on as it comes, and sum
+    # and gather at every product.
+    hidden = (
+        embed_tokens(part, packed.tokens) if hidden is None else pin_rows(hidden, settings.layout)
+    )
     # Only one micro-batch is in a stage's layers at a time: they need not be computed thrice.
     hidden = run_packed(part, hidden, packed, settings.layout, remat=False)
     if stage.head_loss is None or isinstance(batch, PackedBatch):
-        return _pin(hidden, settings.layout), {}
+        return _pin(pin_rows(hidden, settings.layout), settings.layout), {}
     before = predicting_states(part, hidden, packed, settings.layout)
     return stage.head_loss(part, before, batch, settings)
 

@@ -218,7 +218,7 @@ class SearchSpace:
         alike = tuple(dataclasses.replace(one, first=0) for one in placements.values())
         key = (PIPELINES, alike, self.remat)
         if key not in self.held:
-            layouts = {call: one.layout(None) for call, one in placements.items()}
+            layouts = {call: one.layout(self.hardware.platform) for call, one in placements.items()}
             parts = memory.plan(self.config, self.models, layouts, self.remat)
             always = sum(one.bytes for one in parts if one.stage == "always")
             self.held[key] = HeldBytes(always, sum(one.bytes for one in parts) - always, kept=0)
@@ -255,7 +255,8 @@ class SearchSpace:
 
     def _run(self, call: str, placement: Placement) -> PlannedRun:
         """Return the run as it is planned for a placement of a call."""
-        layout = placement.layout(None, role="generation" if call == "generation" else "training")
+        role = "generation" if call == "generation" else "training"
+        layout = placement.layout(self.hardware.platform, role)
         return PlannedRun(self.config, self.models, layout, self.remat, {call: layout})
 
     def transfer_seconds(self, call: str, option: Option, chosen: Placed) -> float:
