@@ -1,12 +1,16 @@
-"""What the TPU's compiler says of each kernel and of a whole round, for chips that are not here.
-One JSON line a case.
+"""What compilers for TPUs and GPUs say of each kernel and of a whole round, for chips that are not
+here. One JSON line a case.
 
     pip install -e ".[pod]" && python -m benchmarks.compiled > benchmarks/results/compiled.jsonl
+    pip install -e ".[gpu-pod]" \\
+      && python -m benchmarks.compiled --chips h100 > benchmarks/results/compiled_gpu.jsonl
 
 The cases are those of `benchmarks/kernels.py`, by the reference and by the kernel, log-probs with
 gradients too; then the round of a Llama-3 8B over eight chips, its first layers, without and with
 all kernels. Bytes are one device's; of a loop the compiler counts the operations and moved bytes of
-one turn. Received bytes are those of collectives, of all turns.
+one turn. Received bytes are those of collectives, of all turns. Of a kernel for Hopper there are
+registers, spilled bytes and shared memory of a thread block, of a round kernels and collectives a
+layer. Nothing of this is a time.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ import argparse
 import dataclasses
 import datetime
 import functools
-import importlib.metadata
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +29,13 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from benchmarks import kernels
+from benchmarks.machine_code import compile_to_machine_code, launched
 from benchmarks.shapes import SHAPES, SLOTS
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from pallas_kernels.shapes import BLOCK, Shape
 from rlhf_jax import mesh as meshes
-from rlhf_jax.build.topology import topology_devices
+from rlhf_jax.build.topology import compiler_version, topology_devices
 from rlhf_jax.config.hardware import parse_hardware
 from rlhf_jax.generation import rows
 from rlhf_jax.generation.speculative import tree
@@ -42,9 +46,10 @@ from rlhf_jax.model import transformer
 from rlhf_jax.placement.search.collectives import find_collectives
 from rlhf_jax.types import Model, ModelConfig
 
-CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-EIGHT = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4"}  # of them
+CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "h100": "gpu:1:h100"}
+EIGHT = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "h100": "gpu:8:h100"}  # of them
 KERNELS = Kernels(tree_attention="tpu", verify_head="tpu", commit="tpu", logprobs="tpu")
+GPU_KERNELS = Kernels(tree_attention="gpu", verify_head="gpu", commit="gpu", logprobs="gpu")
 LLAMA_8B = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 8192)
 
 
@@ -59,7 +64,9 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--chips", default=",".join(CHIPS), help="some of them, with commas")
+    parser.add_argument(
+        "--chips", default="v5e,v5p,v6e", help=f"some of {', '.join(CHIPS)}, with commas"
+    )
     parser.add_argument("--shapes", default=",".join(SHAPES), help="of benchmarks/shapes.py")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--nodes", type=int, default=9)
@@ -71,24 +78,36 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
 
 def measure(asked: argparse.Namespace) -> Iterator[dict]:
     """The cases that are asked for."""
-    versions = {"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")}
-    where = versions | {
-        "date": datetime.date.today().isoformat(),
-        "rows": asked.rows,
-        "nodes": asked.nodes,
-    }
+    where = {"date": datetime.date.today().isoformat(), "rows": asked.rows, "nodes": asked.nodes}
     for chip, name, kernel in itertools.product(asked.chips, asked.shapes, kernels.PROBLEMS):
         for how, program in programs(kernel, SHAPES[name], asked.rows, asked.nodes, one(chip)):
             case = {"what": kernel, "how": how, "shape": name, "topology": CHIPS[chip]}
-            yield case | said(program) | where
-    for chip, how in itertools.product(asked.chips if asked.layers else (), (REFERENCE, KERNELS)):
-        program = lower_round(EIGHT[chip], asked.layers, how, asked.rows, asked.nodes)
-        case = {
-            "what": "round",
-            "how": "reference" if how == REFERENCE else "pallas",
-            "shape": "llama3_8b",
-        }
-        yield case | {"layers": asked.layers, "topology": EIGHT[chip]} | said(program) | where
+            yield case | said(program) | where | versions(chip)
+    for chip in asked.chips if asked.layers else ():
+        for how, chosen in contenders(one(chip)):
+            size = (asked.rows, asked.nodes)
+            program = lower_round(EIGHT[chip], asked.layers, chosen, *size)
+            case = {"what": "round", "how": how, "shape": "llama3_8b", "layers": asked.layers}
+            if chip == "h100":
+                fewer = lower_round(EIGHT[chip], asked.layers - 1, chosen, *size)
+                deep, shallow = (compile_to_machine_code(each)[0] for each in (program, fewer))
+                counts = launched(deep).counts - launched(shallow).counts
+                case |= {"of_a_layer": dict(counts)}
+            yield case | {"topology": EIGHT[chip]} | said(program) | where | versions(chip)
+
+
+def versions(chip: str) -> dict[str, str]:
+    """What compiled for a chip."""
+    return {"compiler": compiler_version("gpu" if chip == "h100" else "tpu")}
+
+
+def contenders(place: SingleDeviceSharding) -> list[tuple[str, Kernels]]:
+    """The reference, and the kernels of the platform that a place is of."""
+    (device,) = place.device_set
+    return [
+        ("reference", REFERENCE),
+        ("pallas", GPU_KERNELS if device.platform == "gpu" else KERNELS),
+    ]
 
 
 def said(lowered: Any) -> dict[str, Any]:
@@ -96,20 +115,22 @@ def said(lowered: Any) -> dict[str, Any]:
     memory.
     """
     try:
-        compiled = lowered.compile()
+        compiled, code = compile_to_machine_code(lowered)
     except jax.errors.JaxRuntimeError as error:
         return {"error": str(error).partition("\n")[0]}
     memory = compiled.memory_analysis()
-    cost = compiled.cost_analysis()
+    cost = compiled.cost_analysis() or {}  # a GPU's says nothing without one
     sizes = {
         f"{part}_bytes": getattr(memory, f"{part}_size_in_bytes")
         for part in ("argument", "alias", "temp")
     }
     peak = memory.peak_memory_in_bytes
-    moved = cost["bytes accessed"]
+    moved = cost.get("bytes accessed")
+    if moved is None and " while(" not in compiled.as_text():
+        moved = launched(compiled).moved
     received = sum(one.received for one in find_collectives(compiled.as_text()))
-    figures = {"moved_bytes": moved, "received_bytes": received, "flops": cost["flops"]}
-    return sizes | {"peak_bytes": peak} | figures
+    figures = {"moved_bytes": moved, "received_bytes": received, "flops": cost.get("flops")}
+    return sizes | {"peak_bytes": peak} | figures | ({"kernels": code} if code else {})
 
 
 def programs(
@@ -125,7 +146,7 @@ def programs(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), problem.inputs
     )
     donated = (0,) if problem.in_place else ()
-    for how, chosen in (("reference", REFERENCE), ("pallas", KERNELS)):
+    for how, chosen in contenders(place):
         run = functools.partial(dispatch.implementation(kernel, chosen), **problem.options)
         yield how, jax.jit(run, donate_argnums=donated).lower(*inputs)
         if kernel == "logprobs":

@@ -16,9 +16,13 @@ from typing import Any, NamedTuple
 
 import jax
 import pytest
-from compilers import needs_cuda, needs_libtpu
+from compilers import needs_cuda, needs_libtpu, one
 from jax.stages import Compiled
 
+from benchmarks import kernels
+from benchmarks.compiled import programs as compiled_programs
+from benchmarks.machine_code import compile_to_machine_code
+from benchmarks.shapes import SHAPES
 from rlhf_jax.build.placed_calls import CallProgram, PlacedCalls
 from rlhf_jax.build.planned import plan_run
 from rlhf_jax.build.programs import programs
@@ -32,6 +36,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncached")]
 TOLERANCE = 0.15  # of a formula
 SMALL_BYTES = 5e5  # of numbers of which there are a few for each row: no formula counts them
 VOCABULARY = 32_768
+REGISTERS = 255  # of a thread
+SHARED = 232_448  # bytes of a thread block
 # Models as their folders describe them; a student of two layers drafts.
 SHAPE = {
     "model_type": "llama",
@@ -63,6 +69,11 @@ CONFIG = {
     "training.microbatch_rows": 16,
     "training.minibatches": 1,
 }
+
+
+TPU_KERNELS = ("kernels.tree_attention", "kernels.verify_head", "kernels.commit")
+# Programs of which formulas say more than is needed: texts that are not packed are not laid anew.
+UNPACKED = {"rewards": 0.3}
 
 
 class Machine(NamedTuple):
@@ -104,7 +115,9 @@ MACHINES = {
         (*GENERATION[:3], *GENERATION[4:], *SCORES[:2], *UPDATES[:5], UPDATES[6]),
         (GENERATION[3], SCORES[2], UPDATES[5]),
     ),
-    "gpu": Machine("gpu:1:a100", {"mesh.fsdp": 1, "mesh.tensor": 1}, (UPDATES[0], UPDATES[1], GENERATION[4])),
+    "gpu": Machine(
+        "gpu:1:a100", {"mesh.fsdp": 1, "mesh.tensor": 1}, (UPDATES[0], UPDATES[1], GENERATION[4])
+    ),
     "nodes": Machine(
         "gpu:2x4:h100",
         {"mesh.slices": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "training.pipelined": True},
@@ -113,7 +126,7 @@ MACHINES = {
     ),
     "tpus": Machine(
         "v5p:2x2x2",
-        {"mesh.fsdp": 4, "mesh.tensor": 2},
+        {"mesh.fsdp": 4, "mesh.tensor": 2} | dict.fromkeys(TPU_KERNELS, "pallas"),
         (*GENERATION[:3], *GENERATION[4:], *SCORES[:2], UPDATES[1], UPDATES[2], UPDATES[6]),
         (GENERATION[3], SCORES[2], UPDATES[0], *UPDATES[3:6]),
     ),
@@ -184,7 +197,8 @@ def assert_as_foreseen(program: CallProgram, compiled: Compiled) -> None:
     foreseen = program.foreseen
     print(f"{needed / 1e6:.1f} MB, {foreseen.bytes / 1e6:.1f} foreseen; received", end=" ")
     print(f"{received / 1e6:.2f}, {foreseen.received / 1e6:.2f}: {collectives}")
-    assert foreseen.bytes == pytest.approx(needed, rel=TOLERANCE)
+    tolerance = UNPACKED.get(program.name, TOLERANCE)
+    assert -TOLERANCE < foreseen.bytes / needed - 1 < tolerance
     assert received == pytest.approx(foreseen.received, rel=TOLERANCE, abs=SMALL_BYTES)
     if program.name.endswith("step"):  # scalars alone, whatever is small
         assert {one.kind for one in collectives} <= {"all-reduce"} and received < 1e3
@@ -201,13 +215,13 @@ def assert_overwritten(compiled: Compiled) -> None:
 def assert_laid_alike(compiled: Compiled) -> None:
     """A large result lies as an argument of its shape does, where there is one."""
     places: dict[Any, list[Any]] = {}
-    for one, place in arguments_of(compiled):
-        places.setdefault((one.shape, one.dtype), []).append(place)
+    for leaf, place in arguments_of(compiled):
+        places.setdefault((leaf.shape, leaf.dtype), []).append(place)
     results = jax.tree.leaves(compiled.out_info), jax.tree.leaves(compiled.output_shardings)
-    for one, place in zip(*results, strict=True):
-        alike = places.get((one.shape, one.dtype), ())
-        if math.prod(one.shape) * one.dtype.itemsize > SMALL_BYTES and alike:
-            assert any(place.is_equivalent_to(other, len(one.shape)) for other in alike), one
+    for leaf, place in zip(*results, strict=True):
+        alike = places.get((leaf.shape, leaf.dtype), ())
+        if math.prod(leaf.shape) * leaf.dtype.itemsize > SMALL_BYTES and alike:
+            assert any(place.is_equivalent_to(other, len(leaf.shape)) for other in alike), leaf
 
 
 def assert_one_cache(calls: PlacedCalls, compiled: Compiled) -> None:
@@ -248,3 +262,28 @@ def test_the_table_has_every_program_of_a_run(name, folder):
         assert needed - set(MACHINES[name].tested + MACHINES[name].long) == {
             "reference_inference/scores"
         }
+
+
+# Kernels as machine code
+
+# Shapes that are no others to a kernel: it would be made once.
+ALIKE = {"tree_attention": ("heads", "groups", "dim"), "commit": ("groups", "dim", "layers")}
+EVERY = ("width", "vocab", "tied")
+KERNELS = {
+    (kernel, *(getattr(shape, part) for part in ALIKE.get(kernel, EVERY))): (kernel, name)
+    for name, shape in SHAPES.items()
+    for kernel in kernels.PROBLEMS
+}
+
+
+@needs_cuda
+@pytest.mark.parametrize(("kernel", "name"), KERNELS.values())
+def test_a_kernel_becomes_machine_code_for_hopper(kernel, name):
+    """With log-probs' gradients: registers and shared memory are within what a block may have."""
+    found = dict(compiled_programs(kernel, SHAPES[name], 64, 9, one("h100")))
+    for how in ("pallas", "pallas, gradients"):
+        if how in found:
+            _, made = compile_to_machine_code(found[how])
+            print(f"{kernel} at {name}, {how}: {made}")
+            assert made and all(kept["shared_bytes"] <= SHARED for kept in made)
+            assert all(0 < kept["registers"] <= REGISTERS for kept in made)

@@ -78,13 +78,11 @@ def prefill(calls: PlacedCalls) -> CallProgram:
     empty = functools.partial(generation_rows.empty, *calls.models[:2])
     prompts = run.rows(jax.eval_shape(lambda: empty(rows, width, 0, 0, Layout(dtype=layout.dtype))))
     work = max(run.forward(model, own, width) for model in models)
-    # no head is read
-    heads = sum(run.weights(model, role="generation") - headless(run, model) for model in models)
-    held = sum(headless(run, model) for model in models)
+    held = sum(prefilling_weights(run, model) for model in models)
+    unread = sum(run.weights(model, role="generation") for model in models) - held
     sent = 0.0
     for model in models:
         hidden = own * width * model.width * layout.dtype.itemsize
-        # of the last layer, keys and values alone are wanted
         sums = 2 * model.num_layers - 1
         sent += sums * received_bytes("all-reduce", hidden, layout.extent("tensor"))
     parts = calls.parts("generation")
@@ -99,10 +97,17 @@ def prefill(calls: PlacedCalls) -> CallProgram:
             sum(forward_flops(model, rows, width, predicted=0) for model in models),
             sent,
         ),
-        beside=there + beside + heads,
+        beside=there + beside + unread,
         depth=calls.models.policy.num_layers,
         compiled_layers=DEEPER_LAYERS,
     )
+
+
+def prefilling_weights(run: PlannedRun, model: ModelConfig) -> int:
+    """Return the bytes that a prefill reads: no head, and of the last layer keys and values."""
+    entries = 2 * model.width * run.tensor_share(model.num_kv_heads) * model.head_dim
+    unread = run.gathered(model) - entries * run.layout.dtype.itemsize
+    return headless(run, model) - unread
 
 
 def headless(run: PlannedRun, model: ModelConfig) -> int:

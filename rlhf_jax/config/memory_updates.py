@@ -98,7 +98,7 @@ def reading_bytes(run: PlannedRun, *, copied: bool = False) -> int:
     policy = run.models.policy
     work = run.forward(policy, run.batch_rows, run.text_tokens)
     cast = 0 if copied else run.cast_weights(policy, ends=False)
-    return cast + run.gathered(policy) + work
+    return cast + run.gathered_block(policy) + work
 
 
 def learning_bytes(run: PlannedRun) -> int:
