@@ -48,8 +48,8 @@ def main() -> None:
     print(json.dumps(measure(jax.devices()), indent=1))
 
 
-def measure(devices: Sequence[Any]) -> dict[str, Any]:
-    """The document of these devices, which are alike."""
+def measure(devices: Sequence[Any], model: ModelConfig | None = None) -> dict[str, Any]:
+    """The document of these devices, which are alike, by calls of a model; None: one of MODELS."""
     on_cpu = devices[0].platform == "cpu"
     dtype = jnp.dtype(jnp.float32 if on_cpu else jnp.bfloat16)
     chip: dict[str, Any] = {
@@ -64,7 +64,8 @@ def measure(devices: Sequence[Any]) -> dict[str, Any]:
     if on_cpu:
         chip.setdefault("link_bandwidth", chip["memory_bandwidth"])
         chip["network_bandwidth"] = chip["link_bandwidth"]
-    chip["efficiency"] = reached_shares(devices[0], chip, dtype.name)
+    model = model or MODELS["cpu" if on_cpu else "other"]
+    chip["efficiency"] = reached_shares(model, devices[0], chip, dtype=dtype.name)
     return {
         "chip": chip,
         "device": devices[0].device_kind,
@@ -110,9 +111,10 @@ def link_rate(devices: Sequence[Any], megabytes: int) -> float:
     return received / median_seconds(lambda: gather(array))
 
 
-def reached_shares(device: Any, chip: dict[str, Any], dtype: str) -> dict[str, float]:
-    """Shares of the chip's figures that calls of a small model reach on one device."""
-    model = MODELS["cpu" if device.platform == "cpu" else "other"]
+def reached_shares(
+    model: ModelConfig, device: Any, chip: dict[str, Any], dtype: str
+) -> dict[str, float]:
+    """Shares of the chip's figures that calls of a model reach on one device."""
     calls = placed_calls(model, [device], rows=8, tokens=256, dtype=dtype)
     programs = {(one.call, one.name): one for one in programs_of(calls)}
     gradient = programs["policy_training", "gradient"]

@@ -36,6 +36,7 @@ PEAKS = {
     "TPU v5 lite": (819e9, 197e12),
     "TPU v5": (2765e9, 459e12),
     "TPU v6 lite": (1640e9, 918e12),
+    "NVIDIA H100 PCIe": (2000e9, 756e12),
     "NVIDIA H100": (3350e9, 989e12),
     "NVIDIA H200": (4800e9, 989e12),
 }
@@ -179,8 +180,13 @@ def calls(run: Callable, inputs: tuple, in_place: bool) -> tuple:
 
 def floor(problem: Problem, kind: str) -> float | None:
     """Seconds that the device needs at least; None where its peaks are not known."""
-    peaks = next((peaks for name, peaks in PEAKS.items() if kind.startswith(name)), None)
+    peaks = peaks_of(kind)
     return peaks and max(problem.bytes / peaks[0], problem.flops / peaks[1])
+
+
+def peaks_of(kind: str) -> tuple[float, float] | None:
+    """Bytes and operations a second of a device kind, or None where they are not known."""
+    return next((peaks for name, peaks in PEAKS.items() if kind.startswith(name)), None)
 
 
 # ---- the problems

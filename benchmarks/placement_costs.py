@@ -14,7 +14,7 @@ import datetime
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":
@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from benchmarks.chip import measure, placed_calls, run_seconds
+from rlhf_jax.build.placed_calls import PlacedCalls
 from rlhf_jax.build.programs import programs as programs_of
 from rlhf_jax.placement.chips import Chip, Efficiency
 from rlhf_jax.placement.search.costs import predict_call
@@ -83,15 +84,7 @@ def measured_pairs(
     """Each call of each shape: what is predicted, and the CPU seconds that its programs take."""
     for shape in shapes:
         calls = placed_calls(shape.model, devices, shape.rows, tokens=shape.tokens, chip=chip)
-        took: dict[str, float] = {}
-        for program in programs_of(calls):
-            if program.name == "a layer comes":
-                continue
-            rounds = calls.placed("generation").rounds(1.0).count
-            times = rounds if program.call == "generation" else 1
-            seconds = times * run_seconds(program, time.process_time)
-            took[program.call] = took.get(program.call, 0.0) + seconds
-        for call, seconds in took.items():
+        for call, seconds in call_seconds(calls, time.process_time).items():
             predicted = predict_call(calls.placed(call), call).seconds
             yield {
                 "call": call,
@@ -99,6 +92,18 @@ def measured_pairs(
                 "predicted_seconds": round(predicted, 4),
                 "cpu_seconds": round(seconds, 4),
             }
+
+
+def call_seconds(calls: PlacedCalls, clock: Callable[[], float]) -> dict[str, float]:
+    """Seconds that the programs of each call take by a clock, those of generation in all rounds."""
+    rounds = calls.placed("generation").rounds(1.0).count
+    took: dict[str, float] = {}
+    for program in programs_of(calls):
+        if program.name == "a layer comes":
+            continue
+        times = rounds if program.call == "generation" else 1
+        took[program.call] = took.get(program.call, 0.0) + times * run_seconds(program, clock)
+    return took
 
 
 def rank_correlation(pairs: Sequence[dict[str, Any]]) -> float:

@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from pallas_kernels import measured
 from pallas_kernels.shapes import Shape
 
 # The function of each kernel, in each of its files: reference.py, tpu.py, gpu.py.
@@ -24,10 +25,6 @@ HOPPER = 9
 # A configuration may ask for one of these, kernel by kernel.
 WANTED = "auto", "reference", "pallas", "interpret"
 
-# How many times as fast as the reference a kernel is, by (kernel, device kind), where
-# benchmarks/results/ has a measurement of it.
-MEASURED: dict[tuple[str, str], float] = {}
-
 
 class Device(Protocol):
     """Describe a device as a `jax.Device` does; a GPU also has a `compute_capability`."""
@@ -39,7 +36,7 @@ class Device(Protocol):
 
     @property
     def device_kind(self) -> str:
-        """Return the model of the chip, as `MEASURED` has it."""
+        """Return the model of the chip, as `measured.table` has it."""
         ...
 
 
@@ -68,15 +65,15 @@ def choose(
     """Choose the implementation of each kernel on a device, and give the reasons by kernel.
 
     wanted: one of WANTED by kernel; itemsize: bytes of a number that the models compute with;
-    models: those that decode, the policy first. "auto" takes the platform's kernel where it was
-    measured to be faster than the reference on that kind of device. Raises ValueError where
-    "pallas" is asked for and there is none.
+    models: those that decode, the policy first. "auto" takes the platform's kernel where
+    `measured.table` has it faster than the reference on that kind of device. Raises ValueError
+    where "pallas" is asked for and there is none.
     """
     names = {}
     reasons = {}
     for kernel, how in wanted.items():
         lacking = _lacking(kernel, device, itemsize, models)
-        ratio = MEASURED.get((kernel, device.device_kind))
+        timed = measured.table().get((kernel, device.device_kind))
         name = "reference"
         if how in ("reference", "interpret"):
             name = how
@@ -90,11 +87,14 @@ def choose(
             why = "asked for"
         elif lacking:
             why = lacking
-        elif ratio is None:
+        elif timed is None:
             why = f"the kernel has not been timed on {device.device_kind}; 'pallas' asks for it"
         else:
-            name = device.platform if ratio > 1 else "reference"
-            why = f"the kernel is {ratio:.2f} times as fast on {device.device_kind}"
+            name = device.platform if timed.ratio > 1 else "reference"
+            why = (
+                f"the kernel is {timed.ratio:.2f} times as fast or more in three of four cases"
+                f" timed on {device.device_kind}"
+            )
         names[kernel] = name
         reasons[kernel] = f"{name}: {why}"
     return Kernels(**names), reasons

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import pathlib
 import sys
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from test_generation import assert_equal, decoding, run
 
 from benchmarks import kernels
 from benchmarks.shapes import SHAPES
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, measured
 from pallas_kernels.arrays import check_ranks
 from pallas_kernels.dispatch import INTERPRETED, REFERENCE, Kernels, choose
 from rlhf_jax import mesh as meshes
@@ -81,8 +82,14 @@ def test_without_a_measurement_the_reference_runs_and_says_so():
 
 
 def test_what_was_measured_faster_is_the_default_there(monkeypatch):
-    monkeypatch.setitem(dispatch.MEASURED, ("tree_attention", "TPU v5p"), 1.6)
-    monkeypatch.setitem(dispatch.MEASURED, ("commit", "TPU v5p"), 0.9)
+    """In three cases of four: a kernel whose median alone is above 1 is left out."""
+    rows = [
+        measured.summarise(kernel, "TPU v5p", ratios, jax="0.11.2", date="2026-11-26")
+        for kernel, ratios in (("tree_attention", [1.6] * 8), ("commit", [0.9] * 3 + [1.2] * 5))
+    ]
+    assert rows[1] and rows[1].median == 1.2 and rows[1].least == rows[1].ratio == 0.9
+    table = {(row.kernel, row.device_kind): row for row in rows if row}
+    monkeypatch.setattr(measured, "table", lambda: table)
     chosen, why = choose(asked("auto"), V5P, 2, MODELS)
     assert (chosen.tree_attention, chosen.verify_head, chosen.commit) == (
         "tpu",
@@ -90,6 +97,39 @@ def test_what_was_measured_faster_is_the_default_there(monkeypatch):
         "reference",
     )
     assert "1.60 times" in why["tree_attention"]
+
+
+def test_measurements_are_read_as_they_were_written(tmp_path):
+    assert (
+        measured.summarise("commit", "TPU v5p", [2.0] * 7, jax="0.11.2", date="2026-11-26") is None
+    )
+    row = measured.summarise("commit", "TPU v5p", [2.0] * 8, jax="0.11.2", date="2026-11-26")
+    assert row is not None
+    path = tmp_path / "measured.json"
+    path.write_text(measured.as_text({("commit", "TPU v5p"): row}))
+    assert measured.read(path) == {("commit", "TPU v5p"): row}
+    assert measured.table() == measured.read(measured.PATH)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"ratio": 0.0}, "above 0"),
+        ({"ratio": "fast"}, "no float"),
+        ({"cases": True}, "no int"),
+        ({"kernel": 1}, "no str"),
+        ({"speed": 1.0}, "its keys are kernel"),
+        (None, "two measurements"),
+    ],
+)
+def test_a_broken_measurement_is_named(tmp_path, change, said):
+    row = measured.summarise("commit", "TPU v5p", [2.0] * 8, jax="0.11.2", date="2026-11-26")
+    assert row is not None
+    rows = [dataclasses.asdict(row)] * 2 if change is None else [dataclasses.asdict(row) | change]
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps(rows))
+    with pytest.raises(ValueError, match=said):
+        measured.read(path)
 
 
 def test_what_is_asked_for_runs_or_is_refused():

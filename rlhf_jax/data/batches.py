@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import grain
 import numpy as np
 
 from rlhf_jax.data.prompts import Prompts
@@ -20,6 +19,9 @@ class Batches:
     """
 
     def __init__(self, count: int, batch: int, seed: int):
+        # Imported here: programs are planned and measured on machines that lack it.
+        import grain
+
         if count < 1 or batch < 1:
             raise ValueError(
                 f"Batches need at least one prompt and one a batch, not {count} and {batch}."

@@ -11,14 +11,15 @@ import os
 import pathlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 from rlhf_jax.runtime.files import write_atomically
+
+# The package is imported where a run writes: what only plans or measures does without it.
+if TYPE_CHECKING:
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
 # Keys that every line of metrics.jsonl has; seconds are wall seconds of the phase.
 REQUIRED = (
@@ -67,6 +68,8 @@ class Writer:
     """
 
     def __init__(self, workdir: str | pathlib.Path, first_step: int):
+        from tensorboardX.event_file_writer import EventsWriter
+
         folder = pathlib.Path(workdir)
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -257,6 +260,9 @@ def _append(file: io.FileIO, row: Mapping[str, Any]) -> None:
 
 def _event(row: Mapping[str, Any]) -> Event:
     """Return the numbers of a record as TensorBoard's points of one step."""
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+    from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+
     points = [
         Summary.Value(tag=key, simple_value=float(value))
         for key, value in row.items()

@@ -13,12 +13,15 @@ import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-import gguf
 import numpy as np
 
 from rlhf_jax.runtime.foreign import reading_foreign
+
+# The package is imported where a file is read: a run without such files does without it.
+if TYPE_CHECKING:
+    import gguf
 
 # Kinds of metadata values, as the format numbers them; the rest are numbers, by their numpy dtype.
 STRING = 8
@@ -81,6 +84,8 @@ class File:
 
     def dequantise(self, name: str) -> np.ndarray:
         """Read a tensor as float32; ValueError when the `gguf` package cannot decode its type."""
+        import gguf
+
         tensor = self.tensors[name]
         # A plain array, since slices of a memmap are slow.
         mapped = np.asarray(np.memmap(self.path, np.uint8, mode="r"))
@@ -110,6 +115,8 @@ def open_file(path: Path) -> File:
 
 def _parse(stream: BinaryIO) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read (metadata, tensors) from the beginning of a file; `open_file` lists what it raises."""
+    import gguf
+
     magic, version, num_tensors, num_keys = struct.unpack("<4sIQQ", _take(stream, 24))
     if magic != b"GGUF" or version not in (2, 3):
         raise ValueError(f"it begins with {magic!r}, version {version}")
