@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from compilers import CHIPS, EIGHT, devices, needs_libtpu
 from jax.sharding import NamedSharding, PartitionSpec
@@ -29,14 +27,10 @@ from rlhf_jax.generation import rows, scheduler
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import Sampling
-from rlhf_jax.inference.logprobs import score_packed
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.mesh import Layout
-from rlhf_jax.training import distill
 from rlhf_jax.training.batching import MicroBatch
-from rlhf_jax.training.distill import DistillBatch, student_of
 from rlhf_jax.training.gradients import Gradient, accumulate, critic_objective, policy_objective
-from rlhf_jax.training.optimizer import apply, make_optimizer
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Model, ModelConfig, ModelConfigs, PackedBatch
 
@@ -123,15 +117,6 @@ def gradient_program(at: Target, model: Model, objective: Callable):
     metrics = jax.eval_shape(functools.partial(accumulate, None, **options), model, batch).metrics
     metrics = placed(metrics, jax.tree.map(lambda _: replicated(at.layout), metrics))
     return accumulate.lower(Gradient(model, metrics), model, batch, **options).compile()
-
-
-def step_program(at: Target, model: Model):
-    """The optimizer's step."""
-    optimizer = make_optimizer(at.config.training.learning_rate)
-    moments = jax.eval_shape(optimizer.init, model)
-    moments = placed(moments, meshes.model_shardings(moments, at.layout))
-    finite = placed(jax.ShapeDtypeStruct((), jnp.bool_), replicated(at.layout))
-    return apply.lower(model, moments, Gradient(model, {}), finite, optimizer=optimizer).compile()
 
 
 def round_program(at: Target):
@@ -253,127 +238,6 @@ def test_memory_is_foreseen_however_far_an_8b_model_is_split(topology, fsdp, rem
     compiled = needed(gradient_program(at, policy, policy_objective))
     what = f"8B over {fsdp} with remat {remat} in training"
     assert_near(by_name(parts)["policy, float32"] + foreseen, compiled, what)
-
-
-@needs_libtpu
-def test_the_optimizers_step_is_taken_in_place():
-    at = target("grpo_llama31_8b:tpu")
-    policy = weights(at.models.policy, master(at.layout))
-    sizes = by_name(memory.plan(*at))
-    assert_near(
-        4 * sizes["policy, float32"], needed(step_program(at, policy)), "state and gradients"
-    )
-
-
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-
-
-def largest_collectives(text: str, kinds: tuple[str, ...] = COLLECTIVES) -> tuple[int, int]:
-    """Elements of the largest result of a collective: inside loops, and in the whole program."""
-    bodies: dict[str, list[str]] = {}
-    name = ""
-    for line in text.splitlines():
-        if line.endswith("{") and not line.startswith(" "):
-            name = line.removeprefix("ENTRY ").split(" ")[0].lstrip("%")
-            bodies[name] = []
-        elif name:
-            bodies[name].append(line)
-    called = {
-        name: set(re.findall(r"(?:body|condition|calls|to_apply)=%([\w.\-]+)", "\n".join(lines)))
-        | {
-            one.strip(" %")
-            for branches in re.findall(r"branch_computations=\{([^}]*)\}", "\n".join(lines))
-            for one in branches.split(",")
-        }
-        for name, lines in bodies.items()
-    }
-    looped: set[str] = set()
-    found = set(re.findall(r"body=%([\w.\-]+)", text))
-    while found - looped:
-        looped |= found
-        found = set().union(*(called.get(name, set()) for name in looped))
-    sizes = [0]
-    everywhere = [0]
-    for name, lines in bodies.items():
-        for line in lines:
-            operation = re.search(rf"= (.*?) (?:{'|'.join(kinds)})(?:-start)?\(", line)
-            for shape in re.findall(r"\w+\[([\d,]+)\]", operation[1]) if operation else ():
-                elements = int(np.prod([int(size) for size in shape.split(",")]))
-                everywhere.append(elements)
-                if name in looped:
-                    sizes.append(elements)
-    return max(sizes), max(everywhere)
-
-
-def score_program(at: Target, model: Model):
-    """Log-probs of a packed batch under the policy."""
-    half = placed(weights(at.models.policy, at.layout), meshes.model_shardings(model, at.layout))
-    batch = row_shapes(lambda: packed_zeros(at), at.layout)
-    return score_packed.lower(half, batch, None, temperature=1.0, layout=at.layout).compile()
-
-
-def first_gradient_program(at: Target, model: Model):
-    """The first micro-batch of a minibatch, as a run calls it: no sum is there yet."""
-    batch = row_shapes(lambda: micro_batch(at), at.layout)
-    settings = TrainingSettings(layout=at.layout)
-    return accumulate.lower(
-        None, model, batch, objective=policy_objective, settings=settings
-    ).compile()
-
-
-def student_program(at: Target, model: Model):
-    """A student of one layer learns from one batch."""
-    student = placed(
-        jax.eval_shape(functools.partial(student_of, layers=1), model),
-        meshes.model_shardings(
-            jax.eval_shape(functools.partial(student_of, layers=1), model), at.layout
-        ),
-    )
-
-    def batch() -> DistillBatch:
-        packed = packed_zeros(at)
-        hidden = jnp.zeros((*packed.mask.shape, at.models.policy.width), at.layout.dtype)
-        key = jnp.zeros((*packed.mask.shape, 2), jnp.uint32)
-        return DistillBatch(packed, key, packed.targets, jnp.ones(()), hidden)
-
-    ends = dataclasses.replace(model, layers=())
-    settings = TrainingSettings(layout=at.layout)
-    return distill.accumulate.lower(
-        None, student, ends, row_shapes(batch, at.layout), settings=settings
-    ).compile()
-
-
-@needs_libtpu
-@pytest.mark.parametrize(
-    "program",
-    [
-        score_program,
-        pytest.param(first_gradient_program, marks=pytest.mark.long),
-        pytest.param(student_program, marks=pytest.mark.long),
-    ],
-)
-def test_no_collective_of_the_heads_size_stands_in_a_loop(program):
-    """The head is gathered once, and its gradient is scattered once, however many blocks of tokens
-    there are; and the sum of gradients is split as the weights are.
-    """
-    at = target("grpo_llama31_8b:tpu")
-    short = dataclasses.replace(at.models.policy, num_layers=2)
-    at = at._replace(models=at.models._replace(policy=short))
-    policy = weights(short, master(at.layout))
-    compiled = program(at, policy)
-    assert policy.head is not None and at.layout.row_shards > 1
-    head = int(np.prod(policy.head.shape)) // (at.layout.row_shards * at.layout.extent("tensor"))
-    in_loops, anywhere = largest_collectives(compiled.as_text())
-    print(f"{program.__name__}: {in_loops:,} in loops, {anywhere:,} anywhere, {head:,} of the head")
-    assert in_loops < head <= anywhere
-    if program is first_gradient_program:
-        text = compiled.as_text()
-        reduced = largest_collectives(text, ("all-reduce",))[1]
-        scattered = largest_collectives(text, ("reduce-scatter",))[1]
-        print(f"{reduced:,} reduced everywhere, {scattered:,} scattered")
-        assert reduced < head <= scattered
-        held = meshes.bytes_per_device(policy, meshes.model_shardings(policy, at.layout))
-        assert compiled.memory_analysis().output_size_in_bytes < 1.1 * held
 
 
 # eight drafts a row

@@ -30,10 +30,9 @@ from rlhf_jax.placement.search.costs import forward_flops
 from rlhf_jax.placement.transfer import trace_layer
 from rlhf_jax.types import DecodeState, Model, ModelConfig, Strategy
 
-# Layers of which a program is compiled. What a prefill has at work grows from the first to the
-# second, as a layer's weights come while the one before is at work, and hardly from then on.
-ROUND_LAYERS = (1, 2)
-DEEPER_LAYERS = (2, 3)
+# Layers of which a program is compiled. What is at work changes from the first to the second, as a
+# layer's weights come while the one before is at work, and hardly from then on.
+COMPILED_LAYERS = (2, 3)
 # Parts of generation that no round is given.
 BESIDE_ROUNDS = ("models that score beside it", "student, for generation", "prefilled prompts")
 # And what is given to no prefill, to no draft cache that catches up, and to no drafts.
@@ -99,7 +98,7 @@ def prefill(calls: PlacedCalls) -> CallProgram:
         ),
         beside=there + beside + unread,
         depth=calls.models.policy.num_layers,
-        compiled_layers=DEEPER_LAYERS,
+        compiled_layers=COMPILED_LAYERS,
     )
 
 
@@ -162,7 +161,7 @@ def drafts(calls: PlacedCalls) -> Iterator[CallProgram]:
     parts = calls.parts("generation")
     there = memory_parts.total([part for part in parts if part.name != "drafter"], "always")
     program = functools.partial(
-        CallProgram, "generation", depth=drafter.num_layers, compiled_layers=DEEPER_LAYERS
+        CallProgram, "generation", depth=drafter.num_layers, compiled_layers=COMPILED_LAYERS
     )
     yield program(
         "catching up",
@@ -181,7 +180,7 @@ def drafts(calls: PlacedCalls) -> Iterator[CallProgram]:
         foreseen=Foreseen(
             held + 2 * logits,
             rows * ((fed + 1) * of_token - head),
-            (fed + 1) * sent + fed * drawing_bytes(run, rows, ranked=True),
+            (fed + 1) * sent + fed * drawing_bytes(run, rows),
         ),
         beside=there + sum(part.bytes for part in parts if part.name in BESIDE_DRAFTS),
     )
@@ -233,7 +232,7 @@ def rounds(calls: PlacedCalls) -> Iterator[CallProgram]:
             Foreseen(weights + state + work, flops, sent),
             beside=memory_parts.total(parts, "always") + beside,
             depth=calls.models.policy.num_layers,
-            compiled_layers=ROUND_LAYERS,
+            compiled_layers=COMPILED_LAYERS,
         )
 
 
@@ -253,16 +252,13 @@ def round_work(calls: PlacedCalls, nodes: int) -> tuple[float, float]:
     return flops, sent + drawing_bytes(run, rows * nodes)
 
 
-def drawing_bytes(run: PlannedRun, nodes: int, *, ranked: bool = False) -> float:
+def drawing_bytes(run: PlannedRun, nodes: int) -> float:
     """Return the bytes that a device receives to draw a token at each of so many nodes of a slice.
 
-    Logits of the drawn block are on one part of the vocabulary, and go to all. ranked: several are
-    wanted, of which XLA finds the best only where all nodes' blocks are.
+    Logits of the drawn block, in float32, are on one part of the vocabulary, and go to all.
     """
-    block = 4 * BLOCK  # float32
-    own = row_share(nodes, run.layout)
-    sent = received_bytes("all-reduce", own * block, run.layout.extent("tensor"))
-    return sent + ranked * received_bytes("all-gather", nodes * block, run.layout.row_shards)
+    blocks = 4 * BLOCK * row_share(nodes, run.layout)
+    return received_bytes("all-reduce", blocks, run.layout.extent("tensor"))
 
 
 def trace_round(calls: PlacedCalls, strategy: Strategy, depth: int) -> Traced:

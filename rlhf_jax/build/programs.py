@@ -153,8 +153,7 @@ def optimizers_step(calls: PlacedCalls, call: str) -> CallProgram:
         call,
         "optimizer's step",
         lambda _: trace_step(calls, call),
-        # weights, two moments and a gradient; copies of those that are padded
-        Foreseen((6 if run.pads(model) else 4) * held),
+        Foreseen(4 * held),  # weights, two moments and a gradient
         beside=calls.always(call) - 3 * held + _waiting(calls, call),
         depth=model.num_layers,
     )

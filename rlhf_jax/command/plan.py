@@ -19,6 +19,8 @@ import copy
 import sys
 from pathlib import Path
 
+import jax
+
 from rlhf_jax.build.describe import print_plan
 from rlhf_jax.build.describe_search import print_search
 from rlhf_jax.build.picture import timeline_svg
@@ -37,6 +39,8 @@ def main(argv: list[str]) -> int:
     Of a search, whether the plan that it found does.
     """
     asked, rest = _parser(argv[0]).parse_known_args(argv[1:])
+    if not jax.config.values["jax_platforms"]:
+        jax.config.update("jax_platforms", "cpu")  # no device is asked, and none is taken
     try:
         hardware = _hardware(asked)
         config = command_line.read([argv[0], *rest])

@@ -197,23 +197,25 @@ class PlannedRun:
         return self.weights(dataclasses.replace(model, num_layers=1), role="generation", ends=False)
 
     def gathered_block(self, model: ModelConfig) -> int:
-        """Return the bytes of a layer's feed-forward weights, gathered for one forward pass.
+        """Return the bytes of feed-forward weights that are gathered in one forward pass, at a time.
 
-        It is the larger half of a layer; attention's weights are given up before it begins.
+        They are half of a layer's: its three matrices come one after the other. Attention's are
+        fewer, and given up before.
         """
         if self.width_shards == 1:
             return 0
-        return 3 * model.width * self.tensor_share(model.ffn_width) * self.layout.dtype.itemsize
+        entries = 3 * model.width * self.tensor_share(model.ffn_width)
+        return entries * self.layout.dtype.itemsize // 2
 
     def gathered_head(self, model: ModelConfig) -> int:
         """Return the bytes of the head, gathered for one forward pass.
 
-        Where it is padded, it is summed of float32 copies, and two of them exist at one time.
+        Where it is padded, it is summed of copies, and two of them exist at one time.
         """
         if model.scalar_head or self.width_shards == 1:
             return 0
-        copies = 2 * 4 if self.pads(model) else self.layout.dtype.itemsize
-        return copies * model.width * self.outputs(model)
+        copies = 2 if self.pads(model) else 1
+        return copies * self.layout.dtype.itemsize * model.width * self.outputs(model)
 
     @property
     def width_shards(self) -> int:

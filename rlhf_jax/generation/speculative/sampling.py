@@ -15,6 +15,7 @@ Leading axes `...` are free and broadcast: `[B]` for one token a row, `[B, N+1]`
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import chex
@@ -24,6 +25,7 @@ from jax import lax
 
 from pallas_kernels.shapes import BLOCK
 from pallas_kernels.verify_head.reference import Parts, blocks, inside, parts_of
+from rlhf_jax.mesh import ONE_DEVICE, ROW_AXES, Layout
 from rlhf_jax.types import Array
 
 # The rotations, in bits, of threefry's rounds: four rounds of the one, then four of the other.
@@ -236,7 +238,12 @@ def draw_inside(
 
 
 def rank(
-    logits: jax.Array, key: Array, position: Array, sampling: Sampling, count: int
+    logits: jax.Array,
+    key: Array,
+    position: Array,
+    sampling: Sampling,
+    count: int,
+    layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
     """Return the `count` best tokens `[..., count]` int32 of one draw, best first; -1: none left.
 
@@ -244,7 +251,7 @@ def rank(
     of a draft tree. Block scores S are given; a token's raw score z in a block whose best is Z
     becomes -log(exp(-S) - exp(-Z) + exp(-z)), a Gumbel truncated at S (Kool et al. 2019,
     "Stochastic beams and where to find them", section 4.3 and appendix B.3). At temperature 0: the
-    largest logits. logits, key and position as for `draw`.
+    largest logits. logits, key and position as for `draw`; axis 0 is rows of the layout.
     """
     _assert_ranks(logits, key, position)
     if sampling.temperature == 0:
@@ -266,9 +273,23 @@ def rank(
     scores = jnp.where(raw > -jnp.inf, truncated, -jnp.inf)
     tokens = chosen[..., None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     scores, tokens = (x.reshape(*x.shape[:-2], -1) for x in (scores, tokens))
-    scores, places = lax.top_k(scores, min(count, scores.shape[-1]))
+    scores, places = _best_of_rows(scores, min(count, scores.shape[-1]), layout)
     ranked = jnp.take_along_axis(tokens, places, -1)
     return _fill(jnp.where(scores > -jnp.inf, ranked, -1), count)
+
+
+def _best_of_rows(scores: jax.Array, count: int, layout: Layout) -> tuple[jax.Array, jax.Array]:
+    """Return the best scores [B, ..., count] and their places, on each device of its own rows.
+
+    By itself XLA would gather all rows for it.
+    """
+    best = functools.partial(lax.top_k, k=count)
+    if layout.mesh is None or layout.mesh.size == 1:
+        return best(scores)
+    rows = layout.fit((ROW_AXES,), scores.shape[:1])
+    return jax.shard_map(best, mesh=layout.mesh, in_specs=rows, out_specs=rows, check_vma=False)(
+        scores
+    )
 
 
 def _assert_ranks(logits: jax.Array, key: Array, position: Array) -> None:

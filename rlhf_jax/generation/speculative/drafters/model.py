@@ -93,7 +93,7 @@ def propose(
             node_logits[node] = scores[:, place]
             below = trees.children(strategy, node)
             position = state.length + int(trees.depths(strategy)[node])
-            ranked = rank(scores[:, place], state.key, position, sampling, count=len(below))
+            ranked = rank(scores[:, place], state.key, position, sampling, len(below), layout)
             tokens |= {child: ranked[:, i] for i, child in enumerate(below)}
 
     size = trees.bucket(strategy)

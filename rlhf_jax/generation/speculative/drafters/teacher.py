@@ -18,7 +18,7 @@ from rlhf_jax.generation.speculative import sampling as draws
 from rlhf_jax.generation.speculative.drafters.model import confidence_of
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy.acceptance import DEPTHS, NOTHING, RANKS, Observations
-from rlhf_jax.mesh import ONE_DEVICE, Layout
+from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
 from rlhf_jax.model.attention import causal_on
 from rlhf_jax.model.columns import join_columns, split_columns
 from rlhf_jax.model.transformer import forward, logits
@@ -72,16 +72,18 @@ def _score_rows(
 
         def measure() -> tuple[jax.Array, jax.Array]:
             scores = logits(drafter, before)
-            proposed = draws.rank(scores, key[:, None], position, sampling, count=RANKS)
+            proposed = draws.rank(scores, key[:, None], position, sampling, RANKS, layout)
             right = proposed == predicted[..., None]
             place = jnp.argmax(right, axis=-1).astype(jnp.int8)
             rank = jnp.where(right.any(-1) & masked, place, -1)
             confidence = jnp.where(masked, confidence_of(scores, proposed[..., 0], sampling), 0)
             return rank.astype(jnp.int8), confidence.astype(jnp.int8)
 
-        # A block without masked tokens, of prompts or of padding, skips the head.
+        # A block without masked tokens, of prompts or of padding, skips the head. It is a loop of
+        # one turn or none, as XLA's partitioner for GPUs gathers what a branch returns.
         unknown = (jnp.full(masked.shape, -1, jnp.int8), jnp.zeros(masked.shape, jnp.int8))
-        return jax.lax.cond(masked.any(), measure, lambda: unknown)
+        turns = masked.any().astype(jnp.int32)
+        return jax.lax.fori_loop(0, turns, lambda _, found: measure(), pin_rows(unknown, layout))
 
     # Each token is predicted by the hidden state before it.
     aligned = (hidden[:, :-1], tokens[:, 1:], mask[:, 1:], places[:, 1:])
