@@ -25,6 +25,7 @@ from rlhf_jax.config.hardware import parse_hardware
 from rlhf_jax.model.flops import jaxpr_flops
 from rlhf_jax.placement.chips import GPUS
 from rlhf_jax.placement.plan import Placement, Plan
+from rlhf_jax.runtime.jax_internals import cuda_plugin
 from rlhf_jax.training.distill import student_config
 
 SMALL = SHAPES[0]._replace(layers=4)
@@ -198,23 +199,54 @@ def test_calls_are_ranked_as_the_cpu_seconds_that_they_take(shapes):
     assert rank_correlation(pairs) >= 0.9
 
 
-@needs_libtpu
+LARGE = {
+    "model.path": "meta-llama/Llama-3.1-70B-Instruct",
+    "critic.path": "meta-llama/Llama-3.1-8B-Instruct",
+    "mesh.fsdp": -1,
+}
+FOUND = {"mesh.fsdp": -1, "training.minibatches": 1, "training.microbatch_rows": 64}
+STAGES = {"mesh.slices": 4, "mesh.fsdp": 8, "mesh.tensor": 1, "training.pipelined": True}
+WHOLE = [
+    pytest.param(
+        "ppo_llama31_8b:tpu",
+        "v5p:4x4x4",
+        FOUND | {"generation.max_rows": 64},
+        "--search",
+        marks=needs_libtpu,
+    ),
+    ("grpo_llama31_8b:gpu", "gpu:8:h100", {}, ""),
+    ("grpo_llama31_8b:gpu", "gpu:2x8:h100", {"mesh.fsdp": -1}, ""),
+    ("ppo_llama31_8b:gpu", "gpu:8:h100", {}, ""),
+    ("ppo_llama31_8b:gpu", "gpu:2x8:h100", {"mesh.fsdp": -1}, ""),
+    ("ppo_llama31_8b:gpu", "gpu:4x8:h100", STAGES | {"training.microbatch_rows": 8}, ""),
+    ("grpo_gsm8k", "gpu:1:h100", {}, ""),
+    ("grpo_llama32_1b", "gpu:1:h100", {}, ""),
+    ("ppo_llama31_8b:gpu", "gpu:8x8:h100", LARGE | {"mesh.tensor": 8}, ""),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.usefixtures("uncached")
-def test_the_memory_of_a_found_plan_is_foreseen(capsys, tmp_path):
-    words = ["plan", "ppo_llama31_8b:tpu", "--devices", "v5p:4x4x4", "--search", "--verify"]
-    changes = {"mesh.fsdp": -1, "training.minibatches": 1, "training.microbatch_rows": 64}
-    changes |= {"generation.max_rows": 64, "compilation_cache": str(tmp_path)}
+@pytest.mark.parametrize(("config", "devices", "changes", "search"), WHOLE)
+def test_the_memory_of_a_whole_config_is_foreseen(
+    config, devices, changes, search, capsys, tmp_path
+):
+    if devices.startswith("gpu") and not cuda_plugin():
+        pytest.skip("compiling for GPUs needs the extra `gpu-pod`")
+    words = ["plan", config, "--devices", devices, "--verify", *filter(None, [search])]
+    changes = changes | {"compilation_cache": str(tmp_path)}
     words += [f"--config.{key}={value}" for key, value in changes.items()]
     assert command.main(words) == 0
     said = capsys.readouterr().out
+    print(said)
     assert "It fits, by the compiler's figures." in said
     memory = said.partition("a chip's GB")[2].partition("PFLOP  ")[0]
     pairs = re.findall(r"(\d+\.\d+) +(\d+\.\d+) +\d+\.\d+ *\n", memory)
-    assert len(pairs) >= 9
+    assert len(pairs) >= 8
     for compiled, foreseen in pairs:
-        assert abs(float(foreseen) / float(compiled) - 1) <= 0.15, (compiled, foreseen)
+        if float(compiled) >= 0.01:  # the table has three digits
+            assert abs(float(foreseen) / float(compiled) - 1) <= 0.15, (compiled, foreseen)
 
 
 @needs_libtpu

@@ -197,7 +197,7 @@ class PlannedRun:
         return self.weights(dataclasses.replace(model, num_layers=1), role="generation", ends=False)
 
     def gathered_block(self, model: ModelConfig) -> int:
-        """Return the bytes of feed-forward weights that are gathered in one forward pass, at a time.
+        """Return the bytes of feed-forward weights that a forward pass has gathered at one time.
 
         They are half of a layer's: its three matrices come one after the other. Attention's are
         fewer, and given up before.
