@@ -216,10 +216,7 @@ def make_mesh(
 
 
 def abstract_mesh(shape: dict[str, int], platform: str = "") -> AbstractMesh:
-    """Make a mesh without devices, for planning: shardings on it know their shard shapes.
-
-    platform: of the devices that are planned for, where that is known.
-    """
+    """Make a mesh without devices, to plan for a platform: shardings know their shard shapes."""
     device = AbstractDevice(platform, None, platform) if platform else None
     return AbstractMesh(tuple(shape[name] for name in AXES), AXES, abstract_device=device)
 

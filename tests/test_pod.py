@@ -27,6 +27,7 @@ from rlhf_jax.generation import rows, scheduler
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import Sampling
+from rlhf_jax.inference.logprobs import score_packed
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.mesh import Layout
 from rlhf_jax.training.batching import MicroBatch
@@ -238,6 +239,13 @@ def test_memory_is_foreseen_however_far_an_8b_model_is_split(topology, fsdp, rem
     compiled = needed(gradient_program(at, policy, policy_objective))
     what = f"8B over {fsdp} with remat {remat} in training"
     assert_near(by_name(parts)["policy, float32"] + foreseen, compiled, what)
+
+
+def score_program(at: Target, model: Model):
+    """Log-probs of a packed batch under the policy."""
+    half = placed(weights(at.models.policy, at.layout), meshes.model_shardings(model, at.layout))
+    batch = row_shapes(lambda: packed_zeros(at), at.layout)
+    return score_packed.lower(half, batch, None, temperature=1.0, layout=at.layout).compile()
 
 
 # eight drafts a row

@@ -32,15 +32,16 @@ class Temporaries(NamedTuple):
     scores: int  # float32 copies of scores, in a forward pass where no kernel attends
     logits: int  # of a round's logits
     padded_logits: int  # more of these where the vocabulary is no whole blocks
+    matrices: float  # of the three of a layer's feed-forward that are gathered at one time
     head_sums: int  # float32 copies of a head whose gradient is summed over several chunks
     pads: bool  # parts of weights that are no whole lanes are padded
     turns: bool  # weights [F, M] whose M is split are turned, all layers at once, to be gathered
 
 
 TEMPORARIES = {
-    "cpu": Temporaries(2, 2, 1, head_sums=1, pads=False, turns=False),
-    "gpu": Temporaries(1, 1, 0, head_sums=2, pads=False, turns=True),
-    "tpu": Temporaries(2, 2, 1, head_sums=3, pads=True, turns=False),
+    "cpu": Temporaries(2, 2, 1, matrices=3, head_sums=1, pads=False, turns=False),
+    "gpu": Temporaries(1, 1, 0, matrices=1.5, head_sums=2, pads=False, turns=True),
+    "tpu": Temporaries(2, 2, 1, matrices=1.5, head_sums=3, pads=True, turns=False),
 }
 
 
@@ -199,13 +200,13 @@ class PlannedRun:
     def gathered_block(self, model: ModelConfig) -> int:
         """Return the bytes of feed-forward weights that a forward pass has gathered at one time.
 
-        They are half of a layer's: its three matrices come one after the other. Attention's are
-        fewer, and given up before.
+        But on a CPU the three matrices come one after the other. Attention's are fewer, and given
+        up before.
         """
         if self.width_shards == 1:
             return 0
-        entries = 3 * model.width * self.tensor_share(model.ffn_width)
-        return entries * self.layout.dtype.itemsize // 2
+        matrix = model.width * self.tensor_share(model.ffn_width) * self.layout.dtype.itemsize
+        return int(self.temporaries.matrices * matrix)
 
     def gathered_head(self, model: ModelConfig) -> int:
         """Return the bytes of the head, gathered for one forward pass.
