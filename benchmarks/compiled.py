@@ -118,7 +118,8 @@ def said(lowered: Any) -> dict[str, Any]:
         compiled, code = compile_to_machine_code(lowered)
     except jax.errors.JaxRuntimeError as error:
         return {"error": str(error).partition("\n")[0]}
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
+    text = str(compiled.as_text())
     cost = compiled.cost_analysis() or {}  # a GPU's says nothing without one
     sizes = {
         f"{part}_bytes": getattr(memory, f"{part}_size_in_bytes")
@@ -126,9 +127,9 @@ def said(lowered: Any) -> dict[str, Any]:
     }
     peak = memory.peak_memory_in_bytes
     moved = cost.get("bytes accessed")
-    if moved is None and " while(" not in compiled.as_text():
+    if moved is None and " while(" not in text:
         moved = launched(compiled).moved
-    received = sum(one.received for one in find_collectives(compiled.as_text()))
+    received = sum(one.received for one in find_collectives(text))
     figures = {"moved_bytes": moved, "received_bytes": received, "flops": cost.get("flops")}
     return sizes | {"peak_bytes": peak} | figures | ({"kernels": code} if code else {})
 

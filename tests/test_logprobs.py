@@ -4,6 +4,7 @@ import dataclasses
 import types
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -85,7 +86,7 @@ def test_half_precision_attention_lowers_to_the_platforms_kernel(
     # the primitive asks for the library, and nothing else, when it is traced
     library = types.SimpleNamespace(cudnn_get_version=lambda: 91000)
     monkeypatch.setattr(jax_internals.cudnn, "cuda_versions", library)
-    named = {"cuda": "gpu"}.get(platform, platform)
+    named = "gpu" if platform == "cuda" else platform
     layout = Layout(abstract_mesh(dict.fromkeys(AXES, 1), named))
     inputs = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in random_attention_inputs(count)]
 

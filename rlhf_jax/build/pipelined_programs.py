@@ -155,7 +155,8 @@ def _ends(
 
 def _tasks(program: StageProgram, works: StageWorks, beside: float) -> Iterator[CallProgram]:
     """Yield the forward and the backward of a stage; the last one has a backward alone."""
-    first, last = program.stage.reads_tokens, program.stage.head_loss is not None
+    first = program.stage.reads_tokens
+    last = program.stage.head_loss is not None
     name = "first" if first else "last" if last else "middle"
     gathered = received_bytes(
         "all-gather",

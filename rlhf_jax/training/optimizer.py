@@ -139,7 +139,7 @@ def apply(
 ) -> tuple[Model, optax.OptState]:
     """Take one optimizer step in place; where not `finite` [] bool, all stays as it is."""
 
-    def step(model: Model, moments: optax.OptState) -> tuple[Model, optax.OptState]:
+    def step(model: Model, moments: optax.OptState) -> tuple[Any, optax.OptState]:
         with jax.numpy_dtype_promotion("standard"):  # optax mixes its int32 counts with floats
             changes, new = optimizer.update(
                 typed(optax.Updates, gradient.weights), moments, typed(optax.Params, model)
