@@ -77,10 +77,15 @@ def prefill(calls: PlacedCalls) -> CallProgram:
     empty = functools.partial(generation_rows.empty, *calls.models[:2])
     prompts = run.rows(jax.eval_shape(lambda: empty(rows, width, 0, 0, Layout(dtype=layout.dtype))))
     work = max(run.forward(model, own, width) for model in models)
-    held = sum(prefilling_weights(run, model) for model in models)
-    unread = sum(run.weights(model, role="generation") for model in models) - held
+    held = unread = 0
     sent = 0.0
     for model in models:
+        # no head is read, and of the last layer only what makes keys and values
+        whole = run.weights(model, role="generation")
+        last = 2 * model.width * run.tensor_share(model.num_kv_heads) * model.head_dim
+        read = headless(run, model) - run.gathered(model) + last * layout.dtype.itemsize
+        held += read
+        unread += whole - read
         hidden = own * width * model.width * layout.dtype.itemsize
         sums = 2 * model.num_layers - 1
         sent += sums * received_bytes("all-reduce", hidden, layout.extent("tensor"))
@@ -100,13 +105,6 @@ def prefill(calls: PlacedCalls) -> CallProgram:
         depth=calls.models.policy.num_layers,
         compiled_layers=COMPILED_LAYERS,
     )
-
-
-def prefilling_weights(run: PlannedRun, model: ModelConfig) -> int:
-    """Return the bytes that a prefill reads: no head, and of the last layer keys and values."""
-    entries = 2 * model.width * run.tensor_share(model.num_kv_heads) * model.head_dim
-    unread = run.gathered(model) - entries * run.layout.dtype.itemsize
-    return headless(run, model) - unread
 
 
 def headless(run: PlannedRun, model: ModelConfig) -> int:

@@ -16,7 +16,7 @@ from jax.stages import Traced
 
 from rlhf_jax.build import shapes
 from rlhf_jax.build.placed_calls import CallProgram, Foreseen, PlacedCalls
-from rlhf_jax.config.memory_updates import activation_bytes, largest_work
+from rlhf_jax.config.memory_updates import KEPT, activation_bytes, largest_work
 from rlhf_jax.config.sizes import PlannedRun
 from rlhf_jax.mesh import FLOAT32, bytes_per_device
 from rlhf_jax.placement.search.collectives import received_bytes
@@ -108,7 +108,10 @@ class StageProgram:
 
 def pipelined_updates(calls: PlacedCalls, call: str) -> Iterator[CallProgram]:
     """Yield what brings its ends to a stage, what stages compute, and how copies are summed."""
-    learner = _learner(calls, call)
+    settings = TrainingSettings.from_config(calls.config, calls.layouts, calls.remat)
+    weights = shapes.model_shapes(calls.model(call), calls.run(call).layout, FLOAT32)
+    make = critic_learner if call.startswith("critic") else policy_learner
+    learner = make(weights, settings)
     copies = stages.copies_of(learner)
     config = copy.deepcopy(calls.config)
     config.training.microbatch_rows = max(1, config.training.microbatch_rows // len(copies))
@@ -118,21 +121,14 @@ def pipelined_updates(calls: PlacedCalls, call: str) -> Iterator[CallProgram]:
     whole = calls.model(call)
     shallow = dataclasses.replace(whole, num_layers=whole.num_layers // len(of_copy))
     works = stage_works(calls.placed(call), whole)
-    beside = calls.always(call)
+    # Pipelines run at once: the gradients of both are there, and what their stages have to keep.
+    there = {part.name: part.bytes for part in calls.parts(call)}
+    beside = calls.always(call) + there["gradients, float32"] + there[KEPT]
     for index in sorted({0, min(1, len(of_copy) - 2), len(of_copy) - 1}):
         program = StageProgram(own, call, of_copy[index], parts[index], shallow)
         yield from _ends(calls, call, copies[0].model, of_copy[index], beside)
         yield from _tasks(program, works, beside)
     yield from _summed_copies(calls, call, learner, copies, beside)
-
-
-def _learner(calls: PlacedCalls, call: str) -> Learner:
-    """Return the learner of a call, with shapes in place of its model."""
-    settings = TrainingSettings.from_config(calls.config, calls.layouts, calls.remat)
-    layout = calls.run(call).layout
-    weights = shapes.model_shapes(calls.model(call), layout, FLOAT32)
-    make = critic_learner if call.startswith("critic") else policy_learner
-    return make(weights, settings)
 
 
 def _ends(
@@ -163,7 +159,7 @@ def _tasks(program: StageProgram, works: StageWorks, beside: float) -> Iterator[
         held_bytes(program.hidden) * program.run.layout.extent("tensor"),
         program.run.layout.extent("tensor"),
     )
-    layers = held_bytes(program.part.layers)
+    own = held_bytes(program.part.layers) + held_bytes(program.part.layers, FLOAT32)
 
     def task(kind: str, work: StageWork, size: float, hops: int, trace: Any) -> CallProgram:
         """Return the program of a task, which gathers hidden states of so many neighbours."""
@@ -172,7 +168,7 @@ def _tasks(program: StageProgram, works: StageWorks, beside: float) -> Iterator[
             f"{name} stage {kind}",
             trace,
             Foreseen(size, work.flops, work.traffic.total + hops * gathered),
-            beside=beside - layers,
+            beside=beside - own,
             depth=program.config.num_layers,
         )
 

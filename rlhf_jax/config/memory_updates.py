@@ -14,6 +14,8 @@ from rlhf_jax.mesh import FLOAT32
 from rlhf_jax.placement.pipelined import StageTimes, joint_problem, limit_inputs
 from rlhf_jax.types import ModelConfig
 
+KEPT = "hidden states that stages keep and send"
+
 
 def update_parts(run: PlannedRun, model: ModelConfig) -> list[Part]:
     """List what one model's update needs beside its weights and optimizer.
@@ -56,7 +58,7 @@ def pipelined_parts(learners: Sequence[tuple[PlannedRun, ModelConfig]]) -> list[
         Part("gradients, float32", "training", gradients, SPLIT),
         Part("weights and gradients of a micro-batch", "training", micro_batch, SPLIT),
         Part("embedding or head of a stage, and its gradients", "training", ends, SPLIT_TENSORS),
-        Part("hidden states that stages keep and send", "training", waiting, FEWER_ROWS),
+        Part(KEPT, "training", waiting, FEWER_ROWS),
         Part("activations kept by layer", "training", activations, FEWER_ROWS),
         max(works, key=lambda work: work.bytes),
     ]
