@@ -75,7 +75,7 @@ class StageProgram:
         given = None if self.stage.reads_tokens else self.hidden
         pulled = None if self.stage.head_loss else self.hidden
         passed = (self.part, given, self.batch, pulled)
-        first, _onward = stages.backward.eval_shape(None, *passed, stage=self.stage)
+        first, _ = stages.backward.eval_shape(None, *passed, stage=self.stage)
         total = Gradient(
             jax.tree.map(lambda leaf: leaf.update(dtype=FLOAT32), self.part),
             shapes.repeated(first.metrics, self.stage.settings.layout),
@@ -123,7 +123,7 @@ def pipelined_updates(calls: PlacedCalls, call: str) -> Iterator[CallProgram]:
     works = stage_works(calls.placed(call), whole)
     # Pipelines run at once: the gradients of both are there, and what their stages have to keep.
     there = {part.name: part.bytes for part in calls.parts(call)}
-    beside = calls.always(call) + there["gradients, float32"] + there[KEPT]
+    beside = calls.always(call) + there.get("gradients, float32", 0) + there.get(KEPT, 0)
     for index in sorted({0, min(1, len(of_copy) - 2), len(of_copy) - 1}):
         program = StageProgram(own, call, of_copy[index], parts[index], shallow)
         yield from _ends(calls, call, copies[0].model, of_copy[index], beside)

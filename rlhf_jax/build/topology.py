@@ -53,8 +53,7 @@ def count_devices() -> int:
 def topology_devices(hardware: Hardware) -> list[Any]:
     """Return the devices that a compiler here sees in some hardware, the same ones each time.
 
-    A process compiles for one kind of platform. Raises ValueError, in one sentence, where nothing
-    here compiles for the hardware.
+    Raises ValueError, in one sentence, where nothing here compiles for the hardware.
     """
     find = FINDERS.get(hardware.platform)
     if find is None:
