@@ -32,6 +32,14 @@ def test_no_other_file_takes_any():
     assert found == ["jax_internals.py"]
 
 
+def test_what_compiles_for_gpus_is_found_where_it_is():
+    """A plugin is registered under its platform; without cuDNN's library there is no version."""
+    assert jax_internals.cuda_plugin() in ("", "cuda12", "cuda13")
+    assert jax_internals.xla_bridge.is_known_platform("cpu")
+    assert not jax_internals.xla_bridge.is_known_platform("no platform")
+    assert isinstance(jax_internals.cudnn_version(), int)
+
+
 # as jax 0.10.2 and 0.12 write it; tests/test_failures.py has real ends
 UNHEARD = """UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):
 1

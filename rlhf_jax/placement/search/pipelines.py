@@ -7,7 +7,6 @@ goes over the network, which nothing else is done beside.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -216,14 +215,18 @@ def pipeline_cost(placed: PlacedRun, model: ModelConfig) -> PipelineCost:
     hidden = ShardedModel(model, alone.run.layout, placed.hardware.platform).hidden(
         placed.passes().on_device(placed.run.layout).fed
     )
-    seconds = functools.partial(alone.seconds, share=alone.chip.efficiency.training)
+
+    def seconds(work: StageWork) -> float:
+        """Predict the seconds of a task."""
+        return alone.seconds(work.flops, work.traffic, share=alone.chip.efficiency.training)
+
     hop, gathering = travelling_seconds(placed, model, hidden)
-    inner = hop + seconds(*works.forward)
+    inner = hop + seconds(works.forward)
     micro_batches = placed.run.micro_batches
     times = StageTimes(
         micro_batches,
-        forward=(seconds(*works.first_forward), *[inner] * (stages - 2), hop),
-        backward=(*[hop + seconds(*works.backward)] * (stages - 1), seconds(*works.last)),
+        forward=(seconds(works.first_forward), *[inner] * (stages - 2), hop),
+        backward=(*[hop + seconds(works.backward)] * (stages - 1), seconds(works.last)),
         kept=hidden / placed.run.layout.extent("tensor"),
         copies=copies,
     )
