@@ -46,7 +46,8 @@ from rlhf_jax.model import transformer
 from rlhf_jax.placement.search.collectives import find_collectives
 from rlhf_jax.types import Model, ModelConfig
 
-CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "h100": "gpu:1:h100"}
+CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+EVERY = CHIPS | {"h100": "gpu:1:h100"}
 EIGHT = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "h100": "gpu:8:h100"}  # of them
 KERNELS = Kernels(tree_attention="tpu", verify_head="tpu", commit="tpu", logprobs="tpu")
 GPU_KERNELS = Kernels(tree_attention="gpu", verify_head="gpu", commit="gpu", logprobs="gpu")
@@ -65,7 +66,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--chips", default="v5e,v5p,v6e", help=f"some of {', '.join(CHIPS)}, with commas"
+        "--chips", default=",".join(CHIPS), help=f"some of {', '.join(EVERY)}, with commas"
     )
     parser.add_argument("--shapes", default=",".join(SHAPES), help="of benchmarks/shapes.py")
     parser.add_argument("--rows", type=int, default=64)
@@ -81,7 +82,7 @@ def measure(asked: argparse.Namespace) -> Iterator[dict]:
     where = {"date": datetime.date.today().isoformat(), "rows": asked.rows, "nodes": asked.nodes}
     for chip, name, kernel in itertools.product(asked.chips, asked.shapes, kernels.PROBLEMS):
         for how, program in programs(kernel, SHAPES[name], asked.rows, asked.nodes, one(chip)):
-            case = {"what": kernel, "how": how, "shape": name, "topology": CHIPS[chip]}
+            case = {"what": kernel, "how": how, "shape": name, "topology": EVERY[chip]}
             yield case | said(program) | where | versions(chip)
     for chip in asked.chips if asked.layers else ():
         for how, chosen in contenders(one(chip)):
@@ -177,8 +178,8 @@ def devices(name: str) -> list:
 
 
 def one(chip: str) -> SingleDeviceSharding:
-    """One chip, by a name of CHIPS."""
-    return SingleDeviceSharding(devices(CHIPS[chip])[0])
+    """One chip, by a name of EVERY."""
+    return SingleDeviceSharding(devices(EVERY[chip])[0])
 
 
 def lower_round(topology: str, layers: int, chosen: Kernels, row_count: int, nodes: int) -> Any:

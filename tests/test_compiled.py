@@ -8,6 +8,7 @@ neither [B, T, V] nor a second cache ever exists. Models have a width of 1,024.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import re
@@ -21,7 +22,7 @@ from jax.stages import Compiled
 
 from benchmarks import kernels
 from benchmarks.compiled import programs as compiled_programs
-from benchmarks.machine_code import compile_to_machine_code
+from benchmarks.machine_code import compile_to_machine_code, shared_memory
 from benchmarks.shapes import SHAPES
 from rlhf_jax.build.placed_calls import CallProgram, PlacedCalls
 from rlhf_jax.build.planned import plan_run
@@ -266,24 +267,19 @@ def test_the_table_has_every_program_of_a_run(name, folder):
 
 # Kernels as machine code
 
-# Shapes that are no others to a kernel: it would be made once.
-ALIKE = {"tree_attention": ("heads", "groups", "dim"), "commit": ("groups", "dim", "layers")}
-EVERY = ("width", "vocab", "tied")
-KERNELS = {
-    (kernel, *(getattr(shape, part) for part in ALIKE.get(kernel, EVERY))): (kernel, name)
-    for name, shape in SHAPES.items()
-    for kernel in kernels.PROBLEMS
-}
+KERNELS = list(itertools.product(kernels.PROBLEMS, SHAPES))
 
 
 @needs_cuda
-@pytest.mark.parametrize(("kernel", "name"), KERNELS.values())
+@pytest.mark.parametrize(("kernel", "name"), KERNELS)
 def test_a_kernel_becomes_machine_code_for_hopper(kernel, name):
     """With log-probs' gradients: registers and shared memory are within what a block may have."""
     found = dict(compiled_programs(kernel, SHAPES[name], 64, 9, one("h100")))
     for how in ("pallas", "pallas, gradients"):
         if how in found:
             _, made = compile_to_machine_code(found[how])
-            print(f"{kernel} at {name}, {how}: {made}")
-            assert made and all(kept["shared_bytes"] <= SHARED for kept in made)
-            assert all(0 < kept["registers"] <= REGISTERS for kept in made)
+            shared = shared_memory(found[how])
+            print(f"{kernel} at {name}, {how}: {made}, shared {shared}")
+            assert shared and max(shared) <= SHARED
+            # of shapes that are alike to a kernel the code is made once a process
+            assert all(0 < code["registers"] <= REGISTERS for code in made)
