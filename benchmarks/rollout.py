@@ -42,6 +42,7 @@ from benchmarks.pricing import Table, accepted
 from rlhf_jax.data.prompts import Prompts, tokenize
 from rlhf_jax.generation.history import History, requests
 from rlhf_jax.generation.requests import GenerationConfig, Request, Sample, as_rollout
+from rlhf_jax.generation.speculative.rules import RULES, AcceptanceRule
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.stage import TEXTS_READ, GenerationSettings, read_texts
 from rlhf_jax.generation.strategy import candidates
@@ -305,7 +306,7 @@ def stepped(world: World, target: Model, temperature: float, rate: float) -> Mod
     state = init_train_state(
         world.source.load(jnp.float32), stages.optimizers, stages.training.layout
     )
-    wanted = group_requests(world, FIRST_TRAINED, History(0))
+    wanted = group_requests(world, FIRST_TRAINED, History(0), RULES["replayable"])
     samples = run(Case(target, None, wanted, stages.generation.decoding, world.layout)).samples
     state, figures = train_on(world, state, samples, stages)
     tell(f"  {figures}")
@@ -402,10 +403,12 @@ def new_case(world, target, drafter, name, temperature, batch, first_id=0, histo
     """
     samples = max(batch, world.asked.samples)
     prompts = [world.prompts.tokens[i % len(world.prompts)] for i in range(-(-samples // GROUP))]
-    wanted = requests(prompts, GROUP, world.asked.new_tokens, first_id, history or History(0))
-    case = Case(
-        target, drafter, wanted, decoding_of(world, [name], temperature, batch), world.layout
+    decoding = decoding_of(world, [name], temperature, batch)
+    known = history or History(0)
+    wanted = requests(
+        prompts, GROUP, world.asked.new_tokens, first_id, history=known, rule=decoding.rule
     )
+    case = Case(target, drafter, wanted, decoding, world.layout)
     return contest.first(case, samples)
 
 
@@ -414,10 +417,10 @@ def epoch_case(
 ) -> Case:
     """The trained prompts with noise of the epoch's own."""
     first_id = FIRST_TRAINED + epoch * GROUP * world.asked.prompts
-    wanted = group_requests(world, first_id, history)
     decoding = decoding_of(
         world, drafters, world.asked.temperatures[0], GROUP * world.asked.prompts
     )
+    wanted = group_requests(world, first_id, history, decoding.rule)
     return Case(target, drafter, wanted, decoding, world.layout)
 
 
@@ -426,10 +429,12 @@ def trained(world: World) -> list[int]:
     return [-1 - i % len(world.prompts) for i in range(world.asked.prompts)]
 
 
-def group_requests(world: World, first_id: int, history: History) -> list[Request]:
+def group_requests(
+    world: World, first_id: int, history: History, rule: AcceptanceRule
+) -> list[Request]:
     """The samples of a GRPO step."""
     prompts = [world.prompts.tokens[i] for i in trained(world)]
-    return requests(prompts, GROUP, world.asked.new_tokens, first_id, history)
+    return requests(prompts, GROUP, world.asked.new_tokens, first_id, history=history, rule=rule)
 
 
 def decoding_of(

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from rlhf_jax.training.advantages import register as register_estimator
     from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
     from rlhf_jax.training.optimizer import Optimizers, make_optimizer
+    from rlhf_jax.training.policy_losses import LossTerms, aggregated_by
     from rlhf_jax.training.settings import TrainingSettings
     from rlhf_jax.training.update import init_train_state, update
     from rlhf_jax.types import (
@@ -69,6 +70,7 @@ __all__ = [
     "Family",
     "GenerationConfig",
     "Layout",
+    "LossTerms",
     "Model",
     "ModelConfig",
     "Objective",
@@ -85,6 +87,7 @@ __all__ = [
     "Strategy",
     "TrainState",
     "TrainingSettings",
+    "aggregated_by",
     "as_rollout",
     "compute_advantages",
     "decoding_weights",
@@ -167,8 +170,10 @@ _PLACES = {
     "Drafter": "generation.speculative.protocol",
     "Estimator": "training.advantages",
     "Family": "model.families",
+    "LossTerms": "training.policy_losses",
     "Objective": "config.objectives",
     "RewardSource": "rewards.sources",
+    "aggregated_by": "training.policy_losses",
     "of_samples": "training.advantages",
     "register_drafter": "generation.speculative.protocol:register",
     "register_estimator": "training.advantages:register",

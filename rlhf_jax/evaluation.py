@@ -30,9 +30,10 @@ def evaluate(
 ) -> tuple[RunState, EvaluationReport]:
     """Measure the policy on the held-out prompts.
 
-    The noise is the same every time and not training's (another seed), so two evaluations are
-    paired, and the text of the one before is the draft of this one. Samples that a measure failed
-    on are left out of its mean, and counted.
+    The noise is not training's (another seed). It is the same every time, so two evaluations are
+    paired, and the text of the one before is the draft of this one; but where acceptance makes the
+    text depend on the drafts (`AcceptanceRule`), the noise is new. Samples that a measure failed on
+    are left out of its mean, and counted.
     """
     observe("evaluation", None)
     asked = run.evaluation
@@ -45,6 +46,7 @@ def evaluate(
         run.generation.max_new_tokens,
         first_id=0,
         history=before.history,
+        rule=asked.decoding.rule,
     )
     selector = copy.deepcopy(before.selector)
     record = StageRecord()
@@ -79,8 +81,7 @@ def evaluate(
     ends = [asked.decoding.ended_itself(sample.tokens) for sample in samples]
     means["eval/finished"] = float(np.mean(ends))
     means["eval/distinct_pairs"] = distinct_pairs([one.response for one in responses])
-    per_round = counts.metrics(0.0)["generation/tokens_per_round"]
-    means["eval/generation/tokens_per_round"] = per_round
+    means["eval/generation/tokens_per_round"] = counts.metrics(0.0)["generation/tokens_per_round"]
     report = EvaluationReport(means, table_of(responses, next(iter(scores.values()))))
     host = dataclasses.replace(state.host, evaluated=evaluated)
     return RunState(state.train, host), report

@@ -15,8 +15,7 @@ import jax
 import numpy as np
 
 from rlhf_jax.generation.ahead import SamplesAhead
-from rlhf_jax.generation.history import History, requests
-from rlhf_jax.generation.requests import RoundReport, Sample, as_rollout
+from rlhf_jax.generation.requests import Request, RoundReport, Sample, as_rollout
 from rlhf_jax.generation.speculative.round import ModelPair
 from rlhf_jax.inference.logprobs import mismatch
 from rlhf_jax.inference.overlap import Scoring, ScoringQueue
@@ -186,27 +185,18 @@ def compile_step(state: RunState, run: Run) -> None:
     # Weights that go elsewhere stay where they are: only shapes do.
     train = dataclasses.replace(shapes(state.train), step=state.train.step)
     rows, _ = run.prompts.batches.take(state.host.position)
-    group = run.generation.samples_per_prompt
-    asked = requests(
-        [run.prompts.prompts.tokens[row] for row in rows],
-        group,
-        run.generation.max_new_tokens,
-        first_id=0,
-        history=History(0),
-    )
     top_k = run.generation.decoding.sampling.top_k
     tokens = run.generation.max_new_tokens
     samples = [
         Sample(
-            sample_id,
-            request,
+            0,
+            Request(run.prompts.prompts.tokens[row], (0,), tokens),
             [],
             tokens=[0] * tokens,
             logprobs=[0.0] * tokens,
             support=[np.zeros(top_k, np.int32)] * tokens if top_k else [],
         )
-        for request in asked
-        for sample_id in request.sample_ids
+        for row in np.repeat(rows, run.generation.samples_per_prompt)
     ]
     rollout = as_rollout(samples, run.generation.decoding.max_length)
     reference = run.frozen.reference

@@ -269,14 +269,14 @@ def _generate(
 ) -> list[Sample]:
     """Draw the samples of these rows' prompts, with ids from `first_id`, in a stage so named."""
     settings = work.settings
-    training = work.host.training
     with work.timed("generation"):
         wanted = requests(
             [work.prompts.tokens[row] for row in rows],
             settings.samples_per_prompt,
             settings.max_new_tokens,
             first_id=first_id,
-            history=training.history,
+            history=work.host.training.history,
+            rule=settings.decoding.rule,
             repeated=settings.repeated_noise,
             used=work.repeated_ids,
         )
@@ -286,7 +286,7 @@ def _generate(
             wanted,
             settings.decoding,
             settings,
-            assignment_policy_of(settings, training.lengths, name, work.queue),
+            assignment_policy_of(settings, work.host.training.lengths, name, work.queue),
             selector=work.selector,
             observe=work.note,
             finished=functools.partial(_enqueue, work),

@@ -1,5 +1,6 @@
 """Every estimator against a plain Python loop, and gae against rlax."""
 
+import dataclasses
 import math
 
 import jax
@@ -179,7 +180,7 @@ def test_an_estimator_that_knows_nothing_of_missing_rewards_is_given_the_groups_
 
     toy = advantages.Estimator("toy", advantages.of_samples(from_the_best), compares_group=True)
     monkeypatch.setitem(ESTIMATORS, "toy", toy)
-    rewards = np.array([1, np.nan, 4, np.nan, np.nan, 2], np.float32)
+    rewards = np.array([-4, np.nan, -1, np.nan, np.nan, 2], np.float32)
     mask = np.ones((6, 2), bool)
     zeros = np.zeros(mask.shape, np.float32)
     config = AdvantageConfig("toy", EstimatorConfig(3))
@@ -240,6 +241,38 @@ def test_equal_rewards_give_no_signal():
     config = EstimatorConfig(samples_per_prompt=3)
     got, _ = ESTIMATORS["reinforce++-baseline"].estimate(token_rewards, None, mask, config)
     np.testing.assert_allclose(got, np.zeros((6, 4)), atol=1e-6)
+
+
+@pytest.mark.parametrize(("deviation", "divided"), [(2e-6, True), (0.5e-6, False)])
+def test_deviations_that_are_rounding_are_not_divided_by(deviation, divided):
+    """The limit is 1e-6: rewards of float32 near 1 are rounded by 1e-7."""
+    rewards = jnp.asarray([-deviation, deviation] * 2, jnp.float32)
+    signs = np.array([-1, 1] * 2)
+    whitened = advantages.whiten(rewards, jnp.ones(4, bool))
+    np.testing.assert_allclose(whitened, signs * (1 if divided else deviation), rtol=1e-4)
+    compared = advantages.grpo(rewards, 2, deviation="population")
+    np.testing.assert_allclose(compared, signs * divided, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dropped", ["no reward", "no end", "nothing to compare"])
+def test_the_kl_that_steers_is_of_the_samples_that_are_trained_on(dropped):
+    rewards = np.arange(4, dtype=np.float32)
+    ended = np.ones(4, bool)
+    if dropped == "no end":
+        ended[1] = False
+    else:
+        rewards[1] = np.nan
+    mask = np.array([[1, 1, 0], [1, 1, 1], [0, 1, 1], [1, 0, 0]], bool)
+    apart = np.array([[0.1, 0.2, 9], [3, 3, 3], [9, 0.5, 0.7], [0.4, 9, 9]], np.float32)
+    zeros = np.zeros(mask.shape, np.float32)
+    config = AdvantageConfig("grpo", EstimatorConfig(2), drop_overlong=True)
+    if dropped != "nothing to compare":
+        config = dataclasses.replace(config, estimator="reinforce++")
+    given = rewards, ended, mask, apart, zeros, None, np.float32(0.1), config
+    trained, _, _, kl = compute_advantages(*given)
+    kept = [2, 3] if dropped == "nothing to compare" else [0, 2, 3]
+    np.testing.assert_array_equal(np.flatnonzero(np.asarray(trained).any(axis=1)), kept)
+    assert kl == pytest.approx(np.mean([apart[row][mask[row]].sum() for row in kept]), rel=1e-6)
 
 
 def test_groups_must_fit():

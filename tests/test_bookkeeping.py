@@ -16,7 +16,7 @@ import test_state
 import tiny_run
 from tiny_run import ROOT, lines
 
-from rlhf_jax import rollout
+from rlhf_jax import evaluation, rollout
 from rlhf_jax.generation.history import History, requests
 from rlhf_jax.generation.requests import Request, Sample
 from rlhf_jax.rewards.combination import Response, Term, as_scores, weighted
@@ -139,6 +139,34 @@ def test_no_noise_is_used_twice(run, tmp_path, monkeypatch):
         used |= set(ids)
     *others, of_fourth, of_fifth = repeated
     assert not any(others) and not of_fifth and 8 <= of_fourth <= 16
+
+
+@pytest.mark.parametrize("rule", ["replayable", "rejection"])
+def test_evaluations_use_noise_again_only_where_texts_are_the_noise_s(
+    rule, run, tmp_path, monkeypatch
+):
+    """Steps 0 to 3; the run that is resumed at step 2 evaluates there once more, from the same
+    state.
+    """
+    asked = []
+
+    def noting(*given, **named):
+        made = requests(*given, **named)
+        asked.append(frozenset(i for request in made for i in request.sample_ids))
+        return made
+
+    monkeypatch.setattr(evaluation, "requests", noting)
+    changes = {
+        "generation__acceptance": rule,
+        "generation__strategy": "lookup-chain-2",
+        "evaluation__every": 1,
+        "checkpoint__allow_changes": True,
+    }
+    for steps in (2, 3):
+        assert run(**changes, steps=steps) == 0
+    different = set(asked)
+    assert len(different) == (1 if rule == "replayable" else 4)
+    assert len(frozenset().union(*different)) == sum(map(len, different))
 
 
 def test_where_nothing_is_trained_on_no_kl_is_measured():

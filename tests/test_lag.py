@@ -60,20 +60,20 @@ def experience(sampled: np.ndarray, now: np.ndarray, mask: np.ndarray) -> Experi
 
 def test_weights_are_the_ratio_and_at_most_the_clip():
     sampled = np.log(np.array([[0.5, 0.25, 0.1], [0.2, 0.2, 0.2]], np.float32))
-    now = np.log(np.array([[0.25, 0.5, 0.9], [0.2, 0.9, 0.2]], np.float32))
+    now = np.log(np.array([[0.1, 0.5, 0.9], [0.2, 0.9, 0.2]], np.float32))
     mask = np.array([[True, True, True], [True, False, True]])
     weights = importance_weights(now, sampled, mask, clip=2.0)
     assert weights.dtype == np.float32
-    np.testing.assert_allclose(weights, [[0.5, 2.0, 2.0], [1.0, 1.0, 1.0]], rtol=1e-6)
+    np.testing.assert_allclose(weights, [[0.2, 2.0, 2.0], [1.0, 1.0, 1.0]], rtol=1e-6)
     weighed, metrics = weigh_advantages(experience(sampled, now, mask), clip=2.5)
     assert weighed.advantages[:, 1:] == pytest.approx(
-        np.where(mask, [[0.5, 2.0, 2.5], [1, 0, 1]], 0)
+        np.where(mask, [[0.2, 2.0, 2.5], [1, 0, 1]], 0)
     )
-    ratios = np.array([0.5, 2.0, 9.0, 1.0, 1.0])
+    ratios = np.array([0.2, 2.0, 9.0, 1.0, 1.0])
     assert metrics == pytest.approx(
         {
             "lag/kl": np.mean(ratios - 1 - np.log(ratios)),
-            "lag/weight": np.mean([0.5, 2.0, 2.5, 1.0, 1.0]),
+            "lag/weight": np.mean([0.2, 2.0, 2.5, 1.0, 1.0]),
             "lag/truncated": 0.2,
         },
         rel=1e-5,

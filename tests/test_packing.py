@@ -94,6 +94,31 @@ def test_each_token_is_there_once_and_each_prompt_once_a_shard(row_shards, rows)
         assert padding_share(packed) == 1 - packed[0].real_tokens / packed[0].batch.tokens.size
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_each_sample_reads_its_own_text(seed):
+    """Though prompts begin alike, begin others, or differ in the last token alone."""
+    random = np.random.default_rng(seed)
+    rows = 8
+    prompt = random.integers(1, 4, rows)[:, None]
+    length = prompt[:, 0] + random.integers(1, 4, rows)
+    place = np.arange(7)
+    known = place < length[:, None]
+    tokens = np.where(known, random.integers(0, 2, (rows, 7)), 0).astype(np.int32)
+    numbers = np.zeros(known.shape, np.float32)
+    rollout = Rollout(tokens, known & (place >= prompt), numbers, length, np.arange(rows), None)
+    for part in pack(rollout, rollout.mask, rows, length_bucket=2, row_shards=2):
+        batch = part.batch
+        for shard, line in enumerate(np.asarray(batch.tokens)):
+            told = np.asarray(batch.mask[shard])
+            row, last = np.divmod(part.source[shard][told], 7)
+            own = np.asarray(batch.owner[shard])[told]
+            for sample, before in {
+                (r, o): t for r, o, t in zip(row, own, last, strict=True)
+            }.items():
+                read = line[np.asarray(batch.samples[shard, sample[1]])[:before]]
+                np.testing.assert_array_equal(read, tokens[sample[0], :before])
+
+
 def test_line_lengths_are_few_and_little_of_them_is_padding():
     sizes = {bucket(count, 8, 4) for count in range(1, 10_000)}
     assert len(sizes) < 80 and all(size % 8 == 0 for size in sizes)

@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.training.policy_losses import DUAL_CLIP, LOSSES, LossTerms
+from rlhf_jax.config import default, derived
+from rlhf_jax.training.losses import AGGREGATES
+from rlhf_jax.training.policy_losses import LOSSES, LossTerms
 
 LOW, HIGH = 0.2, 0.3
+DUAL_CLIP = 3.0  # c of Ye et al. 2020, table 2
 SAMPLES = 3
 
 
@@ -96,3 +99,44 @@ def test_what_is_masked_out_changes_nothing(name):
     terms = random_terms()
     spoiled = jnp.where(terms.mask, terms.advantages, 1e6)
     assert summed(name, terms)[0] == summed(name, terms._replace(advantages=spoiled))[0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "estimator", "asked", "name"),
+    [
+        ("ppo", "grpo", "auto", "token_mean"),
+        ("gspo", "grpo", "auto", "sequence_mean"),
+        ("ppo", "dr_grpo", "auto", "constant"),
+        ("gspo", "dr_grpo", "auto", "sequence_mean"),
+        ("cispo", "rloo", "auto", "token_mean"),
+        ("gspo", "dr_grpo", "token_mean", "token_mean"),
+    ],
+)
+def test_the_algorithm_brings_how_tokens_are_summed(loss, estimator, asked, name):
+    config = default()
+    config.training.update(loss=loss, aggregate=asked)
+    config.advantage.estimator = estimator
+    assert derived.aggregate_name(config) == name
+
+
+def test_gspo_as_configured_is_the_papers_objective():
+    """Zheng et al. 2025, eq. 5: the mean over samples of min(s A, clip(s) A), each of one ratio."""
+    rng = np.random.default_rng(0)
+    lengths = (2, 9, 5)
+    apart = [rng.normal(0, 0.3, length) for length in lengths]
+    advantages = rng.normal(size=3)
+    ratios = np.array([np.exp(one.mean()) for one in apart])
+    clipped = np.clip(ratios, 1 - LOW, 1 + HIGH)
+    want = -np.minimum(ratios * advantages, clipped * advantages).mean()
+
+    mask = np.arange(max(lengths)) < np.array(lengths)[:, None]
+    now = np.zeros(mask.shape, np.float32)
+    now[mask] = np.concatenate(apart)
+    of_token = np.where(mask, advantages[:, None], 0.0)
+    owner = np.zeros(mask.shape, int)
+    logprobs, old, gains = (jnp.asarray(x, jnp.float32) for x in (now, 0 * now, of_token))
+    terms = LossTerms(logprobs, old, gains, jnp.asarray(mask), owner, 1, LOW, HIGH)
+    config = default()
+    config.training.loss = "gspo"
+    weights = AGGREGATES[derived.aggregate_name(config)](mask, 9)
+    assert float((weights * LOSSES["gspo"](terms)).sum()) == pytest.approx(want, rel=1e-5)

@@ -3,7 +3,7 @@ is retraced.
 """
 
 import dataclasses
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import chex
 import jax
@@ -557,6 +557,36 @@ def test_weight_decay_spares_norms_and_biases(small):
         and not updates.layers.mlp_norm.any()
         and not updates.layers.key_bias.any()
     )
+
+
+class Weights(NamedTuple):
+    """In place of a model."""
+
+    embed: jax.Array
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize(
+    ("schedule", "share"),
+    [
+        ("constant", lambda done: 1.0),
+        ("linear", lambda done: 1 - done),
+        ("cosine", lambda done: (1 + np.cos(np.pi * done)) / 2),
+    ],
+)
+def test_the_rate_rises_and_falls_step_by_step(schedule, share, warmup):
+    """Read off Adam's steps, which are the rate itself where every gradient is the same."""
+    steps = 10
+    optimizer = make_optimizer(0.1, warmup_steps=warmup, schedule=schedule, steps=steps)
+    weights: Any = Weights(jnp.zeros(4))
+    state = optimizer.init(weights)
+    for step in range(steps + 2):
+        with jax.numpy_dtype_promotion("standard"):
+            updates: Any
+            updates, state = optimizer.update(Weights(jnp.full(4, 0.2)), state, weights)
+        done = min(1.0, max(0, step - warmup) / (steps - warmup))
+        want = 0.1 * (step / warmup if step < warmup else share(done))
+        np.testing.assert_allclose(-updates.embed, want, atol=1e-5)
 
 
 @pytest.mark.parametrize("limit", [0.5, 100.0])

@@ -191,7 +191,7 @@ def trace_drafts(calls: PlacedCalls, strategy: Strategy, depth: int) -> Traced:
         *_drafter_and_rows(calls, depth),
         strategy=strategy,
         sampling=Sampling(generation.temperature, generation.top_k, generation.top_p),
-        with_logits=generation.acceptance == "rejection",
+        with_logits=derived.keeps_draft_logits(calls.config),
         layout=calls.run("generation").layout,
     )
 
@@ -272,7 +272,7 @@ def trace_round(calls: PlacedCalls, strategy: Strategy, depth: int) -> Traced:
     count = trees.bucket(strategy)
     drafts = shapes.row_shapes(lambda: jnp.zeros((rows, count - 1), jnp.int32), layout)
     logits = None
-    if generation.acceptance == "rejection" and derived.drafts_by_model(calls.config):
+    if derived.keeps_draft_logits(calls.config):
         each = (rows, count, model.vocab_size)
         logits = shapes.row_shapes(lambda: jnp.zeros(each, jnp.float32), layout)
     return run_round.trace(

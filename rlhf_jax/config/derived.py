@@ -8,12 +8,14 @@ from rlhf_jax.config.objectives import objective_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.generation.speculative.protocol import DRAFTERS, Drafter, drafters_of
 from rlhf_jax.generation.speculative.protocol import register as register_drafter
+from rlhf_jax.generation.speculative.rules import RULES
 from rlhf_jax.generation.strategy import candidates
 from rlhf_jax.generation.strategy.candidates import Candidates
 from rlhf_jax.model.families import register as register_family
 from rlhf_jax.rewards.sources import source_of
 from rlhf_jax.runtime.extensions import load_named
 from rlhf_jax.training.advantages import ESTIMATORS
+from rlhf_jax.training.policy_losses import LOSSES
 
 ADAPTIVE = "adaptive"
 
@@ -36,12 +38,12 @@ def strategies(config: Config) -> Candidates:
     """Return the strategies that may be chosen: the one that is named, or all that are possible.
 
     Those of 'adaptive' draft by every drafter that is registered and for which the run has what it
-    needs. Drafts are replayed only by evaluation and under repeated noise, and not with acceptance
-    'rejection', where texts depend on the drafts.
+    needs. Drafts are replayed only by evaluation and under repeated noise, and not where texts
+    depend on the drafts.
     """
     generation = config.generation
     repeats = bool(config.evaluation.every or generation.repeated_noise)
-    replayed = repeats and generation.acceptance == "replayable"
+    replayed = repeats and not RULES[generation.acceptance].depends_on_drafts
     usable = [
         one.name
         for one in DRAFTERS.values()
@@ -69,6 +71,11 @@ def replays(config: Config) -> bool:
 def drafts_by_model(config: Config) -> bool:
     """Tell whether a drafter needs a draft model."""
     return any(one.needs_model for one in drafters(config))
+
+
+def keeps_draft_logits(config: Config) -> bool:
+    """Tell whether acceptance reads what a draft model's tokens were drawn from."""
+    return RULES[config.generation.acceptance].reads_logits and drafts_by_model(config)
 
 
 def has_drafter(config: Config) -> bool:
@@ -109,6 +116,14 @@ def needs_critic(config: Config) -> bool:
     """Tell whether a run trains a critic, whose values its advantages read."""
     uses_rewards = objective_of(config).uses_rewards
     return uses_rewards and ESTIMATORS[config.advantage.estimator].needs_critic
+
+
+def aggregate_name(config: Config) -> str:
+    """Name how a minibatch's losses are summed: as the config says, else as its algorithm does."""
+    asked = config.training.aggregate
+    by_loss = getattr(LOSSES[config.training.loss], "aggregate", "")
+    by_estimator = ESTIMATORS[config.advantage.estimator].aggregate
+    return asked if asked != "auto" else by_loss or by_estimator or "token_mean"
 
 
 def calls(config: Config) -> tuple[str, ...]:

@@ -6,10 +6,10 @@ from rlhf_jax.config import derived
 from rlhf_jax.config.checks import require, require_not_negative, require_one_of, require_positive
 from rlhf_jax.config.objectives import objective_of, step_may
 from rlhf_jax.config.schema import Config
+from rlhf_jax.generation.speculative.rules import RULES
 from rlhf_jax.placement.plan import Plan
 
 MOST_SAMPLED = 64  # the largest top-k whose sampled sets are kept for training
-ACCEPTANCE = ("replayable", "rejection")
 
 
 def check_generation(config: Config) -> None:
@@ -31,7 +31,7 @@ def check_generation(config: Config) -> None:
         all(isinstance(string, str) and string for string in generation.stop_strings),
         f"generation.stop_strings is {generation.stop_strings}; it must hold texts, none empty.",
     )
-    require_one_of(config, "generation.acceptance", ACCEPTANCE)
+    require_one_of(config, "generation.acceptance", tuple(RULES))
 
 
 def check_strategy(config: Config) -> None:
@@ -40,10 +40,10 @@ def check_strategy(config: Config) -> None:
     repeated = generation.repeated_noise
     replays = derived.replays(config)
     require(
-        generation.acceptance == "replayable" or not (repeated or replays),
-        "Under generation.acceptance 'rejection' a text depends on its drafts and cannot be"
-        " replayed: set generation.repeated_noise to 0 and no 'replay-*' strategy, or acceptance"
-        " 'replayable'.",
+        not RULES[generation.acceptance].depends_on_drafts or not (repeated or replays),
+        f"Under generation.acceptance {generation.acceptance!r} a text depends on its drafts and"
+        " cannot be replayed: set generation.repeated_noise to 0 and no 'replay-*' strategy, or"
+        " acceptance 'replayable'.",
     )
     require(
         not repeated or replays,

@@ -290,7 +290,7 @@ def round_bytes(run: PlannedRun, state: DecodeState, nodes: int) -> int:
     copies = run.temporaries.logits + run.temporaries.padded_logits * (
         policy.vocab_size % BLOCK != 0
     )
-    copies += generation.acceptance == "rejection" and derived.drafts_by_model(run.config)
+    copies += derived.keeps_draft_logits(run.config)
     return window + max(2 * scores, copies * logits)
 
 

@@ -9,6 +9,7 @@ from rlhf_jax.config.checks import require, require_not_negative, require_one_of
 from rlhf_jax.config.schema import Config
 from rlhf_jax.training import kl
 from rlhf_jax.training.advantages import ESTIMATORS
+from rlhf_jax.training.losses import AGGREGATES
 
 KL_PLACES = ("loss", "reward")
 
@@ -69,6 +70,13 @@ def check_advantage(config: Config) -> None:
         " differs from the others; raise generation.samples_per_prompt, or set 0.",
     )
     require_one_of(config, "advantage.deviation", ("sample", "population"))
+    aggregate = derived.aggregate_name(config)
+    require(
+        aggregate in AGGREGATES,
+        f"training.loss {config.training.loss!r} or advantage.estimator {name!r} brings the"
+        f" aggregate {aggregate!r}, and there are {', '.join(AGGREGATES)}; mend it, or set"
+        " training.aggregate.",
+    )
     for key in ("discount", "gae_lambda"):
         value = config.advantage[key]
         require(0 <= value <= 1, f"advantage.{key} is {value}; it must lie in 0 .. 1.")

@@ -206,8 +206,7 @@ DEFAULTS: dict[str, Any] = {
         "top_k": 0,
     },
     "advantage": {
-        # or rloo, reinforce++, reinforce++-baseline, gae (PPO), FILE.py:NAME, or dr_grpo (with
-        # aggregate 'constant')
+        # or dr_grpo, rloo, reinforce++, reinforce++-baseline, gae (PPO), or FILE.py:NAME
         "estimator": "grpo",
         # of later rewards, for gae and reinforce++
         "discount": 1.0,
@@ -254,8 +253,9 @@ DEFAULTS: dict[str, Any] = {
         "clip_high": 0.2,
         # of the policy, token by token: ppo, dual_clip, gspo, cispo, reinforce, or FILE.py:NAME
         "loss": "ppo",
-        # how a minibatch's losses are summed: or sequence_mean, or constant (Dr. GRPO)
-        "aggregate": "token_mean",
+        # how a minibatch's losses are summed: token_mean, sequence_mean or constant; 'auto' as loss
+        # (gspo: sequence_mean) or estimator (dr_grpo: constant) bring it, else token_mean
+        "aggregate": "auto",
         # of the entropy, which is added to the objective
         "entropy_coefficient": 0.0,
         # nats: the rest of an update is left out once KL(old || new) exceeds it; 0 for never

@@ -277,7 +277,7 @@ def _check_training(config: Config) -> None:
     require_not_negative(config, *(f"training.{name}" for name in not_negative))
     clip = config.training.clip_low
     require(clip < 1, f"training.clip_low is {clip}; it must be below 1.")
-    require_one_of(config, "training.aggregate", tuple(AGGREGATES))
+    require_one_of(config, "training.aggregate", ("auto", *AGGREGATES))
     LOSSES.require(config.training.loss)
     require_one_of(config, "training.remat", ("auto", "on", "off"))
     require_one_of(config, "training.schedule", tuple(SCHEDULES))

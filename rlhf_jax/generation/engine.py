@@ -153,6 +153,14 @@ def _check(
                 f" ones does not fit the cache of {decoding.max_length} slots; shorten the prompt,"
                 " ask for fewer tokens or raise the slots."
             )
+        latest = max(request.earlier, default=-1)
+        if decoding.rule.depends_on_drafts and min(request.sample_ids, default=0) <= latest:
+            raise ValueError(
+                f"Under acceptance {decoding.acceptance!r} no draft may stem from the noise that"
+                f" accepts it, and sample {min(request.sample_ids)} may draft from the text of"
+                f" sample {latest}; ask for ids beyond those of all earlier texts, as `requests`"
+                " does."
+            )
     if group.several and not group.name:
         raise ValueError(
             "Processes that share a slice agree under the stage's name: give it one, as"

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from rlhf_jax.generation.requests import Request, Sample
+from rlhf_jax.generation.speculative.rules import AcceptanceRule
 
 MOST_TOKENS = 1 << 23  # of all texts together: 34 MB, and 45 MB of a checkpoint
 DIGEST = 16  # bytes that a prompt is known by
@@ -27,6 +28,8 @@ class History:
         self._size = size
         self._most = most
         self._tokens = 0
+        # beyond the ids of all samples that were ever added: noise that no text was drawn with
+        self.unused_id = 0
         # by the prompt's digest, the one that was answered last at the end
         self._texts: dict[bytes, Texts] = {}
 
@@ -36,7 +39,10 @@ class History:
 
     def add(self, samples: Iterable[Sample]) -> None:
         """Remember finished samples, of an id the latest text, and forget what no longer fits."""
-        for sample in samples if self._size else ():
+        for sample in samples:
+            self.unused_id = max(self.unused_id, sample.sample_id + 1)
+            if not self._size:
+                continue
             prompt = _digest(sample.prompt)
             known = self._texts.pop(prompt, ())
             texts = collections.deque(kept for kept in known if kept[0] != sample.sample_id)
@@ -53,6 +59,7 @@ class History:
         after = History(self._size, self._most)
         after._texts = dict(self._texts)
         after._tokens = self._tokens
+        after.unused_id = self.unused_id
         after.add(samples)
         return after
 
@@ -60,7 +67,7 @@ class History:
         """Return all of it as arrays for a checkpoint.
 
         "prompts" are their digests, "texts" how many each has, "tokens" those of all texts in a
-        row, "lengths" theirs, and "ids" their samples.
+        row, "lengths" theirs, "ids" their samples, and "unused_id" is beyond all.
         """
         texts = [text for of_prompt in self._texts.values() for _, text in of_prompt]
         ids = [sample_id for of_prompt in self._texts.values() for sample_id, _ in of_prompt]
@@ -70,17 +77,22 @@ class History:
             "tokens": np.concatenate([np.zeros(0, np.int32), *texts]).astype(np.int32),
             "lengths": np.array([len(text) for text in texts], np.int32),
             "ids": np.array(ids, np.int64),
+            "unused_id": np.array(self.unused_id, np.int64),
         }
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """Go on where `state` was taken."""
+        """Go on where `state` was taken; without its texts, where this one keeps none."""
         self._texts = {}
         self._tokens = 0
-        if "prompts" not in state:  # of an earlier version, which kept prompts whole
+        ids = np.asarray(state.get("ids", ()), np.int64)
+        # A checkpoint of an earlier version has no "unused_id".
+        self.unused_id = int(state.get("unused_id", ids.max(initial=-1) + 1))
+        # An earlier version kept prompts whole.
+        if "prompts" not in state or not self._size:
             return
         ends = np.cumsum(np.asarray(state["lengths"], np.int64))
         texts = iter(np.split(np.asarray(state["tokens"], np.int32), ends)[:-1])
-        ids = iter(np.asarray(state["ids"]).tolist())
+        ids = iter(ids.tolist())
         for prompt, count in zip(state["prompts"], state["texts"], strict=True):
             own = collections.deque((next(ids), next(texts)) for _ in range(int(count)))
             self._texts[np.asarray(prompt, np.uint8).tobytes()] = own
@@ -102,15 +114,21 @@ def requests(
     max_new_tokens: int,
     first_id: int,
     history: History,
+    rule: AcceptanceRule,
     repeated: int = 0,
     used: set[int] | None = None,
 ) -> list[Request]:
     """Make one request a prompt, with consecutive sample ids from `first_id`.
 
-    Of each prompt's samples up to `repeated` take the ids of its latest responses, and so their
-    noise: they can be replayed, and are no fresh draws. Ids in `used` are not taken again, and
-    those taken are added to it.
+    Where the text depends on the drafts, the ids begin beyond those of all earlier samples, so that
+    no draft stems from the noise that accepts it, and none is `repeated`. Else of each prompt's
+    samples up to `repeated` take the ids of its latest responses, and so their noise: they can be
+    replayed, and are no fresh draws. Ids in `used` are not taken again, and those taken are added
+    to it.
     """
+    if rule.depends_on_drafts:
+        first_id = max(first_id, history.unused_id)
+        repeated = 0
     asked = []
     used = set() if used is None else used
     for index, prompt in enumerate(prompts):

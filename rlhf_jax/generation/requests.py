@@ -11,6 +11,7 @@ import numpy as np
 
 from rlhf_jax.config.schema import Config
 from rlhf_jax.generation.speculative.protocol import Drafter, drafters_of
+from rlhf_jax.generation.speculative.rules import RULES, AcceptanceRule
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.stop_strings import StopStrings
 from rlhf_jax.generation.strategy.acceptance import Observations
@@ -24,6 +25,8 @@ class Request:
     """Ask for samples of one prompt.
 
     Sample ids name the noise: they must not repeat within a seed, nor within a call of `generate`.
+    But the same prompt may be drawn again with the same noise, where the text does not depend on
+    the drafts (`AcceptanceRule`).
     """
 
     prompt: np.ndarray  # [P] int32
@@ -50,7 +53,7 @@ class GenerationConfig:
     max_rows: int  # live rows at most
     max_length: int  # tokens of the longest sample, prompt included
     seed: int
-    acceptance: str = "replayable"  # or "rejection"
+    acceptance: str = "replayable"  # the name of a rule of acceptance
     history: int = 0  # history tokens kept for lookup
     min_rows: int = 1  # the batch shrinks no further: each halving is a program of its own
     stop_strings: StopStrings | None = None
@@ -90,6 +93,11 @@ class GenerationConfig:
     def drafters(self) -> tuple[Drafter, ...]:
         """Return the drafters of the strategies that may be chosen."""
         return drafters_of(self.strategies)
+
+    @property
+    def rule(self) -> AcceptanceRule:
+        """Return the rule of acceptance."""
+        return RULES[self.acceptance]
 
     @functools.cached_property
     def without_seed(self) -> GenerationConfig:

@@ -225,7 +225,7 @@ def end_stage(
     if selector is None:
         return None
     learning = [one.name for one in decoding.drafters if one.learns_from_texts]
-    if drafter is not None and learning and decoding.acceptance == "replayable":
+    if drafter is not None and learning and not decoding.rule.depends_on_drafts:
         chosen = samples[:: max(1, len(samples) // TEXTS_READ)]
         chosen = chosen[: min(TEXTS_READ, max(1, len(samples) // TEXTS_FOR_ONE_READ))]
         observed = read_texts(drafter, chosen, decoding, settings)

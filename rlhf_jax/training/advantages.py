@@ -71,6 +71,9 @@ class Estimator:
     needs_critic: bool = False  # Reads values, so a critic is trained beside the policy.
     compares_group: bool = False  # Needs two or more samples of each prompt.
     reads_missing: bool = False  # Knows NaN as the reward of a sample whose scoring failed.
+    # How a minibatch's losses are summed where neither the config nor the loss says: a name of
+    # `training.aggregate`; none: as token_mean.
+    aggregate: str = ""
 
 
 def _no_estimator(found: object) -> str:
@@ -235,7 +238,7 @@ def _reinforce_plus_plus_baseline(
 register(Estimator("gae", _whitened_gae, needs_critic=True))
 _comparing = functools.partial(Estimator, compares_group=True, reads_missing=True)
 register(_comparing("grpo", _grpo))
-register(_comparing("dr_grpo", of_samples(dr_grpo)))
+register(_comparing("dr_grpo", of_samples(dr_grpo), aggregate="constant"))
 register(_comparing("rloo", of_samples(rloo)))
 register(Estimator("reinforce++", _reinforce_plus_plus))
 register(_comparing("reinforce++-baseline", _reinforce_plus_plus_baseline))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,21 @@ class LossTerms(NamedTuple):
 
 
 PolicyLoss = Callable[[LossTerms], Array]  # the loss of each token, [S, W] float32
+Loss = TypeVar("Loss", bound=PolicyLoss)
+
+
+def aggregated_by(name: str) -> Callable[[Loss], Loss]:
+    """Let a loss bring how a minibatch's losses are summed, by a name of `training.aggregate`.
+
+    It is so where the config leaves it to the loss. One that brings none leaves it to the estimator
+    of advantages.
+    """
+
+    def bring(loss: Loss) -> Loss:
+        vars(loss)["aggregate"] = name
+        return loss
+
+    return bring
 
 
 def ppo(terms: LossTerms) -> Array:
@@ -67,11 +82,12 @@ def dual_clip(terms: LossTerms) -> Array:
     return jnp.where(terms.advantages < 0, bounded, losses)
 
 
+@aggregated_by("sequence_mean")
 def gspo(terms: LossTerms) -> Array:
     """Compute PPO's loss with the ratio of a whole sample, the mean of its tokens' in nats.
 
     It is GSPO-token (Zheng et al. 2025, eq. 13 to 15): equal to GSPO where the advantages of a
-    sample are.
+    sample are, and each sample weighs the same.
     """
     apart = terms.logprobs - terms.old_logprobs
     of_sample = jax.lax.stop_gradient(terms.sample_means(apart))

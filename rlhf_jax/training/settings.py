@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.logprobs import CHUNK
 from rlhf_jax.mesh import ONE_DEVICE, Layout
@@ -59,7 +60,7 @@ class TrainingSettings:
             clip_high=training.clip_high,
             critic_clip=config.critic.clip,
             critic_steps_alone=config.critic.steps_alone,
-            aggregate=AGGREGATES[training.aggregate],
+            aggregate=AGGREGATES[derived.aggregate_name(config)],
             max_new_tokens=config.generation.max_new_tokens,
             kl_estimator=KL[config.kl.estimator],
             entropy_coefficient=training.entropy_coefficient,

@@ -21,6 +21,7 @@ from rlhf_jax.generation.speculative.drafters.hindsight import look_back
 from rlhf_jax.generation.speculative.drafters.search import SearchDrafter
 from rlhf_jax.generation.speculative.protocol import DraftContext, Execute, drafter_of, drafters_of
 from rlhf_jax.generation.speculative.results import Results, as_words
+from rlhf_jax.generation.speculative.rules import RULES
 from rlhf_jax.generation.speculative.sampling import Draw, Sampling, block_noise, draw, draw_inside
 from rlhf_jax.generation.strategy.expected_gain import UNMEASURED
 from rlhf_jax.mesh import ONE_DEVICE, Layout, pin_rows
@@ -36,7 +37,7 @@ class Verified(NamedTuple):
     """Hold what the target says of every node: its own draw, and the window to commit from."""
 
     draw: Draw
-    logits: Array | None  # [B, N+1, V] float32; None where they never existed, or are packed
+    logits: Array | None  # [B, N+1, V] float32; None where the rule does not read them
     window: Cache
 
 
@@ -66,7 +67,7 @@ def speculative_round(
         siblings,
         draft_model,
         decoding.sampling,
-        with_logits=decoding.acceptance == "rejection",
+        with_logits=decoding.rule.reads_logits,
         layout=layout,
     )
     if len(decoding.strategies) > 1:
@@ -133,7 +134,7 @@ def run_round(
     outcome = verify(
         target, state, nodes, tree, sampling=sampling, rule=rule, layout=layout, packing=packing
     )
-    if rule == "replayable":
+    if not RULES[rule].reads_logits:
         token = outcome.draw.token
         logprob = outcome.draw.logprob
         last = trees.accept_equal(nodes, token, tree)
@@ -198,7 +199,7 @@ def verify(
         drawn = draw(scores, key, positions + 1, sampling)
     if packing is not None:
         drawn = jax.tree.map(packing.unpack, drawn)
-        scores = None
+        scores = jax.tree.map(packing.unpack, scores) if RULES[rule].reads_logits else None
     return Verified(drawn, scores, window)
 
 
@@ -209,7 +210,7 @@ def streams_head(layout: Layout, sampling: Sampling, rule: str) -> bool:
     """
     return (
         layout.kernels.verify_head != "reference"
-        and rule == "replayable"
+        and not RULES[rule].reads_logits
         and not sampling.top_k
         and sampling.top_p == 1
     )
