@@ -63,6 +63,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--soak-results", default="", help="a file for what tests/test_soak.py has measured"
     )
 
+    parser.addoption(
+        "--mutant-results", default="", help="a file for what tests/test_mutants.py has found"
+    )
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Strict promotion, compiled programs kept between runs, and signals heard by what tests

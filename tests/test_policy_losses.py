@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_jax.config import default, derived
+from rlhf_jax.config import default
 from rlhf_jax.training.losses import AGGREGATES
 from rlhf_jax.training.policy_losses import LOSSES, LossTerms
+from rlhf_jax.training.settings import aggregate_name
 
 LOW, HIGH = 0.2, 0.3
 DUAL_CLIP = 3.0  # c of Ye et al. 2020, table 2
@@ -116,7 +117,7 @@ def test_the_algorithm_brings_how_tokens_are_summed(loss, estimator, asked, name
     config = default()
     config.training.update(loss=loss, aggregate=asked)
     config.advantage.estimator = estimator
-    assert derived.aggregate_name(config) == name
+    assert aggregate_name(config) == name
 
 
 def test_gspo_as_configured_is_the_papers_objective():
@@ -138,5 +139,5 @@ def test_gspo_as_configured_is_the_papers_objective():
     terms = LossTerms(logprobs, old, gains, jnp.asarray(mask), owner, 1, LOW, HIGH)
     config = default()
     config.training.loss = "gspo"
-    weights = AGGREGATES[derived.aggregate_name(config)](mask, 9)
+    weights = AGGREGATES[aggregate_name(config)](mask, 9)
     assert float((weights * LOSSES["gspo"](terms)).sum()) == pytest.approx(want, rel=1e-5)

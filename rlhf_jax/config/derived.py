@@ -15,7 +15,6 @@ from rlhf_jax.model.families import register as register_family
 from rlhf_jax.rewards.sources import source_of
 from rlhf_jax.runtime.extensions import load_named
 from rlhf_jax.training.advantages import ESTIMATORS
-from rlhf_jax.training.policy_losses import LOSSES
 
 ADAPTIVE = "adaptive"
 
@@ -116,14 +115,6 @@ def needs_critic(config: Config) -> bool:
     """Tell whether a run trains a critic, whose values its advantages read."""
     uses_rewards = objective_of(config).uses_rewards
     return uses_rewards and ESTIMATORS[config.advantage.estimator].needs_critic
-
-
-def aggregate_name(config: Config) -> str:
-    """Name how a minibatch's losses are summed: as the config says, else as its algorithm does."""
-    asked = config.training.aggregate
-    by_loss = getattr(LOSSES[config.training.loss], "aggregate", "")
-    by_estimator = ESTIMATORS[config.advantage.estimator].aggregate
-    return asked if asked != "auto" else by_loss or by_estimator or "token_mean"
 
 
 def calls(config: Config) -> tuple[str, ...]:

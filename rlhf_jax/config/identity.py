@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config, flat
 from rlhf_jax.runtime.extensions import code_digest, file_digest, is_of_file
+from rlhf_jax.training.settings import aggregate_name
 
 # What may change between a checkpoint and the run that goes on from it: keys, or how they begin.
 FREE_KEYS = (
@@ -50,7 +50,7 @@ def binding_settings(config: Config) -> dict[str, Any]:
     values = flat(config)
     binding = {key: value for key, value in values.items() if not key.startswith(FREE_KEYS)}
     binding["plan"] = plan_name(config)
-    binding["training.aggregate"] = derived.aggregate_name(config)
+    binding["training.aggregate"] = aggregate_name(config)
     for value in values.values():
         several = value.values() if isinstance(value, dict) else value
         specs = several if isinstance(value, (dict, list, tuple)) else [value]

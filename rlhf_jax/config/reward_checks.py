@@ -10,6 +10,7 @@ from rlhf_jax.config.schema import Config
 from rlhf_jax.training import kl
 from rlhf_jax.training.advantages import ESTIMATORS
 from rlhf_jax.training.losses import AGGREGATES
+from rlhf_jax.training.settings import aggregate_name
 
 KL_PLACES = ("loss", "reward")
 
@@ -70,7 +71,7 @@ def check_advantage(config: Config) -> None:
         " differs from the others; raise generation.samples_per_prompt, or set 0.",
     )
     require_one_of(config, "advantage.deviation", ("sample", "population"))
-    aggregate = derived.aggregate_name(config)
+    aggregate = aggregate_name(config)
     require(
         aggregate in AGGREGATES,
         f"training.loss {config.training.loss!r} or advantage.estimator {name!r} brings the"

@@ -5,14 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.logprobs import CHUNK
 from rlhf_jax.mesh import ONE_DEVICE, Layout
 from rlhf_jax.placement.plan import CallLayouts
+from rlhf_jax.training.advantages import ESTIMATORS
 from rlhf_jax.training.kl import KL, kl_k3
 from rlhf_jax.training.losses import AGGREGATES, token_mean_weights
 from rlhf_jax.training.policy_losses import LOSSES, PolicyLoss, ppo
+
+
+def aggregate_name(config: Config) -> str:
+    """Name how a minibatch's losses are summed: as the config says, else as its algorithm does."""
+    asked = config.training.aggregate
+    by_loss = getattr(LOSSES[config.training.loss], "aggregate", "")
+    by_estimator = ESTIMATORS[config.advantage.estimator].aggregate
+    return asked if asked != "auto" else by_loss or by_estimator or "token_mean"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +68,7 @@ class TrainingSettings:
             clip_high=training.clip_high,
             critic_clip=config.critic.clip,
             critic_steps_alone=config.critic.steps_alone,
-            aggregate=AGGREGATES[derived.aggregate_name(config)],
+            aggregate=AGGREGATES[aggregate_name(config)],
             max_new_tokens=config.generation.max_new_tokens,
             kl_estimator=KL[config.kl.estimator],
             entropy_coefficient=training.entropy_coefficient,
