@@ -34,14 +34,14 @@ class Temporaries(NamedTuple):
     padded_logits: int  # more of these where the vocabulary is no whole blocks
     matrices: float  # of the three of a layer's feed-forward that are gathered at one time
     head_sums: int  # float32 copies of a head whose gradient is summed over several chunks
-    pads: bool  # parts of weights that are no whole lanes are padded
+    padded_head: float  # copies of a head that is gathered of parts which are no whole lanes
     turns: bool  # weights [F, M] whose M is split are turned, all layers at once, to be gathered
 
 
 TEMPORARIES = {
-    "cpu": Temporaries(2, 2, 1, matrices=3, head_sums=1, pads=False, turns=False),
-    "gpu": Temporaries(1, 1, 0, matrices=1.5, head_sums=2, pads=False, turns=True),
-    "tpu": Temporaries(2, 2, 1, matrices=1.5, head_sums=3, pads=True, turns=False),
+    "cpu": Temporaries(2, 2, 1, matrices=3, head_sums=1, padded_head=1, turns=False),
+    "gpu": Temporaries(1, 1, 0, matrices=1.5, head_sums=2, padded_head=1, turns=True),
+    "tpu": Temporaries(2, 2, 1, matrices=1.5, head_sums=3, padded_head=2.75, turns=False),
 }
 
 
@@ -211,12 +211,14 @@ class PlannedRun:
     def gathered_head(self, model: ModelConfig) -> int:
         """Return the bytes of the head, gathered for one forward pass.
 
-        Where it is padded, it is summed of copies, and two of them exist at one time.
+        Where a device's part of the width is not whole lanes of a TPU, it is padded, and summed of
+        copies.
         """
         if model.scalar_head or self.width_shards == 1:
             return 0
-        copies = 2 if self.pads(model) else 1
-        return copies * self.layout.dtype.itemsize * model.width * self.outputs(model)
+        padded = model.width // self.width_shards % LANES != 0
+        copies = self.temporaries.padded_head if padded else 1
+        return int(copies * self.layout.dtype.itemsize * model.width * self.outputs(model))
 
     @property
     def width_shards(self) -> int:
@@ -236,11 +238,6 @@ class PlannedRun:
         inputs += self.tensor_share(model.ffn_width)
         entries = model.num_layers * inputs * model.width // self.width_shards
         return entries * self.layout.dtype.itemsize
-
-    def pads(self, model: ModelConfig) -> bool:
-        """Tell whether a device's part of the width is not whole lanes of a TPU."""
-        shard = model.width // self.width_shards
-        return self.width_shards > 1 and shard % LANES != 0 and self.temporaries.pads
 
 
 def abstract_weights(model: ModelConfig, dtype: DTypeLike) -> Model:
