@@ -199,7 +199,7 @@ def trees(tmp_path_factory) -> list[Path]:
     return found
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [3, pytest.param(100, marks=pytest.mark.long)])
 def test_faults_are_found(count, trees, request):
     mutants = drawn(count)
     assert len(mutants) == count
