@@ -32,6 +32,7 @@ from rlhf_jax.monitoring import sinks
 from rlhf_jax.placement.pipelined import check_pipelines, is_pipelined
 from rlhf_jax.placement.plan import Plan
 from rlhf_jax.placement.presets import plan_of
+from rlhf_jax.rewards.signatures import Signature
 from rlhf_jax.rewards.sources import check_sources
 from rlhf_jax.runtime import mirror
 from rlhf_jax.runtime.files import find, is_remote
@@ -63,11 +64,12 @@ STUDENT_FIELDS = (
 )
 
 
-def validate(config: Config, num_devices: int, num_processes: int = 1) -> None:
-    """Raise ValueError or FileNotFoundError, in one sentence, for the first thing that cannot work.
+def validate(config: Config, num_devices: int, num_processes: int = 1) -> dict[str, Signature]:
+    """Check a config; return how the reward's functions want to be called, by their specs.
 
     Files are looked for, and rewards imported in processes of their own; the model is checked where
-    it is opened.
+    it is opened. Raises ValueError or FileNotFoundError, in one sentence, for the first thing that
+    cannot work.
     """
     for name, value in flat(config).items():
         finite = not isinstance(value, float) or math.isfinite(value)
@@ -92,8 +94,8 @@ def validate(config: Config, num_devices: int, num_processes: int = 1) -> None:
         check_kl(config)
     objective.validate(config)
     _check_devices(config, num_devices, num_processes)
-    if objective.uses_rewards:  # last, as the functions are imported
-        check_sources(config)
+    # last, as the functions are imported
+    return check_sources(config) if objective.uses_rewards else {}
 
 
 def validate_models(config: Config, models: ModelConfigs) -> None:
