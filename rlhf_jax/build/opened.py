@@ -17,6 +17,7 @@ import numpy as np
 from rlhf_jax.build.calls import place_calls
 from rlhf_jax.build.topology import count_devices
 from rlhf_jax.config import derived, memory, validation
+from rlhf_jax.config.checks import require_texts
 from rlhf_jax.config.identity import binding_settings
 from rlhf_jax.config.objectives import Objective, objective_of
 from rlhf_jax.config.schema import Config
@@ -82,6 +83,7 @@ def prepare(config: Config) -> Opened:
 
     Raises ValueError or OSError, in one sentence, for the first thing that is wrong.
     """
+    require_texts(config)
     derived.register_own(config)
     signatures = validation.validate(config, count_devices(), distributed.count())
     objective = objective_of(config)

@@ -11,6 +11,8 @@ from rlhf_jax.training import kl
 from rlhf_jax.training.advantages import ESTIMATORS
 
 KL_PLACES = ("loss", "reward")
+# What every evaluation writes as eval/NAME.
+OWN_MEASURES = ("reward", "finished", "distinct_pairs", "generation/tokens_per_round")
 
 
 def check_rewards(config: Config) -> None:
@@ -48,10 +50,11 @@ def check_rewards(config: Config) -> None:
         0 <= reward.max_failed < 1,
         f"reward.max_failed is {reward.max_failed}; it must be at least 0 and below 1.",
     )
-    require(
-        "reward" not in reward.metrics,
-        "reward.metrics names a measure 'reward', which is training's; rename it.",
-    )
+    for name in reward.metrics:
+        require(
+            name not in OWN_MEASURES and not name.endswith("/failed"),
+            f"reward.metrics names a measure {name!r}, which is the run's own; rename it.",
+        )
 
 
 def check_advantage(config: Config) -> None:

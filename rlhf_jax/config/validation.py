@@ -15,6 +15,7 @@ from rlhf_jax.config.checks import (
     require_not_negative,
     require_one_of,
     require_positive,
+    require_texts,
 )
 from rlhf_jax.config.generation_checks import (
     check_drafter,
@@ -71,6 +72,7 @@ def validate(config: Config, num_devices: int, num_processes: int = 1) -> dict[s
     it is opened. Raises ValueError or FileNotFoundError, in one sentence, for the first thing that
     cannot work.
     """
+    require_texts(config)
     for name, value in flat(config).items():
         finite = not isinstance(value, float) or math.isfinite(value)
         require(finite, f"{name} is {value}; it must be finite.")
