@@ -63,6 +63,5 @@ def require_texts(config: Config) -> None:
 
 def _require_text(value: object, where: str) -> None:
     """Raise ValueError unless a value is a text that files and screens take."""
-    text = value if isinstance(value, str) else ""
-    if not text or any("\ud800" <= letter <= "\udfff" for letter in text):
+    if not isinstance(value, str) or any("\ud800" <= letter <= "\udfff" for letter in value):
         raise ValueError(f"{where} {value!r} of type {type(value).__name__}; give a text.")

@@ -52,8 +52,8 @@ def check_rewards(config: Config) -> None:
     )
     for name in reward.metrics:
         require(
-            name not in OWN_MEASURES and not name.endswith("/failed"),
-            f"reward.metrics names a measure {name!r}, which is the run's own; rename it.",
+            bool(name) and name not in OWN_MEASURES and not name.endswith("/failed"),
+            f"reward.metrics names a measure {name!r}, which is empty or the run's own; rename it.",
         )
 
 

@@ -23,7 +23,7 @@ from rlhf_jax.rewards.serving import serve_calls
 from rlhf_jax.runtime.native_output import screen
 
 START_SECONDS = 120.0  # for Python, and for an import where calls have no limit
-LEAVE_SECONDS = 1.0  # in which a thread may end by itself
+LEAVE_SECONDS = 0.5  # in which a thread may end by itself
 
 
 @dataclasses.dataclass

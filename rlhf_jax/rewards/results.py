@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_jax.rewards.combination import LARGEST, RewardResult, Score
+from rlhf_jax.rewards.combination import LARGEST, RewardResult, Score, failure
 
 MESSAGE = 200  # characters of an error in a call that are kept
 TEXTS = str | bytes | bytearray | memoryview
@@ -54,7 +54,8 @@ def results_of(alone: bool, value: Any, count: int, logged: Logged) -> list[Rewa
     items = [found[index] for index in range(count)]
     results = [_result(0.0 if item is None else item) for item in items]
     for index, result in enumerate(results):
-        if isinstance(result, Score):  # the numbers are of the call: they stand beside one score
+        # The numbers are of the call: they stand beside one score, which must be one.
+        if isinstance(result, Score) and not failure(result):
             results[index] = Score(result.value, {**result.numbers, **logged.means()})
             break
     return results

@@ -139,12 +139,17 @@ async def _answer_together(
             results = await call_async(reward, signature, asked)
             _reply(pipe, RewardResults(asked.number, results))
 
-    loop = asyncio.get_running_loop()
     under_way = set()
+    arrived = asyncio.Event()
+    # Not by a thread that reads: the loop's end would wait for it, and so for the next call.
+    asyncio.get_running_loop().add_reader(pipe.fileno(), arrived.set)
     while True:
-        task = loop.create_task(answer(await loop.run_in_executor(None, receive_call, pipe)))
-        under_way.add(task)
-        task.add_done_callback(under_way.discard)
+        await arrived.wait()
+        arrived.clear()
+        while pipe.poll():
+            task = asyncio.create_task(answer(receive_call(pipe)))
+            under_way.add(task)
+            task.add_done_callback(under_way.discard)
 
 
 def _reply(pipe: connection.Connection, reply: RewardResults) -> None:

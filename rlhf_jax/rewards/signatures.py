@@ -90,8 +90,8 @@ def signature_of(function: Callable[..., Any]) -> Signature:
     if unknown:
         called = getattr(function, "__name__", type(function).__name__)
         raise ValueError(
-            f"Reward {called!r} has a parameter {unknown[0]!r}, which no call of it fills: name"
-            f" some of {CHOICE}; or give it a default."
+            f"Reward {called!r} has a parameter {unknown[0]!r}, which no call of it fills: a"
+            f" function of reward.functions may name {CHOICE}; rename it, or give it a default."
         )
     columns += [one for one in ("data_source", "ground_truth") if _wants(parameters, form, one)]
     return Signature(form, is_async, tuple(columns))
@@ -226,7 +226,9 @@ def _of_batch(
     rows = [response.row for response in responses]
     names = dict.fromkeys([*(name for row in rows for name in row), *required])
     columns = {
-        name: [_cell(row, name) for row in rows] for name in names if name not in NOT_COLUMNS
+        name: [_cell(row, name) for row in rows]
+        for name in names
+        if name not in (*NOT_COLUMNS, *NAMES[Form.BATCH])
     }
     texts: list[Any] = [response.response for response in responses]
     if isinstance(rows[0].get("prompt"), list):  # a chat is answered by a message
