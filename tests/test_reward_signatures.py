@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import http.server
-import json
 import threading
 import time
 
@@ -350,60 +348,6 @@ def test_a_column_of_some_rows_is_none_in_the_others():
     rows = [{"prompt": "p"}, {"prompt": "p", "late": 3}]
     asked = [Response("p", [], row, "r", [1], number) for number, row in enumerate(rows)]
     assert kept(**arguments(kept, Form.BATCH, asked).named) == [None, 3]
-
-
-class Server(http.server.BaseHTTPRequestHandler):
-    """Answers a reward, or a grade, at the third time of asking."""
-
-    asked: list[dict] = []  # noqa: RUF012
-
-    def do_POST(self):
-        sent = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append(sent)
-        busy = len(self.asked) in (1, 2)
-        grade = {"choices": [{"message": {"content": "Grade: 7"}}]}
-        own = {"reward": len(sent.get("response", "")), "numbers": {"seen": 1}}
-        told = grade if self.path.endswith("/chat/completions") else own
-        self.send_response(503 if busy else 404 if self.path == "/none" else 200)
-        self.end_headers()
-        self.wfile.write(json.dumps(told).encode())
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def server():
-    Server.asked = []
-    listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=listening.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{listening.server_address[1]}"
-    listening.shutdown()
-    listening.server_close()
-
-
-def test_servers_are_asked_again_and_their_answers_are_rewards(server, tmp_path):
-    pytest.importorskip("httpx")
-    (tmp_path / "mine.py").write_text(
-        "from rlhf_jax.rewards.ready.remote import http, judge\n"
-        f"mine = http('{server}/reward')\n"
-        f"graded = judge('{server}/v1', model='small', question='Is it kind?')\n"
-        f"wrong = http('{server}/none')\n"
-        "gone = http('http://127.0.0.1:9/none', retries=1)\n"
-    )
-    with Workers(f"{tmp_path}/mine.py:mine", 1, 20.0, concurrency=1) as pool:
-        scores = pool(responses("abc", "a"))
-    assert scores.values.tolist() == [3, 1] and scores.numbers[0] == {"seen": 1.0}
-    assert len(Server.asked) == 4, "two tries of four found it busy"
-    with Workers(f"{tmp_path}/mine.py:graded", 1, 20.0, concurrency=2) as pool:
-        np.testing.assert_allclose(pool(responses("abc", "a")).values, 0.7)
-    assert "Is it kind?" in Server.asked[-1]["messages"][0]["content"]
-    for name, reason in (("wrong", "answered 404"), ("gone", "could not be asked")):
-        with (
-            Workers(f"{tmp_path}/mine.py:{name}", 1, 20.0) as pool,
-            pytest.raises(ValueError, match=reason),
-        ):
-            pool(responses("a"))
 
 
 def test_rewards_of_the_package_are_named_alone():
