@@ -25,7 +25,7 @@ LONGEST_NAME = 250  # characters of a metric's name that MLflow keeps; bytes, of
 MOST_METRICS = 1000  # that a call of MLflow may hold
 # Which characters of a name each tracker refuses, or reads otherwise, as regular expressions: W&B
 # and trackio keep some names for themselves, and to MLflow a name is a path.
-REFUSED_BY_WANDB = "^_"
+REFUSED_BY_WANDB = r"^_(?=(?:step|timestamp|runtime|wandb)\Z)"
 REFUSED_BY_TRACKIO = (
     r"^(?:p(?=roject\Z)|r(?=un\Z)|t(?=ime(?:stamp)?\Z)|s(?=tep\Z)|m(?=etrics\Z)|_(?=_))"
 )
@@ -119,25 +119,29 @@ class Mlflow:
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log a step."""
         now = int(1000 * time.time())
-        metrics = [self._metric(self._name(key), one, now, step) for key, one in numbers.items()]
+        metrics = [
+            self._metric(mlflow_name(key, self._in_files), one, now, step)
+            for key, one in numbers.items()
+        ]
         for start in range(0, len(metrics), MOST_METRICS):
             self._client.log_batch(self._id, metrics=metrics[start : start + MOST_METRICS])
-
-    def _name(self, name: str) -> str:
-        """Return a metric's name as MLflow takes it.
-
-        In a folder of files a name is one, and so cannot be the folder of another, as eval/reward
-        would be of eval/reward/failed.
-        """
-        if not self._in_files:
-            return escaped(name, REFUSED_BY_MLFLOW, LONGEST_NAME)
-        group, slash, own = name.partition("/")
-        own = escaped(own, f"{REFUSED_BY_MLFLOW}|/", LONGEST_NAME - len(group.encode()) - 1)
-        return escaped(group, REFUSED_BY_MLFLOW) + slash + own
 
     def close(self) -> None:
         """Mark the run as finished."""
         self._client.set_terminated(self._id)
+
+
+def mlflow_name(name: str, in_files: bool) -> str:
+    """Return a metric's name as MLflow takes it.
+
+    In a folder of files a name is one, and so cannot be the folder of another, as eval/reward would
+    be of eval/reward/failed.
+    """
+    group, slash, own = name.partition("/")
+    if not in_files or not (group and own):
+        return escaped(name, REFUSED_BY_MLFLOW, LONGEST_NAME)
+    own = escaped(own, f"{REFUSED_BY_MLFLOW}|/", LONGEST_NAME - len(group.encode()) - 1)
+    return escaped(group, REFUSED_BY_MLFLOW) + slash + own
 
 
 class Trackio:
