@@ -10,7 +10,6 @@ import concurrent.futures
 import decimal
 import fractions
 import math
-import numbers
 import os
 import re
 import signal
@@ -21,17 +20,18 @@ import ml_dtypes
 import numpy as np
 
 
-class Raises(numbers.Real):
+class Raises(float):
     """A number by its class, whose conversion raises."""
 
-    def __init__(self, error):
-        self.error = error
+    error: BaseException
+
+    def __new__(cls, error):
+        made = super().__new__(cls)
+        made.error = error
+        return made
 
     def __float__(self):
         raise self.error
-
-
-Raises.__abstractmethods__ = frozenset()
 
 
 class Unprintable(Exception):

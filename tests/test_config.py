@@ -316,7 +316,7 @@ def test_rejection_and_replay_are_refused_together(valid, change):
 
 NO_TEXTS = (5, None, b"a", 1.5, ("a",), "a\ud800")
 WRONG_NAMES = [
-    *((key, (wrong,)) for key in checks.NAMES for wrong in NO_TEXTS),
+    *((key, (wrong,)) for key in checks.NAMING_KEYS for wrong in NO_TEXTS),
     *((key, {wrong: "math_verify"}) for key in configs.DICTS for wrong in (5, "a\ud800")),
 ]
 

@@ -34,7 +34,7 @@ class Server(http.server.BaseHTTPRequestHandler):
         for name, value in headers.items():
             if value.startswith("in "):
                 value = in_seconds(int(value.removeprefix("in ")))
-            self.send_header(name, value.replace("PORT", str(self.server.server_address[1])))
+            self.send_header(name, value.replace("PORT", self.headers["Host"].partition(":")[2]))
         self.end_headers()
         text = content if isinstance(content, str) else json.dumps(content)
         self.wfile.write(text.encode())

@@ -15,7 +15,7 @@ import reward_endings as endings
 
 from rlhf_jax.config import default
 from rlhf_jax.rewards import callers, workers
-from rlhf_jax.rewards.children import start_thread
+from rlhf_jax.rewards.children import ProcessChild, start_thread
 from rlhf_jax.rewards.combination import Response, Term, load_reward, weighted
 from rlhf_jax.rewards.workers import Workers
 
@@ -132,6 +132,7 @@ def test_ctrl_c_in_a_call_is_a_failure_and_between_calls_nothing(capfd):
         scores = pool(responses("fine", "interrupted"))
         assert scores.failures == {1: "raised KeyboardInterrupt: "}
         (child,) = pool._children
+        assert isinstance(child, ProcessChild)
         for _ in range(3):
             child.process.send_signal(endings.signal.SIGINT)
             time.sleep(0.05)

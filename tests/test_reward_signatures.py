@@ -7,6 +7,7 @@ import contextlib
 import functools
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -209,7 +210,7 @@ def verl(solution_str, ground_truth, method="strict", format_score=0.0, score=1.
     return f"{solution_str} {ground_truth} {method}"
 
 
-def verl_documented(data_source, solution_str, ground_truth, extra_info=None):
+def verl_documented(data_source, solution_str, ground_truth, extra_info: Any = None):
     """Of docs/preparation/reward_function.rst."""
     return f"{data_source} {solution_str} {ground_truth} {extra_info['index']}"
 
@@ -232,7 +233,7 @@ def trl_ids(completion_ids, **kwargs):
     return completion_ids
 
 
-def trl_columns(completions, ground_truth, log_extra=None, log_metric=None, **kwargs):
+def trl_columns(completions, ground_truth, log_extra: Any = None, log_metric: Any = None, **_):
     """Its example 6; the newest names are given to those that take all, except the trainer's."""
     log_extra("golden_answer", list(ground_truth))
     log_metric("accuracy", 0.5)

@@ -9,6 +9,7 @@ import re
 import struct
 import subprocess
 import sys
+import time
 
 import pytest
 import tiny_run
@@ -255,6 +256,16 @@ def rows_of_wandb(folder):
             yield history.step.num, {key: json.loads(text) for key, text in items.items()}
 
 
+def numbers_of_wandb(folder, patience=20.0):
+    """The numbers of the only step; its process writes them after the run has finished."""
+    deadline = time.monotonic() + patience
+    found = {}
+    while not found and time.monotonic() < deadline:
+        time.sleep(0.05)
+        found = max((row for _, row in rows_of_wandb(folder)), key=len, default={})
+    return found
+
+
 def of_wandb(folder):
     """Steps and rewards of the only run."""
     rows = rows_of_wandb(folder)
@@ -317,7 +328,7 @@ def of_trackio(folder):
 
 # All numbers of the only step, by the names that the tracker has for them.
 NUMBERS = {
-    "wandb": lambda folder: max((row for _, row in rows_of_wandb(folder)), key=len).items(),
+    "wandb": lambda folder: numbers_of_wandb(folder).items(),
     "mlflow": lambda folder: run_of_mlflow(folder)[1].data.metrics.items(),
     "trackio": lambda folder: rows_of_trackio()[-1].items(),
 }

@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from rlhf_jax.config.schema import DICTS, Config, flat
 
 # Keys whose values name files, folders or what is registered, several each.
-NAMES = ("sinks", "reward.functions", "reward.models", "generation.drafters", "model.families")
+NAMING_KEYS = (
+    "sinks",
+    "reward.functions",
+    "reward.models",
+    "generation.drafters",
+    "model.families",
+)
 
 
 def require(holds: bool, sentence: str) -> None:
@@ -51,7 +57,7 @@ def require_even_split(whole: int, parts: int, what: str, by: str) -> None:
 def require_texts(config: Config) -> None:
     """Raise ValueError where a name in a config is no text, before anything looks for it."""
     values = flat(config)
-    for key in NAMES:
+    for key in NAMING_KEYS:
         for name in values[key]:
             _require_text(name, f"{key} has")
     for key in DICTS:

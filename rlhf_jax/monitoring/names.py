@@ -17,14 +17,14 @@ def escaped(name: str, refused: str, longest: int | None = None) -> str:
     `_x([0-9A-F]{4}|[0-9A-F]{8})_` finds them again. A name of more than `longest` bytes is cut, and
     ends in a digest of the whole.
     """
-    pattern = f"{AMBIGUOUS}|{SURROGATES}|{refused}"
-    found = re.sub(pattern, lambda one: _code(ord(one[0])), name)
-    data = found.encode()
+
+    def code(found: re.Match[str]) -> str:
+        point = ord(found[0])
+        return f"_x{point:04X}_" if point < 1 << 16 else f"_x{point:08X}_"
+
+    fitting = re.sub(f"{AMBIGUOUS}|{SURROGATES}|{refused}", code, name)
+    data = fitting.encode()
     if longest is None or len(data) <= longest:
-        return found
+        return fitting
     digest = hashlib.sha256(data).hexdigest()[:16]
     return f"{data[: longest - len(digest) - 1].decode(errors='ignore')}_{digest}"
-
-
-def _code(point: int) -> str:
-    return f"_x{point:04X}_" if point < 1 << 16 else f"_x{point:08X}_"

@@ -26,10 +26,11 @@ MOST_METRICS = 1000  # that a call of MLflow may hold
 # Which characters of a name each tracker refuses, or reads otherwise, as regular expressions: W&B
 # and trackio keep some names for themselves, and to MLflow a name is a path.
 REFUSED_BY_WANDB = r"^_(?=(?:step|timestamp|runtime|wandb)\Z)"
-REFUSED_BY_TRACKIO = (
-    r"^(?:p(?=roject\Z)|r(?=un\Z)|t(?=ime(?:stamp)?\Z)|s(?=tep\Z)|m(?=etrics\Z)|_(?=_))"
-)
-REFUSED_BY_MLFLOW = r"[^/\w.\- :]|(?:(?<=/)|^)/|/\Z|(?:(?<=/)|^)\.(?=\.?(?:/|\Z))"
+REFUSED_BY_TRACKIO = r"^(?:p(?=roject\Z)|r(?=un\Z)|t(?=ime(?:stamp)?\Z)|s(?=tep\Z)|m(?=etrics\Z)|_)"
+REFUSED_BY_MLFLOW = r"[^/\w.\- :]|(?:(?<=/)|^)/|/\Z|(?:(?<=/)|^)\.(?=\.?(?:/|\Z))|^\.(?=\.)"
+# Where MLflow keeps files a name is one, and so no folder of another, as eval/reward would be of
+# eval/reward/failed: only the last slash stays.
+REFUSED_BY_FILES = rf"{REFUSED_BY_MLFLOW}|/(?=[\s\S]*/)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +101,8 @@ class Mlflow:
         mlflow = importlib.import_module("mlflow")
         self._metric = entities.Metric
         self._client = mlflow.MlflowClient()
-        self._in_files = urllib.parse.urlsplit(mlflow.get_tracking_uri()).scheme in ("", "file")
+        in_files = urllib.parse.urlsplit(mlflow.get_tracking_uri()).scheme in ("", "file")
+        self._refused = REFUSED_BY_FILES if in_files else REFUSED_BY_MLFLOW
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self._client.create_experiment(name)
@@ -120,7 +122,7 @@ class Mlflow:
         """Log a step."""
         now = int(1000 * time.time())
         metrics = [
-            self._metric(mlflow_name(key, self._in_files), one, now, step)
+            self._metric(escaped(key, self._refused, LONGEST_NAME), one, now, step)
             for key, one in numbers.items()
         ]
         for start in range(0, len(metrics), MOST_METRICS):
@@ -129,19 +131,6 @@ class Mlflow:
     def close(self) -> None:
         """Mark the run as finished."""
         self._client.set_terminated(self._id)
-
-
-def mlflow_name(name: str, in_files: bool) -> str:
-    """Return a metric's name as MLflow takes it.
-
-    In a folder of files a name is one, and so cannot be the folder of another, as eval/reward would
-    be of eval/reward/failed.
-    """
-    group, slash, own = name.partition("/")
-    if not in_files or not (group and own):
-        return escaped(name, REFUSED_BY_MLFLOW, LONGEST_NAME)
-    own = escaped(own, f"{REFUSED_BY_MLFLOW}|/", LONGEST_NAME - len(group.encode()) - 1)
-    return escaped(group, REFUSED_BY_MLFLOW) + slash + own
 
 
 class Trackio:

@@ -63,7 +63,7 @@ class Child:
 
 @dataclasses.dataclass(kw_only=True)
 class ProcessChild(Child):
-    """A process, which imports the reward of a spec."""
+    """Hold a process, which imports the reward of a spec."""
 
     process: subprocess.Popen
     lifeline: connection.Connection  # closed by the kernel, whatever ends this process
@@ -93,7 +93,7 @@ class ProcessChild(Child):
 
 @dataclasses.dataclass(kw_only=True)
 class ThreadChild(Child):
-    """A thread, which calls a function of this process."""
+    """Hold a thread, which calls a function of this process."""
 
     thread: threading.Thread
 

@@ -88,12 +88,14 @@ def metric_name(name: object) -> str:
 def _result(value: Any) -> RewardResult:
     """Return a value, or one with numbers by name, as a score; never raise."""
     try:
-        own: Mapping[Any, Any] = {}
+        own: dict[Any, Any] = {}
         if isinstance(value, Mapping) and "score" in value:
-            named = {name: one for name, one in value.items() if name != "score"}
-            value, own = value["score"], {n: v for n, v in named.items() if not isinstance(v, str)}
+            # verl keeps texts beside the score, too, for its tables.
+            own = {key: one for key, one in value.items() if not isinstance(one, str)}
+            value = own.pop("score", value["score"])
         elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
-            value, own = value
+            own = dict(value[1])
+            value = value[0]
         number = _number(value)
         if isinstance(number, str):
             return number

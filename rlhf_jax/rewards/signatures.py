@@ -93,7 +93,9 @@ def signature_of(function: Callable[..., Any]) -> Signature:
             f"Reward {called!r} has a parameter {unknown[0]!r}, which no call of it fills: a"
             f" function of reward.functions may name {CHOICE}; rename it, or give it a default."
         )
-    columns += [one for one in ("data_source", "ground_truth") if _wants(parameters, form, one)]
+    plural = "s" if form is Form.BATCH else ""
+    for name in ("data_source", "ground_truth"):
+        columns += [name] if f"{name}{plural}" in parameters.required else []
     return Signature(form, is_async, tuple(columns))
 
 
@@ -114,7 +116,8 @@ def _parameters_of(function: Callable[..., Any]) -> Parameters:
     except (TypeError, ValueError):
         return Parameters({}, any_position=True, any_name=False)
     kinds = {one.kind for one in found.values()}
-    positions, names = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    positions = inspect.Parameter.VAR_POSITIONAL
+    names = inspect.Parameter.VAR_KEYWORD
     named = {name: one for name, one in found.items() if one.kind not in (positions, names)}
     return Parameters(named, positions in kinds, names in kinds)
 
@@ -131,11 +134,6 @@ def _form_of(parameters: Parameters) -> Form:
         return Form.GROUP
     alone = parameters.any_name and not parameters.any_position
     return Form.BATCH if alone and not names & set(NAMES[Form.ONE]) else Form.ONE
-
-
-def _wants(parameters: Parameters, form: Form, name: str) -> bool:
-    """Tell whether a function wants what verl calls by this name, in the singular."""
-    return (f"{name}s" if form is Form.BATCH else name) in parameters.required
 
 
 def calls_of(form: Form, responses: Sequence[Response]) -> list[list[int]]:
@@ -190,10 +188,14 @@ def arguments(function: Callable[..., Any], form: Form, responses: Sequence[Resp
     """Return what a function of this form is called with, for the responses of one call."""
     parameters = _parameters_of(function)
     logged = Logged()
+    verl = _verl(form, responses)
     if form is Form.BATCH:
-        ours, verl = _of_batch(responses, logged, parameters.required), _verl_batch(responses)
+        ours = _of_batch(responses, logged, parameters.required)
     else:
-        ours, verl = _of_prompt(form, responses), _verl(responses[0])
+        first = responses[0]
+        texts = [response.response for response in responses]
+        scored = {"response": texts[0]} if form is Form.ONE else {"responses": texts}
+        ours = {"prompt": first.prompt, **scored, "row": first.row}
     if not parameters.named and parameters.any_position:
         return Arguments(tuple(ours.values()), {}, logged)
 
@@ -205,15 +207,6 @@ def arguments(function: Callable[..., Any], form: Form, responses: Sequence[Resp
         named |= verl if set(verl) & set(parameters.named) else ours
     named = {name: value for name, value in named.items() if name not in alone}
     return Arguments(tuple(positional), named, logged)
-
-
-def _of_prompt(form: Form, responses: Sequence[Response]) -> dict[str, Any]:
-    """Return what a call of one prompt has, by our own names."""
-    first = responses[0]
-    if form is Form.ONE:
-        return {"prompt": first.prompt, "response": first.response, "row": first.row}
-    texts = [response.response for response in responses]
-    return {"prompt": first.prompt, "responses": texts, "row": first.row}
 
 
 def _of_batch(
@@ -243,23 +236,23 @@ def _of_batch(
     }
 
 
-def _verl(response: Response) -> dict[str, Any]:
-    """Return what a call of one response has, by the names of verl's `compute_score`.
+def _verl(form: Form, responses: Sequence[Response]) -> dict[str, Any]:
+    """Return what a call has by the names of verl's `compute_score`; all responses' in the plural.
 
-    Source: NaiveRewardManager in verl/workers/reward_manager/naive.py.
+    Source: NaiveRewardManager and BatchRewardManager in verl/workers/reward_manager.
     """
     of_rollout = {"num_turns": None, "rollout_reward_scores": {}}
-    return {
-        "data_source": _cell(response.row, "data_source"),
-        "solution_str": response.response,
-        "ground_truth": _cell(response.row, "ground_truth"),
-        "extra_info": {**(response.row.get("extra_info") or {}), **of_rollout},
-    }
-
-
-def _verl_batch(responses: Sequence[Response]) -> dict[str, Any]:
-    """Return what a call of all responses has, by the names of verl's batched rewards."""
-    found = [_verl(response) for response in responses]
+    found = [
+        {
+            "data_source": _cell(response.row, "data_source"),
+            "solution_str": response.response,
+            "ground_truth": _cell(response.row, "ground_truth"),
+            "extra_info": {**(response.row.get("extra_info") or {}), **of_rollout},
+        }
+        for response in responses
+    ]
+    if form is not Form.BATCH:
+        return found[0]
     return {f"{name}s": [one[name] for one in found] for name in OF_VERL}
 
 

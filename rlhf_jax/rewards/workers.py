@@ -169,7 +169,10 @@ class Workers:
         try:
             while holds():
                 self._serve(SILENCE)
-                self._tell_silence()
+                now = time.monotonic()
+                self._seen, said = look(self._seen, self._seen.beat, now, self._silence)
+                for sentence in said:  # `observe` takes the wait itself for a sign of life
+                    warnings.warn(sentence, stacklevel=1)
                 self._observe()
         except BaseException:
             self.close()  # what they still work on must not be taken for a later call's
@@ -178,12 +181,6 @@ class Workers:
     def _hear(self) -> None:
         """Note that something came, or that a wait begins."""
         self._seen = Seen(self._seen.beat._replace(at=time.monotonic()), self._silence)
-
-    def _tell_silence(self) -> None:
-        """Warn where nothing has come for long: `observe` takes the wait for a sign of life."""
-        self._seen, said = look(self._seen, self._seen.beat, time.monotonic(), self._silence)
-        for sentence in said:
-            warnings.warn(sentence, stacklevel=1)
 
     def _serve(self, patience: float) -> None:
         """Hand out calls, and take what comes until the patience ends or a deadline passes."""
@@ -209,15 +206,11 @@ class Workers:
         for _ in range(min(self._count - len(self._children), len(self._waiting) - free)):
             self._children.append(self._start())
         for child in self._children:
-            while self._waiting and self._has_room(child):
+            while self._waiting and child.ready:
+                alone = not self._alone.isdisjoint((self._waiting[0], *child.deadlines))
+                if len(child.deadlines) >= (1 if alone else self._capacity):
+                    break
                 self._send(child, self._waiting.popleft())
-
-    def _has_room(self, child: Child) -> bool:
-        """Tell whether a child may have the next call now."""
-        if not child.ready or not child.deadlines:
-            return child.ready
-        alone = not self._alone.isdisjoint((self._waiting[0], *child.deadlines))
-        return not alone and len(child.deadlines) < self._capacity
 
     def _send(self, child: Child, number: int) -> None:
         responses = self._calls[number]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fractions
 import math
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -88,10 +89,15 @@ VALUES = st.recursive(
 )
 
 
-def right(value: object) -> float | None:
+def right(value: Any) -> float | None:
     """The score that a value is; None where it is none."""
     numbers = (bool, int, float, fractions.Fraction, np.floating, np.integer)
-    if not issubclass(type(value), numbers) or value != value or value in (math.inf, -math.inf):
+    if (
+        type(value) is Raises
+        or not issubclass(type(value), numbers)
+        or value != value
+        or value in (math.inf, -math.inf)
+    ):
         return None
     largest = 2**128 - 2**104  # of float32: IEEE 754-2019, 3.3
     exact = fractions.Fraction(value.item() if isinstance(value, np.generic) else value)

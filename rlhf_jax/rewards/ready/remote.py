@@ -181,7 +181,8 @@ async def _post(
         following = answer.next_request
         if answer.status_code not in (307, 308) or following is None:
             break
-        before, after = answer.request.url, following.url
+        before = answer.request.url
+        after = following.url
         if after.host != before.host or (before.scheme, after.scheme) == ("https", "http"):
             break
         answer = await client.send(following)
