@@ -59,8 +59,9 @@ def train(
 
     `reward` is a function as a config may name, in place of those; it runs in a thread of this
     process, and a call that takes too long fails, its thread left to itself. A run that goes on
-    wants the same function, by its source and the plain values of its closure, or by `reward_id`. `prompts` are texts, or rows as of a prompt file; they are kept in the workdir.
-    Raises ValueError, OSError or what the runtime raises; Stopped where a signal asked for it.
+    wants the same function, by its source and the plain values of its closure, or by `reward_id`.
+    `prompts` are texts, or rows as of a prompt file; they are kept in the workdir. Raises
+    ValueError, OSError or what the runtime raises; Stopped where a signal asked for it.
     """
     if config.dry_run:
         raise ValueError("dry_run has no result: set it to False, or call rlhf_jax.trainer.plan.")

@@ -14,9 +14,9 @@ import pytest
 import reward_endings as endings
 
 from rlhf_jax.config import default
-from rlhf_jax.rewards import callers, workers
+from rlhf_jax.rewards import callers, calls, workers
 from rlhf_jax.rewards.children import ProcessChild, start_thread
-from rlhf_jax.rewards.combination import Response, Term, load_reward, weighted
+from rlhf_jax.rewards.combination import Response, Score, Term, as_scores, load_reward, weighted
 from rlhf_jax.rewards.workers import Workers
 
 FILE = Path(endings.__file__)
@@ -236,3 +236,20 @@ def test_more_results_than_a_message_holds_are_reasons(tmp_path):
     with Workers(f"{tmp_path}/much.py:many", 1, 20.0) as pool:
         pool._works = True
         assert len(pool(responses(*["a"] * 9000)).failures) == 9000
+
+
+@pytest.mark.parametrize("place", ["process", "thread"])
+def test_a_call_that_cannot_be_sent_fails_alone(place, monkeypatch):
+    monkeypatch.setattr(calls, "LARGEST_CALL", 10_000)
+    with opened(place, "ended") as pool:
+        scores = pool(responses("fine", "x" * 10_000, "fine"))
+    assert list(scores.failures) == [1]
+    assert scores.failures[1].startswith("could not be asked (A message of 10,")
+
+
+def test_means_of_the_largest_rewards_are_finite():
+    """The sum of two of them is beyond float32; the mean, by hand, is the number itself."""
+    largest = 3.4028234663852886e38
+    terms = [Term("f", 1.0, lambda _: as_scores([Score(largest, {"x": largest})] * 4))]
+    _, metrics = weighted(terms, responses(*"abcd"))
+    assert metrics["reward/f/mean"] == metrics["reward/f/x"] == largest

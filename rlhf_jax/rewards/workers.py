@@ -9,7 +9,6 @@ in `children.py`, what they do in `serving.py`.
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import itertools
 import math
@@ -217,9 +216,14 @@ class Workers:
         seconds = self._seconds * len(responses)
         grace = GRACE if self.signature().is_async else 0.0
         child.deadlines[number] = time.monotonic() + seconds + grace
-        # a dead child is noticed when its result is read
-        with contextlib.suppress(OSError):
+        try:
             send(child.pipe, RewardCall(number, seconds, responses))
+        except OSError:
+            pass  # a dead child is noticed when its result is read
+        except ValueError as error:
+            del child.deadlines[number]
+            reason = f"could not be asked ({str(error).rstrip('.')})"
+            self._note(number, [reason] * len(responses))
 
     def _receive(self, child: Child) -> None:
         """Take a child's reply; one that sends anything else is ended: its calls have failed."""
