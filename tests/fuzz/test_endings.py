@@ -24,7 +24,7 @@ from rlhf_jax.rewards.signatures import Form, Signature
 from rlhf_jax.runtime import messages
 
 QUICK = hypothesis.settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     database=None,
     derandomize=True,
