@@ -242,11 +242,21 @@ def test_more_results_than_a_message_holds_are_reasons(tmp_path):
         assert len(pool(responses(*["a"] * 9000)).failures) == 9000
 
 
+def test_a_loop_that_is_blocked_blocks_nobody_who_sends_it_a_large_call(monkeypatch):
+    monkeypatch.setattr(calls, "PAUSE", 1)
+    monkeypatch.setattr(workers, "GRACE", 0.1)
+    with opened("thread", "ended_async", 0.3) as pool:
+        pool(responses("fine"))
+        scores = pool(responses("never, in the loop", *["x" * 1_000_000] * 3))
+    assert scores.failures == {0: "took longer than 0.3 s"}
+
+
 @pytest.mark.parametrize("place", ["process", "thread"])
 def test_a_call_that_cannot_be_sent_fails_alone(place, monkeypatch):
     monkeypatch.setattr(calls, "LARGEST_CALL", 10_000)
     with opened(place, "ended") as pool:
         scores = pool(responses("fine", "x" * 10_000, "fine"))
+        assert list(pool(responses("x" * 10_000)).failures) == [0]
     assert list(scores.failures) == [1]
     assert scores.failures[1].startswith("could not be asked (A message of 10,")
 

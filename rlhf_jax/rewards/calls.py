@@ -30,7 +30,7 @@ __all__ = [
 LARGEST_CALL = 1 << 28  # bytes of responses with their prompts and rows
 LARGEST_REPLY = 1 << 20  # bytes of numbers, or of why there are none, for each RESPONSES
 RESPONSES = 1024
-PAUSE = 10  # seconds in which the rest of a reply must come once it has begun
+PAUSE = 10  # seconds in which the rest of a message must come, or be taken, once it has begun
 
 
 @messages.register
@@ -119,7 +119,8 @@ def receive_reply(pipe: connection.Connection, largest: int) -> RewardReply:
 
 
 def limit_wait(pipe: connection.Connection) -> None:
-    """Have a read fail with BlockingIOError where a message that began goes on too late."""
+    """Have a read or a write fail with BlockingIOError where a message goes on too late."""
     end = socket.socket(fileno=pipe.fileno())
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", PAUSE, 0))
+    for way in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        end.setsockopt(socket.SOL_SOCKET, way, struct.pack("ll", PAUSE, 0))
     end.detach()  # the connection keeps its file descriptor

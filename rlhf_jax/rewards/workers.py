@@ -185,7 +185,8 @@ class Workers:
         """Hand out calls, and take what comes until the patience ends or a deadline passes."""
         self._hand_out()
         busy = {child.pipe: child for child in self._children if child.busy}
-        left = min(child.deadline for child in busy.values()) - time.monotonic()
+        # There is none where all that had calls have just been given up.
+        left = min((child.deadline for child in busy.values()), default=0.0) - time.monotonic()
         for pipe in connection.wait(list(busy), min(max(0.0, left), patience)):
             self._receive(busy[pipe])  # pyright: ignore[reportArgumentType]
         for child in self._children.copy():
@@ -204,8 +205,8 @@ class Workers:
         free = sum(not child.deadlines for child in self._children)
         for _ in range(min(self._count - len(self._children), len(self._waiting) - free)):
             self._children.append(self._start())
-        for child in self._children:
-            while self._waiting and child.ready:
+        for child in self._children.copy():
+            while self._waiting and child.ready and not child.pipe.closed:
                 alone = not self._alone.isdisjoint((self._waiting[0], *child.deadlines))
                 if len(child.deadlines) >= (1 if alone else self._capacity):
                     break
@@ -218,6 +219,8 @@ class Workers:
         child.deadlines[number] = time.monotonic() + seconds + grace
         try:
             send(child.pipe, RewardCall(number, seconds, responses))
+        except BlockingIOError:  # it does not even read
+            self._give_up(child, "did not take its call")
         except OSError:
             pass  # a dead child is noticed when its result is read
         except ValueError as error:
