@@ -24,18 +24,14 @@ SENTIMENT = "configs/rewards/sentiment.py"
 ARITHMETIC = "configs/rewards/arithmetic.py:gsm8k"
 
 MISCHIEF = """
-import os, re, signal, subprocess, sys, time
+import os, re, subprocess, sys, time
 
 def mischief(prompt, response, row):
     match response:
         case "raise":
             raise RuntimeError("two\\nlines")
-        case "text" | "nothing":
-            return {"text": "0.5", "nothing": None}[response]
-        case "exit":
-            os._exit(3)
-        case "crash":
-            os.kill(os.getpid(), signal.SIGSEGV)
+        case "text":
+            return "0.5"
         case "hang":
             time.sleep(60)
         case "regex":  # never ends, and holds the interpreter's lock
