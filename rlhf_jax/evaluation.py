@@ -72,7 +72,7 @@ def evaluate(
     responses = responses_of(samples, asked.prompts, rows, run.rewards.tokenizer)
     scores = {name: measure(responses).values for name, measure in asked.measures.items()}
     means = {
-        f"eval/{name}": float(np.nanmean(values))
+        f"eval/{name}": float(np.nanmean(values, dtype=float))
         for name, values in scores.items()
         if np.isfinite(values).any()
     }

@@ -57,11 +57,11 @@ def train(
 ) -> Result:
     """Do the run that a config describes; mistakes are found before any weight is loaded.
 
-    `reward` is a function of (prompt, response, row), in place of those that the config names; it
-    runs in a thread of this process, so that a limit of time is told and not enforced. A run that
-    goes on wants the same function, by its source and the plain values of its closure, or by
-    `reward_id`. `prompts` are texts, or rows as of a prompt file; they are kept in the workdir.
-    Raises ValueError, OSError or what the runtime raises; Stopped where a signal asked for it.
+    `reward` is a function as a config may name, in place of those; it runs in a thread of this
+    process, and a call that takes too long fails, its thread left to itself. A run that goes on
+    wants the same function, by its source and the plain values of its closure, or by `reward_id`.
+    `prompts` are texts, or rows as of a prompt file; they are kept in the workdir. Raises
+    ValueError, OSError or what the runtime raises; Stopped where a signal asked for it.
     """
     if config.dry_run:
         raise ValueError("dry_run has no result: set it to False, or call rlhf_jax.trainer.plan.")

@@ -168,10 +168,10 @@ def cut_parquet(place: Place) -> dict[str, Any]:
     return {"data__train": file}
 
 
-def reward(text: str) -> Prepare:
-    """The mistake is what the file of the reward does when it is imported."""
+def reward(text: str, name: str = "f") -> Prepare:
+    """The mistake is what the file of the reward does when it is imported, or the one named."""
     end = "\ndef f(prompt, response, row): return 1.0\n"
-    return lambda place: {"reward__functions": f"{place.file('bad.py', text + end)}:f"}
+    return lambda place: {"reward__functions": f"{place.file('bad.py', text + end)}:{name}"}
 
 
 def plan(**changes: Any) -> Prepare:
@@ -575,6 +575,26 @@ CASES = {
     ),
     "reward cannot be imported": Case(
         "cannot be imported", {"reward__functions": "no.such.module:f"}
+    ),
+    "reward that is interrupted when it is imported": Case(
+        "cannot be imported: KeyboardInterrupt", prepare=reward("raise KeyboardInterrupt")
+    ),
+    "reward with a parameter that no call fills": Case(
+        "has a parameter 'answr', which no call of it fills",
+        prepare=reward("def other(response, answr): return 1.0", "other"),
+    ),
+    "reward with a column that is not there": Case(
+        "has a parameter 'answr', which is no column of the prompts (prompt)",
+        {},
+        reward("def other(completions, answr): return [1.0]", "other"),
+        OPENING,
+    ),
+    "reward that is a number": Case(
+        "reward.functions has 5 of type int; give a text",
+        prepare=config(
+            "def get_config():\n    config = default()\n"
+            "    config.reward.functions = (5,)\n    return config\n"
+        ),
     ),
     "measure named reward": Case(
         "rename it",

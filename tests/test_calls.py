@@ -58,7 +58,9 @@ def test_a_callback_ends_a_run_that_goes_on_later_with_the_same_function_alone(c
     result = rlhf_jax.train(config, reward=vowels, prompts=PROMPTS, callbacks=(seen,))
     assert result.state.step == 2 and len(seen.seen) == 2
     with pytest.raises(ValueError, match=r"reward\.functions"):
-        rlhf_jax.train(config, reward=lambda p, r, row: float(len(r)), prompts=PROMPTS)
+        rlhf_jax.train(
+            config, reward=lambda prompt, response: float(len(response)), prompts=PROMPTS
+        )
     with pytest.raises(ValueError, match=r"prompts of data\.train"):
         rlhf_jax.train(config, reward=vowels, prompts=PROMPTS[:4])
     assert rlhf_jax.train(config, reward=vowels, prompts=PROMPTS).state.step == 3

@@ -10,8 +10,9 @@ import sys
 
 import pytest
 
-from rlhf_jax.config import command_line, validation
+from rlhf_jax.config import checks, command_line, validation
 from rlhf_jax.config import schema as configs
+from rlhf_jax.config.reward_checks import OWN_MEASURES
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -310,4 +311,35 @@ def test_a_config_may_take_an_argument():
 def test_rejection_and_replay_are_refused_together(valid, change):
     valid.generation.update(acceptance="rejection", **change)
     with pytest.raises(ValueError, match="cannot be replayed"):
+        validation.validate(valid, 8)
+
+
+NO_TEXTS = (5, None, b"a", 1.5, ("a",), "a\ud800")
+WRONG_NAMES = [
+    *((key, (wrong,)) for key in checks.NAMING_KEYS for wrong in NO_TEXTS),
+    *((key, {wrong: "math_verify"}) for key in configs.DICTS for wrong in (5, "a\ud800")),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), WRONG_NAMES)
+def test_names_are_texts(key, value):
+    """In every place where a config names something, before anything looks for it."""
+    config = configs.default()
+    section, _, name = key.rpartition(".")
+    (config[section] if section else config)[name] = value
+    with pytest.raises(ValueError, match=f"^{re.escape(key)} has .*; give a text"):
+        validation.validate(config, 1)
+
+
+@pytest.mark.parametrize("name", [5, None, b"a"])
+def test_measures_are_named_by_texts(valid, name):
+    valid.reward.metrics = {"kind": name}
+    with pytest.raises(ValueError, match=r"reward\.metrics has for 'kind' .*; give a text"):
+        validation.validate(valid, 8)
+
+
+@pytest.mark.parametrize("name", [*OWN_MEASURES, "", "kind/failed"])
+def test_measures_hide_nothing_of_the_runs_own(valid, name):
+    valid.reward.metrics = {name: "think_format"}
+    with pytest.raises(ValueError, match=r"names a measure .* rename it"):
         validation.validate(valid, 8)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.server
-import json
+import functools
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rlhf_jax.config import default
 from rlhf_jax.rewards import callers
-from rlhf_jax.rewards.combination import Response, Score, Term, load_reward, weighted
-from rlhf_jax.rewards.signatures import Form, Signature, signature_of
-from rlhf_jax.rewards.sources import source_of
+from rlhf_jax.rewards.combination import Response, Score, load_reward
+from rlhf_jax.rewards.signatures import Form, Signature, arguments, missing_column, signature_of
+from rlhf_jax.rewards.sources import check_columns, source_of
 from rlhf_jax.rewards.workers import Workers
 
 FUNCTIONS = """
-import asyncio, os, time
+import asyncio, time
 
 def one(prompt, response, row):
     return len(response) * row["scale"]
@@ -60,22 +60,11 @@ async def trl_async(completions, **kwargs):
 def counted(prompt, response, row):
     return 1.0, {"length": len(response)}
 
-def taken(prompt, response, row):
-    return 1.0, {"mean": 3.0}
-
-def too_few(completions, **kwargs):
-    return [1.0]
+def too_few(prompt, responses):
+    return []
 
 async def slow(prompt, response, row):
-    await asyncio.sleep(1.0)
-    return 1.0
-
-async def some_hang(prompt, response, row):
-    await asyncio.sleep(60 if response == "hang" else 0)
-    if response == "raise":
-        raise RuntimeError("no")
-    if response == "exit":
-        os._exit(3)
+    await asyncio.sleep(0.25)
     return 1.0
 """
 
@@ -120,44 +109,12 @@ def test_a_chat_reaches_trl_rewards_as_messages(file):
         assert pool(responses("a", "ab", chat=True)).values.tolist() == [1, 2]
 
 
-def test_numbers_beside_a_reward_are_logged_by_name(file):
-    with Workers(f"{file}:counted", 1, 20.0) as pool:
-        scores, metrics = weighted([Term("mine", 1.0, pool)], responses("a", "abc"))
-    assert scores.values.tolist() == [1, 1]
-    assert metrics == {"reward/mine/mean": 1, "reward/mine/failed": 0, "reward/mine/length": 2}
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("taken", "a number named 'mean', which is taken"),
-        ("too_few", "gave a list of 1 instead of a list of 2 floats"),
-    ],
-)
-def test_what_is_no_reward_is_refused_in_a_sentence(file, name, reason):
-    with (
-        Workers(f"{file}:{name}", 1, 20.0) as pool,
-        pytest.raises(ValueError, match=reason) as caught,
-    ):
-        pool(responses("a", "b"))
-    assert "\n" not in str(caught.value)
-
-
 def test_async_calls_run_beside_each_other(file):
     with Workers(f"{file}:slow", 2, 10.0, concurrency=16) as pool:
         pool(responses("warm"))
         began = time.monotonic()
         assert pool(responses(*["x"] * 64)).values.tolist() == [1.0] * 64
-        assert 4.0 <= time.monotonic() - began < 6.0, "64 calls of a second, 16 at a time"
-
-
-def test_async_calls_fail_one_by_one(file):
-    with Workers(f"{file}:some_hang", 1, 0.5, concurrency=8) as pool:
-        pool(responses("fine"))
-        scores = pool(responses("fine", "hang", "raise", "fine"))
-        assert scores.failures == {1: "took longer than 0.5 s", 2: "raised RuntimeError: no"}
-        assert "exit code 3" in pool(responses("exit")).failures[0]
-        assert pool(responses("fine")).values.tolist() == [1.0], "another process serves"
+        assert 1.0 <= time.monotonic() - began < 3.0, "64 calls of a quarter, 16 at a time"
 
 
 def test_what_began_early_is_collected_once(file):
@@ -168,7 +125,7 @@ def test_what_began_early_is_collected_once(file):
         found = pool.collect()
         assert found == {10 + n: Score(1.0, {"length": n + 1}) for n in range(3)}
         assert pool.collect() == {}
-    with Workers(f"{file}:taken", 1, 20.0) as pool:
+    with Workers(f"{file}:too_few", 1, 20.0) as pool:
         pool.begin(0, responses("a")[0], (0,))
         assert pool.collect() == {}, "a call is to find out that it never works"
 
@@ -231,62 +188,167 @@ def test_functions_of_the_caller_have_the_same_forms():
         with source_of(spec).open(spec, default(), lambda: None) as score:
             found = score(responses("a", "ab", "abc", "a"))
         np.testing.assert_allclose(found.values, values)
-    assert signature_of(judged) == Signature(Form.ONE, True)
-    assert signature_of(len) == Signature(Form.ONE, False)
 
 
-class Server(http.server.BaseHTTPRequestHandler):
-    """Answers a reward, or a grade, at the third time of asking."""
+class Called:
+    """A reward that is an object."""
 
-    asked: list[dict] = []  # noqa: RUF012
-
-    def do_POST(self):
-        sent = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append(sent)
-        busy = len(self.asked) in (1, 2)
-        grade = {"choices": [{"message": {"content": "Grade: 7"}}]}
-        own = {"reward": len(sent.get("response", "")), "numbers": {"seen": 1}}
-        told = grade if self.path.endswith("/chat/completions") else own
-        self.send_response(503 if busy else 404 if self.path == "/none" else 200)
-        self.end_headers()
-        self.wfile.write(json.dumps(told).encode())
-
-    def log_message(self, *_):
-        pass
+    async def __call__(self, row, response):
+        return f"{response} {row['scale']}"
 
 
-@pytest.fixture
-def server():
-    Server.asked = []
-    listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=listening.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{listening.server_address[1]}"
-    listening.shutdown()
-    listening.server_close()
+def by_position(prompt, response, row, /):
+    return f"{prompt} {response} {row['scale']}"
 
 
-def test_servers_are_asked_again_and_their_answers_are_rewards(server, tmp_path):
-    pytest.importorskip("httpx")
-    (tmp_path / "mine.py").write_text(
-        "from rlhf_jax.rewards.ready.remote import http, judge\n"
-        f"mine = http('{server}/reward')\n"
-        f"graded = judge('{server}/v1', model='small', question='Is it kind?')\n"
-        f"wrong = http('{server}/none')\n"
-        "gone = http('http://127.0.0.1:9/none', retries=1)\n"
-    )
-    with Workers(f"{tmp_path}/mine.py:mine", 1, 20.0, concurrency=1) as pool:
-        scores = pool(responses("abc", "a"))
-    assert scores.values.tolist() == [3, 1] and scores.numbers[0] == {"seen": 1.0}
-    assert len(Server.asked) == 4, "two tries of four found it busy"
-    with Workers(f"{tmp_path}/mine.py:graded", 1, 20.0, concurrency=2) as pool:
-        np.testing.assert_allclose(pool(responses("abc", "a")).values, 0.7)
-    assert "Is it kind?" in Server.asked[-1]["messages"][0]["content"]
-    for name, reason in (("wrong", "answered 404"), ("gone", "could not be asked")):
-        with (
-            Workers(f"{tmp_path}/mine.py:{name}", 1, 20.0) as pool,
-            pytest.raises(ValueError, match=reason),
-        ):
-            pool(responses("a"))
+def any_name(response, **others):
+    return f"{response} {sorted(others)}"
+
+
+def verl(solution_str, ground_truth, method="strict", format_score=0.0, score=1.0):
+    """Its gsm8k's: verl/utils/reward_score/gsm8k.py."""
+    return f"{solution_str} {ground_truth} {method}"
+
+
+def verl_documented(data_source, solution_str, ground_truth, extra_info: Any = None):
+    """Of docs/preparation/reward_function.rst."""
+    return f"{data_source} {solution_str} {ground_truth} {extra_info['index']}"
+
+
+def verl_sandboxed(data_source, solution_str, ground_truth, extra_info, url=None, **kwargs):
+    """As its default_compute_score: verl/utils/reward_score/__init__.py."""
+    return f"{solution_str} {extra_info['num_turns']} {sorted(kwargs)}"
+
+
+def verl_batched(data_sources, solution_strs, ground_truths, extra_infos):
+    """Its compute_score_batched: verl/utils/reward_score/math_batch.py."""
+    indices = [info["index"] for info in extra_infos]
+    return [
+        list(one) for one in zip(data_sources, solution_strs, ground_truths, indices, strict=True)
+    ]
+
+
+def trl_ids(completion_ids, **kwargs):
+    """Example 1 of TRL's docs/source/grpo_trainer.md."""
+    return completion_ids
+
+
+def trl_columns(completions, ground_truth, log_extra: Any = None, log_metric: Any = None, **_):
+    """Its example 6; the newest names are given to those that take all, except the trainer's."""
+    log_extra("golden_answer", list(ground_truth))
+    log_metric("accuracy", 0.5)
+    return [f"{text} {right}" for text, right in zip(completions, ground_truth, strict=True)]
+
+
+def trl_positions(completions, prompts, trainer_state=None):
+    pairs = zip(prompts, completions, strict=True)
+    return [f"{prompt} {text} {trainer_state}" for prompt, text in pairs]
+
+
+def trl_column_alone(scale, **kwargs):
+    return [f"{kwargs['completions']} {scale}"] * len(scale)
+
+
+OF_VERL = {
+    "prompt": "p",
+    "scale": 2,
+    "data_source": "gsm8k",
+    "reward_model": {"style": "rule", "ground_truth": "72"},
+    "extra_info": {"index": 7},
+}
+# A function, and what it returns for the response "r", by hand.
+NAMED = [
+    (lambda response: response, "r"),
+    (lambda row, response, prompt: f"{prompt} {response} {row['scale']}", "p r 2"),
+    (lambda: "nothing", "nothing"),
+    (lambda *given: given[:2], ("p", "r")),
+    (lambda *given, **named: given[:2], ("p", "r")),
+    (lambda response, *rest, scale=3: f"{response} {rest} {scale}", "r () 3"),
+    (lambda *, row, response: f"{response} {row['scale']}", "r 2"),
+    (lambda responses: responses, ["r"]),
+    (lambda row, responses, prompt: f"{prompt} {responses} {row['scale']}", "p ['r'] 2"),
+    (functools.partial(lambda scale, response: f"{response} {scale}", 5), "r 5"),
+    (by_position, "p r 2"),
+    (any_name, "r ['prompt', 'row']"),
+    (Called(), "r 2"),
+    (verl, "r 72 strict"),
+    (verl_documented, "gsm8k r 72 7"),
+    (verl_sandboxed, "r None []"),
+    (verl_batched, [["gsm8k", "r", "72", 7]]),
+    (trl_ids, [[1]]),
+    (trl_columns, ["r 72"]),
+    (trl_positions, ["p r None"]),
+    (trl_column_alone, ["['r'] [2]"]),
+]
+
+
+@pytest.mark.parametrize(("function", "right"), NAMED)
+def test_names_decide_what_a_reward_is_given(function, right):
+    signature = signature_of(function)
+    assert missing_column(signature, [OF_VERL]) == ""
+    given = arguments(function, signature.form, [Response("p", [], OF_VERL, "r", [1])])
+    found = function(*given.positional, **given.named)
+    assert (asyncio.run(found) if signature.is_async else found) == right
+
+
+def test_an_async_function_is_known_under_any_cover():
+    async def asked(response):
+        return 1.0
+
+    for function in (asked, functools.partial(asked), Called()):
+        assert signature_of(function) == Signature(Form.ONE, True)
+    assert signature_of(len) == Signature(Form.ONE, False), "a builtin names nothing"
+
+
+UNKNOWN = [
+    (lambda respones: 1, "respones"),
+    (lambda prompt, answer: 1, "answer"),
+    (lambda p, r, row: 1, "p"),
+    (lambda response, responses: 1, "response"),
+    (lambda prompt, completions: 1, "prompt"),
+    (lambda completions, completion: 1, "completion"),
+    (lambda prompts, completions, completion_ids, trainer_state: 1, "trainer_state"),
+    (lambda completions, environments, **kwargs: 1, "environments"),
+    (lambda data_source, solution_str, ground_truth, reward_router_address: 1, "reward_router"),
+    (lambda predict_str, ground_truth: 1, "predict_str"),
+]
+
+
+@pytest.mark.parametrize(("function", "name"), UNKNOWN)
+def test_a_name_that_no_call_fills_is_refused_with_those_that_are(function, name, tmp_path):
+    with pytest.raises(ValueError, match=f"has a parameter '{name}.*may name prompt") as caught:
+        signature_of(function)
+    assert str(caught.value).count("\n") == 0 and "completions" in str(caught.value)
+
+
+COLUMNS = [
+    (lambda completions, answr: 1, [{"answer": 1}, {"other": 1}], "answr"),
+    (lambda completions, other: 1, [{"answer": 1}, {"other": 1}], ""),
+    (lambda completions, answr=None: 1, [{"answer": 1}], ""),
+    (lambda solution_str, ground_truth: 1, [{"prompt": "p"}], "ground_truth"),
+    (lambda solution_strs, ground_truths: 1, [{"prompt": "p"}], "ground_truth"),
+    (lambda solution_str, ground_truth: 1, [{"reward_model": {}}], ""),
+    (lambda data_source, solution_str: 1, [{"prompt": "p"}], "data_source"),
+    (lambda solution_str, extra_info: 1, [{"prompt": "p"}], ""),
+]
+
+
+@pytest.mark.parametrize(("function", "rows", "missing"), COLUMNS)
+def test_a_column_that_no_row_has_is_found_before_the_run(function, rows, missing):
+    signatures = {"f.py:f": signature_of(function)}
+    if not missing:
+        return check_columns(signatures, rows)
+    with pytest.raises(ValueError, match=f"has a parameter '{missing}', which is no column of the"):
+        check_columns(signatures, rows)
+
+
+def test_a_column_of_some_rows_is_none_in_the_others():
+    def kept(completions, **columns):
+        return columns["late"]
+
+    rows = [{"prompt": "p"}, {"prompt": "p", "late": 3}]
+    asked = [Response("p", [], row, "r", [1], number) for number, row in enumerate(rows)]
+    assert kept(**arguments(kept, Form.BATCH, asked).named) == [None, 3]
 
 
 def test_rewards_of_the_package_are_named_alone():

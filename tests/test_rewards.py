@@ -24,18 +24,14 @@ SENTIMENT = "configs/rewards/sentiment.py"
 ARITHMETIC = "configs/rewards/arithmetic.py:gsm8k"
 
 MISCHIEF = """
-import os, re, signal, subprocess, sys, time
+import os, re, subprocess, sys, time
 
 def mischief(prompt, response, row):
     match response:
         case "raise":
             raise RuntimeError("two\\nlines")
-        case "text" | "nothing":
-            return {"text": "0.5", "nothing": None}[response]
-        case "exit":
-            os._exit(3)
-        case "crash":
-            os.kill(os.getpid(), signal.SIGSEGV)
+        case "text":
+            return "0.5"
         case "hang":
             time.sleep(60)
         case "regex":  # never ends, and holds the interpreter's lock
@@ -133,33 +129,6 @@ def test_a_process_needs_no_jax_and_what_it_prints_is_harmless(mischief, capfd):
         assert workers(answers("jax", "chatter", "7")).values.tolist() == [0.0, 1.0, 7.0]
     out, err = capfd.readouterr()
     assert not out and err.count("x") >= 10_000 and err.count("y") >= 10_000
-
-
-def test_each_failure_stands_alone_with_its_reason(workers):
-    scores = workers(
-        answers("1", "raise", "text", "nothing", "nan", "-inf", "1e300", "exit", "crash", "2")
-    )
-    assert scores.failures == {
-        1: "raised RuntimeError: two lines",
-        2: "gave a value of type str instead of one float",
-        3: "gave a value of type NoneType instead of one float",
-        4: "gave nan, which is no finite float32",
-        5: "gave -inf, which is no finite float32",
-        6: "gave 1e+300, which is no finite float32",
-        7: "ended its process with exit code 3",
-        8: "ended its process with signal SIGSEGV",
-    }
-    assert np.isnan(scores.values[1:9]).all() and scores.values[[0, 9]].tolist() == [1.0, 2.0]
-
-
-@pytest.mark.parametrize("response", ["hang", "regex"])
-def test_a_call_out_of_time_fails_and_its_process_is_replaced(mischief, response):
-    with Workers(f"{mischief}:mischief", 1, 1.0) as pool:
-        before = pool(answers("pid")).values[0]
-        scores = pool(answers("1", response, "2", "pid"))
-        assert scores.failures == {1: "took longer than 1 s"}
-        assert scores.values[[0, 2]].tolist() == [1.0, 2.0] and scores.values[3] != before
-        assert ended(int(before))
 
 
 def test_a_reward_that_fails_on_everything_is_refused(workers):

@@ -9,6 +9,7 @@ import re
 import struct
 import subprocess
 import sys
+import time
 
 import pytest
 import tiny_run
@@ -17,7 +18,7 @@ from rlhf_jax.config import default
 from rlhf_jax.config.validation import validate
 from rlhf_jax.monitoring import metrics
 from rlhf_jax.monitoring.sending import Sender
-from rlhf_jax.monitoring.sinks import SINKS
+from rlhf_jax.monitoring.sinks import SINKS, TrackedRun
 
 OWN = """
 import json
@@ -136,15 +137,21 @@ def test_what_is_no_sink_is_one_sentence(own, name, sentence, monkeypatch, tmp_p
         validate(config, 1)
 
 
+def surroundings(folder):
+    """Environment variables under which all trackers write into a folder."""
+    return {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "MLFLOW_TRACKING_URI": f"file:{folder / 'mlruns'}",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "TRACKIO_DIR": str(folder / "trackio"),
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
 def of_run(words, folder, killed_at=None):
     start = ["launch/train.py"] if killed_at is None else ["tests/killed.py", *killed_at]
-    environment = tiny_run.environment(
-        WANDB_MODE="offline",
-        MLFLOW_TRACKING_URI=f"file:{folder / 'mlruns'}",
-        MLFLOW_ALLOW_FILE_STORE="true",
-        TRACKIO_DIR=str(folder / "trackio"),
-        HF_HUB_OFFLINE="1",
-    )
+    environment = tiny_run.environment(**surroundings(folder))
     command = [sys.executable, *start, *words[1:]]
     return subprocess.run(
         command, cwd=tiny_run.ROOT, capture_output=True, text=True, env=environment
@@ -178,8 +185,65 @@ def test_a_run_that_was_killed_is_one_run_in_every_sink(own, tmp_path, monkeypat
         assert dict(READERS[name](tmp_path)) == pytest.approx(wanted), name
 
 
-def of_wandb(folder):
-    """Steps and rewards of all offline folders, which are of one run id; the later ones hold."""
+# Names that a reward may give its numbers: what trackers refuse, keep for themselves or cut.
+HARD = (
+    *("pass@1", "accuracy (%)", "a", "a/b", "a/b/failed", "_x0040_", "_x004", "__x0041_", "%", "/"),
+    *(
+        "a//b",
+        "../a",
+        "a/../b",
+        "./a",
+        "a/",
+        " a ",
+        "a\nb",
+        "\0",
+        "日本",
+        "é" * 300,
+        "x" * 400,
+        "😀",
+    ),
+    *("a.b", "a:b", "step", "_step", "A"),
+)
+LONG = ("é" * 300, "x" * 400)
+
+
+def read_again(name):
+    """The name that was escaped."""
+    return re.sub("_x([0-9A-F]{8}|[0-9A-F]{4})_", lambda found: chr(int(found[1], 16)), name)
+
+
+@pytest.fixture
+def trackers(tmp_path, monkeypatch):
+    """A folder in which all trackers write."""
+    for name, value in surroundings(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "run" / "sinks").mkdir(parents=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+def test_every_name_reaches_every_tracker_and_can_be_read_again(name, trackers):
+    pytest.importorskip(name)
+    wanted = {f"reward/f/{one}": float(index) for index, one in enumerate(HARD)}
+    wanted |= {"reward/mean": 0.5, "eval/reward": 0.25, "eval/reward/failed": 1.0}
+    wanted |= {f"many/{index}": 0.0 for index in range(1000)}
+    wanted |= dict.fromkeys(("_step", "_timestamp", "__y", "step", "time", "project"), 7.0)
+    sink = SINKS[name](TrackedRun("names", trackers / "run", {"seed": 1}))
+    sink.write(0, wanted)
+    sink.close()
+    own = {"wandb": ("_step", "_timestamp", "_runtime"), "trackio": ("step", "timestamp")}
+    found = {key: value for key, value in NUMBERS[name](trackers) if key not in own.get(name, ())}
+    whole = {read_again(key): value for key, value in found.items()}
+    cut = dict.fromkeys(f"reward/f/{one}" for one in LONG if name == "mlflow")
+    assert len(found) == len(wanted)
+    assert {key: whole.get(key) for key in wanted if key not in cut} == {
+        key: value for key, value in wanted.items() if key not in cut
+    }
+    assert all(len(key.encode()) == 250 for key in found if read_again(key) not in wanted)
+
+
+def rows_of_wandb(folder):
+    """Step and numbers of each row of all offline folders; the later ones hold."""
     from wandb.proto import wandb_internal_pb2  # pyright: ignore
 
     files = sorted((folder / "run" / "sinks" / "wandb").glob("offline-run-*/run-*.wandb"))
@@ -187,10 +251,25 @@ def of_wandb(folder):
     assert 1 <= len(files) <= 2 and len({path.name for path in files}) == 1
     for path in files:
         for data in records(path.read_bytes()):
-            record = wandb_internal_pb2.Record.FromString(data)  # pyright: ignore
-            items = {"/".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
-            if "reward/mean" in items:
-                yield record.history.step.num, json.loads(items["reward/mean"])
+            history = wandb_internal_pb2.Record.FromString(data).history  # pyright: ignore
+            items = {"/".join(i.nested_key) or i.key: i.value_json for i in history.item}
+            yield history.step.num, {key: json.loads(text) for key, text in items.items()}
+
+
+def numbers_of_wandb(folder, patience=20.0):
+    """The numbers of the only step; its process writes them after the run has finished."""
+    deadline = time.monotonic() + patience
+    found = {}
+    while not found and time.monotonic() < deadline:
+        time.sleep(0.05)
+        found = max((row for _, row in rows_of_wandb(folder)), key=len, default={})
+    return found
+
+
+def of_wandb(folder):
+    """Steps and rewards of the only run."""
+    rows = rows_of_wandb(folder)
+    return [(step, row["reward/mean"]) for step, row in rows if "reward/mean" in row]
 
 
 def records(data):
@@ -210,29 +289,47 @@ def records(data):
             parts = b""
 
 
-def of_mlflow(folder):
-    """Steps and rewards of the only run."""
+def run_of_mlflow(folder):
+    """The client, and the only run."""
     import mlflow
 
     client = mlflow.MlflowClient(f"file:{folder / 'mlruns'}")
     experiment = client.get_experiment_by_name("rlhf_jax")
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.status == "FINISHED" and run.data.params["steps"] == "5"
+    assert run.info.status == "FINISHED"
+    return client, run
+
+
+def of_mlflow(folder):
+    """Steps and rewards of the only run."""
+    client, run = run_of_mlflow(folder)
+    assert run.data.params["steps"] == "5"
     found = client.get_metric_history(run.info.run_id, "reward/mean")
     assert len(found) == 5
     return [(one.step, one.value) for one in found]
 
 
-def of_trackio(folder):
-    """Steps and rewards of the only run."""
+def rows_of_trackio():
+    """Rows of the only run."""
     from trackio.sqlite_storage import SQLiteStorage
 
     (name,) = SQLiteStorage.get_runs("rlhf_jax")
-    rows = SQLiteStorage.get_logs("rlhf_jax", name)
+    return SQLiteStorage.get_logs("rlhf_jax", name)
+
+
+def of_trackio(folder):
+    """Steps and rewards of the only run."""
+    rows = rows_of_trackio()
     found = [(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row]
     assert len(found) == 5
     return found
 
 
+# All numbers of the only step, by the names that the tracker has for them.
+NUMBERS = {
+    "wandb": lambda folder: numbers_of_wandb(folder).items(),
+    "mlflow": lambda folder: run_of_mlflow(folder)[1].data.metrics.items(),
+    "trackio": lambda folder: rows_of_trackio()[-1].items(),
+}
 READERS = {"wandb": of_wandb, "mlflow": of_mlflow, "trackio": of_trackio}

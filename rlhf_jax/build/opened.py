@@ -17,6 +17,7 @@ import numpy as np
 from rlhf_jax.build.calls import place_calls
 from rlhf_jax.build.topology import count_devices
 from rlhf_jax.config import derived, memory, validation
+from rlhf_jax.config.checks import require_texts
 from rlhf_jax.config.identity import binding_settings
 from rlhf_jax.config.objectives import Objective, objective_of
 from rlhf_jax.config.schema import Config
@@ -26,6 +27,7 @@ from rlhf_jax.data.rows import read
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.weights.source import Source, digest, open_source
 from rlhf_jax.placement.plan import CALLS, CallLayouts, Plan
+from rlhf_jax.rewards.sources import check_columns
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.files import find, is_remote
 from rlhf_jax.runtime.mirror import folder_of
@@ -81,8 +83,9 @@ def prepare(config: Config) -> Opened:
 
     Raises ValueError or OSError, in one sentence, for the first thing that is wrong.
     """
+    require_texts(config)
     derived.register_own(config)
-    validation.validate(config, count_devices(), distributed.count())
+    signatures = validation.validate(config, count_devices(), distributed.count())
     objective = objective_of(config)
     policy = _open_dated(config.model.path, config)
     drafts = derived.has_drafter(config)
@@ -107,6 +110,9 @@ def prepare(config: Config) -> Opened:
         remat=True,
         remat_reason="",
     )
+    for prompts in (opened.prompts, opened.held_out):
+        if prompts is not None:
+            check_columns(signatures, prompts.rows)
     validation.validate_models(config, opened.models)
     validation.validate_student(config, policy.config, drafter and drafter.config)
     devices = jax.devices()

@@ -5,7 +5,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
-from rlhf_jax.config.schema import Config
+from rlhf_jax.config.schema import DICTS, Config, flat
+
+# Keys whose values name files, folders or what is registered, several each.
+NAMING_KEYS = (
+    "sinks",
+    "reward.functions",
+    "reward.models",
+    "generation.drafters",
+    "model.families",
+)
 
 
 def require(holds: bool, sentence: str) -> None:
@@ -43,3 +52,22 @@ def require_even_split(whole: int, parts: int, what: str, by: str) -> None:
         f"The {whole} {what} cannot be split evenly by {by} = {parts}; change one of them, as the"
         f" first to {' or '.join(nearest)}.",
     )
+
+
+def require_texts(config: Config) -> None:
+    """Raise ValueError where a name in a config is no text, before anything looks for it."""
+    values = flat(config)
+    for key in NAMING_KEYS:
+        for name in values[key]:
+            _require_text(name, f"{key} has")
+    for key in DICTS:
+        for name in values[key]:
+            _require_text(name, f"{key} has a name")
+    for name, spec in values["reward.metrics"].items():
+        _require_text(spec, f"reward.metrics has for {name!r}")
+
+
+def _require_text(value: object, where: str) -> None:
+    """Raise ValueError unless a value is a text that files and screens take."""
+    if not isinstance(value, str) or any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise ValueError(f"{where} {value!r} of type {type(value).__name__}; give a text.")

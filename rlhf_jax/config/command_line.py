@@ -13,6 +13,7 @@ from typing import cast as typed
 from absl import flags
 from ml_collections import config_flags
 
+from rlhf_jax.config.checks import require_texts
 from rlhf_jax.config.schema import Config, default, flat, keys
 from rlhf_jax.runtime.extensions import is_of_file
 from rlhf_jax.runtime.files import SHIPPED, find
@@ -128,6 +129,7 @@ def load(spec: str) -> Config:
             f"Config {spec}: get_config() must return rlhf_jax.config.default() with other values"
             " and no other keys."
         )
+    require_texts(config)
     _look_beside(config, path.resolve().parent)
     config.lock()
     return config

@@ -13,6 +13,8 @@ from rlhf_jax.training.losses import AGGREGATES
 from rlhf_jax.training.settings import aggregate_name
 
 KL_PLACES = ("loss", "reward")
+# What every evaluation writes as eval/NAME.
+OWN_MEASURES = ("reward", "finished", "distinct_pairs", "generation/tokens_per_round")
 
 
 def check_rewards(config: Config) -> None:
@@ -50,10 +52,11 @@ def check_rewards(config: Config) -> None:
         0 <= reward.max_failed < 1,
         f"reward.max_failed is {reward.max_failed}; it must be at least 0 and below 1.",
     )
-    require(
-        "reward" not in reward.metrics,
-        "reward.metrics names a measure 'reward', which is training's; rename it.",
-    )
+    for name in reward.metrics:
+        require(
+            bool(name) and name not in OWN_MEASURES and not name.endswith("/failed"),
+            f"reward.metrics names a measure {name!r}, which is empty or the run's own; rename it.",
+        )
 
 
 def check_advantage(config: Config) -> None:

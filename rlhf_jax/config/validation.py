@@ -15,6 +15,7 @@ from rlhf_jax.config.checks import (
     require_not_negative,
     require_one_of,
     require_positive,
+    require_texts,
 )
 from rlhf_jax.config.generation_checks import (
     check_drafter,
@@ -32,6 +33,7 @@ from rlhf_jax.monitoring import sinks
 from rlhf_jax.placement.pipelined import check_pipelines, is_pipelined
 from rlhf_jax.placement.plan import Plan
 from rlhf_jax.placement.presets import plan_of
+from rlhf_jax.rewards.signatures import Signature
 from rlhf_jax.rewards.sources import check_sources
 from rlhf_jax.runtime import mirror
 from rlhf_jax.runtime.files import find, is_remote
@@ -63,12 +65,14 @@ STUDENT_FIELDS = (
 )
 
 
-def validate(config: Config, num_devices: int, num_processes: int = 1) -> None:
-    """Raise ValueError or FileNotFoundError, in one sentence, for the first thing that cannot work.
+def validate(config: Config, num_devices: int, num_processes: int = 1) -> dict[str, Signature]:
+    """Check a config; return how the reward's functions want to be called, by their specs.
 
     Files are looked for, and rewards imported in processes of their own; the model is checked where
-    it is opened.
+    it is opened. Raises ValueError or FileNotFoundError, in one sentence, for the first thing that
+    cannot work.
     """
+    require_texts(config)
     for name, value in flat(config).items():
         finite = not isinstance(value, float) or math.isfinite(value)
         require(finite, f"{name} is {value}; it must be finite.")
@@ -92,8 +96,8 @@ def validate(config: Config, num_devices: int, num_processes: int = 1) -> None:
         check_kl(config)
     objective.validate(config)
     _check_devices(config, num_devices, num_processes)
-    if objective.uses_rewards:  # last, as the functions are imported
-        check_sources(config)
+    # last, as the functions are imported
+    return check_sources(config) if objective.uses_rewards else {}
 
 
 def validate_models(config: Config, models: ModelConfigs) -> None:

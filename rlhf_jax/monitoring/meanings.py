@@ -27,6 +27,9 @@ MEANINGS = (
     Meaning("reward/NAME/mean", "mean of one term of the reward, over what it could score"),
     Meaning("reward/NAME/failed", "responses that one term gave no number for", "", "0"),
     Meaning("reward/NAME/NAME", "mean of a number that a reward gives beside its value"),
+    Meaning(
+        "reward/NAME/NAME/failed", "responses of which that number was not finite", "", "absent"
+    ),
     Meaning("response/length_mean", "tokens of a response", "tokens", "below max_new_tokens"),
     Meaning("response/unfinished", "share of the responses that are cut off", "", "below 0.1"),
     # distances

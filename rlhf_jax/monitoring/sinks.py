@@ -12,13 +12,25 @@ import importlib.util
 import os
 import pathlib
 import time
+import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from rlhf_jax.monitoring.names import escaped
 from rlhf_jax.runtime.extensions import Table
 
 PROJECT = "rlhf_jax"  # under which runs stand where the environment names no project
 LONGEST_PARAMETER = 500  # characters of a config's value that MLflow keeps
+LONGEST_NAME = 250  # characters of a metric's name that MLflow keeps; bytes, of a file's name
+MOST_METRICS = 1000  # that a call of MLflow may hold
+# Which characters of a name each tracker refuses, or reads otherwise, as regular expressions: W&B
+# and trackio keep some names for themselves, and to MLflow a name is a path.
+REFUSED_BY_WANDB = r"^_(?=(?:step|timestamp|runtime|wandb)\Z)"
+REFUSED_BY_TRACKIO = r"^(?:p(?=roject\Z)|r(?=un\Z)|t(?=ime(?:stamp)?\Z)|s(?=tep\Z)|m(?=etrics\Z)|_)"
+REFUSED_BY_MLFLOW = r"[^/\w.\- :]|(?:(?<=/)|^)/|/\Z|(?:(?<=/)|^)\.(?=\.?(?:/|\Z))|^\.(?=\.)"
+# Where MLflow keeps files a name is one, and so no folder of another, as eval/reward would be of
+# eval/reward/failed: only the last slash stays.
+REFUSED_BY_FILES = rf"{REFUSED_BY_MLFLOW}|/(?=[\s\S]*/)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +81,8 @@ class Wandb:
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log a step."""
-        self._run.log(dict(numbers), step=step, commit=True)
+        named = {escaped(name, REFUSED_BY_WANDB): value for name, value in numbers.items()}
+        self._run.log(named, step=step, commit=True)
 
     def last_step(self) -> int:
         """Return the last step that the server has; offline a run is written anew, beside it."""
@@ -85,8 +98,11 @@ class Mlflow:
 
     def __init__(self, run: TrackedRun):
         entities = importlib.import_module("mlflow.entities")
+        mlflow = importlib.import_module("mlflow")
         self._metric = entities.Metric
-        self._client = importlib.import_module("mlflow").MlflowClient()
+        self._client = mlflow.MlflowClient()
+        in_files = urllib.parse.urlsplit(mlflow.get_tracking_uri()).scheme in ("", "file")
+        self._refused = REFUSED_BY_FILES if in_files else REFUSED_BY_MLFLOW
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self._client.create_experiment(name)
@@ -105,8 +121,12 @@ class Mlflow:
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log a step."""
         now = int(1000 * time.time())
-        metrics = [self._metric(key, value, now, step) for key, value in numbers.items()]
-        self._client.log_batch(self._id, metrics=metrics)
+        metrics = [
+            self._metric(escaped(key, self._refused, LONGEST_NAME), one, now, step)
+            for key, one in numbers.items()
+        ]
+        for start in range(0, len(metrics), MOST_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[start : start + MOST_METRICS])
 
     def close(self) -> None:
         """Mark the run as finished."""
@@ -127,7 +147,8 @@ class Trackio:
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log a step."""
-        self._run.log(dict(numbers), step=step)
+        named = {escaped(name, REFUSED_BY_TRACKIO): value for name, value in numbers.items()}
+        self._run.log(named, step=step)
 
     def last_step(self) -> int | None:
         """Return the last step that was in the database at the beginning."""

@@ -14,13 +14,13 @@ from rlhf_jax.rewards.combination import Response, Score
 from rlhf_jax.runtime import messages
 
 __all__ = [
-    "LARGEST_REPLY",
     "RewardCall",
     "RewardFailure",
     "RewardReply",
     "RewardResults",
     "WorkerImports",
     "WorkerReady",
+    "largest_reply",
     "limit_wait",
     "receive_call",
     "receive_reply",
@@ -28,8 +28,9 @@ __all__ = [
 ]
 
 LARGEST_CALL = 1 << 28  # bytes of responses with their prompts and rows
-LARGEST_REPLY = 1 << 20  # bytes of numbers, or of why there are none
-PAUSE = 10  # seconds in which the rest of a reply must come once it has begun
+LARGEST_REPLY = 1 << 20  # bytes of numbers, or of why there are none, for each RESPONSES
+RESPONSES = 1024
+PAUSE = 10  # seconds in which the rest of a message must come, or be taken, once it has begun
 
 
 @messages.register
@@ -55,15 +56,16 @@ class WorkerReady:
 
     form: str  # of `signatures.Form`
     is_async: bool
+    columns: tuple[str, ...] = ()  # of the prompts, which it cannot do without
 
 
 @messages.register
 @dataclasses.dataclass(frozen=True)
 class RewardResults:
-    """Give what came of each response of a call."""
+    """Give what came of each response of a call; None where an async function gave it up."""
 
     number: int
-    results: list[Score | str]
+    results: list[Score | str] | None
 
 
 @messages.register
@@ -80,8 +82,17 @@ RewardReply = WorkerImports | WorkerReady | RewardResults | RewardFailure
 
 def send(pipe: connection.Connection, message: RewardCall | RewardReply) -> None:
     """Send a message; raise ValueError where it holds what cannot travel or is too long."""
-    largest = LARGEST_CALL if isinstance(message, RewardCall) else LARGEST_REPLY
+    largest = LARGEST_REPLY
+    if isinstance(message, RewardCall):
+        largest = LARGEST_CALL
+    elif isinstance(message, RewardResults):
+        largest = largest_reply(len(message.results or []))
     pipe.send_bytes(messages.encode(message, largest))
+
+
+def largest_reply(responses: int) -> int:
+    """Return the most bytes of a reply about so many responses."""
+    return LARGEST_REPLY * max(1, -(-responses // RESPONSES))
 
 
 def receive_call(pipe: connection.Connection) -> RewardCall:
@@ -93,14 +104,14 @@ def receive_call(pipe: connection.Connection) -> RewardCall:
     return messages.decode(pipe.recv_bytes(LARGEST_CALL), "the pipe of calls", RewardCall)
 
 
-def receive_reply(pipe: connection.Connection) -> RewardReply:
-    """Return the next reply.
+def receive_reply(pipe: connection.Connection, largest: int) -> RewardReply:
+    """Return the next reply, of at most so many bytes.
 
     Raises ValueError for bytes that are none, EOFError where the process has closed its end,
     BlockingIOError where a reply that began does not go on, and OSError where there are too many
     bytes.
     """
-    data = pipe.recv_bytes(LARGEST_REPLY)
+    data = pipe.recv_bytes(largest)
     reply = messages.decode(data, "the pipe of a reward process")
     if not isinstance(reply, RewardReply):
         raise ValueError(f"A reward process sent a value of type {type(reply).__name__}.")
@@ -108,7 +119,8 @@ def receive_reply(pipe: connection.Connection) -> RewardReply:
 
 
 def limit_wait(pipe: connection.Connection) -> None:
-    """Have a read fail with BlockingIOError where a message that began goes on too late."""
+    """Have a read or a write fail with BlockingIOError where a message goes on too late."""
     end = socket.socket(fileno=pipe.fileno())
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", PAUSE, 0))
+    for way in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        end.setsockopt(socket.SOL_SOCKET, way, struct.pack("ll", PAUSE, 0))
     end.detach()  # the connection keeps its file descriptor

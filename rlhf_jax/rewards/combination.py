@@ -40,7 +40,10 @@ class Response:
 @messages.register
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Hold what a response is worth, and numbers beside it that are logged by their names."""
+    """Hold what a response is worth, and numbers beside it that are logged by their names.
+
+    A number that could not be had is NaN.
+    """
 
     value: float
     numbers: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -119,7 +122,8 @@ def weighted(
     known: by term, results that some responses have already, by their index. A response fails where
     any term fails, for the reason of the first such term. `reward/<name>/mean` is over the
     responses that the term could score, and left out where there are none; `reward/<name>/failed`
-    counts the others, and `reward/<name>/<number>` is the mean of a number over those that have it.
+    counts the others. `reward/<name>/<number>` is the mean of a number beside the reward over those
+    that have it, and `reward/<name>/<number>/failed` counts those where it was not finite, if any.
     Broken where a term is, and none of its results was known.
     """
     values = np.zeros(len(responses), np.float32)
@@ -132,14 +136,25 @@ def weighted(
         own = {index: f"{name} {reason}" for index, reason in scores.failures.items()}
         failures = own | failures
         if len(scores.failures) < len(responses):
-            metrics[f"reward/{name}/mean"] = float(np.nanmean(scores.values))
+            metrics[f"reward/{name}/mean"] = float(np.nanmean(scores.values, dtype=float))
         metrics[f"reward/{name}/failed"] = float(len(scores.failures))
-        for number in sorted({one for own in scores.numbers.values() for one in own}):
-            found = [own[number] for own in scores.numbers.values() if number in own]
-            metrics[f"reward/{name}/{number}"] = float(np.mean(found))
+        metrics |= {f"reward/{name}/{key}": one for key, one in _means(scores.numbers).items()}
     for index in np.flatnonzero(~np.isfinite(values)).tolist():
         failures.setdefault(index, f"gave a weighted sum of {values[index]}")
     return Scores(values, dict(sorted(failures.items()))), metrics
+
+
+def _means(numbers: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each number beside a reward, and how many of it were not finite."""
+    means = {}
+    for name in sorted({one for own in numbers.values() for one in own}):
+        found = np.array([own[name] for own in numbers.values() if name in own])
+        finite = found[np.abs(found) <= LARGEST]
+        if finite.size:
+            means[name] = float(np.mean(finite))
+        if finite.size < found.size:
+            means[f"{name}/failed"] = float(found.size - finite.size)
+    return means
 
 
 def _with_known(
@@ -193,11 +208,9 @@ def failure(result: float | RewardResult) -> str:
     """Say why a result is no score; empty where it is one."""
     if isinstance(result, str):
         return result
-    own = result.numbers if isinstance(result, Score) else {}
     value = result.value if isinstance(result, Score) else result
-    for number in (value, *own.values()):
-        if not abs(number) <= LARGEST:  # nor is NaN
-            return f"gave {number}, which is no finite float32"
+    if not abs(value) <= LARGEST:  # nor is NaN
+        return f"gave {value}, which is no finite float32"
     return ""
 
 

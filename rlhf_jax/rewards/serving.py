@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing import connection
+from types import FrameType
 from typing import Any
 
 from rlhf_jax.rewards.calls import (
@@ -27,9 +28,10 @@ from rlhf_jax.rewards.calls import (
     send,
 )
 from rlhf_jax.rewards.combination import RewardResult, load_reward
-from rlhf_jax.rewards.signatures import Signature, arguments, results_of, signature_of
+from rlhf_jax.rewards.results import one_line, raised, results_of
+from rlhf_jax.rewards.signatures import Form, Signature, arguments, signature_of
 
-MESSAGE = 200  # characters of an error that are kept
+REFUSAL = 1000  # characters of why there never will be rewards
 
 
 def serve(spec: str, watched: int) -> None:
@@ -44,60 +46,87 @@ def serve(spec: str, watched: int) -> None:
     # in a regular expression that never returns and lets no other thread run. The pipe of calls
     # would not do: the signal of a call's arrival may come after the call was read.
     signal.signal(signal.SIGIO, signal.SIG_IGN)
+    # Ctrl-C is for the run. Not SIG_IGN, which the processes that the reward starts would keep.
+    signal.signal(signal.SIGINT, _ignore)
     # Processes that the reward starts do not get it.
     os.set_inheritable(watched, False)
     flags = fcntl.fcntl(watched, fcntl.F_GETFL)
     fcntl.fcntl(watched, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(watched, fcntl.F_SETFL, flags | os.O_ASYNC)
-    with contextlib.suppress(EOFError, OSError):  # the parent's end
-        send(pipe, WorkerImports())
-        try:
-            with _ended_by_parent(), _forks_end():
-                reward = load_reward(spec)
-        except (ValueError, OSError) as error:
-            send(pipe, RewardFailure(_one_line(error)))
-            return
-        signature = signature_of(reward)
-        send(pipe, WorkerReady(str(signature.form), signature.is_async))
-        if signature.is_async:
-            asyncio.run(_answer_together(pipe, reward, signature))
-        while True:
-            asked = receive_call(pipe)
-            with _ended_by_parent():
-                results = call(reward, signature, asked)
-            send(pipe, RewardResults(asked.number, results))
+    serve_calls(pipe, lambda: _imported(spec), _ended_by_parent)
     os.killpg(os.getpgrp(), signal.SIGKILL)  # what the reward has started ends as well
 
 
+def serve_calls(
+    pipe: connection.Connection,
+    find: Callable[[], Callable[..., Any]],
+    within: Callable[[bool], contextlib.AbstractContextManager],
+) -> None:
+    """Find the reward, then answer calls until the other end of the pipe closes.
+
+    The reward's own code runs in a context that `within` makes; it is told whether a signal may
+    raise KeyboardInterrupt there, as it may where nothing but the reward's code would be raised in.
+    """
+    with contextlib.suppress(EOFError, OSError):  # the other end is closed
+        send(pipe, WorkerImports())
+        try:
+            with within(True):
+                reward = find()
+                signature = signature_of(reward)
+        except (ValueError, OSError) as error:
+            send(pipe, RewardFailure(one_line(error, REFUSAL)))
+            return
+        send(pipe, WorkerReady(str(signature.form), signature.is_async, signature.columns))
+        if signature.is_async:
+            with within(False):
+                asyncio.run(_answer_together(pipe, reward, signature))
+        while True:
+            asked = receive_call(pipe)
+            with within(True):
+                results = call(reward, signature, asked)
+            _reply(pipe, RewardResults(asked.number, results))
+
+
 def call(reward: Callable[..., Any], signature: Signature, asked: RewardCall) -> list[RewardResult]:
-    """Return what came of each response of a call of a plain function."""
-    given = arguments(reward, signature.form, asked.responses)
+    """Return what came of each response of a call of a plain function, whatever it raises."""
     try:
         with _forks_end():
+            given = arguments(reward, signature.form, asked.responses)
             value = reward(*given.positional, **given.named)
-    except (Exception, SystemExit) as error:
-        return [_raised(error)] * len(asked.responses)
-    return results_of(signature.form, value, len(asked.responses), given.logged)
+            alone = signature.form is Form.ONE
+            return results_of(alone, value, len(asked.responses), given.logged)
+    except BaseException as error:
+        return [raised(error)] * len(asked.responses)
 
 
 async def call_async(
     reward: Callable[..., Any], signature: Signature, asked: RewardCall
-) -> list[RewardResult]:
-    """Return what came of each response of a call of an async function, within its time."""
-    given = arguments(reward, signature.form, asked.responses)
+) -> list[RewardResult] | None:
+    """Return what came of each response of a call of an async function; None out of time.
+
+    Whatever the function raises is caught within its task: there CancelledError is its own doing,
+    while SystemExit and KeyboardInterrupt would end the loop.
+    """
+
+    async def answer() -> list[RewardResult]:
+        try:
+            with _forks_end():
+                given = arguments(reward, signature.form, asked.responses)
+                value = await reward(*given.positional, **given.named)
+                alone = signature.form is Form.ONE
+                return results_of(alone, value, len(asked.responses), given.logged)
+        except BaseException as error:
+            return [raised(error)] * len(asked.responses)
+
+    task = asyncio.ensure_future(answer())
     limit = asked.seconds if math.isfinite(asked.seconds) else None
-
-    async def answer() -> Any:
-        with _forks_end():
-            return await reward(*given.positional, **given.named)
-
-    try:
-        value = await asyncio.wait_for(answer(), limit)
-    except TimeoutError:
-        return [f"took longer than {asked.seconds:g} s"] * len(asked.responses)
-    except Exception as error:
-        return [_raised(error)] * len(asked.responses)
-    return results_of(signature.form, value, len(asked.responses), given.logged)
+    done, _ = await asyncio.wait([task], timeout=limit)
+    if not done:
+        task.cancel()  # it is not waited for: it may refuse to end
+        return None
+    if task.cancelled():  # it asked for that, and returned all the same
+        return [raised(asyncio.CancelledError())] * len(asked.responses)
+    return task.result()
 
 
 async def _answer_together(
@@ -106,25 +135,58 @@ async def _answer_together(
     """Answer calls of an async function as they come, each when it is done."""
 
     async def answer(asked: RewardCall) -> None:
-        send(pipe, RewardResults(asked.number, await call_async(reward, signature, asked)))
+        with contextlib.suppress(OSError):  # the other end is closed, as reading it will find
+            results = await call_async(reward, signature, asked)
+            _reply(pipe, RewardResults(asked.number, results))
 
-    loop = asyncio.get_running_loop()
     under_way = set()
-    with _ended_by_parent():
-        while True:
-            task = loop.create_task(answer(await loop.run_in_executor(None, receive_call, pipe)))
+    arrived = asyncio.Event()
+    # Not by a thread that reads: the loop's end would wait for it, and so for the next call.
+    asyncio.get_running_loop().add_reader(pipe.fileno(), arrived.set)
+    while True:
+        await arrived.wait()
+        arrived.clear()
+        while pipe.poll():
+            task = asyncio.create_task(answer(receive_call(pipe)))
             under_way.add(task)
             task.add_done_callback(under_way.discard)
 
 
+def _reply(pipe: connection.Connection, reply: RewardResults) -> None:
+    """Send the results of a call, or in their place why they cannot be sent."""
+    try:
+        send(pipe, reply)
+    except ValueError as error:
+        reasons: list[RewardResult] = [f"gave too much: {one_line(error)}"]
+        send(pipe, RewardResults(reply.number, reasons * len(reply.results or [])))
+
+
+def _imported(spec: str) -> Callable[..., Any]:
+    """Return the reward of a spec; ValueError whatever its import raises."""
+    try:
+        with _forks_end():
+            return load_reward(spec)
+    except Exception:
+        raise
+    except BaseException as error:
+        told = f"{type(error).__name__}: {one_line(error)}".rstrip(": ")
+        raise ValueError(f"Reward {spec!r} cannot be imported: {told}.") from None
+
+
 @contextlib.contextmanager
-def _ended_by_parent() -> Iterator[None]:
-    """Let the end of the parent end this process at once."""
+def _ended_by_parent(interruptible: bool) -> Iterator[None]:
+    """Let the end of the parent end this process at once, and SIGINT interrupt the reward."""
     signal.signal(signal.SIGIO, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler if interruptible else _ignore)
     try:
         yield
     finally:
+        signal.signal(signal.SIGINT, _ignore)
         signal.signal(signal.SIGIO, signal.SIG_IGN)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing about a signal."""
 
 
 @contextlib.contextmanager
@@ -139,14 +201,6 @@ def _forks_end() -> Iterator[None]:
     finally:
         if os.getpid() != own:
             os._exit(0)
-
-
-def _raised(error: BaseException) -> str:
-    return f"raised {type(error).__name__}: {_one_line(error)}"
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:MESSAGE]
 
 
 if __name__ == "__main__":

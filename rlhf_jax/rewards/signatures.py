@@ -4,25 +4,28 @@
     f(prompt, responses, row) -> list of floats  all samples of a prompt
     f(completions, **columns) -> list of floats  all responses at once, as TRL calls its rewards
 
-Each may be `async`, and a float may be `(float, {"name": number})`, whose numbers are logged.
+The names decide, in any order; a function may leave out what it does not read. verl's names stand
+beside those of the first form (`solution_str, ground_truth, data_source, extra_info`) and, in the
+plural, of the last. Each function may be `async`; `results` says what it may return.
 """
 
 from __future__ import annotations
 
 import enum
 import inspect
-import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from rlhf_jax.rewards.combination import Response, RewardResult, Score
+from rlhf_jax.rewards.combination import Response
+from rlhf_jax.rewards.results import Logged
 
 # Columns that TRL gives under other names, or not at all.
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
-# What metrics call the term's own figures.
-TAKEN = ("mean", "failed")
+# Parameters of TRL's rewards that its own trainer alone can fill.
+OF_TRAINER = ("trainer_state", "environments")
+OF_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+# verl keeps the right answer in a column that holds a dict.
+ANSWERS = "reward_model"
 
 
 class Form(enum.StrEnum):
@@ -33,26 +36,104 @@ class Form(enum.StrEnum):
     BATCH = "batch"
 
 
+# What a call of each form has for parameters, by their names; the last has columns, too.
+NAMES = {
+    Form.ONE: ("prompt", "response", "row", *OF_VERL),
+    Form.GROUP: ("prompt", "responses", "row"),
+    Form.BATCH: (
+        *("prompts", "completions", "completion_ids", "log_metric", "log_extra"),
+        *(f"{name}s" for name in OF_VERL),
+    ),
+}
+CHOICE = (
+    "prompt, response, row (a response at a time), prompt, responses, row (a prompt's),"
+    " completions, prompts, completion_ids, log_metric, log_extra and columns of the prompts (all,"
+    " as TRL has it), or verl's solution_str, ground_truth, data_source, extra_info"
+)
+
+
 class Signature(NamedTuple):
     """Describe how a function is called."""
 
     form: Form
     is_async: bool
+    columns: tuple[str, ...] = ()  # of the prompts, which it cannot do without
+
+
+class Parameters(NamedTuple):
+    """Hold the parameters of a function that have names, and whether it takes others, too."""
+
+    named: dict[str, inspect.Parameter]
+    any_position: bool
+    any_name: bool
+
+    @property
+    def required(self) -> list[str]:
+        """Return the names of those that have no default."""
+        return [name for name, one in self.named.items() if one.default is one.empty]
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
-    """Read how a function wants to be called; one that says nothing takes a response at a time."""
-    called = function if inspect.isroutine(function) else type(function).__call__
-    is_async = inspect.iscoroutinefunction(called)
+    """Read how a function wants to be called; one that says nothing takes a response at a time.
+
+    Raises ValueError where it has a parameter without a default that no call could fill.
+    """
+    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+    parameters = _parameters_of(function)
+    form = _form_of(parameters)
+    unknown = [name for name in parameters.required if name not in NAMES[form]]
+    if form is Form.BATCH:
+        columns = [name for name in unknown if name not in (*NOT_COLUMNS, *OF_TRAINER)]
+        unknown = [name for name in unknown if name not in columns]
+    else:
+        columns = []
+    if unknown:
+        called = getattr(function, "__name__", type(function).__name__)
+        raise ValueError(
+            f"Reward {called!r} has a parameter {unknown[0]!r}, which no call of it fills: a"
+            f" function of reward.functions may name {CHOICE}; rename it, or give it a default."
+        )
+    plural = "s" if form is Form.BATCH else ""
+    for name in ("data_source", "ground_truth"):
+        columns += [name] if f"{name}{plural}" in parameters.required else []
+    return Signature(form, is_async, tuple(columns))
+
+
+def missing_column(signature: Signature, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the first column that a reward cannot do without and none of the rows has, or ''."""
+    there = {name for row in rows for name in row}
+    if ANSWERS in there:
+        there.add("ground_truth")
+    return next((name for name in signature.columns if name not in there), "")
+
+
+def _parameters_of(function: Callable[..., Any]) -> Parameters:
+    """Read the parameters of a function; a builtin has none that are meant for this."""
+    if inspect.isbuiltin(function):
+        return Parameters({}, any_position=True, any_name=False)
     try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some builtins have none
-        return Signature(Form.ONE, is_async)
-    kinds = {one.kind for one in parameters.values()}
-    if "completions" in parameters or kinds == {inspect.Parameter.VAR_KEYWORD}:
-        return Signature(Form.BATCH, is_async)
-    form = Form.GROUP if "responses" in parameters else Form.ONE
-    return Signature(form, is_async)
+        found = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return Parameters({}, any_position=True, any_name=False)
+    kinds = {one.kind for one in found.values()}
+    positions = inspect.Parameter.VAR_POSITIONAL
+    names = inspect.Parameter.VAR_KEYWORD
+    named = {name: one for name, one in found.items() if one.kind not in (positions, names)}
+    return Parameters(named, positions in kinds, names in kinds)
+
+
+def _form_of(parameters: Parameters) -> Form:
+    """Choose the form that has a function's names.
+
+    One that names nothing but columns and takes all names is TRL's.
+    """
+    names = set(parameters.named)
+    if names & set(NAMES[Form.BATCH]):
+        return Form.BATCH
+    if "responses" in names:
+        return Form.GROUP
+    alone = parameters.any_name and not parameters.any_position
+    return Form.BATCH if alone and not names & set(NAMES[Form.ONE]) else Form.ONE
 
 
 def calls_of(form: Form, responses: Sequence[Response]) -> list[list[int]]:
@@ -100,66 +181,83 @@ class Arguments(NamedTuple):
 
     positional: tuple[Any, ...]
     named: dict[str, Any]
-    logged: dict[str, float]  # numbers that the call logs by itself
+    logged: Logged  # numbers that the call logs by itself
 
 
 def arguments(function: Callable[..., Any], form: Form, responses: Sequence[Response]) -> Arguments:
     """Return what a function of this form is called with, for the responses of one call."""
-    first = responses[0]
-    if form is Form.ONE:
-        return Arguments((first.prompt, first.response, first.row), {}, {})
-    texts: list[Any] = [response.response for response in responses]
-    if form is Form.GROUP:
-        return Arguments((first.prompt, texts, first.row), {}, {})
+    parameters = _parameters_of(function)
+    logged = Logged()
+    verl = _verl(form, responses)
+    if form is Form.BATCH:
+        ours = _of_batch(responses, logged, parameters.required)
+    else:
+        first = responses[0]
+        texts = [response.response for response in responses]
+        scored = {"response": texts[0]} if form is Form.ONE else {"responses": texts}
+        ours = {"prompt": first.prompt, **scored, "row": first.row}
+    if not parameters.named and parameters.any_position:
+        return Arguments(tuple(ours.values()), {}, logged)
 
+    values = verl | ours
+    alone = [name for name, one in parameters.named.items() if one.kind is one.POSITIONAL_ONLY]
+    positional = [values.get(name, parameters.named[name].default) for name in alone]
+    named = {name: values[name] for name in parameters.named if name in values}
+    if parameters.any_name:
+        named |= verl if set(verl) & set(parameters.named) else ours
+    named = {name: value for name, value in named.items() if name not in alone}
+    return Arguments(tuple(positional), named, logged)
+
+
+def _of_batch(
+    responses: Sequence[Response], logged: Logged, required: Sequence[str]
+) -> dict[str, Any]:
+    """Return what a call of all responses has, by TRL's names; each column is a list.
+
+    A row without a column has None there, also where no row of the call has it.
+    """
     rows = [response.row for response in responses]
-    logged: dict[str, float] = {}
+    names = dict.fromkeys([*(name for row in rows for name in row), *required])
     columns = {
-        name: [row.get(name) for row in rows] for name in first.row if name not in NOT_COLUMNS
+        name: [_cell(row, name) for row in rows]
+        for name in names
+        if name not in (*NOT_COLUMNS, *NAMES[Form.BATCH])
     }
-    if isinstance(first.row.get("prompt"), list):  # a chat is answered by a message
+    texts: list[Any] = [response.response for response in responses]
+    if isinstance(rows[0].get("prompt"), list):  # a chat is answered by a message
         texts = [[{"role": "assistant", "content": text}] for text in texts]
     prompts = [row.get("prompt", one.prompt) for row, one in zip(rows, responses, strict=True)]
-    named = columns | {
+    return columns | {
         "prompts": prompts,
         "completions": texts,
         "completion_ids": [response.tokens for response in responses],
-        "log_metric": lambda name, value: logged.update({name: float(value)}),
-        "log_extra": lambda name, values: None,
+        "log_metric": logged.add,
+        "log_extra": lambda column, values: None,  # a table of texts, which nothing shows
     }
-    parameters = inspect.signature(function).parameters
-    if all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
-        named = {name: value for name, value in named.items() if name in parameters}
-    return Arguments((), named, logged)
 
 
-def results_of(
-    form: Form, value: Any, count: int, logged: Mapping[str, float]
-) -> list[RewardResult]:
-    """Return one result for each response of a call, from what the function gave."""
-    if form is Form.ONE:
-        return [_result(value)]
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != count:
-        size = f" of {len(value)}" if isinstance(value, Sequence) else ""
-        reason = f"gave a {type(value).__name__}{size} instead of a list of {count} floats"
-        return [reason] * count
-    # In TRL a reward that does not apply to a response is None, and adds nothing.
-    results = [_result(0.0 if one is None else one) for one in value]
-    if logged and isinstance(results[0], Score):
-        results[0] = Score(results[0].value, {**results[0].numbers, **logged})
-    return results
+def _verl(form: Form, responses: Sequence[Response]) -> dict[str, Any]:
+    """Return what a call has by the names of verl's `compute_score`; all responses' in the plural.
+
+    Source: NaiveRewardManager and BatchRewardManager in verl/workers/reward_manager.
+    """
+    of_rollout = {"num_turns": None, "rollout_reward_scores": {}}
+    found = [
+        {
+            "data_source": _cell(response.row, "data_source"),
+            "solution_str": response.response,
+            "ground_truth": _cell(response.row, "ground_truth"),
+            "extra_info": {**(response.row.get("extra_info") or {}), **of_rollout},
+        }
+        for response in responses
+    ]
+    if form is not Form.BATCH:
+        return found[0]
+    return {f"{name}s": [one[name] for one in found] for name in OF_VERL}
 
 
-def _result(value: Any) -> RewardResult:
-    """Return a value, or a pair of it and numbers by name, as a score."""
-    own: Any = {}
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
-        value, own = value
-    for number in (value, *own.values()):
-        if not isinstance(number, numbers.Real | np.bool_):
-            return f"gave a value of type {type(number).__name__} instead of one float"
-    for name in own:
-        if not isinstance(name, str) or name in TAKEN:
-            return f"gave a number named {name!r}, which is taken or no text; rename it"
-    return Score(float(cast(float, value)), {name: float(own[name]) for name in own})
+def _cell(row: Mapping[str, Any], name: str) -> Any:
+    """Return what a row has in a column; the right answer may stand where verl keeps it."""
+    if name == "ground_truth" and name not in row:
+        return (row.get(ANSWERS) or {}).get(name)
+    return row.get(name)

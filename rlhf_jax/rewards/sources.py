@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlhf_jax.config.schema import Config
+from rlhf_jax.rewards.children import Child, start_process
 from rlhf_jax.rewards.combination import READY, Scorer
+from rlhf_jax.rewards.signatures import CHOICE, Signature, missing_column
 from rlhf_jax.rewards.workers import Workers
 from rlhf_jax.runtime.extensions import split_name
 
@@ -59,10 +61,23 @@ class FunctionSource(RewardSource):
     def open(
         self, spec: str, config: Config, alive: Callable[[], None]
     ) -> AbstractContextManager[Workers]:
-        """Start worker processes; a deterministic run has no time limit."""
-        seconds = math.inf if config.deterministic else config.reward.seconds
-        reward = config.reward
-        return Workers(spec, reward.workers, seconds, alive, reward.concurrency)
+        """Start worker processes."""
+        return workers_of(spec, config, alive, config.reward.workers, start_process)
+
+
+def workers_of(
+    name: str, config: Config, alive: Callable[[], None], count: int, start: Callable[[str], Child]
+) -> Workers:
+    """Make the pool that a config wants; a deterministic run has no time limit."""
+    return Workers(
+        name,
+        count,
+        math.inf if config.deterministic else config.reward.seconds,
+        alive,
+        config.reward.concurrency,
+        config.watchdog_seconds or math.inf,
+        start,
+    )
 
 
 PYTHON_FUNCTIONS = FunctionSource()
@@ -91,17 +106,32 @@ def source_of(spec: str) -> RewardSource:
     return SOURCES[scheme]
 
 
-def check_sources(config: Config) -> None:
-    """Raise ValueError or FileNotFoundError for the first reward or measure that cannot work.
+def check_sources(config: Config) -> dict[str, Signature]:
+    """Return how each function wants to be called, by its spec.
 
+    Raises ValueError or FileNotFoundError for the first reward or measure that cannot work.
     Functions are imported by processes of their own, all at one time.
     """
     specs = dict.fromkeys((*config.reward.functions, *config.reward.metrics.values()))
     for spec in specs:
         source_of(spec).check(spec)
-    functions = [spec for spec in specs if source_of(spec) is PYTHON_FUNCTIONS]
+    sources = {spec: source_of(spec) for spec in specs}
     with contextlib.ExitStack() as stack:
-        contexts = [PYTHON_FUNCTIONS.open(spec, config, lambda: None) for spec in functions]
-        started = [stack.enter_context(one) for one in contexts]
-        for workers in started:
-            workers.signature()
+        started = {
+            spec: stack.enter_context(source.open(spec, config, lambda: None))
+            for spec, source in sources.items()
+            if isinstance(source, FunctionSource)
+        }
+        return {spec: workers.signature() for spec, workers in started.items()}
+
+
+def check_columns(signatures: Mapping[str, Signature], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError where a function names a column that none of the prompts' rows has."""
+    for spec, signature in signatures.items():
+        if missing := missing_column(signature, rows):
+            there = ", ".join(sorted({str(name) for row in rows for name in row}))
+            raise ValueError(
+                f"Reward {spec!r} has a parameter {missing!r}, which is no column of the prompts"
+                f" ({there}): rename it, give it a default, or map the column by data.columns;"
+                f" a reward may name {CHOICE}."
+            )

@@ -1,37 +1,33 @@
-"""Run Python rewards in processes of their own: the pool that hands out calls and takes replies.
+"""Run Python rewards beside this thread: the pool that hands out calls and takes replies.
 
-Parent and child talk over one socket, the child's standard input, in the messages of `calls.py`.
+Parent and child talk over one socket, a process's standard input, in the messages of `calls.py`.
 The child says that it begins to import the reward, that it is ready, and then for each call what
-came of it. The parent imports no reward, and runs nothing that a child sends. What a child does is
-in `serving.py`.
+came of it. The parent imports no reward, and runs nothing that a child sends. What children are is
+in `children.py`, what they do in `serving.py`.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
-import dataclasses
+import functools
 import itertools
 import math
-import os
-import signal
-import subprocess
-import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
-from multiprocessing import Pipe, connection
+from multiprocessing import connection
 
 from rlhf_jax.rewards.calls import (
-    LARGEST_REPLY,
     RewardCall,
     RewardFailure,
     RewardResults,
     WorkerImports,
     WorkerReady,
-    limit_wait,
+    largest_reply,
     receive_reply,
     send,
 )
+from rlhf_jax.rewards.children import START_SECONDS, Child, start_process
 from rlhf_jax.rewards.combination import (
     READY,
     Response,
@@ -43,46 +39,26 @@ from rlhf_jax.rewards.combination import (
     refuse_broken,
 )
 from rlhf_jax.rewards.signatures import EarlyCalls, Form, Signature, calls_of
-from rlhf_jax.runtime.native_output import screen
+from rlhf_jax.runtime.watchdog import Beat, Seen, look
 
-START_SECONDS = 120.0  # for Python, and for an import where calls have no limit
 LEAST_IMPORT_SECONDS = 2.0  # for the import of a reward, where its calls have less
 HANGS = 4  # so many calls out of time, and none that ever succeeded: the reward hangs
 SILENCE = 1.0  # seconds between two signs of life at most
 GRACE = 5.0  # seconds more, in which an async function may end a call that it gives up itself
 
 
-@dataclasses.dataclass
-class _Child:
-    process: subprocess.Popen
-    pipe: connection.Connection
-    lifeline: connection.Connection  # closed by the kernel, whatever ends this process
-    start_deadline: float
-    imports: bool = False  # the reward
-    ready: bool = False
-    deadlines: dict[int, float] = dataclasses.field(default_factory=dict)  # by call
-
-    @property
-    def busy(self) -> bool:
-        return not self.ready or bool(self.deadlines)
-
-    @property
-    def deadline(self) -> float:
-        """Return the first time at which it is late."""
-        return min(self.deadlines.values()) if self.ready else self.start_deadline
-
-
 class Workers:
-    """Run a reward function as a scorer, in up to `count` processes; an async one in one.
+    """Run a reward function as a scorer, in up to `count` children; an async one in one.
 
-    The reward is imported in the processes alone, the first of which begins with the context; its
-    import and a call take `seconds` at most, for each response that the call has. One that raises,
-    gives no finite float32, takes too long (never, with math.inf seconds), sends anything but a
-    reply or ends its process fails alone; the process is replaced. An async function has up to
-    `concurrency` calls under way, which fail together where their process ends. ValueError where
-    the reward is broken: it cannot be imported, or it has never given a number yet and fails on
-    every answer, or hangs. `observe` is called after every wait for results, of a second at most;
-    it may raise to stop the call. Leaving the context kills the processes and all that they have
+    A child is what `start` makes of the spec: a process, which alone imports the reward. The first
+    one begins with the context. Import and a call take `seconds` at most, for each response that
+    the call has. A call that raises, gives no finite float32, takes too long (never, with math.inf
+    seconds), sends anything but a reply or ends its process fails alone; the process is replaced.
+    An async function has up to `concurrency` calls under way; where their process ends, each is
+    done again, alone. ValueError where the reward is broken: it cannot be imported, or it has never
+    given a number yet and fails on every answer, or hangs. `observe` is called after every wait for
+    results, of a second at most; it may raise to stop the call. Where nothing comes for `silence`
+    seconds, a warning says so. Leaving the context kills the processes and all that they have
     started; they also end when this process does, killed or not.
     """
 
@@ -93,8 +69,13 @@ class Workers:
         seconds: float,
         observe: Callable[[], None] = lambda: None,
         concurrency: int = 1,
+        silence: float = math.inf,
+        start: Callable[[str], Child] = start_process,
     ):
         self._spec = spec
+        self._start = functools.partial(start, spec)
+        self._silence = silence
+        self._seen = Seen(Beat(f"reward {spec}", 0.0), silence)
         self._count = count
         self._capacity = concurrency  # calls of a process
         self._seconds = seconds
@@ -102,19 +83,20 @@ class Workers:
         if spec in READY or math.isinf(seconds):
             self._import_seconds = START_SECONDS
         self._observe = observe
-        self._children: list[_Child] = []
+        self._children: list[Child] = []
         self._works = False  # whether it ever gave a number
         self._hung = 0  # calls out of time
         self._numbers = itertools.count()
         self._calls: dict[int, list[Response]] = {}  # without results yet, by number
         self._waiting: collections.deque[int] = collections.deque()  # those not handed out
+        self._alone: set[int] = set()  # those of which one may have ended their process
         self._results: dict[int, list[RewardResult]] = {}  # that nobody took yet
         self._signature: Signature | None = None  # as the first process told
         self._early = EarlyCalls()
         self._begun: dict[int, list[int]] = {}  # by call, the keys that `begin` had for it
 
     def __enter__(self) -> Workers:
-        self._start()
+        self._children.append(self._start())
         return self
 
     def __exit__(self, *_) -> None:
@@ -122,8 +104,9 @@ class Workers:
 
     def close(self) -> None:
         """End all processes and forget all calls; a later call starts new ones."""
-        for found in (self._calls, self._waiting, self._results, self._begun, self._early):
+        for found in (self._calls, self._waiting, self._alone, self._results, self._begun):
             found.clear()
+        self._early.clear()
         while self._children:
             self._end(self._children[-1])
 
@@ -131,7 +114,7 @@ class Workers:
         """Return how the reward wants to be called; wait for the first process to import it."""
         if self._signature is None:
             if not self._children:
-                self._start()
+                self._children.append(self._start())
             self._wait_while(lambda: self._signature is None)
             assert self._signature is not None
         return self._signature
@@ -181,25 +164,35 @@ class Workers:
         return number
 
     def _wait_while(self, holds: Callable[[], bool]) -> None:
+        self._hear()
         try:
             while holds():
                 self._serve(SILENCE)
+                now = time.monotonic()
+                self._seen, said = look(self._seen, self._seen.beat, now, self._silence)
+                for sentence in said:  # `observe` takes the wait itself for a sign of life
+                    warnings.warn(sentence, stacklevel=1)
                 self._observe()
         except BaseException:
             self.close()  # what they still work on must not be taken for a later call's
             raise
 
+    def _hear(self) -> None:
+        """Note that something came, or that a wait begins."""
+        self._seen = Seen(self._seen.beat._replace(at=time.monotonic()), self._silence)
+
     def _serve(self, patience: float) -> None:
         """Hand out calls, and take what comes until the patience ends or a deadline passes."""
         self._hand_out()
         busy = {child.pipe: child for child in self._children if child.busy}
-        left = min(child.deadline for child in busy.values()) - time.monotonic()
+        # There is none where all that had calls have just been given up.
+        left = min((child.deadline for child in busy.values()), default=0.0) - time.monotonic()
         for pipe in connection.wait(list(busy), min(max(0.0, left), patience)):
             self._receive(busy[pipe])  # pyright: ignore[reportArgumentType]
         for child in self._children.copy():
             late = child.busy and child.deadline <= time.monotonic()
             if late and not child.pipe.poll():  # nor is a reply there that was not taken yet
-                self._give_up(child, self._lateness(child))
+                self._give_up(child, self._lateness(child), hung=child.ready)
         if self._hung >= HANGS and not self._works:
             raise ValueError(
                 f"Reward {self._spec} hangs: {self._hung} calls {_late(self._seconds)} and none"
@@ -207,69 +200,58 @@ class Workers:
             )
 
     def _hand_out(self) -> None:
-        for child in [
-            child for child in self._children if not child.busy and child.process.poll() is not None
-        ]:
+        for child in [child for child in self._children if not child.busy and child.gone()]:
             self._end(child)
         free = sum(not child.deadlines for child in self._children)
         for _ in range(min(self._count - len(self._children), len(self._waiting) - free)):
-            self._start()
-        for child in self._children:
-            while self._waiting and child.ready and len(child.deadlines) < self._capacity:
+            self._children.append(self._start())
+        for child in self._children.copy():
+            while self._waiting and child.ready and not child.pipe.closed:
+                alone = not self._alone.isdisjoint((self._waiting[0], *child.deadlines))
+                if len(child.deadlines) >= (1 if alone else self._capacity):
+                    break
                 self._send(child, self._waiting.popleft())
 
-    def _start(self) -> None:
-        """Start a process, which imports the reward."""
-        ours, theirs = Pipe()
-        held, watched = Pipe()  # nothing is sent: what happens on it is the end of this process
-        # It imports the reward as this process would, and is not ready yet.
-        module = "rlhf_jax.rewards.serving"
-        process = subprocess.Popen(  # noqa: S603  # this Python, and the config's own reward
-            [sys.executable, "-P", "-m", module, self._spec, str(watched.fileno())],
-            stdin=theirs.fileno(),
-            pass_fds=(watched.fileno(),),
-            stdout=screen(),  # what a reward prints
-            stderr=screen(),
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            start_new_session=True,  # Ctrl-C in the terminal is not for it
-        )
-        theirs.close()
-        watched.close()
-        limit_wait(ours)
-        self._children.append(_Child(process, ours, held, time.monotonic() + START_SECONDS))
-
-    def _send(self, child: _Child, number: int) -> None:
+    def _send(self, child: Child, number: int) -> None:
         responses = self._calls[number]
         seconds = self._seconds * len(responses)
         grace = GRACE if self.signature().is_async else 0.0
         child.deadlines[number] = time.monotonic() + seconds + grace
-        # a dead child is noticed when its result is read
-        with contextlib.suppress(OSError):
-            send(child.pipe, RewardCall(number, seconds, responses))
-
-    def _receive(self, child: _Child) -> None:
-        """Take a child's reply; one that sends anything else is ended: its calls have failed."""
         try:
-            reply = receive_reply(child.pipe)
+            send(child.pipe, RewardCall(number, seconds, responses))
+        except BlockingIOError:  # it does not even read
+            self._give_up(child, "did not take its call")
+        except OSError:
+            pass  # a dead child is noticed when its result is read
+        except ValueError as error:
+            del child.deadlines[number]
+            reason = f"could not be asked ({str(error).rstrip('.')})"
+            self._note(number, [reason] * len(responses))
+
+    def _receive(self, child: Child) -> None:
+        """Take a child's reply; one that sends anything else is ended: its calls have failed."""
+        largest = largest_reply(max((len(self._calls[n]) for n in child.deadlines), default=1))
+        try:
+            reply = receive_reply(child.pipe, largest)
         except (EOFError, ConnectionError):
-            status = "its end of the pipe closed"
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = child.process.wait(1)
-                status = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            return self._give_up(child, f"ended its process with {status}")
+            return self._give_up(child, child.ending())
         except BlockingIOError:
             return self._give_up(child, "began a reply and did not end it")
         except OSError as error:
-            reason = f"sent no reply of at most {LARGEST_REPLY:,} bytes ({error})"
+            reason = f"sent no reply of at most {largest:,} bytes ({error})"
             return self._give_up(child, reason)
         except ValueError as error:
             return self._give_up(child, f"sent no reply ({str(error).rstrip('.')})")
 
+        self._hear()
         if isinstance(reply, RewardResults) and reply.number in child.deadlines:
-            if len(reply.results) != len(self._calls[reply.number]):
+            count = len(self._calls[reply.number])
+            if reply.results is not None and len(reply.results) != count:
                 return self._give_up(child, "sent results of another number of responses")
             del child.deadlines[reply.number]
-            return self._note(reply.number, reply.results)
+            if reply.results is None:
+                self._hung += 1
+            return self._note(reply.number, reply.results or [_late(self._seconds * count)] * count)
         if child.ready:
             return self._give_up(child, "sent a reply out of turn")
         match reply:
@@ -278,7 +260,7 @@ class Workers:
                 child.start_deadline = time.monotonic() + self._import_limit()
             case WorkerReady() if child.imports and reply.form in set(Form):
                 child.ready = True
-                self._note_signature(Signature(Form(reply.form), reply.is_async))
+                self._note_signature(Signature(Form(reply.form), reply.is_async, reply.columns))
             case RewardFailure():
                 self._end(child)
                 raise ValueError(f"{reply.reason.rstrip('.')}.")
@@ -298,10 +280,11 @@ class Workers:
         """Return the seconds for an import: those of a call, until one process has managed it."""
         return self._import_seconds if self._signature is None else START_SECONDS
 
-    def _lateness(self, child: _Child) -> str:
+    def _lateness(self, child: Child) -> str:
         """Say for what a child took too long."""
         if child.ready:
-            return _late(self._seconds)
+            longest = max(len(self._calls[number]) for number in child.deadlines)
+            return _late(self._seconds * longest)
         if not child.imports:
             return _late(START_SECONDS)
         return (
@@ -312,12 +295,12 @@ class Workers:
     def _note(self, number: int, results: list[RewardResult]) -> None:
         """Note what came of a call."""
         del self._calls[number]
+        self._alone.discard(number)
         self._results[number] = results
         self._works |= not all(map(failure, results))
-        self._hung += results[0] == _late(self._seconds)
 
-    def _give_up(self, child: _Child, reason: str) -> None:
-        """End a child: its calls have failed.
+    def _give_up(self, child: Child, reason: str, hung: bool = False) -> None:
+        """End a child: its call has failed; of several, nobody knows which, and each is done alone.
 
         One that never got ready would not do so the next time either: that is a ValueError.
         """
@@ -327,17 +310,17 @@ class Workers:
                 f"Reward {self._spec} does not start in a process of its own: it"
                 f" {reason.rstrip('.')}."
             )
-        for number in child.deadlines:
-            self._note(number, [reason] * len(self._calls[number]))
+        first, *others = child.deadlines
+        if others:
+            self._waiting.extendleft(reversed(child.deadlines))
+            self._alone.update(child.deadlines)
+        else:
+            self._hung += hung
+            self._note(first, [reason] * len(self._calls[first]))
 
-    def _end(self, child: _Child) -> None:
+    def _end(self, child: Child) -> None:
         self._children.remove(child)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            # it leads a group: what it has started ends as well
-            os.killpg(child.process.pid, signal.SIGKILL)
-        child.process.wait()
-        child.pipe.close()
-        child.lifeline.close()
+        child.end()
 
 
 def _late(seconds: float) -> str:

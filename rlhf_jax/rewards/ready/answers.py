@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from math_verify import parse, verify
 
+LIBRARY_SECONDS = 5  # that the library may take to parse, or to compare
 ANSWER_COLUMNS = ("answer", "solution")  # of the prompt file, in which the right answer may stand
 
 
@@ -17,4 +19,10 @@ def math_verify(prompt: str, response: str, row: dict[str, Any]) -> float:
     column = next((name for name in ANSWER_COLUMNS if name in row), None)
     if column is None:
         raise KeyError(f"the row has no {' or '.join(ANSWER_COLUMNS)}")
-    return float(verify(parse(f"${row[column]}$"), parse(response)))
+    # The library's own limits of time are signals, which only the main thread may set: elsewhere
+    # the limit of the reward's call is the only one.
+    in_main = threading.current_thread() is threading.main_thread()
+    limit = LIBRARY_SECONDS if in_main else None
+    right = parse(f"${row[column]}$", parsing_timeout=limit)  # pyright: ignore[reportArgumentType]
+    given = parse(response, parsing_timeout=limit)  # pyright: ignore[reportArgumentType]
+    return float(verify(right, given, timeout_seconds=limit))

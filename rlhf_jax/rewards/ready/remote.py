@@ -9,6 +9,8 @@ in a file of one's own, which a config names as FILE.py:helpful.
 from __future__ import annotations
 
 import asyncio
+import datetime
+import email.utils
 import json
 import os
 import re
@@ -22,7 +24,9 @@ AsyncReward = Callable[[str, str, dict[str, Any]], Awaitable[Any]]
 
 LARGEST_ANSWER = 1 << 20  # bytes of a server's answer
 FIRST_PAUSE = 0.5  # seconds before the second try; each later pause is twice as long
+LONGEST_PAUSE = 60.0  # seconds that a server may ask for before the next try
 REQUEST_SECONDS = 60.0  # the longest that one try may take
+MOST_REDIRECTS = 5
 
 GRADING = """Grade the answer below with a number from 0 (worst) to 10 (best). {question}
 
@@ -34,6 +38,18 @@ Answer:
 
 Write the number and nothing else."""
 
+# What a model writes before its answer ends with one of these.
+THINKING_ENDS = re.compile(r".*(?:</(?:think|thinking|thought|reasoning)>|\[/THINK\])", re.S | re.I)
+THINKING_BEGINS = re.compile(r"\s*(?:<(?:think|thinking|thought|reasoning)>|\[THINK\])", re.I)
+# The scale of the grades is none: "from 0 (worst) to 10 (best)", "/10", "out of 10".
+SCALE = re.compile(
+    r"\b[01](?:\s*\([^)]*\))?\s*(?:to|and|through|-|–|\.\.)\s*10\b(?!\.\d)|(?:/|\bof)\s*10\b(?!\.\d)",
+    re.I,
+)
+NUMBER = re.compile(r"(?<!\w)-?\d+(?:[.,]\d+)?")
+# "7 to 8" and "8/9" are no grade.
+RANGE = re.compile(r"\d\s*(?:to|and|[-–/])\s*\d", re.I)
+
 _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient]
 _clients = weakref.WeakKeyDictionary()
 
@@ -43,7 +59,9 @@ def http(url: str, *, headers: Mapping[str, str] = {}, retries: int = 3) -> Asyn
 
     It is sent {"prompt", "response", "row"} as JSON, and answers a number, or an object with a
     "reward" and, if it likes, "numbers" by name that are logged. A try that finds no server, a busy
-    one (429) or one with an error of its own (5xx) is repeated.
+    one (429) or one with an error of its own (5xx) is repeated, after the pause that the server
+    asks for (Retry-After). A redirect that keeps the request (307, 308) is followed on the same
+    host.
     """
 
     async def reward(prompt: str, response: str, row: dict[str, Any]) -> Any:
@@ -62,14 +80,19 @@ def judge(
     model: str,
     question: str,
     template: str = GRADING,
+    pattern: str = "",
+    max_tokens: int = 4096,
     key_variable: str = "OPENAI_API_KEY",
     retries: int = 3,
 ) -> AsyncReward:
     """Make a reward of 0 to 1: the grade that a language model gives a response, over 10.
 
     url: of a server with OpenAI's interface, up to and with its /v1. template: has {question},
-    {prompt} and {response}. key_variable: the environment variable that holds the server's key.
+    {prompt} and {response}. pattern: a regular expression whose last match in the judge's answer,
+    its group 1 if it has one, is the grade; without it, `grade_of` reads it. max_tokens: of the
+    judge's thinking and answer. key_variable: the environment variable that holds the server's key.
     """
+    form = re.compile(pattern) if pattern else None
 
     async def reward(prompt: str, response: str, row: dict[str, Any]) -> float:
         filled = template.format(question=question, prompt=prompt, response=response)
@@ -79,16 +102,45 @@ def judge(
             "model": model,
             "messages": [{"role": "user", "content": filled}],
             "temperature": 0,
-            "max_tokens": 16,
+            "max_tokens": max_tokens,
         }
         found = await ask(f"{url.rstrip('/')}/chat/completions", asked, headers, retries)
-        text = str(found["choices"][0]["message"]["content"])
-        grade = re.search(r"-?\d+(\.\d+)?", text)
-        if grade is None or not 0 <= float(grade[0]) <= 10:
-            raise ValueError(f"the judge gave no grade from 0 to 10 but {text[:60]!r}")
-        return float(grade[0]) / 10
+        choice = found["choices"][0]
+        if choice.get("finish_reason") == "length":
+            raise ValueError(f"the judge did not end within max_tokens = {max_tokens}: raise it")
+        return grade_of(str(choice["message"]["content"]), form) / 10
 
     return reward
+
+
+def grade_of(text: str, form: re.Pattern[str] | None = None) -> float:
+    """Return the grade, 0 to 10, of a judge's answer: what follows its thinking.
+
+    It is the last match of a form, else the only number beside the scale, or the one that ends the
+    answer. Raises ValueError where there is none, or nobody can tell which of several it is.
+    """
+    answer = THINKING_ENDS.sub("", text)
+    if THINKING_BEGINS.match(answer):
+        raise ValueError("the judge did not end its thinking: raise max_tokens")
+    if form is not None:
+        found = [one[1] if form.groups else one[0] for one in form.finditer(answer)][-1:]
+    else:
+        found = _clear_numbers(SCALE.sub(" ", answer))
+    numbers = [NUMBER.fullmatch((one or "").strip()) for one in found]
+    grades = [float(one[0].replace(",", ".")) for one in numbers if one is not None]
+    if len(grades) != 1 or not 0 <= grades[0] <= 10:
+        raise ValueError(f"the judge gave no clear grade from 0 to 10 but {answer.strip()[:60]!r}")
+    return grades[0]
+
+
+def _clear_numbers(answer: str) -> list[str]:
+    """Return the different numbers of an answer; the last one alone where it ends the answer."""
+    if RANGE.search(answer):
+        return []
+    found = list(NUMBER.finditer(answer))
+    if found and not re.search(r"\w", answer[found[-1].end() :]):
+        return [found[-1][0]]
+    return list(dict.fromkeys(one[0] for one in found))
 
 
 async def ask(url: str, asked: Any, headers: Mapping[str, str], retries: int) -> Any:
@@ -98,18 +150,64 @@ async def ask(url: str, asked: Any, headers: Mapping[str, str], retries: int) ->
         _clients[loop] = httpx.AsyncClient(timeout=REQUEST_SECONDS)
     why = ""
     for tries in range(retries + 1):
-        if tries:
-            await asyncio.sleep(FIRST_PAUSE * 2 ** (tries - 1))
+        pause = FIRST_PAUSE * 2**tries
         try:
-            answer = await _clients[loop].post(url, json=asked, headers=dict(headers))
+            answer = await _post(_clients[loop], url, asked, headers)
         except httpx.TransportError as error:
             why = f"could not be asked ({type(error).__name__}: {error})"
-            continue
-        if answer.is_success:
-            if len(answer.content) > LARGEST_ANSWER:
-                raise ValueError(f"{url} answered more than {LARGEST_ANSWER:,} bytes")
-            return json.loads(answer.content)
-        why = f"answered {answer.status_code} {answer.text[:100]!r}"
-        if answer.status_code != 429 and answer.status_code < 500:
-            break
+        else:
+            if answer.is_success:
+                return _content(url, answer)
+            why = f"answered {answer.status_code} {answer.text[:100]!r}"
+            if answer.is_redirect:
+                why = f"leads to {answer.headers.get('location')!r}: give that address"
+            if answer.status_code != 429 and answer.status_code < 500:
+                break
+            pause = _asked_pause(answer, pause)
+            if pause > LONGEST_PAUSE:
+                why = f"answered {answer.status_code} and wants {pause:.0f} s of pause"
+                break
+        if tries < retries:
+            await asyncio.sleep(pause)
     raise ValueError(f"{url} {why}")
+
+
+async def _post(
+    client: httpx.AsyncClient, url: str, asked: Any, headers: Mapping[str, str]
+) -> httpx.Response:
+    """Send JSON; follow redirects that keep the request, as long as they stay on the host."""
+    answer = await client.post(url, json=asked, headers=dict(headers))
+    for _ in range(MOST_REDIRECTS):
+        following = answer.next_request
+        if answer.status_code not in (307, 308) or following is None:
+            break
+        before = answer.request.url
+        after = following.url
+        if after.host != before.host or (before.scheme, after.scheme) == ("https", "http"):
+            break
+        answer = await client.send(following)
+    return answer
+
+
+def _content(url: str, answer: httpx.Response) -> Any:
+    """Return the JSON that a server answered."""
+    if len(answer.content) > LARGEST_ANSWER:
+        raise ValueError(f"{url} answered more than {LARGEST_ANSWER:,} bytes")
+    try:
+        return json.loads(answer.content)
+    except ValueError as error:
+        raise ValueError(f"{url} answered no JSON but {answer.text[:60]!r}") from error
+
+
+def _asked_pause(answer: httpx.Response, otherwise: float) -> float:
+    """Return for how many seconds a server wants to be left alone: RFC 9110, section 10.2.3."""
+    asked = answer.headers.get("retry-after", "").strip()
+    if asked.isascii() and asked.isdigit():
+        return float(asked)
+    try:
+        until = email.utils.parsedate_to_datetime(asked)
+    except ValueError:
+        return otherwise
+    if until.tzinfo is None:  # -0000 is UTC
+        until = until.replace(tzinfo=datetime.UTC)
+    return max(0.0, (until - datetime.datetime.now(datetime.UTC)).total_seconds())

@@ -1,0 +1,146 @@
+"""What answers calls of a reward: a process of its own, or a thread of this one.
+
+Either has the other end of a pipe, and serves calls as `serving.py` does. What runs in a process
+can be ended; a thread can only be left to itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import Pipe, connection
+from typing import Any
+
+from rlhf_jax.rewards.calls import limit_wait
+from rlhf_jax.rewards.serving import serve_calls
+from rlhf_jax.runtime.native_output import screen
+
+START_SECONDS = 120.0  # for Python, and for an import where calls have no limit
+LEAVE_SECONDS = 0.5  # in which a thread may end by itself
+
+
+@dataclasses.dataclass
+class Child:
+    """Hold our end of a pipe to what answers calls, and the calls that it has."""
+
+    pipe: connection.Connection
+    start_deadline: float = dataclasses.field(
+        default_factory=lambda: time.monotonic() + START_SECONDS
+    )
+    imports: bool = False  # the reward
+    ready: bool = False
+    deadlines: dict[int, float] = dataclasses.field(default_factory=dict)  # by call
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether something is to come of it."""
+        return not self.ready or bool(self.deadlines)
+
+    @property
+    def deadline(self) -> float:
+        """Return the first time at which it is late."""
+        return min(self.deadlines.values()) if self.ready else self.start_deadline
+
+    def gone(self) -> bool:
+        """Tell whether it has ended."""
+        raise NotImplementedError
+
+    def ending(self) -> str:
+        """Say how it ended, where its end of the pipe is closed."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """End it, and close the pipe."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(kw_only=True)
+class ProcessChild(Child):
+    """Hold a process, which imports the reward of a spec."""
+
+    process: subprocess.Popen
+    lifeline: connection.Connection  # closed by the kernel, whatever ends this process
+
+    def gone(self) -> bool:
+        """Tell whether the process has ended."""
+        return self.process.poll() is not None
+
+    def ending(self) -> str:
+        """Say with which code or by which signal it ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self.process.wait(1)
+            if code >= 0:
+                return f"ended its process with exit code {code}"
+            return f"ended its process with signal {signal.Signals(-code).name}"
+        return "ended its process with its end of the pipe closed"
+
+    def end(self) -> None:
+        """Kill the process, and all that it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            # it leads a group: what it has started ends as well
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.pipe.close()
+        self.lifeline.close()
+
+
+@dataclasses.dataclass(kw_only=True)
+class ThreadChild(Child):
+    """Hold a thread, which calls a function of this process."""
+
+    thread: threading.Thread
+
+    def gone(self) -> bool:
+        """Tell whether the thread has ended."""
+        return not self.thread.is_alive()
+
+    def ending(self) -> str:
+        """Say that it ended, which only an async function's tasks can bring about."""
+        return "ended its event loop"
+
+    def end(self) -> None:
+        """Close the pipe, so that the thread ends once the reward returns; do not wait for that."""
+        self.pipe.close()
+        self.thread.join(LEAVE_SECONDS)
+
+
+def start_process(spec: str) -> ProcessChild:
+    """Start a process, which imports the reward as this process would, and is not ready yet."""
+    ours, theirs = Pipe()
+    held, watched = Pipe()  # nothing is sent: what happens on it is the end of this process
+    module = "rlhf_jax.rewards.serving"
+    process = subprocess.Popen(  # noqa: S603  # this Python, and the config's own reward
+        [sys.executable, "-P", "-m", module, spec, str(watched.fileno())],
+        stdin=theirs.fileno(),
+        pass_fds=(watched.fileno(),),
+        stdout=screen(),  # what a reward prints
+        stderr=screen(),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        start_new_session=True,  # Ctrl-C in the terminal is not for it
+    )
+    theirs.close()
+    watched.close()
+    limit_wait(ours)
+    return ProcessChild(ours, process=process, lifeline=held)
+
+
+def start_thread(name: str, function: Callable[..., Any]) -> ThreadChild:
+    """Start a thread, which calls a function; it holds up no end of this process."""
+    ours, theirs = Pipe()
+
+    def answer() -> None:
+        # Whatever a task of the function's own raises past its event loop ends the thread.
+        with theirs, contextlib.suppress(BaseException):
+            serve_calls(theirs, lambda: function, lambda _: contextlib.nullcontext())
+
+    thread = threading.Thread(target=answer, name=f"reward {name}", daemon=True)
+    thread.start()
+    limit_wait(ours)
+    return ThreadChild(ours, thread=thread)

@@ -1,0 +1,129 @@
+"""What a reward function gave for its responses: scores, or the reason why there is none.
+
+A score is a number: Python's, or a scalar of numpy, jax or torch. Numbers beside it are logged:
+`(score, {"name": number})`, or a dict with a "score", as verl has it.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlhf_jax.rewards.combination import LARGEST, RewardResult, Score, failure
+
+MESSAGE = 200  # characters of an error in a call that are kept
+TEXTS = str | bytes | bytearray | memoryview
+# What metrics call the term's own figures, and where a number of such a name stands.
+TAKEN = ("mean", "failed", "")
+OWN = "own/"
+
+
+class Logged:
+    """Collect the numbers that a call logs by itself; of several of one name the mean counts."""
+
+    def __init__(self):
+        self._found: dict[str, list[float]] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        """Take a number; TRL calls this `log_metric`."""
+        self._found.setdefault(metric_name(name), []).append(_number_or_nan(value))
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of each name; NaN where any of its numbers is none."""
+        return {name: sum(found) / len(found) for name, found in self._found.items()}
+
+
+def results_of(alone: bool, value: Any, count: int, logged: Logged) -> list[RewardResult]:
+    """Return one result for each of the `count` responses of a call, from what the function gave.
+
+    alone: the function scores a response at a time, and so gives no list.
+    """
+    if alone:
+        return [_result(value)]
+    found = value.tolist() if hasattr(value, "tolist") else value
+    is_list = isinstance(found, Sequence) and not isinstance(found, TEXTS)
+    if not is_list or len(found) != count:
+        size = f" of {len(found)}" if is_list else ""
+        reason = f"gave a {type(found).__name__}{size} instead of a list of {count} floats"
+        return [reason] * count
+    # In TRL a reward that does not apply to a response is None, and adds nothing.
+    items = [found[index] for index in range(count)]
+    results = [_result(0.0 if item is None else item) for item in items]
+    for index, result in enumerate(results):
+        # The numbers are of the call: they stand beside one score, which must be one.
+        if isinstance(result, Score) and not failure(result):
+            results[index] = Score(result.value, {**result.numbers, **logged.means()})
+            break
+    return results
+
+
+def raised(error: BaseException) -> RewardResult:
+    """Say what a function raised."""
+    return f"raised {type(error).__name__}: {one_line(error)}"
+
+
+def one_line(error: BaseException, longest: int = MESSAGE) -> str:
+    """Return the text of an error, which may be long, of several lines, or raise itself."""
+    try:
+        text = str(error)
+    except BaseException as another:  # the user's class may raise anything
+        text = f"(its text raised {type(another).__name__})"
+    return _printable(" ".join(text.split())[:longest])
+
+
+def metric_name(name: object) -> str:
+    """Return under which name a number beside a reward is logged: its own, or one that is free.
+
+    A name that would hide a figure of the run stands behind "own/", as does one that begins so.
+    """
+    text = _printable(str(name))
+    hides = text in TAKEN or text.endswith("/failed") or text.startswith(OWN)
+    return OWN + text if hides else text
+
+
+def _result(value: Any) -> RewardResult:
+    """Return a value, or one with numbers by name, as a score; never raise."""
+    try:
+        own: dict[Any, Any] = {}
+        if isinstance(value, Mapping) and "score" in value:
+            # verl keeps texts beside the score, too, for its tables.
+            own = {key: one for key, one in value.items() if not isinstance(one, str)}
+            value = own.pop("score", value["score"])
+        elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+            own = dict(value[1])
+            value = value[0]
+        number = _number(value)
+        if isinstance(number, str):
+            return number
+        return Score(number, {metric_name(name): _number_or_nan(own[name]) for name in own})
+    except BaseException as error:  # an object may raise anything, wherever it is touched
+        return raised(error)
+
+
+def _number(value: Any) -> float | str:
+    """Return a value as a float, or say why it is none."""
+    plain = value.tolist() if hasattr(value, "tolist") else value  # a scalar of some library
+    if not isinstance(plain, numbers.Real | np.bool_):
+        return f"gave a value of type {type(value).__name__} instead of one float"
+    try:
+        return float(plain)
+    except OverflowError:
+        return f"gave a number of type {type(value).__name__}, which is no finite float32"
+
+
+def _number_or_nan(value: Any) -> float:
+    """Return a value as a finite float32 has it, or NaN: a number beside a reward fails alone."""
+    try:
+        number = _number(value)
+    except BaseException:
+        return math.nan
+    return number if isinstance(number, float) and abs(number) <= LARGEST else math.nan
+
+
+def _printable(text: str) -> str:
+    """Return a text without lone surrogates, which no file and no screen takes."""
+    return text.encode("utf-8", "backslashreplace").decode()
