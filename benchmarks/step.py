@@ -34,8 +34,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.compare import SETTLE_SECONDS, Worker, ask, cpu_name, receive, spread
-from rlhf_jax.data.tokenizer import read_json
 from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.runtime.foreign import read_json
 
 PEERS = ("trl", "tunix")
 # Settings of TRL beside its defaults, by engine.

@@ -33,6 +33,7 @@ from rlhf_jax.rewards.combination import Reward
 from rlhf_jax.runtime import distributed, to_host
 from rlhf_jax.runtime.compilation import configure_jax
 from rlhf_jax.runtime.files import write_atomically
+from rlhf_jax.runtime.foreign import one_line
 from rlhf_jax.runtime.mirror import folder_of, mirrored
 from rlhf_jax.session import Session, preview
 from rlhf_jax.state import Run, RunState, decoding_models
@@ -149,7 +150,13 @@ def _keep_prompts(config: Config, prompts: Sequence[str | dict[str, Any]]) -> pa
     rows = [{config.data.prompt_key: row} if isinstance(row, str) else row for row in prompts]
     path = folder_of(config.workdir) / "prompts.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    try:
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"prompts: a row has what no JSON file can hold ({one_line(error)}); give texts,"
+            " numbers, lists and dicts."
+        ) from error
     distributed.run_on_leader(lambda: write_atomically(path, text.encode()))
     return path
 
@@ -189,9 +196,16 @@ def export(state: RunState, run: Run, opened: Opened) -> None:
         trained["drafter"] = completed(state.train.drafter, state.train.policy)
     for name, model in trained.items():
         whole = to_host.to_leader(model) if distributed.started() else model
-        parts = (opened.policy.tokenizer, opened.policy.stop_tokens, jnp.float32)
-        folder = opened.workdir / name
-        distributed.run_on_leader(functools.partial(huggingface.save, folder, whole, *parts))
+        save = functools.partial(
+            huggingface.save,
+            opened.workdir / name,
+            whole,
+            opened.policy.tokenizer,
+            opened.policy.stop_tokens,
+            jnp.float32,
+            opened.policy.repeated,
+        )
+        distributed.run_on_leader(save)
 
     def print_summary() -> None:
         write_report(opened.workdir)

@@ -188,6 +188,16 @@ def plan(**changes: Any) -> Prepare:
     return prepare
 
 
+def index(own: bytes) -> Callable[[Path], object]:
+    """An index in place of the single file, which would count before it."""
+
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+        (folder / "model.safetensors.index.json").write_bytes(own)
+
+    return change
+
+
 def larger_tokenizer(folder: Path) -> None:
     content = json.loads((folder / "tokenizer.json").read_text())
     content["model"]["vocab"]["<extra>"] = 5000
@@ -416,11 +426,7 @@ CASES = {
     ),
     "index that names a file elsewhere": Case(
         "must name files of the folder",
-        prepare=model(
-            lambda f: (f / "model.safetensors.index.json").write_text(
-                '{"weight_map": {"lm_head.weight": "../tiny/model.safetensors"}}'
-            )
-        ),
+        prepare=model(index(b'{"weight_map": {"lm_head.weight": "../tiny/model.safetensors"}}')),
     ),
     "stop token that the model lacks": Case(
         "the stop token 99999 is none of the model's 320",
@@ -461,9 +467,7 @@ CASES = {
         "model.safetensors",
         prepare=header(lambda own: own.replace(b'"data_offsets":[0,', b'"data_offsets":[9,', 1)),
     ),
-    "index that is no JSON": Case(
-        "index.json is not valid JSON", prepare=content("model.safetensors.index.json", b"{oops")
-    ),
+    "index that is no JSON": Case("index.json is not valid JSON", prepare=model(index(b"{oops"))),
     "tokenizer_config.json that is a list": Case(
         "tokenizer_config.json does not hold a JSON object",
         prepare=content("tokenizer_config.json", b"[1]"),
@@ -471,6 +475,18 @@ CASES = {
     "first token that is a number": Case(
         "bos_token is 7; it must be a text",
         prepare=content("tokenizer_config.json", b'{"bos_token": 7}'),
+    ),
+    "first token that is an object": Case(
+        "bos_token is {'x': 1}; it must be a text",
+        prepare=content("tokenizer_config.json", b'{"bos_token": {"x": 1}}'),
+    ),
+    "chat template that writes nothing": Case(
+        "(8 rendered to no token); give others, or mend the chat template",
+        prepare=template("{% if false %}a{% endif %}"),
+    ),
+    "chat template that writes half a character": Case(
+        "Prompt 1: {place}/damaged: what it is to encode has half a character",
+        prepare=template('{{ "\\ud800" }}'),
     ),
     "chat template is broken": Case("chat template", prepare=template("{% for m in %}")),
     "chat template of no text": Case(
@@ -538,6 +554,13 @@ CASES = {
     "prompt of a million characters": Case(
         "over 500,000 characters; cut its 'prompt'",
         prepare=prompts(json.dumps({"prompt": "a" * 1_000_000})),
+    ),
+    "system prompt with half a character": Case(
+        "data.system has half a character", {"data__system": "\udcff"}
+    ),
+    "column that is misspelt": Case(
+        "has no column 'anwser', which data.columns renames",
+        {"data__columns": '{"anwser": "solution"}'},
     ),
     "prompts without the key": Case("has no 'prompt'", prepare=prompts('{"question": "a"}\n')),
     "prompts all too long": Case("raise max_prompt_tokens", {"data__max_prompt_tokens": 3}),

@@ -175,6 +175,27 @@ def test_a_valid_config_passes(valid):
         ("data.train", "missing.jsonl", "data.train: there is no file missing.jsonl"),
         ("data.eval", "missing.jsonl", "data.eval: there is no file"),
         ("data.max_prompt_tokens", 0, "data.max_prompt_tokens is 0"),
+        *(
+            (key, value, f"{key} has half a character (a lone surrogate)")
+            for key, value in (
+                ("data.system", "a\ud800"),
+                ("data.prompt_key", "\udfff"),
+                ("data.template_arguments", {"date": "\ud800"}),
+                ("data.template_arguments", {"\ud800": 1}),
+                ("data.template_arguments", {"tools": [{"function": {"name": "\ud800"}}]}),
+                ("data.columns", {"a": "\ud800"}),
+                ("generation.stop_strings", ("a", "\ud800")),
+                ("workdir", "run\udcff"),
+            )
+        ),
+        ("data.template_arguments", {1: 2}, "data.template_arguments has the name 1"),
+        ("data.template_arguments", {"messages": []}, "which is the run's own to give"),
+        ("data.template_arguments", {"tools": "search"}, "tools is 'search'; it must be a list"),
+        ("data.template_arguments", {"tools": ["search"]}, "it must be a list of objects"),
+        ("data.template_arguments", {"documents": {"a": 1}}, "documents is {'a': 1}; it must be"),
+        ("data.columns", {"a": "c", "b": "c"}, "data.columns renames two columns to 'c'"),
+        ("data.columns", {"a": 3}, "it must hold old and new names, none empty"),
+        ("data.columns", {"a": ""}, "it must hold old and new names, none empty"),
         ("reward.functions", (), "reward.functions and reward.models are empty"),
         ("reward.functions", ("missing.py:reward",), "no file missing.py"),
         ("reward.functions", ("reward",), "must look like"),

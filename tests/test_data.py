@@ -1,6 +1,7 @@
 """Prompt files, the length filter and resumable batches."""
 
 import collections
+import itertools
 import json
 import pathlib
 import sys
@@ -8,9 +9,11 @@ import sys
 import numpy as np
 import pytest
 
+from rlhf_jax.config import default
 from rlhf_jax.data import batches as iterator
 from rlhf_jax.data import prompts
 from rlhf_jax.data.rows import read
+from rlhf_jax.trainer import _keep_prompts
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs" / "data"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
@@ -138,6 +141,65 @@ def test_columns_are_renamed_and_urls_are_read(tmp_path):
         read("memory://bucket/none.jsonl")
 
 
+ROW = {"question": "Hi", "answer": "4", "level": 1}
+
+
+@pytest.mark.parametrize("order", itertools.permutations(ROW), ids="-".join)
+@pytest.mark.parametrize(
+    ("columns", "wanted"),
+    [
+        ({"answer": "level"}, "two columns would be 'level'"),
+        ({"level": "question"}, "two columns would be 'question'"),
+        ({"anwser": "solution"}, "has no column 'anwser', which data.columns renames"),
+        ({"answer": "solution", "Level": "x"}, "has no column 'Level'"),
+        ({"answer": "level", "level": "answer"}, {"level": "4", "answer": 1}),
+        ({"answer": "level", "level": "depth"}, {"level": "4", "depth": 1}),
+        ({"answer": "answer"}, {"answer": "4", "level": 1}),
+    ],
+)
+def test_a_rename_does_not_depend_on_the_order_of_keys(tmp_path, order, columns, wanted):
+    path = write(tmp_path, lines({key: ROW[key] for key in order}))
+    if isinstance(wanted, str):
+        with pytest.raises(ValueError, match=wanted) as caught:
+            read(path, "question", columns=columns)
+        assert "prompts.jsonl" in str(caught.value)
+    else:
+        (row,) = read(path, "question", columns=columns)
+        assert row == {"question": "Hi", "prompt": "Hi", **wanted}
+
+
+def test_an_old_name_may_be_missing_in_some_rows(tmp_path):
+    path = write(tmp_path, lines({"prompt": "a"}, {"prompt": "b", "answer": 1}))
+    assert read(path, columns={"answer": "x"})[1] == {"prompt": "b", "x": 1}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"name": "\ud800"},
+        {"\udfff": 1},
+        {"tool_calls": [{"function": {"arguments": "a\ud800"}}]},
+        {"content": "\ud800"},
+    ],
+    ids=str,
+)
+def test_half_a_character_anywhere_in_a_message_is_a_sentence(tmp_path, message):
+    path = write(tmp_path, lines({"prompt": [{"role": "user", "content": "Hi"} | message]}))
+    with pytest.raises(ValueError, match=r"Line 1 of .* half a character"):
+        read(path)
+
+
+def test_prompts_of_a_program_are_refused_as_those_of_a_file(tmp_path):
+    config = default()
+    config.workdir = str(tmp_path)
+    kept = _keep_prompts(config, ["é", {"prompt": "b", "answer": 1}])
+    assert [row["prompt"] for row in read(kept)] == ["é", "b"]
+    with pytest.raises(ValueError, match=r"Line 2 of .*prompts.jsonl has half a character"):
+        read(_keep_prompts(config, ["a", "b\ud800"]))
+    with pytest.raises(ValueError, match="prompts: a row has what no JSON file can hold"):
+        _keep_prompts(config, [{"prompt": "a", "answer": object()}])
+
+
 def test_data_sets_of_a_folder_by_split(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
@@ -193,11 +255,32 @@ def test_raw_prompts_and_what_a_template_reads():
     assert [tokens.tolist() for tokens in kept.tokens] == [[0, 1], [0, 1]]
 
 
-def test_nothing_left_is_an_error():
-    with pytest.raises(
-        ValueError, match=r"No prompt is left after the length filter \(2 longer than 3 tokens\)"
-    ):
-        prompts.tokenize([{"prompt": "a b"}] * 2, Words(), "", 3)
+@pytest.mark.parametrize(
+    ("rows", "raw", "sentence"),
+    [
+        (["a b"] * 2, False, r"\(2 longer than 3 tokens\); raise max_prompt_tokens\."),
+        (["", " "], False, r"\(2 empty\); give others, or mend the chat template\."),
+        (["!", "!!"], True, r"\(2 rendered to no token\); give others, or mend the chat template"),
+        (["!", "a b c d"], True, r"\(1 rendered to no token, 1 longer than 3 tokens\); raise"),
+    ],
+)
+def test_nothing_left_is_an_error(rows, raw, sentence):
+    class Deaf(Words):
+        def encode(self, text):
+            return super().encode(text.replace("!", ""))
+
+    with pytest.raises(ValueError, match="No prompt is left after the length filter " + sentence):
+        prompts.tokenize([{"prompt": row} for row in rows], Deaf(), "", 3, raw=raw)
+
+
+def test_a_prompt_without_a_token_is_dropped_and_counted():
+    class Silent(Words):
+        def encode_chats(self, chats, /, add_generation_prompt, **arguments):
+            return [[] if chat[0]["content"] == "one" else [1] for chat in chats]
+
+    rows = [{"prompt": "one"}, {"prompt": "two"}]
+    kept = prompts.tokenize(rows, Silent(), "", 3)
+    assert kept.texts == ["two"] and kept.dropped == {"rendered to no token": 1}
 
 
 def test_nouns_are_disjoint_and_well_formed():

@@ -18,6 +18,7 @@ from rlhf_jax.model import transformer, weight_table
 from rlhf_jax.model.families import FAMILIES
 from rlhf_jax.model.families.family import GGUF_NAMES, Family
 from rlhf_jax.model.weights import gguf, gguf_file, huggingface
+from rlhf_jax.model.weights.ends import find_ends
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.types import Model, ModelConfig, RopeScaling
 
@@ -185,6 +186,33 @@ def test_pre_tokenizers_that_are_unknown_are_refused(tmp_path: Path):
         gguf.read_tokenizer(changed(file, model="llama"))
     assert gguf.read_tokenizer(changed(file, pre="llama-bpe", bos_token_id=1)).encode("")[:1] == [1]
     assert gguf.read_tokenizer(changed(file, pre="qwen2", bos_token_id=1)).encode("") == []
+
+
+def test_every_end_of_the_metadata_ends_a_text(tmp_path: Path):
+    file = gguf_file.open_file(write_gguf(tmp_path / "model.gguf", golden_model("llama")))
+    more = changed(file, eom_token_id=7, bos_token_id=9, padding_token_id=4)
+    assert gguf.end_tokens(more) == {"model.gguf": (2, 5, 7)}
+    assert gguf.end_tokens(changed(file, eos_token_id=None, eot_token_id=2)) == {"model.gguf": (2,)}
+    assert gguf.repeated(more)["config.json"] == {"bos_token_id": 9, "pad_token_id": 4}
+    templated = changed(more, **{"eot_token_id": None, "eom_token_id": None})
+    metadata = {**templated.metadata, gguf.TEMPLATE: "{{ messages[-1].content }}" + chr(256)}
+    tokenizer = gguf.read_tokenizer(dataclasses.replace(templated, metadata=metadata))
+    ends = find_ends(gguf.end_tokens(templated), tokenizer)
+    assert ends.sources == {
+        "model.gguf": (2,),
+        "the tokenizer's eos_token": (2,),
+        "the chat template": (0,),
+    }
+    assert ends.tokens == (2, 0)
+
+
+@pytest.mark.parametrize("key", sorted(gguf.METADATA_KINDS))
+def test_metadata_of_the_wrong_kind_is_a_sentence(key: str, tmp_path: Path):
+    file = gguf_file.open_file(write_gguf(tmp_path / "model.gguf", golden_model("llama")))
+    for value in (5, [1]):
+        wrong = dataclasses.replace(file, metadata={**file.metadata, key: value})
+        with pytest.raises(ValueError, match=rf"model\.gguf: {key} is .*; it must be"):
+            gguf.read_tokenizer(wrong)
 
 
 @jax.jit

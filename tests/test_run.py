@@ -342,7 +342,7 @@ def test_an_error_loses_no_step(arguments, tmp_path, one_device, monkeypatch, ca
 
 
 def test_a_run_knows_its_model_and_its_data(arguments, folder, tmp_path, one_device, capsys):
-    """Other weights of the same shape, or other rows of the same prompts, are another run."""
+    """Other weights of the same shape, rows of the same prompts or ends are another run."""
     start = {"steps": 1, "checkpoint__every": 1, "evaluation__every": 0}
     assert launch["main"](arguments(**start)) == 0
     prompts = tmp_path / "prompts.jsonl"
@@ -351,6 +351,14 @@ def test_a_run_knows_its_model_and_its_data(arguments, folder, tmp_path, one_dev
     assert launch["main"](arguments(**start)) == 2
     assert "the prompts of data.train" in capsys.readouterr().err
     prompts.write_text(before)
+    ends = folder / "generation_config.json"
+    before = ends.read_text()
+    ends.write_text('{"eos_token_id": [99]}')
+    try:
+        assert launch["main"](arguments(**start)) == 2
+        assert "the tokens that end a text" in capsys.readouterr().err
+    finally:
+        ends.write_text(before)
     weights = folder / "model.safetensors"
     own = weights.read_bytes()
     other = tiny_run.make_model(tmp_path / "other", seed=1) / "model.safetensors"

@@ -75,7 +75,16 @@ def test_templates_render_as_in_transformers(case: dict):
         ):
             tokenizer.render(case["messages"], case["prompted"])
     else:
-        assert tokenizer.render(case["messages"], case["prompted"]) == case["text"]
+        given = case.get("arguments", {})
+        assert tokenizer.render(case["messages"], case["prompted"], **given) == case["text"]
+
+
+def test_arguments_of_a_template_may_have_any_name():
+    names = ("chats", "template", "bos_token", "arguments", "tools")
+    says = small("".join(f"{{{{ {name} }}}}" for name in names), {"bos_token": "<s>"})
+    given = dict.fromkeys((*names, "self"), "x")
+    assert says.render(CHAT, **given) == "x" * len(names)
+    assert says.encode_chats([CHAT], **given) == [says.encode_chat(CHAT, **given)]
 
 
 def test_a_template_is_told_the_day_and_no_time_of_it():
@@ -175,6 +184,32 @@ def test_a_template_stays_in_its_sandbox():
         small("{% for %}").render(CHAT)
 
 
+HALVES = {  # what reaches a tokenizer or a template with half a character in it
+    "a message": ("{{ messages[0].content }}", {"content": "a\ud800"}, {}, {}),
+    "a message's name": ("{{ messages[0].name }}", {"name": "\udfff"}, {}, {}),
+    "a call of a tool": ("{{ messages[0] | tojson }}", {"tool_calls": [{"f": "\ud800"}]}, {}, {}),
+    "a template": ("Hi \ud800", {}, {}, {}),
+    "a literal of a template": ('{{ "\\ud800" }}', {}, {}, {}),
+    "a character that a template cuts": ("{{ '%c' % 55296 }}", {}, {}, {}),
+    "an argument": ("{{ date }}", {}, {"date": "\ud800"}, {}),
+    "a tool": ("{{ tools | tojson }}", {}, {"tools": [{"name": "\ud800"}]}, {}),
+    "a document": ("{{ documents[0].text }}", {}, {"documents": [{"text": "\ud800"}]}, {}),
+    "a special token": ("{{ bos_token }}", {}, {}, {"bos_token": "\ud800"}),
+}
+
+
+@pytest.mark.parametrize("what", HALVES)
+def test_half_a_character_is_a_sentence_wherever_it_comes_from(what: str):
+    template, message, arguments, special = HALVES[what]
+    tokenizer = small(template, special)
+    chats = [[CHAT[0] | message], CHAT, [CHAT[0] | message]]
+    with pytest.raises(rendering.RenderingError, match=r"here: .*half a character") as caught:
+        tokenizer.encode_chats(chats, **arguments)
+    assert caught.value.index == 0
+    with pytest.raises(ValueError, match=r"here: .*half a character"):
+        tokenizer.encode("a\udfff")
+
+
 def test_no_template_is_said_so():
     with pytest.raises(ValueError, match="here has no chat template"):
         small().render(CHAT)
@@ -228,20 +263,12 @@ def test_settings_are_read_in_every_form(tmp_path: Path):
     folder = write_folder(
         tmp_path, {"eos_token": {"content": "</s>"}, "chat_template": named, "pad_token": None}
     )
-    (folder / "special_tokens_map.json").write_text(
-        json.dumps({"unk_token": "<unk>", "eos_token": "other"})
-    )
+    (folder / "special_tokens_map.json").write_text(json.dumps({"unk_token": "<unk>"}))
     tokenizer = read_tokenizer(folder)
     assert tokenizer.special == {"eos_token": "</s>", "unk_token": "<unk>"}
     assert tokenizer.render(CHAT) == "D"
     (folder / "chat_template.jinja").write_text("File")
     assert read_tokenizer(folder).render(CHAT) == "File"
-
-
-def test_unnamed_default_template_is_refused(tmp_path: Path):
-    folder = write_folder(tmp_path, {"chat_template": [{"name": "rag", "template": "R"}]})
-    with pytest.raises(ValueError, match=r"of the chat templates \['rag'\].* none is 'default'"):
-        read_tokenizer(folder)
 
 
 def test_missing_and_broken_tokenizers_are_refused(tmp_path: Path):

@@ -45,6 +45,7 @@ def test_of_a_good_run_nothing_is_said(tmp_path):
     [
         ({"metrics": {"kl/response": 22.0}}, "An answer is 22.0 nats from the reference"),
         ({"metrics": {"response/unfinished": 0.79}}, "79% of the responses are cut off"),
+        ({"metrics": {"response/unfinished": 1.0}}, "All responses are cut off: see whether"),
         ({"metrics": {"generation/groups_without_signal": 0.6}}, "60% of the prompts teach noth"),
         ({"metrics": {"mismatch/mean": 0.05}}, "Generation and training differ by 0.050 nats"),
         ({"metrics": {"reward/vader/failed": 2}}, "The reward vader failed on 16 responses"),

@@ -55,6 +55,7 @@ def print_setup(opened: Opened) -> None:
         rows.append(("processes", str(distributed.count())))
     if opened.models.drafter:
         rows.append(("drafter", _drafter_line(opened)))
+    rows.append(("ends", "\n".join(policy.ends.lines()) or "no token ends a response"))
     rows.append(("prompts", _prompts_line(opened.prompts, config.data.train)))
     if opened.held_out:
         rows.append(("held out", _prompts_line(opened.held_out, config.data.eval)))

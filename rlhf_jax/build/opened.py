@@ -125,8 +125,9 @@ def prepare(config: Config) -> Opened:
     without = memory.fullest(config, opened.models, plan, layouts, remat=False)
     remat, reason = memory.settle_remat(config, without, limit)
     run = PlannedRun(config, opened.models, layouts.generation, remat, layouts._asdict())
+    ends = policy.ends.warning(policy.path, has_stop_strings=bool(config.generation.stop_strings))
     if distributed.leads():
-        for sentence in bubble_warnings(run):
+        for sentence in (*bubble_warnings(run), *filter(None, [ends])):
             warnings.warn(sentence, stacklevel=1)
     return dataclasses.replace(
         opened, plan=plan, layouts=layouts, kernel_reasons=reasons, remat=remat, remat_reason=reason
@@ -189,6 +190,7 @@ def identity(opened: Opened) -> dict[str, Any]:
         shape = dataclasses.asdict(model.config) if model else {}
         found |= {f"the {name}'s {field}": value for field, value in shape.items()}
 
+    found["the tokens that end a text"] = list(opened.policy.stop_tokens)
     loaded = {"policy": opened.policy, "critic": opened.critic}
     loaded |= dict(zip(opened.config.reward.models, opened.rewards, strict=True))
     found |= {f"the weights of the {name}": digest(one) for name, one in loaded.items() if one}

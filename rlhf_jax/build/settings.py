@@ -86,7 +86,7 @@ def _decoding(opened: Opened) -> GenerationConfig:
     strategies = derived.strategies(opened.config).strategies
     policy = opened.policy
     return GenerationConfig.from_config(
-        opened.config, strategies, policy.stop_tokens, policy.tokenizer.decode
+        opened.config, strategies, policy.stop_tokens, policy.tokenizer.decode_whole
     )
 
 

@@ -13,12 +13,12 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax.data.tokenizer import read_json
 from rlhf_jax.model import transformer
 from rlhf_jax.model.weights import huggingface
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.runtime.checkpoint.store import read_part
 from rlhf_jax.runtime.files import is_remote
+from rlhf_jax.runtime.foreign import read_json
 from rlhf_jax.runtime.mirror import fetched
 from rlhf_jax.training.distill import completed, student_of
 from rlhf_jax.types import Model, ModelConfig, TrainState
@@ -74,7 +74,12 @@ def export(
     out = out or workdir / f"{name}-{step}"
     model = completed(state.drafter, state.policy) if name == "drafter" else state.policy
     huggingface.save(
-        out, model, source.tokenizer, stop_tokens=source.stop_tokens, dtype=jnp.dtype(dtype)
+        out,
+        model,
+        source.tokenizer,
+        stop_tokens=source.stop_tokens,
+        dtype=jnp.dtype(dtype),
+        repeated=source.repeated,
     )
     return out
 

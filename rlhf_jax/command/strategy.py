@@ -23,12 +23,12 @@ from rich.text import Text
 
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
-from rlhf_jax.data.tokenizer import read_json
 from rlhf_jax.generation.precompile import VERIFIED
 from rlhf_jax.generation.strategy import cost, statistics
 from rlhf_jax.generation.strategy.predict import Situation
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.runtime.checkpoint.store import read_part
+from rlhf_jax.runtime.foreign import read_json
 from rlhf_jax.runtime.mirror import fetched
 from rlhf_jax.types import TrainState
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.util
 import math
 import re
 
@@ -17,6 +15,7 @@ from rlhf_jax.config.checks import (
     require_positive,
     require_texts,
 )
+from rlhf_jax.config.data_checks import check_data, check_texts
 from rlhf_jax.config.generation_checks import (
     check_drafter,
     check_fused_inference,
@@ -28,7 +27,6 @@ from rlhf_jax.config.generation_checks import (
 from rlhf_jax.config.objectives import OBJECTIVES, objective_of, step_may
 from rlhf_jax.config.reward_checks import check_advantage, check_kl, check_rewards
 from rlhf_jax.config.schema import Config, flat
-from rlhf_jax.data.rows import is_dataset, is_file_name
 from rlhf_jax.monitoring import sinks
 from rlhf_jax.placement.pipelined import check_pipelines, is_pipelined
 from rlhf_jax.placement.plan import Plan
@@ -36,7 +34,6 @@ from rlhf_jax.placement.presets import plan_of
 from rlhf_jax.rewards.signatures import Signature
 from rlhf_jax.rewards.sources import check_sources
 from rlhf_jax.runtime import mirror
-from rlhf_jax.runtime.files import find, is_remote
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.training.losses import AGGREGATES
 from rlhf_jax.training.optimizer import SCHEDULES
@@ -78,12 +75,13 @@ def validate(config: Config, num_devices: int, num_processes: int = 1) -> dict[s
         require(finite, f"{name} is {value}; it must be finite.")
         counts = isinstance(value, int) and name != "seed"
         require(not counts or abs(value) < TOO_LARGE, f"{name} is {value}; it must be below 2^31.")
+    check_texts(config)
     OBJECTIVES.require(config.objective)
     for kernel in config.kernels:
         require_one_of(config, f"kernels.{kernel}", dispatch.WANTED)
 
     _check_run(config)
-    _check_files(config)
+    check_data(config)
     check_generation(config)
     check_strategy(config)
     check_drafter(config)
@@ -200,49 +198,6 @@ def check_heartbeat(config: Config) -> None:
         least <= seconds <= most,
         f"heartbeat_seconds is {seconds}; it must lie in {least} .. {most}.",
     )
-
-
-def _check_files(config: Config) -> None:
-    """Check that a model is named, and that the files of prompts are there."""
-    require(
-        bool(config.model.path), "model.path is empty; give a folder, a .gguf file or a hub name."
-    )
-    require_positive(config, "data.max_prompt_tokens")
-    require(
-        not (config.data.raw and (config.data.system or config.data.template_arguments)),
-        "data.raw leaves the chat template out, which data.system and data.template_arguments are"
-        " for; give one or the other.",
-    )
-    require(
-        bool(config.data.train),
-        "data.train is empty; give a .jsonl or .parquet file of prompts, or a data set.",
-    )
-    require_one_of(config, "data.on_bad_row", ("error", "skip"))
-    _check_date(config)
-    taken = {"messages", "add_generation_prompt"} & set(config.data.template_arguments)
-    require(
-        not taken,
-        f"data.template_arguments has {', '.join(sorted(taken))}, which is the run's own to give.",
-    )
-    for key in ("train", "eval"):
-        path = config.data[key]
-        if is_file_name(path) and not is_remote(path) and not find(path).is_file():
-            raise FileNotFoundError(f"data.{key}: there is no file {path}.")
-        require(
-            not path or not is_dataset(path) or importlib.util.find_spec("datasets") is not None,
-            f"data.{key} is {path}, which is no .jsonl or .parquet file but a data set: pip install"
-            " 'rlhf_jax[datasets]' to read it.",
-        )
-
-
-def _check_date(config: Config) -> None:
-    """Check that chat templates are told a day that there is, in the one form that is compared."""
-    date = config.data.date
-    try:
-        fits = not date or datetime.date.fromisoformat(date).isoformat() == date
-    except ValueError:
-        fits = False
-    require(fits, f"data.date is {date!r}; it must be a day as 2024-01-31, or ''.")
 
 
 def _check_evaluation(config: Config) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from rlhf_jax.data.rendering import RenderingError
 
 AT_ONE_TIME = 1024  # prompts whose texts and lists of tokens are in memory
+UNREADABLE = "rendered to no token"  # why a prompt is dropped: the policy reads nothing
 
 
 class ChatEncoder(Protocol):
@@ -89,6 +90,8 @@ def tokenize(
         text = str(messages[-1]["content"])
         if not text.strip():
             dropped["empty"] += 1
+        elif not len(tokens):
+            dropped[UNREADABLE] += 1
         elif len(tokens) > max_prompt_tokens:
             dropped[f"longer than {max_prompt_tokens} tokens"] += 1
         else:
@@ -97,9 +100,10 @@ def tokenize(
         reasons = (
             ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "there were none"
         )
-        raise ValueError(
-            f"No prompt is left after the length filter ({reasons}); raise max_prompt_tokens."
-        )
+        hint = "raise max_prompt_tokens"
+        if not dropped.keys() - {"empty", UNREADABLE}:
+            hint = "give others, or mend the chat template"
+        raise ValueError(f"No prompt is left after the length filter ({reasons}); {hint}.")
     tokens, texts, chats, rows_kept = (list(column) for column in zip(*kept, strict=True))
     return Prompts(tokens, texts, chats, rows_kept, dict(dropped))
 

@@ -7,18 +7,16 @@ import importlib
 import io
 import json
 import pathlib
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlhf_jax.runtime import messages as wire
 from rlhf_jax.runtime.files import is_remote
-from rlhf_jax.runtime.foreign import one_line, parse_json
+from rlhf_jax.runtime.foreign import has_surrogate, one_line, parse_json
 
 CHAT_ROLES = ("system", "user", "assistant", "tool")  # The roles that chat templates know.
 FILE_TYPES = (".jsonl", ".parquet")
 LONGEST_PROMPT = 500_000  # Characters.
-SURROGATE = re.compile("[\ud800-\udfff]")  # Half of a character: no text has one alone.
 
 UnreadRow = tuple[str, Callable[[], Any]]  # Where a row stands, and what reads it.
 
@@ -64,11 +62,13 @@ def read(
     else:
         found = _read_parquet(where_from, _content(where_from))
     rows = []
+    unused = set(columns)
     for where, load in found:
         try:
             row = load()
             if isinstance(row, dict):
-                row = {columns.get(name, name): value for name, value in row.items()}
+                unused -= row.keys()
+                row = _renamed(row, columns, where)
             rows.append(_check_row(row, prompt_key, where))
         except ValueError as error:
             if skip is None:
@@ -78,7 +78,26 @@ def read(
         raise ValueError(
             f"Prompt file {place} is empty; it needs at least one row with a {prompt_key!r}."
         )
+    if unused:
+        raise ValueError(
+            f"{place} has no column {min(unused)!r:.60}, which data.columns renames; the columns of"
+            f" its first row are {', '.join(map(repr, rows[0]))}."
+        )
     return rows
+
+
+def _renamed(row: dict[str, Any], columns: Mapping[str, str], where: str) -> dict[str, Any]:
+    """Return a row with the new names of its columns; ValueError where two would have one name."""
+    found: dict[str, Any] = {}
+    for name, value in row.items():
+        new = columns.get(name, name)
+        if new in found:
+            raise ValueError(
+                f"{where}: by data.columns two columns would be {new!r:.60}; rename the other one,"
+                " too."
+            )
+        found[new] = value
+    return found
 
 
 def _content(place: str) -> bytes:
@@ -207,16 +226,16 @@ def _check_row(row: Any, prompt_key: str, where: str) -> dict[str, Any]:
             f"{where}: {prompt_key!r} must be a string or a list of chat messages, not"
             f" {type(prompt).__name__}."
         )
-    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-    _check_texts(texts, f"its {prompt_key!r}", where)
+    _check_texts(prompt, f"its {prompt_key!r}", where)
     return {**row, "prompt": prompt}
 
 
-def _check_texts(texts: list[str], what: str, where: str) -> None:
+def _check_texts(prompt: str | list[dict[str, Any]], what: str, where: str) -> None:
     """Raise ValueError where the texts of a prompt hold what no tokenizer should be given."""
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     if sum(map(len, texts)) > LONGEST_PROMPT:
         raise ValueError(f"{where} has over {LONGEST_PROMPT:,} characters; cut {what}.")
-    if any(SURROGATE.search(text) for text in texts):
+    if has_surrogate(prompt):
         raise ValueError(f"{where} has half a character (a lone surrogate) in {what}; take it out.")
     if any("\0" in text for text in texts):
         raise ValueError(f"{where} has a NUL character in {what}; take it out.")

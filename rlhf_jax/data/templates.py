@@ -25,6 +25,8 @@ from rlhf_jax.runtime.foreign import one_line
 SECONDS = 10.0  # for a conversation
 MOST_CHARACTERS = 4_000_000  # that become of a conversation
 MEMORY = 1 << 30  # bytes of address space
+# What templates ask for by name without asking first whether it is there.
+NOT_GIVEN = {"tools": None, "documents": None}
 
 
 def serve() -> None:
@@ -77,7 +79,7 @@ def render(
     """Put messages into a template; ValueError where that becomes too long a text."""
     pieces = []
     left = MOST_CHARACTERS
-    for piece in template.generate(messages=messages, tools=None, documents=None, **arguments):
+    for piece in template.generate({**NOT_GIVEN, **arguments, "messages": messages}):
         left -= len(piece)
         if left < 0:
             raise ValueError(f"it writes over {MOST_CHARACTERS:,} characters")

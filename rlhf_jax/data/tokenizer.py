@@ -13,19 +13,15 @@ from typing import Any
 import tokenizers
 
 from rlhf_jax.data.rendering import Message, Renderer, RenderingError
-from rlhf_jax.runtime.foreign import parse_json, reading_foreign
+from rlhf_jax.data.special_tokens import add_tokens, read_settings
+from rlhf_jax.runtime.foreign import has_surrogate, reading_foreign
 from rlhf_jax.types import ModelConfig
 
-# The keys under which a tokenizer's files name its special tokens.
-SPECIAL_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+NO_TEXT = "what it is to encode has half a character (a lone surrogate); take it out."
+# Where transformers keeps the chat templates that are not the default, each a file.
+OTHER_TEMPLATES = "additional_chat_templates"
+# A dialogue whose rendering shows what follows an answer.
+DIALOGUE = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Answer"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,18 +30,25 @@ class Tokenizer:
 
     backend: tokenizers.Tokenizer
     template: str | None  # In jinja2; None where there is none.
-    special: Mapping[str, str]  # Of SPECIAL_TOKENS, those that the tokenizer has.
+    special: Mapping[str, str]  # Special tokens by their keys, such as "eos_token".
     settings: Mapping[str, Any]  # The content of tokenizer_config.json, written back on saving.
     origin: Path  # Where it was read, for error sentences.
     # What a template is told that asks which day it is; of the run, where there is one.
     day: datetime.date = dataclasses.field(default_factory=datetime.date.today)
+    # Templates beside the default by name: "tool_use" is taken where tools are given.
+    named_templates: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a plain text, with the special tokens that belong around it."""
+        """Return the token ids of a plain text, with the special tokens that belong around it.
+
+        Raises ValueError where the text has half a character.
+        """
+        if has_surrogate(text):
+            raise ValueError(f"{self.origin}: {NO_TEXT}")
         return self.backend.encode(text).ids
 
     def encode_chat(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, **arguments: Any
+        self, messages: Sequence[Message], /, add_generation_prompt: bool = True, **arguments: Any
     ) -> list[int]:
         """Return the token ids of messages in the chat template; errors are those of `render`."""
         return self.encode_chats([messages], add_generation_prompt, **arguments)[0]
@@ -59,6 +62,9 @@ class Tokenizer:
     ) -> list[list[int]]:
         """Return the token ids of each chat in the chat template; errors are those of `render`."""
         texts = self.render_all(chats, add_generation_prompt, **arguments)
+        for index, text in enumerate(texts):
+            if has_surrogate(text):
+                raise RenderingError(f"{self.origin}: {NO_TEXT}", index)
         # The template has already placed every special token.
         return [self.backend.encode(text, add_special_tokens=False).ids for text in texts]
 
@@ -66,14 +72,29 @@ class Tokenizer:
         """Return the text of token ids, special tokens left out."""
         return self.backend.decode(list(ids), skip_special_tokens=True)
 
+    def decode_whole(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens as they are written."""
+        return self.backend.decode(list(ids), skip_special_tokens=False)
+
+    def end_of_turn(self) -> int | None:
+        """Return the id of the added token that the template writes after an answer, if any."""
+        try:
+            text = self.render(DIALOGUE, add_generation_prompt=False)
+        except ValueError:  # no template, or one that takes no such dialogue
+            return None
+        _, answer, after = text.rpartition(DIALOGUE[-1]["content"])
+        ids = self.backend.encode(after.lstrip(), add_special_tokens=False).ids if answer else []
+        added = self.backend.get_added_tokens_decoder()
+        return ids[0] if ids and ids[0] in added else None
+
     def render(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, **arguments: Any
+        self, messages: Sequence[Message], /, add_generation_prompt: bool = True, **arguments: Any
     ) -> str:
         """Put messages into the chat template, as transformers' `apply_chat_template` does.
 
-        `arguments` are what the template reads besides, such as `enable_thinking`. Raises
-        ValueError when there is no template; RenderingError when it refuses the messages or goes
-        beyond the limits of `templates.py`.
+        `arguments` are what the template reads besides, such as `enable_thinking`, `tools` or
+        `documents`. Raises ValueError when there is no template; RenderingError when it refuses the
+        messages or goes beyond the limits of `templates.py`.
         """
         return self.render_all([messages], add_generation_prompt, **arguments)[0]
 
@@ -85,11 +106,14 @@ class Tokenizer:
         **arguments: Any,
     ) -> list[str]:
         """Put each chat into the chat template, as `render` does."""
-        if self._renderer is None:
+        renderer = self._renderer
+        if arguments.get("tools") is not None:
+            renderer = self._tool_renderer or renderer
+        if renderer is None:
             raise ValueError(f"{self.origin} has no chat template; give prompts as plain strings.")
         given = {"add_generation_prompt": add_generation_prompt, **self.special, **arguments}
         try:
-            return self._renderer.render(chats, given)
+            return renderer.render(chats, given)
         except RenderingError as error:
             raise RenderingError(
                 f"{self.origin}: the chat template failed on the messages: {error}.", error.index
@@ -100,12 +124,17 @@ class Tokenizer:
         return None if self.template is None else Renderer(self.template, self.day)
 
     @functools.cached_property
+    def _tool_renderer(self) -> Renderer | None:
+        template = self.named_templates.get("tool_use")
+        return None if template is None else Renderer(template, self.day)
+
+    @functools.cached_property
     def largest_id(self) -> int:
         """Return the largest token id that `encode` can give."""
         return max(self.backend.get_vocab(with_added_tokens=True).values())
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja.
+        """Write tokenizer.json, tokenizer_config.json and the chat templates.
 
         AutoTokenizer of transformers loads them.
         """
@@ -115,6 +144,9 @@ class Tokenizer:
         (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
         if self.template is not None:
             (folder / "chat_template.jinja").write_text(self.template, encoding="utf-8")
+        for name, template in self.named_templates.items():
+            (folder / OTHER_TEMPLATES).mkdir(exist_ok=True)
+            (folder / OTHER_TEMPLATES / f"{name}.jinja").write_text(template, encoding="utf-8")
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
@@ -130,58 +162,57 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(file))
     backend.no_padding()
     backend.no_truncation()
-    beside = [file.with_name("tokenizer_config.json"), file.with_name("special_tokens_map.json")]
-    settings, mapped = (read_json(other) if other.exists() else {} for other in beside)
-    named = mapped | settings
-    special = {}
-    for key in SPECIAL_TOKENS:
-        token = named.get(key)
-        token = token.get("content") if isinstance(token, dict) else token
-        if token is not None and not isinstance(token, str):
-            raise ValueError(f"{beside[0]}: {key} is {token!r:.60}; it must be a text.")
-        if token:
-            special[key] = token
-
-    # A file of its own comes before the template among the settings.
-    template = settings.get("chat_template")
-    own = file.with_name("chat_template.jinja")
-    if own.exists():
-        with reading_foreign(own, "a chat template"):
-            template = own.read_text(encoding="utf-8")
-    elif isinstance(template, list):
-        with reading_foreign(beside[0], "a list of named chat templates"):
-            templates = {str(entry["name"]): entry["template"] for entry in template}
-        if "default" not in templates:
-            raise ValueError(
-                f"{file.parent}: of the chat templates {sorted(templates)} in"
-                " tokenizer_config.json none is 'default'."
-            )
-        template = templates["default"]
-    if template is not None and not isinstance(template, str):
-        raise ValueError(f"{beside[0]}: chat_template is {template!r:.60}; it must be a text.")
-
+    settings = read_settings(file.parent)
+    special = add_tokens(backend, file.parent, settings)
+    backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
+    templates = _read_templates(file.parent, settings)
     # An `auto_map` points at code that is not saved with the tokenizer.
     if "auto_map" in settings or "tokenizer_class" not in settings:
         settings = settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
     portable = special | {key: value for key, value in settings.items() if key != "auto_map"}
-    return Tokenizer(backend, template, special, settings=portable, origin=file.parent)
+    return Tokenizer(
+        backend,
+        templates.pop("default", None),
+        special,
+        settings=portable,
+        origin=file.parent,
+        named_templates=templates,
+    )
 
 
-def read_json(file: Path) -> dict:
-    """Read a JSON object from a file; FileNotFoundError or ValueError in one sentence."""
-    if not file.exists():
-        raise FileNotFoundError(f"{file} is missing; {file.parent} is not a complete model folder.")
-    with reading_foreign(file, "valid JSON"):
-        content = parse_json(file.read_bytes().decode("utf-8-sig"))
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} does not hold a JSON object; download it again.")
-    return content
+def _read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates of a folder by name; ValueError where none is the default.
+
+    Files come before the templates in tokenizer_config.json, all of them.
+    """
+    place = folder / "tokenizer_config.json"
+    named = settings.get("chat_template") or []
+    named = named if isinstance(named, list) else [{"name": "default", "template": named}]
+    with reading_foreign(place, "a list of named chat templates"):
+        templates = {str(entry["name"]): entry["template"] for entry in named}
+    files = {file.stem: file for file in sorted((folder / OTHER_TEMPLATES).glob("*.jinja"))}
+    if (folder / "chat_template.jinja").exists():
+        files["default"] = folder / "chat_template.jinja"
+    if files:
+        place = folder
+        templates = {}
+    for name, file in files.items():
+        with reading_foreign(file, "a chat template"):
+            templates[name] = file.read_text(encoding="utf-8")
+    for template in templates.values():
+        if not isinstance(template, str):
+            raise ValueError(f"{place}: chat_template is {template!r:.60}; it must be a text.")
+    if templates and "default" not in templates:
+        raise ValueError(f"{place}: of the chat templates {sorted(templates)} none is 'default'.")
+    return templates
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
     """Raise ValueError when the tokenizer can give an id that the model has no embedding for."""
-    if tokenizer.largest_id >= config.vocab_size:
+    largest = tokenizer.largest_id
+    if largest >= config.vocab_size:
         raise ValueError(
-            f"Wrong tokenizer: {tokenizer.origin} gives token ids up to {tokenizer.largest_id},"
-            f" but the model's vocabulary has {config.vocab_size}."
+            f"Wrong tokenizer: {tokenizer.origin} gives token ids up to {largest}, which is"
+            f" {tokenizer.backend.id_to_token(largest)!r:.60}, but the model's vocabulary has"
+            f" {config.vocab_size}."
         )

@@ -66,7 +66,10 @@ class GenerationConfig:
         stop_tokens: tuple[int, ...],
         decode: Callable[[Sequence[int]], str],
     ) -> GenerationConfig:
-        """Settle what one call of `generate` does in a run; `decode` turns tokens into text."""
+        """Settle what one call of `generate` does in a run.
+
+        `decode` turns tokens into text, special ones as they are written.
+        """
         generation = config.generation
         return cls(
             sampling=Sampling(generation.temperature, generation.top_k),

@@ -11,7 +11,7 @@ class StopStrings:
     """Find the first of some strings in the text of a response's tokens."""
 
     strings: tuple[str, ...]
-    decode: Callable[[Sequence[int]], str]
+    decode: Callable[[Sequence[int]], str]  # Special tokens included, as they are written.
 
     def end(self, tokens: Sequence[int], new: int) -> int | None:
         """Return how many tokens there are up to the first stop string; None where there is none.

@@ -9,11 +9,20 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 LONGEST_REASON = 160  # characters of an error that are told
+SURROGATE = re.compile("[\ud800-\udfff]")  # Half of a character: no text has one alone.
+KIND_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+}
 
 
 @contextlib.contextmanager
@@ -64,6 +73,42 @@ def parse_json(text: str | bytes, unique: bool = False) -> Any:
         return json.loads(text, object_pairs_hook=_unique if unique else None)
     except RecursionError as error:
         raise ValueError(one_line(error)) from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object from a file; FileNotFoundError or ValueError in one sentence."""
+    if not file.exists():
+        raise FileNotFoundError(f"{file} is missing; {file.parent} is not a complete model folder.")
+    with reading_foreign(file, "valid JSON"):
+        content = parse_json(file.read_bytes().decode("utf-8-sig"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} does not hold a JSON object; download it again.")
+    if has_surrogate(content):
+        raise ValueError(f"{file} has half a character (a lone surrogate); get it again.")
+    return content
+
+
+def check_kinds(
+    content: Mapping[str, Any], kinds: Mapping[str, tuple[type, ...]], file: Path
+) -> None:
+    """Raise ValueError where a key of a JSON object has a value of none of its kinds.
+
+    null stands for a key that is not there.
+    """
+    for key in kinds.keys() & content.keys():
+        value = content[key]
+        if value is not None and type(value) not in kinds[key]:
+            expected = " or ".join(KIND_NAMES[kind] for kind in kinds[key])
+            raise ValueError(f"{file}: {key} is {value!r:.60}; it must be {expected}.")
+
+
+def has_surrogate(value: Any) -> bool:
+    """Tell whether half a character stands anywhere in a value, which may be nested."""
+    if isinstance(value, Mapping):
+        return any(has_surrogate(key) or has_surrogate(one) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return any(map(has_surrogate, value))
+    return isinstance(value, str) and SURROGATE.search(value) is not None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

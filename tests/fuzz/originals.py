@@ -43,7 +43,9 @@ def make(folder: Path) -> dict[str, Path]:
     split = folder / "split"
     shutil.copytree(model, split)
     names = list(huggingface.open_tensors(model, tiny_config()))
-    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}
+    shard = "model-00001-of-00001.safetensors"
+    (split / "model.safetensors").rename(split / shard)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, shard)}
     found["index"] = split / "model.safetensors.index.json"
     found["index"].write_text(json.dumps(index))
 

@@ -82,8 +82,8 @@ def own_index(file: Path) -> list[str]:
 
 def read_sizes(file: Path) -> dict[str, Any]:
     config = huggingface_config.read_config(file.parent)
-    huggingface.stop_tokens(file.parent)
-    huggingface.padding_token(file.parent)
+    huggingface.end_tokens(file.parent)
+    huggingface.repeated(file.parent)
     return {key: getattr(config, name) for name, key in SIZES.items()}
 
 
@@ -103,7 +103,8 @@ def read_gguf(file: Path) -> Any:
     found = gguf_file.open_file(file)
     gguf.check_tensors(found, gguf.read_config(found))
     gguf.read_tokenizer(found).encode("Hello")
-    gguf.stop_tokens(found)
+    gguf.end_tokens(found)
+    gguf.repeated(found)
     return {name: list(one.shape) for name, one in found.tensors.items()}
 
 

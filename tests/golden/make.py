@@ -5,7 +5,7 @@
 
 Writes beside itself a folder for each tiny random model (weights, configuration, token ids, logits)
 and for each tiny reward model (weights, configuration, tokenizer, scores), and tokenization.json,
-templates.json and greedy.json.
+templates.json, folders.json and greedy.json.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import tempfile
 import unicodedata
 from pathlib import Path
 
@@ -24,6 +25,9 @@ import transformers
 from safetensors.torch import save_file
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+import folders  # noqa: E402
+
 SHAPE = {
     "vocab_size": 300,
     "hidden_size": 32,
@@ -324,6 +328,32 @@ CONTROL_TEMPLATE = (
     "{% endfor %}\n"
     "{{ seen.count }} {{ unk_token }} {{ pad_token is defined }}\n"
 )
+TOOL_TEMPLATE = (
+    "{%- if tools is not none %}<tools>\n"
+    "{%- for tool in tools %}{{ tool | tojson(indent=2) }}{{ tool.function.name }}\n{% endfor %}\n"
+    "{%- endif %}\n"
+    "{%- if documents %}{% for d in documents %}[{{ loop.index }}] {{ d.title }}: {{ d.text }}\n"
+    "{% endfor %}{% endif %}\n"
+    "{{- messages[0].content }} {{ enable_thinking is defined and enable_thinking }}\n"
+)
+SEARCH = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Find <b>pages</b> & 'more' in 日本語.",
+        "parameters": {
+            "type": "object",
+            "properties": {"query": {"type": "string"}, "count": {"type": "integer"}},
+            "required": ["query"],
+        },
+    },
+}
+ARGUMENTS = [
+    {"tools": [SEARCH], "enable_thinking": True},
+    {"tools": []},
+    {"tools": None, "documents": [{"title": "One", "text": "<1>"}, {"title": "Two"}]},
+    {"tools": [SEARCH, SEARCH], "documents": []},
+]
 CHATS = [
     [{"role": "user", "content": "  Hi <b>there</b> & 'you'  "}],
     [
@@ -365,7 +395,46 @@ def templates(smollm: str) -> list[dict]:
                     "prompted": prompted,
                 }
                 cases.append(case | {"text": text})
+    renderer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=TOOL_TEMPLATE, **special
+    )
+    for arguments in ARGUMENTS:
+        text = renderer.apply_chat_template(CHATS[0], tokenize=False, **arguments)
+        case = {"template": TOOL_TEMPLATE, "special": special, "messages": CHATS[0]}
+        cases.append(case | {"prompted": False, "arguments": arguments, "text": text})
     return cases
+
+
+def folder_facts() -> dict[str, dict]:
+    """What transformers makes of each folder whose sources disagree."""
+    found = {}
+    with tempfile.TemporaryDirectory() as place:
+        for number, (name, fact) in enumerate(folders.FACTS.items()):
+            if not fact.refused:
+                folder = folders.write_folder(Path(place, str(number)), fact)
+                found[name] = read_by_transformers(folder)
+    return found
+
+
+def read_by_transformers(folder: Path) -> dict:
+    """The last position's logits, ids and decoded texts, special tokens, rendered chats."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([folders.TOKENS])).logits[0, -1]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = [tokenizer(text)["input_ids"] for text in folders.TEXTS]
+    found = {
+        "logits": [round(logit, 5) for logit in logits.tolist()],
+        "ids": ids,
+        "texts": [tokenizer.decode(one, skip_special_tokens=True) for one in ids],
+        "special": tokenizer.special_tokens_map,
+    }
+    if tokenizer.chat_template:
+        found["rendered"] = [
+            tokenizer.apply_chat_template(folders.CHAT, tokenize=False, tools=tools)
+            for tools in (None, folders.TOOLS)
+        ]
+    return found
 
 
 def greedy(file: Path, bpe: PlainBPE, template: str) -> list[dict]:
@@ -415,6 +484,7 @@ def main(file: Path) -> None:
     bpe = PlainBPE(reader)
     write("tokenization.json", tokenization(bpe))
     write("templates.json", templates(template))
+    write("folders.json", folder_facts())
     write("greedy.json", greedy(file, bpe, template))
 
 

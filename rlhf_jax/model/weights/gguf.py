@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -16,12 +17,21 @@ from rlhf_jax.model import weight_table
 from rlhf_jax.model.families import FAMILIES
 from rlhf_jax.model.transformer import rope_frequencies
 from rlhf_jax.model.weights.gguf_file import File
-from rlhf_jax.model.weights.sizes import checked, checked_ids
-from rlhf_jax.runtime.foreign import reading_foreign
+from rlhf_jax.model.weights.sizes import checked, checked_ids, token_id
+from rlhf_jax.runtime.foreign import check_kinds, reading_foreign
 from rlhf_jax.types import Model, ModelConfig, RopeScaling
 
 # The tensor in which llama.cpp keeps Llama 3's scaling, as one divisor a frequency.
 ROPE_DIVISORS = "rope_freqs.weight"
+TEMPLATE = "tokenizer.chat_template"
+TOOL_TEMPLATE = "tokenizer.chat_template.tool_use"  # Where there is one for tools alone.
+# What the values of keys must be, where they are there.
+METADATA_KINDS: dict[str, tuple[type, ...]] = {
+    TEMPLATE: (str,),
+    TOOL_TEMPLATE: (str,),
+    "tokenizer.ggml.add_bos_token": (bool,),
+    "tokenizer.ggml.pre": (str,),
+}
 # Values of `tokenizer.ggml.token_type` whose tokens are never made by merging.
 CONTROL = 3
 USER_DEFINED = 4
@@ -110,19 +120,21 @@ def _read_scaling(file: File, config: ModelConfig) -> RopeScaling | None:
     return None
 
 
-def stop_tokens(file: File) -> tuple[int, ...]:
-    """Return the ids of the tokens that end a text, the end of a turn included.
+def end_tokens(file: File) -> dict[str, tuple[int, ...]]:
+    """Return the ids of the tokens that end a text, a turn or a message, under the file's name."""
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    found = (token_id(file.metadata, key, file.path) for key in keys)
+    return {file.path.name: tuple(dict.fromkeys(one for one in found if one is not None))}
 
-    () where the file names none.
-    """
-    keys = (
-        "tokenizer.ggml.eos_token_id",
-        "tokenizer.ggml.eot_token_id",
-        "tokenizer.ggml.eom_token_id",
-    )
-    ids = {key: file.get(key) for key in keys}
-    found = [checked_ids([one], file.path, key) for key, one in ids.items() if one is not None]
-    return tuple(dict.fromkeys(token for (token,) in found))
+
+def repeated(file: File) -> dict[str, dict[str, Any]]:
+    """Return what an export has of the metadata, in the keys of config.json."""
+    keys = {"bos_token_id": "bos", "pad_token_id": "padding"}
+    ids = {
+        key: token_id(file.metadata, f"tokenizer.ggml.{name}_token_id", file.path)
+        for key, name in keys.items()
+    }
+    return {"config.json": ids, "generation_config.json": ids}
 
 
 def load(file: File, dtype: DTypeLike, shardings: Model | None = None) -> Model:
@@ -173,6 +185,7 @@ def _make_tokenizer(file: File) -> Tokenizer:
         raise ValueError(
             f"{file.path}: tokenizer {kind!r} is not supported; only byte-level BPE ('gpt2') is."
         )
+    check_kinds(file.metadata, METADATA_KINDS, file.path)
     tokens = file["tokenizer.ggml.tokens"]
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
@@ -186,10 +199,11 @@ def _make_tokenizer(file: File) -> Tokenizer:
     }
     return Tokenizer(
         backend=_make_backend(file, special),
-        template=file.get("tokenizer.chat_template"),
+        template=file.get(TEMPLATE),
         special=special,
         settings=settings,
         origin=file.path,
+        named_templates={"tool_use": file[TOOL_TEMPLATE]} if file.get(TOOL_TEMPLATE) else {},
     )
 
 

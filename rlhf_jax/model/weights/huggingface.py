@@ -5,45 +5,81 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from rlhf_jax.data.tokenizer import Tokenizer, read_json
+from rlhf_jax.data.tokenizer import Tokenizer
 from rlhf_jax.model import weight_table
 from rlhf_jax.model.families import FAMILIES
-from rlhf_jax.model.weights import safetensors_file
-from rlhf_jax.model.weights.huggingface_config import config_json, read_config
-from rlhf_jax.model.weights.sizes import checked_ids
+from rlhf_jax.model.weights import huggingface_config, safetensors_file
+from rlhf_jax.model.weights.huggingface_config import config_json
+from rlhf_jax.model.weights.sizes import checked_ids, token_id
+from rlhf_jax.runtime.foreign import read_json
 from rlhf_jax.types import Model, ModelConfig
 
 SCALAR_HEAD = "score.weight"  # The head of a sequence classifier, in every family.
 SHARD_BYTES = 5_000_000_000  # The most bytes of one file, as transformers splits them.
+ROWS = 4096  # Of two matrices that are compared, so many at a time: the first may tell.
 
 
-def stop_tokens(folder: Path) -> tuple[int, ...]:
-    """Return the ids of the tokens that end a text; () where the folder names none.
-
-    generation_config.json comes before config.json.
-    """
+def end_tokens(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the ids of the tokens that end a text, by the file of the folder that names them."""
+    found = {}
     for name in ("generation_config.json", "config.json"):
         file = Path(folder) / name
         ids = read_json(file).get("eos_token_id") if file.exists() else None
         if ids is not None:
-            return checked_ids(ids if isinstance(ids, list) else [ids], file, "eos_token_id")
-    return ()
+            found[name] = checked_ids(ids if isinstance(ids, list) else [ids], file, "eos_token_id")
+    return found
 
 
 def padding_token(folder: Path) -> int | None:
     """Return the token id that config.json names as padding; None where it names none."""
     file = Path(folder) / "config.json"
-    found = read_json(file).get("pad_token_id")
-    return None if found is None else checked_ids([found], file, "pad_token_id")[0]
+    return token_id(read_json(file), "pad_token_id", file)
+
+
+def repeated(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return what an export repeats of a folder's JSON files, by the file's name."""
+    file = Path(folder) / "generation_config.json"
+    generation = read_json(file) if file.exists() else {}
+    for key in ("bos_token_id", "pad_token_id"):
+        token_id(generation, key, file)
+    return {
+        "config.json": huggingface_config.repeated(folder),
+        "generation_config.json": generation,
+    }
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Read the `ModelConfig` of a folder, which its weights decide where it says that it is tied.
+
+    As in transformers 5, a head that is not the embedding counts. Errors are those of
+    `huggingface_config.read_config` and of the weights' files.
+    """
+    config = huggingface_config.read_config(folder)
+    names = FAMILIES[config.family].huggingface_names
+    if not config.tied:
+        return config
+    tensors = _views(Path(folder))
+    embed, head = (tensors.get(names[field]) for field in ("embed", "head"))
+    if embed is None or head is None:
+        return config
+    parts = [slice(start, start + ROWS) for start in range(0, len(embed), ROWS)]
+    tied = embed.shape == head.shape and all(
+        np.array_equal(embed[part].astype(np.float32), head[part].astype(np.float32))
+        for part in parts
+    )
+    return dataclasses.replace(config, tied=tied)
 
 
 def load(folder: Path, dtype: DTypeLike, shardings: Model | None = None) -> Model:
@@ -65,9 +101,35 @@ def open_tensors(folder: Path, config: ModelConfig) -> dict[str, np.ndarray]:
     Raises ValueError or FileNotFoundError unless they are the weights of `config`.
     """
     folder = Path(folder)
+    tensors = _views(folder)
+    names = FAMILIES[config.family].huggingface_names
+    if config.tied:
+        # A head that is here is the embedding, also in its place.
+        head = tensors.pop(names["head"], None)
+        if head is not None:
+            tensors.setdefault(names["embed"], head)
+    found = {name: (folder, view.shape) for name, view in tensors.items()}
+    weight_table.check_weights(found, _names(config), folder, config)
+    return tensors
+
+
+def _views(folder: Path) -> dict[str, np.ndarray]:
+    """Return every tensor of a folder's files by its name there, as mapped views."""
+    tensors = {}
+    for file in _weight_files(folder):
+        tensors |= safetensors_file.views(file)
+    # Old files repeat what the configuration already says.
+    return {name: one for name, one in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files of a folder's weights: the index counts where there is no single file.
+
+    Raises ValueError where the index is not one, FileNotFoundError where a file is missing.
+    """
     files = [folder / "model.safetensors"]
     index = folder / "model.safetensors.index.json"
-    if index.exists():
+    if index.exists() and not files[0].exists():
         weight_map = read_json(index).get("weight_map")
         values = list(weight_map.values()) if isinstance(weight_map, dict) else []
         if not values or not all(isinstance(v, str) and Path(v).name == v for v in values):
@@ -84,17 +146,7 @@ def open_tensors(folder: Path, config: ModelConfig) -> dict[str, np.ndarray]:
         raise FileNotFoundError(
             f"{missing[0]} is missing; download the model's safetensors files again."
         )
-
-    opened = {file: safetensors_file.views(file) for file in files}
-    found = {}
-    for file, tensors in opened.items():
-        for name, view in tensors.items():
-            # Old files repeat what the configuration already says.
-            tied_head = config.tied and name == FAMILIES[config.family].huggingface_names["head"]
-            if not tied_head and not name.endswith("rotary_emb.inv_freq"):
-                found[name] = (file, view.shape)
-    weight_table.check_weights(found, _names(config), folder, config)
-    return {name: opened[file][name] for name, (file, _) in found.items()}
+    return files
 
 
 def _names(config: ModelConfig) -> dict[weight_table.WeightKey, str]:
@@ -111,9 +163,11 @@ def save(
     tokenizer: Tokenizer | None,
     stop_tokens: tuple[int, ...],
     dtype: DTypeLike,
+    repeated: Mapping[str, Mapping[str, Any]] = {},
 ) -> None:
     """Write a folder that `transformers` loads: weights, configuration, tokenizer if given.
 
+    Texts end at `stop_tokens` there, too. repeated: of the model's `Source`, by the file's name.
     The weights are written in `dtype`; those over `SHARD_BYTES` are split into several files with
     an index. The folder appears whole or not at all: it is written beside its place and renamed;
     one already there is replaced. Raises ValueError where the head does not fit the configuration,
@@ -130,10 +184,12 @@ def save(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        _write_json(partial / "config.json", config_json(model.config, stop_tokens, dtype))
+        own = repeated.get("config.json", {})
+        _write_json(partial / "config.json", config_json(model.config, stop_tokens, dtype, own))
         _write_weights(partial, model, dtype)
         ends = {"eos_token_id": list(stop_tokens) or None}
-        _write_json(partial / "generation_config.json", ends)
+        generation = {**repeated.get("generation_config.json", {}), **ends}
+        _write_json(partial / "generation_config.json", generation)
         if tokenizer is not None:
             tokenizer.save(partial)
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from rlhf_jax.data.tokenizer import read_json
 from rlhf_jax.model.families import FAMILIES, Family
-from rlhf_jax.model.weights.sizes import checked
-from rlhf_jax.runtime.foreign import reading_foreign
+from rlhf_jax.model.weights.sizes import checked, token_id
+from rlhf_jax.runtime.foreign import check_kinds, read_json, reading_foreign
 from rlhf_jax.types import ModelConfig, RopeScaling
 
 # How the class of a language model ends in `architectures`, and that of a critic or reward model.
 LANGUAGE_MODEL = "ForCausalLM"
 CLASSIFIER = "ForSequenceClassification"
+# The context before it was scaled; beside the scaling, or within it.
+ORIGINAL = "original_max_position_embeddings"
 # The values of a key under which this project's transformer computes the same function.
 SUPPORTED = {
     "hidden_act": ("silu", None),
@@ -23,19 +26,34 @@ SUPPORTED = {
     "partial_rotary_factor": (1.0, None),
     "quantization_config": (None,),
 }
-# What the values of keys must be, where they are there; of a list the texts in it.
-KINDS = {
-    "architectures": list,
-    "layer_types": list,
-    "rope_parameters": dict,
-    "rope_scaling": dict,
-    "id2label": dict,
-    "tie_word_embeddings": bool,
-    "use_sliding_window": bool,
-    "sliding_window": int,
-    "num_labels": int,
+# What the values of keys must be, where they are there; sizes are checked as numbers.
+CONFIG_KINDS: dict[str, tuple[type, ...]] = {
+    "architectures": (list,),
+    "layer_types": (list,),
+    "rope_parameters": (dict,),
+    "rope_scaling": (dict,),
+    "id2label": (dict,),
+    "hidden_act": (str,),
+    "mlp_bias": (bool,),
+    "attention_bias": (bool,),
+    "partial_rotary_factor": (int, float),
+    "tie_word_embeddings": (bool,),
+    "use_sliding_window": (bool,),
+    "sliding_window": (int,),
+    "max_window_layers": (int,),
+    "num_labels": (int,),
 }
-KIND_NAMES = {list: "a list of texts", dict: "an object", bool: "true or false", int: "a number"}
+WINDOW = 4096  # What transformers takes where `sliding_window` is missing and counts.
+# What an export repeats, as no `ModelConfig` has it.
+REPEATED = (
+    "bos_token_id",
+    "pad_token_id",
+    "max_position_embeddings",
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+    "layer_types",
+)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -52,12 +70,10 @@ def read_config(folder: Path) -> ModelConfig:
 
 def _read_content(raw: dict, file: Path) -> ModelConfig:
     """Make a `ModelConfig` of config.json's content; any error where a value is of another type."""
-    for key, kind in KINDS.items():
-        value = raw.get(key)
-        texts = value if isinstance(value, list) else []
-        fits = type(value) is kind and all(isinstance(text, str) for text in texts)
-        if value is not None and not fits:
-            raise ValueError(f"{file}: {key} is {value!r:.60}; it must be {KIND_NAMES[kind]}.")
+    check_kinds(raw, CONFIG_KINDS, file)
+    for key in ("architectures", "layer_types"):
+        if not all(isinstance(text, str) for text in raw.get(key) or ()):
+            raise ValueError(f"{file}: {key} is {raw[key]!r:.60}; it must be a list of texts.")
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         *others, last = (
@@ -68,9 +84,10 @@ def _read_content(raw: dict, file: Path) -> ModelConfig:
             f" {', '.join(others)} and {last}."
         )
 
-    rope = raw.get("rope_parameters") or {}
+    rope = _rope(raw)
+    check_kinds(rope, CONFIG_KINDS, file)
     for key, allowed in SUPPORTED.items():
-        value = raw.get(key, rope.get(key))
+        value = rope.get(key, raw.get(key))
         if value not in allowed:
             raise ValueError(
                 f"{file}: {key}={value!r} is not supported; it must be {allowed[0]!r}."
@@ -81,7 +98,8 @@ def _read_content(raw: dict, file: Path) -> ModelConfig:
             f"{file}: layers of type {sorted(kinds)} are not supported; only attention is."
         )
     # Two is what transformers takes where nothing is said.
-    labels = raw.get("num_labels") or len(raw.get("id2label") or range(2))
+    labels = raw.get("num_labels")
+    labels = len(raw.get("id2label") or range(2)) if labels is None else labels
     if _is_classifier(raw) and labels != 1:
         raise ValueError(
             f"{file}: a classifier of {labels} labels is not supported; a reward model has one."
@@ -101,16 +119,15 @@ def _read_content(raw: dict, file: Path) -> ModelConfig:
 def _convert(raw: dict, family: Family, theta: float, scaling: RopeScaling | None) -> ModelConfig:
     """Make a `ModelConfig` of config.json's content; KeyError where a key is missing."""
 
-    def get(key: str) -> int | None:
-        return raw[key] if key in family.required_keys else raw.get(key)
+    def get(key: str, default: int) -> int:
+        value = raw[key] if key in family.required_keys else raw.get(key)
+        return default if value is None else value
 
     heads = raw["num_attention_heads"]
-    kv_heads = get("num_key_value_heads")
-    head_dim = get("head_dim")
     context = raw["max_position_embeddings"]
     # As far as a window reaches, a layer that slides one is the same as full attention.
     windowed = family.always_windowed or raw.get("use_sliding_window")
-    window = raw.get("sliding_window") if windowed else None
+    window = raw.get("sliding_window", WINDOW) if windowed else None
     scalar_head = _is_classifier(raw)
     return ModelConfig(
         family=family.name,
@@ -119,9 +136,9 @@ def _convert(raw: dict, family: Family, theta: float, scaling: RopeScaling | Non
         ffn_width=raw["intermediate_size"],
         num_layers=raw["num_hidden_layers"],
         num_heads=heads,
-        num_kv_heads=kv_heads or heads,
-        head_dim=head_dim or raw["hidden_size"] // heads,
-        max_context=min(context, window or context),
+        num_kv_heads=get("num_key_value_heads", heads),
+        head_dim=get("head_dim", raw["hidden_size"] // heads),
+        max_context=context if window is None else min(context, window),
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=raw["rms_norm_eps"],
@@ -132,16 +149,30 @@ def _convert(raw: dict, family: Family, theta: float, scaling: RopeScaling | Non
     )
 
 
+def repeated(folder: Path) -> dict[str, Any]:
+    """Return what an export repeats of a folder's config.json; ids are checked."""
+    file = Path(folder) / "config.json"
+    raw = read_json(file)
+    for key in ("bos_token_id", "pad_token_id"):
+        token_id(raw, key, file)
+    found = {key: raw[key] for key in REPEATED if key in raw}
+    if FAMILIES[raw["model_type"]].always_windowed or raw.get("use_sliding_window"):
+        found.setdefault("sliding_window", WINDOW)
+    return found
+
+
 def _is_classifier(raw: dict) -> bool:
     return any(name.endswith(CLASSIFIER) for name in raw.get("architectures") or ())
 
 
-def _read_rope(raw: dict, file: Path) -> tuple[float, RopeScaling | None]:
-    """Return the base and the scaling of the rotary embedding.
+def _rope(raw: dict) -> dict[str, Any]:
+    """Return what there is of the rotary embedding: transformers 4's key comes before 5's."""
+    return raw.get("rope_scaling") or raw.get("rope_parameters") or {}
 
-    transformers 5 keeps both in `rope_parameters`; 4 in `rope_theta` and `rope_scaling`.
-    """
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+
+def _read_rope(raw: dict, file: Path) -> tuple[float, RopeScaling | None]:
+    """Return the base and the scaling of the rotary embedding."""
+    rope = _rope(raw)
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
     nested = any(isinstance(value, dict) for value in rope.values())
@@ -158,14 +189,22 @@ def _read_rope(raw: dict, file: Path) -> tuple[float, RopeScaling | None]:
             factor=rope["factor"],
             low_frequency_factor=rope["low_freq_factor"],
             high_frequency_factor=rope["high_freq_factor"],
-            original_context=rope["original_max_position_embeddings"],
+            original_context=raw.get(ORIGINAL, rope.get(ORIGINAL, raw["max_position_embeddings"])),
         )
     except KeyError as error:
         raise ValueError(f"{file}: rope scaling of type {kind!r} lacks the key {error}.") from error
 
 
-def config_json(config: ModelConfig, stop_tokens: tuple[int, ...], dtype: np.dtype) -> dict:
-    """Return the content of config.json, in the keys that transformers 4 and 5 both read."""
+def config_json(
+    config: ModelConfig,
+    stop_tokens: tuple[int, ...],
+    dtype: np.dtype,
+    repeated: Mapping[str, Any] = {},
+) -> dict[str, Any]:
+    """Return the content of config.json, in the keys that transformers 4 and 5 both read.
+
+    repeated: keys of the config.json that the model came with, which come before those made here.
+    """
     labels = {}
     if config.scalar_head:
         labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -179,9 +218,11 @@ def config_json(config: ModelConfig, stop_tokens: tuple[int, ...], dtype: np.dty
             "factor": scaling.factor,
             "low_freq_factor": scaling.low_frequency_factor,
             "high_freq_factor": scaling.high_frequency_factor,
-            "original_max_position_embeddings": scaling.original_context,
+            ORIGINAL: scaling.original_context,
         }
     head = CLASSIFIER if config.scalar_head else LANGUAGE_MODEL
+    if len(repeated.get("layer_types") or ()) != config.num_layers:  # those of a student's teacher
+        repeated = {key: value for key, value in repeated.items() if key != "layer_types"}
     return labels | {
         "architectures": [FAMILIES[config.family].class_prefix + head],
         "model_type": config.family,
@@ -202,4 +243,5 @@ def config_json(config: ModelConfig, stop_tokens: tuple[int, ...], dtype: np.dty
         "sliding_window": None,
         "use_sliding_window": False,
         "eos_token_id": list(stop_tokens) or None,
+        **repeated,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,15 @@ def checked_ids(ids: Sequence[Any], file: Path, key: str) -> tuple[int, ...]:
         if not _is_int(token) or not 0 <= token < LARGEST_SIZES["vocab_size"]:
             raise ValueError(f"{file}: {key} is {token!r:.60}; it must be a token id.")
     return tuple(ids)
+
+
+def token_id(content: Mapping[str, Any], key: str, file: Path) -> int | None:
+    """Return the token id under a key of a file's content; None where there is none.
+
+    -1, as older folders have it, stands for none. ValueError where it cannot be one.
+    """
+    value = content.get(key)
+    return None if value in (None, -1) else checked_ids([value], file, key)[0]
 
 
 def _is_int(value: Any) -> bool:

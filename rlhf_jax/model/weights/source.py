@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,8 @@ from jax.typing import DTypeLike
 
 from rlhf_jax.data.download import smollm2
 from rlhf_jax.data.tokenizer import Tokenizer, check_vocabulary, read_tokenizer
-from rlhf_jax.model.weights import gguf, gguf_file, huggingface, huggingface_config
+from rlhf_jax.model.weights import gguf, gguf_file, huggingface
+from rlhf_jax.model.weights.ends import Ends, find_ends
 from rlhf_jax.runtime import to_host
 from rlhf_jax.types import Model, ModelConfig
 
@@ -32,10 +34,22 @@ class Source:
 
     path: Path
     config: ModelConfig
-    stop_tokens: tuple[int, ...]
+    named_ends: Mapping[str, tuple[int, ...]]  # Tokens that end a text, by what names them.
     tokenizer: Tokenizer
     # load(dtype, shardings=None) gives the model, layers stacked, every weight finite.
     load: Callable[..., Model]
+    # What an export writes as it was read: keys of JSON files, by the file's name.
+    repeated: Mapping[str, Mapping[str, Any]]
+
+    @functools.cached_property
+    def ends(self) -> Ends:
+        """Return which tokens end a text, and what names each."""
+        return find_ends(self.named_ends, self.tokenizer)
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Return the ids of the tokens that end a text."""
+        return self.ends.tokens
 
 
 def open_source(path: str | Path) -> Source:
@@ -50,30 +64,34 @@ def open_source(path: str | Path) -> Source:
     if named and not local.exists():
         local = _fetch(str(path))
     if local.is_dir():
-        config = huggingface_config.read_config(local)
+        config = huggingface.read_config(local)
         huggingface.open_tensors(local, config)
         tokenizer = read_tokenizer(local)
-        stop_tokens = huggingface.stop_tokens(local)
+        ends = huggingface.end_tokens(local)
+        repeated = huggingface.repeated(local)
         load = functools.partial(huggingface.load, local)
     elif local.suffix == ".gguf":
         file = gguf_file.open_file(local)
         config = gguf.read_config(file)
         gguf.check_tensors(file, config)
         tokenizer = gguf.read_tokenizer(file)
-        stop_tokens = gguf.stop_tokens(file)
+        ends = gguf.end_tokens(file)
+        repeated = gguf.repeated(file)
         load = functools.partial(gguf.load, file)
     else:
         raise FileNotFoundError(
             f"No model at {path}: give a Hugging Face folder, a .gguf file or a hub name org/name."
         )
     check_vocabulary(tokenizer, config)
-    for token in stop_tokens:
-        if token >= config.vocab_size:
-            raise ValueError(
-                f"{local}: the stop token {token} is none of the model's {config.vocab_size}."
-            )
+    for name, ids in ends.items():
+        for token in ids:
+            if token >= config.vocab_size:
+                raise ValueError(
+                    f"{local}: the stop token {token} is none of the model's"
+                    f" {config.vocab_size}; correct {name}."
+                )
     load = functools.partial(load_finite, local, load)
-    return Source(local, config, stop_tokens, tokenizer, load)
+    return Source(local, config, ends, tokenizer, load, repeated)
 
 
 def load_finite(

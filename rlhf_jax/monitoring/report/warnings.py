@@ -75,7 +75,12 @@ def _alike(run: RunRecord) -> Iterator[str]:
 
 def _cut_off(run: RunRecord) -> Iterator[str]:
     line = series(run.metrics, "response/unfinished")
-    if line and _recent(line.values) > 0.5:
+    if line and _recent(line.values) == 1:
+        yield (
+            "All responses are cut off: see whether one of the tokens that the run printed as"
+            " “ends” as it began is the model's own, then raise generation.max_new_tokens."
+        )
+    elif line and _recent(line.values) > 0.5:
         yield (
             f"{share(_recent(line.values), 1)} of the responses are cut off: raise"
             " generation.max_new_tokens, or set reward.missing_end."

@@ -1,0 +1,94 @@
+"""Check what a config says of its model, its prompts, and what chat templates are given."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+
+from rlhf_jax.config.checks import require, require_one_of, require_positive
+from rlhf_jax.config.schema import Config, flat
+from rlhf_jax.data.rows import is_dataset, is_file_name
+from rlhf_jax.runtime.files import find, is_remote
+from rlhf_jax.runtime.foreign import has_surrogate
+
+OWN_ARGUMENTS = ("messages", "add_generation_prompt")  # of a chat template, which a run gives
+
+
+def check_texts(config: Config) -> None:
+    """Check that every text of a config is one: a surrogate without the other is no character."""
+    for key, value in flat(config).items():
+        require(
+            not has_surrogate(value), f"{key} has half a character (a lone surrogate); take it out."
+        )
+
+
+def check_data(config: Config) -> None:
+    """Check that model and prompts are named, and what templates and columns are given."""
+    require(
+        bool(config.model.path), "model.path is empty; give a folder, a .gguf file or a hub name."
+    )
+    require_positive(config, "data.max_prompt_tokens")
+    require(
+        not (config.data.raw and (config.data.system or config.data.template_arguments)),
+        "data.raw leaves the chat template out, which data.system and data.template_arguments are"
+        " for; give one or the other.",
+    )
+    require(
+        bool(config.data.train),
+        "data.train is empty; give a .jsonl or .parquet file of prompts, or a data set.",
+    )
+    require_one_of(config, "data.on_bad_row", ("error", "skip"))
+    _check_date(config)
+    _check_template_arguments(config)
+    _check_columns(config)
+    for key in ("train", "eval"):
+        path = config.data[key]
+        if is_file_name(path) and not is_remote(path) and not find(path).is_file():
+            raise FileNotFoundError(f"data.{key}: there is no file {path}.")
+        require(
+            not path or not is_dataset(path) or importlib.util.find_spec("datasets") is not None,
+            f"data.{key} is {path}, which is no .jsonl or .parquet file but a data set: pip install"
+            " 'rlhf_jax[datasets]' to read it.",
+        )
+
+
+def _check_date(config: Config) -> None:
+    """Check that chat templates are told a day that there is, in the one form that is compared."""
+    date = config.data.date
+    try:
+        fits = not date or datetime.date.fromisoformat(date).isoformat() == date
+    except ValueError:
+        fits = False
+    require(fits, f"data.date is {date!r}; it must be a day as 2024-01-31, or ''.")
+
+
+def _check_template_arguments(config: Config) -> None:
+    """Check that a chat template can be given the arguments, tools and documents among them."""
+    arguments = config.data.template_arguments.to_dict()
+    odd = [name for name in arguments if not isinstance(name, str)]
+    require(not odd, f"data.template_arguments has the name {odd and odd[0]!r}; give texts.")
+    taken = [name for name in OWN_ARGUMENTS if name in arguments]
+    require(
+        not taken,
+        f"data.template_arguments has {', '.join(taken)}, which is the run's own to give.",
+    )
+    for name in ("tools", "documents"):
+        given = arguments.get(name)
+        fits = isinstance(given, list | tuple) and all(isinstance(one, dict) for one in given)
+        require(
+            given is None or fits,
+            f"data.template_arguments: {name} is {given!r:.60}; it must be a list of objects.",
+        )
+
+
+def _check_columns(config: Config) -> None:
+    """Check that new names of columns are texts, and that no two columns get the same."""
+    columns = config.data.columns.to_dict()
+    names = [*columns, *columns.values()]
+    require(
+        all(isinstance(name, str) and name for name in names),
+        f"data.columns is {columns!r:.80}; it must hold old and new names, none empty.",
+    )
+    new = list(columns.values())
+    twice = [name for name in new if new.count(name) > 1]
+    require(not twice, f"data.columns renames two columns to {twice and twice[0]!r}; name each.")
