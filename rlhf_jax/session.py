@@ -363,7 +363,7 @@ def preview(opened: Opened) -> str:
 def _checkpoints_of(opened: Opened) -> Checkpoints:
     """Return the checkpoints of a run, not yet entered."""
     asked = opened.config.checkpoint
-    changeable = set(binding_settings(opened.config))
+    changeable = {*binding_settings(opened.config), build.ENDS}
     if opened.config.deterministic:  # another plan sums in another order
         changeable.remove("plan")
     return Checkpoints(

@@ -357,6 +357,7 @@ def test_a_run_knows_its_model_and_its_data(arguments, folder, tmp_path, one_dev
     try:
         assert launch["main"](arguments(**start)) == 2
         assert "the tokens that end a text" in capsys.readouterr().err
+        assert launch["main"](arguments(**start, checkpoint__allow_changes=True)) == 0
     finally:
         ends.write_text(before)
     weights = folder / "model.safetensors"

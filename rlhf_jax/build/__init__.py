@@ -2,11 +2,12 @@
 
 from rlhf_jax.build.date import date_of_run
 from rlhf_jax.build.models import initial_state, load, state_template
-from rlhf_jax.build.opened import Opened, identity, prepare
+from rlhf_jax.build.opened import ENDS, Opened, identity, prepare
 from rlhf_jax.build.run import make_run
 from rlhf_jax.build.settings import initial_host_state, restored_host_state
 
 __all__ = [
+    "ENDS",
     "Opened",
     "date_of_run",
     "identity",

@@ -34,6 +34,8 @@ from rlhf_jax.runtime.mirror import folder_of
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
+ENDS = "the tokens that end a text"  # as an identity names them; checkpoints of before have none
+
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
@@ -190,7 +192,7 @@ def identity(opened: Opened) -> dict[str, Any]:
         shape = dataclasses.asdict(model.config) if model else {}
         found |= {f"the {name}'s {field}": value for field, value in shape.items()}
 
-    found["the tokens that end a text"] = list(opened.policy.stop_tokens)
+    found[ENDS] = list(opened.policy.stop_tokens)
     loaded = {"policy": opened.policy, "critic": opened.critic}
     loaded |= dict(zip(opened.config.reward.models, opened.rewards, strict=True))
     found |= {f"the weights of the {name}": digest(one) for name, one in loaded.items() if one}
