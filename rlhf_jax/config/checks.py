@@ -6,6 +6,7 @@ import operator
 from collections.abc import Sequence
 
 from rlhf_jax.config.schema import DICTS, Config, flat
+from rlhf_jax.runtime.foreign import has_surrogate
 
 # Keys whose values name files, folders or what is registered, several each.
 NAMING_KEYS = (
@@ -55,7 +56,10 @@ def require_even_split(whole: int, parts: int, what: str, by: str) -> None:
 
 
 def require_texts(config: Config) -> None:
-    """Raise ValueError where a name in a config is no text, before anything looks for it."""
+    """Raise ValueError where a name in a config is no text, before anything looks for it.
+
+    Nor may any text have half a character, a surrogate without the other.
+    """
     values = flat(config)
     for key in NAMING_KEYS:
         for name in values[key]:
@@ -65,9 +69,13 @@ def require_texts(config: Config) -> None:
             _require_text(name, f"{key} has a name")
     for name, spec in values["reward.metrics"].items():
         _require_text(spec, f"reward.metrics has for {name!r}")
+    for key, value in values.items():
+        require(
+            not has_surrogate(value), f"{key} has half a character (a lone surrogate); take it out."
+        )
 
 
 def _require_text(value: object, where: str) -> None:
-    """Raise ValueError unless a value is a text that files and screens take."""
-    if not isinstance(value, str) or any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise ValueError(f"{where} {value!r} of type {type(value).__name__}; give a text.")
+    """Raise ValueError unless a value is a text."""
+    kind = type(value).__name__
+    require(isinstance(value, str), f"{where} {value!r} of type {kind}; give a text.")

@@ -6,20 +6,11 @@ import datetime
 import importlib.util
 
 from rlhf_jax.config.checks import require, require_one_of, require_positive
-from rlhf_jax.config.schema import Config, flat
+from rlhf_jax.config.schema import Config
 from rlhf_jax.data.rows import is_dataset, is_file_name
 from rlhf_jax.runtime.files import find, is_remote
-from rlhf_jax.runtime.foreign import has_surrogate
 
 OWN_ARGUMENTS = ("messages", "add_generation_prompt")  # of a chat template, which a run gives
-
-
-def check_texts(config: Config) -> None:
-    """Check that every text of a config is one: a surrogate without the other is no character."""
-    for key, value in flat(config).items():
-        require(
-            not has_surrogate(value), f"{key} has half a character (a lone surrogate); take it out."
-        )
 
 
 def check_data(config: Config) -> None:
@@ -65,8 +56,6 @@ def _check_date(config: Config) -> None:
 def _check_template_arguments(config: Config) -> None:
     """Check that a chat template can be given the arguments, tools and documents among them."""
     arguments = config.data.template_arguments.to_dict()
-    odd = [name for name in arguments if not isinstance(name, str)]
-    require(not odd, f"data.template_arguments has the name {odd and odd[0]!r}; give texts.")
     taken = [name for name in OWN_ARGUMENTS if name in arguments]
     require(
         not taken,

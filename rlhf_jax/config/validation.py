@@ -15,7 +15,7 @@ from rlhf_jax.config.checks import (
     require_positive,
     require_texts,
 )
-from rlhf_jax.config.data_checks import check_data, check_texts
+from rlhf_jax.config.data_checks import check_data
 from rlhf_jax.config.generation_checks import (
     check_drafter,
     check_fused_inference,
@@ -75,7 +75,6 @@ def validate(config: Config, num_devices: int, num_processes: int = 1) -> dict[s
         require(finite, f"{name} is {value}; it must be finite.")
         counts = isinstance(value, int) and name != "seed"
         require(not counts or abs(value) < TOO_LARGE, f"{name} is {value}; it must be below 2^31.")
-    check_texts(config)
     OBJECTIVES.require(config.objective)
     for kernel in config.kernels:
         require_one_of(config, f"kernels.{kernel}", dispatch.WANTED)
