@@ -31,10 +31,11 @@ import pytest
 plugins = pytest.importorskip("cosmic_ray.plugins", reason="cosmic-ray is not installed")
 mutating = pytest.importorskip("cosmic_ray.mutating", reason="cosmic-ray is not installed")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 ROOT = Path(__file__).resolve().parents[1]
 SEED = 0
+MUTANTS = 100
 CORES = 2
 SECONDS = 300  # A test that takes longer hangs, and has found the fault.
 KILLED = 0.95
@@ -199,10 +200,9 @@ def trees(tmp_path_factory) -> list[Path]:
     return found
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(100, marks=pytest.mark.long)])
-def test_faults_are_found(count, trees, request):
-    mutants = drawn(count)
-    assert len(mutants) == count
+def test_faults_are_found(trees, request):
+    mutants = drawn(MUTANTS)
+    assert len(mutants) == MUTANTS
     idle: queue.Queue[Path] = queue.Queue()
     for tree in trees:
         idle.put(tree)
@@ -234,8 +234,8 @@ def test_faults_are_found(count, trees, request):
         for mutant in alive
     ]
     result = {
-        "mutants": count,
-        "killed by the tests of their own file": count - len(alive),
+        "mutants": MUTANTS,
+        "killed by the tests of their own file": MUTANTS - len(alive),
         "alive": shown,
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
@@ -243,6 +243,6 @@ def test_faults_are_found(count, trees, request):
         "command": "pytest -m long tests/test_mutants.py",
     }
     print(json.dumps(result, indent=1))
-    if request.config.getoption("--mutant-results") and count >= 100:
+    if request.config.getoption("--mutant-results"):
         Path(request.config.getoption("--mutant-results")).write_text(json.dumps(result, indent=1))
-    assert count - len(alive) >= KILLED * count, shown
+    assert MUTANTS - len(alive) >= KILLED * MUTANTS, shown
