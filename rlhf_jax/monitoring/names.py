@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 
-SURROGATES = "[\ud800-\udfff]"  # alone they have no bytes
+from rlhf_jax.runtime.foreign import SURROGATE
+
 # An underscore that would else read as the beginning of an escape.
 AMBIGUOUS = "_(?=x[0-9A-F]{4})"
 
@@ -22,7 +23,7 @@ def escaped(name: str, refused: str, longest: int | None = None) -> str:
         point = ord(found[0])
         return f"_x{point:04X}_" if point < 1 << 16 else f"_x{point:08X}_"
 
-    fitting = re.sub(f"{AMBIGUOUS}|{SURROGATES}|{refused}", code, name)
+    fitting = re.sub(f"{AMBIGUOUS}|{SURROGATE.pattern}|{refused}", code, name)
     data = fitting.encode()
     if longest is None or len(data) <= longest:
         return fitting

@@ -6,6 +6,7 @@ can be ended; a thread can only be left to itself.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import os
@@ -27,7 +28,7 @@ LEAVE_SECONDS = 0.5  # in which a thread may end by itself
 
 
 @dataclasses.dataclass
-class Child:
+class Child(abc.ABC):
     """Hold our end of a pipe to what answers calls, and the calls that it has."""
 
     pipe: connection.Connection
@@ -48,17 +49,17 @@ class Child:
         """Return the first time at which it is late."""
         return min(self.deadlines.values()) if self.ready else self.start_deadline
 
+    @abc.abstractmethod
     def gone(self) -> bool:
         """Tell whether it has ended."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def ending(self) -> str:
         """Say how it ended, where its end of the pipe is closed."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def end(self) -> None:
         """End it, and close the pipe."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(kw_only=True)
