@@ -210,7 +210,7 @@ def learn_from(case: Case, selector: Selector, table: pricing.Table) -> dict:
     """
     tell("  adaptive learns")
     done = run(case, selector)
-    selector.stage_ended()
+    selector.stage_ended(kept=1.0)
     prepare(case, selector.candidates.strategies, table)
     priced = pricing.price(table, done.reports)
     return {"seconds": done.seconds, "priced": priced, "strategies": taken([done])}

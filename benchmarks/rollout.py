@@ -367,7 +367,7 @@ def part_epochs(world: World) -> Iterator[dict]:
         samples = figures.pop("samples")
         history.add(samples)
         curves = teacher_forced(models, samples, stages, selector)
-        selector.stage_ended()
+        selector.stage_ended(kept=1.0)
         state, learned = train_on(world, state, samples, stages)
         yield (
             {"part": "epochs", "epoch": epoch}

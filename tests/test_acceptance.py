@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import numpy as np
 import pytest
 
@@ -48,6 +51,154 @@ def test_counts_are_those_of_a_loop():
     known = learned(piece, used=True)
     np.testing.assert_array_equal(known.seen[0], seen)
     np.testing.assert_array_equal(known.hits[0], hits)
+
+
+def looped_rates(seen: np.ndarray, hits: np.ndarray) -> np.ndarray:
+    """Rates [2, 4, 8, 4] of counts, number by number: each cell leans with a weight of 4 drafts on
+    its class, that on the whole drafter, and a depth of the whole on the one above.
+    """
+    above = [0.3, 0.09, 0.027, 0.0081]
+    general = np.zeros((8, 4))
+    for depth, rank in np.ndindex(8, 4):
+        count, right = (x[:, :, depth, rank].sum() for x in (seen, hits))
+        above[rank] = general[depth, rank] = (right + 4 * above[rank]) / (count + 4)
+
+    def leaning(seen, hits, general):
+        found = np.zeros((8, 4))
+        for depth, rank in np.ndindex(8, 4):
+            expected = sum(seen[d, rank] * general[d, rank] for d in range(8))
+            scale = (sum(hits[:, rank]) + 1) / (expected + 1)
+            target = min(general[depth, rank] * scale, 0.99)
+            found[depth, rank] = (hits[depth, rank] + 4 * target) / (seen[depth, rank] + 4)
+        return found
+
+    rates = np.zeros((2, 4, 8, 4))
+    for kind in range(4):
+        of_class = leaning(seen[:, kind].sum(axis=0), hits[:, kind].sum(axis=0), general)
+        for prompt in range(2):
+            own = leaning(seen[prompt, kind], hits[prompt, kind], of_class)
+            for depth in range(8):
+                total = 0.0
+                least = 1.0
+                for rank in range(4):
+                    least = min(least, own[depth, rank])
+                    rates[prompt, kind, depth, rank] = min(total + least, 0.99) - min(total, 0.99)
+                    total += least
+    return rates
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rates_are_those_of_loops(seed):
+    rng = np.random.default_rng(seed)
+    seen = np.where(rng.random((2, 4, 8, 4)) < 0.7, rng.integers(0, 60, (2, 4, 8, 4)), 0.0)
+    hits = np.floor(seen * rng.random(seen.shape) * [0.9, 0.3, 0.2, 0.1])
+    counts = np.zeros((2, 3, 2, 4, 8, 4))
+    counts[0, 0], counts[1, 0] = seen, hits
+    known = acceptance.Acceptance(*counts, np.array([[30.0, 40.0], [0, 0], [0, 0]]), np.zeros(2))
+    np.testing.assert_allclose(known.rates, looped_rates(seen, hits), atol=1e-12)
+    drafts = seen[:, :, 0, 0]
+    assert known.drafts == drafts.sum()
+    np.testing.assert_allclose(
+        acceptance.pooled_rates(known),
+        (known.rates * drafts[..., None, None]).sum(axis=(0, 1)) / drafts.sum(),
+        rtol=1e-6,
+    )
+    for prompt, kind in np.ndindex(2, 4):
+        tried, right = (x[prompt, kind, :, 0].sum() for x in (seen, hits))
+        wanted = (right + 4 * 0.99) / (tried + 4)
+        assert acceptance.likeliest_rate(known, prompt, kind) == pytest.approx(wanted)
+    assert acceptance.calibration(known) == pytest.approx(31 / 41)
+
+
+class Drift:
+    """CUSUM (Page 1954) of a fall and of a rise of the odds by 8, in plain numbers."""
+
+    def __init__(self) -> None:
+        self.fall = self.rise = 0.0
+
+    def test(self, rate: float, hits: float, trials: float) -> None:
+        rate = min(max(rate, 0.01), 0.99)
+        fell = rate / 8 / (rate / 8 + 1 - rate)
+        rose = rate * 8 / (rate * 8 + 1 - rate)
+
+        def ratio(other: float) -> float:
+            missed = trials - hits
+            return hits * math.log(other / rate) + missed * math.log((1 - other) / (1 - rate))
+
+        self.fall += ratio(fell)
+        self.rise += ratio(rose)
+
+    def kept(self) -> list[float]:
+        self.fall = max(0.0, self.fall)
+        self.rise = max(0.0, self.rise)
+        return [self.fall, self.rise]
+
+
+@pytest.mark.parametrize("given", [0.0, 0.1, 0.5, 0.6, 2.5])
+def test_own_rounds_are_those_of_plain_python(given):
+    """Tokens that each of 48 rows accepts, where 0.5 are predicted, and a calibration corrects it.
+
+    It begins with 64 tokens as predicted, remembers 256, and lies between 0.1 and 1.5. A row's
+    drafts are geometric. Where a change is believed, what came since it began is all that is left.
+    """
+    known = acceptance.unknown()
+    drift = Drift()
+    windows = [[64.0, 64.0], [0.0, 0.0], [0.0, 0.0]]
+    for _ in range(12):
+        accepted, predicted = windows[0]
+        mean = 0.5 * min(max((accepted + 1) / (predicted + 1), 0.1), 1.5)
+        lasting = (True, drift.fall > 0, drift.rise > 0)
+        drift.test(mean / (1 + mean), 48 * given, 48 * given + 48)
+        for window, lasts in enumerate(lasting):
+            accepted, predicted = windows[window] if lasts else (0.0, 0.0)
+            kept = min(1.0, 256 / (predicted + 24))
+            windows[window] = [kept * (accepted + 48 * given), kept * (predicted + 24)]
+        found = drift.kept()
+        if max(found) >= 9.0:
+            windows = [windows[1 + found.index(max(found))] for _ in windows]
+            drift = Drift()
+            found = [0.0, 0.0]
+        known = acceptance.calibrate(known, 48 * given, 24.0, rows=48)
+        np.testing.assert_allclose(known.realised, windows, rtol=1e-9)
+        np.testing.assert_allclose(known.drift, found, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_what_is_scored_alone_tests_for_a_change_and_loosens_the_calibration(used):
+    """Number by number, where the rates are those of the prior; 64 drafts leave 1/e of it."""
+    rng = np.random.default_rng(3)
+    piece = drafted(rng, 24, 0.8)
+    known = acceptance.calibrate(acceptance.unknown(), 30.0, 40.0, rows=8)
+    known = dataclasses.replace(known, drift=np.zeros(2))
+    after = acceptance.observe(known, piece, used)
+    drift = Drift()
+    rates = [*acceptance.unknown().rates[0, 1, :, 0]]
+    for row, depth in np.ndindex(24, DEPTHS):
+        if piece.offered[row, depth]:
+            drift.test(rates[depth], float(piece.ranks[row, depth] == 0), 1.0)
+    wanted = [0.0, 0.0] if used or max(drift.kept()) >= 9.0 else drift.kept()
+    np.testing.assert_allclose(after.drift, wanted, rtol=1e-9)
+    kept = 1.0 if used else math.exp(-24 / 64)
+    if used or max(drift.kept()) < 9.0:
+        wanted = [64 + kept * 30, 64 + kept * 40]
+        np.testing.assert_allclose(after.realised[0], wanted)
+
+
+@pytest.mark.parametrize(("accepted", "predicted", "rows"), [(0.0, 0.0, 4), (3.0, 2.0, 0)])
+def test_a_round_that_nothing_was_expected_of_teaches_nothing(accepted, predicted, rows):
+    known = acceptance.unknown()
+    assert acceptance.calibrate(known, accepted, predicted, rows) is known
+    assert acceptance.calibrate(known, 1.0, 0.5, 1).realised[0].tolist() == [65.0, 64.5]
+
+
+def test_a_policy_that_moved_leaves_a_share_of_all_that_is_counted():
+    known = acceptance.calibrate(learned(drafted(np.random.default_rng(1), 40, 0.5)), 30.0, 40.0, 8)
+    faded = acceptance.forget(known, 0.25)
+    np.testing.assert_allclose(faded.seen, known.seen / 4)
+    np.testing.assert_allclose(faded.hits, known.hits / 4)
+    np.testing.assert_allclose(faded.realised[0], 64 + (known.realised[0] - 64) / 4)
+    np.testing.assert_allclose(faded.realised[1:], known.realised[1:] / 4)
+    assert not faded.drift.any()
 
 
 def test_rates_are_found_by_rank_depth_and_class():

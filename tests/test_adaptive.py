@@ -182,7 +182,7 @@ def test_rounds_are_packed_where_half_of_the_texts_stray(target, earlier):
     for _ in range(2):
         reports.clear()
         found = run(target, None, how, requests(mixed), selector=selector, observe=reports.append)
-        selector.stage_ended()
+        selector.stage_ended(kept=1.0)
         assert_equal(target, found, run(target, None, plain, requests()), how)
     full = [report for report in reports if report.live == report.rows == 8]
     packed = [report for report in full if report.strategy.packed]

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from rlhf_jax.training import advantages
 from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig
-from rlhf_jax.training.batching import groups_with_signal
 from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
 
 GROUP = 3
@@ -243,7 +242,7 @@ def test_equal_rewards_give_no_signal():
     np.testing.assert_allclose(got, np.zeros((6, 4)), atol=1e-6)
 
 
-@pytest.mark.parametrize(("deviation", "divided"), [(2e-6, True), (0.5e-6, False)])
+@pytest.mark.parametrize(("deviation", "divided"), [(2e-6, True), (1e-6, False), (0.5e-6, False)])
 def test_deviations_that_are_rounding_are_not_divided_by(deviation, divided):
     """The limit is 1e-6: rewards of float32 near 1 are rounded by 1e-7."""
     rewards = jnp.asarray([-deviation, deviation] * 2, jnp.float32)
@@ -275,6 +274,50 @@ def test_the_kl_that_steers_is_of_the_samples_that_are_trained_on(dropped):
     assert kl == pytest.approx(np.mean([apart[row][mask[row]].sum() for row in kept]), rel=1e-6)
 
 
+def test_where_nothing_is_trained_on_no_kl_is_measured():
+    """Else an adaptive coefficient would fall; of a single sample it is that sample's."""
+    mask = np.ones((4, 3), bool)
+    near = np.zeros((4, 3), np.float32)
+    config = AdvantageConfig("reinforce++", EstimatorConfig(2), kl_in_reward=True)
+    for known in (3, 1, 0):
+        rewards = [1.0] * known + [np.nan] * (4 - known)
+        given = np.array(rewards, np.float32), np.ones(4, bool), mask, near, near - 0.5, None
+        trained, _, _, kl = compute_advantages(*given, np.float32(0.1), config)
+        assert np.asarray(trained).any(axis=1).sum() == known and kl is not None
+        assert kl == pytest.approx(1.5) if known else np.isnan(kl)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("in_reward", [True, False])
+def test_the_price_of_the_kl_is_a_part_of_the_reward_where_it_belongs_there(estimator, in_reward):
+    """Token by token, from the reference; without one there is none."""
+    rng = np.random.default_rng(4)
+    _, _, mask = random_batch()
+    rewards = rng.normal(size=len(mask)).astype(np.float32)
+    now, reference = np.where(mask, rng.normal(-2, 1, (2, *mask.shape)), 0.0).astype(np.float32)
+    ended = np.ones(len(mask), bool)
+    config = AdvantageConfig(
+        "dr_grpo", EstimatorConfig(GROUP), kl_estimator=estimator, kl_in_reward=in_reward
+    )
+    price = {
+        "k1": lambda apart: apart,
+        "k2": lambda apart: apart**2 / 2,
+        "k3": lambda apart: math.exp(-apart) + apart - 1,
+    }[estimator]
+    for compared, coefficient in ((reference, 0.3 if in_reward else 0.0), (None, 0.0)):
+        paid = [
+            reward - coefficient * sum(price(float(one)) for one in (x - y)[own])
+            for reward, x, y, own in zip(rewards, now, reference, mask, strict=True)
+        ]
+        _, got, _, kl = compute_advantages(
+            rewards, ended, mask, now, compared, None, np.float32(0.3), config
+        )
+        wanted = np.array(looped_groups(paid, GROUP, "dr_grpo"))[:, None] * mask
+        np.testing.assert_allclose(got, wanted, atol=1e-5)
+        apart = 0.0 if compared is None else ((now - reference) * mask).sum(axis=1).mean()
+        assert kl == pytest.approx(apart, rel=1e-5)
+
+
 def test_groups_must_fit():
     with pytest.raises(ValueError, match="7 rewards do not fall into groups of 4"):
         advantages.dr_grpo(jnp.zeros(7), 4)
@@ -282,20 +325,14 @@ def test_groups_must_fit():
         advantages.rloo(jnp.zeros(7), 1)
 
 
-def test_groups_without_signal_and_responses_without_end_are_found():
-    rewards = np.array([0.1, 0.1, 0.1, 0.0, 0.0, 1.0], np.float32)
-    np.testing.assert_array_equal(groups_with_signal(rewards, 3), [False, True])
+def test_responses_without_an_end_are_dropped_but_compared():
     mask = np.array([[0, 1, 1], [0, 1, 0]], bool)
     zeros = np.zeros(mask.shape, np.float32)
     config = AdvantageConfig("grpo", EstimatorConfig(samples_per_prompt=2), drop_overlong=True)
-    finished = np.array([True, False])
-    trained, got, _, _ = compute_advantages(
-        rewards[4:], finished, mask, zeros, zeros, None, np.float32(0), config
-    )
+    given = np.array([0, 1], np.float32), np.array([True, False]), mask, zeros, zeros, None
+    trained, got, _, _ = compute_advantages(*given, np.float32(0), config)
     np.testing.assert_array_equal(trained, [[0, 1, 1], [0, 0, 0]])
     np.testing.assert_allclose(got, [[0, -(0.5**0.5), -(0.5**0.5)], [0, 0, 0]], atol=1e-6)
-    unknown = np.array([np.nan, 1, 1, np.nan, 0, 1, np.nan, np.nan, np.nan], np.float32)
-    np.testing.assert_array_equal(groups_with_signal(unknown, 3), [False, True, False])
 
 
 def test_an_estimator_is_registered_once():

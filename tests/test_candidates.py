@@ -144,10 +144,3 @@ def test_a_tree_stays_while_no_other_is_clearly_better():
     )
     other = candidates.with_trees(grown, {"model": np.tile([0.7, 0.15, 0.01, 0.01], (DEPTHS, 1))})
     assert set(other.strategies) != set(grown.strategies)
-
-
-@pytest.mark.parametrize(
-    "name", ["plain", "replay-chain-8", "lookup-chain-1", "model-parents:-1,-1,0,0"]
-)
-def test_names_and_strategies_are_the_same(name):
-    assert trees.name_of(trees.parse(name)) == name

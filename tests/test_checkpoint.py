@@ -116,6 +116,43 @@ def test_everything_comes_back_bit_for_bit(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")  # orbax says nothing
 
 
+def test_a_preview_says_from_where_a_run_would_go_on(tmp_path, capsys):
+    """By documents alone, and it changes nothing; 0 where there is nothing, or no folder."""
+    template = jax.eval_shape(lambda: make_state(0))
+    folder = tmp_path / "checkpoints"
+    assert opened(folder).preview(template) == 0 and not folder.exists()
+    folder.mkdir()
+    assert opened(folder).preview(template) == opened(folder).on_disk() == 0
+    save(folder, 1, 2)
+    assert opened(folder).preview(template) == opened(folder).on_disk() == 2
+    assert capsys.readouterr().err == ""
+    flip(folder / "2")
+    before = listed(folder)
+    assert opened(folder).preview(template) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("warning: the checkpoint of step 2 is damaged (")
+    assert said.count("\n") == 1 and "would be moved aside" in said
+    flip(folder / "1")
+    with pytest.raises(ValueError, match=r"No checkpoint in .* is whole"):
+        opened(folder).preview(template)
+    assert listed(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "critic", "said"),
+    [
+        ({"seed": 4}, None, "seed = 3, and this run has 4"),
+        ({}, jnp.float32(0), r"has nothing for critic, and this run float32\[\]"),
+    ],
+)
+def test_a_preview_refuses_what_a_run_would_refuse(changes, critic, said, tmp_path):
+    save(tmp_path, 1)
+    template = make_state(0).replace(critic=critic)
+    with pytest.raises(ValueError, match=said):
+        opened(tmp_path, **changes).preview(template)
+    assert listed(tmp_path) == {"1"}
+
+
 def test_the_latest_few_are_kept_and_a_saved_step_stays(tmp_path):
     save(tmp_path, 1, 2, 3)
     assert listed(tmp_path) == {"2", "3"}
@@ -318,7 +355,7 @@ def test_a_document_out_of_reach_and_a_folder_out_of_reach_move_nothing(
 
 
 def test_where_none_is_whole_nothing_is_begun_anew(tmp_path):
-    for _ in range(2):
+    for _ in range(3):
         save(tmp_path, 1)
         flip(tmp_path / "1")
         with (
@@ -326,7 +363,7 @@ def test_where_none_is_whole_nothing_is_begun_anew(tmp_path):
             pytest.raises(ValueError, match=r"No checkpoint in .* is whole"),
         ):
             restore(checkpoints, make_state(0))
-    assert listed(tmp_path) == {"damaged-1", "damaged-1-2"}
+    assert listed(tmp_path) == {"damaged-1", "damaged-1-2", "damaged-1-3"}
     with (
         opened(tmp_path) as checkpoints,
         pytest.raises(ValueError, match=r"No checkpoint in .* is whole"),

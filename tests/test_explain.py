@@ -86,7 +86,7 @@ def drained(noise: float = 0.0, **options):
 def test_the_finished_stage_stays_readable_until_the_next_has_ended():
     chooser, world = drained()
     assert chooser.last_stage == []
-    chooser.stage_ended()
+    chooser.stage_ended(kept=1.0)
     first = chooser.last_stage
     # the last round has not arrived
     assert sum(row["rounds"] for row in first) == len(world.taken) - 1
@@ -98,14 +98,14 @@ def test_the_finished_stage_stays_readable_until_the_next_has_ended():
     )
     world.rounds(chooser, 3, 5)
     assert chooser.last_stage is first
-    chooser.stage_ended()
+    chooser.stage_ended(kept=1.0)
     assert {row["live"] for row in chooser.last_stage} == {4}
     assert sum(row["rounds"] for row in chooser.last_stage) == 4
 
 
 def test_the_table_is_of_as_many_live_rows_and_the_typical_situation_of_their_context():
     chooser, world = drained()
-    chooser.stage_ended()
+    chooser.stage_ended(kept=1.0)
     for live in (2, 16):
         situation = chooser.typical_situation(live, 16, 33)
         assert situation.context == pytest.approx(world.length * live)
@@ -131,7 +131,7 @@ def test_the_table_is_of_as_many_live_rows_and_the_typical_situation_of_their_co
 def test_with_frozen_costs_no_clock_is_in_what_is_left():
     def left(noise: float):
         chooser, _ = drained(noise, frozen_costs=True)
-        chooser.stage_ended()
+        chooser.stage_ended(kept=1.0)
         return chooser.last_stage, json.dumps(chooser.state(), default=np.ndarray.tolist)
 
     assert left(0.0) == left(1.0) and left(0.0)[0]
@@ -139,7 +139,7 @@ def test_with_frozen_costs_no_clock_is_in_what_is_left():
 
 def test_strategies_are_lines_that_a_resumed_run_cuts(tmp_path):
     chooser, _ = drained()
-    chooser.stage_ended()
+    chooser.stage_ended(kept=1.0)
     writer = metrics.Writer(tmp_path, 0)
     for step in range(3):
         writer.write_strategies(step, chooser.last_stage)
@@ -172,7 +172,7 @@ def workdir(tmp_path_factory):
     state = TrainState(policy={"w": jnp.zeros(3)}, optimizer=None, step=jnp.int32(1))  # pyright: ignore
     with Checkpoints(folder / "checkpoints", 2, {}) as saved:
         for step in (1, 2):
-            chooser.stage_ended()
+            chooser.stage_ended(kept=1.0)
             saved.save(step, state, {"drafting": {"selector": chooser.state()}})
             world.drain(chooser, samples=16)
     return folder, chooser

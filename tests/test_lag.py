@@ -81,12 +81,23 @@ def test_weights_are_the_ratio_and_at_most_the_clip():
 
 
 def test_weights_are_one_where_nothing_moved():
-    """Exactly, whatever the log-probs; where masked out, too."""
+    """Exactly, whatever the log-probs; where masked out, too; and one is no more than a clip of
+    one.
+    """
     logprobs = np.random.default_rng(0).normal(-3, 2, (4, 7)).astype(np.float32)
     mask = np.random.default_rng(1).random((4, 7)) < 0.7
-    weighed, metrics = weigh_advantages(experience(logprobs, logprobs, mask), clip=2.0)
-    assert (weighed.advantages[:, 1:] == mask).all()
+    for clip in (1.0, 2.0):
+        weighed, metrics = weigh_advantages(experience(logprobs, logprobs, mask), clip)
+        assert (weighed.advantages[:, 1:] == mask).all()
+        assert metrics == {"lag/kl": 0.0, "lag/weight": 1.0, "lag/truncated": 0.0}
+
+
+def test_of_no_token_there_is_nothing_to_weigh():
+    logprobs = np.zeros((2, 3), np.float32)
+    nothing = np.zeros((2, 3), bool)
+    weighed, metrics = weigh_advantages(experience(logprobs, logprobs - 1, nothing), clip=2.0)
     assert metrics == {"lag/kl": 0.0, "lag/weight": 1.0, "lag/truncated": 0.0}
+    assert not weighed.advantages.any()
 
 
 @pytest.mark.parametrize("top_k", [0, 3])

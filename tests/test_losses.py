@@ -15,6 +15,7 @@ from rlhf_jax.training.kl import KL
 from rlhf_jax.training.losses import (
     AGGREGATES,
     explained_variance,
+    is_maximum,
     summed_policy_loss,
     summed_value_loss,
     token_mean,
@@ -96,6 +97,8 @@ def test_weights_are_the_loops(kind):
     padded = AGGREGATES[kind](np.pad(mask, ((0, 2), (0, 3))), 7)
     np.testing.assert_array_equal(padded[:5, :9], got)
     assert not AGGREGATES[kind](np.zeros((2, 3), bool), 7).any()
+    single = np.eye(2, 3, dtype=bool) & [[True], [False]]
+    np.testing.assert_allclose(AGGREGATES[kind](single, 7), looped_weights(single, kind))
 
 
 def looped_loss(logprobs, entropy, batch: MicroBatch, low, high, kl, entropy_weight):
@@ -215,6 +218,66 @@ def test_the_critics_loss_is_the_loops():
         assert float(metrics[name]) == pytest.approx(value, rel=1e-5), name
 
 
+def test_what_lies_on_a_bound_is_not_clipped():
+    """A ratio of 1 at a clip without width, a value as far from the old one as it may be."""
+    batch = random_batch(kl_weight=0.0)
+    (old, before) = (jnp.asarray(x) for x in (batch.logprobs, batch.values))
+    for low, high, clipped in ((0.0, 0.0, 0.0), (-0.1, 0.2, 1.0), (0.2, -0.1, 1.0)):
+        _, metrics = summed_policy_loss(
+            old,
+            None,
+            batch,
+            clip_low=low,
+            clip_high=high,
+            kl_estimator=KL["k3"],
+            entropy_coefficient=0.1,
+        )
+        assert float(metrics["ratio/clipped"]) == pytest.approx(clipped)
+        assert "entropy/mean" not in metrics
+    near = jnp.round(before)
+    batch = dataclasses.replace(batch, values=near)
+    for apart, clipped in ((0.25, 0.0), (-0.25, 0.0), (0.375, 1.0), (-0.375, 1.0)):
+        _, metrics = summed_value_loss(near + apart, batch, clip=0.25)
+        assert float(metrics["critic/clipped"]) == pytest.approx(clipped)
+
+
+def test_a_value_that_is_masked_out_has_no_loss():
+    batch = random_batch()
+    mask = np.asarray(batch.mask)
+    (before, returns) = (jnp.asarray(x) for x in (batch.values, batch.returns))
+    losses = np.asarray(value_loss(moved(batch), before, returns, batch.mask, 0.2))
+    assert (losses[mask] > 0).all() and not losses[~mask].any()
+
+
+@pytest.mark.parametrize("referenced", [True, False])
+def test_where_the_old_policy_is_that_of_now_its_distances_are_measured_here(referenced):
+    """To the reference, which may be the old policy itself, and to what generation reported."""
+    batch = dataclasses.replace(random_batch(), logprobs=None)
+    if not referenced:
+        batch = dataclasses.replace(batch, reference_logprobs=None)
+    rng = np.random.default_rng(8)
+    now = -2.0 + rng.normal(scale=0.5, size=(3, 9)).astype(np.float32)
+    _, metrics = default_loss(jnp.asarray(now), None, batch)
+    own = np.asarray(batch.mask)
+    reference = np.asarray(batch.reference_logprobs) if referenced else now
+    to_reference = [float(x) for x in (now - reference)[own]]
+    apart = [float(x) for x in (now - np.asarray(batch.sampled_logprobs))[own]]
+    wanted = {
+        "kl/response": sum(to_reference) / len(now),
+        "kl/mean": np.mean([math.exp(-x) + x - 1 for x in to_reference]),
+        "kl/old": 0.0,
+        "ratio/mean": 1.0,
+        "ratio/max": 1.0,
+        "ratio/clipped": 0.0,
+        "mismatch/kl": np.mean([math.exp(x) - x - 1 for x in apart]),
+        "mismatch/mean": np.mean([abs(x) for x in apart]),
+        "mismatch/max": max(abs(x) for x in apart),
+    }
+    for name, value in wanted.items():
+        assert float(metrics[name]) == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        assert is_maximum(name) == (name in ("ratio/max", "mismatch/max"))
+
+
 def test_a_clipped_value_gains_nothing_by_moving_on():
     """By hand: towards the return the gradient ends at the clip, away from it it does not."""
     mask = jnp.ones((1, 3), bool)
@@ -300,3 +363,4 @@ def test_explained_variance_is_one_for_the_truth_and_zero_for_the_mean():
     assert explained_variance(returns - 3, returns, mask) == pytest.approx(1.0)
     assert explained_variance(-returns, returns, mask) < 0
     assert explained_variance(returns, np.ones_like(returns), mask) == 0.0
+    assert explained_variance(returns, returns, np.zeros_like(mask)) == 0.0

@@ -4,6 +4,7 @@ whatever else is in the line.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -119,12 +120,76 @@ def test_each_sample_reads_its_own_text(seed):
                 np.testing.assert_array_equal(read, tokens[sample[0], :before])
 
 
+def rounded(count: int, unit: int, digits: int) -> int:
+    """The least multiple of `unit` from `count` on of few binary digits, zeros behind left out."""
+    units = max(1, -(-count // unit))
+    return unit * next(n for n in itertools.count(units) if len(f"{n:b}".rstrip("0")) <= digits)
+
+
+@pytest.mark.parametrize(("unit", "digits"), [(1, 2), (8, 3), (8, 4), (3, 1)])
+def test_sizes_are_rounded_to_few_binary_digits(unit, digits):
+    counts = range(1, 3000)
+    assert [bucket(count, unit, digits) for count in counts] == [
+        rounded(count, unit, digits) for count in counts
+    ]
+
+
 def test_line_lengths_are_few_and_little_of_them_is_padding():
     sizes = {bucket(count, 8, 4) for count in range(1, 10_000)}
-    assert len(sizes) < 80 and all(size % 8 == 0 for size in sizes)
-    assert all(
-        count <= bucket(count, 8, 4) <= max(count * 9 / 8, count + 7) for count in range(1, 10_000)
+    assert len(sizes) < 80
+    assert all(bucket(count, 8, 4) <= max(count * 9 / 8, count + 7) for count in range(1, 10_000))
+
+
+def tokens_of(rows, texts: dict[int, tuple[int, int]]) -> int:
+    """Tokens of samples, each (prompt, tokens of it and in all) by row, each prompt once."""
+    prompts = {texts[row][0] for row in rows}
+    return sum(PROMPTS[one] for one in prompts) + sum(
+        texts[row][1] - PROMPTS[texts[row][0]] for row in rows
     )
+
+
+def fullest_of_the_best(texts: dict[int, tuple[int, int]], shards: int, most: int) -> int:
+    """Tokens of the fullest shard where samples are dealt by length, or cut where they lie."""
+    by_length = sorted(texts, key=lambda row: -texts[row][1])
+    turn = [*range(shards), *reversed(range(shards))]
+    dealt = [
+        [row for i, row in enumerate(by_length) if turn[i % len(turn)] == shard]
+        for shard in range(shards)
+    ]
+    best = max(tokens_of(rows, texts) for rows in dealt)
+    rows = sorted(texts)
+    for cuts in itertools.combinations_with_replacement(range(len(rows) + 1), shards - 1):
+        pairs = itertools.pairwise((0, *cuts, len(rows)))
+        parts = [rows[a:b] for a, b in pairs]
+        if max(map(len, parts)) <= most:
+            best = min(best, max(tokens_of(part, texts) for part in parts))
+    return best
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_shards_are_as_even_as_any_cut_and_arrays_as_small_as_sizes_are(seed, shards):
+    rollout = grouped_rollout(50, seed)
+    mask = rollout.mask.copy()
+    mask[np.random.default_rng(seed).integers(12, size=3)] = False
+    rows = np.flatnonzero(mask.any(axis=1)).tolist()
+    texts = {row: (row // GROUP, int(np.flatnonzero(mask[row])[-1])) for row in rows}
+    (part,) = pack(rollout, mask, 12, length_bucket=4, row_shards=shards)
+    owners = [
+        sorted({int(place) // SLOTS for place in places[own]})
+        for places, own in zip(part.source, np.asarray(part.batch.mask), strict=True)
+    ]
+    assert sorted(itertools.chain.from_iterable(owners)) == rows
+    longest = min(rounded(max(tokens for _, tokens in texts.values()), 4, 3), SLOTS)
+    most = -(-12 // shards) * SLOTS // longest
+    fullest = max(tokens_of(own, texts) for own in owners)
+    assert fullest == fullest_of_the_best(texts, shards, most)
+    assert part.real_tokens == sum(tokens_of(own, texts) for own in owners)
+    held = min(most, rounded(max(map(len, owners)), 1, 2))
+    predicted = max(sum(int(mask[row].sum()) for row in own) for own in owners)
+    assert part.batch.samples.shape == (shards, held, longest)
+    assert part.batch.tokens.shape == (shards, min(held * longest, rounded(fullest, 4, 4)))
+    assert part.batch.targets.shape == (shards, min(held * longest, rounded(predicted, 4, 4)))
 
 
 @pytest.mark.parametrize("top_k", [False, True])
@@ -233,7 +298,7 @@ def test_loss_and_gradient_are_those_of_single_samples(tiny, shape, kind):
 def test_entropy_of_packed_samples_is_asked_for(tiny):
     model = init(jax.random.key(0), tiny)
     rollout = grouped_rollout(tiny.vocab_size)
-    (part,) = pack(rollout, rollout.mask, 12, 4)
+    (part,) = pack(rollout, rollout.mask, 12, 4, 1)
     hidden = read_packed(model, part.batch, ONE_DEVICE)
     given = (model, hidden, part.batch.targets, part.batch.mask)
     read = functools.partial(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rlhf_jax.config import default
+from rlhf_jax.training.kl import KL
 from rlhf_jax.training.losses import AGGREGATES
 from rlhf_jax.training.policy_losses import LOSSES, LossTerms
 from rlhf_jax.training.settings import aggregate_name
@@ -89,6 +90,16 @@ def test_gspos_gradient_is_of_the_samples_own_ratio():
     np.testing.assert_allclose(slope, want, rtol=1e-5, atol=1e-6)
 
 
+def test_the_mean_of_a_sample_is_of_its_own_tokens():
+    """Of one token, of several, of none; what is masked out counts in none."""
+    x = jnp.asarray([[3.0, 5.0, 9.0, 1.0, 2.0, 7.0]])
+    mask = jnp.asarray([[1, 1, 0, 1, 1, 1]], bool)
+    owner = jnp.asarray([[0, 2, 2, 2, 3, 3]])
+    terms = LossTerms(x, x, x, mask, owner, 5, LOW, HIGH)
+    np.testing.assert_allclose(terms.sample_means(x), [[3.0, 3.0, 3.0, 3.0, 4.5, 4.5]])
+    np.testing.assert_array_equal(terms._replace(old_logprobs=0 * x).ratios[0, 2], 1.0)
+
+
 def test_cispo_keeps_the_gradient_that_ppo_clips():
     terms = random_terms(apart=2.0)
     lost = (summed("ppo", terms)[1] == 0) & np.asarray(terms.mask)
@@ -141,3 +152,35 @@ def test_gspo_as_configured_is_the_papers_objective():
     config.training.loss = "gspo"
     weights = AGGREGATES[aggregate_name(config)](mask, 9)
     assert float((weights * LOSSES["gspo"](terms)).sum()) == pytest.approx(want, rel=1e-5)
+
+
+def one_term(apart: float) -> LossTerms:
+    """Of one token whose log-ratio is `apart`."""
+    one = jnp.ones((1, 1), jnp.float32)
+    number = jnp.zeros((1, 1), jnp.int32)
+    return LossTerms(apart * one, 0 * one, one, one > 0, number, 1, clip_low=0.2, clip_high=0.2)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_log_ratio_out_of_all_bounds_is_a_finite_loss(name, advantage):
+    def loss(apart):
+        given = one_term(1.0)
+        given = given._replace(logprobs=apart, advantages=advantage * given.advantages)
+        return LOSSES[name](given).sum()
+
+    for apart in (-1e4, -100.0, 100.0, 1e4):
+        value, slope = jax.value_and_grad(loss)(jnp.full((1, 1), apart))
+        assert jnp.isfinite(value) and jnp.isfinite(slope).all(), apart
+
+
+def test_only_what_exp_is_given_is_bounded():
+    """Ratios within are what they were, bit for bit; a ratio of 1 is 1, and has its gradient."""
+    for apart in (-19.0, -0.1, 0.0, 1e-7, 3.0):
+        np.testing.assert_array_equal(one_term(apart).ratios, jnp.exp(jnp.full((1, 1), apart)))
+    assert one_term(0.0).ratios.item() == 1.0
+    assert jax.grad(lambda x: one_term(x).ratios.sum())(0.0) == 1.0
+    assert one_term(50.0).ratios.item() == pytest.approx(np.exp(20.0), rel=1e-6)
+    far = jnp.full((1, 1), -100.0)
+    assert KL["k3"](far, 0 * far).item() == pytest.approx(np.expm1(20.0) - 100.0, rel=1e-6)
+    assert KL["k1"](far, 0 * far).item() == -100.0 and KL["k2"](far, 0 * far).item() == 5000.0

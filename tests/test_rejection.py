@@ -11,7 +11,7 @@ import pytest
 from chi_square import SIGNIFICANCE, expected_law, p_value
 
 from rlhf_jax.generation.speculative import rejection
-from rlhf_jax.generation.speculative.sampling import Sampling, rank
+from rlhf_jax.generation.speculative.sampling import Sampling, noise_bits, rank, uniform
 from rlhf_jax.types import Tree
 
 ranked = jax.jit(rank, static_argnums=(3, 4))
@@ -144,6 +144,24 @@ def test_the_test_sees_planted_biases(bias, drafter, monkeypatch):
     assert max(p_values(two_tokens(Sampling(), WIDE, drafter), Sampling())) < SIGNIFICANCE
 
 
+@pytest.mark.parametrize("start", [0, 5])
+def test_each_draft_is_decided_by_the_noise_of_its_own_place(start):
+    """By a uniform number of the fourth level: a draft at depth d is the token start + d - 1."""
+    rows = 512
+    key, _ = keys(rows)
+    position = jnp.full(rows, start, jnp.int32)
+    root = jnp.arange(rows, dtype=jnp.int32) % VOCABULARY
+    tokens, _, _, last = speculate(root, key, position, Sampling(), CHAIN, "lookup")
+    laws = np.asarray(jax.nn.softmax(TARGET))
+    tokens = np.asarray(tokens)
+    wanted = np.zeros(rows, int)
+    for node in range(1, len(CHAIN) + 1):
+        noise = uniform(noise_bits(key, position + node - 1, 4, jnp.int32(node)))
+        drawn = np.asarray(noise) < laws[tokens[:, node - 1], tokens[:, node]]
+        wanted = np.where((wanted == node - 1) & drawn, node, wanted)
+    assert np.asarray(last).tolist() == wanted.tolist() and len(set(wanted.tolist())) > 2
+
+
 def test_a_single_draft_is_coupled_maximally():
     """It is accepted as often as two laws can agree: sum min(p, q)."""
     key, position = keys(ROWS)
@@ -226,3 +244,14 @@ def test_a_sharp_drafter_rejects_in_logs():
     draws, _, last = accept(tokens, tree_of((-1, -1), ROWS), *spread, key, position, Sampling())
     assert p_value(np.asarray(draws[:, 0]), expected_law(target[0], Sampling())) > SIGNIFICANCE
     assert float(jnp.mean(last == 2)) > 0.5
+
+
+def test_where_rounding_leaves_nothing_the_target_stays():
+    """The drafter's law is a little above the target's at each token, as both are rounded."""
+    target = jnp.asarray([[0.25, 0.75], [0.5, 0.5]])
+    proposal = jnp.log(jnp.asarray([[0.250001, 0.750001], [0.75, 0.25]]))
+    zeros = jnp.zeros((2, 1), jnp.int32)
+    logprobs = jnp.zeros((2, 1))
+    walk = rejection._Walk(zeros[:, 0], jnp.log(target), target, proposal, zeros, logprobs)
+    left = rejection._reject(walk, jnp.array([1, 0]), jnp.array([True, True]))
+    np.testing.assert_allclose(left.residual, [[0.25, 0.75], [0.0, 1.0]])

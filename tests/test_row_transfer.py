@@ -176,6 +176,31 @@ def test_widths_are_few(tokens, wanted):
     assert row_transfer.width(tokens, 150) == wanted
 
 
+@pytest.mark.parametrize(
+    ("limit", "wanted"),
+    [
+        (1000, [[0, 1, 3, 5], [2, 4]]),  # by dtype, ids and flags as int32
+        (64, [[0, 1], [3], [5], [2], [4]]),
+        (72, [[0, 1, 3], [5], [2], [4]]),  # 16 + 48 + 8, which is all that fits
+        (71, [[0, 1], [3], [5], [2], [4]]),
+        (1, [[0], [1], [3], [5], [2], [4]]),
+    ],
+)
+def test_leaves_share_pieces_of_their_dtype_up_to_a_size(limit, wanted, monkeypatch):
+    """Bytes a row: 16, 48, 4, 8, 400 and 80."""
+    monkeypatch.setattr(row_transfer, "TRANSFER_SETTINGS", TransferSettings(piece_bytes=limit))
+    kinds = [
+        ((9, 4), "float32"),
+        ((9, 3, 4), "float32"),
+        ((9,), "bool"),
+        ((9, 2), "float32"),
+        ((9, 100), "uint32"),
+        ((9, 20), "float32"),
+    ]
+    shares = row_transfer._shares([jnp.zeros(shape, dtype) for shape, dtype in kinds])
+    assert shares == wanted
+
+
 @functools.partial(jax.jit, static_argnames=("layout",), donate_argnames=("state",))
 def grown(state: DecodeState, layout) -> DecodeState:
     """Every row that is not done gets its next slot, of what only (sample, position) decide."""

@@ -5,6 +5,7 @@ biases.
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -196,6 +197,29 @@ def test_equal_logits_at_the_edge():
     assert kept(Sampling(temperature=0.0)) == [0]
 
 
+def kept_by_hand(logits: tuple[float, ...], top_k: int, top_p: float) -> list[int]:
+    """The likeliest tokens, of equal ones the lower ids, then those of them that make up top_p."""
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    kept = order[: top_k or None]
+    mass = {token: np.exp(logits[token]) for token in kept}
+    for edge in sorted({logits[token] for token in kept}, reverse=True):
+        nucleus = [token for token in kept if logits[token] >= edge]
+        if sum(mass[token] for token in nucleus) >= top_p * sum(mass.values()):
+            return sorted(nucleus)
+    return sorted(kept)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.55])
+@pytest.mark.parametrize("top_k", [0, 1, 2, 3])
+def test_what_is_kept_is_that_of_plain_python(top_k, top_p):
+    """Of all logits of four tokens among three numbers, so that most have equals."""
+    given = list(itertools.product((0.0, 1.0, 2.5), repeat=4))
+    found = np.isfinite(truncate(jnp.asarray(given, jnp.float32), Sampling(1.0, top_k, top_p)))
+    assert [np.flatnonzero(row).tolist() for row in found] == [
+        kept_by_hand(logits, top_k, top_p) for logits in given
+    ]
+
+
 def test_support_holds_the_kept_tokens_and_renormalises():
     logits = logits_of(700, (16,))
     (key, position) = keys(16)
@@ -221,6 +245,16 @@ def test_temperature_zero_is_the_argmax():
         np.testing.assert_array_equal(drawn.token, best)
         np.testing.assert_array_equal(drawn.logprob, np.zeros(64))
         np.testing.assert_array_equal(np.argmax(log_probabilities(logits, sampling), -1), best)
+
+
+def test_a_greedy_draw_makes_no_noise():
+    """It costs an argmax, and no hash: threefry's rotations shift bits."""
+    given = logits_of(700, (4,)), *keys(4)
+
+    def program(temperature):
+        return str(jax.make_jaxpr(module.draw, static_argnums=3)(*given, Sampling(temperature)))
+
+    assert "shift_left" in program(1.0) and "shift_left" not in program(0.0)
 
 
 @pytest.mark.parametrize(
@@ -295,6 +329,15 @@ def test_ranks_begin_with_the_draw_and_are_distinct(sampling, vocabulary):
         real = row[row >= 0]
         assert len(set(real)) == len(real) == min(6, kept.sum()) and kept[real].all()
     np.testing.assert_array_equal(rank(logits, key, position, sampling, 2), ranks[:, :2])
+
+
+@pytest.mark.parametrize("offset", [0.0, 300.0, 5e3, -5e3])
+def test_the_draw_is_the_first_rank_though_scores_are_rounded(offset):
+    """Large logits leave few bits for the noise, so that runners-up come near the best."""
+    logits = offset + logits_of(40, (4096,), scale=0.01)
+    (key, position) = keys(4096)
+    ranks = np.asarray(rank(logits, key, position, Sampling(), 2))
+    np.testing.assert_array_equal(ranks[:, 0], draw(logits, key, position, Sampling()).token)
 
 
 def test_ranks_end_where_tokens_do():

@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_jax.generation.requests import RoundReport
 from rlhf_jax.generation.speculative import tree as trees
-from rlhf_jax.generation.strategy import candidates, cost, roofline
+from rlhf_jax.generation.strategy import candidates, cost, predict, roofline
 from rlhf_jax.generation.strategy.acceptance import CLASSES, DEPTHS, RANKS, Observations
 from rlhf_jax.generation.strategy.choice import best_of
 from rlhf_jax.generation.strategy.predict import Situation
@@ -205,7 +205,7 @@ def test_drains_are_within_three_per_cent_of_the_oracle(machine, lookup, model):
     chooser = selector(world)
     distill_drafter(chooser, world.truth["model"])
     first = world.drain(chooser)
-    chooser.stage_ended()
+    chooser.stage_ended(kept=1.0)
     both = world.drain(chooser)
     assert first >= 0.96 and both >= 0.97
 
@@ -310,7 +310,7 @@ def test_a_fixed_strategy_is_chosen_and_wished_for_until_it_is_ready():
     assert (choice.strategy, choice.not_yet_compiled) == (strategy, strategy)
     world.ready = lambda strategy: True
     assert set(world.rounds(chooser, 4, 20)) == {strategy}
-    chooser.stage_ended()
+    chooser.stage_ended(kept=1.0)
     assert chooser.candidates.strategies == (strategy,)
 
 
@@ -345,6 +345,101 @@ def test_select_holds_on_to_the_current_one_but_returns_to_plain_at_once():
     assert chosen([1.0, 1.04, 0.9], trees.PLAIN) == one
 
 
+BASE = {  # rates 8, 6.7 and 7.1; the drafts would lose 0.25 and 0.1375 seconds
+    "tokens": (8.0, 10.0, 8.5),
+    "seconds": (1.0, 1.5, 1.2),
+    "doubt": (0.0, 0.3, 0.3),
+    "elapsed": 100.0,
+    "lost": 0.0,
+    "ready": (True, True, True),
+    "fits": (True, True, True),
+    "drafts": 16.0,
+    "unobserved": 200,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "probed", "wished"),
+    [
+        ({}, 2, None),
+        ({"elapsed": 13.5}, None, None),  # a hundredth of it may be lost
+        ({"elapsed": 14.0}, 2, None),
+        ({"lost": 0.9}, None, None),
+        ({"lost": 0.85}, 2, None),
+        ({"ready": (True, True, False)}, 1, None),
+        ({"ready": (True, False, False)}, None, 2),
+        ({"ready": (True, False, False), "elapsed": 13.5}, None, None),
+        ({"fits": (True, True, False)}, 1, None),
+        ({"doubt": (0.0, 0.0, 0.0)}, None, None),
+        ({"doubt": (0.0, 0.3, 0.0)}, 1, None),
+        # 1.0302 times 8 is the goal: a hundredth for the change, two for leaving plain decoding
+        ({"tokens": (8.0, 10.0, 8.241)}, 1, None),
+        ({"tokens": (8.0, 9.509, 8.242)}, 2, None),
+        ({"tokens": (8.0, 9.511, 8.241), "seconds": (1.0, 1.5, 1.3)}, 1, None),
+        ({"tokens": (8.0, 9.509, 8.241), "seconds": (1.0, 1.5, 1.3)}, None, None),
+        # a drafter of which too little is known, or nothing of late
+        ({"doubt": (0.0, 0.0, 0.0), "drafts": 15.9}, 2, None),
+        ({"doubt": (0.0, 0.0, 0.0), "unobserved": 201}, 2, None),
+        ({"doubt": (0.0, 0.0, 0.0), "unobserved": 201, "elapsed": 13.5}, None, None),
+    ],
+)
+def test_a_probe_is_the_cheapest_of_what_may_be_better_within_what_may_be_lost(
+    change, probed, wished, monkeypatch
+):
+    given = BASE | change
+    names = ("plain", "lookup-chain-1", "lookup-chain-2")
+    choices = candidates.build(map(trees.parse, names))
+    chooser = Selector(choices, cost.Costs(READING, READING))
+    seen = np.zeros((3, 2, CLASSES, DEPTHS, RANKS))
+    seen[0, 0, 0, 0, 0] = given["drafts"]
+    known = chooser.acceptance["lookup"]
+    chooser.acceptance["lookup"] = dataclasses.replace(known, seen=seen)
+    chooser.rounds_unobserved["lookup"] = given["unobserved"]
+    chooser.stage.elapsed = given["elapsed"]
+    chooser.stage.lost = given["lost"]
+    fits = np.array(given["fits"])
+    tokens, seconds, doubt = (np.array(given[name]) for name in ("tokens", "seconds", "doubt"))
+    tokens = tokens * fits
+    predictions = predict.Predictions(fits, tokens, tokens, seconds, seconds, doubt)
+    monkeypatch.setattr(predict, "predict", lambda *_, **__: predictions)
+    ready = dict(zip(choices.strategies, given["ready"], strict=True))
+    choice = chooser.choose(Situation(8, 8, 800.0, 0, {}, ready.__getitem__))
+    expected = probed or 0
+    assert trees.name_of(choice.strategy) == names[expected]
+    assert (choice.reason == "probe") == (probed is not None)
+    assert choice.not_yet_compiled == (None if wished is None else choices.strategies[wished])
+    loss = seconds[expected] - tokens[expected] / 8
+    assert chooser.stage.lost == pytest.approx(given["lost"] + loss)
+    assert chooser.stage.elapsed == pytest.approx(given["elapsed"] + seconds[expected])
+    assert choice.plain_rate == choice.best_rate == pytest.approx(8.0)
+
+
+def test_rounds_that_show_nothing_of_a_drafter_are_counted():
+    chooser = selector(World(READING, {"lookup": rates(0.4), "model": rates(0.5)}))
+    rng = np.random.default_rng(2)
+    for number in range(1, 6):
+        shown = {"lookup": scored(rates(0.4), 3, rng)} if number == 4 else {}
+        chooser.observe_round(RoundReport(trees.PLAIN, 8, 8, 8, 0, 0, 800, 0, 0.1, shown))
+        assert chooser.rounds_unobserved == {"lookup": number % 4, "model": number}
+    distill_drafter(chooser, rates(0.5))
+    assert chooser.rounds_unobserved["model"] == -4000  # about a stage
+
+
+def test_the_pace_is_of_the_best_strategy_that_fits_whatever_is_compiled():
+    world = World(READING, {"lookup": rates(0.4), "model": rates(0.8)}, noise=0.0)
+    chooser = selector(world)
+    distill_drafter(chooser, world.truth["model"])
+    world.drain(chooser, samples=16)
+    for most_nodes in (1, 5, 33):
+        situation = chooser.typical_situation(8, 16, most_nodes)
+        assert (situation.rows, situation.live, situation.lag) == (16, 8, 0)
+        assert situation.most_nodes == most_nodes
+        table = chooser.table(situation)
+        assert all(row["ready"] for row in table) and len(table) > 0
+        best = max(row["tokens_per_row"] / row["seconds"] for row in table)
+        assert chooser.pace(8, 16, most_nodes) == pytest.approx(best)
+
+
 def test_trees_join_between_stages_where_they_are_better_and_stay():
     world = World(READING, {"model": rates(0.5, 0.6)})
     chooser = selector(world)
@@ -352,11 +447,11 @@ def test_trees_join_between_stages_where_they_are_better_and_stay():
     before = chooser.candidates.strategies
     world.rounds(chooser, 4, 20)
     assert chooser.candidates.strategies == before
-    chooser.stage_ended()
+    chooser.stage_ended(kept=1.0)
     found = set(chooser.candidates.strategies) - set(before)
     assert {len(one.parents) for one in found} == {4, 8, 16}
     assert world.rounds(chooser, 4, 20)[-1] in found
-    chooser.stage_ended()
+    chooser.stage_ended(kept=1.0)
     assert set(chooser.candidates.strategies) - set(before) == found
 
 
@@ -393,7 +488,7 @@ def test_restored_costs_stay_for_the_same_models_and_machine_alone():
     world = World(READING, {"model": rates(0.6)})
     chooser = selector(world)
     world.rounds(chooser, 8, 20)
-    chooser.stage_ended()
+    chooser.stage_ended(kept=1.0)
     for factor, kept in ((1.3, True), (2.0, False)):
         other = selector(world)
         own = scaled(READING, factor)
@@ -408,7 +503,7 @@ def test_what_is_known_of_a_drafter_that_is_gone_is_dropped():
     chooser = selector(world)
     distill_drafter(chooser, world.truth["model"])
     world.rounds(chooser, 4, 30)
-    chooser.stage_ended()
+    chooser.stage_ended(kept=1.0)
     fewer = World(READING, {"lookup": rates(0.3)})
     other = selector(fewer)
     other.restore(chooser.state())

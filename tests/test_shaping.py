@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf_jax.config import default
 from rlhf_jax.inference.values import critic_of, score_values
 from rlhf_jax.model.transformer import forward, init
 from rlhf_jax.training import kl as divergence
@@ -101,6 +102,9 @@ def test_equal_numbers_are_not_blown_up():
     np.testing.assert_allclose(whiten(x, all_of_them), np.zeros(7), atol=1e-6)
     np.testing.assert_allclose(whiten(x, all_of_them, shift_mean=False), x)
     assert not whiten(x, ~all_of_them).any()
+    single = jnp.arange(7) == 3
+    np.testing.assert_array_equal(whiten(x, single), np.zeros(7))
+    np.testing.assert_array_equal(whiten(x, single, shift_mean=False), np.where(single, x, 0))
 
 
 def test_rewards_are_clipped_and_a_missing_end_is_paid_for():
@@ -114,6 +118,33 @@ def test_rewards_are_clipped_and_a_missing_end_is_paid_for():
     np.testing.assert_array_equal(
         penalise_and_clip(rewards, ended, penalising), np.array([-3.0, 0.25, 2.0], np.float32)
     )
+
+
+PLAIN = AdvantageConfig("grpo", EstimatorConfig(4))
+SETTINGS = [  # a key, a value, and what follows from it
+    ("advantage.estimator", "rloo", {"estimator": "rloo"}),
+    ("generation.samples_per_prompt", 7, {"estimation": EstimatorConfig(7)}),
+    ("advantage.deviation", "population", {"estimation": EstimatorConfig(4, "population")}),
+    ("advantage.discount", 0.5, {"estimation": EstimatorConfig(4, discount=0.5)}),
+    ("advantage.gae_lambda", 0.5, {"estimation": EstimatorConfig(4, gae_lambda=0.5)}),
+    ("kl.estimator", "k1", {"kl_estimator": "k1"}),
+    ("kl.place", "reward", {"kl_in_reward": True}),
+    ("reward.missing_end", 0.5, {"missing_end": 0.5}),
+    ("reward.clip", 0.5, {"clip": 0.5}),
+    ("reward.whiten", True, {"whiten": True}),
+    ("training.drop_overlong", True, {"drop_overlong": True}),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "follows"), SETTINGS)
+def test_each_key_of_a_config_changes_what_it_names(key, value, follows):
+    """And the defaults of both are the same."""
+    config = default()
+    config.advantage.estimator = "grpo"
+    config.generation.samples_per_prompt = 4
+    assert AdvantageConfig.from_config(config) == PLAIN
+    config.update_from_flattened_dict({key: value})
+    assert AdvantageConfig.from_config(config) == dataclasses.replace(PLAIN, **follows)
 
 
 @pytest.mark.parametrize("kl, wanted", [(6.0, 0.1), (6.6, 0.101), (60.0, 0.102), (0.0, 0.098)])

@@ -6,7 +6,9 @@ without padding between them; only attention takes its rows apart (`model.packed
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -48,7 +50,7 @@ class _Sample:
 
 
 def pack(
-    rollout: Rollout, mask: Array, rows: int, length_bucket: int, row_shards: int = 1
+    rollout: Rollout, mask: Array, rows: int, length_bucket: int, row_shards: int
 ) -> list[Packed]:
     """Pack the samples of which tokens are predicted, those under the mask [B, T] bool.
 
@@ -72,11 +74,11 @@ def pack(
 
 def unpack(found: Sequence[tuple[Packed, np.ndarray]], shape: tuple[int, int]) -> np.ndarray:
     """Return numbers [S, W] of batches as an array [B, T] float32, 0 where nothing was said."""
-    flat = np.zeros(shape, np.float32).reshape(-1)
+    array = np.zeros(shape, np.float32)
     for packed, numbers in found:
         mask = packed.batch.mask
-        flat[packed.source[mask]] = numbers[mask]
-    return flat.reshape(shape)
+        array.put(packed.source[mask], numbers[mask])
+    return array
 
 
 def padding_share(packed: Sequence[Packed]) -> float:
@@ -118,18 +120,15 @@ def _deal(samples: list[_Sample], row_shards: int, most: int) -> list[list[_Samp
         by_length[turn[index % len(turn)]].append(sample)
 
     by_prompt = sorted(samples, key=lambda one: (one.prompt, one.row))
-    low = -(-_tokens(samples) // row_shards)
-    high = max(map(_tokens, by_length))
-    shares = by_length
-    while low <= high:
-        capacity = (low + high) // 2
-        runs = _runs(by_prompt, capacity, most)
-        if len(runs) <= row_shards:
-            shares = runs + [[] for _ in range(row_shards - len(runs))]
-            high = capacity - 1
-        else:
-            low = capacity + 1
-    return shares
+    cut = functools.partial(_runs, by_prompt, most=most)
+    fullest = max(map(_tokens, by_length))
+    enough = bisect.bisect_left(
+        range(fullest + 1), True, key=lambda capacity: len(cut(capacity)) <= row_shards
+    )
+    if enough > fullest:
+        return by_length
+    runs = cut(enough)
+    return runs + [[] for _ in range(row_shards - len(runs))]
 
 
 def _runs(samples: list[_Sample], capacity: int, most: int) -> list[list[_Sample]]:

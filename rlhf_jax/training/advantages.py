@@ -159,10 +159,8 @@ def dr_grpo(rewards: Array, samples_per_prompt: int) -> Array:
     whole groups.
     """
     chex.assert_rank(rewards, 1)
-    if rewards.shape[0] % samples_per_prompt:
-        raise ValueError(
-            f"{rewards.shape[0]} rewards do not fall into groups of {samples_per_prompt}."
-        )
+    if len(rewards) % samples_per_prompt:
+        raise ValueError(f"{len(rewards)} rewards do not fall into groups of {samples_per_prompt}.")
     groups = rewards.reshape(-1, samples_per_prompt)
     return (groups - jnp.nanmean(groups, axis=1, keepdims=True)).reshape(-1)
 

@@ -58,7 +58,7 @@ def make_optimizer(
     rate = learning_rate
     if warmup_steps or schedule != "constant":
         falls = SCHEDULES[schedule](learning_rate, max(1, steps - warmup_steps))
-        rises = optax.linear_schedule(0.0, learning_rate, max(1, warmup_steps))
+        rises = optax.linear_schedule(0.0, learning_rate, warmup_steps)
         rate = optax.join_schedules([rises, falls], [warmup_steps])
     adamw = optax.adamw(rate, weight_decay=weight_decay, mask=decays)
     return optax.chain(clip_by_norm(max_grad_norm), adamw)

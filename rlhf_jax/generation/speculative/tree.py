@@ -171,5 +171,5 @@ def accept_equal(tokens: Array, draws: Array, tree: Tree) -> jax.Array:
     drawn = jnp.take_along_axis(draws, tree.parents, axis=1)
     fits = (tokens == drawn) & (tree.depth > 0)
     fits = fits.at[:, 0].set(True)
-    accepted = jnp.all(fits[:, None, :] | ~tree.ancestors, axis=-1) & (tree.depth >= 0)
+    accepted = jnp.all(fits[:, None, :] | ~tree.ancestors, axis=-1)
     return jnp.argmax(jnp.where(accepted, tree.depth, -1), axis=1).astype(jnp.int32)

@@ -115,7 +115,7 @@ class Selector:
         quickest = np.maximum(steady / (1 + predicted.doubt), steady[0])
         plain = (1 + SELECTOR_SETTINGS.gain_over_plain) * tokens[0] / steady[0]
         goal = (1 + SELECTOR_SETTINGS.switch_gain) * max(rate, plain)
-        wanted = (predicted.doubt > 0) & (tokens > goal * quickest)
+        wanted = tokens > goal * quickest
         wanted[chosen] = False
         for index, drafter in enumerate(self.candidates.drafters):
             if self._due(drafter):
@@ -211,7 +211,7 @@ class Selector:
             self.costs = costs
             self.timed = 0
 
-    def stage_ended(self, kept: float = 1.0) -> None:
+    def stage_ended(self, kept: float) -> None:
         """Fit the costs and find the trees anew, between two stages.
 
         kept: what counts of acceptance weigh from now on, as the policy has moved.
