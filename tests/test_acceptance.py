@@ -93,8 +93,9 @@ def test_rates_are_those_of_loops(seed):
     seen = np.where(rng.random((2, 4, 8, 4)) < 0.7, rng.integers(0, 60, (2, 4, 8, 4)), 0.0)
     hits = np.floor(seen * rng.random(seen.shape) * [0.9, 0.3, 0.2, 0.1])
     counts = np.zeros((2, 3, 2, 4, 8, 4))
-    counts[0, 0], counts[1, 0] = seen, hits
-    known = acceptance.Acceptance(*counts, np.array([[30.0, 40.0], [0, 0], [0, 0]]), np.zeros(2))
+    counts[:, 0] = seen, hits
+    realised = np.array([[30.0, 40.0], [0, 0], [0, 0]])
+    known = acceptance.Acceptance(counts[0], counts[1], realised, np.zeros(2))
     np.testing.assert_allclose(known.rates, looped_rates(seen, hits), atol=1e-12)
     drafts = seen[:, :, 0, 0]
     assert known.drafts == drafts.sum()

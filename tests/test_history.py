@@ -139,7 +139,8 @@ def test_noise_is_repeated_as_asked_and_never_where_texts_depend_on_drafts(
     history.add([finished(prompt_of(1), 8, [8])])
     given = set(used)
     prompts = [prompt_of(0), prompt_of(1)]
-    asked = requests(prompts, 3, 7, first, history, RULES[rule], repeated, given)
+    options = {"repeated": repeated} if repeated else {}
+    asked = requests(prompts, 3, 7, first, history, RULES[rule], used=given, **options)
     assert [one.sample_ids for one in asked] == wanted
     assert given - set(used) == {i for ids in wanted for i in ids} & {2, 4, 6, 8} - set(used)
     for prompt, one in zip(prompts, asked, strict=True):

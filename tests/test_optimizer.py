@@ -119,6 +119,12 @@ def test_clipping_is_optaxs(limit):
     assert flat(still) == [0.0, 0.0]
 
 
+def gradient_of(metric: float, *numbers: float) -> Any:
+    """Of a model that is a single array."""
+    model: Any = jnp.asarray(numbers)
+    return Gradient(model, {"loss": jnp.float32(metric)})
+
+
 BROKEN = {  # the weights and the metric of a policy's gradient, the critic's being finite
     "nothing": (3.0, 1.0, True),
     "a weight is NaN": (math.nan, 1.0, False),
@@ -133,10 +139,7 @@ def test_all_are_told_whether_all_is_finite(case, places, monkeypatch):
     """Of policy and critic, wherever each of them lies; in one process no host waits for it."""
     weight, metric, whole = BROKEN[case]
     monkeypatch.delattr("rlhf_jax.runtime.to_host.fetch")
-    given: list[Any] = [
-        Gradient(jnp.asarray([weight, 4.0, 12.0]), {"loss/policy": jnp.float32(metric)}),
-        Gradient(jnp.asarray([1.0, 2.0, 2.0]), {"loss/value": jnp.float32(2.0)}),
-    ]
+    given = [gradient_of(metric, weight, 4.0, 12.0), gradient_of(2.0, 1.0, 2.0, 2.0)]
     if places != (None, None):
         pairs = zip(given, places, strict=True)
         given = [jax.device_put(one, jax.devices()[place]) for one, place in pairs]
@@ -160,7 +163,7 @@ def test_between_processes_the_host_passes_on_whether_all_is_finite(monkeypatch)
     monkeypatch.setattr("rlhf_jax.runtime.to_host.fetch", fetch)
     for number, whole in ((3.0, True), (math.nan, False)):
         pair = zip(jax.devices(), (number, 1.0), strict=False)
-        given = [jax.device_put(Gradient(jnp.asarray([x]), {}), device) for device, x in pair]
+        given = [jax.device_put(gradient_of(0.0, x), device) for device, x in pair]
         assert [flag.item() for flag in examine_all(given)[1]] == [whole, whole]
     assert asked == [2, 2]
 

@@ -369,6 +369,7 @@ BASE = {  # rates 8, 6.7 and 7.1; the drafts would lose 0.25 and 0.1375 seconds
         ({"ready": (True, True, False)}, 1, None),
         ({"ready": (True, False, False)}, None, 2),
         ({"ready": (True, False, False), "elapsed": 13.5}, None, None),
+        ({"ready": (True, True, False), "elapsed": 25.0}, 1, None),  # of which all may be lost
         ({"fits": (True, True, False)}, 1, None),
         ({"doubt": (0.0, 0.0, 0.0)}, None, None),
         ({"doubt": (0.0, 0.3, 0.0)}, 1, None),

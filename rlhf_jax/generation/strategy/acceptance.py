@@ -121,7 +121,7 @@ def observe(known: Acceptance, observations: Observations, used: bool = False) -
     right = tried & (observations.ranks[..., None] == rank)
     cell = observations.seen_prompt * CLASSES + observations.confidence
     member = (np.arange(2 * CLASSES)[:, None] == cell).astype(np.float32)  # [2 * CLASSES, n]
-    counted = np.stack((tried, right)).reshape(2, drafts, -1).astype(np.float32)
+    counted = np.stack((tried, right)).reshape(2, drafts, DEPTHS * RANKS).astype(np.float32)
     seen, hits = (member @ counted).astype(float).reshape(2, 2, CLASSES, DEPTHS, RANKS)
 
     if not used:

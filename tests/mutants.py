@@ -1,0 +1,229 @@
+"""Faults that are put into a copy of the code, and the tests that are to find them.
+
+Operators of cosmic-ray make one fault at a time, at places that a seed draws.
+"""
+
+from __future__ import annotations
+
+import ast
+import concurrent.futures
+import difflib
+import itertools
+import os
+import queue
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from cosmic_ray import mutating, plugins
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 300  # A file's own tests that take longer hang, and have found the fault.
+SECONDS_OF_CORE = 3600  # Likewise the whole fast core.
+
+TESTS: dict[str, str] = {
+    "training/losses.py": "test_losses.py test_policy_losses.py",
+    "training/policy_losses.py": "test_policy_losses.py test_losses.py",
+    "training/advantages.py": "test_advantages.py test_shaping.py",
+    "training/experience.py": "test_advantages.py test_shaping.py",
+    "training/kl.py": "test_shaping.py test_policy_losses.py",
+    "training/importance.py": "test_lag.py -k weigh",
+    "training/batching.py": "test_batching.py",
+    "training/optimizer.py": "test_optimizer.py test_update.py",
+    "inference/packing.py": "test_packing.py",
+    "generation/history.py": "test_history.py",
+    "generation/speculative/sampling.py": "test_sampling.py",
+    "generation/speculative/rejection.py": "test_rejection.py",
+    "generation/speculative/tree.py": "test_tree.py",
+    "generation/strategy/acceptance.py": "test_acceptance.py",
+    "generation/strategy/select.py": "test_select.py test_explain.py",
+    "reallocation/row_transfer.py": "test_row_transfer.py",
+    "runtime/checkpoint/store.py": "test_checkpoint.py test_damage.py",
+    "runtime/checkpoint/document.py": "test_checkpoint.py test_damage.py",
+}
+"""By file of the package: its own tests, the quickest to find a fault first."""
+
+REASONS: dict[tuple[str, str], str] = {}
+"""By file and changed line: why no test can find a fault. It counts as one that lives."""
+
+OPERATORS = (
+    "AddNot",
+    "NumberReplacer",
+    "ReplaceAndWithOr",
+    "ReplaceOrWithAnd",
+    "ReplaceFalseWithTrue",
+    "ReplaceTrueWithFalse",
+    "ReplaceUnaryOperator",
+    "ReplaceBinaryOperator_Add_Sub",
+    "ReplaceBinaryOperator_Sub_Add",
+    "ReplaceBinaryOperator_Mul_Div",
+    "ReplaceBinaryOperator_Div_Mul",
+    "ReplaceBinaryOperator_FloorDiv_Mul",
+    "ReplaceBinaryOperator_BitAnd_BitOr",
+    "ReplaceBinaryOperator_BitOr_BitAnd",
+    "ReplaceComparisonOperator_Lt_LtE",
+    "ReplaceComparisonOperator_LtE_Lt",
+    "ReplaceComparisonOperator_Gt_GtE",
+    "ReplaceComparisonOperator_GtE_Gt",
+    "ReplaceComparisonOperator_Lt_Gt",
+    "ReplaceComparisonOperator_Gt_Lt",
+    "ReplaceComparisonOperator_Eq_NotEq",
+    "ReplaceComparisonOperator_NotEq_Eq",
+    "ReplaceContinueWithBreak",
+    "ZeroIterationForLoop",
+)
+"""Those whose faults are plausible: a product in place of a bit's shift is found by any test."""
+
+
+class Mutant(NamedTuple):
+    """A file with one fault."""
+
+    place: str  # in the package
+    code: str
+
+    def change(self) -> str:
+        """The lines that differ, the old ones first."""
+        lines = source(self.place).splitlines(), self.code.splitlines()
+        changed = [line for line in difflib.unified_diff(*lines, n=0, lineterm="")][3:]
+        return " ".join(" ".join(line.split()) for line in changed)
+
+
+def source(place: str) -> str:
+    return (ROOT / "rlhf_jax" / place).read_text("utf-8")
+
+
+def meaning(code: str) -> str:
+    """What runs of some code; nothing where it is no Python.
+
+    That is neither annotations nor docstrings, nor what only keeps a caller from a mistake: that a
+    dataclass is frozen, that arguments are given by name.
+    """
+    try:
+        tree = ast.parse(code)
+    except SyntaxError:
+        return ""
+    for node in ast.walk(tree):
+        for field in ("annotation", "returns"):
+            if hasattr(node, field):
+                setattr(node, field, None)
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and isinstance(body[0], ast.Expr):
+            body[0] = ast.Pass()
+        if isinstance(node, ast.arguments):
+            node.args = node.posonlyargs + node.args + node.kwonlyargs
+            node.posonlyargs = node.kwonlyargs = []
+        if isinstance(node, ast.Call):
+            node.keywords = [one for one in node.keywords if one.arg != "frozen"]
+    return ast.dump(tree)
+
+
+def places_of(code: str, operator) -> int:
+    """How many faults an operator can make of some code."""
+    nodes = [mutating.get_ast(code)]
+    count = 0
+    while nodes:
+        node = nodes.pop()
+        count += sum(1 for _ in operator.mutation_positions(node))
+        nodes += getattr(node, "children", [])
+    return count
+
+
+def mutants_of(place: str, draw: random.Random) -> Iterator[Mutant]:
+    """The faults of one file that the operators make, in an order that is drawn."""
+    code = source(place)
+    chosen = [
+        plugins.get_operator(name)()
+        for name in plugins.operator_names()
+        if name.removeprefix("core/").startswith(OPERATORS)
+    ]
+    faults = [(one, number) for one in chosen for number in range(places_of(code, one))]
+    draw.shuffle(faults)
+    for operator, number in faults:
+        mutated = mutating.mutate_code(code, operator, number) or ""
+        if meaning(mutated) not in ("", meaning(code)):
+            yield Mutant(place, mutated)
+
+
+def drawn(seed: int, count: int, places: Iterable[str] = TESTS) -> list[Mutant]:
+    """Faults that a seed draws, of each file about as many."""
+    draw = random.Random(seed)
+    by_file = [mutants_of(place, draw) for place in places]
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*by_file))
+    return list(itertools.islice(filter(None, turns), count))
+
+
+def passes(tree: Path, words: list[str], seconds: int) -> bool:
+    """Whether tests pass in a copy of the checkout; whatever hangs is ended."""
+    programs = {"JAX_COMPILATION_CACHE_DIR": str(tree.parent / "programs")}
+    environment = programs | os.environ | {"PYTHONPATH": str(tree)}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *words]
+    running = subprocess.Popen(
+        command,
+        cwd=tree,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        return running.wait(seconds) == 0
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+
+
+def lives(mutant: Mutant, tree: Path, words: list[str], seconds: int) -> bool:
+    """Whether a fault in a copy of the checkout lets the tests pass."""
+    path = tree / "rlhf_jax" / mutant.place
+    path.write_text(mutant.code, "utf-8")
+    try:
+        return passes(tree, words, seconds)
+    finally:
+        path.write_text(source(mutant.place), "utf-8")
+
+
+def own_tests(place: str) -> list[str]:
+    return [f"tests/{word}" if word.endswith(".py") else word for word in TESTS[place].split()]
+
+
+def copies(folder: Path, count: int) -> list[Path]:
+    """Copies of the checkout, for so many tests at a time."""
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "dist")
+    trees = [folder / f"tree-{number}" for number in range(count)]
+    for tree in trees:
+        shutil.copytree(ROOT, tree, ignore=left_out)
+    return trees
+
+
+def living(
+    mutants: list[Mutant], trees: list[Path], tell: Callable[[str], None] = lambda line: None
+) -> list[Mutant]:
+    """Those that the tests of their own files let live; `tell` hears of each as it is known."""
+    idle: queue.Queue[Path] = queue.Queue()
+    for tree in trees:
+        idle.put(tree)
+
+    def survives(mutant: Mutant) -> bool:
+        tree = idle.get()
+        try:
+            return lives(mutant, tree, own_tests(mutant.place), SECONDS)
+        finally:
+            idle.put(tree)
+
+    alive = []
+    with concurrent.futures.ThreadPoolExecutor(len(trees)) as pool:
+        for number, survived in enumerate(pool.map(survives, mutants), start=1):
+            mutant = mutants[number - 1]
+            if survived:
+                alive.append(mutant)
+            fate = "lives" if survived else "killed"
+            tell(f"{number} of {len(mutants)}, {fate}: {mutant.place} {mutant.change()}")
+    return alive
