@@ -165,24 +165,31 @@ def test_own_rounds_are_those_of_plain_python(given):
 
 
 @pytest.mark.parametrize("used", [True, False])
-def test_what_is_scored_alone_tests_for_a_change_and_loosens_the_calibration(used):
-    """Number by number, where the rates are those of the prior; 64 drafts leave 1/e of it."""
-    rng = np.random.default_rng(3)
-    piece = drafted(rng, 24, 0.8)
-    known = acceptance.calibrate(acceptance.unknown(), 30.0, 40.0, rows=8)
-    known = dataclasses.replace(known, drift=np.zeros(2))
+@pytest.mark.parametrize(("rate", "changed"), [(0.3, False), (0.95, True)])
+def test_what_is_scored_alone_tests_for_a_change_and_loosens_the_calibration(rate, changed, used):
+    """Number by number, where the rates are those of the prior; 64 drafts leave 1/e of it.
+
+    A change leaves these drafts alone, and nothing of the calibration.
+    """
+    piece = drafted(np.random.default_rng(3), 24, rate)
+    known = acceptance.observe(
+        acceptance.unknown(), drafted(np.random.default_rng(4), 1, 0.0), True
+    )
+    rounds = np.array([[30.0, 40.0], [0, 0], [0, 0]])
+    known = dataclasses.replace(known, realised=known.realised + rounds)
     after = acceptance.observe(known, piece, used)
     drift = Drift()
-    rates = [*acceptance.unknown().rates[0, 1, :, 0]]
     for row, depth in np.ndindex(24, DEPTHS):
         if piece.offered[row, depth]:
-            drift.test(rates[depth], float(piece.ranks[row, depth] == 0), 1.0)
-    wanted = [0.0, 0.0] if used or max(drift.kept()) >= 9.0 else drift.kept()
-    np.testing.assert_allclose(after.drift, wanted, rtol=1e-9)
+            right = float(piece.ranks[row, depth] == 0)
+            drift.test(known.rates[0, 1, depth, 0], right, 1.0)
+    changed = changed and not used
+    assert (max(drift.kept()) >= 9.0) == (rate > 0.9)
+    np.testing.assert_allclose(after.drift, [0.0, 0.0] if used or changed else drift.kept())
+    assert after.drafts == (24 if changed else 25)
     kept = 1.0 if used else math.exp(-24 / 64)
-    if used or max(drift.kept()) < 9.0:
-        wanted = [64 + kept * 30, 64 + kept * 40]
-        np.testing.assert_allclose(after.realised[0], wanted)
+    wanted = [0.0, 0.0] if changed else [64 + kept * 30, 64 + kept * 40]
+    np.testing.assert_allclose(after.realised[0], wanted)
 
 
 @pytest.mark.parametrize(("accepted", "predicted", "rows"), [(0.0, 0.0, 4), (3.0, 2.0, 0)])

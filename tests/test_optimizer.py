@@ -13,6 +13,7 @@ import optax
 import pytest
 
 from rlhf_jax.model.transformer import init
+from rlhf_jax.runtime.compilation import run_now
 from rlhf_jax.training import optimizer as module
 from rlhf_jax.training.gradients import Gradient
 from rlhf_jax.training.optimizer import apply, clip_by_norm, examine_all, make_optimizer
@@ -136,14 +137,24 @@ BROKEN = {  # the weights and the metric of a policy's gradient, the critic's be
 @pytest.mark.parametrize("places", [(0, 0), (0, 1), (None, None)], ids=str)
 @pytest.mark.parametrize("case", BROKEN)
 def test_all_are_told_whether_all_is_finite(case, places, monkeypatch):
-    """Of policy and critic, wherever each of them lies; in one process no host waits for it."""
+    """Of policy and critic, wherever each of them lies; no host waits for it in one process.
+
+    Where all lie together one program does it.
+    """
     weight, metric, whole = BROKEN[case]
     monkeypatch.delattr("rlhf_jax.runtime.to_host.fetch")
     given = [gradient_of(metric, weight, 4.0, 12.0), gradient_of(2.0, 1.0, 2.0, 2.0)]
     if places != (None, None):
         pairs = zip(given, places, strict=True)
         given = [jax.device_put(one, jax.devices()[place]) for one, place in pairs]
-    norms, finite = examine_all(given)
+    programs = []
+
+    def execute(program, *arguments):
+        programs.append(program.__name__)
+        return run_now(program, *arguments)
+
+    norms, finite = examine_all(given, execute)
+    assert programs == (["examine"] * 2 + ["all_of"] * 2 if places == (0, 1) else ["examine"])
     assert [flag.item() for flag in finite] == [whole, whole]
     assert norms[1].item() == pytest.approx(3.0)
     assert math.isnan(weight) or norms[0].item() == pytest.approx(math.hypot(weight, 4, 12))

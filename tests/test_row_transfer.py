@@ -155,6 +155,21 @@ def test_the_program_of_a_pair_only_permutes():
     assert compiled.memory_analysis().temp_size_in_bytes == 0  # nothing is copied beside it
 
 
+@pytest.mark.parametrize("drafted", [True, False])
+@pytest.mark.parametrize("slots", [64, 128])
+def test_what_travels_is_what_the_slots_hold(drafted, slots):
+    """Of caches 2 layers x 2 heads x 4 wide, keys and values, the draft model's one layer, tokens;
+    and whatever is not of slots, in words of 4 bytes.
+    """
+    state = row_verbs.empty(TARGET, DRAFT if drafted else None, ROWS, SLOTS, 8, SLOTS, ONE_DEVICE)
+    packet = row_transfer.pack_rows(state, np.array([2, 0], np.int32), slots)
+    cached = 2 * 2 * 4 * (3 if drafted else 2) * slots
+    few = [state.length, state.limit, state.done, state.key, state.history, state.earlier]
+    lengths = [] if state.draft is None else [state.draft.length]
+    words = cached + slots + sum(leaf[0].size for leaf in (*few, *lengths))
+    assert row_transfer.bytes_of(packet) == 2 * 4 * words
+
+
 def test_what_was_moved_reads_nothing_beyond_its_length():
     """Slots beyond the width of the packet may hold anything."""
     here, there = slices(2)

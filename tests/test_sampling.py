@@ -293,6 +293,28 @@ def test_a_draw_is_a_function_of_sample_and_position(sampling):
     assert len(set(tokens)) > 10
 
 
+def gumbel_by_hand(key, counter) -> np.ndarray:
+    """Noise of (seed, sample) at counters [n, 2] of position and use, in float64."""
+    words = np.asarray(threefry_2x32(jnp.asarray(key), jnp.asarray(counter, jnp.uint32).T.ravel()))
+    upper = (words[: len(counter)].astype(float) + 0.5) / 2**32
+    return -np.log(-np.log1p(-upper))
+
+
+def test_the_noise_of_a_draw_is_that_of_its_place_its_block_and_its_token():
+    """By jax's threefry in float64: any other noise would be another text of the same law."""
+    logits = logits_of(700, (12,), scale=1.0)
+    (key, position) = keys(12)
+    drawn = np.asarray(draw(logits, key, position, Sampling()).token)
+    for row, token in enumerate(drawn):
+        own = np.asarray(logits[row], float)
+        sums = [np.log(np.exp(own[at : at + 256]).sum()) for at in (0, 256, 512)]
+        at = int(position[row])
+        block = np.argmax(sums + gumbel_by_hand(key[row], [(at, index) for index in range(3)]))
+        inside = range(256 * block, min(256 * block + 256, 700))
+        noise = gumbel_by_hand(key[row], [(at, (1 << 28) | index) for index in inside])
+        assert token == inside[np.argmax(own[inside.start : inside.stop] + noise)]
+
+
 def test_one_key_serves_all_the_nodes_of_a_row():
     logits = logits_of(700, (4, 5))
     (key, _) = keys(4)

@@ -72,9 +72,7 @@ class History:
         texts = [text for of_prompt in self._texts.values() for _, text in of_prompt]
         ids = [sample_id for of_prompt in self._texts.values() for sample_id, _ in of_prompt]
         return {
-            "prompts": np.frombuffer(b"".join(self._texts), np.uint8).reshape(
-                len(self._texts), DIGEST
-            ),
+            "prompts": np.frombuffer(b"".join(self._texts), np.uint8).reshape(-1, DIGEST),
             "texts": np.array([len(of_prompt) for of_prompt in self._texts.values()], np.int32),
             "tokens": np.concatenate([np.zeros(0, np.int32), *texts]).astype(np.int32),
             "lengths": np.array([len(text) for text in texts], np.int32),

@@ -234,7 +234,7 @@ def draw_inside(
     scores = parts.inside + _token_noise(chosen, key, position, level)[..., 0, :]
     place = jnp.argmax(scores, -1)[..., None].astype(jnp.int32)
     logprob = jnp.take_along_axis(parts.inside, place, -1)[..., 0] - parts.normaliser
-    return Draw((chosen * BLOCK + place)[..., 0], logprob, None)
+    return Draw((chosen * BLOCK + place).squeeze(-1), logprob, None)
 
 
 def rank(
