@@ -235,8 +235,11 @@ def test_a_depth_without_observations_leans_on_the_one_above():
 
 
 def test_nothing_known_is_the_prior():
-    rates = acceptance.unknown().rates
-    np.testing.assert_allclose(rates, np.broadcast_to(acceptance.PRIOR_RATES, rates.shape))
+    """At each of 8 depths, of 4 ranks, in each of 4 classes; of prompts that were seen or not."""
+    known = acceptance.unknown()
+    assert known.seen.shape == known.hits.shape == (3, 2, 4, 8, 4)
+    wanted = np.broadcast_to([0.3, 0.09, 0.027, 0.0081], (2, 4, 8, 4))
+    np.testing.assert_allclose(known.rates, wanted)
 
 
 def test_ranks_fall_and_sum_to_less_than_one():

@@ -153,6 +153,13 @@ def test_a_preview_refuses_what_a_run_would_refuse(changes, critic, said, tmp_pa
     assert listed(tmp_path) == {"1"}
 
 
+def test_arrays_lie_in_files_as_they_are(tmp_path):
+    """Uncompressed: weights would hardly shrink, and it takes the CPU's time."""
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save(1, [jnp.zeros(1 << 18)], {})
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) > 1 << 20
+
+
 def test_the_latest_few_are_kept_and_a_saved_step_stays(tmp_path):
     save(tmp_path, 1, 2, 3)
     assert listed(tmp_path) == {"2", "3"}

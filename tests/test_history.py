@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 
@@ -92,6 +94,25 @@ def test_a_checkpoint_of_an_earlier_version_says_which_ids_are_used(kept, unused
     history.add([finished(prompt_of(1), 40, [1, 2])])
     history.restore(kept)
     assert history.unused_id == unused and history.of(prompt_of(1)) == {}
+
+
+def test_a_checkpoint_holds_digests_of_prompts_and_texts_in_a_row():
+    history = History(9)
+    history.add(finished(prompt_of(one), 10 + i, [i] * i) for i, one in enumerate((4, 5, 4)))
+    kept = history.state()
+    shapes = {name: (str(array.dtype), array.shape) for name, array in kept.items()}
+    assert shapes == {
+        "prompts": ("uint8", (2, 16)),
+        "texts": ("int32", (2,)),
+        "tokens": ("int32", (3,)),
+        "lengths": ("int32", (3,)),
+        "ids": ("int64", (3,)),
+        "unused_id": ("int64", ()),
+    }
+    assert kept["texts"].tolist() == [1, 2] and kept["lengths"].tolist() == [1, 0, 2]
+    assert kept["ids"].tolist() == [11, 10, 12] and kept["tokens"].tolist() == [1, 2, 2]
+    own = hashlib.blake2b(np.array([4], np.int32).tobytes(), digest_size=16).digest()
+    assert kept["prompts"][1].tobytes() == own
 
 
 def test_a_history_that_keeps_nothing_still_knows_the_ids():

@@ -345,9 +345,9 @@ def test_select_holds_on_to_the_current_one_but_returns_to_plain_at_once():
     assert chosen([1.0, 1.04, 0.9], trees.PLAIN) == one
 
 
-BASE = {  # rates 8, 6.7 and 7.1; the drafts would lose 0.25 and 0.1375 seconds
-    "tokens": (8.0, 10.0, 8.5),
-    "seconds": (1.0, 1.5, 1.2),
+BASE = {  # rates 8, 6.7 and 7.1; the drafts would lose 1/8 and 0.06875 seconds
+    "tokens": (4.0, 5.0, 4.25),
+    "seconds": (0.5, 0.75, 0.6),
     "doubt": (0.0, 0.3, 0.3),
     "elapsed": 100.0,
     "lost": 0.0,
@@ -356,32 +356,34 @@ BASE = {  # rates 8, 6.7 and 7.1; the drafts would lose 0.25 and 0.1375 seconds
     "drafts": 16.0,
     "unobserved": 200,
 }
+SURE = {"doubt": (0.0, 0.0, 0.0)}
 
 
 @pytest.mark.parametrize(
     ("change", "probed", "wished"),
     [
         ({}, 2, None),
-        ({"elapsed": 13.5}, None, None),  # a hundredth of it may be lost
-        ({"elapsed": 14.0}, 2, None),
-        ({"lost": 0.9}, None, None),
-        ({"lost": 0.85}, 2, None),
+        ({"elapsed": 6.8}, None, None),  # a hundredth of it may be lost
+        ({"elapsed": 6.9}, 2, None),
+        ({"lost": 0.94}, None, None),
+        ({"lost": 0.93}, 2, None),
         ({"ready": (True, True, False)}, 1, None),
+        ({"ready": (True, True, False), "elapsed": 12.5}, 1, None),  # of which all may be lost
         ({"ready": (True, False, False)}, None, 2),
-        ({"ready": (True, False, False), "elapsed": 13.5}, None, None),
-        ({"ready": (True, True, False), "elapsed": 25.0}, 1, None),  # of which all may be lost
+        ({"ready": (True, False, False), "elapsed": 6.8}, None, None),
         ({"fits": (True, True, False)}, 1, None),
-        ({"doubt": (0.0, 0.0, 0.0)}, None, None),
+        (SURE, None, None),
         ({"doubt": (0.0, 0.3, 0.0)}, 1, None),
-        # 1.0302 times 8 is the goal: a hundredth for the change, two for leaving plain decoding
-        ({"tokens": (8.0, 10.0, 8.241)}, 1, None),
-        ({"tokens": (8.0, 9.509, 8.242)}, 2, None),
-        ({"tokens": (8.0, 9.511, 8.241), "seconds": (1.0, 1.5, 1.3)}, 1, None),
-        ({"tokens": (8.0, 9.509, 8.241), "seconds": (1.0, 1.5, 1.3)}, None, None),
+        # 1.0302 times 8 is the goal: a hundredth for the change, two for leaving plain decoding;
+        # no round of drafts is taken for quicker than a plain one
+        ({"tokens": (4.0, 5.0, 4.1205)}, 1, None),
+        ({"tokens": (4.0, 4.7545, 4.121)}, 2, None),
+        ({"tokens": (4.0, 4.7555, 4.1205), "seconds": (0.5, 0.75, 0.65)}, 1, None),
+        ({"tokens": (4.0, 4.7545, 4.1205), "seconds": (0.5, 0.75, 0.65)}, None, None),
         # a drafter of which too little is known, or nothing of late
-        ({"doubt": (0.0, 0.0, 0.0), "drafts": 15.9}, 2, None),
-        ({"doubt": (0.0, 0.0, 0.0), "unobserved": 201}, 2, None),
-        ({"doubt": (0.0, 0.0, 0.0), "unobserved": 201, "elapsed": 13.5}, None, None),
+        (SURE | {"drafts": 15.9}, 2, None),
+        (SURE | {"unobserved": 201}, 2, None),
+        (SURE | {"unobserved": 201, "elapsed": 6.8}, None, None),
     ],
 )
 def test_a_probe_is_the_cheapest_of_what_may_be_better_within_what_may_be_lost(
@@ -424,6 +426,36 @@ def test_rounds_that_show_nothing_of_a_drafter_are_counted():
         assert chooser.rounds_unobserved == {"lookup": number % 4, "model": number}
     distill_drafter(chooser, rates(0.5))
     assert chooser.rounds_unobserved["model"] == -4000  # about a stage
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_machine_is_fitted_at_the_eighth_timed_round_and_at_each_doubling(frozen, monkeypatch):
+    chooser = selector(World(READING, {"lookup": rates(0.4)}), frozen_costs=frozen)
+    fitted = []
+    monkeypatch.setattr(cost, "fit", lambda costs: fitted.append(chooser.timed))
+    report = RoundReport(trees.PLAIN, 8, 8, 8, 0, 0, 800, 0, 0.1, {})
+    for _ in range(40):
+        chooser.observe_round(report)
+        chooser.observe_round(dataclasses.replace(report, seconds=None))
+        unknown = trees.parse("lookup-chain-31")  # no candidate, as after a change of them
+        chooser.observe_round(dataclasses.replace(report, strategy=unknown))
+    assert fitted == ([] if frozen else [8, 16, 32])
+
+
+@pytest.mark.parametrize(
+    ("saved", "current"),
+    [
+        (None, {}),
+        ("plain", {0: "plain"}),  # before there were slices
+        ("lookup-chain-2", {0: "lookup-chain-2"}),
+        ({"0": "plain", "3": "lookup-chain-2"}, {0: "plain", 3: "lookup-chain-2"}),
+        ({"0": "model-chain-2", "1": "plain"}, {1: "plain"}),  # whose drafter is gone
+    ],
+)
+def test_each_slice_goes_on_with_its_strategy(saved, current):
+    chooser = selector(World(READING, {"lookup": rates(0.4)}))
+    chooser.restore(chooser.state() | {"current": saved})
+    assert {place: trees.name_of(one) for place, one in chooser.current.items()} == current
 
 
 def test_the_pace_is_of_the_best_strategy_that_fits_whatever_is_compiled():

@@ -68,7 +68,7 @@ def minibatches(batch: int, count: int, epochs: int, seed: int, step: int) -> It
         )
     for epoch in range(epochs):
         random = np.random.default_rng([seed, step, epoch])
-        yield from random.permutation(batch).reshape(count, -1)
+        yield from random.permutation(batch).reshape(count, batch // count)
 
 
 def micro_batch(
