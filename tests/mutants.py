@@ -51,14 +51,34 @@ TESTS: dict[str, str] = {
 REASONS: dict[tuple[str, str], str] = {
     (
         "generation/speculative/rejection.py",
-        "- total = jnp.sum(left, -1, keepdims=True) + total = jnp.sum(left, +1, keepdims=True)",
+        "total = jnp.sum(left, +1, keepdims=True)",
     ): "Axis 1 of two is the last.",
     (
+        "generation/speculative/rejection.py",
+        "total = jnp.sum(left, 1, keepdims=True)",
+    ): "Axis 1 of two is the last.",
+    (
+        "generation/speculative/rejection.py",
+        "mass = jax.nn.logsumexp(proposal, 1, keepdims=True)",
+    ): "Axis 1 of two is the last.",
+    (
+        "generation/speculative/tree.py",
+        "fits = (tokens == drawn) & (tree.depth > -1)",
+    ): "The root fits in any case, by the next line.",
+    (
         "training/losses.py",
-        "- losses = jnp.where(mask, loss(terms), 0.0) + losses = jnp.where(mask, loss(terms), 1.0)",
-    ): "Weights and shares of what is masked out are 0: any finite number does.",
+        "losses = jnp.where(mask, loss(terms), 1.0)",
+    ): "What is masked out has no weight: any finite number does.",
+    (
+        "training/optimizer.py",
+        "if several and isinstance(flags[ 1], jax.Array): # for which the host waits",
+    ): "All flags are arrays, or all are shapes.",
+    (
+        "training/optimizer.py",
+        "places = [jax.tree.leaves(one.weights)[ -1].sharding for one in gradients]",
+    ): "All leaves of a model lie on one mesh.",
 }
-"""By file and changed line: why no test can find a fault. It counts as one that lives."""
+"""By file and the line that a fault makes: why no test can find it. It counts as one that lives."""
 
 OPERATORS = (
     "AddNot",
@@ -100,6 +120,15 @@ class Mutant(NamedTuple):
         lines = source(self.place).splitlines(), self.code.splitlines()
         changed = [line for line in difflib.unified_diff(*lines, n=0, lineterm="")][3:]
         return " ".join(" ".join(line.split()) for line in changed)
+
+    def reason(self) -> str:
+        """Why no test can find it; empty where one should."""
+        known = (
+            reason
+            for (place, line), reason in REASONS.items()
+            if place == self.place and self.change().endswith(f"+ {line}")
+        )
+        return next(known, "")
 
 
 def source(place: str) -> str:

@@ -380,6 +380,8 @@ SURE = {"doubt": (0.0, 0.0, 0.0)}
         ({"tokens": (4.0, 4.7545, 4.121)}, 2, None),
         ({"tokens": (4.0, 4.7555, 4.1205), "seconds": (0.5, 0.75, 0.65)}, 1, None),
         ({"tokens": (4.0, 4.7545, 4.1205), "seconds": (0.5, 0.75, 0.65)}, None, None),
+        # a call that is in doubt is chosen only if it gains though it take so much longer
+        ({"tokens": (4.0, 4.9, 1.0), "seconds": (0.5, 0.5, 0.6), "lost": 2.0}, None, None),
         # a drafter of which too little is known, or nothing of late
         (SURE | {"drafts": 15.9}, 2, None),
         (SURE | {"unobserved": 201}, 2, None),
@@ -456,6 +458,15 @@ def test_each_slice_goes_on_with_its_strategy(saved, current):
     chooser = selector(World(READING, {"lookup": rates(0.4)}))
     chooser.restore(chooser.state() | {"current": saved})
     assert {place: trees.name_of(one) for place, one in chooser.current.items()} == current
+
+
+def test_acceptance_is_learned_once_every_slice_has_reported_or_one_again():
+    chooser = selector(World(READING, {"lookup": rates(0.4)}))
+    chooser.stage.last = {0: trees.PLAIN, 1: trees.PLAIN}
+    report = RoundReport(trees.PLAIN, 8, 8, 8, 0, 0, 800, 0, 0.1, {})
+    for place, waiting in ((0, 1), (1, 0), (1, 1), (0, 0), (0, 1), (0, 0)):
+        chooser.observe_round(dataclasses.replace(report, slice=place))
+        assert len(chooser.unlearned) == waiting
 
 
 def test_the_pace_is_of_the_best_strategy_that_fits_whatever_is_compiled():
