@@ -62,6 +62,10 @@ REASONS: dict[tuple[str, str], str] = {
         "mass = jax.nn.logsumexp(proposal, 1, keepdims=True)",
     ): "Axis 1 of two is the last.",
     (
+        "generation/speculative/rejection.py",
+        "node=jnp.zeros_like(tokens[:, 1]),",
+    ): "Of any column the zeros are the same.",
+    (
         "generation/speculative/tree.py",
         "fits = (tokens == drawn) & (tree.depth > -1)",
     ): "The root fits in any case, by the next line.",

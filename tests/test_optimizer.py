@@ -103,7 +103,7 @@ def test_weight_decay_spares_norms_and_biases(tiny):
     optimizer = make_optimizer(0.1, weight_decay=0.5)
     zeros = jax.tree.map(jnp.zeros_like, model)
     with jax.numpy_dtype_promotion("standard"):
-        updates: Any = optimizer.update(zeros, optimizer.init(model), model)[0]
+        updates: Any = jax.jit(optimizer.update)(zeros, optimizer.init(model), model)[0]
     np.testing.assert_allclose(updates.embed, -0.05, rtol=1e-5)
     spared = (updates.norm, updates.layers.mlp_norm, updates.layers.key_bias)
     assert not any(leaf.any() for leaf in spared)

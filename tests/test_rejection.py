@@ -246,12 +246,16 @@ def test_a_sharp_drafter_rejects_in_logs():
     assert float(jnp.mean(last == 2)) > 0.5
 
 
-def test_where_rounding_leaves_nothing_the_target_stays():
-    """The drafter's law is a little above the target's at each token, as both are rounded."""
-    target = jnp.asarray([[0.25, 0.75], [0.5, 0.5]])
-    proposal = jnp.log(jnp.asarray([[0.250001, 0.750001], [0.75, 0.25]]))
-    zeros = jnp.zeros((2, 1), jnp.int32)
-    logprobs = jnp.zeros((2, 1))
+def test_where_nothing_is_left_of_a_law_it_stays_a_law():
+    """Of the target by rounding, as the drafter's is a little above it at each token; of the
+    drafter's once its only token is rejected.
+    """
+    target = jnp.asarray([[0.25, 0.75], [0.5, 0.5], [0.5, 0.5]])
+    proposal = jnp.log(jnp.asarray([[0.250001, 0.750001], [0.75, 0.25], [1.0, 0.0]]))
+    zeros = jnp.zeros((3, 1), jnp.int32)
+    logprobs = jnp.zeros((3, 1))
     walk = rejection._Walk(zeros[:, 0], jnp.log(target), target, proposal, zeros, logprobs)
-    left = rejection._reject(walk, jnp.array([1, 0]), jnp.array([True, True]))
-    np.testing.assert_allclose(left.residual, [[0.25, 0.75], [0.0, 1.0]])
+    left = rejection._reject(walk, jnp.array([1, 0, 0]), jnp.ones(3, bool))
+    np.testing.assert_allclose(left.residual, [[0.25, 0.75], [0.0, 1.0], [0.0, 1.0]])
+    assert left.proposal is not None
+    np.testing.assert_allclose(jnp.exp(left.proposal), [[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
