@@ -462,9 +462,9 @@ def test_each_slice_goes_on_with_its_strategy(saved, current):
 
 def test_acceptance_is_learned_once_every_slice_has_reported_or_one_again():
     chooser = selector(World(READING, {"lookup": rates(0.4)}))
-    chooser.stage.last = {0: trees.PLAIN, 1: trees.PLAIN}
+    chooser.stage.last = dict.fromkeys(range(3), trees.PLAIN)
     report = RoundReport(trees.PLAIN, 8, 8, 8, 0, 0, 800, 0, 0.1, {})
-    for place, waiting in ((0, 1), (1, 0), (1, 1), (0, 0), (0, 1), (0, 0)):
+    for place, waiting in ((0, 1), (1, 2), (2, 0), (1, 1), (0, 2), (0, 0), (2, 1), (2, 0)):
         chooser.observe_round(dataclasses.replace(report, slice=place))
         assert len(chooser.unlearned) == waiting
 
