@@ -55,7 +55,7 @@ def time_contenders(sizes: Sizes, name: str, how: str) -> dict[str, Any]:
         run(contender)
     for _ in range(2):  # the first compiles, which the selector takes for slow rounds
         run(case, selector)
-        selector.stage_ended()
+        selector.stage_ended(kept=1.0)
 
     runs: dict[str, list[Run]] = {name: [] for name in (*contenders, "adaptive")}
     for _, contender in itertools.product(range(sizes.decoding.repeats), runs):
