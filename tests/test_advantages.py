@@ -287,8 +287,9 @@ def test_where_nothing_is_trained_on_no_kl_is_measured():
         assert kl == pytest.approx(1.5) if known else np.isnan(kl)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("in_reward", [True, False])
+@pytest.mark.parametrize(
+    ("estimator", "in_reward"), [("k1", True), ("k2", True), ("k3", True), ("k3", False)]
+)
 def test_the_price_of_the_kl_is_a_part_of_the_reward_where_it_belongs_there(estimator, in_reward):
     """Token by token, from the reference; without one there is none."""
     rng = np.random.default_rng(4)
