@@ -241,6 +241,14 @@ def test_what_lies_on_a_bound_is_not_clipped():
         assert float(metrics["critic/clipped"]) == pytest.approx(clipped)
 
 
+def test_the_largest_ratio_is_of_tokens_that_are_trained_on():
+    """Below 1 where all have become less likely, whatever padding has."""
+    batch = random_batch()
+    assert batch.logprobs is not None and not batch.mask.all()
+    _, metrics = default_loss(batch.logprobs - 0.5, None, batch)
+    assert float(metrics["ratio/max"]) == pytest.approx(math.exp(-0.5))
+
+
 def test_a_value_that_is_masked_out_has_no_loss():
     batch = random_batch()
     mask = np.asarray(batch.mask)

@@ -143,7 +143,7 @@ def summed_policy_loss(
     if entropy is not None:
         means["entropy/mean"] = entropy
     metrics = {name: token_mean(x, mask, batch.total) for name, x in means.items()}
-    metrics["ratio/max"] = ratios.max()
+    metrics["ratio/max"] = jnp.where(mask, ratios, 0.0).max()
     if batch.logprobs is None:
         metrics |= _old_metrics(now, reference, batch)
 
