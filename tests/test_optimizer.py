@@ -162,6 +162,22 @@ def test_all_are_told_whether_all_is_finite(case, places, monkeypatch):
         assert flag.devices() == one.weights.devices()
 
 
+def test_gradients_that_are_laid_out_otherwise_on_one_mesh_are_examined_by_one_program():
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    given = [
+        jax.device_put(gradient_of(1.0, 3.0, 4.0), jax.NamedSharding(mesh, jax.P())),
+        Gradient(jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, jax.P("data"))), {}),
+    ]
+    programs = []
+
+    def execute(program, *arguments):
+        programs.append(program.__name__)
+        return run_now(program, *arguments)
+
+    norms, _ = examine_all(given, execute)
+    assert programs == ["examine"] and [norm.item() for norm in norms] == [5.0, 2.0]
+
+
 def test_between_processes_the_host_passes_on_whether_all_is_finite(monkeypatch):
     """Here each device stands for a process."""
     asked = []

@@ -93,6 +93,7 @@ def test_each_token_is_there_once_and_each_prompt_once_a_shard(row_shards, rows)
         lengths = mask[mask.any(axis=1)].sum()
         assert packed[0].real_tokens == sum(PROMPTS) + lengths - mask.any(axis=1).sum()
         assert padding_share(packed) == 1 - packed[0].real_tokens / packed[0].batch.tokens.size
+    assert padding_share([]) == 0.0
 
 
 @pytest.mark.parametrize("seed", range(8))
