@@ -74,6 +74,10 @@ REASONS: dict[tuple[str, str], str] = {
         "losses = jnp.where(mask, loss(terms), 1.0)",
     ): "What is masked out has no weight: any finite number does.",
     (
+        "inference/packing.py",
+        "step = 1 << max(0, (units - 0).bit_length() - bits)",
+    ): "A power of two is a multiple of either step.",
+    (
         "training/optimizer.py",
         "if several and isinstance(flags[ 1], jax.Array): # for which the host waits",
     ): "All flags are arrays, or all are shapes.",

@@ -123,7 +123,10 @@ def _deal(samples: list[_Sample], row_shards: int, most: int) -> list[list[_Samp
     cut = functools.partial(_runs, by_prompt, most=most)
     fullest = max(map(_tokens, by_length))
     enough = bisect.bisect_left(
-        range(fullest + 1), True, key=lambda capacity: len(cut(capacity)) <= row_shards
+        range(fullest + 1),
+        True,
+        lo=-(-_tokens(samples) // row_shards),  # as even as can be
+        key=lambda capacity: len(cut(capacity)) <= row_shards,
     )
     if enough > fullest:
         return by_length
