@@ -21,14 +21,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_jax.build.placed_calls import CallProgram, PlacedCalls
-from rlhf_jax.build.programs import programs as programs_of
 from rlhf_jax.config import derived, memory, schema
 from rlhf_jax.config.hardware import Hardware
 from rlhf_jax.config.memory_parts import GIGA
 from rlhf_jax.config.schema import Config
 from rlhf_jax.placement.chips import Chip
 from rlhf_jax.placement.plan import Placement, Plan
+from rlhf_jax.planner.placed_calls import CallProgram, PlacedCalls
+from rlhf_jax.planner.programs import programs as programs_of
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
 REPEATS = 5

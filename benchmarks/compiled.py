@@ -35,7 +35,6 @@ from pallas_kernels import dispatch
 from pallas_kernels.dispatch import REFERENCE, Kernels
 from pallas_kernels.shapes import BLOCK, Shape
 from rlhf_jax import mesh as meshes
-from rlhf_jax.build.topology import compiler_version, topology_devices
 from rlhf_jax.config.hardware import parse_hardware
 from rlhf_jax.generation import rows
 from rlhf_jax.generation.speculative import tree
@@ -44,6 +43,7 @@ from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model import transformer
 from rlhf_jax.placement.search.collectives import find_collectives
+from rlhf_jax.planner.topology import compiler_version, topology_devices
 from rlhf_jax.types import Model, ModelConfig
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}

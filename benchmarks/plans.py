@@ -16,12 +16,12 @@ from typing import Any
 
 import jax
 
-from rlhf_jax.build.planned import plan_run
-from rlhf_jax.build.searched import Searched, search_plans, vary
 from rlhf_jax.config import command_line
 from rlhf_jax.config.hardware import parse_hardware
 from rlhf_jax.config.schema import Config
 from rlhf_jax.placement.presets import PRESETS
+from rlhf_jax.planner.planned import plan_run
+from rlhf_jax.planner.searched import Searched, search_plans, vary
 
 LLAMA = "meta-llama/Llama-3.1-{}B"
 RESPONSES = (1024, 2048, 4096, 8192, 16384)  # tokens at most

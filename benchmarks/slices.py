@@ -25,7 +25,6 @@ import numpy as np
 
 from benchmarks.drains import draw_lengths, read_percentiles
 from benchmarks.generation import TEXT
-from rlhf_jax.build import load
 from rlhf_jax.generation.assignment import STATIC, AssignmentPolicy
 from rlhf_jax.generation.engine import generate
 from rlhf_jax.generation.requests import GenerationConfig, GenerationCounts, Request
@@ -37,6 +36,7 @@ from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.reallocation import length_model, planner
 from rlhf_jax.reallocation.length_model import Lengths
 from rlhf_jax.reallocation.planner import ClusterView, Reallocation
+from rlhf_jax.setup import load
 
 PROMPT = 16  # tokens of every prompt
 SPREAD = 0.8  # sigma of the logarithm of lengths

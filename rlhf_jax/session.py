@@ -17,8 +17,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from rlhf_jax import build
-from rlhf_jax.build import Opened
+from rlhf_jax import setup
 from rlhf_jax.config.identity import binding_settings
 from rlhf_jax.config.schema import flat
 from rlhf_jax.evaluation import EvaluationReport
@@ -35,6 +34,7 @@ from rlhf_jax.runtime.files import is_remote
 from rlhf_jax.runtime.signals import Stopped, listen_for_signals
 from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.runtime.watchdog import Watchdog
+from rlhf_jax.setup import Opened
 from rlhf_jax.state import Run, RunState, StepReport
 from rlhf_jax.training.update import NonFiniteStep
 
@@ -82,7 +82,7 @@ class Session:
 
     def restore(self) -> RunState | None:
         """Return the state of the last checkpoint; None where there is none."""
-        found = self._checkpoints.restore(build.state_template(self.opened))
+        found = self._checkpoints.restore(setup.state_template(self.opened))
         if found is None:
             return None
         if distributed.leads():
@@ -90,12 +90,12 @@ class Session:
             print(
                 f"Going on from step {found.step}, saved in {place}; another workdir starts anew.\n"
             )
-        return RunState(found.state, build.restored_host_state(self.opened, found.host))
+        return RunState(found.state, setup.restored_host_state(self.opened, found.host))
 
     def begin(self) -> RunState:
         """Load the state before the first step."""
         train = self.opened.objective.initial_state(self.opened)
-        return RunState(train, build.initial_host_state(self.opened))
+        return RunState(train, setup.initial_host_state(self.opened))
 
     def start(self, state: RunState) -> Run:
         """Open the files of the run, show its progress, and load what else it needs."""
@@ -137,7 +137,7 @@ class Session:
                 self._progress.say,
             )
             self._stack.push(self._end_sinks)
-        run = build.make_run(self.opened, self._stack, self._alive, state.host.remat)
+        run = setup.make_run(self.opened, self._stack, self._alive, state.host.remat)
         self._lanes = run.lanes.names
         self._state = state
         self._stack.push(self._save_at_end)
@@ -352,7 +352,7 @@ def preview(opened: Opened) -> str:
     workdir = opened.config.workdir
     if is_remote(workdir):
         return f"what lies behind {workdir} was not looked at"
-    template = build.state_template(opened)
+    template = setup.state_template(opened)
     step = distributed.run_on_leader(lambda: _checkpoints_of(opened).preview(template))
     if not step:
         return f"a run would begin in {workdir}"
@@ -363,13 +363,13 @@ def preview(opened: Opened) -> str:
 def _checkpoints_of(opened: Opened) -> Checkpoints:
     """Return the checkpoints of a run, not yet entered."""
     asked = opened.config.checkpoint
-    changeable = {*binding_settings(opened.config), build.ENDS}
+    changeable = {*binding_settings(opened.config), setup.ENDS}
     if opened.config.deterministic:  # another plan sums in another order
         changeable.remove("plan")
     return Checkpoints(
         opened.workdir / "checkpoints",
         asked.keep,
-        build.identity(opened),
+        setup.identity(opened),
         changeable,
         asked.allow_changes,
     )
@@ -379,7 +379,7 @@ def check_alike(opened: Opened) -> None:
     """Raise ValueError where a process was given another config, model or data than the leader."""
     if not distributed.started():
         return
-    found = distributed.gather(build.identity(opened) | flat(opened.config))
+    found = distributed.gather(setup.identity(opened) | flat(opened.config))
     for rank, other in enumerate(found):
         for key, value in found[0].items():
             if other.get(key) != value:

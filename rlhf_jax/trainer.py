@@ -12,10 +12,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from rlhf_jax import build
-from rlhf_jax.build import Opened
-from rlhf_jax.build.describe import print_plan, print_setup
-from rlhf_jax.build.planned import hardware_of, lacking, plan_run
+from rlhf_jax import setup
 from rlhf_jax.config import host, memory_parts
 from rlhf_jax.config.schema import Config
 from rlhf_jax.evaluation import evaluate
@@ -28,6 +25,8 @@ from rlhf_jax.monitoring.callbacks import Callback
 from rlhf_jax.monitoring.report.page import write_report
 from rlhf_jax.monitoring.report.run import read_run
 from rlhf_jax.monitoring.report.warnings import warnings
+from rlhf_jax.planner.describe import print_plan
+from rlhf_jax.planner.planned import hardware_of, lacking, plan_run
 from rlhf_jax.rewards import callers
 from rlhf_jax.rewards.combination import Reward
 from rlhf_jax.runtime import distributed, to_host
@@ -36,6 +35,8 @@ from rlhf_jax.runtime.files import write_atomically
 from rlhf_jax.runtime.foreign import one_line
 from rlhf_jax.runtime.mirror import folder_of, mirrored
 from rlhf_jax.session import Session, preview
+from rlhf_jax.setup import Opened
+from rlhf_jax.setup.describe import print_setup
 from rlhf_jax.state import Run, RunState, decoding_models
 from rlhf_jax.types import ModelConfigs
 
@@ -133,8 +134,8 @@ def plan(config: Config) -> None:
 
 def _open(config: Config) -> Opened:
     """Open and check all that a config names, on the day that its run has, and print it."""
-    config.data.date = distributed.run_on_leader(lambda: build.date_of_run(config))
-    opened = distributed.run_on_all(lambda: build.prepare(config))
+    config.data.date = distributed.run_on_leader(lambda: setup.date_of_run(config))
+    opened = distributed.run_on_all(lambda: setup.prepare(config))
     parts = list(opened.layouts)
     if opened.layouts.policy_training.role == "pipelined":
         copies = opened.layouts.policy_training.split("data")

@@ -24,13 +24,13 @@ from benchmarks import kernels
 from benchmarks.compiled import programs as compiled_programs
 from benchmarks.machine_code import compile_to_machine_code, shared_memory
 from benchmarks.shapes import SHAPES
-from rlhf_jax.build.placed_calls import CallProgram, PlacedCalls
-from rlhf_jax.build.planned import plan_run
-from rlhf_jax.build.programs import programs
-from rlhf_jax.build.topology import topology_devices
 from rlhf_jax.config import command_line, memory
 from rlhf_jax.config.hardware import parse_hardware
 from rlhf_jax.placement.search.collectives import find_collectives
+from rlhf_jax.planner.placed_calls import CallProgram, PlacedCalls
+from rlhf_jax.planner.planned import plan_run
+from rlhf_jax.planner.programs import programs
+from rlhf_jax.planner.topology import topology_devices
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncached")]
 

@@ -15,10 +15,10 @@ import tiny_run
 from tiny_run import ROOT, lines
 
 from rlhf_jax import rlhf
-from rlhf_jax.build import date
-from rlhf_jax.build.opened import _open_dated
 from rlhf_jax.config import default
 from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.setup import date
+from rlhf_jax.setup.opened import _open_dated
 
 pytestmark = pytest.mark.usefixtures("compiled_soon")
 

@@ -17,9 +17,9 @@ import browser
 import pytest
 import tiny_run
 
-from rlhf_jax.build.planned import hardware_of, plan_run
 from rlhf_jax.config import command_line
 from rlhf_jax.monitoring.meanings import meaning_of
+from rlhf_jax.planner.planned import hardware_of, plan_run
 
 ROOT = tiny_run.ROOT
 DOCS = ROOT / "docs"

@@ -11,8 +11,8 @@ import pytest
 import tiny_run
 from tiny_run import ROOT, lines
 
-from rlhf_jax.build import run as run_of
 from rlhf_jax.rewards import combination
+from rlhf_jax.setup import run as run_of
 
 pytestmark = pytest.mark.usefixtures("compiled_soon")
 

@@ -9,11 +9,11 @@ import pytest
 from test_memory import LARGE, LLAMA_1B, LLAMA_8B, QWEN_05B, SMOLLM2, load
 
 from rlhf_jax import command
-from rlhf_jax.build import planned
 from rlhf_jax.config import memory, memory_parts
 from rlhf_jax.config.hardware import Hardware, parse_hardware
 from rlhf_jax.model.published import shape_of
 from rlhf_jax.model.weight_table import weight_keys
+from rlhf_jax.planner import planned
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import test_resume
 import tiny_run
 from tiny_run import ROOT, lines
 
-from rlhf_jax import build, rlhf
+from rlhf_jax import rlhf, setup
 from rlhf_jax.config import derived, generation_checks, memory, schema
 from rlhf_jax.config.command_line import read
 from rlhf_jax.data.prompts import Prompts
@@ -249,8 +249,8 @@ def test_samples_are_one_update_behind_and_replayed(run):
     for number in ("2", "3", "4"):
         shutil.rmtree(workdir / "checkpoints" / number)
     config = read(run.command("one", **changes))
-    config.data.date = build.date_of_run(config)
-    opened = build.prepare(config)
+    config.data.date = setup.date_of_run(config)
+    opened = setup.prepare(config)
     with contextlib.suppress(SystemExit), Session(opened) as session:
         state = session.restore()
         assert state is not None and state.step == 1

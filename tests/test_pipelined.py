@@ -23,7 +23,6 @@ from test_pipeline import gpipe
 from test_update import CONFIG, KL_WEIGHT, MANY, random_critic, random_experience
 
 from benchmarks.compiled import LLAMA_8B
-from rlhf_jax.build.shapes import micro_batch_shapes, model_shapes, repeated
 from rlhf_jax.inference.packing import pack
 from rlhf_jax.mesh import bytes_per_device, model_shardings, place_rows
 from rlhf_jax.model.transformer import init
@@ -31,6 +30,7 @@ from rlhf_jax.pipeline.problem import Pipe, PipelineProblem, lay_copies
 from rlhf_jax.pipeline.queues import queues_of
 from rlhf_jax.pipeline.schedule import Schedule, earliest_starts, make_schedule, one_f_one_b
 from rlhf_jax.placement.plan import CallLayouts, Placement, Plan
+from rlhf_jax.planner.shapes import micro_batch_shapes, model_shapes, repeated
 from rlhf_jax.training import pipelined
 from rlhf_jax.training.batching import MicroBatch, micro_batch
 from rlhf_jax.training.gradients import (

@@ -13,11 +13,6 @@ import pytest
 from tiny_run import ROOT
 
 from rlhf_jax import command
-from rlhf_jax.build.describe_search import print_search
-from rlhf_jax.build.pipelined_plans import best_pipelined
-from rlhf_jax.build.planned import plan_run
-from rlhf_jax.build.priced import PlanPrices
-from rlhf_jax.build.searched import Searched, find_with_pipelines, search_plans
 from rlhf_jax.config import command_line, memory_parts
 from rlhf_jax.config.hardware import parse_hardware
 from rlhf_jax.config.memory_updates import stage_times
@@ -42,6 +37,11 @@ from rlhf_jax.placement.plan import Placement, Plan, read_plan
 from rlhf_jax.placement.search.costs import LATENCY
 from rlhf_jax.placement.search.pipelines import PipelineShape, placements_of, shapes
 from rlhf_jax.placement.search.predictions import predict_calls
+from rlhf_jax.planner.describe_search import print_search
+from rlhf_jax.planner.pipelined_plans import best_pipelined
+from rlhf_jax.planner.planned import plan_run
+from rlhf_jax.planner.priced import PlanPrices
+from rlhf_jax.planner.searched import Searched, find_with_pipelines, search_plans
 from rlhf_jax.training.schedules import NEAR, RUN_TRIES
 
 COPIES = StageTimes(4, (1.0,) * 2, (3.0,) * 2, 1.0, copies=2)  # of a critic

@@ -15,16 +15,16 @@ from benchmarks.chip import placed_calls
 from benchmarks.placement_costs import SHAPES, chip_of, measured_pairs, rank_correlation
 from benchmarks.plans import config_of
 from rlhf_jax import command
-from rlhf_jax.build import topology
-from rlhf_jax.build.generation_programs import arrivals
-from rlhf_jax.build.placed_calls import PlacedCalls
-from rlhf_jax.build.planned import plan_run
-from rlhf_jax.build.programs import programs as programs_of
-from rlhf_jax.build.verified import CachingCompiler, CompilerFigures, compile_figures
 from rlhf_jax.config.hardware import parse_hardware
 from rlhf_jax.model.flops import jaxpr_flops
 from rlhf_jax.placement.chips import GPUS
 from rlhf_jax.placement.plan import Placement, Plan
+from rlhf_jax.planner import topology
+from rlhf_jax.planner.generation_programs import arrivals
+from rlhf_jax.planner.placed_calls import PlacedCalls
+from rlhf_jax.planner.planned import plan_run
+from rlhf_jax.planner.programs import programs as programs_of
+from rlhf_jax.planner.verified import CachingCompiler, CompilerFigures, compile_figures
 from rlhf_jax.runtime.jax_internals import cuda_plugin
 from rlhf_jax.training.distill import student_config
 

@@ -21,15 +21,15 @@ from pathlib import Path
 
 import jax
 
-from rlhf_jax.build.describe import print_plan
-from rlhf_jax.build.describe_search import print_search
-from rlhf_jax.build.picture import timeline_svg
-from rlhf_jax.build.planned import plan_run
-from rlhf_jax.build.searched import search_plans, vary
-from rlhf_jax.build.topology import topology_devices
-from rlhf_jax.build.verified import print_verified, verify_plan
 from rlhf_jax.config import command_line, memory_parts
 from rlhf_jax.config.hardware import EXAMPLES, Hardware, parse_hardware
+from rlhf_jax.planner.describe import print_plan
+from rlhf_jax.planner.describe_search import print_search
+from rlhf_jax.planner.picture import timeline_svg
+from rlhf_jax.planner.planned import plan_run
+from rlhf_jax.planner.searched import search_plans, vary
+from rlhf_jax.planner.topology import topology_devices
+from rlhf_jax.planner.verified import print_verified, verify_plan
 from rlhf_jax.runtime.files import write_atomically
 
 

@@ -8,8 +8,8 @@ import platform
 
 import jax
 
-from rlhf_jax.build.topology import count_devices
 from rlhf_jax.monitoring.environment import PACKAGES
+from rlhf_jax.setup.calls import count_devices
 
 
 def main(argv: list[str]) -> int:

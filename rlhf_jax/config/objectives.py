@@ -34,7 +34,7 @@ class Objective(Protocol):
         ...
 
     def initial_state(self, opened: Any) -> Any:
-        """Make the `TrainState` before the first step from what is opened (`build.Opened`)."""
+        """Make the `TrainState` before the first step from what is opened (`setup.Opened`)."""
         ...
 
     def compile_step(self, state: Any, run: Any) -> None:

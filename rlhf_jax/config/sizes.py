@@ -59,7 +59,7 @@ class PlannedRun:
     @property
     def trains_policy(self) -> bool:
         """Tell whether the policy learns; else it only teaches a student."""
-        return objective_of(self.config).uses_rewards
+        return objective_of(self.config).trains_policy
 
     @property
     def text_tokens(self) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import operator
 from collections.abc import Mapping
 
-from rlhf_jax import build
+from rlhf_jax import setup
 from rlhf_jax.config.checks import require, require_positive
 from rlhf_jax.config.schema import Config
 from rlhf_jax.generation.requests import as_rollout
@@ -39,9 +39,9 @@ class DistillationObjective:
             f" {', '.join(unused)}.",
         )
 
-    def initial_state(self, opened: build.Opened) -> TrainState:
+    def initial_state(self, opened: setup.Opened) -> TrainState:
         """Load the policy, which has no optimizer, and make its student."""
-        return build.initial_state(opened)
+        return setup.initial_state(opened)
 
     def compile_step(self, state: RunState, run: Run) -> None:
         """Compile nothing: the student's programs are small."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlhf_jax import build, rlhf
+from rlhf_jax import rlhf, setup
 from rlhf_jax.config.schema import Config
 from rlhf_jax.monitoring.report.page import ALGORITHMS
 from rlhf_jax.types import TrainState
@@ -27,9 +27,9 @@ class RewardObjective:
     def validate(self, config: Config) -> None:
         """Accept what `config.validation` has accepted of rewards, advantages and KL."""
 
-    def initial_state(self, opened: build.Opened) -> TrainState:
+    def initial_state(self, opened: setup.Opened) -> TrainState:
         """Load policy and critic, with optimizers that have seen nothing."""
-        return build.initial_state(opened)
+        return setup.initial_state(opened)
 
     compile_step = staticmethod(rlhf.compile_step)
     step = staticmethod(rlhf.step)

@@ -5,20 +5,16 @@ from __future__ import annotations
 import jax
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.build.models import weight_shapes
-from rlhf_jax.build.opened import Opened
-from rlhf_jax.build.planned import Planned
 from rlhf_jax.config import host, memory, memory_parts
 from rlhf_jax.config.schema import Config
-from rlhf_jax.config.sizes import bubble_warnings
-from rlhf_jax.config.validation import check_batches, check_rows
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.model.weights.source import digest
 from rlhf_jax.monitoring import console
 from rlhf_jax.placement.pipelined import is_pipelined
 from rlhf_jax.placement.plan import Plan
-from rlhf_jax.placement.search.predictions import predict_calls
 from rlhf_jax.runtime import distributed
+from rlhf_jax.setup.models import weight_shapes
+from rlhf_jax.setup.opened import Opened
 
 
 def print_setup(opened: Opened) -> None:
@@ -49,7 +45,7 @@ def print_setup(opened: Opened) -> None:
     devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     rows = [
         ("model", f"{policy.path.name} ({model}), {layout.dtype.name}"),
-        *_placement_rows(devices, opened.plan),
+        *placement_rows(devices, opened.plan),
     ]
     if distributed.started():
         rows.append(("processes", str(distributed.count())))
@@ -60,7 +56,7 @@ def print_setup(opened: Opened) -> None:
     if opened.held_out:
         rows.append(("held out", _prompts_line(opened.held_out, config.data.eval)))
     rows += [
-        *_work_rows(config),
+        *work_rows(config),
         ("workdir", config.workdir),
         *(("not split", line) for line in meshes.unsplit(weights, layout)),
         ("kernels", _kernels_lines(opened.kernel_reasons)),
@@ -71,27 +67,7 @@ def print_setup(opened: Opened) -> None:
     console.describe(f"rlhf_jax: {title}, {config.steps} steps", rows)
 
 
-def print_plan(config: Config, planned: Planned) -> None:
-    """Print what a run would use on devices that need not be here."""
-    layout = planned.layouts.policy_training
-    policy = planned.models.policy
-    model = f"{policy.num_layers} layers of {policy.width}, {layout.dtype.name}"
-    weights = weight_shapes(policy, layout.dtype)
-    rows = [
-        ("model", f"{config.model.path} ({model})"),
-        *_placement_rows(str(planned.hardware), planned.plan),
-        *_work_rows(config),
-        *(("not split", line) for line in meshes.unsplit(weights, layout)),
-        ("remat", f"{'on' if planned.remat else 'off'}: {planned.remat_reason}"),
-        ("memory", "\n".join(memory_parts.table(planned.parts))),
-        *_predicted_rows(config, planned),
-        *(("bubbles", sentence) for sentence in bubble_warnings(planned.run(config))),
-        *_refused_rows(config, planned),
-    ]
-    console.describe(f"rlhf_jax: a plan of {config.steps} steps", rows)
-
-
-def _placement_rows(devices: str, plan: Plan) -> list[tuple[str, str]]:
+def placement_rows(devices: str, plan: Plan) -> list[tuple[str, str]]:
     """Say which devices there are, and how they are split: alike for all calls, or call by call."""
     if not plan.is_uniform:
         return [("devices", devices), ("plan", "\n".join(plan.table()))]
@@ -101,38 +77,7 @@ def _placement_rows(devices: str, plan: Plan) -> list[tuple[str, str]]:
     return [("devices", f"{devices} ({sizes}{pipelined})")]
 
 
-def _refused_rows(config: Config, planned: Planned) -> list[tuple[str, str]]:
-    """Say why a run would be refused for its rows, which are nothing to its memory."""
-    try:
-        check_batches(config)
-        check_rows(config, planned.plan, config.plan)
-    except ValueError as error:
-        return [("not yet", f"a run would be refused: {error}")]
-    return []
-
-
-def _predicted_rows(config: Config, planned: Planned) -> list[tuple[str, str]]:
-    """Say what each call of a step would take; nothing where the devices' figures are not known."""
-    if planned.hardware.chip is None:
-        return []
-    calls = predict_calls(planned.run(config), planned.hardware)
-    lines = [
-        f"{call.seconds:8.1f} s  {call.name:20} {call.flops / 1e15:8.1f} PFLOP"
-        f" {call.received / 1e9:8.1f} GB"
-        for call in calls
-    ]
-    step = f"{sum(call.seconds for call in calls):8.1f} s  a step, predicted by formulas"
-    beside = "calls on devices of their own run side by side: --search predicts a step"
-    lines += [
-        step if planned.plan.is_uniform else beside,
-        "PFLOP of all devices; GB that each receives; not measured",
-        f"prompts of {config.data.max_prompt_tokens} tokens, every response of"
-        f" {config.generation.max_new_tokens}, no drafts",
-    ]
-    return [("predicted", "\n".join(lines))]
-
-
-def _work_rows(config: Config) -> list[tuple[str, str]]:
+def work_rows(config: Config) -> list[tuple[str, str]]:
     """Say how much a step and all steps generate."""
     generation = config.generation
     samples = generation.prompts_per_step * generation.samples_per_prompt

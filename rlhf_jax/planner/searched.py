@@ -4,15 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from rlhf_jax.build.pipelined_plans import (
-    PIPELINED,
-    TrainingComparison,
-    best_pipelined,
-    compare_trainings,
-    why_not_pipelined,
-)
-from rlhf_jax.build.planned import Planned
-from rlhf_jax.build.priced import MESH, FoundPlan, PlanPrices, PricedPlan
 from rlhf_jax.config import validation
 from rlhf_jax.config.generation_checks import check_lag
 from rlhf_jax.config.schema import Config
@@ -20,6 +11,15 @@ from rlhf_jax.placement.chips import Efficiency
 from rlhf_jax.placement.pipelined import is_pipelined
 from rlhf_jax.placement.plan import Plan
 from rlhf_jax.placement.presets import PRESETS, parameter_counts
+from rlhf_jax.planner.pipelined_plans import (
+    PIPELINED,
+    TrainingComparison,
+    best_pipelined,
+    compare_trainings,
+    why_not_pipelined,
+)
+from rlhf_jax.planner.planned import Planned
+from rlhf_jax.planner.priced import MESH, FoundPlan, PlanPrices, PricedPlan
 
 SEARCH_SECONDS = 60.0  # of the CPU, in which a plan is to be found and proved
 FACTORS = (0.5, 1.5)  # by which each efficiency of a chip is varied, one at a time

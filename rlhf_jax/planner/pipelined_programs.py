@@ -14,14 +14,14 @@ from typing import Any
 import jax
 from jax.stages import Traced
 
-from rlhf_jax.build import shapes
-from rlhf_jax.build.placed_calls import CallProgram, Foreseen, PlacedCalls
 from rlhf_jax.config.memory_updates import KEPT, activation_bytes, largest_work
 from rlhf_jax.config.sizes import PlannedRun
 from rlhf_jax.mesh import FLOAT32, bytes_per_device
 from rlhf_jax.placement.search.collectives import received_bytes
 from rlhf_jax.placement.search.pipelines import StageWork, StageWorks, stage_works
 from rlhf_jax.placement.transfer import trace_ends
+from rlhf_jax.planner import shapes
+from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
 from rlhf_jax.training import stages
 from rlhf_jax.training.gradients import Gradient, Learner, critic_learner, policy_learner
 from rlhf_jax.training.settings import TrainingSettings

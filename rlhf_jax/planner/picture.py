@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-from rlhf_jax.build.priced import PricedPlan
 from rlhf_jax.monitoring.report.charts import Lane, lanes_chart
 from rlhf_jax.monitoring.report.scales import axis_number, share
 from rlhf_jax.monitoring.report.standalone import complete_svg
 from rlhf_jax.placement.search.schedule import Event
+from rlhf_jax.planner.priced import PricedPlan
 
 ARRIVING = "weights"  # the class and the legend's word of weights on their way
 CALL_COLOURS = {

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import jax
 
-from rlhf_jax.build.calls import place_calls
-from rlhf_jax.build.topology import count_devices
 from rlhf_jax.config import derived, memory, memory_parts
 from rlhf_jax.config.hardware import Hardware
 from rlhf_jax.config.memory_parts import Part
@@ -19,6 +17,7 @@ from rlhf_jax.config.sizes import PlannedRun
 from rlhf_jax.model.published import is_published, shape_of
 from rlhf_jax.model.weights.source import SMOLLM2_NAME
 from rlhf_jax.placement.plan import CallLayouts, Plan, check_boxes
+from rlhf_jax.setup.calls import count_devices, place_calls
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.types import ModelConfig, ModelConfigs
 

@@ -12,8 +12,6 @@ import jax.numpy as jnp
 from jax.stages import Traced
 
 from pallas_kernels.shapes import BLOCK
-from rlhf_jax.build import shapes
-from rlhf_jax.build.placed_calls import CallProgram, Foreseen, PlacedCalls
 from rlhf_jax.config import derived, memory, memory_parts
 from rlhf_jax.config.sizes import PlannedRun, row_share
 from rlhf_jax.generation import rows as generation_rows
@@ -28,6 +26,8 @@ from rlhf_jax.mesh import FLOAT32, Layout
 from rlhf_jax.placement.search.collectives import received_bytes
 from rlhf_jax.placement.search.costs import forward_flops
 from rlhf_jax.placement.transfer import trace_layer
+from rlhf_jax.planner import shapes
+from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
 from rlhf_jax.types import DecodeState, Model, ModelConfig, Strategy
 
 # Layers of which a program is compiled. What is at work changes from the first to the second, as a

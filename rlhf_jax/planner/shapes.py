@@ -13,11 +13,11 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.shapes import BLOCK
 from rlhf_jax import mesh as meshes
-from rlhf_jax.build.models import weight_shapes
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.transformer import pad_vocab, unstack
+from rlhf_jax.setup.models import weight_shapes
 from rlhf_jax.training.batching import MicroBatch
 from rlhf_jax.training.gradients import Gradient
 from rlhf_jax.types import Model, ModelConfig, PackedBatch

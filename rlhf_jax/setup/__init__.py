@@ -1,10 +1,10 @@
 """From a config to a run; everything is checked before any weight is loaded."""
 
-from rlhf_jax.build.date import date_of_run
-from rlhf_jax.build.models import initial_state, load, state_template
-from rlhf_jax.build.opened import ENDS, Opened, identity, prepare
-from rlhf_jax.build.run import make_run
-from rlhf_jax.build.settings import initial_host_state, restored_host_state
+from rlhf_jax.setup.date import date_of_run
+from rlhf_jax.setup.models import initial_state, load, state_template
+from rlhf_jax.setup.opened import ENDS, Opened, identity, prepare
+from rlhf_jax.setup.run import make_run
+from rlhf_jax.setup.settings import initial_host_state, restored_host_state
 
 __all__ = [
     "ENDS",

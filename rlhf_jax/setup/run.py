@@ -7,9 +7,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from rlhf_jax.build import settings
-from rlhf_jax.build.models import frozen_models, load_idle, make_optimizers
-from rlhf_jax.build.opened import Opened
 from rlhf_jax.config import derived
 from rlhf_jax.data.batches import PromptStream
 from rlhf_jax.generation.speculative.sampling import Sampling
@@ -20,6 +17,9 @@ from rlhf_jax.rewards.models import RewardModel, model_scorer
 from rlhf_jax.rewards.samples import Rewards
 from rlhf_jax.rewards.sharing import shared_out
 from rlhf_jax.rewards.sources import source_of
+from rlhf_jax.setup import settings
+from rlhf_jax.setup.models import frozen_models, load_idle, make_optimizers
+from rlhf_jax.setup.opened import Opened
 from rlhf_jax.state import EvaluationSettings, Run
 from rlhf_jax.training.experience import AdvantageConfig, penalise_and_clip
 from rlhf_jax.training.settings import TrainingSettings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Device, choose
@@ -12,6 +13,20 @@ from rlhf_jax.placement.pipelined import check_layers, check_pipelines, is_pipel
 from rlhf_jax.placement.plan import Placement, Plan, check_kernels, check_models, check_parts
 from rlhf_jax.placement.presets import layer_counts, parameter_counts, plan_of
 from rlhf_jax.types import ModelConfigs
+
+
+def count_devices() -> int:
+    """Count the devices; raises ValueError where JAX cannot use the platform it was asked for."""
+    try:
+        return jax.device_count()
+    except (RuntimeError, AssertionError) as error:
+        # AssertionError where a platform is known but not installed
+        reason = (str(error).splitlines() or ["it is not installed"])[0].rstrip(".")
+        raise ValueError(
+            f"JAX cannot use the platform {jax.config.values['jax_platforms']!r} ({reason});"
+            " install JAX for it,"
+            " or change JAX_PLATFORMS."
+        ) from error
 
 
 def place_calls(

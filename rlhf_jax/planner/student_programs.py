@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax.stages import Traced
 
-from rlhf_jax.build import shapes
-from rlhf_jax.build.placed_calls import CallProgram, Foreseen, PlacedCalls
-from rlhf_jax.build.settings import student_settings
 from rlhf_jax.config import derived, memory_updates
 from rlhf_jax.config.sizes import row_share
 from rlhf_jax.mesh import FLOAT32
 from rlhf_jax.placement.search.costs import forward_flops, gradient_flops, product_flops
 from rlhf_jax.placement.search.traffic import ShardedModel, forward_traffic, gradient_traffic
+from rlhf_jax.planner import shapes
+from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
+from rlhf_jax.setup.settings import student_settings
 from rlhf_jax.training import distill
 from rlhf_jax.training.distill import DistillBatch
 from rlhf_jax.training.gradients import Gradient

@@ -9,8 +9,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rlhf_jax.build.calls import place_calls
-from rlhf_jax.build.planned import Planned
 from rlhf_jax.config import derived, memory, memory_parts, validation
 from rlhf_jax.config.generation_checks import check_lag
 from rlhf_jax.config.hardware import Hardware
@@ -30,6 +28,8 @@ from rlhf_jax.placement.search.schedule import (
     stage_seconds,
     steady_seconds,
 )
+from rlhf_jax.planner.planned import Planned
+from rlhf_jax.setup.calls import place_calls
 from rlhf_jax.types import ModelConfigs
 
 MESH = "mesh"  # what the plan in which all calls have the config's mesh is called

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rlhf_jax.build.priced import FoundPlan, PlanPrices
 from rlhf_jax.config import derived
 from rlhf_jax.config.hardware import Hardware
 from rlhf_jax.config.validation import check_pipelined_objective
@@ -19,6 +18,7 @@ from rlhf_jax.placement.search.options import SearchSpace
 from rlhf_jax.placement.search.parts import part_sizes, part_starts, powers_of_two
 from rlhf_jax.placement.search.pipelines import JointTraining, placements_of, shapes
 from rlhf_jax.placement.search.schedule import Option, Problem
+from rlhf_jax.planner.priced import FoundPlan, PlanPrices
 
 PIPELINED = "pipelined"  # what the best plan that trains as pipelines is called
 PIPELINED_SECONDS = 20.0  # of the CPU, in which the other calls of such a plan are to be placed

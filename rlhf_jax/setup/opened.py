@@ -14,8 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlhf_jax.build.calls import place_calls
-from rlhf_jax.build.topology import count_devices
 from rlhf_jax.config import derived, memory, validation
 from rlhf_jax.config.checks import require_texts
 from rlhf_jax.config.identity import binding_settings
@@ -31,6 +29,7 @@ from rlhf_jax.rewards.sources import check_columns
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.files import find, is_remote
 from rlhf_jax.runtime.mirror import folder_of
+from rlhf_jax.setup.calls import count_devices, place_calls
 from rlhf_jax.training.distill import student_config
 from rlhf_jax.types import ModelConfig, ModelConfigs
 

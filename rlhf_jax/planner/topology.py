@@ -1,4 +1,4 @@
-"""Find devices: those that are here, and those of hardware that need not be, to compile for.
+"""Find the devices of hardware that need not be here, to compile for.
 
 The compilers of TPUs (libtpu) and of NVIDIA's GPUs (jax's CUDA plugin) run on a CPU, and know chips
 by their names: a TPU's topology, a GPU's target file in `rlhf_jax/placement/targets/`.
@@ -34,20 +34,6 @@ TPU_ENVIRONMENT = {
 }
 # A v4's two cores are one device.
 CHIP_CONFIGS = {"v4": {"chip_config_name": "megacore"}}
-
-
-def count_devices() -> int:
-    """Count the devices; raises ValueError where JAX cannot use the platform it was asked for."""
-    try:
-        return jax.device_count()
-    except (RuntimeError, AssertionError) as error:
-        # AssertionError where a platform is known but not installed
-        reason = (str(error).splitlines() or ["it is not installed"])[0].rstrip(".")
-        raise ValueError(
-            f"JAX cannot use the platform {jax.config.values['jax_platforms']!r} ({reason});"
-            " install JAX for it,"
-            " or change JAX_PLATFORMS."
-        ) from error
 
 
 def topology_devices(hardware: Hardware) -> list[Any]:

@@ -11,7 +11,6 @@ import optax
 from jax.typing import DTypeLike
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.build.opened import Opened
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.values import critic_of
@@ -21,6 +20,7 @@ from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.model.weights.source import Source
 from rlhf_jax.placement.idle import put_aside
 from rlhf_jax.placement.transfer import transfer
+from rlhf_jax.setup.opened import Opened
 from rlhf_jax.state import FrozenModels
 from rlhf_jax.training.distill import student_of, with_student
 from rlhf_jax.training.optimizer import Optimizers, make_optimizer

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rlhf_jax.build.pipelined_plans import TrainingComparison
-from rlhf_jax.build.priced import PricedPlan
-from rlhf_jax.build.searched import Searched, Variation
 from rlhf_jax.config import memory_parts
 from rlhf_jax.monitoring import console
 from rlhf_jax.placement.search.schedule import STAGES
+from rlhf_jax.planner.pipelined_plans import TrainingComparison
+from rlhf_jax.planner.priced import PricedPlan
+from rlhf_jax.planner.searched import Searched, Variation
 
 STAGE_NAMES = ("generation", "inference", "training")
 OF_PIPELINES = (

@@ -7,8 +7,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from rlhf_jax.build.models import student_optimizer
-from rlhf_jax.build.opened import Opened
 from rlhf_jax.config import derived
 from rlhf_jax.config.identity import plan_name
 from rlhf_jax.config.objectives import objective_of
@@ -26,6 +24,8 @@ from rlhf_jax.mesh import AXES
 from rlhf_jax.placement.plan import CallLayouts
 from rlhf_jax.reallocation import planner
 from rlhf_jax.runtime import distributed
+from rlhf_jax.setup.models import student_optimizer
+from rlhf_jax.setup.opened import Opened
 from rlhf_jax.state import HostState, SpeculationState
 from rlhf_jax.training import kl
 from rlhf_jax.training.distill import Distillation

@@ -12,17 +12,17 @@ import jax
 import jax.numpy as jnp
 from jax.stages import Traced
 
-from rlhf_jax.build import shapes
-from rlhf_jax.build.generation_programs import arrivals, drafts, prefill, rounds
-from rlhf_jax.build.pipelined_programs import pipelined_updates
-from rlhf_jax.build.placed_calls import CallProgram, Foreseen, PlacedCalls
-from rlhf_jax.build.student_programs import student_updates
 from rlhf_jax.config import derived, memory, memory_parts
 from rlhf_jax.inference.logprobs import score_packed
 from rlhf_jax.inference.values import value_packed
 from rlhf_jax.mesh import FLOAT32, Layout
 from rlhf_jax.placement.search.costs import Passes, forward_flops, gradient_flops
 from rlhf_jax.placement.search.traffic import ShardedModel, forward_traffic, gradient_traffic
+from rlhf_jax.planner import shapes
+from rlhf_jax.planner.generation_programs import arrivals, drafts, prefill, rounds
+from rlhf_jax.planner.pipelined_programs import pipelined_updates
+from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
+from rlhf_jax.planner.student_programs import student_updates
 from rlhf_jax.rewards.models import read_scores
 from rlhf_jax.training.gradients import Gradient, accumulate, critic_objective, policy_objective
 from rlhf_jax.training.optimizer import apply, make_optimizer

@@ -1,0 +1,65 @@
+"""What a run would use on devices that need not be here, printed."""
+
+from __future__ import annotations
+
+from rlhf_jax import mesh as meshes
+from rlhf_jax.config import memory_parts
+from rlhf_jax.config.schema import Config
+from rlhf_jax.config.sizes import bubble_warnings
+from rlhf_jax.config.validation import check_batches, check_rows
+from rlhf_jax.monitoring import console
+from rlhf_jax.placement.search.predictions import predict_calls
+from rlhf_jax.planner.planned import Planned
+from rlhf_jax.setup.describe import placement_rows, work_rows
+from rlhf_jax.setup.models import weight_shapes
+
+
+def print_plan(config: Config, planned: Planned) -> None:
+    """Print what a run would use on devices that need not be here."""
+    layout = planned.layouts.policy_training
+    policy = planned.models.policy
+    model = f"{policy.num_layers} layers of {policy.width}, {layout.dtype.name}"
+    weights = weight_shapes(policy, layout.dtype)
+    rows = [
+        ("model", f"{config.model.path} ({model})"),
+        *placement_rows(str(planned.hardware), planned.plan),
+        *work_rows(config),
+        *(("not split", line) for line in meshes.unsplit(weights, layout)),
+        ("remat", f"{'on' if planned.remat else 'off'}: {planned.remat_reason}"),
+        ("memory", "\n".join(memory_parts.table(planned.parts))),
+        *_predicted_rows(config, planned),
+        *(("bubbles", sentence) for sentence in bubble_warnings(planned.run(config))),
+        *_refused_rows(config, planned),
+    ]
+    console.describe(f"rlhf_jax: a plan of {config.steps} steps", rows)
+
+
+def _refused_rows(config: Config, planned: Planned) -> list[tuple[str, str]]:
+    """Say why a run would be refused for its rows, which are nothing to its memory."""
+    try:
+        check_batches(config)
+        check_rows(config, planned.plan, config.plan)
+    except ValueError as error:
+        return [("not yet", f"a run would be refused: {error}")]
+    return []
+
+
+def _predicted_rows(config: Config, planned: Planned) -> list[tuple[str, str]]:
+    """Say what each call of a step would take; nothing where the devices' figures are not known."""
+    if planned.hardware.chip is None:
+        return []
+    calls = predict_calls(planned.run(config), planned.hardware)
+    lines = [
+        f"{call.seconds:8.1f} s  {call.name:20} {call.flops / 1e15:8.1f} PFLOP"
+        f" {call.received / 1e9:8.1f} GB"
+        for call in calls
+    ]
+    step = f"{sum(call.seconds for call in calls):8.1f} s  a step, predicted by formulas"
+    beside = "calls on devices of their own run side by side: --search predicts a step"
+    lines += [
+        step if planned.plan.is_uniform else beside,
+        "PFLOP of all devices; GB that each receives; not measured",
+        f"prompts of {config.data.max_prompt_tokens} tokens, every response of"
+        f" {config.generation.max_new_tokens}, no drafts",
+    ]
+    return [("predicted", "\n".join(lines))]
