@@ -19,8 +19,8 @@ import json
 import numpy as np
 
 from benchmarks.drains import LENGTHS_TABLE, draw_lengths, read_percentiles
-from rlhf_jax.inference.packing import pack, padding_share
-from rlhf_jax.types import Rollout
+from rlhf_jax.sequences.batch import Sequences
+from rlhf_jax.sequences.packing import pack, padding_share
 
 BUCKET = 64
 MEDIAN = 4000.0
@@ -62,15 +62,15 @@ def useful(
 ) -> dict[str, float | int]:
     """Return useful shares of one minibatch's responses [n], and the micro-batches they make."""
     responses = np.maximum(responses, 1)
-    rollout = rollout_of(responses, asked.prompt, longest, asked.group)
-    slots = rollout.tokens.shape[1]
+    batch = batch_of(responses, asked.prompt, longest, asked.group)
+    slots = batch.tokens.shape[1]
     rows = shards * max(1, round(asked.tokens / slots))
-    packed = pack(rollout, rollout.mask, rows, BUCKET, shards)
+    packed = pack(batch, rows, BUCKET, shards)
     needed = int(responses.sum()) + -(-len(responses) // asked.group) * asked.prompt
     # The last token of a sample is predicted and not read.
     read = needed - len(responses)
     whole = sum(part.batch.tokens.size for part in packed)
-    attended = sum(part.batch.samples.size for part in packed)
+    attended = sum(part.batch.sequences.size for part in packed)
 
     ordered = np.sort(responses + asked.prompt)
     parts = np.split(ordered, range(rows, len(ordered), rows))
@@ -83,24 +83,19 @@ def useful(
         "padding": round(padding_share(packed), 3),
         "attention": round(int((responses + asked.prompt).sum()) / attended, 3),
         "micro_batches": len(packed),
-        "shapes": len({(part.batch.samples.shape, part.batch.tokens.shape) for part in packed}),
+        "shapes": len({(part.batch.sequences.shape, part.batch.tokens.shape) for part in packed}),
     }
 
 
-def rollout_of(responses: np.ndarray, prompt: int, longest: int, group: int) -> Rollout:
-    """Return a rollout of samples of these lengths, of which neighbours share a prompt."""
+def batch_of(responses: np.ndarray, prompt: int, longest: int, group: int) -> Sequences:
+    """Return samples of these lengths, of which neighbours share a prompt."""
     count = len(responses)
     place = np.arange(prompt + longest)
     length = prompt + responses
+    groups = np.arange(count, dtype=np.int32) // group
     tokens = np.zeros((count, len(place)), np.int32)
-    tokens[:, :prompt] = np.arange(count)[:, None] // group
-    return Rollout(
-        tokens=tokens,
-        mask=(place >= prompt) & (place < length[:, None]),
-        logprobs=np.zeros((count, 0), np.float32),
-        length=length.astype(np.int32),
-        sample_id=np.arange(count, dtype=np.uint32),
-    )
+    tokens[:, :prompt] = groups[:, None]
+    return Sequences(tokens, (place >= prompt) & (place < length[:, None]), groups)
 
 
 if __name__ == "__main__":

@@ -39,27 +39,29 @@ import numpy as np
 from benchmarks import contest
 from benchmarks.contest import Case, Run, plain, run, tell
 from benchmarks.pricing import Table, accepted
+from rlhf_jax.algorithms.policy_gradient import POLICY_LOSS
 from rlhf_jax.data.prompts import Prompts, tokenize
 from rlhf_jax.generation.history import History, requests
-from rlhf_jax.generation.requests import GenerationConfig, Request, Sample, as_rollout
+from rlhf_jax.generation.requests import GenerationConfig, Request, Sample, as_sequences
 from rlhf_jax.generation.speculative.rules import RULES, AcceptanceRule
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.stage import TEXTS_READ, GenerationSettings, read_texts
 from rlhf_jax.generation.strategy import candidates
 from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.inference.scoring import ScoringSettings, score
+from rlhf_jax.losses.advantages import EstimatorConfig
 from rlhf_jax.mesh import Layout, make_mesh
 from rlhf_jax.model.decoding import decoding_weights, student_for
 from rlhf_jax.model.transformer import forward, logits
 from rlhf_jax.model.weights.source import Source, open_source
-from rlhf_jax.rlhf import make_experience
-from rlhf_jax.training.advantages import EstimatorConfig
-from rlhf_jax.training.distill import Distillation, distill, forward_kl, student_of, with_student
+from rlhf_jax.rlhf import prepare
+from rlhf_jax.training.distill import DISTILLATION, Distillation, distill, forward_kl, student_of
 from rlhf_jax.training.experience import AdvantageConfig
-from rlhf_jax.training.optimizer import Optimizers, make_optimizer
+from rlhf_jax.training.gradients import Learner
+from rlhf_jax.training.learn import learn, trained
+from rlhf_jax.training.optimizer import make_optimizer
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.training.update import init_train_state, update
-from rlhf_jax.types import Model, TrainState
+from rlhf_jax.types import Model, Models
 
 NOUNS = (
     "lighthouse",
@@ -294,7 +296,7 @@ def replays(world: World, old: Model, temperature: float, rate: float, part: str
             "batch": batch,
             "learning_rate": rate,
         }
-        texts = as_rollout(before.samples, world.slots)
+        texts = as_sequences(before.samples, world.slots)
         kl = float(divergence(old, new, texts.tokens, texts.mask, temperature))
         changed = {"kl": kl, "changed_tokens": changed_tokens(before, run(plain(case)))}
         yield names | changed | contest.compare(case, world.asked)
@@ -303,14 +305,18 @@ def replays(world: World, old: Model, temperature: float, rate: float, part: str
 def stepped(world: World, target: Model, temperature: float, rate: float) -> Model:
     """The policy after one Adam step at this learning rate on a GRPO batch of its own."""
     stages = stages_of(world, temperature, rate)
-    state = init_train_state(
-        world.source.load(jnp.float32), stages.optimizers, stages.training.layout
-    )
+    models = policy_of(world, stages)
     wanted = group_requests(world, FIRST_TRAINED, History(0), RULES["replayable"])
     samples = run(Case(target, None, wanted, stages.generation.decoding, world.layout)).samples
-    state, figures = train_on(world, state, samples, stages)
+    models, figures = train_on(world, models, samples, 0, stages)
     tell(f"  {figures}")
-    return decoding_weights(state.policy, world.layout)
+    return decoding_weights(models["policy"].weights, world.layout)
+
+
+def policy_of(world: World, stages: Stages) -> Models:
+    """The policy before it is trained."""
+    master = world.source.load(jnp.float32)
+    return {"policy": trained(master, stages.learner.optimizer, stages.learner.settings.layout)}
 
 
 def changed_tokens(before: Run, after: Run) -> float:
@@ -344,31 +350,29 @@ def part_epochs(world: World) -> Iterator[dict]:
     asked = world.asked
     drafters = [name for name in world.asked.drafters if name != "replay"]
     stages = stages_of(world, asked.temperatures[0], asked.learning_rate)
-    state = init_train_state(
-        world.source.load(jnp.float32), stages.optimizers, stages.training.layout
-    )
-    state, frozen = with_students(world, state, stages, drafters)
+    models, frozen = with_students(world, policy_of(world, stages), stages, drafters)
     history = History(EVERYTHING)
     selector = None
     table = Table()
     for epoch in range(asked.epochs):
         tell(f"epochs: {epoch + 1} of {asked.epochs}")
-        target = decoding_weights(state.policy, world.layout)
-        students = {"online": state.drafter, "frozen": frozen}
+        target = decoding_weights(models["policy"].weights, world.layout)
+        online = models["drafter"].weights if "drafter" in models else None
+        students = {"online": online, "frozen": frozen}
         drafting = {
             name: student_for(target, student, world.layout) for name, student in students.items()
         }
-        models = {name: model for name, model in drafting.items() if model is not None}
+        usable = {name: model for name, model in drafting.items() if model is not None}
         case = epoch_case(
-            world, target, next(iter(models.values()), None), drafters, epoch, history
+            world, target, next(iter(usable.values()), None), drafters, epoch, history
         )
         selector = selector or contest.new_selector(case, asked.lengths)
         figures = contest.take_turn(case, selector, table, epoch, asked.lengths)
         samples = figures.pop("samples")
         history.add(samples)
-        curves = teacher_forced(models, samples, stages, selector)
+        curves = teacher_forced(usable, samples, stages, selector)
         selector.stage_ended(kept=1.0)
-        state, learned = train_on(world, state, samples, stages)
+        models, learned = train_on(world, models, samples, epoch, stages)
         yield (
             {"part": "epochs", "epoch": epoch}
             | figures
@@ -424,7 +428,7 @@ def epoch_case(
     return Case(target, drafter, wanted, decoding, world.layout)
 
 
-def trained(world: World) -> list[int]:
+def trained_prompts(world: World) -> list[int]:
     """Indices of the prompts of a GRPO step, from the end: the cases begin with the others."""
     return [-1 - i % len(world.prompts) for i in range(world.asked.prompts)]
 
@@ -433,7 +437,7 @@ def group_requests(
     world: World, first_id: int, history: History, rule: AcceptanceRule
 ) -> list[Request]:
     """The samples of a GRPO step."""
-    prompts = [world.prompts.tokens[i] for i in trained(world)]
+    prompts = [world.prompts.tokens[i] for i in trained_prompts(world)]
     return requests(prompts, GROUP, world.asked.new_tokens, first_id, history=history, rule=rule)
 
 
@@ -465,52 +469,55 @@ def draft_model(world: World, policy: Model) -> Model:
 
 
 def with_students(
-    world: World, state: TrainState, stages: Stages, drafters
-) -> tuple[TrainState, Model | None]:
-    """The state, with a student where one is distilled; and the draft model that stays as it is."""
+    world: World, models: Models, stages: Stages, drafters
+) -> tuple[Models, Model | None]:
+    """The models, with a student where one is distilled; and the draft model that is frozen."""
     asked = world.asked
     if "model" not in drafters:
-        return state, None
+        return models, None
+    policy = models["policy"].weights
     given = open_source(asked.drafter) if asked.drafter else None
     if stages.distillation is None:
-        return state, draft_model(world, state.policy)
-    if given and given.config.width != state.policy.config.width:
+        return models, draft_model(world, policy)
+    if given and given.config.width != policy.config.width:
         raise ValueError(
             f"{asked.drafter} is no student of {asked.model}: their widths differ; leave out"
             " --online."
         )
-    source = given.load(jnp.float32) if given else state.policy
+    source = given.load(jnp.float32) if given else policy
     layers = given.config.num_layers if given else asked.student_layers
-    state = with_student(
-        state, source, layers, stages.distillation.optimizer, stages.training.layout
-    )
-    return state, jax.tree.map(jnp.copy, state.drafter)
+    learner = stages.distillation.learner
+    part = functools.partial(student_of, layers=layers)
+    student = trained(source, learner.optimizer, learner.settings.layout, part)
+    return models | {"drafter": student}, jax.tree.map(jnp.copy, student.weights)
 
 
 def train_on(
-    world: World, state: TrainState, samples: list[Sample], stages: Stages
-) -> tuple[TrainState, dict[str, float]]:
-    """The state after a GRPO step on the trained prompts' samples, and what its student then
+    world: World, models: Models, samples: list[Sample], step: int, stages: Stages
+) -> tuple[Models, dict[str, float]]:
+    """The models after a GRPO step on the trained prompts' samples, and what its student then
     learned; with metrics.
     """
     start = time.perf_counter()
     rewards = shortness(samples, world)
-    rollout = as_rollout(samples, stages.generation.decoding.max_length)
-    scores = score(state.policy, None, None, rollout, stages.scoring)
+    drawn = as_sequences(samples, stages.generation.decoding.max_length)
+    scored, _ = score(drawn, {"policy": models["policy"].weights}, stages.scoring)
     stops = stages.generation.decoding.stop_tokens
     ended = np.array([sample.tokens[-1] in stops for sample in samples])
-    experience, _ = make_experience(rollout, rewards, ended, scores, 0.0, stages.advantage)
-    state, metrics = update(state, experience, stages.optimizers, stages.training)
+    batch, _ = prepare(scored, rewards, ended, 0.0, stages.advantage)
+    models, metrics = learn(models, batch, {"policy": stages.learner}, step=step)
     figures = {name: metrics[name] for name in ("loss/policy", "gradient/norm")}
     figures |= {
         "reward/mean": float(rewards.mean()),
         "training/seconds": time.perf_counter() - start,
     }
-    if state.drafter is None or stages.distillation is None:
-        return state, figures
+    if "drafter" not in models or stages.distillation is None:
+        return models, figures
     start = time.perf_counter()
-    state, metrics = distill(state, experience.rollout, stages.distillation)
-    return state, figures | metrics | {"drafter/seconds": time.perf_counter() - start}
+    policy = models["policy"].weights
+    student, metrics = distill(models["drafter"], policy, drawn, stages.distillation, step + 1)
+    figures |= metrics | {"drafter/seconds": time.perf_counter() - start}
+    return models | {"drafter": student}, figures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -520,8 +527,7 @@ class Stages:
     generation: GenerationSettings
     scoring: ScoringSettings
     advantage: AdvantageConfig
-    training: TrainingSettings
-    optimizers: Optimizers
+    learner: Learner
     distillation: Distillation | None
 
 
@@ -533,7 +539,8 @@ def stages_of(world: World, temperature: float, rate: float) -> Stages:
     training = TrainingSettings(
         microbatch_rows=GROUP, length_bucket=world.slots, temperature=temperature, layout=layout
     )
-    student = make_optimizer(asked.student_learning_rate)
+    optimizer = make_optimizer(asked.student_learning_rate)
+    student = Learner("drafter", DISTILLATION, optimizer, training)
     return Stages(
         generation=GenerationSettings(
             decoding=decoding_of(world, (), temperature, rows),
@@ -542,11 +549,10 @@ def stages_of(world: World, temperature: float, rate: float) -> Stages:
             samples_per_prompt=GROUP,
             max_new_tokens=asked.new_tokens,
         ),
-        scoring=ScoringSettings(layout, temperature, GROUP),
+        scoring=ScoringSettings({"policy": layout}, temperature, GROUP),
         advantage=AdvantageConfig("grpo", EstimatorConfig(GROUP)),
-        training=training,
-        optimizers=Optimizers(make_optimizer(rate)),
-        distillation=Distillation(student, training, rows) if asked.online else None,
+        learner=Learner("policy", POLICY_LOSS, make_optimizer(rate), training),
+        distillation=Distillation(student, rows) if asked.online else None,
     )
 
 

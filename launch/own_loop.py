@@ -26,21 +26,22 @@ def main(model: str, steps: int) -> None:
         rl.Sampling(1.0), strategies, source.stop_tokens, max_rows=8, max_length=slots, seed=0
     )
     training = rl.TrainingSettings(microbatch_rows=GROUP)
-    optimizers = rl.Optimizers(rl.make_optimizer(1e-5))
+    policy = rl.Learner("policy", rl.POLICY_LOSS, rl.make_optimizer(1e-5), training)
     reference = source.load(jnp.float32)
-    state = rl.init_train_state(source.load(jnp.float32), optimizers)
+    models = {"policy": rl.trained(source.load(jnp.float32), policy.optimizer)}
     for step in range(steps):
         ids = np.arange(len(prompts) * GROUP).reshape(-1, GROUP) + step * len(prompts) * GROUP
         wanted = [rl.Request(p, tuple(map(int, i)), NEW) for p, i in zip(prompts, ids, strict=True)]
-        samples = rl.generate(jax.jit(rl.unstack)(state.policy), None, wanted, decoding)
-        rollout = rl.as_rollout(sorted(samples, key=lambda sample: sample.sample_id), slots)
-        rewards = -rollout.mask.sum(1).astype(np.float32)
-        reference_logprobs = rl.score_rollout(reference, rollout, temperature=1.0, rows=GROUP)
-        advantages = jnp.where(rollout.mask, rl.grpo(jnp.asarray(rewards), GROUP)[:, None], 0.0)
-        experience = rl.Experience(
-            rollout, rollout.mask, None, reference_logprobs, rewards, advantages
+        weights = jax.jit(rl.unstack)(models["policy"].weights)
+        samples = rl.generate(weights, None, wanted, decoding)
+        batch = rl.as_sequences(sorted(samples, key=lambda sample: sample.sample_id), slots)
+        rewards = -batch.mask.sum(1).astype(np.float32)
+        batch = batch.with_columns(
+            reference_logprobs=rl.score_sequences(reference, batch, rows=GROUP),
+            advantages=jnp.where(batch.mask, rl.grpo(jnp.asarray(rewards), GROUP)[:, None], 0.0),
         )
-        state, metrics = rl.update(state, experience, optimizers, training, kl_weight=0.04)
+        learners = {"policy": policy}
+        models, metrics = rl.learn(models, batch, learners, step=step, kl_weight=0.04)
         print(f"step {step}: {-rewards.mean():.1f} tokens an answer, kl {metrics['kl/mean']:.4f}")
 
 

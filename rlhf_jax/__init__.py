@@ -10,16 +10,29 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rlhf_jax.algorithms.policy_gradient import POLICY_LOSS
     from rlhf_jax.config.objectives import Objective
     from rlhf_jax.config.objectives import register as register_objective
     from rlhf_jax.config.schema import default as default_config
     from rlhf_jax.generation.engine import generate
-    from rlhf_jax.generation.requests import GenerationConfig, Request, Sample, as_rollout
+    from rlhf_jax.generation.requests import GenerationConfig, Request, Sample, as_sequences
     from rlhf_jax.generation.speculative.protocol import Drafter
     from rlhf_jax.generation.speculative.protocol import register as register_drafter
     from rlhf_jax.generation.speculative.sampling import Sampling
     from rlhf_jax.generation.speculative.tree import parse as parse_strategy
-    from rlhf_jax.inference.logprobs import score_rollout
+    from rlhf_jax.inference.scoring import score_sequences
+    from rlhf_jax.losses.advantages import (
+        ESTIMATORS,
+        Estimator,
+        EstimatorConfig,
+        dr_grpo,
+        gae,
+        grpo,
+        of_samples,
+        rloo,
+    )
+    from rlhf_jax.losses.advantages import register as register_estimator
+    from rlhf_jax.losses.policy import LossTerms, aggregated_by
     from rlhf_jax.mesh import Layout, make_mesh
     from rlhf_jax.model.decoding import decoding_weights
     from rlhf_jax.model.families import Family
@@ -30,65 +43,51 @@ if TYPE_CHECKING:
     from rlhf_jax.rewards.sources import RewardSource
     from rlhf_jax.rewards.sources import register as register_reward_source
     from rlhf_jax.rlhf import step
+    from rlhf_jax.sequences.batch import Sequences
     from rlhf_jax.state import Run, RunState, StepReport
     from rlhf_jax.trainer import Result, train
-    from rlhf_jax.training.advantages import (
-        ESTIMATORS,
-        Estimator,
-        EstimatorConfig,
-        dr_grpo,
-        gae,
-        grpo,
-        of_samples,
-        rloo,
-    )
-    from rlhf_jax.training.advantages import register as register_estimator
     from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
-    from rlhf_jax.training.optimizer import Optimizers, make_optimizer
-    from rlhf_jax.training.policy_losses import LossTerms, aggregated_by
+    from rlhf_jax.training.gradients import Learner
+    from rlhf_jax.training.kinds import GroupLoss, TokenLoss, ValueLoss
+    from rlhf_jax.training.learn import learn, trained
+    from rlhf_jax.training.optimizer import make_optimizer
     from rlhf_jax.training.settings import TrainingSettings
-    from rlhf_jax.training.update import init_train_state, update
-    from rlhf_jax.types import (
-        DecodeState,
-        Experience,
-        Model,
-        ModelConfig,
-        Rollout,
-        Strategy,
-        TrainState,
-    )
+    from rlhf_jax.types import DecodeState, Model, ModelConfig, Strategy, Trained
 
 __all__ = [
     "ESTIMATORS",
+    "POLICY_LOSS",
     "AdvantageConfig",
     "Callback",
     "DecodeState",
     "Drafter",
     "Estimator",
     "EstimatorConfig",
-    "Experience",
     "Family",
     "GenerationConfig",
+    "GroupLoss",
     "Layout",
+    "Learner",
     "LossTerms",
     "Model",
     "ModelConfig",
     "Objective",
-    "Optimizers",
     "Request",
     "Result",
     "RewardSource",
-    "Rollout",
     "Run",
     "RunState",
     "Sample",
     "Sampling",
+    "Sequences",
     "StepReport",
     "Strategy",
-    "TrainState",
+    "TokenLoss",
+    "Trained",
     "TrainingSettings",
+    "ValueLoss",
     "aggregated_by",
-    "as_rollout",
+    "as_sequences",
     "compute_advantages",
     "decoding_weights",
     "default_config",
@@ -96,7 +95,7 @@ __all__ = [
     "gae",
     "generate",
     "grpo",
-    "init_train_state",
+    "learn",
     "make_mesh",
     "make_optimizer",
     "of_samples",
@@ -108,23 +107,22 @@ __all__ = [
     "register_objective",
     "register_reward_source",
     "rloo",
-    "score_rollout",
+    "score_sequences",
     "step",
     "train",
+    "trained",
     "unstack",
-    "update",
 ]
 
 # Where each public name is: `module`, or `module:name` where it is called otherwise there.
 _PLACES = {
     # What crosses from stage to stage.
     "DecodeState": "types",
-    "Experience": "types",
     "Model": "types",
     "ModelConfig": "types",
-    "Rollout": "types",
+    "Sequences": "sequences.batch",
     "Strategy": "types",
-    "TrainState": "types",
+    "Trained": "types",
     # Where and how a call runs.
     "Layout": "mesh",
     "make_mesh": "mesh",
@@ -137,26 +135,30 @@ _PLACES = {
     "Request": "generation.requests",
     "Sample": "generation.requests",
     "Sampling": "generation.speculative.sampling",
-    "as_rollout": "generation.requests",
+    "as_sequences": "generation.requests",
     "generate": "generation.engine",
     "parse_strategy": "generation.speculative.tree:parse",
     # Inference.
-    "score_rollout": "inference.logprobs",
+    "score_sequences": "inference.scoring",
     # Advantages.
     "AdvantageConfig": "training.experience",
-    "ESTIMATORS": "training.advantages",
-    "EstimatorConfig": "training.advantages",
+    "ESTIMATORS": "losses.advantages",
+    "EstimatorConfig": "losses.advantages",
     "compute_advantages": "training.experience",
-    "dr_grpo": "training.advantages",
-    "gae": "training.advantages",
-    "grpo": "training.advantages",
-    "rloo": "training.advantages",
+    "dr_grpo": "losses.advantages",
+    "gae": "losses.advantages",
+    "grpo": "losses.advantages",
+    "rloo": "losses.advantages",
     # Training.
-    "Optimizers": "training.optimizer",
+    "Learner": "training.gradients",
+    "GroupLoss": "training.kinds",
+    "TokenLoss": "training.kinds",
+    "ValueLoss": "training.kinds",
+    "POLICY_LOSS": "algorithms.policy_gradient",
     "TrainingSettings": "training.settings",
-    "init_train_state": "training.update",
     "make_optimizer": "training.optimizer",
-    "update": "training.update",
+    "learn": "training.learn",
+    "trained": "training.learn",
     # Whole runs.
     "Callback": "monitoring.callbacks",
     "Result": "trainer",
@@ -168,15 +170,15 @@ _PLACES = {
     "train": "trainer",
     # What a user may add.
     "Drafter": "generation.speculative.protocol",
-    "Estimator": "training.advantages",
+    "Estimator": "losses.advantages",
     "Family": "model.families",
-    "LossTerms": "training.policy_losses",
+    "LossTerms": "losses.policy",
     "Objective": "config.objectives",
     "RewardSource": "rewards.sources",
-    "aggregated_by": "training.policy_losses",
-    "of_samples": "training.advantages",
+    "aggregated_by": "losses.policy",
+    "of_samples": "losses.advantages",
     "register_drafter": "generation.speculative.protocol:register",
-    "register_estimator": "training.advantages:register",
+    "register_estimator": "losses.advantages:register",
     "register_family": "model.families:register",
     "register_objective": "config.objectives:register",
     "register_reward_source": "rewards.sources:register",

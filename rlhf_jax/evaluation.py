@@ -39,7 +39,7 @@ def evaluate(
     asked = run.evaluation
     assert asked is not None
     before = state.host.evaluation
-    models = decoding_models(state.train, run)
+    models = decoding_models(state.models, run)
     wanted = requests(
         asked.prompts.tokens,
         asked.samples_per_prompt,
@@ -84,4 +84,4 @@ def evaluate(
     means["eval/generation/tokens_per_round"] = counts.metrics(0.0)["generation/tokens_per_round"]
     report = EvaluationReport(means, table_of(responses, next(iter(scores.values()))))
     host = dataclasses.replace(state.host, evaluated=evaluated)
-    return RunState(state.train, host), report
+    return state._replace(host=host), report

@@ -247,7 +247,7 @@ def on_slice(tree: T, layout: Layout) -> T:
 def model_shardings(tree: Any, layout: Layout) -> Any:
     """Return a `NamedSharding` for every leaf of a tree of `Model`s, by the layout's role.
 
-    The tree is a model, its gradient, an optax state or a `TrainState`; leaves are arrays or
+    The tree is a model, its gradient, an optax state or a `Trained`; leaves are arrays or
     `ShapeDtypeStruct`s. A weight is known by its field name; leaves of other names (counts, steps)
     are replicated. In role "training" weights are split over slices, fsdp and tensor, in role
     "generation" over tensor, repeated over the rest; in "pipelined" layers over slices, and each

@@ -15,11 +15,11 @@ import jax
 import numpy as np
 
 from rlhf_jax.generation.ahead import SamplesAhead
-from rlhf_jax.generation.requests import Request, RoundReport, Sample, as_rollout
+from rlhf_jax.generation.requests import Request, RoundReport, Sample, as_sequences
 from rlhf_jax.generation.speculative.round import ModelPair
 from rlhf_jax.inference.logprobs import mismatch
 from rlhf_jax.inference.overlap import Scoring, ScoringQueue
-from rlhf_jax.inference.scoring import TokenScores, compile_scores, score
+from rlhf_jax.inference.scoring import compile_scores, score
 from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.monitoring.parts import CallWatch, PhaseParts
 from rlhf_jax.monitoring.trace import Span, since
@@ -29,7 +29,7 @@ from rlhf_jax.rollout import RewardedRollout, draw_ahead, reward_samples, roll_o
 from rlhf_jax.runtime import distributed, to_host
 from rlhf_jax.runtime.beside import WorkBeside
 from rlhf_jax.runtime.compilation import shapes
-from rlhf_jax.runtime.shards import counted_up
+from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.state import (
     HostState,
     Observer,
@@ -38,27 +38,29 @@ from rlhf_jax.state import (
     StepReport,
     decoding_models,
     ignore,
+    scorers,
     weights_received,
 )
 from rlhf_jax.training.distill import distill
 from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
 from rlhf_jax.training.gradients import Gradient
 from rlhf_jax.training.importance import weigh_advantages
-from rlhf_jax.training.optimizer import apply, examine
-from rlhf_jax.training.update import compile_update, measure_update, update
-from rlhf_jax.types import Experience, Model, Rollout, TrainState
+from rlhf_jax.training.learn import compile_update, measure_update
+from rlhf_jax.training.learn import learn as update
+from rlhf_jax.training.optimizer import norms_and_finite, take_step
+from rlhf_jax.types import Model, Models
 
 
 def step(state: RunState, run: Run, observe: Observer = ignore) -> tuple[RunState, StepReport]:
     """Take one iteration over the next prompts.
 
-    The train state is used up once training begins; what is raised before that leaves it whole.
+    The models are used up once training begins; what is raised before that leaves them whole.
     `observe` may raise, but not in training, nor while samples of the next step are waited for.
     """
-    models = decoding_models(state.train, run)
+    models = decoding_models(state.models, run)
     if run.training.lag:
         return _step_ahead(models, state, run, observe)
-    queue = scoring_queue(models, state.train, run)
+    queue = scoring_queue(models[0], state.models, run)
     rolled = roll_out(models, state, run.prompts, run.generation, run.rewards, queue, observe)
     del models, queue  # else generation's weights would stay while others work
     learned = learn(state, run, rolled, observe)
@@ -110,7 +112,7 @@ def _step_ahead(
 class Learned(NamedTuple):
     """Hold what a step has learned from its roll-out."""
 
-    train: TrainState
+    models: Models
     metrics: dict[str, float]  # those of the roll-out, too
     spans: list[Span]  # of inference and training, by the clock of `time.perf_counter`
     stage_times: Mapping[str, StageTimes] | None  # of pipelines
@@ -123,12 +125,12 @@ def learn(
     observe: Observer,
     before_update: Callable[[], None] | None = None,
 ) -> Learned:
-    """Score a roll-out, and train policy, critic and student on it; the train state is used up.
+    """Score a roll-out, and train policy, critic and student on it; the models are used up.
 
     Where it was drawn ahead, each token weighs as much as `training.importance` says. What
-    `before_update` raises leaves the train state whole.
+    `before_update` raises leaves the models whole.
     """
-    metrics = rolled.metrics | weights_received(state.train, run)
+    metrics = rolled.metrics | weights_received(state.models, run)
     coefficient = state.host.kl_coefficient
     watch = CallWatch()
     measures = state.host.stage_times is None and not run.config.deterministic
@@ -138,22 +140,21 @@ def learn(
         observe(phase, parts)
 
     with _timed("inference", metrics, observe):
-        rollout = as_rollout(rolled.samples, run.generation.decoding.max_length)
-        models = (state.train.policy, run.frozen.reference, state.train.critic)
+        samples = as_sequences(rolled.samples, run.generation.decoding.max_length)
+        models = scorers(state.models, run)
         of_inference = functools.partial(heard, "inference")
-        scores = score(*models, rollout, run.scoring, rolled.scored, of_inference)
-        experience, kl = make_experience(
-            rollout, rolled.rewards, rolled.ended, scores, coefficient, run.advantage
-        )
-        metrics |= {"kl/coefficient": coefficient, "inference/padding": scores.padding}
+        scored, padding = score(samples, models, run.scoring, rolled.scored, of_inference)
+        batch, kl = prepare(scored, rolled.rewards, rolled.ended, coefficient, run.advantage)
+        metrics |= {"kl/coefficient": coefficient, "inference/padding": padding}
         metrics |= {"plan/changed": 1.0} if state.host.plan_changed else {}
         told = {} if kl is None else {"kl/response": kl}
         behind = 0 if rolled.drawn_at is None else state.step - rolled.drawn_at
         if rolled.drawn_at is not None:
-            experience, weights = weigh_advantages(experience, run.training.lag_clip)
+            batch, weights = weigh_advantages(batch, run.training.lag_clip)
             told |= weights | {"lag/updates": float(behind)}
-        if scores.logprobs is not None and not behind:
-            told |= mismatch(rollout.logprobs, scores.logprobs, rollout.mask)
+        if "logprobs" in scored.columns and not behind:
+            columns = scored.columns
+            told |= mismatch(columns["sampled_logprobs"], columns["logprobs"], scored.mask)
         # What is not finite is the update's to tell.
         metrics |= {name: value for name, value in told.items() if math.isfinite(value)}
     if before_update:
@@ -161,20 +162,21 @@ def learn(
 
     with watch, _timed("training", metrics, observe):
         stage_times = state.host.stage_times
-        learns = (experience, run.optimizers, run.training)
         if measures:
-            stage_times = measure_update(state.train, *learns) or None
-        train, losses = update(
-            state.train,
-            *learns,
+            stage_times = measure_update(state.models, batch, run.learners, state.step) or None
+        models, losses = update(
+            state.models,
+            batch,
+            run.learners,
+            step=state.step,
             kl_weight=0.0 if run.advantage.kl_in_reward else coefficient,
             observe=functools.partial(heard, "training"),
             skipped=state.host.skipped,
             stage_times=stage_times,
         )
         spans = watch.spans(run.lanes.of)
-    train, distilled = distill_drafter(train, rollout, run, observe)
-    return Learned(train, metrics | losses | distilled, spans, stage_times)
+    models, distilled = distill_drafter(models, samples, run, state.step + 1, observe)
+    return Learned(models, metrics | losses | distilled, spans, stage_times)
 
 
 def compile_step(state: RunState, run: Run) -> None:
@@ -183,7 +185,7 @@ def compile_step(state: RunState, run: Run) -> None:
     Nothing is run but the advantages. Shorter samples may need programs of other sizes.
     """
     # Weights that go elsewhere stay where they are: only shapes do.
-    train = dataclasses.replace(shapes(state.train), step=state.train.step)
+    models: Models = shapes(state.models)
     rows, _ = run.prompts.batches.take(state.host.position)
     top_k = run.generation.decoding.sampling.top_k
     tokens = run.generation.max_new_tokens
@@ -198,20 +200,12 @@ def compile_step(state: RunState, run: Run) -> None:
         )
         for row in np.repeat(rows, run.generation.samples_per_prompt)
     ]
-    rollout = as_rollout(samples, run.generation.decoding.max_length)
-    reference = run.frozen.reference
-    compile_scores(train.policy, reference, train.critic, rollout, run.scoring)
-
-    zeros = np.zeros(rollout.mask.shape, np.float32)
-    scores = TokenScores(
-        logprobs=zeros if run.scoring.policy_logprobs else None,
-        reference_logprobs=None if reference is None else zeros,
-        values=None if train.critic is None else zeros,
-    )
+    sequences = as_sequences(samples, run.generation.decoding.max_length)
+    scored = compile_scores(sequences, scorers(models, run), run.scoring)
     rewards = np.zeros(len(samples), np.float32)
     ended = np.ones(len(samples), bool)  # else none may be trained on (training.drop_overlong)
-    experience, _ = make_experience(rollout, rewards, ended, scores, 0.0, run.advantage)
-    compile_update(train, experience, run.optimizers, run.training)
+    batch, _ = prepare(scored, rewards, ended, 0.0, run.advantage)
+    compile_update(models, batch, run.learners, state.step)
 
 
 def apply_gradient(
@@ -227,14 +221,9 @@ def apply_gradient(
     them or the gradient is not finite, the policy stays as it is, and the step is counted as
     skipped; ValueError where more than `training.max_skipped` come in a row.
     """
-    train = state.train
-    optimizer = run.optimizers.policy
     gradient = Gradient(weights, dict(metrics))
-    (norm,), finite = examine((gradient,))
-    policy, moments = apply(train.policy, train.optimizer, gradient, finite, optimizer=optimizer)
-    train = dataclasses.replace(
-        train, policy=policy, optimizer=moments, step=counted_up(train.step)
-    )
+    (norm,), (finite,) = norms_and_finite([gradient])
+    policy = take_step(run.learners["policy"], state.models["policy"], gradient, finite)
     found = to_host.fetch({**metrics, "gradient/norm": norm})
     told = {name: float(value) for name, value in found.items()}
     broken = [name for name, value in told.items() if not math.isfinite(value)]
@@ -246,10 +235,11 @@ def apply_gradient(
         )
     told |= rolled.metrics | dict.fromkeys(broken, 0.0)
     told |= {"training/skipped": float(bool(broken)), "training/skipped_in_row": float(skipped)}
-    host = dataclasses.replace(rolled.host, skipped=skipped)
+    host = dataclasses.replace(rolled.host, step=state.step + 1, skipped=skipped)
     before = told["generation/seconds"] + told["inference/seconds"]
     told["training/seconds"] = time.perf_counter() - rolled.began - before
-    return RunState(train, host), report_step(rolled, told, host)
+    models = state.models | {"policy": policy.counted()}
+    return RunState(models, host), report_step(rolled, told, host)
 
 
 def report_step(rolled: RewardedRollout, metrics: dict[str, float], host: HostState) -> StepReport:
@@ -260,8 +250,11 @@ def report_step(rolled: RewardedRollout, metrics: dict[str, float], host: HostSt
     return StepReport(metrics, table, rolled.spans, selector.last_stage if selector else [])
 
 
-def scoring_queue(models: ModelPair, train: TrainState, run: Run) -> ScoringQueue | None:
-    """Make the queue of what slices score beside generation; None where none does."""
+def scoring_queue(policy: Model, models: Models, run: Run) -> ScoringQueue | None:
+    """Make the queue of what slices score beside generation; None where none does.
+
+    policy: as generation has it.
+    """
     if not run.generation.scoring_seconds:
         return None
     layout = run.generation.layout
@@ -272,11 +265,10 @@ def scoring_queue(models: ModelPair, train: TrainState, run: Run) -> ScoringQueu
         name: dataclasses.replace(one, model=place(one.model), rows=rows, length_bucket=length)
         for name, one in run.rewards.models.items()
     }
+    scoring = scorers(models, run)
     return ScoringQueue(
         Scoring(
-            policy=models[0] if run.scoring.policy_logprobs else None,
-            reference=run.frozen.reference and place(run.frozen.reference),
-            critic=train.critic and place(train.critic),
+            {role: policy if role == "policy" else place(one) for role, one in scoring.items()},
             temperature=run.scoring.temperature,
             rows=rows,
             length_bucket=run.scoring.length_bucket,
@@ -286,55 +278,57 @@ def scoring_queue(models: ModelPair, train: TrainState, run: Run) -> ScoringQueu
     )
 
 
-def make_experience(
-    rollout: Rollout,
+def prepare(
+    batch: Sequences,
     rewards: np.ndarray,
     ended: np.ndarray,
-    scores: TokenScores,
     kl_coefficient: float,
     advantage: AdvantageConfig,
-) -> tuple[Experience, float | None]:
-    """Turn rewards and scores into what training needs.
+) -> tuple[Sequences, float | None]:
+    """Return scored samples with rewards and advantages; what is not trained on is masked out.
 
     rewards [B] float32 (NaN where scoring failed) and ended [B] bool (the response has an end) are
     of whole samples. Returns also the KL of a response to the reference, in nats; None where the
     update measures it.
     """
+    columns = batch.columns
     mask, advantages, returns, kl = jax.device_get(
         compute_advantages(
             rewards,
             ended,
-            rollout.mask,
-            scores.logprobs,
-            scores.reference_logprobs,
-            scores.values,
+            batch.mask,
+            columns.get("logprobs"),
+            columns.get("reference_logprobs"),
+            columns.get("values"),
             kl_coefficient=np.float32(kl_coefficient),
             config=advantage,
         )
     )
-    experience = Experience(
-        rollout=rollout,
-        mask=mask,
-        logprobs=scores.logprobs,
-        reference_logprobs=scores.reference_logprobs,
-        rewards=rewards,
-        advantages=advantages,
-        values=scores.values,
-        returns=returns,
-    )
-    return experience, None if kl is None else float(kl)
+    found = {"rewards": rewards, "advantages": advantages}
+    found |= {} if returns is None else {"returns": returns}
+    prepared = dataclasses.replace(batch, mask=mask).with_columns(**found)
+    return prepared, None if kl is None else float(kl)
 
 
 def distill_drafter(
-    train: TrainState, rollout: Rollout, run: Run, observe: Observer
-) -> tuple[TrainState, dict[str, float]]:
+    models: Models, samples: Sequences, run: Run, step: int, observe: Observer
+) -> tuple[Models, dict[str, float]]:
     """Let the student learn from the policy as it is now, where it is kept current."""
     if run.distillation is None:
-        return train, {}
+        return models, {}
     start = time.perf_counter()
     alive = functools.partial(observe, "training", None)
-    train, metrics = distill(train, rollout, run.distillation, alive, run.frozen.student)
-    return train, metrics | {"drafter/seconds": time.perf_counter() - start}
+    student, metrics = distill(
+        models["drafter"],
+        models["policy"].weights,
+        samples,
+        run.distillation,
+        step,
+        alive,
+        run.frozen.get("student"),
+    )
+    seconds = {"drafter/seconds": time.perf_counter() - start}
+    return models | {"drafter": student}, metrics | seconds
 
 
 def _finish(
@@ -344,20 +338,22 @@ def _finish(
 
     Where no KL was measured, as every minibatch was skipped, the coefficient stays.
     """
-    train, metrics, spans, stage_times = learned
+    models, metrics, spans, stage_times = learned
     coefficient = host.kl_coefficient
     if "kl/response" in metrics:
         kl = metrics["kl/response"]
         coefficient = run.next_kl_coefficient(coefficient, kl, len(rolled.samples))
+    step = host.step + 1
     host = dataclasses.replace(
         host,
+        step=step,
         kl_coefficient=coefficient,
-        distilled_at=int(train.step) if run.distillation else host.distilled_at,
+        distilled_at=step if run.distillation else host.distilled_at,
         skipped=int(metrics["training/skipped_in_row"]),
         stage_times=stage_times,
     )
-    if train.drafter is not None or run.frozen.drafter is not None:
-        metrics |= _drafter_age(train, host)
+    if "drafter" in (*models, *run.frozen):
+        metrics |= _drafter_age(models, host)
     metrics.setdefault("kl/response", 0.0)
     spans += [
         Span(lane, "inference", *rolled.rewarded, len(rolled.samples), "reward_inference", 0)
@@ -367,16 +363,16 @@ def _finish(
     of_ranks = distributed.gather(since(spans, rolled.began))
     spans = itertools.chain(rolled.spans, *of_ranks)
     rolled = dataclasses.replace(rolled, spans=list(spans))
-    return RunState(train, host), report_step(rolled, metrics, host)
+    return RunState(models, host), report_step(rolled, metrics, host)
 
 
-def _drafter_age(train: TrainState, host: HostState) -> dict[str, float]:
+def _drafter_age(models: Models, host: HostState) -> dict[str, float]:
     """Count a student's updates, the policy's when the drafter last learned, and those since."""
-    version = train.drafter_version
+    version = int(to_host.fetch(models["drafter"].version)) if "drafter" in models else 0
     return {
-        "drafter/version": 0 if version is None else int(to_host.fetch(version)),
+        "drafter/version": version,
         "drafter/policy_step": host.distilled_at,
-        "drafter/behind": int(train.step) - host.distilled_at,
+        "drafter/behind": host.step - host.distilled_at,
     }
 
 

@@ -27,7 +27,9 @@ from rlhf_jax.generation.stage import (
     generate_samples,
 )
 from rlhf_jax.generation.strategy.select import Selector
-from rlhf_jax.inference.overlap import Scored, ScoringQueue
+from rlhf_jax.inference.overlap import ScoringQueue
+from rlhf_jax.inference.scoring import Scored
+from rlhf_jax.losses.advantages import groups_with_signal
 from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.monitoring.trace import Span, idle_share, since
 from rlhf_jax.reallocation.length_model import Lengths
@@ -36,7 +38,6 @@ from rlhf_jax.rewards.samples import Rewards, compute_rewards, responses_of
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.state import HostState, Observer, RolloutStats, RunState
-from rlhf_jax.training.batching import groups_with_signal
 from rlhf_jax.types import Model
 
 __all__ = [
@@ -97,8 +98,7 @@ class _RollOut:
     observe: Observer
     selector: Selector | None
     record: StageRecord = dataclasses.field(default_factory=StageRecord)
-    # by phase
-    seconds: dict[str, float] = dataclasses.field(
+    seconds: dict[str, float] = dataclasses.field(  # by phase
         default_factory=lambda: {"generation": 0.0, "inference": 0.0}
     )
     # of earlier samples whose noise is repeated
@@ -252,7 +252,7 @@ def _join(draws: Sequence[_Draw]) -> _Draw:
     metrics = {}
     for name in names:
         values = [draw.metrics[name] for draw in draws if name in draw.metrics]
-        metrics[name] = float((np.sum if name.endswith("/failed") else np.mean)(values))
+        metrics[name] = float(np.sum(values) if name.endswith("/failed") else np.mean(values))
     return _Draw(
         samples=[sample for draw in draws for sample in draw.samples],
         responses=[response for draw in draws for response in draw.responses],

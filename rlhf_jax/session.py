@@ -36,13 +36,13 @@ from rlhf_jax.runtime.slice_groups import slice_group_of
 from rlhf_jax.runtime.watchdog import Watchdog
 from rlhf_jax.setup import Opened
 from rlhf_jax.state import Run, RunState, StepReport
-from rlhf_jax.training.update import NonFiniteStep
+from rlhf_jax.training.learn import NonFiniteStep
 
 # The word under which a signal is published to other processes.
 STOP = "stop"
 # Seconds between two looks for a signal that another process was sent.
 LOOK_SECONDS = 1.0
-# Phases after the train state is used up: in the second one samples of the next step are awaited.
+# Phases after the models are used up: in the second one samples of the next step are awaited.
 UPDATING = ("training", "waiting")
 
 
@@ -82,7 +82,7 @@ class Session:
 
     def restore(self) -> RunState | None:
         """Return the state of the last checkpoint; None where there is none."""
-        found = self._checkpoints.restore(setup.state_template(self.opened))
+        found = self._checkpoints.restore(setup.initial_models(self.opened, setup.source_shapes))
         if found is None:
             return None
         if distributed.leads():
@@ -90,12 +90,13 @@ class Session:
             print(
                 f"Going on from step {found.step}, saved in {place}; another workdir starts anew.\n"
             )
-        return RunState(found.state, setup.restored_host_state(self.opened, found.host))
+        host = setup.restored_host_state(self.opened, found.step, found.host)
+        return RunState(found.state, host)
 
     def begin(self) -> RunState:
         """Load the state before the first step."""
-        train = self.opened.objective.initial_state(self.opened)
-        return RunState(train, setup.initial_host_state(self.opened))
+        models = setup.initial_models(self.opened)
+        return RunState(models, setup.initial_host_state(self.opened))
 
     def start(self, state: RunState) -> Run:
         """Open the files of the run, show its progress, and load what else it needs."""
@@ -263,7 +264,7 @@ class Session:
         if not (self.opened.config.checkpoint.every and state.step):
             return False
         distributed.run_on_all(lambda: self._writer and self._writer.sync())
-        self._checkpoints.save(state.step, state.train, state.host.document())
+        self._checkpoints.save(state.step, state.models, state.host.document())
         return True
 
     def __exit__(self, *raised: Any) -> None:
@@ -296,12 +297,12 @@ class Session:
             if distributed.leads():
                 try:
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    np.savez_compressed(path, **named_leaves(error.experience))
+                    np.savez_compressed(path, **named_leaves(error.batch))
                 except OSError as failure:
                     kept = f"the batch could not be kept ({failure.strerror or failure})"
             reason = str(error).rstrip(".")
             told = ValueError(f"Step {state.step}: {reason}; {kept}, checkpoints are as they were.")
-        whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.train))
+        whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.models))
         if whole and distributed.all_here("a failed step"):  # no update began, and used it up
             try:
                 self.save(state)
@@ -352,7 +353,7 @@ def preview(opened: Opened) -> str:
     workdir = opened.config.workdir
     if is_remote(workdir):
         return f"what lies behind {workdir} was not looked at"
-    template = setup.state_template(opened)
+    template = setup.initial_models(opened, setup.source_shapes)
     step = distributed.run_on_leader(lambda: _checkpoints_of(opened).preview(template))
     if not step:
         return f"a run would begin in {workdir}"

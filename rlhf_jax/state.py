@@ -30,9 +30,9 @@ from rlhf_jax.rewards.combination import Scorer
 from rlhf_jax.rewards.samples import Rewards
 from rlhf_jax.training.distill import Distillation
 from rlhf_jax.training.experience import AdvantageConfig
-from rlhf_jax.training.optimizer import Optimizers
+from rlhf_jax.training.gradients import Learner
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.types import Model, TrainState
+from rlhf_jax.types import Model, Models
 
 # What the lengths of earlier responses weigh once the policy has moved, as a factor.
 KEPT_LENGTHS = 0.5
@@ -46,17 +46,6 @@ Observer = Callable[[str, RoundReport | PhaseParts | None], None]
 
 def ignore(phase: str, report: RoundReport | PhaseParts | None) -> None:
     """Observe nothing."""
-
-
-@dataclasses.dataclass(frozen=True)
-class FrozenModels:
-    """Hold the models that a run does not train."""
-
-    # what KL is measured from; None: the policy is its own
-    reference: Model | None = None
-    drafter: Model | None = None
-    # the student that is kept current, as it began: what its learning is measured against
-    student: Model | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +101,10 @@ class SpeculationState:
 
 @dataclasses.dataclass(frozen=True)
 class HostState:
-    """Hold what the host remembers: with the `TrainState`, all of a run."""
+    """Hold what the host remembers: with the models that are trained, all of a run."""
 
+    # updates that were made
+    step: int
     # in the order of the prompts, as `Batches.state` gives it
     position: dict[str, int]
     training: SpeculationState
@@ -188,8 +179,8 @@ class HostState:
             "plan": self.plan,
         } | ({"ahead": self.ahead.document()} if self.ahead else {})
 
-    def restored(self, document: dict[str, Any]) -> HostState:
-        """Return the state that `document` was made of.
+    def restored(self, step: int, document: dict[str, Any]) -> HostState:
+        """Return the state after so many updates that `document` was made of.
 
         A KL coefficient that the config has changed since begins anew. What was chosen for the same
         devices stays, so that rounding does.
@@ -197,6 +188,7 @@ class HostState:
         as_before = document["kl_start"] == self.kl_start
         chosen = self.remat_devices and document.get("remat_devices") == self.remat_devices
         return HostState(
+            step=step,
             position=document["batches"],
             training=self.training.restored(document["drafting"]),
             evaluation=self.evaluation.restored(document["evaluation"]),
@@ -215,13 +207,13 @@ class HostState:
 class RunState(NamedTuple):
     """Hold all of a run that changes: what devices hold and what the host remembers."""
 
-    train: TrainState
+    models: Models
     host: HostState
 
     @property
     def step(self) -> int:
         """Count the updates that were made."""
-        return int(self.train.step)
+        return self.host.step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,8 +254,11 @@ class Run:
     scoring: ScoringSettings
     advantage: AdvantageConfig
     training: TrainingSettings
-    optimizers: Optimizers
-    frozen: FrozenModels
+    # by role: what is trained on the samples of a step, in the order in which gradients are taken
+    learners: Mapping[str, Learner]
+    # by role, the models that are not trained: the "reference" that KL is measured from, a
+    # "drafter", and the "student" that is kept current, as it began
+    frozen: Mapping[str, Model]
     # of (KL coefficient, KL of a response, samples): the next coefficient
     next_kl_coefficient: Callable[[float, float, int], float]
     # where a timeline shows what each call does
@@ -274,27 +269,29 @@ class Run:
     evaluation: EvaluationSettings | None = None
 
 
-def decoding_models(train: TrainState, run: Run) -> tuple[Model, Model | None]:
+def decoding_models(models: Models, run: Run) -> tuple[Model, Model | None]:
     """Return policy and drafter as generation wants them: unrolled, cast, laid out.
 
     The drafter is the student that is trained, with the policy's embedding and head, else the
     frozen drafter.
     """
-    target = decoding_weights(train.policy, run.generation.layout)
-    drafter = run.frozen.drafter if train.drafter is None else train.drafter
+    target = decoding_weights(models["policy"].weights, run.generation.layout)
+    drafter = models["drafter"].weights if "drafter" in models else run.frozen.get("drafter")
     return target, student_for(target, drafter, run.generation.layout)
 
 
-def weights_received(train: TrainState, run: Run) -> dict[str, float]:
+def scorers(models: Models, run: Run) -> dict[str, Model]:
+    """Return the models that score, by role."""
+    there = {**run.frozen, **{role: one.weights for role, one in models.items()}}
+    return {role: there[role] for role in run.scoring.layouts}
+
+
+def weights_received(models: Models, run: Run) -> dict[str, float]:
     """Count the 10^6 bytes that devices receive from others as weights come to other calls."""
-    moved = {"generation": (train.policy, run.generation.layout)}
-    if run.scoring.policy_logprobs:
-        moved["policy_inference"] = (train.policy, run.scoring.layout)
-    if train.critic is not None:
-        layout = run.scoring.critic_layout or run.scoring.layout
-        moved["critic_inference"] = (train.critic, layout)
+    moved = {"generation": ("policy", run.generation.layout)}
+    moved |= {f"{role}_inference": (role, own) for role, own in run.scoring.layouts.items()}
     return {
-        f"weights/{call}": bytes_moved(model, layout, layout.dtype).received / 1e6
-        for call, (model, layout) in moved.items()
-        if layout.mesh is not None
+        f"weights/{call}": bytes_moved(models[role].weights, layout, layout.dtype).received / 1e6
+        for call, (role, layout) in moved.items()
+        if layout.mesh is not None and role in models
     }

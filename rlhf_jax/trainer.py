@@ -165,7 +165,7 @@ def _keep_prompts(config: Config, prompts: Sequence[str | dict[str, Any]]) -> pa
 def compile_ahead(state: RunState, run: Run, session: Session) -> RunState:
     """Compile the rounds that steps begin with, and let selectors begin with what they cost."""
     session.observe("compiling", None)
-    models = decoding_models(state.train, run)
+    models = decoding_models(state.models, run)
     configs = ModelConfigs(models[0].config, models[1] and models[1].config)
     decoding = run.generation.decoding
     costs = functools.partial(
@@ -177,7 +177,7 @@ def compile_ahead(state: RunState, run: Run, session: Session) -> RunState:
         slots=decoding.max_length,
     )
     selectors = compile_first_rounds(models, state.host.selectors(), run.generation, costs)
-    return RunState(state.train, state.host.with_selectors(selectors))
+    return state._replace(host=state.host.with_selectors(selectors))
 
 
 def measure_if_due(state: RunState, run: Run, session: Session, last: bool = False) -> RunState:
@@ -192,9 +192,10 @@ def measure_if_due(state: RunState, run: Run, session: Session, last: bool = Fal
 
 def export(state: RunState, run: Run, opened: Opened) -> None:
     """Write what was trained as folders, and say what has changed."""
-    trained = {"policy": state.train.policy} if run.objective.trains_policy else {}
-    if state.train.drafter is not None and run.config.drafter.learning_rate:
-        trained["drafter"] = completed(state.train.drafter, state.train.policy)
+    policy = state.models["policy"].weights
+    trained = {"policy": policy} if run.objective.trains_policy else {}
+    if "drafter" in state.models and run.config.drafter.learning_rate:
+        trained["drafter"] = completed(state.models["drafter"].weights, policy)
     for name, model in trained.items():
         whole = to_host.to_leader(model) if distributed.started() else model
         save = functools.partial(

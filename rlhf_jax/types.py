@@ -3,8 +3,6 @@
 B rows, P prompt, T token slots, N draft nodes, K tree depth, V vocabulary, L layers, H heads,
 G key-value heads, D head dim, M width, F feed-forward width, W window slots, Q query tokens.
 
-A per-token array `x[B, T]` speaks of the token at t: `logprobs[b, t]` is the log-probability of
-`tokens[b, t]` given `tokens[b, :t]`; entry 0 has no meaning and is never under a mask.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import optax
 from flax import struct
 
 from pallas_kernels.arrays import Cache
+from rlhf_jax.runtime.shards import counted_up
 
 # An array lies on the device or, of numpy, on the host. In a template of a tree a shape or a
 # sharding stands in its place.
@@ -208,64 +207,17 @@ class Emission:
 
 
 @struct.dataclass
-class Rollout:
-    """Hold finished samples as they were asked for: prompt first, padded on the right."""
+class Trained:
+    """Hold a model that is trained."""
 
-    tokens: Array  # [B, T] int32
-    mask: Array  # [B, T] bool, true on response tokens.
-    logprobs: Array  # [B, T] float32, as generation reported them.
-    length: Array  # [B] int32, of prompt and response together.
-    sample_id: Array  # [B] uint32
-    support: Array | None = None  # [B, T, top_k] int32
+    weights: Model  # The master weights, in float32, layers stacked.
+    moments: optax.OptState | None  # of its optimizer; None: it stays as it is
+    version: Array  # [] int32, the updates that it has been through
 
-
-@struct.dataclass
-class PackedBatch:
-    """Hold samples token by token, each prompt once, in one line of tokens a row shard.
-
-    Padding is zero, and False in the mask. S row shards, of C tokens, R samples of at most T
-    tokens, and W tokens that are predicted.
-    """
-
-    tokens: Array  # [S, C] int32
-    positions: Array  # [S, C] int32, of a token in its sample
-    samples: Array  # [S, R, T] int32, where in the line the tokens of a sample are
-    home: Array  # [S, C] int32, where in `samples`, read as [S, R * T], a token is
-    before: Array  # [S, W] int32, where in the line the token before a predicted one is
-    targets: Array  # [S, W] int32, the tokens that are predicted
-    mask: Array  # [S, W] bool
-    owner: Array  # [S, W] int32, the row of `samples` that a predicted token belongs to
+    def counted(self) -> Trained:
+        """Return the model after one more update."""
+        return dataclasses.replace(self, version=counted_up(self.version))
 
 
-@struct.dataclass
-class Experience:
-    """Hold what training needs of a rollout.
-
-    `mask` is the rollout's, less the samples that are not trained on.
-    """
-
-    rollout: Rollout
-    mask: Array  # [B, T] bool, the response tokens that losses count.
-    # [B, T] float32, recomputed under the policy that generated: the "old" ones. None: those that
-    # an update of one minibatch computes itself.
-    logprobs: Array | None
-    reference_logprobs: Array | None  # [B, T] float32; None: the reference is the old policy.
-    rewards: Array  # [B] float32, of whole samples.
-    advantages: Array  # [B, T] float32
-    # [B, T] float32, what the critic expected before each token, as it was before the update.
-    values: Array | None = None
-    returns: Array | None = None  # [B, T] float32, what the critic is to predict.
-
-
-@struct.dataclass
-class TrainState:
-    """Hold all that an update changes."""
-
-    policy: Model  # The master weights, in float32, layers stacked.
-    optimizer: optax.OptState  # The state of the policy's optax optimizer.
-    step: Array  # [] int32, how many updates are done.
-    critic: Model | None = None  # Weights as the policy's, with a scalar head.
-    critic_optimizer: optax.OptState | None = None
-    drafter: Model | None = None  # A student that is trained beside the policy.
-    drafter_optimizer: optax.OptState | None = None
-    drafter_version: Array | None = None  # [] int32, the student's updates so far.
+# What is trained, by role: "policy", "critic", "drafter", or an algorithm's own.
+Models = dict[str, Trained]

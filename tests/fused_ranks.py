@@ -15,7 +15,7 @@ import sys
 import time
 import types
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,12 +24,12 @@ from tiny_run import CONFIG
 from pallas_kernels.dispatch import Kernels
 from rlhf_jax import mesh as meshes
 from rlhf_jax.generation.assignment import AssignmentPolicy
-from rlhf_jax.generation.requests import GenerationConfig, Request, Sample, as_rollout
+from rlhf_jax.generation.requests import GenerationConfig, Request, Sample, as_sequences
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.speculative.tree import PLAIN
 from rlhf_jax.generation.stage import GenerationSettings, generate_samples
-from rlhf_jax.inference import overlap
-from rlhf_jax.inference.overlap import Scored, Scoring, ScoringQueue
+from rlhf_jax.inference.overlap import Scoring, ScoringQueue
+from rlhf_jax.inference.scoring import Scored, dispatch_scores
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.model.weights.source import open_source
@@ -39,7 +39,6 @@ from rlhf_jax.rewards.models import RewardModel, model_scorer
 from rlhf_jax.runtime import distributed, joining
 from rlhf_jax.runtime.signals import Stopped
 from rlhf_jax.runtime.slice_groups import slice_group_of
-from rlhf_jax.types import Model
 
 GOLDEN = Path(__file__).parent / "golden" / "llama_reward"
 HOW = GenerationConfig(Sampling(1.0), (PLAIN,), (), max_rows=6, max_length=64, seed=3, min_rows=6)
@@ -84,9 +83,7 @@ def models() -> Scoring:
     source = open_source(GOLDEN)
     reward_model = RewardModel(source, unstack(source.load(np.float32)), rows=ROWS)
     return Scoring(
-        policy,
-        reference,
-        critic,
+        {"policy": policy, "reference": reference, "critic": critic},
         1.0,
         rows=ROWS,
         length_bucket=16,
@@ -98,12 +95,7 @@ def models() -> Scoring:
 def laid_over(layout: Layout, alone: Scoring) -> dict:
     """The models repeated over a mesh."""
     reward_model = alone.rewards["judge"]
-    tree = {
-        "policy": alone.policy,
-        "reference": alone.reference,
-        "critic": alone.critic,
-        "rewards": reward_model.model,
-    }
+    tree = {"models": dict(alone.models), "rewards": reward_model.model}
     tree = jax.jit(lambda: tree, out_shardings=meshes.model_shardings(tree, layout))()
     return tree | {"rewards": {"judge": dataclasses.replace(reward_model, model=tree["rewards"])}}
 
@@ -148,7 +140,7 @@ class Stage:
 
         settings = GenerationSettings(self.how, self.layout, 0, 0, 0)
         samples = generate_samples(
-            (cast(Model, self.scoring.policy), None),
+            (self.scoring.models["policy"], None),
             requests(),
             self.how,
             settings,
@@ -222,14 +214,14 @@ def check(stage: Stage, scoring_queue: ScoringQueue, samples: list[Sample], alon
     assert stage.slice_group.ranks[0] != 0 or found.keys() == set(range(SHORT))
     chosen = [sample for sample in samples if sample.sample_id in found]
     assert len(chosen) == len(found) == sum(len(batch.samples) for batch in scoring_queue.batches)
-    models = (alone.policy, alone.reference, alone.critic)
-    numbers: Any = ()
+    numbers = {}
     if chosen:
-        rollout = as_rollout(chosen, alone.max_length)
+        texts = as_sequences(chosen, alone.max_length)
         how = (alone.temperature, alone.rows, alone.length_bucket, Layout())
-        numbers = overlap.dispatch_scores(models, rollout, *how).fetch()
-    for name, wanted in zip(overlap.PER_TOKEN_SCORES, numbers, strict=False):
-        given = np.stack([getattr(found[sample.sample_id], name) for sample in chosen])
+        numbers = dispatch_scores(alone.models, texts, *how).fetch()
+        assert numbers.keys() == {"logprobs", "reference_logprobs", "values"}
+    for name, wanted in numbers.items():
+        given = np.stack([found[sample.sample_id].columns[name] for sample in chosen])
         np.testing.assert_allclose(given, wanted, atol=1e-4, rtol=0)
         assert np.abs(given).max() > 1e-2, name
     wanted = (
@@ -243,10 +235,8 @@ def check(stage: Stage, scoring_queue: ScoringQueue, samples: list[Sample], alon
 
 def same(one: Scored, other: Scored) -> bool:
     """Bit for bit."""
-    alike = [
-        np.array_equal(getattr(one, name), getattr(other, name))
-        for name in overlap.PER_TOKEN_SCORES
-    ]
+    alike = [np.array_equal(one.columns[name], other.columns[name]) for name in one.columns]
+    alike.append(one.columns.keys() == other.columns.keys())
     return all(alike) and one.rewards == other.rewards
 
 

@@ -27,15 +27,18 @@ SECONDS = 300  # A file's own tests that take longer hang, and have found the fa
 SECONDS_OF_CORE = 3600  # Likewise the whole fast core.
 
 TESTS: dict[str, str] = {
-    "training/losses.py": "test_losses.py test_policy_losses.py",
-    "training/policy_losses.py": "test_policy_losses.py test_losses.py",
-    "training/advantages.py": "test_advantages.py test_shaping.py",
+    "algorithms/policy_gradient.py": "test_losses.py test_policy_losses.py",
+    "losses/aggregate.py": "test_losses.py test_policy_losses.py",
+    "losses/value.py": "test_losses.py",
+    "training/kinds.py": "test_group_losses.py test_losses.py test_packing.py",
+    "losses/policy.py": "test_policy_losses.py test_losses.py",
+    "losses/advantages.py": "test_advantages.py test_shaping.py",
     "training/experience.py": "test_advantages.py test_shaping.py",
-    "training/kl.py": "test_shaping.py test_policy_losses.py",
+    "losses/kl.py": "test_shaping.py test_policy_losses.py",
     "training/importance.py": "test_lag.py -k weigh",
-    "training/batching.py": "test_batching.py",
+    "sequences/minibatches.py": "test_batching.py",
     "training/optimizer.py": "test_optimizer.py test_update.py",
-    "inference/packing.py": "test_packing.py",
+    "sequences/packing.py": "test_packing.py",
     "generation/history.py": "test_history.py",
     "generation/speculative/sampling.py": "test_sampling.py",
     "generation/speculative/rejection.py": "test_rejection.py",
@@ -70,11 +73,15 @@ REASONS: dict[tuple[str, str], str] = {
         "fits = (tokens == drawn) & (tree.depth > -1)",
     ): "The root fits in any case, by the next line.",
     (
-        "training/losses.py",
-        "losses = jnp.where(mask, loss(terms), 1.0)",
+        "generation/speculative/tree.py",
+        "return jnp.argmax(jnp.where(accepted, tree.depth, ~1), axis=1).astype(jnp.int32)",
+    ): "The root, of depth 0, is accepted: any number below will do.",
+    (
+        "algorithms/policy_gradient.py",
+        "losses = jnp.where(mask, settings.loss(own), 1.0)",
     ): "What is masked out has no weight: any finite number does.",
     (
-        "inference/packing.py",
+        "sequences/packing.py",
         "step = 1 << max(0, (units - 0).bit_length() - bits)",
     ): "A power of two is a multiple of either step.",
     (

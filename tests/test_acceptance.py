@@ -172,6 +172,7 @@ def test_what_is_scored_alone_tests_for_a_change_and_loosens_the_calibration(rat
     A change leaves these drafts alone, and nothing of the calibration.
     """
     piece = drafted(np.random.default_rng(3), 24, rate)
+    piece.offered[::2] = np.minimum(piece.offered[::2], 1)  # no second best ones of half of them
     known = acceptance.observe(
         acceptance.unknown(), drafted(np.random.default_rng(4), 1, 0.0), True
     )

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_jax.training import advantages
-from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig
+from rlhf_jax.losses import advantages
+from rlhf_jax.losses.advantages import ESTIMATORS, EstimatorConfig
 from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
 
 GROUP = 3

@@ -274,7 +274,7 @@ def test_a_batch_that_is_not_finite_is_kept(place, capsys):
     case = CASES["loss is not finite"]
     assert PROGRAMS["train"](prepared(case, place)) == 2
     batch = np.load(place.run / "post-mortem" / "step-000001.npz")
-    assert batch["rollout.tokens"].shape[0] == 16 and np.isfinite(batch["advantages"]).all()
+    assert batch["tokens"].shape[0] == 16 and np.isfinite(batch["columns.advantages"]).all()
     assert len(lines(place.run / "metrics.jsonl")) == 1
     assert PROGRAMS["train"](command(place, GO_ON | {"steps": 2})) == 0, capsys.readouterr().err
     assert [line["step"] for line in lines(place.run / "metrics.jsonl")] == [0, 1]

@@ -6,23 +6,22 @@ reward is a sum over all 256 answers under the policy's law, and the best policy
 prompt.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from learning import Optimizers, new_models, update
 
-from rlhf_jax.inference.logprobs import score_rollout
-from rlhf_jax.inference.values import critic_of, score_values
+from rlhf_jax.inference.scoring import score_sequences
+from rlhf_jax.inference.values import critic_of
+from rlhf_jax.losses.advantages import ESTIMATORS, EstimatorConfig
+from rlhf_jax.losses.kl import token_rewards
 from rlhf_jax.model.transformer import forward, init, logits
-from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig
+from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.training.importance import weigh_advantages
-from rlhf_jax.training.kl import token_rewards
-from rlhf_jax.training.optimizer import Optimizers, make_optimizer
+from rlhf_jax.training.optimizer import make_optimizer
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.training.update import init_train_state, update
-from rlhf_jax.types import Experience, ModelConfig, Rollout
+from rlhf_jax.types import ModelConfig
 
 VOCAB = 16
 PROMPTS = 2
@@ -80,35 +79,34 @@ def expected_reward(policy) -> float:
 
 
 @jax.jit
-def sample(policy, key) -> Rollout:
+def sample(policy, key) -> Sequences:
     """`GROUP` answers to each prompt, drawn from the policy's law."""
     keys = jax.random.split(key)
     tokens = jnp.repeat(jnp.asarray(PROMPT_TOKENS), GROUP, axis=0)
     for each in keys:
-        drawn = jax.random.categorical(each, law(policy, tokens)[:, -1])
-        tokens = jnp.concatenate([tokens, drawn[:, None].astype(jnp.int32)], axis=1)
-    ids = jnp.arange(ROWS, dtype=jnp.uint32)
-    lengths = jnp.full(ROWS, 4, jnp.int32)
-    rollout = Rollout(tokens, jnp.asarray(MASK), jnp.zeros(MASK.shape), lengths, ids)
+        token = jax.random.categorical(each, law(policy, tokens)[:, -1])
+        tokens = jnp.concatenate([tokens, token[:, None].astype(jnp.int32)], axis=1)
+    prompts = jnp.arange(ROWS, dtype=jnp.int32) // GROUP
+    drawn = Sequences(tokens, jnp.asarray(MASK), prompts)
     scores = law(policy, tokens[:, :-1])
     sampled = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=2)[..., 0]
-    return dataclasses.replace(rollout, logprobs=jnp.pad(sampled, ((0, 0), (1, 0))))
+    return drawn.with_columns(sampled_logprobs=jnp.pad(sampled, ((0, 0), (1, 0))))
 
 
-def experience_of(state, rollout, name: str) -> Experience:
+def experience_of(models, drawn: Sequences, name: str) -> Sequences:
     """Rewards of the table, and advantages by the named estimator."""
-    prompt = jnp.arange(ROWS) // GROUP
-    (first, second) = rollout.tokens[:, -2:].T
-    rewards = jnp.asarray(REWARDS)[prompt, first, second]
-    logprobs = score_rollout(state.policy, rollout, temperature=1.0, rows=ROWS)
-    values = score_values(state.critic, rollout, rows=ROWS) if state.critic else None
-    earned = token_rewards(rewards, jnp.zeros(MASK.shape), rollout.mask, 0.0)
-    advantages, returns = ESTIMATORS[name].estimate(
-        earned, values, rollout.mask, EstimatorConfig(samples_per_prompt=GROUP)
+    (first, second) = drawn.tokens[:, -2:].T
+    rewards = jnp.asarray(REWARDS)[drawn.group, first, second]
+    logprobs = score_sequences(models["policy"].weights, drawn, rows=ROWS)
+    columns = {"logprobs": logprobs, "reference_logprobs": logprobs, "rewards": rewards}
+    if "critic" in models:
+        columns["values"] = score_sequences(models["critic"].weights, drawn, rows=ROWS)
+    earned = token_rewards(rewards, jnp.zeros(MASK.shape), drawn.mask, 0.0)
+    columns["advantages"], returns = ESTIMATORS[name].estimate(
+        earned, columns.get("values"), drawn.mask, EstimatorConfig(samples_per_prompt=GROUP)
     )
-    return Experience(
-        rollout, rollout.mask, logprobs, logprobs, rewards, advantages, values, returns
-    )
+    columns |= {} if returns is None else {"returns": returns}
+    return drawn.with_columns(**columns)
 
 
 def learn(name: str, seed: int, lag: int = 0, every: int = 5) -> list[float]:
@@ -118,20 +116,22 @@ def learn(name: str, seed: int, lag: int = 0, every: int = 5) -> list[float]:
     """
     policy = init(jax.random.key(seed), MODEL)
     critic = critic_of(policy) if ESTIMATORS[name].needs_critic else None
-    optimizers = OPTIMIZERS if critic else dataclasses.replace(OPTIMIZERS, critic=None)
+    optimizers = OPTIMIZERS if critic else OPTIMIZERS._replace(critic=None)
     seen = [expected_reward(policy)]
-    state = init_train_state(policy, optimizers, critic=critic)
+    models = new_models(policy, optimizers, critic=critic)
     ahead = None
     for step in range(STEPS):
-        drawn = sample(state.policy, jax.random.fold_in(jax.random.key(seed + 100), step))
+        drawn = sample(
+            models["policy"].weights, jax.random.fold_in(jax.random.key(seed + 100), step)
+        )
         rollout = ahead if lag and ahead else drawn
-        experience = experience_of(state, rollout, name)
+        experience = experience_of(models, rollout, name)
         if lag:
-            experience, _ = weigh_advantages(jax.tree.map(np.asarray, experience), UPDATE.lag_clip)
+            experience, _ = weigh_advantages(experience.on_host(), UPDATE.lag_clip)
             ahead = drawn
-        state, _ = update(state, experience, optimizers, UPDATE)
+        models, _ = update(models, experience, optimizers, UPDATE)
         if (step + 1) % every == 0:
-            seen.append(expected_reward(state.policy))
+            seen.append(expected_reward(models["policy"].weights))
             if seen[-1] >= 0.95:
                 break
     return seen

@@ -8,10 +8,12 @@ import math
 
 import numpy as np
 import pytest
+from learning import sequences_of
 
-from rlhf_jax.inference.packing import pack
-from rlhf_jax.training.batching import groups_with_signal, micro_batch, minibatches, select
-from rlhf_jax.types import Experience, Rollout
+from rlhf_jax.losses.advantages import groups_with_signal
+from rlhf_jax.sequences.batch import Sequences
+from rlhf_jax.sequences.minibatches import minibatches, with_shares
+from rlhf_jax.sequences.packing import pack
 
 
 @pytest.mark.parametrize(
@@ -55,52 +57,53 @@ def test_rows_that_do_not_divide_are_refused():
         next(minibatches(10, 3, 1, 0, 0))
 
 
-def experience(mask: np.ndarray) -> Experience:
+def known_batch(mask: np.ndarray) -> Sequences:
     """Numbers that name their place."""
-    rows, slots = mask.shape
-    numbers = np.arange(rows * slots, dtype=np.float32).reshape(rows, slots)
-    known = np.broadcast_to(np.arange(slots) > 0, mask.shape)
-    length = np.full(rows, slots, np.int32)
-    rollout = Rollout(numbers.astype(np.int32), known, numbers, length, np.arange(rows))
-    return Experience(
-        rollout,
+    numbers = np.arange(mask.size, dtype=np.float32).reshape(mask.shape)
+    known = sequences_of(
+        numbers.astype(np.int32),
         mask,
+        sampled_logprobs=numbers,
         logprobs=numbers + 100,
-        reference_logprobs=None,
         rewards=numbers[:, 0],
         advantages=numbers + 200,
     )
+    return dataclasses.replace(known, group=np.array([0, 0, 1], np.int32))
 
 
 @pytest.mark.parametrize("trained", [(5,), (1, 2, 3, 11), (1, 5, 9)])
 def test_a_micro_batch_has_the_numbers_of_the_tokens_that_are_trained_on(trained):
-    """Each once, and how many tokens and samples they are."""
+    """Each once, and how many tokens, sequences and groups they are."""
     mask = np.isin(np.arange(12), trained).reshape(3, 4)
-    given = experience(mask)
     weights = np.arange(12, dtype=np.float32).reshape(3, 4) / 12
-    (part,) = pack(given.rollout, mask, 3, length_bucket=4, row_shards=1)
-    batch = micro_batch(given, weights, 0.25, part)
-    assert batch.total == len(trained) and batch.kl_weight == 0.25
-    assert batch.samples == len({token // 4 for token in trained})
-    own = np.asarray(batch.mask)
-    assert batch.reference_logprobs is batch.values is batch.returns is batch.support is None
-    pairs = ((batch.sampled_logprobs, 0), (batch.logprobs, 100), (batch.advantages, 200))
-    for numbers, more in pairs:
-        assert sorted(np.asarray(numbers)[own] - more) == list(trained)
-    np.testing.assert_allclose(sorted(np.asarray(batch.weights)[own]), np.array(trained) / 12)
+    given = with_shares(known_batch(mask), weights, 0.25)
+    (part,) = pack(given, 3, length_bucket=4, row_shards=1)
+    columns = part.batch.columns
+    rows = {token // 4 for token in trained}
+    assert columns["total_tokens"] == len(trained) and columns["kl_weight"] == np.float32(0.25)
+    assert columns["total_sequences"] == len(rows)
+    assert columns["total_groups"] == len({int(given.group[row]) for row in rows})
+    own = np.asarray(part.batch.mask)
+    for name, more in (("sampled_logprobs", 0), ("logprobs", 100), ("advantages", 200)):
+        assert sorted(np.asarray(columns[name])[own] - more) == list(trained)
+    np.testing.assert_allclose(sorted(np.asarray(columns["weights"])[own]), np.array(trained) / 12)
 
 
 def test_where_nothing_is_trained_on_means_are_over_one():
     """So that they are 0, and not NaN."""
-    given = experience(np.broadcast_to(np.arange(4) > 0, (3, 4)))
-    (part,) = pack(given.rollout, given.mask, 3, length_bucket=4, row_shards=1)
-    nothing = dataclasses.replace(given, mask=np.zeros((3, 4), bool))
-    batch = micro_batch(nothing, np.zeros((3, 4), np.float32), 0.0, part)
-    assert batch.total == batch.samples == 1
+    nothing = np.zeros((3, 4), bool)
+    columns = with_shares(known_batch(nothing), np.zeros((3, 4), np.float32), 0.0).columns
+    assert columns["total_tokens"] == columns["total_sequences"] == columns["total_groups"] == 1
 
 
 def test_the_rows_of_a_minibatch_are_taken_of_everything():
-    whole = experience(np.ones((3, 4), bool))
-    taken = select(whole, np.array([2, 0]))
-    np.testing.assert_array_equal(taken.advantages, np.asarray(whole.advantages)[[2, 0]])
-    assert np.asarray(taken.rollout.sample_id).tolist() == [2, 0] and taken.values is None
+    """But what is known of the whole batch stays."""
+    ones = np.ones((3, 4), bool)
+    whole = with_shares(known_batch(ones), ones.astype(np.float32), 0.5)
+    rows = np.array([2, 0])
+    taken = whole.take(rows)
+    np.testing.assert_array_equal(taken.tokens, np.asarray(whole.tokens)[rows])
+    np.testing.assert_array_equal(taken.group, np.asarray(whole.group)[rows])
+    for name, column in whole.columns.items():
+        wanted = column if np.ndim(column) == 0 else np.asarray(column)[rows]
+        np.testing.assert_array_equal(taken.columns[name], wanted)

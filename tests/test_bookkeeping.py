@@ -173,8 +173,8 @@ def test_a_sum_that_is_not_finite_is_a_failure():
 def test_what_was_counted_goes_through_a_checkpoint():
     state = test_state.host_state(next_id=77, skipped=3)
     document = state.document()
-    restored = test_state.host_state().restored(document)
+    restored = test_state.host_state().restored(1, document)
     assert (restored.next_id, restored.skipped) == (77, 3)
     del document["next_id"], document["skipped"]  # as a checkpoint of before has neither
-    restored = test_state.host_state().restored(document)
+    restored = test_state.host_state().restored(1, document)
     assert (restored.next_id, restored.skipped) == (UNUSED_ID, 0)

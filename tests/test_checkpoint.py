@@ -36,7 +36,7 @@ from rlhf_jax.runtime.checkpoint.store import (
     read_part,
     steps,
 )
-from rlhf_jax.types import TrainState
+from rlhf_jax.types import Trained
 
 IDENTITY = {"seed": 3, "model.path": "tiny", "weights": (1.0, 2.0)}
 WORDS = 1 << 16
@@ -55,7 +55,7 @@ def make_state(seed: int) -> Any:
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-3, 0, 9))
     )
-    return TrainState(policy, optimizer.init({"bits": policy["bits"]}), jnp.int32(seed))
+    return Trained(policy, optimizer.init({"bits": policy["bits"]}), jnp.int32(seed))
 
 
 def as_bytes(tree) -> dict[str, tuple]:
@@ -102,7 +102,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path, capfd):
     assert step == 5 and as_bytes(restored) == as_bytes(state)
     assert (
         jax.tree.structure(restored) == jax.tree.structure(state)
-        and restored.policy["none"] is None
+        and restored.weights["none"] is None
     )
     assert (
         back["kl"] == 0.1 + 0.2
@@ -139,15 +139,15 @@ def test_a_preview_says_from_where_a_run_would_go_on(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("changes", "critic", "said"),
+    ("changes", "more", "said"),
     [
-        ({"seed": 4}, None, "seed = 3, and this run has 4"),
-        ({}, jnp.float32(0), r"has nothing for critic, and this run float32\[\]"),
+        ({"seed": 4}, {}, "seed = 3, and this run has 4"),
+        ({}, {"critic": jnp.float32(0)}, r"has nothing for critic, and this run float32\[\]"),
     ],
 )
-def test_a_preview_refuses_what_a_run_would_refuse(changes, critic, said, tmp_path):
+def test_a_preview_refuses_what_a_run_would_refuse(changes, more, said, tmp_path):
     save(tmp_path, 1)
-    template = make_state(0).replace(critic=critic)
+    template = {**vars(make_state(0)), **more}
     with pytest.raises(ValueError, match=said):
         opened(tmp_path, **changes).preview(template)
     assert listed(tmp_path) == {"1"}
@@ -223,9 +223,11 @@ def flip(folder: Path) -> None:
     flip_in(file)
 
 
-def flip_in(file: Path) -> None:
+def flip_in(file: Path, word: bytes = b"") -> None:
+    """Change a bit in the middle of a file, or of the first `word` in it."""
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 4
+    place = content.index(word) + len(word) // 2 if word else len(content) // 2
+    content[place] ^= 4
     file.write_bytes(content)
 
 
@@ -251,7 +253,7 @@ DAMAGES = {
     "no document": lambda folder: (folder / "host/document.json").unlink(),
     "torn document": lambda folder: os.truncate(folder / "host/document.json", 100),
     "nested document": lambda folder: (folder / "host/document.json").write_text("[" * 100_000),
-    "flipped metadata": lambda folder: flip_in(folder / "state/_METADATA"),
+    "flipped metadata": lambda folder: flip_in(folder / "state/_METADATA", b'"version", "k'),
     "flipped manifest": lambda folder: flip_in(folder / "state/manifest.ocdbt"),
     "no state": lambda folder: shutil.rmtree(folder / "state"),
     "no host": lambda folder: shutil.rmtree(folder / "host"),
@@ -537,17 +539,17 @@ def test_a_change_of_the_config_is_refused_with_the_way_out_and_may_be_allowed(t
     ("change", "said"),
     [
         (
-            lambda state: state.replace(critic=state.policy["bits"]),
-            r"has nothing for critic, and this run float32\[",
+            lambda state: state.replace(weights=state.weights | {"more": state.weights["bits"]}),
+            r"has nothing for weights.more, and this run float32\[",
         ),
-        (lambda state: state.replace(optimizer=None), "holds optimizer"),
+        (lambda state: state.replace(moments=None), "holds moments"),
         (
-            lambda state: state.replace(step=jnp.float32(0)),
-            r"has int32\[\] for step, and this run float32\[\]",
+            lambda state: state.replace(version=jnp.float32(0)),
+            r"has int32\[\] for version, and this run float32\[\]",
         ),
         (
-            lambda state: state.replace(step=jnp.zeros(2, jnp.int32)),
-            r"has int32\[\] for step, and this run int32\[2\]",
+            lambda state: state.replace(version=jnp.zeros(2, jnp.int32)),
+            r"has int32\[\] for version, and this run int32\[2\]",
         ),
     ],
 )
@@ -559,14 +561,13 @@ def test_nothing_is_initialised_or_dropped_in_silence(tmp_path, change, said):
 
 
 def test_a_part_is_read_beside_a_run_that_saves(tmp_path, tiny):
-    state = TrainState(
-        transformer.init(jax.random.key(0), tiny, jnp.float32), {"m": jnp.zeros(3)}, jnp.int32(1)
-    )
+    policy = transformer.init(jax.random.key(0), tiny, jnp.float32)
+    state = {"policy": Trained(policy, {"m": jnp.zeros(3)}, jnp.int32(1))}  # pyright: ignore
     with opened(tmp_path) as checkpoints:
         checkpoints.save(1, state, {})
         checkpoints.save(2, [jnp.zeros(1 << 22)], {})
         step, part, _ = read_part(tmp_path, export.policy_template(tiny), 1)
-    assert step == 1 and as_bytes(part.policy) == as_bytes(state.policy) and part.optimizer is None
+    assert step == 1 and as_bytes(part["policy"]["weights"]) == as_bytes(policy)
     assert listed(tmp_path) == {"1", "2"}
     with pytest.raises(
         FileNotFoundError, match=r"no checkpoint of step 7 in .*; found are: \[1, 2\]"
@@ -628,3 +629,24 @@ def test_two_runs_cannot_share_a_folder(tmp_path):
         pass
     with Checkpoints(tmp_path, 2, {}):
         pass
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read_under_the_names_it_has(tmp_path):
+    """Policy, critic and student each had fields of their own in one state."""
+    numbers = iter(range(1, 99))
+    names = ("policy", "optimizer", "critic", "critic_optimizer", "drafter", "drafter_optimizer")
+    before: dict[str, Any] = {name: {"mu": jnp.full(2, next(numbers))} for name in names}
+    before |= {"step": jnp.int32(7), "drafter_version": jnp.int32(5)}
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save(7, before, {})
+        now = {
+            "policy": Trained(before["policy"], before["optimizer"], before["step"]),
+            "critic": Trained(before["critic"], before["critic_optimizer"], before["step"]),
+            "drafter": Trained(
+                before["drafter"], before["drafter_optimizer"], before["drafter_version"]
+            ),
+        }
+        _, found, _ = restore(checkpoints, jax.eval_shape(lambda: now))
+    assert as_bytes(found) == as_bytes(now)
+    with opened(tmp_path) as checkpoints, pytest.raises(ValueError, match=r"holds critic\.mu"):
+        restore(checkpoints, {"policy": now["policy"], "drafter": now["drafter"]})

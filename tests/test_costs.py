@@ -13,10 +13,11 @@ from test_memory import LLAMA_8B, load
 from test_pod import Target, gradient_program, master, micro_batch, packed_zeros, score_program
 
 from benchmarks.compiled import weights
+from rlhf_jax.algorithms.policy_gradient import POLICY_LOSS
 from rlhf_jax.config import schema
 from rlhf_jax.config.hardware import parse_hardware
 from rlhf_jax.config.sizes import PlannedRun
-from rlhf_jax.inference.logprobs import score_packed
+from rlhf_jax.inference.scoring import score_packed
 from rlhf_jax.mesh import AXES, ONE_DEVICE, Layout, abstract_mesh, make_mesh
 from rlhf_jax.model import transformer
 from rlhf_jax.model.flops import count_flops
@@ -30,7 +31,7 @@ from rlhf_jax.placement.search.traffic import (
     forward_traffic,
     gradient_traffic,
 )
-from rlhf_jax.training.gradients import accumulate, policy_objective
+from rlhf_jax.training.gradients import accumulate
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
@@ -53,7 +54,7 @@ def test_flops_of_a_forward_pass_are_the_jaxprs(tokens):
     at = target(SMALL, ONE_DEVICE, 2, tokens, "on")
     model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), SMALL))
     score = functools.partial(score_packed, temperature=1.0)
-    found = count_flops(score, model, jax.eval_shape(lambda: packed_zeros(at)), None)
+    found = count_flops(score, model, jax.eval_shape(lambda: packed_zeros(at)))
     assert abs(forward_flops(SMALL, 2, tokens, tokens // 2) / found - 1) < 0.02
 
 
@@ -63,7 +64,7 @@ def test_flops_of_a_gradient_are_the_jaxprs(tokens, remat):
     at = target(SMALL, ONE_DEVICE, 2, tokens, "on")
     model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), SMALL))
     settings = TrainingSettings(microbatch_rows=2, remat=remat)
-    gradient = functools.partial(accumulate, None, objective=policy_objective, settings=settings)
+    gradient = functools.partial(accumulate, None, loss=POLICY_LOSS, settings=settings)
     found = count_flops(gradient, model, jax.eval_shape(lambda: micro_batch(at)))
     formula = gradient_flops(SMALL, 2, tokens, tokens // 2, remat=remat)
     assert abs(formula / found - 1) < 0.03
@@ -89,7 +90,7 @@ def assert_near(at: Target, platform: str, shape: tuple[int, ...]) -> None:
         ("forward", score_program(at, model), forward_traffic(sharded, tokens)),
         (
             "gradient",
-            gradient_program(at, model, policy_objective),
+            gradient_program(at, model, POLICY_LOSS),
             gradient_traffic(sharded, tokens, remat=remat),
         ),
     ]:

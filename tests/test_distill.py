@@ -27,20 +27,19 @@ from rlhf_jax.mesh import Layout
 from rlhf_jax.model.decoding import completed, decoding_weights, student_for
 from rlhf_jax.model.transformer import forward, init, logits
 from rlhf_jax.model.weights.source import open_source
+from rlhf_jax.sequences.batch import PackedSequences, Sequences
 from rlhf_jax.training.distill import (
+    DISTILLATION,
     Distillation,
-    DistillBatch,
-    accumulate,
     distill,
     forward_kl,
     read_by_policy,
     student_of,
-    with_student,
 )
-from rlhf_jax.training.optimizer import Optimizers
+from rlhf_jax.training.gradients import Gradient, Learner, accumulate
+from rlhf_jax.training.learn import trained
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.training.update import init_train_state
-from rlhf_jax.types import Layer, Rollout
+from rlhf_jax.types import Layer, Trained
 
 pytestmark = pytest.mark.usefixtures("compiled_soon")
 
@@ -80,7 +79,7 @@ def policy():
 make = jax.jit(init, static_argnums=1)
 
 
-def rollout_of(rows: int, slots: int, vocabulary: int) -> Rollout:
+def responses_of(rows: int, slots: int, vocabulary: int) -> Sequences:
     """Rows of random tokens, of which the last half of each is the response."""
     random = np.random.default_rng(0)
     length = random.integers(slots // 2 + 2, slots + 1, rows).astype(np.int32)
@@ -89,21 +88,22 @@ def rollout_of(rows: int, slots: int, vocabulary: int) -> Rollout:
     tokens = np.where(
         place < length[:, None], random.integers(0, vocabulary, (rows, slots)), 0
     ).astype(np.int32)
-    return Rollout(
-        tokens,
-        mask,
-        np.zeros(mask.shape, np.float32),
-        length,
-        np.arange(7, 7 + rows, dtype=np.uint32),
-    )
+    ids = np.arange(7, 7 + rows, dtype=np.uint32)
+    return Sequences(tokens, mask, ids.astype(np.int32)).with_columns(sample_ids=ids)
 
 
-def batch_of(policy, rollout: Rollout) -> DistillBatch:
-    """The rollout as the only batch."""
-    rows = len(rollout.length)
+def batch_of(policy, sequences: Sequences) -> PackedSequences:
+    """The sequences as the only batch."""
+    rows = len(sequences.tokens)
     settings = dataclasses.replace(CONFIG, seed=SEED, microbatch_rows=rows)
-    (batch,) = read_by_policy(policy, rollout, np.arange(rows), settings=settings)
+    (batch,) = read_by_policy(policy, sequences, settings=settings)
     return batch
+
+
+def gradient_of(student, policy, sequences: Sequences) -> Gradient:
+    """The student's gradient on the sequences."""
+    batch = batch_of(policy, sequences)
+    return accumulate(None, student, batch, policy, loss=DISTILLATION, settings=CONFIG)
 
 
 @jax.jit
@@ -128,8 +128,8 @@ def test_a_student_has_first_last_and_layers_between(policy):
 
 def test_the_gradient_is_that_of_the_loss_and_of_layers_and_norm_alone(policy):
     student = student_of(policy, 2)
-    rollout = rollout_of(4, 13, policy.config.vocab_size)
-    found = accumulate(None, student, policy, batch_of(policy, rollout), settings=CONFIG)
+    rollout = responses_of(4, 13, policy.config.vocab_size)
+    found = gradient_of(student, policy, rollout)
 
     def loss(student):
         losses = forward_kl(
@@ -153,11 +153,11 @@ def test_acceptance_is_the_share_of_tokens_that_the_student_draws(policy):
     more.
     """
     student = student_of(policy, 2)
-    rollout = rollout_of(4, 24, policy.config.vocab_size)
+    rollout = responses_of(4, 24, policy.config.vocab_size)
     scores = whole_logits(completed(student, policy), rollout.tokens) * CONFIG.temperature
     positions = jnp.broadcast_to(jnp.arange(1, 24, dtype=jnp.int32), scores.shape[:2])
     drawing = jax.jit(functools.partial(draw, sampling=Sampling(CONFIG.temperature)))
-    key = np.stack([np.full(4, SEED, np.uint32), rollout.sample_id], axis=1)
+    key = np.stack([np.full(4, SEED, np.uint32), rollout.columns["sample_ids"]], axis=1)
     drawn = drawing(scores, key[:, None], positions).token
     expected = np.mean((np.asarray(drawn) == rollout.tokens[:, 1:])[rollout.mask[:, 1:]])
     last = np.flatnonzero(rollout.mask[0])[-1]
@@ -165,48 +165,51 @@ def test_acceptance_is_the_share_of_tokens_that_the_student_draws(policy):
     tokens[0, last] = drawn[0, last - 1]  # nothing after it is read, so it changes no other draw
     assert tokens[0, last] != rollout.tokens[0, last]
     for text, share in ((rollout.tokens, expected), (tokens, expected + 1 / rollout.mask.sum())):
-        batch = batch_of(policy, dataclasses.replace(rollout, tokens=text))
-        found = accumulate(None, student, policy, batch, settings=CONFIG)
+        found = gradient_of(student, policy, dataclasses.replace(rollout, tokens=text))
         assert float(found.metrics["drafter/acceptance"]) == pytest.approx(share, abs=1e-6)
 
 
-def trained(policy, layout: Layout, config: TrainingSettings):
-    """The state after one call on eight rows, on the mesh."""
-    optimizers = Optimizers(optax.identity())
-    state = init_train_state(jax.tree.map(jnp.copy, policy), optimizers, layout)
-    optimizer = optax.adam(1e-3)
-    state = with_student(state, state.policy, 2, optimizer, layout)
-    config = dataclasses.replace(config, layout=layout)
-    rollout = rollout_of(8, 16, policy.config.vocab_size)
-    return distill(state, rollout, Distillation(optimizer, config, 8))
+STUDENT = Learner("drafter", DISTILLATION, optax.adam(1e-3), CONFIG)
+
+
+def new_student(policy, layout: Layout = mesh.ONE_DEVICE) -> Trained:
+    part = functools.partial(student_of, layers=2)
+    return trained(policy, STUDENT.optimizer, layout, part)
+
+
+def taught(policy, layout: Layout, config: TrainingSettings):
+    """Policy, student and metrics after one call on eight rows, on the mesh."""
+    policy = trained(jax.tree.map(jnp.copy, policy), None, layout).weights
+    learner = dataclasses.replace(STUDENT, settings=dataclasses.replace(config, layout=layout))
+    texts = responses_of(8, 16, policy.config.vocab_size)
+    student = new_student(policy, layout)
+    return policy, *distill(student, policy, texts, Distillation(learner, 8), step=0)
 
 
 @pytest.mark.slow
 def test_the_split_over_devices_and_micro_batches_changes_nothing(policy):
     config = dataclasses.replace(CONFIG, minibatches=2, epochs=2, microbatch_rows=4)
-    state, metrics = trained(policy, Layout(), config)
-    other, split = trained(
+    _, student, metrics = taught(policy, Layout(), config)
+    teacher, other, split = taught(
         policy, Layout(mesh.make_mesh(2, 2, 2)), dataclasses.replace(config, chunk=512)
     )
     assert split == pytest.approx(metrics, rel=1e-3)
     jax.tree.map(
-        functools.partial(np.testing.assert_allclose, atol=2e-5), state.drafter, other.drafter
+        functools.partial(np.testing.assert_allclose, atol=2e-5), student.weights, other.weights
     )
-    assert state.drafter_version == other.drafter_version == 1
-    assert other.drafter and isinstance(other.drafter.layers, Layer)
-    assert not cast(jax.Array, other.drafter.layers.gate).sharding.is_fully_replicated
-    assert isinstance(state.policy.layers, Layer)
-    np.testing.assert_array_equal(state.policy.layers.query, policy.layers.query)
+    assert int(student.version) == int(other.version) == 1
+    assert isinstance(other.weights.layers, Layer)
+    assert not cast(jax.Array, other.weights.layers.gate).sharding.is_fully_replicated
+    assert isinstance(teacher.layers, Layer)
+    np.testing.assert_array_equal(teacher.layers.query, policy.layers.query)
 
 
 def test_without_a_token_nothing_is_learned(policy):
-    optimizer = optax.adam(1e-3)
-    state = init_train_state(jax.tree.map(jnp.copy, policy), Optimizers(optax.identity()))
-    state = with_student(state, policy, 2, optimizer)
-    rollout = rollout_of(8, 16, policy.config.vocab_size)
-    silent = dataclasses.replace(rollout, mask=np.zeros_like(rollout.mask))
-    after, metrics = distill(state, silent, Distillation(optimizer, CONFIG, 8))
-    assert after is state and metrics["drafter/loss"] == 0
+    student = new_student(policy)
+    texts = responses_of(8, 16, policy.config.vocab_size)
+    silent = dataclasses.replace(texts, mask=np.zeros_like(texts.mask))
+    after, metrics = distill(student, policy, silent, Distillation(STUDENT, 8), step=0)
+    assert after is student and metrics["drafter/loss"] == 0
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -322,11 +325,8 @@ def test_a_student_is_kept_current_and_goes_on_bit_for_bit(place):
     assert [line["drafter/policy_step"] for line in whole] == [1, 2, 3]
     assert all(line["drafter/behind"] == 0 and line["drafter/seconds"] > 0 for line in whole)
     found, expected = (leaves_of(place / name, 3) for name in ("halves", "whole"))
-    assert {name.split(".")[0] for name in found} >= {
-        "drafter",
-        "drafter_optimizer",
-        "drafter_version",
-    }
+    parts = {name.split(".")[1] for name in found if name.startswith("drafter.")}
+    assert parts == {"weights", "moments", "version"}
     assert found == expected
     for one, other in zip(halves, whole, strict=True):
         assert all(one[name] == other[name] for name in whole[0] if "second" not in name)

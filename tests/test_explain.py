@@ -5,6 +5,7 @@ beside its past.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 
@@ -15,7 +16,7 @@ import optax
 import pytest
 import tiny_run
 from rich.console import Console
-from test_distill import CONFIG, make, rollout_of, run
+from test_distill import CONFIG, make, responses_of, run
 from test_select import READING, World, distill_drafter, rates, selector
 from tiny_run import lines
 
@@ -26,10 +27,9 @@ from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.strategy import statistics
 from rlhf_jax.monitoring import metrics
 from rlhf_jax.runtime.checkpoint.store import Checkpoints
-from rlhf_jax.training.distill import Distillation, distill, student_of, with_student
-from rlhf_jax.training.optimizer import Optimizers
-from rlhf_jax.training.update import init_train_state
-from rlhf_jax.types import TrainState
+from rlhf_jax.training.distill import DISTILLATION, Distillation, distill, student_of
+from rlhf_jax.training.gradients import Learner
+from rlhf_jax.training.learn import trained
 
 pytestmark = pytest.mark.usefixtures("compiled_soon")
 
@@ -169,7 +169,7 @@ def workdir(tmp_path_factory):
     config.generation.acceptance = "rejection"
     (folder / "config.json").write_text(config.to_json_best_effort())
     chooser, world = drained()
-    state = TrainState(policy={"w": jnp.zeros(3)}, optimizer=None, step=jnp.int32(1))  # pyright: ignore
+    state = {"policy": {"weights": jnp.zeros(3), "version": jnp.int32(1)}}
     with Checkpoints(folder / "checkpoints", 2, {}) as saved:
         for step in (1, 2):
             chooser.stage_ended(kept=1.0)
@@ -264,15 +264,15 @@ def test_a_student_that_never_learns_is_measured_beside_the_one_that_does():
     the same rows.
     """
     policy = make(jax.random.key(0), dataclasses.replace(tiny_run.CONFIG, vocab_size=4))
-    optimizer = optax.adam(1e-2)
-    rollout = rollout_of(8, 16, 4)
     config = dataclasses.replace(CONFIG, microbatch_rows=4, length_bucket=16)
-    state = init_train_state(jax.tree.map(jnp.copy, policy), Optimizers(optax.identity()))
-    state = with_student(state, policy, 1, optimizer)
-    frozen = student_of(policy, 1)
+    learner = Learner("drafter", DISTILLATION, optax.adam(1e-2), config)
+    given = (policy, responses_of(8, 16, 4), Distillation(learner, 8))
+    part = functools.partial(student_of, layers=1)
+    student = trained(policy, learner.optimizer, part=part)
+    frozen = part(policy)
     found = []
     for _ in range(6):
-        state, seen = distill(state, rollout, Distillation(optimizer, config, 8), frozen=frozen)
+        student, seen = distill(student, *given, step=0, frozen=frozen)
         found.append((seen["drafter/acceptance"], seen["drafter/acceptance_frozen"]))
     assert found[0][0] == found[0][1] > 0.1
     assert all(frozen == pytest.approx(found[0][1]) for _, frozen in found)

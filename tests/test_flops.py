@@ -14,11 +14,12 @@ from jax.sharding import PartitionSpec
 from test_memory import LLAMA_8B, TWO_LAYERS
 from test_pod import Target, micro_batch
 
+from rlhf_jax.algorithms.policy_gradient import POLICY_LOSS
 from rlhf_jax.config import schema
 from rlhf_jax.mesh import ONE_DEVICE, make_mesh
 from rlhf_jax.model import transformer
 from rlhf_jax.model.flops import count_flops
-from rlhf_jax.training.gradients import accumulate, policy_objective
+from rlhf_jax.training.gradients import accumulate
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
@@ -140,7 +141,7 @@ def test_a_gradient_of_8b_is_counted_in_about_a_second():
     config.training.microbatch_rows = 2
     batch = jax.eval_shape(lambda: micro_batch(Target(config, ModelConfigs(LLAMA_8B), ONE_DEVICE)))
     settings = TrainingSettings(microbatch_rows=2, remat=True)
-    gradient = functools.partial(accumulate, None, objective=policy_objective, settings=settings)
+    gradient = functools.partial(accumulate, None, loss=POLICY_LOSS, settings=settings)
     began = time.perf_counter()
     found = count_flops(gradient, shapes(LLAMA_8B), batch)
     assert time.perf_counter() - began < 10, "a second or two on a machine that does nothing else"

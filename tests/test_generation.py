@@ -16,7 +16,7 @@ from tiny_stage import requests
 
 from rlhf_jax.generation import rows as row_verbs
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.requests import GenerationConfig, Request, as_rollout
+from rlhf_jax.generation.requests import GenerationConfig, Request, as_sequences
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.drafters import model as model_drafter
 from rlhf_jax.generation.speculative.drafters.lookup import LOOKUP
@@ -24,7 +24,7 @@ from rlhf_jax.generation.speculative.drafters.search import propose
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.stop_strings import StopStrings
-from rlhf_jax.inference.logprobs import score_rollout
+from rlhf_jax.inference.scoring import score_sequences
 from rlhf_jax.model.transformer import forward, init, logits, unstack
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.reallocation import row_transfer
@@ -148,11 +148,10 @@ def test_drafts_save_rounds(target, drafter):
 def test_logprobs_are_those_of_the_sampled_law(target, drafter, rule, sampling):
     """At most 1e-4 from a teacher-forced pass, whichever strategy and acceptance rule sampled."""
     how = decoding("model-tree-2x2", acceptance=rule, sampling=sampling)
-    rollout = as_rollout(list(run(target, drafter, how).values()), slots=64)
-    again = score_rollout(
-        target, rollout, temperature=sampling.temperature, rows=len(rollout.tokens)
-    )
-    assert rollout.mask.sum() > 200 and np.abs(again - rollout.logprobs)[rollout.mask].max() < 1e-4
+    drawn = as_sequences(list(run(target, drafter, how).values()), slots=64)
+    again = score_sequences(target, drawn, temperature=sampling.temperature, rows=len(drawn.tokens))
+    apart = np.abs(again - drawn.columns["sampled_logprobs"])
+    assert drawn.mask.sum() > 200 and apart[drawn.mask].max() < 1e-4
 
 
 @pytest.mark.parametrize("rule", ["replayable", "rejection"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from test_distill import rollout_of
+from test_distill import responses_of
 
 from rlhf_jax.inference.scoring import ScoringSettings, compile_scores, score
 from rlhf_jax.mesh import Layout, make_mesh, model_shardings
@@ -41,11 +41,12 @@ def test_a_model_comes_back_as_it_was(model):
 
 
 def test_a_reference_scores_from_where_it_waits(model, layout):
-    rollout = rollout_of(rows=4, slots=16, vocabulary=64)
-    settings = ScoringSettings(layout, temperature=1.0, microbatch_rows=4)
-    wanted = score(model, model, None, rollout, settings)
-    aside = put_aside(model)
-    compile_scores(model, aside, None, rollout, settings)
-    found = score(model, aside, None, rollout, settings)
-    np.testing.assert_array_equal(wanted.reference_logprobs, found.reference_logprobs)
-    assert kinds(aside) == {"pinned_host"}
+    texts = responses_of(rows=4, slots=16, vocabulary=64)
+    settings = ScoringSettings({"reference": layout}, temperature=1.0, microbatch_rows=4)
+    wanted, _ = score(texts, {"reference": model}, settings)
+    aside = {"reference": put_aside(model)}
+    compile_scores(texts, aside, settings)
+    found, _ = score(texts, aside, settings)
+    name = "reference_logprobs"
+    np.testing.assert_array_equal(wanted.columns[name], found.columns[name])
+    assert kinds(aside["reference"]) == {"pinned_host"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 import runpy
 import shutil
@@ -23,14 +24,15 @@ from rlhf_jax.config import derived, generation_checks, memory, schema
 from rlhf_jax.config.command_line import read
 from rlhf_jax.data.prompts import Prompts
 from rlhf_jax.generation.ahead import SamplesAhead, restore_samples
-from rlhf_jax.generation.requests import Request, Sample, as_rollout
+from rlhf_jax.generation.requests import Request, Sample, as_sequences
 from rlhf_jax.placement.presets import plan_of
 from rlhf_jax.rollout import draw_ahead
 from rlhf_jax.runtime.beside import Abandoned, WorkBeside
+from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.session import Session
 from rlhf_jax.state import decoding_models
 from rlhf_jax.training.importance import importance_weights, weigh_advantages
-from rlhf_jax.types import Experience, ModelConfigs
+from rlhf_jax.types import ModelConfigs
 
 launch = runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="launch")
 
@@ -40,22 +42,16 @@ LAGGED = {"plan": "disaggregated", "training__lag": 1, "deterministic": True}
 RESUMED = test_placement.RESUMED | {"training__lag": 1, "generation__resample": 0, "steps": 5}
 
 
-def experience(sampled: np.ndarray, now: np.ndarray, mask: np.ndarray) -> Experience:
+def experience(sampled: np.ndarray, now: np.ndarray, mask: np.ndarray) -> Sequences:
     samples = [
         Sample(i, Request(np.array([1], np.int32), (i,), 9), [], [2] * len(row), list(row))
         for i, row in enumerate(sampled)
     ]
-    rollout = as_rollout(samples, 1 + sampled.shape[1])
+    drawn = as_sequences(samples, 1 + sampled.shape[1])
     wide = [(0, 0), (1, 0)]
-    advantages = np.ones(rollout.mask.shape, np.float32)
-    return Experience(
-        rollout,
-        np.pad(mask, wide),
-        np.pad(now, wide),
-        None,
-        np.zeros(len(samples), np.float32),
-        advantages,
-    )
+    advantages = np.ones(drawn.mask.shape, np.float32)
+    trained = dataclasses.replace(drawn, mask=np.pad(mask, wide))
+    return trained.with_columns(logprobs=np.pad(now, wide), advantages=advantages)
 
 
 def test_weights_are_the_ratio_and_at_most_the_clip():
@@ -66,7 +62,7 @@ def test_weights_are_the_ratio_and_at_most_the_clip():
     assert weights.dtype == np.float32
     np.testing.assert_allclose(weights, [[0.2, 2.0, 2.0], [1.0, 1.0, 1.0]], rtol=1e-6)
     weighed, metrics = weigh_advantages(experience(sampled, now, mask), clip=2.5)
-    assert weighed.advantages[:, 1:] == pytest.approx(
+    assert weighed.columns["advantages"][:, 1:] == pytest.approx(
         np.where(mask, [[0.2, 2.0, 2.5], [1, 0, 1]], 0)
     )
     ratios = np.array([0.2, 2.0, 9.0, 1.0, 1.0])
@@ -88,7 +84,7 @@ def test_weights_are_one_where_nothing_moved():
     mask = np.random.default_rng(1).random((4, 7)) < 0.7
     for clip in (1.0, 2.0):
         weighed, metrics = weigh_advantages(experience(logprobs, logprobs, mask), clip)
-        assert (weighed.advantages[:, 1:] == mask).all()
+        assert (weighed.columns["advantages"][:, 1:] == mask).all()
         assert metrics == {"lag/kl": 0.0, "lag/weight": 1.0, "lag/truncated": 0.0}
 
 
@@ -97,7 +93,7 @@ def test_of_no_token_there_is_nothing_to_weigh():
     nothing = np.zeros((2, 3), bool)
     weighed, metrics = weigh_advantages(experience(logprobs, logprobs - 1, nothing), clip=2.0)
     assert metrics == {"lag/kl": 0.0, "lag/weight": 1.0, "lag/truncated": 0.0}
-    assert not weighed.advantages.any()
+    assert not weighed.columns["advantages"].any()
 
 
 @pytest.mark.parametrize("top_k", [0, 3])
@@ -124,8 +120,8 @@ def test_samples_ahead_are_in_the_checkpoint_as_they_are(top_k):
     ahead = SamplesAhead(samples, rows, drawn_at=4, metrics={"generation/tokens": 17.0})
     found = restore_samples(ahead.document(), prompts, max_new_tokens=9)
     assert (found.drawn_at, found.metrics) == (4, {"generation/tokens": 17.0})
-    for name, own in vars(as_rollout(found.samples, 16)).items():
-        np.testing.assert_array_equal(own, getattr(as_rollout(samples, 16), name))
+    pair = (as_sequences(found.samples, 16), as_sequences(samples, 16))
+    jax.tree.map(np.testing.assert_array_equal, *pair)
     assert [one.request.id for one in found.samples] == [one.request.id for one in samples]
 
 
@@ -256,7 +252,7 @@ def test_samples_are_one_update_behind_and_replayed(run):
         assert state is not None and state.step == 1
         assert state.host.ahead is not None and state.host.ahead.drawn_at == 0
         asked = session.start(state)
-        models = decoding_models(state.train, asked)
+        models = decoding_models(state.models, asked)
         stages = (asked.prompts, asked.generation, asked.rewards)
         _, drawn = draw_ahead(models, state.host, state.step, *stages, lambda report: None)
         decode = asked.rewards.tokenizer.decode

@@ -9,18 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from learning import sequences_of
 
-from rlhf_jax.inference.logprobs import (
-    logprobs_and_entropy,
-    mismatch,
-    score_rollout,
-    token_logprobs,
-)
+from rlhf_jax.inference.logprobs import logprobs_and_entropy, mismatch, token_logprobs
+from rlhf_jax.inference.scoring import score_sequences
 from rlhf_jax.mesh import AXES, Layout, abstract_mesh, make_mesh
 from rlhf_jax.model import attention
 from rlhf_jax.model.transformer import forward, init, logits
 from rlhf_jax.runtime import jax_internals
-from rlhf_jax.types import Rollout
+from rlhf_jax.sequences.batch import Sequences
 
 pytestmark = pytest.mark.usefixtures("compiled_soon")
 
@@ -99,7 +96,7 @@ def test_half_precision_attention_lowers_to_the_platforms_kernel(
     assert (platform == "cpu") == ("stablehlo.exponential" in text)
 
 
-def random_rollout(config, rows=4, slots=24, seed=0, top_k=None) -> Rollout:
+def random_batch(config, rows=4, slots=24, seed=0, top_k=None) -> Sequences:
     """Rows of several lengths, prompts of 3 to 6 tokens; supports hold the token itself."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, config.vocab_size, (rows, slots)).astype(np.int32)
@@ -118,14 +115,7 @@ def random_rollout(config, rows=4, slots=24, seed=0, top_k=None) -> Rollout:
         support[..., -2:] = -1
         support[..., 0] = tokens
         support = np.where(mask[..., None], support, -1).astype(np.int32)
-    return Rollout(
-        tokens=jnp.asarray(tokens),
-        mask=jnp.asarray(mask),
-        logprobs=jnp.zeros((rows, slots), jnp.float32),
-        length=jnp.asarray(length, jnp.int32),
-        sample_id=jnp.arange(rows, dtype=jnp.uint32),
-        support=None if support is None else jnp.asarray(support),
-    )
+    return jax.tree.map(jnp.asarray, sequences_of(tokens, mask, top_k_ids=support))
 
 
 def naive_logprobs(model, tokens, temperature, support=None):
@@ -152,40 +142,39 @@ def naive_logprobs(model, tokens, temperature, support=None):
 @pytest.mark.parametrize("chunk", [1, 20, 512])
 def test_logprobs_are_the_whole_softmax(tiny, temperature, top_k, chunk):
     model = init(jax.random.key(0), tiny)
-    rollout = random_rollout(tiny, top_k=top_k)
-    got = token_logprobs(
-        model, rollout.tokens, temperature=temperature, support=rollout.support, chunk=chunk
-    )
-    want = naive_logprobs(model, rollout.tokens, temperature, rollout.support)
+    batch = random_batch(tiny, top_k=top_k)
+    support = batch.columns.get("top_k_ids")
+    got = token_logprobs(model, batch.tokens, temperature=temperature, support=support, chunk=chunk)
+    want = naive_logprobs(model, batch.tokens, temperature, support)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
 def test_gradient_is_the_whole_softmaxs(tiny):
     model = init(jax.random.key(0), tiny)
-    rollout = random_rollout(tiny, top_k=6)
-    weigh = jnp.asarray(np.random.default_rng(1).normal(size=rollout.tokens.shape), jnp.float32)
+    batch = random_batch(tiny, top_k=6)
+    weigh = jnp.asarray(np.random.default_rng(1).normal(size=batch.tokens.shape), jnp.float32)
 
     def chunked(model):
         got = token_logprobs(
             model,
-            rollout.tokens,
+            batch.tokens,
             temperature=0.7,
-            mask=rollout.mask,
-            support=rollout.support,
+            mask=batch.mask,
+            support=batch.columns.get("top_k_ids"),
             chunk=8,
             remat=True,
         )
         return (got * weigh).sum()
 
     def whole(model):
-        positions = jnp.broadcast_to(jnp.arange(24), rollout.tokens.shape)
-        scores = logits(model, forward(model, rollout.tokens, positions)[0])[:, :-1] / 0.7
-        support = jnp.asarray(rollout.support)[:, 1:]
+        positions = jnp.broadcast_to(jnp.arange(24), batch.tokens.shape)
+        scores = logits(model, forward(model, batch.tokens, positions)[0])[:, :-1] / 0.7
+        support = jnp.asarray(batch.columns.get("top_k_ids"))[:, 1:]
         picked = jnp.take_along_axis(scores, jnp.maximum(support, 0), axis=-1)
         picked = jnp.where(support >= 0, picked, -1e9)
         law = picked[..., 0] - jax.nn.logsumexp(picked, axis=-1)
-        return jnp.where(rollout.mask[:, 1:], law * weigh[:, 1:], 0.0).sum()
+        return jnp.where(batch.mask[:, 1:], law * weigh[:, 1:], 0.0).sum()
 
     got = jax.grad(chunked)(model)
     want = jax.grad(whole)(model)
@@ -194,25 +183,27 @@ def test_gradient_is_the_whole_softmaxs(tiny):
 
 def test_unwanted_tokens_are_zero_and_change_nothing(tiny):
     model = init(jax.random.key(0), tiny)
-    rollout = random_rollout(tiny)
-    whole = token_logprobs(model, rollout.tokens, temperature=1.0)
-    wanted = token_logprobs(model, rollout.tokens, temperature=1.0, mask=rollout.mask, chunk=8)
-    np.testing.assert_allclose(wanted, np.where(rollout.mask, whole, 0.0), atol=1e-5)
-    filled = np.where(np.arange(24)[None] < rollout.length[:, None], rollout.tokens, 7)
+    batch = random_batch(tiny)
+    whole = token_logprobs(model, batch.tokens, temperature=1.0)
+    wanted = token_logprobs(model, batch.tokens, temperature=1.0, mask=batch.mask, chunk=8)
+    np.testing.assert_allclose(wanted, np.where(batch.mask, whole, 0.0), atol=1e-5)
+    last = 23 - np.argmax(np.asarray(batch.mask)[:, ::-1], axis=1)[:, None]
+    filled = np.where(np.arange(24)[None] <= last, batch.tokens, 7)
     padded = jnp.pad(filled, [(0, 1), (0, 8)])
     again = token_logprobs(model, padded, temperature=1.0)[:4, :24]
-    np.testing.assert_allclose(np.where(rollout.mask, again, 0.0), wanted, atol=1e-5)
+    np.testing.assert_allclose(np.where(batch.mask, again, 0.0), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("top_k", [None, 6])
 def test_entropy_is_the_sampled_laws(tiny, top_k):
     """And asking for it leaves the log-probabilities as they are."""
     model = init(jax.random.key(0), tiny)
-    rollout = random_rollout(tiny, top_k=top_k)
-    tokens = rollout.tokens
-    mask = np.asarray(rollout.mask)
-    support = None if rollout.support is None else np.asarray(rollout.support)
-    options = {"temperature": 0.7, "mask": rollout.mask, "support": rollout.support, "chunk": 20}
+    batch = random_batch(tiny, top_k=top_k)
+    tokens = batch.tokens
+    mask = np.asarray(batch.mask)
+    support = batch.columns.get("top_k_ids")
+    support = None if support is None else np.asarray(support)
+    options = {"temperature": 0.7, "mask": batch.mask, "support": support, "chunk": 20}
     logprobs, got = logprobs_and_entropy(model, tokens, entropy=True, **options)
     positions = jnp.broadcast_to(jnp.arange(24), tokens.shape)
     scores = np.asarray(logits(model, forward(model, tokens, positions)[0]), np.float64) / 0.7
@@ -262,12 +253,11 @@ def test_no_program_holds_the_logits_of_all_tokens(tiny):
 
 def test_scores_do_not_depend_on_how_many_rows_go_together(tiny):
     model = init(jax.random.key(0), tiny)
-    rollout = random_rollout(tiny, rows=6, top_k=6)
-    want = token_logprobs(
-        model, rollout.tokens, temperature=0.7, mask=rollout.mask, support=rollout.support
-    )
+    batch = random_batch(tiny, rows=6, top_k=6)
+    support = batch.columns["top_k_ids"]
+    want = token_logprobs(model, batch.tokens, temperature=0.7, mask=batch.mask, support=support)
     for rows in (1, 2, 6):
-        got = score_rollout(model, rollout, temperature=0.7, rows=rows)
+        got = score_sequences(model, batch, temperature=0.7, rows=rows)
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 

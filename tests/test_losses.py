@@ -9,35 +9,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from learning import packed_of
 
-from rlhf_jax.training.batching import MicroBatch
-from rlhf_jax.training.kl import KL
-from rlhf_jax.training.losses import (
-    AGGREGATES,
-    explained_variance,
-    is_maximum,
-    summed_policy_loss,
-    summed_value_loss,
-    token_mean,
-    value_loss,
-)
-from rlhf_jax.training.policy_losses import LossTerms, ppo
-from rlhf_jax.types import PackedBatch
+from rlhf_jax.algorithms.policy_gradient import clipped_values, policy_gradient
+from rlhf_jax.losses.aggregate import AGGREGATES
+from rlhf_jax.losses.kl import KL
+from rlhf_jax.losses.policy import LossTerms, ppo
+from rlhf_jax.losses.value import explained_variance, value_loss
+from rlhf_jax.sequences.batch import PackedSequences
+from rlhf_jax.training.kinds import TokenTerms, is_maximum
+from rlhf_jax.training.settings import TrainingSettings
+
+DEFAULT = TrainingSettings(entropy_coefficient=0.1)
 
 
-def default_loss(logprobs, entropy, batch):
-    return summed_policy_loss(
-        logprobs,
-        entropy,
-        batch,
-        clip_low=0.2,
-        clip_high=0.2,
-        kl_estimator=KL["k3"],
-        entropy_coefficient=0.1,
-    )
+def summed(function, scores, entropy, batch, settings):
+    """The sum of a loss's tokens by their weights, and its metrics."""
+    losses, metrics = function(TokenTerms(scores, entropy, batch, settings))
+    return jnp.sum(batch.columns["weights"] * losses), metrics
 
 
-def random_batch(seed=0, rows=3, slots=9, kl_weight=0.1, aggregate="token_mean") -> MicroBatch:
+def policy_loss(logprobs, entropy, batch, settings=DEFAULT):
+    return summed(policy_gradient, jnp.where(batch.mask, logprobs, 0.0), entropy, batch, settings)
+
+
+def critic_loss(values, batch, settings=DEFAULT):
+    return summed(clipped_values, values, None, batch, settings)
+
+
+def with_columns(batch, **columns):
+    return dataclasses.replace(batch, columns=batch.columns | columns)
+
+
+def random_batch(seed=0, rows=3, slots=9, kl_weight=0.1, aggregate="token_mean") -> PackedSequences:
     rng = np.random.default_rng(seed)
     shape = (rows, slots)
 
@@ -45,31 +49,28 @@ def random_batch(seed=0, rows=3, slots=9, kl_weight=0.1, aggregate="token_mean")
         return jnp.asarray(rng.normal(scale=scale, size=shape), jnp.float32)
 
     mask = rng.random(shape) < 0.6
-    zeros = jnp.zeros(shape, jnp.int32)
-    owner = jnp.asarray(np.sort(rng.integers(0, 3, shape), axis=1), jnp.int32)
-    samples = jnp.zeros((rows, 3, slots), jnp.int32)
-    packed = PackedBatch(zeros, zeros, samples, zeros, zeros, zeros, jnp.asarray(mask), owner)
-    weights = jnp.asarray(AGGREGATES[aggregate](mask, 7))
-    return MicroBatch(
-        packed,
-        weights,
+    segments = jnp.asarray(np.sort(rng.integers(0, 3, shape), axis=1), jnp.int32)
+    return packed_of(
+        mask,
+        segments,
+        3,
+        weights=jnp.asarray(AGGREGATES[aggregate](mask, 7)),
         sampled_logprobs=-2.0 + normal(0.5),
         logprobs=-2.0 + normal(0.5),
         reference_logprobs=-2.0 + normal(0.5),
         advantages=normal(1.0),
         values=normal(1.0),
         returns=normal(1.0),
-        total=jnp.float32(mask.sum()),
-        samples=jnp.float32(rows),
+        total_tokens=jnp.float32(mask.sum()),
+        total_sequences=jnp.float32(rows),
         kl_weight=jnp.float32(kl_weight),
     )
 
 
-def moved(batch: MicroBatch, seed=100):
+def moved(batch: PackedSequences, seed=100):
     """Log-probs that differ from the old ones."""
     rng = np.random.default_rng(seed)
-    assert batch.logprobs is not None
-    return batch.logprobs + jnp.asarray(rng.normal(scale=0.3, size=(3, 9)), jnp.float32)
+    return batch.columns["logprobs"] + jnp.asarray(rng.normal(scale=0.3, size=(3, 9)), jnp.float32)
 
 
 def looped_weights(mask, kind):
@@ -101,13 +102,14 @@ def test_weights_are_the_loops(kind):
     np.testing.assert_allclose(AGGREGATES[kind](single, 7), looped_weights(single, kind))
 
 
-def looped_loss(logprobs, entropy, batch: MicroBatch, low, high, kl, entropy_weight):
+def looped_loss(logprobs, entropy, batch: PackedSequences, low, high, kl, entropy_weight):
     """Token by token: PPO's loss, the estimate, the entropy, and the means."""
     mask = np.asarray(batch.mask)
-    weights = np.asarray(batch.weights, float)
-    old = np.asarray(batch.logprobs, float)
-    reference = np.asarray(batch.reference_logprobs, float)
-    advantages = np.asarray(batch.advantages, float)
+    columns = {name: np.asarray(column, float) for name, column in batch.columns.items()}
+    weights = columns["weights"]
+    old = columns["logprobs"]
+    reference = columns["reference_logprobs"]
+    advantages = columns["advantages"]
     logprobs = np.asarray(logprobs, float)
     loss = 0.0
     rows = []
@@ -119,7 +121,7 @@ def looped_loss(logprobs, entropy, batch: MicroBatch, low, high, kl, entropy_wei
         k3 = math.exp(d) - d - 1
         price = {"k2": d * d / 2, "k3": k3}[kl]
         loss += weights[b, t] * (
-            policy + float(batch.kl_weight) * price - entropy_weight * float(entropy[b, t])
+            policy + columns["kl_weight"] * price - entropy_weight * float(entropy[b, t])
         )
         rows.append(
             (
@@ -154,15 +156,10 @@ def test_the_policys_loss_is_the_loops(seed, low, high, kl, aggregate):
     batch = random_batch(seed, aggregate=aggregate)
     logprobs = moved(batch, seed)
     entropy = jnp.abs(moved(batch, seed + 1))
-    loss, metrics = summed_policy_loss(
-        logprobs,
-        entropy,
-        batch,
-        clip_low=low,
-        clip_high=high,
-        kl_estimator=KL[kl],
-        entropy_coefficient=0.3,
+    settings = TrainingSettings(
+        clip_low=low, clip_high=high, kl_estimator=KL[kl], entropy_coefficient=0.3
     )
+    loss, metrics = policy_loss(logprobs, entropy, batch, settings)
     want, wanted = looped_loss(logprobs, entropy, batch, low, high, kl, 0.3)
     assert float(loss) == pytest.approx(want, rel=1e-5)
     assert metrics.keys() == wanted.keys()
@@ -187,21 +184,21 @@ def test_the_clipped_loss_is_rlaxs():
     batch = random_batch()
     logprobs = moved(batch)
     mask = batch.mask
-    advantages = batch.advantages
-    old = jnp.asarray(batch.logprobs)
+    advantages = batch.columns["advantages"]
+    old = jnp.asarray(batch.columns["logprobs"])
     ratios = jnp.exp(logprobs - old)
     want = rlax.clipped_surrogate_pg_loss(ratios[mask], advantages[mask], 0.2)
-    owner = batch.packed.owner
-    losses = ppo(LossTerms(logprobs, old, advantages, mask, owner, 3, 0.2, 0.2))
-    assert float((batch.weights * losses).sum()) == pytest.approx(float(want), rel=1e-5)
+    segments = batch.segment_ids
+    losses = ppo(LossTerms(logprobs, old, advantages, mask, segments, 3, 0.2, 0.2))
+    assert float((batch.columns["weights"] * losses).sum()) == pytest.approx(float(want), rel=1e-5)
 
 
 def test_the_critics_loss_is_the_loops():
     batch = random_batch(aggregate="sequence_mean")
     values = moved(batch)
-    before = np.asarray(batch.values)
-    returns = np.asarray(batch.returns)
-    loss, metrics = summed_value_loss(values, batch, clip=0.2)
+    before = np.asarray(batch.columns["values"])
+    returns = np.asarray(batch.columns["returns"])
+    loss, metrics = critic_loss(values, batch)
     want = 0.0
     rows = []
     for b, t in zip(*np.nonzero(np.asarray(batch.mask)), strict=True):
@@ -210,7 +207,7 @@ def test_the_critics_loss_is_the_loops():
         goal = float(returns[b, t])
         near = min(max(value, old - 0.2), old + 0.2)
         rows.append((0.5 * max((value - goal) ** 2, (near - goal) ** 2), value, near != value))
-        want += float(batch.weights[b, t]) * rows[-1][0]
+        want += float(batch.columns["weights"][b, t]) * rows[-1][0]
     assert float(loss) == pytest.approx(want, rel=1e-5)
     for name, value in zip(
         ("loss/value", "critic/mean", "critic/clipped"), np.mean(rows, axis=0), strict=True
@@ -221,38 +218,31 @@ def test_the_critics_loss_is_the_loops():
 def test_what_lies_on_a_bound_is_not_clipped():
     """A ratio of 1 at a clip without width, a value as far from the old one as it may be."""
     batch = random_batch(kl_weight=0.0)
-    (old, before) = (jnp.asarray(x) for x in (batch.logprobs, batch.values))
     for low, high, clipped in ((0.0, 0.0, 0.0), (-0.1, 0.2, 1.0), (0.2, -0.1, 1.0)):
-        _, metrics = summed_policy_loss(
-            old,
-            None,
-            batch,
-            clip_low=low,
-            clip_high=high,
-            kl_estimator=KL["k3"],
-            entropy_coefficient=0.1,
-        )
+        settings = dataclasses.replace(DEFAULT, clip_low=low, clip_high=high)
+        _, metrics = policy_loss(batch.columns["logprobs"], None, batch, settings)
         assert float(metrics["ratio/clipped"]) == pytest.approx(clipped)
         assert "entropy/mean" not in metrics
-    near = jnp.round(before)
-    batch = dataclasses.replace(batch, values=near)
+    near = jnp.round(batch.columns["values"])
+    batch = with_columns(batch, values=near)
+    settings = dataclasses.replace(DEFAULT, critic_clip=0.25)
     for apart, clipped in ((0.25, 0.0), (-0.25, 0.0), (0.375, 1.0), (-0.375, 1.0)):
-        _, metrics = summed_value_loss(near + apart, batch, clip=0.25)
+        _, metrics = critic_loss(near + apart, batch, settings)
         assert float(metrics["critic/clipped"]) == pytest.approx(clipped)
 
 
 def test_the_largest_ratio_is_of_tokens_that_are_trained_on():
     """Below 1 where all have become less likely, whatever padding has."""
     batch = random_batch()
-    assert batch.logprobs is not None and not batch.mask.all()
-    _, metrics = default_loss(batch.logprobs - 0.5, None, batch)
+    assert not batch.mask.all()
+    _, metrics = policy_loss(batch.columns["logprobs"] - 0.5, None, batch)
     assert float(metrics["ratio/max"]) == pytest.approx(math.exp(-0.5))
 
 
 def test_a_value_that_is_masked_out_has_no_loss():
     batch = random_batch()
     mask = np.asarray(batch.mask)
-    (before, returns) = (jnp.asarray(x) for x in (batch.values, batch.returns))
+    (before, returns) = (jnp.asarray(batch.columns[name]) for name in ("values", "returns"))
     losses = np.asarray(value_loss(moved(batch), before, returns, batch.mask, 0.2))
     assert (losses[mask] > 0).all() and not losses[~mask].any()
 
@@ -260,16 +250,17 @@ def test_a_value_that_is_masked_out_has_no_loss():
 @pytest.mark.parametrize("referenced", [True, False])
 def test_where_the_old_policy_is_that_of_now_its_distances_are_measured_here(referenced):
     """To the reference, which may be the old policy itself, and to what generation reported."""
-    batch = dataclasses.replace(random_batch(), logprobs=None)
-    if not referenced:
-        batch = dataclasses.replace(batch, reference_logprobs=None)
+    whole = random_batch()
+    missing = {"logprobs"} if referenced else {"logprobs", "reference_logprobs"}
+    kept = {name: column for name, column in whole.columns.items() if name not in missing}
+    batch = dataclasses.replace(whole, columns=kept)
     rng = np.random.default_rng(8)
     now = -2.0 + rng.normal(scale=0.5, size=(3, 9)).astype(np.float32)
-    _, metrics = default_loss(jnp.asarray(now), None, batch)
+    _, metrics = policy_loss(jnp.asarray(now), None, batch)
     own = np.asarray(batch.mask)
-    reference = np.asarray(batch.reference_logprobs) if referenced else now
+    reference = np.asarray(whole.columns["reference_logprobs"]) if referenced else now
     to_reference = [float(x) for x in (now - reference)[own]]
-    apart = [float(x) for x in (now - np.asarray(batch.sampled_logprobs))[own]]
+    apart = [float(x) for x in (now - np.asarray(batch.columns["sampled_logprobs"]))[own]]
     wanted = {
         "kl/response": sum(to_reference) / len(now),
         "kl/mean": np.mean([math.exp(-x) + x - 1 for x in to_reference]),
@@ -304,8 +295,8 @@ def test_gradients_are_the_finite_differences(name):
 
     def loss(x):
         if name == "value":
-            return summed_value_loss(x, batch, clip=0.2)[0]
-        return default_loss(x, entropy + x * x, batch)[0]
+            return critic_loss(x, batch)[0]
+        return policy_loss(x, entropy + x * x, batch)[0]
 
     got = jax.grad(loss)(at)
     value = jax.jit(loss)
@@ -326,26 +317,24 @@ def test_masked_tokens_never_count():
     def broken(x, value):
         return jnp.where(mask, x, value)
 
-    other = dataclasses.replace(
-        batch,
-        logprobs=broken(batch.logprobs, -jnp.inf),
-        reference_logprobs=broken(batch.reference_logprobs, jnp.nan),
-        advantages=broken(batch.advantages, jnp.nan),
-        values=broken(batch.values, jnp.nan),
-        returns=broken(batch.returns, jnp.inf),
-    )
-    old = batch.logprobs
+    values_off = {
+        "logprobs": -jnp.inf,
+        "reference_logprobs": jnp.nan,
+        "advantages": jnp.nan,
+        "values": jnp.nan,
+        "returns": jnp.inf,
+    }
+    columns = batch.columns
+    other = batch.with_columns(**{n: broken(columns[n], off) for n, off in values_off.items()})
+    old = columns["logprobs"]
     values = moved(batch)
     entropy = jnp.abs(moved(batch))
     pairs = [
         (
-            default_loss(old, entropy, batch),
-            default_loss(broken(old, -jnp.inf), broken(entropy, jnp.nan), other),
+            policy_loss(old, entropy, batch),
+            policy_loss(broken(old, -jnp.inf), broken(entropy, jnp.nan), other),
         ),
-        (
-            summed_value_loss(values, batch, clip=0.2),
-            summed_value_loss(broken(values, jnp.inf), other, clip=0.2),
-        ),
+        (critic_loss(values, batch), critic_loss(broken(values, jnp.inf), other)),
     ]
     for want, got in pairs:
         jax.tree.map(np.testing.assert_array_equal, got, want)
@@ -354,9 +343,14 @@ def test_masked_tokens_never_count():
 def test_token_mean_adds_up_over_parts():
     x = jnp.arange(12, dtype=jnp.float32).reshape(4, 3)
     mask = jnp.arange(12).reshape(4, 3) % 2 == 0
-    total = jnp.float32(6)
-    parts = sum(float(token_mean(x[i : i + 2], mask[i : i + 2], total)) for i in (0, 2))
-    assert parts == pytest.approx(float(token_mean(x, mask, total))) == pytest.approx(5.0)
+
+    def mean(rows: slice) -> float:
+        zeros = jnp.zeros(mask[rows].shape, jnp.int32)
+        batch = packed_of(mask[rows], zeros, 1, total_tokens=jnp.float32(6))
+        return float(TokenTerms(x[rows], None, batch, DEFAULT).mean(x[rows]))
+
+    parts = mean(slice(0, 2)) + mean(slice(2, 4))
+    assert parts == pytest.approx(mean(slice(0, 4))) == pytest.approx(5.0)
 
 
 def test_explained_variance_is_one_for_the_truth_and_zero_for_the_mean():

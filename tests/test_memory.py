@@ -17,18 +17,18 @@ import pytest
 
 from benchmarks import compiled
 from rlhf_jax import mesh
+from rlhf_jax.algorithms.policy_gradient import CRITIC_LOSS, POLICY_LOSS
 from rlhf_jax.config import command_line, host, memory, memory_parts, validation
 from rlhf_jax.config import schema as configs
 from rlhf_jax.generation import rows, scheduler
 from rlhf_jax.generation.speculative import tree
-from rlhf_jax.inference.logprobs import score_packed
+from rlhf_jax.inference.scoring import score_packed
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model import transformer
 from rlhf_jax.runtime.host_memory import host_memory
-from rlhf_jax.training import distill
-from rlhf_jax.training.distill import DistillBatch, student_config, student_of
-from rlhf_jax.training.gradients import critic_objective, policy_objective
+from rlhf_jax.training.distill import DISTILLATION, student_config, student_of
+from rlhf_jax.training.gradients import accumulate
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import ModelConfig, ModelConfigs, RopeScaling
 
@@ -372,12 +372,12 @@ class Formula(NamedTuple):
 
 def update_program(at, pod):
     policy = compiled.weights(at.models.policy, at.layout)
-    return pod.gradient_program(at, policy, policy_objective)
+    return pod.gradient_program(at, policy, POLICY_LOSS)
 
 
 def critic_program(at, pod):
     critic = pod.critic_weights(at.models.critic, at.layout)
-    return pod.gradient_program(at, critic, critic_objective)
+    return pod.gradient_program(at, critic, CRITIC_LOSS)
 
 
 def round_program(at, pod):
@@ -393,7 +393,7 @@ def prefill_program(at, pod):
 
 def score_program(at, pod):
     policy = compiled.weights(at.models.policy, at.layout)
-    return score_packed.lower(policy, pod.packed_zeros(at), None, temperature=1.0).compile()
+    return score_packed.lower(policy, pod.packed_zeros(at), temperature=1.0).compile()
 
 
 def student_program(at, pod):
@@ -402,10 +402,13 @@ def student_program(at, pod):
     packed = pod.packed_zeros(at)
     hidden = jnp.zeros((*packed.mask.shape, TWO_LAYERS.width))
     key = jnp.zeros((*packed.mask.shape, 2), jnp.uint32)
-    batch = DistillBatch(packed, key, packed.targets, jnp.ones(()), hidden)
+    known = {"noise_keys": key, "positions": packed.targets, "total_tokens": jnp.ones(())}
+    batch = packed.with_columns(hidden=hidden, **known)
     ends = dataclasses.replace(policy, layers=())
     settings = TrainingSettings(microbatch_rows=at.config.training.microbatch_rows)
-    return distill.accumulate.lower(None, student, ends, batch, settings=settings).compile()
+    return accumulate.lower(
+        None, student, batch, ends, loss=DISTILLATION, settings=settings
+    ).compile()
 
 
 LAYER = "one layer at work"

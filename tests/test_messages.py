@@ -29,7 +29,7 @@ from rlhf_jax.generation.assignment import Assignments
 from rlhf_jax.generation.multihost import RowHandOver, SliceReport, StillQueued
 from rlhf_jax.generation.requests import GenerationCounts
 from rlhf_jax.generation.stage import FinishedSample
-from rlhf_jax.inference.overlap import Scored
+from rlhf_jax.inference.scoring import Scored
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.rewards import calls
 from rlhf_jax.rewards.calls import RewardCall, RewardResults
@@ -117,7 +117,7 @@ FLOATS = np.linspace(0, 1, 3, dtype=np.float32)
         Decision((Strategy((-1, 0), "replay", 3), FLOATS, None)),
         Decision(None),
         Scores(FLOATS, {1: "hangs"}),
-        Scored(FLOATS, None, FLOATS, {"judge": 0.5}),
+        Scored({"logprobs": FLOATS, "values": FLOATS}, {"judge": 0.5}),
         Span(0, "generate", 0.5, 1.5, 4, "plain", 12),
         GenerationCounts(rounds=3, tokens=12),
         RewardResults(3, [Score(math.inf, {"length": 2.0}), "hangs"]),

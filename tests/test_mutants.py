@@ -29,11 +29,11 @@ MUTANTS = 100
 CORES = 2
 KILLED = 0.95
 QUICK = (  # files whose own tests take a few seconds
-    "training/losses.py",
-    "training/policy_losses.py",
-    "training/kl.py",
+    "algorithms/policy_gradient.py",
+    "losses/policy.py",
+    "losses/kl.py",
     "training/importance.py",
-    "training/batching.py",
+    "sequences/minibatches.py",
     "generation/history.py",
     "generation/speculative/tree.py",
     "generation/strategy/acceptance.py",

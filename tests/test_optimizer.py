@@ -16,7 +16,7 @@ from rlhf_jax.model.transformer import init
 from rlhf_jax.runtime.compilation import run_now
 from rlhf_jax.training import optimizer as module
 from rlhf_jax.training.gradients import Gradient
-from rlhf_jax.training.optimizer import apply, clip_by_norm, examine_all, make_optimizer
+from rlhf_jax.training.optimizer import apply, clip_by_norm, make_optimizer, norms_and_finite
 
 
 class Weights(NamedTuple):
@@ -153,8 +153,10 @@ def test_all_are_told_whether_all_is_finite(case, places, monkeypatch):
         programs.append(program.__name__)
         return run_now(program, *arguments)
 
-    norms, finite = examine_all(given, execute)
-    assert programs == (["examine"] * 2 + ["all_of"] * 2 if places == (0, 1) else ["examine"])
+    norms, finite = norms_and_finite(given, execute)
+    assert programs == (
+        ["_norms_and_finite"] * 2 + ["all_of"] * 2 if places == (0, 1) else ["_norms_and_finite"]
+    )
     assert [flag.item() for flag in finite] == [whole, whole]
     assert norms[1].item() == pytest.approx(3.0)
     assert math.isnan(weight) or norms[0].item() == pytest.approx(math.hypot(weight, 4, 12))
@@ -174,8 +176,8 @@ def test_gradients_that_are_laid_out_otherwise_on_one_mesh_are_examined_by_one_p
         programs.append(program.__name__)
         return run_now(program, *arguments)
 
-    norms, _ = examine_all(given, execute)
-    assert programs == ["examine"] and [norm.item() for norm in norms] == [5.0, 2.0]
+    norms, _ = norms_and_finite(given, execute)
+    assert programs == ["_norms_and_finite"] and [norm.item() for norm in norms] == [5.0, 2.0]
 
 
 def test_between_processes_the_host_passes_on_whether_all_is_finite(monkeypatch):
@@ -191,7 +193,7 @@ def test_between_processes_the_host_passes_on_whether_all_is_finite(monkeypatch)
     for number, whole in ((3.0, True), (math.nan, False)):
         pair = zip(jax.devices(), (number, 1.0), strict=False)
         given = [jax.device_put(gradient_of(0.0, x), device) for device, x in pair]
-        assert [flag.item() for flag in examine_all(given)[1]] == [whole, whole]
+        assert [flag.item() for flag in norms_and_finite(given)[1]] == [whole, whole]
     assert asked == [2, 2]
 
 

@@ -10,25 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from learning import sequences_of
 
-from rlhf_jax.inference.logprobs import (
-    CHUNK,
-    head_logprobs,
-    score_packed,
-    score_rollout,
-    token_logprobs,
-)
-from rlhf_jax.inference.packing import bucket, pack, padding_share, unpack
-from rlhf_jax.inference.scoring import ScoringSettings, score
+from rlhf_jax.algorithms.policy_gradient import CRITIC_LOSS, POLICY_LOSS
+from rlhf_jax.inference.logprobs import CHUNK, head_logprobs, token_logprobs
+from rlhf_jax.inference.scoring import ScoringSettings, score, score_packed, score_sequences
+from rlhf_jax.losses.aggregate import token_mean_weights
+from rlhf_jax.losses.policy import LOSSES
 from rlhf_jax.mesh import ONE_DEVICE, Layout, make_mesh, model_shardings, place_rows
 from rlhf_jax.model.packed import read_packed
 from rlhf_jax.model.transformer import init
-from rlhf_jax.training.batching import micro_batch
-from rlhf_jax.training.gradients import critic_objective, policy_objective
-from rlhf_jax.training.losses import token_mean_weights
-from rlhf_jax.training.policy_losses import LOSSES
+from rlhf_jax.sequences.batch import Sequences
+from rlhf_jax.sequences.minibatches import with_shares
+from rlhf_jax.sequences.packing import bucket, pack, padding_share, unpack
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.types import Experience, Rollout
 
 pytestmark = pytest.mark.usefixtures("compiled_soon")
 
@@ -37,7 +32,7 @@ GROUP = 4
 SLOTS = 26
 
 
-def grouped_rollout(vocabulary: int, seed: int = 0, top_k: bool = False) -> Rollout:
+def grouped(vocabulary: int, seed: int = 0, top_k: bool = False) -> Sequences:
     """Samples of prompts of different lengths; one response has a single token."""
     random = np.random.default_rng(seed)
     rows = len(PROMPTS) * GROUP
@@ -49,44 +44,45 @@ def grouped_rollout(vocabulary: int, seed: int = 0, top_k: bool = False) -> Roll
     tokens = np.where(place < prompt, texts, random.integers(0, vocabulary, (rows, SLOTS)))
     known = place < length[:, None]
     mask = known & (place >= prompt)
-    support = None
+    top_k_ids = None
     if top_k:
-        support = random.integers(0, vocabulary, (rows, SLOTS, 6))
-        support[..., 0] = tokens
-        support = np.where(mask[..., None], support, -1).astype(np.int32)
-    return Rollout(
-        tokens=np.where(known, tokens, 0).astype(np.int32),
-        mask=mask,
-        logprobs=random.normal(size=mask.shape).astype(np.float32),
-        length=length.astype(np.int32),
-        sample_id=np.arange(rows, dtype=np.uint32),
-        support=support,
+        ids = random.integers(0, vocabulary, (rows, SLOTS, 6))
+        ids[..., 0] = tokens
+        top_k_ids = np.where(mask[..., None], ids, -1).astype(np.int32)
+    return sequences_of(
+        np.where(known, tokens, 0).astype(np.int32),
+        mask,
+        sampled_logprobs=random.normal(size=mask.shape).astype(np.float32),
+        top_k_ids=top_k_ids,
     )
 
 
 @pytest.mark.parametrize("row_shards", [1, 2, 3, 4])
 @pytest.mark.parametrize("rows", [4, 12])
 def test_each_token_is_there_once_and_each_prompt_once_a_shard(row_shards, rows):
-    rollout = grouped_rollout(50)
-    mask = rollout.mask.copy()
+    given = grouped(50)
+    mask = np.array(given.mask)
     mask[5] = False  # a sample that is not trained on is not read
-    packed = pack(rollout, mask, rows, length_bucket=4, row_shards=row_shards)
-    told = [(part, np.asarray(part.take(rollout.logprobs))) for part in packed]
+    sequences = dataclasses.replace(given, mask=mask)
+    packed = pack(sequences, rows, length_bucket=4, row_shards=row_shards)
+    told = [(part, np.asarray(part.batch.columns["sampled_logprobs"])) for part in packed]
     again = unpack(told, (len(mask), SLOTS))
-    np.testing.assert_array_equal(again, np.where(mask, rollout.logprobs, 0.0))
+    np.testing.assert_array_equal(again, np.where(mask, given.columns["sampled_logprobs"], 0.0))
+    ids = [np.asarray(part.batch.columns["sample_ids"])[part.batch.groups >= 0] for part in packed]
+    trained = np.flatnonzero(mask.any(axis=1))
+    np.testing.assert_array_equal(np.sort(np.concatenate(ids)), trained)
     assert sum(part.batch.mask.sum() for part in packed) == mask.sum()
     for part in packed:
         batch = jax.tree.map(np.asarray, part.batch)
-        assert batch.samples[0].size <= max(1, rows // row_shards) * SLOTS
-        before = np.take_along_axis(batch.positions, batch.before, axis=1)
+        assert batch.sequences[0].size <= max(1, rows // row_shards) * SLOTS
+        before = np.take_along_axis(batch.positions, batch.predict_from, axis=1)
         position = part.take(np.broadcast_to(np.arange(SLOTS), mask.shape))
-        assert position is not None
         np.testing.assert_array_equal(before[batch.mask] + 1, position[batch.mask])
-        np.testing.assert_array_equal(part.take(rollout.tokens), batch.targets)
+        np.testing.assert_array_equal(part.take(given.tokens), batch.targets)
         for shard, line in enumerate(batch.tokens):
             # Where a token is at home, its sample has it at its own place.
-            home = batch.samples[shard].reshape(-1)[batch.home[shard]]
-            used = np.unique(batch.samples[shard])
+            home = batch.sequences[shard].reshape(-1)[batch.slot[shard]]
+            used = np.unique(batch.sequences[shard])
             np.testing.assert_array_equal(home[used], used)
             assert len(line) >= len(used)
     if row_shards == 1 and rows == 12:
@@ -106,18 +102,17 @@ def test_each_sample_reads_its_own_text(seed):
     place = np.arange(7)
     known = place < length[:, None]
     tokens = np.where(known, random.integers(0, 2, (rows, 7)), 0).astype(np.int32)
-    numbers = np.zeros(known.shape, np.float32)
-    rollout = Rollout(tokens, known & (place >= prompt), numbers, length, np.arange(rows), None)
-    for part in pack(rollout, rollout.mask, rows, length_bucket=2, row_shards=2):
+    sequences = sequences_of(tokens, known & (place >= prompt))
+    for part in pack(sequences, rows, length_bucket=2, row_shards=2):
         batch = part.batch
         for shard, line in enumerate(np.asarray(batch.tokens)):
             told = np.asarray(batch.mask[shard])
             row, last = np.divmod(part.source[shard][told], 7)
-            own = np.asarray(batch.owner[shard])[told]
+            own = np.asarray(batch.segment_ids[shard])[told]
             for sample, before in {
                 (r, o): t for r, o, t in zip(row, own, last, strict=True)
             }.items():
-                read = line[np.asarray(batch.samples[shard, sample[1]])[:before]]
+                read = line[np.asarray(batch.sequences[shard, sample[1]])[:before]]
                 np.testing.assert_array_equal(read, tokens[sample[0], :before])
 
 
@@ -170,12 +165,12 @@ def fullest_of_the_best(texts: dict[int, tuple[int, int]], shards: int, most: in
 @pytest.mark.parametrize("shards", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(5))
 def test_shards_are_as_even_as_any_cut_and_arrays_as_small_as_sizes_are(seed, shards):
-    rollout = grouped_rollout(50, seed)
-    mask = rollout.mask.copy()
+    batch = grouped(50, seed)
+    mask = np.asarray(batch.mask).copy()
     mask[np.random.default_rng(seed).integers(12, size=3)] = False
     rows = np.flatnonzero(mask.any(axis=1)).tolist()
     texts = {row: (row // GROUP, int(np.flatnonzero(mask[row])[-1])) for row in rows}
-    (part,) = pack(rollout, mask, 12, length_bucket=4, row_shards=shards)
+    (part,) = pack(dataclasses.replace(batch, mask=mask), 12, length_bucket=4, row_shards=shards)
     owners = [
         sorted({int(place) // SLOTS for place in places[own]})
         for places, own in zip(part.source, np.asarray(part.batch.mask), strict=True)
@@ -188,7 +183,7 @@ def test_shards_are_as_even_as_any_cut_and_arrays_as_small_as_sizes_are(seed, sh
     assert part.real_tokens == sum(tokens_of(own, texts) for own in owners)
     held = min(most, rounded(max(map(len, owners)), 1, 2))
     predicted = max(sum(int(mask[row].sum()) for row in own) for own in owners)
-    assert part.batch.samples.shape == (shards, held, longest)
+    assert part.batch.sequences.shape == (shards, held, longest)
     assert part.batch.tokens.shape == (shards, min(held * longest, rounded(fullest, 4, 4)))
     assert part.batch.targets.shape == (shards, min(held * longest, rounded(predicted, 4, 4)))
 
@@ -196,29 +191,26 @@ def test_shards_are_as_even_as_any_cut_and_arrays_as_small_as_sizes_are(seed, sh
 @pytest.mark.parametrize("top_k", [False, True])
 def test_scores_are_those_of_each_sample_by_itself(tiny, top_k):
     model = init(jax.random.key(0), tiny)
-    rollout = grouped_rollout(tiny.vocab_size, top_k=top_k)
-    found = score_rollout(model, rollout, temperature=0.7, rows=12, length_bucket=4)
-    alone = token_logprobs(
-        model, rollout.tokens, temperature=0.7, mask=rollout.mask, support=rollout.support
-    )
+    batch = grouped(tiny.vocab_size, top_k=top_k)
+    found = score_sequences(model, batch, temperature=0.7, rows=12, length_bucket=4)
+    support = batch.columns.get("top_k_ids")
+    alone = token_logprobs(model, batch.tokens, temperature=0.7, mask=batch.mask, support=support)
     np.testing.assert_allclose(found, alone, atol=1e-4, rtol=0)
 
 
-def experience_of(model, rollout: Rollout) -> Experience:
+def experience_of(model, batch: Sequences) -> Sequences:
     """Old and reference log-probs near the model's, and an advantage for each sample."""
     random = np.random.default_rng(1)
-    mask = rollout.mask.copy()
+    mask = np.array(batch.mask)
     mask[2] = False  # dropped
-    said = np.asarray(token_logprobs(model, rollout.tokens, temperature=1.0, mask=rollout.mask))
+    said = np.asarray(token_logprobs(model, batch.tokens, temperature=1.0, mask=batch.mask))
     old, reference = (
         np.where(mask, said + random.normal(scale=0.1, size=mask.shape), np.nan) for _ in range(2)
     )
     advantages, values, returns = (
         np.where(mask, random.normal(size=mask.shape), np.nan).astype(np.float32) for _ in range(3)
     )
-    return Experience(
-        rollout,
-        mask,
+    return dataclasses.replace(batch, mask=mask).with_columns(
         logprobs=old.astype(np.float32),
         reference_logprobs=reference.astype(np.float32),
         rewards=np.zeros(len(mask), np.float32),
@@ -257,15 +249,18 @@ def add(one, other):
 def test_loss_and_gradient_are_those_of_single_samples(tiny, shape, kind):
     """With NaN behind every padding, on one device and with rows, width and vocabulary split."""
     top_k = kind == "top_k"
-    objective = critic_objective if kind == "critic" else policy_objective
+    given = CRITIC_LOSS if kind == "critic" else POLICY_LOSS
     policy = init(jax.random.key(0), tiny)
     model = init(jax.random.key(0), dataclasses.replace(tiny, scalar_head=True, tied=False))
     model = model if kind == "critic" else policy
-    rollout = grouped_rollout(tiny.vocab_size, top_k=top_k)
-    experience = experience_of(policy, rollout)
+    experience = experience_of(policy, grouped(tiny.vocab_size, top_k=top_k))
     weights = token_mean_weights(np.asarray(experience.mask), 1)
 
-    gradient = jax.jit(jax.value_and_grad(objective, has_aux=True), static_argnums=2)
+    def share(model, batch, settings):
+        hidden = read_packed(model, batch, settings.layout, settings.remat)
+        return given(model, hidden, batch, settings)
+
+    gradient = jax.jit(jax.value_and_grad(share, has_aux=True), static_argnums=2)
 
     def differentiate(experience, weights, layout, length_bucket):
         loss = LOSSES["gspo" if kind == "gspo" else "ppo"]
@@ -274,9 +269,9 @@ def test_loss_and_gradient_are_those_of_single_samples(tiny, shape, kind):
         if layout.mesh is not None:
             whole = jax.device_put(model, model_shardings(model, layout))
         told = []
-        host = experience.rollout
-        for part in pack(host, experience.mask, 4, length_bucket, layout.row_shards):
-            batch = place_rows(micro_batch(experience, weights, 0.1, part), layout)
+        known = with_shares(experience, weights, 0.1)
+        for part in pack(known, 4, length_bucket, layout.row_shards):
+            batch = place_rows(part.batch, layout)
             (loss, _), slope = gradient(whole, batch, settings)
             told.append(jax.device_get((loss, slope)))
         return functools.reduce(add, told)
@@ -284,7 +279,7 @@ def test_loss_and_gradient_are_those_of_single_samples(tiny, shape, kind):
     layout = Layout(shape and make_mesh(*shape, devices=jax.devices()[: np.prod(shape)]))
     loss, slope = differentiate(experience, weights, layout, length_bucket=4)
     rows = np.flatnonzero(np.asarray(experience.mask).any(axis=1))
-    singles = [jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], experience) for row in rows]
+    singles = [experience.take(np.array([row])) for row in rows]
     by_row = zip(singles, weights[rows], strict=True)
     alone = functools.reduce(
         add, [differentiate(one, weight[None], Layout(), SLOTS) for one, weight in by_row]
@@ -298,8 +293,7 @@ def test_loss_and_gradient_are_those_of_single_samples(tiny, shape, kind):
 
 def test_entropy_of_packed_samples_is_asked_for(tiny):
     model = init(jax.random.key(0), tiny)
-    rollout = grouped_rollout(tiny.vocab_size)
-    (part,) = pack(rollout, rollout.mask, 12, 4, 1)
+    (part,) = pack(grouped(tiny.vocab_size).reading(), 12, 4, 1)
     hidden = read_packed(model, part.batch, ONE_DEVICE)
     given = (model, hidden, part.batch.targets, part.batch.mask)
     read = functools.partial(
@@ -309,16 +303,17 @@ def test_entropy_of_packed_samples_is_asked_for(tiny):
     assert entropy is not None and bool(jnp.all(jnp.where(part.batch.mask, entropy > 0, True)))
     np.testing.assert_array_equal(read(entropy=False)[0], said)
     other = dataclasses.replace(part.batch, tokens=np.where(part.batch.tokens, 7, 0))
-    assert not np.allclose(said, score_packed(model, other, None, temperature=1.0))
+    assert not np.allclose(said, score_packed(model, other, temperature=1.0))
 
 
 def test_nothing_is_said_where_no_model_reads(tiny):
     """As in GRPO without KL, whose update finds the old log-probs itself: zeros would be taken."""
     policy = init(jax.random.key(0), tiny)
-    rollout = grouped_rollout(tiny.vocab_size)
-    settings = ScoringSettings(Layout(), 1.0, microbatch_rows=12, policy_logprobs=False)
-    assert score(policy, None, None, rollout, settings)[:3] == (None, None, None)
-    nothing = dataclasses.replace(rollout, mask=np.zeros_like(rollout.mask))
-    said = score(policy, policy, None, nothing, settings)
-    assert said.logprobs is None and said.values is None
-    assert said.reference_logprobs is not None and not said.reference_logprobs.any()
+    batch = grouped(tiny.vocab_size)
+    settings = ScoringSettings({}, 1.0, microbatch_rows=12)
+    assert score(batch, {}, settings)[0].columns.keys() == batch.columns.keys()
+    nothing = dataclasses.replace(batch, mask=np.zeros_like(batch.mask))
+    settings = dataclasses.replace(settings, layouts={"reference": Layout()})
+    said, _ = score(nothing, {"reference": policy}, settings)
+    assert said.columns.keys() == {*batch.columns, "reference_logprobs"}
+    assert not said.columns["reference_logprobs"].any()

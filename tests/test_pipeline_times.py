@@ -87,7 +87,7 @@ def test_stages_that_sleep_take_as_long_as_planned(tiny, monkeypatch, stages, mi
     deep = dataclasses.replace(tiny, num_layers=8, vocab_size=64)
     case = case_of(*models_of(deep), layouts_of(stages))
     batches = [(own * micro_batches)[:micro_batches] for own in case.batches]
-    case = Case(case.learners, batches)
+    case = Case(case.learners, case.models, batches)
     times = StageTimes(
         1, forward=(*[QUANTUM] * (stages - 1), 0.0), backward=(3 * QUANTUM,) * stages, kept=1.0
     )

@@ -18,12 +18,13 @@ import optax
 import pytest
 from compilers import EIGHT, devices, needs_libtpu
 from jax.sharding import NamedSharding, PartitionSpec
+from learning import Optimizers, learners_of, new_models, update
 from test_memory import load
 from test_pipeline import gpipe
 from test_update import CONFIG, KL_WEIGHT, MANY, random_critic, random_experience
 
 from benchmarks.compiled import LLAMA_8B
-from rlhf_jax.inference.packing import pack
+from rlhf_jax.algorithms.policy_gradient import CRITIC_LOSS, POLICY_LOSS
 from rlhf_jax.mesh import bytes_per_device, model_shardings, place_rows
 from rlhf_jax.model.transformer import init
 from rlhf_jax.pipeline.problem import Pipe, PipelineProblem, lay_copies
@@ -31,24 +32,16 @@ from rlhf_jax.pipeline.queues import queues_of
 from rlhf_jax.pipeline.schedule import Schedule, earliest_starts, make_schedule, one_f_one_b
 from rlhf_jax.placement.plan import CallLayouts, Placement, Plan
 from rlhf_jax.planner.shapes import micro_batch_shapes, model_shapes, repeated
+from rlhf_jax.sequences.batch import PackedSequences, Sequences
+from rlhf_jax.sequences.minibatches import with_shares
+from rlhf_jax.sequences.packing import pack
 from rlhf_jax.training import pipelined
-from rlhf_jax.training.batching import MicroBatch, micro_batch
-from rlhf_jax.training.gradients import (
-    Gradient,
-    Learner,
-    accumulate,
-    critic_head_loss,
-    critic_objective,
-    policy_head_loss,
-    policy_objective,
-)
-from rlhf_jax.training.optimizer import Optimizers
+from rlhf_jax.training.gradients import Gradient, Learner, accumulate
 from rlhf_jax.training.pipelined import measure_stages, sum_pipelined
 from rlhf_jax.training.schedules import schedule_of
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.training.stages import backward, cut, forward, stages_of, sum_copies
-from rlhf_jax.training.update import init_train_state, learners_of, update
-from rlhf_jax.types import Experience, Model, TrainState
+from rlhf_jax.types import Model, Models
 
 ROWS = dataclasses.replace(CONFIG, microbatch_rows=2)
 SMALL_STEPS = Optimizers(optax.sgd(0.05), optax.sgd(0.05))
@@ -60,7 +53,8 @@ class Case(NamedTuple):
     """Policy and critic as pipelines, and the micro-batches that they learn from."""
 
     learners: list[Learner]
-    batches: list[list[MicroBatch]]
+    models: list[Model]
+    batches: list[list[PackedSequences]]
 
 
 def layouts_of(
@@ -85,37 +79,38 @@ def deep(tiny):
     return dataclasses.replace(tiny, num_layers=8, vocab_size=64)
 
 
-def models_of(config) -> tuple[Model, Model, Experience]:
+def models_of(config) -> tuple[Model, Model, Sequences]:
     """A policy, a critic, and what they learn from."""
     policy = init(jax.random.key(0), config)
     critic = random_critic(config)
-    return policy, critic, jax.tree.map(np.asarray, random_experience(policy, critic))
+    return policy, critic, random_experience(policy, critic).on_host()
 
 
-def new_state(policy: Model, critic: Model, layouts: CallLayouts | None) -> TrainState:
+def new_state(policy: Model, critic: Model, layouts: CallLayouts | None) -> Models:
     """A state of copies, which lies as the layouts say."""
     policy, critic = jax.tree.map(jnp.copy, (policy, critic))
     where = (layouts.policy_training, layouts.critic_training) if layouts else ()
     if not where:
-        return init_train_state(policy, SMALL_STEPS, critic=critic)
+        return new_models(policy, SMALL_STEPS, critic=critic)
     layout, of_critic = where
     policy = jax.device_put(policy, model_shardings(policy, layout))
     critic = jax.device_put(critic, model_shardings(critic, of_critic))
-    return init_train_state(policy, SMALL_STEPS, layout, critic, of_critic)
+    return new_models(policy, SMALL_STEPS, layout, critic, of_critic)
 
 
-def case_of(policy: Model, critic: Model, experience: Experience, layouts: CallLayouts) -> Case:
+def case_of(policy: Model, critic: Model, experience: Sequences, layouts: CallLayouts) -> Case:
     layout, of_critic = layouts.policy_training, layouts.critic_training
     settings = dataclasses.replace(ROWS, layout=layout, critic_layout=of_critic)
-    learners = learners_of(new_state(policy, critic, layouts), SMALL_STEPS, settings)
-    weights = settings.aggregate(experience.mask, settings.max_new_tokens)
+    learners = list(learners_of(SMALL_STEPS, settings).values())
+    models = [one.weights for one in new_state(policy, critic, layouts).values()]
+    weights = settings.aggregate(np.asarray(experience.mask), settings.max_new_tokens)
+    known = with_shares(experience, weights, KL_WEIGHT)
     batches = []
     for own in (layout, of_critic):
         rows = (2, settings.length_bucket, own.row_shards)
-        packed = pack(experience.rollout, experience.mask, *rows)
-        batches.append([micro_batch(experience, weights, KL_WEIGHT, part) for part in packed])
+        batches.append([part.batch for part in pack(known, *rows)])
         assert len(batches[-1]) > 1
-    return Case(learners, batches)
+    return Case(learners, models, batches)
 
 
 def unpipelined(policy: Model, critic: Model, case: Case) -> list[Gradient]:
@@ -125,11 +120,7 @@ def unpipelined(policy: Model, critic: Model, case: Case) -> list[Gradient]:
         total = None
         for part in parts:
             total = accumulate(
-                total,
-                model,
-                place_rows(part, ROWS.layout),
-                objective=learner.objective,
-                settings=ROWS,
+                total, model, place_rows(part, ROWS.layout), loss=learner.loss, settings=ROWS
             )
         found.append(total)
     return found
@@ -161,6 +152,10 @@ def any_order(problem: PipelineProblem, seed: int) -> Schedule:
         ]
         order[draws.choice(ready)].append(float(now))
     return make_schedule(problem, earliest_starts(queues, order))
+
+
+def weights_of(models: Models) -> list[Model]:
+    return [one.weights for one in models.values()]
 
 
 def assert_same_bits(one, other):
@@ -205,9 +200,9 @@ def check_gradients(policy: Model, critic: Model, case: Case):
         any_order(problem, 1),
     ):
         assert_same_bits(sum_pipelined(*case, other), found)
-    for learner, gradient in zip(case.learners, found, strict=True):
+    for learner, model, gradient in zip(case.learners, case.models, found, strict=True):
         places = jax.tree.map(lambda leaf: leaf.sharding, gradient.weights)
-        assert places == model_shardings(learner.model, learner.settings.layout)
+        assert places == model_shardings(model, learner.settings.layout)
     assert fused.schedule.bound <= fused.schedule.makespan * (1 + 1e-9) < fused.serial
 
 
@@ -265,8 +260,8 @@ def test_an_update_with_pipelines_is_the_update_without(deep):
             state, metrics = update(state, experience, SMALL_STEPS, settings, KL_WEIGHT)
         found.append((state, metrics))
     (state, metrics), (own, told) = found
-    moved = jax.tree.map(np.subtract, (state.policy, state.critic), (policy, critic))
-    differ = jax.tree.map(np.subtract, (own.policy, own.critic), (state.policy, state.critic))
+    moved = jax.tree.map(np.subtract, weights_of(state), [policy, critic])
+    differ = jax.tree.map(np.subtract, weights_of(own), weights_of(state))
     norms = [float(optax.global_norm(tree)) for tree in (differ, moved)]
     assert norms[0] <= 1e-4 * norms[1]
     for name, value in metrics.items():
@@ -278,8 +273,8 @@ def test_an_update_with_pipelines_is_the_update_without(deep):
 
 def test_a_policy_that_has_moved_too_far_stops_both(deep):
     policy, critic, experience = models_of(deep)
-    moved = np.asarray(experience.logprobs) - experience.mask
-    experience = dataclasses.replace(experience, logprobs=moved)
+    moved = np.asarray(experience.columns["logprobs"]) - np.asarray(experience.mask, np.float32)
+    experience = experience.with_columns(logprobs=moved)
     layouts = layouts_of(2)
     where = {"layout": layouts.policy_training, "critic_layout": layouts.critic_training}
     settings = dataclasses.replace(ROWS, target_kl=0.1, **where)
@@ -287,7 +282,7 @@ def test_a_policy_that_has_moved_too_far_stops_both(deep):
         new_state(policy, critic, layouts), experience, SMALL_STEPS, settings, KL_WEIGHT
     )
     assert metrics["training/minibatches_done"] == 0 and metrics["kl/old"] > 0.1
-    assert_same_bits((state.policy, state.critic), (policy, critic))
+    assert_same_bits(weights_of(state), [policy, critic])
 
 
 def test_inputs_that_are_kept_follow_the_schedule(deep, monkeypatch):
@@ -307,7 +302,7 @@ def test_inputs_that_are_kept_follow_the_schedule(deep, monkeypatch):
     def watching(step: Callable) -> Callable:
         def watched(*given):
             step(*given)
-            shape = (*case.batches[0][0].packed.tokens.shape, deep.width)
+            shape = (*case.batches[0][0].tokens.shape, deep.width)
             kept: dict[int, int] = {}
             waiting: dict[int, int] = {}
             for own in running:
@@ -334,7 +329,7 @@ def test_inputs_that_are_kept_follow_the_schedule(deep, monkeypatch):
         running.clear()
         most.clear()
         sum_pipelined(*case, schedule)
-        given = np.prod((*case.batches[0][0].packed.tokens.shape, deep.width)) * 4
+        given = np.prod((*case.batches[0][0].tokens.shape, deep.width)) * 4
         unit = given if schedule.peak.max() > 100 else 1
         assert all(most[node] <= schedule.peak[node] / unit for node in most), (most, schedule.peak)
         assert max(most.values()) > 0
@@ -354,7 +349,7 @@ def test_stages_are_measured_where_runs_need_not_repeat_themselves(deep):
     policy, critic, experience = models_of(deep)
     case = case_of(policy, critic, experience, layouts_of(2))
     learner = case.learners[0]
-    times = measure_stages(learner, case.batches[0][0])
+    times = measure_stages(learner, case.models[0], case.batches[0][0])
     assert 0 < times.forward[0] < times.backward[0] < 10 and times.forward[1] == 0
     fused = schedule_of(*case, times={learner.call: times, "critic_training": times})
     assert fused.schedule.makespan < 20
@@ -377,16 +372,13 @@ def test_stages_of_8b_models_compile_for_a_tpu_and_add_to_their_sums_in_place(ca
         shape = dataclasses.replace(LLAMA_8B, scalar_head=True, tied=False)
     model = model_shapes(shape, getattr(layouts, call), jnp.dtype(jnp.float32))
     settings = TrainingSettings(layout=getattr(layouts, call), microbatch_rows=2)
-    policy = call.startswith("policy")
-    losses = (
-        (policy_objective, policy_head_loss) if policy else (critic_objective, critic_head_loss)
-    )
-    stages = stages_of(Learner(call, model, *losses, settings))
+    loss = POLICY_LOSS if call.startswith("policy") else CRITIC_LOSS
+    stages = stages_of(Learner(call, loss, optax.identity(), settings))
     parts = cut(model, stages)
     stage = stages[index]
     layout = stage.settings.layout
-    batch = micro_batch_shapes(config, layout, rows=2)
-    hidden = jax.ShapeDtypeStruct((*batch.packed.tokens.shape, shape.width), jnp.bfloat16)
+    batch = micro_batch_shapes(config, layout, rows=2, reads=loss.reads)
+    hidden = jax.ShapeDtypeStruct((*batch.tokens.shape, shape.width), jnp.bfloat16)
     between = NamedSharding(layout.mesh, PartitionSpec(None, None, "tensor"))
     hidden = hidden.update(sharding=between)
     given = hidden if index else None

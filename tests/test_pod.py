@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -21,19 +20,21 @@ from benchmarks.shapes import SLOTS
 from pallas_kernels.dispatch import Kernels
 from pallas_kernels.shapes import BLOCK
 from rlhf_jax import mesh as meshes
+from rlhf_jax.algorithms.policy_gradient import CRITIC_LOSS, POLICY_LOSS
 from rlhf_jax.config import derived, memory, memory_parts
 from rlhf_jax.config.schema import Config
 from rlhf_jax.generation import rows, scheduler
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.round import run_round
 from rlhf_jax.generation.speculative.sampling import Sampling
-from rlhf_jax.inference.logprobs import score_packed
+from rlhf_jax.inference.scoring import score_packed
 from rlhf_jax.inference.values import critic_of
 from rlhf_jax.mesh import Layout
-from rlhf_jax.training.batching import MicroBatch
-from rlhf_jax.training.gradients import Gradient, accumulate, critic_objective, policy_objective
+from rlhf_jax.sequences.batch import PackedSequences
+from rlhf_jax.training.gradients import Gradient, accumulate
+from rlhf_jax.training.kinds import Loss
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.types import Model, ModelConfig, ModelConfigs, PackedBatch
+from rlhf_jax.types import Model, ModelConfig, ModelConfigs
 
 TOLERANCE = 0.15
 
@@ -86,7 +87,7 @@ def critic_weights(model: ModelConfig, layout: Layout) -> Model:
     return placed(shapes, meshes.model_shardings(shapes, layout))
 
 
-def packed_zeros(at: Target) -> PackedBatch:
+def packed_zeros(at: Target) -> PackedSequences:
     """A packed batch of as many tokens as a micro-batch may have, all prompts different."""
     shards = at.layout.row_shards
     rows = at.config.training.microbatch_rows // shards
@@ -94,27 +95,28 @@ def packed_zeros(at: Target) -> PackedBatch:
     line = jnp.zeros((shards, rows * slots), jnp.int32)
     samples = jnp.zeros((shards, rows, slots), jnp.int32)
     told = jnp.zeros((shards, rows * at.config.generation.max_new_tokens), jnp.int32)
-    return PackedBatch(line, line, samples, line, told, told, told == 0, told)
+    groups = jnp.zeros((shards, rows), jnp.int32)
+    return PackedSequences(line, line, samples, line, told, told, told == 0, told, groups)
 
 
-def micro_batch(at: Target) -> MicroBatch:
+def micro_batch(at: Target) -> PackedSequences:
     """One micro-batch of zeros."""
     packed = packed_zeros(at)
-    per_token = jnp.zeros(packed.mask.shape)
-    one = jnp.zeros(())
-    values = per_token if at.models.critic is not None else None
-    per_tokens = (per_token, per_token, per_token)
-    return MicroBatch(packed, *per_tokens, one, one, one, per_token, per_token, values, values)
+    of_token = ["weights", "advantages", "sampled_logprobs", "logprobs", "reference_logprobs"]
+    of_token += ["values", "returns"] if at.models.critic is not None else []
+    of_batch = ("total_tokens", "total_sequences", "total_groups", "kl_weight")
+    columns = dict.fromkeys(of_token, jnp.zeros(packed.mask.shape))
+    return packed.with_columns(**columns, **dict.fromkeys(of_batch, jnp.zeros(())))
 
 
-def gradient_program(at: Target, model: Model, objective: Callable):
+def gradient_program(at: Target, model: Model, loss: Loss):
     """A later micro-batch of a minibatch: the sum so far is there."""
     training = at.config.training
     batch = row_shapes(lambda: micro_batch(at), at.layout)
     settings = TrainingSettings(
         microbatch_rows=training.microbatch_rows, layout=at.layout, remat=training.remat != "off"
     )
-    options = dict(objective=objective, settings=settings)
+    options = dict(loss=loss, settings=settings)
     metrics = jax.eval_shape(functools.partial(accumulate, None, **options), model, batch).metrics
     metrics = placed(metrics, jax.tree.map(lambda _: replicated(at.layout), metrics))
     return accumulate.lower(Gradient(model, metrics), model, batch, **options).compile()
@@ -190,10 +192,10 @@ def test_predicted_memory_is_the_compilers(name):
     own["training"] -= sizes.get("the policy's gradients, waiting", 0)
 
     policy = weights(at.models.policy, master(at.layout))
-    training = needed(gradient_program(at, policy, policy_objective))
+    training = needed(gradient_program(at, policy, POLICY_LOSS))
     if name in ON_CPU and at.models.critic:  # the large one is as its policy, without the head
         critic = critic_weights(at.models.critic, at.layout)
-        training = max(training, needed(gradient_program(at, critic, critic_objective)))
+        training = max(training, needed(gradient_program(at, critic, CRITIC_LOSS)))
     assert_near(sizes["policy, float32"] + own["training"], training, f"{name} in training")
 
     generation = needed(round_program(at))
@@ -214,7 +216,7 @@ def test_without_remat_a_tpu_keeps_the_activations_that_are_foreseen():
         foreseen[at.config.training.remat] = by_name(parts)["policy, float32"] + training
     assert foreseen["off"] > foreseen["on"] + 1e9
     policy = weights(short, master(at.layout))
-    compiled = needed(gradient_program(at, policy, policy_objective))
+    compiled = needed(gradient_program(at, policy, POLICY_LOSS))
     assert_near(foreseen["off"], compiled, "two layers of the 8B without remat in training")
 
 
@@ -236,7 +238,7 @@ def test_memory_is_foreseen_however_far_an_8b_model_is_split(topology, fsdp, rem
     parts = memory.plan(*at)
     foreseen = sum(part.bytes for part in parts if part.stage == "training")
     policy = weights(at.models.policy, master(layout))
-    compiled = needed(gradient_program(at, policy, policy_objective))
+    compiled = needed(gradient_program(at, policy, POLICY_LOSS))
     what = f"8B over {fsdp} with remat {remat} in training"
     assert_near(by_name(parts)["policy, float32"] + foreseen, compiled, what)
 
@@ -245,7 +247,7 @@ def score_program(at: Target, model: Model):
     """Log-probs of a packed batch under the policy."""
     half = placed(weights(at.models.policy, at.layout), meshes.model_shardings(model, at.layout))
     batch = row_shapes(lambda: packed_zeros(at), at.layout)
-    return score_packed.lower(half, batch, None, temperature=1.0, layout=at.layout).compile()
+    return score_packed.lower(half, batch, temperature=1.0, layout=at.layout).compile()
 
 
 # eight drafts a row

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from rlhf_jax.config import default
-from rlhf_jax.training.kl import KL
-from rlhf_jax.training.losses import AGGREGATES
-from rlhf_jax.training.policy_losses import LOSSES, LossTerms
+from rlhf_jax.losses.aggregate import AGGREGATES
+from rlhf_jax.losses.kl import KL
+from rlhf_jax.losses.policy import LOSSES, LossTerms
 from rlhf_jax.training.settings import aggregate_name
 
 LOW, HIGH = 0.2, 0.3
@@ -46,7 +46,9 @@ def looped(name: str, terms: LossTerms) -> float:
     """The same in Python, token by token."""
     total = 0.0
     for shard, token in np.argwhere(terms.mask):
-        own = np.asarray(terms.mask[shard]) & (terms.owner[shard] == terms.owner[shard, token])
+        own = np.asarray(terms.mask[shard]) & (
+            terms.segment_ids[shard] == terms.segment_ids[shard, token]
+        )
         apart = np.asarray(terms.logprobs[shard] - terms.old_logprobs[shard], np.float64)
         log_ratio = apart[own].mean() if name == "gspo" else apart[token]
         ratio = np.exp(log_ratio)
@@ -184,3 +186,11 @@ def test_only_what_exp_is_given_is_bounded():
     far = jnp.full((1, 1), -100.0)
     assert KL["k3"](far, 0 * far).item() == pytest.approx(np.expm1(20.0) - 100.0, rel=1e-6)
     assert KL["k1"](far, 0 * far).item() == -100.0 and KL["k2"](far, 0 * far).item() == 5000.0
+
+
+def test_a_loss_of_a_file_is_a_function(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("NUMBER = 3\n\ndef flat(terms):\n    return terms.advantages\n")
+    assert float(LOSSES[f"{own}:flat"](one_term(0.5))[0, 0]) == 1.0
+    with pytest.raises(ValueError, match=r"own\.py:NUMBER' is no function of rlhf_jax\.LossTerms"):
+        LOSSES[f"{own}:NUMBER"]

@@ -26,6 +26,7 @@ from rlhf_jax.generation.speculative import protocol, tree
 from rlhf_jax.generation.speculative.sampling import Sampling
 from rlhf_jax.generation.strategy import cost
 from rlhf_jax.generation.strategy.select import Selector
+from rlhf_jax.losses.advantages import ESTIMATORS, EstimatorConfig
 from rlhf_jax.model import families
 from rlhf_jax.model.transformer import init, unstack
 from rlhf_jax.model.weights import huggingface_config
@@ -33,7 +34,6 @@ from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.monitoring import metrics
 from rlhf_jax.rewards import sources
 from rlhf_jax.rewards.combination import Response
-from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig
 from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
 
 pytestmark = pytest.mark.usefixtures("compiled_soon")

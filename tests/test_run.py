@@ -19,11 +19,11 @@ from tiny_run import ROOT, lines
 from rlhf_jax import rlhf
 from rlhf_jax.config import command_line
 from rlhf_jax.generation.speculative import round as round_
+from rlhf_jax.losses.advantages import ESTIMATORS
 from rlhf_jax.model.transformer import init
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.monitoring.metrics import REQUIRED
 from rlhf_jax.objectives.reward import RewardObjective
-from rlhf_jax.training.advantages import ESTIMATORS
 
 pytestmark = pytest.mark.usefixtures("compiled_soon")
 

@@ -10,14 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from learning import sequences_of
 
 from rlhf_jax.config import default
-from rlhf_jax.inference.values import critic_of, score_values
+from rlhf_jax.inference.scoring import score_sequences
+from rlhf_jax.inference.values import critic_of
+from rlhf_jax.losses import kl as divergence
+from rlhf_jax.losses.advantages import EstimatorConfig, whiten
 from rlhf_jax.model.transformer import forward, init
-from rlhf_jax.training import kl as divergence
-from rlhf_jax.training.advantages import EstimatorConfig, whiten
+from rlhf_jax.sequences.batch import Sequences
 from rlhf_jax.training.experience import AdvantageConfig, penalise_and_clip
-from rlhf_jax.types import Rollout
 
 LAW = np.array([0.5, 0.3, 0.2])
 REFERENCE = np.array([0.2, 0.2, 0.6])
@@ -171,35 +173,31 @@ def critic(tiny):
     return dataclasses.replace(model, head=head)
 
 
-def random_rollout(rows=4, slots=12) -> Rollout:
+def random_batch(rows=4, slots=12) -> Sequences:
     rng = np.random.default_rng(2)
     tokens = rng.integers(0, 320, (rows, slots)).astype(np.int32)
     mask = random_mask(rng, rows, slots)
-    zeros = np.zeros(mask.shape, np.float32)
-    length = np.full(rows, slots, np.int32)
-    return jax.tree.map(
-        jnp.asarray, Rollout(tokens, mask, zeros, length, np.arange(rows, dtype=np.uint32))
-    )
+    return sequences_of(tokens, mask)
 
 
 def test_a_value_reads_the_token_before(critic):
-    rollout = random_rollout()
+    rollout = random_batch()
     positions = jnp.broadcast_to(jnp.arange(12), rollout.tokens.shape)
     hidden, _ = forward(critic, rollout.tokens, positions)
     want = np.zeros(rollout.mask.shape)
     for b, t in zip(*np.nonzero(rollout.mask), strict=True):
         want[b, t] = np.asarray(hidden[b, t - 1], float) @ np.asarray(critic.head[:, 0], float)
-    got = score_values(critic, rollout, rows=4)
+    got = score_sequences(critic, rollout, rows=4)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def test_a_value_does_not_know_its_token_or_any_later(critic):
-    rollout = random_rollout()
+    rollout = random_batch()
     row, slot = (int(found[0]) for found in np.nonzero(rollout.mask))
     later = jnp.asarray(rollout.tokens).at[row, slot:].add(1)
     before, after = (
-        score_values(critic, dataclasses.replace(rollout, tokens=tokens), rows=4)
+        score_sequences(critic, dataclasses.replace(rollout, tokens=tokens), rows=4)
         for tokens in (rollout.tokens, later)
     )
     assert float(before[row, slot]) == float(after[row, slot])
@@ -207,17 +205,17 @@ def test_a_value_does_not_know_its_token_or_any_later(critic):
 
 
 def test_values_do_not_depend_on_how_many_rows_go_together(critic):
-    rollout = random_rollout()
-    want = score_values(critic, rollout, rows=4)
+    rollout = random_batch()
+    want = score_sequences(critic, rollout, rows=4)
     for rows in (1, 2, 3):
-        np.testing.assert_allclose(score_values(critic, rollout, rows=rows), want, atol=1e-5)
+        np.testing.assert_allclose(score_sequences(critic, rollout, rows=rows), want, atol=1e-5)
 
 
 def test_a_new_critic_knows_nothing_and_shares_nothing(tiny):
     policy = init(jax.random.key(0), tiny)
     critic = critic_of(policy)
     assert critic.config.scalar_head and not critic.config.tied
-    assert not score_values(critic, random_rollout(), rows=4).any()
+    assert not score_sequences(critic, random_batch(), rows=4).any()
     jax.tree.map(np.testing.assert_array_equal, critic.layers, policy.layers)
     jax.jit(lambda model: model, donate_argnums=0)(policy)
     assert cast(jax.Array, policy.embed).is_deleted()

@@ -5,7 +5,6 @@ however they move.
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, cast
 
 import jax
 import numpy as np
@@ -16,11 +15,11 @@ from rlhf_jax import mesh as meshes
 from rlhf_jax.generation import assignment
 from rlhf_jax.generation.assignment import AssignmentPolicy
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.requests import GenerationConfig, Request, as_rollout
+from rlhf_jax.generation.requests import GenerationConfig, Request, as_sequences
 from rlhf_jax.generation.speculative import tree as trees
 from rlhf_jax.generation.speculative.sampling import Sampling
-from rlhf_jax.inference.logprobs import score_rollout
 from rlhf_jax.inference.overlap import Scoring, ScoringQueue
+from rlhf_jax.inference.scoring import score_sequences
 from rlhf_jax.mesh import ONE_DEVICE, Layout
 from rlhf_jax.model.weights.source import open_source
 from rlhf_jax.reallocation import planner
@@ -136,9 +135,7 @@ def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
     on_slices = dataclasses.replace(reward_model, model=over(layout, reward_model.model))
     scoring_queue = ScoringQueue(
         Scoring(
-            policy,
-            policy,
-            None,
+            {"policy": policy, "reference": policy},
             temperature=1.0,
             rows=4,
             length_bucket=16,
@@ -154,12 +151,13 @@ def test_a_slice_that_decodes_nothing_more_scores_what_is_finished(target):
         scoring_queue.add(sample, answer)
     scored = scoring_queue.scored()
     assert len(scored) >= 8
-    rollout = as_rollout([sample for sample in samples if sample.sample_id in scored], 64)
-    alone = score_rollout(target, rollout, temperature=1.0, rows=len(rollout.length))
-    found = np.stack([cast(Any, scored[int(number)].logprobs) for number in rollout.sample_id])
+    texts = as_sequences([sample for sample in samples if sample.sample_id in scored], 64)
+    alone = score_sequences(target, texts, rows=len(texts.tokens))
+    ids = texts.columns["sample_ids"].tolist()
+    found = np.stack([scored[number].columns["logprobs"] for number in ids])
     np.testing.assert_allclose(found, alone, atol=1e-4, rtol=0)
-    for number, row in zip(rollout.sample_id.tolist(), found, strict=True):
-        np.testing.assert_array_equal(row, scored[number].reference_logprobs)
+    for number, row in zip(ids, found, strict=True):
+        np.testing.assert_array_equal(row, scored[number].columns["reference_logprobs"])
     (wanted,) = model_scorer(reward_model)([answer]).values
     assert [one.rewards for one in scored.values()] == [
         {"judge": pytest.approx(wanted, abs=1e-4)}

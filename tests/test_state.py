@@ -10,7 +10,7 @@ from rlhf_jax.state import HostState, SpeculationState
 
 def host_state(**changes) -> HostState:
     kind = SpeculationState(History(8))
-    return dataclasses.replace(HostState({"epoch": 0}, kind, kind, 0.1, 0.1), **changes)
+    return dataclasses.replace(HostState(0, {"epoch": 0}, kind, kind, 0.1, 0.1), **changes)
 
 
 @pytest.mark.parametrize(
@@ -24,12 +24,12 @@ def host_state(**changes) -> HostState:
 def test_how_layers_are_trained_is_kept_on_the_same_devices(saved, own, kept):
     before = host_state(remat_devices=saved[0], remat=saved[1], kl_coefficient=0.3)
     now = host_state(remat_devices=own[0], remat=own[1])
-    restored = now.restored(before.document())
+    restored = now.restored(3, before.document())
     assert restored.remat is kept and restored.remat_devices == own[0]
-    assert restored.kl_coefficient == 0.3
+    assert restored.kl_coefficient == 0.3 and restored.step == 3
 
 
 def test_a_checkpoint_of_before_the_choice_is_read():
     document = host_state().document()
     del document["remat"], document["remat_devices"]
-    assert host_state(remat_devices="4 of a kind", remat=False).restored(document).remat is False
+    assert host_state(remat_devices="4 of a kind", remat=False).restored(1, document).remat is False

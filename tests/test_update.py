@@ -11,19 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from learning import Optimizers, new_models, sequences_of, update
 
-from rlhf_jax.inference.logprobs import mismatch, score_rollout
-from rlhf_jax.inference.packing import pack
-from rlhf_jax.inference.values import critic_of, score_values
+from rlhf_jax.algorithms.policy_gradient import CRITIC_LOSS, POLICY_LOSS
+from rlhf_jax.inference.logprobs import mismatch
+from rlhf_jax.inference.scoring import score_sequences
+from rlhf_jax.inference.values import critic_of
+from rlhf_jax.losses.aggregate import AGGREGATES
 from rlhf_jax.mesh import Layout, make_mesh, model_shardings, place_rows
+from rlhf_jax.model.packed import read_packed
 from rlhf_jax.model.transformer import init
-from rlhf_jax.training.batching import MicroBatch, micro_batch, minibatches
-from rlhf_jax.training.gradients import accumulate, critic_objective, policy_objective
-from rlhf_jax.training.losses import AGGREGATES
-from rlhf_jax.training.optimizer import Optimizers, apply, examine, make_optimizer
+from rlhf_jax.sequences.batch import PackedSequences, Sequences
+from rlhf_jax.sequences.minibatches import minibatches, with_shares
+from rlhf_jax.sequences.packing import pack
+from rlhf_jax.training.gradients import accumulate
+from rlhf_jax.training.learn import NonFiniteStep
+from rlhf_jax.training.optimizer import apply, make_optimizer, norms_and_finite
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.training.update import NonFiniteStep, init_train_state, update
-from rlhf_jax.types import Experience, Rollout, TrainState
+from rlhf_jax.types import Models
 
 pytestmark = pytest.mark.usefixtures("compiled_soon")
 
@@ -51,7 +56,7 @@ def random_support(tokens, mask, rng):
 
 def random_experience(
     model, critic=None, rows=8, slots=30, seed=0, longest=None, top_k=False
-) -> Experience:
+) -> Sequences:
     """Rows of 8 tokens up to `longest`, scored under `model` and `critic`; the reference differs a
     little.
     """
@@ -62,28 +67,24 @@ def random_experience(
     mask = (at >= 4) & (at < length[:, None])
     tokens = np.where(at < length[:, None], rng.integers(0, 64, (rows, slots)), 0).astype(np.int32)
     zeros = np.zeros((rows, slots), np.float32)
-    support = random_support(tokens, mask, rng) if top_k else None
-    rollout = Rollout(tokens, mask, zeros, length, np.arange(rows, dtype=np.uint32), support)
-    rollout = jax.tree.map(jnp.asarray, rollout)
-    logprobs = np.asarray(
-        score_rollout(model, rollout, temperature=1.0, rows=rows, length_bucket=240)
-    )
+    top_k_ids = random_support(tokens, mask, rng) if top_k else None
+    batch = sequences_of(tokens, mask, sampled_logprobs=zeros, top_k_ids=top_k_ids)
+    logprobs = score_sequences(model, batch, rows=rows, length_bucket=240)
     reference = np.where(mask, logprobs + rng.normal(scale=0.2, size=mask.shape), 0.0).astype(
         np.float32
     )
     advantages = np.where(mask, rng.normal(size=(rows, 1)), 0.0).astype(np.float32)
-    values = (
-        None
-        if critic is None
-        else np.asarray(score_values(critic, rollout, rows=rows, length_bucket=240))
-    )
-    returns = (
-        None
-        if critic is None
-        else np.where(mask, rng.normal(size=(rows, 1)), 0.0).astype(np.float32)
-    )
-    arrays = (mask, logprobs, reference, np.zeros(rows, np.float32), advantages, values, returns)
-    return jax.tree.map(jnp.asarray, Experience(rollout, *arrays))
+    columns = {
+        "logprobs": logprobs,
+        "reference_logprobs": reference,
+        "rewards": np.zeros(rows, np.float32),
+        "advantages": advantages,
+    }
+    if critic is not None:
+        columns["values"] = score_sequences(critic, batch, rows=rows, length_bucket=240)
+        returns = np.where(mask, rng.normal(size=(rows, 1)), 0.0)
+        columns["returns"] = returns.astype(np.float32)
+    return jax.tree.map(jnp.asarray, batch.with_columns(**columns))
 
 
 def random_critic(config):
@@ -99,22 +100,30 @@ def new_state(model, optimizers, critic=None):
     model, critic = jax.tree.map(jnp.copy, (model, critic))
     if critic is None:
         optimizers = Optimizers(optimizers.policy)
-    return init_train_state(model, optimizers, critic=critic), optimizers
+    return new_models(model, optimizers, critic=critic), optimizers
 
 
 def gradients(model, experience, config, critic=None):
     """One plain-SGD update's change of policy and critic, and its metrics."""
     state, optimizers = new_state(model, SGD, critic)
     state, metrics = update(state, experience, optimizers, config, KL_WEIGHT)
-    return jax.tree.map(jnp.subtract, (model, critic), (state.policy, state.critic)), metrics
+    moved = tuple(state[role].weights if role in state else None for role in ("policy", "critic"))
+    return jax.tree.map(jnp.subtract, (model, critic), moved), metrics
 
 
-def whole(experience, config=CONFIG, shards=1) -> MicroBatch:
+def whole(experience, config=CONFIG, shards=1) -> PackedSequences:
     """The experience as the only micro-batch."""
-    host = jax.tree.map(np.asarray, experience)
+    host = experience.on_host()
     weights = config.aggregate(host.mask, config.max_new_tokens)
-    (part,) = pack(host.rollout, host.mask, len(host.mask), config.length_bucket, shards)
-    return micro_batch(host, weights, KL_WEIGHT, part)
+    known = with_shares(host, weights, KL_WEIGHT)
+    (part,) = pack(known, len(host.mask), config.length_bucket, shards)
+    return part.batch
+
+
+def share(loss, model, batch, settings):
+    """A micro-batch's share of a loss."""
+    hidden = read_packed(model, batch, settings.layout, settings.remat)
+    return loss(model, hidden, batch, settings)[0]
 
 
 def assert_close(got, want, rtol):
@@ -175,11 +184,10 @@ def test_empty_rows_and_what_lies_past_a_row_change_nothing(small):
     critic = random_critic(small)
     config = dataclasses.replace(CONFIG, aggregate=AGGREGATES["sequence_mean"])
     experience = random_experience(model, critic)
-    rollout = experience.rollout
-    noisy = np.where(np.arange(30)[None] < rollout.length[:, None], rollout.tokens, 9).astype(
-        np.int32
-    )
-    rows = dataclasses.replace(experience, rollout=dataclasses.replace(rollout, tokens=noisy))
+    mask = np.asarray(experience.mask)
+    length = 30 - np.argmax(mask[:, ::-1], axis=1)
+    noisy = np.where(np.arange(30)[None] < length[:, None], experience.tokens, 9)
+    rows = dataclasses.replace(experience, tokens=noisy.astype(np.int32))
     empty = jax.tree.map(np.zeros_like, experience)
     padded = jax.tree.map(lambda a, b: np.concatenate([a, b]), rows, empty)
     assert_close(
@@ -202,8 +210,8 @@ def test_samples_that_are_not_trained_on_change_nothing(small):
     )
 
 
-@pytest.mark.parametrize("objective", [policy_objective, critic_objective])
-def test_gradient_is_the_finite_difference(small, objective):
+@pytest.mark.parametrize("loss", [POLICY_LOSS, CRITIC_LOSS])
+def test_gradient_is_the_finite_difference(small, loss):
     model = init(jax.random.key(0), small)
     critic = random_critic(small)
     experience = random_experience(
@@ -211,11 +219,12 @@ def test_gradient_is_the_finite_difference(small, objective):
     )
     batch = whole(experience)
     config = dataclasses.replace(CONFIG, entropy_coefficient=0.2)
-    at = model if objective is policy_objective else jax.tree.map(lambda x: x * 1.1, critic)
+    at = model if loss is POLICY_LOSS else jax.tree.map(lambda x: x * 1.1, critic)
     direction = jax.tree.map(lambda x: jax.random.normal(jax.random.key(2), x.shape) / 8, at)
 
     def along(step):
-        return objective(jax.tree.map(lambda x, d: x + step * d, at, direction), batch, config)[0]
+        moved = jax.tree.map(lambda x, d: x + step * d, at, direction)
+        return share(loss, moved, batch, config)
 
     got = jax.jit(lambda at: jax.jvp(along, (at,), (jnp.float32(1),))[1])(jnp.float32(0))
     reverse = jax.jit(jax.grad(along))(jnp.float32(0))
@@ -238,7 +247,7 @@ def test_first_minibatch_has_ratio_one(small, top_k):
     assert metrics["kl/old"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["ratio/clipped"] == metrics["critic/clipped"] == 0.0
     mask = np.asarray(experience.mask)
-    values = np.asarray(experience.values)
+    values = np.asarray(experience.columns["values"])
     assert metrics["critic/mean"] == pytest.approx(values[mask].mean(), rel=1e-4)
 
 
@@ -246,19 +255,18 @@ def test_an_update_of_one_minibatch_finds_the_old_logprobs_itself(small):
     """And measures what inference would have: the KL of a sample, and the samplers' mismatch."""
     model = init(jax.random.key(0), small)
     given = random_experience(model, top_k=True)
-    sampled = np.asarray(given.logprobs) + 0.01 * np.asarray(given.mask)
-    rollout = dataclasses.replace(given.rollout, logprobs=sampled)
-    given = dataclasses.replace(given, rollout=rollout)
-    own = dataclasses.replace(given, logprobs=None)
+    scored = np.asarray(given.columns["logprobs"])
+    sampled = scored + np.float32(0.01) * np.asarray(given.mask)
+    given = given.with_columns(sampled_logprobs=sampled)
+    own = given.reading(*(given.columns.keys() - {"logprobs"}))
     (wanted, _), metrics = gradients(model, given, CONFIG)
     (found, _), others = gradients(model, own, CONFIG)
     assert_close(found, wanted, 1e-5)
     for name in metrics:
         assert others[name] == pytest.approx(metrics[name], rel=1e-5, abs=1e-5), name
     mask = np.asarray(given.mask)
-    apart = np.where(mask, np.asarray(given.logprobs) - np.asarray(given.reference_logprobs), 0.0)
+    apart = np.where(mask, scored - np.asarray(given.columns["reference_logprobs"]), 0.0)
     assert others["kl/response"] == pytest.approx(apart.sum(axis=1).mean(), rel=1e-4, abs=1e-4)
-    scored = np.asarray(given.logprobs)
     for name, value in mismatch(sampled, scored, mask).items():
         assert others[name] == pytest.approx(value, rel=1e-2, abs=1e-6), name
     with pytest.raises(ValueError, match="score the policy first"):
@@ -275,14 +283,15 @@ def test_several_epochs_of_minibatches_improve_both_losses(small):
 
     @jax.jit
     def losses(state):
-        pairs = (policy_objective, state.policy), (critic_objective, state.critic)
-        return [objective(model, whole(experience), MANY)[0] for objective, model in pairs]
+        pairs = ((POLICY_LOSS, "policy"), (CRITIC_LOSS, "critic"))
+        batch = whole(experience)
+        return [share(loss, state[role].weights, batch, MANY) for loss, role in pairs]
 
     before = losses(state)
     heard = []
     state, metrics = update(state, experience, optimizers, MANY, KL_WEIGHT, observe=heard.append)
     assert all(new < old for new, old in zip(losses(state), before, strict=True))
-    assert int(state.step) == 1 and metrics["ratio/max"] > 1.0
+    assert int(state["policy"].version) == 1 and metrics["ratio/max"] > 1.0
     assert len(heard) == 4 == metrics["training/minibatches_done"]
     assert all(parts.done == parts.of > 0 and parts.of % 2 == 0 for parts in heard)
 
@@ -299,7 +308,9 @@ def test_the_critics_update_is_its_own(small):
     state, optimizers = new_state(model, SGD, critic)
     state, _ = update(state, experience, optimizers, CONFIG, 0.0)
     jax.tree.map(
-        np.testing.assert_array_equal, jax.tree.map(jnp.subtract, critic, state.critic), moved
+        np.testing.assert_array_equal,
+        jax.tree.map(jnp.subtract, critic, state["critic"].weights),
+        moved,
     )
 
 
@@ -309,21 +320,22 @@ def test_the_critic_may_learn_alone_at_first(small):
     experience = random_experience(model, critic)
     config = dataclasses.replace(CONFIG, critic_steps_alone=1)
     state, optimizers = new_state(model, SGD, critic)
-    before = jax.tree.map(np.asarray, state.policy)
+    before: Any = jax.tree.map(np.asarray, state["policy"].weights)
     state, metrics = update(state, experience, optimizers, config)
-    jax.tree.map(np.testing.assert_array_equal, state.policy, before)
+    jax.tree.map(np.testing.assert_array_equal, state["policy"].weights, before)
     assert metrics["critic/gradient_norm"] > 0 == metrics["loss/policy"]
     state, metrics = update(state, experience, optimizers, config)
-    assert metrics["loss/policy"] != 0 and float(jnp.abs(state.policy.embed - before.embed).max())
+    assert metrics["loss/policy"] != 0
+    assert float(jnp.abs(state["policy"].weights.embed - before.embed).max())
 
 
 def test_the_entropy_bonus_raises_the_entropy(small):
     model = init(jax.random.key(0), small)
     experience = random_experience(model)
-    experience = dataclasses.replace(experience, advantages=jnp.zeros_like(experience.advantages))
+    experience = experience.with_columns(advantages=jnp.zeros(experience.mask.shape))
     config = dataclasses.replace(CONFIG, entropy_coefficient=1.0)
     optimizers = Optimizers(ADAM.policy)
-    state = init_train_state(model, optimizers)
+    state = new_models(model, optimizers)
     seen = []
     for _ in range(5):
         state, metrics = update(state, experience, optimizers, config)
@@ -359,27 +371,26 @@ def test_a_step_that_is_not_finite_is_not_taken(small):
     experience = random_experience(model, critic)
     rows = list(minibatches(8, MANY.minibatches, MANY.epochs, MANY.seed, 0))[1]
     for field, name in (("advantages", "loss/policy"), ("returns", "loss/value")):
-        leaf = getattr(experience, field)
-        broken = dataclasses.replace(experience, **{field: leaf.at[rows[0], 5].set(jnp.nan)})
+        leaf = jnp.asarray(experience.columns[field])
+        broken = experience.with_columns(**{field: leaf.at[rows[0], 5].set(jnp.nan)})
         state, optimizers = new_state(model, ADAM, critic)
         with pytest.raises(
             NonFiniteStep, match=f"{name} is nan in minibatch 2 of update 0"
         ) as error:
             update(state, broken, optimizers, MANY, KL_WEIGHT)
-        kept = error.value.state
-        assert kept is not None and error.value.experience is broken
-        assert (
-            all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(kept)) and int(kept.step) == 0
-        )
-        for moments in (kept.optimizer, kept.critic_optimizer):
-            assert int(cast(Any, moments)[1][0].count) == 2
+        kept = error.value.models
+        assert np.isnan(error.value.batch.columns[field]).any()
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(kept))
+        for one in kept.values():
+            assert int(one.version) == 0 and int(cast(Any, one.moments)[1][0].count) == 2
         skipping = dataclasses.replace(MANY, max_skipped=2)
         state, _ = new_state(model, ADAM, critic)
         state, metrics = update(state, broken, optimizers, skipping, KL_WEIGHT)
         assert metrics["training/skipped"] == metrics["training/minibatches_done"] == 2
         assert all(map(np.isfinite, metrics.values())) and metrics["loss/policy"]
-        step = state.step - 1
-        jax.tree.map(np.testing.assert_array_equal, dataclasses.replace(state, step=step), kept)
+        for role, one in state.items():
+            before = dataclasses.replace(one, version=one.version - 1)
+            jax.tree.map(np.testing.assert_array_equal, before, kept[role])
 
 
 @pytest.mark.parametrize("field", ["advantages", "returns"])
@@ -393,25 +404,26 @@ def test_on_devices_of_their_own_policy_and_critic_skip_together(small, field):
     other = Layout(make_mesh(1, -1, 1, devices[2:3]))
     apart = dataclasses.replace(CONFIG, layout=layout, critic_layout=other, max_skipped=1)
 
-    def state_of_copies() -> TrainState:
+    def state_of_copies() -> Models:
         copies = jax.tree.map(jnp.copy, (model, critic))
-        return init_train_state(copies[0], SGD, layout, copies[1], other)
+        return new_models(copies[0], SGD, layout, copies[1], other)
 
-    spoiled = getattr(experience, field).at[0, 5].set(jnp.nan)
-    broken = dataclasses.replace(experience, **{field: spoiled})
+    spoiled = jnp.asarray(experience.columns[field]).at[0, 5].set(jnp.nan)
+    broken = experience.with_columns(**{field: spoiled})
     before = jax.tree.map(np.asarray, state_of_copies())
     state, metrics = update(state_of_copies(), broken, SGD, apart)
     assert metrics["training/skipped"] == 1
     for name in ("policy", "critic"):
-        jax.tree.map(np.testing.assert_array_equal, getattr(state, name), getattr(before, name))
+        pair = (state[name].weights, before[name].weights)
+        jax.tree.map(np.testing.assert_array_equal, *pair)
 
     together, optimizers = new_state(model, SGD, critic)
     together, _ = update(together, experience, optimizers, CONFIG)
     state, metrics = update(state_of_copies(), experience, SGD, apart)
     assert metrics["training/skipped"] == 0
     chex.assert_trees_all_close(
-        jax.device_get((state.policy, state.critic)),
-        jax.device_get((together.policy, together.critic)),
+        jax.device_get([one.weights for one in state.values()]),
+        jax.device_get([one.weights for one in together.values()]),
         atol=1e-6,
     )
 
@@ -426,11 +438,11 @@ def test_six_devices_take_the_step_of_one_though_they_do_not_divide_the_rows(sma
     together, optimizers = new_state(model, SGD, critic)
     together, wanted = update(together, experience, optimizers, CONFIG)
     placed = [jax.device_put(one, model_shardings(one, layout)) for one in (model, critic)]
-    state = init_train_state(placed[0], SGD, layout, placed[1])
+    state = new_models(placed[0], SGD, layout, placed[1])
     own = dataclasses.replace(CONFIG, layout=layout, length_bucket=30, microbatch_rows=rows)
     state, metrics = update(state, experience, SGD, own)
-    for one, other in ((state.policy, together.policy), (state.critic, together.critic)):
-        assert_close(jax.device_get(one), jax.device_get(other), 1e-5)
+    for one, other in zip(state.values(), together.values(), strict=True):
+        assert_close(jax.device_get(one.weights), jax.device_get(other.weights), 1e-5)
     for name in ("loss/policy", "loss/value", "gradient/norm", "critic/gradient_norm"):
         assert metrics[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-6), name
 
@@ -439,7 +451,7 @@ def test_a_minibatch_that_is_not_finite_is_skipped_though_it_went_too_far(small)
     """With a target for the KL, whatever else is not finite."""
     model = init(jax.random.key(0), small)
     experience = random_experience(model, None)
-    experience = dataclasses.replace(experience, advantages=jnp.nan * experience.advantages)
+    experience = experience.with_columns(advantages=jnp.nan * experience.columns["advantages"])
     settings = dataclasses.replace(CONFIG, max_skipped=9, minibatches=1, target_kl=1e-9)
     state, optimizers = new_state(model, ADAM)
     _, metrics = update(state, experience, optimizers, settings)
@@ -450,7 +462,7 @@ def test_a_minibatch_that_is_not_finite_is_skipped_though_it_went_too_far(small)
 def test_minibatches_skipped_before_count_in_the_row(small):
     model = init(jax.random.key(0), small)
     experience = random_experience(model, None)
-    experience = dataclasses.replace(experience, advantages=jnp.nan * experience.advantages)
+    experience = experience.with_columns(advantages=jnp.nan * experience.columns["advantages"])
     settings = dataclasses.replace(CONFIG, max_skipped=3, minibatches=1, epochs=1)
     state, optimizers = new_state(model, ADAM)
     state, metrics = update(state, experience, optimizers, settings, skipped=2)
@@ -462,17 +474,17 @@ def test_minibatches_skipped_before_count_in_the_row(small):
     assert metrics["training/skipped_in_row"] == 0
 
 
-@pytest.mark.parametrize("objective", [policy_objective, critic_objective])
-def test_the_gradient_is_split_as_the_weights_are(small, objective):
+@pytest.mark.parametrize("loss", [POLICY_LOSS, CRITIC_LOSS])
+def test_the_gradient_is_split_as_the_weights_are(small, loss):
     """From the first micro-batch on: each of eight devices holds an eighth of the sum."""
     layout = Layout(make_mesh(1, 8, 1))
     policy = init(jax.random.key(0), small)
     critic = random_critic(small)
     batch = place_rows(whole(random_experience(policy, critic), shards=8), layout)
-    model = policy if objective is policy_objective else critic
+    model = policy if loss is POLICY_LOSS else critic
     settings = dataclasses.replace(CONFIG, layout=layout)
     placed = jax.device_put(model, model_shardings(model, layout))
-    gradient = accumulate(None, placed, batch, objective=objective, settings=settings)
+    gradient = accumulate(None, placed, batch, loss=loss, settings=settings)
     wanted = model_shardings(gradient.weights, layout)
     for leaf, place in zip(jax.tree.leaves(gradient.weights), jax.tree.leaves(wanted), strict=True):
         assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
@@ -488,23 +500,24 @@ def test_update_reuses_the_states_buffers(small):
     critic = random_critic(small)
     experience = random_experience(model, critic)
     state, optimizers = new_state(model, ADAM, critic)
-    settings = {"objective": policy_objective, "settings": CONFIG}
-    gradient = accumulate(None, state.policy, whole(experience), **settings)
-    _, finite = examine((gradient,))
+    settings = {"loss": POLICY_LOSS, "settings": CONFIG}
+    policy = state["policy"]
+    gradient = accumulate(None, policy.weights, whole(experience), **settings)
+    _, (finite,) = norms_and_finite([gradient])
     step = apply.lower(
-        state.policy, state.optimizer, gradient, finite, optimizer=optimizers.policy
+        policy.weights, policy.moments, gradient, finite, optimizer=optimizers.policy
     ).compile()
-    kept = jax.tree.leaves((state.policy, state.optimizer))
+    kept = jax.tree.leaves((policy.weights, policy.moments))
     assert memory_of(step).alias_size_in_bytes >= sum(leaf.nbytes for leaf in kept)
     assert (
         memory_of(step).temp_size_in_bytes
         < sum(leaf.nbytes for leaf in jax.tree.leaves(gradient)) / 4
     )
-    again = accumulate.lower(gradient, state.policy, whole(experience), **settings).compile()
+    again = accumulate.lower(gradient, policy.weights, whole(experience), **settings).compile()
     assert memory_of(again).alias_size_in_bytes >= sum(
         leaf.nbytes for leaf in jax.tree.leaves(gradient)
     )
-    old = jax.tree.leaves((state.policy, state.optimizer, state.critic, state.critic_optimizer))
+    old = jax.tree.leaves([(one.weights, one.moments) for one in state.values()])
     update(state, experience, optimizers, CONFIG)
     assert all(leaf.is_deleted() for leaf in old)
 
@@ -525,11 +538,6 @@ def test_later_updates_compile_nothing(small, compilations):
         for index, experience in enumerate(experiences):
             state, _ = update(state, experience, optimizers, settings, 0.2 * index)
     assert not seen
-
-
-def test_a_critic_comes_with_its_optimizer(small):
-    with pytest.raises(ValueError, match="give both or neither"):
-        init_train_state(init(jax.random.key(0), small), ADAM)
 
 
 @pytest.mark.slow

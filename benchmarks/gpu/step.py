@@ -19,19 +19,22 @@ from benchmarks.contest import spread
 from benchmarks.gpu import passes
 from benchmarks.gpu.ledger import Case, Ledger
 from benchmarks.gpu.setting import NO_STOP, Sizes, layouts, random_model
+from rlhf_jax.algorithms.policy_gradient import POLICY_LOSS
 from rlhf_jax.generation.engine import generate
-from rlhf_jax.generation.requests import GenerationConfig, Request, as_rollout
+from rlhf_jax.generation.requests import GenerationConfig, Request, as_sequences
 from rlhf_jax.generation.speculative import tree
 from rlhf_jax.generation.speculative.sampling import Sampling
-from rlhf_jax.inference.logprobs import score_rollout
+from rlhf_jax.inference.scoring import score_sequences
+from rlhf_jax.losses.advantages import grpo
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.decoding import decoding_weights
 from rlhf_jax.placement.search.costs import forward_flops, gradient_flops
-from rlhf_jax.training.advantages import grpo
-from rlhf_jax.training.optimizer import Optimizers, make_optimizer
+from rlhf_jax.sequences.batch import Sequences
+from rlhf_jax.training.gradients import Learner
+from rlhf_jax.training.learn import learn, trained
+from rlhf_jax.training.optimizer import make_optimizer
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.training.update import init_train_state, update
-from rlhf_jax.types import Experience, Model, ModelConfig, Rollout, TrainState
+from rlhf_jax.types import Model, ModelConfig, Trained
 
 TORCH = "transformers_passes.py"
 OURS = {"script": "rlhf_jax_passes.py", "deterministic": False, "remat": False}
@@ -70,7 +73,7 @@ class Loop:
     sizes: Sizes
     generation: Layout
     training: TrainingSettings
-    optimizers: Optimizers
+    learner: Learner
     reference: Model
 
 
@@ -82,12 +85,12 @@ def time_steps(sizes: Sizes, name: str, how: str) -> dict[str, Any]:
         microbatch_rows=sizes.microbatch_rows,
         layout=dataclasses.replace(found[how], role="training"),
     )
-    optimizers = Optimizers(make_optimizer(1e-6))
-    loop = Loop(sizes, found[how], training, optimizers, reference=random_model(config))
-    state = init_train_state(random_model(config, seed=1), optimizers, training.layout)
+    learner = Learner("policy", POLICY_LOSS, make_optimizer(1e-6), training)
+    loop = Loop(sizes, found[how], training, learner, reference=random_model(config))
+    policy = trained(random_model(config, seed=1), learner.optimizer, training.layout)
     clock = Clock()
     for number in range(1 + sizes.step.repeats):
-        state, metrics = take_step(state, loop, clock, number)
+        policy, metrics = take_step(policy, loop, clock, number)
     timed = {phase: seconds[1:] for phase, seconds in clock.seconds.items()}
     whole = [sum(step) for step in zip(*timed.values(), strict=True)]
     tokens = sizes.step.samples * sizes.step.new_tokens
@@ -106,40 +109,32 @@ def time_steps(sizes: Sizes, name: str, how: str) -> dict[str, Any]:
 
 
 def take_step(
-    state: TrainState, loop: Loop, clock: Clock, number: int
-) -> tuple[TrainState, dict[str, float]]:
+    policy: Trained, loop: Loop, clock: Clock, number: int
+) -> tuple[Trained, dict[str, float]]:
     """Take a step of GRPO with a KL term, phase by phase; each number has noise of its own."""
     with clock.phase("decoding weights") as results:
-        policy = decoding_weights(state.policy, loop.generation)
-        results.append(policy)
+        weights = decoding_weights(policy.weights, loop.generation)
+        results.append(weights)
     with clock.phase("generation"):
-        rollout = roll_out(policy, loop, number)
-    del policy  # else both copies would be there during the update
-    rewards = (rollout.tokens % 2 * rollout.mask).mean(1).astype(np.float32)
+        batch = roll_out(weights, loop, number)
+    del weights  # else both copies would be there during the update
+    rewards = (batch.tokens % 2 * batch.mask).mean(1).astype(np.float32)
     with clock.phase("scoring"):
-        reference_logprobs = score_rollout(
-            loop.reference,
-            rollout,
-            temperature=1.0,
-            rows=loop.sizes.microbatch_rows,
-            layout=loop.training.layout,
+        reference_logprobs = score_sequences(
+            loop.reference, batch, rows=loop.sizes.microbatch_rows, layout=loop.training.layout
         )
     advantages = grpo(jnp.asarray(rewards), loop.sizes.group)[:, None]
-    experience = Experience(
-        rollout,
-        rollout.mask,
-        None,
-        reference_logprobs,
-        rewards,
-        jnp.where(rollout.mask, advantages, 0.0),
+    batch = batch.with_columns(
+        reference_logprobs=reference_logprobs, advantages=jnp.where(batch.mask, advantages, 0.0)
     )
     with clock.phase("update") as results:
-        state, metrics = update(state, experience, loop.optimizers, loop.training, kl_weight=0.04)
-        results.append(state)
-    return state, metrics
+        learners = {"policy": loop.learner}
+        models, metrics = learn({"policy": policy}, batch, learners, step=number, kl_weight=0.04)
+        results.append(models)
+    return models["policy"], metrics
 
 
-def roll_out(policy: Model, loop: Loop, number: int) -> Rollout:
+def roll_out(policy: Model, loop: Loop, number: int) -> Sequences:
     """Generate the samples of a step plainly, a group of each random prompt."""
     batch = loop.sizes.step
     group = loop.sizes.group
@@ -162,7 +157,7 @@ def roll_out(policy: Model, loop: Loop, number: int) -> Rollout:
         seed=number,
     )
     samples = generate(policy, None, wanted, decoding, loop.generation)
-    return as_rollout(sorted(samples, key=lambda sample: sample.sample_id), batch.slots)
+    return as_sequences(sorted(samples, key=lambda sample: sample.sample_id), batch.slots)
 
 
 def flops_shares(

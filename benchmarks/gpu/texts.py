@@ -24,8 +24,9 @@ from benchmarks.gpu.setting import (
     random_model,
     with_earlier,
 )
-from rlhf_jax.generation.requests import as_rollout
-from rlhf_jax.inference.logprobs import mismatch, score_rollout
+from rlhf_jax.generation.requests import as_sequences
+from rlhf_jax.inference.logprobs import mismatch
+from rlhf_jax.inference.scoring import score_sequences
 from rlhf_jax.model.decoding import student_for
 from rlhf_jax.training.distill import student_of
 from rlhf_jax.types import Model
@@ -73,12 +74,10 @@ def compare_texts(
             student = student_of(model, max(1, model.config.num_layers // 2))
             case = dataclasses.replace(case, drafter=student_for(case.target, student, layout))
         ours = run(case)
-    rollout = as_rollout(ours.samples, sizes.texts.slots)
+    drawn = as_sequences(ours.samples, sizes.texts.slots)
     # as training computes them anew, which is what a run records of each step
-    again = score_rollout(
-        model, rollout, temperature=1.0, rows=sizes.microbatch_rows, layout=layout
-    )
-    told = mismatch(rollout.logprobs, again, rollout.mask)
+    again = score_sequences(model, drawn, rows=sizes.microbatch_rows, layout=layout)
+    told = mismatch(drawn.columns["sampled_logprobs"], again, drawn.mask)
     return differences(ours, text) | told | {"no_kernels": why}
 
 

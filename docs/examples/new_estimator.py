@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_jax.training.advantages import Estimator, EstimatorConfig, of_samples
+from rlhf_jax.losses.advantages import Estimator, EstimatorConfig, of_samples
 from rlhf_jax.training.experience import AdvantageConfig, compute_advantages
 
 

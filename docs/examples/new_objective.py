@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from rlhf_jax import as_rollout, rlhf
+from rlhf_jax import as_sequences, rlhf
 from rlhf_jax.inference.logprobs import token_logprobs
 from rlhf_jax.objectives.reward import RewardObjective
 from rlhf_jax.state import decoding_models
@@ -27,8 +27,9 @@ class OnlineDpo(RewardObjective):
     @staticmethod
     def step(state, run, observe):
         how = (run.prompts, run.generation, run.rewards, None, observe)
-        rolled = rlhf.roll_out(decoding_models(state.train, run), state, *how)
-        rows = as_rollout(rolled.samples, run.generation.decoding.max_length)
+        rolled = rlhf.roll_out(decoding_models(state.models, run), state, *how)
+        rows = as_sequences(rolled.samples, run.generation.decoding.max_length)
         rewards = rolled.rewards.reshape(-1, run.generation.samples_per_prompt)
-        (value, kl), slope = loss(state.train.policy, run.frozen.reference, rows, rewards)
+        policy, reference = state.models["policy"].weights, run.frozen["reference"]
+        (value, kl), slope = loss(policy, reference, rows, rewards)
         return rlhf.apply_gradient(state, run, rolled, slope, {"loss/policy": value, "kl/mean": kl})

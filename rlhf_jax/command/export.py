@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from rlhf_jax.runtime.files import is_remote
 from rlhf_jax.runtime.foreign import read_json
 from rlhf_jax.runtime.mirror import fetched
 from rlhf_jax.training.distill import completed, student_of
-from rlhf_jax.types import Model, ModelConfig, TrainState
+from rlhf_jax.types import Model, ModelConfig
 
 
 def main(argv: list[str]) -> int:
@@ -72,7 +72,9 @@ def export(
     template = policy_template(source.config, layers)
     step, state, _ = read_part(workdir / "checkpoints", template, step)
     out = out or workdir / f"{name}-{step}"
-    model = completed(state.drafter, state.policy) if name == "drafter" else state.policy
+    model = state["policy"]["weights"]
+    if name == "drafter":
+        model = completed(state["drafter"]["weights"], model)
     huggingface.save(
         out,
         model,
@@ -95,18 +97,17 @@ def configured(workdir: Path, section: str, key: str) -> Any:
         raise ValueError(f"{file} is no config of a run: it lacks {section}.{key}.") from error
 
 
-def policy_template(config: ModelConfig, layers: int = 0) -> TrainState:
+def policy_template(config: ModelConfig, layers: int = 0) -> dict[str, dict[str, Model]]:
     """Return the shapes of the policy and, with `layers`, its student, in the host's memory.
 
     One accelerator may be too small for their float32.
     """
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     policy: Model = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config, jnp.float32))
-    student: Model | None = (
-        jax.eval_shape(lambda model: student_of(model, layers), policy) if layers else None
-    )
-    unread = cast(Any, None)
-    shapes = TrainState(policy=policy, optimizer=unread, step=unread, drafter=student)
+    shapes = {"policy": {"weights": policy}}
+    if layers:
+        student: Model = jax.eval_shape(lambda model: student_of(model, layers), policy)
+        shapes["drafter"] = {"weights": student}
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host), shapes
     )

@@ -30,11 +30,10 @@ from rlhf_jax.generation.strategy.select import Selector
 from rlhf_jax.runtime.checkpoint.store import read_part
 from rlhf_jax.runtime.foreign import read_json
 from rlhf_jax.runtime.mirror import fetched
-from rlhf_jax.types import TrainState
 
 # (heading, key, format) of the figures of a row: those predicted of a round, then what rounds gave,
 # empty without any.
-COLUMNS = (
+HEADINGS = (
     ("predicted\ntokens/row", "tokens_per_row", ".2f"),
     ("\nms", "milliseconds", ".3g"),
     ("\ntokens/s", "tokens_per_second", ",.5g"),
@@ -96,10 +95,10 @@ def read_selector(workdir: Path, config: Config, step: int | None) -> tuple[int,
             f"The run in {workdir} chooses no strategy: its generation.strategy is"
             f" {config.generation.strategy!r}."
         )
-    # The least of a state that can be read is its step, in the host's memory.
+    # The least of the models that can be read is the policy's version, in the host's memory.
     memory = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     counter: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=memory)
-    template = TrainState(policy=None, optimizer=None, step=counter)  # pyright: ignore[reportArgumentType]
+    template = {"policy": {"version": counter}}
     step, _, host = read_part(workdir / "checkpoints", template, step)
     saved = host["drafting"].get("selector")
     if saved is None:
@@ -157,10 +156,10 @@ def _table(rows: list[dict[str, Any]], situation: Situation) -> Table:
     title = f"{situation.live} live of {situation.rows} rows, {context:,.0f} tokens each"
     table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
     table.add_column("\nstrategy", min_width=15, overflow="fold")
-    for heading, _, _ in COLUMNS:
+    for heading, _, _ in HEADINGS:
         table.add_column(heading, justify="right")
     for row in rows:
         figures = row | {"milliseconds": 1e3 * row["seconds"]}
-        cells = [format(figures[key], form) if figures[key] else "" for _, key, form in COLUMNS]
+        cells = [format(figures[key], form) if figures[key] else "" for _, key, form in HEADINGS]
         table.add_row(Text(row["strategy"]), *cells)
     return table

@@ -11,10 +11,10 @@ from rlhf_jax.generation.speculative.protocol import register as register_drafte
 from rlhf_jax.generation.speculative.rules import RULES
 from rlhf_jax.generation.strategy import candidates
 from rlhf_jax.generation.strategy.candidates import Candidates
+from rlhf_jax.losses.advantages import ESTIMATORS
 from rlhf_jax.model.families import register as register_family
 from rlhf_jax.rewards.sources import source_of
 from rlhf_jax.runtime.extensions import load_named
-from rlhf_jax.training.advantages import ESTIMATORS
 
 ADAPTIVE = "adaptive"
 
@@ -117,23 +117,30 @@ def needs_critic(config: Config) -> bool:
     return uses_rewards and ESTIMATORS[config.advantage.estimator].needs_critic
 
 
+def scorers(config: Config) -> tuple[str, ...]:
+    """Return the roles of the models that score the tokens of samples."""
+    uses_rewards = objective_of(config).uses_rewards
+    there = {
+        "policy": uses_rewards and needs_old_logprobs(config),
+        "reference": needs_reference(config),
+        "critic": needs_critic(config),
+    }
+    return tuple(role for role, has in there.items() if has)
+
+
 def calls(config: Config) -> tuple[str, ...]:
     """Return the calls that an iteration has, by their names in a plan.
 
     Where no objective uses rewards, the policy's training is its student's.
     """
-    uses_rewards = objective_of(config).uses_rewards
-    critic = needs_critic(config)
-    there = {
-        "generation": True,
-        "policy_inference": uses_rewards and needs_old_logprobs(config),
-        "reference_inference": needs_reference(config),
-        "critic_inference": critic,
-        "reward_inference": uses_rewards and bool(config.reward.models),
-        "policy_training": True,
-        "critic_training": critic,
-    }
-    return tuple(call for call, has in there.items() if has)
+    rewards = objective_of(config).uses_rewards and bool(config.reward.models)
+    return (
+        "generation",
+        *(f"{role}_inference" for role in scorers(config)),
+        *(["reward_inference"] if rewards else []),
+        "policy_training",
+        *(["critic_training"] if needs_critic(config) else []),
+    )
 
 
 def term_names(config: Config) -> list[str]:

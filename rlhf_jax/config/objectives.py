@@ -33,10 +33,6 @@ class Objective(Protocol):
         """Raise ValueError, in one sentence, for what this objective cannot use."""
         ...
 
-    def initial_state(self, opened: Any) -> Any:
-        """Make the `TrainState` before the first step from what is opened (`setup.Opened`)."""
-        ...
-
     def compile_step(self, state: Any, run: Any) -> None:
         """Compile what a step will need, beside the first evaluation; it may do nothing."""
         ...

@@ -7,9 +7,9 @@ import math
 from rlhf_jax.config import derived
 from rlhf_jax.config.checks import require, require_not_negative, require_one_of, require_positive
 from rlhf_jax.config.schema import Config
-from rlhf_jax.training import kl
-from rlhf_jax.training.advantages import ESTIMATORS
-from rlhf_jax.training.losses import AGGREGATES
+from rlhf_jax.losses import kl
+from rlhf_jax.losses.advantages import ESTIMATORS
+from rlhf_jax.losses.aggregate import AGGREGATES
 from rlhf_jax.training.settings import aggregate_name
 
 KL_PLACES = ("loss", "reward")

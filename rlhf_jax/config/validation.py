@@ -27,6 +27,8 @@ from rlhf_jax.config.generation_checks import (
 from rlhf_jax.config.objectives import OBJECTIVES, objective_of, step_may
 from rlhf_jax.config.reward_checks import check_advantage, check_kl, check_rewards
 from rlhf_jax.config.schema import Config, flat
+from rlhf_jax.losses.aggregate import AGGREGATES
+from rlhf_jax.losses.policy import LOSSES
 from rlhf_jax.monitoring import sinks
 from rlhf_jax.placement.pipelined import check_pipelines, is_pipelined
 from rlhf_jax.placement.plan import Plan
@@ -35,9 +37,7 @@ from rlhf_jax.rewards.signatures import Signature
 from rlhf_jax.rewards.sources import check_sources
 from rlhf_jax.runtime import mirror
 from rlhf_jax.training.distill import student_config
-from rlhf_jax.training.losses import AGGREGATES
 from rlhf_jax.training.optimizer import SCHEDULES
-from rlhf_jax.training.policy_losses import LOSSES
 from rlhf_jax.types import ModelConfig, ModelConfigs
 
 COMPUTE_DTYPES = ("auto", "float32", "bfloat16")

@@ -17,7 +17,8 @@ from rlhf_jax.generation.stop_strings import StopStrings
 from rlhf_jax.generation.strategy.acceptance import Observations
 from rlhf_jax.mesh import Layout
 from rlhf_jax.runtime import messages
-from rlhf_jax.types import Array, Rollout, Strategy, hash_once
+from rlhf_jax.sequences.batch import Sequences
+from rlhf_jax.types import Array, Strategy, hash_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,17 +171,23 @@ def is_ready(result: Array) -> bool:
     return cast(Any, result).is_ready()
 
 
-def as_rollout(samples: Sequence[Sample], slots: int) -> Rollout:
-    """Return host arrays [B, slots] of samples, in the order given."""
+def as_sequences(samples: Sequence[Sample], slots: int) -> Sequences:
+    """Return host arrays [B, slots] of samples, in the order given; responses are under the mask.
+
+    Samples of one prompt are a group.
+    """
     shape = (len(samples), slots)
     tokens = np.zeros(shape, np.int32)
     mask = np.zeros(shape, bool)
     logprobs = np.zeros(shape, np.float32)
-    length = np.zeros(len(samples), np.int32)
-    sample_id = np.array([sample.sample_id for sample in samples], np.uint32)
-    support = None
+    ids = np.array([sample.sample_id for sample in samples], np.uint32)
+    numbers: dict[bytes, int] = {}
+    prompts = (sample.prompt.tobytes() for sample in samples)
+    group = np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], np.int32)
+    columns: dict[str, Array] = {"sampled_logprobs": logprobs, "sample_ids": ids}
     if samples and samples[0].support:
-        support = np.full((*shape, len(samples[0].support[0])), -1, np.int32)
+        width = len(samples[0].support[0])
+        columns["top_k_ids"] = np.full((*shape, width), -1, np.int32)
     for row, sample in enumerate(samples):
         start = len(sample.prompt)
         end = start + len(sample.tokens)
@@ -188,10 +195,9 @@ def as_rollout(samples: Sequence[Sample], slots: int) -> Rollout:
         tokens[row, start:end] = sample.tokens
         mask[row, start:end] = True
         logprobs[row, start:end] = sample.logprobs
-        length[row] = end
-        if support is not None:
-            support[row, start:end] = sample.support
-    return Rollout(tokens, mask, logprobs, length=length, sample_id=sample_id, support=support)
+        if "top_k_ids" in columns:
+            columns["top_k_ids"][row, start:end] = sample.support
+    return Sequences(tokens, mask, group).with_columns(**columns)
 
 
 @dataclasses.dataclass(frozen=True)

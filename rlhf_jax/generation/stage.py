@@ -21,7 +21,7 @@ from rlhf_jax.generation.requests import (
     Request,
     RoundReport,
     Sample,
-    as_rollout,
+    as_sequences,
 )
 from rlhf_jax.generation.scheduler import shared
 from rlhf_jax.generation.speculative import tree as trees
@@ -247,13 +247,13 @@ def read_texts(
 
     It reads TEXTS_READ rows, or as many more as the devices share evenly.
     """
-    rollout = as_rollout(samples, decoding.max_length)
+    texts = as_sequences(samples, decoding.max_length)
     rows = shared(TEXTS_READ, settings.layout)
     padding = ((0, rows - len(samples)), (0, 0))
-    tokens = np.pad(rollout.tokens, padding)
-    mask = np.pad(rollout.mask, padding)
+    tokens = np.pad(texts.tokens, padding)
+    mask = np.pad(texts.mask, padding)
     key = np.full((rows, 2), decoding.seed, np.uint32)
-    key[: len(samples), 1] = rollout.sample_id
+    key[: len(samples), 1] = texts.columns["sample_ids"]
 
     placed = meshes.place_rows((tokens, mask, key), settings.layout)
     scored = teacher.score(drafter, *placed, decoding.sampling, rows=rows, layout=settings.layout)

@@ -11,25 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from rlhf_jax.inference.packing import pack, unpack
-from rlhf_jax.mesh import ONE_DEVICE, Layout, place_rows
+from rlhf_jax.mesh import ONE_DEVICE, Layout
 from rlhf_jax.model.attention import causal_on
 from rlhf_jax.model.columns import map_tokens
 from rlhf_jax.model.kernels import token_logprobs as token_logprobs_kernel
-from rlhf_jax.model.packed import read_packed
 from rlhf_jax.model.transformer import cast, forward, logits
-from rlhf_jax.runtime import to_host
-from rlhf_jax.types import Array, Model, PackedBatch, Rollout
+from rlhf_jax.types import Array, Model
 
-__all__ = [
-    "CHUNK",
-    "head_logprobs",
-    "logprobs_and_entropy",
-    "mismatch",
-    "score_packed",
-    "score_rollout",
-    "token_logprobs",
-]
+__all__ = ["CHUNK", "head_logprobs", "logprobs_and_entropy", "mismatch", "token_logprobs"]
 
 CHUNK = 512  # tokens of a device whose logits exist at one time
 ABSENT = -1e30  # A score that adds nothing to a log-sum-exp, yet has a finite gradient.
@@ -193,62 +182,14 @@ def _entropy(scores: Array) -> jax.Array:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("temperature", "chunk", "layout"))
-def score_packed(
-    model: Model,
-    batch: PackedBatch,
-    support: Array | None,
-    *,
-    temperature: float,
-    chunk: int = CHUNK,
-    layout: Layout = ONE_DEVICE,
-) -> jax.Array:
-    """Compute `token_logprobs` of the predicted tokens of packed samples: [S, W] float32.
-
-    support [S, W, k] int32 or None; the rest as there.
-    """
-    return head_logprobs(
-        model,
-        read_packed(model, batch, layout),
-        batch.targets,
-        batch.mask,
-        support=support,
-        temperature=temperature,
-        entropy=False,
-        chunk=chunk,
-        layout=layout,
-    )[0]
-
-
-def score_rollout(
-    model: Model,
-    rollout: Rollout,
-    *,
-    temperature: float,
-    rows: int,
-    length_bucket: int = 64,
-    layout: Layout = ONE_DEVICE,
-) -> np.ndarray:
-    """Compute `token_logprobs` of a rollout's response tokens: a host array [B, T] float32.
-
-    At most `rows` of the longest samples at a time: see `pack`. Order and shapes depend on the
-    tokens alone, so the same tokens score the same whatever generated them.
-    """
-    host = jax.tree.map(np.asarray, rollout)
-    parts = pack(host, host.mask, rows, length_bucket, layout.row_shards)
-    score = functools.partial(score_packed, model, temperature=temperature, layout=layout)
-    found = [score(*place_rows((part.batch, part.take(host.support)), layout)) for part in parts]
-    return unpack(list(zip(parts, to_host.fetch(found), strict=True)), host.mask.shape)
-
-
-def mismatch(rollout_logprobs: Array, logprobs: Array, mask: Array) -> dict[str, float]:
+def mismatch(sampled_logprobs: Array, logprobs: Array, mask: Array) -> dict[str, float]:
     """Measure how far recomputed log-probs are from the sampled ones, over the response tokens.
 
     Host arrays [B, T]. `mismatch/kl` estimates KL(sampled || recomputed) by mean(exp(d) - 1 - d)
     with d = recomputed - sampled (Schulman 2020, k3); `mismatch/mean` and `mismatch/max` are of
     |d|. All in nats; zeros without response tokens.
     """
-    sampled = np.asarray(rollout_logprobs, np.float64)[mask]
+    sampled = np.asarray(sampled_logprobs, np.float64)[mask]
     difference = np.asarray(logprobs, np.float64)[mask] - sampled
     if not difference.size:
         return {"mismatch/kl": 0.0, "mismatch/mean": 0.0, "mismatch/max": 0.0}

@@ -2,7 +2,7 @@
 
 (Inter-stage fusion: RLHFuse, Zhong et al. 2024, section 4.) A sample's numbers are those of the
 order without overlap within rounding: the same functions over other shapes. What no slice had time
-for is left to `rlhf.score`.
+for is left to `scoring.score`.
 """
 
 from __future__ import annotations
@@ -10,92 +10,34 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
-from typing import cast as typed
+from collections.abc import Mapping
+from typing import TypeVar
 
 import jax
 import numpy as np
 
 from rlhf_jax import mesh as meshes
-from rlhf_jax.generation.requests import Sample, as_rollout, is_ready
-from rlhf_jax.inference.logprobs import score_packed
-from rlhf_jax.inference.packing import Packed, pack, padding_share, unpack
-from rlhf_jax.inference.values import value_packed
+from rlhf_jax.generation.requests import Sample, as_sequences, is_ready
+from rlhf_jax.inference.scoring import PendingScores, Scored, dispatch_scores
 from rlhf_jax.mesh import Layout
-from rlhf_jax.monitoring.parts import PhaseParts
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.rewards.combination import Response, failure
 from rlhf_jax.rewards.models import RewardModel, ScoredRows, start_scoring
-from rlhf_jax.runtime import messages, to_host
-from rlhf_jax.runtime.compilation import Execute, run_now
-from rlhf_jax.types import Model, Rollout
+from rlhf_jax.types import Model
 
 T = TypeVar("T")
-
-# The scores of a sample's tokens: fields of `Scored`, in the order in which `dispatch_scores` gives
-# them.
-PER_TOKEN_SCORES = ("logprobs", "reference_logprobs", "values")
-# The calls of a plan that compute them.
-CALLS_OF_SCORES = ("policy_inference", "reference_inference", "critic_inference")
 
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
     """Hold the models that score, laid out as generation's weights are, and say how they score."""
 
-    # None: the update's own forward pass gives its log-probs
-    policy: Model | None
-    reference: Model | None
-    critic: Model | None
+    models: Mapping[str, Model]  # by role
     temperature: float
     rows: int  # scored at one time on a slice
     length_bucket: int
     max_length: int  # tokens of the longest sample, prompt included
     rewards: Mapping[str, RewardModel] = dataclasses.field(default_factory=dict)  # by their names
-
-
-@messages.register
-@dataclasses.dataclass(frozen=True)
-class Scored:
-    """Hold one sample's scores on the host: [T] float32 each, or None without such a model."""
-
-    logprobs: np.ndarray | None
-    reference_logprobs: np.ndarray | None
-    values: np.ndarray | None
-    # By name, of the reward models that could read the sample.
-    rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class PendingScores:
-    """Hold scores of a rollout that are on their way, and where they belong."""
-
-    # (a packed batch, its scores [S, W] in the order of `PER_TOKEN_SCORES`, None without a model)
-    parts: list[tuple[Packed, tuple[jax.Array | None, ...]]]
-    shape: tuple[int, int]  # of the rollout's tokens
-    present: tuple[bool, ...]  # whether there is a model of each kind
-
-    @property
-    def padding(self) -> float:
-        """Return the share of the tokens that are padding; 0 where no model reads them."""
-        return padding_share([part for part, _ in self.parts])
-
-    def fetch(self, read: Callable[[Any], Any] = to_host.fetch) -> tuple[np.ndarray | None, ...]:
-        """Wait for the scores: of each kind [B, T] float32, 0 off the mask, or None.
-
-        read: to the host; by default all processes take part.
-        """
-        on_host = read([scores for _, scores in self.parts])
-        found = []
-        for kind, present in enumerate(self.present):
-            pairs = [
-                (part, scores[kind])
-                for (part, _), scores in zip(self.parts, on_host, strict=True)
-                if scores[kind] is not None
-            ]
-            found.append(unpack(pairs, self.shape) if present else None)
-        return tuple(found)
 
 
 @dataclasses.dataclass
@@ -128,8 +70,8 @@ class ScoringQueue:
         self.scoring = scoring
         self.waiting: collections.deque[tuple[Sample, Response | None]] = collections.deque()
         self.batches: list[_Batch] = []
-        # policy, reference and critic, and reward models, as each slice holds them
-        self._models: dict[Layout, tuple[list, dict[str, RewardModel]]] = {}
+        # by role, and reward models by name, as each slice holds them
+        self._models: dict[Layout, tuple[dict[str, Model], dict[str, RewardModel]]] = {}
 
     def add(self, sample: Sample, response: Response | None = None) -> None:
         """Add a finished sample; reward models, where there are some, read its `response`."""
@@ -154,9 +96,7 @@ class ScoringQueue:
         scoring = self.scoring
         if layout not in self._models:
             weights = {name: model.model for name, model in scoring.rewards.items()}
-            *models, weights = meshes.on_slice(
-                (scoring.policy, scoring.reference, scoring.critic, weights), layout
-            )
+            models, weights = meshes.on_slice((dict(scoring.models), weights), layout)
             reward_models = {
                 name: dataclasses.replace(scoring.rewards[name], model=weights[name])
                 for name in weights
@@ -164,9 +104,9 @@ class ScoringQueue:
             self._models[layout] = (models, reward_models)
         models, reward_models = self._models[layout]
 
-        rollout = as_rollout(samples, scoring.max_length)
+        sequences = as_sequences(samples, scoring.max_length)
         how = (scoring.temperature, scoring.rows, scoring.length_bucket, layout)
-        pending = dispatch_scores(models, rollout, *how)
+        pending = dispatch_scores(models, sequences, *how)
         parts = [(part, _readable(scores, layout)) for part, scores in pending.parts]
         results = dataclasses.replace(pending, parts=parts)
         rewards = {}
@@ -193,8 +133,8 @@ class ScoringQueue:
                             rewards[row][name] = reward
             self._note_ended()
             for row, sample in enumerate(batch.samples):
-                own = (leaf if leaf is None else leaf[row] for leaf in numbers)
-                found[sample.sample_id] = Scored(*own, rewards=rewards[row])
+                own = {name: column[row] for name, column in numbers.items()}
+                found[sample.sample_id] = Scored(own, rewards[row])
         return found
 
     def _note_ended(self) -> None:
@@ -222,42 +162,3 @@ class ScoringQueue:
 def _readable(tree: T, layout: Layout) -> T:
     """Repeat results on each host of a slice of several, so that each can read them."""
     return meshes.repeat(tree, layout=layout) if layout.is_shared else tree
-
-
-def dispatch_scores(
-    models: Sequence[Model | None],
-    rollout: Rollout,
-    temperature: float,
-    rows: int,
-    length_bucket: int,
-    layout: Layout,
-    execute: Execute = run_now,
-    progress: PhaseParts | None = None,
-) -> PendingScores:
-    """Start to score the response tokens of a rollout of host arrays, and do not wait.
-
-    models: policy, reference and critic, each as the layout has it, or None. A forward pass has
-    room for `rows` of the longest samples. `execute` calls jitted programs, or only compiles them.
-    `progress` is told of each pass.
-    """
-    present = tuple(model is not None for model in models)
-    parts = []
-    if any(present):
-        parts = pack(rollout, rollout.mask, rows, length_bucket, layout.row_shards)
-    found = []
-    for part in parts:
-        batch, support = meshes.place_rows((part.batch, part.take(rollout.support)), layout)
-        scores = []
-        for call, model in zip(CALLS_OF_SCORES, models, strict=True):
-            began = time.perf_counter()
-            if model is None:
-                scores.append(None)
-            elif call == "critic_inference":
-                scores.append(execute(value_packed, model, batch, layout=layout))
-            else:
-                how = dict(temperature=temperature, layout=layout)
-                scores.append(execute(score_packed, model, batch, support, **how))
-            if progress is not None and model is not None:
-                progress.hand(call, began, scores[-1], part.batch)
-        found.append((part, tuple(scores)))
-    return PendingScores(found, typed(tuple[int, int], rollout.mask.shape), present)

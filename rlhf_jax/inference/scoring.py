@@ -1,146 +1,250 @@
-"""The inference stage: what policy, reference and critic say of finished samples."""
+"""The inference stage: what models say of finished sequences, a column each."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
-from rlhf_jax.inference.overlap import PER_TOKEN_SCORES, PendingScores, Scored, dispatch_scores
-from rlhf_jax.mesh import Layout
+from rlhf_jax.inference.logprobs import CHUNK, head_logprobs
+from rlhf_jax.inference.values import head_values
+from rlhf_jax.mesh import ONE_DEVICE, Layout, place_rows
+from rlhf_jax.model.packed import read_packed
 from rlhf_jax.model.transformer import cast
 from rlhf_jax.monitoring.parts import PhaseParts
-from rlhf_jax.placement.idle import fetched, fetched_shapes
+from rlhf_jax.placement.idle import fetched
 from rlhf_jax.placement.plan import CallLayouts
 from rlhf_jax.placement.transfer import is_in_place, transfer
-from rlhf_jax.runtime.compilation import Execute, compile_only, run_now
-from rlhf_jax.types import Model, Rollout
+from rlhf_jax.runtime import messages, to_host
+from rlhf_jax.runtime.compilation import Execute, compile_only, run_now, shapes
+from rlhf_jax.sequences.batch import PackedSequences, Sequences
+from rlhf_jax.sequences.columns import score_column
+from rlhf_jax.sequences.packing import Packed, pack, padding_share, unpack
+from rlhf_jax.types import Model
+
+READ = ("top_k_ids",)  # the columns that scoring reads
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoringSettings:
-    """Say how samples are scored; nothing here changes from step to step."""
+    """Say how sequences are scored; nothing here changes from step to step."""
 
-    layout: Layout  # of the policy
+    # of each role that scores, where it does
+    layouts: Mapping[str, Layout]
     # the one that was sampled with
     temperature: float
-    # the longest samples that one forward pass has room for
+    # the longest sequences that one forward pass has room for
     microbatch_rows: int
     # lengths are rounded up to some multiples of it
     length_bucket: int = 64
-    # False: the update's own forward pass gives them
-    policy_logprobs: bool = True
-    # None: as the policy
-    reference_layout: Layout | None = None
-    critic_layout: Layout | None = None
 
     @classmethod
     def from_config(cls, config: Config, layouts: CallLayouts) -> ScoringSettings:
-        """Settle how samples are scored."""
+        """Settle how sequences are scored."""
         training = config.training
         return cls(
-            layouts.policy_inference,
+            {role: getattr(layouts, f"{role}_inference") for role in derived.scorers(config)},
             config.generation.temperature,
             training.microbatch_rows,
             length_bucket=training.length_bucket,
-            policy_logprobs=derived.needs_old_logprobs(config),
-            reference_layout=layouts.reference_inference,
-            critic_layout=layouts.critic_inference,
         )
 
 
-class TokenScores(NamedTuple):
-    """Hold what models say of the tokens of a rollout, each [B, T] float32, zero off the mask."""
+@messages.register
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """Hold one sample's scores on the host."""
 
-    # None where the update computes them itself
-    logprobs: np.ndarray | None
-    # None without a reference
-    reference_logprobs: np.ndarray | None
-    # of what is known before each token; None without a critic
-    values: np.ndarray | None
-    # the share of computed tokens that were padding
-    padding: float = 0.0
+    columns: Mapping[str, np.ndarray]  # by name, [T] float32 each
+    # By name, of the reward models that could read the sample.
+    rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingScores:
+    """Hold scores of sequences that are on their way, and where they belong."""
+
+    # packed sequences, and the columns of their scores, [S, W] each
+    parts: list[tuple[Packed, dict[str, jax.Array]]]
+    shape: tuple[int, ...]  # of the sequences' tokens
+    columns: tuple[str, ...]  # that there are, even where there is nothing to score
+
+    @property
+    def padding(self) -> float:
+        """Return the share of the tokens that are padding; 0 where no model reads them."""
+        return padding_share([part for part, _ in self.parts])
+
+    def fetch(self, read: Callable[[Any], Any] = to_host.fetch) -> dict[str, np.ndarray]:
+        """Wait for the scores: of each column [B, T] float32, 0 off the mask.
+
+        read: to the host; by default all processes take part.
+        """
+        on_host = read([scores for _, scores in self.parts])
+        packed = [part for part, _ in self.parts]
+        found = {}
+        for name in self.columns:
+            pairs = zip(packed, on_host, strict=True)
+            own = [(part, scores[name]) for part, scores in pairs if name in scores]
+            found[name] = unpack(own, self.shape)
+        return found
+
+
+@functools.partial(jax.jit, static_argnames=("temperature", "chunk", "layout"))
+def score_packed(
+    model: Model,
+    batch: PackedSequences,
+    *,
+    temperature: float,
+    chunk: int = CHUNK,
+    layout: Layout = ONE_DEVICE,
+) -> jax.Array:
+    """Compute what a model says of the predicted tokens of packed sequences: [S, W] float32.
+
+    They are `token_logprobs`, within the top-k sets where there are some, or of a scalar head
+    `head_values`; 0 where masked out.
+    """
+    hidden = read_packed(model, batch, layout)
+    if model.config.scalar_head:
+        return head_values(model, hidden, batch.mask)
+    return head_logprobs(
+        model,
+        hidden,
+        batch.targets,
+        batch.mask,
+        support=batch.columns.get("top_k_ids"),
+        temperature=temperature,
+        entropy=False,
+        chunk=chunk,
+        layout=layout,
+    )[0]
+
+
+def score_sequences(
+    model: Model,
+    batch: Sequences,
+    *,
+    rows: int,
+    temperature: float = 1.0,
+    length_bucket: int = 64,
+    layout: Layout = ONE_DEVICE,
+) -> np.ndarray:
+    """Compute the log-probabilities or values of the tokens under the mask: [B, T] float32.
+
+    The array is of the host, 0 elsewhere. At most `rows` of the longest sequences go at a time: see
+    `pack`. Order and shapes depend on the tokens alone, so the same tokens score the same whatever
+    generated them.
+    """
+    how = (temperature, rows, length_bucket, layout)
+    (found,) = dispatch_scores({"policy": model}, batch.on_host(), *how).fetch().values()
+    return found
 
 
 def score(
-    policy: Model,
-    reference: Model | None,
-    critic: Model | None,
-    rollout: Rollout,
+    batch: Sequences,
+    models: Mapping[str, Model],
     settings: ScoringSettings,
     scored: Mapping[int, Scored] | None = None,
     observe: Callable[[PhaseParts], None] = lambda parts: None,
-) -> TokenScores:
-    """Score a rollout of host arrays, in an order and in shapes that follow from its tokens.
+) -> tuple[Sequences, float]:
+    """Return host arrays with a column by each role's model, and the share of padding.
 
-    Under top-k the reference, too, is renormalised on the sampled sets. `scored`, by sample id, is
-    what slices had time for beside generation; only the rest is then scored. `observe` hears of
-    what the devices work on.
+    Order and shapes follow from the tokens. Under top-k the reference, too, is renormalised on the
+    sampled sets. `scored`, by sample id, is what slices had time for beside generation; only the
+    rest is then scored. `observe` hears of what the devices work on.
     """
     scored = scored or {}
-    ids = rollout.sample_id.tolist()
+    ids = batch.columns["sample_ids"].tolist() if scored else range(len(batch.tokens))
     rest = [row for row, sample in enumerate(ids) if sample not in scored]
-    unscored = jax.tree.map(lambda leaf: leaf[rest], rollout)
     observe(progress := PhaseParts(0))
-    reference = reference and fetched(reference)
-    pending = _dispatch(policy, reference, critic, unscored, settings, progress=progress)
+    pending = _dispatch(batch.take(np.array(rest, int)), models, settings, progress=progress)
     progress.of = len(progress.handed)
-    found = []
-    for name, of_rest in zip(PER_TOKEN_SCORES, pending.fetch(), strict=True):
-        of_rows = {row: getattr(scored[one], name) for row, one in enumerate(ids) if one in scored}
-        of_rows |= {} if of_rest is None else dict(zip(rest, of_rest, strict=True))
-        known = len(of_rows) == len(ids) and all(leaf is not None for leaf in of_rows.values())
-        found.append(np.stack([of_rows[row] for row in range(len(ids))]) if known else None)
-    return TokenScores(*found, padding=pending.padding)
+    columns = {}
+    for name, of_rest in pending.fetch().items():
+        whole = np.zeros(batch.mask.shape, np.float32)
+        whole[rest] = of_rest
+        for row, sample in enumerate(ids):
+            if sample in scored:
+                whole[row] = scored[sample].columns[name]
+        columns[name] = whole
+    return batch.with_columns(**columns), pending.padding
 
 
 def compile_scores(
-    policy: Model,
-    reference: Model | None,
-    critic: Model | None,
-    rollout: Rollout,
-    settings: ScoringSettings,
-) -> None:
-    """Compile what `score` runs of such a rollout, and run nothing."""
-    reference = reference and fetched_shapes(reference)
-    _dispatch(policy, reference, critic, rollout, settings, compile_only)
+    batch: Sequences, models: Mapping[str, Model], settings: ScoringSettings
+) -> Sequences:
+    """Compile what `score` runs of such sequences, and return them with columns of zeros."""
+    pending = _dispatch(batch, shapes(dict(models)), settings, execute=compile_only)
+    zeros = np.zeros(batch.mask.shape, np.float32)
+    return batch.with_columns(**dict.fromkeys(pending.columns, zeros))
 
 
 def _dispatch(
-    policy: Model,
-    reference: Model | None,
-    critic: Model | None,
-    rollout: Rollout,
+    batch: Sequences,
+    models: Mapping[str, Model],
     settings: ScoringSettings,
+    progress: PhaseParts | None = None,
+    execute: Execute = run_now,
+) -> PendingScores:
+    """Start to score by weights as inference has them, all models of a layout together."""
+    brought: dict[Layout, dict[str, Model]] = {}
+    for role, layout in settings.layouts.items():
+        model = fetched(models[role])
+        if not is_in_place(model, layout):
+            model = transfer(model, layout, layout.dtype)
+        elif not is_in_place(model, layout, layout.dtype):
+            model = execute(_cast, model, layout.dtype)
+        brought.setdefault(layout, {})[role] = model
+    how = (settings.temperature, settings.microbatch_rows, settings.length_bucket)
+    pending = [
+        dispatch_scores(own, batch, *how, layout, execute, progress)
+        for layout, own in brought.items()
+    ]
+    return PendingScores(
+        [part for one in pending for part in one.parts],
+        batch.mask.shape,
+        tuple(name for one in pending for name in one.columns),
+    )
+
+
+def dispatch_scores(
+    models: Mapping[str, Model],
+    batch: Sequences,
+    temperature: float,
+    rows: int,
+    length_bucket: int,
+    layout: Layout,
     execute: Execute = run_now,
     progress: PhaseParts | None = None,
 ) -> PendingScores:
-    """Start to score by weights as inference has them, all models of a layout together."""
-    layout = settings.layout
-    places = (layout, settings.reference_layout or layout, settings.critic_layout or layout)
-    trained = [policy if settings.policy_logprobs else None, critic]
-    brought = []
-    for model, place in zip(trained, places[::2], strict=True):
-        if model is not None and is_in_place(model, place):
-            model = execute(_cast, model, place.dtype)
-        brought.append(model and transfer(model, place, place.dtype))
-    models = (brought[0], reference, brought[1])
-    how = (settings.temperature, settings.microbatch_rows, settings.length_bucket)
-    pending = []
-    for layout in dict.fromkeys(places):
-        pairs = zip(models, places, strict=True)
-        there = [model if place == layout else None for model, place in pairs]
-        pending.append(dispatch_scores(there, rollout, *how, layout, execute, progress))
-    return PendingScores(
-        [part for one in pending for part in one.parts],
-        pending[0].shape,
-        present=tuple(model is not None for model in models),
-    )
+    """Start to score the tokens under the mask of host arrays, and do not wait.
+
+    models: by role, each as the layout has it. A forward pass has room for `rows` of the longest
+    sequences. `execute` calls jitted programs, or only compiles them. `progress` is told of each
+    pass.
+    """
+    columns = {role: score_column(role, model.config.scalar_head) for role, model in models.items()}
+    parts = []
+    if models:
+        parts = pack(batch.reading(*READ), rows, length_bucket, layout.row_shards)
+    found = []
+    for part in parts:
+        placed = place_rows(part.batch, layout)
+        scores = {}
+        for role, model in models.items():
+            began = time.perf_counter()
+            result = execute(score_packed, model, placed, temperature=temperature, layout=layout)
+            scores[columns[role]] = result
+            if progress is not None:
+                progress.hand(f"{role}_inference", began, result, part.batch)
+        found.append((part, scores))
+    return PendingScores(found, batch.mask.shape, tuple(columns.values()))
 
 
 _cast = jax.jit(cast, static_argnums=1)

@@ -66,7 +66,7 @@ def packed_on(layout: Layout, samples: Array, home: Array) -> Callable:
     """Return causal attention within each sample of packed lines, laid out as `causal_on`'s.
 
     query [S, C, H, D], key and value [S, C, G, D]; `samples` and `home` are those of a
-    `PackedBatch`. Each sample's tokens are put in a row for the kernel, and its results back.
+    `PackedSequences`. Each sample's tokens are put in a row for the kernel, and its results back.
     """
 
     def attend_samples(query: Array, key: Array, value: Array, samples: Array, home: Array):

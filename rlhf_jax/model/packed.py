@@ -1,4 +1,4 @@
-"""Read packed samples: the hidden state before each token that is predicted."""
+"""Read packed sequences: the hidden state before each token that is predicted."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import jax.numpy as jnp
 from rlhf_jax.mesh import Layout, pin_rows
 from rlhf_jax.model.attention import packed_on, take_tokens
 from rlhf_jax.model.transformer import embed_tokens, final_norm, run_layers
-from rlhf_jax.types import Model, PackedBatch
+from rlhf_jax.sequences.batch import PackedSequences
+from rlhf_jax.types import Model
 
 
-def read_packed(model: Model, batch: PackedBatch, layout: Layout, remat: bool = False) -> jax.Array:
+def read_packed(
+    model: Model, batch: PackedSequences, layout: Layout, remat: bool = False
+) -> jax.Array:
     """Compute the hidden state before each predicted token: [S, W, M] in the weights' dtype.
 
     A token sees its own sample's alone, so the result is that of each sample by itself. `remat`
@@ -23,18 +26,18 @@ def read_packed(model: Model, batch: PackedBatch, layout: Layout, remat: bool = 
 
 
 def run_packed(
-    model: Model, hidden: jax.Array, batch: PackedBatch, layout: Layout, remat: bool
+    model: Model, hidden: jax.Array, batch: PackedSequences, layout: Layout, remat: bool
 ) -> jax.Array:
     """Run the layers of a model, or of a part of one, over packed hidden states: [S, C, M]."""
-    chex.assert_rank([batch.samples, batch.home], [3, 2])
-    attend = packed_on(layout, jnp.asarray(batch.samples), jnp.asarray(batch.home))
+    chex.assert_rank([batch.sequences, batch.slot], [3, 2])
+    attend = packed_on(layout, jnp.asarray(batch.sequences), jnp.asarray(batch.slot))
     return run_layers(model, hidden, batch.positions, attend=attend, remat=remat)[0]
 
 
 def predicting_states(
-    model: Model, hidden: jax.Array, batch: PackedBatch, layout: Layout
+    model: Model, hidden: jax.Array, batch: PackedSequences, layout: Layout
 ) -> jax.Array:
     """Return the normalised state before each predicted token, [S, W, M], of all [S, C, M]."""
-    chex.assert_rank([hidden, batch.before], [3, 2])
+    chex.assert_rank([hidden, batch.predict_from], [3, 2])
     hidden = pin_rows(final_norm(model, hidden), layout)
-    return pin_rows(take_tokens(hidden, jnp.asarray(batch.before)), layout)
+    return pin_rows(take_tokens(hidden, jnp.asarray(batch.predict_from)), layout)

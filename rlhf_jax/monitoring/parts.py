@@ -14,7 +14,7 @@ import numpy as np
 
 from rlhf_jax.monitoring.trace import Span
 from rlhf_jax.runtime.shards import owners_of
-from rlhf_jax.types import PackedBatch
+from rlhf_jax.sequences.batch import PackedSequences
 
 # Gives the time at which a result was there.
 Future = concurrent.futures.Future[float]
@@ -55,12 +55,12 @@ class PhaseParts:
         # The type stubs of jax.Array lack the method.
         return sum(bool(cast(Any, array).is_ready()) for array in self.handed)
 
-    def hand(self, call: str, began: float, result: jax.Array, batch: PackedBatch) -> None:
+    def hand(self, call: str, began: float, result: jax.Array, batch: PackedSequences) -> None:
         """Note a part of a call, of a batch on the host, whose result is on its way."""
         self.handed.append(result)
         mask = np.asarray(batch.mask)
-        # Owners count from 0 in each shard; to sort them would hold up what is dispatched next.
-        rows = int((np.where(mask, batch.owner, -1).max(axis=1, initial=-1) + 1).sum())
+        # Segments count from 0 in each shard; to sort them would hold up what is dispatched next.
+        rows = int((np.where(mask, batch.segment_ids, -1).max(axis=1, initial=-1) + 1).sum())
         self.heard(CallPart(call, began, rows, tokens=int(mask.sum())), result)
 
 

@@ -6,15 +6,12 @@ import dataclasses
 import operator
 from collections.abc import Mapping
 
-from rlhf_jax import setup
 from rlhf_jax.config.checks import require, require_positive
 from rlhf_jax.config.schema import Config
-from rlhf_jax.generation.requests import as_rollout
+from rlhf_jax.generation.requests import as_sequences
 from rlhf_jax.rlhf import distill_drafter, report_step
 from rlhf_jax.rollout import roll_out
-from rlhf_jax.runtime.shards import counted_up
 from rlhf_jax.state import Observer, Run, RunState, StepReport, decoding_models
-from rlhf_jax.types import TrainState
 
 
 class DistillationObjective:
@@ -39,10 +36,6 @@ class DistillationObjective:
             f" {', '.join(unused)}.",
         )
 
-    def initial_state(self, opened: setup.Opened) -> TrainState:
-        """Load the policy, which has no optimizer, and make its student."""
-        return setup.initial_state(opened)
-
     def compile_step(self, state: RunState, run: Run) -> None:
         """Compile nothing: the student's programs are small."""
 
@@ -53,18 +46,18 @@ class DistillationObjective:
         before it learns from them; KL and loss are the policy's divergence from the student, in
         nats a token.
         """
-        models = decoding_models(state.train, run)
+        models = decoding_models(state.models, run)
         rolled = roll_out(
             models, state, run.prompts, run.generation, run.rewards, queue=None, observe=observe
         )
         del models  # else generation's weights would stay while the student learns
         observe("training", None)
-        rollout = as_rollout(rolled.samples, run.generation.decoding.max_length)
-        train, distilled = distill_drafter(state.train, rollout, run, observe)
+        samples = as_sequences(rolled.samples, run.generation.decoding.max_length)
+        models, distilled = distill_drafter(state.models, samples, run, state.step, observe)
         if "drafter/not_finite" in distilled:
             raise ValueError("The student's loss is not finite; lower drafter.learning_rate")
 
-        host = dataclasses.replace(rolled.host, distilled_at=int(train.step))
+        host = dataclasses.replace(rolled.host, step=state.step + 1, distilled_at=state.step)
         metrics = {k: v for k, v in rolled.metrics.items() if not k.startswith("reward/")}
         metrics |= distilled
         metrics |= {
@@ -73,10 +66,10 @@ class DistillationObjective:
             "kl/mean": distilled["drafter/loss"],
             "loss/policy": distilled["drafter/loss"],
         }
-        train = dataclasses.replace(train, step=counted_up(train.step))
+        models = models | {"policy": models["policy"].counted()}
         report = report_step(rolled, metrics, host)
         texts = [{k: v for k, v in row.items() if k != "reward"} for row in report.samples]
-        return RunState(train, host), dataclasses.replace(report, samples=texts)
+        return RunState(models, host), dataclasses.replace(report, samples=texts)
 
     def report_names(self) -> Mapping[str, str]:
         """Say what stands in for reward, KL and loss."""

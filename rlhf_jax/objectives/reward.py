@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlhf_jax import rlhf, setup
+from rlhf_jax import rlhf
 from rlhf_jax.config.schema import Config
 from rlhf_jax.monitoring.report.page import ALGORITHMS
-from rlhf_jax.types import TrainState
 
 
 class RewardObjective:
@@ -26,10 +25,6 @@ class RewardObjective:
 
     def validate(self, config: Config) -> None:
         """Accept what `config.validation` has accepted of rewards, advantages and KL."""
-
-    def initial_state(self, opened: setup.Opened) -> TrainState:
-        """Load policy and critic, with optimizers that have seen nothing."""
-        return setup.initial_state(opened)
 
     compile_step = staticmethod(rlhf.compile_step)
     step = staticmethod(rlhf.step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -14,34 +14,25 @@ T = TypeVar("T")
 
 def put_aside(model: T) -> T:
     """Return a model in pinned memory of the hosts of its devices, split as it was."""
-    return _in_memory(model, ASIDE)
+    return jax.tree.map(lambda leaf: _moved(leaf, ASIDE), model)
 
 
 def fetched(model: T) -> T:
     """Return a model on its devices, to which it is on its way; one that is there stays.
 
-    It may be handed to programs at once: they begin when it has arrived.
+    It may be handed to programs at once: they begin when it has arrived. Of shapes it is shapes.
     """
-    return _in_memory(model, AT_WORK)
-
-
-def fetched_shapes(model: T) -> T:
-    """Return the shapes of a model where `fetched` brings it, and bring nothing."""
-
-    def shape(leaf: jax.Array) -> jax.ShapeDtypeStruct:
-        place = leaf.sharding.with_memory_kind(AT_WORK)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-
-    return jax.tree.map(shape, model)
-
-
-def _in_memory(model: T, kind: str) -> T:
-    """Return a tree of arrays in the memory of a kind; those that are there stay as they are."""
 
     def move(leaf: jax.Array) -> jax.Array:
-        place = leaf.sharding
-        if place.memory_kind == kind:
-            return leaf
-        return jax.device_put(leaf, place.with_memory_kind(kind))
+        waits = getattr(leaf.sharding, "memory_kind", None) == ASIDE
+        return _moved(leaf, AT_WORK) if waits else leaf
 
     return jax.tree.map(move, model)
+
+
+def _moved(leaf: Any, kind: str) -> Any:
+    """Return an array in the memory of a kind; of a shape it is a shape."""
+    place = leaf.sharding.with_memory_kind(kind)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(sharding=place)
+    return jax.device_put(leaf, place)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import optax
 from jax.stages import Traced
 
+from rlhf_jax.algorithms.policy_gradient import CRITIC_LOSS, POLICY_LOSS
 from rlhf_jax.config.memory_updates import KEPT, activation_bytes, largest_work
 from rlhf_jax.config.sizes import PlannedRun
 from rlhf_jax.mesh import FLOAT32, bytes_per_device
@@ -23,7 +25,7 @@ from rlhf_jax.placement.transfer import trace_ends
 from rlhf_jax.planner import shapes
 from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
 from rlhf_jax.training import stages
-from rlhf_jax.training.gradients import Gradient, Learner, critic_learner, policy_learner
+from rlhf_jax.training.gradients import Gradient, Learner
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.training.stages import Stage
 from rlhf_jax.types import Model, ModelConfig
@@ -38,6 +40,7 @@ class StageProgram:
     stage: Stage
     part: Model  # shapes
     config: ModelConfig  # of its layers
+    reads: tuple[str, ...]  # the columns of a micro-batch
 
     @property
     def run(self) -> PlannedRun:
@@ -51,15 +54,16 @@ class StageProgram:
     def batch(self) -> Any:
         """Return the shapes of what the stage reads of a micro-batch."""
         rows = self.calls.config.training.microbatch_rows
-        made = shapes.micro_batch_shapes(self.calls.config, self.stage.settings.layout, rows)
+        layout = self.stage.settings.layout
+        made = shapes.micro_batch_shapes(self.calls.config, layout, rows, self.reads)
         return self.stage.needed(made)
 
     @property
     def hidden(self) -> jax.ShapeDtypeStruct:
         """Return the shape of what stages give each other, as it travels."""
         layout = self.stage.settings.layout
-        packed = shapes.packed_batch(
-            self.calls.config, layout, self.calls.config.training.microbatch_rows
+        packed = shapes.packed_shapes(
+            self.calls.config, layout, self.calls.config.training.microbatch_rows, ()
         )
         shape = (*packed.tokens.shape, self.config.width)
         place = stages.hidden_sharding(shape, layout)
@@ -73,7 +77,7 @@ class StageProgram:
     def trace_backward(self, _: int) -> Traced:
         """Trace the gradient of a later micro-batch: the sum so far is there."""
         given = None if self.stage.reads_tokens else self.hidden
-        pulled = None if self.stage.head_loss else self.hidden
+        pulled = None if self.stage.loss else self.hidden
         passed = (self.part, given, self.batch, pulled)
         first, _ = stages.backward.eval_shape(None, *passed, stage=self.stage)
         total = Gradient(
@@ -94,7 +98,7 @@ class StageProgram:
     def backward_bytes(self) -> float:
         """Return a device's bytes in a backward pass, arguments included."""
         run = self.run
-        last = self.stage.head_loss is not None
+        last = self.stage.loss is not None
         passed = 1 if self.stage.reads_tokens else 2 if last else 3
         copies = held_bytes(self.part.layers, run.layout.dtype)  # cast, and the gradient of all
         copies += held_bytes(self.part, run.layout.dtype)
@@ -106,18 +110,25 @@ class StageProgram:
         return sums + copies + kept + work + passed * held_bytes(self.hidden)
 
 
-def pipelined_updates(calls: PlacedCalls, call: str) -> Iterator[CallProgram]:
-    """Yield what brings its ends to a stage, what stages compute, and how copies are summed."""
+def pipelined_updates(
+    calls: PlacedCalls, call: str, reads: tuple[str, ...]
+) -> Iterator[CallProgram]:
+    """Yield what brings its ends to a stage, what stages compute, and how copies are summed.
+
+    reads: the columns of a micro-batch.
+    """
     settings = TrainingSettings.from_config(calls.config, calls.layouts, calls.remat)
     weights = shapes.model_shapes(calls.model(call), calls.run(call).layout, FLOAT32)
-    make = critic_learner if call.startswith("critic") else policy_learner
-    learner = make(weights, settings)
+    learner = Learner("policy", POLICY_LOSS, optax.identity(), settings)
+    if call.startswith("critic"):
+        learner = Learner("critic", CRITIC_LOSS, optax.identity(), settings.of_critic)
     copies = stages.copies_of(learner)
     config = copy.deepcopy(calls.config)
     config.training.microbatch_rows = max(1, config.training.microbatch_rows // len(copies))
     own = dataclasses.replace(calls, config=config)
     of_copy = stages.stages_of(copies[0])
-    parts = stages.cut(copies[0].model, of_copy)
+    model = stages.model_of_copy(weights, copies[0], learner)
+    parts = stages.cut(model, of_copy)
     whole = calls.model(call)
     shallow = dataclasses.replace(whole, num_layers=whole.num_layers // len(of_copy))
     works = stage_works(calls.placed(call), whole)
@@ -125,10 +136,10 @@ def pipelined_updates(calls: PlacedCalls, call: str) -> Iterator[CallProgram]:
     there = {part.name: part.bytes for part in calls.parts(call)}
     beside = calls.always(call) + there.get("gradients, float32", 0) + there.get(KEPT, 0)
     for index in sorted({0, min(1, len(of_copy) - 2), len(of_copy) - 1}):
-        program = StageProgram(own, call, of_copy[index], parts[index], shallow)
-        yield from _ends(calls, call, copies[0].model, of_copy[index], beside)
+        program = StageProgram(own, call, of_copy[index], parts[index], shallow, reads)
+        yield from _ends(calls, call, model, of_copy[index], beside)
         yield from _tasks(program, works, beside)
-    yield from _summed_copies(calls, call, learner, copies, beside)
+    yield from _summed_copies(calls, call, learner, weights, beside)
 
 
 def _ends(
@@ -152,7 +163,7 @@ def _ends(
 def _tasks(program: StageProgram, works: StageWorks, beside: float) -> Iterator[CallProgram]:
     """Yield the forward and the backward of a stage; the last one has a backward alone."""
     first = program.stage.reads_tokens
-    last = program.stage.head_loss is not None
+    last = program.stage.loss is not None
     name = "first" if first else "last" if last else "middle"
     gathered = received_bytes(
         "all-gather",
@@ -182,13 +193,14 @@ def _tasks(program: StageProgram, works: StageWorks, beside: float) -> Iterator[
 
 
 def _summed_copies(
-    calls: PlacedCalls, call: str, learner: Learner, copies: Sequence[Learner], beside: float
+    calls: PlacedCalls, call: str, learner: Learner, weights: Model, beside: float
 ) -> Iterator[CallProgram]:
     """Yield what sums the gradients of several copies, once a minibatch."""
+    copies = stages.copies_of(learner)
     if len(copies) == 1:
         return
     layout = learner.settings.layout
-    held = held_bytes(learner.model)
+    held = held_bytes(weights)
     traced = []
 
     def trace(function: Any, *arguments: Any, **options: Any) -> Any:
@@ -198,7 +210,8 @@ def _summed_copies(
 
     def trace_sum(_: int) -> Traced:
         """Trace the sum, without the metrics."""
-        stages.sum_copies([Gradient(one.model, {}) for one in copies], layout, trace)
+        parts = [stages.model_of_copy(weights, copy, learner) for copy in copies]
+        stages.sum_copies([Gradient(part, {}) for part in parts], layout, trace)
         return traced[-1]
 
     yield CallProgram(

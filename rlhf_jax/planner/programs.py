@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.stages import Traced
 
+from rlhf_jax.algorithms.policy_gradient import CRITIC_LOSS, POLICY_LOSS
 from rlhf_jax.config import derived, memory, memory_parts
-from rlhf_jax.inference.logprobs import score_packed
-from rlhf_jax.inference.values import value_packed
+from rlhf_jax.inference.scoring import READ, score_packed
 from rlhf_jax.mesh import FLOAT32, Layout
 from rlhf_jax.placement.search.costs import Passes, forward_flops, gradient_flops
 from rlhf_jax.placement.search.traffic import ShardedModel, forward_traffic, gradient_traffic
@@ -24,7 +24,8 @@ from rlhf_jax.planner.pipelined_programs import pipelined_updates
 from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
 from rlhf_jax.planner.student_programs import student_updates
 from rlhf_jax.rewards.models import read_scores
-from rlhf_jax.training.gradients import Gradient, accumulate, critic_objective, policy_objective
+from rlhf_jax.training.gradients import Gradient, accumulate
+from rlhf_jax.training.kinds import Loss
 from rlhf_jax.training.optimizer import apply, make_optimizer
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import ModelConfig
@@ -45,7 +46,7 @@ def programs(calls: PlacedCalls) -> Iterator[CallProgram]:
         else:
             run = calls.run(call)
             if run.is_pipelined and run.trains_policy:
-                yield from pipelined_updates(calls, call)
+                yield from pipelined_updates(calls, call, read_by_losses(calls))
                 yield optimizers_step(calls, call)
             elif run.trains_policy:
                 yield from updates(calls, call)
@@ -58,15 +59,12 @@ def scores(calls: PlacedCalls, call: str) -> CallProgram:
     layout: Layout = getattr(calls.layouts, call)
     model = calls.model(call)
     passes = calls.placed(call).passes()
-    batch = shapes.packed_batch(calls.config, layout, passes.samples)
+    batch = shapes.packed_shapes(calls.config, layout, passes.samples, READ)
     weights = shapes.model_shapes(model, layout)
 
     def trace(_: int) -> Traced:
-        if model.scalar_head:
-            return value_packed.trace(weights, batch, layout=layout)
-        support = shapes.support_shape(calls.config, batch)
         temperature = calls.config.generation.temperature
-        return score_packed.trace(weights, batch, support, temperature=temperature, layout=layout)
+        return score_packed.trace(weights, batch, temperature=temperature, layout=layout)
 
     return _scoring(calls, call, "scores", model, trace, passes)
 
@@ -172,17 +170,24 @@ def _waiting(calls: PlacedCalls, call: str) -> int:
 def trace_gradient(calls: PlacedCalls, call: str, rows: int) -> Traced:
     """Trace the gradient of a later micro-batch: the sum so far is there."""
     settings = TrainingSettings.from_config(calls.config, calls.layouts, calls.remat)
-    objective = policy_objective
+    loss: Loss = POLICY_LOSS
     if call.startswith("critic"):
         settings = settings.of_critic
-        objective = critic_objective
+        loss = CRITIC_LOSS
     layout = settings.layout
     weights = shapes.model_shapes(calls.model(call), layout, FLOAT32)
-    batch = shapes.micro_batch_shapes(calls.config, layout, rows)
-    how = dict(objective=objective, settings=settings)
+    reads = read_by_losses(calls)
+    batch = shapes.micro_batch_shapes(calls.config, layout, rows, reads)
+    how = dict(loss=loss, settings=settings)
     first = jax.eval_shape(functools.partial(accumulate, None, **how), weights, batch)
     total = Gradient(weights, shapes.repeated(first.metrics, layout))
     return accumulate.trace(total, weights, batch, **how)
+
+
+def read_by_losses(calls: PlacedCalls) -> tuple[str, ...]:
+    """Return the columns that a micro-batch has for the losses of policy and critic."""
+    critic = CRITIC_LOSS.reads if derived.needs_critic(calls.config) else ()
+    return (*POLICY_LOSS.reads, *critic)
 
 
 def trace_step(calls: PlacedCalls, call: str) -> Traced:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -17,10 +17,11 @@ from rlhf_jax.config import derived
 from rlhf_jax.config.schema import Config
 from rlhf_jax.mesh import Layout
 from rlhf_jax.model.transformer import pad_vocab, unstack
+from rlhf_jax.sequences.batch import PackedSequences
+from rlhf_jax.sequences.columns import declaration
 from rlhf_jax.setup.models import weight_shapes
-from rlhf_jax.training.batching import MicroBatch
 from rlhf_jax.training.gradients import Gradient
-from rlhf_jax.types import Model, ModelConfig, PackedBatch
+from rlhf_jax.types import Model, ModelConfig
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
@@ -68,48 +69,63 @@ def step_shapes(
     return weights, moments, Gradient(weights, {}), finite
 
 
-def packed_batch(config: Config, layout: Layout, rows: int) -> PackedBatch:
-    """Return the shapes of a packed batch of `rows` samples of full length, prompts all unlike."""
+def packed_shapes(
+    config: Config, layout: Layout, rows: int, reads: Collection[str]
+) -> PackedSequences:
+    """Return the shapes of `rows` packed sequences of full length, prompts all unlike.
+
+    reads: the columns that they have, of those that the run makes.
+    """
     own = meshes.rows_of_shard(rows, layout.row_shards)
     response = config.generation.max_new_tokens
     slots = config.data.max_prompt_tokens + response
+    line = (layout.row_shards, own * slots)
+    predicted = (layout.row_shards, own * response)
+    sizes = {
+        "tokens": line,
+        "positions": line,
+        "sequences": (layout.row_shards, own, slots),
+        "slot": line,
+        "predict_from": predicted,
+        "targets": predicted,
+        "mask": predicted,
+        "segment_ids": predicted,
+        "groups": (layout.row_shards, own),
+    }
 
-    def make() -> PackedBatch:
-        line = jnp.zeros((layout.row_shards, own * slots), jnp.int32)
-        samples = jnp.zeros((layout.row_shards, own, slots), jnp.int32)
-        told = jnp.zeros((layout.row_shards, own * response), jnp.int32)
-        return PackedBatch(line, line, samples, line, told, told, told == 0, told)
+    def make() -> PackedSequences:
+        made: dict[str, Any] = {name: jnp.zeros(size, jnp.int32) for name, size in sizes.items()}
+        made["mask"] = made["mask"] == 0
+        batch = PackedSequences(**made)
+        return batch.with_columns(**_columns(config, reads, batch.shapes))
 
     return row_shapes(make, layout)
 
 
-def support_shape(config: Config, packed: PackedBatch) -> Any:
-    """Return the shape of the likeliest tokens at each predicted one; None without a top_k."""
-    top_k = config.generation.top_k
-    if not top_k:
-        return None
-    targets: Any = packed.targets
-    return targets.update(shape=(*targets.shape, top_k))
+def micro_batch_shapes(
+    config: Config, layout: Layout, rows: int, reads: Collection[str]
+) -> PackedSequences:
+    """Return the shapes of a micro-batch of `rows` sequences of full length, for losses."""
+    shares = ("weights", "total_tokens", "total_sequences", "total_groups", "kl_weight")
+    return packed_shapes(config, layout, rows, (*reads, *shares))
 
 
-def micro_batch_shapes(config: Config, layout: Layout, rows: int) -> MicroBatch:
-    """Return the shapes of a micro-batch of `rows` samples of full length."""
-    packed = packed_batch(config, layout, rows)
-    mask: Any = packed.mask
-    tokens = mask.update(dtype=jnp.float32)
-    one = repeated(jax.ShapeDtypeStruct((), jnp.float32), layout)
-    values = tokens if derived.needs_critic(config) else None
-    return MicroBatch(
-        packed,
-        weights=tokens,
-        sampled_logprobs=tokens,
-        advantages=tokens,
-        total=one,
-        samples=one,
-        kl_weight=one,
-        logprobs=tokens if derived.needs_old_logprobs(config) else None,
-        reference_logprobs=tokens if derived.needs_reference(config) else None,
-        values=values,
-        returns=values,
-        support=support_shape(config, packed),
-    )
+def _columns(
+    config: Config, reads: Collection[str], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, jax.Array]:
+    """Return zeros for the columns that a run makes, of those that are read."""
+    made = {
+        "logprobs": derived.needs_old_logprobs(config),
+        "reference_logprobs": derived.needs_reference(config),
+        "values": derived.needs_critic(config),
+        "returns": derived.needs_critic(config),
+        "top_k_ids": bool(config.generation.top_k),
+    }
+    found = {}
+    for name in reads:
+        column = declaration(name)
+        width = (config.generation.top_k,) if name == "top_k_ids" else ()
+        size = (*shapes[column.per], *width)
+        if made.get(name, True):
+            found[name] = jnp.zeros(size, column.dtype)
+    return found

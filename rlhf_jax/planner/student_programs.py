@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Iterator
+from typing import Any
 from typing import cast as typed
 
 import jax
@@ -18,10 +20,11 @@ from rlhf_jax.placement.search.costs import forward_flops, gradient_flops, produ
 from rlhf_jax.placement.search.traffic import ShardedModel, forward_traffic, gradient_traffic
 from rlhf_jax.planner import shapes
 from rlhf_jax.planner.placed_calls import CallProgram, Foreseen, PlacedCalls
+from rlhf_jax.sequences.batch import PackedSequences
 from rlhf_jax.setup.settings import student_settings
 from rlhf_jax.training import distill
-from rlhf_jax.training.distill import DistillBatch
-from rlhf_jax.training.gradients import Gradient
+from rlhf_jax.training.distill import DISTILLATION
+from rlhf_jax.training.gradients import Gradient, accumulate
 from rlhf_jax.training.optimizer import apply, make_optimizer
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Array, Model, ModelConfig
@@ -104,12 +107,11 @@ def gradient(calls: PlacedCalls, settings: TrainingSettings) -> CallProgram:
         policy_ends = dataclasses.replace(
             shapes.model_shapes(policy, run.layout, FLOAT32), layers=()
         )
-        given = (weights, policy_ends, distill_batch(calls, read=True))
-        first = jax.eval_shape(
-            lambda *given: distill.accumulate(None, *given, settings=settings), *given
-        )
+        given = (weights, distill_batch(calls, read=True), policy_ends)
+        how = dict(loss=DISTILLATION, settings=settings)
+        first = jax.eval_shape(functools.partial(accumulate, None, **how), *given)
         total = Gradient(weights, shapes.repeated(first.metrics, run.layout))
-        return distill.accumulate.trace(total, *given, settings=settings)
+        return accumulate.trace(total, *given, **how)
 
     return CallProgram(
         CALL,
@@ -149,23 +151,18 @@ def student_shapes(calls: PlacedCalls) -> Model:
     return dataclasses.replace(made, embed=typed(Array, None), head=None)
 
 
-def distill_batch(calls: PlacedCalls, *, read: bool = False) -> DistillBatch:
+def distill_batch(calls: PlacedCalls, *, read: bool = False) -> PackedSequences:
     """Return the shapes of a micro-batch of a student, which the policy has read, or not yet."""
-    run = calls.run(CALL)
-    layout = run.layout
-    packed = shapes.packed_batch(calls.config, layout, calls.placed(CALL).passes().samples)
-    told = packed.mask.shape
+    layout = calls.run(CALL).layout
+    samples = calls.placed(CALL).passes().samples
+    batch = shapes.packed_shapes(calls.config, layout, samples, ("positions", "total_tokens"))
+    more = {"noise_keys": (2, jnp.uint32)}
+    more |= {"hidden": (calls.models.policy.width, layout.dtype)} if read else {}
 
-    def rows(*more: int, dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
-        return shapes.row_shapes(lambda: jnp.zeros((*told, *more), dtype), layout)
+    def rows(width: int, dtype: jax.typing.DTypeLike) -> Any:
+        return shapes.row_shapes(lambda: jnp.zeros((*batch.mask.shape, width), dtype), layout)
 
-    return DistillBatch(
-        packed,
-        key=typed(Array, rows(2, dtype=jnp.uint32)),
-        positions=typed(Array, rows(dtype=jnp.int32)),
-        total=shapes.repeated(jax.ShapeDtypeStruct((), jnp.float32), layout),
-        hidden=typed(Array, rows(calls.models.policy.width, dtype=layout.dtype)) if read else None,
-    )
+    return batch.with_columns(**{name: rows(*size) for name, size in more.items()})
 
 
 def _student(calls: PlacedCalls) -> ModelConfig:

@@ -1,7 +1,7 @@
 """From a config to a run; everything is checked before any weight is loaded."""
 
 from rlhf_jax.setup.date import date_of_run
-from rlhf_jax.setup.models import initial_state, load, state_template
+from rlhf_jax.setup.models import initial_models, load, source_shapes
 from rlhf_jax.setup.opened import ENDS, Opened, identity, prepare
 from rlhf_jax.setup.run import make_run
 from rlhf_jax.setup.settings import initial_host_state, restored_host_state
@@ -12,10 +12,10 @@ __all__ = [
     "date_of_run",
     "identity",
     "initial_host_state",
-    "initial_state",
+    "initial_models",
     "load",
     "make_run",
     "prepare",
     "restored_host_state",
-    "state_template",
+    "source_shapes",
 ]

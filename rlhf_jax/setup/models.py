@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
@@ -21,11 +21,10 @@ from rlhf_jax.model.weights.source import Source
 from rlhf_jax.placement.idle import put_aside
 from rlhf_jax.placement.transfer import transfer
 from rlhf_jax.setup.opened import Opened
-from rlhf_jax.state import FrozenModels
-from rlhf_jax.training.distill import student_of, with_student
-from rlhf_jax.training.optimizer import Optimizers, make_optimizer
-from rlhf_jax.training.update import init_train_state
-from rlhf_jax.types import Model, ModelConfig, TrainState
+from rlhf_jax.training.distill import student_of
+from rlhf_jax.training.learn import trained
+from rlhf_jax.training.optimizer import make_optimizer
+from rlhf_jax.types import Model, ModelConfig, Trained
 
 
 def load(source: Source, layout: Layout) -> Model:
@@ -45,15 +44,11 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike) -> Model:
     return jax.eval_shape(lambda: transformer.init(jax.random.key(0), config, dtype))
 
 
-def make_optimizers(opened: Opened) -> Optimizers:
-    """Make the policy's, and the critic's where there is one.
-
-    A policy that stays as it is has no moments.
-    """
-    if not opened.objective.trains_policy:
-        return Optimizers(policy=optax.identity())
-    training = opened.config.training
-    critic = opened.config.critic
+def make_optimizers(opened: Opened) -> dict[str, optax.GradientTransformation | None]:
+    """Make those of what is trained, by role; None of a model that stays as it is."""
+    config = opened.config
+    training = config.training
+    critic = config.critic
     of_update = training.epochs * training.minibatches
     make = functools.partial(
         make_optimizer,
@@ -61,76 +56,56 @@ def make_optimizers(opened: Opened) -> Optimizers:
         max_grad_norm=training.max_grad_norm,
         weight_decay=training.weight_decay,
     )
-    steps = opened.config.steps * of_update
-    policy = make(
-        training.learning_rate,
-        warmup_steps=training.warmup_steps,
-        steps=steps - critic.steps_alone * of_update,
-    )
-    if opened.critic is None:
-        return Optimizers(policy)
-    own = make(critic.learning_rate, warmup_steps=critic.warmup_steps, steps=steps)
-    return Optimizers(policy, own)
+    steps = config.steps * of_update
+    found: dict[str, optax.GradientTransformation | None] = {"policy": None}
+    if opened.objective.trains_policy:
+        found["policy"] = make(
+            training.learning_rate,
+            warmup_steps=training.warmup_steps,
+            steps=steps - critic.steps_alone * of_update,
+        )
+    if opened.critic is not None:
+        found["critic"] = make(critic.learning_rate, warmup_steps=critic.warmup_steps, steps=steps)
+    if opened.student is not None:
+        rate = config.drafter.learning_rate
+        found["drafter"] = (
+            make_optimizer(rate, max_grad_norm=training.max_grad_norm) if rate else None
+        )
+    return found
 
 
-def student_optimizer(opened: Opened) -> optax.GradientTransformation | None:
-    """Make the student's; None where there is no student, or it stays as it is."""
-    rate = opened.config.drafter.learning_rate
-    if not (opened.student and rate):
-        return None
-    return make_optimizer(rate, max_grad_norm=opened.config.training.max_grad_norm)
+def initial_models(
+    opened: Opened, read: Callable[[Source, Layout], Model] = load
+) -> dict[str, Trained]:
+    """Return what is trained, by role, before the first step.
 
-
-def initial_state(opened: Opened) -> TrainState:
-    """Load the state before the first step."""
-    layout = opened.layouts.policy_training
-    critic_layout = opened.layouts.critic_training
-
-    def master(source: Source, layout: Layout = layout) -> Model:
-        return load(source, dataclasses.replace(layout, dtype=FLOAT32))
-
-    critic = opened.critic and _critic(master(opened.critic, critic_layout))
-    optimizers = make_optimizers(opened)
-    policy = master(opened.policy)
-    state = init_train_state(policy, optimizers, layout, critic, critic_layout)
-    if opened.student is None:
-        return state
-    source = master(opened.drafter) if opened.drafter else state.policy
-    layers = opened.student.num_layers
-    return with_student(state, source, layers, student_optimizer(opened), layout.unpipelined)
-
-
-def state_template(opened: Opened) -> TrainState:
-    """Return shapes and places of the state, for one that is restored."""
-    key = jax.random.key(0)
-    student = opened.student
-
-    def make() -> TrainState:
-        policy = transformer.init(key, opened.policy.config, jnp.float32)
-        critic = opened.critic
-        critic = critic and _critic(transformer.init(key, critic.config, jnp.float32))
-        state = init_train_state(policy, make_optimizers(opened), critic=critic)
-        if student is None:
-            return state
-        optimizer = student_optimizer(opened)
-        return with_student(state, state.policy, student.num_layers, optimizer)
-
-    shapes = jax.eval_shape(make)
+    read: loads weights, or makes their shapes: of these the models are shapes, too, that say where
+    they lie.
+    """
     layouts = opened.layouts
     layout = layouts.policy_training
-    places = meshes.model_shardings(shapes, layout)
-    places = dataclasses.replace(places, step=meshes.for_all_to_read(layout))
-    if shapes.drafter is not None:
-        of_student = (shapes.drafter, shapes.drafter_optimizer)
-        own, moments = meshes.model_shardings(of_student, layout.unpipelined)
-        places = dataclasses.replace(places, drafter=own, drafter_optimizer=moments)
-    if shapes.critic is not None:
-        of_critic = (shapes.critic, shapes.critic_optimizer)
-        critic, moments = meshes.model_shardings(of_critic, layouts.critic_training)
-        places = dataclasses.replace(places, critic=critic, critic_optimizer=moments)
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, places
-    )
+    optimizers = make_optimizers(opened)
+
+    def master(source: Source, layout: Layout) -> Model:
+        return read(source, dataclasses.replace(layout, dtype=FLOAT32))
+
+    policy = trained(master(opened.policy, layout), optimizers["policy"], layout)
+    models = {"policy": policy}
+    if opened.critic is not None:
+        own = layouts.critic_training
+        models["critic"] = trained(
+            master(opened.critic, own), optimizers["critic"], own, part=_critic
+        )
+    if opened.student is not None:
+        source = master(opened.drafter, layout) if opened.drafter else policy.weights
+        part = functools.partial(student_of, layers=opened.student.num_layers)
+        models["drafter"] = trained(source, optimizers["drafter"], layout.unpipelined, part)
+    return models
+
+
+def source_shapes(source: Source, layout: Layout) -> Model:
+    """Return the shapes of a source's weights as a layout has them."""
+    return weight_shapes(source.config, layout.dtype)
 
 
 def _critic(model: Model) -> Model:
@@ -138,25 +113,22 @@ def _critic(model: Model) -> Model:
     return model if model.config.scalar_head else critic_of(model)
 
 
-def frozen_models(opened: Opened) -> FrozenModels:
-    """Load the models that are not trained.
+def frozen_models(opened: Opened) -> dict[str, Model]:
+    """Load the models that are not trained, by role.
 
     A student is part of the state; where one is kept current, it is here as it began.
     """
     config = opened.config
     layouts = opened.layouts
-    reference = None
+    frozen = {}
     if derived.needs_reference(config):
-        reference = load_idle(opened.policy, layouts.reference_inference, config)
-    if opened.student is None:
-        if opened.drafter is None:
-            return FrozenModels(reference)
-        drafter = decoding_weights(load(opened.drafter, layouts.generation), layouts.generation)
-        return FrozenModels(reference, drafter)
-
-    if opened.objective.distills or not config.drafter.learning_rate:
-        return FrozenModels(reference)
-    layout = layouts.policy_training.unpipelined
-    source = load(opened.drafter or opened.policy, layout)
-    student = student_of(source, opened.student.num_layers)
-    return FrozenModels(reference, student=transfer(student, layout))
+        frozen["reference"] = load_idle(opened.policy, layouts.reference_inference, config)
+    if opened.student is None and opened.drafter is not None:
+        drafter = load(opened.drafter, layouts.generation)
+        frozen["drafter"] = decoding_weights(drafter, layouts.generation)
+    beside = config.drafter.learning_rate and not opened.objective.distills
+    if beside and opened.student is not None:
+        layout = layouts.policy_training.unpipelined
+        source = load(opened.drafter or opened.policy, layout)
+        frozen["student"] = transfer(student_of(source, opened.student.num_layers), layout)
+    return frozen

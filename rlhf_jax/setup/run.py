@@ -18,7 +18,7 @@ from rlhf_jax.rewards.samples import Rewards
 from rlhf_jax.rewards.sharing import shared_out
 from rlhf_jax.rewards.sources import source_of
 from rlhf_jax.setup import settings
-from rlhf_jax.setup.models import frozen_models, load_idle, make_optimizers
+from rlhf_jax.setup.models import frozen_models, load_idle
 from rlhf_jax.setup.opened import Opened
 from rlhf_jax.state import EvaluationSettings, Run
 from rlhf_jax.training.experience import AdvantageConfig, penalise_and_clip
@@ -68,7 +68,7 @@ def make_run(
         scoring=ScoringSettings.from_config(config, opened.layouts),
         advantage=AdvantageConfig.from_config(config),
         training=TrainingSettings.from_config(config, opened.layouts, remat),
-        optimizers=make_optimizers(opened),
+        learners=settings.learners(opened, remat),
         frozen=frozen,
         lanes=lanes_of(opened.plan),
         next_kl_coefficient=settings.kl_controller(config),

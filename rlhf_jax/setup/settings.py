@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from rlhf_jax.algorithms.policy_gradient import CRITIC_LOSS, POLICY_LOSS
 from rlhf_jax.config import derived
 from rlhf_jax.config.identity import plan_name
 from rlhf_jax.config.objectives import objective_of
@@ -20,15 +21,16 @@ from rlhf_jax.generation.stage import GenerationSettings
 from rlhf_jax.generation.strategy import prior
 from rlhf_jax.generation.strategy.roofline import RATES
 from rlhf_jax.generation.strategy.select import Selector
+from rlhf_jax.losses import kl
 from rlhf_jax.mesh import AXES
 from rlhf_jax.placement.plan import CallLayouts
 from rlhf_jax.reallocation import planner
 from rlhf_jax.runtime import distributed
-from rlhf_jax.setup.models import student_optimizer
+from rlhf_jax.setup.models import make_optimizers
 from rlhf_jax.setup.opened import Opened
 from rlhf_jax.state import HostState, SpeculationState
-from rlhf_jax.training import kl
-from rlhf_jax.training.distill import Distillation
+from rlhf_jax.training.distill import DISTILLATION, Distillation
+from rlhf_jax.training.gradients import Learner
 from rlhf_jax.training.settings import TrainingSettings
 
 # Tokens that are remembered of each held-out prompt: its last samples are the next one's drafts.
@@ -90,13 +92,27 @@ def _decoding(opened: Opened) -> GenerationConfig:
     )
 
 
+def learners(opened: Opened, remat: bool) -> dict[str, Learner]:
+    """Settle what is trained on the samples of a step, and how, by role."""
+    optimizers = make_optimizers(opened)
+    settings = TrainingSettings.from_config(opened.config, opened.layouts, remat)
+    found = {}
+    if optimizer := optimizers["policy"]:
+        waits = opened.config.critic.steps_alone
+        found["policy"] = Learner("policy", POLICY_LOSS, optimizer, settings, waits)
+    if optimizer := optimizers.get("critic"):
+        found["critic"] = Learner("critic", CRITIC_LOSS, optimizer, settings.of_critic)
+    return found
+
+
 def distillation(opened: Opened, remat: bool) -> Distillation | None:
     """Settle how a student learns; None where none does."""
-    optimizer = student_optimizer(opened)
+    optimizer = make_optimizers(opened).get("drafter")
     if optimizer is None:
         return None
     settings = student_settings(opened.config, opened.layouts, remat)
-    return Distillation(optimizer, settings, derived.student_samples(opened.config))
+    learner = Learner("drafter", DISTILLATION, optimizer, settings)
+    return Distillation(learner, derived.student_samples(opened.config))
 
 
 def student_settings(config: Config, layouts: CallLayouts, remat: bool) -> TrainingSettings:
@@ -134,6 +150,7 @@ def initial_host_state(opened: Opened) -> HostState:
     devices = opened.layouts.policy_training.devices
     where = f"{devices.shape} of {devices.flat[0].device_kind}"
     return HostState(
+        step=0,
         position=batches(opened).state(),
         training=SpeculationState(
             History(max(generation.history_tokens, replayed)), _selector(opened)
@@ -147,14 +164,14 @@ def initial_host_state(opened: Opened) -> HostState:
     )
 
 
-def restored_host_state(opened: Opened, document: dict[str, Any]) -> HostState:
-    """Return what the host remembered when `document` was made.
+def restored_host_state(opened: Opened, step: int, document: dict[str, Any]) -> HostState:
+    """Return what the host remembered after so many steps, when `document` was made.
 
     Samples that were drawn ahead are left out where the config has changed, and wants none or
     another number.
     """
     config = opened.config
-    host = initial_host_state(opened).restored(document)
+    host = initial_host_state(opened).restored(step, document)
     kept = document.get("ahead")
     generation = config.generation
     asked = (generation.prompts_per_step, generation.samples_per_prompt)

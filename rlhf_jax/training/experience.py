@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_jax.config.schema import Config
-from rlhf_jax.training.advantages import ESTIMATORS, EstimatorConfig, whiten
-from rlhf_jax.training.kl import KL, kl_k1, token_rewards
+from rlhf_jax.losses.advantages import ESTIMATORS, EstimatorConfig, whiten
+from rlhf_jax.losses.kl import KL, kl_k1, token_rewards
 from rlhf_jax.types import Array
 
 

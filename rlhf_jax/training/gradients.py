@@ -1,44 +1,49 @@
-"""Gradients of policy and critic: of one micro-batch, and summed over those of a minibatch."""
+"""Gradients of what is trained: of one micro-batch, and summed over those of a minibatch."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import time
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from flax import struct
 
-from rlhf_jax.inference.logprobs import head_logprobs
-from rlhf_jax.inference.values import head_values
-from rlhf_jax.mesh import Layout, pin_weights
+from rlhf_jax.mesh import Layout, pin_weights, place_rows
+from rlhf_jax.model.decoding import completed
 from rlhf_jax.model.packed import read_packed
 from rlhf_jax.model.transformer import cast
-from rlhf_jax.training.batching import MicroBatch
-from rlhf_jax.training.losses import is_maximum, summed_policy_loss, summed_value_loss
+from rlhf_jax.monitoring.parts import PhaseParts
+from rlhf_jax.runtime.compilation import Execute, run_now
+from rlhf_jax.sequences.batch import PackedSequences
+from rlhf_jax.training.kinds import Loss, Metrics, is_maximum
 from rlhf_jax.training.settings import TrainingSettings
 from rlhf_jax.types import Model
-
-Metrics = dict[str, jax.Array]
-
-# Of a model and a micro-batch: its share of the loss, [] float32, and metrics.
-LossFunction = Callable[[Model, MicroBatch, TrainingSettings], tuple[jax.Array, Metrics]]
-
-# The same of the hidden states [S, W, M] before the predicted tokens; of the model it reads what
-# follows the layers.
-HeadLoss = Callable[[Model, jax.Array, MicroBatch, TrainingSettings], tuple[jax.Array, Metrics]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-    """Hold a model that is trained, and by which loss; the critic's settings are its own."""
+    """Say how the model of a role is trained: by which loss and optimizer, where, and when."""
 
-    call: str  # policy_training or critic_training
-    model: Model  # as the settings' layout has it
-    objective: LossFunction
-    head_loss: HeadLoss  # the same of the hidden states
-    settings: TrainingSettings
+    role: str
+    loss: Loss
+    optimizer: optax.GradientTransformation
+    settings: TrainingSettings  # its own: the layout is where the model lies
+    first_update: int = 0  # the updates before it leave the model as it is
+
+    @property
+    def call(self) -> str:
+        """Return the call of a plan in which it is trained."""
+        return f"{self.role}_training"
+
+    @property
+    def norm_metric(self) -> str:
+        """Return what its gradient's norm is called."""
+        return "gradient/norm" if self.role == "policy" else f"{self.role}/gradient_norm"
 
 
 @struct.dataclass
@@ -47,71 +52,6 @@ class Gradient:
 
     weights: Model  # float32
     metrics: Metrics
-
-
-def policy_objective(
-    policy: Model, batch: MicroBatch, settings: TrainingSettings
-) -> tuple[jax.Array, Metrics]:
-    """Compute a micro-batch's share of the policy's loss, and metrics: see `summed_policy_loss`."""
-    hidden = read_packed(policy, batch.packed, settings.layout, settings.remat)
-    return policy_head_loss(policy, hidden, batch, settings)
-
-
-def critic_objective(
-    critic: Model, batch: MicroBatch, settings: TrainingSettings
-) -> tuple[jax.Array, Metrics]:
-    """Compute a micro-batch's share of the critic's loss, and metrics: see `summed_value_loss`."""
-    hidden = read_packed(critic, batch.packed, settings.layout, settings.remat)
-    return critic_head_loss(critic, hidden, batch, settings)
-
-
-def policy_head_loss(
-    policy: Model, hidden: jax.Array, batch: MicroBatch, settings: TrainingSettings
-) -> tuple[jax.Array, Metrics]:
-    """Compute `policy_objective` from the hidden states [S, W, M] before predicted tokens."""
-    logprobs, entropy = head_logprobs(
-        policy,
-        hidden,
-        batch.packed.targets,
-        batch.mask,
-        support=batch.support,
-        temperature=settings.temperature,
-        entropy=settings.entropy_coefficient != 0,
-        chunk=settings.chunk,
-        layout=settings.layout,
-        head_dtype=jnp.float32,
-    )
-    return summed_policy_loss(
-        logprobs,
-        entropy,
-        batch,
-        loss=settings.loss,
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        kl_estimator=settings.kl_estimator,
-        entropy_coefficient=settings.entropy_coefficient,
-    )
-
-
-def critic_head_loss(
-    critic: Model, hidden: jax.Array, batch: MicroBatch, settings: TrainingSettings
-) -> tuple[jax.Array, Metrics]:
-    """Compute `critic_objective` from the hidden states [S, W, M] before predicted tokens."""
-    return summed_value_loss(
-        head_values(critic, hidden, batch.packed), batch, clip=settings.critic_clip
-    )
-
-
-def policy_learner(policy: Model, settings: TrainingSettings) -> Learner:
-    """Return a policy that is trained."""
-    return Learner("policy_training", policy, policy_objective, policy_head_loss, settings)
-
-
-def critic_learner(critic: Model, settings: TrainingSettings) -> Learner:
-    """Return a critic that is trained, by the settings of the policy beside it."""
-    return Learner(
-        "critic_training", critic, critic_objective, critic_head_loss, settings.of_critic
-    )
 
 
 @functools.partial(jax.jit, static_argnames=("names", "layout"))
@@ -126,23 +66,30 @@ def no_gradient(model: Model, names: tuple[str, ...], layout: Layout) -> Gradien
     return pin_weights(Gradient(weights, metrics), layout)
 
 
-@functools.partial(jax.jit, static_argnames=("objective", "settings"), donate_argnums=0)
+@functools.partial(jax.jit, static_argnames=("loss", "settings"), donate_argnums=0)
 def accumulate(
     total: Gradient | None,
     model: Model,
-    batch: MicroBatch,
+    batch: PackedSequences,
+    ends: Model | None = None,
     *,
-    objective: LossFunction,
+    loss: Loss,
     settings: TrainingSettings,
 ) -> Gradient:
     """Return `total` plus the gradient of one micro-batch, both float32, and the metrics so far.
 
     `total` is overwritten; it may be None before the first micro-batch. The gradient is taken in
-    the compute dtype, so that what exists beside the sum is no larger than that.
+    the compute dtype, so that what exists beside the sum is no larger than that. ends: the model
+    whose embedding and head a student reads; they are not learned.
     """
-    weights, metrics = jax.grad(objective, has_aux=True)(
-        cast(model, settings.layout.dtype), batch, settings
-    )
+    borrowed = None if ends is None else cast(ends, settings.layout.dtype)
+
+    def share(model: Model) -> tuple[jax.Array, Metrics]:
+        whole = model if borrowed is None else completed(model, borrowed)
+        hidden = read_packed(whole, batch, settings.layout, settings.remat)
+        return loss(whole, hidden, batch, settings)
+
+    weights, metrics = jax.grad(share, has_aux=True)(cast(model, settings.layout.dtype))
     return add_gradient(total, weights, metrics, settings)
 
 
@@ -159,3 +106,35 @@ def add_gradient(
         for name, value in metrics.items()
     }
     return Gradient(jax.tree.map(jnp.add, total.weights, weights), merged)
+
+
+def sum_gradients(
+    learner: Learner,
+    model: Model,
+    batches: Sequence[PackedSequences],
+    ends: Model | None = None,
+    progress: PhaseParts | None = None,
+    execute: Execute = run_now,
+) -> Gradient:
+    """Return the gradient of a minibatch, of at least one micro-batch, of the host or placed.
+
+    Each micro-batch is placed when the one before it is summed, and noted in `progress` as one of
+    the learner's call.
+    """
+    total = None
+    settings = learner.settings
+    how = {"loss": learner.loss, "settings": settings}
+    for batch in batches:
+        began = time.perf_counter()
+        on_host = isinstance(batch.tokens, np.ndarray)
+        placed = place_rows(batch, settings.layout) if on_host else batch
+        if total is None:
+            first = accumulate.eval_shape(None, model, placed, ends, **how)
+            names = tuple(first.metrics)
+            total = execute(no_gradient, model, names=names, layout=settings.layout)
+        total = execute(accumulate, total, model, placed, ends, **how)
+        if progress is not None:  # a copy, for the sum itself is used up by the next
+            told = jnp.copy(next(iter(total.metrics.values())))
+            progress.hand(learner.call, began, told, batch)
+    assert total is not None
+    return total

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
-from rlhf_jax.training.kl import bounded
-from rlhf_jax.types import Array, Experience
+from rlhf_jax.losses.kl import bounded
+from rlhf_jax.sequences.batch import Sequences
+from rlhf_jax.types import Array
 
 __all__ = ["importance_weights", "weigh_advantages"]
 
@@ -22,17 +21,17 @@ def importance_weights(logprobs: Array, sampled: Array, mask: Array, clip: float
     return np.minimum(np.exp(np.asarray(bounded(log_ratio))), clip).astype(np.float32)
 
 
-def weigh_advantages(experience: Experience, clip: float) -> tuple[Experience, dict[str, float]]:
+def weigh_advantages(batch: Sequences, clip: float) -> tuple[Sequences, dict[str, float]]:
     """Weigh the advantages of host arrays by `importance_weights`, and measure these.
 
     `lag/kl` estimates KL(sampler || policy now), in nats a token, by mean(r - 1 - log r); of the
     weights there are the mean, and the share that was truncated. Log-probs must have been scored.
     """
-    mask = experience.mask
-    sampled = experience.rollout.logprobs
-    assert experience.logprobs is not None, "Weights need the log-probs before the update."
-    weights = importance_weights(experience.logprobs, sampled, mask, clip)
-    log_ratio = np.asarray(experience.logprobs, np.float64)[mask] - np.asarray(sampled)[mask]
+    mask = batch.mask
+    sampled = batch.columns["sampled_logprobs"]
+    logprobs = batch.columns["logprobs"]
+    weights = importance_weights(logprobs, sampled, mask, clip)
+    log_ratio = np.asarray(logprobs, np.float64)[mask] - np.asarray(sampled)[mask]
     metrics = {"lag/kl": 0.0, "lag/weight": 1.0, "lag/truncated": 0.0}
     if log_ratio.size:
         metrics = {
@@ -40,5 +39,5 @@ def weigh_advantages(experience: Experience, clip: float) -> tuple[Experience, d
             "lag/weight": float(np.mean(weights[mask])),
             "lag/truncated": float(np.mean(log_ratio > np.log(clip))),
         }
-    weighed = np.where(mask, np.asarray(experience.advantages) * weights, 0.0).astype(np.float32)
-    return dataclasses.replace(experience, advantages=weighed), metrics
+    weighed = np.where(mask, np.asarray(batch.columns["advantages"]) * weights, 0.0)
+    return batch.with_columns(advantages=weighed.astype(np.float32)), metrics

@@ -16,17 +16,8 @@ import optax
 from rlhf_jax.runtime import to_host
 from rlhf_jax.runtime.compilation import Execute, run_now
 from rlhf_jax.runtime.shards import owners_of, place_parts
-from rlhf_jax.training.gradients import Gradient
-from rlhf_jax.types import Model
-
-
-@dataclasses.dataclass(frozen=True)
-class Optimizers:
-    """Hold what turns gradients into steps; without a critic its optimizer is None."""
-
-    policy: optax.GradientTransformation
-    critic: optax.GradientTransformation | None = None
-
+from rlhf_jax.training.gradients import Gradient, Learner
+from rlhf_jax.types import Model, Trained
 
 # By the names that training.schedule may have: of (rate, steps), the rate by step.
 SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {
@@ -81,30 +72,28 @@ def clip_by_norm(limit: float) -> optax.GradientTransformation:
 
 
 @jax.jit
-def examine(gradients: tuple[Gradient, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Return the global norm of each gradient, and whether all that is known of them is finite.
-
-    The norms are [] float32, before clipping; the answer is [] bool, over the metrics as well.
-    """
+def _norms_and_finite(gradients: tuple[Gradient, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Compute them of gradients that lie together, with one flag for all."""
     norms = tuple(optax.global_norm(gradient.weights) for gradient in gradients)
     told = [number for gradient in gradients for number in gradient.metrics.values()]
     return norms, jnp.isfinite(jnp.stack([*norms, *told])).all()
 
 
-def examine_all(
+def norms_and_finite(
     gradients: Sequence[Gradient], execute: Execute = run_now
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return of each gradient the norm, and where it lies whether all of them are finite.
+    """Return of each gradient the global norm, and where it lies whether all are finite.
 
-    As `examine`, for gradients that may lie on devices of their own: answers then cross between
-    devices, and nothing waits for them on the host but where they go to another process.
+    The norms are [] float32, before clipping; the flags are [] bool, over the metrics as well.
+    Gradients may lie on devices of their own: answers then cross between devices, and nothing
+    waits for them on the host but where they go to another process.
     """
     places = [jax.tree.leaves(one.weights)[0].sharding for one in gradients]
     # A shape that is held to no place has no sharding. One program wants one order of devices.
     if len({place and getattr(place, "mesh", place) for place in places}) == 1:
-        norms, finite = execute(examine, tuple(gradients))
+        norms, finite = execute(_norms_and_finite, tuple(gradients))
         return list(norms), [finite] * len(gradients)
-    found = [execute(examine, (gradient,)) for gradient in gradients]
+    found = [execute(_norms_and_finite, (gradient,)) for gradient in gradients]
     norms = [norm for (norm,), _ in found]
     flags = [flag for _, flag in found]
     several = len({owners_of(place) for place in places if place}) > 1
@@ -155,3 +144,17 @@ def apply(
     # Of a branch XLA's partitioner for GPUs gathers all results, and on one GPU they are there
     # twice. On a CPU it is a choice that needs half of the weights and moments besides.
     return jax.lax.platform_dependent(model, moments, cpu=branch, default=choose)
+
+
+def take_step(
+    learner: Learner,
+    trained: Trained,
+    gradient: Gradient,
+    finite: jax.Array,
+    execute: Execute = run_now,
+) -> Trained:
+    """Return a model after one optimizer step; the given one is used up."""
+    model, moments = execute(
+        apply, trained.weights, trained.moments, gradient, finite, optimizer=learner.optimizer
+    )
+    return dataclasses.replace(trained, weights=model, moments=moments)

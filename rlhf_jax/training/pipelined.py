@@ -25,7 +25,7 @@ from rlhf_jax.pipeline.schedule import Schedule
 from rlhf_jax.placement.pipelined import StageTimes
 from rlhf_jax.runtime import distributed
 from rlhf_jax.runtime.compilation import Execute, run_now
-from rlhf_jax.training.batching import MicroBatch
+from rlhf_jax.sequences.batch import PackedSequences
 from rlhf_jax.training.gradients import Gradient, Learner, no_gradient
 from rlhf_jax.training.schedules import kept_bytes, schedule_of
 from rlhf_jax.training.stages import (
@@ -35,6 +35,7 @@ from rlhf_jax.training.stages import (
     cut,
     forward,
     join,
+    model_of_copy,
     rows_of_copy,
     send,
     stages_of,
@@ -62,12 +63,13 @@ class RunningCopy(NamedTuple):
 
     layout: Layout  # of all its stages
     stages: list[RunningStage]
-    batches: list[MicroBatch]  # its rows of each micro-batch
+    batches: list[PackedSequences]  # its rows of each micro-batch
 
 
 def sum_pipelined(
     learners: Sequence[Learner],
-    batches: Sequence[Sequence[MicroBatch]],
+    models: Sequence[Model],
+    batches: Sequence[Sequence[PackedSequences]],
     schedule: Schedule,
     progress: PhaseParts | None = None,
     execute: Execute = run_now,
@@ -79,7 +81,7 @@ def sum_pipelined(
     holds more inputs than the schedule's peak. Nothing waits for a device. Micro-batches are noted
     in `progress` when their loss is on its way, and tasks where it hears them.
     """
-    pipes = [_begin(*given) for given in zip(learners, batches, strict=True)]
+    pipes = [_begin(*given) for given in zip(learners, models, batches, strict=True)]
     for task in schedule.tasks:
         began = time.perf_counter()
         learner = learners[task["pipe"]]
@@ -100,7 +102,7 @@ def sum_pipelined(
             metrics = typed(Gradient, copy.stages[place].total).metrics
             # A copy, for the sum itself is used up by the next.
             told = jnp.copy(next(iter(metrics.values())))
-            progress.hand(learner.call, began, told, batches[task["pipe"]][number].packed)
+            progress.hand(learner.call, began, told, batches[task["pipe"]][number])
     found = []
     for copies, learner in zip(pipes, learners, strict=True):
         of_copies = []
@@ -111,7 +113,7 @@ def sum_pipelined(
     return found
 
 
-def measure_stages(learner: Learner, batch: MicroBatch) -> StageTimes:
+def measure_stages(learner: Learner, model: Model, batch: PackedSequences) -> StageTimes:
     """Return the seconds of each stage's tasks of a micro-batch of host arrays.
 
     One task runs at a time, several times over, and the shortest counts, in which nothing is
@@ -129,12 +131,12 @@ def measure_stages(learner: Learner, batch: MicroBatch) -> StageTimes:
             seconds[task] = min(time.perf_counter() - began, seconds.get(task, math.inf))
         return result
 
-    schedule = schedule_of([learner], [[batch] * 2], times={}).schedule
+    schedule = schedule_of([learner], [model], [[batch] * 2], times={}).schedule
     for _ in range(2):
-        sum_pipelined([learner], [[batch] * 2], schedule, execute=timed)
+        sum_pipelined([learner], [model], [[batch] * 2], schedule, execute=timed)
     copies = [stages_of(copy) for copy in copies_of(learner)]
     forwards = [
-        0.0 if alike[0].head_loss else max(seconds[stage, False] for stage in alike)
+        0.0 if alike[0].loss else max(seconds[stage, False] for stage in alike)
         for alike in zip(*copies, strict=True)
     ]
     backwards = [
@@ -142,23 +144,24 @@ def measure_stages(learner: Learner, batch: MicroBatch) -> StageTimes:
     ]
     of_ranks = np.array(distributed.gather([forwards, backwards])).max(axis=0)
     times = map(tuple, of_ranks.tolist())
-    return StageTimes(1, *times, kept=kept_bytes(learner, batch), copies=len(copies))
+    return StageTimes(1, *times, kept=kept_bytes(learner, model.config, batch), copies=len(copies))
 
 
-def _begin(learner: Learner, batches: Sequence[MicroBatch]) -> list[RunningCopy]:
+def _begin(learner: Learner, model: Model, batches: Sequence[PackedSequences]) -> list[RunningCopy]:
     """Return the copies of a learner's pipeline, with its weights and nothing computed."""
     begun = []
     copies = copies_of(learner)
     for index, copy in enumerate(copies):
         stages = stages_of(copy)
-        running = list(map(RunningStage, stages, cut(copy.model, stages)))
+        own_model = model_of_copy(model, copy, learner)
+        running = list(map(RunningStage, stages, cut(own_model, stages)))
         own = [rows_of_copy(batch, index, len(copies)) for batch in batches]
         begun.append(RunningCopy(copy.settings.layout, running, own))
     return begun
 
 
 def _go_forward(
-    pipe: list[RunningStage], place: int, number: int, batch: MicroBatch, execute: Execute
+    pipe: list[RunningStage], place: int, number: int, batch: PackedSequences, execute: Execute
 ) -> None:
     """Give a stage what it reads of a micro-batch; all but the last one compute what they give."""
     own = pipe[place]
@@ -166,7 +169,7 @@ def _go_forward(
     needed = place_rows(own.stage.needed(batch), layout)
     given = send(pipe[place - 1].gave.pop(number), layout) if place else None
     own.kept[number] = (given, needed)
-    if own.stage.head_loss is None:
+    if own.stage.loss is None:
         own.gave[number] = execute(forward, own.part, given, needed, stage=own.stage)
 
 
@@ -175,7 +178,7 @@ def _go_backward(pipe: list[RunningStage], place: int, number: int, execute: Exe
     own = pipe[place]
     given, needed = own.kept.pop(number)
     pulled = None
-    if own.stage.head_loss is None:
+    if own.stage.loss is None:
         pulled = send(pipe[place + 1].pulled.pop(number), own.stage.settings.layout)
     told = {"stage": own.stage}
     if own.total is None:

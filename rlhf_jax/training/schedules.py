@@ -16,10 +16,10 @@ from rlhf_jax.model.transformer import weight_shapes
 from rlhf_jax.pipeline.schedule import Schedule
 from rlhf_jax.pipeline.search import solve
 from rlhf_jax.placement.pipelined import StageTimes, joint_problem, limit_inputs, serial_schedule
-from rlhf_jax.training.batching import MicroBatch
+from rlhf_jax.sequences.batch import PackedSequences
 from rlhf_jax.training.gradients import Learner
 from rlhf_jax.training.stages import Stage, backward, copies_of, forward, rows_of_copy, stages_of
-from rlhf_jax.types import ModelConfig
+from rlhf_jax.types import Model, ModelConfig
 
 RUN_TRIES = 100  # of a search, at most
 # Share of the bound at which it ends, as devices may wait for it: with 16 stages and 50
@@ -59,7 +59,8 @@ class PipelineWork(NamedTuple):
 
 def schedule_of(
     learners: Sequence[Learner],
-    batches: Sequence[Sequence[MicroBatch]],
+    models: Sequence[Model],
+    batches: Sequence[Sequence[PackedSequences]],
     times: Mapping[str, StageTimes],
 ) -> FusedSchedule:
     """Return the order in which the stages of all learners do a minibatch's tasks.
@@ -68,16 +69,16 @@ def schedule_of(
     as they were measured of another micro-batch; where there are none FLOPs are counted.
     """
     found = []
-    for learner, own in zip(learners, batches, strict=True):
+    for learner, model, own in zip(learners, models, batches, strict=True):
+        kept = kept_bytes(learner, model.config, own[0])
         taken = times.get(learner.call)
         if taken is None:
             copies = copies_of(learner)
             leaves, tree = jax.tree.flatten(rows_of_copy(own[0], 0, len(copies)))
             told = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
             stages = tuple(stages_of(copies[0]))
-            work = PipelineWork(learner.model.config, stages, len(copies), told, tree)
-            taken = count_stages(work, kept_bytes(learner, own[0]))
-        kept = kept_bytes(learner, own[0])
+            work = PipelineWork(model.config, stages, len(copies), told, tree)
+            taken = count_stages(work, kept)
         found.append(taken._replace(micro_batches=len(own), kept=kept))
     return _find_schedule(tuple(found))
 
@@ -90,11 +91,11 @@ def _find_schedule(times: tuple[StageTimes, ...]) -> FusedSchedule:
     return FusedSchedule(found, serial_schedule(problem).makespan)
 
 
-def kept_bytes(learner: Learner, batch: MicroBatch) -> float:
+def kept_bytes(learner: Learner, config: ModelConfig, batch: PackedSequences) -> float:
     """Return the bytes of the hidden states of a micro-batch that a stage of a copy is given."""
     layout = learner.settings.layout
-    tokens = np.size(batch.packed.tokens) // layout.extent("data")
-    return float(tokens * learner.model.config.width * layout.dtype.itemsize)
+    tokens = np.size(batch.tokens) // layout.extent("data")
+    return float(tokens * config.width * layout.dtype.itemsize)
 
 
 @functools.lru_cache(maxsize=256)
@@ -105,8 +106,8 @@ def count_stages(work: PipelineWork, kept: float) -> StageTimes:
     the last one are traced.
     """
     count = len(work.stages)
-    batch: MicroBatch = jax.tree.unflatten(work.tree, work.leaves)
-    shape = (*batch.packed.tokens.shape, work.config.width)
+    batch: PackedSequences = jax.tree.unflatten(work.tree, work.leaves)
+    shape = (*batch.tokens.shape, work.config.width)
     given = jax.ShapeDtypeStruct(shape, work.stages[0].settings.layout.dtype)
     depth = work.config.num_layers // count
     whole = jax.tree.map(
@@ -122,10 +123,10 @@ def count_stages(work: PipelineWork, kept: float) -> StageTimes:
         part = stage.without_others(whole)
         received = None if stage.reads_tokens else given
         needed = stage.needed(batch)
-        pulled = None if stage.head_loss else given
+        pulled = None if stage.loss else given
         run = functools.partial(backward, stage=stage)
         back = count_flops(run, None, part, received, needed, pulled) / 1e9
-        if stage.head_loss:
+        if stage.loss:
             return 0.0, back
         return count_flops(
             functools.partial(forward, stage=stage), part, received, needed

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from rlhf_jax.config.schema import Config
 from rlhf_jax.inference.logprobs import CHUNK
+from rlhf_jax.losses.advantages import ESTIMATORS
+from rlhf_jax.losses.aggregate import AGGREGATES, token_mean_weights
+from rlhf_jax.losses.kl import KL, kl_k3
+from rlhf_jax.losses.policy import LOSSES, PolicyLoss, ppo
 from rlhf_jax.mesh import ONE_DEVICE, Layout
 from rlhf_jax.placement.plan import CallLayouts
-from rlhf_jax.training.advantages import ESTIMATORS
-from rlhf_jax.training.kl import KL, kl_k3
-from rlhf_jax.training.losses import AGGREGATES, token_mean_weights
-from rlhf_jax.training.policy_losses import LOSSES, PolicyLoss, ppo
 
 
 def aggregate_name(config: Config) -> str:

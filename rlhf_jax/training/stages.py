@@ -18,11 +18,11 @@ from rlhf_jax.model.transformer import cast, embed_tokens
 from rlhf_jax.placement.transfer import move, transfer_ends
 from rlhf_jax.runtime.compilation import Execute
 from rlhf_jax.runtime.shards import send_shards
-from rlhf_jax.training.batching import MicroBatch
-from rlhf_jax.training.gradients import Gradient, HeadLoss, Learner, Metrics, add_gradient
-from rlhf_jax.training.losses import is_maximum
+from rlhf_jax.sequences.batch import PackedSequences
+from rlhf_jax.training.gradients import Gradient, Learner, add_gradient
+from rlhf_jax.training.kinds import Loss, Metrics, is_maximum
 from rlhf_jax.training.settings import TrainingSettings
-from rlhf_jax.types import Model, PackedBatch
+from rlhf_jax.types import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Stage:
 
     settings: TrainingSettings  # the layout is that of the stage's slice
     reads_tokens: bool  # of the first stage: it has the embedding, and is given no hidden states
-    head_loss: HeadLoss | None  # of the last stage, whose result is its share of the loss
+    loss: Loss | None  # of the last stage, whose result is its share of it
 
-    def needed(self, batch: MicroBatch) -> MicroBatch | PackedBatch:
-        """Return what the stage reads of a micro-batch; the loss's part is for the last alone."""
-        return batch if self.head_loss else batch.packed
+    def needed(self, batch: PackedSequences) -> PackedSequences:
+        """Return what the stage reads of a micro-batch; columns are for the last alone."""
+        return batch if self.loss else dataclasses.replace(batch, columns={})
 
     def without_others(self, model: Model) -> Model:
         """Return a model without what other stages have of it beside its layers.
@@ -43,7 +43,7 @@ class Stage:
         The first stage has the embedding, and the last one the final norm and the head. A head that
         is tied is the embedding, which both then have.
         """
-        last = self.head_loss is not None
+        last = self.loss is not None
         tied = model.head is None
         return dataclasses.replace(
             model,
@@ -56,22 +56,21 @@ class Stage:
 def copies_of(learner: Learner) -> list[Learner]:
     """Return the learner of each copy of a pipeline, which has a part of each micro-batch's rows.
 
-    Those are the parts of `data`. The models share their buffers with the learner's.
+    Those are the parts of `data`.
     """
-    layouts = learner.settings.layout.split("data")
-    if len(layouts) == 1:
-        return [learner]
     return [
-        dataclasses.replace(
-            learner,
-            model=on_slice(learner.model, layout),
-            settings=dataclasses.replace(learner.settings, layout=layout),
-        )
-        for layout in layouts
+        dataclasses.replace(learner, settings=dataclasses.replace(learner.settings, layout=layout))
+        for layout in learner.settings.layout.split("data")
     ]
 
 
-def rows_of_copy(batch: MicroBatch, copy: int, copies: int) -> MicroBatch:
+def model_of_copy(model: Model, copy: Learner, learner: Learner) -> Model:
+    """Return a learner's model as a copy of its pipeline has it; they share their buffers."""
+    layout = copy.settings.layout
+    return model if layout == learner.settings.layout else on_slice(model, layout)
+
+
+def rows_of_copy(batch: PackedSequences, copy: int, copies: int) -> PackedSequences:
     """Return the rows of a micro-batch of host arrays that a copy of a pipeline has."""
     return jax.tree.map(lambda leaf: np.split(leaf, copies)[copy] if np.ndim(leaf) else leaf, batch)
 
@@ -83,7 +82,7 @@ def stages_of(learner: Learner) -> list[Stage]:
         Stage(
             dataclasses.replace(learner.settings, layout=layout),
             reads_tokens=index == 0,
-            head_loss=learner.head_loss if index == len(layouts) - 1 else None,
+            loss=learner.loss if index == len(layouts) - 1 else None,
         )
         for index, layout in enumerate(layouts)
     ]
@@ -204,7 +203,9 @@ def send(array: Any, layout: Layout) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames="stage")
-def forward(part: Model, given: jax.Array | None, batch: PackedBatch, *, stage: Stage) -> jax.Array:
+def forward(
+    part: Model, given: jax.Array | None, batch: PackedSequences, *, stage: Stage
+) -> jax.Array:
     """Run the layers of a stage, not of the last: [S, C, M], what the next one is given.
 
     given: what the stage before gave; None at the first one.
@@ -217,7 +218,7 @@ def backward(
     total: Gradient | None,
     part: Model,
     given: jax.Array | None,
-    batch: MicroBatch | PackedBatch,
+    batch: PackedSequences,
     pulled: jax.Array | None,
     *,
     stage: Stage,
@@ -241,22 +242,21 @@ def backward(
 
 
 def _run(
-    part: Model, hidden: jax.Array | None, batch: MicroBatch | PackedBatch, stage: Stage
+    part: Model, hidden: jax.Array | None, batch: PackedSequences, stage: Stage
 ) -> tuple[jax.Array, Metrics]:
     """Compute what a stage gives, [S, C, M], or of the last one the loss [] and its metrics."""
     settings = stage.settings
-    packed = batch.packed if isinstance(batch, MicroBatch) else batch
     # Between stages the width is over tensor, and inside not: XLA would go on as it comes, and sum
     # and gather at every product.
     hidden = (
-        embed_tokens(part, packed.tokens) if hidden is None else pin_rows(hidden, settings.layout)
+        embed_tokens(part, batch.tokens) if hidden is None else pin_rows(hidden, settings.layout)
     )
     # Only one micro-batch is in a stage's layers at a time: they need not be computed thrice.
-    hidden = run_packed(part, hidden, packed, settings.layout, remat=False)
-    if stage.head_loss is None or isinstance(batch, PackedBatch):
+    hidden = run_packed(part, hidden, batch, settings.layout, remat=False)
+    if stage.loss is None:
         return _pin(pin_rows(hidden, settings.layout), settings.layout), {}
-    before = predicting_states(part, hidden, packed, settings.layout)
-    return stage.head_loss(part, before, batch, settings)
+    before = predicting_states(part, hidden, batch, settings.layout)
+    return stage.loss(part, before, batch, settings)
 
 
 def hidden_sharding(shape: tuple[int, ...], layout: Layout) -> NamedSharding:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_jax.runtime import to_host
+
 GOLDEN = np.uint32(0x9E3779B9)  # 2^32 over the golden ratio: scatters the indices
 # (shift, factor) of MurmurHash3's 32-bit finalizer; a last shift by 16 follows.
 MURMUR = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
@@ -39,3 +41,9 @@ def fingerprint(leaf: jax.Array) -> jax.Array:
     for shift, factor in MURMUR:
         mixed = (mixed ^ (mixed >> np.uint32(shift))) * np.uint32(factor)
     return jnp.sum(mixed ^ (mixed >> np.uint32(16)), dtype=jnp.uint32)
+
+
+def fingerprints(leaves: dict[str, jax.Array]) -> dict[str, int]:
+    """Return the fingerprint of each array, on all ranks."""
+    marks = to_host.fetch([fingerprint(leaf) for leaf in leaves.values()])
+    return dict(zip(leaves, map(int, marks), strict=True))

@@ -22,11 +22,12 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from rlhf_jax.runtime import distributed, messages, to_host
+from rlhf_jax.runtime import distributed, messages
 from rlhf_jax.runtime.checkpoint import divided, proof
 from rlhf_jax.runtime.checkpoint import document as documents
 from rlhf_jax.runtime.checkpoint.damage import Damaged, reading, reason, root
-from rlhf_jax.runtime.checkpoint.fingerprint import fingerprint
+from rlhf_jax.runtime.checkpoint.earlier import saved_names
+from rlhf_jax.runtime.checkpoint.fingerprint import fingerprints
 from rlhf_jax.runtime.checkpoint.folder import (
     DOCUMENT,
     HOST,
@@ -145,7 +146,7 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return
         leaves = named_leaves(state)
-        marks = _fingerprints(leaves)
+        marks = fingerprints(leaves)
         table = {
             name: [leaf.dtype.name, list(leaf.shape), marks[name]] for name, leaf in leaves.items()
         }
@@ -232,7 +233,8 @@ class Checkpoints:
                 f"The checkpoint {folder} was made with {key} = {saved!r}, and this run has"
                 f" {own!r}; restore it,{permit} or name another workdir."
             )
-        for name in document["leaves"].keys() - named_leaves(template).keys():
+        saved = document["leaves"]
+        for name in sorted(saved.keys() - {*saved_names(named_leaves(template), saved).values()}):
             raise ValueError(
                 f"The checkpoint {folder} holds {name}, which this run lacks; name another workdir."
             )
@@ -320,12 +322,6 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     }
 
 
-def _fingerprints(leaves: dict[str, jax.Array]) -> dict[str, int]:
-    """Return the fingerprint of each array."""
-    marks = to_host.fetch([fingerprint(leaf) for leaf in leaves.values()])
-    return dict(zip(leaves, map(int, marks), strict=True))
-
-
 _copied = jax.jit(jnp.copy)
 
 
@@ -340,8 +336,10 @@ def _require_none(folder: Path) -> None:
 
 def _require_arrays(folder: Path, saved: dict[str, list], template: Any) -> None:
     """Raise ValueError where a checkpoint lacks an array of the template, or has another."""
-    for name, leaf in named_leaves(template).items():
-        dtype, shape, _ = saved.get(name, ("nothing", "", 0))
+    leaves = named_leaves(template)
+    for name, own in saved_names(leaves, saved).items():
+        leaf = leaves[name]
+        dtype, shape, _ = saved.get(own, ("nothing", "", 0))
         if (dtype, shape) != (leaf.dtype.name, list(leaf.shape)):
             raise ValueError(
                 f"The checkpoint {folder} has {dtype}{shape} for {name}, and this run"
@@ -355,10 +353,12 @@ def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
     saved: [dtype, shape, fingerprint] of each array there.
     """
     _require_arrays(folder, saved, template)
+    leaves = named_leaves(template)
+    names = saved_names(leaves, saved)
     wanted = {}
-    for name, leaf in named_leaves(template).items():
+    for name, leaf in leaves.items():
         place = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        wanted[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+        wanted[names[name]] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
     own, others = divided.own_and_others(wanted)
     asked = {name: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for name, leaf in own.items()}
     arguments = ocp.args.PyTreeRestore(own, restore_args=asked, partial_restore=True)
@@ -380,10 +380,10 @@ def _read_state(folder: Path, saved: dict[str, list], template: Any) -> Any:
     if lost := [name for name in wanted if not isinstance(leaves.get(name), jax.Array)]:
         raise Damaged(f"{lost[0]} is not among its arrays")
     leaves = {name: leaves[name] for name in wanted}  # in one order on all ranks
-    for name, mark in _fingerprints(leaves).items():
+    for name, mark in fingerprints(leaves).items():
         if mark != saved[name][2]:
             raise Damaged(f"the values of {name} have changed")
-    return jax.tree.unflatten(jax.tree.structure(template), list(leaves.values()))
+    return jax.tree.unflatten(jax.tree.structure(template), [leaves[own] for own in names.values()])
 
 
 def _check_shared(folder: Path) -> None:

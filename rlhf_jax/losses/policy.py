@@ -9,15 +9,15 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from rlhf_jax.losses.kl import bounded
 from rlhf_jax.runtime.extensions import Table
-from rlhf_jax.training.kl import bounded
 from rlhf_jax.types import Array
 
 DUAL_CLIP = 3.0  # c of Ye et al. 2020, table 2
 
 
 class LossTerms(NamedTuple):
-    """Hold what a policy's loss may read of the predicted tokens, each [S, W]; see `PackedBatch`.
+    """Hold what a policy's loss may read of the predicted tokens, each [S, W] (`PackedSequences`).
 
     Log-probabilities are float32 in nats, and 0 where masked out.
     """
@@ -26,8 +26,8 @@ class LossTerms(NamedTuple):
     old_logprobs: Array  # of the policy before the update
     advantages: Array  # float32
     mask: Array  # bool
-    owner: Array  # int32, the sample that a token belongs to, from 0
-    samples: int  # of a row shard, static
+    segment_ids: Array  # int32, the sequence that a token belongs to, from 0
+    sequences: int  # of a row shard, static
     clip_low: float
     clip_high: float
 
@@ -39,28 +39,29 @@ class LossTerms(NamedTuple):
     def sample_means(self, x: Array) -> jax.Array:
         """Compute for each token the mean of x [S, W] over its sample: [S, W] float32."""
 
-        def of_shard(x: Array, owner: Array, mask: Array) -> jax.Array:
-            sum_by_sample = functools.partial(
-                jax.ops.segment_sum, segment_ids=owner, num_segments=self.samples
+        def of_shard(x: Array, segment_ids: Array, mask: Array) -> jax.Array:
+            sum_by_sequence = functools.partial(
+                jax.ops.segment_sum, segment_ids=segment_ids, num_segments=self.sequences
             )
-            tokens = sum_by_sample(mask.astype(jnp.float32))
-            return (sum_by_sample(jnp.where(mask, x, 0.0)) / jnp.maximum(tokens, 1.0))[owner]
+            tokens = sum_by_sequence(mask.astype(jnp.float32))
+            means = sum_by_sequence(jnp.where(mask, x, 0.0)) / jnp.maximum(tokens, 1.0)
+            return means[segment_ids]
 
-        return jax.vmap(of_shard)(x, self.owner, self.mask)
+        return jax.vmap(of_shard)(x, self.segment_ids, self.mask)
 
 
 PolicyLoss = Callable[[LossTerms], Array]  # the loss of each token, [S, W] float32
-Loss = TypeVar("Loss", bound=PolicyLoss)
+OwnLoss = TypeVar("OwnLoss", bound=PolicyLoss)
 
 
-def aggregated_by(name: str) -> Callable[[Loss], Loss]:
+def aggregated_by(name: str) -> Callable[[OwnLoss], OwnLoss]:
     """Let a loss bring how a minibatch's losses are summed, by a name of `training.aggregate`.
 
     It is so where the config leaves it to the loss. One that brings none leaves it to the estimator
     of advantages.
     """
 
-    def bring(loss: Loss) -> Loss:
+    def bring(loss: OwnLoss) -> OwnLoss:
         vars(loss)["aggregate"] = name
         return loss
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rlhf_jax.runtime.extensions import Table
 from rlhf_jax.types import Array
@@ -25,6 +26,7 @@ __all__ = [
     "EstimatorConfig",
     "dr_grpo",
     "gae",
+    "groups_with_signal",
     "grpo",
     "of_samples",
     "register",
@@ -33,6 +35,21 @@ __all__ = [
 ]
 
 FLAT = 1e-6  # A standard deviation up to this is rounding: such numbers are not blown up.
+SAME = 1e-6  # Rewards that differ by no more than this are equal.
+
+
+def groups_with_signal(rewards: np.ndarray, samples_per_prompt: int) -> np.ndarray:
+    """Say which prompts have samples whose rewards differ: [B] -> [B / samples_per_prompt] bool.
+
+    Samples of a prompt lie in neighbouring rows; a reward that is NaN, as scoring failed, is no
+    reward. From equal rewards nothing is learned, so dynamic sampling replaces such prompts (DAPO,
+    Yu et al. 2025, 3.2).
+    """
+    groups = rewards.reshape(-1, samples_per_prompt)
+    unknown = np.isnan(groups)
+    highest = np.where(unknown, -np.inf, groups).max(axis=1)
+    lowest = np.where(unknown, np.inf, groups).min(axis=1)
+    return highest - lowest > SAME
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,84 @@
+"""Columns: numbers about token sequences, each declared once by its name.
+
+A column of tokens `x[B, T]` speaks of the token at t: `logprobs[b, t]` is the log-probability of
+`tokens[b, t]` given `tokens[b, :t]`; entry 0 has no meaning and is never under a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from rlhf_jax.types import Array
+
+
+class Column(NamedTuple):
+    """Declare a column: the axes [B, T] that it has, its dtype, meaning, unit and maker."""
+
+    per: str  # "token" [B, T], "sequence" [B] or "batch" []
+    dtype: str
+    meaning: str
+    width: bool = False  # there is one more axis behind
+
+
+_NATS = "in nats"
+COLUMNS = {
+    # of generation
+    "sampled_logprobs": Column("token", "float32", f"log p of a token as it was drawn, {_NATS}"),
+    "top_k_ids": Column("token", "int32", "the set that it was drawn from, -1 absent", width=True),
+    "sample_ids": Column("sequence", "uint32", "the samples' ids, which name their noise"),
+    # of models that score
+    "logprobs": Column("token", "float32", f"log p by the policy before the update, {_NATS}"),
+    "reference_logprobs": Column("token", "float32", f"log p by the reference, {_NATS}"),
+    "values": Column("token", "float32", "what the critic expected before the token"),
+    # of rewards and advantages
+    "rewards": Column(
+        "sequence", "float32", "the rewards of whole samples; NaN where there is none"
+    ),
+    "advantages": Column("token", "float32", "how much better than expected the token was"),
+    "returns": Column("token", "float32", "what the critic is to predict before the token"),
+    # of a minibatch, which micro-batches are parts of
+    "weights": Column("token", "float32", "of each token's loss in the minibatch's"),
+    "total_tokens": Column("batch", "float32", "tokens of the minibatch, which means are over"),
+    "total_sequences": Column("batch", "float32", "sequences of the minibatch with such tokens"),
+    "total_groups": Column("batch", "float32", "groups of the minibatch with such sequences"),
+    "kl_weight": Column("batch", "float32", "of the KL divergence in the loss"),
+    # of a student
+    "noise_keys": Column("token", "uint32", "(seed, sample id) of the token's noise", width=True),
+    "positions": Column("token", "int32", "of the token in its sequence"),
+    "hidden": Column("token", "", "the policy's hidden state before the token", width=True),
+}
+
+
+def score_column(role: str, scalar_head: bool) -> str:
+    """Name the column of what a role's model says of each token: log-probabilities or values."""
+    own = {("policy", False): "logprobs", ("critic", True): "values"}
+    return own.get((role, scalar_head), f"{role}_{'values' if scalar_head else 'logprobs'}")
+
+
+def declaration(name: str) -> Column:
+    """Return a column's declaration; ValueError where there is none.
+
+    Those of further models that score follow from their names.
+    """
+    if name in COLUMNS:
+        return COLUMNS[name]
+    if name.endswith(("_logprobs", "_values")):
+        return Column("token", "float32", "what a further model says of the token")
+    raise ValueError(f"There is no column {name!r}; declare it in COLUMNS.")
+
+
+def check_column(name: str, array: Array, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError where a column is not as it was declared; shapes: those by `Column.per`."""
+    declared = declaration(name)
+    shape = shapes[declared.per]
+    found = tuple(np.shape(array))
+    fits = found[: len(shape)] == shape and len(found) == len(shape) + declared.width
+    if not fits or (declared.dtype and array.dtype != declared.dtype):
+        more = " and one more axis" * declared.width
+        raise ValueError(
+            f"Column {name!r} must be {declared.dtype}{list(shape)}{more}; it is"
+            f" {array.dtype}{list(found)}."
+        )

@@ -1,0 +1,41 @@
+"""Which sequences are trained on together: shuffled minibatches, and what their parts share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from rlhf_jax.sequences.batch import Sequences
+
+
+def minibatches(batch: int, count: int, epochs: int, seed: int, step: int) -> Iterator[np.ndarray]:
+    """Yield the row indices [batch / count] of each minibatch of each epoch.
+
+    Rows are shuffled anew every epoch, by (seed, step, epoch). ValueError where `count` does not
+    divide the rows.
+    """
+    if batch % count:
+        raise ValueError(
+            f"{batch} rows cannot be split into {count} equal minibatches; change one of the two."
+        )
+    for epoch in range(epochs):
+        random = np.random.default_rng([seed, step, epoch])
+        yield from random.permutation(batch).reshape(count, batch // count)
+
+
+def with_shares(minibatch: Sequences, weights: np.ndarray, kl_weight: float) -> Sequences:
+    """Return a minibatch of host arrays with what its micro-batches must know of all of it.
+
+    weights [B, T] float32 are of each token's loss in the minibatch's.
+    """
+    mask = minibatch.mask
+    present = mask.any(axis=1)
+    groups = np.unique(minibatch.group[present])
+    return minibatch.with_columns(
+        weights=weights,
+        total_tokens=np.array(max(1, mask.sum()), np.float32),
+        total_sequences=np.array(max(1, present.sum()), np.float32),
+        total_groups=np.array(max(1, len(groups)), np.float32),
+        kl_weight=np.array(kl_weight, np.float32),
+    )

@@ -1,0 +1,181 @@
+"""Losses of three kinds: of tokens, of groups of sequences, and of values.
+
+Each is called with a model, the hidden states before the predicted tokens of a packed micro-batch
+and its columns, and gives the micro-batch's share of its minibatch's loss, and metrics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rlhf_jax.inference.logprobs import head_logprobs
+from rlhf_jax.inference.values import head_values
+from rlhf_jax.sequences.batch import PackedSequences
+from rlhf_jax.training.settings import TrainingSettings
+from rlhf_jax.types import Array, Model
+
+# By name, [] float32: shares of the minibatch's, which add up, or maxima (`is_maximum`).
+Metrics = dict[str, jax.Array]
+Share = tuple[jax.Array, Metrics]
+
+
+class Loss(Protocol):
+    """Describe a loss: what it reads, and its share of a minibatch's."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Return the columns that it reads, of those that are there."""
+        ...
+
+    @property
+    def whole_groups(self) -> bool:
+        """Tell whether it compares sequences, so that those of a group must be together."""
+        ...
+
+    def __call__(
+        self, model: Model, hidden: jax.Array, batch: PackedSequences, settings: TrainingSettings
+    ) -> Share:
+        """Compute the share from the states [S, W, M]; of the model only the ends are read."""
+        ...
+
+
+class TokenTerms(NamedTuple):
+    """Hold what a loss of tokens or values may read; all are [S, W], and 0 where masked out."""
+
+    scores: jax.Array  # log-probabilities in nats, or values; the gradient goes through these
+    entropy: jax.Array | None  # in nats, where the settings ask for it
+    batch: PackedSequences
+    settings: TrainingSettings
+
+    def column(self, name: str) -> Array | None:
+        """Return a column, 0 where masked out; None where there is none."""
+        found = self.batch.columns.get(name)
+        return None if found is None else jnp.where(self.batch.mask, found, 0)
+
+    def mean(self, x: Array) -> jax.Array:
+        """Compute the sum of x [S, W] over the mask, over the tokens of the whole minibatch: [].
+
+        Summed over micro-batches it is the minibatch's mean, however the minibatch is split.
+        """
+        chex.assert_equal_shape([x, self.batch.mask])
+        return jnp.sum(jnp.where(self.batch.mask, x, 0.0)) / self.batch.columns["total_tokens"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLoss:
+    """Hold a loss of each predicted token, by its log-probability: [S, W], and metrics."""
+
+    function: Callable[[TokenTerms], Share]
+    reads: tuple[str, ...] = ()
+    whole_groups = False
+
+    def __call__(
+        self, model: Model, hidden: jax.Array, batch: PackedSequences, settings: TrainingSettings
+    ) -> Share:
+        """Compute the sum of the tokens' losses, each by its weight."""
+        terms = token_terms(model, hidden, batch, settings)
+        losses, metrics = self.function(terms)
+        return jnp.sum(batch.columns["weights"] * losses), metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueLoss:
+    """Hold a loss of the value before each predicted token: [S, W], and metrics."""
+
+    function: Callable[[TokenTerms], Share]
+    reads: tuple[str, ...] = ()
+    whole_groups = False
+
+    def __call__(
+        self, model: Model, hidden: jax.Array, batch: PackedSequences, settings: TrainingSettings
+    ) -> Share:
+        """Compute the sum of the values' losses, each by its token's weight."""
+        values = head_values(model, hidden, batch.mask)
+        losses, metrics = self.function(TokenTerms(values, None, batch, settings))
+        return jnp.sum(batch.columns["weights"] * losses), metrics
+
+
+class GroupTerms(NamedTuple):
+    """Hold what a loss of groups may read: numbers of tokens [S, W], of sequences [S, R]."""
+
+    scores: jax.Array  # [S, W], log-probabilities in nats, or values of a scalar head
+    batch: PackedSequences
+    settings: TrainingSettings
+
+    def per_sequence(self, x: Array) -> jax.Array:
+        """Sum numbers of tokens [S, W] over each sequence: [S, R] float32."""
+        tokens = jnp.where(self.batch.mask, x, 0.0)
+        return _sum_by(tokens, self.batch.segment_ids, self.batch.sequences.shape[1])
+
+    def per_group(self, x: Array) -> jax.Array:
+        """Sum numbers of sequences [S, R] over each group of its line: [S, R], 0 behind these."""
+        groups = jnp.asarray(self.batch.groups)
+        return _sum_by(jnp.where(groups >= 0, x, 0.0), jnp.maximum(groups, 0), x.shape[1])
+
+    @property
+    def present(self) -> jax.Array:
+        """Return which groups there are: [S, R] bool."""
+        return self.per_group(jnp.ones(self.batch.groups.shape, jnp.float32)) > 0
+
+    def mean(self, x: Array) -> jax.Array:
+        """Compute the sum of x [S, R] of groups over the groups of the whole minibatch: []."""
+        return jnp.sum(jnp.where(self.present, x, 0.0)) / self.batch.columns["total_groups"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupLoss:
+    """Hold a loss of groups of sequences, as a chosen and a rejected one: [S, R], and metrics."""
+
+    function: Callable[[GroupTerms], Share]
+    reads: tuple[str, ...] = ()
+    whole_groups = True
+
+    def __call__(
+        self, model: Model, hidden: jax.Array, batch: PackedSequences, settings: TrainingSettings
+    ) -> Share:
+        """Compute the share of the mean over the minibatch's groups."""
+        if model.config.scalar_head:
+            scores = head_values(model, hidden, batch.mask)
+        else:
+            scores = token_terms(model, hidden, batch, settings).scores
+        terms = GroupTerms(scores, batch, settings)
+        losses, metrics = self.function(terms)
+        return terms.mean(losses), metrics
+
+
+def token_terms(
+    model: Model, hidden: jax.Array, batch: PackedSequences, settings: TrainingSettings
+) -> TokenTerms:
+    """Compute the log-probabilities of the predicted tokens, and entropies where asked for."""
+    logprobs, entropy = head_logprobs(
+        model,
+        hidden,
+        batch.targets,
+        batch.mask,
+        support=batch.columns.get("top_k_ids"),
+        temperature=settings.temperature,
+        entropy=settings.entropy_coefficient != 0,
+        chunk=settings.chunk,
+        layout=settings.layout,
+        head_dtype=jnp.float32,
+    )
+    return TokenTerms(jnp.where(batch.mask, logprobs, 0.0), entropy, batch, settings)
+
+
+def is_maximum(name: str) -> bool:
+    """Tell whether a metric of this name is a maximum over tokens; others are sums of shares."""
+    return name.endswith("/max")
+
+
+def _sum_by(x: Array, ids: Array, count: int) -> jax.Array:
+    """Sum each line's numbers [S, N] by ids [S, N] int32 below `count`: [S, count]."""
+    return jax.vmap(functools.partial(jax.ops.segment_sum, num_segments=count))(
+        jnp.asarray(x), jnp.asarray(ids)
+    )

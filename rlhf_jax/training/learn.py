@@ -1,0 +1,347 @@
+"""One update of what a run trains: epochs of minibatches, cut into micro-batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from rlhf_jax.losses.value import explained_variance
+from rlhf_jax.mesh import ONE_DEVICE, Layout, for_all_to_read, model_shardings
+from rlhf_jax.model.transformer import cast, stack
+from rlhf_jax.monitoring.parts import PhaseParts
+from rlhf_jax.placement.pipelined import StageTimes
+from rlhf_jax.runtime import to_host
+from rlhf_jax.runtime.compilation import Execute, compile_only, run_now
+from rlhf_jax.runtime.shards import place_parts
+from rlhf_jax.sequences.batch import PackedSequences, Sequences
+from rlhf_jax.sequences.minibatches import minibatches, with_shares
+from rlhf_jax.sequences.packing import pack, padding_share
+from rlhf_jax.training.gradients import Gradient, Learner, sum_gradients
+from rlhf_jax.training.kinds import is_maximum
+from rlhf_jax.training.optimizer import norms_and_finite, take_step
+from rlhf_jax.training.pipelined import measure_stages, sum_pipelined
+from rlhf_jax.training.schedules import FusedSchedule, schedule_of
+from rlhf_jax.training.settings import TrainingSettings
+from rlhf_jax.types import Model, Models, Trained
+
+Learners = Mapping[str, Learner]  # by role, in the order in which gradients are taken
+
+
+class NonFiniteStep(ValueError):
+    """Report that minibatches had numbers that are not finite, more in a row than may be skipped.
+
+    `batch` was to be learned from. `models` are finite: they lack the steps of the minibatches that
+    went wrong.
+    """
+
+    def __init__(self, message: str, batch: Sequences, models: Models):
+        super().__init__(message)
+        self.batch = batch
+        self.models = models
+
+
+def trained(
+    model: Model,
+    optimizer: optax.GradientTransformation | None,
+    layout: Layout = ONE_DEVICE,
+    part: Callable[[Model], Model] | None = None,
+) -> Trained:
+    """Return a model as it is trained, in float32 with stacked layers, where the layout says.
+
+    The given model is used up: a caller that goes on with the same weights, as a reference say,
+    passes a copy. With `part`, which makes a model of it, it is not. Without an optimizer a model
+    stays as it is. Of shapes it is shapes.
+    """
+
+    def make(model: Model) -> Trained:
+        weights = cast(stack(part(model) if part else model), jnp.float32)
+        moments = None if optimizer is None else optimizer.init(weights)  # pyright: ignore[reportArgumentType]
+        return Trained(weights, moments, jnp.zeros((), jnp.int32))
+
+    shapes = jax.eval_shape(make, model)
+    places = None if layout.mesh is None else model_shardings(shapes, layout)
+    # All processes read the version, those without the model, too: it lies on more devices.
+    everywhere = None if places is None else for_all_to_read(layout)
+    if isinstance(model.norm, jax.ShapeDtypeStruct):
+        if places is None:
+            return shapes
+        return jax.tree.map(_placed, shapes, dataclasses.replace(places, version=everywhere))
+    donated = () if part else (0,)
+    found = jax.jit(make, donate_argnums=donated, out_shardings=places)(model)
+    if everywhere is None:
+        return found
+    return dataclasses.replace(found, version=place_parts(np.zeros((), np.int32), everywhere))
+
+
+def _placed(shape: jax.ShapeDtypeStruct, place: Any) -> jax.ShapeDtypeStruct:
+    return shape.update(sharding=place)
+
+
+class Minibatch(NamedTuple):
+    """Hold what one optimizer step of each learner is taken on."""
+
+    learners: list[Learner]
+    models: list[Model]
+    batches: list[list[PackedSequences]]  # the micro-batches of each, of the host
+    padding: float  # the share of the first one's tokens that is padding
+
+    def schedule(self, times: Mapping[str, StageTimes]) -> FusedSchedule | None:
+        """Return the schedule of learners that are pipelines; None of others, which take turns."""
+        if self.learners[0].settings.layout.role != "pipelined":
+            return None
+        return schedule_of(self.learners, self.models, self.batches, times)
+
+    def gradients(
+        self,
+        fused: FusedSchedule | None,
+        progress: PhaseParts | None = None,
+        execute: Execute = run_now,
+    ) -> Iterator[Gradient]:
+        """Yield the gradient of each learner, once it is asked for.
+
+        So activations of two models never coexist. fused: of learners that are pipelines, which run
+        at once: all gradients are computed when the first is asked for.
+        """
+        given = (self.learners, self.models, self.batches)
+        if fused is not None:
+            yield from sum_pipelined(*given, fused.schedule, progress, execute)
+            return
+        for learner, model, own in zip(*given, strict=True):
+            yield sum_gradients(learner, model, own, progress=progress, execute=execute)
+
+
+def learn(
+    models: Models,
+    batch: Sequences,
+    learners: Learners,
+    *,
+    step: int,
+    kl_weight: float = 0.0,
+    observe: Callable[[PhaseParts], None] = lambda parts: None,
+    skipped: int = 0,
+    stage_times: Mapping[str, StageTimes] | None = None,
+) -> tuple[Models, dict[str, float]]:
+    """Train on one batch of sequences: `epochs` times `minibatches` optimizer steps.
+
+    The given models are used up. A minibatch's loss is a weighted sum, so the result does not
+    depend on `microbatch_rows` or `length_bucket`. Gradients of the learners are taken one after
+    the other, or by pipelines at once where their layouts are pipelined. `kl_weight` is that of the
+    divergence in the loss. `observe` is called before each minibatch, with its micro-batches.
+    `step` counts updates and, with the seed, orders the rows; a learner whose `first_update` is
+    later leaves its model as it is.
+
+    A minibatch of which a number is not finite, any model's, is skipped: none takes a step.
+    NonFiniteStep where more than `max_skipped` come in a row, of which `skipped` came before this
+    update. The metrics, means over the other minibatches (maxima for `.../max`), are read from the
+    device once, at the end; with `target_kl`, one of them after each minibatch. `stage_times` is
+    what `measure_update` found, of pipelines.
+    """
+    batch = batch.on_host()
+    present = {role: one for role, one in learners.items() if step >= one.first_update}
+    _check_old(batch, present.values())
+    settings = _settings(learners)
+    history: list[dict[str, Any]] = []
+    planned = []
+    padding = []
+    done = 0
+    for rows in _rows_of_minibatches(batch, settings, step, settings.epochs):
+        minibatch = _minibatch(models, batch.take(rows), present, kl_weight)
+        padding.append(minibatch.padding)
+        observe(progress := PhaseParts(sum(map(len, minibatch.batches))))
+        fused = minibatch.schedule(stage_times or {})
+        planned += [fused.metrics()] if fused else []
+        stepped, metrics = _take_steps(models, minibatch, fused, progress)
+        history.append(metrics)
+        del minibatch
+        if stepped is None:
+            break
+        models = stepped
+        done += 1
+
+    metrics = _means(to_host.fetch(history), batch, models, settings.max_skipped, skipped, step)
+    if planned:
+        metrics |= {name: float(np.mean([own[name] for own in planned])) for name in planned[0]}
+    metrics["training/minibatches_done"] = done - metrics["training/skipped"]
+    metrics["training/padding"] = float(np.mean(padding)) if padding else 0.0
+    if "returns" in batch.columns:
+        columns = batch.columns
+        explained = explained_variance(columns["values"], columns["returns"], batch.mask)
+        metrics |= {"critic/explained_variance": explained} if math.isfinite(explained) else {}
+    return models | {role: models[role].counted() for role in learners}, metrics
+
+
+def compile_update(models: Models, batch: Sequences, learners: Learners, step: int) -> None:
+    """Compile what the first minibatch of `learn` runs, if any trains, and run nothing."""
+    minibatch = _first_minibatch(models, batch, learners, step)
+    if minibatch is None:
+        return
+    gradients = list(minibatch.gradients(minibatch.schedule({}), execute=compile_only))
+    _, finite = norms_and_finite(gradients, compile_only)
+    for learner, gradient, flag in zip(minibatch.learners, gradients, finite, strict=True):
+        take_step(learner, models[learner.role], gradient, flag, compile_only)
+
+
+def measure_update(
+    models: Models, batch: Sequences, learners: Learners, step: int
+) -> dict[str, StageTimes]:
+    """Return by call what stages of pipelines take, of the first micro-batch of some sequences.
+
+    Where nothing is pipelined there is nothing to measure. No gradient is kept.
+    """
+    if _settings(learners).layout.role != "pipelined":
+        return {}
+    found = _first_minibatch(models, batch, learners, step)
+    if found is None:
+        return {}
+    given = zip(found.learners, found.models, found.batches, strict=True)
+    return {learner.call: measure_stages(learner, model, own[0]) for learner, model, own in given}
+
+
+def _settings(learners: Learners) -> TrainingSettings:
+    """Return the settings of the first learner: epochs, minibatches and order are all learners'."""
+    return next(iter(learners.values())).settings
+
+
+def _check_old(batch: Sequences, learners: Iterable[Learner]) -> None:
+    """Raise ValueError where a later minibatch would lack the log-probs from before the update."""
+    for learner in learners:
+        steps = learner.settings.epochs * learner.settings.minibatches
+        if steps > 1 and "logprobs" in learner.loss.reads and "logprobs" not in batch.columns:
+            raise ValueError(
+                "Several minibatches need the log-probs from before the update; score the policy"
+                " first."
+            )
+
+
+def _rows_of_minibatches(
+    batch: Sequences, settings: TrainingSettings, step: int, epochs: int
+) -> Iterator[np.ndarray]:
+    """Yield the rows of each minibatch that has tokens to learn from."""
+    order = minibatches(
+        len(batch.tokens), settings.minibatches, epochs, seed=settings.seed, step=step
+    )
+    return (rows for rows in order if batch.mask[rows].any())
+
+
+def _first_minibatch(
+    models: Models, batch: Sequences, learners: Learners, step: int
+) -> Minibatch | None:
+    """Return what an update of all learners trains on first; None of no tokens."""
+    batch = batch.on_host()
+    rows = next(_rows_of_minibatches(batch, _settings(learners), step, epochs=1), None)
+    return None if rows is None else _minibatch(models, batch.take(rows), learners, kl_weight=0.0)
+
+
+def _minibatch(
+    models: Models, minibatch: Sequences, learners: Learners, kl_weight: float
+) -> Minibatch:
+    """Cut a minibatch of host arrays into the micro-batches of each learner.
+
+    All learners whose rows are split alike have the same, with the columns that any of them reads.
+    """
+    settings = _settings(learners)
+    weights = settings.aggregate(minibatch.mask, settings.max_new_tokens)
+    reads = {name for one in learners.values() for name in one.loss.reads}
+    known = with_shares(minibatch.reading(*reads), weights, kl_weight)
+    rows = (settings.microbatch_rows, settings.length_bucket)
+    together = any(one.loss.whole_groups for one in learners.values())
+    shards = [one.settings.layout.row_shards for one in learners.values()]
+    packed = {count: pack(known, *rows, count, whole_groups=together) for count in set(shards)}
+    return Minibatch(
+        list(learners.values()),
+        [models[role].weights for role in learners],
+        [[part.batch for part in packed[count]] for count in shards],
+        padding_share(packed[shards[0]]),
+    )
+
+
+def _take_steps(
+    models: Models, minibatch: Minibatch, fused: FusedSchedule | None, progress: PhaseParts
+) -> tuple[Models | None, dict[str, jax.Array]]:
+    """Take a minibatch's step of each learner, or of none where a number is not finite.
+
+    Returns the models and all metrics, norms included. Once the policy has moved too far no step is
+    taken any more: None in place of the models.
+    """
+    metrics: dict[str, jax.Array] = {}
+    gradients = []
+    given = minibatch.gradients(fused, progress)
+    for learner, gradient in zip(minibatch.learners, given, strict=True):
+        metrics |= gradient.metrics
+        if _has_moved(learner, gradient):
+            return None, gradient.metrics
+        gradients.append(gradient)
+    norms, finite = norms_and_finite(gradients)
+    models = dict(models)
+    stepped = zip(minibatch.learners, gradients, norms, finite, strict=True)
+    for learner, gradient, norm, flag in stepped:
+        models[learner.role] = take_step(learner, models[learner.role], gradient, flag)
+        metrics[learner.norm_metric] = norm
+    return models, metrics
+
+
+def _has_moved(learner: Learner, gradient: Gradient) -> bool:
+    """Say whether the policy has moved so far from the old one that no step is taken any more."""
+    limit = learner.settings.target_kl
+    if not limit or "kl/old" not in gradient.metrics:
+        return False
+    told = to_host.fetch(gradient.metrics)
+    finite = np.isfinite([*told.values()]).all()
+    return bool(finite and told["kl/old"] > limit)
+
+
+def _means(
+    history: list[dict[str, Any]],
+    batch: Sequences,
+    models: Models,
+    max_skipped: int,
+    in_row: int,
+    step: int,
+) -> dict[str, float]:
+    """Return each metric's mean over the minibatches that have it, or its maximum for `.../max`.
+
+    Minibatches with a number that is not finite were skipped, and are only counted; `in_row` were
+    skipped before. NonFiniteStep where more than `max_skipped` come in a row. Without a minibatch a
+    few metrics are 0.
+    """
+    taken = []
+    for index, metrics in enumerate(history):
+        broken = [name for name, value in metrics.items() if not math.isfinite(value)]
+        in_row = in_row + 1 if broken else 0
+        if not broken:
+            taken.append(metrics)
+        elif in_row > max_skipped:
+            # A loss says more than what follows from it.
+            name = min(broken, key=lambda name: not name.startswith("loss/"))
+            raise NonFiniteStep(
+                f"{name} is {float(metrics[name])} in minibatch {index + 1} of update"
+                f" {step}{_not_finite(batch)}; its step was not taken, and"
+                f" training.max_skipped is {max_skipped}: look for a reward out of scale, or lower"
+                " the learning rate and go on with checkpoint.allow_changes=True.",
+                batch,
+                models,
+            )
+    means = {"loss/policy": 0.0, "kl/mean": 0.0, "gradient/norm": 0.0}
+    for name in dict.fromkeys(name for metrics in taken for name in metrics):
+        values = [float(metrics[name]) for metrics in taken if name in metrics]
+        means[name] = max(values) if is_maximum(name) else float(np.mean(values))
+    skipped = float(len(history) - len(taken))
+    return means | {"training/skipped": skipped, "training/skipped_in_row": float(in_row)}
+
+
+def _not_finite(batch: Sequences) -> str:
+    """Say how many numbers of which column are not finite, of those that tokens have."""
+    told = ""
+    tokens = int(batch.mask.sum())
+    for name, numbers in batch.columns.items():
+        if numbers.shape == batch.mask.shape:
+            bad = int((~np.isfinite(numbers[batch.mask])).sum())
+            told += f", where {bad} of {tokens} {name.replace('_', ' ')} are not" * (bad > 0)
+    return told
