@@ -67,7 +67,7 @@ def forward(part, given, batch, *, stage):
 def backward(total, part, given, batch, pulled, *, stage):
     """Three quanta, after all that a backward waits for."""
     passed = sleep(sum(one for one in (given, pulled) if one is not None), 3)
-    metrics = {} if stage.head_loss is None else {"loss": passed[0, 0, 0]}
+    metrics = {} if stage.loss is None else {"loss": passed[0, 0, 0]}
     weights = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), part)
     gradient = pin_weights(Gradient(weights, metrics), stage.settings.layout)
     return gradient, None if given is None else pin_rows(passed, stage.settings.layout)
