@@ -80,26 +80,24 @@ class TokenLoss:
         self, model: Model, hidden: jax.Array, batch: PackedSequences, settings: TrainingSettings
     ) -> Share:
         """Compute the sum of the tokens' losses, each by its weight."""
-        terms = token_terms(model, hidden, batch, settings)
-        losses, metrics = self.function(terms)
+        losses, metrics = self.function(self.terms(model, hidden, batch, settings))
         return jnp.sum(batch.columns["weights"] * losses), metrics
 
+    def terms(
+        self, model: Model, hidden: jax.Array, batch: PackedSequences, settings: TrainingSettings
+    ) -> TokenTerms:
+        """Compute what the function reads."""
+        return token_terms(model, hidden, batch, settings)
 
-@dataclasses.dataclass(frozen=True)
-class ValueLoss:
+
+class ValueLoss(TokenLoss):
     """Hold a loss of the value before each predicted token: [S, W], and metrics."""
 
-    function: Callable[[TokenTerms], Share]
-    reads: tuple[str, ...] = ()
-    whole_groups = False
-
-    def __call__(
+    def terms(
         self, model: Model, hidden: jax.Array, batch: PackedSequences, settings: TrainingSettings
-    ) -> Share:
-        """Compute the sum of the values' losses, each by its token's weight."""
-        values = head_values(model, hidden, batch.mask)
-        losses, metrics = self.function(TokenTerms(values, None, batch, settings))
-        return jnp.sum(batch.columns["weights"] * losses), metrics
+    ) -> TokenTerms:
+        """Compute the values of a scalar head, which the function reads."""
+        return TokenTerms(head_values(model, hidden, batch.mask), None, batch, settings)
 
 
 class GroupTerms(NamedTuple):
